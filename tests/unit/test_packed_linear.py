@@ -1,0 +1,165 @@
+"""The packed linear operator agrees with its torch reference, and every row is bitwise the same whatever runs beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from yggdrasil.kernels import load_kernels
+from yggdrasil.kernels.linear import PackedLinear, pack_weight, packed_shape, reference, unpack_weight
+
+DTYPES = (torch.bfloat16, torch.float32)
+SHAPES = ((1, 1), (5, 3), (16, 32), (17, 33), (48, 31), (100, 70), (256, 128), (33, 1000), (600, 352))  # (out_features, in_features)
+WIDTHS = (1, 2, 3, 7, 8, 9, 12, 16, 17, 31, 32, 33, 64, 128, 200)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels() -> None:
+    load_kernels()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    out: Tensor = torch.ops.ygg.packed_linear(x, packed, bias, out_features)
+    return out
+
+
+def layer(out_features: int, in_features: int, dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor | None]:
+    weight_OI = torch.randn(out_features, in_features).to(dtype)
+    return pack_weight(weight_OI), torch.randn(out_features).to(dtype) if bias else None
+
+
+def assert_close(actual: Tensor, expected: Tensor, in_features: int) -> None:
+    step = {torch.bfloat16: 2**-8, torch.float32: 2**-18}[actual.dtype]
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=2 * step, atol=step * in_features**0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_unpacking_a_packed_weight_gives_it_back(out_features: int, in_features: int, dtype: torch.dtype) -> None:
+    weight_OI = torch.randn(out_features, in_features).to(dtype)
+    packed = pack_weight(weight_OI)
+    assert packed.shape == packed_shape(out_features, in_features, dtype)
+    assert torch.equal(unpack_weight(packed, out_features, in_features), weight_OI)
+
+
+def test_a_word_holds_two_bf16_weights_of_one_column() -> None:
+    weight_OI = torch.arange(32 * 64, dtype=torch.float32).remainder(251).view(32, 64).to(torch.bfloat16)
+    packed = pack_weight(weight_OI)
+    panel, step, column = 1, 5, 3
+    assert packed[panel, step, column].tolist() == weight_OI[panel * 16 + column, 2 * step : 2 * step + 2].tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_agrees_with_the_reference(out_features: int, in_features: int, bias: bool, dtype: torch.dtype) -> None:
+    packed, bias_O = layer(out_features, in_features, dtype, bias)
+    for width in (1, 5, 16, 20, 40):
+        x = torch.randn(width, in_features).to(dtype)
+        assert_close(packed_linear(x, packed, bias_O, out_features), reference(x, packed, bias_O, out_features), in_features)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_that_are_exact_in_fp32_round_once(dtype: torch.dtype) -> None:
+    packed = pack_weight(torch.randint(-3, 4, (40, 65)).to(dtype))
+    x = torch.randint(-3, 4, (21, 65)).to(dtype)
+    bias_O = torch.randint(-300, 300, (40,)).to(dtype)
+    assert torch.equal(packed_linear(x, packed, bias_O, 40), reference(x, packed, bias_O, 40))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_rows_are_bitwise_independent_of_width(out_features: int, in_features: int, dtype: torch.dtype) -> None:
+    packed, bias_O = layer(out_features, in_features, dtype, bias=True)
+    x = torch.randn(max(WIDTHS), in_features).to(dtype)
+    alone = torch.cat([packed_linear(x[row : row + 1], packed, bias_O, out_features) for row in range(len(x))])
+    for width in WIDTHS:
+        rows = torch.randperm(len(x))[:width]
+        assert torch.equal(packed_linear(x[rows], packed, bias_O, out_features), alone[rows]), f"width {width}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_bitwise_independent_of_the_thread_count(dtype: torch.dtype) -> None:
+    packed, _ = layer(600, 352, dtype, bias=False)
+    x = torch.randn(20, 352).to(dtype)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = packed_linear(x, packed, None, 600)
+        torch.set_num_threads(3)
+        three = packed_linear(x, packed, None, 600)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert torch.equal(one, three)
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+@pytest.mark.parametrize("width", (1, 5, 16, 40))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_inf_stay_in_their_row(dtype: torch.dtype, width: int, value: float) -> None:
+    packed, bias_O = layer(50, 70, dtype, bias=True)
+    x = torch.randn(width, 70).to(dtype)
+    clean = packed_linear(x, packed, bias_O, 50)
+    row = width // 2
+    x[row, 69] = value
+    out = packed_linear(x, packed, bias_O, 50)
+    assert not out[row].isfinite().any()
+    others = torch.arange(width) != row
+    assert torch.equal(out[others], clean[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_leading_dimensions_and_strides_are_kept_apart_from_the_values(dtype: torch.dtype) -> None:
+    packed, bias_O = layer(30, 64, dtype, bias=True)
+    x = torch.randn(2, 3, 5, 64).to(dtype)
+    flat = packed_linear(x.reshape(30, 64), packed, bias_O, 30)
+    assert torch.equal(packed_linear(x, packed, bias_O, 30), flat.view(2, 3, 5, 30))
+    assert torch.equal(packed_linear(x.transpose(0, 2), packed, bias_O, 30), flat.view(2, 3, 5, 30).transpose(0, 2))
+    assert packed_linear(x[0, 0, 0], packed, bias_O, 30).shape == (30,)
+    assert packed_linear(x[:, :0], packed, bias_O, 30).shape == (2, 0, 5, 30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_input_features_leave_the_bias(dtype: torch.dtype) -> None:
+    packed, bias_O = layer(20, 0, dtype, bias=True)
+    assert bias_O is not None
+    assert torch.equal(packed_linear(torch.empty(3, 0, dtype=dtype), packed, bias_O, 20), bias_O.expand(3, 20))
+
+
+def test_a_weight_of_another_shape_or_dtype_is_refused() -> None:
+    packed, _ = layer(32, 64, torch.bfloat16, bias=False)
+    with pytest.raises(RuntimeError, match="packs to"):
+        packed_linear(torch.randn(1, 96).bfloat16(), packed, None, 32)
+    with pytest.raises(RuntimeError, match="x is"):
+        packed_linear(torch.randn(1, 64), packed, None, 32)
+    with pytest.raises(RuntimeError, match="bias must be"):
+        packed_linear(torch.randn(1, 64).bfloat16(), packed, torch.zeros(32), 32)
+    with pytest.raises(ValueError, match="bfloat16 or torch.float32"):
+        pack_weight(torch.zeros(4, 4, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", (False, True))
+def test_opcheck(bias: bool, dtype: torch.dtype) -> None:
+    packed, bias_O = layer(20, 40, dtype, bias)
+    torch.library.opcheck(torch.ops.ygg.packed_linear.default, (torch.randn(2, 3, 40).to(dtype), packed, bias_O, 20))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", (False, True))
+def test_packed_module_replaces_a_linear(bias: bool, dtype: torch.dtype) -> None:
+    linear = nn.Linear(70, 50, bias=bias, dtype=dtype)
+    packed = PackedLinear.from_linear(linear)
+    x = torch.randn(2, 9, 70).to(dtype)
+    assert_close(packed(x), linear(x).detach(), 70)
+    shapes_only = PackedLinear.from_linear(linear, values=False)
+    shapes_only.load_state_dict(packed.state_dict())
+    assert torch.equal(shapes_only(x), packed(x))
+    with torch.device("meta"):
+        assert PackedLinear(70, 50, bias, dtype)(x.to("meta")).shape == (2, 9, 50)

@@ -1,0 +1,1 @@
+from yggdrasil.tree import TokenTree

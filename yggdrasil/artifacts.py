@@ -1,0 +1,153 @@
+"""Where compiled artifacts live, how they are written whole or not at all, and when they are stale.
+
+```
+<root>/compile_cache/<pair>/<fingerprint>/   graphs, packed weights, tokenizer, bundle.json
+<root>/compile_cache/kernels/<fingerprint>/  our operators, one shared library
+<root>/profiles/<pair>/<machine>.json        measured latencies
+<root>/predictors/<pair>/<dataset>/          acceptance calibration, depth predictor
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from yggdrasil.errors import ArtifactError
+
+__all__ = [
+    "atomic_directory",
+    "check_fingerprint",
+    "compile_cache",
+    "cpu_flags",
+    "digest",
+    "digest_file",
+    "load_json",
+    "machine_name",
+    "predictors",
+    "profiles",
+    "root",
+    "save_json",
+]
+
+
+def root() -> Path:
+    """The artifact root: `YGG_HOME`, else the nearest parent with a `compile_cache/` folder, else `~/.cache/yggdrasil`."""
+    if home := os.environ.get("YGG_HOME"):
+        return Path(home).expanduser().resolve()
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / "compile_cache").is_dir():
+            return folder
+    return Path.home() / ".cache" / "yggdrasil"
+
+
+def compile_cache() -> Path:
+    """Graphs and weights by pair and fingerprint."""
+    return root() / "compile_cache"
+
+
+def profiles() -> Path:
+    """Latencies by pair and machine."""
+    return root() / "profiles"
+
+
+def predictors() -> Path:
+    """Calibrations by pair and data set."""
+    return root() / "predictors"
+
+
+@cache
+def cpu_flags() -> str:
+    """The instruction sets that native code was compiled for: a foreign machine must not load it."""
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
+    try:
+        words = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        words = []
+    return " ".join([platform.machine(), *(flag for flag in wanted if flag in words)])
+
+
+@cache
+def machine_name() -> str:
+    """A file name for the profile of this machine: processor flags and core count decide the latencies."""
+    return f"{platform.machine()}-{os.cpu_count()}cpu-{digest(cpu_flags())}"
+
+
+def digest(*parts: object) -> str:
+    """Twelve hexadecimal digits over the parts, in order."""
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(json.dumps(part, sort_keys=True, default=str).encode())
+    return sha.hexdigest()[:12]
+
+
+def digest_file(path: Path) -> str:
+    """Twelve hexadecimal digits over a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+
+
+def save_json(path: Path, payload: Mapping[str, Any]) -> None:
+    """Write JSON to a temporary name, then rename: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(payload, file, indent=1)
+        file.write("\n")
+    os.chmod(temporary, 0o644)  # mkstemp is private; an artifact is not
+    os.replace(temporary, path)
+
+
+def load_json(path: Path, command: str) -> dict[str, Any]:
+    """Read a JSON artifact.
+
+    Raises:
+        ArtifactError: missing, truncated or not an object; names the path and the command that rebuilds it.
+    """
+    try:
+        payload = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ArtifactError(path, "missing", command) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ArtifactError(path, f"corrupt ({error})", command) from None
+    if not isinstance(payload, dict):
+        raise ArtifactError(path, "corrupt (not a JSON object)", command)
+    return payload
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Fill a temporary directory that takes its name only when the block ends well; another writer's result wins."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        try:
+            temporary.rename(path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_fingerprint(path: Path, stored: Mapping[str, Any], current: Mapping[str, Any], command: str) -> None:
+    """Compare field by field.
+
+    Raises:
+        ArtifactError: names the first field that differs, both values, and the command that rebuilds the artifact.
+    """
+    for field, value in current.items():
+        if stored.get(field) != value:
+            raise ArtifactError(path, f"stale: {field} was {stored.get(field)!r} and is now {value!r}", command)

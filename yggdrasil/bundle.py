@@ -1,0 +1,277 @@
+"""A compiled pair on disk, and how it becomes an engine.
+
+```
+compile_cache/<pair>/current.json                       which fingerprint is current
+compile_cache/<pair>/<fingerprint>/bundle.json          what was compiled, from what, for which machine
+                                  /tokenizer.json
+                                  /target/tokens_*.pt2, weights.safetensors
+                                  /draft/ ...
+profiles/<pair>/<machine>.json                          measured latencies
+predictors/<pair>/<dataset>/acceptance.json             calibrated acceptance
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from yggdrasil import artifacts
+from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
+from yggdrasil.compiler.model import CompiledModel
+from yggdrasil.config import CompileConfig, from_dict
+from yggdrasil.engine import Engine
+from yggdrasil.errors import ArtifactError
+from yggdrasil.kernels import load_kernels
+from yggdrasil.kv import KVShape
+from yggdrasil.policy.acceptance import AcceptanceTable
+from yggdrasil.policy.latency import LatencyModel
+from yggdrasil.policy.shape import BestShape, FixedShape
+from yggdrasil.state import PLAIN, Shape
+from yggdrasil.tokenizer import Tokenizer
+
+__all__ = [
+    "BUNDLED",
+    "FORMAT",
+    "Bundle",
+    "LoadedPair",
+    "SourceFile",
+    "bundled_models",
+    "compile_command",
+    "is_compiled",
+    "known_pairs",
+    "load_bundle",
+    "load_pair",
+    "machine_fields",
+]
+
+FORMAT = 1
+BUNDLED = "tinystories"
+
+
+def bundled_models() -> tuple[Path, Path]:
+    """Folders of the target and the draft that ship with the package."""
+    folder = Path(__file__).parent / "pairs" / BUNDLED
+    return folder / "target", folder / "draft"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A model file as it was compiled; size and time spare hashing it at every start.
+
+    Args:
+        path: Absolute.
+        size: Bytes.
+        mtime_ns: Modification time.
+        digest: Of its bytes.
+    """
+
+    path: str
+    size: int
+    mtime_ns: int
+    digest: str
+
+    @classmethod
+    def of(cls, path: Path) -> SourceFile:
+        stat = path.stat()
+        return cls(str(path.resolve()), stat.st_size, stat.st_mtime_ns, artifacts.digest_file(path))
+
+    def changed(self) -> bool:
+        """Whether the file is there with other bytes; a bundle does not need files that are gone."""
+        try:
+            stat = Path(self.path).stat()
+        except OSError:
+            return False
+        if (stat.st_size, stat.st_mtime_ns) == (self.size, self.mtime_ns):
+            return False
+        return artifacts.digest_file(Path(self.path)) != self.digest
+
+
+def machine_fields() -> dict[str, Any]:
+    """What compiled code depends on besides its inputs."""
+    gpu = ".".join(str(part) for part in torch.cuda.get_device_capability()) if torch.cuda.is_available() else "none"
+    return {"format": FORMAT, "torch": torch.__version__, "cuda": str(torch.version.cuda), "cpu_flags": artifacts.cpu_flags(), "compute_capability": gpu}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What was compiled.
+
+    Args:
+        name: Of the pair.
+        folder: Of this fingerprint.
+        config: How it was compiled; max_context is settled.
+        dataset: Calibration text.
+        kv_target: Cache of the target.
+        kv_draft: Cache of the draft.
+        eos_tokens: End-of-text ids.
+        sources: Model files.
+        models: Target and draft as they were named.
+        machine: `machine_fields` at compilation.
+    """
+
+    name: str
+    folder: Path
+    config: CompileConfig
+    dataset: str
+    kv_target: KVShape
+    kv_draft: KVShape
+    eos_tokens: tuple[int, ...]
+    sources: tuple[SourceFile, ...]
+    models: tuple[str, str]
+    machine: dict[str, Any]
+
+    @property
+    def command(self) -> str:
+        return compile_command(self.name, *self.models)
+
+    @property
+    def profile_path(self) -> Path:
+        return artifacts.profiles() / self.name / f"{artifacts.machine_name()}.json"
+
+    @property
+    def acceptance_path(self) -> Path:
+        return artifacts.predictors() / self.name / self.dataset / "acceptance.json"
+
+    @property
+    def max_context(self) -> int:
+        assert self.config.max_context is not None
+        return self.config.max_context
+
+    def save(self) -> None:
+        """Write bundle.json and make this fingerprint the current one: the last act of a compilation."""
+        payload = asdict(self)
+        del payload["folder"]
+        artifacts.save_json(self.folder / "bundle.json", payload)
+        artifacts.save_json(self.folder.parent / "current.json", {"fingerprint": self.folder.name})
+
+    def load_models(self) -> tuple[CompiledModel, CompiledModel]:
+        """Target and draft, every graph of the menus loaded and bound to one copy of the weights."""
+        load_kernels()
+        return self._load_model("target", target_menu(self.config), self.kv_target, 0), self._load_model(
+            "draft", draft_menu(self.config), self.kv_draft, self.config.num_candidates
+        )
+
+    def _load_model(self, kind: str, menu: Menu, kv: KVShape, num_candidates: int) -> CompiledModel:
+        return CompiledModel(
+            self.folder / kind,
+            menu,
+            kv=kv,
+            dtype=getattr(torch, self.config.dtype),
+            device=self.config.device,
+            max_depth=self.config.max_depth,
+            num_candidates=num_candidates,
+            command=self.command,
+        )
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """Everything a generation needs.
+
+    Args:
+        bundle: What was compiled.
+        engine: Both models.
+        tokenizer: Text to tokens and back.
+        acceptance: Calibrations by temperature.
+        latency: Profile of this machine.
+    """
+
+    bundle: Bundle
+    engine: Engine
+    tokenizer: Tokenizer
+    acceptance: AcceptanceTable
+    latency: LatencyModel
+
+    def policy(self, *, temperature: float = 0.0, shape: Shape | None = None) -> FixedShape:
+        """The best shape by Eq. 3 for this temperature, or always `shape`."""
+        acceptance = self.acceptance.nearest(temperature)
+        widths, verify_widths = self.bundle.config.widths, self.bundle.config.verify_widths
+        if shape is not None:
+            return FixedShape(shape, acceptance, self.latency, verify_widths)
+        return BestShape(PLAIN, acceptance, self.latency, verify_widths, widths)
+
+
+def compile_command(name: str, target: str, draft: str) -> str:
+    """The command that compiles this pair."""
+    return "ygg compile" if name == BUNDLED else f"ygg compile {target} {draft} --name {name}"
+
+
+def known_pairs() -> Sequence[str]:
+    """Names with a finished bundle."""
+    return sorted(path.parent.name for path in artifacts.compile_cache().glob("*/current.json"))
+
+
+def is_compiled(name: str) -> bool:
+    """Whether a pair of this name was compiled to the end."""
+    return (artifacts.compile_cache() / name / "current.json").exists()
+
+
+def load_bundle(name: str) -> Bundle:
+    """The current bundle of a pair, checked against this machine and the model files.
+
+    Raises:
+        ArtifactError: unknown, corrupt or stale; names the field and the command.
+    """
+    current = artifacts.compile_cache() / name / "current.json"
+    if not is_compiled(name):
+        known = ", ".join(known_pairs()) or "none yet"
+        raise ArtifactError(current.parent, f"no compiled pair named {name!r} (there are: {known})", f"ygg compile TARGET DRAFT --name {name}")
+    hint = f"ygg compile TARGET DRAFT --name {name}" if name != BUNDLED else "ygg compile"
+    folder = current.parent / str(artifacts.load_json(current, hint).get("fingerprint"))
+    payload = artifacts.load_json(folder / "bundle.json", hint)
+    try:
+        bundle = _from_json(folder, payload)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(folder / "bundle.json", f"corrupt ({error})", hint) from None
+    artifacts.check_fingerprint(folder / "bundle.json", bundle.machine, machine_fields(), bundle.command)
+    for source in bundle.sources:
+        if source.changed():
+            raise ArtifactError(folder, f"stale: {source.path} has changed since it was compiled", bundle.command)
+    return bundle
+
+
+def _from_json(folder: Path, payload: dict[str, Any]) -> Bundle:
+    return Bundle(
+        name=payload["name"],
+        folder=folder,
+        config=from_dict(CompileConfig, payload["config"]),
+        dataset=payload["dataset"],
+        kv_target=KVShape(**payload["kv_target"]),
+        kv_draft=KVShape(**payload["kv_draft"]),
+        eos_tokens=tuple(payload["eos_tokens"]),
+        sources=tuple(SourceFile(**source) for source in payload["sources"]),
+        models=(payload["models"][0], payload["models"][1]),
+        machine=payload["machine"],
+    )
+
+
+def load_pair(name: str = BUNDLED) -> LoadedPair:
+    """Load a compiled pair; compiles nothing.
+
+    Raises:
+        ArtifactError: unknown, corrupt or stale; names the field and the command that mends it.
+
+    Cost: imports, then milliseconds: weights are mapped, graphs are shared libraries.
+    """
+    bundle = load_bundle(name)
+    latency = _parse(bundle.profile_path, bundle, LatencyModel.from_json)
+    acceptance = _parse(bundle.acceptance_path, bundle, AcceptanceTable.from_json)
+    tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
+    target, draft = bundle.load_models()
+    engine = Engine(target, draft, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens)
+    return LoadedPair(bundle, engine, tokenizer, acceptance, latency)
+
+
+def _parse(path: Path, bundle: Bundle, parse: Any) -> Any:
+    payload = artifacts.load_json(path, bundle.command)
+    if payload.get("fingerprint") != bundle.folder.name:
+        raise ArtifactError(path, f"stale: measured for fingerprint {payload.get('fingerprint')}, current is {bundle.folder.name}", bundle.command)
+    try:
+        return parse(payload)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(path, f"corrupt ({error})", bundle.command) from None

@@ -1,0 +1,91 @@
+"""`ygg compile`: lower a pair to static graphs, measure this machine, calibrate acceptance."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from yggdrasil.config import CompileConfig
+from yggdrasil.errors import ConfigError
+
+if TYPE_CHECKING:
+    from yggdrasil.bundle import Bundle
+
+__all__ = ["add_parser", "compile_bundled", "compile_named", "run"]
+
+DESCRIPTION = """\
+Compile a target and a draft for this machine, once. Both are lowered with TorchInductor to one static graph per token
+count of a small menu; then the graphs are timed and the draft's guesses are calibrated on text. Ctrl-C loses nothing:
+the same command goes on where it stopped. Without arguments the bundled pair is compiled.
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    defaults = CompileConfig()
+    parser = verbs.add_parser(
+        "compile", help="prepare a pair of models for this machine", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", nargs="?", help="folder or hub id of the target model")
+    parser.add_argument("draft", nargs="?", help="folder or hub id of a small model with the same tokenizer")
+    parser.add_argument("--name", help="name of the pair (default: the target's folder name)")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help='text to calibrate acceptance on: plain, or .jsonl with a "text" a line')
+    parser.add_argument("--device", default=defaults.device, help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--dtype", default=defaults.dtype, help="bfloat16 or float32 (default: %(default)s)")
+    parser.add_argument("--max-context", type=int, help="most tokens of prompt and output together (default: the models' limit, at most 2048)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Compile and say what to do next."""
+    from yggdrasil.build import bundled_arguments
+
+    config = CompileConfig(device=options.device, dtype=options.dtype, max_context=options.max_context)
+    if options.target is None:
+        target, draft, name = bundled_arguments()
+    elif options.draft is None:
+        raise ConfigError("draft", None, "a folder or hub id of a small model", "ygg compile TARGET DRAFT")
+    else:
+        target, draft, name = options.target, options.draft, options.name or Path(options.target).name
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ConfigError("name", name, "letters, digits, dots, dashes and underscores")
+    _report(*_compile(target, draft, name, config, options.calibration))
+
+
+def compile_named(target: str, draft: str) -> str:
+    """Compile a pair under its default name unless that is done; returns the name."""
+    from yggdrasil.bundle import is_compiled
+
+    name = Path(target).name
+    if not is_compiled(name):
+        _compile(target, draft, name, CompileConfig(), None)
+    return name
+
+
+def compile_bundled() -> None:
+    """Compile the bundled pair with its defaults, for a first `ygg generate`."""
+    from yggdrasil.build import bundled_arguments
+
+    print("first run: compiling the bundled pair for this machine (a few minutes, once)", file=sys.stderr)
+    _compile(*bundled_arguments(), CompileConfig(), None)
+
+
+def _compile(target: str, draft: str, name: str, config: CompileConfig, calibration: Path | None) -> tuple[Bundle, float]:
+    from yggdrasil.build import CALIBRATION_TEXT, compile_pair
+    from yggdrasil.cli.progress import RichProgress
+
+    start = time.perf_counter()
+    bundle = compile_pair(target, draft, name=name, config=config, calibration=calibration or CALIBRATION_TEXT, progress=RichProgress())
+    return bundle, time.perf_counter() - start
+
+
+def _report(bundle: Bundle, seconds: float) -> None:
+    print(f"compiled {bundle.name} in {seconds:.0f} s")
+    for path in (bundle.folder, bundle.profile_path, bundle.acceptance_path):
+        print(f"  {path}")
+    pair = "" if bundle.command == "ygg compile" else f" --pair {bundle.name}"
+    print(f'next: ygg generate{pair} "Once upon a time"')

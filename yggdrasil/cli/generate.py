@@ -1,0 +1,112 @@
+"""`ygg generate`: stream text to standard output; everything else goes to standard error."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.errors import ConfigError
+
+if TYPE_CHECKING:
+    from yggdrasil.bundle import LoadedPair
+    from yggdrasil.report import Run
+
+__all__ = ["add_parser", "run"]
+
+DESCRIPTION = """\
+Decode a prompt with speculation. The text is what the target alone would have written; --plain shows it.
+The prompt is an argument, or standard input when it is "-".
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    sampling = SamplingConfig()
+    parser = verbs.add_parser("generate", help="write text", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompt", nargs="?", help='the text to continue, or "-" for standard input')
+    parser.add_argument("--pair", help="a pair compiled with `ygg compile` (default: the bundled pair)")
+    parser.add_argument("--target", help="instead of --pair: folder or hub id of the target; compiled first if it is not yet")
+    parser.add_argument("--draft", help="with --target: folder or hub id of the draft")
+    parser.add_argument("--max-new-tokens", type=int, help="most tokens to write (default: 256, or what the context leaves)")
+    parser.add_argument("--temperature", type=float, default=sampling.temperature, help="0 takes the likeliest token (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=sampling.top_k, help="keep the k likeliest tokens; 0 keeps all (default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=sampling.top_p, help="keep this probability mass (default: %(default)s)")
+    parser.add_argument("--min-p", type=float, default=sampling.min_p, help="drop tokens below this fraction of the likeliest (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=sampling.seed, help="the same seed writes the same text, with speculation and without (default: %(default)s)"
+    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the output before this text; may be repeated")
+    parser.add_argument("--plain", action="store_true", help="decode without speculation")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of the text, for measuring")
+    parser.add_argument("--stats", action="store_true", help="print tokens per pass, milliseconds per stage, predicted against measured speedup")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--show-tree", action="store_true", help="print the verified tree of every step, accepted nodes starred")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Generate once."""
+    start = time.perf_counter()
+    config = _config(options)
+    prompt = _prompt(options)
+    pair = _pair(options)
+    from yggdrasil.report import Run  # after the pair: torch is imported by then
+
+    tokens = pair.tokenizer.encode(prompt)
+    pair.engine.check_request(len(tokens), config)
+    outcome = Run(pair, tokens, config, start=start)
+    _stream(outcome, options, pair)
+    if options.json:
+        print(json.dumps(outcome.to_json()))
+    elif options.stats:
+        print(outcome.summary(), file=sys.stderr)
+
+
+def _stream(outcome: Run, options: argparse.Namespace, pair: LoadedPair) -> None:
+    for text, result in outcome.steps():
+        if not options.json:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        if options.show_tree and result is not None:
+            labels = [pair.tokenizer.token_text(token) for token in result.tree.token_N.tolist()]
+            print(f"\n{result.tree.render(labels, result.path)}", file=sys.stderr)
+    if not options.json:
+        sys.stdout.write("\n")
+
+
+def _config(options: argparse.Namespace) -> GenerateConfig:
+    sampling = SamplingConfig(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p, seed=options.seed)
+    return GenerateConfig(
+        max_new_tokens=options.max_new_tokens, stop=tuple(options.stop), ignore_eos=options.ignore_eos, plain=options.plain, sampling=sampling
+    )
+
+
+def _prompt(options: argparse.Namespace) -> str:
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not prompt:
+        raise ConfigError("prompt", prompt, "a text, or - for standard input", 'ygg generate "Once upon a time"')
+    return str(prompt)
+
+
+def _pair(options: argparse.Namespace) -> LoadedPair:
+    """The pair that the options name, compiled if need be."""
+    if (options.target is None) != (options.draft is None):
+        raise ConfigError("--target and --draft", (options.target, options.draft), "given together")
+    if options.pair is not None and options.target is not None:
+        raise ConfigError("--pair", options.pair, "given without --target and --draft")
+    from yggdrasil.bundle import BUNDLED, is_compiled, load_pair
+
+    if options.target is not None:
+        from yggdrasil.cli.compile import compile_named
+
+        return load_pair(compile_named(options.target, options.draft))
+    name = options.pair or BUNDLED
+    if name == BUNDLED and not is_compiled(BUNDLED):
+        from yggdrasil.cli.compile import compile_bundled
+
+        compile_bundled()
+    return load_pair(name)

@@ -1,0 +1,79 @@
+"""`ygg show`: what was compiled and measured, as text and as PNG."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from yggdrasil.errors import ConfigError
+
+__all__ = ["add_parser", "run"]
+
+DESCRIPTION = """\
+pair     what was compiled, from what, and the shape that decoding will use
+profile  latency and predicted speedup against verified width (plots as PNG)
+tree     the tree that one step drafts, verifies and accepts after a prompt
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = verbs.add_parser("show", help="look at a compiled pair", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("pair", "profile", "tree"))
+    parser.add_argument("prompt", nargs="?", default="Once upon a time", help="for tree: the text before the step (default: %(default)s)")
+    parser.add_argument("--pair", help="which pair (default: the bundled one)")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for PNG files (default: the working directory)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Show one thing."""
+    from yggdrasil.bundle import BUNDLED, load_pair
+
+    if not options.out.is_dir():
+        raise ConfigError("--out", str(options.out), "an existing folder")
+    pair = load_pair(options.pair or BUNDLED)
+    {"pair": _show_pair, "profile": _show_profile, "tree": _show_tree}[options.what](pair, options)
+
+
+def _show_pair(pair: Any, options: argparse.Namespace) -> None:
+    from yggdrasil.policy.shape import best_shape
+
+    bundle, config = pair.bundle, pair.bundle.config
+    print(f"pair {bundle.name}: target {bundle.models[0]}, draft {bundle.models[1]}")
+    print(
+        f"  {config.dtype} on {config.device}, context {bundle.max_context}, weights {pair.engine.target.weight_bytes / 1e6:.1f} + {pair.engine.draft.weight_bytes / 1e6:.1f} MB"
+    )
+    print(f"  target graphs {list(pair.engine.target.menu.sizes)}, draft graphs {list(pair.engine.draft.menu.sizes)} tokens")
+    for temperature, acceptance in pair.acceptance.by_temperature.items():
+        shape, gain = best_shape(acceptance, pair.latency, widths=config.widths, verify_widths=config.verify_widths, context_len=256)
+        print(f"  temperature {temperature}: {shape}, predicted speedup {gain:.2f}")
+    print(f"  {bundle.folder}\n  {bundle.profile_path}\n  {bundle.acceptance_path}")
+
+
+def _show_profile(pair: Any, options: argparse.Namespace) -> None:
+    from yggdrasil.plots import plot_acceptance, plot_latency
+
+    latency = pair.latency
+    print("context  tokens    draft ms   verify ms")
+    for context in latency.verify.contexts:
+        for size in latency.verify.sizes:
+            drafting = f"{latency.draft.at(size, context):10.3f}" if size in latency.draft.sizes else " " * 10
+            print(f"{context:7d} {size:7d}  {drafting}  {latency.verify.at(size, context):10.3f}")
+    print(f"host: {latency.growth_host_ms:.3f} ms per growth step, {latency.step_host_ms:.3f} per step, {latency.plain_host_ms:.3f} per plain step")
+    for path in (plot_latency(pair, options.out), plot_acceptance(pair, options.out)):
+        print(path)
+
+
+def _show_tree(pair: Any, options: argparse.Namespace) -> None:
+    from yggdrasil.config import GenerateConfig
+
+    config = GenerateConfig(max_new_tokens=64)
+    for result in pair.engine.generate(pair.tokenizer.encode(options.prompt), pair.policy(), config):
+        labels = [pair.tokenizer.token_text(token) for token in result.tree.token_N.tolist()]
+        print(
+            f"{result.shape}: {result.drafted} nodes drafted, {result.verified} verified, {result.accepted} accepted (*), then {pair.tokenizer.token_text(result.tokens[-1])}"
+        )
+        print(result.tree.render(labels, result.path))
+        return

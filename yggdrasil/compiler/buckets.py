@@ -1,0 +1,37 @@
+"""The menu: the finite set of token counts that forwards are compiled for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from yggdrasil.config import CompileConfig
+from yggdrasil.errors import ShapeNotCompiled
+
+__all__ = ["Menu", "draft_menu", "target_menu"]
+
+SMALLEST = 2  # one token runs as two: compilers treat a dimension of one specially, and a padded row costs nothing
+
+
+@dataclass(frozen=True)
+class Menu:
+    """Compiled token counts, ascending."""
+
+    sizes: tuple[int, ...]
+
+    def bucket(self, num_tokens: int) -> int:
+        """The smallest compiled size that holds `num_tokens`; raises ShapeNotCompiled beyond the greatest."""
+        place = bisect_left(self.sizes, num_tokens)
+        if place == len(self.sizes):
+            raise ShapeNotCompiled(num_tokens, self.sizes)
+        return self.sizes[place]
+
+
+def target_menu(config: CompileConfig) -> Menu:
+    """Plain decoding, every verified width, and the prefill chunk."""
+    return Menu(tuple(sorted({SMALLEST, *(max(width, SMALLEST) for width in config.verify_widths), config.prefill_chunk})))
+
+
+def draft_menu(config: CompileConfig) -> Menu:
+    """The head draft, every draft width, and the prefill chunk."""
+    return Menu(tuple(sorted({SMALLEST, *(max(width, SMALLEST) for width in config.widths), config.prefill_chunk})))

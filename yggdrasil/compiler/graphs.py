@@ -1,0 +1,78 @@
+"""Lower one forward at one shape with TorchInductor ahead of time, and load it again in milliseconds."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from yggdrasil.errors import ArtifactError
+
+__all__ = ["LoadedGraph", "compile_graph"]
+
+INDUCTOR_OPTIONS = {
+    "aot_inductor.package_constants_in_so": False,  # weights and KV stay the caller's: one copy for the whole menu
+    "always_keep_tensor_constants": True,  # small buffers too: the compiler may see uninitialised values
+    "aot_inductor.compile_wrapper_opt_level": "O0",  # the wrapper only launches kernels: a third of the build time, no run time
+    "aot_inductor.enable_line_tables": False,
+}
+
+
+def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path) -> None:
+    """Export `module` at the shape of `meta_NM` as one graph and write it as an AOTInductor package without weights.
+
+    Args:
+        module: A TargetForward or DraftForward; weight values are not read.
+        meta_NM: Metadata of the shape, values free.
+        path: A `.pt2` file to write.
+
+    Raises:
+        Whatever torch.export says about a model it cannot capture: there is no fallback.
+
+    Cost: seconds of tracing, seconds of the C++ compiler.
+    """
+    _separate_buffers_(module)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*tree_map_only.*")
+        exported = torch.export.export(module, (meta_NM,), strict=False)
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=INDUCTOR_OPTIONS)
+
+
+def _separate_buffers_(module: nn.Module) -> None:
+    """Give every buffer a storage of its own: views of one storage look like aliases to the compiler, which then copies whole caches."""
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.untyped_storage().nbytes() != buffer.nbytes:
+            setattr(module, name, torch.empty_like(buffer))
+
+
+class LoadedGraph:
+    """A compiled shape bound to the caller's weights and cache.
+
+    Args:
+        path: The package.
+        constants: Every weight and buffer by its name in the module; kept alive here, never copied.
+        command: What rebuilds the package, for the error.
+
+    Raises:
+        ArtifactError: the package does not load, or asks for a constant that is not there.
+    """
+
+    def __init__(self, path: Path, constants: dict[str, Tensor], command: str) -> None:
+        device_index = next(iter(constants.values())).device.index
+        try:
+            # Single-threaded: one caller, no lock per call. -1: the current device.
+            self._runner: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1 if device_index is None else device_index)
+            # The runner borrows these very tensor objects: views made for it would dangle if nobody held them.
+            self._constants = {name: constants[name] for name in self._runner.get_constant_fqns()}
+            self._runner.load_constants(self._constants, False, True, True)
+        except (RuntimeError, KeyError) as error:
+            raise ArtifactError(path, f"corrupt ({str(error).strip().splitlines()[0]})", command) from None
+
+    def __call__(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
+        """Run; new output tensors every call."""
+        first, second = self._runner.run([meta_NM])
+        return first, second

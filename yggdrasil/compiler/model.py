@@ -1,0 +1,76 @@
+"""A compiled model: its menu of graphs, its packed weights and its cache."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from yggdrasil.compiler.buckets import Menu
+from yggdrasil.compiler.graphs import LoadedGraph
+from yggdrasil.compiler.weights import load_weights
+from yggdrasil.kv import KVCache, KVShape
+from yggdrasil.models.packing import empty_meta
+
+__all__ = ["CompiledModel", "graph_path"]
+
+
+def graph_path(folder: Path, num_tokens: int) -> Path:
+    """Where the graph for `num_tokens` lies in a model's folder of the bundle."""
+    return folder / f"tokens_{num_tokens}.pt2"
+
+
+class CompiledModel:
+    """Static graphs over one set of weights and one cache; see models/protocol.py for what the step uses.
+
+    Args:
+        folder: With `tokens_*.pt2` and `weights.safetensors`.
+        menu: Sizes to load.
+        kv: Shape of the cache.
+        dtype: Of weights and cache.
+        device: "cpu" or "cuda".
+        max_depth: Longest tree path.
+        num_candidates: C of a draft; 0 for a target.
+        command: What rebuilds the folder.
+
+    Raises:
+        ArtifactError: a file is missing or does not load.
+    """
+
+    def __init__(self, folder: Path, menu: Menu, *, kv: KVShape, dtype: torch.dtype, device: str, max_depth: int, num_candidates: int, command: str) -> None:
+        self.menu = menu
+        self.device = device
+        self.max_depth = max_depth
+        self.num_candidates = num_candidates
+        self.prefill_chunk = menu.sizes[-1]
+        self.graph_ms = 0.0
+        self.cache = KVCache(kv, dtype=dtype, device=device)
+        self.weights = load_weights(folder, device, command)
+        constants = {**self.weights, **cache_constants(self.cache)}
+        self._graphs = {size: LoadedGraph(graph_path(folder, size), constants, command) for size in menu.sizes}
+        self._meta = {size: empty_meta(size, max_depth, device=device) for size in menu.sizes}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that a forward reads at least once, embeddings included."""
+        return sum(tensor.nbytes for tensor in self.weights.values())
+
+    def meta(self, num_tokens: int) -> Tensor:
+        return self._meta[self.menu.bucket(num_tokens)]
+
+    def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
+        start = time.perf_counter()
+        outputs = self._graphs[len(meta_NM)](meta_NM)
+        self.graph_ms += (time.perf_counter() - start) * 1e3
+        return outputs
+
+
+def cache_constants(cache: KVCache) -> dict[str, Tensor]:
+    """The cache under the names that models/forward.py gives its buffers."""
+    constants = {"pages": cache.pages_BP}
+    for layer in range(cache.shape.num_layers):
+        constants[f"key_{layer}"] = cache.storage_L2TGF[layer, 0]
+        constants[f"value_{layer}"] = cache.storage_L2TGF[layer, 1]
+    return constants

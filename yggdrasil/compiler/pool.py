@@ -1,0 +1,164 @@
+"""Build the graphs of a menu in worker processes: `python -m yggdrasil.compiler.pool` is one worker.
+
+A worker reads a job a line from standard input, builds it, and answers with a line; it keeps the model it loaded, so one
+worker pays the imports and the load once. The parent hands jobs out one at a time, so the workers finish together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from yggdrasil.compilations import count_compilation
+from yggdrasil.compiler.graphs import compile_graph
+from yggdrasil.kernels import load_kernels
+from yggdrasil.kv import KVCache, KVShape
+from yggdrasil.models.forward import DraftForward, TargetForward
+from yggdrasil.models.load import load_model, pack_linears_
+from yggdrasil.models.packing import empty_meta
+
+__all__ = ["GraphJob", "compile_graphs", "run_job"]
+
+
+@dataclass(frozen=True)
+class GraphJob:
+    """One graph to build.
+
+    Args:
+        model: Folder or hub id.
+        num_candidates: C of a draft; 0 for a target.
+        dtype: "bfloat16" or "float32".
+        device: "cpu" or "cuda".
+        kv: Shape of the cache.
+        max_depth: Longest tree path.
+        num_tokens: N.
+        path: The package to write.
+    """
+
+    model: str
+    num_candidates: int
+    dtype: str
+    device: str
+    kv: KVShape
+    max_depth: int
+    num_tokens: int
+    path: str
+
+
+@lru_cache(maxsize=2)
+def _module(model: str, num_candidates: int, dtype: str, device: str, kv: KVShape) -> torch.nn.Module:
+    load_kernels()
+    loaded = load_model(model, dtype=getattr(torch, dtype))
+    pack_linears_(loaded, values=False)
+    cache = KVCache(kv, dtype=getattr(torch, dtype), device=device)
+    module = DraftForward(loaded, cache, num_candidates) if num_candidates else TargetForward(loaded, cache)
+    return module.to(device).eval()
+
+
+def run_job(job: GraphJob) -> None:
+    """Build one graph in this process; the package appears whole or not at all."""
+    module = _module(job.model, job.num_candidates, job.dtype, job.device, job.kv)
+    path = Path(job.path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".building.") as folder:
+        temporary = Path(folder) / path.name
+        compile_graph(module, empty_meta(job.num_tokens, job.max_depth, device=job.device), temporary)
+        os.replace(temporary, path)
+
+
+def compile_graphs(jobs: Sequence[GraphJob], *, num_workers: int, on_done: Callable[[GraphJob], None]) -> None:
+    """Build every job, `num_workers` at a time.
+
+    Args:
+        jobs: Graphs; those whose package exists are the caller's to leave out.
+        num_workers: Processes.
+        on_done: Called from a thread after each.
+
+    Raises:
+        RuntimeError: a worker failed; its traceback is in the message. The packages that were done stay.
+    """
+    waiting: queue.SimpleQueue[GraphJob] = queue.SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
+    workers = [_Worker() for _ in range(min(num_workers, len(jobs)))]
+    failures: list[str] = []
+
+    def serve(worker: _Worker) -> None:
+        while not failures:
+            try:
+                job = waiting.get_nowait()
+            except queue.Empty:
+                return
+            if (failure := worker.build(job)) is not None:
+                failures.append(failure)
+            else:
+                count_compilation()
+                on_done(job)
+
+    threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        for worker in workers:
+            worker.stop()
+    if failures:
+        raise RuntimeError(f"a graph could not be built:\n{failures[0]}")
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "yggdrasil.compiler.pool"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, bufsize=1
+        )
+
+    def build(self, job: GraphJob) -> str | None:
+        """None when built, else what the worker said."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return self._stderr()
+        return None if self._process.stdout.readline().startswith("done") else self._stderr()
+
+    def _stderr(self) -> str:
+        self._process.wait()
+        self._errors.seek(0)
+        return self._errors.read()[-4000:]
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            if stream is not None:
+                stream.close()
+
+
+def _serve() -> None:
+    """The worker: one job a line on standard input, `done` a line on standard output, which nothing else may write."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        payload = json.loads(line)
+        run_job(GraphJob(**{**payload, "kv": KVShape(**payload["kv"])}))
+        answers.write("done\n")
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,125 @@
+"""What a user can set: frozen, validated once, defaults written here and nowhere else (the command line reads them)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from yggdrasil.errors import ConfigError
+from yggdrasil.layout import PAGE_LEN
+
+__all__ = ["CompileConfig", "GenerateConfig", "SamplingConfig", "from_dict"]
+
+
+T = TypeVar("T")
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(name, value, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How a token is taken from the target's logits.
+
+    Args:
+        temperature: 0 takes the likeliest token; above 0 samples.
+        top_k: Keep the k likeliest tokens; 0 keeps all.
+        top_p: Keep the likeliest tokens up to this probability mass; 1 keeps all.
+        min_p: Drop tokens less likely than this fraction of the likeliest; 0 keeps all.
+        seed: Key of the random numbers: the same seed gives the same text, with speculation and without.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "a finite number, 0 or above")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or above")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "from 0 to 2**63 - 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """One request.
+
+    Args:
+        max_new_tokens: Most tokens to emit; None takes 256 or what the context leaves, whichever is less.
+        stop: Texts that end the output; they are not part of it.
+        ignore_eos: Go on past the end-of-text token, for measuring.
+        plain: Decode without speculation.
+        sampling: How tokens are taken.
+    """
+
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    plain: bool = False
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens is None or self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        _require(all(self.stop), "stop", self.stop, "non-empty texts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """What `ygg compile` builds.
+
+    Args:
+        dtype: Of weights, activations and KV: "bfloat16" or "float32".
+        device: "cpu" or "cuda".
+        max_context: Most tokens of prompt and output together; a multiple of 16. None takes the models' own limit, at most 2048.
+        widths: Menu of draft widths W; each is a draft graph.
+        max_depth: Most growth steps D.
+        verify_widths: Menu of verified widths K; each is a target graph.
+        prefill_chunk: Tokens of a prompt that run together.
+        num_candidates: Children a node can have, C; at least the greatest width.
+        calibration_prompts: Prompts decoded to calibrate acceptance.
+        calibration_tokens: Tokens decoded after each.
+    """
+
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    max_context: int | None = None
+    widths: tuple[int, ...] = (1, 2, 4, 8)
+    max_depth: int = 10
+    verify_widths: tuple[int, ...] = (4, 8, 16, 32, 64)
+    prefill_chunk: int = 128
+    num_candidates: int = 8
+    calibration_prompts: int = 16
+    calibration_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "bfloat16 or float32")
+        _require(self.device in ("cpu", "cuda"), "device", self.device, "cpu or cuda")
+        context = self.max_context
+        _require(context is None or (context >= 32 and context % PAGE_LEN == 0), "max_context", context, f"a multiple of {PAGE_LEN}, at least 32")
+        for name in ("widths", "verify_widths"):
+            menu = getattr(self, name)
+            _require(len(menu) > 0 and list(menu) == sorted(set(menu)) and menu[0] >= 1, name, menu, "ascending numbers, each at least 1")
+        _require(self.max_depth >= 1, "max_depth", self.max_depth, "at least 1")
+        _require(self.prefill_chunk >= 2, "prefill_chunk", self.prefill_chunk, "at least 2")
+        _require(self.num_candidates >= self.widths[-1], "num_candidates", self.num_candidates, f"at least the greatest width, {self.widths[-1]}")
+        _require(self.calibration_prompts >= 1, "calibration_prompts", self.calibration_prompts, "at least 1")
+        _require(self.calibration_tokens >= 1, "calibration_tokens", self.calibration_tokens, "at least 1")
+
+    @property
+    def max_nodes(self) -> int:
+        """Most nodes a drafted tree can have, root included."""
+        return 1 + self.widths[-1] * self.max_depth
+
+
+def from_dict(kind: type[T], payload: dict[str, Any]) -> T:
+    """A config from JSON; lists become tuples, unknown keys are errors."""
+    known = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
+    for key in payload:
+        _require(key in known, kind.__name__, key, f"one of {sorted(known)}")
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in payload.items()})

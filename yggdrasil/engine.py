@@ -1,0 +1,132 @@
+"""The online half: one request at a time, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from yggdrasil.config import GenerateConfig
+from yggdrasil.errors import ConfigError
+from yggdrasil.models.protocol import TokenModel
+from yggdrasil.policy.shape import ShapePolicy
+from yggdrasil.state import DecodeState, StepResult
+from yggdrasil.step.accept import accept
+from yggdrasil.step.commit import commit_
+from yggdrasil.step.draft import draft, prefill
+from yggdrasil.step.prune import prune
+from yggdrasil.step.verify import verify
+from yggdrasil.trace import Trace
+
+__all__ = ["DEFAULT_NEW_TOKENS", "Engine"]
+
+DEFAULT_NEW_TOKENS = 256
+
+
+class Engine:
+    """A pair of models and a policy.
+
+    Args:
+        target: Decides every token.
+        draft: Guesses.
+        max_context: Most tokens of prompt and output together.
+        eos_tokens: Tokens that end a text.
+
+    Attributes:
+        trace: Milliseconds per stage since construction.
+    """
+
+    def __init__(self, target: TokenModel, draft: TokenModel, *, max_context: int, eos_tokens: Sequence[int] = ()) -> None:
+        self.target = target
+        self.draft = draft
+        self.max_context = max_context
+        self.eos_tokens = frozenset(eos_tokens)
+        self.trace = Trace()
+
+    def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
+        """Emit one or more tokens: the specification of an iteration.
+
+        Args:
+            state: The request; its tokens are extended by what is emitted.
+            policy: Chooses the shape.
+
+        Raises:
+            YggError: the target's logits are not finite; the text so far is intact.
+
+        Cost: 1 + (D - 1) draft forwards and one target forward; the syncs are named in step/.
+        Source: Yggdrasil sections 4 and 5.1, stages one after another.
+        """
+        root_pos, stage = state.root_pos, self.trace.stage
+        self._forget_unfinished(root_pos)
+        with stage("policy"):
+            shape = policy.choose(state)
+        with stage("draft"):
+            tree = draft(self.draft, state, shape)
+        with stage("prune"):
+            pruned = prune(tree, shape, policy, root_pos)
+        with stage("verify"):
+            logits_KV, _ = verify(self.target, pruned.tree, root_pos)
+        with stage("accept"):
+            accepted = accept(pruned.tree, logits_KV, root_pos, state.sampling)
+        with stage("commit"):
+            commit_(state, self.target, self.draft, pruned, accepted, shape)
+        result = StepResult(accepted.tokens, shape, len(tree), len(pruned.tree), pruned.expected_emitted, pruned.tree, accepted.path)
+        policy.observe(result)
+        return result
+
+    def generate(self, prompt: Sequence[int], policy: ShapePolicy, config: GenerateConfig) -> Iterator[StepResult]:
+        """Decode one request, a step at a time, until the end of the text or the limit.
+
+        Args:
+            prompt: At least one token.
+            policy: Chooses the shape of every step; a plain one decodes without speculation.
+            config: Limits and sampling. Stop texts are the caller's business: close the iterator.
+
+        Yields:
+            What every step did, with its tokens cut at the end of the text and at the limit.
+
+        Raises:
+            ConfigError: an empty prompt, or one that the context cannot hold with the tokens asked for.
+        """
+        limit = self.check_request(len(prompt), config)
+        state = DecodeState(list(prompt), config.sampling)
+        self.target.cache.rollback_(0)
+        self.draft.cache.rollback_(0)
+        with self.trace.stage("prefill"):
+            prefill(self.target, state.tokens[:-1])
+            if not config.plain:
+                prefill(self.draft, state.tokens[:-1])
+        while len(state.emitted) < limit:
+            before = len(state.emitted)
+            result = self.step(state, policy)
+            tokens = self._cut(result.tokens, limit - before, config.ignore_eos)
+            yield StepResult(tokens, result.shape, result.drafted, result.verified, result.predicted_emitted, result.tree, result.path)
+            if len(tokens) < len(result.tokens) or (not config.ignore_eos and tokens[-1] in self.eos_tokens):
+                return
+
+    def check_request(self, prompt_len: int, config: GenerateConfig) -> int:
+        """The most tokens this request may emit; raises ConfigError when prompt and output do not fit the context."""
+        if prompt_len == 0:
+            raise ConfigError("prompt", "", "at least one token")
+        room = self.max_context - prompt_len
+        if room < 1:
+            raise ConfigError(
+                "prompt", f"{prompt_len} tokens", f"shorter than the context of {self.max_context} tokens", "shorten it or compile with a larger --max-context"
+            )
+        if config.max_new_tokens is None:
+            return min(DEFAULT_NEW_TOKENS, room)
+        if config.max_new_tokens > room:
+            fix = "ask for fewer or compile with a larger --max-context"
+            raise ConfigError(
+                "max_new_tokens", config.max_new_tokens, f"at most {room}: the context holds {self.max_context} tokens and the prompt takes {prompt_len}", fix
+            )
+        return config.max_new_tokens
+
+    def _forget_unfinished(self, root_pos: int) -> None:
+        """Whatever an interrupted step left in the caches is not history: the text is."""
+        self.target.cache.rollback_(min(self.target.cache.len, root_pos))
+        self.draft.cache.rollback_(min(self.draft.cache.len, root_pos))
+
+    def _cut(self, tokens: list[int], room: int, ignore_eos: bool) -> list[int]:
+        if not ignore_eos:
+            end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos_tokens), len(tokens))
+            tokens = tokens[:end]
+        return tokens[:room]

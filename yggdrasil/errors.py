@@ -1,0 +1,67 @@
+"""The errors a user can cause; everything else keeps its traceback.
+
+```
+YggError
+├── ConfigError        an option or a call: names the field, the value and what is allowed
+├── ModelMismatch      target and draft do not share a vocabulary: names both
+├── UnsupportedModel   an architecture we would decode wrongly: names the feature
+├── ArtifactError      a compiled file is missing, stale or corrupt: path, field, command
+├── ShapeNotCompiled   more tokens than the menu of static graphs holds: names the menu
+└── CapacityError      the context or a pool is full: needed and free
+```
+
+The command line prints the message on one line and exits with 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["ArtifactError", "CapacityError", "ConfigError", "ModelMismatch", "ShapeNotCompiled", "UnsupportedModel", "YggError"]
+
+
+class YggError(Exception):
+    """Base of every error that a user can cause and mend."""
+
+
+class ConfigError(YggError, ValueError):
+    """A value that is not allowed."""
+
+    def __init__(self, field: str, value: object, allowed: str, fix: str = "") -> None:
+        super().__init__(f"{field}: {value!r} is not allowed; it must be {allowed}" + (f"; {fix}" if fix else ""))
+        self.field = field
+
+
+class ModelMismatch(YggError):
+    """Target and draft cannot speculate together."""
+
+    def __init__(self, what: str, target: object, draft: object) -> None:
+        super().__init__(f"{what} differs: the target has {target}, the draft has {draft}; speculation needs a draft with the target's own tokenizer")
+
+
+class UnsupportedModel(YggError):
+    """A model that this runtime does not decode correctly, so it does not decode it at all."""
+
+    def __init__(self, model: str, feature: str) -> None:
+        super().__init__(f"{model}: {feature} is not supported; supported are decoder-only models with full causal attention in every layer")
+
+
+class ArtifactError(YggError):
+    """A compiled artifact that cannot be used."""
+
+    def __init__(self, path: object, problem: str, command: str) -> None:
+        super().__init__(f"{path}: {problem}; run `{command}`")
+
+
+class ShapeNotCompiled(YggError):
+    """More tokens at once than any compiled graph takes."""
+
+    def __init__(self, num_tokens: int, menu: Iterable[int]) -> None:
+        super().__init__(f"no compiled graph takes {num_tokens} tokens; the menu is {sorted(menu)}; compile with a larger one")
+
+
+class CapacityError(YggError):
+    """Not enough room."""
+
+    def __init__(self, what: str, needed: int, free: int, fix: str) -> None:
+        super().__init__(f"{what}: {needed} needed, {free} free; {fix}")

@@ -1,0 +1,62 @@
+"""`ygg::attend`: store fresh keys and values, then attend to a prefix and a path in position order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from yggdrasil.layout import INDEX, PAGE_LEN, PATH, PREFIX, ROW
+
+__all__ = ["reference", "register"]
+
+
+def reference(
+    query_1HNF: Tensor, key_1GNF: Tensor, value_1GNF: Tensor, key_cache_TGF: Tensor, value_cache_TGF: Tensor, meta_NM: Tensor, pages_BP: Tensor, scale: float
+) -> Tensor:
+    """Attention of N tokens over a paged cache: the specification of `ygg::attend`, one token at a time.
+
+    Args:
+        query_1HNF: Queries, (1, H, N, F), bfloat16 or float32.
+        key_1GNF: Keys of the same tokens, (1, G, N, F); H is a multiple of G.
+        value_1GNF: Their values, (1, G, N, F).
+        key_cache_TGF: Keys by slot, (T, G, F); written at each token's INDEX.
+        value_cache_TGF: Values by slot, (T, G, F); written likewise.
+        meta_NM: One row of metadata a token, int32; see layout.py.
+        pages_BP: Page of every 16 indices of a row, int32.
+        scale: Factor on the scores.
+
+    Returns:
+        (1, N, H, F) in the query's dtype; zeros for padding.
+
+    Cost: N host loops and syncs; for tests.
+    Aliasing: mutates both caches, aliases nothing.
+    Source: Yggdrasil section 4.2 (attention mask of the tree's causal dependency), as index lists instead of a mask.
+    """
+    group = query_1HNF.shape[1] // key_1GNF.shape[1]
+    out_1NHF = torch.zeros_like(query_1HNF.transpose(1, 2))
+
+    def slot(row: int, index: int) -> int:
+        return int(pages_BP[row, index // PAGE_LEN]) * PAGE_LEN + index % PAGE_LEN
+
+    tokens = meta_NM.tolist()
+    for n, fields in enumerate(tokens):
+        if fields[INDEX] >= 0:
+            key_cache_TGF[slot(fields[ROW], fields[INDEX])] = key_1GNF[0, :, n]
+            value_cache_TGF[slot(fields[ROW], fields[INDEX])] = value_1GNF[0, :, n]
+    for n, fields in enumerate(tokens):
+        path = [fields[PREFIX] + step for step in fields[PATH:] if step >= 0]
+        slots = [slot(fields[ROW], index) for index in [*range(fields[PREFIX]), *path]]
+        if slots:
+            key_HLF = key_cache_TGF[slots].float().repeat_interleave(group, dim=1).transpose(0, 1)
+            value_HLF = value_cache_TGF[slots].float().repeat_interleave(group, dim=1).transpose(0, 1)
+            weight_HL = torch.softmax((key_HLF @ query_1HNF[0, :, n, :, None].float())[..., 0] * scale, dim=-1)
+            out_1NHF[0, n] = (weight_HL[:, None] @ value_HLF)[:, 0].to(out_1NHF.dtype)
+    return out_1NHF
+
+
+def register() -> None:
+    """Tell the compiler the operator's output shape; called once, after the library is loaded."""
+
+    @torch.library.register_fake("ygg::attend")
+    def _(query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, meta: Tensor, pages: Tensor, scale: float) -> Tensor:
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])

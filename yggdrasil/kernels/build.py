@@ -1,0 +1,62 @@
+"""Compile our C++ operators once with the compiler that Inductor uses, and load them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from yggdrasil import artifacts
+from yggdrasil.compilations import count_compilation
+from yggdrasil.kernels import attention, candidates, linear
+
+__all__ = ["is_built", "load_kernels"]
+
+LIBRARY_NAME = "ygg_kernels"
+
+
+def _sources() -> list[Path]:
+    return sorted(Path(__file__).parent.glob("*.cpp"))
+
+
+def _folder() -> Path:
+    sources = [path.read_text() for path in _sources()]
+    return artifacts.compile_cache() / "kernels" / artifacts.digest(sources, torch.__version__, artifacts.cpu_flags())
+
+
+def is_built() -> bool:
+    """Whether the shared library for these sources, this torch and this processor is in the compile cache."""
+    return (_folder() / f"{LIBRARY_NAME}.so").exists()
+
+
+def _compile(folder: Path) -> None:
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions  # 0.5 s to import: only when there is something to build
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    # Inductor vectorises its own code and switches the compiler's loop vectoriser off; ours relies on it.
+    options = CppTorchOptions(vec_isa=pick_vec_isa(), include_pytorch=True, extra_flags=["-ftree-loop-vectorize"])
+    CppBuilder(name=LIBRARY_NAME, sources=[str(path) for path in _sources()], BuildOption=options, output_dir=str(folder)).build()
+
+
+@cache
+def load_kernels(on_build: Callable[[], None] | None = None) -> None:
+    """Make `torch.ops.ygg` available, compiling the library first if this machine has not yet.
+
+    Args:
+        on_build: Called before a compilation, which takes about 20 s.
+
+    Raises:
+        RuntimeError: the C++ compiler failed; its output is in the message.
+    """
+    folder = _folder()
+    if not is_built():
+        if on_build is not None:
+            on_build()
+        with artifacts.atomic_directory(folder) as temporary:
+            count_compilation()
+            _compile(temporary)
+    torch.ops.load_library(str(folder / f"{LIBRARY_NAME}.so"))
+    for operator in (attention, candidates, linear):
+        operator.register()

@@ -1,0 +1,146 @@
+"""Linear layers on weights packed once, with output rows that do not depend on how many rows run together.
+
+A packed weight holds panels of 16 output columns, and in a panel one line of 16 words per step of k. A word is 32 bits: one fp32 weight, or two bf16 weights of
+consecutive k.
+
+            panel 0 (columns 0..15)   panel 1 (columns 16..31)
+    step 0  [ c0 | c1 | ... | c15 ]   [ c16 | ... | c31 ]
+    step 1  [ c0 | c1 | ... | c15 ]   ...
+
+The layout is the same on every processor, so packed weights can be stored. `linear.cpp` is the operator, `reference` its specification.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["PackedLinear", "pack_weight", "packed_shape", "reference", "register", "unpack_weight"]
+
+COLUMNS = 16  # output columns of a panel
+BF16_PADDING = 32  # k of a bf16 weight is padded to this: 16 pairs are one AMX tile
+
+
+def packed_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """The shape of a packed weight: (panels, steps, 16, weights per word).
+
+    Raises:
+        ValueError: the dtype is neither bfloat16 nor float32.
+    """
+    panels = -(-out_features // COLUMNS)
+    if dtype == torch.bfloat16:
+        return panels, -(-in_features // BF16_PADDING) * BF16_PADDING // 2, COLUMNS, 2
+    if dtype == torch.float32:
+        return panels, in_features, COLUMNS, 1
+    raise ValueError(f"packed weights are torch.bfloat16 or torch.float32, got {dtype}; convert the model first, for instance with .to(torch.bfloat16)")
+
+
+def pack_weight(weight_OI: Tensor) -> Tensor:
+    """Pack a linear layer's weight into panels.
+
+    Args:
+        weight_OI: (out_features, in_features), bfloat16 or float32.
+
+    Returns:
+        `packed_shape(out_features, in_features, dtype)`, same dtype, contiguous, zero where padded.
+
+    Raises:
+        ValueError: the dtype is neither bfloat16 nor float32.
+
+    Cost: reads and writes the weight about twice; a new tensor, nothing aliased.
+    """
+    out_features, in_features = weight_OI.shape
+    panels, steps, columns, pair = packed_shape(out_features, in_features, weight_OI.dtype)
+    padded_OI = F.pad(weight_OI, (0, steps * pair - in_features, 0, panels * columns - out_features))
+    return padded_OI.view(panels, columns, steps, pair).transpose(1, 2).contiguous()
+
+
+def unpack_weight(packed: Tensor, out_features: int, in_features: int) -> Tensor:
+    """Undo `pack_weight`: (out_features, in_features), same dtype, a new tensor."""
+    panels, steps, columns, pair = packed.shape
+    return packed.transpose(1, 2).reshape(panels * columns, steps * pair)[:out_features, :in_features].contiguous()
+
+
+def reference(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """What `torch.ops.ygg.packed_linear` computes, in plain torch: sums and bias in fp32, one rounding to the dtype of `x`.
+
+    Args:
+        x: (..., in_features), bfloat16 or float32.
+        packed: from `pack_weight`, in the dtype of `x`.
+        bias: (out_features) in the dtype of `x`, or None.
+        out_features: columns of the weight before padding.
+
+    Returns:
+        (..., out_features) in the dtype of `x`. The order of summation is torch's, so the operator agrees to rounding, not to the bit.
+    """
+    weight_OI = unpack_weight(packed, out_features, x.shape[-1])
+    return F.linear(x.float(), weight_OI.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def register() -> None:
+    """Tell `torch.export` and `torch.compile` the operator's output shape; call once, after the library of kernels is loaded."""
+
+    def fake(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+        return x.new_empty((*x.shape[:-1], out_features))
+
+    torch.library.register_fake("ygg::packed_linear", fake)
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` for inference on a CPU: a packed weight, and rows that are bitwise the same whatever runs beside them.
+
+    Args:
+        in_features: length of an input row.
+        out_features: length of an output row.
+        bias: whether a bias is added.
+        dtype: of weight, bias, input and output: bfloat16 or float32.
+
+    Buffers:
+        packed: `packed_shape(out_features, in_features, dtype)`, uninitialised until filled by `from_linear` or `load_state_dict`.
+        bias: (out_features), or None.
+
+    Cost: one operator, which reads `packed` once from memory for any number of rows; no gradient.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from yggdrasil.kernels import load_kernels
+        >>> from yggdrasil.kernels.linear import PackedLinear
+        >>> load_kernels()
+        >>> layer = PackedLinear.from_linear(nn.Linear(48, 20, dtype=torch.bfloat16))
+        >>> x = torch.randn(7, 48, dtype=torch.bfloat16)
+        >>> torch.equal(layer(x)[2:3], layer(x[2:3]))
+        True
+    """
+
+    packed: Tensor
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.register_buffer("packed", torch.empty(packed_shape(out_features, in_features, dtype), dtype=dtype))
+        self.register_buffer("bias", torch.empty(out_features, dtype=dtype) if bias else None)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, values: bool = True) -> Self:
+        """Pack `linear`; with `values=False` only shapes and dtypes are taken and the buffers stay uninitialised."""
+        packed_linear = cls(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.dtype)
+        if values:
+            packed_linear.packed.copy_(pack_weight(linear.weight.detach()))
+            if packed_linear.bias is not None:
+                packed_linear.bias.copy_(linear.bias.detach())
+        return packed_linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in_features) -> (..., out_features), in the layer's dtype."""
+        out: Tensor = torch.ops.ygg.packed_linear(x, self.packed, self.bias, self.out_features)
+        return out
+
+    def extra_repr(self) -> str:
+        """Sizes and dtype, for `print(model)`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, dtype={self.packed.dtype}"

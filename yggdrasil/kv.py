@@ -1,0 +1,86 @@
+"""The KV cache of one model: committed indices, provisional ones after them, and one vectorised commit.
+
+```
+index   0 ........ len-1 | len  len+1  len+2 ...
+        committed        | provisional: tree nodes, root first; overwritten by the next step unless committed
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from yggdrasil.errors import CapacityError
+from yggdrasil.layout import PAGE_LEN
+
+__all__ = ["KVCache", "KVShape"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVShape:
+    """What a model stores for a token, and for how many tokens.
+
+    Args:
+        num_layers: Decoder layers.
+        num_kv_heads: Key/value heads, G.
+        head_dim: Features of a head, F.
+        capacity: Indices per row, committed and provisional; a multiple of 16.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    capacity: int
+
+    @property
+    def num_pages(self) -> int:
+        return self.capacity // PAGE_LEN
+
+
+class KVCache:
+    """Keys and values of every layer in one tensor, as a transaction: forwards write provisional indices, `commit_` keeps a path.
+
+    Attributes:
+        storage_L2TGF: (layers, key or value, slots, G, F).
+        pages_BP: Page of every 16 indices of a row, int32. One row here: the identity.
+        len: Committed indices.
+    """
+
+    def __init__(self, shape: KVShape, *, dtype: torch.dtype, device: str) -> None:
+        self.shape = shape
+        self.storage_L2TGF = torch.zeros(shape.num_layers, 2, shape.capacity, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
+        self.pages_BP = torch.arange(shape.num_pages, dtype=torch.int32, device=device)[None]
+        self.len = 0
+
+    @property
+    def num_free(self) -> int:
+        return self.shape.capacity - self.len
+
+    def reserve(self, num_tokens: int) -> None:
+        """Raises CapacityError unless `num_tokens` provisional indices fit after the committed ones."""
+        if num_tokens > self.num_free:
+            raise CapacityError("context is full", num_tokens, self.num_free, "shorten the prompt or compile with a larger --max-context")
+
+    def commit_(self, path: Sequence[int]) -> None:
+        """Keep the provisional tokens at `len + path[i]` as indices `len + i`; forget the rest.
+
+        Args:
+            path: Ascending offsets from `len`; empty commits nothing.
+
+        Cost: nothing to move for a chain, else one gather and one scatter over all layers. No sync.
+        """
+        moved = next((i for i, offset in enumerate(path) if offset != i), len(path))
+        if moved < len(path):
+            device = self.storage_L2TGF.device
+            source = torch.tensor([self.len + offset for offset in path[moved:]], device=device)
+            target = torch.arange(self.len + moved, self.len + len(path), device=device)
+            self.storage_L2TGF.index_copy_(2, target, self.storage_L2TGF.index_select(2, source))
+        self.len += len(path)
+
+    def rollback_(self, length: int) -> None:
+        """Forget every index from `length` on."""
+        assert 0 <= length <= self.len
+        self.len = length

@@ -1,0 +1,1 @@
+"""Hugging Face models as forwards over N tokens with row metadata."""

@@ -1,0 +1,74 @@
+"""Tree attention as an attention implementation of transformers, so that every model runs unmodified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["IMPLEMENTATION", "ForwardContext", "NoCache", "attend_with", "register_attention"]
+
+IMPLEMENTATION: Final = "yggdrasil"
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What a layer's attention needs besides its own queries, keys and values.
+
+    Args:
+        meta_NM: Row metadata, int32; see layout.py.
+        pages_BP: Page table, int32.
+        keys: Key cache of every layer, (T, G, F).
+        values: Value caches.
+    """
+
+    meta_NM: Tensor
+    pages_BP: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+_current: ContextVar[ForwardContext] = ContextVar("yggdrasil_forward")
+
+
+@contextmanager
+def attend_with(context: ForwardContext) -> Iterator[None]:
+    """Let the attention layers called in this block read `context`: models pass no such argument through."""
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+class NoCache:
+    """Stands where transformers wants a cache: keys and values pass through, for `ygg::attend` stores them itself."""
+
+    is_compileable = True
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
+    context = _current.get()
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scale = kwargs.get("scaling")
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    return torch.ops.ygg.attend(query, key, value, context.keys[layer], context.values[layer], context.meta_NM, context.pages_BP, scale), None
+
+
+def register_attention() -> None:
+    """Teach transformers the implementation named `yggdrasil`; with no mask function of that name it builds no mask."""
+    from transformers import AttentionInterface  # seconds to import: only the compiler needs it
+
+    AttentionInterface.register(IMPLEMENTATION, _attention)

@@ -1,0 +1,71 @@
+"""A causal LM as one function of N tokens: the module that is exported once for every shape of the menu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from yggdrasil.kv import KVCache
+from yggdrasil.layout import POSITION, TOKEN
+from yggdrasil.models.attention import ForwardContext, NoCache, attend_with
+
+__all__ = ["DraftForward", "TargetForward"]
+
+
+class _TokenForward(nn.Module):
+    """Embedding to logits for N tokens, with the KV cache as buffers.
+
+    The cache's layers are buffers so that a compiled graph takes them, like the weights, from its caller: all graphs of
+    the menu write one cache.
+    """
+
+    def __init__(self, model: Any, cache: KVCache) -> None:
+        super().__init__()
+        self.model = model
+        self.num_layers = cache.shape.num_layers
+        self.register_buffer("pages", cache.pages_BP)
+        for layer in range(self.num_layers):
+            self.register_buffer(f"key_{layer}", cache.storage_L2TGF[layer, 0])
+            self.register_buffer(f"value_{layer}", cache.storage_L2TGF[layer, 1])
+
+    def logits_and_hidden(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
+        """(N, V) logits and (N, E) last hidden states, both in the model's dtype."""
+        context = ForwardContext(
+            meta_NM,
+            self.get_buffer("pages"),
+            [self.get_buffer(f"key_{layer}") for layer in range(self.num_layers)],
+            [self.get_buffer(f"value_{layer}") for layer in range(self.num_layers)],
+        )
+        hidden: list[Tensor] = []
+        # What enters the output embedding is the last hidden state, whatever the architecture calls it.
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
+        try:
+            with attend_with(context):
+                output = self.model(
+                    input_ids=meta_NM[None, :, TOKEN].long(), position_ids=meta_NM[None, :, POSITION].long(), past_key_values=NoCache(), use_cache=True
+                )
+        finally:
+            hook.remove()
+        return output.logits[0], hidden[0][0]
+
+
+class TargetForward(_TokenForward):
+    """N tokens to logits (N, V) and last hidden states (N, E)."""
+
+    def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
+        return self.logits_and_hidden(meta_NM)
+
+
+class DraftForward(_TokenForward):
+    """N tokens to the C best next tokens of each, (N, C) int64, and their log-probabilities, (N, C) float32: one growth step is one call."""
+
+    def __init__(self, model: Any, cache: KVCache, num_candidates: int) -> None:
+        super().__init__(model, cache)
+        self.num_candidates = num_candidates
+
+    def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
+        logits_NV, _ = self.logits_and_hidden(meta_NM)
+        log_probs_NC, tokens_NC = torch.ops.ygg.candidates(logits_NV, self.num_candidates)
+        return tokens_NC, log_probs_NC

@@ -1,0 +1,106 @@
+"""Load a Hugging Face causal LM from a folder or a hub id, refuse what we would decode wrongly, pack its linear layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from yggdrasil.errors import ConfigError, ModelMismatch, UnsupportedModel
+from yggdrasil.kernels.linear import PackedLinear
+from yggdrasil.kv import KVShape
+from yggdrasil.models.attention import IMPLEMENTATION, register_attention
+
+__all__ = ["check_supported", "check_vocabularies", "kv_shape", "load_config", "load_model", "pack_linears_"]
+
+
+def load_config(name: str) -> Any:
+    """The transformers configuration of a local folder or a hub id, checked.
+
+    Raises:
+        ConfigError: no such folder and no such model on the hub.
+        UnsupportedModel: an architecture that this runtime would decode wrongly.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError("model", name, "a folder with a config.json that transformers reads, or the id of a model on the hub", reason) from None
+    check_supported(name, config)
+    return config
+
+
+def check_supported(name: str, config: Any) -> None:
+    """Raises UnsupportedModel for what the tree attention does not express; called before anything is loaded."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(name, "an encoder-decoder")
+    layers = getattr(config, "layer_types", None) or []
+    if any(kind != "full_attention" for kind in layers):
+        raise UnsupportedModel(name, f"layer type {next(kind for kind in layers if kind != 'full_attention')!r}")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True):
+        raise UnsupportedModel(name, f"a sliding window of {window} tokens")
+    for field in ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"):
+        if getattr(config, field, None):
+            raise UnsupportedModel(name, f"a mixture of experts ({field} = {getattr(config, field)})")
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UnsupportedModel(name, "soft-capped attention scores")
+    if hasattr(config, "text_config"):
+        raise UnsupportedModel(name, "a multimodal model")
+    if not hasattr(config, "num_attention_heads"):
+        raise UnsupportedModel(name, f"an architecture without attention heads ({config.model_type})")
+
+
+def load_model(name: str, *, dtype: torch.dtype) -> Any:
+    """The unmodified transformers model, in evaluation mode, with tree attention.
+
+    Raises:
+        ConfigError: not a loadable causal LM.
+        UnsupportedModel: an architecture that this runtime would decode wrongly.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(name)
+    register_attention()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    except (OSError, ValueError) as error:
+        raise ConfigError("model", name, "a causal LM that transformers loads", str(error).strip().splitlines()[0]) from None
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModel(name, "a model without an output embedding")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(name, f"{type(model).__name__}, whose attention cannot be replaced,")
+    return model.eval().requires_grad_(False)
+
+
+def pack_linears_(model: nn.Module, *, values: bool = True) -> None:
+    """Replace every `nn.Linear` by one that reads a packed copy: the summation order then depends on nothing but the layer.
+
+    Args:
+        model: Changed in place.
+        values: False allocates the packed weights without touching their memory, for a compiler that reads shapes only.
+    """
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            parent = model.get_submodule(name.rpartition(".")[0])
+            setattr(parent, name.rpartition(".")[2], PackedLinear.from_linear(module, values=values))
+
+
+def kv_shape(config: Any, capacity: int) -> KVShape:
+    """The cache that a model of this configuration needs."""
+    heads = config.num_attention_heads
+    return KVShape(
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        capacity=capacity,
+    )
+
+
+def check_vocabularies(target: Any, draft: Any) -> None:
+    """Raises ModelMismatch naming both vocabulary sizes when they differ."""
+    if target.vocab_size != draft.vocab_size:
+        raise ModelMismatch("vocabulary size", f"{target.vocab_size} tokens", f"{draft.vocab_size} tokens")

@@ -1,0 +1,51 @@
+"""Fill the metadata of a forward: which token, where it stands, what it sees. Columns in layout.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from yggdrasil.layout import INDEX, PATH, POSITION, PREFIX, ROW, TOKEN
+from yggdrasil.tree import TokenTree
+
+__all__ = ["empty_meta", "pack_chain_", "pack_nodes_"]
+
+
+def empty_meta(num_tokens: int, max_depth: int, *, device: str = "cpu") -> Tensor:
+    """(N, 5 + A) int32 of padding: nothing stored, nothing seen."""
+    meta_NM = torch.zeros(num_tokens, PATH + max_depth + 1, dtype=torch.int32, device=device)
+    _pad_(meta_NM, 0)
+    return meta_NM
+
+
+def _pad_(meta_NM: Tensor, first: int) -> None:
+    meta_NM[first:, :PATH] = 0
+    meta_NM[first:, INDEX] = -1
+    meta_NM[first:, PATH:] = -1
+
+
+def pack_chain_(meta_NM: Tensor, tokens: Sequence[int], start_pos: int, *, row: int = 0) -> None:
+    """Consecutive committed tokens: each sees everything up to itself. A prompt chunk, or a draft catching up."""
+    count = len(tokens)
+    _pad_(meta_NM, count)
+    meta_NM[:count, TOKEN] = torch.tensor(tokens, dtype=torch.int32)
+    position_N = torch.arange(start_pos, start_pos + count, dtype=torch.int32, device=meta_NM.device)
+    meta_NM[:count, POSITION] = position_N
+    meta_NM[:count, INDEX] = position_N
+    meta_NM[:count, PREFIX] = position_N + 1
+    meta_NM[:count, ROW] = row
+    meta_NM[:count, PATH:] = -1
+
+
+def pack_nodes_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0) -> None:
+    """Tree nodes `first..last-1`: provisional indices after the committed `root_pos` ones; each sees those and its path."""
+    count = last - first
+    _pad_(meta_NM, count)
+    meta_NM[:count, TOKEN] = tree.token_N[first:last]
+    meta_NM[:count, POSITION] = tree.depth_N[first:last] + root_pos
+    meta_NM[:count, ROW] = row
+    meta_NM[:count, INDEX] = torch.arange(root_pos + first, root_pos + last, dtype=torch.int32, device=meta_NM.device)
+    meta_NM[:count, PREFIX] = root_pos
+    meta_NM[:count, PATH:] = tree.path_NA[first:last]

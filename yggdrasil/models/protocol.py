@@ -1,0 +1,39 @@
+"""What the step needs of a model: fill metadata, run N tokens, keep or forget their KV."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from yggdrasil.kv import KVCache
+
+__all__ = ["TokenModel"]
+
+
+class TokenModel(Protocol):
+    """A model as static graphs over N tokens, with its cache.
+
+    Attributes:
+        cache: Its KV; forwards write provisional indices.
+        device: Where metadata lives.
+        max_depth: Longest tree path that metadata can hold.
+        prefill_chunk: Most tokens of one forward.
+        num_candidates: C, of a draft.
+        graph_ms: Milliseconds spent inside `forward` so far: what is left of a step is the host's.
+    """
+
+    cache: KVCache
+    device: str
+    max_depth: int
+    prefill_chunk: int
+    num_candidates: int
+    graph_ms: float
+
+    def meta(self, num_tokens: int) -> Tensor:
+        """The metadata buffer, (bucket, 5 + A) int32, of the smallest graph for `num_tokens`. Aliasing: the same one every time."""
+        ...
+
+    def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the graph of that buffer: (logits, hidden) of a target, (tokens, log-probabilities) of a draft, padding rows included."""
+        ...

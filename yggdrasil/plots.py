@@ -1,0 +1,70 @@
+"""Plots of what was measured: latency and speedup against width (Yggdrasil Fig. 5), acceptance calibration, AAL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from yggdrasil.bundle import LoadedPair
+from yggdrasil.errors import ConfigError
+from yggdrasil.policy.objective import speedup
+
+__all__ = ["plot_acceptance", "plot_latency"]
+
+
+def _figure(title_left: str, title_right: str) -> tuple[Any, Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("matplotlib", "not installed", "installed for plots", "pip install matplotlib") from None
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.set_title(title_left)
+    right.set_title(title_right)
+    return figure, left, right
+
+
+def plot_latency(pair: LoadedPair, folder: Path) -> Path:
+    """Milliseconds of a forward, and the speedup that Eq. 3 predicts, against width."""
+    figure, left, right = _figure("latency of a forward", "predicted speedup (Eq. 3), best depth")
+    for context in pair.latency.verify.contexts:
+        for name, curve, style in (("target", pair.latency.verify, "o-"), ("draft", pair.latency.draft, "s--")):
+            left.plot(curve.sizes, [curve.at(size, context) for size in curve.sizes], style, label=f"{name}, context {context}", markersize=3)
+    left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms")
+    acceptance, config, context = pair.acceptance.nearest(0.0), pair.bundle.config, 256
+    for width in config.widths:
+        gains = []
+        for verify in config.verify_widths:
+            depths = range(1, acceptance.max_depth + 1)
+            gains.append(
+                max(
+                    speedup(acceptance.expected_emitted(width, d, verify), width=width, depth=d, verify=verify, context_len=context, latency=pair.latency)
+                    for d in depths
+                )
+            )
+        right.plot(config.verify_widths, gains, "o-", label=f"W = {width}", markersize=3)
+    right.axhline(1.0, color="grey", linewidth=0.8)
+    right.set(xscale="log", xlabel="verified width K", ylabel="speedup over plain")
+    for axes in (left, right):
+        axes.legend(fontsize=7)
+    path = folder / f"{pair.bundle.name}-latency.png"
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def plot_acceptance(pair: LoadedPair, folder: Path) -> Path:
+    """Calibrated acceptance against the draft's path probability, and AAL against verified width."""
+    figure, left, right = _figure("acceptance calibration", "AAL, deepest trees, temperature 0")
+    for temperature, acceptance in pair.acceptance.by_temperature.items():
+        left.plot([2.718281828**value for value in acceptance.log_probs], acceptance.probabilities, label=f"temperature {temperature}")
+    left.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle=":")
+    left.set(xlabel="draft path probability", ylabel="accepted")
+    acceptance = pair.acceptance.nearest(0.0)
+    for width, rows in acceptance.aal.items():
+        right.plot(range(1, len(rows[-1]) + 1), rows[-1], label=f"W = {width}")
+    right.set(xlabel="verified width K", ylabel="emitted tokens per target pass")
+    for axes in (left, right):
+        axes.legend(fontsize=7)
+    path = folder / f"{pair.bundle.name}-acceptance.png"
+    figure.savefig(path, dpi=130)
+    return path

@@ -1,0 +1,116 @@
+"""From the draft's path probability to the measured probability of acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Acceptance", "AcceptanceTable", "TreeRecord", "fit_acceptance"]
+
+
+@dataclass(frozen=True)
+class TreeRecord:
+    """One drafted tree and what became of it.
+
+    Args:
+        width: W it was grown with.
+        log_probs: Path log-probability of every node, root included.
+        accepted: Whether the target's own text passes through the node.
+    """
+
+    width: int
+    log_probs: tuple[float, ...]
+    accepted: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """P(node accepted) as a monotone function of its path log-probability, and the AAL of whole shapes.
+
+    Args:
+        log_probs: Knots, ascending.
+        probabilities: Acceptance at the knots, not falling.
+        aal: By width: aal[width][depth - 1][k - 1], the mean emitted tokens of a tree of that width and depth pruned to k nodes.
+    """
+
+    log_probs: tuple[float, ...]
+    probabilities: tuple[float, ...]
+    aal: Mapping[int, tuple[tuple[float, ...], ...]]
+
+    def values(self, log_probs: Sequence[float]) -> list[float]:
+        """Calibrated acceptance of nodes: linear between knots, clamped outside."""
+        values: list[float] = np.interp(log_probs, self.log_probs, self.probabilities).tolist()
+        return values
+
+    def expected_emitted(self, width: int, depth: int, verify: int) -> float:
+        """AAL(W, D, K), measured on the calibration text."""
+        row = self.aal[width][depth - 1]
+        return row[min(verify, len(row)) - 1]
+
+    @property
+    def max_depth(self) -> int:
+        return min(len(rows) for rows in self.aal.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "log_probs": list(self.log_probs),
+            "probabilities": list(self.probabilities),
+            "aal": {str(width): [list(row) for row in rows] for width, rows in self.aal.items()},
+        }
+
+    @classmethod
+    def from_json(cls, payload: Mapping[str, Any]) -> Acceptance:
+        aal = {int(width): tuple(tuple(row) for row in rows) for width, rows in payload["aal"].items()}
+        return cls(tuple(payload["log_probs"]), tuple(payload["probabilities"]), aal)
+
+
+@dataclass(frozen=True)
+class AcceptanceTable:
+    """Calibrations by sampling temperature: the hotter the target, the less it agrees."""
+
+    by_temperature: Mapping[float, Acceptance]
+
+    def nearest(self, temperature: float) -> Acceptance:
+        """The calibration whose temperature is closest."""
+        return self.by_temperature[min(self.by_temperature, key=lambda known: abs(known - temperature))]
+
+    @classmethod
+    def from_json(cls, payload: Mapping[str, Any]) -> AcceptanceTable:
+        return cls({float(key): Acceptance.from_json(value) for key, value in payload["by_temperature"].items()})
+
+
+def fit_acceptance(records: Sequence[TreeRecord]) -> Acceptance:
+    """Calibrate on drafted trees whose true continuation is known.
+
+    The map is an isotonic regression over all nodes but roots. The table needs no model: growth is greedy, so the first
+    1 + W * D nodes of a deep tree are the tree of depth D, and its pruning to k nodes keeps the k best values.
+
+    Args:
+        records: Trees of every width, all grown to one depth.
+
+    Source: Yggdrasil section 4.2 (surrogates of acceptance, OPT-Tree); isotonic calibration is ours.
+    """
+    from sklearn.isotonic import IsotonicRegression  # half a second to import: only the compiler needs it
+
+    log_probs = np.concatenate([record.log_probs[1:] for record in records])
+    accepted = np.concatenate([record.accepted[1:] for record in records]).astype(float)
+    isotonic = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(log_probs, accepted)
+    aal = {width: _aal_rows([record for record in records if record.width == width]) for width in sorted({record.width for record in records})}
+    return Acceptance(tuple(isotonic.X_thresholds_.tolist()), tuple(isotonic.y_thresholds_.tolist()), aal)
+
+
+def _aal_rows(records: Sequence[TreeRecord]) -> tuple[tuple[float, ...], ...]:
+    width = records[0].width
+    max_depth = (len(records[0].log_probs) - 1) // width
+    rows = []
+    for depth in range(1, max_depth + 1):
+        num_nodes = 1 + width * depth
+        emitted = np.zeros(num_nodes)
+        for record in records:
+            order = np.argsort(-np.asarray(record.log_probs[:num_nodes]), kind="stable")
+            emitted += np.cumsum(np.asarray(record.accepted[:num_nodes], dtype=float)[order])
+        rows.append(tuple((emitted / len(records)).tolist()))
+    return tuple(rows)

@@ -1,0 +1,81 @@
+"""T_draft(W) and T_verify(W) of this machine, measured, at the current context length."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Curve", "LatencyModel"]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Milliseconds of one model's forward by token count, at a few context lengths.
+
+    Args:
+        contexts: Measured context lengths, ascending.
+        sizes: Measured token counts, ascending.
+        ms: ms[i][j] at contexts[i], sizes[j].
+    """
+
+    contexts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    ms: tuple[tuple[float, ...], ...]
+
+    def at(self, num_tokens: int, context_len: int) -> float:
+        """Milliseconds of the smallest measured size that holds `num_tokens`, linear between contexts, clamped at both ends."""
+        column = min(bisect_left(self.sizes, num_tokens), len(self.sizes) - 1)
+        place = bisect_left(self.contexts, context_len)
+        if place == 0 or place == len(self.contexts):
+            return self.ms[min(place, len(self.contexts) - 1)][column]
+        low, high = self.contexts[place - 1], self.contexts[place]
+        share = (context_len - low) / (high - low)
+        return self.ms[place - 1][column] * (1 - share) + self.ms[place][column] * share
+
+    @classmethod
+    def from_json(cls, payload: Mapping[str, Any]) -> Curve:
+        return cls(tuple(payload["contexts"]), tuple(payload["sizes"]), tuple(tuple(row) for row in payload["ms"]))
+
+
+@dataclass(frozen=True)
+class LatencyModel:
+    """The profile of a pair on a machine.
+
+    Args:
+        draft: T_draft by width.
+        verify: T_verify by verified width.
+        growth_host_ms: Host time of one growth step outside the draft's graph.
+        step_host_ms: Host time of a speculative step outside graphs and growth.
+        plain_host_ms: Host time of a plain step outside the graph.
+
+    Source: Yggdrasil Fig. 5 and Eq. 3.
+    """
+
+    draft: Curve
+    verify: Curve
+    growth_host_ms: float
+    step_host_ms: float
+    plain_host_ms: float
+
+    def plain_ms(self, context_len: int) -> float:
+        """One token without speculation: T_verify(1) and the host."""
+        return self.verify.at(1, context_len) + self.plain_host_ms
+
+    def step_ms(self, width: int, depth: int, verify: int, context_len: int) -> float:
+        """One iteration: head draft, D growth steps of which the last runs no forward, verification, host."""
+        if depth == 0:
+            return self.plain_ms(context_len)
+        drafting = self.draft.at(2, context_len) + (depth - 1) * self.draft.at(width, context_len) + depth * self.growth_host_ms
+        return drafting + self.verify.at(verify, context_len) + self.step_host_ms
+
+    @classmethod
+    def from_json(cls, payload: Mapping[str, Any]) -> LatencyModel:
+        return cls(
+            draft=Curve.from_json(payload["draft"]),
+            verify=Curve.from_json(payload["verify"]),
+            growth_host_ms=payload["growth_host_ms"],
+            step_host_ms=payload["step_host_ms"],
+            plain_host_ms=payload["plain_host_ms"],
+        )

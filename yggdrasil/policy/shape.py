@@ -1,0 +1,112 @@
+"""The shape of the next step: one protocol, its policies as values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from yggdrasil.policy.acceptance import Acceptance
+from yggdrasil.policy.latency import LatencyModel
+from yggdrasil.policy.objective import speedup
+from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
+
+__all__ = ["BestShape", "FixedShape", "ShapePolicy", "best_shape"]
+
+CONTEXT_STEP = 128  # tokens of context after which the shape is chosen anew: attention's share moves slowly
+
+
+class ShapePolicy(Protocol):
+    """Chooses W and D before drafting and K after it, and sees what came of it."""
+
+    def choose(self, state: DecodeState) -> Shape:
+        """The shape of the next step; depth 0 is plain decoding."""
+        ...
+
+    def values(self, log_probs: Sequence[float]) -> list[float]:
+        """Calibrated acceptance of nodes with these path log-probabilities."""
+        ...
+
+    def verify_width(self, expected: Sequence[float], shape: Shape, context_len: int) -> int:
+        """K, given expected[k - 1] emitted tokens of the best k nodes."""
+        ...
+
+    def observe(self, result: StepResult) -> None:
+        """What the step did."""
+        ...
+
+
+@dataclass
+class FixedShape:
+    """One shape for every step; with `shape.verify` unset, K still follows the objective.
+
+    Args:
+        shape: W, D and perhaps K.
+        acceptance: Calibration of this pair.
+        latency: Profile of this machine.
+        verify_widths: Menu of K.
+    """
+
+    shape: Shape
+    acceptance: Acceptance
+    latency: LatencyModel
+    verify_widths: tuple[int, ...]
+
+    def choose(self, state: DecodeState) -> Shape:
+        return self.shape
+
+    def values(self, log_probs: Sequence[float]) -> list[float]:
+        return self.acceptance.values(log_probs)
+
+    def verify_width(self, expected: Sequence[float], shape: Shape, context_len: int) -> int:
+        """The K of the menu that maximises Eq. 3 for this very tree: everything but K is settled, so emitted tokens per millisecond decide."""
+        if shape.verify is not None:
+            return min(shape.verify, len(expected))
+        menu = [width for width in self.verify_widths if width < len(expected)] + [len(expected)]
+        menu = [width for width in menu if width <= self.verify_widths[-1]]
+
+        def gain(width: int) -> float:
+            return speedup(expected[width - 1], width=shape.width, depth=shape.depth, verify=width, context_len=context_len, latency=self.latency)
+
+        return max(menu, key=gain)
+
+    def observe(self, result: StepResult) -> None:
+        """Nothing to learn."""
+
+
+@dataclass
+class BestShape(FixedShape):
+    """The (W, D) that Eq. 3 likes best at the current context length, chain and plain decoding among the arms.
+
+    Args:
+        widths: Menu of W.
+
+    Source: Yggdrasil Eq. (3) over the whole menu; one shape for all contexts of a length, the depth predictor refines it.
+    """
+
+    widths: tuple[int, ...]
+    _chosen: dict[int, Shape] = field(default_factory=dict)
+
+    def choose(self, state: DecodeState) -> Shape:
+        context_len = state.root_pos // CONTEXT_STEP * CONTEXT_STEP
+        if context_len not in self._chosen:
+            self._chosen[context_len], _ = best_shape(
+                self.acceptance, self.latency, widths=self.widths, verify_widths=self.verify_widths, context_len=context_len
+            )
+        return self._chosen[context_len]
+
+
+def best_shape(acceptance: Acceptance, latency: LatencyModel, *, widths: Sequence[int], verify_widths: Sequence[int], context_len: int) -> tuple[Shape, float]:
+    """The shape of the menu with the greatest predicted speedup, and that speedup; K is left to pruning.
+
+    Ties go to the smaller tree: plain decoding is the first arm, with a speedup of exactly 1.
+    """
+    best, best_gain = PLAIN, 1.0
+    for width in widths:
+        for depth in range(1, acceptance.max_depth + 1):
+            for verify in verify_widths:
+                aal = acceptance.expected_emitted(width, depth, verify)
+                gain = speedup(aal, width=width, depth=depth, verify=min(verify, 1 + width * depth), context_len=context_len, latency=latency)
+                if gain > best_gain:
+                    best, best_gain = Shape(width, depth), gain
+    return best, best_gain

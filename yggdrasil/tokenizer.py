@@ -1,0 +1,127 @@
+"""The only module that knows text: encoding, streaming decoding, stop texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from yggdrasil.errors import ArtifactError, ConfigError
+
+__all__ = ["TextStream", "Tokenizer", "load_tokenizer"]
+
+FILE_NAME = "tokenizer.json"
+
+
+class Tokenizer:
+    """A Hugging Face `tokenizer.json`, read without transformers: its import costs seconds of every start.
+
+    Args:
+        path: The file.
+        command: What rebuilds it.
+
+    Raises:
+        ArtifactError: missing or not a tokenizer.
+    """
+
+    def __init__(self, path: Path, command: str) -> None:
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception for every cause
+            raise ArtifactError(path, f"missing or corrupt ({error})", command) from None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens that the tokenizer itself adds."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def token_text(self, token: int) -> str:
+        """One token as a person would read it in a tree."""
+        return repr(self._tokenizer.decode([token], skip_special_tokens=False))
+
+
+class TextStream:
+    """Turns tokens into text that never has to be taken back.
+
+    A character can span tokens, and a stop text can span steps: what could still change is held until it cannot.
+
+    Args:
+        tokenizer: Decodes.
+        stop: Texts that end the stream; neither they nor what follows is part of it.
+
+    Attributes:
+        text: Everything released so far.
+        stopped: Whether a stop text came.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._tokens: list[int] = []
+        self._start = 0  # tokens before it are settled; decoding restarts here, so the cost of a step does not grow
+        self._settled = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Add tokens; returns the text that they release."""
+        self._tokens.extend(tokens)
+        return self._release(self._decoded(), final=False)
+
+    def finish(self) -> str:
+        """The rest: an unfinished character or a stop text that did not come."""
+        return "" if self.stopped else self._release(self._decoded(), final=True)
+
+    def _decoded(self) -> str:
+        tail = self._tokenizer.decode(self._tokens[self._start :])
+        whole = self._settled + tail
+        if len(self._tokens) - self._start > 64 and not tail.endswith("\ufffd"):
+            # Restart at a token that begins a character; a decoder may treat a text's first token specially, so keep some before it.
+            keep = len(self._tokens) - 16
+            head = self._tokenizer.decode(self._tokens[self._start : keep])
+            if whole == self._settled + head + self._tokenizer.decode(self._tokens[keep:]):
+                self._settled, self._start = self._settled + head, keep
+        return whole
+
+    def _release(self, decoded: str, *, final: bool) -> str:
+        end = len(decoded)
+        for stop in self._stop:
+            found = decoded.find(stop, max(0, len(self.text) - len(stop) + 1))
+            if 0 <= found < end:
+                end, self.stopped = found, True
+        if not self.stopped and not final:
+            while end > len(self.text) and decoded[end - 1] == "\ufffd":
+                end -= 1
+            end -= max((self._overlap(decoded[:end], stop) for stop in self._stop), default=0)
+        released = decoded[len(self.text) : max(end, len(self.text))]
+        self.text += released
+        return released
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Characters at the end of `text` that could begin `stop`."""
+        return next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0)
+
+
+def load_tokenizer(name: str) -> Any:
+    """The transformers fast tokenizer of a model folder or hub id.
+
+    Raises:
+        ConfigError: there is none, or it has no `tokenizer.json` form.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError("tokenizer", name, "a model with a tokenizer", str(error).strip().splitlines()[0]) from None
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError("tokenizer", name, "a fast tokenizer (tokenizer.json)")
+    return tokenizer

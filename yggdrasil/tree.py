@@ -1,0 +1,306 @@
+"""TokenTree: the speculation tree that drafting grows, pruning cuts and verification walks.
+
+```
+node     0      1     2     3     4          token:    what the node says
+        root ── the ─ cat ─ sat              parent:   -1 for the root
+          └──── a ─── dog                    path:     node ids root .. self, -1 after it
+```
+
+Node 0 is the root: the last emitted token, whose KV no model has computed yet. A parent always has a smaller id than its
+children, so any ascending set of nodes is in position order along every path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from yggdrasil.errors import ConfigError
+
+if TYPE_CHECKING:
+    import networkx
+
+__all__ = ["TokenTree"]
+
+
+class TokenTree:
+    """A tree of candidate continuations over preallocated arrays; growing never reallocates and never syncs.
+
+    Attributes (all of length `len(tree)`; A is the path capacity):
+        token_N: Vocabulary ids, int32.
+        parent_N: Node ids, int32, -1 for the root.
+        depth_N: Edges from the root, int32.
+        log_prob_N: Path log-probability under the draft, float32, 0 for the root.
+        path_NA: Node ids from the root to the node itself, int32, -1 after it.
+
+    Example: grow two children of the root and one grandchild, then walk with what the target says after each node.
+        >>> import torch
+        >>> from yggdrasil import TokenTree
+        >>> tree = TokenTree.root(token=5, capacity=8)
+        >>> tree.grow(torch.tensor([0, 0]), torch.tensor([11, 12]), torch.tensor([-0.1, -2.5]))
+        >>> tree.grow(torch.tensor([1]), torch.tensor([21]), torch.tensor([-0.4]))
+        >>> tree.depth_N.tolist(), tree.leaves.tolist()
+        ([0, 1, 1, 2], [2, 3])
+        >>> tree.ancestor_mask().int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+        >>> print(tree.render())
+        5
+        ├── 11  -0.10
+        │   └── 21  -0.40
+        └── 12  -2.50
+        >>> tree.walk(torch.tensor([11, 21, 0, 99]))  # the target says 11 after the root, 21 after node 1, 99 after node 3
+        [0, 1, 3]
+
+    Source: Yggdrasil section 6 (the TokenTree abstraction) and 4.2 (equal growth).
+    """
+
+    def __init__(self, capacity: int, max_depth: int, device: str = "cpu") -> None:
+        self.capacity = capacity
+        self.max_depth = max_depth
+        self._len = 0
+        self._token = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self._parent = torch.full((capacity,), -1, dtype=torch.int32, device=device)
+        self._depth = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self._log_prob = torch.zeros(capacity, dtype=torch.float32, device=device)
+        self._path = torch.full((capacity, max_depth + 1), -1, dtype=torch.int32, device=device)
+
+    @classmethod
+    def root(cls, token: int, capacity: int, *, max_depth: int | None = None, device: str = "cpu") -> TokenTree:
+        """A tree of one node.
+
+        Args:
+            token: The last emitted token.
+            capacity: Most nodes it will hold, root included.
+            max_depth: Longest path in edges; `capacity - 1` when not given.
+            device: Where the arrays live.
+
+        Raises:
+            ConfigError: a capacity below one or a negative token.
+        """
+        if capacity < 1:
+            raise ConfigError("capacity", capacity, "at least 1")
+        if token < 0:
+            raise ConfigError("token", token, "a vocabulary id")
+        tree = cls(capacity, capacity - 1 if max_depth is None else max_depth, device)
+        tree._token[0] = token
+        tree._path[0, 0] = 0
+        tree._len = 1
+        return tree
+
+    def __len__(self) -> int:
+        return self._len
+
+    @property
+    def token_N(self) -> Tensor:  # noqa: N802 (shape suffix)
+        return self._token[: self._len]
+
+    @property
+    def parent_N(self) -> Tensor:  # noqa: N802
+        return self._parent[: self._len]
+
+    @property
+    def depth_N(self) -> Tensor:  # noqa: N802
+        return self._depth[: self._len]
+
+    @property
+    def log_prob_N(self) -> Tensor:  # noqa: N802
+        return self._log_prob[: self._len]
+
+    @property
+    def path_NA(self) -> Tensor:  # noqa: N802
+        return self._path[: self._len]
+
+    def grow(self, parents: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+        """Attach new nodes anywhere.
+
+        Args:
+            parents: (W,) ids of existing nodes, integer.
+            tokens: (W,) vocabulary ids; siblings must differ.
+            log_probs: (W,) path log-probabilities, float, none above its parent's.
+
+        Raises:
+            ConfigError: more nodes than the capacity, or lengths that differ.
+
+        Cost: seven small operators, no sync: the values are checked by `check`, not here.
+        """
+        width, first = len(parents), self._len
+        if first + width > self.capacity:
+            raise ConfigError("nodes", first + width, f"at most the tree's capacity of {self.capacity}")
+        if not width == len(tokens) == len(log_probs):
+            raise ConfigError("lengths of parents, tokens and log_probs", (width, len(tokens), len(log_probs)), "equal")
+        new = slice(first, first + width)
+        self._parent[new] = parents
+        self._token[new] = tokens
+        self._log_prob[new] = log_probs
+        depth_W = self._depth[parents] + 1
+        self._depth[new] = depth_W
+        path_WA = self._path[parents]
+        path_WA.scatter_(1, depth_W[:, None].long(), torch.arange(first, first + width, dtype=torch.int32, device=path_WA.device)[:, None])
+        self._path[new] = path_WA
+        self._len += width
+
+    def ancestor_mask(self) -> Tensor:
+        """(N, N) bool: whether row's node sees column's node, its ancestors and itself."""
+        mask_NN = torch.zeros(self._len, self._len + 1, dtype=torch.bool, device=self._path.device)
+        mask_NN.scatter_(1, self.path_NA.long() % (self._len + 1), True)  # -1 falls into the extra column
+        return mask_NN[:, : self._len]
+
+    def positions(self, offset: int) -> Tensor:
+        """(N,) int32 sequence positions when the root stands at `offset`."""
+        return self.depth_N + offset
+
+    @property
+    def leaves(self) -> Tensor:
+        """Ids of the nodes without children, ascending, int64."""
+        has_child = torch.zeros(self._len + 1, dtype=torch.bool, device=self._parent.device)
+        has_child[self.parent_N.long()] = True  # the root's parent -1 is the extra entry
+        return torch.nonzero(~has_child[: self._len])[:, 0]
+
+    def paths(self) -> list[list[int]]:
+        """Node ids from the root to every leaf, in the leaves' order."""
+        return [[node for node in path if node >= 0] for path in self.path_NA[self.leaves].tolist()]
+
+    def prune(self, k: int, *, values: Tensor | None = None) -> tuple[TokenTree, Tensor]:
+        """The connected subtree of at most `k` nodes that contains the root and has the greatest sum of values.
+
+        Args:
+            k: Nodes to keep, root included.
+            values: (N,) non-negative; the path log-probabilities' exponentials when not given. Where no child has a greater
+                value than its parent, the k greatest are connected and simply taken; else the dynamic programme decides.
+
+        Returns:
+            The subtree and the (K,) ids that its nodes had in this tree, ascending.
+
+        Raises:
+            ConfigError: `k` below one, or values of another length.
+
+        Cost: one sort, or O(N k^2) on the host for values that rise. Syncs.
+        Source: Yggdrasil section 4.2, "Verification Width Pruning".
+        """
+        if k < 1:
+            raise ConfigError("k", k, "at least 1: the root stays")
+        values = self.log_prob_N.exp() if values is None else values
+        if len(values) != self._len:
+            raise ConfigError("length of values", len(values), f"the number of nodes, {self._len}")
+        keep = greatest_subtree(self.parent_N.tolist(), values.tolist(), k)  # sync: the kept ids decide shapes
+        return self.subtree(keep), torch.tensor(keep, dtype=torch.int64)
+
+    def subtree(self, keep: Sequence[int]) -> TokenTree:
+        """The nodes `keep` (ascending, connected, root first) as a tree of their own, with capacity for no more."""
+        kept = torch.tensor(keep, dtype=torch.int64, device=self._path.device)
+        renamed = torch.full((self._len + 1,), -1, dtype=torch.int32, device=self._path.device)
+        renamed[kept] = torch.arange(len(keep), dtype=torch.int32, device=self._path.device)
+        tree = TokenTree(len(keep), self.max_depth, str(self._path.device))
+        tree._len = len(keep)
+        tree._token.copy_(self._token[kept])
+        tree._parent.copy_(renamed[self._parent[kept]])  # -1 reads the extra entry, -1
+        tree._depth.copy_(self._depth[kept])
+        tree._log_prob.copy_(self._log_prob[kept])
+        tree._path.copy_(renamed[self._path[kept]])
+        return tree
+
+    def walk(self, next_tokens: Tensor) -> list[int]:
+        """The accepted path: from the root, descend while a child says what the target says.
+
+        Args:
+            next_tokens: (N,) the target's own token after each node.
+
+        Returns:
+            Node ids, root first. The bonus token is `next_tokens[path[-1]]`.
+
+        Cost: one sync, then O(N) on the host.
+        Source: design of the acceptance law: the tree is deterministic, so matching the target's token is exact.
+        """
+        parents, tokens = self.parent_N.tolist(), self.token_N.tolist()
+        wanted = next_tokens.tolist()  # sync: the accepted path decides what is emitted
+        path = [0]
+        for node in range(1, self._len):  # a child's id is greater than its parent's: one pass suffices
+            if parents[node] == path[-1] and tokens[node] == wanted[path[-1]]:
+                path.append(node)
+        return path
+
+    def check(self) -> None:
+        """Raises ConfigError on a tree that no sequence of `grow` calls with sound values makes: parents, depths, paths, siblings, values."""
+        parents, tokens, log_probs = self.parent_N.tolist(), self.token_N.tolist(), self.log_prob_N.tolist()
+        for node in range(self._len):
+            parent = parents[node]
+            if not (parent == -1 if node == 0 else 0 <= parent < node):
+                raise ConfigError(f"parent of node {node}", parent, "-1 for the root, else an earlier node")
+            if node and not log_probs[node] <= log_probs[parent] + 1e-6:
+                raise ConfigError(f"log-probability of node {node}", log_probs[node], f"at most its parent's, {log_probs[parent]}")
+            path = [self.path_NA[parent, d].item() for d in range(int(self.depth_N[parent]) + 1)] if node else []
+            if [entry for entry in self.path_NA[node].tolist() if entry >= 0] != [*path, node] or int(self.depth_N[node]) != len(path):
+                raise ConfigError(f"path of node {node}", self.path_NA[node].tolist(), f"{[*path, node]}")
+        if len(set(zip(parents, tokens, strict=True))) != self._len:
+            raise ConfigError("siblings", tokens, "distinct tokens under one parent")
+
+    def to_networkx(self) -> networkx.DiGraph[int]:
+        """A directed graph, parent to child, with `token`, `depth` and `log_prob` on every node."""
+        import networkx
+
+        graph: networkx.DiGraph[int] = networkx.DiGraph()
+        for node, (token, parent, depth, log_prob) in enumerate(
+            zip(self.token_N.tolist(), self.parent_N.tolist(), self.depth_N.tolist(), self.log_prob_N.tolist(), strict=True)
+        ):
+            graph.add_node(node, token=token, depth=depth, log_prob=log_prob)
+            if parent >= 0:
+                graph.add_edge(parent, node)
+        return graph
+
+    def render(self, label: Sequence[str] | None = None, marked: Sequence[int] = ()) -> str:
+        """The tree as text, children by falling log-probability.
+
+        Args:
+            label: A text for every node; its token when not given.
+            marked: Nodes to star, such as an accepted path.
+        """
+        graph, tokens, log_probs = self.to_networkx(), self.token_N.tolist(), self.log_prob_N.tolist()
+
+        def text(node: int) -> str:
+            name = str(tokens[node]) if label is None else label[node]
+            return name + (f"  {log_probs[node]:.2f}" if node else "") + (" *" if node in marked else "")
+
+        def lines(node: int, indent: str) -> list[str]:
+            children = sorted(graph.successors(node), key=lambda child: (-log_probs[child], child))
+            out = []
+            for child in children:
+                last = child == children[-1]
+                out.append(f"{indent}{'└──' if last else '├──'} {text(child)}")
+                out += lines(child, indent + ("    " if last else "│   "))
+            return out
+
+        return "\n".join([text(0), *lines(0, "")])
+
+
+def greatest_subtree(parents: Sequence[int], values: Sequence[float], k: int) -> list[int]:
+    """Ids, ascending, of the best connected subtree of at most `k` nodes; see `TokenTree.prune`."""
+    rising = any(values[node] > values[parents[node]] for node in range(1, len(parents)))
+    if rising:
+        return greatest_subtree_by_programme(parents, values, k)
+    by_value = sorted(range(1, len(parents)), key=lambda node: (-values[node], node))  # ties: the parent, being earlier, first
+    return sorted([0, *by_value[: k - 1]])
+
+
+def greatest_subtree_by_programme(parents: Sequence[int], values: Sequence[float], k: int) -> list[int]:
+    """The dynamic programme that specifies pruning: any non-negative values, any tree.
+
+    Bottom-up, `best[node][size]` is the greatest value of a connected subtree of exactly `size` nodes rooted at `node`,
+    with the nodes that reach it; children are merged one at a time, as in a knapsack.
+
+    Source: Yggdrasil section 4.2: "traverses the tree in a bottom-up fashion, computing the speedup value for each node and its children".
+    """
+    best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ()), 1: (value, (node,))} for node, value in enumerate(values)]
+    for node in range(len(parents) - 1, 0, -1):
+        parent = parents[node]
+        merged: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+        for size, (value, nodes) in best[parent].items():
+            for extra, (extra_value, extra_nodes) in best[node].items():
+                total = size + extra
+                if size >= 1 and total <= k and (total not in merged or value + extra_value > merged[total][0]):
+                    merged[total] = (value + extra_value, nodes + extra_nodes)
+        best[parent] = merged
+    size = max(best[0], key=lambda size: (best[0][size][0], size))
+    return sorted(best[0][size][1])
