@@ -51,7 +51,7 @@ class TrainConfig:
     out: Path
     minutes_target: float = 45.0
     minutes_draft: float = 25.0
-    minutes_writing: float = 5.0  # of minutes_draft, spent sampling text from the target
+    minutes_writing: float = 3.0  # of minutes_draft, spent sampling text from the target
     seed: int = 0
     vocab_size: int = 4096
     max_len: int = 1024
@@ -364,7 +364,7 @@ def train_draft(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, streams
 def measure(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, streams: dict[str, torch.Tensor]) -> dict[str, object]:
     """What the shipped bf16 weights do on the test stories, and a sample of their text."""
     target, draft = load_frozen(config.out / "target"), load_frozen(config.out / "draft")
-    test_NL, opening_BL = windows(streams["test"], 512), windows(streams["test"], 32)[:64]
+    test_NL, opening_BL = windows(streams["test"], 512)[:96], windows(streams["test"], 32)[:64]
     greedy_BL = write_on(target, opening_BL, 256, torch.zeros(len(opening_BL)))
     prompt_BL = torch.tensor([tokenizer("Tom and Lily went to the park")["input_ids"]])
     story = write_on(target, prompt_BL, 256, torch.zeros(1))[0].tolist()

@@ -1,1 +1,40 @@
+"""Yggdrasil: speculative decoding of large language models with compiled token trees.
+
+The target writes the text; a small draft guesses ahead; a tree of guesses is verified in one pass of the target. The text
+is what the target alone would have written, bit for bit.
+
+Glossary
+    root       the last emitted token: its KV is in no cache yet; node 0 of the tree
+    accepted   draft tokens that the target agrees with in a step
+    bonus      the target's own token after them
+    emitted    accepted + 1
+    AAL        mean emitted tokens per target forward
+    bucket     a compiled token count; the menu is all of them
+    row, node, slot, index, position
+               a request, an entry of a tree, a place in the KV cache, a count of keys in a row, a RoPE position:
+               five kinds of integer, never mixed
+
+Shapes: letters that end a tensor's name
+    B rows             N tokens of a forward, nodes of a tree    K verified nodes     W drafted nodes per growth step
+    V vocabulary       C candidates per node                     A path capacity      M metadata columns
+    E model width      H query heads   G KV heads   F head features   T slots   P pages   L layers or keys, said where it stands
+"""
+
+from typing import Any
+
+from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig
+from yggdrasil.errors import YggError
 from yggdrasil.tree import TokenTree
+
+__all__ = ["CompileConfig", "GenerateConfig", "SamplingConfig", "TokenTree", "YggError", "load_pair"]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`load_pair` is imported when it is asked for: it brings the whole engine."""
+    if name == "load_pair":
+        from yggdrasil.bundle import load_pair
+
+        return load_pair
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

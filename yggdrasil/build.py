@@ -15,7 +15,7 @@ import torch
 from yggdrasil import artifacts
 from yggdrasil.bundle import BUNDLED, Bundle, SourceFile, bundled_models, machine_fields
 from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
-from yggdrasil.compiler.model import graph_path
+from yggdrasil.compiler.model import CompiledModel, graph_path
 from yggdrasil.compiler.pool import GraphJob, compile_graphs
 from yggdrasil.compiler.weights import FILE_NAME, save_weights
 from yggdrasil.config import CompileConfig
@@ -78,13 +78,15 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
     engine = Engine(*models, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens)
     prompts = _prompts(bundle, texts)
     acceptance = _calibrate(bundle, engine, prompts, progress)
-    _profile(bundle, engine, prompts[0], acceptance, progress)
+    _profile(bundle, models, engine, prompts[0], acceptance, progress)
     bundle.save()
     return bundle
 
 
 def _describe(target: str, draft: str, name: str, config: CompileConfig, calibration: Path) -> Bundle:
     """Check everything that can be wrong with the input, and settle what is to be built."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", "cuda", "cpu on this machine: torch sees no CUDA device")
     target_config, draft_config = load_config(target), load_config(draft)
     check_vocabularies(target_config, draft_config)
     tokenizer = load_tokenizer(target)
@@ -165,7 +167,8 @@ def _pack(bundle: Bundle, kind: str, model: str) -> None:
     folder = bundle.folder / kind
     if not (folder / FILE_NAME).exists():
         loaded = load_model(model, dtype=getattr(torch, bundle.config.dtype))
-        pack_linears_(loaded)
+        if bundle.config.device == "cpu":
+            pack_linears_(loaded)
         with artifacts.atomic_directory(folder / "packing") as temporary:
             save_weights(loaded, temporary)
         (folder / "packing" / FILE_NAME).rename(folder / FILE_NAME)
@@ -212,11 +215,13 @@ def _calibrate(bundle: Bundle, engine: Engine, prompts: Sequence[Sequence[int]],
     return AcceptanceTable(table)
 
 
-def _profile(bundle: Bundle, engine: Engine, prompt: Sequence[int], acceptance: AcceptanceTable, progress: Progress) -> None:
+def _profile(
+    bundle: Bundle, models: tuple[CompiledModel, CompiledModel], engine: Engine, prompt: Sequence[int], acceptance: AcceptanceTable, progress: Progress
+) -> None:
     contexts = sorted({64, 512, bundle.max_context // 2, bundle.max_context - bundle.config.prefill_chunk} & set(range(1, bundle.max_context)))
     with progress.phase("measure latencies", 2 * 9 * len(contexts)):
-        draft = latency_curve(engine.draft, contexts, progress.advance)
-        verify = latency_curve(engine.target, contexts, progress.advance)
+        draft = latency_curve(models[1], contexts, progress.advance)
+        verify = latency_curve(models[0], contexts, progress.advance)
     latency = LatencyModel(draft, verify, 0.0, 0.0, 0.0)
     shape, _ = best_shape(acceptance.nearest(0.0), latency, widths=bundle.config.widths, verify_widths=bundle.config.verify_widths, context_len=64)
     shape = shape if shape.depth else Shape(bundle.config.widths[-1], min(4, bundle.config.max_depth))

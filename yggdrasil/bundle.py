@@ -49,7 +49,7 @@ __all__ = [
     "machine_fields",
 ]
 
-FORMAT = 1
+FORMAT = 3
 BUNDLED = "tinystories"
 
 

@@ -44,14 +44,14 @@ class KVCache:
     """Keys and values of every layer in one tensor, as a transaction: forwards write provisional indices, `commit_` keeps a path.
 
     Attributes:
-        storage_L2TGF: (layers, key or value, slots, G, F).
+        storage_L2GTF: (layers, key or value, G, slots, F).
         pages_BP: Page of every 16 indices of a row, int32. One row here: the identity.
         len: Committed indices.
     """
 
     def __init__(self, shape: KVShape, *, dtype: torch.dtype, device: str) -> None:
         self.shape = shape
-        self.storage_L2TGF = torch.zeros(shape.num_layers, 2, shape.capacity, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
+        self.storage_L2GTF = torch.zeros(shape.num_layers, 2, shape.num_kv_heads, shape.capacity, shape.head_dim, dtype=dtype, device=device)
         self.pages_BP = torch.arange(shape.num_pages, dtype=torch.int32, device=device)[None]
         self.len = 0
 
@@ -74,10 +74,10 @@ class KVCache:
         """
         moved = next((i for i, offset in enumerate(path) if offset != i), len(path))
         if moved < len(path):
-            device = self.storage_L2TGF.device
+            device = self.storage_L2GTF.device
             source = torch.tensor([self.len + offset for offset in path[moved:]], device=device)
             target = torch.arange(self.len + moved, self.len + len(path), device=device)
-            self.storage_L2TGF.index_copy_(2, target, self.storage_L2TGF.index_select(2, source))
+            self.storage_L2GTF.index_copy_(3, target, self.storage_L2GTF.index_select(3, source))
         self.len += len(path)
 
     def rollback_(self, length: int) -> None:

@@ -12,7 +12,8 @@ children, so any ascending set of nodes is in position order along every path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,23 +95,23 @@ class TokenTree:
         return self._len
 
     @property
-    def token_N(self) -> Tensor:  # noqa: N802 (shape suffix)
+    def token_N(self) -> Tensor:
         return self._token[: self._len]
 
     @property
-    def parent_N(self) -> Tensor:  # noqa: N802
+    def parent_N(self) -> Tensor:
         return self._parent[: self._len]
 
     @property
-    def depth_N(self) -> Tensor:  # noqa: N802
+    def depth_N(self) -> Tensor:
         return self._depth[: self._len]
 
     @property
-    def log_prob_N(self) -> Tensor:  # noqa: N802
+    def log_prob_N(self) -> Tensor:
         return self._log_prob[: self._len]
 
     @property
-    def path_NA(self) -> Tensor:  # noqa: N802
+    def path_NA(self) -> Tensor:
         return self._path[: self._len]
 
     def grow(self, parents: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
@@ -127,8 +128,7 @@ class TokenTree:
         Cost: seven small operators, no sync: the values are checked by `check`, not here.
         """
         width, first = len(parents), self._len
-        if first + width > self.capacity:
-            raise ConfigError("nodes", first + width, f"at most the tree's capacity of {self.capacity}")
+        self._require_room(width)
         if not width == len(tokens) == len(log_probs):
             raise ConfigError("lengths of parents, tokens and log_probs", (width, len(tokens), len(log_probs)), "equal")
         new = slice(first, first + width)
@@ -141,6 +141,20 @@ class TokenTree:
         path_WA.scatter_(1, depth_W[:, None].long(), torch.arange(first, first + width, dtype=torch.int32, device=path_WA.device)[:, None])
         self._path[new] = path_WA
         self._len += width
+
+    @contextmanager
+    def growing(self, width: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]:
+        """For an operator that writes `width` nodes itself: the first new id and the whole token, parent, depth, log-probability and path arrays.
+
+        The nodes count once the block ends well. Raises ConfigError beyond the capacity.
+        """
+        self._require_room(width)
+        yield self._len, self._token, self._parent, self._depth, self._log_prob, self._path
+        self._len += width
+
+    def _require_room(self, width: int) -> None:
+        if self._len + width > self.capacity:
+            raise ConfigError("nodes", self._len + width, f"at most the tree's capacity of {self.capacity}")
 
     def ancestor_mask(self) -> Tensor:
         """(N, N) bool: whether row's node sees column's node, its ancestors and itself."""
@@ -189,7 +203,9 @@ class TokenTree:
         return self.subtree(keep), torch.tensor(keep, dtype=torch.int64)
 
     def subtree(self, keep: Sequence[int]) -> TokenTree:
-        """The nodes `keep` (ascending, connected, root first) as a tree of their own, with capacity for no more."""
+        """The nodes `keep` (ascending, connected, root first) as a tree of their own; this very tree when it is all of them."""
+        if len(keep) == self._len:
+            return self
         kept = torch.tensor(keep, dtype=torch.int64, device=self._path.device)
         renamed = torch.full((self._len + 1,), -1, dtype=torch.int32, device=self._path.device)
         renamed[kept] = torch.arange(len(keep), dtype=torch.int32, device=self._path.device)

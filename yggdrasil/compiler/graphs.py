@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from yggdrasil.errors import ArtifactError
+from yggdrasil.kernels.shims import c_shims
 
-__all__ = ["LoadedGraph", "compile_graph"]
+__all__ = ["LoadedGraph", "ReplayedGraph", "compile_graph"]
 
 INDUCTOR_OPTIONS = {
     "aot_inductor.package_constants_in_so": False,  # weights and KV stay the caller's: one copy for the whole menu
@@ -39,7 +40,9 @@ def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path) -> None:
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*tree_map_only.*")
         exported = torch.export.export(module, (meta_NM,), strict=False)
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=INDUCTOR_OPTIONS)
+        torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(path), inductor_configs={**INDUCTOR_OPTIONS, "aot_inductor.custom_ops_to_c_shims": c_shims()}
+        )
 
 
 def _separate_buffers_(module: nn.Module) -> None:
@@ -76,3 +79,30 @@ class LoadedGraph:
         """Run; new output tensors every call."""
         first, second = self._runner.run([meta_NM])
         return first, second
+
+
+class ReplayedGraph:
+    """A loaded graph captured as a CUDA graph: a call is one launch.
+
+    Args:
+        graph: What to capture.
+        meta_NM: The metadata buffer that every call fills.
+        pool: Memory shared by all captures of a model, from `torch.cuda.graph_pool_handle()`.
+
+    Aliasing: outputs are overwritten by the next call.
+    """
+
+    def __init__(self, graph: LoadedGraph, meta_NM: Tensor, pool: Any) -> None:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # lazy initialisation must not be captured
+            for _ in range(3):
+                graph(meta_NM)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._captured, pool=pool):
+            self._outputs = graph(meta_NM)
+
+    def __call__(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
+        self._captured.replay()
+        return self._outputs

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from yggdrasil.compiler.buckets import Menu
-from yggdrasil.compiler.graphs import LoadedGraph
+from yggdrasil.compiler.graphs import LoadedGraph, ReplayedGraph
 from yggdrasil.compiler.weights import load_weights
 from yggdrasil.kv import KVCache, KVShape
 from yggdrasil.models.packing import empty_meta
@@ -49,8 +50,12 @@ class CompiledModel:
         self.cache = KVCache(kv, dtype=dtype, device=device)
         self.weights = load_weights(folder, device, command)
         constants = {**self.weights, **cache_constants(self.cache)}
-        self._graphs = {size: LoadedGraph(graph_path(folder, size), constants, command) for size in menu.sizes}
         self._meta = {size: empty_meta(size, max_depth, device=device) for size in menu.sizes}
+        loaded = {size: LoadedGraph(graph_path(folder, size), constants, command) for size in menu.sizes}
+        self._graphs: Mapping[int, LoadedGraph | ReplayedGraph] = loaded
+        if device == "cuda":
+            pool = torch.cuda.graph_pool_handle()
+            self._graphs = {size: ReplayedGraph(graph, self._meta[size], pool) for size, graph in loaded.items()}
 
     @property
     def weight_bytes(self) -> int:
@@ -71,6 +76,6 @@ def cache_constants(cache: KVCache) -> dict[str, Tensor]:
     """The cache under the names that models/forward.py gives its buffers."""
     constants = {"pages": cache.pages_BP}
     for layer in range(cache.shape.num_layers):
-        constants[f"key_{layer}"] = cache.storage_L2TGF[layer, 0]
-        constants[f"value_{layer}"] = cache.storage_L2TGF[layer, 1]
+        constants[f"key_{layer}"] = cache.storage_L2GTF[layer, 0]
+        constants[f"value_{layer}"] = cache.storage_L2GTF[layer, 1]
     return constants

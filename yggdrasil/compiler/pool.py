@@ -22,7 +22,7 @@ import torch
 
 from yggdrasil.compilations import count_compilation
 from yggdrasil.compiler.graphs import compile_graph
-from yggdrasil.kernels import load_kernels
+from yggdrasil.kernels import attention_triton, load_kernels
 from yggdrasil.kv import KVCache, KVShape
 from yggdrasil.models.forward import DraftForward, TargetForward
 from yggdrasil.models.load import load_model, pack_linears_
@@ -60,7 +60,10 @@ class GraphJob:
 def _module(model: str, num_candidates: int, dtype: str, device: str, kv: KVShape) -> torch.nn.Module:
     load_kernels()
     loaded = load_model(model, dtype=getattr(torch, dtype))
-    pack_linears_(loaded, values=False)
+    if device == "cpu":
+        pack_linears_(loaded, values=False)
+    else:
+        attention_triton.register()
     cache = KVCache(kv, dtype=getattr(torch, dtype), device=device)
     module = DraftForward(loaded, cache, num_candidates) if num_candidates else TargetForward(loaded, cache)
     return module.to(device).eval()

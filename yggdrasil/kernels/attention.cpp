@@ -14,11 +14,14 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
+
+#include "operators.h"
 
 namespace {
 
@@ -26,7 +29,6 @@ using at::vec::Vectorized;
 using Vec = Vectorized<float>;
 
 constexpr int64_t kLanes = 16;      // keys scored together; also the page length, so a block never straddles two pages
-constexpr int64_t kRowsTogether = 4;  // query rows that share one read of a value
 enum Column { kToken, kPosition, kRow, kIndex, kPrefix, kPath };  // layout.py says the same
 
 #if defined(__AVX512F__)
@@ -99,24 +101,30 @@ inline Vec widen_vec(const at::BFloat16* p) {
 #endif
 }
 
-// In place: scores become softmax numerators; returns 1 / denominator. `scores` is padded to a multiple of 16.
+// In place: scores become softmax numerators; returns 1 / denominator. `scores` has room for a multiple of 16.
 inline float softmax_(float* scores, int64_t len) {
+  constexpr int kParts = kLanes / Vec::size();
   const int64_t padded = (len + kLanes - 1) / kLanes * kLanes;
   std::fill(scores + len, scores + padded, -std::numeric_limits<float>::infinity());
-  float highest = -std::numeric_limits<float>::infinity();
-  for (int64_t j = 0; j < len; ++j) highest = std::max(highest, scores[j]);
-  float sums[kLanes] = {};
+  Vec highest(-std::numeric_limits<float>::infinity());
+  for (int64_t j = 0; j < padded; j += Vec::size()) highest = at::vec::maximum(highest, Vec::loadu(scores + j));
+  float lanes[kLanes];
+  highest.store(lanes);
+  highest = Vec(*std::max_element(lanes, lanes + Vec::size()));
+  Vec sums[kParts];  // lane j % 16 sums every sixteenth weight
+  std::fill(sums, sums + kParts, Vec(0.0f));
   for (int64_t j = 0; j < padded; j += kLanes) {
-    for (int64_t i = 0; i < kLanes; i += Vec::size()) {
-      const Vec weight = (Vec::loadu(scores + j + i) - Vec(highest)).exp_u20();
-      weight.store(scores + j + i);
-      (Vec::loadu(sums + i) + weight).store(sums + i);
+    for (int i = 0; i < kParts; ++i) {
+      const Vec weight = (Vec::loadu(scores + j + i * Vec::size()) - highest).exp_u20();
+      weight.store(scores + j + i * Vec::size());
+      sums[i] = sums[i] + weight;
     }
   }
+  for (int i = 0; i < kParts; ++i) sums[i].store(lanes + i * Vec::size());
   for (int64_t width = kLanes / 2; width > 0; width /= 2) {
-    for (int64_t i = 0; i < width; ++i) sums[i] += sums[i + width];
+    for (int64_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   }
-  return 1.0f / sums[0];
+  return 1.0f / lanes[0];
 }
 
 // Everything one call reads; strides in elements.
@@ -129,7 +137,7 @@ struct Call {
   const T* value_cache;
   const int32_t* meta;
   const int32_t* pages;
-  int64_t num_tokens, num_heads, num_kv_heads, dim, meta_width, pages_per_row;
+  int64_t num_tokens, num_heads, num_kv_heads, dim, num_slots, meta_width, pages_per_row;
   float scale;
 
   const int32_t* token(int64_t n) const { return meta + n * meta_width; }
@@ -162,76 +170,103 @@ class Sequence {
   const int64_t* offsets() const { return offsets_.data(); }
 
  private:
-  int64_t offset(int64_t index) const { return (call_.slot(row_, index) * call_.num_kv_heads + kv_head_) * call_.dim; }
+  int64_t offset(int64_t index) const { return (kv_head_ * call_.num_slots + call_.slot(row_, index)) * call_.dim; }
   const Call<T>& call_;
   int64_t kv_head_, row_ = -1, prefix_ = 0, len_ = 0;
   std::vector<int64_t> offsets_;
 };
 
-// The query heads of one KV head for a few neighbouring tokens: rows that may read one prefix together.
+// The query heads of one KV head for a few neighbouring tokens: rows that read one prefix together.
 template <typename T>
 class Group {
  public:
-  Group(const Call<T>& call, int64_t kv_head)
-      : call_(call), heads_(call.num_heads / call.num_kv_heads), kv_head_(kv_head), sequence_(call, kv_head),
-        scores_(kTokens * heads_ * call.longest()), sums_(kTokens * heads_ * call.dim), inverse_(kTokens * heads_) {}
-
   static constexpr int64_t kTokens = 8;
 
+  Group(const Call<T>& call, int64_t kv_head)
+      : call_(call), heads_(call.num_heads / call.num_kv_heads), kv_head_(kv_head), sequence_(call, kv_head),
+        scores_(new float[kTokens * heads_ * call.longest()]), sums_(kTokens * heads_ * call.dim), inverse_(kTokens * heads_) {}
+
   void run(int64_t begin, int64_t end) {
-    std::fill(sums_.begin(), sums_.end(), 0.0f);
-    int64_t shared = std::numeric_limits<int64_t>::max();
+    int64_t shared = shared_prefix(begin, end);
+    sequence_.point_at(begin);
+    const int64_t whole_blocks = shared / kLanes * kLanes;
+    for (int64_t start = 0; start < whole_blocks; start += kLanes) score_rows(start, begin, begin, end);
     for (int64_t n = begin; n < end; ++n) {
-      const int64_t previous_row = sequence_.row();
       sequence_.point_at(n);
-      shared = n > begin && sequence_.row() != previous_row ? 0 : std::min(shared, sequence_.prefix());
-      for (int64_t h = 0; h < heads_; ++h) weigh(n, h, (n - begin) * heads_ + h);
+      for (int64_t start = whole_blocks; start < sequence_.len(); start += kLanes) score_rows(start, begin, n, n + 1);
+      for (int64_t r = (n - begin) * heads_; r < (n + 1 - begin) * heads_; ++r) inverse_[r] = sequence_.len() ? softmax_(scores(r), sequence_.len()) : 0.0f;
     }
-    const int64_t rows = (end - begin) * heads_;
-    int64_t r = 0;
-    for (; shared > 0 && r + kRowsTogether <= rows; r += kRowsTogether) add_values<kRowsTogether>(r, 0, shared);
-    for (; shared > 0 && r < rows; ++r) add_values<1>(r, 0, shared);
-    for (int64_t n = begin; n < end; ++n) finish(n, (n - begin) * heads_, shared);
+    add_values(0, (end - begin) * heads_, 0, shared);  // offsets below `shared` are the same for every token
+    for (int64_t n = begin; n < end; ++n) {
+      sequence_.point_at(n);
+      add_values((n - begin) * heads_, (n + 1 - begin) * heads_, shared, sequence_.len());
+      write(n, (n - begin) * heads_);
+    }
   }
 
  private:
-  float* scores(int64_t r) { return scores_.data() + r * call_.longest(); }
+  float* scores(int64_t r) { return scores_.get() + r * call_.longest(); }
   float* sums(int64_t r) { return sums_.data() + r * call_.dim; }
 
-  // scores(r) := exp(score - max) of one query row over its sequence; the denominator waits in inverse_.
-  void weigh(int64_t n, int64_t h, int64_t r) {
-    inverse_[r] = 0.0f;
-    const int64_t len = sequence_.len();
-    if (len == 0) return;
-    const T* query = call_.query + (kv_head_ * heads_ + h) * call_.query_head_stride + n * call_.query_token_stride;
+  // Indices that all tokens see; 0 where they belong to several rows.
+  int64_t shared_prefix(int64_t begin, int64_t end) const {
+    int64_t shared = call_.token(begin)[kPrefix];
+    for (int64_t n = begin + 1; n < end; ++n) {
+      shared = call_.token(n)[kRow] == call_.token(begin)[kRow] ? std::min<int64_t>(shared, call_.token(n)[kPrefix]) : 0;
+    }
+    return shared;
+  }
+
+  // Scores of 16 keys from `start` of the current sequence, for every query row of tokens [first, last).
+  void score_rows(int64_t start, int64_t begin, int64_t first, int64_t last) {
     const T* keys[kLanes];
-    for (int64_t start = 0; start < len; start += kLanes) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) keys[lane] = call_.key_cache + sequence_.offsets()[std::min(start + lane, len - 1)];
-      score_block(query, keys, call_.dim, call_.scale, scores(r) + start);
-    }
-    inverse_[r] = softmax_(scores(r), len);
-  }
-
-  // sums(r..r+rows) += scores[j] * value[j] for j in [begin, end), ascending.
-  template <int rows>
-  void add_values(int64_t r, int64_t begin, int64_t end) {
-    const int64_t* offsets = sequence_.offsets();
-    for (int64_t f = 0; f < call_.dim; f += Vec::size()) {
-      Vec sum[rows];
-      for (int i = 0; i < rows; ++i) sum[i] = Vec::loadu(sums(r + i) + f);
-      for (int64_t j = begin; j < end; ++j) {
-        const Vec value = widen_vec(call_.value_cache + offsets[j] + f);
-        for (int i = 0; i < rows; ++i) sum[i] = at::vec::fmadd(Vec(scores(r + i)[j]), value, sum[i]);
+    for (int64_t lane = 0; lane < kLanes; ++lane) keys[lane] = call_.key_cache + sequence_.offsets()[std::min(start + lane, sequence_.len() - 1)];
+    for (int64_t n = first; n < last; ++n) {
+      for (int64_t h = 0; h < heads_; ++h) {
+        const T* query = call_.query + (kv_head_ * heads_ + h) * call_.query_head_stride + n * call_.query_token_stride;
+        score_block(query, keys, call_.dim, call_.scale, scores((n - begin) * heads_ + h) + start);
       }
-      for (int i = 0; i < rows; ++i) sum[i].store(sums(r + i) + f);
     }
   }
 
-  void finish(int64_t n, int64_t first_row, int64_t shared) {
-    sequence_.point_at(n);
+  // sums(r) += scores(r)[j] * value[j] for rows [first, last) and j in [begin, end), j ascending.
+  void add_values(int64_t first, int64_t last, int64_t begin, int64_t end) {
+    int64_t r = first;
+    for (; r + 8 <= last; r += 8) add_rows<8>(r, begin, end);
+    for (; r + 4 <= last; r += 4) add_rows<4>(r, begin, end);
+    for (; r < last; ++r) add_rows<1>(r, begin, end);
+  }
+  template <int rows>
+  void add_rows(int64_t r, int64_t begin, int64_t end) {
+    int64_t f = 0;
+    for (; f + 2 * Vec::size() <= call_.dim; f += 2 * Vec::size()) add_features<rows, 2>(r, f, begin, end);
+    for (; f < call_.dim; f += Vec::size()) add_features<rows, 1>(r, f, begin, end);
+  }
+  template <int rows, int parts>
+  void add_features(int64_t r, int64_t f, int64_t begin, int64_t end) {
+    const int64_t* offsets = sequence_.offsets();
+    const float* weights[rows];
+    Vec sum[rows][parts];
+    for (int i = 0; i < rows; ++i) {
+      weights[i] = scores(r + i);
+      for (int part = 0; part < parts; ++part) sum[i][part] = Vec::loadu(sums(r + i) + f + part * Vec::size());
+    }
+    for (int64_t j = begin; j < end; ++j) {
+      Vec value[parts];
+      for (int part = 0; part < parts; ++part) value[part] = widen_vec(call_.value_cache + offsets[j] + f + part * Vec::size());
+      for (int i = 0; i < rows; ++i) {
+        const Vec weight(weights[i][j]);
+        for (int part = 0; part < parts; ++part) sum[i][part] = at::vec::fmadd(weight, value[part], sum[i][part]);
+      }
+    }
+    for (int i = 0; i < rows; ++i) {
+      for (int part = 0; part < parts; ++part) sum[i][part].store(sums(r + i) + f + part * Vec::size());
+    }
+  }
+
+  void write(int64_t n, int64_t first_row) {
     for (int64_t h = 0; h < heads_; ++h) {
       const int64_t r = first_row + h;
-      add_values<1>(r, shared, sequence_.len());
       T* out = call_.out + (n * call_.num_heads + kv_head_ * heads_ + h) * call_.dim;
       for (int64_t f = 0; f < call_.dim; ++f) out[f] = T(sums(r)[f] * inverse_[r]);
     }
@@ -240,7 +275,8 @@ class Group {
   const Call<T>& call_;
   int64_t heads_, kv_head_;
   Sequence<T> sequence_;
-  std::vector<float> scores_, sums_, inverse_;
+  std::unique_ptr<float[]> scores_;  // left uninitialised: every score that is read was written
+  std::vector<float> sums_, inverse_;
 };
 
 // Padding has no index and is not stored.
@@ -251,9 +287,9 @@ void append_(const Call<T>& call, const at::Tensor& fresh, at::Tensor& cache) {
   for (int64_t n = 0; n < call.num_tokens; ++n) {
     const int32_t* fields = call.token(n);
     if (fields[kIndex] < 0) continue;
-    T* slot = to + call.slot(fields[kRow], fields[kIndex]) * call.num_kv_heads * call.dim;
+    T* slot = to + call.slot(fields[kRow], fields[kIndex]) * call.dim;
     for (int64_t g = 0; g < call.num_kv_heads; ++g) {
-      std::memcpy(slot + g * call.dim, from + g * fresh.stride(1) + n * fresh.stride(2), call.dim * sizeof(T));
+      std::memcpy(slot + g * call.num_slots * call.dim, from + g * fresh.stride(1) + n * fresh.stride(2), call.dim * sizeof(T));
     }
   }
 }
@@ -265,20 +301,25 @@ at::Tensor run(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
   at::Tensor out = at::empty({1, num_tokens, num_heads, dim}, query.options());
   const Call<T> call{query.const_data_ptr<T>(), query.stride(1), query.stride(2), out.mutable_data_ptr<T>(), key_cache.const_data_ptr<T>(),
                      value_cache.const_data_ptr<T>(), meta.const_data_ptr<int32_t>(), pages.const_data_ptr<int32_t>(), num_tokens, num_heads, num_kv_heads, dim,
-                     meta.size(1), pages.size(1), float(scale)};
+                     key_cache.size(1), meta.size(1), pages.size(1), float(scale)};
   append_(call, key, key_cache);
   append_(call, value, value_cache);
-  const int64_t chunks = (num_tokens + Group<T>::kTokens - 1) / Group<T>::kTokens;
+  int64_t real = num_tokens;  // padding stands at the end, sees nothing and yields zeros
+  while (real > 0 && call.token(real - 1)[kIndex] < 0) --real;
+  std::fill(call.out + real * num_heads * dim, call.out + num_tokens * num_heads * dim, T(0));
+  const int64_t chunks = (real + Group<T>::kTokens - 1) / Group<T>::kTokens;
   at::parallel_for(0, num_kv_heads * chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t first = unit % chunks * Group<T>::kTokens;
-      Group<T>(call, unit / chunks).run(first, std::min(first + Group<T>::kTokens, num_tokens));
+      Group<T>(call, unit / chunks).run(first, std::min(first + Group<T>::kTokens, real));
     }
   });
   return out;
 }
 
-at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_cache, at::Tensor value_cache,
+}  // namespace
+
+at::Tensor ygg::attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_cache, at::Tensor value_cache,
                   const at::Tensor& meta, const at::Tensor& pages, double scale) {
   TORCH_CHECK(query.size(0) == 1 && query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "attend: query, key and value are (1, heads, N, F)");
   TORCH_CHECK(query.size(3) % kLanes == 0, "attend: head dimension ", query.size(3), " is not a multiple of ", kLanes);
@@ -288,11 +329,9 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   return run<at::BFloat16>(query, key, value, key_cache, value_cache, meta, pages, scale);
 }
 
-}  // namespace
-
 TORCH_LIBRARY_FRAGMENT(ygg, library) {
   library.def(
       "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor meta, Tensor pages, float scale) -> Tensor",
       {at::Tag::flexible_layout});
 }
-TORCH_LIBRARY_IMPL(ygg, CPU, library) { library.impl("attend", &attend); }
+TORCH_LIBRARY_IMPL(ygg, CPU, library) { library.impl("attend", &ygg::attend); }

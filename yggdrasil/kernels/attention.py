@@ -11,7 +11,7 @@ __all__ = ["reference", "register"]
 
 
 def reference(
-    query_1HNF: Tensor, key_1GNF: Tensor, value_1GNF: Tensor, key_cache_TGF: Tensor, value_cache_TGF: Tensor, meta_NM: Tensor, pages_BP: Tensor, scale: float
+    query_1HNF: Tensor, key_1GNF: Tensor, value_1GNF: Tensor, key_cache_GTF: Tensor, value_cache_GTF: Tensor, meta_NM: Tensor, pages_BP: Tensor, scale: float
 ) -> Tensor:
     """Attention of N tokens over a paged cache: the specification of `ygg::attend`, one token at a time.
 
@@ -19,8 +19,8 @@ def reference(
         query_1HNF: Queries, (1, H, N, F), bfloat16 or float32.
         key_1GNF: Keys of the same tokens, (1, G, N, F); H is a multiple of G.
         value_1GNF: Their values, (1, G, N, F).
-        key_cache_TGF: Keys by slot, (T, G, F); written at each token's INDEX.
-        value_cache_TGF: Values by slot, (T, G, F); written likewise.
+        key_cache_GTF: Keys by slot, (G, T, F): the keys of one head lie together, as they are read. Written at each token's INDEX.
+        value_cache_GTF: Values by slot, (G, T, F); written likewise.
         meta_NM: One row of metadata a token, int32; see layout.py.
         pages_BP: Page of every 16 indices of a row, int32.
         scale: Factor on the scores.
@@ -41,14 +41,14 @@ def reference(
     tokens = meta_NM.tolist()
     for n, fields in enumerate(tokens):
         if fields[INDEX] >= 0:
-            key_cache_TGF[slot(fields[ROW], fields[INDEX])] = key_1GNF[0, :, n]
-            value_cache_TGF[slot(fields[ROW], fields[INDEX])] = value_1GNF[0, :, n]
+            key_cache_GTF[:, slot(fields[ROW], fields[INDEX])] = key_1GNF[0, :, n]
+            value_cache_GTF[:, slot(fields[ROW], fields[INDEX])] = value_1GNF[0, :, n]
     for n, fields in enumerate(tokens):
         path = [fields[PREFIX] + step for step in fields[PATH:] if step >= 0]
         slots = [slot(fields[ROW], index) for index in [*range(fields[PREFIX]), *path]]
         if slots:
-            key_HLF = key_cache_TGF[slots].float().repeat_interleave(group, dim=1).transpose(0, 1)
-            value_HLF = value_cache_TGF[slots].float().repeat_interleave(group, dim=1).transpose(0, 1)
+            key_HLF = key_cache_GTF[:, slots].float().repeat_interleave(group, dim=0)
+            value_HLF = value_cache_GTF[:, slots].float().repeat_interleave(group, dim=0)
             weight_HL = torch.softmax((key_HLF @ query_1HNF[0, :, n, :, None].float())[..., 0] * scale, dim=-1)
             out_1NHF[0, n] = (weight_HL[:, None] @ value_HLF)[:, 0].to(out_1NHF.dtype)
     return out_1NHF
@@ -57,6 +57,7 @@ def reference(
 def register() -> None:
     """Tell the compiler the operator's output shape; called once, after the library is loaded."""
 
-    @torch.library.register_fake("ygg::attend")
-    def _(query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, meta: Tensor, pages: Tensor, scale: float) -> Tensor:
+    def fake(query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, meta: Tensor, pages: Tensor, scale: float) -> Tensor:
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
+
+    torch.library.register_fake("ygg::attend", fake)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ def _sources() -> list[Path]:
 
 
 def _folder() -> Path:
-    sources = [path.read_text() for path in _sources()]
+    sources = [path.read_text() for path in sorted([*_sources(), *Path(__file__).parent.glob("*.h")])]
     return artifacts.compile_cache() / "kernels" / artifacts.digest(sources, torch.__version__, artifacts.cpu_flags())
 
 
@@ -57,6 +58,7 @@ def load_kernels(on_build: Callable[[], None] | None = None) -> None:
         with artifacts.atomic_directory(folder) as temporary:
             count_compilation()
             _compile(temporary)
-    torch.ops.load_library(str(folder / f"{LIBRARY_NAME}.so"))
+    # Its symbols are global, for compiled graphs call the operators' C entry points by name.
+    ctypes.CDLL(str(folder / f"{LIBRARY_NAME}.so"), mode=ctypes.RTLD_GLOBAL)
     for operator in (attention, candidates, linear):
         operator.register()

@@ -11,6 +11,8 @@
 #include <limits>
 #include <vector>
 
+#include "operators.h"
+
 namespace {
 
 using Vec = at::vec::Vectorized<float>;
@@ -33,13 +35,24 @@ float log_sum_exp(const float* row, int64_t vocab) {
   return highest + std::log(sum);
 }
 
+// The first token from `v` on whose logit is above `least`, or `vocab`.
+int64_t next_above(const float* row, int64_t v, int64_t vocab, float least) {
+  constexpr int kNone = (1 << Vec::size()) - 1;
+  while (v + Vec::size() <= vocab && (Vec::loadu(row + v) > Vec(least)).zero_mask() == kNone) v += Vec::size();
+  while (v < vocab && !(row[v] > least)) ++v;
+  return v;
+}
+
 // Insertion into a short sorted list: a vocabulary row rarely beats the current last entry.
 void best(const float* row, int64_t vocab, int64_t count, float* values, int64_t* tokens) {
   std::fill(values, values + count, -std::numeric_limits<float>::infinity());
   std::fill(tokens, tokens + count, 0);
   int64_t kept = 0;
   for (int64_t v = 0; v < vocab; ++v) {
-    if (kept == count && !(row[v] > values[count - 1])) continue;
+    if (kept == count) {
+      v = next_above(row, v, vocab, values[count - 1]);
+      if (v == vocab) break;
+    }
     int64_t place = std::min(kept, count - 1);
     for (; place > 0 && row[v] > values[place - 1]; --place) values[place] = values[place - 1], tokens[place] = tokens[place - 1];
     values[place] = row[v], tokens[place] = v;
@@ -47,7 +60,9 @@ void best(const float* row, int64_t vocab, int64_t count, float* values, int64_t
   }
 }
 
-std::tuple<at::Tensor, at::Tensor> candidates(const at::Tensor& logits, int64_t count) {
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> ygg::candidates(const at::Tensor& logits, int64_t count) {
   const int64_t rows = logits.size(0), vocab = logits.size(1);
   TORCH_CHECK(count > 0 && count <= vocab, "candidates: count ", count, " is not in 1..", vocab);
   const at::Tensor wide = logits.to(at::kFloat).contiguous();
@@ -67,7 +82,5 @@ std::tuple<at::Tensor, at::Tensor> candidates(const at::Tensor& logits, int64_t 
   return {log_probs, tokens};
 }
 
-}  // namespace
-
 TORCH_LIBRARY_FRAGMENT(ygg, library) { library.def("candidates(Tensor logits, int count) -> (Tensor log_probs, Tensor tokens)"); }
-TORCH_LIBRARY_IMPL(ygg, CPU, library) { library.impl("candidates", &candidates); }
+TORCH_LIBRARY_IMPL(ygg, CPU, library) { library.impl("candidates", &ygg::candidates); }

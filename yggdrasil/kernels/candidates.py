@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["reference", "register"]
+__all__ = ["reference", "register", "traced"]
 
 
 def reference(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -25,10 +25,17 @@ def reference(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return log_probs_NV.gather(1, order_NC), order_NC
 
 
+def traced(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The same in operators that Inductor lowers itself, for CUDA; equal logits come in the device's order."""
+    best = logits_NV.float().topk(count, dim=-1)
+    return best.values - logits_NV.float().logsumexp(dim=-1, keepdim=True), best.indices
+
+
 def register() -> None:
     """Tell the compiler the operator's output shapes; called once, after the library is loaded."""
 
-    @torch.library.register_fake("ygg::candidates")
-    def _(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def fake(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         shape = (logits.shape[0], count)
         return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+    torch.library.register_fake("ygg::candidates", fake)

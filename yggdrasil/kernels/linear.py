@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 __all__ = ["PackedLinear", "pack_weight", "packed_shape", "reference", "register", "unpack_weight"]
 
@@ -54,7 +54,7 @@ def pack_weight(weight_OI: Tensor) -> Tensor:
     """
     out_features, in_features = weight_OI.shape
     panels, steps, columns, pair = packed_shape(out_features, in_features, weight_OI.dtype)
-    padded_OI = F.pad(weight_OI, (0, steps * pair - in_features, 0, panels * columns - out_features))
+    padded_OI = functional.pad(weight_OI, (0, steps * pair - in_features, 0, panels * columns - out_features))
     return padded_OI.view(panels, columns, steps, pair).transpose(1, 2).contiguous()
 
 
@@ -77,7 +77,7 @@ def reference(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int)
         (..., out_features) in the dtype of `x`. The order of summation is torch's, so the operator agrees to rounding, not to the bit.
     """
     weight_OI = unpack_weight(packed, out_features, x.shape[-1])
-    return F.linear(x.float(), weight_OI.float(), None if bias is None else bias.float()).to(x.dtype)
+    return functional.linear(x.float(), weight_OI.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def register() -> None:
@@ -85,6 +85,8 @@ def register() -> None:
 
     def fake(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
         return x.new_empty((*x.shape[:-1], out_features))
+
+    torch.library.register_fake("ygg::packed_linear", fake)
 
     torch.library.register_fake("ygg::packed_linear", fake)
 

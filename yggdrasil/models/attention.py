@@ -23,7 +23,7 @@ class ForwardContext:
     Args:
         meta_NM: Row metadata, int32; see layout.py.
         pages_BP: Page table, int32.
-        keys: Key cache of every layer, (T, G, F).
+        keys: Key cache of every layer, (G, T, F).
         values: Value caches.
     """
 
@@ -64,7 +64,8 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
     scale = kwargs.get("scaling")
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    return torch.ops.ygg.attend(query, key, value, context.keys[layer], context.values[layer], context.meta_NM, context.pages_BP, scale), None
+    attend = torch.ops.ygg.attend_cuda if query.is_cuda else torch.ops.ygg.attend
+    return attend(query, key, value, context.keys[layer], context.values[layer], context.meta_NM, context.pages_BP, scale), None
 
 
 def register_attention() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from yggdrasil.kernels.candidates import traced
 from yggdrasil.kv import KVCache
 from yggdrasil.layout import POSITION, TOKEN
 from yggdrasil.models.attention import ForwardContext, NoCache, attend_with
@@ -27,8 +28,8 @@ class _TokenForward(nn.Module):
         self.num_layers = cache.shape.num_layers
         self.register_buffer("pages", cache.pages_BP)
         for layer in range(self.num_layers):
-            self.register_buffer(f"key_{layer}", cache.storage_L2TGF[layer, 0])
-            self.register_buffer(f"value_{layer}", cache.storage_L2TGF[layer, 1])
+            self.register_buffer(f"key_{layer}", cache.storage_L2GTF[layer, 0])
+            self.register_buffer(f"value_{layer}", cache.storage_L2GTF[layer, 1])
 
     def logits_and_hidden(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         """(N, V) logits and (N, E) last hidden states, both in the model's dtype."""
@@ -67,5 +68,6 @@ class DraftForward(_TokenForward):
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         logits_NV, _ = self.logits_and_hidden(meta_NM)
-        log_probs_NC, tokens_NC = torch.ops.ygg.candidates(logits_NV, self.num_candidates)
+        candidates = traced if logits_NV.is_cuda else torch.ops.ygg.candidates
+        log_probs_NC, tokens_NC = candidates(logits_NV, self.num_candidates)
         return tokens_NC, log_probs_NC

@@ -69,15 +69,15 @@ def load_model(name: str, *, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION)
     except (OSError, ValueError) as error:
         raise ConfigError("model", name, "a causal LM that transformers loads", str(error).strip().splitlines()[0]) from None
-    if model.get_output_embeddings() is None:
+    if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         raise UnsupportedModel(name, "a model without an output embedding")
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(name, f"{type(model).__name__}, whose attention cannot be replaced,")
-    return model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
 
 
 def pack_linears_(model: nn.Module, *, values: bool = True) -> None:
-    """Replace every `nn.Linear` by one that reads a packed copy: the summation order then depends on nothing but the layer.
+    """Replace every `nn.Linear` by one that reads a packed copy: the summation order then depends on nothing but the layer. For the CPU.
 
     Args:
         model: Changed in place.

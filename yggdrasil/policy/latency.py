@@ -67,8 +67,12 @@ class LatencyModel:
         """One iteration: head draft, D growth steps of which the last runs no forward, verification, host."""
         if depth == 0:
             return self.plain_ms(context_len)
-        drafting = self.draft.at(2, context_len) + (depth - 1) * self.draft.at(width, context_len) + depth * self.growth_host_ms
-        return drafting + self.verify.at(verify, context_len) + self.step_host_ms
+        return self.before_verify_ms(width, depth, context_len) + self.verify.at(verify, context_len)
+
+    def before_verify_ms(self, width: int, depth: int, context_len: int) -> float:
+        """What of an iteration does not depend on the verified width: drafting and the host."""
+        drafting = self.draft.at(2, context_len) + (depth - 1) * self.draft.at(width, context_len)
+        return drafting + depth * self.growth_host_ms + self.step_host_ms
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> LatencyModel:

@@ -64,11 +64,8 @@ class FixedShape:
             return min(shape.verify, len(expected))
         menu = [width for width in self.verify_widths if width < len(expected)] + [len(expected)]
         menu = [width for width in menu if width <= self.verify_widths[-1]]
-
-        def gain(width: int) -> float:
-            return speedup(expected[width - 1], width=shape.width, depth=shape.depth, verify=width, context_len=context_len, latency=self.latency)
-
-        return max(menu, key=gain)
+        settled_ms = self.latency.before_verify_ms(shape.width, shape.depth, context_len)
+        return max(menu, key=lambda width: expected[width - 1] / (settled_ms + self.latency.verify.at(width, context_len)))
 
     def observe(self, result: StepResult) -> None:
         """Nothing to learn."""

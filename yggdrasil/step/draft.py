@@ -10,7 +10,7 @@ from yggdrasil.models.protocol import TokenModel
 from yggdrasil.state import DecodeState, Shape
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Frontier", "draft", "prefill"]
+__all__ = ["Frontier", "draft", "grow_fused_", "grow_plain_", "prefill"]
 
 
 class Frontier:
@@ -19,19 +19,25 @@ class Frontier:
     Args:
         num_nodes: Most nodes whose children it will hold.
         num_candidates: C, children known per node.
+        device: Where the arrays live.
+
+    Attributes:
+        log_prob_NC: Path log-probability of every candidate, -inf once taken.
+        token_NC: Its token.
+        len: Nodes entered.
     """
 
     def __init__(self, num_nodes: int, num_candidates: int, device: str = "cpu") -> None:
-        self._log_prob_NC = torch.full((num_nodes, num_candidates), -torch.inf, device=device)
-        self._token_NC = torch.zeros(num_nodes, num_candidates, dtype=torch.int64, device=device)
-        self._len = 0
+        self.log_prob_NC = torch.full((num_nodes, num_candidates), -torch.inf, device=device)
+        self.token_NC = torch.zeros(num_nodes, num_candidates, dtype=torch.int64, device=device)
+        self.len = 0
 
     def add(self, tokens_WC: Tensor, log_probs_WC: Tensor, path_log_prob_W: Tensor) -> None:
         """Enter the children of the next W nodes, (W, C), with their parents' path log-probabilities, (W,)."""
-        new = slice(self._len, self._len + len(tokens_WC))
-        torch.add(log_probs_WC, path_log_prob_W[:, None], out=self._log_prob_NC[new])
-        self._token_NC[new] = tokens_WC
-        self._len = new.stop
+        new = slice(self.len, self.len + len(path_log_prob_W))
+        torch.add(log_probs_WC[: len(path_log_prob_W)], path_log_prob_W[:, None], out=self.log_prob_NC[new])
+        self.token_NC[new] = tokens_WC[: len(path_log_prob_W)]
+        self.len = new.stop
 
     def take(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """The `width` best (parent, token, path log-probability) among all nodes so far, best first; struck out.
@@ -39,10 +45,54 @@ class Frontier:
         Source: Yggdrasil section 4.2: attach W leaves anywhere, by generation probabilities. Departure: of each node only
         its C best children are candidates, C being at least W.
         """
-        log_prob_M = self._log_prob_NC[: self._len].view(-1)
+        log_prob_M = self.log_prob_NC[: self.len].view(-1)
         best = log_prob_M.topk(width)
         log_prob_M[best.indices] = -torch.inf
-        return best.indices // self._token_NC.shape[1], self._token_NC.view(-1)[best.indices], best.values
+        return best.indices // self.token_NC.shape[1], self.token_NC.view(-1)[best.indices], best.values
+
+
+def grow_plain_(frontier: Frontier, tree: TokenTree, tokens_WC: Tensor, log_probs_WC: Tensor, width: int, meta_NM: Tensor, root_pos: int) -> None:
+    """One growth step, operator by operator: the specification of `ygg::grow_`, and what runs on CUDA.
+
+    Args:
+        frontier: Gets the children of the nodes that were just run, loses the ones taken.
+        tree: Gets `width` nodes.
+        tokens_WC: Candidates of the nodes that were just run.
+        log_probs_WC: Their log-probabilities.
+        width: W.
+        meta_NM: Filled for a forward over the new nodes.
+        root_pos: Position of the root.
+
+    Cost: about two dozen small operators; no sync.
+    """
+    frontier.add(tokens_WC, log_probs_WC, tree.log_prob_N[frontier.len :])
+    first = len(tree)
+    tree.grow(*frontier.take(width))
+    pack_nodes_(meta_NM, tree, first, len(tree), root_pos)
+
+
+def grow_fused_(frontier: Frontier, tree: TokenTree, tokens_WC: Tensor, log_probs_WC: Tensor, width: int, meta_NM: Tensor, root_pos: int) -> None:
+    """`grow_plain_` in one host call, for a CPU: a dozen operators cost more than the draft's forward."""
+    known, num_new = frontier.len, len(tree) - frontier.len
+    with tree.growing(width) as (first, token, parent, depth, log_prob, path):
+        torch.ops.ygg.grow_(
+            frontier.log_prob_NC,
+            frontier.token_NC,
+            log_probs_WC,
+            tokens_WC,
+            known,
+            num_new,
+            token,
+            parent,
+            depth,
+            log_prob,
+            path,
+            first,
+            width,
+            meta_NM,
+            root_pos,
+        )
+    frontier.len += num_new
 
 
 def prefill(model: TokenModel, tokens: list[int]) -> None:
@@ -76,16 +126,13 @@ def draft(model: TokenModel, state: DecodeState, shape: Shape) -> TokenTree:
         return tree
     prefill(model, state.tokens[: max(model.cache.len, state.root_pos + 1 - model.prefill_chunk)])
     frontier = Frontier(shape.num_nodes, model.num_candidates, model.device)
+    grow_ = grow_fused_ if model.device == "cpu" else grow_plain_
+    meta_NM = model.meta(shape.width)
     tokens_NC, log_probs_NC = _head(model, state)
-    frontier.add(tokens_NC, log_probs_NC, tree.log_prob_N)
     for step in range(shape.depth):
-        first = len(tree)
-        tree.grow(*frontier.take(shape.width))
+        grow_(frontier, tree, tokens_NC, log_probs_NC, shape.width, meta_NM, state.root_pos)
         if step < shape.depth - 1:
-            meta_NM = model.meta(shape.width)
-            pack_nodes_(meta_NM, tree, first, len(tree), state.root_pos)
             tokens_NC, log_probs_NC = model.forward(meta_NM)
-            frontier.add(tokens_NC[: shape.width], log_probs_NC[: shape.width], tree.log_prob_N[first:])
     return tree
 
 

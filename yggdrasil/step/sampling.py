@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -32,15 +33,15 @@ def next_tokens(logits_KV: Tensor, positions_K: Tensor, sampling: SamplingConfig
     Cost: on CUDA one sync for sampling, to know the positions; none for greedy.
     Source: the Gumbel-max form of categorical sampling.
     """
-    scores_KV = logits_KV.float()
+    scores_KV = logits_KV
     if sampling.temperature > 0:
-        scores_KV = process_logits(scores_KV, sampling)
+        scores_KV = process_logits(logits_KV.float(), sampling)
         noise = {
             position: gumbel_noise(sampling.seed, position, scores_KV.shape[1]) for position in set(positions_K.tolist())
         }  # sync: noise is drawn on the host
         scores_KV = scores_KV + torch.stack([noise[position] for position in positions_K.tolist()]).to(scores_KV.device)
     best = scores_KV.max(dim=-1)
-    if not torch.isfinite(best.values).all():
+    if not all(map(math.isfinite, best.values.tolist())):  # sync: a broken model must not write text
         raise YggError("the target's logits are not finite: the weights or the input are broken")
     return best.indices
 

@@ -1,0 +1,259 @@
+"""Is a compiled equal-growth tree the fastest exact way to decode one stream, and is the plain decoding it is compared with a fair one?
+
+Arms, interleaved prompt by prompt, greedy, bf16, the same number of new tokens each:
+
+- transformers eager: `generate`, plain;
+- transformers assisted: `assistant_model=` with its defaults and with a constant k of 3, 5 and 8; the best of them counts, chosen on the test prompts;
+- plain: our compiled decoding without speculation;
+- chain: the same engine with W = 1 and the best depth of 2 to 8, chosen on calibration text and not on the test prompts; K still follows the objective;
+- tree: the default policy, which chooses (W, D, K) by Eq. 3 from the profile and may choose a chain or plain decoding.
+
+Refuted if the tree emits other tokens than plain decoding (then no speed is reported), if it is slower than the best chain, less than 2.2 times as fast as
+plain or less than twice as fast as the best transformers arm; the baseline is unfair if plain is less than twice as fast as transformers eager or streams
+its weights at less than 75 % of the memory rate measured between the rounds.
+
+The headline of an arm is wall clock of the whole call, prefill included, by new token; decoding alone is reported beside it.
+The target is a function-preserving inflation of the bundled one (bench/scale_pair.py): real acceptance at real latency.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from bench.harness import Arm, Generation, MemoryStream, Rounds, environment, interleave, ratio, save_result, spread
+from bench.pair import TEST_TEXT, BenchTarget, bench_target, compiled_pair, prompts_from
+from bench.peers import ASSISTED, EAGER, transformers_arms
+from yggdrasil.build import CALIBRATION_TEXT
+from yggdrasil.bundle import LoadedPair, bundled_models
+from yggdrasil.config import GenerateConfig
+from yggdrasil.measure import curve_json
+from yggdrasil.report import Run
+from yggdrasil.state import PLAIN, Shape
+
+CLAIM = "single_stream"
+PAIR_NAME = "tinystories-scaled"
+MIN_PARAMETERS = 300_000_000
+CHAIN_DEPTHS = range(2, 9)
+ASSISTANT_TOKENS = (3, 5, 8)
+TUNING_PROMPTS = 4
+TUNING_TOKENS = 64
+PLAIN_ARM, CHAIN_ARM, TREE_ARM = "plain", "chain", "tree"
+
+
+def our_arm(name: str, pair: LoadedPair, num_tokens: int, policy: Any) -> Arm:
+    """Our engine under one policy; its tokens must equal plain decoding's."""
+    config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True, plain=name == PLAIN_ARM)
+
+    def generate(prompt: Sequence[int]) -> Generation:
+        start = time.perf_counter()
+        run = Run(pair, prompt, config, policy=policy).complete()
+        total_ms = (time.perf_counter() - start) * 1e3
+        report = run.to_json()
+        return Generation(
+            token_ids=run.token_ids,
+            total_ms=total_ms,
+            first_ms=run.ttft_ms,
+            first_tokens=len(run.results[0].tokens),
+            target_passes=len(run.results),  # prefill emits nothing and is not counted
+            detail={key: report[key] for key in ("predicted_speedup", "stages_ms", "graphs_ms")} | {"shapes": Counter(str(each.shape) for each in run.results)},
+        )
+
+    return Arm(name=name, generate=generate)
+
+
+def our_arms(pair: LoadedPair, num_tokens: int, chain_depth: int) -> list[Arm]:
+    """Plain, chain and tree."""
+    return [
+        our_arm(PLAIN_ARM, pair, num_tokens, pair.policy(shape=PLAIN)),
+        our_arm(CHAIN_ARM, pair, num_tokens, pair.policy(shape=Shape(1, chain_depth))),
+        our_arm(TREE_ARM, pair, num_tokens, pair.policy()),
+    ]
+
+
+def tune_chain(pair: LoadedPair, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[int, dict[str, float]]:
+    """The fastest chain depth on validation prompts, and milliseconds per token of every depth."""
+    chains = {f"D={depth}": depth for depth in CHAIN_DEPTHS}
+    plain = our_arm(PLAIN_ARM, pair, num_tokens, pair.policy(shape=PLAIN))
+    arms = [plain, *(our_arm(name, pair, num_tokens, pair.policy(shape=Shape(1, depth))) for name, depth in chains.items())]
+    rounds = interleave(arms, prompts, reference=PLAIN_ARM)
+    return chains[rounds.fastest(list(chains))], {arm.name: spread(rounds.tpots(arm.name))["median"] for arm in arms}
+
+
+def arm_summary(rounds: Rounds, name: str) -> dict[str, Any]:
+    """The figures of one arm."""
+    done = rounds.by_arm[name]
+    summary = {
+        "tpot_ms": spread(rounds.tpots(name)),
+        "tpot_after_first_ms": spread(rounds.later_tpots(name)),
+        "ttft_ms": spread([each.first_ms for each in done]),
+        "tok_per_s": round(1e3 / spread(rounds.tpots(name))["median"], 2),
+        "aal": round(mean(each.aal for each in done), 3),
+        "same_text_as_plain": rounds.agreement(name, PLAIN_ARM),
+        "tpot_ms_by_prompt": [round(each.tpot_ms, 3) for each in done],
+    }
+    if "stages_ms" in done[0].detail:
+        summary |= {
+            "shapes": dict(sum((each.detail["shapes"] for each in done), Counter()).most_common()),
+            "stages_ms_per_pass": _per_pass(done, "stages_ms"),
+            "graphs_ms_per_pass": _per_pass(done, "graphs_ms"),
+        }
+    return summary
+
+
+def _per_pass(done: Sequence[Generation], key: str) -> dict[str, float]:
+    """Median milliseconds of every stage per target forward; prefill per prompt."""
+    return {
+        stage: round(median(each.detail[key].get(stage, 0.0) / (1 if stage == "prefill" else each.target_passes) for each in done), 4)
+        for stage in done[0].detail[key]
+    }
+
+
+def ratios(rounds: Rounds) -> dict[str, Any]:
+    """How many times faster, arm against arm, prompt by prompt; peers only where they took part."""
+    tree, plain = rounds.tpots(TREE_ARM), rounds.tpots(PLAIN_ARM)
+    found = {
+        "tree_over_plain": ratio(plain, tree),
+        "tree_over_plain_after_first": ratio(rounds.later_tpots(PLAIN_ARM), rounds.later_tpots(TREE_ARM)),
+        "tree_over_best_chain": ratio(rounds.tpots(CHAIN_ARM), tree),
+        "chain_over_plain": ratio(plain, rounds.tpots(CHAIN_ARM)),
+    }
+    peers = [name for name in rounds.by_arm if name == EAGER or name.startswith(ASSISTED)]
+    if peers:
+        best = rounds.fastest(peers)
+        found["tree_over_best_transformers"] = {**ratio(rounds.tpots(best), tree), "best_transformers": best}
+        found["plain_over_transformers_eager"] = ratio(rounds.tpots(EAGER), plain)
+    return found
+
+
+def roofline(rounds: Rounds, weight_bytes: int) -> dict[str, Any]:
+    """Plain decoding against the time that the memory needs for the weights alone, with the rate measured in the same round."""
+    ceilings_ms = [weight_bytes / rate / 1e6 for rate in rounds.stream_gb_per_s]
+    shares = [ceiling / tpot for ceiling, tpot in zip(ceilings_ms, rounds.later_tpots(PLAIN_ARM), strict=True)]
+    return {"stream_gb_per_s": spread(rounds.stream_gb_per_s), "weights_ms": spread(ceilings_ms), "plain_share": spread(shares)}
+
+
+def goals(found: dict[str, Any], ceiling: dict[str, Any]) -> dict[str, Any]:
+    """What the claim needs, what was measured, and whether that is enough."""
+    wanted = {"tree_over_plain": 2.2, "tree_over_best_chain": 1.0, "tree_over_best_transformers": 2.0, "plain_over_transformers_eager": 2.0}
+    measured = {name: found[name]["median"] for name in wanted if name in found} | {"plain_share_of_roofline": ceiling["plain_share"]["median"]}
+    return {
+        name: {"wanted": limit, "measured": measured[name], "reached": measured[name] >= limit}
+        for name, limit in {**wanted, "plain_share_of_roofline": 0.75}.items()
+        if name in measured
+    }
+
+
+def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Build what is missing, measure, and return the result document."""
+    bundled_target, bundled_draft = bundled_models()
+    target = bench_target((options.target or bundled_target).resolve(), options.target_parameters)
+    draft = (options.draft or bundled_draft).resolve()
+    say(target.statement)
+    pair = compiled_pair(target.folder, draft, name=PAIR_NAME, remeasure=options.remeasure)
+    record = environment()
+    stream = MemoryStream()
+    rate = stream.gb_per_s(rounds=7)
+    say(f"ceiling: memory streams at {rate:.1f} GB/s, so plain decoding takes at least {target.weight_bytes / rate / 1e6:.2f} ms a token")
+    depth, tuning = tune_chain(pair, prompts_from(CALIBRATION_TEXT, pair, options.tuning_prompts), min(TUNING_TOKENS, options.tokens))
+    say(f"best chain on calibration text: D={depth} (ms per token: {tuning})")
+    peers = transformers_arms(target.folder, draft, num_tokens=options.tokens, assistant_tokens=ASSISTANT_TOKENS, num_prompts=options.peer_prompts)
+    arms = [*our_arms(pair, options.tokens, depth), *(peers if options.peer_prompts != 0 else [])]
+    rounds = interleave(arms, prompts_from(TEST_TEXT, pair, options.prompts), reference=PLAIN_ARM, stream=stream, tick=partial(print, file=sys.stderr))
+    return document(options, target, pair, rounds, {"environment": record, "chain_depth": depth, "chain_tuning_tpot_ms": tuning})
+
+
+def document(options: argparse.Namespace, target: BenchTarget, pair: LoadedPair, rounds: Rounds, known: dict[str, Any]) -> dict[str, Any]:
+    """The result document."""
+    found, ceiling = ratios(rounds), roofline(rounds, target.weight_bytes)
+    return {
+        "claim": CLAIM,
+        "question": str(__doc__).split("\n", 1)[0],
+        "target": target.to_json(),
+        "settings": {
+            "prompts": options.prompts,
+            "peer_prompts": options.peer_prompts,
+            "tokens": options.tokens,
+            "dtype": pair.bundle.config.dtype,
+            "greedy": True,
+        },
+        **known,
+        "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm},
+        "ratios": found,
+        "roofline": ceiling,
+        "speedup": {
+            "predicted": round(mean(each.detail["predicted_speedup"] for each in rounds.by_arm[TREE_ARM]), 3),
+            "measured": found["tree_over_plain_after_first"]["median"],
+        },
+        "profile": {"draft_ms": curve_json(pair.latency.draft), "verify_ms": curve_json(pair.latency.verify)},
+        "goals": goals(found, ceiling),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for a person."""
+    lines = [f"{'arm':<30} {'ms/token':>9} {'p10':>7} {'p90':>7} {'decoding':>9} {'tok/s':>7} {'AAL':>5}  same text as plain"]
+    for name, arm in result["arms"].items():
+        tpot, same = arm["tpot_ms"], arm["same_text_as_plain"]
+        figures = f"{tpot['median']:>9.2f} {tpot['p10']:>7.2f} {tpot['p90']:>7.2f} {arm['tpot_after_first_ms']['median']:>9.2f} {arm['tok_per_s']:>7.1f}"
+        lines.append(f"{name:<30} {figures} {arm['aal']:>5.2f}  {same['equal_prompts']} of {same['prompts']}")
+    for name, found in result["ratios"].items():
+        lines.append(f"{name:<30} {found['median']:.2f} (p10 {found['p10']:.2f}, p90 {found['p90']:.2f}, 95 % of the median {found['ci95']})")
+    ceiling, speedup = result["roofline"], result["speedup"]
+    lines.append(f"roofline: {ceiling['stream_gb_per_s']['median']:.1f} GB/s, {ceiling['weights_ms']['median']:.2f} ms for the weights")
+    lines.append(f"speedup of the tree: predicted {speedup['predicted']:.2f}, measured {speedup['measured']:.2f}; shapes {result['arms'][TREE_ARM]['shapes']}")
+    lines.append(f"T_verify (ms): {_curve(result['profile']['verify_ms'])}")
+    lines += [f"{'reached' if goal['reached'] else 'MISSED '} {name}: {goal['measured']:.2f} of {goal['wanted']}" for name, goal in result["goals"].items()]
+    return "\n".join(lines)
+
+
+def _curve(curve: dict[str, Any]) -> str:
+    return ", ".join(f"{size} tokens {ms:.2f}" for size, ms in zip(curve["sizes"], curve["ms"][0], strict=True)) + f" at context {curve['contexts'][0]}"
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="bench.claim_single_stream", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON document on standard output")
+    parser.add_argument("--prompts", type=int, default=20, help="held-out prompts (default: %(default)s)")
+    parser.add_argument("--peer-prompts", type=int, metavar="N", help="run the transformers arms on the first N prompts only (default: all)")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens per prompt (default: %(default)s)")
+    parser.add_argument("--target", type=Path, help="folder of the target (default: the bundled one)")
+    parser.add_argument("--draft", type=Path, help="folder of the draft (default: the bundled one)")
+    parser.add_argument(
+        "--target-parameters", type=int, default=MIN_PARAMETERS, metavar="N", help="inflate the target to at least so many (default: %(default)s)"
+    )
+    parser.add_argument("--remeasure", action="store_true", help="profile and calibrate the compiled pair again")
+    parser.add_argument("--quick", action="store_true", help="a rehearsal: 2 prompts of 16 tokens, result kept out of bench/results")
+    options = parser.parse_args()
+    options.tuning_prompts = TUNING_PROMPTS
+    if options.quick:
+        options.prompts, options.tokens, options.tuning_prompts = 2, 16, 1
+    return options
+
+
+def main() -> None:
+    """Measure and report; the last line of standard output is the result as JSON."""
+    import transformers
+
+    options = parse()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    result = measure(options, say)
+    say(result["target"]["statement"])
+    say(table(result))
+    say(f"written to {save_result(CLAIM, result, rehearsal=options.quick)}")
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

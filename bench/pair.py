@@ -1,0 +1,118 @@
+"""The pair that claims are measured on: the bundled one with its target inflated to a real size, built and compiled once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from bench.scale_pair import inflate, inflated_config, num_parameters
+from yggdrasil import artifacts
+from yggdrasil.build import PROMPT_LEN, compile_pair, read_texts
+from yggdrasil.bundle import LoadedPair, load_pair
+from yggdrasil.cli.progress import RichProgress
+from yggdrasil.config import CompileConfig
+from yggdrasil.errors import ArtifactError
+from yggdrasil.models.load import load_config
+
+__all__ = ["TEST_TEXT", "BenchTarget", "bench_target", "compiled_pair", "prompts_from"]
+
+TEST_TEXT = Path(__file__).parent / "data" / "prompts_stories.jsonl"
+WIDTH_MULTIPLE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchTarget:
+    """A target folder and what a reader of a figure must know about it.
+
+    Args:
+        folder: Hugging Face folder.
+        parameters: Of the model that runs.
+        source_parameters: Of the checkpoint whose function it computes; the same when nothing was inflated.
+        weight_bytes: What one forward reads: everything but an untied embedding table, of which it reads a row per token.
+    """
+
+    folder: Path
+    parameters: int
+    source_parameters: int
+    weight_bytes: int
+
+    @property
+    def statement(self) -> str:
+        """To stand wherever a figure appears."""
+        size = f"target: {self.parameters / 1e6:.1f} M parameters, {self.weight_bytes / 1e6:.0f} MB read per pass"
+        if self.parameters == self.source_parameters:
+            return f"{size}, a checkpoint as it is"
+        return f"{size}, a function-preserving inflation (bench/scale_pair.py) of a {self.source_parameters / 1e6:.1f} M checkpoint: same text, real latency"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "parameters": self.parameters,
+            "weight_bytes_per_pass": self.weight_bytes,
+            "function_preserving_inflation": self.parameters != self.source_parameters,
+            "source_parameters": self.source_parameters,
+            "statement": self.statement,
+        }
+
+
+def bench_target(source: Path, min_parameters: int) -> BenchTarget:
+    """The source itself if it is large enough, else its inflation under `bench_models/` in the artifact root, written unless it is there.
+
+    Args:
+        source: Hugging Face folder.
+        min_parameters: The width grows fourfold and then layers are added until the model has so many; 0 keeps the source.
+    """
+    config = load_config(str(source))
+    source_parameters = num_parameters(config)
+    if source_parameters >= min_parameters:
+        return BenchTarget(folder=source, parameters=source_parameters, source_parameters=source_parameters, weight_bytes=_weight_bytes(source))
+    layers = _layers(config, min_parameters)
+    key = artifacts.digest(artifacts.digest_file(source / "model.safetensors"), WIDTH_MULTIPLE, layers)
+    folder = artifacts.root() / "bench_models" / f"target-{key}"
+    if not folder.exists():
+        inflate(source, folder, width_multiple=WIDTH_MULTIPLE, layers=layers)
+    parameters = num_parameters(load_config(str(folder)))
+    return BenchTarget(folder=folder, parameters=parameters, source_parameters=source_parameters, weight_bytes=_weight_bytes(folder))
+
+
+def _layers(config: Any, min_parameters: int) -> int:
+    first = int(config.num_hidden_layers)
+    start, after = (num_parameters(inflated_config(config, width_multiple=WIDTH_MULTIPLE, layers=layers)) for layers in (first, first + 1))
+    return first + max(0, math.ceil((min_parameters - start) / (after - start)))
+
+
+def _weight_bytes(folder: Path) -> int:
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        tensors = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    is_untied = any("lm_head" in name for name in tensors)
+    bytes_each = 2 if load_config(str(folder)).dtype.itemsize == 2 else 4
+    return bytes_each * sum(count for name, count in tensors.items() if not (is_untied and "embed_tokens" in name))
+
+
+def compiled_pair(target: Path, draft: Path, *, name: str, remeasure: bool = False) -> LoadedPair:
+    """The pair under this name, compiled unless it is there with these models.
+
+    Args:
+        target: Folder.
+        draft: Folder.
+        name: In the artifact root.
+        remeasure: Profile and calibrate again; finished graphs are kept.
+    """
+    models = (str(target.resolve()), str(draft.resolve()))
+    if not remeasure:
+        try:
+            pair = load_pair(name)
+            if pair.bundle.models == models:
+                return pair
+        except ArtifactError:
+            pass  # unknown or stale: compile
+    compile_pair(*models, name=name, config=CompileConfig(), progress=RichProgress())
+    return load_pair(name)
+
+
+def prompts_from(path: Path, pair: LoadedPair, count: int) -> list[list[int]]:
+    """The beginnings of the first texts of a file, as tokens."""
+    return [pair.tokenizer.encode(text)[:PROMPT_LEN] for text in read_texts(path)[:count]]

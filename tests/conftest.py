@@ -1,0 +1,93 @@
+"""One artifact root for the session, the operators built once in it, and one small compiled pair that every test shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_pair
+from yggdrasil.bundle import Bundle, LoadedPair
+from yggdrasil.config import CompileConfig
+
+TINY = CompileConfig(
+    dtype="float32",
+    max_context=256,
+    widths=(1, 4),
+    max_depth=4,
+    verify_widths=(4, 8, 16),
+    prefill_chunk=32,
+    num_candidates=4,
+    calibration_prompts=2,
+    calibration_tokens=8,
+)
+SMALLEST = CompileConfig(
+    max_context=128, widths=(2,), max_depth=3, verify_widths=(4,), prefill_chunk=16, num_candidates=2, calibration_prompts=1, calibration_tokens=6
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ygg_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The artifact root of this session: fresh, or the folder `YGG_TEST_HOME`, which a contributor keeps between runs to compile once."""
+    kept, before = os.environ.get("YGG_TEST_HOME"), os.environ.get("YGG_HOME")
+    home = Path(kept) if kept else tmp_path_factory.mktemp("home")
+    os.environ["YGG_HOME"] = str(home)
+    yield home
+    if before is None:
+        del os.environ["YGG_HOME"]
+    else:
+        os.environ["YGG_HOME"] = before
+
+
+@pytest.fixture(scope="session")
+def kernels(ygg_home: Path) -> None:
+    """The operators under `torch.ops.ygg`."""
+    from yggdrasil.kernels import load_kernels
+
+    load_kernels()
+
+
+@pytest.fixture(scope="session")
+def llama_folders(ygg_home: Path) -> tuple[str, str]:
+    """Folders of the Llama target and its draft, taught a few stories."""
+    folder = ygg_home / "models" / "llama"
+    if not (folder / "draft" / "model.safetensors").exists():
+        return tiny_pair.save_llama_pair(folder)
+    return str(folder / "target"), str(folder / "draft")
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(ygg_home: Path, llama_folders: tuple[str, str], kernels: None) -> Bundle:
+    """The Llama pair compiled in float32 under the name `tiny`; tests leave it as it is."""
+    return compiled(ygg_home, "tiny", llama_folders, TINY)
+
+
+def compiled(home: Path, name: str, folders: tuple[str, str], config: CompileConfig) -> Bundle:
+    """Compile a pair unless a kept artifact root has it."""
+    from yggdrasil.build import compile_pair
+    from yggdrasil.bundle import is_compiled, load_bundle
+    from yggdrasil.errors import ArtifactError
+
+    if is_compiled(name):
+        try:
+            return load_bundle(name)
+        except ArtifactError:
+            pass  # of another torch, or of models since rebuilt
+    calibration = tiny_pair.save_calibration(home / "stories.txt")
+    return compile_pair(*folders, name=name, config=config, calibration=calibration, progress=tiny_pair.SilentProgress())
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_bundle: Bundle) -> LoadedPair:
+    """The compiled Llama pair, loaded once."""
+    from yggdrasil.bundle import load_pair
+
+    return load_pair(tiny_bundle.name)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,215 @@
+"""The law: whatever tree is verified, the text is the target's own.
+
+The target is a script over a vocabulary of three: a function from a text to logits. A step verifies a tree under the text
+so far and emits what `accept` says; plain decoding is the same with a tree of one node. Both must write the same tokens
+for every seed, and the first token must be distributed as the softmax says.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import combinations, product
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from yggdrasil.config import SamplingConfig
+from yggdrasil.errors import YggError
+from yggdrasil.step.accept import accept
+from yggdrasil.step.sampling import process_logits
+from yggdrasil.tree import TokenTree
+
+VOCAB = 3
+PROMPT = (0,)
+Target = Callable[[tuple[int, ...]], Tensor]
+Nested = dict[int, "Nested"]  # a tree shape: children by token
+
+
+def nested_shapes(depth: int) -> list[Nested]:
+    """Every tree over the vocabulary no deeper than `depth`: each node has any subset of the tokens as children."""
+    if depth == 0:
+        return [{}]
+    below = nested_shapes(depth - 1)
+    subsets = [chosen for size in range(VOCAB + 1) for chosen in combinations(range(VOCAB), size)]
+    return [dict(zip(chosen, children, strict=True)) for chosen in subsets for children in product(below, repeat=len(chosen))]
+
+
+def tree_of(shape: Nested, root_token: int) -> tuple[TokenTree, list[tuple[int, ...]]]:
+    """The tree, level by level as drafting would grow it, and every node's tokens after the root."""
+    nodes: list[tuple[int, Nested, tuple[int, ...]]] = [(-1, shape, ())]
+    for node, (_, children, text) in enumerate(nodes):  # grows while it is read
+        nodes.extend((node, below, (*text, token)) for token, below in children.items())
+    tree = TokenTree.root(root_token, len(nodes), max_depth=3)
+    if len(nodes) > 1:
+        parents, texts = [parent for parent, _, _ in nodes[1:]], [text for _, _, text in nodes[1:]]
+        for level in range(1, 4):
+            at = [i for i, text in enumerate(texts) if len(text) == level]
+            if at:
+                tree.grow(torch.tensor([parents[i] for i in at]), torch.tensor([texts[i][-1] for i in at]), torch.full((len(at),), -float(level)))
+    return tree, [text for _, _, text in nodes]
+
+
+def step(target: Target, text: tuple[int, ...], shape: Nested, sampling: SamplingConfig) -> tuple[int, ...]:
+    """What one speculative step emits after `text`."""
+    tree, texts = tree_of(shape, text[-1])
+    logits_KV = torch.stack([target((*text, *after)) for after in texts])
+    return tuple(accept(tree, logits_KV, len(text) - 1, sampling).tokens)
+
+
+def decode(target: Target, length: int, sampling: SamplingConfig, shapes: Iterator[Nested]) -> tuple[int, ...]:
+    """`length` tokens after the prompt, one shape a step."""
+    text = PROMPT
+    while len(text) < len(PROMPT) + length:
+        text += step(target, text, next(shapes), sampling)
+    return text[len(PROMPT) : len(PROMPT) + length]
+
+
+def plain(target: Target, length: int, sampling: SamplingConfig) -> tuple[int, ...]:
+    return decode(target, length, sampling, iter(lambda: {}, None))
+
+
+def scripted(kind: str, seed: int) -> Target:
+    """Logits by text: random; one-hot; with a token that cannot come; with ties; or any of these."""
+
+    @lru_cache(maxsize=None)
+    def logits(text: tuple[int, ...]) -> Tensor:
+        rng = random.Random(f"{kind} {seed} {text}")
+        row = torch.tensor([rng.gauss(0, 1.5) for _ in range(VOCAB)])
+        chosen = kind if kind != "mixed" else rng.choice(("random", "one-hot", "zero", "ties"))
+        if chosen == "one-hot":
+            likely = rng.randrange(VOCAB)
+            row[torch.arange(VOCAB) != likely] = -torch.inf
+        elif chosen == "zero":
+            row[rng.randrange(VOCAB)] = -torch.inf
+        elif chosen == "ties":
+            row[:] = rng.choice(((0.0, 0.0, 0.0), (1.0, 1.0, 0.0), (0.0, 1.0, 1.0)))[0]
+            row[rng.randrange(VOCAB)] -= 1.0
+        return row
+
+    return logits
+
+
+KINDS = ("random", "one-hot", "zero", "ties", "mixed")
+
+
+def level_shapes() -> list[Nested]:
+    """Shapes to depth 3 in which the nodes of one level have the same children: 8 subsets at each of three levels.
+
+    All shapes to depth 3 are 730**3. The law can depend only on which children the nodes on the walk have, and every
+    combination of those along three levels, under every text, is among these.
+    """
+    subsets = [chosen for size in range(VOCAB + 1) for chosen in combinations(range(VOCAB), size)]
+    return [{a: {b: {c: {} for c in third} for b in second} for a in first} for first, second, third in product(subsets, repeat=3)]
+
+
+def random_shape(rng: random.Random, depth: int = 3) -> Nested:
+    """Any of the 730**3 shapes."""
+    return {token: random_shape(rng, depth - 1) for token in range(VOCAB) if depth and rng.random() < 0.6}
+
+
+def uneven_shapes() -> list[Nested]:
+    rng = random.Random(0)
+    return [random_shape(rng) for _ in range(400)]
+
+
+SHAPES = {"all to depth 2": nested_shapes(2), "all levels to depth 3": level_shapes(), "any to depth 3": uneven_shapes()}
+SAMPLINGS = [SamplingConfig(), *(SamplingConfig(temperature=0.9, seed=seed) for seed in range(8))]
+
+
+def test_the_shapes_are_all_there() -> None:
+    assert {name: len(shapes) for name, shapes in SHAPES.items()} == {"all to depth 2": 729, "all levels to depth 3": 512, "any to depth 3": 400}
+    assert all(tree_of(shape, 0)[0].check() is None for shape in SHAPES["any to depth 3"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_a_step_emits_what_plain_decoding_emits_and_as_much_as_the_tree_holds(shapes: str, kind: str) -> None:
+    target = scripted(kind, 0)
+    expected = [plain(target, 4, sampling) for sampling in SAMPLINGS]
+    for shape in SHAPES[shapes]:
+        tree, texts = tree_of(shape, PROMPT[-1])
+        logits_KV = torch.stack([target((*PROMPT, *after)) for after in texts])
+        for sampling, text in zip(SAMPLINGS, expected, strict=True):
+            held = max(len(after) for after in texts if text[: len(after)] == after)
+            assert tuple(accept(tree, logits_KV, len(PROMPT) - 1, sampling).tokens) == text[: held + 1], f"shape {shape}, seed {sampling.seed}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_sequence_of_trees_writes_the_plain_text_of_every_seed(kind: str) -> None:
+    rng = random.Random(1)
+    for seed in range(60):
+        target = scripted(kind, seed % 7)
+        for sampling in (SamplingConfig(), SamplingConfig(temperature=1.1, seed=seed), SamplingConfig(temperature=0.7, top_p=0.8, seed=seed)):
+            assert decode(target, 9, sampling, iter(lambda: random_shape(rng), None)) == plain(target, 9, sampling)
+
+
+def exact_pairs(target: Target, sampling: SamplingConfig) -> dict[tuple[int, int], float]:
+    """The probability of the first two tokens."""
+
+    def row(text: tuple[int, ...]) -> Sequence[float]:
+        return process_logits(target(text)[None], sampling).double().softmax(dim=-1)[0].tolist()
+
+    return {(a, b): row(PROMPT)[a] * row((*PROMPT, a))[b] for a in range(VOCAB) for b in range(VOCAB)}
+
+
+@pytest.mark.parametrize("options", ({"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.5, "top_k": 2}), ids=str)
+@pytest.mark.parametrize("kind", ("random", "zero", "ties"))
+def test_tree_sampling_preserves_the_target_s_distribution(kind: str, options: dict[str, float]) -> None:
+    """Frequencies of the first two tokens over 4000 seeds, chi-square against the exact law; a sound sampler fails with probability 1e-6."""
+    target, rng, num_seeds = scripted(kind, 3), random.Random(2), 4000
+    expected = exact_pairs(target, SamplingConfig(**options))
+    counts = dict.fromkeys(expected, 0)
+    trees = [(tree, torch.stack([target((*PROMPT, *after)) for after in texts])) for tree, texts in (tree_of(random_shape(rng), 0) for _ in range(40))]
+    for seed in range(num_seeds):
+        sampling = SamplingConfig(**options, seed=seed)
+        tokens = tuple(accept(*trees[seed % len(trees)], 0, sampling).tokens)
+        tokens = tokens if len(tokens) > 1 else tokens + step(target, PROMPT + tokens, {}, sampling)
+        counts[tokens[:2]] += 1
+    possible = [pair for pair, probability in expected.items() if probability > 0]
+    assert sum(counts[pair] for pair in possible) == num_seeds, "a token of probability zero was emitted"
+    if len(possible) > 1:
+        statistic = stats.chisquare([counts[pair] for pair in possible], [expected[pair] * num_seeds for pair in possible], sum_check=False)
+        assert statistic.pvalue > 1e-6
+
+
+def test_the_statistic_would_notice_a_wrong_law() -> None:
+    """The same test refutes a sampler that accepts every child of a greedy tree."""
+    expected = scripted("random", 3)(PROMPT).double().softmax(dim=-1)
+    biased = torch.zeros(VOCAB).double()
+    biased[expected.argmax()] = 0.1
+    biased += 0.9 * expected
+    assert stats.chisquare((biased * 4000).tolist(), (expected * 4000).tolist()).pvalue < 1e-6
+
+
+def test_a_child_of_probability_zero_is_never_accepted() -> None:
+    logits_KV = torch.tensor([[-torch.inf, 0.0, 0.0]] * 4)
+    tree, _ = tree_of({0: {}, 1: {}, 2: {}}, 0)
+    for seed in range(300):
+        accepted = accept(tree, logits_KV, 5, SamplingConfig(temperature=2.0, seed=seed))
+        assert accepted.path[1:] != [1]
+        assert 0 not in accepted.tokens
+
+
+def test_accept_by_hand() -> None:
+    tree, texts = tree_of({1: {2: {}}, 2: {}}, 0)
+    assert texts == [(), (1,), (2,), (1, 2)]
+    says = torch.nn.functional.one_hot(torch.tensor([1, 2, 0, 0]), VOCAB).float()
+    accepted = accept(tree, says, 10, SamplingConfig())
+    assert (accepted.path, accepted.tokens) == ([0, 1, 3], [1, 2, 0])
+    says[0] = torch.tensor([9.0, 0.0, 0.0])
+    accepted = accept(tree, says, 10, SamplingConfig())
+    assert (accepted.path, accepted.tokens) == ([0], [0])  # no child says 0: the target's own token alone
+
+
+@pytest.mark.parametrize("sampling", (SamplingConfig(), SamplingConfig(temperature=1.0)))
+@pytest.mark.parametrize("node", range(4))
+def test_nan_logits_are_rejected_at_whatever_node(node: int, sampling: SamplingConfig) -> None:
+    tree, _ = tree_of({1: {2: {}}, 2: {}}, 0)
+    logits_KV = torch.zeros(4, VOCAB)
+    logits_KV[node, 1] = float("nan")
+    with pytest.raises(YggError, match="not finite"):
+        accept(tree, logits_KV, 10, sampling)

@@ -1,0 +1,116 @@
+"""Artifacts are written whole or not at all, and say what is wrong with them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from yggdrasil import artifacts
+from yggdrasil.artifacts import atomic_directory, check_fingerprint, digest, digest_file, load_json, save_json
+from yggdrasil.compilations import compilations, count_compilation, no_compilation
+from yggdrasil.errors import ArtifactError
+
+
+def test_json_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.json"
+    save_json(path, {"b": [1, 2.5, None], "c": "ü"})
+    assert load_json(path, "ygg compile") == {"b": [1, 2.5, None], "c": "ü"}
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_crash_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    save_json(path, {"old": 1})
+    with pytest.raises(TypeError):
+        save_json(path, {"new": [0] * 100_000, "unwritable": object()})
+    assert load_json(path, "") == {"old": 1}
+
+    def crash(*args: object) -> None:
+        raise OSError("power cut")
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(OSError, match="power cut"):
+        save_json(path, {"new": 2})
+    assert load_json(path, "") == {"old": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(None, "missing"), ("", "corrupt"), ('{"format": 1, "mod', "corrupt"), ("[1, 2]", "corrupt .not a JSON object"), (b"\xff\xfe\x00", "corrupt")],
+)
+def test_load_names_the_path_the_problem_and_the_command(tmp_path: Path, content: str | bytes | None, problem: str) -> None:
+    path = tmp_path / "bundle.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ArtifactError, match=rf"bundle\.json: {problem}.*; run `ygg compile A B --name c`"):
+        load_json(path, "ygg compile A B --name c")
+
+
+def test_fingerprint_names_the_first_field_that_differs() -> None:
+    stored = {"format": 1, "torch": "2.12", "cpu_flags": "avx2"}
+    check_fingerprint(Path("b"), stored, dict(stored), "ygg compile")
+    with pytest.raises(ArtifactError, match=r"b: stale: torch was '2\.12' and is now '2\.13'; run `ygg compile`"):
+        check_fingerprint(Path("b"), stored, {"format": 1, "torch": "2.13", "cpu_flags": "other"}, "ygg compile")
+    with pytest.raises(ArtifactError, match="cuda was None and is now '13'"):
+        check_fingerprint(Path("b"), stored, {"format": 1, "cuda": "13"}, "ygg compile")
+
+
+def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "store" / "x"
+    with pytest.raises(RuntimeError, match="half way"), atomic_directory(path) as temporary:
+        (temporary / "part").write_text("1")
+        raise RuntimeError("half way")
+    assert list(path.parent.iterdir()) == []
+    with atomic_directory(path) as temporary:
+        (temporary / "part").write_text("1")
+        assert not path.exists()
+    assert [entry.name for entry in path.parent.iterdir()] == ["x"]
+    assert (path / "part").read_text() == "1"
+
+
+def test_another_writer_s_directory_wins(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with atomic_directory(path) as mine:
+        (mine / "part").write_text("mine")
+        with atomic_directory(path) as theirs:
+            (theirs / "part").write_text("theirs")
+    assert (path / "part").read_text() == "theirs"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+def test_root_is_ygg_home_else_the_nearest_store_else_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YGG_HOME", str(tmp_path / "home"))
+    assert artifacts.root() == tmp_path / "home"
+    assert artifacts.compile_cache() == tmp_path / "home" / "compile_cache"
+    monkeypatch.delenv("YGG_HOME")
+    (tmp_path / "checkout" / "compile_cache").mkdir(parents=True)
+    (tmp_path / "checkout" / "deep" / "er").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "checkout" / "deep" / "er")
+    assert artifacts.root() == tmp_path / "checkout"
+    monkeypatch.chdir(tmp_path)
+    assert artifacts.root() == Path.home() / ".cache" / "yggdrasil"
+
+
+def test_digests_depend_on_every_part_and_on_the_order(tmp_path: Path) -> None:
+    digests = {digest("a", "b"), digest("b", "a"), digest(["a", "b"]), digest("a", "b", None), digest({"x": 1, "y": 2}), digest({"x": 2, "y": 1})}
+    assert len(digests) == 6
+    assert digest({"x": 1, "y": 2}) == digest({"y": 2, "x": 1})
+    (tmp_path / "f").write_bytes(b"abc")
+    assert digest_file(tmp_path / "f") == "ba7816bf8f01"  # the beginning of SHA-256 of "abc"
+
+
+def test_compilations_are_counted_and_forbidden_where_nothing_may_compile() -> None:
+    before = compilations()
+    count_compilation()
+    assert compilations() == before + 1
+    with no_compilation():
+        with pytest.raises(RuntimeError, match="inside the decode loop"):
+            count_compilation()
+        with no_compilation():
+            pass
+        with pytest.raises(RuntimeError, match="inside the decode loop"):  # the inner block lifted nothing
+            count_compilation()
+    count_compilation()
+    assert compilations() == before + 2

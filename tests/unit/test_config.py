@@ -1,0 +1,86 @@
+"""Every option that is not allowed is refused by name and value."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig, from_dict
+from yggdrasil.errors import ConfigError, YggError
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (SamplingConfig, "temperature", -0.5),
+        (SamplingConfig, "temperature", NAN),
+        (SamplingConfig, "temperature", INF),
+        (SamplingConfig, "top_p", 0),
+        (SamplingConfig, "top_p", 1.5),
+        (SamplingConfig, "top_p", NAN),
+        (SamplingConfig, "top_k", -1),
+        (SamplingConfig, "min_p", -0.1),
+        (SamplingConfig, "min_p", 1.1),
+        (SamplingConfig, "min_p", NAN),
+        (SamplingConfig, "seed", -1),
+        (SamplingConfig, "seed", 2**63),
+        (GenerateConfig, "max_new_tokens", 0),
+        (GenerateConfig, "max_new_tokens", -3),
+        (GenerateConfig, "stop", ("ok", "")),
+        (CompileConfig, "dtype", "float16"),
+        (CompileConfig, "device", "tpu"),
+        (CompileConfig, "max_context", 100),
+        (CompileConfig, "max_context", 16),
+        (CompileConfig, "max_context", -16),
+        (CompileConfig, "widths", ()),
+        (CompileConfig, "widths", (4, 2)),
+        (CompileConfig, "widths", (0, 2)),
+        (CompileConfig, "verify_widths", (4, 4)),
+        (CompileConfig, "max_depth", 0),
+        (CompileConfig, "prefill_chunk", 1),
+        (CompileConfig, "num_candidates", 7),
+        (CompileConfig, "calibration_prompts", 0),
+        (CompileConfig, "calibration_tokens", 0),
+    ],
+)
+def test_an_option_that_is_not_allowed_is_refused_by_name_and_value(kind: Any, field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind(**{field: value})
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}: {value!r} is not allowed; it must be ")
+
+
+@pytest.mark.parametrize("kind", (SamplingConfig, GenerateConfig, CompileConfig))
+def test_defaults_are_allowed_and_frozen(kind: Any) -> None:
+    config = kind()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    SamplingConfig(temperature=0.0, top_k=0, top_p=1.0, min_p=1.0, seed=2**63 - 1)
+    GenerateConfig(max_new_tokens=1)
+    CompileConfig(max_context=32, widths=(1,), verify_widths=(1,), num_candidates=1, prefill_chunk=2, max_depth=1)
+
+
+def test_from_dict_gives_a_saved_config_back() -> None:
+    config = CompileConfig(widths=(1, 3), max_context=64)
+    assert from_dict(CompileConfig, {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(config).items()}) == config
+
+
+def test_from_dict_refuses_an_unknown_key() -> None:
+    with pytest.raises(ConfigError, match="CompileConfig: 'width' is not allowed; it must be one of .*'widths'"):
+        from_dict(CompileConfig, {"width": [1]})
+
+
+def test_config_errors_are_user_errors_and_value_errors() -> None:
+    assert issubclass(ConfigError, YggError)
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_most_nodes_of_a_tree_follow_from_the_menu() -> None:
+    assert CompileConfig(widths=(1, 4), max_depth=3).max_nodes == 13

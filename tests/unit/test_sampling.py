@@ -1,0 +1,114 @@
+"""What the target says: filters by hand, noise that depends on seed and position alone, rows that do not see each other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from yggdrasil.config import SamplingConfig
+from yggdrasil.errors import YggError
+from yggdrasil.step.sampling import gumbel_noise, next_tokens, process_logits
+
+PROBABILITIES = torch.tensor([[0.15, 0.5, 0.05, 0.3]])
+LOGITS = PROBABILITIES.log()
+
+
+def kept(sampling: SamplingConfig) -> list[int]:
+    """Tokens that are still possible."""
+    return torch.nonzero(process_logits(LOGITS, sampling)[0].isfinite())[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"top_k": 1}, [1]),
+        ({"top_k": 3}, [0, 1, 3]),
+        ({"top_k": 4}, [0, 1, 2, 3]),
+        ({"top_k": 99}, [0, 1, 2, 3]),
+        ({"top_p": 0.01}, [1]),  # the likeliest token always stays
+        ({"top_p": 0.45}, [1]),
+        ({"top_p": 0.7}, [1, 3]),  # 0.5 is not enough, 0.8 is
+        ({"top_p": 0.9}, [0, 1, 3]),
+        ({"min_p": 0.25}, [0, 1, 3]),  # at least 0.125
+        ({"min_p": 0.5}, [1, 3]),
+        ({"min_p": 1.0}, [1]),
+        ({"top_k": 2, "top_p": 0.6}, [1]),  # of the two, the likeliest has 0.625
+        ({"top_p": 0.9, "min_p": 0.5}, [1, 3]),
+    ],
+)
+def test_filters_keep_by_hand(options: dict[str, float], tokens: list[int]) -> None:
+    assert kept(SamplingConfig(temperature=1.0, **options)) == tokens
+
+
+def test_what_is_kept_is_not_changed_but_renormalised() -> None:
+    processed = process_logits(LOGITS, SamplingConfig(temperature=1.0, top_k=2)).softmax(dim=-1)
+    torch.testing.assert_close(processed, torch.tensor([[0.0, 0.625, 0.0, 0.375]]))
+
+
+def test_temperature_divides_the_logits_before_the_filters() -> None:
+    torch.testing.assert_close(process_logits(LOGITS, SamplingConfig(temperature=0.5)), LOGITS * 2)
+    assert kept(SamplingConfig(temperature=100.0, top_p=0.7)) == [0, 1, 3]  # nearly uniform: three tokens reach 0.7
+
+
+def test_noise_is_a_function_of_seed_and_position() -> None:
+    noise = gumbel_noise(3, 7, 50).clone()
+    gumbel_noise.cache_clear()
+    assert torch.equal(gumbel_noise(3, 7, 50), noise)
+    assert not torch.equal(gumbel_noise(3, 8, 50), noise)
+    assert not torch.equal(gumbel_noise(4, 7, 50), noise)
+    assert gumbel_noise(2**63 - 1, 2**20, 50).isfinite().all()
+
+
+def test_noise_is_standard_gumbel() -> None:
+    noise = torch.stack([gumbel_noise(0, position, 1000) for position in range(200)]).double()
+    deviation = math.pi / math.sqrt(6)
+    assert abs(noise.mean().item() - 0.577216) < 5 * deviation / math.sqrt(noise.numel())
+    assert abs((noise < 1.0).double().mean().item() - math.exp(-math.exp(-1.0))) < 5 * 0.5 / math.sqrt(noise.numel())
+
+
+def test_greedy_takes_the_argmax_and_the_first_of_equals() -> None:
+    logits_KV = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, 1.0], [-torch.inf, -torch.inf, -5.0]])
+    assert next_tokens(logits_KV, torch.arange(3), SamplingConfig()).tolist() == [1, 0, 2]
+
+
+def test_a_sample_is_the_argmax_of_logits_and_the_noise_of_its_position() -> None:
+    logits_KV = torch.randn(4, 30)
+    positions_K = torch.tensor([5, 9, 5, 6])
+    expected = [int((row / 0.7 + gumbel_noise(11, position, 30)).argmax()) for row, position in zip(logits_KV, positions_K.tolist(), strict=True)]
+    assert next_tokens(logits_KV, positions_K, SamplingConfig(temperature=0.7, seed=11)).tolist() == expected
+
+
+def test_a_token_that_is_filtered_is_never_sampled() -> None:
+    positions = torch.arange(500)
+    said = next_tokens(LOGITS.expand(500, -1), positions, SamplingConfig(temperature=1.0, top_p=0.7))
+    assert set(said.tolist()) == {1, 3}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}, {"temperature": 0.5, "top_p": 0.5}, {"temperature": 1.0, "min_p": 0.1}]
+)
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+def test_logits_that_are_not_finite_are_refused(value: float, options: dict[str, float]) -> None:
+    logits_KV = torch.randn(3, 8)
+    logits_KV[1, 4] = value
+    with pytest.raises(YggError, match="not finite"):
+        next_tokens(logits_KV, torch.arange(3), SamplingConfig(**options))
+
+
+def test_a_row_without_any_possible_token_is_refused() -> None:
+    with pytest.raises(YggError, match="not finite"):
+        next_tokens(torch.full((1, 4), -torch.inf), torch.tensor([0]), SamplingConfig())
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_rows_are_bitwise_independent_of_each_other_and_of_their_number(dtype: torch.dtype) -> None:
+    logits_KV = (torch.randn(17, 1003) * 3).to(dtype)
+    sampling = SamplingConfig(temperature=0.8, top_k=200, top_p=0.9, min_p=0.01, seed=5)
+    together, positions = process_logits(logits_KV.float(), sampling), torch.arange(40, 57)
+    said = next_tokens(logits_KV, positions, sampling)
+    for rows in (slice(0, 1), slice(3, 5), slice(4, 16), slice(16, 17)):
+        assert torch.equal(process_logits(logits_KV[rows].float(), sampling), together[rows])
+        assert torch.equal(next_tokens(logits_KV[rows], positions[rows], sampling), said[rows])

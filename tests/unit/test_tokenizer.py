@@ -1,0 +1,131 @@
+"""TextStream: text that never has to be taken back, and all of it in the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_pair
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from yggdrasil.errors import ArtifactError, ConfigError
+from yggdrasil.tokenizer import TextStream, Tokenizer, load_tokenizer
+
+TEXT = "Zoë drank a café ☕ and saw 日本 🦊🦊; the end."
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_pair.save_tokenizer(folder)
+    return Tokenizer(folder / "tokenizer.json", "ygg compile")
+
+
+def chunks(tokens: list[int], size: int) -> list[list[int]]:
+    return [tokens[start : start + size] for start in range(0, len(tokens), size)]
+
+
+def test_encoding_and_decoding_give_the_text_back(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert tokenizer.decode([*tokenizer.encode("the fox"), 0]) == "the fox"  # the end of text is no text
+    assert tokenizer.token_text(0) == "'<|end|>'"
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 7))
+def test_characters_of_several_tokens_are_never_emitted_half(tokenizer: Tokenizer, size: int) -> None:
+    stream, released = TextStream(tokenizer), ""
+    tokens = tokenizer.encode(TEXT)
+    assert any("\ufffd" in tokenizer.decode([token]) for token in tokens)  # some characters do span tokens
+    for chunk in chunks(tokens, size):
+        released += stream.push(chunk)
+        assert TEXT.startswith(released)
+        assert "\ufffd" not in released
+    assert released + stream.finish() == stream.text == TEXT
+
+
+def test_text_is_released_as_soon_as_it_is_whole(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer)
+    first, *rest = tokenizer.encode("日")
+    assert len(rest) == 2
+    assert stream.push([first]) == ""
+    assert stream.push(rest[:1]) == ""
+    assert stream.push(rest[1:]) == "日"
+    assert stream.finish() == ""
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_any_tokens_in_any_steps_give_the_full_decoding(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 9), max_size=40))
+    steps = [data.draw(st.lists(st.integers(0, tiny_pair.VOCAB - 1), min_size=size, max_size=size)) for size in sizes]
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(step) for step in steps]
+    pieces.append(stream.finish())
+    whole = tokenizer.decode([token for step in steps for token in step])
+    assert "".join(pieces) == stream.text == whole
+
+
+def test_a_long_text_equals_its_full_decoding(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode(" ".join(tiny_pair.stories(6)) + TEXT)
+    stream = TextStream(tokenizer, stop=("never said",))
+    for chunk in chunks(tokens, 3):
+        stream.push(chunk)
+    stream.finish()
+    assert stream.text == tokenizer.decode(tokens)
+    assert not stream.stopped
+
+
+@pytest.mark.parametrize("size", (1, 2, 5, 100))
+def test_a_stop_text_across_steps_ends_the_stream_before_it(tokenizer: Tokenizer, size: int) -> None:
+    stream, released = TextStream(tokenizer, stop=("STOP",)), ""
+    for chunk in chunks(tokenizer.encode("go on STO here STOP and never this"), size):
+        released += stream.push(chunk)
+        assert "go on STO here ".startswith(released)
+    assert stream.stopped
+    assert released + stream.finish() == stream.text == "go on STO here "
+
+
+def test_the_earliest_stop_text_counts_whatever_their_order(tokenizer: Tokenizer) -> None:
+    for stops in (("late", "early"), ("early", "late")):
+        stream = TextStream(tokenizer, stop=stops)
+        assert stream.push(tokenizer.encode("one early two late three")) == "one "
+        assert stream.stopped
+
+
+def test_what_could_begin_a_stop_text_is_held_until_it_cannot(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, stop=("abcd",))
+    assert stream.push(tokenizer.encode("xxabc")) == "xx"
+    assert stream.push(tokenizer.encode("abcab")) == "abcabc"
+    assert stream.push(tokenizer.encode("z")) == "abz"
+    assert stream.text == "xxabcabcabz"
+
+
+def test_finish_releases_a_stop_text_that_did_not_come_and_a_character_that_never_ended(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, stop=("abcd",))
+    assert stream.push(tokenizer.encode("xabc")) == "x"
+    assert stream.finish() == "abc"
+    stream = TextStream(tokenizer)
+    assert stream.push(tokenizer.encode("a日")[:-1]) == "a"
+    assert stream.finish() == "\ufffd"
+
+
+def test_after_a_stop_text_nothing_more_is_released(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, stop=("!",))
+    assert stream.push(tokenizer.encode("hey! you")) == "hey"
+    assert stream.push(tokenizer.encode(" there")) == ""
+    assert stream.finish() == ""
+    assert stream.text == "hey"
+
+
+def test_a_missing_or_broken_tokenizer_names_its_path_and_the_command(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json: missing or corrupt .*run `ygg compile`"):
+        Tokenizer(tmp_path / "tokenizer.json", "ygg compile")
+    (tmp_path / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(ArtifactError, match="missing or corrupt"):
+        Tokenizer(tmp_path / "tokenizer.json", "ygg compile")
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tokenizer: .*must be a model with a tokenizer"):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,24 @@
+"""The C entry points of shims.cpp, as AOTInductor wants them declared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["c_shims"]
+
+
+def c_shims() -> dict[Any, list[str]]:
+    """Operator to declaration, for Inductor's `custom_ops_to_c_shims`; the library must be loaded."""
+    tensor, output = "AtenTensorHandle", "AtenTensorHandle*"
+    return {
+        torch.ops.ygg.packed_linear.default: [
+            f"AOTITorchError aoti_torch_cpu_packed_linear({tensor} x, {tensor} packed, {output} bias, int64_t out_features, {output} out)"
+        ],
+        torch.ops.ygg.attend.default: [
+            f"AOTITorchError aoti_torch_cpu_attend({tensor} query, {tensor} key, {tensor} value, {tensor} key_cache, {tensor} value_cache, "
+            f"{tensor} meta, {tensor} pages, double scale, {output} out)"
+        ],
+        torch.ops.ygg.candidates.default: [f"AOTITorchError aoti_torch_cpu_candidates({tensor} logits, int64_t count, {output} log_probs, {output} tokens)"],
+    }
