@@ -42,9 +42,8 @@ def _show_pair(pair: Any, options: argparse.Namespace) -> None:
 
     bundle, config = pair.bundle, pair.bundle.config
     print(f"pair {bundle.name}: target {bundle.models[0]}, draft {bundle.models[1]}")
-    print(
-        f"  {config.dtype} on {config.device}, context {bundle.max_context}, weights {pair.engine.target.weight_bytes / 1e6:.1f} + {pair.engine.draft.weight_bytes / 1e6:.1f} MB"
-    )
+    megabytes = [model.weight_bytes / 1e6 for model in (pair.engine.target, pair.engine.draft)]
+    print(f"  {config.dtype} on {config.device}, context {bundle.max_context}, weights {megabytes[0]:.1f} + {megabytes[1]:.1f} MB")
     print(f"  target graphs {list(pair.engine.target.menu.sizes)}, draft graphs {list(pair.engine.draft.menu.sizes)} tokens")
     for temperature, acceptance in pair.acceptance.by_temperature.items():
         shape, gain = best_shape(acceptance, pair.latency, widths=config.widths, verify_widths=config.verify_widths, context_len=256)
@@ -72,8 +71,7 @@ def _show_tree(pair: Any, options: argparse.Namespace) -> None:
     config = GenerateConfig(max_new_tokens=64)
     for result in pair.engine.generate(pair.tokenizer.encode(options.prompt), pair.policy(), config):
         labels = [pair.tokenizer.token_text(token) for token in result.tree.token_N.tolist()]
-        print(
-            f"{result.shape}: {result.drafted} nodes drafted, {result.verified} verified, {result.accepted} accepted (*), then {pair.tokenizer.token_text(result.tokens[-1])}"
-        )
+        counts = f"{result.drafted} nodes drafted, {result.verified} verified, {result.accepted} accepted (*)"
+        print(f"{result.shape}: {counts}, then {pair.tokenizer.token_text(result.tokens[-1])}")
         print(result.tree.render(labels, result.path))
         return

@@ -20,13 +20,13 @@ __all__ = ["attend_kernel", "launch", "register", "store_kernel"]
 
 
 @triton.jit
-def _slot(pages, row, index, pages_per_row, mask, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _slot(pages, row, index, pages_per_row, mask, PAGE: tl.constexpr):
     page = tl.load(pages + row * pages_per_row + index // PAGE, mask=mask, other=0)
     return (page * PAGE + index % PAGE).to(tl.int64)
 
 
 @triton.jit
-def store_kernel(  # type: ignore[no-untyped-def]
+def store_kernel(
     key, value, key_cache, value_cache, meta, pages, fresh_head_stride, fresh_token_stride, num_slots, meta_width, pages_per_row,
     ROW_COLUMN: tl.constexpr, INDEX_COLUMN: tl.constexpr, PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def store_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def attend_kernel(  # type: ignore[no-untyped-def]
+def attend_kernel(
     query, key_cache, value_cache, meta, pages, out, scale, query_head_stride, query_token_stride, num_heads, num_slots, meta_width, pages_per_row,
     ROW_COLUMN: tl.constexpr, PREFIX_COLUMN: tl.constexpr, PATH_COLUMN: tl.constexpr, PATH_WIDTH: tl.constexpr, BLOCK_PATH: tl.constexpr,
     PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
