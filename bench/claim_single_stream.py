@@ -5,7 +5,8 @@ Arms, interleaved prompt by prompt, greedy, bf16, the same number of new tokens 
 - transformers eager: `generate`, plain;
 - transformers assisted: `assistant_model=` with its defaults and with a constant k of 3, 5 and 8; the best of them counts, chosen on the test prompts;
 - plain: our compiled decoding without speculation;
-- chain: the same engine with W = 1 and the best depth of 2 to 8, chosen on calibration text and not on the test prompts; K still follows the objective;
+- chain: the same engine with W = 1 and the best depth from 2 to the greatest that a tree may have, chosen on calibration text and not on the test prompts;
+  K still follows the objective, so a chain is cut where its draft is unsure;
 - tree: the default policy, which chooses (W, D, K) by Eq. 3 from the profile and may choose a chain or plain decoding.
 
 Refuted if the tree emits other tokens than plain decoding (then no speed is reported), if it is slower than the best chain, less than 2.2 times as fast as
@@ -42,7 +43,6 @@ from yggdrasil.state import PLAIN, Shape
 CLAIM = "single_stream"
 PAIR_NAME = "tinystories-scaled"
 MIN_PARAMETERS = 300_000_000
-CHAIN_DEPTHS = range(2, 9)
 ASSISTANT_TOKENS = (3, 5, 8)
 TUNING_PROMPTS = 4
 TUNING_TOKENS = 64
@@ -81,7 +81,7 @@ def our_arms(pair: LoadedPair, num_tokens: int, chain_depth: int) -> list[Arm]:
 
 def tune_chain(pair: LoadedPair, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[int, dict[str, float]]:
     """The fastest chain depth on validation prompts, and milliseconds per token of every depth."""
-    chains = {f"D={depth}": depth for depth in CHAIN_DEPTHS}
+    chains = {f"D={depth}": depth for depth in range(2, pair.bundle.config.max_depth + 1)}
     plain = our_arm(PLAIN_ARM, pair, num_tokens, pair.policy(shape=PLAIN))
     arms = [plain, *(our_arm(name, pair, num_tokens, pair.policy(shape=Shape(1, depth))) for name, depth in chains.items())]
     rounds = interleave(arms, prompts, reference=PLAIN_ARM)
@@ -165,8 +165,9 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str
     say(f"ceiling: memory streams at {rate:.1f} GB/s, so plain decoding takes at least {target.weight_bytes / rate / 1e6:.2f} ms a token")
     depth, tuning = tune_chain(pair, prompts_from(CALIBRATION_TEXT, pair, options.tuning_prompts), min(TUNING_TOKENS, options.tokens))
     say(f"best chain on calibration text: D={depth} (ms per token: {tuning})")
-    peers = transformers_arms(target.folder, draft, num_tokens=options.tokens, assistant_tokens=ASSISTANT_TOKENS, num_prompts=options.peer_prompts)
-    arms = [*our_arms(pair, options.tokens, depth), *(peers if options.peer_prompts != 0 else [])]
+    arms = our_arms(pair, options.tokens, depth)
+    if options.peer_prompts != 0:
+        arms += transformers_arms(target.folder, draft, num_tokens=options.tokens, assistant_tokens=ASSISTANT_TOKENS, num_prompts=options.peer_prompts)
     rounds = interleave(arms, prompts_from(TEST_TEXT, pair, options.prompts), reference=PLAIN_ARM, stream=stream, tick=partial(print, file=sys.stderr))
     return document(options, target, pair, rounds, {"environment": record, "chain_depth": depth, "chain_tuning_tpot_ms": tuning})
 
@@ -178,13 +179,8 @@ def document(options: argparse.Namespace, target: BenchTarget, pair: LoadedPair,
         "claim": CLAIM,
         "question": str(__doc__).split("\n", 1)[0],
         "target": target.to_json(),
-        "settings": {
-            "prompts": options.prompts,
-            "peer_prompts": options.peer_prompts,
-            "tokens": options.tokens,
-            "dtype": pair.bundle.config.dtype,
-            "greedy": True,
-        },
+        "settings": {"tokens": options.tokens, "prompts_by_arm": {name: len(done) for name, done in rounds.by_arm.items()}, "greedy": True},
+        "models": {"pair": pair.bundle.name, "dtype": pair.bundle.config.dtype, "fingerprint": pair.bundle.folder.name},
         **known,
         "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm},
         "ratios": found,
@@ -234,6 +230,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--remeasure", action="store_true", help="profile and calibrate the compiled pair again")
     parser.add_argument("--quick", action="store_true", help="a rehearsal: 2 prompts of 16 tokens, result kept out of bench/results")
     options = parser.parse_args()
+    if options.prompts < 1 or options.tokens < 2 or (options.peer_prompts or 0) < 0:
+        parser.error("--prompts must be at least 1, --tokens at least 2, --peer-prompts at least 0")
     options.tuning_prompts = TUNING_PROMPTS
     if options.quick:
         options.prompts, options.tokens, options.tuning_prompts = 2, 16, 1

@@ -88,7 +88,7 @@ def _weight_bytes(folder: Path) -> int:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         tensors = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a mapping
     is_untied = any("lm_head" in name for name in tensors)
-    bytes_each = 2 if load_config(str(folder)).dtype.itemsize == 2 else 4
+    bytes_each: int = load_config(str(folder)).dtype.itemsize
     return bytes_each * sum(count for name, count in tensors.items() if not (is_untied and "embed_tokens" in name))
 
 

@@ -19,7 +19,7 @@ EAGER = "transformers eager"
 ASSISTED = "transformers assisted"
 
 
-class _Arrivals(BaseStreamer):  # type: ignore[misc]
+class _Arrivals(BaseStreamer):
     """Notes when tokens arrive: generate() puts the prompt first, then what every target forward emits."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ def transformers_arms(
         num_prompts: Rounds in which these arms take part; None in all.
     """
     model, assistant = _load(target, dtype), _load(draft, dtype)
-    defaults = {"num_assistant_tokens": None, "assistant_confidence_threshold": None}
+    defaults: dict[str, Any] = {"num_assistant_tokens": None, "assistant_confidence_threshold": None}
     settings = {f"{ASSISTED}, default": defaults}
     for count in assistant_tokens:
         settings[f"{ASSISTED}, k={count}"] = {"num_assistant_tokens": count, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny_pair
 import torch
 
-import tiny_pair
 from yggdrasil.bundle import Bundle, LoadedPair
 from yggdrasil.config import CompileConfig
 

@@ -20,21 +20,28 @@ Shapes: letters that end a tensor's name
     E model width      H query heads   G KV heads   F head features   T slots   P pages   L layers or keys, said where it stands
 """
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig
-from yggdrasil.errors import YggError
-from yggdrasil.tree import TokenTree
+if TYPE_CHECKING:
+    from yggdrasil.bundle import load_pair
+    from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig
+    from yggdrasil.errors import YggError
+    from yggdrasil.tree import TokenTree
 
 __all__ = ["CompileConfig", "GenerateConfig", "SamplingConfig", "TokenTree", "YggError", "load_pair"]
 
 __version__ = "0.1.0"
 
+_HOMES = {"CompileConfig": "config", "GenerateConfig": "config", "SamplingConfig": "config", "TokenTree": "tree", "YggError": "errors", "load_pair": "bundle"}
+
 
 def __getattr__(name: str) -> Any:
-    """`load_pair` is imported when it is asked for: it brings the whole engine."""
-    if name == "load_pair":
-        from yggdrasil.bundle import load_pair
-
-        return load_pair
+    """Import a public name when it is asked for: torch alone costs a second, which `ygg --help` should not."""
+    if name in _HOMES:
+        return getattr(import_module(f"yggdrasil.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

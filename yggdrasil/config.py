@@ -90,7 +90,7 @@ class CompileConfig:
     device: str = "cpu"
     max_context: int | None = None
     widths: tuple[int, ...] = (1, 2, 4, 8)
-    max_depth: int = 10
+    max_depth: int = 16
     verify_widths: tuple[int, ...] = (4, 8, 16, 32, 64)
     prefill_chunk: int = 128
     num_candidates: int = 8

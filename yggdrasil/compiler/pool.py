@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,8 @@ from yggdrasil.models.load import load_model, pack_linears_
 from yggdrasil.models.packing import empty_meta
 
 __all__ = ["GraphJob", "compile_graphs", "run_job"]
+
+UNFINISHED = ".building."
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def run_job(job: GraphJob) -> None:
     module = _module(job.model, job.num_candidates, job.dtype, job.device, job.kv)
     path = Path(job.path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".building.") as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
         temporary = Path(folder) / path.name
         compile_graph(module, empty_meta(job.num_tokens, job.max_depth, device=job.device), temporary)
         os.replace(temporary, path)
@@ -118,6 +121,9 @@ def compile_graphs(jobs: Sequence[GraphJob], *, num_workers: int, on_done: Calla
     finally:
         for worker in workers:
             worker.stop()
+        for folder in {Path(job.path).parent for job in jobs}:  # a killed worker cannot clean up
+            for leftover in folder.glob(f"{UNFINISHED}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
     if failures:
         raise RuntimeError(f"a graph could not be built:\n{failures[0]}")
 

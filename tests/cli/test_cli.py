@@ -1,0 +1,287 @@
+"""The command line on a compiled pair: what it prints, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pair
+from conftest import TINY
+
+from yggdrasil.artifacts import digest_file
+from yggdrasil.build import compile_pair
+from yggdrasil.bundle import Bundle, load_bundle
+from yggdrasil.cli import main
+from yggdrasil.compilations import compilations
+
+KEYS = (
+    "text", "token_ids", "num_tokens", "target_passes", "aal", "ttft_ms", "tpot_ms", "tok_per_s", "compilations", "stages_ms", "speculation", "seed", "device",
+    "dtype",
+)  # fmt: skip
+PROMPT = "Once upon a time"
+PNG = b"\x89PNG\r\n"
+
+pytestmark = pytest.mark.usefixtures("tiny_bundle")
+Capture = pytest.CaptureFixture[str]
+
+
+def generate(capture: Capture, *arguments: str) -> dict[str, Any]:
+    """The JSON object of one run on the compiled pair, after checking that it is all there is on standard output."""
+    assert main(["generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "24", "--json", *arguments]) == 0
+    lines = capture.readouterr().out.splitlines()
+    assert len(lines) == 1
+    report: dict[str, Any] = json.loads(lines[0])
+    return report
+
+
+def test_json_has_every_key_and_the_figures_agree(capsys: Capture) -> None:
+    before = compilations()
+    report = generate(capsys, "--ignore-eos")
+    assert [key for key in KEYS if key not in report] == []
+    assert compilations() == before
+    assert report["num_tokens"] == len(report["token_ids"]) == 24
+    assert 1 <= report["target_passes"] <= 24
+    assert report["aal"] == pytest.approx(24 / report["target_passes"])
+    assert (report["seed"], report["device"], report["dtype"], report["pair"]) == (0, "cpu", "float32", "tiny")
+    assert set(report["stages_ms"]) >= {"prefill", "policy", "draft", "prune", "verify", "accept", "commit"}
+    assert report["finish_reason"] == "length"
+    assert report["text"].startswith(" there was a")
+
+
+def test_a_loaded_pair_compiles_nothing_in_a_fresh_process(ygg_home: Path) -> None:
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-m", "yggdrasil", "generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "8", "--json"], capture_output=True, text=True, check=True
+    )
+    report = json.loads(done.stdout)
+    assert report["compilations"] == 0
+    assert done.stderr == ""
+
+
+def test_plain_gives_the_same_tokens(capsys: Capture) -> None:
+    report = generate(capsys, "--plain", "--ignore-eos")
+    assert report["token_ids"] == generate(capsys, "--ignore-eos")["token_ids"]
+    assert (report["speculation"], report["target_passes"], report["aal"]) == ("off", 24, 1.0)
+
+
+def test_the_same_seed_writes_the_same_text(capsys: Capture) -> None:
+    options = ("--temperature", "1.0", "--top-p", "0.95", "--ignore-eos")
+    first, second, other = (generate(capsys, *options, "--seed", seed)["token_ids"] for seed in ("3", "3", "4"))
+    assert first == second != other
+    assert generate(capsys, *options, "--seed", "3", "--plain")["token_ids"] == first
+
+
+def test_text_streams_to_stdout_and_nothing_else(capsys: Capture) -> None:
+    text = generate(capsys)["text"]
+    assert main(["generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "24"]) == 0
+    assert capsys.readouterr() == (f"{text}\n", "")
+
+
+def test_stats_and_trees_go_to_stderr(capsys: Capture) -> None:
+    text = generate(capsys)["text"]
+    assert main(["generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "24", "--stats", "--show-tree"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{text}\n"
+    assert "tokens per pass" in err
+    assert "predicted" in err
+    assert " *" in err
+
+
+def test_stop_ends_the_text_before_it(capsys: Capture) -> None:
+    text = generate(capsys)["text"]
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    report = generate(capsys, "--stop", "never said", "--stop", stop)
+    assert report["text"] == text[: text.index(stop)]
+    assert report["finish_reason"] == "stop"
+
+
+def test_a_dash_reads_the_prompt_from_stdin(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(capsys)["token_ids"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    assert main(["generate", "-", "--pair", "tiny", "--max-new-tokens", "24", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == expected
+
+
+@pytest.mark.parametrize("what", ("pair", "profile", "tree"))
+def test_show_prints_and_writes_pngs_to_out(what: str, capsys: Capture, tmp_path: Path) -> None:
+    assert main(["show", what, "--pair", "tiny", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    expected = {"pair": ["target graphs [2, 4, 8, 16, 32]", "predicted speedup"], "profile": ["context  tokens", "tiny-latency.png"], "tree": ["drafted", "*"]}
+    for words in expected[what]:
+        assert words in out
+    images = sorted(path.name for path in tmp_path.iterdir())
+    assert images == (["tiny-acceptance.png", "tiny-latency.png"] if what == "profile" else [])
+    assert all((tmp_path / name).read_bytes().startswith(PNG) for name in images)
+
+
+def refused(capture: Capture, *arguments: str) -> str:
+    """The one line on standard error of a run that exits with 2 and prints nothing."""
+    capture.readouterr()
+    assert main(arguments) == 2
+    out, err = capture.readouterr()
+    assert out == ""
+    assert err.endswith("\n")
+    assert len(err.splitlines()) == 1, err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--temperature", "-1"), "temperature: -1.0"),
+        (("--temperature", "nan"), "temperature: nan"),
+        (("--top-p", "0"), "top_p: 0.0"),
+        (("--top-p", "nan"), "top_p: nan"),
+        (("--top-k", "-1"), "top_k: -1"),
+        (("--min-p", "-0.1"), "min_p: -0.1"),
+        (("--min-p", "nan"), "min_p: nan"),
+        (("--seed", "-1"), "seed: -1"),
+        (("--max-new-tokens", "0"), "max_new_tokens: 0"),
+        (("--max-new-tokens", "-5"), "max_new_tokens: -5"),
+        (("--max-new-tokens", "9999"), "max_new_tokens: 9999 .*at most .*256"),
+        (("--stop", ""), "stop: "),
+        (("--target", "a"), "--target and --draft"),
+        (("--target", "a", "--draft", "b"), "--pair: 'tiny' .*without --target and --draft"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_exit_code_2(arguments: tuple[str, ...], complaint: str, capfd: Capture) -> None:
+    assert re.search(complaint, refused(capfd, "generate", PROMPT, "--pair", "tiny", *arguments))
+
+
+def test_a_prompt_that_is_missing_or_too_long_is_one_line(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "prompt: None" in refused(capfd, "generate", "--pair", "tiny")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert "prompt: ''" in refused(capfd, "generate", "-", "--pair", "tiny")
+    assert "shorter than the context of 256 tokens" in refused(capfd, "generate", "fox " * 400, "--pair", "tiny")
+
+
+@pytest.mark.parametrize("arguments", (("generate", PROMPT), ("show", "pair")))
+def test_an_unknown_pair_names_the_known_ones(arguments: tuple[str, ...], capfd: Capture) -> None:
+    line = refused(capfd, *arguments, "--pair", "nobody")
+    assert "no compiled pair named 'nobody'" in line
+    assert "tiny" in line
+    assert "ygg compile TARGET DRAFT --name nobody" in line
+
+
+def test_show_needs_an_existing_folder(capfd: Capture, tmp_path: Path) -> None:
+    assert "--out" in refused(capfd, "show", "profile", "--pair", "tiny", "--out", str(tmp_path / "nowhere"))
+
+
+def test_compile_refuses_a_wrong_folder_a_missing_tokenizer_and_another_vocabulary(
+    capfd: Capture, tmp_path: Path, llama_folders: tuple[str, str], ygg_home: Path
+) -> None:
+    from transformers import LlamaConfig
+
+    target, draft = llama_folders
+    bare, other = tmp_path / "bare", tmp_path / "other"
+    shutil.copytree(target, bare, ignore=shutil.ignore_patterns("tokenizer*", "special*"))
+    LlamaConfig(vocab_size=500, hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(other)
+    before = sorted(path.name for path in (ygg_home / "compile_cache").iterdir())
+    assert "model: " in refused(capfd, "compile", str(tmp_path / "nowhere"), draft)
+    assert "model: " in refused(capfd, "compile", target, str(tmp_path / "nowhere"))
+    assert "tokenizer: " in refused(capfd, "compile", str(bare), draft)
+    line = refused(capfd, "compile", target, str(other), "--name", "mismatch")
+    assert "384" in line
+    assert "500" in line
+    assert "draft: None" in refused(capfd, "compile", target)
+    assert "name: 'a/b'" in refused(capfd, "compile", target, draft, "--name", "a/b")
+    assert "calibration: " in refused(capfd, "compile", target, draft, "--name", "x", "--calibration", str(tmp_path / "no.txt"))
+    assert "max_context: 1000" in refused(capfd, "compile", target, draft, "--name", "x", "--max-context", "1000")
+    assert "max_context: 4096" in refused(capfd, "compile", target, draft, "--name", "x", "--max-context", "4096")
+    assert sorted(path.name for path in (ygg_home / "compile_cache").iterdir()) == before
+
+
+@pytest.fixture
+def copied(ygg_home: Path, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An artifact root of this test's own, to be broken: a copy of the compiled pair."""
+    for store in ("compile_cache", "profiles", "predictors"):
+        shutil.copytree(ygg_home / store / "tiny", tmp_path / store / "tiny")
+    monkeypatch.setenv("YGG_HOME", str(tmp_path))
+    return tmp_path
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    payload = json.loads(path.read_text())
+    change(payload)
+    path.write_text(json.dumps(payload))
+
+
+def snapshot(root: Path) -> dict[str, str]:
+    return {str(path.relative_to(root)): digest_file(path) for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
+    "truncated bundle.json": (lambda bundle: truncate(bundle.folder / "bundle.json"), "bundle.json: corrupt"),
+    "bundle.json without a field": (
+        lambda bundle: edit(bundle.folder / "bundle.json", lambda payload: payload.pop("kv_draft")),
+        "bundle.json: corrupt .'kv_draft'",
+    ),
+    "bundle.json with an unknown option": (
+        lambda bundle: edit(bundle.folder / "bundle.json", lambda payload: payload["config"].update(speed=9)),
+        "bundle.json: corrupt .*'speed'",
+    ),
+    "foreign processor": (
+        lambda bundle: edit(bundle.folder / "bundle.json", lambda payload: payload["machine"].update(cpu_flags="sparc")),
+        "bundle.json: stale: cpu_flags was 'sparc' and is now",
+    ),
+    "foreign torch": (lambda bundle: edit(bundle.folder / "bundle.json", lambda payload: payload["machine"].update(torch="1.0")), "stale: torch was '1.0'"),
+    "truncated current.json": (lambda bundle: truncate(bundle.folder.parent / "current.json"), "current.json: corrupt"),
+    "bundle gone": (lambda bundle: shutil.rmtree(bundle.folder), "bundle.json: missing"),
+    "truncated weights": (lambda bundle: truncate(bundle.folder / "target" / "weights.safetensors"), "weights.safetensors: corrupt"),
+    "missing weights": (lambda bundle: (bundle.folder / "draft" / "weights.safetensors").unlink(), "weights.safetensors: missing"),
+    "truncated graph": (lambda bundle: truncate(bundle.folder / "target" / "tokens_4.pt2"), r"tokens_4\.pt2: corrupt"),
+    "missing graph": (lambda bundle: (bundle.folder / "draft" / "tokens_4.pt2").unlink(), r"tokens_4\.pt2: "),
+    "missing tokenizer": (lambda bundle: (bundle.folder / "tokenizer.json").unlink(), "tokenizer.json: missing or corrupt"),
+    "truncated profile": (lambda bundle: truncate(bundle.profile_path), r"\.json: corrupt"),
+    "profile of another compilation": (lambda bundle: edit(bundle.profile_path, lambda payload: payload.update(fingerprint="0" * 12)), "stale: measured for"),
+    "calibration without a table": (lambda bundle: edit(bundle.acceptance_path, lambda payload: payload.pop("by_temperature")), "acceptance.json: corrupt"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_artifact_is_one_line_that_says_what_to_run_and_nothing_is_touched(damage: str, copied: Path, capfd: Capture) -> None:
+    bundle = load_bundle("tiny")
+    assert bundle.folder.is_relative_to(copied)
+    inflict, complaint = DAMAGES[damage]
+    inflict(bundle)
+    before = snapshot(copied)
+    line = refused(capfd, "generate", PROMPT, "--pair", "tiny")
+    assert re.search(complaint, line), line
+    assert "; run `ygg compile " in line
+    assert snapshot(copied) == before
+
+
+def test_weights_that_changed_since_compilation_are_stale(copied: Path, capfd: Capture, tmp_path: Path) -> None:
+    changed = tmp_path / "model.safetensors"
+    changed.write_bytes(b"other weights")
+    edit(load_bundle("tiny").folder / "bundle.json", lambda payload: payload["sources"][0].update(path=str(changed)))
+    assert re.search("stale: .*model.safetensors has changed", refused(capfd, "generate", PROMPT, "--pair", "tiny"))
+
+
+def test_sources_that_are_gone_do_not_matter(copied: Path, capsys: Capture, tmp_path: Path) -> None:
+    edit(load_bundle("tiny").folder / "bundle.json", lambda payload: [source.update(path=str(tmp_path / "gone")) for source in payload["sources"]])
+    generate(capsys)
+
+
+def test_compiling_again_keeps_what_is_there_and_builds_what_is_missing(copied: Path, llama_folders: tuple[str, str], capsys: Capture) -> None:
+    folder, before = load_bundle("tiny").folder, compilations()
+    kept = {name: digest for name, digest in snapshot(folder).items() if name != "bundle.json"}
+    (folder / "bundle.json").unlink()
+    calibration = tiny_pair.save_calibration(copied / "stories.txt")
+    again = compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=tiny_pair.SilentProgress())
+    assert again.folder == folder
+    assert compilations() == before
+    assert {name: digest for name, digest in snapshot(folder).items() if name != "bundle.json"} == kept
+    generate(capsys)

@@ -1,0 +1,119 @@
+"""The same token has the same bits in every graph of the menu, in a chain or in a tree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_pair
+import torch
+from conftest import SMALLEST, compiled
+from torch import Tensor
+
+from yggdrasil.bundle import LoadedPair, load_pair
+from yggdrasil.compiler.model import CompiledModel
+from yggdrasil.models.packing import pack_chain_, pack_nodes_
+from yggdrasil.tree import TokenTree
+
+PREFIX = list(range(30, 53))
+TEXT = [60, 61, 62, 63]
+
+
+@pytest.fixture(scope="module", params=("float32", "bfloat16"))
+def pair(request: pytest.FixtureRequest, ygg_home: Path, tiny: LoadedPair) -> LoadedPair:
+    """Llama in float32; Qwen3 in bfloat16, which tests/equal/test_exact.py compiles too."""
+    if request.param == "float32":
+        return tiny
+    folder = ygg_home / "models" / "qwen3"
+    folders = str(folder / "target"), str(folder / "draft")
+    if not (folder / "draft" / "model.safetensors").exists():
+        folders = tiny_pair.save_random_pair(folder, "qwen3")
+    compiled(ygg_home, "qwen3", folders, replace(SMALLEST, dtype="bfloat16"))
+    return load_pair("qwen3")
+
+
+def prefilled(model: CompiledModel, tokens: list[int]) -> None:
+    """Commit `tokens` one at a time through the smallest graph: plain decoding."""
+    model.cache.rollback_(0)
+    for token in tokens:
+        chain(model, [token], model.menu.sizes[0])
+        model.cache.commit_([0])
+
+
+def chain(model: CompiledModel, tokens: list[int], size: int) -> Tensor:
+    """Logits of a chain after the committed tokens, through the graph of `size` tokens."""
+    meta_NM = model.meta(size)
+    pack_chain_(meta_NM, tokens, model.cache.len)
+    return model.forward(meta_NM)[0]
+
+
+def in_tree(model: CompiledModel, size: int, max_depth: int) -> Tensor:
+    """Logits of TEXT as a path of a tree that fills the graph of `size` tokens, siblings between its nodes."""
+    tree = TokenTree.root(TEXT[0], size, max_depth=max_depth)
+    nodes, per_level = [0], (size - 1) // (len(TEXT) - 1)
+    for token in TEXT[1:]:
+        first = len(tree)
+        siblings = torch.tensor([*range(100, 100 + per_level - 1), token])
+        tree.grow(torch.full((per_level,), nodes[-1]), siblings, torch.full((per_level,), -float(first)))
+        nodes.append(len(tree) - 1)
+    meta_NM = model.meta(size)
+    pack_nodes_(meta_NM, tree, 0, len(tree), model.cache.len)
+    return model.forward(meta_NM)[0][nodes]
+
+
+def test_rows_are_bitwise_equal_across_the_menu(pair: LoadedPair) -> None:
+    model = pair.engine.target
+    assert model.menu.sizes in ((2, 4, 8, 16, 32), (2, 4, 16))
+    prefilled(model, PREFIX)
+    expected = []
+    for step, token in enumerate(TEXT):  # plain decoding of TEXT
+        expected.append(chain(model, [token], 2)[0].clone())
+        model.cache.commit_([0])
+        assert model.cache.len == len(PREFIX) + step + 1
+    model.cache.rollback_(len(PREFIX))
+    for size in model.menu.sizes:
+        first = [chain(model, [TEXT[0]], size)[0]]
+        assert torch.equal(first[0], expected[0]), f"first token through {size}"
+        if size >= len(TEXT):
+            for name, rows in (("chain", chain(model, TEXT, size)[: len(TEXT)]), ("tree", in_tree(model, size, pair.bundle.config.max_depth))):
+                assert torch.equal(rows, torch.stack(expected)), f"{name} through {size}"
+
+
+def test_rows_do_not_depend_on_how_the_prefix_was_prefilled(pair: LoadedPair) -> None:
+    model = pair.engine.target
+    prefilled(model, PREFIX)
+    expected = chain(model, TEXT, 4)[: len(TEXT)].clone()
+    for size in model.menu.sizes[1:]:
+        model.cache.rollback_(0)
+        for start in range(0, len(PREFIX), size):
+            piece = PREFIX[start : start + size]
+            chain(model, piece, size)
+            model.cache.commit_(range(len(piece)))
+        assert torch.equal(chain(model, TEXT, 4)[: len(TEXT)], expected), f"prefilled through {size}"
+
+
+def test_draft_candidates_are_bitwise_equal_across_the_menu(pair: LoadedPair) -> None:
+    """So the tree that is drafted does not depend on how the draft caught up."""
+    model = pair.engine.draft
+    prefilled(model, PREFIX)
+    outputs = []
+    for size in model.menu.sizes:
+        meta_NM = model.meta(size)
+        pack_chain_(meta_NM, [TEXT[0]], model.cache.len)
+        outputs.append([out[0].clone() for out in model.forward(meta_NM)])
+    for tokens_C, log_probs_C in outputs[1:]:
+        assert torch.equal(tokens_C, outputs[0][0])
+        assert torch.equal(log_probs_C, outputs[0][1])
+
+
+def test_a_committed_path_reads_like_a_plain_history(pair: LoadedPair) -> None:
+    model = pair.engine.target
+    prefilled(model, [*PREFIX, *TEXT])
+    expected = chain(model, [77], 2)[0].clone()
+    model.cache.rollback_(len(PREFIX))
+    size = model.menu.sizes[-1]
+    in_tree(model, size, pair.bundle.config.max_depth)
+    per_level = (size - 1) // (len(TEXT) - 1)
+    model.cache.commit_([0, *(per_level * level for level in range(1, len(TEXT)))])
+    assert torch.equal(chain(model, [77], 2)[0], expected)

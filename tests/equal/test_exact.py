@@ -1,0 +1,330 @@
+"""Speculative decoding writes what plain decoding writes, and plain decoding what transformers writes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pair
+import torch
+from conftest import SMALLEST, compiled
+
+from yggdrasil import engine as engine_module
+from yggdrasil.bundle import LoadedPair, load_pair
+from yggdrasil.compilations import compilations, no_compilation
+from yggdrasil.compiler.graphs import compile_graph
+from yggdrasil.compiler.pool import GraphJob, compile_graphs
+from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.engine import Engine
+from yggdrasil.errors import ConfigError, ShapeNotCompiled
+from yggdrasil.kv import KVCache
+from yggdrasil.measure import plain_policy
+from yggdrasil.models.forward import DraftForward, TargetForward
+from yggdrasil.models.load import load_model, pack_linears_
+from yggdrasil.models.packing import empty_meta, pack_chain_, pack_nodes_
+from yggdrasil.report import Run
+from yggdrasil.state import DecodeState, Shape
+from yggdrasil.tree import TokenTree
+
+PROMPTS = ("Once upon a time", "Tom", "One day Lily saw a red fox near the café.", "xyz 123")
+SHAPES = (Shape(1, 1), Shape(1, 4), Shape(4, 1, 4), Shape(4, 4), Shape(4, 4, 16), Shape(4, 2, 3), None)  # None: the best by Eq. 3
+SAMPLED = SamplingConfig(temperature=0.8, top_p=0.95, seed=7)
+
+
+def decode(pair: LoadedPair, prompt: str | list[int], shape: Shape | None, *, plain: bool = False, num_tokens: int = 64, **options: Any) -> list[int]:
+    """The emitted tokens."""
+    sampling = options.pop("sampling", SamplingConfig())
+    config = GenerateConfig(max_new_tokens=num_tokens, sampling=sampling, plain=plain, **options)
+    policy = plain_policy() if plain else pair.policy(temperature=sampling.temperature, shape=shape)
+    tokens = pair.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    return [token for result in pair.engine.generate(tokens, policy, config) for token in result.tokens]
+
+
+@pytest.fixture(scope="module")
+def transformers_texts(llama_folders: tuple[str, str], tiny: LoadedPair) -> dict[str, list[int]]:
+    """What transformers' own greedy generation writes after every prompt."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llama_folders[0], dtype=torch.float32).eval()
+    texts = {}
+    for prompt in PROMPTS:
+        tokens = torch.tensor([tiny.tokenizer.encode(prompt)])
+        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=64, pad_token_id=0)
+        texts[prompt] = out[0, tokens.shape[1] :].tolist()
+    return texts
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_speculative_equals_plain_and_transformers(tiny: LoadedPair, transformers_texts: dict[str, list[int]], prompt: str) -> None:
+    plain = decode(tiny, prompt, None, plain=True)
+    assert plain == transformers_texts[prompt]
+    for shape in SHAPES:
+        assert decode(tiny, prompt, shape) == plain, f"shape {shape}"
+
+
+def test_speculation_is_accepted_and_rejected_in_these_tests(tiny: LoadedPair) -> None:
+    """Otherwise the equalities above would say little."""
+    config = GenerateConfig(max_new_tokens=64, ignore_eos=True)
+    results = [r for prompt in PROMPTS for r in tiny.engine.generate(tiny.tokenizer.encode(prompt), tiny.policy(shape=Shape(4, 4, 16)), config)]
+    accepted = [result.accepted for result in results]
+    assert 0 in accepted
+    assert max(accepted) == 4
+    assert any(result.path not in (list(range(len(result.path))),) for result in results)  # a path that is not the first chain: KV has to move
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_same_seed_same_tokens_with_and_without_speculation(tiny: LoadedPair, seed: int) -> None:
+    sampling = replace(SAMPLED, seed=seed)
+    plain = decode(tiny, PROMPTS[seed], None, plain=True, sampling=sampling)
+    for shape in (Shape(1, 4), Shape(4, 4), None):
+        assert decode(tiny, PROMPTS[seed], shape, sampling=sampling) == plain, f"shape {shape}"
+
+
+def test_another_seed_writes_another_text(tiny: LoadedPair) -> None:
+    texts = {tuple(decode(tiny, PROMPTS[0], None, sampling=SamplingConfig(temperature=1.0, seed=seed), ignore_eos=True)) for seed in range(4)}
+    assert len(texts) == 4
+
+
+def test_shapes_may_change_at_every_step(tiny: LoadedPair) -> None:
+    """Also through plain steps, during which the draft falls behind and has to catch up."""
+    sequence = [Shape(4, 4), *[Shape(1, 0, 1)] * 5, Shape(1, 2), Shape(4, 1), *[Shape(1, 0, 1)] * 40, Shape(4, 3), Shape(1, 4)]
+    expected = decode(tiny, PROMPTS[0], None, plain=True, num_tokens=150, ignore_eos=True)
+    state = DecodeState(tiny.tokenizer.encode(PROMPTS[0]))
+    for model in (tiny.engine.target, tiny.engine.draft):
+        model.cache.rollback_(0)
+    engine_module.prefill(tiny.engine.target, state.tokens[:-1])
+    while len(state.emitted) < 150:
+        for shape in sequence:
+            tiny.engine.step(state, tiny.policy(shape=shape))
+            if len(state.emitted) >= 150:
+                break
+    assert list(state.emitted)[:150] == expected
+
+
+@pytest.fixture(scope="module", params=("qwen3", "gptneox"))
+def other(request: pytest.FixtureRequest, ygg_home: Path, kernels: None) -> LoadedPair:
+    """A random Qwen3 pair in bfloat16 and a random GPT-NeoX pair in float32, each with the smallest menu."""
+    architecture, folder = request.param, ygg_home / "models" / request.param
+    folders = str(folder / "target"), str(folder / "draft")
+    if not (folder / "draft" / "model.safetensors").exists():
+        folders = tiny_pair.save_random_pair(folder, architecture)
+    compiled(ygg_home, architecture, folders, replace(SMALLEST, dtype="bfloat16" if architecture == "qwen3" else "float32"))
+    return load_pair(architecture)
+
+
+def test_other_architectures_speculative_equals_plain_in_bf16_too(other: LoadedPair) -> None:
+    rates = []
+    for prompt in PROMPTS:
+        plain = decode(other, prompt, None, plain=True, ignore_eos=True)
+        for shape in (Shape(2, 3, 4), Shape(2, 1), None):
+            assert decode(other, prompt, shape, ignore_eos=True) == plain, f"shape {shape}"
+        sampled = decode(other, prompt, None, plain=True, ignore_eos=True, sampling=SAMPLED)
+        assert decode(other, prompt, Shape(2, 3, 4), ignore_eos=True, sampling=SAMPLED) == sampled
+        config = GenerateConfig(max_new_tokens=64, ignore_eos=True)
+        rates += [r.accepted for r in other.engine.generate(other.tokenizer.encode(prompt), other.policy(shape=Shape(2, 3, 4)), config)]
+    assert 0 in rates
+    assert max(rates) > 0
+
+
+def test_other_architectures_write_what_transformers_writes(other: LoadedPair) -> None:
+    """In bfloat16 transformers rounds differently: there only the first tokens' logits are compared, with tolerance."""
+    from transformers import AutoModelForCausalLM
+
+    bundle = other.bundle
+    dtype = getattr(torch, bundle.config.dtype)
+    model = AutoModelForCausalLM.from_pretrained(bundle.models[0], dtype=dtype).eval()
+    tokens = other.tokenizer.encode(PROMPTS[2])[:16]
+    other.engine.target.cache.rollback_(0)
+    meta_NM = other.engine.target.meta(16)
+    pack_chain_(meta_NM, tokens, 0)
+    logits_NV, _ = other.engine.target.forward(meta_NM)
+    with torch.no_grad():
+        expected_NV = model(torch.tensor([tokens])).logits[0]
+    scale = expected_NV.float().std().item()
+    tolerance = scale * (1e-4 if dtype == torch.float32 else 0.1)
+    torch.testing.assert_close(logits_NV[: len(tokens)].float(), expected_NV.float(), rtol=0, atol=tolerance)
+
+
+def test_nothing_compiles_in_the_loop(tiny: LoadedPair) -> None:
+    before = compilations()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for shape in (Shape(4, 4), Shape(1, 3), None):
+            decode(tiny, PROMPTS[0], shape, num_tokens=20)
+        run = Run(tiny, tiny.tokenizer.encode(PROMPTS[0]), GenerateConfig(max_new_tokens=20)).complete()
+    assert compilations() == before
+    assert run.to_json()["compilations"] == before
+
+
+def test_a_compilation_inside_the_loop_raises(tiny: LoadedPair, tmp_path: Path) -> None:
+    job = GraphJob("nowhere", 0, "float32", "cpu", tiny.bundle.kv_target, 4, 2, str(tmp_path / "tokens_2.pt2"))
+    compiled_here = torch.compile(lambda x: x * 2 + 1, backend="eager")
+    with no_compilation():
+        with pytest.raises(RuntimeError, match=r"fail_on_recompile|recompile"):
+            compiled_here(torch.ones(3))
+        for build in (
+            lambda: compile_graph(torch.nn.Identity(), empty_meta(2, 4), tmp_path / "x.pt2"),
+            lambda: compile_graphs([job], num_workers=1, on_done=print),
+        ):
+            with pytest.raises(RuntimeError):
+                build()
+    assert list(tmp_path.iterdir()) == []
+
+
+def tree_meta(num_tokens: int, max_depth: int, root_pos: int) -> torch.Tensor:
+    """A bushy tree of `num_tokens` nodes under `root_pos` committed tokens."""
+    tree = TokenTree.root(5, num_tokens, max_depth=max_depth)
+    while len(tree) < num_tokens:
+        parent = (len(tree) - 1) // 3
+        tree.grow(torch.tensor([parent]), torch.tensor([len(tree) + 20]), torch.tensor([-float(len(tree))]))
+    meta_NM = empty_meta(num_tokens, max_depth)
+    pack_nodes_(meta_NM, tree, 0, num_tokens, root_pos)
+    return meta_NM
+
+
+def test_compiled_equals_eager(tiny: LoadedPair) -> None:
+    config = tiny.bundle.config
+    prompt = list(range(20, 32))
+    for kind, model, kv in (("target", tiny.engine.target, tiny.bundle.kv_target), ("draft", tiny.engine.draft, tiny.bundle.kv_draft)):
+        loaded = load_model(tiny.bundle.models[kind == "draft"], dtype=torch.float32)
+        pack_linears_(loaded)
+        cache = KVCache(kv, dtype=torch.float32, device="cpu")
+        eager = TargetForward(loaded, cache) if kind == "target" else DraftForward(loaded, cache, config.num_candidates)
+        model.cache.rollback_(0)
+        chain_NM = model.meta(len(prompt))
+        pack_chain_(chain_NM, prompt, 0)
+        tree_NM = tree_meta(4, config.max_depth, len(prompt))
+        for meta_NM, count in ((chain_NM, len(prompt)), (tree_NM, 4)):
+            with torch.no_grad():
+                expected = eager(meta_NM)
+            for ours, theirs in zip(model.forward(meta_NM), expected, strict=True):
+                torch.testing.assert_close(ours[:count], theirs[:count], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stage", ("accept", "commit_", "verify", "draft"))
+def test_interrupted_step_leaves_committed_history(tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    expected = decode(tiny, PROMPTS[0], None, plain=True, num_tokens=48, ignore_eos=True)
+    state = DecodeState(tiny.tokenizer.encode(PROMPTS[0]))
+    for model in (tiny.engine.target, tiny.engine.draft):
+        model.cache.rollback_(0)
+        engine_module.prefill(model, state.tokens[:-1])
+    policy = tiny.policy(shape=Shape(4, 4, 16))
+    for _ in range(3):
+        tiny.engine.step(state, policy)
+    history = list(state.tokens)
+
+    original = getattr(engine_module, stage)
+
+    def power_cut(*args: Any, **kwargs: Any) -> Any:
+        if stage in ("verify", "draft"):
+            original(*args, **kwargs)  # its KV is written, its result is lost
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_module, stage, power_cut)
+        with pytest.raises(KeyboardInterrupt):
+            tiny.engine.step(state, policy)
+    assert state.tokens == history
+    while len(state.emitted) < 48:
+        tiny.engine.step(state, policy)
+    assert list(state.emitted)[:48] == expected
+
+
+def test_commit_interrupted_between_the_models_leaves_committed_history(tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = decode(tiny, PROMPTS[0], None, plain=True, num_tokens=48, ignore_eos=True)
+    state = DecodeState(tiny.tokenizer.encode(PROMPTS[0]))
+    for model in (tiny.engine.target, tiny.engine.draft):
+        model.cache.rollback_(0)
+        engine_module.prefill(model, state.tokens[:-1])
+    policy = tiny.policy(shape=Shape(4, 4, 16))
+    tiny.engine.step(state, policy)
+    commit_, target_cache = KVCache.commit_, tiny.engine.target.cache
+
+    def power_cut(self: KVCache, path: Any) -> None:
+        commit_(self, path)
+        if self is target_cache:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KVCache, "commit_", power_cut)
+        with pytest.raises(KeyboardInterrupt):
+            tiny.engine.step(state, policy)
+    while len(state.emitted) < 48:
+        tiny.engine.step(state, policy)
+    assert list(state.emitted)[:48] == expected
+
+
+def test_logits_that_are_not_finite_lose_the_step_not_the_text(tiny: LoadedPair) -> None:
+    from yggdrasil.errors import YggError
+
+    state = DecodeState(tiny.tokenizer.encode(PROMPTS[0]))
+    history = list(state.tokens)
+    for model in (tiny.engine.target, tiny.engine.draft):
+        model.cache.rollback_(0)
+        engine_module.prefill(model, state.tokens[:-1])
+    values = tiny.engine.target.cache.storage_L2GTF
+    kept = values.clone()
+    values[:, 1] = float("nan")
+    try:
+        with pytest.raises(YggError, match="not finite"):
+            tiny.engine.step(state, tiny.policy(shape=Shape(4, 2)))
+    finally:
+        values.copy_(kept)
+    assert state.tokens == history
+
+
+def test_end_of_text_ends_the_text_and_is_its_last_token(tiny: LoadedPair) -> None:
+    free = decode(tiny, PROMPTS[0], Shape(4, 4, 16), num_tokens=120, ignore_eos=True)
+    end = free[40]  # any token that comes will do as an end of text
+    first = free.index(end) + 1
+    engine = Engine(tiny.engine.target, tiny.engine.draft, max_context=tiny.bundle.max_context, eos_tokens=(end,))
+    pair = replace(tiny, engine=engine)
+    for shape, plain in ((Shape(4, 4, 16), False), (Shape(1, 4), False), (None, True)):
+        assert decode(pair, PROMPTS[0], shape, plain=plain, num_tokens=120) == free[:first]
+
+
+@pytest.mark.parametrize("num_tokens", (1, 2, 3, 5, 17))
+def test_never_more_tokens_than_asked_for(tiny: LoadedPair, num_tokens: int) -> None:
+    free = decode(tiny, PROMPTS[0], None, plain=True, num_tokens=20, ignore_eos=True)
+    assert decode(tiny, PROMPTS[0], Shape(4, 4, 16), num_tokens=num_tokens, ignore_eos=True) == free[:num_tokens]
+
+
+def test_the_context_can_be_filled_to_its_last_token(tiny: LoadedPair) -> None:
+    context = tiny.bundle.max_context
+    prompt = (tiny.tokenizer.encode(" ".join(tiny_pair.stories(8))))[: context - 10]
+    expected = decode(tiny, prompt, None, plain=True, num_tokens=10, ignore_eos=True)
+    assert len(expected) == 10
+    assert decode(tiny, prompt, Shape(4, 4, 16), num_tokens=10, ignore_eos=True) == expected
+    assert len(decode(tiny, prompt[:1], Shape(4, 4), num_tokens=context - 1, ignore_eos=True)) == context - 1
+
+
+def test_requests_that_do_not_fit_are_refused_by_name(tiny: LoadedPair) -> None:
+    context = tiny.bundle.max_context
+    with pytest.raises(ConfigError, match="max_new_tokens: 247 .*at most 246"):
+        decode(tiny, [1] * 10, None, num_tokens=247)
+    with pytest.raises(ConfigError, match=f"prompt: '{context} tokens' .*shorter than the context"):
+        decode(tiny, [1] * context, None, num_tokens=1)
+    with pytest.raises(ConfigError, match="prompt: '' .*at least one token"):
+        decode(tiny, [], None, num_tokens=1)
+    assert tiny.engine.check_request(250, GenerateConfig()) == 6
+
+
+def test_a_tree_wider_than_the_menu_names_the_menu(tiny: LoadedPair) -> None:
+    with pytest.raises(ShapeNotCompiled, match=r"no compiled graph takes 33 tokens; the menu is \[2, 4, 8, 16, 32\]"):
+        tiny.engine.target.meta(33)
+
+
+def test_long_prompts_are_prefilled_in_chunks_with_the_same_result(tiny: LoadedPair) -> None:
+    prompt = tiny.tokenizer.encode(" ".join(tiny_pair.stories(8)))[:101]
+    chunked = decode(tiny, prompt, None, plain=True, num_tokens=20, ignore_eos=True)
+    state = DecodeState(prompt[:1])
+    for model in (tiny.engine.target, tiny.engine.draft):
+        model.cache.rollback_(0)
+    for token in prompt[1:]:  # the same prompt, token after token
+        tiny.engine.step(state, plain_policy())
+        state.tokens[-1:] = [token]
+    state.prompt_len = len(prompt)
+    while len(state.emitted) < 20:
+        tiny.engine.step(state, plain_policy())
+    assert list(state.emitted) == chunked

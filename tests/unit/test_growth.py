@@ -1,0 +1,49 @@
+"""The fused growth step against the operators that specify it."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from yggdrasil.kernels import load_kernels
+from yggdrasil.models.packing import empty_meta
+from yggdrasil.step.draft import Frontier, grow_fused_, grow_plain_
+from yggdrasil.tree import TokenTree
+
+MAX_DEPTH = 6
+
+
+def grown(grow_, *, width: int, depth: int, candidates: int, seed: int):  # type: ignore[no-untyped-def]
+    """A tree grown over random candidates, and the metadata of every step."""
+    generator = torch.Generator().manual_seed(seed)
+    tree = TokenTree.root(3, 1 + width * depth, max_depth=MAX_DEPTH)
+    frontier = Frontier(1 + width * depth, candidates)
+    meta_NM = empty_meta(max(width, 2) + 1, MAX_DEPTH)
+    metas, fresh = [], 1
+    for _ in range(depth):
+        # padded rows, as a graph of a wider bucket returns them
+        log_probs = -torch.rand(fresh + 1, candidates, generator=generator).sort(dim=1).values
+        tokens = torch.stack([torch.randperm(50, generator=generator)[:candidates] for _ in range(fresh + 1)])
+        grow_(frontier, tree, tokens, log_probs, width, meta_NM, 17)
+        metas.append(meta_NM.clone())
+        fresh = width
+    return tree, metas
+
+
+@settings(max_examples=40, deadline=None)
+@given(width=st.integers(1, 5), depth=st.integers(1, MAX_DEPTH), extra=st.integers(0, 3), seed=st.integers(0, 10_000))
+def test_the_fused_growth_step_equals_the_plain_one(width: int, depth: int, extra: int, seed: int) -> None:
+    load_kernels()
+    plain, plain_metas = grown(grow_plain_, width=width, depth=depth, candidates=width + extra, seed=seed)
+    fused, fused_metas = grown(grow_fused_, width=width, depth=depth, candidates=width + extra, seed=seed)
+    fused.check()
+    for name in ("token_N", "parent_N", "depth_N", "log_prob_N", "path_NA"):
+        assert torch.equal(getattr(plain, name), getattr(fused, name)), name
+    for plain_meta, fused_meta in zip(plain_metas, fused_metas, strict=True):
+        assert torch.equal(plain_meta, fused_meta)
+
+
+def test_a_taken_candidate_is_not_taken_again() -> None:
+    frontier = Frontier(2, 3)
+    frontier.add(torch.tensor([[7, 8, 9]]), torch.tensor([[-0.1, -0.5, -0.9]]), torch.zeros(1))
+    assert frontier.take(2)[1].tolist() == [7, 8]
+    assert frontier.take(1)[1].tolist() == [9]
