@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,12 @@ def _weight_bytes(folder: Path) -> int:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         tensors = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a mapping
     is_untied = any("lm_head" in name for name in tensors)
-    bytes_each: int = load_config(str(folder)).dtype.itemsize
+    bytes_each = int(load_config(str(folder)).dtype.itemsize)
     return bytes_each * sum(count for name, count in tensors.items() if not (is_untied and "embed_tokens" in name))
 
 
 def compiled_pair(target: Path, draft: Path, *, name: str, remeasure: bool = False) -> LoadedPair:
-    """The pair under this name, compiled unless it is there with these models.
+    """The pair under this name, compiled unless it is there with these models and the default menu.
 
     Args:
         target: Folder.
@@ -105,7 +105,7 @@ def compiled_pair(target: Path, draft: Path, *, name: str, remeasure: bool = Fal
     if not remeasure:
         try:
             pair = load_pair(name)
-            if pair.bundle.models == models:
+            if pair.bundle.models == models and replace(pair.bundle.config, max_context=None) == CompileConfig():
                 return pair
         except ArtifactError:
             pass  # unknown or stale: compile

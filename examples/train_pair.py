@@ -36,8 +36,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 END = "<|endoftext|>"
 SPLITS = ("test", "validation")
-TARGET_SIZES = dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2, head_dim=64)
-DRAFT_SIZES = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=32)
+TARGET_SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
+DRAFT_SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,21 +214,34 @@ def held_out_loss(model: LlamaForCausalLM, row_NL: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def agreement(draft: LlamaForCausalLM, target: LlamaForCausalLM, row_NL: torch.Tensor, start: int = 0) -> dict[str, float]:
-    """How well the draft predicts the target at positions >= ``start`` of the rows.
+def agreement(draft: LlamaForCausalLM, target: LlamaForCausalLM, row_NL: torch.Tensor, keep_NL: torch.Tensor | None = None) -> dict[str, float]:
+    """How well the draft predicts the target, over the predictions that ``keep_NL`` marks (default all of them).
 
     Returns:
         top1: share of positions where both argmaxes are equal (acceptance of one greedy drafted token).
         overlap: mean of sum_v min(draft_v, target_v) (acceptance of one token sampled at temperature 1).
     """
     draft.eval()
+    keep_NL = torch.ones_like(row_NL[:, 1:], dtype=torch.bool) if keep_NL is None else keep_NL
     top1, overlap = [], []
-    for batch in row_NL.split(16):
-        keep = torch.arange(batch[:, 1:].numel()) % (batch.shape[1] - 1) >= start
-        draft_logits, target_logits = logits_of(draft, batch)[keep], logits_of(target, batch)[keep]
+    for batch, keep in zip(row_NL.split(16), keep_NL.split(16), strict=True):
+        draft_logits, target_logits = (logits_of(model, batch)[keep.flatten()] for model in (draft, target))
         top1.append((draft_logits.argmax(-1) == target_logits.argmax(-1)).float())
         overlap.append(torch.minimum(draft_logits.softmax(-1), target_logits.softmax(-1)).sum(-1))
     return {"top1": float(torch.cat(top1).mean()), "overlap": float(torch.cat(overlap).mean())}
+
+
+def written_mask(row_NL: torch.Tensor, prompt_len: int, end_id: int) -> torch.Tensor:
+    """Which predictions the target made itself: after the prompt, up to its first END. # (N, L) -> (N, L - 1)"""
+    written_NL = torch.arange(1, row_NL.shape[1]) >= prompt_len
+    end_NL = (row_NL[:, 1:] == end_id) & written_NL
+    return written_NL & (end_NL.int().cumsum(1) - end_NL.int() == 0)
+
+
+def is_loop(tokens: list[int], repeats: int = 4, longest: int = 20) -> bool:
+    """Whether the text ends in a phrase of at most ``longest`` tokens said ``repeats`` times in a row."""
+    lengths = range(1, min(longest, len(tokens) // repeats) + 1)
+    return any(tokens[-size * repeats :] == tokens[-size:] * repeats for size in lengths)
 
 
 @torch.no_grad()
@@ -247,7 +260,7 @@ def write_on(model: LlamaForCausalLM, prompt_BL: torch.Tensor, length: int, temp
 
 
 def write_corpus(target: LlamaForCausalLM, stream: torch.Tensor, *, seconds: float, rows: int = 192, prompt_len: int = 32, length: int = 256) -> torch.Tensor:
-    """Text by the target, for ``seconds``: openings cut from the training stream, temperatures spread over 0 to 1.
+    """Text by the target, for ``seconds``: excerpts of the training stream to continue, temperatures spread over 0 to 1.
 
     A third of the rows are greedy. Returns one flat stream whose rows of ``length`` tokens are whole samples.
     """
@@ -362,22 +375,29 @@ def train_draft(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, streams
 
 
 def measure(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, streams: dict[str, torch.Tensor]) -> dict[str, object]:
-    """What the shipped bf16 weights do on the test stories, and a sample of their text."""
+    """What the shipped bf16 weights do on the test stories and on the target's own text, and two samples of it."""
     target, draft = load_frozen(config.out / "target"), load_frozen(config.out / "draft")
-    test_NL, opening_BL = windows(streams["test"], 512)[:96], windows(streams["test"], 32)[:64]
-    greedy_BL = write_on(target, opening_BL, 256, torch.zeros(len(opening_BL)))
-    prompt_BL = torch.tensor([tokenizer("Tom and Lily went to the park")["input_ids"]])
-    story = write_on(target, prompt_BL, 256, torch.zeros(1))[0].tolist()
-    return {
+    test_NL, prompt_NL = windows(streams["test"], 512)[:96], windows(streams["test"], 32)[:64]
+    metrics: dict[str, object] = {
         "target_parameters": target.num_parameters(),
         "draft_parameters": draft.num_parameters(),
         "test_tokens": test_NL.numel(),
         "target_test_loss": held_out_loss(target, test_NL),
         "draft_test_loss": held_out_loss(draft, test_NL),
         "draft_on_test_stories": agreement(draft, target, test_NL),
-        "draft_on_greedy_text_of_target": agreement(draft, target, greedy_BL, start=31),
-        "greedy_story": tokenizer.decode(story).split(END)[0],
+        "own_text_samples": len(prompt_NL),
     }
+    for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        row_NL = write_on(target, prompt_NL, 256, torch.full((len(prompt_NL),), temperature))
+        keep_NL = written_mask(row_NL, prompt_NL.shape[1], tokenizer.eos_token_id)
+        texts = [row[1:][keep].tolist() for row, keep in zip(row_NL, keep_NL, strict=True)]
+        metrics[f"draft_on_{name}_text_of_target"] = agreement(draft, target, row_NL, keep_NL)
+        metrics[f"{name}_texts_that_loop"] = sum(map(is_loop, texts))
+    prompt_BL = torch.tensor([tokenizer("Tom and Lily went to the park")["input_ids"]]).expand(2, -1)
+    greedy, sampled = write_on(target, prompt_BL, 256, torch.tensor([0.0, 0.8])).tolist()
+    metrics["greedy_story"] = tokenizer.decode(greedy).split(END)[0]
+    metrics["sampled_story"] = tokenizer.decode(sampled).split(END)[0]
+    return metrics
 
 
 def main(config: TrainConfig, text: Path) -> None:

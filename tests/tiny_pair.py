@@ -118,9 +118,16 @@ def random_config(architecture: str, num_layers: int) -> Any:
     from transformers import GPTNeoXConfig, Qwen3Config
 
     shared = {
-        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": num_layers, "num_attention_heads": 4, "max_position_embeddings": 256,
-        "eos_token_id": 0, "bos_token_id": None, "initializer_range": 0.15,
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+        "initializer_range": 0.15,
+    }
     if architecture == "qwen3":
         return Qwen3Config(**shared, num_key_value_heads=2, head_dim=32)
     return GPTNeoXConfig(**shared, rotary_pct=0.5)

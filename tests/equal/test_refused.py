@@ -26,7 +26,7 @@ def refused_configs() -> dict[str, tuple[Any, str]]:
         "encoder-decoder": (t.T5Config(vocab_size=384, d_model=64, d_ff=64, num_layers=1, num_heads=2), "encoder-decoder"),
         "mixture of experts": (t.MixtralConfig(**SIZES), "mixture of experts"),
         "qwen3 mixture of experts": (t.Qwen3MoeConfig(**SIZES, moe_intermediate_size=32), "mixture of experts"),
-        "state space": (t.MambaConfig(vocab_size=384, hidden_size=64, num_hidden_layers=1), "without attention heads"),
+        "state space": (t.MambaConfig(vocab_size=384, hidden_size=64, num_hidden_layers=1), "(without attention heads|layer type)"),
     }
 
 

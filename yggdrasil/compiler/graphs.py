@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from yggdrasil.compilations import count_compilation
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels.shims import c_shims
 
@@ -35,6 +36,7 @@ def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path) -> None:
 
     Cost: seconds of tracing, seconds of the C++ compiler.
     """
+    count_compilation()
     _separate_buffers_(module)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)

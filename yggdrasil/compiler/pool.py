@@ -96,6 +96,7 @@ def compile_graphs(jobs: Sequence[GraphJob], *, num_workers: int, on_done: Calla
     """
     waiting: queue.SimpleQueue[GraphJob] = queue.SimpleQueue()
     for job in jobs:
+        count_compilation()  # here, not in a thread, whose exception nobody would see
         waiting.put(job)
     workers = [_Worker() for _ in range(min(num_workers, len(jobs)))]
     failures: list[str] = []
@@ -109,7 +110,6 @@ def compile_graphs(jobs: Sequence[GraphJob], *, num_workers: int, on_done: Calla
             if (failure := worker.build(job)) is not None:
                 failures.append(failure)
             else:
-                count_compilation()
                 on_done(job)
 
     threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]

@@ -62,7 +62,9 @@ def load_model(name: str, *, dtype: torch.dtype) -> Any:
         UnsupportedModel: an architecture that this runtime would decode wrongly.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # loading is a step of our own progress display
     config = load_config(name)
     register_attention()
     try:
