@@ -42,6 +42,18 @@ def ygg_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.environ["YGG_HOME"] = before
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny models on one thread: waking a second one for every operator costs more than the operator, far more on a busy machine.
+
+    That the thread count changes no bit has tests of its own.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="session")
 def kernels(ygg_home: Path) -> None:
     """The operators under `torch.ops.ygg`."""

@@ -101,11 +101,15 @@ def save_json(path: Path, payload: Mapping[str, Any]) -> None:
     """Write JSON to a temporary name, then rename: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(payload, file, indent=1)
-        file.write("\n")
-    os.chmod(temporary, 0o644)  # mkstemp is private; an artifact is not
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(payload, file, indent=1)
+            file.write("\n")
+        os.chmod(temporary, 0o644)  # mkstemp is private; an artifact is not
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def load_json(path: Path, command: str) -> dict[str, Any]:

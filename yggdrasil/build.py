@@ -32,7 +32,7 @@ from yggdrasil.policy.shape import FixedShape, best_shape
 from yggdrasil.state import Shape
 from yggdrasil.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["CALIBRATION_TEXT", "Progress", "bundled_arguments", "compile_pair", "read_texts"]
+__all__ = ["CALIBRATION_TEXT", "Progress", "bundled_arguments", "compile_pair", "read_texts", "resolved"]
 
 CALIBRATION_TEXT = Path(__file__).parent / "data" / "calibration.jsonl"
 CALIBRATION_TEMPERATURES = (0.0, 1.0)
@@ -87,6 +87,7 @@ def _describe(target: str, draft: str, name: str, config: CompileConfig, calibra
     """Check everything that can be wrong with the input, and settle what is to be built."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda", "cpu on this machine: torch sees no CUDA device")
+    target, draft = resolved(target), resolved(draft)
     target_config, draft_config = load_config(target), load_config(draft)
     check_vocabularies(target_config, draft_config)
     tokenizer = load_tokenizer(target)
@@ -102,6 +103,7 @@ def _describe(target: str, draft: str, name: str, config: CompileConfig, calibra
         folder=artifacts.compile_cache() / name / fingerprint,
         config=config,
         dataset=calibration.stem,
+        calibration="" if calibration == CALIBRATION_TEXT else str(calibration.resolve()),
         kv_target=kv_shape(target_config, capacity),
         kv_draft=kv_shape(draft_config, capacity),
         eos_tokens=_eos_tokens(target, tokenizer),
@@ -109,6 +111,11 @@ def _describe(target: str, draft: str, name: str, config: CompileConfig, calibra
         models=(target, draft),
         machine=machine,
     )
+
+
+def resolved(model: str) -> str:
+    """A local folder's absolute path; a hub id as it is."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def _check_tokenizers(tokenizer: Any, draft: str) -> None:

@@ -13,8 +13,10 @@ predictors/<pair>/<dataset>/acceptance.json             calibrated acceptance
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ __all__ = [
     "machine_fields",
 ]
 
-FORMAT = 3
+FORMAT = 4
 BUNDLED = "tinystories"
 
 
@@ -94,7 +96,27 @@ class SourceFile:
 def machine_fields() -> dict[str, Any]:
     """What compiled code depends on besides its inputs."""
     gpu = ".".join(str(part) for part in torch.cuda.get_device_capability()) if torch.cuda.is_available() else "none"
-    return {"format": FORMAT, "torch": torch.__version__, "cuda": str(torch.version.cuda), "cpu_flags": artifacts.cpu_flags(), "compute_capability": gpu}
+    return {
+        "format": FORMAT,
+        "code": _lowering_digest(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "cpu_flags": artifacts.cpu_flags(),
+        "compute_capability": gpu,
+    }
+
+
+@cache
+def _lowering_digest() -> str:
+    """Of the sources that decide what a graph computes: an upgrade of this package must not run graphs of the old one."""
+    package = Path(__file__).parent
+    sources = [
+        package / "layout.py",
+        package / "compiler" / "graphs.py",
+        *sorted((package / "models").glob("*.py")),
+        *sorted((package / "kernels").glob("*.py")),
+    ]
+    return artifacts.digest([path.read_text() for path in sources])
 
 
 @dataclass(frozen=True)
@@ -105,7 +127,8 @@ class Bundle:
         name: Of the pair.
         folder: Of this fingerprint.
         config: How it was compiled; max_context is settled.
-        dataset: Calibration text.
+        dataset: Name of the calibration text.
+        calibration: Its path when it is not the bundled one, else empty.
         kv_target: Cache of the target.
         kv_draft: Cache of the draft.
         eos_tokens: End-of-text ids.
@@ -118,6 +141,7 @@ class Bundle:
     folder: Path
     config: CompileConfig
     dataset: str
+    calibration: str
     kv_target: KVShape
     kv_draft: KVShape
     eos_tokens: tuple[int, ...]
@@ -127,7 +151,8 @@ class Bundle:
 
     @property
     def command(self) -> str:
-        return compile_command(self.name, *self.models)
+        """What compiles this pair again, with the options that were not the defaults."""
+        return compile_command(self.name, self.models, self.config, self.calibration)
 
     @property
     def profile_path(self) -> Path:
@@ -196,9 +221,14 @@ class LoadedPair:
         return BestShape(PLAIN, acceptance, self.latency, verify_widths, widths)
 
 
-def compile_command(name: str, target: str, draft: str) -> str:
-    """The command that compiles this pair."""
-    return "ygg compile" if name == BUNDLED else f"ygg compile {target} {draft} --name {name}"
+def compile_command(name: str, models: tuple[str, str], config: CompileConfig, calibration: str) -> str:
+    """The command line of a compilation."""
+    words = ["ygg", "compile"] if name == BUNDLED else ["ygg", "compile", *models, "--name", name]
+    defaults = CompileConfig()
+    words += [word for field in ("dtype", "device") if (value := getattr(config, field)) != getattr(defaults, field) for word in (f"--{field}", value)]
+    words += ["--calibration", calibration] if calibration else []
+    words += ["--max-context", str(config.max_context)] if name != BUNDLED else []
+    return shlex.join(words)
 
 
 def known_pairs() -> Sequence[str]:
@@ -241,6 +271,7 @@ def _from_json(folder: Path, payload: dict[str, Any]) -> Bundle:
         folder=folder,
         config=from_dict(CompileConfig, payload["config"]),
         dataset=payload["dataset"],
+        calibration=payload["calibration"],
         kv_target=KVShape(**payload["kv_target"]),
         kv_draft=KVShape(**payload["kv_draft"]),
         eos_tokens=tuple(payload["eos_tokens"]),

@@ -43,7 +43,7 @@ class UnsupportedModel(YggError):
     """A model that this runtime does not decode correctly, so it does not decode it at all."""
 
     def __init__(self, model: str, feature: str) -> None:
-        super().__init__(f"{model}: {feature} is not supported; supported are decoder-only models with full causal attention in every layer")
+        super().__init__(f"{model}: {feature} is not supported; supported are decoder-only models with full causal attention and heads of 16, 32, ... features")
 
 
 class ArtifactError(YggError):

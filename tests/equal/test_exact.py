@@ -87,6 +87,16 @@ def test_another_seed_writes_another_text(tiny: LoadedPair) -> None:
     assert len(texts) == 4
 
 
+def test_the_thread_count_changes_no_token(tiny: LoadedPair) -> None:
+    one = decode(tiny, PROMPTS[0], Shape(4, 4, 16), num_tokens=16, sampling=SAMPLED)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert decode(tiny, PROMPTS[0], Shape(4, 4, 16), num_tokens=16, sampling=SAMPLED) == one
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def test_shapes_may_change_at_every_step(tiny: LoadedPair) -> None:
     """Also through plain steps, during which the draft falls behind and has to catch up."""
     sequence = [Shape(4, 4), *[Shape(1, 0, 1)] * 5, Shape(1, 2), Shape(4, 1), *[Shape(1, 0, 1)] * 40, Shape(4, 3), Shape(1, 4)]

@@ -57,10 +57,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def compile_named(target: str, draft: str) -> str:
-    """Compile a pair under its default name unless that is done; returns the name."""
+    """Compile a pair under a name made of both models unless that is done; returns the name."""
+    from yggdrasil.artifacts import digest
+    from yggdrasil.build import resolved
     from yggdrasil.bundle import is_compiled
 
-    name = Path(target).name
+    name = f"{Path(target).resolve().name}-{digest(resolved(target), resolved(draft))}"
     if not is_compiled(name):
         _compile(target, draft, name, CompileConfig(), None)
     return name
@@ -84,8 +86,15 @@ def _compile(target: str, draft: str, name: str, config: CompileConfig, calibrat
 
 
 def _report(bundle: Bundle, seconds: float) -> None:
+    from yggdrasil.bundle import BUNDLED, load_pair
+    from yggdrasil.policy.shape import best_shape
+
+    loaded = load_pair(bundle.name)
     print(f"compiled {bundle.name} in {seconds:.0f} s")
+    for temperature, acceptance in loaded.acceptance.by_temperature.items():
+        shape, gain = best_shape(acceptance, loaded.latency, widths=bundle.config.widths, verify_widths=bundle.config.verify_widths, context_len=0)
+        print(f"  temperature {temperature}: {shape}, predicted speedup over plain decoding {gain:.2f}")
     for path in (bundle.folder, bundle.profile_path, bundle.acceptance_path):
         print(f"  {path}")
-    pair = "" if bundle.command == "ygg compile" else f" --pair {bundle.name}"
+    pair = "" if bundle.name == BUNDLED else f" --pair {bundle.name}"
     print(f'next: ygg generate{pair} "Once upon a time"')

@@ -13,8 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -94,38 +94,35 @@ def compile_graphs(jobs: Sequence[GraphJob], *, num_workers: int, on_done: Calla
     Raises:
         RuntimeError: a worker failed; its traceback is in the message. The packages that were done stay.
     """
-    waiting: queue.SimpleQueue[GraphJob] = queue.SimpleQueue()
-    for job in jobs:
-        count_compilation()  # here, not in a thread, whose exception nobody would see
-        waiting.put(job)
+    for _ in jobs:
+        count_compilation()
     workers = [_Worker() for _ in range(min(num_workers, len(jobs)))]
-    failures: list[str] = []
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
 
-    def serve(worker: _Worker) -> None:
-        while not failures:
-            try:
-                job = waiting.get_nowait()
-            except queue.Empty:
-                return
-            if (failure := worker.build(job)) is not None:
-                failures.append(failure)
-            else:
-                on_done(job)
+    def build(job: GraphJob) -> None:
+        worker = idle.get()
+        worker.build(job)
+        idle.put(worker)
+        on_done(job)
 
-    threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
+    threads = ThreadPoolExecutor(max_workers=max(1, len(workers)))
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for future in as_completed([threads.submit(build, job) for job in jobs]):
+            future.result()
     finally:
-        for worker in workers:
+        for worker in workers:  # after Ctrl-C or a failure the builds under way end here
             worker.stop()
-        for folder in {Path(job.path).parent for job in jobs}:  # a killed worker cannot clean up
-            for leftover in folder.glob(f"{UNFINISHED}*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-    if failures:
-        raise RuntimeError(f"a graph could not be built:\n{failures[0]}")
+        threads.shutdown(cancel_futures=True)
+        _remove_unfinished({Path(job.path).parent for job in jobs})
+
+
+def _remove_unfinished(folders: Iterable[Path]) -> None:
+    """A killed worker cannot clean up after itself."""
+    for folder in folders:
+        for leftover in folder.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 class _Worker:
@@ -135,18 +132,22 @@ class _Worker:
             [sys.executable, "-m", "yggdrasil.compiler.pool"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, bufsize=1
         )
 
-    def build(self, job: GraphJob) -> str | None:
-        """None when built, else what the worker said."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def build(self, job: GraphJob) -> None:
+        """Raises RuntimeError with what the worker said when it could not."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(asdict(job)) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return self._stderr()
-        return None if self._process.stdout.readline().startswith("done") else self._stderr()
+            answer = self._process.stdout.readline()
+        except (BrokenPipeError, ValueError):
+            answer = ""
+        if not answer.startswith("done"):
+            raise RuntimeError(f"the graph of {job.num_tokens} tokens of {job.model} could not be built:\n{self._stderr()}")
 
     def _stderr(self) -> str:
         self._process.wait()
+        if self._errors.closed:
+            return "stopped"
         self._errors.seek(0)
         return self._errors.read()[-4000:]
 
@@ -162,6 +163,8 @@ def _serve() -> None:
     """The worker: one job a line on standard input, `done` a line on standard output, which nothing else may write."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    # Inductor builds the thread count into its own loops, which are short beside our operators; and a reduction that is split
+    # over threads for some token counts and not for others would cost the equality of bits between them.
     torch.set_num_threads(1)
     for line in sys.stdin:
         payload = json.loads(line)

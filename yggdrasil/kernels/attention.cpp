@@ -323,6 +323,8 @@ at::Tensor ygg::attend(const at::Tensor& query, const at::Tensor& key, const at:
                   const at::Tensor& meta, const at::Tensor& pages, double scale) {
   TORCH_CHECK(query.size(0) == 1 && query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "attend: query, key and value are (1, heads, N, F)");
   TORCH_CHECK(query.size(3) % kLanes == 0, "attend: head dimension ", query.size(3), " is not a multiple of ", kLanes);
+  TORCH_CHECK(key_cache.size(0) == key.size(1) && key_cache.size(2) == key.size(3) && key_cache.sizes() == value_cache.sizes(),
+              "attend: caches are (KV heads, slots, F), got ", key_cache.sizes(), " and ", value_cache.sizes());
   TORCH_CHECK(key_cache.is_contiguous() && value_cache.is_contiguous() && meta.is_contiguous() && pages.is_contiguous(), "attend: caches and metadata are contiguous");
   if (query.scalar_type() == at::kFloat) return run<float>(query, key, value, key_cache, value_cache, meta, pages, scale);
   TORCH_CHECK(query.scalar_type() == at::kBFloat16, "attend: dtype ", query.scalar_type(), " is neither float32 nor bfloat16");

@@ -14,6 +14,8 @@ from yggdrasil.models.attention import IMPLEMENTATION, register_attention
 
 __all__ = ["check_supported", "check_vocabularies", "kv_shape", "load_config", "load_model", "pack_linears_"]
 
+HEAD_DIM_STEP = 16  # lanes of the attention operator
+
 
 def load_config(name: str) -> Any:
     """The transformers configuration of a local folder or a hub id, checked.
@@ -52,6 +54,9 @@ def check_supported(name: str, config: Any) -> None:
         raise UnsupportedModel(name, "a multimodal model")
     if not hasattr(config, "num_attention_heads"):
         raise UnsupportedModel(name, f"an architecture without attention heads ({config.model_type})")
+    head_dim = kv_shape(config, 0).head_dim
+    if head_dim % HEAD_DIM_STEP:
+        raise UnsupportedModel(name, f"a head dimension of {head_dim}, which is no multiple of {HEAD_DIM_STEP},")
 
 
 def load_model(name: str, *, dtype: torch.dtype) -> Any:
@@ -64,7 +69,7 @@ def load_model(name: str, *, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # loading is a step of our own progress display
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # loading is a step of our own progress display
     config = load_config(name)
     register_attention()
     try:
