@@ -218,7 +218,7 @@ class LoadedPair:
         widths, verify_widths = self.bundle.config.widths, self.bundle.config.verify_widths
         if shape is not None:
             return FixedShape(shape, acceptance, self.latency, verify_widths)
-        return BestShape(PLAIN, acceptance, self.latency, verify_widths, widths)
+        return BestShape(shape=PLAIN, acceptance=acceptance, latency=self.latency, verify_widths=verify_widths, widths=widths)
 
 
 def compile_command(name: str, models: tuple[str, str], config: CompileConfig, calibration: str) -> str:

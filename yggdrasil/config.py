@@ -91,7 +91,7 @@ class CompileConfig:
     max_context: int | None = None
     widths: tuple[int, ...] = (1, 2, 4, 8)
     max_depth: int = 16
-    verify_widths: tuple[int, ...] = (4, 8, 16, 32, 64)
+    verify_widths: tuple[int, ...] = (4, 8, 16, 24, 32, 48, 64)
     prefill_chunk: int = 128
     num_candidates: int = 8
     calibration_prompts: int = 16

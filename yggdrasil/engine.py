@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from yggdrasil.config import GenerateConfig
 from yggdrasil.errors import ConfigError
@@ -68,7 +69,7 @@ class Engine:
             accepted = accept(pruned.tree, logits_KV, root_pos, state.sampling)
         with stage("commit"):
             commit_(state, self.target, self.draft, pruned, accepted, shape)
-        result = StepResult(accepted.tokens, shape, len(tree), len(pruned.tree), pruned.expected_emitted, pruned.tree, accepted.path)
+        result = StepResult(accepted.tokens, shape, len(tree), len(pruned.tree), root_pos, pruned.expected_emitted, pruned.tree, accepted.path)
         policy.observe(result)
         return result
 
@@ -98,7 +99,7 @@ class Engine:
             before = len(state.emitted)
             result = self.step(state, policy)
             tokens = self._cut(result.tokens, limit - before, config.ignore_eos)
-            yield StepResult(tokens, result.shape, result.drafted, result.verified, result.predicted_emitted, result.tree, result.path)
+            yield replace(result, tokens=tokens)
             if len(tokens) < len(result.tokens) or (not config.ignore_eos and tokens[-1] in self.eos_tokens):
                 return
 

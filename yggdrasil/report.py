@@ -70,7 +70,7 @@ class Run:
             self.ttft_ms = now_ms
         self.total_ms = now_ms
         self.results.append(result)
-        shape, context_len = result.shape, len(self.prompt) + self.num_tokens
+        shape, context_len = result.shape, result.context_len
         self._predicted.append(
             speedup(result.predicted_emitted, width=shape.width, depth=shape.depth, verify=result.verified, context_len=context_len, latency=self.pair.latency)
         )

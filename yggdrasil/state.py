@@ -73,6 +73,7 @@ class StepResult:
         shape: The shape that was drafted.
         drafted: Nodes of the drafted tree, root included.
         verified: Nodes of the verified tree, root included: its K.
+        context_len: Committed tokens before the root.
         predicted_emitted: Emitted tokens that the calibration expected of the verified tree.
         tree: The verified tree.
         path: Accepted nodes in it, root first.
@@ -82,6 +83,7 @@ class StepResult:
     shape: Shape
     drafted: int
     verified: int
+    context_len: int
     predicted_emitted: float
     tree: TokenTree
     path: list[int]

@@ -85,7 +85,7 @@ def test_best_shape_is_a_tree_when_width_pays() -> None:
 
 
 def test_best_shape_policy_asks_for_the_current_context_once() -> None:
-    policy = BestShape(PLAIN, acceptance([1.7, 2.3, 2.8], [1.7, 2.3, 2.8]), LATENCY, VERIFY_WIDTHS, WIDTHS)
+    policy = BestShape(shape=PLAIN, acceptance=acceptance([1.7, 2.3, 2.8], [1.7, 2.3, 2.8]), latency=LATENCY, verify_widths=VERIFY_WIDTHS, widths=WIDTHS)
     short, longer = DecodeState([1] * 10), DecodeState([1] * 100)
     assert policy.choose(short) == policy.choose(longer) == Shape(1, 3)
     policy.latency = LatencyModel(LATENCY.draft, LATENCY.verify, 1e6, 1e6, 0.5)
@@ -99,6 +99,15 @@ def test_verify_width_by_hand() -> None:
     assert policy.verify_width(flat, shape, 7) == 4
     steep = [1.0, 1.9, 2.6, 3.2, 3.7, 4.1, 4.5, 4.8, 5.0]
     assert policy.verify_width(steep, shape, 7) == 8  # nine nodes fit no graph
+
+
+def test_a_fast_run_verifies_a_hopeless_tree_narrowly_and_a_promising_one_widely() -> None:
+    policy, shape = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS), Shape(4, 2)
+    costs = {width: LATENCY.step_ms(4, 2, width, 7) for width in (4, 8)}
+    policy._emitted, policy._spent_ms = 2.0, costs[4]  # two tokens for every narrow step so far
+    worth = 2.0 / costs[4] * (costs[8] - costs[4])  # tokens that the wider step must bring to be worth its time
+    for extra, chosen in ((0.9 * worth, 4), (1.1 * worth, 8)):
+        assert policy.verify_width([1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0 + extra, 3.0 + extra], shape, 7) == chosen
 
 
 def test_verify_width_of_a_small_tree_is_the_whole_tree() -> None:
