@@ -35,7 +35,7 @@ from bench.pair import TEST_TEXT, BenchTarget, bench_target, compiled_pair, prom
 from bench.peers import ASSISTED, EAGER, transformers_arms
 from yggdrasil.build import CALIBRATION_TEXT
 from yggdrasil.bundle import LoadedPair, bundled_models
-from yggdrasil.config import GenerateConfig
+from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.measure import curve_json
 from yggdrasil.report import Run
 from yggdrasil.state import PLAIN, Shape
@@ -49,11 +49,13 @@ TUNING_TOKENS = 64
 PLAIN_ARM, CHAIN_ARM, TREE_ARM = "plain", "chain", "tree"
 
 
-def our_arm(name: str, pair: LoadedPair, num_tokens: int, policy: Any) -> Arm:
-    """Our engine under one policy; its tokens must equal plain decoding's."""
-    config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True, plain=name == PLAIN_ARM)
+def our_arm(name: str, pair: LoadedPair, num_tokens: int, temperature: float, shape: Shape | None) -> Arm:
+    """Our engine under one shape, or the default policy; its tokens must equal plain decoding's, sampled with the prompt's own seed or greedy."""
+    policy = pair.policy(temperature=temperature, shape=shape)
 
     def generate(prompt: Sequence[int]) -> Generation:
+        sampling = SamplingConfig(temperature=temperature, seed=sum(prompt))
+        config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True, plain=name == PLAIN_ARM, sampling=sampling)
         start = time.perf_counter()
         run = Run(pair, prompt, config, policy=policy).complete()
         total_ms = (time.perf_counter() - start) * 1e3
@@ -70,20 +72,17 @@ def our_arm(name: str, pair: LoadedPair, num_tokens: int, policy: Any) -> Arm:
     return Arm(name=name, generate=generate)
 
 
-def our_arms(pair: LoadedPair, num_tokens: int, chain_depth: int) -> list[Arm]:
+def our_arms(pair: LoadedPair, num_tokens: int, temperature: float, chain_depth: int) -> list[Arm]:
     """Plain, chain and tree."""
-    return [
-        our_arm(PLAIN_ARM, pair, num_tokens, pair.policy(shape=PLAIN)),
-        our_arm(CHAIN_ARM, pair, num_tokens, pair.policy(shape=Shape(1, chain_depth))),
-        our_arm(TREE_ARM, pair, num_tokens, pair.policy()),
-    ]
+    shapes = {PLAIN_ARM: PLAIN, CHAIN_ARM: Shape(1, chain_depth), TREE_ARM: None}
+    return [our_arm(name, pair, num_tokens, temperature, shape) for name, shape in shapes.items()]
 
 
-def tune_chain(pair: LoadedPair, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[int, dict[str, float]]:
+def tune_chain(pair: LoadedPair, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float) -> tuple[int, dict[str, float]]:
     """The fastest chain depth on validation prompts, and milliseconds per token of every depth."""
     chains = {f"D={depth}": depth for depth in range(2, pair.bundle.config.max_depth + 1)}
-    plain = our_arm(PLAIN_ARM, pair, num_tokens, pair.policy(shape=PLAIN))
-    arms = [plain, *(our_arm(name, pair, num_tokens, pair.policy(shape=Shape(1, depth))) for name, depth in chains.items())]
+    plain = our_arm(PLAIN_ARM, pair, num_tokens, temperature, PLAIN)
+    arms = [plain, *(our_arm(name, pair, num_tokens, temperature, Shape(1, depth)) for name, depth in chains.items())]
     rounds = interleave(arms, prompts, reference=PLAIN_ARM)
     return chains[rounds.fastest(list(chains))], {arm.name: spread(rounds.tpots(arm.name))["median"] for arm in arms}
 
@@ -163,10 +162,10 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str
     stream = MemoryStream()
     rate = stream.gb_per_s(rounds=7)
     say(f"ceiling: memory streams at {rate:.1f} GB/s, so plain decoding takes at least {target.weight_bytes / rate / 1e6:.2f} ms a token")
-    depth, tuning = tune_chain(pair, prompts_from(CALIBRATION_TEXT, pair, options.tuning_prompts), min(TUNING_TOKENS, options.tokens))
+    depth, tuning = tune_chain(pair, prompts_from(CALIBRATION_TEXT, pair, options.tuning_prompts), min(TUNING_TOKENS, options.tokens), options.temperature)
     say(f"best chain on calibration text: D={depth} (ms per token: {tuning})")
-    arms = our_arms(pair, options.tokens, depth)
-    if options.peer_prompts != 0:
+    arms = our_arms(pair, options.tokens, options.temperature, depth)
+    if options.peer_prompts != 0 and options.temperature == 0:
         arms += transformers_arms(target.folder, draft, num_tokens=options.tokens, assistant_tokens=ASSISTANT_TOKENS, num_prompts=options.peer_prompts)
     rounds = interleave(arms, prompts_from(TEST_TEXT, pair, options.prompts), reference=PLAIN_ARM, stream=stream, tick=partial(print, file=sys.stderr))
     return document(options, target, pair, rounds, {"environment": record, "chain_depth": depth, "chain_tuning_tpot_ms": tuning})
@@ -179,7 +178,7 @@ def document(options: argparse.Namespace, target: BenchTarget, pair: LoadedPair,
         "claim": CLAIM,
         "question": str(__doc__).split("\n", 1)[0],
         "target": target.to_json(),
-        "settings": {"tokens": options.tokens, "prompts_by_arm": {name: len(done) for name, done in rounds.by_arm.items()}, "greedy": True},
+        "settings": {"tokens": options.tokens, "prompts_by_arm": {name: len(done) for name, done in rounds.by_arm.items()}, "temperature": options.temperature},
         "models": {"pair": pair.bundle.name, "dtype": pair.bundle.config.dtype, "fingerprint": pair.bundle.folder.name},
         **known,
         "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm},
@@ -222,6 +221,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=20, help="held-out prompts (default: %(default)s)")
     parser.add_argument("--peer-prompts", type=int, metavar="N", help="run the transformers arms on the first N prompts only (default: all)")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens per prompt (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sample, our arms only, into a result of its own (default: %(default)s, greedy)")
     parser.add_argument("--target", type=Path, help="folder of the target (default: the bundled one)")
     parser.add_argument("--draft", type=Path, help="folder of the draft (default: the bundled one)")
     parser.add_argument(
@@ -249,7 +249,8 @@ def main() -> None:
     result = measure(options, say)
     say(result["target"]["statement"])
     say(table(result))
-    say(f"written to {save_result(CLAIM, result, rehearsal=options.quick)}")
+    name = CLAIM if options.temperature == 0 else f"{CLAIM}_temperature_{options.temperature:g}"
+    say(f"written to {save_result(name, result, rehearsal=options.quick)}")
     print(json.dumps(result), flush=True)
 
 
