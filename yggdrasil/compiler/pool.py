@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -103,8 +104,10 @@ def compile_graphs(jobs: Sequence[GraphJob], *, num_workers: int, on_done: Calla
 
     def build(job: GraphJob) -> None:
         worker = idle.get()
-        worker.build(job)
-        idle.put(worker)
+        try:
+            worker.build(job)
+        finally:
+            idle.put(worker)
         on_done(job)
 
     threads = ThreadPoolExecutor(max_workers=max(1, len(workers)))
@@ -112,9 +115,12 @@ def compile_graphs(jobs: Sequence[GraphJob], *, num_workers: int, on_done: Calla
         for future in as_completed([threads.submit(build, job) for job in jobs]):
             future.result()
     finally:
+        threads.shutdown(wait=False, cancel_futures=True)
         for worker in workers:  # after Ctrl-C or a failure the builds under way end here
-            worker.stop()
-        threads.shutdown(cancel_futures=True)
+            worker.kill()
+        threads.shutdown()
+        for worker in workers:
+            worker.close()
         _remove_unfinished({Path(job.path).parent for job in jobs})
 
 
@@ -139,24 +145,27 @@ class _Worker:
         try:
             self._process.stdin.write(json.dumps(asdict(job)) + "\n")
             answer = self._process.stdout.readline()
-        except (BrokenPipeError, ValueError):
+        except BrokenPipeError:
             answer = ""
         if not answer.startswith("done"):
             raise RuntimeError(f"the graph of {job.num_tokens} tokens of {job.model} could not be built:\n{self._stderr()}")
 
     def _stderr(self) -> str:
         self._process.wait()
-        if self._errors.closed:
-            return "stopped"
         self._errors.seek(0)
         return self._errors.read()[-4000:]
 
-    def stop(self) -> None:
+    def kill(self) -> None:
+        """End the process; a thread that waits for its answer reads the end of the stream."""
         self._process.kill()
         self._process.wait()
+
+    def close(self) -> None:
+        """Close what is left of it, once no thread reads any more."""
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
-                stream.close()
+                with suppress(BrokenPipeError):
+                    stream.close()
 
 
 def _serve() -> None:
