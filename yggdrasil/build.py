@@ -225,7 +225,7 @@ def _calibrate(bundle: Bundle, engine: Engine, prompts: Sequence[Sequence[int]],
 def _profile(
     bundle: Bundle, models: tuple[CompiledModel, CompiledModel], engine: Engine, prompt: Sequence[int], acceptance: AcceptanceTable, progress: Progress
 ) -> None:
-    contexts = sorted({64, 512, bundle.max_context // 2, bundle.max_context - bundle.config.prefill_chunk} & set(range(1, bundle.max_context)))
+    contexts = sorted({min(64, bundle.max_context // 2), 512, bundle.max_context - bundle.config.prefill_chunk} & set(range(1, bundle.max_context)))
     with progress.phase("measure latencies", 2 * 9 * len(contexts)):
         draft = latency_curve(models[1], contexts, progress.advance)
         verify = latency_curve(models[0], contexts, progress.advance)

@@ -30,7 +30,7 @@ def plot_latency(pair: LoadedPair, folder: Path) -> Path:
     for context in pair.latency.verify.contexts:
         for name, curve, style in (("target", pair.latency.verify, "o-"), ("draft", pair.latency.draft, "s--")):
             left.plot(curve.sizes, [curve.at(size, context) for size in curve.sizes], style, label=f"{name}, context {context}", markersize=3)
-    left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms")
+    left.set(yscale="log", xlabel="tokens", ylabel="ms")
     acceptance, config, context = pair.acceptance.nearest(0.0), pair.bundle.config, 256
     for width in config.widths:
         gains = []
@@ -44,8 +44,10 @@ def plot_latency(pair: LoadedPair, folder: Path) -> Path:
             )
         right.plot(config.verify_widths, gains, "o-", label=f"W = {width}", markersize=3)
     right.axhline(1.0, color="grey", linewidth=0.8)
-    right.set(xscale="log", xlabel="verified width K", ylabel="speedup over plain")
-    for axes in (left, right):
+    right.set(xlabel="verified width K", ylabel="speedup over plain")
+    for axes, ticks in ((left, pair.latency.verify.sizes), (right, config.verify_widths)):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
         axes.legend(fontsize=7)
     path = folder / f"{pair.bundle.name}-latency.png"
     figure.savefig(path, dpi=130)

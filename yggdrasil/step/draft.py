@@ -118,6 +118,9 @@ def draft(model: TokenModel, state: DecodeState, shape: Shape) -> TokenTree:
         state: The request.
         shape: W and D; D = 0 touches no model.
 
+    Raises:
+        CapacityError: the cache cannot hold the tree beside the text.
+
     Cost: 1 + (D - 1) forwards and D selections; no sync. The head draft is one forward of width two when one token lags.
     Source: Yggdrasil section 4.2 and 5.1 (plain head and tail draft).
     """
@@ -129,6 +132,7 @@ def draft(model: TokenModel, state: DecodeState, shape: Shape) -> TokenTree:
     grow_ = grow_fused_ if model.device == "cpu" else grow_plain_
     meta_NM = model.meta(shape.width)
     tokens_NC, log_probs_NC = _head(model, state)
+    model.cache.reserve(shape.num_nodes)
     for step in range(shape.depth):
         grow_(frontier, tree, tokens_NC, log_probs_NC, shape.width, meta_NM, state.root_pos)
         if step < shape.depth - 1:

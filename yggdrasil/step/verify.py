@@ -20,10 +20,12 @@ def verify(model: TokenModel, tree: TokenTree, root_pos: int) -> tuple[Tensor, T
         root_pos: Position of the root.
 
     Raises:
+        CapacityError: the cache cannot hold the nodes beside the text.
         ShapeNotCompiled: more nodes than the menu's widest graph.
 
     Cost: one graph. Aliasing: on CUDA the outputs are overwritten by the next replay of the same graph.
     """
+    model.cache.reserve(len(tree))
     meta_NM = model.meta(len(tree))
     pack_nodes_(meta_NM, tree, 0, len(tree), root_pos)
     logits_NV, hidden_NE = model.forward(meta_NM)
