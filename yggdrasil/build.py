@@ -24,7 +24,7 @@ from yggdrasil.errors import ConfigError, ModelMismatch
 from yggdrasil.kernels import load_kernels
 from yggdrasil.kv import KVShape
 from yggdrasil.layout import PAGE_LEN
-from yggdrasil.measure import calibrate, curve_json, host_milliseconds, latency_curve
+from yggdrasil.measure import ROUNDS, calibrate, curve_json, host_milliseconds, latency_curve
 from yggdrasil.models.load import check_vocabularies, kv_shape, load_config, load_model, pack_linears_
 from yggdrasil.policy.acceptance import AcceptanceTable
 from yggdrasil.policy.latency import LatencyModel
@@ -226,7 +226,7 @@ def _profile(
     bundle: Bundle, models: tuple[CompiledModel, CompiledModel], engine: Engine, prompt: Sequence[int], acceptance: AcceptanceTable, progress: Progress
 ) -> None:
     contexts = sorted({min(64, bundle.max_context // 2), 512, bundle.max_context - bundle.config.prefill_chunk} & set(range(1, bundle.max_context)))
-    with progress.phase("measure latencies", 2 * 9 * len(contexts)):
+    with progress.phase("measure latencies", 2 * ROUNDS * len(contexts)):
         draft = latency_curve(models[1], contexts, progress.advance)
         verify = latency_curve(models[0], contexts, progress.advance)
     latency = LatencyModel(draft, verify, 0.0, 0.0, 0.0)

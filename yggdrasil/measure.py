@@ -19,7 +19,7 @@ from yggdrasil.policy.shape import FixedShape
 from yggdrasil.state import PLAIN, DecodeState, Shape
 from yggdrasil.step.draft import draft, prefill
 
-__all__ = ["calibrate", "curve_json", "host_milliseconds", "latency_curve", "plain_policy"]
+__all__ = ["ROUNDS", "calibrate", "curve_json", "host_milliseconds", "latency_curve", "plain_policy"]
 
 ROUNDS = 9
 NO_LATENCY = LatencyModel(Curve((0,), (1,), ((1.0,),)), Curve((0,), (1,), ((1.0,),)), 0.0, 0.0, 0.0)

@@ -30,7 +30,7 @@ def next_tokens(logits_KV: Tensor, positions_K: Tensor, sampling: SamplingConfig
     Raises:
         YggError: a row has no greatest logit (NaN).
 
-    Cost: on CUDA one sync for sampling, to know the positions; none for greedy.
+    Cost: on CUDA one sync to refuse what is not finite, and one more for sampling, to know the positions.
     Source: the Gumbel-max form of categorical sampling.
     """
     scores_KV = logits_KV

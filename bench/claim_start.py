@@ -1,0 +1,69 @@
+"""How long does a new user wait, and does a later start compile anything?
+
+In an empty artifact root: the wall clock of the first `ygg generate`, which compiles the bundled pair, and then of five later
+starts, alternately speculative and plain: imports and loading, time to the first token, tokens per second, graphs compiled.
+Refuted if the first takes more than four minutes, a later one more than five seconds to its first token, if a later one
+compiles anything, or if the two kinds write different tokens.
+
+Run with `python -m bench.claim_start [--json]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from statistics import median
+from typing import Any
+
+from bench.harness import environment, save_result
+
+CLAIM = "start"
+COMMAND = [sys.executable, "-m", "yggdrasil", "generate", "Tom and Lily went to the park", "--max-new-tokens", "200", "--json"]
+STARTS = 5
+
+
+def start(home: str, *options: str) -> dict[str, Any]:
+    """One process: its own report and its wall clock."""
+    begin = time.perf_counter()
+    done = subprocess.run([*COMMAND, *options], env={**os.environ, "YGG_HOME": home}, capture_output=True, text=True, check=True)
+    return {"wall_ms": (time.perf_counter() - begin) * 1e3, **json.loads(done.stdout)}
+
+
+def main() -> None:
+    """Measure and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON document on the last line")
+    options = parser.parse_args()
+    record = environment()
+    with tempfile.TemporaryDirectory() as home:
+        first = start(home)
+        runs = [(start(home), start(home, "--plain")) for _ in range(STARTS)]
+    assert all(run["token_ids"] == first["token_ids"] for pair in runs for run in pair), "a start wrote other tokens"
+    later = [run for run, _ in runs]
+    result = {
+        "claim": CLAIM,
+        "environment": record,
+        "first_wall_ms": first["wall_ms"],
+        "first_compilations": first["compilations"],
+        "later_startup_ms": median(run["startup_ms"] for run in later),
+        "later_ttft_ms": median(run["ttft_ms"] for run in later),
+        "later_wall_ms": median(run["wall_ms"] for run in later),
+        "later_compilations": sum(run["compilations"] for pair in runs for run in pair),
+        "tok_per_s": median(run["tok_per_s"] for run in later),
+        "plain_tok_per_s": median(run["tok_per_s"] for _, run in runs),
+        "aal": later[0]["aal"],
+    }
+    save_result(CLAIM, result)
+    print(f"first start {first['wall_ms'] / 1e3:.0f} s; later {result['later_startup_ms']:.0f} ms + {result['later_ttft_ms']:.0f} ms to the first token")
+    print(f"{result['tok_per_s']:.0f} tokens/s, plain {result['plain_tok_per_s']:.0f}; compiled later: {result['later_compilations']}")
+    if options.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
