@@ -37,7 +37,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 END = "<|endoftext|>"
 SPLITS = ("test", "validation")
 TARGET_SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
-DRAFT_SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+DRAFT_SIZES = {
+    "standard": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32},
+    "small": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,7 @@ class TrainConfig:
     adam_lr: float = 2e-3
     weight_decay: float = 0.1
     hard_weight: float = 0.5
+    draft_size: str = "standard"
     eval_seconds: float = 150.0
     early_draft: Path | None = None
     early_agreement: float = 0.5
@@ -351,7 +355,7 @@ def train_target(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, stream
 
 def train_draft(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, streams: dict[str, torch.Tensor]) -> dict[str, float]:
     """Distil the draft from OUT/target and leave it in OUT/draft; returns what training cost."""
-    target, draft = load_frozen(config.out / "target"), new_model(DRAFT_SIZES, config, tokenizer.eos_token_id)
+    target, draft = load_frozen(config.out / "target"), new_model(DRAFT_SIZES[config.draft_size], config, tokenizer.eos_token_id)
     written = write_corpus(target, streams["train"], seconds=60 * config.minutes_writing)
     print(json.dumps({"tokens_written_by_target": len(written)}), flush=True)
     validation_NL = windows(streams["validation"], 512)[:64]
@@ -441,6 +445,7 @@ def parse_arguments() -> tuple[TrainConfig, Path]:
     for name in ("minutes_target", "minutes_draft", "minutes_writing", "muon_lr", "adam_lr", "dropout", "eval_seconds"):
         parser.add_argument("--" + name.replace("_", "-"), type=float, default=getattr(TrainConfig, name))
     parser.add_argument("--seed", type=int, default=TrainConfig.seed)
+    parser.add_argument("--draft-size", choices=list(DRAFT_SIZES), default=TrainConfig.draft_size)
     for name in ("early_draft", "calibration", "prompts"):
         parser.add_argument("--" + name.replace("_", "-"), type=Path)
     arguments = vars(parser.parse_args())

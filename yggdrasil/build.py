@@ -126,10 +126,10 @@ def _check_tokenizers(tokenizer: Any, draft: str) -> None:
 
 
 def _max_context(config: CompileConfig, *models: Any) -> int:
-    limit = min(getattr(model, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT + config.max_depth for model in models)
-    most = (limit - config.max_depth) // PAGE_LEN * PAGE_LEN  # a tree's nodes stand up to max_depth positions past the text
+    limit = min(getattr(model, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT + config.path_depth for model in models)
+    most = (limit - config.path_depth) // PAGE_LEN * PAGE_LEN  # a tree's nodes stand up to so many positions past the text
     if config.max_context is not None and config.max_context > most:
-        raise ConfigError("max_context", config.max_context, f"at most {most}: the models know {limit} positions, of which a tree needs {config.max_depth}")
+        raise ConfigError("max_context", config.max_context, f"at most {most}: the models know {limit} positions, of which a tree needs {config.path_depth}")
     return config.max_context or min(DEFAULT_MAX_CONTEXT, most)
 
 
@@ -160,7 +160,7 @@ def _build_models(bundle: Bundle, progress: Progress) -> None:
             progress.advance()
     jobs = [
         GraphJob(
-            model, num_candidates, bundle.config.dtype, bundle.config.device, kv, bundle.config.max_depth, size, str(graph_path(bundle.folder / kind, size))
+            model, num_candidates, bundle.config.dtype, bundle.config.device, kv, bundle.config.path_depth, size, str(graph_path(bundle.folder / kind, size))
         )
         for kind, model, menu, kv, num_candidates in kinds
         for size in menu.sizes

@@ -51,7 +51,7 @@ __all__ = [
     "machine_fields",
 ]
 
-FORMAT = 4
+FORMAT = 5
 BUNDLED = "tinystories"
 
 
@@ -188,7 +188,7 @@ class Bundle:
             kv=kv,
             dtype=getattr(torch, self.config.dtype),
             device=self.config.device,
-            max_depth=self.config.max_depth,
+            max_depth=self.config.path_depth,
             num_candidates=num_candidates,
             command=self.command,
         )

@@ -113,8 +113,13 @@ class CompileConfig:
 
     @property
     def max_nodes(self) -> int:
-        """Most nodes a drafted tree can have, root included."""
-        return 1 + self.widths[-1] * self.max_depth
+        """Most provisional KV indices of a step: a drafted tree, and a head draft after each of its verified nodes."""
+        return 1 + self.widths[-1] * self.max_depth + self.verify_widths[-1]
+
+    @property
+    def path_depth(self) -> int:
+        """Longest path that metadata holds, in edges: a head draft ahead of time stands under a leaf."""
+        return self.max_depth + 1
 
 
 def from_dict(kind: type[T], payload: dict[str, Any]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -55,21 +56,22 @@ class Engine:
         Cost: 1 + (D - 1) draft forwards and one target forward; the syncs are named in step/.
         Source: Yggdrasil sections 4 and 5.1, stages one after another.
         """
-        root_pos, stage = state.root_pos, self.trace.stage
+        start, root_pos, stage = time.perf_counter(), state.root_pos, self.trace.stage
         self._forget_unfinished(root_pos)
         with stage("policy"):
             shape = policy.choose(state)
         with stage("draft"):
-            tree = draft(self.draft, state, shape)
+            drafted = draft(self.draft, state, shape)
         with stage("prune"):
-            pruned = prune(tree, shape, policy, root_pos)
+            pruned = prune(drafted.tree, shape, policy, root_pos)
         with stage("verify"):
-            logits_KV, _ = verify(self.target, pruned.tree, root_pos)
+            logits_KV, hidden_KE = verify(self.target, pruned.tree, root_pos)
         with stage("accept"):
             accepted = accept(pruned.tree, logits_KV, root_pos, state.sampling)
         with stage("commit"):
-            commit_(state, self.target, self.draft, pruned, accepted, shape)
-        result = StepResult(accepted.tokens, shape, len(tree), len(pruned.tree), root_pos, pruned.expected_emitted, pruned.tree, accepted.path)
+            commit_(state, self.target, self.draft, pruned, accepted, drafted.num_run, hidden_KE)
+        ms = (time.perf_counter() - start) * 1e3
+        result = StepResult(accepted.tokens, shape, len(drafted.tree), len(pruned.tree), root_pos, pruned.expected_emitted, pruned.tree, accepted.path, ms)
         policy.observe(result)
         return result
 
@@ -92,7 +94,8 @@ class Engine:
         self.target.cache.rollback_(0)
         self.draft.cache.rollback_(0)
         with self.trace.stage("prefill"):
-            prefill(self.target, state.tokens[:-1])
+            hidden_E = prefill(self.target, state.tokens[:-1])
+            state.hidden_E = None if hidden_E is None else hidden_E.clone()
             if not config.plain:
                 prefill(self.draft, state.tokens[:-1])
         while len(state.emitted) < limit:

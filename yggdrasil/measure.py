@@ -100,7 +100,7 @@ def _record(engine: Engine, text: Sequence[int], end: int, shape: Shape) -> Tree
     """The tree after text[:end], judged by what really follows."""
     state = DecodeState(list(text[:end]))
     engine.draft.cache.rollback_(min(engine.draft.cache.len, end - 1))
-    tree = draft(engine.draft, state, shape)
+    tree = draft(engine.draft, state, shape).tree
     says = torch.tensor([text[end + depth] if end + depth < len(text) else -1 for depth in tree.depth_N.tolist()])
     path = set(tree.walk(says))
     return TreeRecord(shape.width, tuple(tree.log_prob_N.tolist()), tuple(node in path for node in range(len(tree))))

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
 
 from yggdrasil.config import SamplingConfig
 from yggdrasil.tree import TokenTree
 
-__all__ = ["PLAIN", "DecodeState", "Shape", "StepResult"]
+__all__ = ["PLAIN", "DecodeState", "Head", "Shape", "StepResult", "StopRule"]
+
+
+class StopRule(Protocol):
+    """Ends drafting before its depth, for structures whose length follows the draft's own confidence."""
+
+    def enough(self, tree: TokenTree) -> bool:
+        """Whether the tree so far is deep enough. May sync: equal-growth trees have no rule, so that nothing waits for one."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -19,22 +30,45 @@ class Shape:
         width: W, nodes attached per growth step.
         depth: D, growth steps; 0 decodes plainly.
         verify: K, most nodes verified, root included; None lets pruning choose from the menu.
+        levels: A static tree instead of equal growth: levels[d] holds the (parent node, rank among the parent's children) of
+            every node at depth d + 1, in the order of their ids. W is then the widest level and D the number of levels.
+        stop: Ends the growth early.
     """
 
     width: int
     depth: int
     verify: int | None = None
+    levels: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    stop: StopRule | None = None
 
     @property
     def num_nodes(self) -> int:
-        """N = 1 + W * D."""
-        return 1 + self.width * self.depth
+        """N = 1 + W * D, or the size of the static tree."""
+        return 1 + self.width * self.depth if self.levels is None else 1 + sum(map(len, self.levels))
 
     def __str__(self) -> str:
-        return "plain" if self.depth == 0 else f"W={self.width} D={self.depth} K={'auto' if self.verify is None else self.verify}"
+        if self.depth == 0:
+            return "plain"
+        drafted = f"W={self.width} D={self.depth}" if self.levels is None else f"static N={self.num_nodes} D={self.depth}"
+        return f"{drafted} K={'auto' if self.verify is None else self.verify}" + (f" {self.stop}" if self.stop else "")
 
 
 PLAIN = Shape(1, 0, 1)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The draft's candidates after a root, known before the iteration that grows from it.
+
+    Args:
+        root_pos: Position of that root.
+        tokens_1C: (1, C) its best next tokens.
+        log_probs_1C: (1, C) their log-probabilities.
+    """
+
+    root_pos: int
+    tokens_1C: Tensor
+    log_probs_1C: Tensor
 
 
 @dataclass
@@ -45,11 +79,15 @@ class DecodeState:
         tokens: Prompt and emitted tokens.
         prompt_len: How many of them are the prompt.
         sampling: How tokens are taken.
+        hidden_E: The target's last hidden state of the last token in its KV, (E,); None before the first forward.
+        head: The head draft when it ran ahead of time; its root's KV is then provisional in the draft's cache.
     """
 
     tokens: list[int]
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     prompt_len: int = 0
+    hidden_E: Tensor | None = None
+    head: Head | None = None
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)
@@ -77,6 +115,7 @@ class StepResult:
         predicted_emitted: Emitted tokens that the calibration expected of the verified tree.
         tree: The verified tree.
         path: Accepted nodes in it, root first.
+        ms: Wall clock of the step.
     """
 
     tokens: list[int]
@@ -87,6 +126,7 @@ class StepResult:
     predicted_emitted: float
     tree: TokenTree
     path: list[int]
+    ms: float = 0.0
 
     @property
     def accepted(self) -> int:

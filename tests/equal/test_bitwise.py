@@ -76,7 +76,7 @@ def test_rows_are_bitwise_equal_across_the_menu(pair: LoadedPair) -> None:
         first = [chain(model, [TEXT[0]], size)[0]]
         assert torch.equal(first[0], expected[0]), f"first token through {size}"
         if size >= len(TEXT):
-            for name, rows in (("chain", chain(model, TEXT, size)[: len(TEXT)]), ("tree", in_tree(model, size, pair.bundle.config.max_depth))):
+            for name, rows in (("chain", chain(model, TEXT, size)[: len(TEXT)]), ("tree", in_tree(model, size, pair.bundle.config.path_depth))):
                 assert torch.equal(rows, torch.stack(expected)), f"{name} through {size}"
 
 
@@ -113,7 +113,7 @@ def test_a_committed_path_reads_like_a_plain_history(pair: LoadedPair) -> None:
     expected = chain(model, [77], 2)[0].clone()
     model.cache.rollback_(len(PREFIX))
     size = model.menu.sizes[-1]
-    in_tree(model, size, pair.bundle.config.max_depth)
+    in_tree(model, size, pair.bundle.config.path_depth)
     per_level = (size - 1) // (len(TEXT) - 1)
     model.cache.commit_([0, *(per_level * level for level in range(1, len(TEXT)))])
     assert torch.equal(chain(model, [77], 2)[0], expected)

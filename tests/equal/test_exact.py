@@ -202,7 +202,7 @@ def test_compiled_equals_eager(tiny: LoadedPair) -> None:
         model.cache.rollback_(0)
         chain_NM = model.meta(len(prompt))
         pack_chain_(chain_NM, prompt, 0)
-        tree_NM = tree_meta(4, config.max_depth, len(prompt))
+        tree_NM = tree_meta(4, config.path_depth, len(prompt))
         for meta_NM, count in ((chain_NM, len(prompt)), (tree_NM, 4)):
             with torch.no_grad():
                 expected = eager(meta_NM)

@@ -83,4 +83,4 @@ def test_config_errors_are_user_errors_and_value_errors() -> None:
 
 
 def test_most_nodes_of_a_tree_follow_from_the_menu() -> None:
-    assert CompileConfig(widths=(1, 4), max_depth=3).max_nodes == 13
+    assert CompileConfig(widths=(1, 4), max_depth=3, verify_widths=(4, 8)).max_nodes == 13 + 8

@@ -46,6 +46,7 @@ class CompiledModel:
         self.max_depth = max_depth
         self.num_candidates = num_candidates
         self.prefill_chunk = menu.sizes[-1]
+        self.widest = menu.sizes[-2:][0]
         self.graph_ms = 0.0
         self.cache = KVCache(kv, dtype=dtype, device=device)
         self.weights = load_weights(folder, device, command)

@@ -19,6 +19,7 @@ class TokenModel(Protocol):
         device: Where metadata lives.
         max_depth: Longest tree path that metadata can hold.
         prefill_chunk: Most tokens of one forward.
+        widest: Most tokens of a forward that is not a prompt's.
         num_candidates: C, of a draft.
         graph_ms: Milliseconds spent inside `forward` so far: what is left of a step is the host's.
     """
@@ -27,6 +28,7 @@ class TokenModel(Protocol):
     device: str
     max_depth: int
     prefill_chunk: int
+    widest: int
     num_candidates: int
     graph_ms: float
 

@@ -10,7 +10,7 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.step.sampling import next_tokens
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Accepted", "accept"]
+__all__ = ["Accepted", "accept", "follow"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ def accept(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: Sampling
 
     Cost: one sync. Source: no draft probabilities enter, so the target's distribution is preserved for any tree.
     """
-    said = next_tokens(logits_KV, tree.positions(root_pos + 1), sampling)
-    path = tree.walk(said)
-    return Accepted(path, said[path].tolist())
+    return follow(tree, next_tokens(logits_KV, tree.positions(root_pos + 1), sampling))
+
+
+def follow(tree: TokenTree, said_K: Tensor) -> Accepted:
+    """The path on which the tree says what the target said, (K,), and the tokens that are emitted. Cost: one sync."""
+    path = tree.walk(said_K)
+    return Accepted(path, said_K[path].tolist())

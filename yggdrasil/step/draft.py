@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from yggdrasil.models.packing import pack_chain_, pack_nodes_
 from yggdrasil.models.protocol import TokenModel
-from yggdrasil.state import DecodeState, Shape
+from yggdrasil.state import DecodeState, Head, Shape
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Frontier", "draft", "grow_fused_", "grow_plain_", "prefill"]
+__all__ = ["Drafted", "Frontier", "draft", "grow", "grow_fused_", "grow_plain_", "head_draft", "prefill", "run_nodes"]
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A drafted tree.
+
+    Args:
+        tree: N nodes.
+        num_run: How many of them, from the root on, have KV in the draft's cache.
+    """
+
+    tree: TokenTree
+    num_run: int
 
 
 class Frontier:
@@ -49,6 +65,11 @@ class Frontier:
         best = log_prob_M.topk(width)
         log_prob_M[best.indices] = -torch.inf
         return best.indices // self.token_NC.shape[1], self.token_NC.view(-1)[best.indices], best.values
+
+    def ranked(self, level: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for the given (parent, rank) places of a static tree; nothing is struck out."""
+        parents, ranks = torch.tensor(level, device=self.token_NC.device).T
+        return parents, self.token_NC[parents, ranks], self.log_prob_NC[parents, ranks]
 
 
 def grow_plain_(frontier: Frontier, tree: TokenTree, tokens_WC: Tensor, log_probs_WC: Tensor, width: int, meta_NM: Tensor, root_pos: int) -> None:
@@ -95,23 +116,27 @@ def grow_fused_(frontier: Frontier, tree: TokenTree, tokens_WC: Tensor, log_prob
     frontier.len += num_new
 
 
-def prefill(model: TokenModel, tokens: list[int]) -> None:
-    """Run committed tokens that the model's KV lacks, in chunks, and commit them."""
+def prefill(model: TokenModel, tokens: list[int]) -> Tensor | None:
+    """Run committed tokens that the model's KV lacks, in chunks, and commit them.
+
+    Returns:
+        The last forward's second output for the last token: of a target its hidden state, (E,); None when nothing was lacking.
+        Aliasing: on CUDA overwritten by the next replay.
+    """
+    last = None
     while model.cache.len < len(tokens):
         start = model.cache.len
         chunk = tokens[start : start + model.prefill_chunk]
         meta_NM = model.meta(len(chunk))
         pack_chain_(meta_NM, chunk, start)
-        model.forward(meta_NM)
+        _, second_NX = model.forward(meta_NM)
+        last = second_NX[len(chunk) - 1]
         model.cache.commit_(range(len(chunk)))
+    return last
 
 
-def draft(model: TokenModel, state: DecodeState, shape: Shape) -> TokenTree:
-    """An equal-growth tree of 1 + W * D nodes under the last token.
-
-    The head draft runs the root together with the committed tokens the draft has not seen: the tail that the last
-    acceptance left, or everything emitted while speculation was off. Then D growth steps attach W nodes each; the last
-    step's nodes are leaves and their forward is left to the next head draft.
+def draft(model: TokenModel, state: DecodeState, shape: Shape) -> Drafted:
+    """A tree under the last token: head draft, then growth.
 
     Args:
         model: The draft; its cache is caught up to the root's position, tree nodes are provisional.
@@ -124,28 +149,84 @@ def draft(model: TokenModel, state: DecodeState, shape: Shape) -> TokenTree:
     Cost: 1 + (D - 1) forwards and D selections; no sync. The head draft is one forward of width two when one token lags.
     Source: Yggdrasil section 4.2 and 5.1 (plain head and tail draft).
     """
-    tree = TokenTree.root(state.tokens[-1], shape.num_nodes, max_depth=model.max_depth, device=model.device)
     if shape.depth == 0:
-        return tree
+        return Drafted(TokenTree.root(state.tokens[-1], 1, max_depth=model.max_depth, device=model.device), 0)
+    return grow(model, state, shape, head_draft(model, state))
+
+
+def head_draft(model: TokenModel, state: DecodeState) -> Head:
+    """The root's candidates; commits the tokens that lag behind it, leaves the root provisional.
+
+    Lagging are the tail that the last acceptance left, or everything emitted while speculation was off.
+
+    Source: Yggdrasil section 5.1: head and tail draft in one forward.
+    """
     prefill(model, state.tokens[: max(model.cache.len, state.root_pos + 1 - model.prefill_chunk)])
-    frontier = Frontier(shape.num_nodes, model.num_candidates, model.device)
-    grow_ = grow_fused_ if model.device == "cpu" else grow_plain_
-    meta_NM = model.meta(shape.width)
-    tokens_NC, log_probs_NC = _head(model, state)
-    model.cache.reserve(shape.num_nodes)
-    for step in range(shape.depth):
-        grow_(frontier, tree, tokens_NC, log_probs_NC, shape.width, meta_NM, state.root_pos)
-        if step < shape.depth - 1:
-            tokens_NC, log_probs_NC = model.forward(meta_NM)
-    return tree
-
-
-def _head(model: TokenModel, state: DecodeState) -> tuple[Tensor, Tensor]:
-    """The root's candidates, (1, C) each; commits the lagging tokens, leaves the root provisional."""
     lag = model.cache.len
     chain = state.tokens[lag:]
     meta_NM = model.meta(len(chain))
     pack_chain_(meta_NM, chain, lag)
     tokens_NC, log_probs_NC = model.forward(meta_NM)
     model.cache.commit_(range(len(chain) - 1))
-    return tokens_NC[len(chain) - 1 : len(chain)], log_probs_NC[len(chain) - 1 : len(chain)]
+    return Head(state.root_pos, tokens_NC[len(chain) - 1 : len(chain)], log_probs_NC[len(chain) - 1 : len(chain)])
+
+
+def grow(model: TokenModel, state: DecodeState, shape: Shape, head: Head, *, spare: int = 0) -> Drafted:
+    """Grow a tree from the root's candidates: D steps of W nodes, or the levels of a static tree.
+
+    The last step's nodes are leaves: their forward is left to the next head draft.
+
+    Args:
+        model: The draft, its cache committed up to the root, the root provisional.
+        state: The request.
+        shape: W and D.
+        head: Of this root.
+        spare: Nodes that the tree has room for beyond the shape's.
+    """
+    tree = TokenTree.root(state.tokens[-1], shape.num_nodes + spare, max_depth=model.max_depth, device=model.device)
+    frontier = Frontier(shape.num_nodes, model.num_candidates, model.device)
+    tokens_NC, log_probs_NC, num_run = head.tokens_1C, head.log_probs_1C, 1
+    model.cache.reserve(shape.num_nodes)
+    if shape.levels is not None:
+        return _grow_levels(model, state, shape.levels, frontier, tree, head)
+    grow_ = grow_fused_ if model.device == "cpu" else grow_plain_
+    meta_NM = model.meta(shape.width)
+    for step in range(shape.depth):
+        grow_(frontier, tree, tokens_NC, log_probs_NC, shape.width, meta_NM, state.root_pos)
+        if step == shape.depth - 1 or (shape.stop is not None and shape.stop.enough(tree)):
+            break
+        tokens_NC, log_probs_NC = model.forward(meta_NM)
+        num_run = len(tree)
+    return Drafted(tree, num_run)
+
+
+def _grow_levels(
+    model: TokenModel, state: DecodeState, levels: Sequence[Sequence[tuple[int, int]]], frontier: Frontier, tree: TokenTree, head: Head
+) -> Drafted:
+    tokens_NC, log_probs_NC, num_run = head.tokens_1C, head.log_probs_1C, 1
+    for depth, level in enumerate(levels):
+        frontier.add(tokens_NC, log_probs_NC, tree.log_prob_N[frontier.len :])
+        tree.grow(*frontier.ranked(level))
+        if depth < len(levels) - 1:
+            tokens_NC, log_probs_NC = run_nodes(model, tree, num_run, len(tree), state.root_pos)
+            num_run = len(tree)
+    return Drafted(tree, num_run)
+
+
+def run_nodes(model: TokenModel, tree: TokenTree, first: int, last: int, root_pos: int) -> tuple[Tensor, Tensor]:
+    """One or more draft forwards over tree nodes `first..last-1`; their KV is provisional.
+
+    Returns:
+        Candidates and their log-probabilities, (last - first, C) each.
+
+    Cost: one graph for every `model.widest` nodes.
+    """
+    outputs = []
+    for start in range(first, last, model.widest):
+        end = min(start + model.widest, last)
+        meta_NM = model.meta(end - start)
+        pack_nodes_(meta_NM, tree, start, end, root_pos)
+        tokens_NC, log_probs_NC = model.forward(meta_NM)
+        outputs.append((tokens_NC[: end - start], log_probs_NC[: end - start]))
+    tokens, log_probs = zip(*outputs, strict=True)
+    return torch.cat(tokens), torch.cat(log_probs)
