@@ -22,98 +22,42 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
-from bench.harness import Arm, Generation, MemoryStream, Rounds, environment, interleave, ratio, save_result, spread
+from bench.arms import PLAIN_ARM, arm_summary, our_arm, plain_arm
+from bench.harness import Arm, MemoryStream, Rounds, environment, interleave, ratio, save_result, spread
 from bench.pair import TEST_TEXT, BenchTarget, bench_target, compiled_pair, prompts_from
 from bench.peers import ASSISTED, EAGER, transformers_arms
+from bench.subject import MIN_PARAMETERS, PAIR_NAME
 from yggdrasil.build import CALIBRATION_TEXT
 from yggdrasil.bundle import LoadedPair, bundled_models
-from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.measure import curve_json
-from yggdrasil.report import Run
-from yggdrasil.state import PLAIN, Shape
+from yggdrasil.state import Shape
 
 CLAIM = "single_stream"
-PAIR_NAME = "tinystories-scaled"
-MIN_PARAMETERS = 300_000_000
 ASSISTANT_TOKENS = (3, 5, 8)
 TUNING_PROMPTS = 4
 TUNING_TOKENS = 64
-PLAIN_ARM, CHAIN_ARM, TREE_ARM = "plain", "chain", "tree"
-
-
-def our_arm(name: str, pair: LoadedPair, num_tokens: int, temperature: float, shape: Shape | None) -> Arm:
-    """Our engine under one shape, or the default policy; its tokens must equal plain decoding's, sampled with the prompt's own seed or greedy."""
-    policy = pair.policy(temperature=temperature, shape=shape)
-
-    def generate(prompt: Sequence[int]) -> Generation:
-        sampling = SamplingConfig(temperature=temperature, seed=sum(prompt))
-        config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True, plain=name == PLAIN_ARM, sampling=sampling)
-        start = time.perf_counter()
-        run = Run(pair, prompt, config, policy=policy).complete()
-        total_ms = (time.perf_counter() - start) * 1e3
-        report = run.to_json()
-        return Generation(
-            token_ids=run.token_ids,
-            total_ms=total_ms,
-            first_ms=run.ttft_ms,
-            first_tokens=len(run.results[0].tokens),
-            target_passes=len(run.results),  # prefill emits nothing and is not counted
-            detail={key: report[key] for key in ("predicted_speedup", "stages_ms", "graphs_ms")} | {"shapes": Counter(str(each.shape) for each in run.results)},
-        )
-
-    return Arm(name=name, generate=generate)
+CHAIN_ARM, TREE_ARM = "chain", "tree"
 
 
 def our_arms(pair: LoadedPair, num_tokens: int, temperature: float, chain_depth: int) -> list[Arm]:
     """Plain, chain and tree."""
-    shapes = {PLAIN_ARM: PLAIN, CHAIN_ARM: Shape(1, chain_depth), TREE_ARM: None}
-    return [our_arm(name, pair, num_tokens, temperature, shape) for name, shape in shapes.items()]
+    shapes = {CHAIN_ARM: Shape(1, chain_depth), TREE_ARM: None}
+    return [plain_arm(pair, num_tokens, temperature=temperature), *(our_arm(name, pair, num_tokens, temperature, shape) for name, shape in shapes.items())]
 
 
 def tune_chain(pair: LoadedPair, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float) -> tuple[int, dict[str, float]]:
     """The fastest chain depth on validation prompts, and milliseconds per token of every depth."""
     chains = {f"D={depth}": depth for depth in range(2, pair.bundle.config.max_depth + 1)}
-    plain = our_arm(PLAIN_ARM, pair, num_tokens, temperature, PLAIN)
+    plain = plain_arm(pair, num_tokens, temperature=temperature)
     arms = [plain, *(our_arm(name, pair, num_tokens, temperature, Shape(1, depth)) for name, depth in chains.items())]
     rounds = interleave(arms, prompts, reference=PLAIN_ARM)
     return chains[rounds.fastest(list(chains))], {arm.name: spread(rounds.tpots(arm.name))["median"] for arm in arms}
-
-
-def arm_summary(rounds: Rounds, name: str) -> dict[str, Any]:
-    """The figures of one arm."""
-    done = rounds.by_arm[name]
-    summary = {
-        "tpot_ms": spread(rounds.tpots(name)),
-        "tpot_after_first_ms": spread(rounds.later_tpots(name)),
-        "ttft_ms": spread([each.first_ms for each in done]),
-        "tok_per_s": round(1e3 / spread(rounds.tpots(name))["median"], 2),
-        "aal": round(mean(each.aal for each in done), 3),
-        "same_text_as_plain": rounds.agreement(name, PLAIN_ARM),
-        "tpot_ms_by_prompt": [round(each.tpot_ms, 3) for each in done],
-    }
-    if "stages_ms" in done[0].detail:
-        summary |= {
-            "shapes": dict(sum((each.detail["shapes"] for each in done), Counter()).most_common()),
-            "stages_ms_per_pass": _per_pass(done, "stages_ms"),
-            "graphs_ms_per_pass": _per_pass(done, "graphs_ms"),
-        }
-    return summary
-
-
-def _per_pass(done: Sequence[Generation], key: str) -> dict[str, float]:
-    """Median milliseconds of every stage per target forward; prefill per prompt."""
-    return {
-        stage: round(median(each.detail[key].get(stage, 0.0) / (1 if stage == "prefill" else each.target_passes) for each in done), 4)
-        for stage in done[0].detail[key]
-    }
 
 
 def ratios(rounds: Rounds) -> dict[str, Any]:

@@ -21,11 +21,11 @@ TINY = CompileConfig(
     verify_widths=(4, 8, 16),
     prefill_chunk=32,
     num_candidates=4,
-    calibration_prompts=2,
+    calibration_texts=2,
     calibration_tokens=8,
 )
 SMALLEST = CompileConfig(
-    max_context=128, widths=(2,), max_depth=3, verify_widths=(4,), prefill_chunk=16, num_candidates=2, calibration_prompts=1, calibration_tokens=6
+    max_context=128, widths=(2,), max_depth=3, verify_widths=(4,), prefill_chunk=16, num_candidates=2, calibration_texts=1, calibration_tokens=6
 )
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "predictors",
     "profiles",
     "root",
+    "save_bytes",
     "save_json",
 ]
 
@@ -98,13 +99,17 @@ def digest_file(path: Path) -> str:
 
 
 def save_json(path: Path, payload: Mapping[str, Any]) -> None:
-    """Write JSON to a temporary name, then rename: a reader sees the old file or the new one."""
+    """Write JSON whole or not at all."""
+    save_bytes(path, (json.dumps(payload, indent=1) + "\n").encode())
+
+
+def save_bytes(path: Path, content: bytes) -> None:
+    """Write to a temporary name, then rename: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(payload, file, indent=1)
-            file.write("\n")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
         os.chmod(temporary, 0o644)  # mkstemp is private; an artifact is not
         os.replace(temporary, path)
     except BaseException:

@@ -6,37 +6,45 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import safetensors.numpy
 import torch
 
 from yggdrasil import artifacts
 from yggdrasil.bundle import BUNDLED, Bundle, SourceFile, bundled_models, machine_fields
+from yggdrasil.calibration import Traces, collect_traces
 from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
 from yggdrasil.compiler.model import CompiledModel, graph_path
 from yggdrasil.compiler.pool import GraphJob, compile_graphs
 from yggdrasil.compiler.weights import FILE_NAME, save_weights
 from yggdrasil.config import CompileConfig
+from yggdrasil.depth_training import evaluate, fit_predictor, held_out
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ConfigError, ModelMismatch
 from yggdrasil.kernels import load_kernels
 from yggdrasil.kv import KVShape
 from yggdrasil.layout import PAGE_LEN
-from yggdrasil.measure import ROUNDS, calibrate, curve_json, host_milliseconds, latency_curve
+from yggdrasil.measure import ROUNDS, curve_json, decision_milliseconds, host_milliseconds, latency_curve
 from yggdrasil.models.load import check_vocabularies, kv_shape, load_config, load_model, pack_linears_
-from yggdrasil.policy.acceptance import AcceptanceTable
+from yggdrasil.policy.acceptance import AcceptanceTable, fit_acceptance
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import FixedShape, best_shape
+from yggdrasil.schedule.choice import NUM_TICKS, choose_plan
+from yggdrasil.schedule.profile import Workload
 from yggdrasil.state import Shape
 from yggdrasil.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["CALIBRATION_TEXT", "Progress", "bundled_arguments", "compile_pair", "read_texts", "resolved"]
 
 CALIBRATION_TEXT = Path(__file__).parent / "data" / "calibration.jsonl"
+BUNDLED_TEXT = "stories"  # name of the data set that it is
 CALIBRATION_TEMPERATURES = (0.0, 1.0)
-PROMPT_LEN = 24  # tokens of a calibration text that serve as the prompt
+REFERENCE_WIDTH = 4
+PROMPT_LEN = 24  # tokens of a calibration text that serve as a prompt
+PROMPT_STARTS = (0, 100)  # where in the text
 DEFAULT_MAX_CONTEXT = 2048
 
 
@@ -76,9 +84,12 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
     _build_models(bundle, progress)
     models = bundle.load_models()
     engine = Engine(*models, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens)
-    prompts = _prompts(bundle, texts)
-    acceptance = _calibrate(bundle, engine, prompts, progress)
-    _profile(bundle, models, engine, prompts[0], acceptance, progress)
+    prompts, text_of = _prompts(bundle, texts)
+    traces = _collect(bundle, engine, prompts, text_of, progress)
+    acceptance = _calibrate(bundle, traces, progress)
+    latency = _profile(bundle, models, engine, prompts[0], acceptance, progress)
+    _plan(bundle, engine, prompts[0], acceptance, latency, progress)
+    _train_depth(bundle, traces, latency, progress)
     bundle.save()
     return bundle
 
@@ -96,13 +107,13 @@ def _describe(target: str, draft: str, name: str, config: CompileConfig, calibra
     assert config.max_context is not None
     sources = tuple(SourceFile.of(path) for model in (target, draft) for path in _model_files(model))
     machine = machine_fields()
-    fingerprint = artifacts.digest([source.digest for source in sources], [target, draft] if not sources else [], asdict(config), machine)
+    fingerprint = artifacts.digest([source.digest for source in sources], [target, draft] if not sources else [], config.lowering, machine)
     capacity = (config.max_context + config.max_nodes + PAGE_LEN - 1) // PAGE_LEN * PAGE_LEN
     return Bundle(
         name=name,
         folder=artifacts.compile_cache() / name / fingerprint,
         config=config,
-        dataset=calibration.stem,
+        dataset=BUNDLED_TEXT if calibration == CALIBRATION_TEXT else calibration.stem,
         calibration="" if calibration == CALIBRATION_TEXT else str(calibration.resolve()),
         kv_target=kv_shape(target_config, capacity),
         kv_draft=kv_shape(draft_config, capacity),
@@ -201,40 +212,115 @@ def read_texts(path: Path) -> list[str]:
     return texts
 
 
-def _prompts(bundle: Bundle, texts: Sequence[str]) -> list[list[int]]:
+def _prompts(bundle: Bundle, texts: Sequence[str]) -> tuple[list[list[int]], list[int]]:
+    """Prompts of the first texts, and which text each is from."""
     tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
-    prompts = [tokenizer.encode(text)[:PROMPT_LEN] for text in texts]
-    return [prompt for prompt in prompts if prompt][: bundle.config.calibration_prompts]
+    encoded = [tokenizer.encode(text) for text in texts[: bundle.config.calibration_texts]]
+    found = [(tokens[start : start + PROMPT_LEN], index) for index, tokens in enumerate(encoded) for start in PROMPT_STARTS]
+    found = [(prompt, index) for prompt, index in found if len(prompt) > 1]
+    if not found:
+        raise ConfigError("calibration", bundle.calibration, "a file with at least one text of two tokens")
+    return [prompt for prompt, _ in found], [index for _, index in found]
 
 
-def _calibrate(bundle: Bundle, engine: Engine, prompts: Sequence[Sequence[int]], progress: Progress) -> AcceptanceTable:
+def _collect(bundle: Bundle, engine: Engine, prompts: Sequence[Sequence[int]], text_of: Sequence[int], progress: Progress) -> list[Traces]:
+    """Traces at every calibration temperature."""
     config = bundle.config
     num_tokens = max(1, min(config.calibration_tokens, bundle.max_context - PROMPT_LEN - config.max_depth))
-    with progress.phase("calibrate acceptance", len(prompts) * len(CALIBRATION_TEMPERATURES)):
-        table = {
-            temperature: calibrate(
-                engine, prompts, temperature=temperature, num_tokens=num_tokens, widths=config.widths, max_depth=config.max_depth, tick=progress.advance
+    writing = Shape(_reference_width(config), min(6, config.max_depth), min(16, config.verify_widths[-1]))
+    with progress.phase("collect traces", len(prompts) * len(CALIBRATION_TEMPERATURES)):
+        return [
+            collect_traces(
+                engine,
+                prompts,
+                text_of,
+                temperature=temperature,
+                num_tokens=num_tokens,
+                widths=config.widths,
+                reference_width=_reference_width(config),
+                max_depth=config.max_depth,
+                writing=writing,
+                tick=progress.advance,
             )
             for temperature in CALIBRATION_TEMPERATURES
-        }
+        ]
+
+
+def _reference_width(config: CompileConfig) -> int:
+    """Width of the trees whose accepted length is predicted: of middle size, for it is scaled to the others."""
+    return max((width for width in config.widths if width <= REFERENCE_WIDTH), default=config.widths[0])
+
+
+def _calibrate(bundle: Bundle, traces: Sequence[Traces], progress: Progress) -> AcceptanceTable:
+    with progress.phase("calibrate acceptance", 1):
+        table = {trace.temperature: fit_acceptance(trace.sampled) for trace in traces}
     payload = {str(temperature): acceptance.to_json() for temperature, acceptance in table.items()}
-    artifacts.save_json(bundle.acceptance_path, {"fingerprint": bundle.folder.name, "by_temperature": payload})
+    _save_predictor_json(bundle, "acceptance.json", {"by_temperature": payload})
     return AcceptanceTable(table)
+
+
+def _save_predictor_json(bundle: Bundle, file_name: str, payload: dict[str, Any]) -> None:
+    marks = {"fingerprint": bundle.folder.name, "dataset": bundle.dataset, "calibration": bundle.calibration}
+    artifacts.save_json(bundle.predictor_folder(bundle.dataset) / file_name, {**marks, **payload})
 
 
 def _profile(
     bundle: Bundle, models: tuple[CompiledModel, CompiledModel], engine: Engine, prompt: Sequence[int], acceptance: AcceptanceTable, progress: Progress
-) -> None:
+) -> LatencyModel:
     contexts = sorted({min(64, bundle.max_context // 2), 512, bundle.max_context - bundle.config.prefill_chunk} & set(range(1, bundle.max_context)))
     with progress.phase("measure latencies", 2 * ROUNDS * len(contexts)):
         draft = latency_curve(models[1], contexts, progress.advance)
         verify = latency_curve(models[0], contexts, progress.advance)
     latency = LatencyModel(draft, verify, 0.0, 0.0, 0.0)
-    shape, _ = best_shape(acceptance.nearest(0.0), latency, widths=bundle.config.widths, verify_widths=bundle.config.verify_widths, context_len=64)
-    shape = shape if shape.depth else Shape(bundle.config.widths[-1], min(4, bundle.config.max_depth))
-    host = host_milliseconds(engine, prompt, FixedShape(shape, acceptance.nearest(0.0), latency, bundle.config.verify_widths))
+    host = host_milliseconds(engine, prompt, _typical(bundle, acceptance, latency))
     payload = {"fingerprint": bundle.folder.name, "machine": bundle.machine, "draft": curve_json(draft), "verify": curve_json(verify), **host}
     artifacts.save_json(bundle.profile_path, payload)
+    return LatencyModel.from_json(payload)
+
+
+def _typical(bundle: Bundle, acceptance: AcceptanceTable, latency: LatencyModel) -> FixedShape:
+    """The shape that greedy decoding will mostly use, or some tree where that is none."""
+    config, calibrated = bundle.config, acceptance.nearest(0.0)
+    shape, _ = best_shape(calibrated, latency, widths=config.widths, verify_widths=config.verify_widths, context_len=64)
+    shape = shape if shape.depth else Shape(config.widths[-1], min(4, config.max_depth))
+    return FixedShape(shape, calibrated, latency, config.verify_widths)
+
+
+def _typical_verify(policy: FixedShape) -> int:
+    """The K that is best for a shape on average."""
+    width, depth = policy.shape.width, policy.shape.depth
+    menu = sorted({min(verify, 1 + width * depth) for verify in policy.verify_widths})
+    return max(menu, key=lambda verify: policy.acceptance.expected_emitted(width, depth, verify) / policy.latency.step_ms(width, depth, verify, 64))
+
+
+def _plan(bundle: Bundle, engine: Engine, prompt: Sequence[int], acceptance: AcceptanceTable, latency: LatencyModel, progress: Progress) -> None:
+    """Search the execution plan of an iteration; it lies with the profile, for it is this machine's."""
+    policy = _typical(bundle, acceptance, latency)
+    policy = replace(policy, shape=replace(policy.shape, verify=_typical_verify(policy)))  # every run must do the same work
+    work = Workload(target=engine.target, draft=engine.draft, prompt=prompt, policy=policy, max_context=bundle.max_context)
+    with progress.phase("search the plan", NUM_TICKS):
+        choice = choose_plan(work, tick=progress.advance)
+    artifacts.save_json(bundle.plan_path, {"fingerprint": bundle.folder.name, "shape": str(policy.shape), **choice.to_json()})
+
+
+def _train_depth(bundle: Bundle, traces: Sequence[Traces], latency: LatencyModel, progress: Progress) -> None:
+    """Fit the depth predictor, judge it on held-out texts, store both."""
+    config = bundle.config
+    with progress.phase("train depth predictor", 1):
+        found = {str(each.trace.temperature): evaluate(each, latency, config.verify_widths) for each in held_out(traces, config.max_depth)}
+        predictor = fit_predictor(traces, config.max_depth)
+    weights = bundle.predictor_folder(bundle.dataset) / "predictor.safetensors"
+    artifacts.save_bytes(weights, safetensors.numpy.save(dict(predictor.weights)))
+    means = {str(temperature): mean.tolist() for temperature, mean in predictor.mean_survival.items()}
+    cost_ms = decision_milliseconds(predictor, traces[0].inputs_NX.shape[1] - 1, config, latency)
+    payload = {
+        "weights_digest": artifacts.digest_file(weights),
+        "mean_survival": means,
+        "reference_width": _reference_width(config),
+        "decision_ms": cost_ms,
+        "held_out": found,
+    }
+    _save_predictor_json(bundle, "predictor.json", payload)
 
 
 def bundled_arguments() -> tuple[str, str, str]:

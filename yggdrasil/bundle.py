@@ -7,32 +7,39 @@ compile_cache/<pair>/<fingerprint>/bundle.json          what was compiled, from 
                                   /target/tokens_*.pt2, weights.safetensors
                                   /draft/ ...
 profiles/<pair>/<machine>.json                          measured latencies
+                <machine>-plan.json                     measured stages, searched plans, the one to run
 predictors/<pair>/<dataset>/acceptance.json             calibrated acceptance
+                           /predictor.json, .safetensors  depth predictor, its held-out figures and whether they justify it
 ```
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from safetensors.numpy import load_file
 
 from yggdrasil import artifacts
 from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import CompileConfig, from_dict
 from yggdrasil.engine import Engine
-from yggdrasil.errors import ArtifactError
+from yggdrasil.errors import ArtifactError, ConfigError
 from yggdrasil.kernels import load_kernels
 from yggdrasil.kv import KVShape
 from yggdrasil.policy.acceptance import AcceptanceTable
+from yggdrasil.policy.depth import DepthPredictor
+from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import LatencyModel
-from yggdrasil.policy.shape import BestShape, FixedShape
+from yggdrasil.policy.shape import BestShape, ContextShape, FixedShape, ShapePolicy
+from yggdrasil.schedule.choice import PlanChoice
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.tokenizer import Tokenizer
 
@@ -42,6 +49,7 @@ __all__ = [
     "Bundle",
     "LoadedPair",
     "SourceFile",
+    "TrainedDepth",
     "bundled_models",
     "compile_command",
     "is_compiled",
@@ -53,6 +61,7 @@ __all__ = [
 
 FORMAT = 5
 BUNDLED = "tinystories"
+T = TypeVar("T")
 
 
 def bundled_models() -> tuple[Path, Path]:
@@ -159,8 +168,17 @@ class Bundle:
         return artifacts.profiles() / self.name / f"{artifacts.machine_name()}.json"
 
     @property
-    def acceptance_path(self) -> Path:
-        return artifacts.predictors() / self.name / self.dataset / "acceptance.json"
+    def plan_path(self) -> Path:
+        return self.profile_path.with_name(f"{self.profile_path.stem}-plan.json")
+
+    @property
+    def datasets(self) -> list[str]:
+        """Names of the calibration texts that this pair has been calibrated on; the last one compiled is the default."""
+        return sorted(path.parent.name for path in (artifacts.predictors() / self.name).glob("*/acceptance.json"))
+
+    def predictor_folder(self, dataset: str) -> Path:
+        """Of the acceptance calibration and the depth predictor of one calibration text."""
+        return artifacts.predictors() / self.name / dataset
 
     @property
     def max_context(self) -> int:
@@ -195,6 +213,25 @@ class Bundle:
 
 
 @dataclass(frozen=True)
+class TrainedDepth:
+    """A depth predictor and what it is worth.
+
+    Args:
+        predictor: The network.
+        useful: By temperature of the held-out text, whether its decisions beat the best fixed depth there.
+        report: Held-out figures, cost and reference width, as `ygg compile` stored them.
+    """
+
+    predictor: DepthPredictor
+    useful: Mapping[float, bool]
+    report: Mapping[str, Any]
+
+    def is_useful(self, temperature: float) -> bool:
+        """What was found at the nearest temperature that was measured."""
+        return self.useful[min(self.useful, key=lambda known: abs(known - temperature))]
+
+
+@dataclass(frozen=True)
 class LoadedPair:
     """Everything a generation needs.
 
@@ -202,23 +239,49 @@ class LoadedPair:
         bundle: What was compiled.
         engine: Both models.
         tokenizer: Text to tokens and back.
+        dataset: The calibration text that acceptance and depth come from.
         acceptance: Calibrations by temperature.
+        depth: The depth predictor.
         latency: Profile of this machine.
+        plan: The execution plan of the engine, and what the search found.
     """
 
     bundle: Bundle
     engine: Engine
     tokenizer: Tokenizer
+    dataset: str
     acceptance: AcceptanceTable
+    depth: TrainedDepth
     latency: LatencyModel
+    plan: PlanChoice
 
-    def policy(self, *, temperature: float = 0.0, shape: Shape | None = None) -> FixedShape:
-        """The best shape by Eq. 3 for this temperature, or always `shape`."""
+    def policy(self, *, temperature: float = 0.0, shape: Shape | None = None, predictor: bool | None = None, guard: bool = True) -> ShapePolicy:
+        """How the shape of every step is chosen.
+
+        Args:
+            temperature: Of the sampling; calibration and predictor follow it.
+            shape: Always this one, unguarded; its K is still chosen by Eq. 3 when unset.
+            predictor: Use the depth predictor; None uses it where it was found useful on held-out text.
+            guard: Stop speculating while it is measured to lose.
+        """
         acceptance = self.acceptance.nearest(temperature)
         widths, verify_widths = self.bundle.config.widths, self.bundle.config.verify_widths
         if shape is not None:
             return FixedShape(shape, acceptance, self.latency, verify_widths)
-        return BestShape(shape=PLAIN, acceptance=acceptance, latency=self.latency, verify_widths=verify_widths, widths=widths)
+        inner: ShapePolicy
+        if self.depth.is_useful(temperature) if predictor is None else predictor:
+            inner = ContextShape(
+                shape=PLAIN,
+                acceptance=acceptance,
+                latency=self.latency,
+                verify_widths=verify_widths,
+                widths=widths,
+                predictor=self.depth.predictor,
+                temperature=temperature,
+            )
+        else:
+            inner = BestShape(shape=PLAIN, acceptance=acceptance, latency=self.latency, verify_widths=verify_widths, widths=widths)
+        return Guard(inner, self.latency) if guard else inner
 
 
 def compile_command(name: str, models: tuple[str, str], config: CompileConfig, calibration: str) -> str:
@@ -281,8 +344,12 @@ def _from_json(folder: Path, payload: dict[str, Any]) -> Bundle:
     )
 
 
-def load_pair(name: str = BUNDLED) -> LoadedPair:
+def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     """Load a compiled pair; compiles nothing.
+
+    Args:
+        name: Of the pair.
+        dataset: Calibration text whose acceptance and depth predictor to use; the last one compiled when not given.
 
     Raises:
         ArtifactError: unknown, corrupt or stale; names the field and the command that mends it.
@@ -290,19 +357,45 @@ def load_pair(name: str = BUNDLED) -> LoadedPair:
     Cost: imports, then milliseconds: weights are mapped, graphs are shared libraries.
     """
     bundle = load_bundle(name)
+    dataset = dataset or bundle.dataset
+    folder = bundle.predictor_folder(dataset)
+    if dataset not in bundle.datasets:
+        raise ArtifactError(folder, f"no predictor named {dataset!r} (there are: {', '.join(bundle.datasets) or 'none'})", _other_text(bundle, dataset))
     latency = _parse(bundle.profile_path, bundle, LatencyModel.from_json)
-    acceptance = _parse(bundle.acceptance_path, bundle, AcceptanceTable.from_json)
+    acceptance = _parse(folder / "acceptance.json", bundle, AcceptanceTable.from_json)
+    depth = _parse(folder / "predictor.json", bundle, lambda payload: _trained_depth(folder, payload))
+    plan = _parse(bundle.plan_path, bundle, PlanChoice.from_json)
     tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
     target, draft = bundle.load_models()
-    engine = Engine(target, draft, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens)
-    return LoadedPair(bundle, engine, tokenizer, acceptance, latency)
+    engine = Engine(target, draft, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens, plan=plan.plan)
+    return LoadedPair(bundle, engine, tokenizer, dataset, acceptance, depth, latency, plan)
 
 
-def _parse(path: Path, bundle: Bundle, parse: Any) -> Any:
+def _other_text(bundle: Bundle, dataset: str) -> str:
+    return bundle.command if dataset == bundle.dataset else compile_command(bundle.name, bundle.models, bundle.config, f"{dataset}.txt")
+
+
+def _trained_depth(folder: Path, payload: dict[str, Any]) -> TrainedDepth:
+    path = folder / "predictor.safetensors"
+    try:
+        if artifacts.digest_file(path) != payload["weights_digest"]:
+            raise ValueError(f"{path.name} is not the file that was written with it")
+        weights = load_file(path)
+    except OSError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    means = {float(key): np.array(values, dtype=np.float32) for key, values in payload["mean_survival"].items()}
+    useful = {float(key): bool(found["decisions"]["useful"]) for key, found in payload["held_out"].items()}
+    return TrainedDepth(DepthPredictor(weights, means), useful, payload)
+
+
+def _parse(path: Path, bundle: Bundle, parse: Callable[[dict[str, Any]], T]) -> T:
+    """Read an artifact of this fingerprint; the command that mends it names the text it was calibrated on."""
     payload = artifacts.load_json(path, bundle.command)
+    calibration = str(payload.get("calibration", bundle.calibration))
+    command = compile_command(bundle.name, bundle.models, bundle.config, calibration)
     if payload.get("fingerprint") != bundle.folder.name:
-        raise ArtifactError(path, f"stale: measured for fingerprint {payload.get('fingerprint')}, current is {bundle.folder.name}", bundle.command)
+        raise ArtifactError(path, f"stale: measured for fingerprint {payload.get('fingerprint')}, current is {bundle.folder.name}", command)
     try:
         return parse(payload)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArtifactError(path, f"corrupt ({error})", bundle.command) from None
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
+        raise ArtifactError(path, f"corrupt ({error})", command) from None

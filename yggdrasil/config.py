@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from yggdrasil.errors import ConfigError
@@ -82,8 +82,8 @@ class CompileConfig:
         verify_widths: Menu of verified widths K; each is a target graph.
         prefill_chunk: Tokens of a prompt that run together.
         num_candidates: Children a node can have, C; at least the greatest width.
-        calibration_prompts: Prompts decoded to calibrate acceptance.
-        calibration_tokens: Tokens decoded after each.
+        calibration_texts: Texts used to calibrate acceptance and to train the depth predictor, the first ones of the file.
+        calibration_tokens: Tokens decoded after each of a text's prompts.
     """
 
     dtype: str = "bfloat16"
@@ -94,8 +94,8 @@ class CompileConfig:
     verify_widths: tuple[int, ...] = (4, 8, 16, 24, 32, 48, 64)
     prefill_chunk: int = 128
     num_candidates: int = 8
-    calibration_prompts: int = 16
-    calibration_tokens: int = 32
+    calibration_texts: int = 40
+    calibration_tokens: int = 40
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "bfloat16 or float32")
@@ -108,8 +108,13 @@ class CompileConfig:
         _require(self.max_depth >= 1, "max_depth", self.max_depth, "at least 1")
         _require(self.prefill_chunk >= 2, "prefill_chunk", self.prefill_chunk, "at least 2")
         _require(self.num_candidates >= self.widths[-1], "num_candidates", self.num_candidates, f"at least the greatest width, {self.widths[-1]}")
-        _require(self.calibration_prompts >= 1, "calibration_prompts", self.calibration_prompts, "at least 1")
+        _require(self.calibration_texts >= 1, "calibration_texts", self.calibration_texts, "at least 1")
         _require(self.calibration_tokens >= 1, "calibration_tokens", self.calibration_tokens, "at least 1")
+
+    @property
+    def lowering(self) -> dict[str, Any]:
+        """The part that graphs depend on: another calibration must not compile them again."""
+        return {name: value for name, value in asdict(self).items() if not name.startswith("calibration_")}
 
     @property
     def max_nodes(self) -> int:

@@ -10,9 +10,11 @@ from yggdrasil.config import GenerateConfig
 from yggdrasil.errors import ConfigError
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import ShapePolicy
+from yggdrasil.schedule.executor import Executor
+from yggdrasil.schedule.plan import SEQUENTIAL, Plan
 from yggdrasil.state import DecodeState, StepResult
 from yggdrasil.step.accept import accept
-from yggdrasil.step.commit import commit_
+from yggdrasil.step.commit import commit_, forget_unfinished_
 from yggdrasil.step.draft import draft, prefill
 from yggdrasil.step.prune import prune
 from yggdrasil.step.verify import verify
@@ -31,17 +33,20 @@ class Engine:
         draft: Guesses.
         max_context: Most tokens of prompt and output together.
         eos_tokens: Tokens that end a text.
+        plan: How `generate` runs its iterations; by `step`, which is the sequential plan, when not given.
 
     Attributes:
         trace: Milliseconds per stage since construction.
+        executor: What runs the plan, None when `step` does.
     """
 
-    def __init__(self, target: TokenModel, draft: TokenModel, *, max_context: int, eos_tokens: Sequence[int] = ()) -> None:
+    def __init__(self, target: TokenModel, draft: TokenModel, *, max_context: int, eos_tokens: Sequence[int] = (), plan: Plan | None = None) -> None:
         self.target = target
         self.draft = draft
         self.max_context = max_context
         self.eos_tokens = frozenset(eos_tokens)
         self.trace = Trace()
+        self.executor = None if plan in (None, SEQUENTIAL) else Executor(plan, target, draft, self.trace)
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
         """Emit one or more tokens: the specification of an iteration.
@@ -57,7 +62,7 @@ class Engine:
         Source: Yggdrasil sections 4 and 5.1, stages one after another.
         """
         start, root_pos, stage = time.perf_counter(), state.root_pos, self.trace.stage
-        self._forget_unfinished(root_pos)
+        forget_unfinished_(self.target, self.draft, root_pos)
         with stage("policy"):
             shape = policy.choose(state)
         with stage("draft"):
@@ -98,9 +103,10 @@ class Engine:
             state.hidden_E = None if hidden_E is None else hidden_E.clone()
             if not config.plain:
                 prefill(self.draft, state.tokens[:-1])
+        step = self.step if self.executor is None else self.executor.step
         while len(state.emitted) < limit:
             before = len(state.emitted)
-            result = self.step(state, policy)
+            result = step(state, policy)
             tokens = self._cut(result.tokens, limit - before, config.ignore_eos)
             yield replace(result, tokens=tokens)
             if len(tokens) < len(result.tokens) or (not config.ignore_eos and tokens[-1] in self.eos_tokens):
@@ -123,11 +129,6 @@ class Engine:
                 "max_new_tokens", config.max_new_tokens, f"at most {room}: the context holds {self.max_context} tokens and the prompt takes {prompt_len}", fix
             )
         return config.max_new_tokens
-
-    def _forget_unfinished(self, root_pos: int) -> None:
-        """Whatever an interrupted step left in the caches is not history: the text is."""
-        self.target.cache.rollback_(min(self.target.cache.len, root_pos))
-        self.draft.cache.rollback_(min(self.draft.cache.len, root_pos))
 
     def _cut(self, tokens: list[int], room: int, ignore_eos: bool) -> list[int]:
         if not ignore_eos:

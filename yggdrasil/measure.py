@@ -1,7 +1,8 @@
-"""Measure this machine and this pair: latencies of every graph, acceptance on calibration text, the host's share of a step."""
+"""Measure this machine and this pair: latencies of every graph, the host's share of a step."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -10,25 +11,33 @@ from typing import Any
 import torch
 
 from yggdrasil.compiler.model import CompiledModel
-from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.config import CompileConfig
 from yggdrasil.engine import Engine
 from yggdrasil.models.packing import pack_chain_
-from yggdrasil.policy.acceptance import Acceptance, TreeRecord, fit_acceptance
+from yggdrasil.policy.acceptance import Acceptance
+from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.latency import Curve, LatencyModel
-from yggdrasil.policy.shape import FixedShape
+from yggdrasil.policy.shape import ContextShape, FixedShape
 from yggdrasil.state import PLAIN, DecodeState, Shape
-from yggdrasil.step.draft import draft, prefill
+from yggdrasil.step.draft import prefill
 
-__all__ = ["ROUNDS", "calibrate", "curve_json", "host_milliseconds", "latency_curve", "plain_policy"]
+__all__ = ["ROUNDS", "curve_json", "decision_milliseconds", "host_milliseconds", "latency_curve", "plain_policy", "uncalibrated_policy"]
 
 ROUNDS = 9
 NO_LATENCY = LatencyModel(Curve((0,), (1,), ((1.0,),)), Curve((0,), (1,), ((1.0,),)), 0.0, 0.0, 0.0)
-NO_ACCEPTANCE = Acceptance((0.0,), (1.0,), {})
+KNOTS = tuple(-0.25 * step for step in range(32, -1, -1))
+UNCALIBRATED = Acceptance(KNOTS, tuple(math.exp(knot) for knot in KNOTS), {})  # takes the draft at its word
 
 
 def plain_policy() -> FixedShape:
     """Plain decoding, for which nothing has to be known yet."""
-    return FixedShape(PLAIN, NO_ACCEPTANCE, NO_LATENCY, (1,))
+    return uncalibrated_policy(PLAIN)
+
+
+def uncalibrated_policy(shape: Shape) -> FixedShape:
+    """A shape with a set K, before anything is known about the pair."""
+    assert shape.verify is not None
+    return FixedShape(shape, UNCALIBRATED, NO_LATENCY, (shape.verify,))
 
 
 def latency_curve(model: CompiledModel, contexts: Sequence[int], tick: Callable[[], None] = lambda: None) -> Curve:
@@ -62,50 +71,6 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()  # sync: a latency is the time until the result is there
 
 
-def calibrate(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    *,
-    temperature: float,
-    num_tokens: int,
-    widths: Sequence[int],
-    max_depth: int,
-    tick: Callable[[], None] = lambda: None,
-) -> Acceptance:
-    """Calibrated acceptance: decode plainly once, then draft trees of every width along the text and see which nodes it passes.
-
-    Args:
-        engine: The pair.
-        prompts: Token lists that the context holds with `num_tokens` and `max_depth` more.
-        temperature: Of the target.
-        num_tokens: Positions per prompt that get trees.
-        widths: Widths to draft.
-        max_depth: Depth of every tree; shallower ones are its beginnings.
-        tick: Called after every prompt.
-    """
-    records: list[TreeRecord] = []
-    for index, prompt in enumerate(prompts):
-        sampling = SamplingConfig(temperature=temperature, seed=index)
-        config = GenerateConfig(max_new_tokens=num_tokens + max_depth, sampling=sampling, ignore_eos=True, plain=True)
-        text = [*prompt, *(token for result in engine.generate(prompt, plain_policy(), config) for token in result.tokens)]
-        engine.draft.cache.rollback_(0)
-        for end in range(len(prompt), len(text) - max_depth):
-            for width in widths:
-                records.append(_record(engine, text, end, Shape(width, max_depth)))
-        tick()
-    return fit_acceptance(records)
-
-
-def _record(engine: Engine, text: Sequence[int], end: int, shape: Shape) -> TreeRecord:
-    """The tree after text[:end], judged by what really follows."""
-    state = DecodeState(list(text[:end]))
-    engine.draft.cache.rollback_(min(engine.draft.cache.len, end - 1))
-    tree = draft(engine.draft, state, shape).tree
-    says = torch.tensor([text[end + depth] if end + depth < len(text) else -1 for depth in tree.depth_N.tolist()])
-    path = set(tree.walk(says))
-    return TreeRecord(shape.width, tuple(tree.log_prob_N.tolist()), tuple(node in path for node in range(len(tree))))
-
-
 def host_milliseconds(engine: Engine, prompt: Sequence[int], policy: FixedShape, *, num_tokens: int = 48) -> dict[str, float]:
     """What a step costs outside the graphs: per growth step, per speculative step, per plain step.
 
@@ -132,6 +97,21 @@ def host_milliseconds(engine: Engine, prompt: Sequence[int], policy: FixedShape,
                 samples["growth_host_ms"].append((drafting - in_draft) / result.shape.depth)
                 samples["step_host_ms"].append(wall - drafting - in_target)
     return {name: median(values) for name, values in samples.items()}
+
+
+def decision_milliseconds(predictor: DepthPredictor, hidden_size: int, config: CompileConfig, latency: LatencyModel) -> float:
+    """What choosing a shape by context costs a step: the network and the product over the menu."""
+    acceptance = Acceptance((0.0,), (1.0,), {width: tuple((1.0,) for _ in range(config.max_depth)) for width in config.widths})
+    policy = ContextShape(
+        shape=PLAIN, acceptance=acceptance, latency=latency, verify_widths=config.verify_widths, widths=config.widths, predictor=predictor, temperature=0.0
+    )
+    state = DecodeState([0, 0], hidden_E=torch.randn(hidden_size, generator=torch.Generator().manual_seed(0)))
+    samples = []
+    for _ in range(200):
+        start = time.perf_counter()
+        policy.choose(state)
+        samples.append((time.perf_counter() - start) * 1e3)
+    return median(samples)
 
 
 def _clock(engine: Engine) -> tuple[float, float, float, float]:

@@ -1,4 +1,4 @@
-"""Plots of what was measured: latency and speedup against width (Yggdrasil Fig. 5), acceptance calibration, AAL."""
+"""Plots of what was measured: latency and speedup against width (Yggdrasil Fig. 5), acceptance calibration, AAL, the depth predictor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from yggdrasil.bundle import LoadedPair
 from yggdrasil.errors import ConfigError
 from yggdrasil.policy.objective import speedup
 
-__all__ = ["plot_acceptance", "plot_latency"]
+__all__ = ["plot_acceptance", "plot_latency", "plot_predictor"]
 
 
 def _figure(title_left: str, title_right: str) -> tuple[Any, Any, Any]:
@@ -68,5 +68,28 @@ def plot_acceptance(pair: LoadedPair, folder: Path) -> Path:
     for axes in (left, right):
         axes.legend(fontsize=7)
     path = folder / f"{pair.bundle.name}-acceptance.png"
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def plot_predictor(pair: LoadedPair, folder: Path) -> Path:
+    """What the depth predictor says better than a constant, depth by depth, and what its decisions save, on held-out text."""
+    figure, left, right = _figure("Brier score of P(accepted >= d), held-out texts", "ms per token by who chooses the depth")
+    held_out = pair.depth.report["held_out"]
+    for place, (temperature, found) in enumerate(held_out.items()):
+        rows, colour = found["depths"], f"C{place}"
+        depths = [row["depth"] for row in rows]
+        left.plot(depths, [row["brier"] for row in rows], "o-", color=colour, markersize=3, label=f"predictor, temperature {temperature}")
+        left.plot(depths, [row["brier_constant"] for row in rows], ":", color=colour, label=f"constant, temperature {temperature}")
+        ms = found["decisions"]["ms_per_token"]
+        places = [place + 0.27 * (bar - 1) for bar in range(3)]
+        for x, (name, value) in zip(places, ms.items(), strict=True):
+            right.bar(x, value, width=0.25, color={"fixed": "grey", "predicted": colour, "oracle": "black"}[name], alpha=0.8)
+            right.text(x, value, f"{name}\n{value:.2f}", ha="center", va="bottom", fontsize=7)
+    left.set(xlabel="depth d", ylabel="Brier score (less is better)")
+    left.legend(fontsize=7)
+    right.set_xticks(range(len(held_out)), [f"temperature {temperature}" for temperature in held_out])
+    right.set(ylabel="ms per token, by the profile", ylim=(0, 1.15 * max(found["decisions"]["ms_per_token"]["fixed"] for found in held_out.values())))
+    path = folder / f"{pair.bundle.name}-{pair.dataset}-predictor.png"
     figure.savefig(path, dpi=130)
     return path

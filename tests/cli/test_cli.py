@@ -16,7 +16,7 @@ from conftest import TINY
 
 from yggdrasil.artifacts import digest_file
 from yggdrasil.build import compile_pair
-from yggdrasil.bundle import Bundle, load_bundle
+from yggdrasil.bundle import Bundle, load_bundle, load_pair
 from yggdrasil.cli import main
 from yggdrasil.compilations import compilations
 
@@ -222,6 +222,10 @@ def snapshot(root: Path) -> dict[str, str]:
     return {str(path.relative_to(root)): digest_file(path) for path in sorted(root.rglob("*")) if path.is_file()}
 
 
+def predictor_file(bundle: Bundle, name: str) -> Path:
+    return bundle.predictor_folder(bundle.dataset) / name
+
+
 DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
     "truncated bundle.json": (lambda bundle: truncate(bundle.folder / "bundle.json"), "bundle.json: corrupt"),
     "bundle.json without a field": (
@@ -246,7 +250,28 @@ DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
     "missing tokenizer": (lambda bundle: (bundle.folder / "tokenizer.json").unlink(), "tokenizer.json: missing or corrupt"),
     "truncated profile": (lambda bundle: truncate(bundle.profile_path), r"\.json: corrupt"),
     "profile of another compilation": (lambda bundle: edit(bundle.profile_path, lambda payload: payload.update(fingerprint="0" * 12)), "stale: measured for"),
-    "calibration without a table": (lambda bundle: edit(bundle.acceptance_path, lambda payload: payload.pop("by_temperature")), "acceptance.json: corrupt"),
+    "calibration without a table": (
+        lambda bundle: edit(predictor_file(bundle, "acceptance.json"), lambda payload: payload.pop("by_temperature")),
+        "acceptance.json: corrupt",
+    ),
+    "truncated plan": (lambda bundle: truncate(bundle.plan_path), r"-plan\.json: corrupt"),
+    "plan of another compilation": (lambda bundle: edit(bundle.plan_path, lambda payload: payload.update(fingerprint="0" * 12)), "stale: measured for"),
+    "plan that is none": (
+        lambda bundle: edit(bundle.plan_path, lambda payload: payload["plan"].update(placements=[["verify", "main"]])),
+        r"-plan\.json: corrupt .*placements of policy",
+    ),
+    "predictor of another compilation": (
+        lambda bundle: edit(predictor_file(bundle, "predictor.json"), lambda payload: payload.update(fingerprint="0" * 12)),
+        "predictor.json: stale: measured for fingerprint 000000000000",
+    ),
+    "predictor without its weights": (
+        lambda bundle: predictor_file(bundle, "predictor.safetensors").unlink(),
+        "predictor.json: corrupt .predictor.safetensors",
+    ),
+    "truncated predictor weights": (
+        lambda bundle: truncate(predictor_file(bundle, "predictor.safetensors")),
+        "predictor.json: corrupt .predictor.safetensors is not the file",
+    ),
 }
 
 
@@ -285,3 +310,22 @@ def test_compiling_again_keeps_what_is_there_and_builds_what_is_missing(copied: 
     assert compilations() == before
     assert {name: digest for name, digest in snapshot(folder).items() if name != "bundle.json"} == kept
     generate(capsys)
+
+
+def test_another_calibration_text_gives_another_predictor_of_the_same_graphs(copied: Path, llama_folders: tuple[str, str], capsys: Capture) -> None:
+    before, built = load_bundle("tiny"), compilations()
+    other = copied / "other.txt"
+    other.write_text("\n\n".join(reversed(tiny_pair.save_calibration(copied / "stories.txt").read_text().split("\n\n"))))
+    again = compile_pair(*llama_folders, name="tiny", config=TINY, calibration=other, progress=tiny_pair.SilentProgress())
+    assert again.folder == before.folder
+    assert compilations() == built
+    assert again.datasets == ["other", "stories"]
+    assert load_pair("tiny").dataset == "other"
+    assert load_pair("tiny", dataset="stories").dataset == "stories"
+    generate(capsys, "--predictor", "stories")
+
+
+def test_an_unknown_predictor_is_refused_with_the_known_ones(copied: Path, capfd: Capture) -> None:
+    line = refused(capfd, "generate", PROMPT, "--pair", "tiny", "--predictor", "poems")
+    assert "no predictor named 'poems' (there are: stories)" in line
+    assert "--calibration poems.txt" in line

@@ -23,8 +23,9 @@ GROUPS = (  # a module imports from its own group and from those before it
     ("step",),
     ("policy",),
     ("compiler",),
+    ("schedule",),
     ("engine",),
-    ("bundle", "tokenizer", "report", "plots", "measure", "build"),
+    ("bundle", "tokenizer", "report", "tables", "plots", "measure", "calibration", "depth_training", "build"),
     ("cli",),
     ("__main__",),
 )

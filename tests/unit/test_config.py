@@ -43,7 +43,7 @@ NAN, INF = float("nan"), float("inf")
         (CompileConfig, "max_depth", 0),
         (CompileConfig, "prefill_chunk", 1),
         (CompileConfig, "num_candidates", 7),
-        (CompileConfig, "calibration_prompts", 0),
+        (CompileConfig, "calibration_texts", 0),
         (CompileConfig, "calibration_tokens", 0),
     ],
 )

@@ -88,13 +88,16 @@ def _compile(target: str, draft: str, name: str, config: CompileConfig, calibrat
 def _report(bundle: Bundle, seconds: float) -> None:
     from yggdrasil.bundle import BUNDLED, load_pair
     from yggdrasil.policy.shape import best_shape
+    from yggdrasil.tables import depth_table, plan_table
 
     loaded = load_pair(bundle.name)
     print(f"compiled {bundle.name} in {seconds:.0f} s")
     for temperature, acceptance in loaded.acceptance.by_temperature.items():
         shape, gain = best_shape(acceptance, loaded.latency, widths=bundle.config.widths, verify_widths=bundle.config.verify_widths, context_len=0)
         print(f"  temperature {temperature}: {shape}, predicted speedup over plain decoding {gain:.2f}")
-    for path in (bundle.folder, bundle.profile_path, bundle.acceptance_path):
+    print(plan_table(loaded))
+    print(depth_table(loaded))
+    for path in (bundle.folder, bundle.profile_path, bundle.predictor_folder(bundle.dataset)):
         print(f"  {path}")
     pair = "" if bundle.name == BUNDLED else f" --pair {bundle.name}"
     print(f'next: ygg generate{pair} "Once upon a time"')

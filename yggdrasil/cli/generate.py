@@ -31,6 +31,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--pair", help="a pair compiled with `ygg compile` (default: the bundled pair)")
     parser.add_argument("--target", help="instead of --pair: folder or hub id of the target; compiled first if it is not yet")
     parser.add_argument("--draft", help="with --target: folder or hub id of the draft")
+    parser.add_argument("--predictor", metavar="DATASET", help="calibration text whose depth predictor to use (default: the last one compiled)")
     parser.add_argument("--max-new-tokens", type=int, help="most tokens to write (default: 256, or what the context leaves)")
     parser.add_argument("--temperature", type=float, default=sampling.temperature, help="0 takes the likeliest token (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=sampling.top_k, help="keep the k likeliest tokens; 0 keeps all (default: %(default)s)")
@@ -103,10 +104,10 @@ def _pair(options: argparse.Namespace) -> LoadedPair:
     if options.target is not None:
         from yggdrasil.cli.compile import compile_named
 
-        return load_pair(compile_named(options.target, options.draft))
+        return load_pair(compile_named(options.target, options.draft), dataset=options.predictor)
     name = options.pair or BUNDLED
     if name == BUNDLED and not is_compiled(BUNDLED):
         from yggdrasil.cli.compile import compile_bundled
 
         compile_bundled()
-    return load_pair(name)
+    return load_pair(name, dataset=options.predictor)

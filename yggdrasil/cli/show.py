@@ -11,18 +11,21 @@ from yggdrasil.errors import ConfigError
 __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
-pair     what was compiled, from what, and the shape that decoding will use
-profile  latency and predicted speedup against verified width (plots as PNG)
-tree     the tree that one step drafts, verifies and accepts after a prompt
+pair       what was compiled, from what, and the shape that decoding will use
+profile    latency and predicted speedup against verified width (plots as PNG)
+plan       the stages of an iteration in the representative plans (Gantt charts as PNG), the winner and why
+predictor  the depth predictor on held-out text: scores, decisions, whether it is used (and a plot)
+tree       the tree that one step drafts, verifies and accepts after a prompt
 """
 
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = verbs.add_parser("show", help="look at a compiled pair", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("pair", "profile", "tree"))
+    parser.add_argument("what", choices=("pair", "profile", "plan", "predictor", "tree"))
     parser.add_argument("prompt", nargs="?", default="Once upon a time", help="for tree: the text before the step (default: %(default)s)")
     parser.add_argument("--pair", help="which pair (default: the bundled one)")
+    parser.add_argument("--predictor", metavar="DATASET", help="which calibration text's predictor (default: the last one compiled)")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for PNG files (default: the working directory)")
     parser.set_defaults(run=run)
 
@@ -33,8 +36,8 @@ def run(options: argparse.Namespace) -> None:
 
     if not options.out.is_dir():
         raise ConfigError("--out", str(options.out), "an existing folder")
-    pair = load_pair(options.pair or BUNDLED)
-    {"pair": _show_pair, "profile": _show_profile, "tree": _show_tree}[options.what](pair, options)
+    pair = load_pair(options.pair or BUNDLED, dataset=options.predictor)
+    {"pair": _show_pair, "profile": _show_profile, "plan": _show_plan, "predictor": _show_predictor, "tree": _show_tree}[options.what](pair, options)
 
 
 def _show_pair(pair: Any, options: argparse.Namespace) -> None:
@@ -45,10 +48,11 @@ def _show_pair(pair: Any, options: argparse.Namespace) -> None:
     megabytes = [model.weight_bytes / 1e6 for model in (pair.engine.target, pair.engine.draft)]
     print(f"  {config.dtype} on {config.device}, context {bundle.max_context}, weights {megabytes[0]:.1f} + {megabytes[1]:.1f} MB")
     print(f"  target graphs {list(pair.engine.target.menu.sizes)}, draft graphs {list(pair.engine.draft.menu.sizes)} tokens")
+    print(f"  calibrated on {pair.dataset} (--predictor chooses among: {', '.join(bundle.datasets)})")
     for temperature, acceptance in pair.acceptance.by_temperature.items():
         shape, gain = best_shape(acceptance, pair.latency, widths=config.widths, verify_widths=config.verify_widths, context_len=256)
         print(f"  temperature {temperature}: {shape}, predicted speedup {gain:.2f}")
-    print(f"  {bundle.folder}\n  {bundle.profile_path}\n  {bundle.acceptance_path}")
+    print(f"  {bundle.folder}\n  {bundle.profile_path}\n  {bundle.predictor_folder(pair.dataset)}")
 
 
 def _show_profile(pair: Any, options: argparse.Namespace) -> None:
@@ -63,6 +67,23 @@ def _show_profile(pair: Any, options: argparse.Namespace) -> None:
     print(f"host: {latency.growth_host_ms:.3f} ms per growth step, {latency.step_host_ms:.3f} per step, {latency.plain_host_ms:.3f} per plain step")
     for path in (plot_latency(pair, options.out), plot_acceptance(pair, options.out)):
         print(path)
+
+
+def _show_plan(pair: Any, options: argparse.Namespace) -> None:
+    from yggdrasil.schedule.gantt import plot_plans
+    from yggdrasil.tables import plan_table
+
+    print(plan_table(pair))
+    path = options.out / f"{pair.bundle.name}-plan.png"
+    print(plot_plans(pair.plan.timelines, path, winner=pair.plan.plan, title=f"{pair.bundle.name}: one iteration, simulated from measured stages"))
+
+
+def _show_predictor(pair: Any, options: argparse.Namespace) -> None:
+    from yggdrasil.plots import plot_predictor
+    from yggdrasil.tables import depth_table
+
+    print(depth_table(pair))
+    print(plot_predictor(pair, options.out))
 
 
 def _show_tree(pair: Any, options: argparse.Namespace) -> None:

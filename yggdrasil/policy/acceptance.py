@@ -34,11 +34,13 @@ class Acceptance:
         log_probs: Knots, ascending.
         probabilities: Acceptance at the knots, not falling.
         aal: By width: aal[width][depth - 1][k - 1], the mean emitted tokens of a tree of that width and depth pruned to k nodes.
+        by_rank: P(the target's token is the draft's r-th best), r = 1.. up to the greatest width.
     """
 
     log_probs: tuple[float, ...]
     probabilities: tuple[float, ...]
     aal: Mapping[int, tuple[tuple[float, ...], ...]]
+    by_rank: tuple[float, ...] = ()
 
     def values(self, log_probs: Sequence[float]) -> list[float]:
         """Calibrated acceptance of nodes: linear between knots, clamped outside."""
@@ -59,12 +61,13 @@ class Acceptance:
             "log_probs": list(self.log_probs),
             "probabilities": list(self.probabilities),
             "aal": {str(width): [list(row) for row in rows] for width, rows in self.aal.items()},
+            "by_rank": list(self.by_rank),
         }
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Acceptance:
         aal = {int(width): tuple(tuple(row) for row in rows) for width, rows in payload["aal"].items()}
-        return cls(tuple(payload["log_probs"]), tuple(payload["probabilities"]), aal)
+        return cls(tuple(payload["log_probs"]), tuple(payload["probabilities"]), aal, tuple(payload["by_rank"]))
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,14 @@ def fit_acceptance(records: Sequence[TreeRecord]) -> Acceptance:
     accepted = np.concatenate([record.accepted[1:] for record in records]).astype(float)
     isotonic = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(log_probs, accepted)
     aal = {width: _aal_rows([record for record in records if record.width == width]) for width in sorted({record.width for record in records})}
-    return Acceptance(tuple(isotonic.X_thresholds_.tolist()), tuple(isotonic.y_thresholds_.tolist()), aal)
+    return Acceptance(tuple(isotonic.X_thresholds_.tolist()), tuple(isotonic.y_thresholds_.tolist()), aal, _by_rank(records))
+
+
+def _by_rank(records: Sequence[TreeRecord]) -> tuple[float, ...]:
+    """The first growth step of the widest trees attaches the root's best children in the order of their ranks."""
+    widest = max(record.width for record in records)
+    firsts = [record.accepted[1 : 1 + widest] for record in records if record.width == widest]
+    return tuple(np.mean(np.array(firsts, dtype=float), axis=0).tolist())
 
 
 def _aal_rows(records: Sequence[TreeRecord]) -> tuple[tuple[float, ...], ...]:

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from yggdrasil.policy.acceptance import Acceptance
+from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.objective import speedup
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 
-__all__ = ["BestShape", "FixedShape", "ShapePolicy", "best_shape"]
+__all__ = ["Arms", "BestShape", "ContextShape", "FixedShape", "ShapePolicy", "best_shape"]
 
 RATE_MEMORY = 0.99
 CONTEXT_STEP = 128  # tokens of context after which the shape is chosen anew: attention's share moves slowly
@@ -77,10 +81,15 @@ class FixedShape:
         menu = [width for width in menu if width <= self.verify_widths[-1]]
         settled_ms = self.latency.before_verify_ms(shape.width, shape.depth, context_len)
         costs_ms = {width: settled_ms + self.latency.verify.at(width, context_len) for width in menu}
-        if self._spent_ms == 0:
+        rate = self.rate
+        if rate is None:
             return max(menu, key=lambda width: expected[width - 1] / costs_ms[width])
-        rate = self._emitted / self._spent_ms
         return max(menu, key=lambda width: expected[width - 1] - rate * costs_ms[width])
+
+    @property
+    def rate(self) -> float | None:
+        """Emitted tokens per millisecond of the run so far, None before the first step."""
+        return self._emitted / self._spent_ms if self._spent_ms else None
 
     def observe(self, result: StepResult) -> None:
         """Keep the rate of the last hundred steps or so, in milliseconds of the profile: which shape runs depends on the text alone, not on the clock."""
@@ -109,6 +118,78 @@ class BestShape(FixedShape):
                 self.acceptance, self.latency, widths=self.widths, verify_widths=self.verify_widths, context_len=context_len
             )
         return self._chosen[context_len]
+
+
+@dataclass(frozen=True)
+class Arms:
+    """Every (W, D, K) of the menu at one context length as arrays, plain decoding first.
+
+    Args:
+        shapes: (W, D) of every arm, K left to pruning.
+        cost_M: (M,) milliseconds of an iteration.
+        gain_M: (M,) accepted tokens, AAL - 1, on the calibration text.
+        column_M: (M,) D - 1; 0 for plain decoding, whose gain is 0.
+    """
+
+    shapes: tuple[Shape, ...]
+    cost_M: npt.NDArray[np.float64]
+    gain_M: npt.NDArray[np.float64]
+    column_M: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls, acceptance: Acceptance, latency: LatencyModel, *, widths: Sequence[int], verify_widths: Sequence[int], max_depth: int, context_len: int
+    ) -> Arms:
+        """The arms of a menu."""
+        shapes, rows = [PLAIN], [(latency.plain_ms(context_len), 0.0, 0)]
+        for width in widths:
+            for depth in range(1, max_depth + 1):
+                for verify in verify_widths:
+                    num_verified = min(verify, 1 + width * depth)
+                    cost_ms = latency.step_ms(width, depth, num_verified, context_len)
+                    rows.append((cost_ms, acceptance.expected_emitted(width, depth, verify) - 1.0, depth - 1))
+                    shapes.append(Shape(width, depth))
+        cost, gain, column = zip(*rows, strict=True)
+        return cls(tuple(shapes), np.array(cost), np.array(gain), np.array(column))
+
+    def best(self, growth_D: npt.NDArray[np.floating], rate: float | None) -> Shape:
+        """The arm that Eq. 3 prefers when the accepted length within depth D is growth_D[D - 1] times the calibration's, (D,)."""
+        emitted_M = 1.0 + self.gain_M * growth_D[self.column_M]
+        score_M = emitted_M / self.cost_M if rate is None else emitted_M - rate * self.cost_M
+        return self.shapes[int(score_M.argmax())]
+
+
+@dataclass(kw_only=True)
+class ContextShape(BestShape):
+    """The (W, D) that Eq. 3 likes best under the accepted length predicted for this very context.
+
+    The predictor says P(accepted >= d); its sum up to D, over the same sum on the calibration text, scales the calibrated AAL
+    of every shape of that depth. Arms compete at the rate of the run, as in `verify_width`. Plain decoding is an arm.
+
+    Args:
+        predictor: Of this pair and kind of text.
+        temperature: Of the sampling.
+
+    Source: Yggdrasil section 4.2, "Draft Depth Prediction" and "Draft Width Selection". Departure: D and W are chosen together,
+    which costs one product over the menu, instead of D first and W at that D.
+    """
+
+    predictor: DepthPredictor
+    temperature: float
+    _arms: dict[int, Arms] = field(default_factory=dict, init=False, repr=False)
+
+    def choose(self, state: DecodeState) -> Shape:
+        if state.hidden_E is None:  # the first step of a prompt of one token
+            return super().choose(state)
+        return self.arms(state.root_pos).best(self.predictor.growth(state.hidden_E, self.temperature), self.rate)
+
+    def arms(self, context_len: int) -> Arms:
+        """The menu at this context length, in steps of CONTEXT_STEP."""
+        key = context_len // CONTEXT_STEP * CONTEXT_STEP
+        if key not in self._arms:
+            max_depth = min(self.acceptance.max_depth, self.predictor.max_depth)
+            self._arms[key] = Arms.of(self.acceptance, self.latency, widths=self.widths, verify_widths=self.verify_widths, max_depth=max_depth, context_len=key)
+        return self._arms[key]
 
 
 def best_shape(acceptance: Acceptance, latency: LatencyModel, *, widths: Sequence[int], verify_widths: Sequence[int], context_len: int) -> tuple[Shape, float]:

@@ -9,7 +9,7 @@ from yggdrasil.state import DecodeState
 from yggdrasil.step.accept import Accepted
 from yggdrasil.step.prune import Pruned
 
-__all__ = ["commit_", "commit_draft_", "commit_text_"]
+__all__ = ["commit_", "commit_draft_", "commit_text_", "forget_unfinished_"]
 
 
 def commit_(state: DecodeState, target: TokenModel, draft: TokenModel, pruned: Pruned, accepted: Accepted, num_run: int, hidden_KE: Tensor) -> None:
@@ -46,3 +46,9 @@ def commit_text_(state: DecodeState, accepted: Accepted, hidden_KE: Tensor) -> N
     state.hidden_E = hidden_KE[accepted.path[-1]].clone()
     state.tokens.extend(accepted.tokens)
     state.head = None
+
+
+def forget_unfinished_(target: TokenModel, draft: TokenModel, root_pos: int) -> None:
+    """Whatever an interrupted step left in the caches is not history: the text is."""
+    target.cache.rollback_(min(target.cache.len, root_pos))
+    draft.cache.rollback_(min(draft.cache.len, root_pos))

@@ -1,0 +1,91 @@
+"""What every figure's script does besides measuring: options, a table, a JSON line, a saved result and a drawing of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from bench.harness import environment, save_result
+from bench.subject import MIN_PARAMETERS
+
+__all__ = ["Claim", "Say", "bars"]
+
+Say = Callable[[str], None]
+QUICK_PROMPTS, QUICK_TOKENS = 2, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One claim as a script.
+
+    Args:
+        name: Of the result's files.
+        doc: The script's docstring: its first paragraph is the question.
+        prompts: Held-out prompts per arm and workload.
+        tokens: New tokens per prompt.
+        measure: Options to figures.
+        table: The result for a person.
+        draw: The result as a figure.
+        size: Of the figure, in inches.
+    """
+
+    name: str
+    doc: str | None
+    prompts: int
+    tokens: int
+    measure: Callable[[argparse.Namespace, Say], dict[str, Any]]
+    table: Callable[[Mapping[str, Any]], str]
+    draw: Callable[[Figure, Mapping[str, Any]], None]
+    size: tuple[float, float] = (10, 4)
+
+    def main(self) -> None:
+        """Measure and report; the last line of standard output is the result as JSON."""
+        import transformers
+
+        options = self._parser().parse_args()
+        if options.quick:
+            options.prompts, options.tokens = QUICK_PROMPTS, QUICK_TOKENS
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+        settings = {"prompts": options.prompts, "tokens": options.tokens, "rehearsal": options.quick}
+        question = " ".join(str(self.doc).split("\n\n", 1)[0].split())
+        result = {"claim": self.name, "question": question, "settings": settings, "environment": environment(), **self.measure(options, say)}
+        say(self.table(result))
+        path = save_result(self.name, result, rehearsal=options.quick)
+        figure = Figure(figsize=self.size, layout="constrained")
+        self.draw(figure, result)
+        figure.savefig(path.with_suffix(".png"), dpi=130)
+        say(f"written to {path} and {path.with_suffix('.png').name}")
+        print(json.dumps(result), flush=True)
+
+    def _parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(prog=f"bench.claim_{self.name}", description=self.doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--json", action="store_true", help="print nothing but the JSON document on standard output")
+        parser.add_argument("--prompts", type=int, default=self.prompts, help="held-out prompts (default: %(default)s)")
+        parser.add_argument("--tokens", type=int, default=self.tokens, help="new tokens per prompt (default: %(default)s)")
+        parser.add_argument(
+            "--target-parameters", type=int, default=MIN_PARAMETERS, metavar="N", help="inflate the target to so many; 0 as it is (default: %(default)s)"
+        )
+        parser.add_argument("--remeasure", action="store_true", help="profile and calibrate the compiled pair again")
+        parser.add_argument("--quick", action="store_true", help=f"a rehearsal: {QUICK_PROMPTS} prompts of {QUICK_TOKENS} tokens, kept out of bench/results")
+        return parser
+
+
+def bars(axes: Any, groups: Sequence[str], heights: Mapping[str, Sequence[float]], *, ylabel: str) -> None:
+    """Grouped bars: one group for every name, one bar in it for every series, its height written over it."""
+    width = 0.8 / len(heights)
+    for index, (series, values) in enumerate(heights.items()):
+        places = [group + (index - (len(heights) - 1) / 2) * width for group in range(len(groups))]
+        axes.bar_label(axes.bar(places, values, width, label=series), fmt="%.2f", fontsize=5, rotation=90, padding=2)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.margins(y=0.15)
+    axes.set_ylabel(ylabel)
+    axes.legend(fontsize=7)

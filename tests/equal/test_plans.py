@@ -1,0 +1,309 @@
+"""Whatever the plan, an iteration emits what `Engine.step` emits, drafts the trees it drafts, and leaves the history it leaves."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from yggdrasil.bundle import Bundle
+from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.engine import Engine
+from yggdrasil.errors import ConfigError, YggError
+from yggdrasil.schedule import executor as executor_module
+from yggdrasil.schedule.choice import NUM_TICKS, PlanChoice, choose_plan
+from yggdrasil.schedule.executor import Executor
+from yggdrasil.schedule.plan import SEQUENTIAL, Plan
+from yggdrasil.schedule.profile import Workload, profile_stages
+from yggdrasil.schedule.search import plans
+from yggdrasil.schedule.stages import STAGES
+from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
+from yggdrasil.step.draft import prefill
+from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.trace import Trace
+from yggdrasil.tree import TokenTree
+
+PROMPTS = ("Once upon a time", "Tom", "One day Lily saw a red fox near the café.")
+GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=0.8, seed=7)
+PLANS = plans()
+MOST = next(plan for plan in PLANS if plan.name == "tail side, next_head side, noise side")
+ON_MAIN = next(plan for plan in PLANS if plan.name == "tail early, next_head main, noise late")
+NUM_TOKENS = 40
+NAMES = [plan.name for plan in PLANS]
+
+Stepper = Callable[[DecodeState, Any], StepResult]
+
+
+@dataclass
+class Sequence:
+    """A policy that takes shapes in turn and the draft at its word; K is the shape's."""
+
+    shapes: tuple[Shape, ...]
+    num_steps: int = field(default=0, init=False)
+
+    def choose(self, state: DecodeState) -> Shape:
+        self.num_steps += 1
+        return self.shapes[(self.num_steps - 1) % len(self.shapes)]
+
+    def values(self, log_probs: list[float]) -> list[float]:
+        return [2.718281828**value for value in log_probs]
+
+    def verify_width(self, expected: list[float], shape: Shape, context_len: int) -> int:
+        return min(shape.verify or 16, len(expected))
+
+    def observe(self, result: StepResult) -> None:
+        assert result.ms > 0
+
+
+class TwoDeep:
+    """Stops growth at depth two."""
+
+    def enough(self, tree: TokenTree) -> bool:
+        return int(tree.depth_N.max()) >= 2
+
+
+LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
+POLICIES = {
+    "tree": (Shape(4, 4, 16),),
+    "whole tree verified": (Shape(4, 2, 16),),
+    "pruned hard": (Shape(4, 4, 4),),
+    "chain": (Shape(1, 4),),
+    "one growth step": (Shape(4, 1),),
+    "plain": (PLAIN,),
+    "static": (Shape(3, 3, 8, LEVELS),),
+    "stopping": (Shape(2, 4, 8, stop=TwoDeep()),),
+    "changing": (Shape(4, 4, 16), PLAIN, Shape(1, 2), Shape(4, 1, 3), Shape(2, 3, 8, stop=TwoDeep()), Shape(4, 3, 4), PLAIN, PLAIN, Shape(1, 4)),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_bundle: Bundle) -> Engine:
+    return Engine(*tiny_bundle.load_models(), max_context=tiny_bundle.max_context)
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_bundle: Bundle) -> list[list[int]]:
+    tokenizer = Tokenizer(tiny_bundle.folder / "tokenizer.json", tiny_bundle.command)
+    return [tokenizer.encode(prompt) for prompt in PROMPTS]
+
+
+def fresh(engine: Engine, prompt: list[int], sampling: SamplingConfig = GREEDY) -> DecodeState:
+    """A request whose prompt is in both caches."""
+    state = DecodeState(list(prompt), sampling)
+    for model in (engine.target, engine.draft):
+        model.cache.rollback_(0)
+        prefill(model, state.tokens[:-1])
+    return state
+
+
+def history(engine: Engine, state: DecodeState, step: Stepper, policy: Sequence, num_tokens: int = NUM_TOKENS) -> list[tuple[Any, ...]]:
+    """What every step did: tokens, path, verified tree, sizes."""
+    done = []
+    while len(state.emitted) < num_tokens:
+        result = step(state, policy)
+        tree = result.tree
+        done.append((result.tokens, result.path, tree.token_N.tolist(), tree.parent_N.tolist(), tree.log_prob_N.tolist(), result.drafted, result.context_len))
+        assert engine.target.cache.len == state.root_pos
+        assert engine.draft.cache.len <= state.root_pos
+    return done
+
+
+def executor(engine: Engine, plan: Plan) -> Executor:
+    return Executor(plan, engine.target, engine.draft, Trace())
+
+
+Expected = dict[tuple[str, int, bool], list[tuple[Any, ...]]]
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine, prompts: list[list[int]]) -> Expected:
+    """What `Engine.step` does, by policy, prompt and whether tokens are sampled."""
+    return {
+        (name, index, sampled): history(engine, fresh(engine, prompt, SAMPLED if sampled else GREEDY), engine.step, Sequence(shapes))
+        for name, shapes in POLICIES.items()
+        for index, prompt in enumerate(prompts)
+        for sampled in (False, True)
+    }
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=NAMES)
+def test_every_plan_does_what_the_step_does(engine: Engine, prompts: list[list[int]], expected: Expected, plan: Plan) -> None:
+    """Each policy with one prompt greedily and another sampled; over the plans every policy meets every prompt."""
+    runner = executor(engine, plan)
+    for turn, (name, shapes) in enumerate(POLICIES.items()):
+        for sampled in (False, True):
+            index = (turn + PLANS.index(plan) + sampled) % len(prompts)
+            state = fresh(engine, prompts[index], SAMPLED if sampled else GREEDY)
+            assert history(engine, state, runner.step, Sequence(shapes)) == expected[name, index, sampled], (name, index, sampled)
+
+
+def test_the_stages_ahead_of_time_run_and_are_used_in_these_tests(engine: Engine, prompts: list[list[int]]) -> None:
+    """Otherwise the equalities above would say little."""
+    trace = Trace()
+    runner = Executor(MOST, engine.target, engine.draft, trace)
+    state, num_forwards = fresh(engine, prompts[0], SAMPLED), []
+    forward = engine.draft.forward
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine.draft, "forward", lambda meta_NM: (num_forwards.append(len(meta_NM)), forward(meta_NM))[1])
+        for _ in range(6):
+            num_forwards.clear()
+            ready = state.head
+            runner.step(state, Sequence(POLICIES["chain"]))
+            assert len(num_forwards) == (ready is None) + 3 + 1 + 2  # head, growth, tail, five nodes in pieces of the widest graph
+            assert state.head is not None
+            assert state.head.root_pos == state.root_pos == engine.draft.cache.len
+    assert (trace.count["tail"], trace.count["next_head"], trace.count["noise"]) == (6, 6, 5)  # the first step learns the vocabulary
+
+
+@pytest.mark.parametrize("name", ("tree", "changing", "static"))
+def test_the_caches_end_up_with_the_bits_of_a_prefill(engine: Engine, prompts: list[list[int]], name: str) -> None:
+    """What was drafted ahead of time and moved into place is what the committed text itself gives."""
+    state = fresh(engine, prompts[2])
+    history(engine, state, executor(engine, MOST).step, Sequence(POLICIES[name]))
+    models = (engine.target, engine.draft)
+    lengths = [model.cache.len + (state.head is not None and model is engine.draft) for model in models]  # the next root's KV too
+    ours = [model.cache.storage_L2GTF[:, :, :, :length].clone() for model, length in zip(models, lengths, strict=True)]
+    for model, length, stored in zip(models, lengths, ours, strict=True):
+        model.cache.rollback_(0)
+        prefill(model, state.tokens[:length])
+        assert torch.equal(model.cache.storage_L2GTF[:, :, :, :length], stored)
+
+
+def test_steps_and_plans_may_take_turns(engine: Engine, prompts: list[list[int]], expected: Expected) -> None:
+    steppers = [engine.step, *(executor(engine, plan).step for plan in PLANS[:: len(PLANS) // 5]), executor(engine, MOST).step]
+    turn = 0
+
+    def step(state: DecodeState, policy: Any) -> StepResult:
+        nonlocal turn
+        turn += 1
+        return steppers[turn * 5 % len(steppers)](state, policy)
+
+    for name, shapes in POLICIES.items():
+        assert history(engine, fresh(engine, prompts[0]), step, Sequence(shapes)) == expected[name, 0, False], name
+
+
+@pytest.mark.parametrize("plan", (MOST, ON_MAIN, SEQUENTIAL), ids=lambda plan: plan.name)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_interrupted_stage_leaves_committed_history(
+    engine: Engine, prompts: list[list[int]], expected: Expected, monkeypatch: pytest.MonkeyPatch, plan: Plan, stage: str
+) -> None:
+    """Interrupted before its work and after it, in every iteration but the first; what was lost is done again by the same executor."""
+    if stage not in plan.order:
+        return
+    run, moments = executor_module.RUN[stage], ["before", "after"] if stage != "text" else ["before"]  # the text is the last word
+    cut = ""
+
+    def interrupted(it: Any) -> None:
+        if cut != "before":
+            run(it)
+        if cut:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(executor_module.RUN, stage, interrupted)
+    runner, state = executor(engine, plan), fresh(engine, prompts[1], SAMPLED)
+
+    def step(state: DecodeState, policy: Any) -> StepResult:
+        nonlocal cut
+        for moment in moments if state.emitted else ():
+            cut, before = moment, list(state.tokens)
+            with pytest.raises(KeyboardInterrupt):
+                runner.step(state, policy)
+            assert state.tokens == before
+        cut = ""
+        return runner.step(state, policy)
+
+    assert history(engine, state, step, Sequence(POLICIES["tree"])) == expected["tree", 1, True]
+
+
+def test_nothing_runs_on_beside_after_an_error(engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[str] = []
+    tail = executor_module.RUN["tail"]
+
+    def slow_tail(it: Any) -> None:
+        running.append("tail")
+        time.sleep(0.05)
+        tail(it)
+        running.remove("tail")
+
+    def broken_verify(it: Any) -> None:
+        assert running == ["tail"] or time.sleep(0.02) is None
+        raise YggError("the target is broken")
+
+    monkeypatch.setitem(executor_module.RUN, "tail", slow_tail)
+    monkeypatch.setitem(executor_module.RUN, "verify", broken_verify)
+    runner, state = executor(engine, MOST), fresh(engine, prompts[0])
+    with pytest.raises(YggError, match="the target is broken"):
+        runner.step(state, Sequence(POLICIES["tree"]))
+    assert running == []
+
+
+def test_an_error_beside_reaches_the_caller(engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_tail(it: Any) -> None:
+        raise YggError("the draft is broken")
+
+    runner, state = executor(engine, MOST), fresh(engine, prompts[0])
+    before = list(state.tokens)
+    with monkeypatch.context() as patched:
+        patched.setitem(executor_module.RUN, "tail", broken_tail)
+        with pytest.raises(YggError, match="the draft is broken"):
+            executor(engine, MOST).step(state, Sequence(POLICIES["tree"]))
+    assert state.tokens == before
+    runner.step(state, Sequence(POLICIES["tree"]))
+
+
+def test_without_room_for_a_head_ahead_of_time_the_next_iteration_drafts_it(engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected_history = history(engine, fresh(engine, prompts[0]), engine.step, Sequence(POLICIES["tree"]))
+    monkeypatch.setitem(executor_module.HELPS, "next_head", lambda it: False)
+    assert history(engine, fresh(engine, prompts[0]), executor(engine, MOST).step, Sequence(POLICIES["tree"])) == expected_history
+
+
+@pytest.mark.parametrize("plan", (MOST, ON_MAIN), ids=lambda plan: plan.name)
+def test_the_context_can_be_filled_to_its_last_token_by_a_plan(engine: Engine, prompts: list[list[int]], plan: Plan) -> None:
+    prompt = (prompts[2] * 20)[: engine.max_context - 20]
+    config = GenerateConfig(max_new_tokens=20, ignore_eos=True)
+    planned = Engine(engine.target, engine.draft, max_context=engine.max_context, plan=plan)
+    texts = [[token for result in each.generate(prompt, Sequence(POLICIES["tree"]), config) for token in result.tokens] for each in (engine, planned)]
+    assert texts[0] == texts[1]
+    assert len(texts[1]) == 20
+
+
+def test_the_engine_runs_its_plan_and_is_the_sequential_one(engine: Engine) -> None:
+    assert Engine(engine.target, engine.draft, max_context=64, plan=SEQUENTIAL).executor is None
+    planned = Engine(engine.target, engine.draft, max_context=64, plan=MOST)
+    assert planned.executor is not None
+    assert planned.executor.plan == MOST
+    list(planned.generate([5, 6, 7], Sequence(POLICIES["tree"]), GenerateConfig(max_new_tokens=8, ignore_eos=True)))
+    assert planned.trace.count["next_head"] > 0
+
+
+def test_a_plan_is_chosen_by_measurement_and_saved(engine: Engine, prompts: list[list[int]]) -> None:
+    work = Workload(target=engine.target, draft=engine.draft, prompt=prompts[0], policy=Sequence(POLICIES["tree"]), max_context=engine.max_context)
+    ticks: list[int] = []
+    chosen = choose_plan(work, num_steps=4, tick=lambda: ticks.append(1))
+    assert len(ticks) <= NUM_TICKS
+    assert chosen.plan in {measured.plan for measured in chosen.measured}
+    assert set(chosen.predicted_ms) == set(NAMES)
+    assert PlanChoice.from_json(json.loads(json.dumps(chosen.to_json()))) == chosen
+    assert chosen.profile.host_ms["tail on side"] > 0
+    assert chosen.profile.host_ms["noise on main"] > 0
+    assert chosen.profile.host_ms["head after next_head"] < chosen.profile.host_ms["head"]
+
+
+def test_greedy_decoding_measures_no_noise_and_no_gain_from_it(engine: Engine, prompts: list[list[int]]) -> None:
+    policy = Sequence(POLICIES["tree"])
+    work = Workload(target=engine.target, draft=engine.draft, prompt=prompts[0], policy=policy, max_context=engine.max_context, sampling=GREEDY)
+    profile = profile_stages(work, num_steps=3)
+    assert profile.host_ms["noise on main"] == profile.host_ms["noise on side"] == profile.stretch_ms["noise"] == 0
+    assert profile.host_ms["say after noise"] == profile.host_ms["say"]
+    assert profile.host_ms["tail on main"] > 0
+
+
+def test_a_prompt_that_leaves_no_room_to_measure_is_refused(engine: Engine) -> None:
+    work = Workload(target=engine.target, draft=engine.draft, prompt=[5] * 250, policy=Sequence(POLICIES["tree"]), max_context=engine.max_context)
+    with pytest.raises(ConfigError, match="prompt: '250 tokens'"):
+        choose_plan(work)

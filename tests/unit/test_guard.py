@@ -1,0 +1,86 @@
+"""The guard against losing to plain decoding, on scripted clocks."""
+
+from __future__ import annotations
+
+import torch
+
+from yggdrasil.policy.acceptance import Acceptance
+from yggdrasil.policy.guard import SHARE, START_STEPS, Guard
+from yggdrasil.policy.latency import Curve, LatencyModel
+from yggdrasil.policy.shape import FixedShape
+from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
+from yggdrasil.tree import TokenTree
+
+PLAIN_MS, STEP_MS = 10.0, 15.0
+FLAT = Curve((0,), (2, 8), ((1.0, 1.0),))
+LATENCY = LatencyModel(draft=FLAT, verify=Curve((0,), (2, 8), ((PLAIN_MS, 11.0),)), growth_host_ms=0.0, step_host_ms=0.0, plain_host_ms=0.0)
+SPECULATIVE = Shape(1, 4, 5)  # 1 head draft, 3 growth forwards, 11 of verification: 15 ms
+
+
+def guard() -> Guard:
+    assert LATENCY.step_ms(1, 4, 5, 0) == STEP_MS
+    return Guard(FixedShape(SPECULATIVE, Acceptance((-1.0, 0.0), (0.0, 1.0), {}), LATENCY, (2, 8)), LATENCY)
+
+
+def result(shape: Shape, num_tokens: int, ms: float) -> StepResult:
+    tree = TokenTree.root(1, 1)
+    return StepResult([1] * num_tokens, shape, shape.num_nodes, 5 if shape.depth else 1, 0, 1.0, tree, [0], ms)
+
+
+def run(policy: Guard, num_steps: int, *, emitted: int, plain_ms: float = PLAIN_MS, step_ms: float = STEP_MS) -> tuple[float, int, list[bool]]:
+    """Milliseconds, tokens and which steps speculated."""
+    spent, tokens, speculated = 0.0, 0, []
+    state = DecodeState([1], hidden_E=torch.zeros(1))
+    for _ in range(num_steps):
+        shape = policy.choose(state)
+        one = result(shape, emitted, step_ms) if shape.depth else result(PLAIN, 1, plain_ms)
+        policy.observe(one)
+        spent, tokens = spent + one.ms, tokens + len(one.tokens)
+        speculated.append(shape.depth > 0)
+    return spent, tokens, speculated
+
+
+def test_a_winning_session_never_stops_speculating() -> None:
+    _, _, speculated = run(guard(), 200, emitted=3)
+    assert all(speculated)
+
+
+def test_a_losing_session_stays_within_three_percent_of_plain_decoding() -> None:
+    spent, tokens, speculated = run(guard(), 128, emitted=1)
+    assert spent <= 1.03 * tokens * PLAIN_MS
+    assert spent <= tokens * PLAIN_MS + START_STEPS * PLAIN_MS + SHARE * spent + STEP_MS
+    assert 0 < sum(speculated) < 10
+
+
+def test_a_losing_session_tries_again_later() -> None:
+    _, _, speculated = run(guard(), 600, emitted=1)
+    first_stop = speculated.index(False)
+    assert any(speculated[first_stop:])
+
+
+def test_a_session_that_starts_to_win_comes_back_for_good() -> None:
+    policy = guard()
+    run(policy, 50, emitted=1)
+    assert not policy.speculating
+    _, _, speculated = run(policy, 400, emitted=4)
+    assert all(speculated[-100:])
+
+
+def test_one_slow_step_of_the_machine_does_not_stop_a_winning_session() -> None:
+    policy = guard()
+    run(policy, 20, emitted=3)
+    policy.observe(result(SPECULATIVE, 3, 5000.0))
+    assert policy.speculating
+
+
+def test_a_profile_slower_than_the_machine_does_not_hide_a_loss() -> None:
+    """The profile says 10 and 15 ms; the machine takes 5 and 7.5, so 1 token per step loses as before."""
+    spent, tokens, speculated = run(guard(), 200, emitted=1, plain_ms=5.0, step_ms=7.5)
+    assert sum(speculated) < 20
+    assert spent <= 1.03 * tokens * 5.0 + START_STEPS * PLAIN_MS + STEP_MS  # what was lost before it was known
+
+
+def test_the_verified_width_is_the_inner_policy_s() -> None:
+    policy = guard()
+    assert policy.verify_width([1.0, 1.5, 1.6, 1.7, 1.8], SPECULATIVE, 0) == 5
+    assert policy.values([-1.0, 0.0]) == [0.0, 1.0]

@@ -1,0 +1,353 @@
+"""The graph of stages, which plans are valid, what a plan is predicted to take and which is chosen: numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import networkx
+import pytest
+import torch
+
+from yggdrasil.errors import ConfigError
+from yggdrasil.schedule import choice as choice_module
+from yggdrasil.schedule.choice import Measured, PlanChoice
+from yggdrasil.schedule.gantt import plot_plans
+from yggdrasil.schedule.plan import SEQUENTIAL, Placement, Plan
+from yggdrasil.schedule.profile import PROBES, Sample, StageProfile, fastest, profile_of
+from yggdrasil.schedule.search import best_plan, plans, simulate
+from yggdrasil.schedule.side import SideThread
+from yggdrasil.schedule.stages import AHEAD, MAIN, needs, stage_graph
+
+PLANS = {plan.name: plan for plan in plans()}
+TAIL_SIDE, TAIL_LATE = PLANS["tail side"], PLANS["tail late"]
+
+MAIN_MS = {
+    "policy": 0.0, "head": 2.0, "grow": 4.0, "prune": 0.5, "verify": 10.0, "say": 1.0, "walk": 0.5, "commit_target": 0.25, "commit_draft": 0.25, "text": 0.5,
+}  # fmt: skip
+HOST_MS = {
+    **MAIN_MS,
+    "head after tail": 1.5,
+    "head after next_head": 0.0,
+    "say after noise": 0.25,
+    "commit_draft after next_head": 0.5,
+    "tail on main": 2.0,
+    "tail on side": 3.0,
+    "next_head on main": 4.0,
+    "next_head on side": 5.0,
+    "noise on main": 0.75,
+    "noise on side": 1.0,
+}
+PROFILE = StageProfile(HOST_MS, {}, {"tail": 1.0, "noise": 0.5, "next_head": 0.0}, overhead_ms=0.5, handover_ms=0.25)
+
+
+def spans(plan: Plan, profile: StageProfile) -> dict[tuple[str, str], tuple[float, float]]:
+    return {(span.stage, span.lane): (span.start_ms, span.end_ms) for span in simulate(plan, profile).spans}
+
+
+def test_the_graph_is_acyclic_and_holds_the_stages_that_run() -> None:
+    for ahead in ((), ("noise",), ("tail",), ("tail", "next_head"), AHEAD):
+        graph = stage_graph(ahead)
+        assert networkx.is_directed_acyclic_graph(graph)
+        assert set(graph) == {*MAIN, *ahead}
+        assert [stage for stage, data in graph.nodes(data=True) if data["ahead"]] == [stage for stage in graph if stage in ahead]
+
+
+def test_the_main_stages_form_a_chain_up_to_the_walk() -> None:
+    chain = MAIN[: MAIN.index("walk") + 1]
+    assert set(stage_graph(()).subgraph(chain).edges) == set(pairwise(chain))
+
+
+def test_the_next_head_reads_what_the_target_said_and_not_the_walk() -> None:
+    graph = stage_graph()
+    assert set(graph.predecessors("next_head")) == {"say", "tail"}
+    assert not networkx.has_path(graph, "walk", "next_head")
+    assert not networkx.has_path(graph, "verify", "tail")
+    assert not networkx.has_path(graph, "tail", "walk")
+    assert set(graph.successors("noise")) == {"say"}
+
+
+def test_the_text_comes_after_both_histories() -> None:
+    assert networkx.ancestors(stage_graph(), "text") == {*MAIN, *AHEAD} - {"text"}
+
+
+def test_the_order_of_all_stages_is_topological() -> None:
+    for plan in plans():
+        place = {stage: index for index, stage in enumerate(plan.order)}
+        assert all(place[before] < place[after] for before, after in stage_graph(plan.ahead).edges)
+
+
+def test_a_graph_of_a_head_without_its_tail_is_refused() -> None:
+    with pytest.raises(ConfigError, match="next_head needs the KV of every leaf"):
+        stage_graph(("next_head",))
+    with pytest.raises(ConfigError, match="ahead: 'verify' is not allowed"):
+        stage_graph(("verify",))
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (MAIN[:-1], "placements of text: 0 is not allowed; it must be 1"),
+        ((*MAIN, "text"), "placements of text: 2 is not allowed"),
+        ((*MAIN[:3], "tail", "tail", *MAIN[3:]), "placements of tail: 2 is not allowed; it must be 0 or 1"),
+        ((*MAIN[:4], "say", "verify", *MAIN[6:]), "place of say: 'before verify' is not allowed"),
+        ((*MAIN, "tail"), "place of commit_draft: 'before tail' is not allowed"),
+        ((*MAIN[:2], "tail", *MAIN[2:]), "place of tail: 'before grow' is not allowed"),
+        ((*MAIN[:6], "next_head", *MAIN[6:]), "with tail ahead of time"),
+        ((*MAIN[:4], ("verify", "side"), *MAIN[5:]), "resource of verify: 'side' is not allowed"),
+        ((*MAIN[:3], ("tail", "gpu"), *MAIN[3:]), "resource of tail: 'gpu' is not allowed; it must be one of"),
+        ((*MAIN, "coffee"), "stage: 'coffee' is not allowed; it must be one of"),
+    ],
+)
+def test_a_plan_that_is_not_valid_is_refused_by_name(order: tuple[str | tuple[str, str], ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Plan.of("broken", order)
+
+
+def test_a_plan_survives_json() -> None:
+    for plan in plans():
+        assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    with pytest.raises(ConfigError, match="placements of policy: 0"):
+        Plan.from_json({"name": "empty", "placements": []})
+
+
+def test_the_sequential_plan_is_the_order_of_the_step() -> None:
+    assert SEQUENTIAL.placements == tuple(Placement(stage) for stage in MAIN)
+    assert plans()[0] == SEQUENTIAL
+
+
+def test_the_search_emits_distinct_plans_and_few() -> None:
+    assert len({plan.placements for plan in plans()}) == len(PLANS) == len(plans())
+    assert len(plans()) <= 48
+    assert {plan.ahead for plan in plans()} == {(), ("noise",), ("tail",), ("noise", "tail"), ("tail", "next_head"), AHEAD}
+
+
+def test_the_probes_measure_every_form_of_every_plan() -> None:
+    measured = {plan.form(stage) for plan in PROBES for stage in plan.order}
+    assert {plan.form(stage) for plan in plans() for stage in plan.order} <= measured
+    assert measured == set(HOST_MS)
+
+
+def test_what_ran_ahead_of_time_changes_the_form_of_what_is_left() -> None:
+    assert [SEQUENTIAL.form(stage) for stage in ("head", "say", "commit_draft")] == ["head", "say", "commit_draft"]
+    assert TAIL_SIDE.form("head") == "head after tail"
+    everything = PLANS["tail late, next_head main, noise late"]
+    assert [everything.form(stage) for stage in ("head", "say", "commit_draft", "noise")] == [
+        "head after next_head", "say after noise", "commit_draft after next_head", "noise on main",
+    ]  # fmt: skip
+
+
+def test_the_sequential_plan_takes_the_sum_of_its_stages() -> None:
+    assert simulate(SEQUENTIAL, PROFILE).makespan_ms == pytest.approx(sum(MAIN_MS.values()) + 0.5)
+
+
+def test_a_tail_on_main_adds_its_time_and_eases_the_head() -> None:
+    assert simulate(TAIL_LATE, PROFILE).makespan_ms == pytest.approx(19.0 + 0.5 + 2.0 - 0.5)
+
+
+def test_a_tail_on_side_stretches_verification_and_hides_under_it() -> None:
+    timed = spans(TAIL_SIDE, PROFILE)
+    assert timed["grow", "main"] == (1.5, 5.5)
+    assert timed["tail", "side"] == (5.75, 8.75)  # handed over 0.25 after growth
+    assert timed["verify", "main"] == (6.0, 17.0)  # 10 and 1 of contention
+    assert simulate(TAIL_SIDE, PROFILE).makespan_ms == pytest.approx(19.0 + 0.5 - 0.5 + 1.0)
+
+
+def test_a_stage_waits_for_what_runs_on_side_and_for_the_way_back() -> None:
+    slow = replace(PROFILE, host_ms={**HOST_MS, "tail on side": 20.0})
+    timed = spans(TAIL_SIDE, slow)
+    assert timed["walk", "main"] == (18.0, 18.5)
+    assert timed["commit_target", "main"] == (18.5, 18.75)  # needs no draft
+    assert timed["commit_draft", "main"] == (26.0, 26.25)  # the tail ends at 25.75
+
+
+def test_side_stages_run_one_after_another() -> None:
+    timed = spans(PLANS["tail side, next_head side, noise side"], PROFILE)
+    assert timed["noise", "side"] == (4.25, 5.25)
+    assert timed["tail", "side"] == (5.25, 8.25)
+    assert timed["verify", "main"] == (4.5, 16.0)
+    assert timed["say", "main"] == (16.0, 16.25)
+    assert timed["next_head", "side"] == (16.5, 21.5)
+    assert timed["commit_draft", "main"] == (21.75, 22.25)
+
+
+def test_on_a_device_the_host_launches_ahead_and_waits_only_where_it_syncs() -> None:
+    device = dict.fromkeys(HOST_MS, 0.0) | {"head": 2.0, "head after tail": 1.0, "grow": 4.0, "verify": 10.0, "tail on main": 3.0, "tail on side": 3.0}
+    device |= {"next_head on main": 5.0, "next_head on side": 5.0}
+    host = dict.fromkeys(HOST_MS, 0.1)
+    profile = StageProfile(host, device, {}, 0.0, 0.0)
+    timed = spans(SEQUENTIAL, profile)
+    assert timed["grow", "host"] == pytest.approx((0.2, 0.3))
+    assert timed["grow", "main"] == pytest.approx((2.1, 6.1))
+    assert timed["verify", "host"] == pytest.approx((6.1, 6.2))  # pruning waited for the tree
+    assert timed["verify", "main"] == pytest.approx((6.1, 16.1))
+    assert timed["walk", "host"][0] == pytest.approx(16.1)
+    assert simulate(SEQUENTIAL, profile).makespan_ms == pytest.approx(16.5)
+    assert spans(TAIL_SIDE, profile)["tail", "side"] == pytest.approx((5.1, 8.1))  # a second stream, under pruning and verification
+    assert best_plan(profile) == TAIL_SIDE
+
+
+def test_the_search_picks_overlap_when_it_pays() -> None:
+    pays = replace(PROFILE, host_ms={**HOST_MS, "head after tail": 0.5}, stretch_ms={"tail": 0.25, "noise": 2.0, "next_head": 0.0})
+    assert simulate(TAIL_SIDE, pays).makespan_ms < simulate(SEQUENTIAL, pays).makespan_ms
+    assert best_plan(pays) == TAIL_SIDE
+
+
+def test_the_search_picks_sequential_when_overlap_does_not_pay() -> None:
+    one_processor = replace(PROFILE, stretch_ms={"tail": 3.0, "noise": 1.0, "next_head": 5.0})
+    assert best_plan(one_processor) == SEQUENTIAL
+
+
+def test_a_gain_below_one_percent_goes_to_the_plan_with_less_ahead_of_time() -> None:
+    hardly = replace(PROFILE, host_ms={**HOST_MS, "head after tail": 1.9}, stretch_ms={"tail": 0.0, "noise": 2.0, "next_head": 0.0})
+    gain = 1 - simulate(TAIL_SIDE, hardly).makespan_ms / simulate(SEQUENTIAL, hardly).makespan_ms
+    assert 0 < gain < 0.01
+    assert best_plan(hardly) == SEQUENTIAL
+
+
+def choice(winner: Plan, profile: StageProfile = PROFILE) -> PlanChoice:
+    predicted_ms = {plan.name: simulate(plan, profile).makespan_ms for plan in plans()}
+    arms = (SEQUENTIAL, TAIL_LATE, TAIL_SIDE)
+    return PlanChoice(winner, profile, predicted_ms, tuple(Measured(plan, predicted_ms[plan.name], predicted_ms[plan.name] * 1.1, 5.0) for plan in arms))
+
+
+def test_a_choice_survives_json_and_keeps_its_charts() -> None:
+    chosen = choice(TAIL_SIDE)
+    assert PlanChoice.from_json(json.loads(json.dumps(chosen.to_json()))) == chosen
+    assert [timeline.plan.name for timeline in chosen.timelines] == ["sequential", "tail late", "tail side"]
+    assert chosen.error == pytest.approx(1 - 1 / 1.1)
+
+
+def test_why_names_the_winner_and_the_numbers() -> None:
+    assert choice(SEQUENTIAL).why() == (
+        "sequential: 21.45 ms an iteration; the nearest, tail side, took 22.00: tail on side takes 3.00 ms, stretches the stages beside it by 1.00, "
+        "saves 0.50 elsewhere"
+    )
+    assert choice(TAIL_SIDE).why().startswith("tail side: 22.00 ms an iteration, sequential 21.45; tail on side takes 3.00 ms")
+
+
+def measured(plan: Plan, predicted_ms: float, iteration_ms: float) -> Measured:
+    return Measured(plan, predicted_ms, iteration_ms, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("sequential", "best", "winner", "reason"),
+    [
+        ((10.0, 10.5), (9.0, 9.5), TAIL_SIDE, "sequential 10.50"),
+        ((10.0, 10.0), (9.0, 9.95), SEQUENTIAL, "a gain below 1% is not taken"),
+        ((10.0, 13.0), (9.0, 9.5), SEQUENTIAL, "not taken, as predictions were up to 23% off"),
+        ((10.0, 10.0), (9.0, 10.4), SEQUENTIAL, "saves"),
+    ],
+)
+def test_a_plan_wins_if_it_is_measured_to_and_its_prediction_held(
+    sequential: tuple[float, float], best: tuple[float, float], winner: Plan, reason: str
+) -> None:
+    arms = measured(SEQUENTIAL, *sequential), measured(TAIL_SIDE, *best)
+    assert choice_module._winner(arms) == winner
+    assert reason in PlanChoice(winner, PROFILE, {}, arms).why()
+
+
+def test_gantt_charts_are_drawn(tmp_path: Path) -> None:
+    path = plot_plans(choice(TAIL_SIDE).timelines, tmp_path / "plan.png", winner=TAIL_SIDE, title="tiny")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="timelines"):
+        plot_plans((), tmp_path / "none.png")
+
+
+def sample(ms: float, **stages_ms: float) -> Sample:
+    """An iteration whose main stages run one after another and the others from the end of growth; 1 ms between stages."""
+    spans, now = {}, 100.0
+    for stage in MAIN:
+        spans[stage] = (now, now + stages_ms.get(stage, 1.0))
+        now = spans[stage][1]
+    spans |= {stage: (spans["grow"][1] + 0.5, spans["grow"][1] + 0.5 + stages_ms[stage]) for stage in AHEAD if stage in stages_ms}
+    return Sample(ms, 2, spans, {}, 0.0)
+
+
+def test_of_every_iteration_the_fastest_run_counts() -> None:
+    runs = [[sample(5.0), sample(9.0)], [sample(6.0), sample(8.0)], [sample(50.0), sample(70.0)]]
+    assert [kept.ms for kept in fastest(runs)] == [5.0, 8.0]
+
+
+def test_the_profile_takes_each_form_from_the_first_probe_that_has_it() -> None:
+    samples = {
+        "sequential": [sample(12.0, verify=3.0, say=2.0), sample(14.0, verify=5.0, say=2.0)],
+        "tail": [sample(13.0, head=0.75, verify=99.0, tail=1.5)],
+        "all": [sample(13.0, head=0.0, say=1.25, tail=9.0, noise=0.25, next_head=3.0, commit_draft=1.5)],
+        "noise beside": [sample(13.0, verify=4.5, say=1.25, noise=0.5)],
+        "tail beside": [sample(13.0, verify=5.0, head=0.75, say=2.0, tail=2.5)],
+        "all beside": [sample(13.0, verify=6.0, head=0.0, say=1.25, walk=1.25, noise=0.5, tail=2.5, next_head=7.0, commit_draft=1.5)],
+    }  # fmt: skip
+    profile = profile_of({name: [each] for name, each in samples.items()})
+    assert profile.host_ms["verify"] == pytest.approx(4.0)
+    assert profile.host_ms["head after tail"] == 0.75
+    assert profile.host_ms["tail on main"] == 1.5
+    assert profile.host_ms["tail on side"] == 2.5
+    assert profile.host_ms["commit_draft after next_head"] == 1.5
+    assert profile.stretch_ms == pytest.approx({"noise": 0.5, "tail": 1.0, "next_head": 2.25 - 1.5})
+    assert profile.overhead_ms == pytest.approx(13.0 - 14.0 + 1.0) == 0.0
+    assert profile.handover_ms == pytest.approx(0.5)
+    assert profile.device_ms == {}
+
+
+def test_side_jobs_run_in_order_and_their_errors_reach_who_waits() -> None:
+    side, order = SideThread(), []
+
+    def fail() -> None:
+        order.append("fail")
+        raise ValueError("from the side")
+
+    side.submit("slow", lambda: (time.sleep(0.02), order.append("slow"))[0])
+    side.submit("fail", fail)
+    side.submit("last", lambda: order.append("last"))
+    side.wait("slow")
+    assert order[0] == "slow"
+    side.wait("never submitted")
+    with pytest.raises(ValueError, match="from the side"):
+        side.wait("fail")
+    side.join()
+    assert order == ["slow", "fail", "last"]
+    side.join()
+
+
+def test_the_side_runs_on_one_thread_and_leaves_the_others_alone() -> None:
+    before, seen = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(2)
+        side = SideThread()
+        side.submit("count", lambda: seen.append(torch.get_num_threads()))
+        side.wait("count")
+        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert seen == [1, 2]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_side_that_nobody_holds_ends_its_thread() -> None:
+    def workers() -> int:
+        return sum(thread.name == "yggdrasil-side" for thread in threading.enumerate())
+
+    before = workers()
+    side = SideThread()
+    assert workers() == before + 1
+    del side
+    until = time.perf_counter() + 5
+    while workers() > before and time.perf_counter() < until:
+        time.sleep(0.01)
+    assert workers() == before
+
+
+def test_loading_a_plan_does_not_import_networkx() -> None:
+    """It costs a third of a second at every start."""
+    code = "import sys; sys.modules['networkx'] = None; import yggdrasil.schedule.plan as p; print(p.needs('say', ('noise',)), p.SEQUENTIAL.name)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["('verify',", "'noise')", "sequential"]
+    assert needs("say") == ("verify",)

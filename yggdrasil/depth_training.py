@@ -1,0 +1,263 @@
+"""Train the depth predictor on traces and say honestly what it is worth on text it has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from yggdrasil.calibration import Traces
+from yggdrasil.policy.acceptance import TreeRecord
+from yggdrasil.policy.depth import LAYERS, Array, DepthPredictor
+from yggdrasil.policy.latency import LatencyModel
+
+__all__ = ["HeldOut", "accepted_lengths", "calibration_error", "decision_quality", "evaluate", "fit_predictor", "held_out"]
+
+HIDDEN = (64, 64)
+WEIGHT_DECAY = 10.0  # a few thousand positions of a few dozen texts: less overfits the texts (bench/LOG.md)
+EPOCHS = 40
+PATIENCE = 6
+VALIDATION_SHARE = 0.25  # of the texts, for early stopping and for the calibration of the heads
+FOLDS = 4
+BINS = 10
+CONTEXT_LEN = 64  # tokens before the root at which decisions are priced
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What predictors said about texts they were not trained on: the texts were dealt into folds, each judged by the predictor of the others.
+
+    Args:
+        trace: The positions.
+        fold_N: (N,) which fold a position is in.
+        survival_ND: (N, D) P(accepted >= d) as predicted.
+        growth_ND: (N, D) expected accepted length within d, as a multiple of its mean on the predictor's own texts.
+        constant_ND: (N, D) the share on the other folds: what a constant predictor says.
+    """
+
+    trace: Traces
+    fold_N: Indices
+    survival_ND: Array
+    growth_ND: Array
+    constant_ND: Floats
+
+
+def accepted_lengths(records: Sequence[TreeRecord]) -> Indices:
+    """(N,) draft tokens that the target takes from every tree, unpruned."""
+    return np.array([sum(record.accepted) - 1 for record in records])
+
+
+def _labels(trace: Traces, max_depth: int) -> npt.NDArray[np.bool_]:
+    """(N, D) whether at least d draft tokens were accepted."""
+    return accepted_lengths(trace.deep)[:, None] >= np.arange(1, max_depth + 1)
+
+
+def fit_predictor(traces: Sequence[Traces], max_depth: int, *, without: Sequence[Indices] | None = None) -> DepthPredictor:
+    """Fit encoder and heads, stop when the validation texts say so, calibrate every head on them.
+
+    Args:
+        traces: By temperature, of the same texts.
+        max_depth: D, heads.
+        without: Positions of every trace to leave out.
+
+    Source: Yggdrasil section 4.2, "Draft Depth Prediction".
+    """
+    from sklearn.model_selection import GroupShuffleSplit
+    from sklearn.preprocessing import StandardScaler
+
+    kept = [np.ones(len(trace.deep), dtype=bool) for trace in traces]
+    for keep, left_out in zip(kept, without or (), strict=False):
+        keep[left_out] = False
+    inputs_MX = np.concatenate([trace.inputs_NX[keep] for trace, keep in zip(traces, kept, strict=True)])
+    labels_MD = np.concatenate([_labels(trace, max_depth)[keep] for trace, keep in zip(traces, kept, strict=True)])
+    text_M = np.concatenate([trace.text_N[keep] for trace, keep in zip(traces, kept, strict=True)])
+    train = validation = np.arange(len(text_M))
+    if len(set(text_M.tolist())) > 1:
+        train, validation = next(GroupShuffleSplit(1, test_size=VALIDATION_SHARE, random_state=0).split(inputs_MX, groups=text_M))
+    scaler = StandardScaler().fit(inputs_MX[train])
+    weights = _fit(scaler.transform(inputs_MX[train]), labels_MD[train], scaler.transform(inputs_MX[validation]), labels_MD[validation])
+    scale = (1.0 / scaler.scale_).astype(np.float32)
+    weights["encoder_1.bias"] = weights["encoder_1.bias"] - (scaler.mean_.astype(np.float32) * scale) @ weights["encoder_1.weight"]
+    weights["encoder_1.weight"] = weights["encoder_1.weight"] * scale[:, None]
+    predictor = _calibrated(DepthPredictor(weights, {}), inputs_MX[validation], labels_MD[validation])
+    means = {trace.temperature: predictor.survivals(trace.inputs_NX[keep]).mean(axis=0) for trace, keep in zip(traces, kept, strict=True)}
+    return DepthPredictor(predictor.weights, means)
+
+
+def held_out(traces: Sequence[Traces], max_depth: int) -> list[HeldOut]:
+    """Cross-validate: of every position, what a predictor says that was trained without its text.
+
+    One text alone is judged by the predictor trained on it: there is no other.
+    """
+    from sklearn.model_selection import GroupKFold
+
+    num_texts = len(set(traces[0].text_N.tolist()))
+    folds = [np.zeros(len(trace.deep), dtype=np.int64) for trace in traces]
+    if num_texts > 1:
+        for trace, fold_N in zip(traces, folds, strict=True):
+            for fold, (_, test) in enumerate(GroupKFold(min(FOLDS, num_texts)).split(trace.inputs_NX, groups=trace.text_N)):
+                fold_N[test] = fold
+    found = [_nothing_said(trace, fold_N, max_depth) for trace, fold_N in zip(traces, folds, strict=True)]
+    for fold in range(max(fold_N.max() for fold_N in folds) + 1):
+        inside = [np.flatnonzero(fold_N == fold) for fold_N in folds]
+        predictor = fit_predictor(traces, max_depth, without=inside if num_texts > 1 else None)
+        for each, test in zip(found, inside, strict=True):
+            each.survival_ND[test] = predictor.survivals(each.trace.inputs_NX[test])
+            each.growth_ND[test] = each.survival_ND[test].cumsum(axis=1) / predictor.mean_survival[each.trace.temperature].cumsum()
+            each.constant_ND[test] = _labels(each.trace, max_depth)[_others(each.fold_N, fold)].mean(axis=0)
+    return found
+
+
+def _nothing_said(trace: Traces, fold_N: Indices, max_depth: int) -> HeldOut:
+    shape = (len(fold_N), max_depth)
+    return HeldOut(trace, fold_N, np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32), np.zeros(shape))
+
+
+def _others(fold_N: Indices, fold: int) -> Indices:
+    """Positions of the other folds; all when there are no others."""
+    others = np.flatnonzero(fold_N != fold)
+    return others if len(others) else np.arange(len(fold_N))
+
+
+def _fit(train_NX: Array, train_ND: npt.NDArray[np.bool_], validation_NX: Array, validation_ND: npt.NDArray[np.bool_]) -> dict[str, Array]:
+    """The weights of the epoch that does best on the validation texts."""
+    from sklearn.neural_network import MLPClassifier
+
+    network = MLPClassifier(HIDDEN, alpha=WEIGHT_DECAY, batch_size=min(128, len(train_NX)), random_state=0)
+    best, best_loss, best_epoch = {}, np.inf, 0
+    for epoch in range(EPOCHS):
+        network.partial_fit(train_NX, train_ND.astype(int), classes=np.arange(train_ND.shape[1]))
+        loss = _log_loss(validation_ND, network.predict_proba(validation_NX))
+        if loss < best_loss:
+            layers = zip(LAYERS, network.coefs_, network.intercepts_, strict=True)
+            best = {f"{name}.{part}": array.astype(np.float32) for name, weight, bias in layers for part, array in (("weight", weight), ("bias", bias))}
+            best_loss, best_epoch = loss, epoch
+        elif epoch - best_epoch >= PATIENCE:
+            break
+    return best
+
+
+def _log_loss(labels_ND: npt.NDArray[np.bool_], probabilities_ND: Floats) -> float:
+    probabilities = np.clip(np.where(labels_ND, probabilities_ND, 1 - probabilities_ND), 1e-6, 1.0)
+    return float(-np.log(probabilities).mean())
+
+
+def _calibrated(predictor: DepthPredictor, inputs_NX: Array, labels_ND: npt.NDArray[np.bool_]) -> DepthPredictor:
+    """Platt's scaling of every head, folded into its weights; a head with one outcome only stays as it is."""
+    from sklearn.linear_model import LogisticRegression
+
+    weights = dict(predictor.weights)
+    weight, bias = weights["heads.weight"].copy(), weights["heads.bias"].copy()
+    logits_ND = predictor.logits(inputs_NX)
+    for head in range(labels_ND.shape[1]):
+        if 0 < labels_ND[:, head].sum() < len(labels_ND):
+            platt = LogisticRegression().fit(logits_ND[:, head : head + 1], labels_ND[:, head])
+            slope, offset = max(0.0, float(platt.coef_[0, 0])), float(platt.intercept_[0])
+            weight[:, head], bias[head] = weight[:, head] * slope, bias[head] * slope + offset
+    return DepthPredictor(weights | {"heads.weight": weight, "heads.bias": bias}, predictor.mean_survival)
+
+
+def evaluate(found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int]) -> dict[str, Any]:
+    """Held-out figures at one temperature: per depth against the constant predictor, and what the decisions cost.
+
+    Returns:
+        "texts", "positions". "depths": by depth, Brier score of predictor and constant, AUC (None when only one outcome was
+        seen; the constant's is 0.5), expected calibration error. "decisions": see `decision_quality`.
+    """
+    from sklearn.metrics import brier_score_loss, roc_auc_score
+
+    labels_ND = _labels(found.trace, found.survival_ND.shape[1])
+    rows = []
+    for head, label in enumerate(labels_ND.T):
+        said, seen_both = found.survival_ND[:, head], 0 < label.sum() < len(label)
+        rows.append(
+            {
+                "depth": head + 1,
+                "share": float(label.mean()),
+                "brier": float(brier_score_loss(label, said, labels=[False, True])),
+                "brier_constant": float(np.mean((label - found.constant_ND[:, head]) ** 2)),
+                "auc": float(roc_auc_score(label, said)) if seen_both else None,
+                "ece": calibration_error(label, said),
+            }
+        )
+    texts = len(set(found.trace.text_N.tolist()))
+    return {"texts": texts, "positions": len(labels_ND), "depths": rows, "decisions": decision_quality(found, latency, verify_widths)}
+
+
+def calibration_error(label_N: npt.NDArray[np.bool_], said_N: npt.NDArray[np.floating[Any]]) -> float:
+    """Expected calibration error over ten equal bins: the mean distance of what was said from what happened."""
+    bin_N = np.minimum((said_N * BINS).astype(int), BINS - 1)
+    return float(sum(abs(float(label_N[bin_N == b].mean()) - float(said_N[bin_N == b].mean())) * float((bin_N == b).mean()) for b in set(bin_N.tolist())))
+
+
+def decision_quality(found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int]) -> dict[str, Any]:
+    """Milliseconds per token on held-out texts when the depth is fixed, predicted, or known in advance; depth 0 is plain decoding.
+
+    For every fold, the K of each depth and the best fixed depth are chosen on the other folds. The oracle knows how far every
+    tree will be accepted.
+    """
+    max_depth = found.survival_ND.shape[1]
+    spent_ms, tokens = {"fixed": 0.0, "predicted": 0.0, "oracle": 0.0}, {"fixed": 0.0, "predicted": 0.0, "oracle": 0.0}
+    fixed_depths, predicted_depths = [], []
+    for fold in range(int(found.fold_N.max()) + 1):
+        others, test = _others(found.fold_N, fold), np.flatnonzero(found.fold_N == fold)
+        emitted_NM, cost_M = _outcomes(found.trace.deep, others, latency, verify_widths, max_depth)
+        mean_M = emitted_NM[others].mean(axis=0)
+        fixed = int((mean_M / cost_M).argmax())
+        growth_NM = np.concatenate([np.ones((len(test), 1)), found.growth_ND[test]], axis=1)
+        expected_NM = 1.0 + (mean_M - 1.0) * growth_NM
+        chosen_N = (expected_NM - mean_M[fixed] / cost_M[fixed] * cost_M).argmax(axis=1)
+        oracle_N = _oracle(emitted_NM[test], cost_M)
+        for name, depth_N in (("fixed", np.full(len(test), fixed)), ("predicted", chosen_N), ("oracle", oracle_N)):
+            spent_ms[name] += float(cost_M[depth_N].sum())
+            tokens[name] += float(emitted_NM[test, depth_N].sum())
+        fixed_depths.append(fixed)
+        predicted_depths.append(chosen_N)
+    ms = {name: spent_ms[name] / tokens[name] for name in spent_ms}
+    return {
+        "fixed_depths": fixed_depths,
+        "mean_predicted_depth": float(np.concatenate(predicted_depths).mean()),
+        "ms_per_token": ms,
+        "regret_ms_fixed": ms["fixed"] - ms["oracle"],
+        "regret_ms_predicted": ms["predicted"] - ms["oracle"],
+        "useful": ms["predicted"] < ms["fixed"],
+    }
+
+
+def _outcomes(records: Sequence[TreeRecord], others: Indices, latency: LatencyModel, verify_widths: Sequence[int], max_depth: int) -> tuple[Floats, Floats]:
+    """Emitted tokens of every position, (N, 1 + D), and the cost of every depth, (1 + D,), each depth at its best K."""
+    width = records[0].width
+    emitted, costs = [np.ones(len(records))], [latency.plain_ms(CONTEXT_LEN)]
+    for depth in range(1, max_depth + 1):
+        num_nodes = 1 + width * depth
+        by_k = _emitted_by_k(records, num_nodes)
+        menu = sorted({min(k, num_nodes) for k in verify_widths})
+        cost = {k: latency.step_ms(width, depth, k, CONTEXT_LEN) for k in menu}
+        best = max(menu, key=lambda k: by_k[others, k - 1].mean() / cost[k])
+        emitted.append(by_k[:, best - 1])
+        costs.append(cost[best])
+    return np.stack(emitted, axis=1), np.array(costs)
+
+
+def _emitted_by_k(records: Sequence[TreeRecord], num_nodes: int) -> Floats:
+    """(N, num_nodes) emitted tokens when the tree's first nodes are pruned to the k best."""
+    log_probs = np.array([record.log_probs[:num_nodes] for record in records])
+    accepted = np.array([record.accepted[:num_nodes] for record in records], dtype=float)
+    order = np.argsort(-log_probs, axis=1, kind="stable")
+    return np.take_along_axis(accepted, order, axis=1).cumsum(axis=1)
+
+
+def _oracle(emitted_NM: Floats, cost_M: Floats) -> Indices:
+    """(N,) the choices with the least ratio of total milliseconds to total tokens, by Dinkelbach's iteration."""
+    best = np.inf
+    chosen_N: Indices = (emitted_NM / cost_M).argmax(axis=1)
+    while (ms := cost_M[chosen_N].sum() / emitted_NM[np.arange(len(chosen_N)), chosen_N].sum()) < best - 1e-12:
+        best = ms
+        chosen_N = (emitted_NM - cost_M / ms).argmax(axis=1)
+    return chosen_N

@@ -1,0 +1,73 @@
+"""Never slower: speculation runs on a credit of milliseconds, and plain decoding runs while there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from yggdrasil.policy.latency import LatencyModel
+from yggdrasil.policy.shape import ShapePolicy
+from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
+
+__all__ = ["Guard"]
+
+START_STEPS = 1.5  # plain steps' worth of milliseconds that a session may lose before it is known to lose
+SHARE = 0.0075  # of the time that passes becomes credit: what trying again may cost
+MOST_STEPS = 16.0  # plain steps' worth that a winning session can save up for a losing passage
+PLAIN_MEMORY = 0.8
+OUTLIER = 2.0  # a step counts at most so many times its predicted milliseconds: the machine's hiccups are not the draft's fault
+
+
+@dataclass
+class Guard:
+    """A policy that follows another one while speculation is measured to pay, and decodes plainly while it is not.
+
+    A token bucket of milliseconds: a speculative step pays its wall clock and earns what plain decoding would have taken for
+    its tokens; a small share of all time passing is earned as well, so an exhausted session probes again, the later the more
+    it lost. What a session can lose against plain decoding is therefore START_STEPS steps and SHARE of its time, whatever
+    the draft does.
+
+    Args:
+        inner: Decides while there is credit.
+        latency: What a plain step takes before this session has measured one.
+
+    Source: design, "never slower"; the paper has no guard.
+    """
+
+    inner: ShapePolicy
+    latency: LatencyModel
+    speculating: bool = field(default=True, init=False)
+    _credit_ms: float | None = field(default=None, init=False, repr=False)
+    _plain_over_profile: float = field(default=1.0, init=False, repr=False)
+    _saw_plain: bool = field(default=False, init=False, repr=False)
+
+    def choose(self, state: DecodeState) -> Shape:
+        return self.inner.choose(state) if self.speculating else PLAIN
+
+    def values(self, log_probs: Sequence[float]) -> list[float]:
+        return self.inner.values(log_probs)
+
+    def verify_width(self, expected: Sequence[float], shape: Shape, context_len: int) -> int:
+        return self.inner.verify_width(expected, shape, context_len)
+
+    def observe(self, result: StepResult) -> None:
+        """Settle the step's account."""
+        profile_ms, shape = self.latency.plain_ms(result.context_len), result.shape
+        plain_ms = profile_ms * self._plain_over_profile
+        if self._credit_ms is None:
+            self._credit_ms = START_STEPS * plain_ms
+        if shape.depth == 0:
+            self._saw_plain = True
+            self._remember(min(result.ms, OUTLIER * plain_ms) / profile_ms)
+        else:
+            predicted_ms = self.latency.step_ms(shape.width, shape.depth, result.verified, result.context_len)
+            self._credit_ms += len(result.tokens) * plain_ms - min(result.ms, OUTLIER * predicted_ms)
+            if not self._saw_plain:  # a machine faster than its profile decodes plainly faster as well
+                self._remember(min(1.0, result.ms / predicted_ms))
+        self._credit_ms = min(self._credit_ms + SHARE * result.ms, MOST_STEPS * plain_ms)
+        probe_ms = 0.0 if self.speculating else START_STEPS * plain_ms / 2
+        self.speculating = self._credit_ms >= probe_ms
+        self.inner.observe(result)
+
+    def _remember(self, ratio: float) -> None:
+        self._plain_over_profile += (1 - PLAIN_MEMORY) * (ratio - self._plain_over_profile)
