@@ -93,7 +93,7 @@ def split_of(story: str) -> str:
     return SPLITS[bucket] if bucket < len(SPLITS) else "train"
 
 
-def write_stories(path: Path, stories: list[str], limit: int = 60) -> None:
+def write_stories(path: Path, stories: list[str], limit: int) -> None:
     """The first ``limit`` stories as JSON lines ``{"text": ...}``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"text": story}) + "\n" for story in stories[:limit]), encoding="utf-8")
@@ -412,9 +412,9 @@ def main(config: TrainConfig, text: Path) -> None:
     parts: dict[str, list[str]] = {"train": [], "validation": [], "test": []}
     for story in read_stories(text):
         parts[split_of(story)].append(story)
-    for path, name in ((config.calibration, "validation"), (config.prompts, "test")):
+    for path, name, limit in ((config.calibration, "validation", 120), (config.prompts, "test", 60)):
         if path:
-            write_stories(path, parts[name])
+            write_stories(path, parts[name], limit)
     tokenizer = train_tokenizer(parts["train"], config.vocab_size, config.max_len)
     streams = {name: pack(tokenizer, stories) for name, stories in parts.items()}
     config.out.mkdir(parents=True, exist_ok=True)

@@ -80,12 +80,12 @@ def tiny_bundle(ygg_home: Path, llama_folders: tuple[str, str], kernels: None) -
 def compiled(home: Path, name: str, folders: tuple[str, str], config: CompileConfig) -> Bundle:
     """Compile a pair unless a kept artifact root has it."""
     from yggdrasil.build import compile_pair
-    from yggdrasil.bundle import is_compiled, load_bundle
+    from yggdrasil.bundle import is_compiled, load_pair
     from yggdrasil.errors import ArtifactError
 
     if is_compiled(name):
         try:
-            return load_bundle(name)
+            return load_pair(name).bundle
         except ArtifactError:
             pass  # of another torch, or of models since rebuilt
     calibration = tiny_pair.save_calibration(home / "stories.txt")

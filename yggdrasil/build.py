@@ -43,8 +43,7 @@ CALIBRATION_TEXT = Path(__file__).parent / "data" / "calibration.jsonl"
 BUNDLED_TEXT = "stories"  # name of the data set that it is
 CALIBRATION_TEMPERATURES = (0.0, 1.0)
 REFERENCE_WIDTH = 4
-PROMPT_LEN = 24  # tokens of a calibration text that serve as a prompt
-PROMPT_STARTS = (0, 100)  # where in the text
+PROMPT_LEN = 24  # tokens of a calibration text that serve as its prompt
 DEFAULT_MAX_CONTEXT = 2048
 
 
@@ -84,8 +83,8 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
     _build_models(bundle, progress)
     models = bundle.load_models()
     engine = Engine(*models, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens)
-    prompts, text_of = _prompts(bundle, texts)
-    traces = _collect(bundle, engine, prompts, text_of, progress)
+    prompts = _prompts(bundle, texts)
+    traces = _collect(bundle, engine, prompts, progress)
     acceptance = _calibrate(bundle, traces, progress)
     latency = _profile(bundle, models, engine, prompts[0], acceptance, progress)
     _plan(bundle, engine, prompts[0], acceptance, latency, progress)
@@ -212,18 +211,17 @@ def read_texts(path: Path) -> list[str]:
     return texts
 
 
-def _prompts(bundle: Bundle, texts: Sequence[str]) -> tuple[list[list[int]], list[int]]:
-    """Prompts of the first texts, and which text each is from."""
+def _prompts(bundle: Bundle, texts: Sequence[str]) -> list[list[int]]:
+    """The beginnings of the first texts."""
     tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
-    encoded = [tokenizer.encode(text) for text in texts[: bundle.config.calibration_texts]]
-    found = [(tokens[start : start + PROMPT_LEN], index) for index, tokens in enumerate(encoded) for start in PROMPT_STARTS]
-    found = [(prompt, index) for prompt, index in found if len(prompt) > 1]
-    if not found:
+    prompts = [tokenizer.encode(text)[:PROMPT_LEN] for text in texts[: bundle.config.calibration_texts]]
+    prompts = [prompt for prompt in prompts if len(prompt) > 1]
+    if not prompts:
         raise ConfigError("calibration", bundle.calibration, "a file with at least one text of two tokens")
-    return [prompt for prompt, _ in found], [index for _, index in found]
+    return prompts
 
 
-def _collect(bundle: Bundle, engine: Engine, prompts: Sequence[Sequence[int]], text_of: Sequence[int], progress: Progress) -> list[Traces]:
+def _collect(bundle: Bundle, engine: Engine, prompts: Sequence[Sequence[int]], progress: Progress) -> list[Traces]:
     """Traces at every calibration temperature."""
     config = bundle.config
     num_tokens = max(1, min(config.calibration_tokens, bundle.max_context - PROMPT_LEN - config.max_depth))
@@ -233,7 +231,6 @@ def _collect(bundle: Bundle, engine: Engine, prompts: Sequence[Sequence[int]], t
             collect_traces(
                 engine,
                 prompts,
-                text_of,
                 temperature=temperature,
                 num_tokens=num_tokens,
                 widths=config.widths,

@@ -20,7 +20,7 @@ from yggdrasil.step.draft import draft
 
 __all__ = ["Traces", "collect_traces"]
 
-EVERY = 4  # trees of every width stand at every so many positions, of the reference width at all
+EVERY = 8  # trees of every width stand at every so many positions, of the reference width at all
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ class Traces:
 def collect_traces(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    text_of: Sequence[int],
     *,
     temperature: float,
     num_tokens: int,
@@ -66,8 +65,7 @@ def collect_traces(
 
     Args:
         engine: The pair.
-        prompts: Token lists of at least two tokens that the context holds with `num_tokens` and `max_depth` more.
-        text_of: Which text every prompt is from.
+        prompts: One of every text, token lists of at least two tokens that the context holds with `num_tokens` and `max_depth` more.
         temperature: Of the target.
         num_tokens: Positions per prompt that get trees.
         widths: Widths to draft; the reference width is one of them.
@@ -85,7 +83,7 @@ def collect_traces(
             deep.append(_record(engine, text, end, Shape(reference_width, max_depth)))
             if len(deep) % EVERY == 1:
                 others += [_record(engine, text, end, Shape(width, max_depth)) for width in widths if width != reference_width]
-        texts += [text_of[index]] * num_tokens
+        texts += [index] * num_tokens
         tick()
     return Traces(temperature, np.concatenate(inputs), np.array(texts), tuple(deep), tuple(others))
 

@@ -83,7 +83,7 @@ class CompileConfig:
         prefill_chunk: Tokens of a prompt that run together.
         num_candidates: Children a node can have, C; at least the greatest width.
         calibration_texts: Texts used to calibrate acceptance and to train the depth predictor, the first ones of the file.
-        calibration_tokens: Tokens decoded after each of a text's prompts.
+        calibration_tokens: Tokens decoded after the beginning of each.
     """
 
     dtype: str = "bfloat16"
@@ -94,8 +94,8 @@ class CompileConfig:
     verify_widths: tuple[int, ...] = (4, 8, 16, 24, 32, 48, 64)
     prefill_chunk: int = 128
     num_candidates: int = 8
-    calibration_texts: int = 40
-    calibration_tokens: int = 40
+    calibration_texts: int = 100
+    calibration_tokens: int = 32
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "bfloat16 or float32")

@@ -76,7 +76,7 @@ def test_one_slow_step_of_the_machine_does_not_stop_a_winning_session() -> None:
 def test_a_profile_slower_than_the_machine_does_not_hide_a_loss() -> None:
     """The profile says 10 and 15 ms; the machine takes 5 and 7.5, so 1 token per step loses as before."""
     spent, tokens, speculated = run(guard(), 200, emitted=1, plain_ms=5.0, step_ms=7.5)
-    assert sum(speculated) < 20
+    assert sum(speculated) < 30
     assert spent <= 1.03 * tokens * 5.0 + START_STEPS * PLAIN_MS + STEP_MS  # what was lost before it was known
 
 

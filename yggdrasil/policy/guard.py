@@ -11,11 +11,11 @@ from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 
 __all__ = ["Guard"]
 
-START_STEPS = 1.5  # plain steps' worth of milliseconds that a session may lose before it is known to lose
+START_STEPS = 2.25  # plain steps' worth of milliseconds that a session may lose before it is known to lose
+PROBE_STEPS = 0.25  # plain steps' worth at which a stopped session tries again
 SHARE = 0.0075  # of the time that passes becomes credit: what trying again may cost
 MOST_STEPS = 16.0  # plain steps' worth that a winning session can save up for a losing passage
 PLAIN_MEMORY = 0.8
-OUTLIER = 2.0  # a step counts at most so many times its predicted milliseconds: the machine's hiccups are not the draft's fault
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Guard:
     speculating: bool = field(default=True, init=False)
     _credit_ms: float | None = field(default=None, init=False, repr=False)
     _plain_over_profile: float = field(default=1.0, init=False, repr=False)
-    _saw_plain: bool = field(default=False, init=False, repr=False)
+    _slowness: dict[bool, float] = field(default_factory=dict, init=False, repr=False)
 
     def choose(self, state: DecodeState) -> Shape:
         return self.inner.choose(state) if self.speculating else PLAIN
@@ -52,22 +52,28 @@ class Guard:
 
     def observe(self, result: StepResult) -> None:
         """Settle the step's account."""
-        profile_ms, shape = self.latency.plain_ms(result.context_len), result.shape
-        plain_ms = profile_ms * self._plain_over_profile
+        plain_ms = self.latency.plain_ms(result.context_len) * self._plain_over_profile
         if self._credit_ms is None:
             self._credit_ms = START_STEPS * plain_ms
-        if shape.depth == 0:
-            self._saw_plain = True
-            self._remember(min(result.ms, OUTLIER * plain_ms) / profile_ms)
-        else:
-            predicted_ms = self.latency.step_ms(shape.width, shape.depth, result.verified, result.context_len)
-            self._credit_ms += len(result.tokens) * plain_ms - min(result.ms, OUTLIER * predicted_ms)
-            if not self._saw_plain:  # a machine faster than its profile decodes plainly faster as well
-                self._remember(min(1.0, result.ms / predicted_ms))
-        self._credit_ms = min(self._credit_ms + SHARE * result.ms, MOST_STEPS * plain_ms)
-        probe_ms = 0.0 if self.speculating else START_STEPS * plain_ms / 2
-        self.speculating = self._credit_ms >= probe_ms
+        ms = self._settled_ms(result)
+        if result.shape.depth > 0:
+            self._credit_ms += len(result.tokens) * plain_ms - ms
+        self._credit_ms = min(self._credit_ms + SHARE * ms, MOST_STEPS * plain_ms)
+        self.speculating = self._credit_ms >= (0.0 if self.speculating else PROBE_STEPS * plain_ms)
         self.inner.observe(result)
 
-    def _remember(self, ratio: float) -> None:
-        self._plain_over_profile += (1 - PLAIN_MEMORY) * (ratio - self._plain_over_profile)
+    def _settled_ms(self, result: StepResult) -> float:
+        """The step's milliseconds; a hiccup of the machine is not the draft's fault, so slowness counts when two steps in a row have it."""
+        shape = result.shape
+        predicted_ms = self.latency.step_ms(shape.width, shape.depth, result.verified, result.context_len)
+        is_plain, slowness = shape.depth == 0, result.ms / predicted_ms
+        settled = min(slowness, self._slowness.get(is_plain, 1.0))
+        self._slowness[is_plain] = slowness
+        if is_plain:
+            self._remember(settled)
+        elif True not in self._slowness:  # a machine faster than its profile decodes plainly faster as well
+            self._remember(min(1.0, settled))
+        return settled * predicted_ms
+
+    def _remember(self, slowness: float) -> None:
+        self._plain_over_profile += (1 - PLAIN_MEMORY) * (slowness - self._plain_over_profile)

@@ -136,7 +136,7 @@ def choose_plan(work: Workload, *, num_steps: int = NUM_STEPS, tick: Callable[[]
     for _ in range(ATTEMPTS):
         work.run_in_turns(PROBES, probes, num_steps=num_steps, tick=tick)
         profile = profile_of(probes)
-        predicted_ms = {plan.name: simulate(plan, profile).makespan_ms for plan in plans()}
+        predicted_ms = {plan.name: simulate(plan, profile).makespan_ms for plan in plans(has_streams=bool(profile.device_ms))}
         representatives = _representatives(profile)
         work.run_in_turns(representatives, arms, num_steps=num_steps, tick=tick)
         measured = tuple(_measured(plan, predicted_ms[plan.name], fastest(arms[plan.name])) for plan in representatives)
@@ -154,7 +154,7 @@ def _winner(measured: Sequence[Measured]) -> Plan:
 
 def _representatives(profile: StageProfile) -> tuple[Plan, ...]:
     """Sequential first, the best of all last."""
-    by_ahead = [[plan for plan in plans() if plan.ahead == ahead] for ahead in (("tail",), ("tail", "next_head"))]
+    by_ahead = [[plan for plan in plans(has_streams=bool(profile.device_ms)) if plan.ahead == ahead] for ahead in (("tail",), ("tail", "next_head"))]
     arms = [SEQUENTIAL, *(best_plan(profile, candidates) for candidates in by_ahead), best_plan(profile)]
     return tuple(plan for index, plan in enumerate(arms) if plan not in arms[:index])
 

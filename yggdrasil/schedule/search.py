@@ -54,8 +54,12 @@ class Timeline:
 
 
 @cache
-def plans() -> tuple[Plan, ...]:
+def plans(*, has_streams: bool = True) -> tuple[Plan, ...]:
     """Every plan that can differ in time, the sequential one first, those with less ahead of time before those with more.
+
+    Args:
+        has_streams: Whether the device runs beside the host. Where it does not, a stage of the host gains nothing by standing
+            elsewhere on the same thread.
 
     The main stages depend on one another in a chain up to `walk`, so orders differ only in where the stages ahead of time
     stand. On "main": the tail draft before pruning, or behind verification, where a device has it queued while the host
@@ -63,7 +67,7 @@ def plans() -> tuple[Plan, ...]:
     there, noise before the tail draft, for `say` waits for noise and only the commit waits for the draft.
     """
     options = [(tail, head, noise) for tail, head, noise in product(_TAILS, _NEXT_HEADS, _NOISES) if tail or not head]
-    made = [_plan(*option) for option in options]
+    made = [_plan(*option) for option in options if has_streams or option[2] != "late"]
     return tuple(sorted(made, key=lambda plan: (len(plan.ahead), len(plan.beside))))
 
 
@@ -138,7 +142,7 @@ def best_plan(profile: StageProfile, candidates: Sequence[Plan] | None = None) -
 
     Source: Yggdrasil section 5.2, "a simple grid search".
     """
-    timelines = [simulate(plan, profile) for plan in candidates or plans()]
+    timelines = [simulate(plan, profile) for plan in candidates or plans(has_streams=bool(profile.device_ms))]
     least = min(timeline.makespan_ms for timeline in timelines)
     near = [timeline for timeline in timelines if timeline.makespan_ms * (1 - LEAST_GAIN) <= least]
     return min(near, key=lambda timeline: (len(timeline.plan.ahead), len(timeline.plan.beside), timeline.makespan_ms)).plan
