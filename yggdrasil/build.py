@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import safetensors.numpy
 import torch
 
 from yggdrasil import artifacts
@@ -307,16 +306,9 @@ def _train_depth(bundle: Bundle, traces: Sequence[Traces], latency: LatencyModel
         found = {str(each.trace.temperature): evaluate(each, latency, config.verify_widths) for each in held_out(traces, config.max_depth)}
         predictor = fit_predictor(traces, config.max_depth)
     weights = bundle.predictor_folder(bundle.dataset) / "predictor.safetensors"
-    artifacts.save_bytes(weights, safetensors.numpy.save(dict(predictor.weights)))
-    means = {str(temperature): mean.tolist() for temperature, mean in predictor.mean_survival.items()}
+    artifacts.save_bytes(weights, predictor.to_bytes())
     cost_ms = decision_milliseconds(predictor, traces[0].inputs_NX.shape[1] - 1, config, latency)
-    payload = {
-        "weights_digest": artifacts.digest_file(weights),
-        "mean_survival": means,
-        "reference_width": _reference_width(config),
-        "decision_ms": cost_ms,
-        "held_out": found,
-    }
+    payload = {"weights_digest": artifacts.digest_file(weights), "reference_width": _reference_width(config), "decision_ms": cost_ms, "held_out": found}
     _save_predictor_json(bundle, "predictor.json", payload)
 
 

@@ -22,9 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from safetensors.numpy import load_file
 
 from yggdrasil import artifacts
 from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
@@ -380,12 +378,11 @@ def _trained_depth(folder: Path, payload: dict[str, Any]) -> TrainedDepth:
     try:
         if artifacts.digest_file(path) != payload["weights_digest"]:
             raise ValueError(f"{path.name} is not the file that was written with it")
-        weights = load_file(path)
+        predictor = DepthPredictor.from_bytes(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path.name}: {error}") from None
-    means = {float(key): np.array(values, dtype=np.float32) for key, values in payload["mean_survival"].items()}
     useful = {float(key): bool(found["decisions"]["useful"]) for key, found in payload["held_out"].items()}
-    return TrainedDepth(DepthPredictor(weights, means), useful, payload)
+    return TrainedDepth(predictor, useful, payload)
 
 
 def _parse(path: Path, bundle: Bundle, parse: Callable[[dict[str, Any]], T]) -> T:

@@ -12,7 +12,7 @@ import torch
 from conftest import SMALLEST, compiled
 
 from yggdrasil import engine as engine_module
-from yggdrasil.bundle import LoadedPair, load_pair
+from yggdrasil.bundle import Bundle, LoadedPair, load_pair
 from yggdrasil.compilations import compilations, no_compilation
 from yggdrasil.compiler.graphs import compile_graph
 from yggdrasil.compiler.pool import GraphJob, compile_graphs
@@ -24,8 +24,11 @@ from yggdrasil.measure import plain_policy
 from yggdrasil.models.forward import DraftForward, TargetForward
 from yggdrasil.models.load import load_model, pack_linears_
 from yggdrasil.models.packing import empty_meta, pack_chain_, pack_nodes_
+from yggdrasil.policy.guard import Guard
+from yggdrasil.policy.latency import Curve, LatencyModel
+from yggdrasil.policy.shape import FixedShape
 from yggdrasil.report import Run
-from yggdrasil.state import DecodeState, Shape
+from yggdrasil.state import PLAIN, DecodeState, Shape
 from yggdrasil.tree import TokenTree
 
 PROMPTS = ("Once upon a time", "Tom", "One day Lily saw a red fox near the café.", "xyz 123")
@@ -336,3 +339,17 @@ def test_long_prompts_are_prefilled_in_chunks_with_the_same_result(tiny: LoadedP
     while len(state.emitted) < 20:
         tiny.engine.step(state, plain_policy())
     assert list(state.emitted) == chunked
+
+
+def test_a_useless_draft_changes_no_token_and_the_guard_stops_it(tiny_bundle: Bundle) -> None:
+    """The calibration is the intact draft's; its embedding is shuffled afterwards, in memory. By the profile of this test a plain step takes no time."""
+    pair = load_pair(tiny_bundle.name)
+    embedding = next(tensor for name, tensor in pair.engine.draft.weights.items() if name.endswith("embed_tokens.weight"))
+    embedding.copy_(embedding[torch.randperm(len(embedding))])
+    free_when_plain = LatencyModel(Curve((0,), (4,), ((1.0,),)), Curve((0,), (1, 64), ((1e-6, 1.0),)), 0.0, 0.0, 0.0)
+    inner = FixedShape(Shape(4, 4, 8), pair.acceptance.nearest(0.0), pair.latency, (4, 8, 16))
+    prompt = pair.tokenizer.encode("Once upon a time")
+    results = list(pair.engine.generate(prompt, Guard(inner, free_when_plain), GenerateConfig(max_new_tokens=96, ignore_eos=True)))
+    assert [token for result in results for token in result.tokens] == decode(pair, prompt, None, plain=True, num_tokens=96, ignore_eos=True)
+    shapes = {result.shape for result in results}
+    assert shapes == {PLAIN, inner.shape}

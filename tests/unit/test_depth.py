@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from yggdrasil.calibration import Traces
 from yggdrasil.depth_training import HeldOut, accepted_lengths, calibration_error, decision_quality, evaluate, fit_predictor, held_out
@@ -99,6 +100,18 @@ def constant(value: float) -> DepthPredictor:
     weights = {f"{name}.weight": np.zeros(shape, dtype=np.float32) for name, shape in zero.items()}
     biases = {f"{name}.bias": np.zeros(shape[1], dtype=np.float32) for name, shape in zero.items()}
     return DepthPredictor(weights | biases | {"heads.bias": bias}, {0.0: np.full(DEPTH, 0.5, dtype=np.float32)})
+
+
+def test_a_predictor_survives_its_file() -> None:
+    trace = traces(num_texts=6)
+    predictor = fit_predictor([trace], DEPTH)
+    again = DepthPredictor.from_bytes(predictor.to_bytes())
+    np.testing.assert_array_equal(again.survivals(trace.inputs_NX), predictor.survivals(trace.inputs_NX))
+    hidden_E = torch.ones(8)
+    np.testing.assert_array_equal(again.growth(hidden_E, 0.0), predictor.growth(hidden_E, 0.0))
+    assert list(again.mean_survival) == [0.0]
+    with pytest.raises(SafetensorError):
+        DepthPredictor.from_bytes(b"not a predictor")
 
 
 def policy(predictor: DepthPredictor) -> ContextShape:

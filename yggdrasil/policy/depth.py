@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import safetensors.numpy
 from torch import Tensor
 
 __all__ = ["DepthPredictor", "inputs_of"]
 
 Array = npt.NDArray[np.float32]
 LAYERS = ("encoder_1", "encoder_2", "heads")
+MEAN = "mean_survival."
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,20 @@ class DepthPredictor:
 
     weights: Mapping[str, Array]
     mean_survival: Mapping[float, Array]
+
+    def to_bytes(self) -> bytes:
+        """A safetensors file with everything in it."""
+        means = {f"{MEAN}{temperature}": mean for temperature, mean in self.mean_survival.items()}
+        return safetensors.numpy.save({**self.weights, **means})
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> DepthPredictor:
+        """What `to_bytes` wrote; raises SafetensorError or KeyError on anything else."""
+        tensors = safetensors.numpy.load(content)
+        means = {float(name.removeprefix(MEAN)): mean for name, mean in tensors.items() if name.startswith(MEAN)}
+        if not means:
+            raise KeyError(MEAN)
+        return cls({f"{layer}.{part}": tensors[f"{layer}.{part}"] for layer in LAYERS for part in ("weight", "bias")}, means)
 
     @property
     def max_depth(self) -> int:
