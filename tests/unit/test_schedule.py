@@ -249,8 +249,13 @@ def test_a_plan_wins_if_it_is_measured_to_and_its_prediction_held(
     sequential: tuple[float, float], best: tuple[float, float], winner: Plan, reason: str
 ) -> None:
     arms = measured(SEQUENTIAL, *sequential), measured(TAIL_SIDE, *best)
-    assert choice_module._winner(arms) == winner
+    assert choice_module._winner(*arms) == winner
     assert reason in PlanChoice(winner, PROFILE, {}, arms).why()
+
+
+def test_a_plan_that_promises_nothing_is_not_taken_for_being_measured_faster() -> None:
+    arms = measured(SEQUENTIAL, 10.0, 10.4), measured(TAIL_SIDE, 10.5, 10.1)
+    assert "not taken, as its stages promise no gain" in PlanChoice(SEQUENTIAL, PROFILE, {}, arms).why()
 
 
 def test_gantt_charts_are_drawn(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from yggdrasil.schedule.plan import SEQUENTIAL, Plan
@@ -84,9 +84,16 @@ class PlanChoice:
         nearest = min((measured for measured in self.measured if measured.plan != SEQUENTIAL), key=lambda measured: measured.iteration_ms)
         line += f"; the nearest, {nearest.plan.name}, took {nearest.iteration_ms:.2f}: {self._ahead_costs(nearest.plan)}"
         if nearest.iteration_ms < sequential.iteration_ms:
-            unsure = max(sequential.error, self.measured[-1].error) > MAX_ERROR
-            line += f"; not taken, as predictions were up to {self.error:.0%} off" if unsure else f"; a gain below {LEAST_GAIN:.0%} is not taken"
+            line += f"; {self._why_not(sequential, nearest)}"
         return line
+
+    def _why_not(self, sequential: Measured, faster: Measured) -> str:
+        """Why a plan that was measured to be faster than the sequential one is not the winner."""
+        if max(sequential.error, faster.error) > MAX_ERROR:
+            return f"not taken, as predictions were up to {self.error:.0%} off"
+        if faster.predicted_ms > sequential.predicted_ms * (1 - LEAST_GAIN):
+            return "not taken, as its stages promise no gain"
+        return f"a gain below {LEAST_GAIN:.0%} is not taken"
 
     def _ahead_costs(self, plan: Plan) -> str:
         """What the stages ahead of time cost, and what they save of the stages they ease."""
@@ -137,25 +144,26 @@ def choose_plan(work: Workload, *, num_steps: int = NUM_STEPS, tick: Callable[[]
         work.run_in_turns(PROBES, probes, num_steps=num_steps, tick=tick)
         profile = profile_of(probes)
         predicted_ms = {plan.name: simulate(plan, profile).makespan_ms for plan in plans(has_streams=bool(profile.device_ms))}
-        representatives = _representatives(profile)
+        best = best_plan(profile)
+        representatives = _representatives(profile, best)
         work.run_in_turns(representatives, arms, num_steps=num_steps, tick=tick)
         measured = tuple(_measured(plan, predicted_ms[plan.name], fastest(arms[plan.name])) for plan in representatives)
-        if max(measured[0].error, measured[-1].error) <= MAX_ERROR:
+        choice = PlanChoice(SEQUENTIAL, profile, predicted_ms, measured)
+        if max(choice.of(SEQUENTIAL.name).error, choice.of(best.name).error) <= MAX_ERROR:
             break
-    return PlanChoice(_winner(measured), profile, predicted_ms, measured)
+    return replace(choice, plan=_winner(choice.of(SEQUENTIAL.name), choice.of(best.name)))
 
 
-def _winner(measured: Sequence[Measured]) -> Plan:
+def _winner(sequential: Measured, best: Measured) -> Plan:
     """The best by prediction, if it was measured to be and the prediction of both was right; else the sequential plan."""
-    sequential, best = measured[0], measured[-1]
     trusted = max(sequential.error, best.error) <= MAX_ERROR
     return best.plan if trusted and best.iteration_ms <= sequential.iteration_ms * (1 - LEAST_GAIN) else SEQUENTIAL
 
 
-def _representatives(profile: StageProfile) -> tuple[Plan, ...]:
-    """Sequential first, the best of all last."""
+def _representatives(profile: StageProfile, best: Plan) -> tuple[Plan, ...]:
+    """The plans to run, none twice."""
     by_ahead = [[plan for plan in plans(has_streams=bool(profile.device_ms)) if plan.ahead == ahead] for ahead in (("tail",), ("tail", "next_head"))]
-    arms = [SEQUENTIAL, *(best_plan(profile, candidates) for candidates in by_ahead), best_plan(profile)]
+    arms = [SEQUENTIAL, *(best_plan(profile, candidates) for candidates in by_ahead), best]
     return tuple(plan for index, plan in enumerate(arms) if plan not in arms[:index])
 
 
