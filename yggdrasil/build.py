@@ -30,10 +30,10 @@ from yggdrasil.measure import ROUNDS, curve_json, decision_milliseconds, host_mi
 from yggdrasil.models.load import check_vocabularies, kv_shape, load_config, load_model, pack_linears_
 from yggdrasil.policy.acceptance import AcceptanceTable, fit_acceptance
 from yggdrasil.policy.latency import LatencyModel
-from yggdrasil.policy.shape import FixedShape, best_shape
+from yggdrasil.policy.shape import ContextShape, FixedShape, best_shape
 from yggdrasil.schedule.choice import NUM_TICKS, choose_plan
 from yggdrasil.schedule.profile import Workload
-from yggdrasil.state import Shape
+from yggdrasil.state import PLAIN, Shape
 from yggdrasil.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["CALIBRATION_TEXT", "Progress", "bundled_arguments", "compile_pair", "read_texts", "resolved"]
@@ -87,7 +87,7 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
     acceptance = _calibrate(bundle, traces, progress)
     latency = _profile(bundle, models, engine, prompts[0], acceptance, progress)
     _plan(bundle, engine, prompts[0], acceptance, latency, progress)
-    _train_depth(bundle, traces, latency, progress)
+    _train_depth(bundle, engine, prompts[0], traces, acceptance, latency, progress)
     bundle.save()
     return bundle
 
@@ -299,16 +299,32 @@ def _plan(bundle: Bundle, engine: Engine, prompt: Sequence[int], acceptance: Acc
     artifacts.save_json(bundle.plan_path, {"fingerprint": bundle.folder.name, "shape": str(policy.shape), **choice.to_json()})
 
 
-def _train_depth(bundle: Bundle, traces: Sequence[Traces], latency: LatencyModel, progress: Progress) -> None:
-    """Fit the depth predictor, judge it on held-out texts, store both."""
+def _train_depth(
+    bundle: Bundle, engine: Engine, prompt: Sequence[int], traces: Sequence[Traces], acceptance: AcceptanceTable, latency: LatencyModel, progress: Progress
+) -> None:
+    """Fit the depth predictor, judge it on held-out texts with what it costs, store both."""
     config = bundle.config
     with progress.phase("train depth predictor", 1):
-        found = {str(each.trace.temperature): evaluate(each, latency, config.verify_widths) for each in held_out(traces, config.max_depth)}
-        predictor = fit_predictor(traces, config.max_depth)
+        judged = held_out(traces, config.max_depth)
+        predictor = fit_predictor(traces, config.max_depth, trust={each.trace.temperature: each.trust for each in judged})
+        policy = ContextShape(
+            shape=PLAIN,
+            acceptance=acceptance.nearest(0.0),
+            latency=latency,
+            verify_widths=config.verify_widths,
+            widths=config.widths,
+            predictor=predictor,
+            temperature=0.0,
+        )
+        cost_ms = decision_milliseconds(engine, prompt, policy, num_tokens=min(64, bundle.max_context - len(prompt)))
     weights = bundle.predictor_folder(bundle.dataset) / "predictor.safetensors"
     artifacts.save_bytes(weights, predictor.to_bytes())
-    cost_ms = decision_milliseconds(predictor, traces[0].inputs_NX.shape[1] - 1, config, latency)
-    payload = {"weights_digest": artifacts.digest_file(weights), "reference_width": _reference_width(config), "decision_ms": cost_ms, "held_out": found}
+    payload = {
+        "weights_digest": artifacts.digest_file(weights),
+        "reference_width": _reference_width(config),
+        "decision_ms": cost_ms,
+        "held_out": {str(each.trace.temperature): evaluate(each, latency, config.verify_widths, cost_ms) for each in judged},
+    }
     _save_predictor_json(bundle, "predictor.json", payload)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,15 @@ class HeldOut:
     growth_ND: Array
     constant_ND: Floats
 
+    @property
+    def trust(self) -> float:
+        """The slope, from 0 to 1, of what happened over what was predicted, both as deviations from the mean: a predictor that
+        exaggerates makes worse decisions than none."""
+        predicted = self.growth_ND[:, -1].astype(float) - 1.0
+        lengths = accepted_lengths(self.trace.deep)
+        happened = lengths / max(lengths.mean(), 1e-9) - 1.0
+        return float(np.clip((predicted * happened).sum() / max((predicted**2).sum(), 1e-9), 0.0, 1.0))
+
 
 def accepted_lengths(records: Sequence[TreeRecord]) -> Indices:
     """(N,) draft tokens that the target takes from every tree, unpruned."""
@@ -58,12 +67,15 @@ def _labels(trace: Traces, max_depth: int) -> npt.NDArray[np.bool_]:
     return accepted_lengths(trace.deep)[:, None] >= np.arange(1, max_depth + 1)
 
 
-def fit_predictor(traces: Sequence[Traces], max_depth: int, *, without: Sequence[Indices] | None = None) -> DepthPredictor:
+def fit_predictor(
+    traces: Sequence[Traces], max_depth: int, *, trust: Mapping[float, float] | None = None, without: Sequence[Indices] | None = None
+) -> DepthPredictor:
     """Fit encoder and heads, stop when the validation texts say so, calibrate every head on them.
 
     Args:
         traces: By temperature, of the same texts.
         max_depth: D, heads.
+        trust: See `HeldOut.trust`; full when not given.
         without: Positions of every trace to leave out.
 
     Source: Yggdrasil section 4.2, "Draft Depth Prediction".
@@ -85,9 +97,9 @@ def fit_predictor(traces: Sequence[Traces], max_depth: int, *, without: Sequence
     scale = (1.0 / scaler.scale_).astype(np.float32)
     weights["encoder_1.bias"] = weights["encoder_1.bias"] - (scaler.mean_.astype(np.float32) * scale) @ weights["encoder_1.weight"]
     weights["encoder_1.weight"] = weights["encoder_1.weight"] * scale[:, None]
-    predictor = _calibrated(DepthPredictor(weights, {}), inputs_MX[validation], labels_MD[validation])
+    predictor = _calibrated(DepthPredictor(weights, {}, {}), inputs_MX[validation], labels_MD[validation])
     means = {trace.temperature: predictor.survivals(trace.inputs_NX[keep]).mean(axis=0) for trace, keep in zip(traces, kept, strict=True)}
-    return DepthPredictor(predictor.weights, means)
+    return DepthPredictor(predictor.weights, means, trust or dict.fromkeys(means, 1.0))
 
 
 def held_out(traces: Sequence[Traces], max_depth: int) -> list[HeldOut]:
@@ -160,10 +172,10 @@ def _calibrated(predictor: DepthPredictor, inputs_NX: Array, labels_ND: npt.NDAr
             platt = LogisticRegression().fit(logits_ND[:, head : head + 1], labels_ND[:, head])
             slope, offset = max(0.0, float(platt.coef_[0, 0])), float(platt.intercept_[0])
             weight[:, head], bias[head] = weight[:, head] * slope, bias[head] * slope + offset
-    return DepthPredictor(weights | {"heads.weight": weight, "heads.bias": bias}, predictor.mean_survival)
+    return DepthPredictor(weights | {"heads.weight": weight, "heads.bias": bias}, {}, {})
 
 
-def evaluate(found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int]) -> dict[str, Any]:
+def evaluate(found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int], decision_ms: float = 0.0) -> dict[str, Any]:
     """Held-out figures at one temperature: per depth against the constant predictor, and what the decisions cost.
 
     Returns:
@@ -187,7 +199,7 @@ def evaluate(found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int]
             }
         )
     texts = len(set(found.trace.text_N.tolist()))
-    return {"texts": texts, "positions": len(labels_ND), "depths": rows, "decisions": decision_quality(found, latency, verify_widths)}
+    return {"texts": texts, "positions": len(labels_ND), "depths": rows, "decisions": decision_quality(found, latency, verify_widths, decision_ms)}
 
 
 def calibration_error(label_N: npt.NDArray[np.bool_], said_N: npt.NDArray[np.floating[Any]]) -> float:
@@ -196,11 +208,11 @@ def calibration_error(label_N: npt.NDArray[np.bool_], said_N: npt.NDArray[np.flo
     return float(sum(abs(float(label_N[bin_N == b].mean()) - float(said_N[bin_N == b].mean())) * float((bin_N == b).mean()) for b in set(bin_N.tolist())))
 
 
-def decision_quality(found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int]) -> dict[str, Any]:
+def decision_quality(found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int], decision_ms: float = 0.0) -> dict[str, Any]:
     """Milliseconds per token on held-out texts when the depth is fixed, predicted, or known in advance; depth 0 is plain decoding.
 
     For every fold, the K of each depth and the best fixed depth are chosen on the other folds. The oracle knows how far every
-    tree will be accepted.
+    tree will be accepted. A prediction costs `decision_ms`, which the fixed depth saves.
     """
     max_depth = found.survival_ND.shape[1]
     spent_ms, tokens = {"fixed": 0.0, "predicted": 0.0, "oracle": 0.0}, {"fixed": 0.0, "predicted": 0.0, "oracle": 0.0}
@@ -210,17 +222,18 @@ def decision_quality(found: HeldOut, latency: LatencyModel, verify_widths: Seque
         emitted_NM, cost_M = _outcomes(found.trace.deep, others, latency, verify_widths, max_depth)
         mean_M = emitted_NM[others].mean(axis=0)
         fixed = int((mean_M / cost_M).argmax())
-        growth_NM = np.concatenate([np.ones((len(test), 1)), found.growth_ND[test]], axis=1)
+        growth_NM = np.concatenate([np.ones((len(test), 1)), 1 + found.trust * (found.growth_ND[test] - 1)], axis=1)
         expected_NM = 1.0 + (mean_M - 1.0) * growth_NM
         chosen_N = (expected_NM - mean_M[fixed] / cost_M[fixed] * cost_M).argmax(axis=1)
         oracle_N = _oracle(emitted_NM[test], cost_M)
         for name, depth_N in (("fixed", np.full(len(test), fixed)), ("predicted", chosen_N), ("oracle", oracle_N)):
-            spent_ms[name] += float(cost_M[depth_N].sum())
+            spent_ms[name] += float(cost_M[depth_N].sum()) + (decision_ms * len(test) if name == "predicted" else 0.0)
             tokens[name] += float(emitted_NM[test, depth_N].sum())
         fixed_depths.append(fixed)
         predicted_depths.append(chosen_N)
     ms = {name: spent_ms[name] / tokens[name] for name in spent_ms}
     return {
+        "trust": found.trust,
         "fixed_depths": fixed_depths,
         "mean_predicted_depth": float(np.concatenate(predicted_depths).mean()),
         "ms_per_token": ms,

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from yggdrasil.compiler.model import CompiledModel
-from yggdrasil.config import CompileConfig
+from yggdrasil.config import GenerateConfig
 from yggdrasil.engine import Engine
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.policy.acceptance import Acceptance
-from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import ContextShape, FixedShape
 from yggdrasil.state import PLAIN, DecodeState, Shape
@@ -99,19 +98,12 @@ def host_milliseconds(engine: Engine, prompt: Sequence[int], policy: FixedShape,
     return {name: median(values) for name, values in samples.items()}
 
 
-def decision_milliseconds(predictor: DepthPredictor, hidden_size: int, config: CompileConfig, latency: LatencyModel) -> float:
-    """What choosing a shape by context costs a step: the network and the product over the menu."""
-    acceptance = Acceptance((0.0,), (1.0,), {width: tuple((1.0,) for _ in range(config.max_depth)) for width in config.widths})
-    policy = ContextShape(
-        shape=PLAIN, acceptance=acceptance, latency=latency, verify_widths=config.verify_widths, widths=config.widths, predictor=predictor, temperature=0.0
-    )
-    state = DecodeState([0, 0], hidden_E=torch.randn(hidden_size, generator=torch.Generator().manual_seed(0)))
-    samples = []
-    for _ in range(200):
-        start = time.perf_counter()
-        policy.choose(state)
-        samples.append((time.perf_counter() - start) * 1e3)
-    return median(samples)
+def decision_milliseconds(engine: Engine, prompt: Sequence[int], policy: ContextShape, *, num_tokens: int = 64) -> float:
+    """What choosing a shape by context costs a step, in its place: between forwards, with the caches of the processor full of weights."""
+    before = engine.trace.total_ms["policy"], engine.trace.count["policy"]
+    config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True)
+    list(engine.generate(prompt, policy, config))
+    return (engine.trace.total_ms["policy"] - before[0]) / (engine.trace.count["policy"] - before[1])
 
 
 def _clock(engine: Engine) -> tuple[float, float, float, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -93,13 +95,13 @@ def test_noise_is_not_called_useful() -> None:
     assert not decisions["useful"]
 
 
-def constant(value: float) -> DepthPredictor:
+def constant(value: float, trust: float = 1.0) -> DepthPredictor:
     """A network that always says `value` at every depth, of a text whose mean was one half."""
     bias = np.full(DEPTH, np.log(value / (1 - value)), dtype=np.float32)
     zero = {"encoder_1": (3, 2), "encoder_2": (2, 2), "heads": (2, DEPTH)}
     weights = {f"{name}.weight": np.zeros(shape, dtype=np.float32) for name, shape in zero.items()}
     biases = {f"{name}.bias": np.zeros(shape[1], dtype=np.float32) for name, shape in zero.items()}
-    return DepthPredictor(weights | biases | {"heads.bias": bias}, {0.0: np.full(DEPTH, 0.5, dtype=np.float32)})
+    return DepthPredictor(weights | biases | {"heads.bias": bias}, {0.0: np.full(DEPTH, 0.5, dtype=np.float32)}, {0.0: trust})
 
 
 def test_a_predictor_survives_its_file() -> None:
@@ -107,8 +109,7 @@ def test_a_predictor_survives_its_file() -> None:
     predictor = fit_predictor([trace], DEPTH)
     again = DepthPredictor.from_bytes(predictor.to_bytes())
     np.testing.assert_array_equal(again.survivals(trace.inputs_NX), predictor.survivals(trace.inputs_NX))
-    hidden_E = torch.ones(8)
-    np.testing.assert_array_equal(again.growth(hidden_E, 0.0), predictor.growth(hidden_E, 0.0))
+    assert again.trust == predictor.trust == {0.0: 1.0}
     assert list(again.mean_survival) == [0.0]
     with pytest.raises(SafetensorError):
         DepthPredictor.from_bytes(b"not a predictor")
@@ -130,6 +131,24 @@ def test_a_context_without_hope_is_decoded_plainly() -> None:
 
 def test_a_promising_context_is_drafted_deeply() -> None:
     assert policy(constant(0.99)).choose(state()) == Shape(1, DEPTH)
+
+
+def test_a_predictor_that_is_not_trusted_decides_nothing() -> None:
+    assert policy(constant(0.01, trust=0.0)).choose(state()) == policy(constant(0.99, trust=0.0)).choose(state()) == Shape(1, DEPTH)
+
+
+def test_growth_of_one_position_is_that_of_many(found: HeldOut) -> None:
+    predictor = fit_predictor([found.trace], DEPTH, trust={0.0: 0.5})
+    hidden_E = torch.from_numpy(found.trace.inputs_NX[7, :-1])
+    expected = 1 + 0.5 * (predictor.survivals(found.trace.inputs_NX[7:8])[0].cumsum() / predictor.mean_survival[0.0].cumsum() - 1)
+    np.testing.assert_allclose(predictor.at(0.0)(hidden_E), expected, rtol=1e-4)
+
+
+def test_trust_is_the_share_of_a_prediction_that_comes_true(found: HeldOut) -> None:
+    assert 0.5 < found.trust <= 1.0
+    exaggerated = replace(found, growth_ND=1 + 4 * (found.growth_ND - 1))
+    assert exaggerated.trust == pytest.approx(found.trust / 4, rel=0.3)
+    assert replace(found, growth_ND=1 - (found.growth_ND - 1)).trust == 0.0
 
 
 def test_without_a_hidden_state_the_best_shape_of_the_calibration_is_taken() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ __all__ = ["DepthPredictor", "inputs_of"]
 
 Array = npt.NDArray[np.float32]
 LAYERS = ("encoder_1", "encoder_2", "heads")
-MEAN = "mean_survival."
+MEAN, TRUST = "mean_survival.", "trust."
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,21 @@ class DepthPredictor:
     Args:
         weights: "<layer>.weight", (inputs, outputs), and "<layer>.bias" of encoder_1, encoder_2 and heads.
         mean_survival: By temperature of the calibration text, (D,) the mean of what the predictor says there.
+        trust: By temperature, from 0 to 1: how much of a predicted deviation from the mean comes true on text it has not seen.
 
     Source: Yggdrasil section 4.2, "Draft Depth Prediction". Departures: the temperature is an input beside the hidden state,
-    so that one predictor serves greedy and sampled text; heads are calibrated (Platt).
+    so that one predictor serves greedy and sampled text; heads are calibrated (Platt), and their sum is shrunk to its mean by `trust`.
     """
 
     weights: Mapping[str, Array]
     mean_survival: Mapping[float, Array]
+    trust: Mapping[float, float]
 
     def to_bytes(self) -> bytes:
         """A safetensors file with everything in it."""
         means = {f"{MEAN}{temperature}": mean for temperature, mean in self.mean_survival.items()}
-        return safetensors.numpy.save({**self.weights, **means})
+        trust = {f"{TRUST}{temperature}": np.array(share) for temperature, share in self.trust.items()}
+        return safetensors.numpy.save({**self.weights, **means, **trust})
 
     @classmethod
     def from_bytes(cls, content: bytes) -> DepthPredictor:
@@ -44,35 +47,37 @@ class DepthPredictor:
         means = {float(name.removeprefix(MEAN)): mean for name, mean in tensors.items() if name.startswith(MEAN)}
         if not means:
             raise KeyError(MEAN)
-        return cls({f"{layer}.{part}": tensors[f"{layer}.{part}"] for layer in LAYERS for part in ("weight", "bias")}, means)
+        weights = {f"{layer}.{part}": tensors[f"{layer}.{part}"] for layer in LAYERS for part in ("weight", "bias")}
+        return cls(weights, means, {temperature: float(tensors[f"{TRUST}{temperature}"]) for temperature in means})
 
     @property
     def max_depth(self) -> int:
         return len(self.weights["heads.bias"])
 
-    def growth(self, hidden_E: Tensor, temperature: float) -> Array:
-        """The expected accepted length within depth d = 1..D, (D,), as a multiple of its mean on the training text."""
-        nearest = min(self.mean_survival, key=lambda known: abs(known - temperature))
-        growth: Array = self.survival(hidden_E, temperature).cumsum() / self.mean_survival[nearest].cumsum()
+    def at(self, temperature: float) -> Callable[[Tensor], Array]:
+        """For one temperature: from (E,) the target's last hidden state of the last accepted token to the growth, (D,): the expected
+        accepted length within depth d = 1..D as a multiple of its mean on the calibration text.
+
+        Cost of a call: three small matrix products and a dozen small operators on the host; on CUDA one sync for the hidden state.
+        """
+        known = min(self.mean_survival, key=lambda other: abs(other - temperature))
+        mean_D, trust = self.mean_survival[known].cumsum(), np.float32(self.trust[known])
+        first, second, heads = (self.weights[f"{layer}.weight"] for layer in LAYERS)
+        bias_1, bias_2, bias_3 = (self.weights[f"{layer}.bias"] for layer in LAYERS)
+        bias_1 = bias_1 + np.float32(temperature) * first[-1]
+        first, zero = np.ascontiguousarray(first[:-1]), np.float32(0)
+
+        def growth(hidden_E: Tensor) -> Array:
+            state = hidden_E.float().cpu().numpy()  # sync: the choice of a shape is the host's
+            encoded = np.maximum(np.maximum(state @ first + bias_1, zero) @ second + bias_2, zero)
+            grown: Array = 1 + trust * (_survival(encoded @ heads + bias_3).cumsum() / mean_D - 1)
+            return grown
+
         return growth
 
-    def survival(self, hidden_E: Tensor, temperature: float) -> Array:
-        """P(accepted length >= d) for d = 1..D, (D,), never rising.
-
-        Args:
-            hidden_E: (E,) the target's last hidden state of the last accepted token.
-            temperature: Of the sampling.
-
-        Cost: three small matrix products on the host; on CUDA one sync for the hidden state.
-        """
-        survival: Array = self.survivals(inputs_of(hidden_E[None], temperature))[0]
-        return survival
-
     def survivals(self, inputs_NX: Array) -> Array:
-        """The same for many positions, (N, D), from `inputs_of`."""
-        logits_ND = np.clip(self.logits(inputs_NX), -30.0, 30.0)
-        survival: Array = np.minimum.accumulate(1.0 / (1.0 + np.exp(-logits_ND)), axis=-1)
-        return survival
+        """P(accepted length >= d) for d = 1..D at many positions, (N, D), never rising, from `inputs_of`."""
+        return _survival(self.logits(inputs_NX))
 
     def logits(self, inputs_NX: Array) -> Array:
         """(N, D) what the heads say before the sigmoid, each by itself."""
@@ -83,7 +88,13 @@ class DepthPredictor:
         return logits
 
 
+def _survival(logits_ND: Array) -> Array:
+    """Sigmoids, (..., D), made to fall with depth."""
+    survival: Array = np.minimum.accumulate(0.5 + 0.5 * np.tanh(0.5 * logits_ND), axis=-1)  # no overflow, unlike exp
+    return survival
+
+
 def inputs_of(hidden_NE: Tensor, temperature: float) -> Array:
-    """(N, E + 1) float32: hidden states and the temperature. # sync: the choice of a shape is the host's"""
+    """(N, E + 1) float32 for training: hidden states and the temperature."""
     hidden = hidden_NE.float().cpu().numpy()
     return np.concatenate([hidden, np.full((len(hidden), 1), temperature, dtype=np.float32)], axis=1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.depth import DepthPredictor
@@ -176,12 +177,16 @@ class ContextShape(BestShape):
 
     predictor: DepthPredictor
     temperature: float
+    _growth: Callable[[Tensor], npt.NDArray[np.floating]] = field(init=False, repr=False)
     _arms: dict[int, Arms] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._growth = self.predictor.at(self.temperature)
 
     def choose(self, state: DecodeState) -> Shape:
         if state.hidden_E is None:  # the first step of a prompt of one token
             return super().choose(state)
-        return self.arms(state.root_pos).best(self.predictor.growth(state.hidden_E, self.temperature), self.rate)
+        return self.arms(state.root_pos).best(self._growth(state.hidden_E), self.rate)
 
     def arms(self, context_len: int) -> Arms:
         """The menu at this context length, in steps of CONTEXT_STEP."""
