@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ from yggdrasil.policy.acceptance import AcceptanceTable
 from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import LatencyModel
-from yggdrasil.policy.shape import BestShape, ContextShape, FixedShape, ShapePolicy
+from yggdrasil.policy.shape import Arms, BestShape, ContextShape, FixedShape, ShapePolicy
 from yggdrasil.schedule.choice import PlanChoice
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.tokenizer import Tokenizer
@@ -252,6 +252,7 @@ class LoadedPair:
     depth: TrainedDepth
     latency: LatencyModel
     plan: PlanChoice
+    _arms: dict[float, dict[int, Arms]] = field(default_factory=dict, init=False, repr=False)
 
     def policy(self, *, temperature: float = 0.0, shape: Shape | None = None, predictor: bool | None = None, guard: bool = True) -> ShapePolicy:
         """How the shape of every step is chosen.
@@ -262,23 +263,20 @@ class LoadedPair:
             predictor: Use the depth predictor; None uses it where it was found useful on held-out text.
             guard: Stop speculating while it is measured to lose.
         """
-        acceptance = self.acceptance.nearest(temperature)
-        widths, verify_widths = self.bundle.config.widths, self.bundle.config.verify_widths
+        acceptance, config = self.acceptance.nearest(temperature), self.bundle.config
         if shape is not None:
-            return FixedShape(shape, acceptance, self.latency, verify_widths)
-        inner: ShapePolicy
+            return FixedShape(shape, acceptance, self.latency, config.verify_widths)
+        menu: dict[str, Any] = {
+            "shape": PLAIN,
+            "acceptance": acceptance,
+            "latency": self.latency,
+            "verify_widths": config.verify_widths,
+            "widths": config.widths,
+            "arms_by_context": self._arms.setdefault(self.acceptance.nearest_temperature(temperature), {}),
+        }
+        inner: ShapePolicy = BestShape(**menu)
         if self.depth.is_useful(temperature) if predictor is None else predictor:
-            inner = ContextShape(
-                shape=PLAIN,
-                acceptance=acceptance,
-                latency=self.latency,
-                verify_widths=verify_widths,
-                widths=widths,
-                predictor=self.depth.predictor,
-                temperature=temperature,
-            )
-        else:
-            inner = BestShape(shape=PLAIN, acceptance=acceptance, latency=self.latency, verify_widths=verify_widths, widths=widths)
+            inner = ContextShape(**menu, predictor=self.depth.predictor, temperature=temperature)
         return Guard(inner, self.latency) if guard else inner
 
 

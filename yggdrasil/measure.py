@@ -100,8 +100,9 @@ def host_milliseconds(engine: Engine, prompt: Sequence[int], policy: FixedShape,
 
 def decision_milliseconds(engine: Engine, prompt: Sequence[int], policy: ContextShape, *, num_tokens: int = 64) -> float:
     """What choosing a shape by context costs a step, in its place: between forwards, with the caches of the processor full of weights."""
-    before = engine.trace.total_ms["policy"], engine.trace.count["policy"]
     config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True)
+    list(engine.generate(prompt, policy, config))  # builds the arms, once for a process
+    before = engine.trace.total_ms["policy"], engine.trace.count["policy"]
     list(engine.generate(prompt, policy, config))
     return (engine.trace.total_ms["policy"] - before[0]) / (engine.trace.count["policy"] - before[1])
 

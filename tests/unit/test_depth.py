@@ -159,5 +159,5 @@ def test_arms_of_the_calibration_s_own_growth_are_those_of_equation_three() -> N
     arms = policy(constant(0.5)).arms(0)
     assert isinstance(arms, Arms)
     # depth 4: 3 tokens in 1 + 3 + 10 = 14 ms; depth 3: 2.5 in 13; depth 2: 2 in 12; depth 1: 1.5 in 11; plain: 1 in 10
-    assert arms.best(np.ones(DEPTH), None) == Shape(1, 4)
-    assert arms.best(np.array([1.0, 1.0, 1.0, 0.5]), None) == Shape(1, 3)
+    assert arms.shapes[arms.best(np.ones(DEPTH))] == arms.shapes[arms.best()] == Shape(1, 4)
+    assert arms.shapes[arms.best(np.array([1.0, 1.0, 1.0, 0.5]))] == Shape(1, 3)

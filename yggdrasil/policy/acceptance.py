@@ -78,7 +78,11 @@ class AcceptanceTable:
 
     def nearest(self, temperature: float) -> Acceptance:
         """The calibration whose temperature is closest."""
-        return self.by_temperature[min(self.by_temperature, key=lambda known: abs(known - temperature))]
+        return self.by_temperature[self.nearest_temperature(temperature)]
+
+    def nearest_temperature(self, temperature: float) -> float:
+        """That temperature."""
+        return min(self.by_temperature, key=lambda known: abs(known - temperature))
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> AcceptanceTable:

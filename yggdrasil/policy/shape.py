@@ -13,7 +13,6 @@ from torch import Tensor
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.latency import LatencyModel
-from yggdrasil.policy.objective import speedup
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 
 __all__ = ["Arms", "BestShape", "ContextShape", "FixedShape", "ShapePolicy", "best_shape"]
@@ -99,28 +98,6 @@ class FixedShape:
         self._spent_ms = self._spent_ms * RATE_MEMORY + self.latency.step_ms(shape.width, shape.depth, result.verified, result.context_len)
 
 
-@dataclass(kw_only=True)
-class BestShape(FixedShape):
-    """The (W, D) that Eq. 3 likes best at the current context length, chain and plain decoding among the arms.
-
-    Args:
-        widths: Menu of W.
-
-    Source: Yggdrasil Eq. (3) over the whole menu; one shape for all contexts of a length, the depth predictor refines it.
-    """
-
-    widths: tuple[int, ...]
-    _chosen: dict[int, Shape] = field(default_factory=dict, init=False, repr=False)
-
-    def choose(self, state: DecodeState) -> Shape:
-        context_len = state.root_pos // CONTEXT_STEP * CONTEXT_STEP
-        if context_len not in self._chosen:
-            self._chosen[context_len], _ = best_shape(
-                self.acceptance, self.latency, widths=self.widths, verify_widths=self.verify_widths, context_len=context_len
-            )
-        return self._chosen[context_len]
-
-
 @dataclass(frozen=True)
 class Arms:
     """Every (W, D, K) of the menu at one context length as arrays, plain decoding first.
@@ -138,13 +115,11 @@ class Arms:
     column_M: npt.NDArray[np.int64]
 
     @classmethod
-    def of(
-        cls, acceptance: Acceptance, latency: LatencyModel, *, widths: Sequence[int], verify_widths: Sequence[int], max_depth: int, context_len: int
-    ) -> Arms:
+    def of(cls, acceptance: Acceptance, latency: LatencyModel, *, widths: Sequence[int], verify_widths: Sequence[int], context_len: int) -> Arms:
         """The arms of a menu."""
         shapes, rows = [PLAIN], [(latency.plain_ms(context_len), 0.0, 0)]
         for width in widths:
-            for depth in range(1, max_depth + 1):
+            for depth in range(1, acceptance.max_depth + 1):
                 for verify in verify_widths:
                     num_verified = min(verify, 1 + width * depth)
                     cost_ms = latency.step_ms(width, depth, num_verified, context_len)
@@ -153,11 +128,42 @@ class Arms:
         cost, gain, column = zip(*rows, strict=True)
         return cls(tuple(shapes), np.array(cost), np.array(gain), np.array(column))
 
-    def best(self, growth_D: npt.NDArray[np.floating], rate: float | None) -> Shape:
-        """The arm that Eq. 3 prefers when the accepted length within depth D is growth_D[D - 1] times the calibration's, (D,)."""
-        emitted_M = 1.0 + self.gain_M * growth_D[self.column_M]
+    def best(self, growth_D: npt.NDArray[np.floating] | float = 1.0, rate: float | None = None) -> int:
+        """The arm that Eq. 3 prefers; of equals the smaller tree.
+
+        Args:
+            growth_D: The accepted length within depth D as a multiple, growth_D[D - 1], of the calibration's; (D,), or one for all.
+            rate: Emitted tokens per millisecond that the run attains; None compares the arms' own ratios.
+        """
+        emitted_M = 1.0 + self.gain_M * (growth_D if isinstance(growth_D, float) else growth_D[self.column_M])
         score_M = emitted_M / self.cost_M if rate is None else emitted_M - rate * self.cost_M
-        return self.shapes[int(score_M.argmax())]
+        return int(score_M.argmax())
+
+
+@dataclass(kw_only=True)
+class BestShape(FixedShape):
+    """The (W, D) that Eq. 3 likes best at the current context length, chain and plain decoding among the arms.
+
+    Args:
+        widths: Menu of W.
+        arms_by_context: Filled as contexts are met; policies of one acceptance and latency may share it, for it takes milliseconds.
+
+    Source: Yggdrasil Eq. (3) over the whole menu; one shape for all contexts of a length, the depth predictor refines it.
+    """
+
+    widths: tuple[int, ...]
+    arms_by_context: dict[int, Arms] = field(default_factory=dict, repr=False)
+
+    def choose(self, state: DecodeState) -> Shape:
+        arms = self.arms(state.root_pos)
+        return arms.shapes[arms.best()]
+
+    def arms(self, context_len: int) -> Arms:
+        """The menu at this context length, in steps of CONTEXT_STEP."""
+        key = context_len // CONTEXT_STEP * CONTEXT_STEP
+        if key not in self.arms_by_context:
+            self.arms_by_context[key] = Arms.of(self.acceptance, self.latency, widths=self.widths, verify_widths=self.verify_widths, context_len=key)
+        return self.arms_by_context[key]
 
 
 @dataclass(kw_only=True)
@@ -178,7 +184,6 @@ class ContextShape(BestShape):
     predictor: DepthPredictor
     temperature: float
     _growth: Callable[[Tensor], npt.NDArray[np.floating]] = field(init=False, repr=False)
-    _arms: dict[int, Arms] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._growth = self.predictor.at(self.temperature)
@@ -186,15 +191,8 @@ class ContextShape(BestShape):
     def choose(self, state: DecodeState) -> Shape:
         if state.hidden_E is None:  # the first step of a prompt of one token
             return super().choose(state)
-        return self.arms(state.root_pos).best(self._growth(state.hidden_E), self.rate)
-
-    def arms(self, context_len: int) -> Arms:
-        """The menu at this context length, in steps of CONTEXT_STEP."""
-        key = context_len // CONTEXT_STEP * CONTEXT_STEP
-        if key not in self._arms:
-            max_depth = min(self.acceptance.max_depth, self.predictor.max_depth)
-            self._arms[key] = Arms.of(self.acceptance, self.latency, widths=self.widths, verify_widths=self.verify_widths, max_depth=max_depth, context_len=key)
-        return self._arms[key]
+        arms = self.arms(state.root_pos)
+        return arms.shapes[arms.best(self._growth(state.hidden_E), self.rate)]
 
 
 def best_shape(acceptance: Acceptance, latency: LatencyModel, *, widths: Sequence[int], verify_widths: Sequence[int], context_len: int) -> tuple[Shape, float]:
@@ -202,12 +200,6 @@ def best_shape(acceptance: Acceptance, latency: LatencyModel, *, widths: Sequenc
 
     Ties go to the smaller tree: plain decoding is the first arm, with a speedup of exactly 1.
     """
-    best, best_gain = PLAIN, 1.0
-    for width in widths:
-        for depth in range(1, acceptance.max_depth + 1):
-            for verify in verify_widths:
-                aal = acceptance.expected_emitted(width, depth, verify)
-                gain = speedup(aal, width=width, depth=depth, verify=min(verify, 1 + width * depth), context_len=context_len, latency=latency)
-                if gain > best_gain:
-                    best, best_gain = Shape(width, depth), gain
-    return best, best_gain
+    arms = Arms.of(acceptance, latency, widths=widths, verify_widths=verify_widths, context_len=context_len)
+    best = arms.best()
+    return arms.shapes[best], float((1.0 + arms.gain_M[best]) * arms.cost_M[0] / arms.cost_M[best])
