@@ -3,7 +3,8 @@
 Paper: Fig. 11. For every verified width K and every structure: AAL, and the speedup by Eq. 3 under the scaled pair's profile, on held-out
 wiki text and stories, greedy. Structures: sequence (as deep as K and the menu allow), binary and ternary trees cut to K nodes, Sequoia of
 exactly K nodes at its best depth, OPT-Tree with K as its budget, the equal-growth tree. Depth, width and stopping are chosen by Eq. 3:
-OPT-Tree's on validation text, the equal-growth tree's and Sequoia's on calibration text.
+OPT-Tree's on validation text, the equal-growth tree's and Sequoia's on calibration text. "By AAL" are Sequoia's tree and the equal-growth tree
+of the greatest AAL instead.
 
 No clock: tokens are counted on the bundled pair, whose function the scaled target computes; every text is asserted to be plain decoding's.
 Refuted if at its best K another structure's speedup is above the equal-growth tree's at its best.
@@ -23,7 +24,7 @@ from bench.subject import subject
 from bench.workloads import WORKLOADS, Workload, beginnings
 from yggdrasil.bundle import LoadedPair
 from yggdrasil.policy.objective import speedup
-from yggdrasil.policy.structures import equal_growth, k_ary, sequence, sequoia_latency
+from yggdrasil.policy.structures import equal_growth, k_ary, sequence, sequoia, sequoia_latency
 from yggdrasil.state import Shape
 
 OURS = "equal growth"
@@ -31,8 +32,8 @@ MEASURED_ON = ("wiki", "stories")
 TUNING_PROMPTS = 4
 
 
-def best_equal_growth(pair: LoadedPair, verify: int, context_len: int) -> Shape:
-    """W and D that Eq. 3 likes best for K nodes, on calibration text."""
+def best_equal_growth(pair: LoadedPair, verify: int, context_len: int, *, by_aal: bool = False) -> Shape:
+    """W and D that Eq. 3 likes best for K nodes, on calibration text; or AAL."""
     acceptance = pair.acceptance.nearest(0.0)
     shapes = [
         equal_growth(width, depth, verify) for width in pair.bundle.config.widths for depth in range(1, acceptance.max_depth + 1) if 1 + width * depth >= verify
@@ -40,7 +41,7 @@ def best_equal_growth(pair: LoadedPair, verify: int, context_len: int) -> Shape:
 
     def gain(shape: Shape) -> float:
         aal = acceptance.expected_emitted(shape.width, shape.depth, verify)
-        return speedup(aal, width=shape.width, depth=shape.depth, verify=verify, context_len=context_len, latency=pair.latency)
+        return aal if by_aal else speedup(aal, width=shape.width, depth=shape.depth, verify=verify, context_len=context_len, latency=pair.latency)
 
     return max(shapes, key=gain)
 
@@ -55,7 +56,9 @@ def structures(pair: LoadedPair, tuning: Counter, verify: int, context_len: int)
         "ternary": k_ary(3, config.max_depth, num_nodes=verify),
         "Sequoia": sequoia_latency(by_rank, config.max_depth, pair.latency, (verify,), context_len),
         "OPT-Tree": opt_trees[tuning.best(opt_trees)],
+        "Sequoia, by AAL": sequoia(by_rank, verify, config.max_depth),
         OURS: best_equal_growth(pair, verify, context_len),
+        f"{OURS}, by AAL": best_equal_growth(pair, verify, context_len, by_aal=True),
     }
 
 
@@ -106,7 +109,9 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
             axes = grid[line][column]
             for name in result["best_speedup_eq3"][workload]:
                 mine = [row for row in rows if row["structure"] == name]
-                axes.plot([row["verify"] for row in mine], [row[key] for row in mine], "o-", markersize=3, label=name, linewidth=2 if name == OURS else 1)
+                axes.plot(
+                    [row["verify"] for row in mine], [row[key] for row in mine], "o-", markersize=3, label=name, linewidth=2 if name.startswith(OURS) else 1
+                )
             axes.set(ylabel=label, title=f"{workload} (paper: Fig. 11{'ab'[line]})")
             axes.set_xlabel("verified nodes K")
         grid[0][column].legend(fontsize=7)
