@@ -112,7 +112,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
         axes.set_title(f"end to end, {name} draft (paper: Fig. 10)")
 
 
-CLAIM = Claim(name="end_to_end", doc=__doc__, prompts=4, tokens=64, measure=measure, table=table, draw=draw, size=(12, 4.5))
+CLAIM = Claim(name="end_to_end", doc=__doc__, prompts=8, tokens=64, measure=measure, table=table, draw=draw, size=(12, 4.5))
 
 if __name__ == "__main__":
     CLAIM.main()
