@@ -141,6 +141,9 @@ def _fit(train_NX: Array, train_ND: npt.NDArray[np.bool_], validation_NX: Array,
     """The weights of the epoch that does best on the validation texts."""
     from sklearn.neural_network import MLPClassifier
 
+    num_heads = train_ND.shape[1]
+    if num_heads == 1:  # scikit-learn takes a single column for one label of two classes: two equal heads, the second is dropped
+        train_ND, validation_ND = np.repeat(train_ND, 2, axis=1), np.repeat(validation_ND, 2, axis=1)
     network = MLPClassifier(HIDDEN, alpha=WEIGHT_DECAY, batch_size=min(128, len(train_NX)), random_state=0)
     best, best_loss, best_epoch = {}, np.inf, 0
     for epoch in range(EPOCHS):
@@ -149,6 +152,7 @@ def _fit(train_NX: Array, train_ND: npt.NDArray[np.bool_], validation_NX: Array,
         if loss < best_loss:
             layers = zip(LAYERS, network.coefs_, network.intercepts_, strict=True)
             best = {f"{name}.{part}": array.astype(np.float32) for name, weight, bias in layers for part, array in (("weight", weight), ("bias", bias))}
+            best["heads.weight"], best["heads.bias"] = best["heads.weight"][:, :num_heads], best["heads.bias"][:num_heads]
             best_loss, best_epoch = loss, epoch
         elif epoch - best_epoch >= PATIENCE:
             break

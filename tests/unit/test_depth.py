@@ -70,6 +70,12 @@ def test_predictor_separates_easy_from_hard_and_beats_the_constant(found: HeldOu
         assert row["ece"] < 0.15
 
 
+def test_a_menu_of_depth_one_gets_one_head() -> None:
+    (found,) = held_out([traces(num_texts=6)], 1)
+    assert found.survival_ND.shape == (120, 1)
+    assert [row["depth"] for row in evaluate(found, LATENCY, (2, 8))["depths"]] == [1]
+
+
 def test_survival_never_rises_with_depth(found: HeldOut) -> None:
     survival_ND = found.survival_ND
     assert survival_ND.shape == (600, DEPTH)
