@@ -119,6 +119,7 @@ def _lowering_digest() -> str:
     package = Path(__file__).parent
     sources = [
         package / "layout.py",
+        package / "compiler" / "fusion.py",
         package / "compiler" / "graphs.py",
         *sorted((package / "models").glob("*.py")),
         *sorted((package / "kernels").glob("*.py")),

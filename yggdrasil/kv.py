@@ -12,11 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from yggdrasil.errors import CapacityError
 from yggdrasil.layout import PAGE_LEN
 
-__all__ = ["KVCache", "KVShape"]
+__all__ = ["KVCache", "KVShape", "move_plain_"]
+
+
+def move_plain_(storage_L2GTF: Tensor, source: Sequence[int], target: int) -> None:
+    """Slots `source[i]`, ascending, become slots `target + i` in every layer: the specification of `ygg::move_slots_`, and what runs on CUDA."""
+    device = storage_L2GTF.device
+    target_slots = torch.arange(target, target + len(source), device=device)
+    storage_L2GTF.index_copy_(3, target_slots, storage_L2GTF.index_select(3, torch.tensor(source, device=device)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +82,8 @@ class KVCache:
         """
         moved = next((i for i, offset in enumerate(path) if offset != i), len(path))
         if moved < len(path):
-            device = self.storage_L2GTF.device
-            source = torch.tensor([self.len + offset for offset in path[moved:]], device=device)
-            target = torch.arange(self.len + moved, self.len + len(path), device=device)
-            self.storage_L2GTF.index_copy_(3, target, self.storage_L2GTF.index_select(3, source))
+            move_ = torch.ops.ygg.move_slots_ if self.storage_L2GTF.is_cpu else move_plain_
+            move_(self.storage_L2GTF, [self.len + offset for offset in path[moved:]], self.len + moved)
         self.len += len(path)
 
     def rollback_(self, length: int) -> None:

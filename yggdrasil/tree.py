@@ -91,6 +91,25 @@ class TokenTree:
         tree._len = 1
         return tree
 
+    @classmethod
+    def of(cls, token: Tensor, parent: Tensor, depth: Tensor, log_prob: Tensor, path: Tensor, *, length: int) -> TokenTree:
+        """A tree over arrays that an operator filled.
+
+        Args:
+            token: (capacity,) int32.
+            parent: (capacity,) int32.
+            depth: (capacity,) int32.
+            log_prob: (capacity,) float32.
+            path: (capacity, max_depth + 1) int32.
+            length: Nodes that are there.
+
+        Aliasing: the arrays become the tree's own. Nothing is checked; see `check`.
+        """
+        tree = cls.__new__(cls)
+        tree.capacity, tree.max_depth, tree._len = len(token), path.shape[1] - 1, length
+        tree._token, tree._parent, tree._depth, tree._log_prob, tree._path = token, parent, depth, log_prob, path
+        return tree
+
     def __len__(self) -> int:
         return self._len
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -50,8 +52,8 @@ class Sequence:
         self.num_steps += 1
         return self.shapes[(self.num_steps - 1) % len(self.shapes)]
 
-    def values(self, log_probs: list[float]) -> list[float]:
-        return [2.718281828**value for value in log_probs]
+    def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        return np.exp(log_probs)
 
     def verify_width(self, expected: list[float], shape: Shape, context_len: int) -> int:
         return min(shape.verify or 16, len(expected))

@@ -83,4 +83,4 @@ def test_a_profile_slower_than_the_machine_does_not_hide_a_loss() -> None:
 def test_the_verified_width_is_the_inner_policy_s() -> None:
     policy = guard()
     assert policy.verify_width([1.0, 1.5, 1.6, 1.7, 1.8], SPECULATIVE, 0) == 5
-    assert policy.values([-1.0, 0.0]) == [0.0, 1.0]
+    assert policy.values([-1.0, 0.0]).tolist() == [0.0, 1.0]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from yggdrasil.kernels import load_kernels
-from yggdrasil.kernels.linear import PackedLinear, pack_weight, packed_shape, reference, unpack_weight
+from yggdrasil.kernels.linear import PackedLinear, gated_reference, pack_weight, packed_shape, reference, unpack_weight
 
 DTYPES = (torch.bfloat16, torch.float32)
 SHAPES = ((1, 1), (5, 3), (16, 32), (17, 33), (48, 31), (100, 70), (256, 128), (33, 1000), (600, 352))  # (out_features, in_features)
@@ -146,9 +146,62 @@ def test_a_weight_of_another_shape_or_dtype_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("width", (1, 5, 9, 16, 40))
+def test_layers_side_by_side_have_the_bits_of_each_layer(width: int, bias: bool, dtype: torch.dtype) -> None:
+    sizes = [48, 20, 16, 33]
+    weights, biases = zip(*(layer(size, 70, dtype, bias) for size in sizes), strict=True)
+    x = torch.randn(width, 70).to(dtype)
+    together = torch.ops.ygg.packed_linears(x, weights, biases, sizes)
+    assert torch.equal(together, torch.cat([packed_linear(x, *each) for each in zip(weights, biases, sizes, strict=True)], dim=-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("out_features", (1, 16, 33, 150))
+def test_a_gated_layer_agrees_with_its_reference(out_features: int, bias: bool, dtype: torch.dtype) -> None:
+    gate, up = layer(out_features, 70, dtype, bias), layer(out_features, 70, dtype, bias)
+    for width in (1, 7, 8, 20, 40):
+        x = torch.randn(width, 70).to(dtype)
+        expected = gated_reference(x, *gate, *up, out_features)
+        step = {torch.bfloat16: 2**-7, torch.float32: 2**-16}[dtype]
+        torch.testing.assert_close(torch.ops.ygg.gated_linear(x, *gate, *up, out_features).float(), expected.float(), rtol=step, atol=step)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out_features", (33, 600))
+def test_rows_of_a_gated_layer_are_bitwise_independent_of_width_and_threads(out_features: int, dtype: torch.dtype) -> None:
+    gate, up = layer(out_features, 352, dtype, bias=True), layer(out_features, 352, dtype, bias=True)
+    x = torch.randn(max(WIDTHS), 352).to(dtype)
+    alone = torch.cat([torch.ops.ygg.gated_linear(x[row : row + 1], *gate, *up, out_features) for row in range(len(x))])
+    num_threads = torch.get_num_threads()
+    try:
+        for width, threads in zip(WIDTHS, (1, 2, 3) * len(WIDTHS), strict=False):
+            torch.set_num_threads(threads)
+            assert torch.equal(torch.ops.ygg.gated_linear(x[:width], *gate, *up, out_features), alone[:width]), f"width {width}, {threads} threads"
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_a_gated_layer_saturates_where_silu_does() -> None:
+    one = pack_weight(torch.eye(2))
+    x = torch.tensor([[-200.0, 200.0], [0.0, -1.0]])
+    torch.testing.assert_close(torch.ops.ygg.gated_linear(x, one, None, one, None, 2), torch.nn.functional.silu(x) * x)
+
+
+def test_lists_that_do_not_fit_are_refused() -> None:
+    packed, _ = layer(32, 64, torch.float32, bias=False)
+    with pytest.raises(RuntimeError, match="2 weights, 1 biases and 2 sizes"):
+        torch.ops.ygg.packed_linears(torch.randn(1, 64), [packed, packed], [None], [32, 32])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", (False, True))
 def test_opcheck(bias: bool, dtype: torch.dtype) -> None:
     packed, bias_O = layer(20, 40, dtype, bias)
-    torch.library.opcheck(torch.ops.ygg.packed_linear.default, (torch.randn(2, 3, 40).to(dtype), packed, bias_O, 20))
+    x = torch.randn(2, 3, 40).to(dtype)
+    torch.library.opcheck(torch.ops.ygg.packed_linear.default, (x, packed, bias_O, 20))
+    torch.library.opcheck(torch.ops.ygg.packed_linears.default, (x, [packed, packed], [bias_O, None], [20, 20]))
+    torch.library.opcheck(torch.ops.ygg.gated_linear.default, (x, packed, bias_O, packed, None, 20))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -178,7 +178,7 @@ def test_fit_calibrates_to_the_measured_shares_by_hand() -> None:
 def test_fitted_values_never_fall_as_the_draft_grows_surer() -> None:
     unruly = [TreeRecord(1, (0.0, -0.1 * i, -0.1 * i - 1), (True, i % 3 == 0, i % 6 == 0)) for i in range(1, 40)]
     values = fit_acceptance(unruly).values([-6 + 0.05 * i for i in range(121)])
-    assert values == sorted(values)
+    assert values.tolist() == sorted(values)
     assert 0.0 <= values[0] <= values[-1] <= 1.0
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from yggdrasil.compilations import count_compilation
+from yggdrasil.compiler.fusion import fuse_linears_
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels.shims import c_shims
 
@@ -42,6 +43,8 @@ def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path) -> None:
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*tree_map_only.*")
         exported = torch.export.export(module, (meta_NM,), strict=False)
+        fuse_linears_(exported.graph_module.graph)
+        exported.graph_module.recompile()
         torch._inductor.aoti_compile_and_package(
             exported, package_path=str(path), inductor_configs={**INDUCTOR_OPTIONS, "aot_inductor.custom_ops_to_c_shims": c_shims()}
         )

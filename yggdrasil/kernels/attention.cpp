@@ -1,9 +1,17 @@
 // Tree attention over a paged KV cache: CPU body of `ygg::attend` (specification: attention.py, `reference`).
 //
 // A query token attends to one flat sequence of keys in position order: indices 0..prefix-1 of its row, then its path (its
-// ancestors in the tree and itself, root first, counted from `prefix`). The row's page table turns an index into a slot. Scores,
-// the softmax denominator and the weighted sum of values are accumulated over the index in that sequence and nothing
-// else, so the result's bits depend neither on where the keys lie, nor on the other tokens, nor on how many there are.
+// ancestors in the tree and itself, root first, counted from `prefix`). The row's page table turns an index into a slot.
+//
+// Up to 16 query rows (heads that share a KV head, of neighbouring tokens) are the lanes of one block:
+//
+//   scores   S[j][lane] = K[j] . Q[lane]                    a page of 16 keys at a time
+//   weights  P[lane][j] = exp(S[j][lane] - max of lane)     rounded to the dtype of the cache
+//   sums     O[lane]   += P[lane][j] V[j]                   16 words of j at a time
+//
+// Exactness: a score is the product of one key and one query. A sum takes the keys of its sequence from the first one on, 16 words at a time, in one instruction
+// sequence, with weight zero past its end. Words that all lanes share are multiplied for all of them, the words after those for each token by itself, gathered
+// in the order of its path. So a row's bits depend neither on where its keys lie, nor on the other tokens, nor on how many there are.
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
@@ -11,308 +19,411 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <limits>
-#include <memory>
+#include <type_traits>
 #include <vector>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
 #include "operators.h"
+#include "vectors.h"
 
 namespace {
 
-using at::vec::Vectorized;
-using Vec = Vectorized<float>;
+using namespace ygg;
 
-constexpr int64_t kLanes = 16;      // keys scored together; also the page length, so a block never straddles two pages
+constexpr int64_t kPage = 16;   // keys of a page
+constexpr int64_t kPages = 4;   // pages scored together
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 enum Column { kToken, kPosition, kRow, kIndex, kPrefix, kPath };  // layout.py says the same
 
-#if defined(__AVX512F__)
-inline __m512 widen(const float* p) { return _mm512_loadu_ps(p); }
-inline __m512 widen(const at::BFloat16* p) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
-}
+int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-// One partial-sum vector of a dot product over `dim` (a multiple of 16).
-inline __m512 partial_dot(const float* a, const float* b, int64_t dim) {
-  __m512 sum = _mm512_setzero_ps();
-  for (int64_t f = 0; f < dim; f += 16) sum = _mm512_fmadd_ps(widen(a + f), widen(b + f), sum);
-  return sum;
-}
-inline __m512 partial_dot(const at::BFloat16* a, const at::BFloat16* b, int64_t dim) {
-  __m512 sum = _mm512_setzero_ps();
-  int64_t f = 0;
-#if defined(__AVX512BF16__)
-  for (; f + 32 <= dim; f += 32) sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + f), (__m512bh)_mm512_loadu_si512(b + f));
-#endif
-  for (; f < dim; f += 16) sum = _mm512_fmadd_ps(widen(a + f), widen(b + f), sum);
-  return sum;
-}
+// ---- products: sums += a b, where b is lines of words ----
 
-// Lane i of the result is the sum of the 16 lanes of v[i]: a transposing tree of adds.
-inline __m512 sum_each(__m512* v) {
-  for (int i = 0; i < 8; ++i) {
-    v[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-  }
-  for (int i = 0; i < 4; ++i) {
-    const __m512d low = _mm512_castps_pd(v[2 * i]), high = _mm512_castps_pd(v[2 * i + 1]);
-    v[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
-  }
-  for (int i = 0; i < 2; ++i) {
-    v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x88), _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xDD));
-  }
-  return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xDD));
-}
-
-template <typename T>
-inline void score_block(const T* query, const T* const* keys, int64_t dim, float scale, float* scores) {
-  __m512 partial[kLanes];
-  for (int64_t lane = 0; lane < kLanes; ++lane) partial[lane] = partial_dot(query, keys[lane], dim);
-  _mm512_storeu_ps(scores, _mm512_mul_ps(sum_each(partial), _mm512_set1_ps(scale)));
-}
-#else
-template <typename T>
-inline void score_block(const T* query, const T* const* keys, int64_t dim, float scale, float* scores) {
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    float partial[kLanes] = {};
-    for (int64_t f = 0; f < dim; f += kLanes) {
-      for (int64_t i = 0; i < kLanes; ++i) partial[i] += float(query[f + i]) * float(keys[lane][f + i]);
-    }
-    for (int64_t width = kLanes / 2; width > 0; width /= 2) {
-      for (int64_t i = 0; i < width; ++i) partial[i] += partial[i + width];
-    }
-    scores[lane] = partial[0] * scale;
-  }
-}
-#endif
-
-inline Vec widen_vec(const float* p) { return Vec::loadu(p); }
-inline Vec widen_vec(const at::BFloat16* p) {
-#if defined(__AVX512F__)
-  return Vec(widen(p));
-#else
-  float widened[Vec::size()];
-  for (int64_t i = 0; i < Vec::size(); ++i) widened[i] = float(p[i]);
-  return Vec::loadu(widened);
-#endif
-}
-
-// In place: scores become softmax numerators; returns 1 / denominator. `scores` has room for a multiple of 16.
-inline float softmax_(float* scores, int64_t len) {
-  constexpr int kParts = kLanes / Vec::size();
-  const int64_t padded = (len + kLanes - 1) / kLanes * kLanes;
-  std::fill(scores + len, scores + padded, -std::numeric_limits<float>::infinity());
-  Vec highest(-std::numeric_limits<float>::infinity());
-  for (int64_t j = 0; j < padded; j += Vec::size()) highest = at::vec::maximum(highest, Vec::loadu(scores + j));
-  float lanes[kLanes];
-  highest.store(lanes);
-  highest = Vec(*std::max_element(lanes, lanes + Vec::size()));
-  Vec sums[kParts];  // lane j % 16 sums every sixteenth weight
-  std::fill(sums, sums + kParts, Vec(0.0f));
-  for (int64_t j = 0; j < padded; j += kLanes) {
-    for (int i = 0; i < kParts; ++i) {
-      const Vec weight = (Vec::loadu(scores + j + i * Vec::size()) - highest).exp_u20();
-      weight.store(scores + j + i * Vec::size());
-      sums[i] = sums[i] + weight;
+template <class Dtype, int kRows>
+void multiply_rows(float* sums, int64_t sums_stride, const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t steps) {
+  Vec sum[kRows][kVecs];
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVecs; ++v) sum[r][v] = load(sums + r * sums_stride + v * kLanes);
+  for (int64_t s = 0; s < steps; ++s) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) {
+      const Vec line = load(b + s * b_stride + v * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) sum[r][v] = Dtype::step(sum[r][v], a[r * a_stride + s], line);
     }
   }
-  for (int i = 0; i < kParts; ++i) sums[i].store(lanes + i * Vec::size());
-  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
-    for (int64_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  }
-  return 1.0f / lanes[0];
+  for (int r = 0; r < kRows; ++r) std::memcpy(sums + r * sums_stride, sum[r], sizeof sum[r]);
 }
 
-// Everything one call reads; strides in elements.
-template <typename T>
+template <class Dtype, int kRows = kMaxRows>
+void multiply(int64_t rows, float* sums, int64_t sums_stride, const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t steps) {
+  for (; rows >= kRows; rows -= kRows, sums += kRows * sums_stride, a += kRows * a_stride)
+    multiply_rows<Dtype, kRows>(sums, sums_stride, a, a_stride, b, b_stride, steps);
+  if constexpr (kRows > 1) multiply<Dtype, kRows - 1>(rows, sums, sums_stride, a, a_stride, b, b_stride, steps);
+}
+
+#if defined(__AMX_BF16__)
+// Tiles 0-3 accumulate, 4 and 5 hold a and b; 6 and 7 hold what is left of a key of half a tile more.
+void configure_scores() {
+  TileConfig config;
+  config.set(0, 6, kTileRows, 64);
+  config.set(6, 1, kTileRows, 32);
+  config.set(7, 1, kTileRows / 2, 64);
+  config.load();
+}
+
+void configure_sums(int64_t rows) {
+  TileConfig config;
+  config.set(0, 5, rows, 64);
+  config.set(5, 1, kTileRows, 64);
+  config.load();
+}
+
+// `scores` of four pages, 64 x 16.
+void score_tiles(float* scores, const Word* const* pages, const Word* query, int64_t steps) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  const int64_t stride = steps * 4;
+  int64_t s = 0;
+  for (; s + kColumns <= steps; s += kColumns) {
+    _tile_loadd(5, query + s * kColumns, 64);
+    _tile_loadd(4, pages[0] + s, stride);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(4, pages[1] + s, stride);
+    _tile_dpbf16ps(1, 4, 5);
+    _tile_loadd(4, pages[2] + s, stride);
+    _tile_dpbf16ps(2, 4, 5);
+    _tile_loadd(4, pages[3] + s, stride);
+    _tile_dpbf16ps(3, 4, 5);
+  }
+  if (s < steps) {
+    _tile_loadd(7, query + s * kColumns, 64);
+    _tile_loadd(6, pages[0] + s, stride);
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_loadd(6, pages[1] + s, stride);
+    _tile_dpbf16ps(1, 6, 7);
+    _tile_loadd(6, pages[2] + s, stride);
+    _tile_dpbf16ps(2, 6, 7);
+    _tile_loadd(6, pages[3] + s, stride);
+    _tile_dpbf16ps(3, 6, 7);
+  }
+  _tile_stored(0, scores, 64);
+  _tile_stored(1, scores + kTileWords, 64);
+  _tile_stored(2, scores + 2 * kTileWords, 64);
+  _tile_stored(3, scores + 3 * kTileWords, 64);
+}
+
+// sums(rows, dim) += weights(blocks of 16 words) values(blocks, 16 lines of dim words), up to 64 features at a time.
+void add_tiles(float* sums, const Word* weights, const Word* values, int64_t blocks, int64_t dim) {
+  const int64_t stride = dim * 4;
+  for (int64_t f = 0; f < dim; f += 64) {
+    const int64_t tiles = std::min<int64_t>(4, (dim - f) / kColumns);
+    float* sum = sums + f;
+    _tile_loadd(0, sum, stride);
+    if (tiles > 1) _tile_loadd(1, sum + kColumns, stride);
+    if (tiles > 2) _tile_loadd(2, sum + 2 * kColumns, stride);
+    if (tiles > 3) _tile_loadd(3, sum + 3 * kColumns, stride);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const Word* lines = values + b * kColumns * dim + f;
+      _tile_loadd(4, weights + b * kTileWords, 64);
+      _tile_loadd(5, lines, stride);
+      _tile_dpbf16ps(0, 4, 5);
+      if (tiles > 1) {
+        _tile_loadd(5, lines + kColumns, stride);
+        _tile_dpbf16ps(1, 4, 5);
+      }
+      if (tiles > 2) {
+        _tile_loadd(5, lines + 2 * kColumns, stride);
+        _tile_dpbf16ps(2, 4, 5);
+      }
+      if (tiles > 3) {
+        _tile_loadd(5, lines + 3 * kColumns, stride);
+        _tile_dpbf16ps(3, 4, 5);
+      }
+    }
+    _tile_stored(0, sum, stride);
+    if (tiles > 1) _tile_stored(1, sum + kColumns, stride);
+    if (tiles > 2) _tile_stored(2, sum + 2 * kColumns, stride);
+    if (tiles > 3) _tile_stored(3, sum + 3 * kColumns, stride);
+  }
+}
+#endif
+
+// ---- one call ----
+
+// Everything a call reads; strides in elements.
+template <class Dtype>
 struct Call {
-  const T* query;
+  using Element = typename Dtype::Element;
+  const Element* query;
   int64_t query_head_stride, query_token_stride;
-  T* out;
-  const T* key_cache;
-  const T* value_cache;
+  Element* out;
+  const Element* key_cache;
+  const Element* value_cache;
   const int32_t* meta;
   const int32_t* pages;
   int64_t num_tokens, num_heads, num_kv_heads, dim, num_slots, meta_width, pages_per_row;
   float scale;
 
+  int64_t heads() const { return num_heads / num_kv_heads; }  // that share a KV head
+  int64_t steps() const { return dim / Dtype::kPair; }        // words of a key
   const int32_t* token(int64_t n) const { return meta + n * meta_width; }
-  int64_t slot(int64_t row, int64_t index) const { return int64_t(pages[row * pages_per_row + index / kLanes]) * kLanes + index % kLanes; }
-  int64_t path_len(int64_t n) const {
-    int64_t len = 0;
-    while (kPath + len < meta_width && token(n)[kPath + len] >= 0) ++len;
-    return len;
+  int64_t slot(int64_t row, uint64_t index) const { return pages[row * pages_per_row + index / kPage] * kPage + index % kPage; }
+  int64_t len(int64_t n) const {
+    int64_t path = 0;
+    while (kPath + path < meta_width && token(n)[kPath + path] >= 0) ++path;
+    return token(n)[kPrefix] + path;
   }
-  int64_t longest() const { return pages_per_row * kLanes + (meta_width + kLanes - 1) / kLanes * kLanes; }
+  // The index of the j-th key that a token sees.
+  int64_t index(int64_t n, int64_t j) const {
+    const int32_t* fields = token(n);
+    return j < fields[kPrefix] ? j : fields[kPrefix] + fields[kPath + j - fields[kPrefix]];
+  }
 };
 
-// The cache offsets of one token's keys in position order. Tokens of one row share the prefix, so it is kept between them.
-template <typename T>
-class Sequence {
- public:
-  Sequence(const Call<T>& call, int64_t kv_head) : call_(call), kv_head_(kv_head), offsets_(call.longest()) {}
-
-  void point_at(int64_t n) {
-    const int32_t* fields = call_.token(n);
-    if (fields[kRow] != row_) row_ = fields[kRow], prefix_ = 0;
-    for (int64_t j = prefix_; j < fields[kPrefix]; ++j) offsets_[j] = offset(j);
-    prefix_ = fields[kPrefix];
-    len_ = prefix_ + call_.path_len(n);
-    for (int64_t j = prefix_; j < len_; ++j) offsets_[j] = offset(prefix_ + fields[kPath + j - prefix_]);
-  }
-  int64_t len() const { return len_; }
-  int64_t prefix() const { return prefix_; }
-  int64_t row() const { return row_; }
-  const int64_t* offsets() const { return offsets_.data(); }
-
- private:
-  int64_t offset(int64_t index) const { return (kv_head_ * call_.num_slots + call_.slot(row_, index)) * call_.dim; }
-  const Call<T>& call_;
-  int64_t kv_head_, row_ = -1, prefix_ = 0, len_ = 0;
-  std::vector<int64_t> offsets_;
+// Query rows [begin, end) of a KV head, counted token by token; all of one request.
+struct Lanes {
+  int64_t begin, end;
 };
 
-// The query heads of one KV head for a few neighbouring tokens: rows that read one prefix together.
-template <typename T>
-class Group {
+// Whole tokens of one request as far as 16 lanes go; a token of more heads takes several blocks.
+template <class Dtype>
+std::vector<Lanes> blocks_of(const Call<Dtype>& call, int64_t num_tokens) {
+  const int64_t heads = call.heads(), tokens = std::max<int64_t>(1, kColumns / heads);
+  std::vector<Lanes> blocks;
+  for (int64_t n = 0; n < num_tokens;) {
+    int64_t last = n + 1;
+    while (last < std::min(n + tokens, num_tokens) && call.token(last)[kRow] == call.token(n)[kRow]) ++last;
+    for (int64_t row = n * heads; row < last * heads; row += kColumns) blocks.push_back({row, std::min(row + kColumns, last * heads)});
+    n = last;
+  }
+  return blocks;
+}
+
+// One block of one KV head after another; memory, and the values that blocks of one head share, are kept for the next.
+template <class Dtype>
+class Block {
+  using Element = typename Dtype::Element;
+  static constexpr int64_t kKeys = kColumns * Dtype::kPair;  // of 16 words
+
  public:
-  static constexpr int64_t kTokens = 8;
-
-  Group(const Call<T>& call, int64_t kv_head)
-      : call_(call), heads_(call.num_heads / call.num_kv_heads), kv_head_(kv_head), sequence_(call, kv_head),
-        scores_(new float[kTokens * heads_ * call.longest()]), sums_(kTokens * heads_ * call.dim), inverse_(kTokens * heads_) {}
-
-  void run(int64_t begin, int64_t end) {
-    int64_t shared = shared_prefix(begin, end);
-    sequence_.point_at(begin);
-    const int64_t whole_blocks = shared / kLanes * kLanes;
-    for (int64_t start = 0; start < whole_blocks; start += kLanes) score_rows(start, begin, begin, end);
-    for (int64_t n = begin; n < end; ++n) {
-      sequence_.point_at(n);
-      for (int64_t start = whole_blocks; start < sequence_.len(); start += kLanes) score_rows(start, begin, n, n + 1);
-      for (int64_t r = (n - begin) * heads_; r < (n + 1 - begin) * heads_; ++r) inverse_[r] = sequence_.len() ? softmax_(scores(r), sequence_.len()) : 0.0f;
+  void run(const Call<Dtype>& call, int64_t kv_head, Lanes lanes, bool is_first) {
+    const int64_t row = call.token(lanes.begin / call.heads())[kRow];
+    if (is_first || kv_head != kv_head_ || row != row_) laid_out_ = 0;
+    call_ = &call, kv_head_ = kv_head, row_ = row, lanes_ = lanes, num_lanes_ = lanes.end - lanes.begin;
+    is_tiled_ = std::is_same_v<Dtype, BFloat16> && amx_granted();
+    shared_ = longest_ = 0, last_index_ = -1;
+    for (int64_t n = token_of(0); n <= token_of(num_lanes_ - 1); ++n) {
+      const int64_t prefix = call.token(n)[kPrefix], len = call.len(n);
+      shared_ = n == token_of(0) ? prefix : std::min(shared_, prefix);
+      longest_ = std::max(longest_, len);
+      last_index_ = std::max<int64_t>(last_index_, prefix - 1);
+      for (int64_t j = prefix; j < len; ++j) last_index_ = std::max(last_index_, call.index(n, j));
     }
-    add_values(0, (end - begin) * heads_, 0, shared);  // offsets below `shared` are the same for every token
-    for (int64_t n = begin; n < end; ++n) {
-      sequence_.point_at(n);
-      add_values((n - begin) * heads_, (n + 1 - begin) * heads_, shared, sequence_.len());
-      write(n, (n - begin) * heads_);
-    }
+    shared_ = shared_ / kKeys * kKeys;
+    longest_ = round_up(longest_, kKeys);
+    lay_out_queries();
+    score();
+    weigh();
+    add_values();
+    write();
+#if defined(__AMX_BF16__)
+    if (is_tiled_) _tile_release();
+#endif
   }
 
  private:
-  float* scores(int64_t r) { return scores_.get() + r * call_.longest(); }
-  float* sums(int64_t r) { return sums_.data() + r * call_.dim; }
-
-  // Indices that all tokens see; 0 where they belong to several rows.
-  int64_t shared_prefix(int64_t begin, int64_t end) const {
-    int64_t shared = call_.token(begin)[kPrefix];
-    for (int64_t n = begin + 1; n < end; ++n) {
-      shared = call_.token(n)[kRow] == call_.token(begin)[kRow] ? std::min<int64_t>(shared, call_.token(n)[kPrefix]) : 0;
-    }
-    return shared;
+  int64_t token_of(int64_t lane) const { return (lanes_.begin + lane) / call_->heads(); }
+  const Element* at(const Element* cache, int64_t index) const {
+    return cache + (kv_head_ * call_->num_slots + call_->slot(row_, index)) * call_->dim;
   }
 
-  // Scores of 16 keys from `start` of the current sequence, for every query row of tokens [first, last).
-  void score_rows(int64_t start, int64_t begin, int64_t first, int64_t last) {
-    const T* keys[kLanes];
-    for (int64_t lane = 0; lane < kLanes; ++lane) keys[lane] = call_.key_cache + sequence_.offsets()[std::min(start + lane, sequence_.len() - 1)];
-    for (int64_t n = first; n < last; ++n) {
-      for (int64_t h = 0; h < heads_; ++h) {
-        const T* query = call_.query + (kv_head_ * heads_ + h) * call_.query_head_stride + n * call_.query_token_stride;
-        score_block(query, keys, call_.dim, call_.scale, scores((n - begin) * heads_ + h) + start);
+  // Step s of all lanes is one line.
+  void lay_out_queries() {
+    const int64_t steps = call_->steps();
+    query_.assign(steps * kColumns, 0);
+    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
+      const int64_t head = kv_head_ * call_->heads() + (lanes_.begin + lane) % call_->heads();
+      const Word* from = reinterpret_cast<const Word*>(call_->query + head * call_->query_head_stride + token_of(lane) * call_->query_token_stride);
+      for (int64_t s = 0; s < steps; ++s) query_[s * kColumns + lane] = from[s];
+    }
+  }
+
+  void score() {
+    scores_.resize(std::max<size_t>(scores_.size(), round_up(longest_, kPages * kPage) * kColumns));
+#if defined(__AMX_BF16__)
+    if (is_tiled_) configure_scores();
+#endif
+    score_indices(scores_.data(), 0, shared_);
+    if (shared_ == longest_) return;
+    tail_.resize(std::max<size_t>(tail_.size(), (last_index_ + 1 - shared_ + kPages * kPage) * kColumns));
+    score_indices(tail_.data(), shared_, last_index_ + 1);
+    std::fill(scores_.data() + shared_ * kColumns, scores_.data() + longest_ * kColumns, -kInfinity);
+    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
+      const int64_t n = token_of(lane), len = call_->len(n);
+      for (int64_t j = shared_; j < len; ++j) scores_[j * kColumns + lane] = tail_[(call_->index(n, j) - shared_) * kColumns + lane];
+    }
+  }
+
+  // Of the keys at indices [begin, end), where `begin` starts a page; a few more are written.
+  void score_indices(float* scores, int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; index += kPages * kPage, scores += kPages * kPage * kColumns) {
+      const Word* pages[kPages];
+      for (int64_t p = 0; p < kPages; ++p)
+        pages[p] = reinterpret_cast<const Word*>(at(call_->key_cache, std::min(index + p * kPage, (end - 1) / kPage * kPage)));
+      score_pages(scores, pages);
+    }
+  }
+
+  void score_pages(float* scores, const Word* const* pages) {
+#if defined(__AMX_BF16__)
+    if (is_tiled_) return score_tiles(scores, pages, query_.data(), call_->steps());
+#endif
+    std::fill_n(scores, kPages * kPage * kColumns, 0.0f);
+    for (int64_t p = 0; p < kPages; ++p)
+      multiply<Dtype>(kPage, scores + p * kPage * kColumns, kColumns, pages[p], call_->steps(), query_.data(), kColumns, call_->steps());
+  }
+
+  // Weights of every block of words, lane by lane, and what divides the sums.
+  void weigh() {
+    const Vec scale = Vec{} + call_->scale;
+    Vec highest[kVecs];
+    for (int v = 0; v < kVecs; ++v) {
+      highest[v] = Vec{} + std::numeric_limits<float>::lowest();
+      for (int64_t j = 0; j < longest_; ++j) highest[v] = maximum(highest[v], load(scores_.data() + j * kColumns + v * kLanes) * scale);
+    }
+    weights_.resize(std::max<size_t>(weights_.size(), longest_ / Dtype::kPair * kColumns));
+    Vec totals[2][Dtype::kPair][kVecs] = {};
+    const float* from = scores_.data();
+    for (Word* to = weights_.data(); to < weights_.data() + longest_ / Dtype::kPair * kColumns; to += kTileWords) {
+      alignas(64) Word by_word[kTileWords];
+      for (int w = 0; w < kColumns; ++w, from += Dtype::kPair * kColumns) {
+        for (int v = 0; v < kVecs; ++v) {
+          Vec numbers[Dtype::kPair];
+          for (int i = 0; i < Dtype::kPair; ++i) numbers[i] = exp_u20(load(from + i * kColumns + v * kLanes) * scale - highest[v]);
+          const WordVec words = Dtype::pack(numbers);
+          for (int i = 0; i < Dtype::kPair; ++i) totals[w % 2][i][v] += Dtype::number(words, i);
+          std::memcpy(by_word + w * kColumns + v * kLanes, &words, sizeof words);
+        }
+      }
+      at::vec::transpose_mxn<float>(reinterpret_cast<float*>(by_word), kColumns, reinterpret_cast<float*>(to), kColumns, kColumns, kColumns);
+    }
+    for (int v = 0; v < kVecs; ++v) {
+      Vec total = totals[0][0][v] + totals[1][0][v];
+      if constexpr (Dtype::kPair == 2) total += totals[0][1][v] + totals[1][1][v];
+      std::memcpy(totals_ + v * kLanes, &total, sizeof total);
+    }
+  }
+
+  void add_values() {
+    sums_.assign(num_lanes_ * call_->dim, 0.0f);
+    values_.resize(std::max<size_t>(values_.size(), shared_ * words_per_key()));
+    lay_out_values(values_.data() + laid_out_ * words_per_key(), token_of(0), laid_out_, shared_);
+    laid_out_ = std::max(laid_out_, shared_);
+    add_blocks(0, num_lanes_, weights_.data(), values_.data(), shared_ / kKeys);
+    tail_values_.resize(std::max<size_t>(tail_values_.size(), (longest_ - shared_) * words_per_key()));
+    for (int64_t lane = 0; lane < num_lanes_ && shared_ < longest_;) {
+      const int64_t n = token_of(lane), next = std::min(num_lanes_, (n + 1) * call_->heads() - lanes_.begin), len = call_->len(n);
+      lay_out_values(tail_values_.data(), n, shared_, len);
+      add_blocks(lane, next, weights_.data() + shared_ / kKeys * kTileWords, tail_values_.data(), (len - shared_ + kKeys - 1) / kKeys);
+      lane = next;
+    }
+  }
+
+  int64_t words_per_key() const { return call_->dim / Dtype::kPair; }
+
+  // The values of keys [begin, end) of a token's sequence as lines of words, with zeros to the end of the last block; `begin` starts one.
+  void lay_out_values(Word* values, int64_t n, int64_t begin, int64_t end) {
+    const int64_t dim = call_->dim;
+    zeros_.resize(std::max<size_t>(zeros_.size(), dim));
+    for (int64_t j = begin; j < round_up(end, kKeys); j += Dtype::kPair) {
+      const Element* rows[Dtype::kPair];
+      for (int i = 0; i < Dtype::kPair; ++i) rows[i] = j + i < end ? at(call_->value_cache, call_->index(n, j + i)) : zeros_.data();
+      for (int64_t f = 0; f < dim; f += kLanes) {
+        const WordVec words = Dtype::line(rows, f);
+        std::memcpy(values + (j - begin) * words_per_key() + f, &words, sizeof words);
       }
     }
   }
 
-  // sums(r) += scores(r)[j] * value[j] for rows [first, last) and j in [begin, end), j ascending.
-  void add_values(int64_t first, int64_t last, int64_t begin, int64_t end) {
-    int64_t r = first;
-    for (; r + 8 <= last; r += 8) add_rows<8>(r, begin, end);
-    for (; r + 4 <= last; r += 4) add_rows<4>(r, begin, end);
-    for (; r < last; ++r) add_rows<1>(r, begin, end);
-  }
-  template <int rows>
-  void add_rows(int64_t r, int64_t begin, int64_t end) {
-    int64_t f = 0;
-    for (; f + 2 * Vec::size() <= call_.dim; f += 2 * Vec::size()) add_features<rows, 2>(r, f, begin, end);
-    for (; f < call_.dim; f += Vec::size()) add_features<rows, 1>(r, f, begin, end);
-  }
-  template <int rows, int parts>
-  void add_features(int64_t r, int64_t f, int64_t begin, int64_t end) {
-    const int64_t* offsets = sequence_.offsets();
-    const float* weights[rows];
-    Vec sum[rows][parts];
-    for (int i = 0; i < rows; ++i) {
-      weights[i] = scores(r + i);
-      for (int part = 0; part < parts; ++part) sum[i][part] = Vec::loadu(sums(r + i) + f + part * Vec::size());
+  // Lanes [first, last) of the sums.
+  void add_blocks(int64_t first, int64_t last, const Word* weights, const Word* values, int64_t blocks) {
+    const int64_t dim = call_->dim;
+    weights += first * kColumns;
+#if defined(__AMX_BF16__)
+    if (is_tiled_) {
+      configure_sums(last - first);
+      return add_tiles(sums_.data() + first * dim, weights, values, blocks, dim);
     }
-    for (int64_t j = begin; j < end; ++j) {
-      Vec value[parts];
-      for (int part = 0; part < parts; ++part) value[part] = widen_vec(call_.value_cache + offsets[j] + f + part * Vec::size());
-      for (int i = 0; i < rows; ++i) {
-        const Vec weight(weights[i][j]);
-        for (int part = 0; part < parts; ++part) sum[i][part] = at::vec::fmadd(weight, value[part], sum[i][part]);
+#endif
+    for (int64_t b = 0; b < blocks; ++b)
+      for (int64_t f = 0; f < dim; f += kColumns)
+        multiply<Dtype>(last - first, sums_.data() + first * dim + f, dim, weights + b * kTileWords, kColumns, values + b * kColumns * dim + f, dim, kColumns);
+  }
+
+  void write() {
+    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
+      const int64_t head = kv_head_ * call_->heads() + (lanes_.begin + lane) % call_->heads();
+      Element* out = call_->out + (token_of(lane) * call_->num_heads + head) * call_->dim;
+      const Vec inverse = Vec{} + (totals_[lane] == 0.0f ? 0.0f : 1.0f / totals_[lane]);  // a token that sees nothing yields zeros
+      for (int64_t f = 0; f < call_->dim; f += kLanes) {
+        const auto rounded = Dtype::round(load(sums_.data() + lane * call_->dim + f) * inverse);
+        std::memcpy(out + f, &rounded, sizeof rounded);
       }
     }
-    for (int i = 0; i < rows; ++i) {
-      for (int part = 0; part < parts; ++part) sum[i][part].store(sums(r + i) + f + part * Vec::size());
-    }
   }
 
-  void write(int64_t n, int64_t first_row) {
-    for (int64_t h = 0; h < heads_; ++h) {
-      const int64_t r = first_row + h;
-      T* out = call_.out + (n * call_.num_heads + kv_head_ * heads_ + h) * call_.dim;
-      for (int64_t f = 0; f < call_.dim; ++f) out[f] = T(sums(r)[f] * inverse_[r]);
-    }
-  }
-
-  const Call<T>& call_;
-  int64_t heads_, kv_head_;
-  Sequence<T> sequence_;
-  std::unique_ptr<float[]> scores_;  // left uninitialised: every score that is read was written
-  std::vector<float> sums_, inverse_;
+  const Call<Dtype>* call_ = nullptr;
+  Lanes lanes_ = {};
+  int64_t kv_head_ = 0, num_lanes_ = 0, row_ = 0, last_index_ = 0;
+  int64_t laid_out_ = 0;              // keys of this head and row whose values are lines already
+  int64_t shared_ = 0, longest_ = 0;  // keys that all lanes see, and that any lane sees, in whole blocks of words
+  bool is_tiled_ = false;
+  std::vector<Word> query_, weights_, values_, tail_values_;
+  std::vector<float> scores_, tail_, sums_;
+  std::vector<Element> zeros_;
+  alignas(64) float totals_[kColumns];
 };
 
 // Padding has no index and is not stored.
-template <typename T>
-void append_(const Call<T>& call, const at::Tensor& fresh, at::Tensor& cache) {
-  const T* from = fresh.const_data_ptr<T>();
-  T* to = cache.mutable_data_ptr<T>();
+template <class Dtype>
+void append_(const Call<Dtype>& call, const at::Tensor& fresh, at::Tensor& cache) {
+  using Element = typename Dtype::Element;
+  const Element* from = static_cast<const Element*>(fresh.const_data_ptr());
+  Element* to = static_cast<Element*>(cache.mutable_data_ptr());
   for (int64_t n = 0; n < call.num_tokens; ++n) {
     const int32_t* fields = call.token(n);
     if (fields[kIndex] < 0) continue;
-    T* slot = to + call.slot(fields[kRow], fields[kIndex]) * call.dim;
+    Element* slot = to + call.slot(fields[kRow], fields[kIndex]) * call.dim;
     for (int64_t g = 0; g < call.num_kv_heads; ++g) {
-      std::memcpy(slot + g * call.num_slots * call.dim, from + g * fresh.stride(1) + n * fresh.stride(2), call.dim * sizeof(T));
+      std::memcpy(slot + g * call.num_slots * call.dim, from + g * fresh.stride(1) + n * fresh.stride(2), call.dim * sizeof(Element));
     }
   }
 }
 
-template <typename T>
+template <class Dtype>
 at::Tensor run(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor& key_cache, at::Tensor& value_cache,
                const at::Tensor& meta, const at::Tensor& pages, double scale) {
+  using Element = typename Dtype::Element;
   const int64_t num_heads = query.size(1), num_tokens = query.size(2), dim = query.size(3), num_kv_heads = key.size(1);
   at::Tensor out = at::empty({1, num_tokens, num_heads, dim}, query.options());
-  const Call<T> call{query.const_data_ptr<T>(), query.stride(1), query.stride(2), out.mutable_data_ptr<T>(), key_cache.const_data_ptr<T>(),
-                     value_cache.const_data_ptr<T>(), meta.const_data_ptr<int32_t>(), pages.const_data_ptr<int32_t>(), num_tokens, num_heads, num_kv_heads, dim,
-                     key_cache.size(1), meta.size(1), pages.size(1), float(scale)};
+  const Call<Dtype> call{static_cast<const Element*>(query.const_data_ptr()), query.stride(1), query.stride(2), static_cast<Element*>(out.mutable_data_ptr()),
+                         static_cast<const Element*>(key_cache.const_data_ptr()), static_cast<const Element*>(value_cache.const_data_ptr()),
+                         meta.const_data_ptr<int32_t>(), pages.const_data_ptr<int32_t>(), num_tokens, num_heads, num_kv_heads, dim,
+                         key_cache.size(1), meta.size(1), pages.size(1), float(scale)};
   append_(call, key, key_cache);
   append_(call, value, value_cache);
   int64_t real = num_tokens;  // padding stands at the end, sees nothing and yields zeros
   while (real > 0 && call.token(real - 1)[kIndex] < 0) --real;
-  std::fill(call.out + real * num_heads * dim, call.out + num_tokens * num_heads * dim, T(0));
-  const int64_t chunks = (real + Group<T>::kTokens - 1) / Group<T>::kTokens;
-  at::parallel_for(0, num_kv_heads * chunks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t first = unit % chunks * Group<T>::kTokens;
-      Group<T>(call, unit / chunks).run(first, std::min(first + Group<T>::kTokens, real));
-    }
+  std::fill(call.out + real * num_heads * dim, call.out + num_tokens * num_heads * dim, Element(0));
+  const std::vector<Lanes> blocks = blocks_of(call, real);
+  const int64_t num_blocks = int64_t(blocks.size());
+  at::parallel_for(0, num_kv_heads * num_blocks, 1, [&](int64_t begin, int64_t end) {
+    thread_local Block<Dtype> block;
+    for (int64_t unit = begin; unit < end; ++unit) block.run(call, unit / num_blocks, blocks[unit % num_blocks], unit == begin);
   });
   return out;
 }
@@ -322,13 +433,13 @@ at::Tensor run(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
 at::Tensor ygg::attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_cache, at::Tensor value_cache,
                   const at::Tensor& meta, const at::Tensor& pages, double scale) {
   TORCH_CHECK(query.size(0) == 1 && query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "attend: query, key and value are (1, heads, N, F)");
-  TORCH_CHECK(query.size(3) % kLanes == 0, "attend: head dimension ", query.size(3), " is not a multiple of ", kLanes);
+  TORCH_CHECK(query.size(3) % kPage == 0, "attend: head dimension ", query.size(3), " is not a multiple of ", kPage);
   TORCH_CHECK(key_cache.size(0) == key.size(1) && key_cache.size(2) == key.size(3) && key_cache.sizes() == value_cache.sizes(),
               "attend: caches are (KV heads, slots, F), got ", key_cache.sizes(), " and ", value_cache.sizes());
   TORCH_CHECK(key_cache.is_contiguous() && value_cache.is_contiguous() && meta.is_contiguous() && pages.is_contiguous(), "attend: caches and metadata are contiguous");
-  if (query.scalar_type() == at::kFloat) return run<float>(query, key, value, key_cache, value_cache, meta, pages, scale);
+  if (query.scalar_type() == at::kFloat) return run<Float32>(query, key, value, key_cache, value_cache, meta, pages, scale);
   TORCH_CHECK(query.scalar_type() == at::kBFloat16, "attend: dtype ", query.scalar_type(), " is neither float32 nor bfloat16");
-  return run<at::BFloat16>(query, key, value, key_cache, value_cache, meta, pages, scale);
+  return run<BFloat16>(query, key, value, key_cache, value_cache, meta, pages, scale);
 }
 
 TORCH_LIBRARY_FRAGMENT(ygg, library) {

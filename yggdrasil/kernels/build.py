@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -33,12 +35,28 @@ def is_built() -> bool:
 
 
 def _compile(folder: Path) -> None:
+    """Every source by itself, as many at a time as there are cores, then one library of them."""
     from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions  # 0.5 s to import: only when there is something to build
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    # Inductor vectorises its own code and switches the compiler's loop vectoriser off; ours relies on it.
-    options = CppTorchOptions(vec_isa=pick_vec_isa(), include_pytorch=True, extra_flags=["-ftree-loop-vectorize"])
-    CppBuilder(name=LIBRARY_NAME, sources=[str(path) for path in _sources()], BuildOption=options, output_dir=str(folder)).build()
+    isa = pick_vec_isa()
+
+    def build(name: str, sources: list[str], *, compile_only: bool) -> str:
+        # Inductor vectorises its own code and switches the compiler's loop vectoriser off; ours relies on it.
+        options = CppTorchOptions(vec_isa=isa, include_pytorch=True, compile_only=compile_only, extra_flags=["-ftree-loop-vectorize"])
+        builder = CppBuilder(name=name, sources=sources, BuildOption=options, output_dir=str(folder))
+        builder.build()
+        return str(builder.get_target_file_path())
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+        objects = list(threads.map(lambda path: build(path.stem, [str(path)], compile_only=True), sorted(_sources(), key=_size, reverse=True)))
+    build(LIBRARY_NAME, objects, compile_only=False)
+    for path in objects:
+        os.remove(path)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
 
 
 @cache

@@ -1,6 +1,7 @@
 // The `count` likeliest next tokens of every row with their log-probabilities: CPU body of `ygg::candidates`
-// (specification: candidates.py, `reference`). Equal logits are ordered by token, so a tree never depends on luck.
+// (specification: candidates.py, `reference`). Equal logits are ordered by token, so a tree never depends on luck. `ygg::greatest` is `max(dim=-1)`.
 #include <ATen/core/Tensor.h>
+#include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
 #include <ATen/Parallel.h>
@@ -82,5 +83,30 @@ std::tuple<at::Tensor, at::Tensor> ygg::candidates(const at::Tensor& logits, int
   return {log_probs, tokens};
 }
 
-TORCH_LIBRARY_FRAGMENT(ygg, library) { library.def("candidates(Tensor logits, int count) -> (Tensor log_probs, Tensor tokens)"); }
-TORCH_LIBRARY_IMPL(ygg, CPU, library) { library.impl("candidates", &ygg::candidates); }
+namespace {
+
+// Of every row its greatest value and the first place that has it; NaN where the row has one.
+std::tuple<at::Tensor, at::Tensor> greatest(const at::Tensor& scores) {
+  TORCH_CHECK(scores.dim() == 2 && scores.size(1) > 0, "greatest: scores are (rows, places)");
+  const at::Tensor wide = scores.to(at::kFloat).contiguous();
+  const int64_t rows = wide.size(0), places = wide.size(1);
+  at::Tensor values = at::empty({rows}, wide.options()), tokens = at::empty({rows}, wide.options().dtype(at::kLong));
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* row = wide.const_data_ptr<float>() + r * places;
+    const float value = at::vec::reduce_all<float>([](const Vec& a, const Vec& b) { return at::vec::maximum(a, b); }, row, places);
+    values.mutable_data_ptr<float>()[r] = value;
+    tokens.mutable_data_ptr<int64_t>()[r] = std::find(row, row + places, value) - row;
+  }
+  return {values, tokens};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(ygg, library) {
+  library.def("candidates(Tensor logits, int count) -> (Tensor log_probs, Tensor tokens)");
+  library.def("greatest(Tensor scores) -> (Tensor values, Tensor tokens)");
+}
+TORCH_LIBRARY_IMPL(ygg, CPU, library) {
+  library.impl("candidates", &ygg::candidates);
+  library.impl("greatest", &greatest);
+}

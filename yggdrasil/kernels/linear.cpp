@@ -1,4 +1,5 @@
-// ygg::packed_linear: x W^T + b over a weight packed once, with rows that are bitwise independent of how many rows there are.
+// ygg::packed_linear: x W^T + b over a weight packed once, with rows that are bitwise independent of how many rows there are. ygg::packed_linears does several
+// weights of one x in one pass, their outputs side by side; ygg::gated_linear does silu(gate(x)) * up(x) in one pass, rounded once.
 //
 // A packed weight is a sequence of panels of 16 output columns. A panel holds one line of 16 words (64 bytes) per step of k; a word is 32 bits: one fp32
 // weight, or two bf16 weights of consecutive k. `x` is read in the same words, so one loop serves both dtypes. bf16 pads k to 32: 16 lines are one AMX tile.
@@ -16,139 +17,136 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <bit>
+#include <array>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <type_traits>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-#if defined(__AMX_BF16__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #include "operators.h"
+#include "vectors.h"
 
 namespace {
 
-constexpr int kColumns = 16;      // output columns of a panel
+using namespace ygg;
+
 constexpr int kBf16Padding = 32;  // k of a bf16 weight is padded to this
 constexpr int64_t kMinThreadBytes = 512 << 10;  // one thread reads less than this from L2 faster than two share it
 
-typedef uint32_t Word __attribute__((may_alias));
-
-struct Product {
-  const Word* x;       // (rows, steps), or tiled for AMX: (tiles of rows, steps / 16, rows of a tile, 16)
+struct Weight {
   const Word* packed;  // (panels, steps, 16)
   const void* bias;    // (out_features) in the dtype of the product, or null
-  void* out;           // (rows, out_features)
-  int64_t rows, steps, out_features;
+  int64_t out_features;
+
+  int64_t panels() const { return (out_features + kColumns - 1) / kColumns; }
+};
+
+// Sixteen output columns, fewer in a weight's last panel.
+struct Panel {
+  const Word* words;
+  const void* bias;
+  int64_t index, out_column, columns;  // index among its weight's panels
+};
+
+// Panels are numbered weight after weight; in a gated product the two weights take turns, gate first.
+struct Product {
+  const Word* x;  // (rows, steps), or tiled for AMX: (tiles of rows, steps / 16, rows of a tile, 16)
+  void* out;      // (rows, row_len)
+  int64_t rows, steps, row_len;
+  std::vector<Weight> weights;
+  bool is_gated;
 
   int64_t panel_words() const { return steps * kColumns; }
-};
-
-// ---- vectors of the native width ----
-
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kMaxRows = 8;
-#elif defined(__AVX2__) && defined(__FMA__)
-constexpr int kLanes = 8, kMaxRows = 4;
-#else
-constexpr int kLanes = 4, kMaxRows = 2;
-#endif
-constexpr int kVecs = kColumns / kLanes;  // vectors per line of a panel
-typedef float Vec __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t WordVec __attribute__((vector_size(4 * kLanes)));
-
-inline Vec load(const void* address) {
-  Vec value;
-  std::memcpy(&value, address, sizeof value);
-  return value;
-}
-
-inline Vec broadcast(uint32_t bits) { return Vec{} + std::bit_cast<float>(bits); }
-
-inline Vec multiply_add(Vec a, Vec b, Vec sum) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(a, b, sum);
-#elif defined(__AVX2__) && defined(__FMA__)
-  return _mm256_fmadd_ps(a, b, sum);
-#else
-  return a * b + sum;
-#endif
-}
-
-struct Float32 {
-  using Element = float;
-  static Vec round(Vec value) { return value; }
-  static float widen(Element value) { return value; }
-  static Vec step(Vec sum, uint32_t x, Vec weight) { return multiply_add(broadcast(x), weight, sum); }
-};
-
-struct BFloat16 {
-  using Element = uint16_t;
-  typedef Element Narrow __attribute__((vector_size(2 * kLanes)));
-  static Narrow round(Vec value) {  // to nearest even
-    const WordVec bits = (WordVec)value;
-    const WordVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? WordVec{} + 0x7fc0 : rounded, Narrow);
+  int64_t num_panels() const {
+    return std::accumulate(weights.begin(), weights.end(), int64_t(0), [](int64_t sum, const Weight& weight) { return sum + weight.panels(); });
   }
-  static float widen(Element value) { return std::bit_cast<float>(static_cast<uint32_t>(value) << 16); }
-  static Vec step(Vec sum, uint32_t x, Vec weight) {
-#if defined(__AVX512BF16__)
-    return (Vec)_mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)weight);
-#else
-    sum = multiply_add(broadcast(x << 16), (Vec)((WordVec)weight << 16), sum);
-    return multiply_add(broadcast(x & 0xffff0000u), (Vec)((WordVec)weight & 0xffff0000u), sum);
-#endif
+  Panel panel(int64_t number) const {
+    if (is_gated) return panel_of(weights[number % 2], number / 2, 0);
+    int64_t column = 0;
+    auto weight = weights.begin();
+    for (; number >= weight->panels(); number -= weight->panels(), column += weight->out_features, ++weight);
+    return panel_of(*weight, number, column);
+  }
+  Panel panel_of(const Weight& weight, int64_t index, int64_t column) const {
+    const int64_t first = index * kColumns;
+    return {weight.packed + index * panel_words(), weight.bias, index, column + first, std::min<int64_t>(kColumns, weight.out_features - first)};
   }
 };
+
+template <class Dtype>
+void load_bias(float* bias, const Panel& panel) {
+  std::fill_n(bias, kColumns, 0.0f);
+  if (!panel.bias) return;
+  const auto* from = static_cast<const typename Dtype::Element*>(panel.bias) + panel.index * kColumns;
+  for (int64_t c = 0; c < panel.columns; ++c) bias[c] = Dtype::widen(from[c]);
+}
+
+template <class Dtype, class Value>
+void write_panel(const Product& product, const Panel& panel, int64_t row, int64_t rows, Value value) {
+  using Element = typename Dtype::Element;
+  Element* out = static_cast<Element*>(product.out) + row * product.row_len + panel.out_column;
+  for (int64_t r = 0; r < rows; ++r, out += product.row_len) {
+    Element rounded[kColumns];
+    for (int v = 0; v < kVecs; ++v) {
+      const auto part = Dtype::round(value(r, v * kLanes));
+      std::memcpy(rounded + v * kLanes, &part, sizeof part);
+    }
+    std::memcpy(out, rounded, panel.columns == kColumns ? sizeof rounded : panel.columns * sizeof(Element));
+  }
+}
 
 // Adds the bias to `rows` x 16 sums, `stride` floats apart, and writes them rounded; a panel's padding is dropped.
 template <class Dtype>
-void store_panel(const Product& product, const float* sums, int64_t stride, int64_t row, int64_t rows, int64_t panel) {
-  using Element = typename Dtype::Element;
-  const int64_t first = panel * kColumns, columns = std::min<int64_t>(kColumns, product.out_features - first);
-  alignas(64) float bias[kColumns] = {};
-  if (product.bias)
-    for (int64_t c = 0; c < columns; ++c) bias[c] = Dtype::widen(static_cast<const Element*>(product.bias)[first + c]);
-  Element* out = static_cast<Element*>(product.out) + row * product.out_features + first;
-  for (int64_t r = 0; r < rows; ++r, sums += stride, out += product.out_features) {
-    Element rounded[kColumns];
-    for (int v = 0; v < kVecs; ++v) {
-      const auto part = Dtype::round(load(sums + v * kLanes) + load(bias + v * kLanes));
-      std::memcpy(rounded + v * kLanes, &part, sizeof part);
-    }
-    std::memcpy(out, rounded, columns == kColumns ? sizeof rounded : columns * sizeof(Element));
-  }
+void store_panel(const Product& product, const float* sums, int64_t stride, int64_t row, int64_t rows, int64_t number) {
+  const Panel panel = product.panel(number);
+  alignas(64) float bias[kColumns];
+  load_bias<Dtype>(bias, panel);
+  write_panel<Dtype>(product, panel, row, rows, [&](int64_t r, int64_t column) { return load(sums + r * stride + column) + load(bias + column); });
+}
+
+// The same for the gate's panel and the up projection's after it.
+template <class Dtype>
+void store_gated(const Product& product, const float* gates, const float* ups, int64_t stride, int64_t row, int64_t rows, int64_t number) {
+  const Panel gate = product.panel(number), up = product.panel(number + 1);
+  alignas(64) float gate_bias[kColumns], up_bias[kColumns];
+  load_bias<Dtype>(gate_bias, gate);
+  load_bias<Dtype>(up_bias, up);
+  write_panel<Dtype>(product, up, row, rows, [&](int64_t r, int64_t column) {
+    const Vec x = load(gates + r * stride + column) + load(gate_bias + column);
+    return x / (1.0f + ygg::exp(-x)) * (load(ups + r * stride + column) + load(up_bias + column));
+  });
 }
 
 // ---- body for vector registers: kRows x kPanels accumulators ----
 
 template <class Dtype, int kRows, int kPanels>
-void compute_block(const Product& product, int64_t row, int64_t panel, const Word* ahead, int ahead_panels) {
-  const int64_t steps = product.steps, stride = product.panel_words();
+void compute_block(const Product& product, int64_t row, int64_t panel, const Word* const* ahead, int ahead_panels) {
+  const int64_t steps = product.steps;
   const Word* x = product.x + row * steps;
-  const Word* weight = product.packed + panel * stride;
+  const Word* weight[kPanels];
+  for (int p = 0; p < kPanels; ++p) weight[p] = product.panel(panel + p).words;
   Vec sums[kRows][kPanels][kVecs] = {};
   for (int64_t s = 0; s < steps; ++s) {
-    for (int p = 0; p < ahead_panels; ++p) __builtin_prefetch(ahead + p * stride + s * kColumns, 0, 2);
+    for (int p = 0; p < ahead_panels; ++p) __builtin_prefetch(ahead[p] + s * kColumns, 0, 2);
 #pragma GCC unroll 8
     for (int p = 0; p < kPanels; ++p) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) {
-        const Vec line = load(weight + p * stride + s * kColumns + v * kLanes);
+        const Vec line = load(weight[p] + s * kColumns + v * kLanes);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) sums[r][p][v] = Dtype::step(sums[r][p][v], x[r * steps + s], line);
       }
     }
   }
-  for (int p = 0; p < kPanels; ++p)
-    store_panel<Dtype>(product, reinterpret_cast<const float*>(sums[0][p]), kPanels * kColumns, row, kRows, panel + p);
+  const float* first = reinterpret_cast<const float*>(sums[0][0]);
+  constexpr int64_t stride = kPanels * kColumns;
+  if (product.is_gated) {
+    for (int p = 0; p + 1 < kPanels; p += 2) store_gated<Dtype>(product, first + p * kColumns, first + (p + 1) * kColumns, stride, row, kRows, panel + p);
+  } else {
+    for (int p = 0; p < kPanels; ++p) store_panel<Dtype>(product, first + p * kColumns, stride, row, kRows, panel + p);
+  }
 }
 
 // Every row over the panels [panel, end), kPanels at a time. A group is read from memory by its first row block and from L2 by the others, which meanwhile
@@ -161,7 +159,9 @@ void compute_panels(const Product& product, int64_t panel, int64_t end) {
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t row = std::min(b * kRows, product.rows - kRows), next = panel + kPanels + b * share;
       const int ahead_panels = static_cast<int>(std::clamp<int64_t>(std::min(end, panel + 2 * kPanels) - next, 0, share));
-      compute_block<Dtype, kRows, kPanels>(product, row, panel, product.packed + next * product.panel_words(), ahead_panels);
+      const Word* ahead[kPanels];
+      for (int p = 0; p < ahead_panels; ++p) ahead[p] = product.panel(next + p).words;
+      compute_block<Dtype, kRows, kPanels>(product, row, panel, ahead, ahead_panels);
     }
   }
   if constexpr (kPanels > 1) compute_panels<Dtype, kRows, kPanels / 2>(product, panel, end);
@@ -169,35 +169,17 @@ void compute_panels(const Product& product, int64_t panel, int64_t end) {
 
 template <class Dtype, int kRows = kMaxRows>
 void compute_vectors(const Product& product, int64_t begin, int64_t end) {
-  constexpr int kPanels = kLanes < 16 ? 1 : kRows > 6 ? 3 : 4;
+  constexpr int kPanels = kLanes < 16 ? 1 : kRows > 6 ? 3 : 4, kGatedPanels = kPanels == 4 ? 4 : 2;
   const int64_t blocks = (product.rows + kMaxRows - 1) / kMaxRows, rows_per_block = (product.rows + blocks - 1) / blocks;
-  if (kRows == rows_per_block) return compute_panels<Dtype, kRows, kPanels>(product, begin, end);
+  if (kRows == rows_per_block) {
+    return product.is_gated ? compute_panels<Dtype, kRows, kGatedPanels>(product, begin, end) : compute_panels<Dtype, kRows, kPanels>(product, begin, end);
+  }
   if constexpr (kRows > 1) compute_vectors<Dtype, kRows - 1>(product, begin, end);
 }
 
 // ---- body for AMX tiles: 16 rows x 4 panels, or 32 rows x 2 panels ----
 
-constexpr int kTileRows = 16, kTileWords = kTileRows * kColumns;
-
 #if defined(__AMX_BF16__)
-bool amx_granted() {  // Linux grants the tile registers per process, on request
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;
-  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return granted;
-}
-
-// Tiles 0-3 accumulate, 4-5 hold x, 6-7 hold weights.
-struct TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {};
-
-  explicit TileConfig(int64_t x_rows) {
-    std::fill_n(rows, 6, static_cast<uint8_t>(x_rows));
-    std::fill_n(rows + 6, 2, static_cast<uint8_t>(kTileRows));
-  }
-};
-
 struct TileSums {
   alignas(64) float tile[4][kTileWords];
 
@@ -222,12 +204,13 @@ inline void zero_sums() {
 
 // All rows (at most 16) of the panels [panel, min(panel + 4, end)); a missing panel repeats the last.
 void compute_16_rows(const Product& product, int64_t panel, int64_t end) {
-  const int64_t stride = product.panel_words(), last = std::min<int64_t>(3, end - panel - 1);
+  const int64_t last = std::min<int64_t>(3, end - panel - 1);
   const Word* x = product.x;
-  const Word* weight = product.packed + panel * stride;
-  const int64_t second = std::min<int64_t>(1, last) * stride, third = std::min<int64_t>(2, last) * stride, fourth = last * stride;
+  const Word* weight = product.panel(panel).words;
+  const auto offset = [&](int64_t p) { return product.panel(panel + std::min(p, last)).words - weight; };
+  const int64_t second = offset(1), third = offset(2), fourth = offset(3);
   zero_sums();
-  for (const Word* stop = weight + stride; weight < stop; weight += kTileWords, x += product.rows * kColumns) {
+  for (const Word* stop = weight + product.panel_words(); weight < stop; weight += kTileWords, x += product.rows * kColumns) {
     _tile_loadd(4, x, 64);
     _tile_loadd(6, weight, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -244,16 +227,20 @@ void compute_16_rows(const Product& product, int64_t panel, int64_t end) {
   }
   TileSums sums;
   sums.store();
-  for (int64_t p = 0; p <= last; ++p) store_panel<BFloat16>(product, sums.tile[p], kColumns, 0, product.rows, panel + p);
+  if (product.is_gated) {
+    for (int64_t p = 0; p < last; p += 2) store_gated<BFloat16>(product, sums.tile[p], sums.tile[p + 1], kColumns, 0, product.rows, panel + p);
+  } else {
+    for (int64_t p = 0; p <= last; ++p) store_panel<BFloat16>(product, sums.tile[p], kColumns, 0, product.rows, panel + p);
+  }
 }
 
 // 32 rows of two panels; a missing second tile of rows or second panel repeats the first.
 void compute_32_rows(const Product& product, int64_t row, int64_t panel, int64_t end) {
-  const int64_t stride = product.panel_words(), row1 = row + kTileRows < product.rows ? row + kTileRows : row, panel1 = std::min(panel + 1, end - 1);
-  const Word *x = product.x + row * product.steps, *weight = product.packed + panel * stride;
-  const int64_t second_x = (row1 - row) * product.steps, second_weight = (panel1 - panel) * stride;
+  const int64_t row1 = row + kTileRows < product.rows ? row + kTileRows : row, panel1 = std::min(panel + 1, end - 1);
+  const Word *x = product.x + row * product.steps, *weight = product.panel(panel).words;
+  const int64_t second_x = (row1 - row) * product.steps, second_weight = product.panel(panel1).words - weight;
   zero_sums();
-  for (const Word* stop = weight + stride; weight < stop; weight += kTileWords, x += kTileWords) {
+  for (const Word* stop = weight + product.panel_words(); weight < stop; weight += kTileWords, x += kTileWords) {
     _tile_loadd(4, x, 64);
     _tile_loadd(6, weight, 64);
     _tile_loadd(5, x + second_x, 64);
@@ -267,16 +254,22 @@ void compute_32_rows(const Product& product, int64_t row, int64_t panel, int64_t
   }
   TileSums sums;
   sums.store();
-  for (int i = 0; i < 4; ++i) {
-    const int64_t first = i & 1 ? row1 : row;
-    store_panel<BFloat16>(product, sums.tile[i], kColumns, first, std::min<int64_t>(kTileRows, product.rows - first), i & 2 ? panel1 : panel);
+  for (int i = 0; i < 2; ++i) {
+    const int64_t first = i ? row1 : row, rows = std::min<int64_t>(kTileRows, product.rows - first);
+    if (product.is_gated) {
+      store_gated<BFloat16>(product, sums.tile[i], sums.tile[i + 2], kColumns, first, rows, panel);
+    } else {
+      store_panel<BFloat16>(product, sums.tile[i], kColumns, first, rows, panel);
+      store_panel<BFloat16>(product, sums.tile[i + 2], kColumns, first, rows, panel1);
+    }
   }
 }
 
 void compute_tiles(const Product& product, int64_t begin, int64_t end) {
-  alignas(64) const TileConfig config(std::min<int64_t>(product.rows, kTileRows));
-  asm volatile("" : : "r"(&config) : "memory");  // GCC does not know that the tile instructions read memory
-  _tile_loadconfig(&config);
+  TileConfig config;  // tiles 0-3 accumulate, 4-5 hold x, 6-7 hold weights
+  config.set(0, 6, std::min<int64_t>(product.rows, kTileRows), 64);
+  config.set(6, 2, kTileRows, 64);
+  config.load();
   if (product.rows <= kTileRows) {
     for (int64_t panel = begin; panel < end; panel += 4) compute_16_rows(product, panel, end);
   } else {
@@ -285,8 +278,6 @@ void compute_tiles(const Product& product, int64_t begin, int64_t end) {
   }
   _tile_release();
 }
-#else
-bool amx_granted() { return false; }
 #endif
 
 template <class Dtype>
@@ -300,6 +291,12 @@ void compute(const Product& product, int64_t begin, int64_t end) {
 }
 
 // ---- operator ----
+
+// In features of x with the padding that a packed weight has.
+int64_t padded_len(const at::Tensor& x) {
+  const int64_t step = x.scalar_type() == at::kBFloat16 ? kBf16Padding : 1;
+  return (x.size(-1) + step - 1) / step * step;
+}
 
 // Copies x into tiles of `tile_rows` rows x 64 bytes, tile after tile along k; zero padded along k, unset in the missing rows of the last tile.
 at::Tensor tiled(const at::Tensor& x, int64_t rows, int64_t padded_features, int64_t tile_rows) {
@@ -323,45 +320,83 @@ at::Tensor tiled(const at::Tensor& x, int64_t rows, int64_t padded_features, int
   return tiles;
 }
 
-}  // namespace
-
-at::Tensor ygg::packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t out_features) {
+// One weight of an operator, checked against x.
+Weight weight_of(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t out_features) {
   const at::ScalarType dtype = packed.scalar_type();
-  const bool is_bf16 = dtype == at::kBFloat16;
-  TORCH_CHECK(is_bf16 || dtype == at::kFloat, "packed_linear takes bfloat16 or float32 weights, got ", dtype);
+  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, "packed_linear takes bfloat16 or float32 weights, got ", dtype);
   TORCH_CHECK(x.scalar_type() == dtype, "packed_linear: x is ", x.scalar_type(), " but the packed weight is ", dtype);
   TORCH_CHECK(x.dim() >= 1, "packed_linear: x needs at least one dimension");
-  const int64_t in_features = x.size(-1), pair = is_bf16 ? 2 : 1;
-  const int64_t padded_features = is_bf16 ? (in_features + kBf16Padding - 1) / kBf16Padding * kBf16Padding : in_features;
-  const int64_t steps = padded_features / pair, panels = (out_features + kColumns - 1) / kColumns;
-  TORCH_CHECK(packed.sizes() == at::IntArrayRef({panels, steps, kColumns, pair}) && packed.is_contiguous(), "packed_linear: a weight of ", out_features, " x ",
-              in_features, " packs to ", at::IntArrayRef({panels, steps, kColumns, pair}), ", got ", packed.sizes());
+  const int64_t in_features = x.size(-1), pair = dtype == at::kBFloat16 ? 2 : 1, panels = (out_features + kColumns - 1) / kColumns;
+  const std::array<int64_t, 4> sizes{panels, padded_len(x) / pair, kColumns, pair};
+  const at::IntArrayRef expected(sizes);
+  TORCH_CHECK(packed.sizes() == expected && packed.is_contiguous(), "packed_linear: a weight of ", out_features, " x ", in_features, " packs to ", expected,
+              ", got ", packed.sizes());
   if (bias) {
     TORCH_CHECK(bias->scalar_type() == dtype && bias->sizes() == at::IntArrayRef({out_features}) && bias->is_contiguous(),
                 "packed_linear: bias must be ", dtype, " of ", out_features, " elements, got ", bias->scalar_type(), " ", bias->sizes());
   }
+  return {static_cast<const Word*>(packed.const_data_ptr()), bias ? bias->const_data_ptr() : nullptr, out_features};
+}
 
+at::Tensor multiply(const at::Tensor& x, std::vector<Weight> weights, bool is_gated) {
+  const bool is_bf16 = x.scalar_type() == at::kBFloat16;
+  const int64_t padded_features = padded_len(x);
   std::vector<int64_t> shape = x.sizes().vec();
-  shape.back() = out_features;
+  shape.back() = 0;
+  for (const Weight& weight : weights) shape.back() = is_gated ? weight.out_features : shape.back() + weight.out_features;
   at::Tensor out = at::empty(shape, x.options());
   if (out.numel() == 0) return out;
-  const int64_t rows = out.numel() / out_features;
+  const int64_t rows = out.numel() / shape.back();
   at::Tensor words = x.contiguous();
   if (is_bf16 && amx_granted()) {
     words = tiled(words, rows, padded_features, std::min<int64_t>(rows, kTileRows));
-  } else if (padded_features != in_features) {
+  } else if (padded_features != x.size(-1)) {
     words = tiled(words, rows, padded_features, 1);
   }
-  const Product product{static_cast<const Word*>(words.const_data_ptr()), static_cast<const Word*>(packed.const_data_ptr()),
-                        bias ? bias->const_data_ptr() : nullptr, out.data_ptr(), rows, steps, out_features};
+  const Product product{static_cast<const Word*>(words.const_data_ptr()), out.data_ptr(), rows, padded_features / (is_bf16 ? 2 : 1), shape.back(),
+                        std::move(weights), is_gated};
   const int64_t panel_bytes = product.panel_words() * 4 * ((rows + 31) / 32);  // read anew for every 32 rows
-  const int64_t grain = std::max<int64_t>(1, kMinThreadBytes / std::max<int64_t>(1, panel_bytes));
-  at::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
-    is_bf16 ? compute<BFloat16>(product, begin, end) : compute<Float32>(product, begin, end);
+  const int64_t unit = is_gated ? 2 : 1, grain = std::max<int64_t>(1, kMinThreadBytes / std::max<int64_t>(1, panel_bytes * unit));
+  at::parallel_for(0, product.num_panels() / unit, grain, [&](int64_t begin, int64_t end) {
+    is_bf16 ? compute<BFloat16>(product, begin * unit, end * unit) : compute<Float32>(product, begin * unit, end * unit);
   });
   return out;
 }
 
-TORCH_LIBRARY_FRAGMENT(ygg, m) { m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor"); }
+}  // namespace
 
-TORCH_LIBRARY_IMPL(ygg, CPU, m) { m.impl("packed_linear", &ygg::packed_linear); }
+at::Tensor ygg::packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t out_features) {
+  return multiply(x, {weight_of(x, packed, bias, out_features)}, false);
+}
+
+at::Tensor ygg::packed_linears(const at::Tensor& x, at::ArrayRef<at::Tensor> packed, const std::vector<std::optional<at::Tensor>>& bias,
+                               at::IntArrayRef out_features) {
+  TORCH_CHECK(!packed.empty() && packed.size() == bias.size() && packed.size() == out_features.size(), "packed_linears: ", packed.size(), " weights, ",
+              bias.size(), " biases and ", out_features.size(), " sizes");
+  std::vector<Weight> weights;
+  for (size_t i = 0; i < packed.size(); ++i) weights.push_back(weight_of(x, packed[i], bias[i], out_features[i]));
+  return multiply(x, std::move(weights), false);
+}
+
+at::Tensor ygg::gated_linear(const at::Tensor& x, const at::Tensor& gate, const std::optional<at::Tensor>& gate_bias, const at::Tensor& up,
+                             const std::optional<at::Tensor>& up_bias, int64_t out_features) {
+  return multiply(x, {weight_of(x, gate, gate_bias, out_features), weight_of(x, up, up_bias, out_features)}, true);
+}
+
+namespace {
+at::Tensor packed_linears_from_list(const at::Tensor& x, at::TensorList packed, const c10::List<std::optional<at::Tensor>>& bias, at::IntArrayRef out_features) {
+  return ygg::packed_linears(x, packed, bias.vec(), out_features);
+}
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(ygg, m) {
+  m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
+  m.def("packed_linears(Tensor x, Tensor[] packed, Tensor?[] bias, int[] out_features) -> Tensor");
+  m.def("gated_linear(Tensor x, Tensor gate, Tensor? gate_bias, Tensor up, Tensor? up_bias, int out_features) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(ygg, CPU, m) {
+  m.impl("packed_linear", &ygg::packed_linear);
+  m.impl("packed_linears", &packed_linears_from_list);
+  m.impl("gated_linear", &ygg::gated_linear);
+}

@@ -7,7 +7,9 @@ consecutive k.
     step 0  [ c0 | c1 | ... | c15 ]   [ c16 | ... | c31 ]
     step 1  [ c0 | c1 | ... | c15 ]   ...
 
-The layout is the same on every processor, so packed weights can be stored. `linear.cpp` is the operator, `reference` its specification.
+The layout is the same on every processor, so packed weights can be stored. `linear.cpp` holds the operators: `ygg::packed_linear`, which
+`reference` specifies, and two that read one `x` once for several weights, `ygg::packed_linears` (outputs side by side) and `ygg::gated_linear`
+(`gated_reference`); compiler/fusion.py puts them into graphs.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["PackedLinear", "pack_weight", "packed_shape", "reference", "register", "unpack_weight"]
+__all__ = ["PackedLinear", "gated_reference", "pack_weight", "packed_shape", "reference", "register", "unpack_weight"]
 
 COLUMNS = 16  # output columns of a panel
 BF16_PADDING = 32  # k of a bf16 weight is padded to this: 16 pairs are one AMX tile
@@ -80,15 +82,29 @@ def reference(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int)
     return functional.linear(x.float(), weight_OI.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
+def gated_reference(x: Tensor, gate: Tensor, gate_bias: Tensor | None, up: Tensor, up_bias: Tensor | None, out_features: int) -> Tensor:
+    """What `torch.ops.ygg.gated_linear` computes, silu(gate(x)) * up(x), in plain torch and in fp32 until one rounding; arguments as in `reference`."""
+    gates, ups = (
+        reference(x.float(), packed.float(), None if bias is None else bias.float(), out_features) for packed, bias in ((gate, gate_bias), (up, up_bias))
+    )
+    return (functional.silu(gates) * ups).to(x.dtype)
+
+
 def register() -> None:
     """Tell `torch.export` and `torch.compile` the operator's output shape; call once, after the library of kernels is loaded."""
 
     def fake(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
         return x.new_empty((*x.shape[:-1], out_features))
 
-    torch.library.register_fake("ygg::packed_linear", fake)
+    def fake_many(x: Tensor, packed: list[Tensor], bias: list[Tensor | None], out_features: list[int]) -> Tensor:
+        return x.new_empty((*x.shape[:-1], sum(out_features)))
+
+    def fake_gated(x: Tensor, gate: Tensor, gate_bias: Tensor | None, up: Tensor, up_bias: Tensor | None, out_features: int) -> Tensor:
+        return x.new_empty((*x.shape[:-1], out_features))
 
     torch.library.register_fake("ygg::packed_linear", fake)
+    torch.library.register_fake("ygg::packed_linears", fake_many)
+    torch.library.register_fake("ygg::gated_linear", fake_gated)
 
 
 class PackedLinear(nn.Module):

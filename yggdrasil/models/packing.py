@@ -1,4 +1,7 @@
-"""Fill the metadata of a forward: which token, where it stands, what it sees. Columns in layout.py."""
+"""Fill the metadata of a forward: which token, where it stands, what it sees. Columns in layout.py.
+
+On a CPU one operator fills it; the functions named plain are its specification, and what runs on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor
 from yggdrasil.layout import INDEX, PATH, POSITION, PREFIX, ROW, TOKEN
 from yggdrasil.tree import TokenTree
 
-__all__ = ["empty_meta", "pack_chain_", "pack_nodes_"]
+__all__ = ["empty_meta", "pack_chain_", "pack_chain_plain_", "pack_nodes_", "pack_nodes_plain_"]
 
 
 def empty_meta(num_tokens: int, max_depth: int, *, device: str = "cpu") -> Tensor:
@@ -28,6 +31,22 @@ def _pad_(meta_NM: Tensor, first: int) -> None:
 
 def pack_chain_(meta_NM: Tensor, tokens: Sequence[int], start_pos: int, *, row: int = 0) -> None:
     """Consecutive committed tokens: each sees everything up to itself. A prompt chunk, or a draft catching up."""
+    if meta_NM.is_cpu:
+        torch.ops.ygg.pack_chain_(meta_NM, tokens, start_pos, row)
+    else:
+        pack_chain_plain_(meta_NM, tokens, start_pos, row=row)
+
+
+def pack_nodes_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0) -> None:
+    """Tree nodes `first..last-1`: provisional indices after the committed `root_pos` ones; each sees those and its path."""
+    if meta_NM.is_cpu:
+        torch.ops.ygg.pack_nodes_(meta_NM, tree.token_N, tree.depth_N, tree.path_NA, first, last, root_pos, row)
+    else:
+        pack_nodes_plain_(meta_NM, tree, first, last, root_pos, row=row)
+
+
+def pack_chain_plain_(meta_NM: Tensor, tokens: Sequence[int], start_pos: int, *, row: int = 0) -> None:
+    """`pack_chain_`, operator by operator."""
     count = len(tokens)
     _pad_(meta_NM, count)
     meta_NM[:count, TOKEN] = torch.tensor(tokens, dtype=torch.int32)
@@ -39,8 +58,8 @@ def pack_chain_(meta_NM: Tensor, tokens: Sequence[int], start_pos: int, *, row: 
     meta_NM[:count, PATH:] = -1
 
 
-def pack_nodes_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0) -> None:
-    """Tree nodes `first..last-1`: provisional indices after the committed `root_pos` ones; each sees those and its path."""
+def pack_nodes_plain_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0) -> None:
+    """`pack_nodes_`, operator by operator."""
     count = last - first
     _pad_(meta_NM, count)
     meta_NM[:count, TOKEN] = tree.token_N[first:last]

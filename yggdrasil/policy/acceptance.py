@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 __all__ = ["Acceptance", "AcceptanceTable", "TreeRecord", "fit_acceptance"]
 
@@ -42,10 +44,14 @@ class Acceptance:
     aal: Mapping[int, tuple[tuple[float, ...], ...]]
     by_rank: tuple[float, ...] = ()
 
-    def values(self, log_probs: Sequence[float]) -> list[float]:
+    def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Calibrated acceptance of nodes: linear between knots, clamped outside."""
-        values: list[float] = np.interp(log_probs, self.log_probs, self.probabilities).tolist()
+        values: npt.NDArray[np.float64] = np.interp(np.asarray(log_probs, dtype=np.float64), *self._knots)
         return values
+
+    @cached_property
+    def _knots(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        return np.array(self.log_probs), np.array(self.probabilities)
 
     def expected_emitted(self, width: int, depth: int, verify: int) -> float:
         """AAL(W, D, K), measured on the calibration text."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
@@ -44,7 +47,7 @@ class Guard:
     def choose(self, state: DecodeState) -> Shape:
         return self.inner.choose(state) if self.speculating else PLAIN
 
-    def values(self, log_probs: Sequence[float]) -> list[float]:
+    def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         return self.inner.values(log_probs)
 
     def verify_width(self, expected: Sequence[float], shape: Shape, context_len: int) -> int:

@@ -28,7 +28,7 @@ class ShapePolicy(Protocol):
         """The shape of the next step; depth 0 is plain decoding."""
         ...
 
-    def values(self, log_probs: Sequence[float]) -> list[float]:
+    def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Calibrated acceptance of nodes with these path log-probabilities."""
         ...
 
@@ -62,7 +62,7 @@ class FixedShape:
     def choose(self, state: DecodeState) -> Shape:
         return self.shape
 
-    def values(self, log_probs: Sequence[float]) -> list[float]:
+    def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         return self.acceptance.values(log_probs)
 
     def verify_width(self, expected: Sequence[float], shape: Shape, context_len: int) -> int:

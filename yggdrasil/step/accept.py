@@ -45,5 +45,5 @@ def accept(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: Sampling
 
 def follow(tree: TokenTree, said_K: Tensor) -> Accepted:
     """The path on which the tree says what the target said, (K,), and the tokens that are emitted. Cost: one sync."""
-    path = tree.walk(said_K)
-    return Accepted(path, said_K[path].tolist())
+    path, said = tree.walk(said_K), said_K.tolist()
+    return Accepted(path, [said[node] for node in path])

@@ -38,14 +38,14 @@ class Frontier:
         device: Where the arrays live.
 
     Attributes:
-        log_prob_NC: Path log-probability of every candidate, -inf once taken.
+        log_prob_NC: Path log-probability of every candidate, -inf once taken; the first `len` rows are filled.
         token_NC: Its token.
         len: Nodes entered.
     """
 
     def __init__(self, num_nodes: int, num_candidates: int, device: str = "cpu") -> None:
-        self.log_prob_NC = torch.full((num_nodes, num_candidates), -torch.inf, device=device)
-        self.token_NC = torch.zeros(num_nodes, num_candidates, dtype=torch.int64, device=device)
+        self.log_prob_NC = torch.empty(num_nodes, num_candidates, device=device)
+        self.token_NC = torch.empty(num_nodes, num_candidates, dtype=torch.int64, device=device)
         self.len = 0
 
     def add(self, tokens_WC: Tensor, log_probs_WC: Tensor, path_log_prob_W: Tensor) -> None:
@@ -150,8 +150,14 @@ def draft(model: TokenModel, state: DecodeState, shape: Shape) -> Drafted:
     Source: Yggdrasil section 4.2 and 5.1 (plain head and tail draft).
     """
     if shape.depth == 0:
-        return Drafted(TokenTree.root(state.tokens[-1], 1, max_depth=model.max_depth, device=model.device), 0)
+        return Drafted(_root(model, state.tokens[-1], 1), 0)
     return grow(model, state, shape, head_draft(model, state))
+
+
+def _root(model: TokenModel, token: int, capacity: int) -> TokenTree:
+    if model.device == "cpu":  # one call for what allocates five arrays
+        return TokenTree.of(*torch.ops.ygg.root(token, capacity, model.max_depth + 1), length=1)
+    return TokenTree.root(token, capacity, max_depth=model.max_depth, device=model.device)
 
 
 def head_draft(model: TokenModel, state: DecodeState) -> Head:
@@ -183,7 +189,7 @@ def grow(model: TokenModel, state: DecodeState, shape: Shape, head: Head, *, spa
         head: Of this root.
         spare: Nodes that the tree has room for beyond the shape's.
     """
-    tree = TokenTree.root(state.tokens[-1], shape.num_nodes + spare, max_depth=model.max_depth, device=model.device)
+    tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
     frontier = Frontier(shape.num_nodes, model.num_candidates, model.device)
     tokens_NC, log_probs_NC, num_run = head.tokens_1C, head.log_probs_1C, 1
     model.cache.reserve(shape.num_nodes)

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
 from yggdrasil.state import Shape
 from yggdrasil.tree import TokenTree
 
@@ -15,7 +19,7 @@ __all__ = ["Pruned", "VerifyPolicy", "prune"]
 class VerifyPolicy(Protocol):
     """What pruning asks of a policy."""
 
-    def values(self, log_probs: Sequence[float]) -> list[float]:
+    def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Calibrated probability that each node is accepted, from path log-probabilities; monotone."""
         ...
 
@@ -50,11 +54,17 @@ def prune(tree: TokenTree, shape: Shape, policy: VerifyPolicy, context_len: int)
     """
     if len(tree) == 1:
         return Pruned(tree, [0], 1.0)
-    values = policy.values(tree.log_prob_N.tolist())  # sync: K is a shape
-    order = sorted(range(1, len(tree)), key=lambda node: (-values[node], node))
-    expected = [1.0]
-    for node in order:
-        expected.append(expected[-1] + values[node])
+    values_M = policy.values(tree.log_prob_N[1:].cpu().numpy())  # sync: K is a shape
+    order_M = np.argsort(-values_M, kind="stable")  # of equals the earlier node, so a parent before its child
+    expected = np.cumsum(np.concatenate([(1.0,), values_M[order_M]])).tolist()
     count = policy.verify_width(expected, shape, context_len)
-    keep = sorted([0, *order[: count - 1]])
-    return Pruned(tree.subtree(keep), keep, expected[count - 1])
+    keep = [0, *(np.sort(order_M[: count - 1]) + 1).tolist()]
+    return Pruned(_subtree(tree, keep), keep, expected[count - 1])
+
+
+def _subtree(tree: TokenTree, keep: Sequence[int]) -> TokenTree:
+    """`tree.subtree(keep)`, in one call on a CPU."""
+    if len(keep) == len(tree) or not tree.token_N.is_cpu:
+        return tree.subtree(keep)
+    arrays = torch.ops.ygg.subtree(tree.token_N, tree.parent_N, tree.depth_N, tree.log_prob_N, tree.path_NA, keep)
+    return TokenTree.of(*arrays, length=len(keep))

@@ -40,10 +40,10 @@ def next_tokens(logits_KV: Tensor, positions_K: Tensor, sampling: SamplingConfig
             position: gumbel_noise(sampling.seed, position, scores_KV.shape[1]) for position in set(positions_K.tolist())
         }  # sync: noise is drawn on the host
         scores_KV = scores_KV + torch.stack([noise[position] for position in positions_K.tolist()]).to(scores_KV.device)
-    best = scores_KV.max(dim=-1)
-    if not all(map(math.isfinite, best.values.tolist())):  # sync: a broken model must not write text
+    values_K, tokens_K = torch.ops.ygg.greatest(scores_KV) if scores_KV.is_cpu else scores_KV.max(dim=-1)
+    if not all(map(math.isfinite, values_K.tolist())):  # sync: a broken model must not write text
         raise YggError("the target's logits are not finite: the weights or the input are broken")
-    return best.indices
+    return tokens_K
 
 
 def process_logits(logits_KV: Tensor, sampling: SamplingConfig) -> Tensor:

@@ -1,0 +1,196 @@
+// The host's side of a step on a CPU, one call where torch takes a dozen small operators: on caches that a target's weights have just swept, each of those
+// costs as much as a forward of the draft. The specifications are in Python: `grow_` is step/draft.py `grow_plain_`, `pack_nodes_` and `pack_chain_` are
+// `pack_nodes_plain_` and `pack_chain_plain_` in models/packing.py, `root` and `subtree` are TokenTree's, `move_slots_` is `move_plain_` in kv.py.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+namespace {
+
+enum Column { kToken, kPosition, kRow, kIndex, kPrefix, kPath };  // layout.py says the same
+
+struct Best {
+  float log_prob;
+  int64_t place;
+};
+
+// Rows from `first` on store nothing and see nothing.
+void pad(at::Tensor& meta, int64_t first) {
+  const int64_t meta_width = meta.size(1);
+  for (int64_t row = first; row < meta.size(0); ++row) {
+    int32_t* fields = meta.mutable_data_ptr<int32_t>() + row * meta_width;
+    std::fill_n(fields, int64_t(kPath), 0);
+    std::fill(fields + kPath, fields + meta_width, -1);
+    fields[kIndex] = -1;
+  }
+}
+
+// The `count` greatest entries, greatest first, equal ones by place.
+std::vector<Best> take_best(const float* values, int64_t num_values, int64_t count) {
+  std::vector<Best> best;
+  best.reserve(count + 1);
+  for (int64_t place = 0; place < num_values; ++place) {
+    if (int64_t(best.size()) == count && !(values[place] > best.back().log_prob)) continue;
+    const auto after = std::find_if(best.begin(), best.end(), [&](const Best& other) { return values[place] > other.log_prob; });
+    best.insert(after, {values[place], place});
+    if (int64_t(best.size()) > count) best.pop_back();
+  }
+  return best;
+}
+
+void grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const at::Tensor& log_probs, const at::Tensor& tokens, int64_t num_known, int64_t num_new,
+           at::Tensor token, at::Tensor parent, at::Tensor depth, at::Tensor log_prob, at::Tensor path, int64_t first, int64_t width, at::Tensor meta,
+           int64_t root_pos) {
+  const int64_t candidates = frontier_log_prob.size(1), path_width = path.size(1), meta_width = meta.size(1);
+  TORCH_CHECK(num_known + num_new <= frontier_log_prob.size(0) && first + width <= token.size(0), "grow_: more nodes than the tree holds");
+  TORCH_CHECK(width <= meta.size(0) && meta_width == kPath + path_width, "grow_: metadata of another shape");
+  float* frontier = frontier_log_prob.mutable_data_ptr<float>();
+  int64_t* frontier_ids = frontier_token.mutable_data_ptr<int64_t>();
+  float* node_log_prob = log_prob.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < num_new * candidates; ++i) {
+    const int64_t place = num_known * candidates + i;
+    frontier[place] = log_probs.const_data_ptr<float>()[i] + node_log_prob[place / candidates];
+    frontier_ids[place] = tokens.const_data_ptr<int64_t>()[i];
+  }
+  int32_t* rows = meta.mutable_data_ptr<int32_t>();
+  int32_t* node_depth = depth.mutable_data_ptr<int32_t>();
+  int32_t* paths = path.mutable_data_ptr<int32_t>();
+  int64_t node = first;
+  for (const Best& taken : take_best(frontier, (num_known + num_new) * candidates, width)) {
+    const int64_t above = taken.place / candidates;
+    frontier[taken.place] = -std::numeric_limits<float>::infinity();
+    token.mutable_data_ptr<int32_t>()[node] = int32_t(frontier_ids[taken.place]);
+    parent.mutable_data_ptr<int32_t>()[node] = int32_t(above);
+    node_depth[node] = node_depth[above] + 1;
+    node_log_prob[node] = taken.log_prob;
+    std::copy_n(paths + above * path_width, path_width, paths + node * path_width);
+    paths[node * path_width + node_depth[node]] = int32_t(node);
+    int32_t* fields = rows + (node - first) * meta_width;
+    fields[kToken] = int32_t(frontier_ids[taken.place]);
+    fields[kPosition] = int32_t(root_pos + node_depth[node]);
+    fields[kRow] = 0;
+    fields[kIndex] = int32_t(root_pos + node);
+    fields[kPrefix] = int32_t(root_pos);
+    std::copy_n(paths + node * path_width, path_width, fields + kPath);
+    ++node;
+  }
+  pad(meta, width);
+}
+
+// Tree nodes [first, last), each of which sees `root_pos` indices and its path.
+void pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& depth, const at::Tensor& path, int64_t first, int64_t last, int64_t root_pos,
+                 int64_t row) {
+  const int64_t meta_width = meta.size(1), path_width = path.size(1);
+  TORCH_CHECK(meta_width == kPath + path_width && last - first <= meta.size(0) && last <= token.size(0), "pack_nodes_: nodes of another shape");
+  int32_t* fields = meta.mutable_data_ptr<int32_t>();
+  for (int64_t node = first; node < last; ++node, fields += meta_width) {
+    const int32_t columns[kPath] = {token.const_data_ptr<int32_t>()[node], int32_t(root_pos + depth.const_data_ptr<int32_t>()[node]), int32_t(row),
+                                    int32_t(root_pos + node), int32_t(root_pos)};
+    std::copy_n(columns, int64_t(kPath), fields);
+    std::copy_n(path.const_data_ptr<int32_t>() + node * path_width, path_width, fields + kPath);
+  }
+  pad(meta, last - first);
+}
+
+// Consecutive tokens from `start_pos` on, each of which sees everything up to itself.
+void pack_chain_(at::Tensor meta, at::IntArrayRef tokens, int64_t start_pos, int64_t row) {
+  const int64_t count = int64_t(tokens.size()), meta_width = meta.size(1);
+  TORCH_CHECK(count <= meta.size(0), "pack_chain_: ", count, " tokens for ", meta.size(0), " rows");
+  int32_t* fields = meta.mutable_data_ptr<int32_t>();
+  for (int64_t n = 0; n < count; ++n, fields += meta_width) {
+    const int32_t position = int32_t(start_pos + n);
+    const int32_t columns[kPath] = {int32_t(tokens[n]), position, int32_t(row), position, position + 1};
+    std::copy_n(columns, int64_t(kPath), fields);
+    std::fill(fields + kPath, fields + meta_width, -1);
+  }
+  pad(meta, count);
+}
+
+using TreeArrays = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // token, parent, depth, log_prob, path
+
+// Uninitialised.
+TreeArrays arrays(int64_t capacity, int64_t path_width) {
+  const auto ints = at::TensorOptions().dtype(at::kInt);
+  return {at::empty({capacity}, ints), at::empty({capacity}, ints), at::empty({capacity}, ints), at::empty({capacity}, at::kFloat),
+          at::empty({capacity, path_width}, ints)};
+}
+
+TreeArrays root(int64_t token, int64_t capacity, int64_t path_width) {
+  TORCH_CHECK(capacity > 0 && path_width > 0, "root: a tree of ", capacity, " nodes and paths of ", path_width);
+  TreeArrays tree = arrays(capacity, path_width);
+  auto& [tokens, parents, depths, log_probs, paths] = tree;
+  tokens.mutable_data_ptr<int32_t>()[0] = int32_t(token);
+  parents.mutable_data_ptr<int32_t>()[0] = -1;
+  depths.mutable_data_ptr<int32_t>()[0] = 0;
+  log_probs.mutable_data_ptr<float>()[0] = 0.0f;
+  int32_t* path = paths.mutable_data_ptr<int32_t>();
+  std::fill_n(path, path_width, -1);
+  path[0] = 0;
+  return tree;
+}
+
+// The nodes `keep` (ascending, connected, root first), renumbered.
+TreeArrays subtree(const at::Tensor& token, const at::Tensor& parent, const at::Tensor& depth, const at::Tensor& log_prob, const at::Tensor& path,
+                   at::IntArrayRef keep) {
+  const int64_t count = int64_t(keep.size()), path_width = path.size(1), num_nodes = token.size(0);
+  std::vector<int32_t> renamed(num_nodes, -1);
+  for (int64_t place = 0; place < count; ++place) {
+    TORCH_CHECK(0 <= keep[place] && keep[place] < num_nodes, "subtree: node ", keep[place], " of a tree of ", num_nodes);
+    renamed[keep[place]] = int32_t(place);
+  }
+  const auto name = [&](int32_t node) { return node < 0 ? -1 : renamed[node]; };
+  TreeArrays kept = arrays(count, path_width);
+  auto& [tokens, parents, depths, log_probs, paths] = kept;
+  for (int64_t place = 0; place < count; ++place) {
+    const int64_t node = keep[place];
+    tokens.mutable_data_ptr<int32_t>()[place] = token.const_data_ptr<int32_t>()[node];
+    parents.mutable_data_ptr<int32_t>()[place] = name(parent.const_data_ptr<int32_t>()[node]);
+    depths.mutable_data_ptr<int32_t>()[place] = depth.const_data_ptr<int32_t>()[node];
+    log_probs.mutable_data_ptr<float>()[place] = log_prob.const_data_ptr<float>()[node];
+    const int32_t* from = path.const_data_ptr<int32_t>() + node * path_width;
+    std::transform(from, from + path_width, paths.mutable_data_ptr<int32_t>() + place * path_width, name);
+  }
+  return kept;
+}
+
+// Slots source[i] of every layer, key and value, and head become slots target + i; `source` ascends and source[i] >= target + i.
+void move_slots_(at::Tensor storage, at::IntArrayRef source, int64_t target) {
+  TORCH_CHECK(storage.is_contiguous() && storage.dim() == 5, "move_slots_: storage is (layers, 2, G, slots, F)");
+  const int64_t num_slots = storage.size(3), row_bytes = storage.size(4) * storage.element_size(), count = int64_t(source.size());
+  TORCH_CHECK(count == 0 || (target >= 0 && source[0] >= target && source[count - 1] < num_slots), "move_slots_: slots outside the cache");
+  char* slots = static_cast<char*>(storage.mutable_data_ptr());
+  for (int64_t plane = 0; plane < storage.size(0) * storage.size(1) * storage.size(2); ++plane, slots += num_slots * row_bytes) {
+    for (int64_t i = 0; i < count; ++i) std::memmove(slots + (target + i) * row_bytes, slots + source[i] * row_bytes, row_bytes);
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(ygg, library) {
+  library.def(
+      "grow_(Tensor(a!) frontier_log_prob, Tensor(b!) frontier_token, Tensor log_probs, Tensor tokens, int num_known, int num_new, Tensor(c!) token, "
+      "Tensor(d!) parent, Tensor(e!) depth, Tensor(f!) log_prob, Tensor(g!) path, int first, int width, Tensor(h!) meta, int root_pos) -> ()");
+}
+TORCH_LIBRARY_FRAGMENT(ygg, library) {
+  library.def("pack_nodes_(Tensor(a!) meta, Tensor token, Tensor depth, Tensor path, int first, int last, int root_pos, int row) -> ()");
+  library.def("pack_chain_(Tensor(a!) meta, int[] tokens, int start_pos, int row) -> ()");
+  library.def("root(int token, int capacity, int path_width) -> (Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path)");
+  library.def(
+      "subtree(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path, int[] keep) -> "
+      "(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path)");
+  library.def("move_slots_(Tensor(a!) storage, int[] source, int target) -> ()");
+  library.impl("root", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(root));  // no tensor says where it runs
+}
+TORCH_LIBRARY_IMPL(ygg, CPU, library) {
+  library.impl("grow_", &grow_);
+  library.impl("pack_nodes_", &pack_nodes_);
+  library.impl("pack_chain_", &pack_chain_);
+  library.impl("subtree", &subtree);
+  library.impl("move_slots_", &move_slots_);
+}

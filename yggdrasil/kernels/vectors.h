@@ -1,0 +1,143 @@
+// Vectors of the native width over words, and the two dtypes of the kernels.
+//
+// A word is 32 bits: one fp32 number, or two bf16 numbers that are multiplied by two others and added in one step. A kernel reads one operand as single words
+// and the other as lines of 16 words, so one loop serves both dtypes.
+#pragma once
+
+#include <ATen/cpu/vec/vec.h>
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#endif
+
+namespace ygg {
+
+constexpr int kColumns = 16;  // words of a line
+
+typedef uint32_t Word __attribute__((may_alias));
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kMaxRows = 8;  // rows of accumulators that the registers hold
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int kLanes = 8, kMaxRows = 4;
+#else
+constexpr int kLanes = at::vec::Vectorized<float>::size(), kMaxRows = 2;
+#endif
+constexpr int kVecs = kColumns / kLanes;  // vectors of a line
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t WordVec __attribute__((vector_size(4 * kLanes)));
+
+inline Vec load(const void* address) {
+  Vec value;
+  std::memcpy(&value, address, sizeof value);
+  return value;
+}
+
+inline Vec broadcast(uint32_t bits) { return Vec{} + std::bit_cast<float>(bits); }
+
+inline Vec multiply_add(Vec a, Vec b, Vec sum) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, sum);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, sum);
+#else
+  return a * b + sum;
+#endif
+}
+
+// Through ATen's vectors, which are as wide.
+template <class Function>
+inline Vec apply(Function function, Vec value) {
+  at::vec::Vectorized<float> result = function(at::vec::Vectorized<float>::loadu(&value));
+  result.store(&value);
+  return value;
+}
+inline Vec exp_u20(Vec value) { return apply([](const auto& v) { return v.exp_u20(); }, value); }
+inline Vec exp(Vec value) { return apply([](const auto& v) { return v.exp(); }, value); }
+inline Vec maximum(Vec a, Vec b) {  // NaN stays
+  return apply([&](const auto& v) { return at::vec::maximum(v, at::vec::Vectorized<float>::loadu(&b)); }, a);
+}
+
+struct Float32 {
+  using Element = float;
+  static constexpr int kPair = 1;  // numbers of a word
+  static WordVec pack(const Vec* numbers) { return (WordVec)numbers[0]; }
+  static Vec number(WordVec words, int) { return (Vec)words; }
+  static WordVec line(const Element* const* rows, int64_t first) { return (WordVec)load(rows[0] + first); }
+  static Vec round(Vec value) { return value; }
+  static float widen(Element value) { return value; }
+  static Vec step(Vec sum, uint32_t x, Vec weight) { return multiply_add(broadcast(x), weight, sum); }
+};
+
+struct BFloat16 {
+  using Element = uint16_t;
+  static constexpr int kPair = 2;
+  typedef Element Narrow __attribute__((vector_size(2 * kLanes)));
+  static Narrow round(Vec value) {  // to nearest even
+#if defined(__AVX512BF16__)
+    return (Narrow)_mm512_cvtneps_pbh((__m512)value);
+#endif
+    const WordVec bits = (WordVec)value;
+    const WordVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? WordVec{} + 0x7fc0 : rounded, Narrow);
+  }
+  static float widen(Element value) { return std::bit_cast<float>(static_cast<uint32_t>(value) << 16); }
+  static WordVec pair(Narrow even, Narrow odd) { return __builtin_convertvector(even, WordVec) | __builtin_convertvector(odd, WordVec) << 16; }
+  // Words of two vectors of numbers, rounded; the even or odd numbers of words; words of the same places of two rows.
+  static WordVec pack(const Vec* numbers) { return pair(round(numbers[0]), round(numbers[1])); }
+  static Vec number(WordVec words, int odd) { return (Vec)(odd ? words & 0xffff0000u : words << 16); }
+  static WordVec line(const Element* const* rows, int64_t first) {
+    Narrow even, odd;
+    std::memcpy(&even, rows[0] + first, sizeof even);
+    std::memcpy(&odd, rows[1] + first, sizeof odd);
+    return pair(even, odd);
+  }
+  static Vec step(Vec sum, uint32_t x, Vec weight) {
+#if defined(__AVX512BF16__)
+    return (Vec)_mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)weight);
+#else
+    sum = multiply_add(broadcast(x << 16), (Vec)((WordVec)weight << 16), sum);
+    return multiply_add(broadcast(x & 0xffff0000u), (Vec)((WordVec)weight & 0xffff0000u), sum);
+#endif
+  }
+};
+
+constexpr int kTileRows = 16, kTileWords = kTileRows * kColumns;
+
+#if defined(__AMX_BF16__)
+inline bool amx_granted() {  // Linux grants the tile registers per process, on request
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+}
+
+// The sizes of the eight tile registers, as the processor reads them.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  void set(int first, int count, int64_t num_rows, int64_t bytes) {
+    std::fill_n(rows + first, count, static_cast<uint8_t>(num_rows));
+    std::fill_n(row_bytes + first, count, static_cast<uint16_t>(bytes));
+  }
+  void load() const {
+    asm volatile("" : : "r"(this) : "memory");  // GCC does not know that the tile instructions read memory
+    _tile_loadconfig(this);
+  }
+};
+#else
+inline bool amx_granted() { return false; }
+#endif
+
+}  // namespace ygg
