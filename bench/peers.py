@@ -1,22 +1,151 @@
-"""Arms of other systems: transformers, plain and assisted, on the same checkpoints."""
+"""Other runtimes as peers of ours, and the first of them: transformers, plain, compiled and assisted, on the same checkpoints."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import subprocess
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+import transformers
+from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from bench.harness import Arm, Generation
 
-__all__ = ["ASSISTED", "EAGER", "transformers_arms"]
+__all__ = ["ASSISTED", "COMPILED", "EAGER", "JsonLines", "Peer", "PeerError", "compiled_arms", "run_logged", "transformers_arms", "transformers_peer"]
 
 EAGER = "transformers eager"
+COMPILED = "transformers compiled"
 ASSISTED = "transformers assisted"
+COMPILE_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    COMPILED: {"mode": "default"},  # generate()'s own default mode only adds CUDA graphs to it
+    f"{COMPILED}, frozen": {"mode": None, "options": {"freezing": True}},  # Inductor packs the weights for oneDNN
+}
+
+
+class PeerError(RuntimeError):
+    """A peer could not be set up, or did not answer as asked: one line that says what to do or where to look."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Another runtime and its arms.
+
+    Args:
+        name: In tables and JSON.
+        plain: Arms that decode without speculation; the first one's text is what the peer's speculative arms are held against.
+        speculative: Arms that draft.
+        record: Versions and settings, for the result.
+    """
+
+    name: str
+    plain: Sequence[Arm]
+    speculative: Sequence[Arm]
+    record: Mapping[str, Any]
+
+    @property
+    def arms(self) -> list[Arm]:
+        return [*self.plain, *self.speculative]
+
+
+class JsonLines:
+    """A child process that answers every line of JSON on its standard input with one on its standard output, and sleeps in between.
+
+    Args:
+        command: Program and arguments. It speaks first: a line about itself, kept as `greeting`.
+        name: In errors.
+
+    Raises:
+        PeerError: the child ended or answered `{"error": ...}`.
+
+    ```pycon
+    >>> import sys
+    >>> echo = "import sys; print('{}', flush=True); [print(line, end='', flush=True) for line in sys.stdin]"
+    >>> with JsonLines([sys.executable, "-c", echo], name="echo") as child:
+    ...     child.ask({"prompt": [1, 2]})
+    {'prompt': [1, 2]}
+
+    ```
+    """
+
+    def __init__(self, command: Sequence[str | Path], *, name: str) -> None:
+        self._name = name
+        self._complaints = tempfile.TemporaryFile("w+")
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints, text=True, bufsize=1)
+        try:
+            self.greeting = self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request and wait for its answer."""
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended: reading says so, with its last words
+            self._child.stdin.write(json.dumps(request) + "\n")
+        return self._answer()
+
+    def close(self) -> None:
+        """End the child: its input ends, and it with it."""
+        try:
+            self._child.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.communicate()
+        self._complaints.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            self._child.wait()
+            self._complaints.seek(0)
+            raise PeerError(f"{self._name} ended with status {self._child.returncode}: {_last_line(self._complaints.read())}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise PeerError(f"{self._name}: {answer['error']}")
+        return dict(answer)
+
+
+def run_logged(command: Sequence[str | Path], log: Path, *, what: str) -> None:
+    """Run a command with its output in a file.
+
+    Raises:
+        PeerError: it failed; quotes the last line of the file and names it.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    if status != 0:
+        raise PeerError(f"{what} failed: {_last_line(log.read_text(errors='replace'))} (all of it: {log})")
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+
+
+def transformers_peer(target: Path, draft: Path, *, num_tokens: int, assistant_tokens: Sequence[int]) -> Peer:
+    """Transformers in bf16: eager, compiled over a static cache, assisted."""
+    eager, *assisted = transformers_arms(target, draft, num_tokens=num_tokens, assistant_tokens=assistant_tokens)
+    return Peer(
+        name="transformers",
+        plain=[eager, *compiled_arms(target, num_tokens=num_tokens)],
+        speculative=assisted,
+        record={"versions": {"transformers": transformers.__version__, "torch": torch.__version__}, "compile_configs": COMPILE_CONFIGS},
+    )
 
 
 class _Arrivals(BaseStreamer):
@@ -55,16 +184,30 @@ def transformers_arms(
     for count in assistant_tokens:
         settings[f"{ASSISTED}, k={count}"] = {"num_assistant_tokens": count, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 
-    def arm(name: str, assistant_settings: dict[str, Any] | None) -> Arm:
+    def assisted(assistant_settings: dict[str, Any]) -> Callable[[Sequence[int]], Generation]:
         def generate(prompt: Sequence[int]) -> Generation:
-            if assistant_settings is None:
-                return _generate(model, None, prompt, num_tokens)
             assistant.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0, **assistant_settings)
-            return _generate(model, assistant, prompt, num_tokens)
+            return _generate(model, prompt, num_tokens, assistant_model=assistant)
 
-        return Arm(name=name, generate=generate, exact=False, num_prompts=num_prompts)
+        return generate
 
-    return [arm(EAGER, None), *(arm(name, chosen) for name, chosen in settings.items())]
+    eager = Arm(name=EAGER, generate=lambda prompt: _generate(model, prompt, num_tokens), exact=False, num_prompts=num_prompts)
+    return [eager, *(Arm(name=name, generate=assisted(chosen), exact=False, num_prompts=num_prompts) for name, chosen in settings.items())]
+
+
+def compiled_arms(target: Path, *, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[Arm]:
+    """`generate` with `cache_implementation="static"`, which compiles the forward of one token itself; the prompt runs eagerly, as it does there.
+
+    The first prompt compiles, so prompts must be of one length: the static cache is as long as prompt and new tokens together.
+    """
+
+    def arm(name: str, settings: Mapping[str, Any]) -> Arm:
+        model = _load(target, dtype)  # one each: generate() compiles anew whenever a model's configuration changes
+        config = CompileConfig(dynamic=False, **settings)
+        config._compile_all_devices = True  # generate() compiles on a CPU only when told so
+        return Arm(name=name, generate=lambda prompt: _generate(model, prompt, num_tokens, cache_implementation="static", compile_config=config), exact=False)
+
+    return [arm(name, settings) for name, settings in COMPILE_CONFIGS.items()]
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:
@@ -74,10 +217,9 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def _generate(model: Any, assistant: Any | None, prompt: Sequence[int], num_tokens: int) -> Generation:
+def _generate(model: Any, prompt: Sequence[int], num_tokens: int, **options: Any) -> Generation:
     arrivals = _Arrivals()
     ids = torch.tensor([list(prompt)])
-    options = {} if assistant is None else {"assistant_model": assistant}
     start = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, streamer=arrivals, **options)

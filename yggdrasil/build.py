@@ -23,6 +23,7 @@ from yggdrasil.config import CompileConfig
 from yggdrasil.depth_training import evaluate, fit_predictor, held_out
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ConfigError, ModelMismatch
+from yggdrasil.exactness import inexact_widths
 from yggdrasil.kernels import load_kernels
 from yggdrasil.kv import KVShape
 from yggdrasil.layout import PAGE_LEN
@@ -81,6 +82,7 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
         load_kernels()
     _build_models(bundle, progress)
     models = bundle.load_models()
+    bundle = replace(bundle, inexact_widths=_check_exactness(models[0], progress))
     engine = Engine(*models, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens)
     prompts = _prompts(bundle, texts)
     traces = _collect(bundle, engine, prompts, progress)
@@ -191,6 +193,11 @@ def _pack(bundle: Bundle, kind: str, model: str) -> None:
         (folder / "packing").rmdir()
     if kind == "target":
         load_tokenizer(model).backend_tokenizer.save(str(bundle.folder / "tokenizer.json"))
+
+
+def _check_exactness(target: CompiledModel, progress: Progress) -> tuple[int, ...]:
+    with progress.phase("check exactness", 1):
+        return inexact_widths(target, target.menu.sizes)
 
 
 def read_texts(path: Path) -> list[str]:

@@ -143,6 +143,7 @@ class Bundle:
         sources: Model files.
         models: Target and draft as they were named.
         machine: `machine_fields` at compilation.
+        inexact_widths: Target graphs whose logits differ in some bit from plain decoding's, measured; text may then part where two tokens are nearly as likely.
     """
 
     name: str
@@ -156,6 +157,15 @@ class Bundle:
     sources: tuple[SourceFile, ...]
     models: tuple[str, str]
     machine: dict[str, Any]
+    inexact_widths: tuple[int, ...] = ()
+
+    @property
+    def exactness(self) -> str:
+        """What was measured, in words."""
+        if not self.inexact_widths:
+            return "every token has the same bits in all graphs: speculation writes what plain decoding writes"
+        widths = ", ".join(map(str, self.inexact_widths))
+        return f"NOT bit-exact: the graphs of {widths} tokens round differently, so text may differ from plain decoding's where two tokens are nearly as likely"
 
     @property
     def command(self) -> str:
@@ -338,6 +348,7 @@ def _from_json(folder: Path, payload: dict[str, Any]) -> Bundle:
         sources=tuple(SourceFile(**source) for source in payload["sources"]),
         models=(payload["models"][0], payload["models"][1]),
         machine=payload["machine"],
+        inexact_widths=tuple(payload["inexact_widths"]),
     )
 
 

@@ -114,6 +114,15 @@ class TokenTree:
         return self._len
 
     @property
+    def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Token, parent, depth, log-probability and path arrays for operators, whole: what is beyond `len(tree)` means nothing. Aliasing: the tree's own."""
+        return self._token, self._parent, self._depth, self._log_prob, self._path
+
+    @property
+    def is_cpu(self) -> bool:
+        return self._token.is_cpu
+
+    @property
     def token_N(self) -> Tensor:
         return self._token[: self._len]
 
@@ -168,7 +177,7 @@ class TokenTree:
         The nodes count once the block ends well. Raises ConfigError beyond the capacity.
         """
         self._require_room(width)
-        yield self._len, self._token, self._parent, self._depth, self._log_prob, self._path
+        yield self._len, *self.arrays
         self._len += width
 
     def _require_room(self, width: int) -> None:

@@ -92,6 +92,7 @@ def _report(bundle: Bundle, seconds: float) -> None:
 
     loaded = load_pair(bundle.name)
     print(f"compiled {bundle.name} in {seconds:.0f} s")
+    print(f"  {bundle.exactness}")
     for temperature, acceptance in loaded.acceptance.by_temperature.items():
         shape, gain = best_shape(acceptance, loaded.latency, widths=bundle.config.widths, verify_widths=bundle.config.verify_widths, context_len=0)
         print(f"  temperature {temperature}: {shape}, predicted speedup over plain decoding {gain:.2f}")

@@ -15,6 +15,7 @@ pair       what was compiled, from what, and the shape that decoding will use
 profile    latency and predicted speedup against verified width (plots as PNG)
 plan       the stages of an iteration in the representative plans (Gantt charts as PNG), the winner and why
 predictor  the depth predictor on held-out text: scores, decisions, whether it is used (and a plot)
+step       the wall clock of one step after a prompt: every graph, and a name for all the time between graphs (PNG)
 tree       the tree that one step drafts, verifies and accepts after a prompt
 """
 
@@ -22,8 +23,8 @@ tree       the tree that one step drafts, verifies and accepts after a prompt
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = verbs.add_parser("show", help="look at a compiled pair", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("pair", "profile", "plan", "predictor", "tree"))
-    parser.add_argument("prompt", nargs="?", default="Once upon a time", help="for tree: the text before the step (default: %(default)s)")
+    parser.add_argument("what", choices=("pair", "profile", "plan", "predictor", "step", "tree"))
+    parser.add_argument("prompt", nargs="?", default="Once upon a time", help="for step and tree: the text before the step (default: %(default)s)")
     parser.add_argument("--pair", help="which pair (default: the bundled one)")
     parser.add_argument("--predictor", metavar="DATASET", help="which calibration text's predictor (default: the last one compiled)")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for PNG files (default: the working directory)")
@@ -37,7 +38,8 @@ def run(options: argparse.Namespace) -> None:
     if not options.out.is_dir():
         raise ConfigError("--out", str(options.out), "an existing folder")
     pair = load_pair(options.pair or BUNDLED, dataset=options.predictor)
-    {"pair": _show_pair, "profile": _show_profile, "plan": _show_plan, "predictor": _show_predictor, "tree": _show_tree}[options.what](pair, options)
+    show = {"pair": _show_pair, "profile": _show_profile, "plan": _show_plan, "predictor": _show_predictor, "step": _show_step, "tree": _show_tree}
+    show[options.what](pair, options)
 
 
 def _show_pair(pair: Any, options: argparse.Namespace) -> None:
@@ -48,6 +50,7 @@ def _show_pair(pair: Any, options: argparse.Namespace) -> None:
     megabytes = [model.weight_bytes / 1e6 for model in (pair.engine.target, pair.engine.draft)]
     print(f"  {config.dtype} on {config.device}, context {bundle.max_context}, weights {megabytes[0]:.1f} + {megabytes[1]:.1f} MB")
     print(f"  target graphs {list(pair.engine.target.menu.sizes)}, draft graphs {list(pair.engine.draft.menu.sizes)} tokens")
+    print(f"  {bundle.exactness}")
     print(f"  calibrated on {pair.dataset} (--predictor chooses among: {', '.join(bundle.datasets)})")
     for temperature, acceptance in pair.acceptance.by_temperature.items():
         shape, gain = best_shape(acceptance, pair.latency, widths=config.widths, verify_widths=config.verify_widths, context_len=256)
@@ -84,6 +87,15 @@ def _show_predictor(pair: Any, options: argparse.Namespace) -> None:
 
     print(depth_table(pair))
     print(plot_predictor(pair, options.out))
+
+
+def _show_step(pair: Any, options: argparse.Namespace) -> None:
+    from yggdrasil.timeline import plot_timeline, record_timeline, timeline_table
+
+    timeline = record_timeline(pair, pair.tokenizer.encode(options.prompt))
+    print(timeline_table(timeline))
+    step = timeline.representative
+    print(plot_timeline(step, options.out / f"{pair.bundle.name}-step.png", title=f"{pair.bundle.name}: {step.shape}, {step.ms:.2f} ms"))
 
 
 def _show_tree(pair: Any, options: argparse.Namespace) -> None:

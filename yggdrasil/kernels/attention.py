@@ -26,7 +26,8 @@ def reference(
         scale: Factor on the scores.
 
     Returns:
-        (1, N, H, F) in the query's dtype; zeros for padding.
+        (1, N, H, F) in the query's dtype; zeros for padding. The operator rounds softmax numerators to the cache's dtype before it multiplies
+        them with values, as flash attention does; here they stay fp32.
 
     Cost: N host loops and syncs; for tests.
     Aliasing: mutates both caches, aliases nothing.

@@ -10,9 +10,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "operators.h"
+#include "vectors.h"
 
 namespace {
 
@@ -85,19 +88,41 @@ std::tuple<at::Tensor, at::Tensor> ygg::candidates(const at::Tensor& logits, int
 
 namespace {
 
-// Of every row its greatest value and the first place that has it; NaN where the row has one.
+// The greatest of a row, NaN where it has one, and its first place.
+template <class Dtype>
+std::pair<float, int64_t> greatest_of(const typename Dtype::Element* row, int64_t places) {
+  const auto wide = [&](int64_t place) {
+    const ygg::Vec numbers = Dtype::widen_all(row + place);
+    return Vec::loadu(&numbers);
+  };
+  float value = -std::numeric_limits<float>::infinity();
+  int64_t place = 0;
+  if (places >= Vec::size()) {
+    Vec highest = wide(0);
+    for (place = Vec::size(); place + Vec::size() <= places; place += Vec::size()) highest = at::vec::maximum(highest, wide(place));
+    value = at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, highest);
+  }
+  for (; place < places; ++place) value = Dtype::widen(row[place]) > value || std::isnan(Dtype::widen(row[place])) ? Dtype::widen(row[place]) : value;
+  constexpr int kNone = (1 << Vec::size()) - 1;
+  for (place = 0; place + Vec::size() <= places && (wide(place) == Vec(value)).zero_mask() == kNone;) place += Vec::size();
+  while (place + 1 < places && Dtype::widen(row[place]) != value) ++place;
+  return {value, place};
+}
+
+template <class Dtype>
+std::tuple<at::Tensor, at::Tensor> greatest_rows(const at::Tensor& scores) {
+  const int64_t rows = scores.size(0), places = scores.size(1);
+  at::Tensor values = at::empty({rows}, scores.options().dtype(at::kFloat)), tokens = at::empty({rows}, scores.options().dtype(at::kLong));
+  const auto* from = static_cast<const typename Dtype::Element*>(scores.const_data_ptr());
+  for (int64_t r = 0; r < rows; ++r)
+    std::tie(values.mutable_data_ptr<float>()[r], tokens.mutable_data_ptr<int64_t>()[r]) = greatest_of<Dtype>(from + r * places, places);
+  return {values, tokens};
+}
+
 std::tuple<at::Tensor, at::Tensor> greatest(const at::Tensor& scores) {
   TORCH_CHECK(scores.dim() == 2 && scores.size(1) > 0, "greatest: scores are (rows, places)");
-  const at::Tensor wide = scores.to(at::kFloat).contiguous();
-  const int64_t rows = wide.size(0), places = wide.size(1);
-  at::Tensor values = at::empty({rows}, wide.options()), tokens = at::empty({rows}, wide.options().dtype(at::kLong));
-  for (int64_t r = 0; r < rows; ++r) {
-    const float* row = wide.const_data_ptr<float>() + r * places;
-    const float value = at::vec::reduce_all<float>([](const Vec& a, const Vec& b) { return at::vec::maximum(a, b); }, row, places);
-    values.mutable_data_ptr<float>()[r] = value;
-    tokens.mutable_data_ptr<int64_t>()[r] = std::find(row, row + places, value) - row;
-  }
-  return {values, tokens};
+  if (scores.scalar_type() == at::kBFloat16) return greatest_rows<ygg::BFloat16>(scores.contiguous());
+  return greatest_rows<ygg::Float32>(scores.to(at::kFloat).contiguous());
 }
 
 }  // namespace

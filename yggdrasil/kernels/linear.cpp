@@ -189,6 +189,12 @@ struct TileSums {
     _tile_stored(2, tile[2], 64);
     _tile_stored(3, tile[3], 64);
   }
+  void load() const {
+    _tile_loadd(0, tile[0], 64);
+    _tile_loadd(1, tile[1], 64);
+    _tile_loadd(2, tile[2], 64);
+    _tile_loadd(3, tile[3], 64);
+  }
 };
 
 // One touch per tile, two tiles ahead, wakes the processor's own prefetcher; touching every line is slower, since the touches compete with the tile loads for
@@ -234,11 +240,24 @@ void compute_16_rows(const Product& product, int64_t panel, int64_t end) {
   }
 }
 
-// 32 rows of two panels; a missing second tile of rows or second panel repeats the first.
-void compute_32_rows(const Product& product, int64_t row, int64_t panel, int64_t end) {
-  const int64_t row1 = row + kTileRows < product.rows ? row + kTileRows : row, panel1 = std::min(panel + 1, end - 1);
-  const Word *x = product.x + row * product.steps, *weight = product.panel(panel).words;
-  const int64_t second_x = (row1 - row) * product.steps, second_weight = product.panel(panel1).words - weight;
+// Two tiles of rows from `row` on by two panels; where a tile or a panel is missing, the first is there twice.
+void store_32_rows(const Product& product, const TileSums& sums, int64_t row, int64_t panel, int64_t panel1) {
+  for (int i = 0; i < 2; ++i) {
+    const int64_t first = i && row + kTileRows < product.rows ? row + kTileRows : row, rows = std::min<int64_t>(kTileRows, product.rows - first);
+    if (product.is_gated) {
+      store_gated<BFloat16>(product, sums.tile[i], sums.tile[i + 2], kColumns, first, rows, panel);
+    } else {
+      store_panel<BFloat16>(product, sums.tile[i], kColumns, first, rows, panel);
+      store_panel<BFloat16>(product, sums.tile[i + 2], kColumns, first, rows, panel1);
+    }
+  }
+}
+
+// Up to 32 rows of two panels, and more than 16; a missing panel repeats the first.
+void compute_32_rows(const Product& product, int64_t panel, int64_t end) {
+  const int64_t panel1 = std::min(panel + 1, end - 1), second_x = kTileRows * product.steps;
+  const Word *x = product.x, *weight = product.panel(panel).words;
+  const int64_t second_weight = product.panel(panel1).words - weight;
   zero_sums();
   for (const Word* stop = weight + product.panel_words(); weight < stop; weight += kTileWords, x += kTileWords) {
     _tile_loadd(4, x, 64);
@@ -254,15 +273,57 @@ void compute_32_rows(const Product& product, int64_t row, int64_t panel, int64_t
   }
   TileSums sums;
   sums.store();
-  for (int i = 0; i < 2; ++i) {
-    const int64_t first = i ? row1 : row, rows = std::min<int64_t>(kTileRows, product.rows - first);
-    if (product.is_gated) {
-      store_gated<BFloat16>(product, sums.tile[i], sums.tile[i + 2], kColumns, first, rows, panel);
-    } else {
-      store_panel<BFloat16>(product, sums.tile[i], kColumns, first, rows, panel);
-      store_panel<BFloat16>(product, sums.tile[i + 2], kColumns, first, rows, panel1);
+  store_32_rows(product, sums, 0, panel, panel1);
+}
+
+// The lines of the next weights, brought to L2 a few at a time while tiles multiply.
+struct Lookahead {
+  const Word *first, *second;  // as many lines of one panel, then of the other
+  int64_t line, half;
+
+  void touch(int64_t count) {
+    for (const int64_t stop = std::min(line + count, 2 * half); line < stop; ++line)
+      __builtin_prefetch(line < half ? first + line * kColumns : second + (line - half) * kColumns, 0, 2);
+  }
+};
+
+// kChunk tiles of k for 32 rows of two panels, on top of the sums so far.
+void add_32_rows(TileSums& sums, bool is_first, const Word* x, int64_t second_x, const Word* weight, int64_t second_weight, int64_t tiles, Lookahead& ahead,
+                 int64_t lines_per_tile) {
+  is_first ? zero_sums() : sums.load();
+  for (const Word* stop = weight + tiles * kTileWords; weight < stop; weight += kTileWords, x += kTileWords) {
+    _tile_loadd(4, x, 64);
+    _tile_loadd(6, weight, 64);
+    _tile_loadd(5, x + second_x, 64);
+    _tile_loadd(7, weight + second_weight, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 5, 6);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+    ahead.touch(lines_per_tile);
+  }
+  sums.store();
+}
+
+// More than 32 rows of two panels: a chunk of the panels stays in L1 for all rows, which meanwhile fetch the next chunk. The order of k is that of one pass.
+void compute_many_rows(const Product& product, std::vector<TileSums>& sums, int64_t panel, int64_t end) {
+  constexpr int64_t kChunk = 8;  // tiles of two panels are a third of L1, and so are those of x
+  const int64_t panel1 = std::min(panel + 1, end - 1), blocks = (product.rows + 2 * kTileRows - 1) / (2 * kTileRows);
+  const Word *weight = product.panel(panel).words, *weight1 = product.panel(panel1).words;
+  const int64_t tiles = product.panel_words() / kTileWords;
+  sums.resize(blocks);
+  for (int64_t k = 0; k < tiles; k += kChunk) {
+    const int64_t count = std::min(kChunk, tiles - k), next = k + count;
+    Lookahead ahead{weight + next * kTileWords, weight1 + next * kTileWords, 0, std::min(kChunk, tiles - next) * kTileRows};
+    if (next == tiles && panel + 2 < end)
+      ahead = {product.panel(panel + 2).words, product.panel(std::min(panel + 3, end - 1)).words, 0, std::min(kChunk, tiles) * kTileRows};
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t row = block * 2 * kTileRows, second = row + kTileRows < product.rows ? kTileRows * product.steps : 0;
+      add_32_rows(sums[block], k == 0, product.x + row * product.steps + k * kTileWords, second, weight + k * kTileWords, weight1 - weight, count, ahead,
+                  (2 * kTileRows + blocks - 1) / blocks);
     }
   }
+  for (int64_t block = 0; block < blocks; ++block) store_32_rows(product, sums[block], block * 2 * kTileRows, panel, panel1);
 }
 
 void compute_tiles(const Product& product, int64_t begin, int64_t end) {
@@ -273,8 +334,9 @@ void compute_tiles(const Product& product, int64_t begin, int64_t end) {
   if (product.rows <= kTileRows) {
     for (int64_t panel = begin; panel < end; panel += 4) compute_16_rows(product, panel, end);
   } else {
+    thread_local std::vector<TileSums> sums;
     for (int64_t panel = begin; panel < end; panel += 2)
-      for (int64_t row = 0; row < product.rows; row += 2 * kTileRows) compute_32_rows(product, row, panel, end);
+      product.rows > 2 * kTileRows ? compute_many_rows(product, sums, panel, end) : compute_32_rows(product, panel, end);
   }
   _tile_release();
 }

@@ -141,7 +141,7 @@ TreeArrays subtree(const at::Tensor& token, const at::Tensor& parent, const at::
   const int64_t count = int64_t(keep.size()), path_width = path.size(1), num_nodes = token.size(0);
   std::vector<int32_t> renamed(num_nodes, -1);
   for (int64_t place = 0; place < count; ++place) {
-    TORCH_CHECK(0 <= keep[place] && keep[place] < num_nodes, "subtree: node ", keep[place], " of a tree of ", num_nodes);
+    TORCH_CHECK(0 <= keep[place] && keep[place] < num_nodes, "subtree: node ", keep[place], " of ", num_nodes);
     renamed[keep[place]] = int32_t(place);
   }
   const auto name = [&](int32_t node) { return node < 0 ? -1 : renamed[node]; };

@@ -71,6 +71,7 @@ inline Vec maximum(Vec a, Vec b) {  // NaN stays
 struct Float32 {
   using Element = float;
   static constexpr int kPair = 1;  // numbers of a word
+  static Vec widen_all(const Element* numbers) { return load(numbers); }
   static WordVec pack(const Vec* numbers) { return (WordVec)numbers[0]; }
   static Vec number(WordVec words, int) { return (Vec)words; }
   static WordVec line(const Element* const* rows, int64_t first) { return (WordVec)load(rows[0] + first); }
@@ -92,6 +93,11 @@ struct BFloat16 {
     return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? WordVec{} + 0x7fc0 : rounded, Narrow);
   }
   static float widen(Element value) { return std::bit_cast<float>(static_cast<uint32_t>(value) << 16); }
+  static Vec widen_all(const Element* numbers) {
+    Narrow narrow;
+    std::memcpy(&narrow, numbers, sizeof narrow);
+    return (Vec)(__builtin_convertvector(narrow, WordVec) << 16);
+  }
   static WordVec pair(Narrow even, Narrow odd) { return __builtin_convertvector(even, WordVec) | __builtin_convertvector(odd, WordVec) << 16; }
   // Words of two vectors of numbers, rounded; the even or odd numbers of words; words of the same places of two rows.
   static WordVec pack(const Vec* numbers) { return pair(round(numbers[0]), round(numbers[1])); }

@@ -40,7 +40,8 @@ def pack_chain_(meta_NM: Tensor, tokens: Sequence[int], start_pos: int, *, row: 
 def pack_nodes_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0) -> None:
     """Tree nodes `first..last-1`: provisional indices after the committed `root_pos` ones; each sees those and its path."""
     if meta_NM.is_cpu:
-        torch.ops.ygg.pack_nodes_(meta_NM, tree.token_N, tree.depth_N, tree.path_NA, first, last, root_pos, row)
+        token, _, depth, _, path = tree.arrays
+        torch.ops.ygg.pack_nodes_(meta_NM, token, depth, path, first, last, root_pos, row)
     else:
         pack_nodes_plain_(meta_NM, tree, first, last, root_pos, row=row)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,19 @@ class Curve:
 
     def at(self, num_tokens: int, context_len: int) -> float:
         """Milliseconds of the smallest measured size that holds `num_tokens`, linear between contexts, clamped at both ends."""
-        column = min(bisect_left(self.sizes, num_tokens), len(self.sizes) - 1)
+        [ms] = self.at_each((num_tokens,), context_len)
+        return ms
+
+    def at_each(self, nums_tokens: Sequence[int], context_len: int) -> list[float]:
+        """`at` for several token counts."""
+        columns = [min(bisect_left(self.sizes, num_tokens), len(self.sizes) - 1) for num_tokens in nums_tokens]
         place = bisect_left(self.contexts, context_len)
         if place == 0 or place == len(self.contexts):
-            return self.ms[min(place, len(self.contexts) - 1)][column]
+            row = self.ms[min(place, len(self.contexts) - 1)]
+            return [row[column] for column in columns]
         low, high = self.contexts[place - 1], self.contexts[place]
-        share = (context_len - low) / (high - low)
-        return self.ms[place - 1][column] * (1 - share) + self.ms[place][column] * share
+        share, before, after = (context_len - low) / (high - low), self.ms[place - 1], self.ms[place]
+        return [before[column] * (1 - share) + after[column] * share for column in columns]
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Curve:

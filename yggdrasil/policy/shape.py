@@ -80,7 +80,7 @@ class FixedShape:
         menu = [width for width in self.verify_widths if width < len(expected)] + [len(expected)]
         menu = [width for width in menu if width <= self.verify_widths[-1]]
         settled_ms = self.latency.before_verify_ms(shape.width, shape.depth, context_len)
-        costs_ms = {width: settled_ms + self.latency.verify.at(width, context_len) for width in menu}
+        costs_ms = {width: settled_ms + ms for width, ms in zip(menu, self.latency.verify.at_each(menu, context_len), strict=True)}
         rate = self.rate
         if rate is None:
             return max(menu, key=lambda width: expected[width - 1] / costs_ms[width])

@@ -19,7 +19,7 @@ from yggdrasil.schedule.plan import Plan
 from yggdrasil.schedule.side import Side, side_of
 from yggdrasil.schedule.stages import needs
 from yggdrasil.state import DecodeState, Head, Shape, StepResult
-from yggdrasil.step.accept import Accepted, follow
+from yggdrasil.step.accept import Accepted, follow, next_positions
 from yggdrasil.step.commit import commit_draft_, commit_text_, forget_unfinished_
 from yggdrasil.step.draft import Drafted, draft, grow, head_draft, run_nodes
 from yggdrasil.step.prune import Pruned, prune
@@ -112,7 +112,7 @@ def _verify(it: Iteration) -> None:
 
 
 def _say(it: Iteration) -> None:
-    it.said_K = next_tokens(it.logits_KV, it.pruned.tree.positions(it.root_pos + 1), it.state.sampling)
+    it.said_K = next_tokens(it.logits_KV, next_positions(it.pruned.tree, it.root_pos, it.state.sampling), it.state.sampling)
 
 
 def _next_head(it: Iteration) -> None:

@@ -10,7 +10,7 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.step.sampling import next_tokens
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Accepted", "accept", "follow"]
+__all__ = ["Accepted", "accept", "follow", "next_positions"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,12 @@ def accept(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: Sampling
 
     Cost: one sync. Source: no draft probabilities enter, so the target's distribution is preserved for any tree.
     """
-    return follow(tree, next_tokens(logits_KV, tree.positions(root_pos + 1), sampling))
+    return follow(tree, next_tokens(logits_KV, next_positions(tree, root_pos, sampling), sampling))
+
+
+def next_positions(tree: TokenTree, root_pos: int, sampling: SamplingConfig) -> list[int]:
+    """Where the token after every node stands; greedy decoding does not ask."""
+    return [] if sampling.temperature == 0 else [root_pos + 1 + depth for depth in tree.depth_N.tolist()]  # sync: noise is drawn on the host
 
 
 def follow(tree: TokenTree, said_K: Tensor) -> Accepted:

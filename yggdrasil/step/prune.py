@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -54,17 +55,16 @@ def prune(tree: TokenTree, shape: Shape, policy: VerifyPolicy, context_len: int)
     """
     if len(tree) == 1:
         return Pruned(tree, [0], 1.0)
-    values_M = policy.values(tree.log_prob_N[1:].cpu().numpy())  # sync: K is a shape
-    order_M = np.argsort(-values_M, kind="stable")  # of equals the earlier node, so a parent before its child
-    expected = np.cumsum(np.concatenate([(1.0,), values_M[order_M]])).tolist()
+    values: list[float] = policy.values(tree.log_prob_N.tolist()).tolist()  # sync: K is a shape
+    order = sorted(range(1, len(tree)), key=values.__getitem__, reverse=True)  # stable: of equals the earlier node, so a parent before its child
+    expected = list(accumulate((values[node] for node in order), initial=1.0))
     count = policy.verify_width(expected, shape, context_len)
-    keep = [0, *(np.sort(order_M[: count - 1]) + 1).tolist()]
+    keep = sorted([0, *order[: count - 1]])
     return Pruned(_subtree(tree, keep), keep, expected[count - 1])
 
 
 def _subtree(tree: TokenTree, keep: Sequence[int]) -> TokenTree:
     """`tree.subtree(keep)`, in one call on a CPU."""
-    if len(keep) == len(tree) or not tree.token_N.is_cpu:
+    if len(keep) == len(tree) or not tree.is_cpu:
         return tree.subtree(keep)
-    arrays = torch.ops.ygg.subtree(tree.token_N, tree.parent_N, tree.depth_N, tree.log_prob_N, tree.path_NA, keep)
-    return TokenTree.of(*arrays, length=len(keep))
+    return TokenTree.of(*torch.ops.ygg.subtree(*tree.arrays, keep), length=len(keep))

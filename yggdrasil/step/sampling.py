@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -15,12 +16,12 @@ from yggdrasil.errors import YggError
 __all__ = ["gumbel_noise", "next_tokens", "process_logits"]
 
 
-def next_tokens(logits_KV: Tensor, positions_K: Tensor, sampling: SamplingConfig) -> Tensor:
+def next_tokens(logits_KV: Tensor, positions: Sequence[int], sampling: SamplingConfig) -> Tensor:
     """The target's own token after every node.
 
     Args:
         logits_KV: (K, V) logits after each node.
-        positions_K: (K,) position of the token to be chosen: one after the node's own.
+        positions: Of the token to be chosen after each node: one after the node's own.
         sampling: Temperature, filters and seed.
 
     Returns:
@@ -30,16 +31,14 @@ def next_tokens(logits_KV: Tensor, positions_K: Tensor, sampling: SamplingConfig
     Raises:
         YggError: a row has no greatest logit (NaN).
 
-    Cost: on CUDA one sync to refuse what is not finite, and one more for sampling, to know the positions.
+    Cost: on CUDA one sync to refuse what is not finite.
     Source: the Gumbel-max form of categorical sampling.
     """
     scores_KV = logits_KV
     if sampling.temperature > 0:
         scores_KV = process_logits(logits_KV.float(), sampling)
-        noise = {
-            position: gumbel_noise(sampling.seed, position, scores_KV.shape[1]) for position in set(positions_K.tolist())
-        }  # sync: noise is drawn on the host
-        scores_KV = scores_KV + torch.stack([noise[position] for position in positions_K.tolist()]).to(scores_KV.device)
+        noise = {position: gumbel_noise(sampling.seed, position, scores_KV.shape[1]) for position in set(positions)}
+        scores_KV = scores_KV + torch.stack([noise[position] for position in positions]).to(scores_KV.device)
     values_K, tokens_K = torch.ops.ygg.greatest(scores_KV) if scores_KV.is_cpu else scores_KV.max(dim=-1)
     if not all(map(math.isfinite, values_K.tolist())):  # sync: a broken model must not write text
         raise YggError("the target's logits are not finite: the weights or the input are broken")

@@ -1,0 +1,320 @@
+"""How near do the compiled graphs run to what this machine's memory and arithmetic allow, and what does the host add to them?
+
+Measured in turn, so that drift hits all alike: the rate at which memory is read, the throughput of `torch.mm` on large matrices in the
+pair's dtype, and every graph of both menus at three contexts, the last as long as the pair's context. A pass reads the weights
+and the KV of the context: its memory ceiling is those bytes at the measured rate, its compute ceiling two operations a weight and token at
+the measured throughput. One token runs as the graph of two, so T(1) is T(2). The host's share comes from the steps of the default policy on
+one held-out prompt (`yggdrasil/timeline.py`). The draft's weights fit the processor's caches, where they may be read faster than memory.
+
+Refuted if a goal of the table is missed: verification that grows faster with its width, or is farther from the memory's ceiling, than the
+goals say; a prefill chunk below 0.6 of the matrix throughput; a growth step above 0.2 ms; a host above 0.4 ms per step. `--prompts` and
+`--tokens` are of no consequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from bench.claim import Claim, Say
+from bench.harness import MemoryStream, spread
+from bench.pair import bench_target
+from bench.subject import subject
+from bench.workloads import STORIES, beginnings
+from yggdrasil.bundle import LoadedPair
+from yggdrasil.compiler.model import CompiledModel
+from yggdrasil.kv import KVShape
+from yggdrasil.models.packing import pack_chain_
+from yggdrasil.timeline import Timeline, record_timeline
+
+CONTEXTS = (64, 512)
+ROUNDS, QUICK_ROUNDS = 21, 2
+MATRICES = ((2048, 2048, 2048), (4096, 4096, 4096), (1024, 4096, 4096), (8192, 1024, 4096))  # rows, depth, columns
+GROWTH_OF_VERIFY = {8: 1.10, 16: 1.3, 32: 2.1}  # T(W) over T(2), at most
+MOST_OVER_MEMORY = 1.15  # T(1) over its memory ceiling
+LEAST_PREFILL_SHARE = 0.6  # of the matrix throughput
+MOST_GROWTH_STEP_MS = 0.2
+MOST_HOST_MS = 0.4
+
+Sampler = Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One graph at one context.
+
+    Args:
+        size: Its tokens.
+        context: Tokens in its KV.
+        ms: Median, tenth and ninetieth percentile of its time.
+        read_bytes: Of weights and KV.
+        memory_ms: What reading them takes at the measured rate.
+        compute_ms: What its products take at the measured throughput.
+    """
+
+    size: int
+    context: int
+    ms: Mapping[str, float]
+    read_bytes: int
+    memory_ms: float
+    compute_ms: float
+
+    @property
+    def memory_share(self) -> float:
+        """Of the memory rate that the pass attains; above 1 where the caches hold what it reads."""
+        return self.memory_ms / self.ms["median"]
+
+    @property
+    def compute_share(self) -> float:
+        """Of the matrix throughput that the pass attains."""
+        return self.compute_ms / self.ms["median"]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "memory_share": round(self.memory_share, 4), "compute_share": round(self.compute_share, 4)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a pass has to do at least.
+
+    Args:
+        size: Its tokens.
+        weight_bytes: Of every weight that it multiplies by.
+        kv_bytes: Of the KV that it attends to.
+        itemsize: Bytes of a weight.
+    """
+
+    size: int
+    weight_bytes: int
+    kv_bytes: int
+    itemsize: int
+
+    @property
+    def read_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def flop(self) -> int:
+        """A product and a sum for every weight and token; attention is not counted."""
+        return 2 * self.size * self.weight_bytes // self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Both ceilings.
+
+    Args:
+        gb_per_s: Memory read rate, 10^9 bytes a second.
+        tflop_per_s: Matrix throughput, 10^12 operations a second.
+    """
+
+    gb_per_s: float
+    tflop_per_s: float
+
+    def pass_of(self, work: Work, context: int, samples_ms: Sequence[float]) -> Pass:
+        """A measured graph beside its ceilings."""
+        return Pass(
+            size=work.size,
+            context=context,
+            ms=spread(samples_ms),
+            read_bytes=work.read_bytes,
+            memory_ms=round(work.read_bytes / self.gb_per_s / 1e6, 4),
+            compute_ms=round(work.flop / self.tflop_per_s / 1e9, 4),
+        )
+
+
+def kv_bytes(kv: KVShape, context: int, bytes_each: int) -> int:
+    """Keys and values of so many tokens in every layer."""
+    return 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim * bytes_each * context
+
+
+def contexts_of(pair: LoadedPair, quick: bool) -> list[int]:
+    """Those of `CONTEXTS` that the pair holds, and the longest behind which every graph has room; the shortest alone in a rehearsal."""
+    room = min(kv.capacity - pair.bundle.config.prefill_chunk for kv in (pair.bundle.kv_target, pair.bundle.kv_draft))
+    longest = min(pair.bundle.max_context, room)
+    return [*(context for context in CONTEXTS if context < longest), longest][: 1 if quick else None]
+
+
+def forward_sampler(model: CompiledModel, size: int, context: int) -> Sampler:
+    """Milliseconds of one forward; latency does not depend on the values in the KV."""
+
+    def sample() -> float:
+        meta_NM = model.meta(size)
+        pack_chain_(meta_NM, [0] * size, context)
+        start = time.perf_counter()
+        model.forward(meta_NM)
+        return (time.perf_counter() - start) * 1e3
+
+    return sample
+
+
+def matrix_sampler(rows: int, depth: int, columns: int, dtype: torch.dtype) -> Sampler:
+    """TFLOP/s of one product of matrices of this size."""
+    left, right = torch.randn(rows, depth, dtype=dtype), torch.randn(depth, columns, dtype=dtype)
+
+    def sample() -> float:
+        start = time.perf_counter()
+        torch.mm(left, right)
+        return 2 * rows * depth * columns / (time.perf_counter() - start) / 1e12
+
+    return sample
+
+
+def in_turns(samplers: Mapping[Any, Sampler], rounds: int, tick: Callable[[str], None]) -> dict[Any, list[float]]:
+    """So many samples of each, one after another, after a round that is not counted."""
+    samples: dict[Any, list[float]] = {name: [] for name in samplers}
+    for index in range(rounds + 1):
+        for name, sample in samplers.items():
+            value = sample()
+            if index:
+                samples[name].append(value)
+        tick(f"round {index} of {rounds}")
+    return samples
+
+
+def verify_goals(passes: Sequence[Pass], contexts: Sequence[int]) -> list[dict[str, Any]]:
+    """What the target's graphs shall attain at these contexts: ratios over the narrowest graph, and that graph over its memory ceiling."""
+    goals = []
+    for context in contexts:
+        ms = {each.size: each.ms["median"] for each in passes if each.context == context}
+        narrow = next(each for each in passes if (each.size, each.context) == (2, context))
+        goals += [at_most(f"T({size})/T(2) at context {context}", ms[size] / ms[2], limit) for size, limit in GROWTH_OF_VERIFY.items()]
+        goals.append(at_most(f"T(1) over bytes / rate at context {context}", 1 / narrow.memory_share, MOST_OVER_MEMORY))
+    return goals
+
+
+def step_goals(prefill: Mapping[str, Any], host: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the prompt's graph and the host shall attain; a policy that decodes plainly has no growth step."""
+    goals = [at_least("prefill over torch.mm", prefill["share"], LEAST_PREFILL_SHARE)]
+    if host["growth_step_ms"] is not None:
+        goals.append(at_most("ms of a growth step", host["growth_step_ms"], MOST_GROWTH_STEP_MS))
+    return [*goals, at_most("ms of the host per step", host["host_ms"], MOST_HOST_MS)]
+
+
+def at_most(name: str, measured: float, limit: float) -> dict[str, Any]:
+    """A goal from above."""
+    return {"goal": name, "wanted": f"<= {limit}", "measured": round(measured, 4), "reached": measured <= limit}
+
+
+def at_least(name: str, measured: float, limit: float) -> dict[str, Any]:
+    """A goal from below."""
+    return {"goal": name, "wanted": f">= {limit}", "measured": round(measured, 4), "reached": measured >= limit}
+
+
+def host_json(timeline: Timeline) -> dict[str, Any]:
+    """Medians of the default policy's steps."""
+    return {
+        "shape": timeline.representative.shape,
+        "steps": len(timeline.steps),
+        "step_ms": round(timeline.total_ms, 4),
+        "host_ms": round(timeline.host_ms, 4),
+        "growth_step_ms": None if timeline.growth_step_ms is None else round(timeline.growth_step_ms, 4),
+        "pieces": [{"name": name, "is_graph": is_graph, "ms": round(ms, 4)} for name, is_graph, ms in timeline.pieces_ms()],
+    }
+
+
+def prefill_json(chunk: Pass, tflop_per_s: float) -> dict[str, float]:
+    """The prompt's graph as a rate."""
+    return {
+        "tokens": chunk.size,
+        "context": chunk.context,
+        "ms": chunk.ms["median"],
+        "tok_per_s": round(chunk.size / chunk.ms["median"] * 1e3, 1),
+        "tflop_per_s": round(chunk.compute_share * tflop_per_s, 4),
+        "share": round(chunk.compute_share, 4),
+    }
+
+
+def graph_samplers(models: Mapping[str, CompiledModel], contexts: Sequence[int]) -> dict[Any, Sampler]:
+    """Every graph at every context, by (kind, context, size); those of one model together, as they run in a step."""
+    return {(kind, context, size): forward_sampler(model, size, context) for kind, model in models.items() for context in contexts for size in model.menu.sizes}
+
+
+def measure_passes(pair: LoadedPair, weight_bytes: Mapping[str, int], options: argparse.Namespace, say: Say) -> tuple[dict[str, Any], dict[str, list[Pass]]]:
+    """Both ceilings, and every graph of both models beside them."""
+    models: dict[str, Any] = {"verify": pair.engine.target, "draft": pair.engine.draft}
+    dtype, contexts, matrices = getattr(torch, pair.bundle.config.dtype), contexts_of(pair, options.quick), MATRICES[: 1 if options.quick else None]
+    ceilings: dict[Any, Sampler] = {"memory": MemoryStream().gb_per_s, **{shape: matrix_sampler(*shape, dtype) for shape in matrices}}
+    graphs = graph_samplers(models, contexts)
+    samples = in_turns(ceilings | graphs, QUICK_ROUNDS if options.quick else ROUNDS, say)
+    memory, throughput = spread(samples["memory"]), {shape: spread(samples[shape]) for shape in matrices}
+    machine = Machine(gb_per_s=memory["median"], tflop_per_s=max(each["median"] for each in throughput.values()))
+    passes: dict[str, list[Pass]] = {kind: [] for kind in models}
+    for kind, context, size in graphs:
+        work = Work(size=size, weight_bytes=weight_bytes[kind], kv_bytes=kv_bytes(models[kind].cache.shape, context, dtype.itemsize), itemsize=dtype.itemsize)
+        passes[kind].append(machine.pass_of(work, context, samples[kind, context, size]))
+    names = {"x".join(map(str, shape)): found for shape, found in throughput.items()}
+    return {"memory_gb_per_s": memory, "mm_tflop_per_s": names, "tflop_per_s": machine.tflop_per_s, "contexts": contexts}, passes
+
+
+def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+    """Ceilings, graphs, host, goals."""
+    under_test = subject(options)
+    pair = under_test.pair()
+    say(under_test.target.statement)
+    weight_bytes = {"verify": under_test.target.weight_bytes, "draft": bench_target(under_test.draft, 0).weight_bytes}
+    found, passes = measure_passes(pair, weight_bytes, options, say)
+    [prompt] = beginnings(STORIES.test_texts, pair, 1)
+    host = host_json(record_timeline(pair, prompt))
+    prefill = prefill_json(next(each for each in passes["verify"] if each.size == pair.engine.target.prefill_chunk), found["tflop_per_s"])
+    goals = [*verify_goals(passes["verify"], found["contexts"][1:] or found["contexts"]), *step_goals(prefill, host)]
+    return {
+        "target": under_test.target.to_json(),
+        **found,
+        **{kind: [each.to_json() for each in of_kind] for kind, of_kind in passes.items()},
+        "prefill": prefill,
+        "host": host,
+        "goals": goals,
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Ceilings, graphs beside them, the host's pieces, goals."""
+    lines = [f"memory {result['memory_gb_per_s']['median']:.1f} GB/s, torch.mm {result['tflop_per_s']:.3f} TFLOP/s (best of {list(result['mm_tflop_per_s'])})"]
+    for kind in ("verify", "draft"):
+        lines.append(
+            f"{'T_' + kind + ', context':<18}{'tokens':>7}{'ms':>10}{'p10':>10}{'p90':>10}{'MB':>9}{'memory':>9}{'of it':>7}{'compute':>9}{'of it':>7}"
+        )
+        lines += [_pass_line(each) for each in result[kind]]
+    prefill, host = result["prefill"], result["host"]
+    rates = f"{prefill['tok_per_s']:.0f} tokens/s, {prefill['tflop_per_s']:.3f} TFLOP/s, {prefill['share']:.2f} of torch.mm"
+    lines.append(f"prefill of {prefill['tokens']} tokens at context {prefill['context']}: {rates}")
+    lines.append(f"step: {host['shape']}, {host['step_ms']:.3f} ms, host {host['host_ms']:.3f} ms, medians of {host['steps']} steps:")
+    lines += [f"  {'[' + piece['name'] + ']' if piece['is_graph'] else piece['name']:<18}{piece['ms']:>9.3f}" for piece in host["pieces"]]
+    lines += [f"{'reached' if goal['reached'] else 'MISSED '} {goal['goal']}: {goal['measured']:.3f}, wanted {goal['wanted']}" for goal in result["goals"]]
+    return "\n".join(lines)
+
+
+def _pass_line(each: Mapping[str, Any]) -> str:
+    ms = f"{each['ms']['median']:>10.3f}{each['ms']['p10']:>10.3f}{each['ms']['p90']:>10.3f}"
+    ceilings = f"{each['memory_ms']:>9.3f}{each['memory_share']:>7.2f}{each['compute_ms']:>9.3f}{each['compute_share']:>7.2f}"
+    return f"{each['context']:>18}{each['size']:>7}{ms}{each['read_bytes'] / 1e6:>9.1f}{ceilings}"
+
+
+def draw(figure: Figure, result: Mapping[str, Any]) -> None:
+    """Milliseconds against tokens with both ceilings, the target's graphs and the draft's."""
+    for axes, kind in zip(figure.subplots(1, 2), ("verify", "draft"), strict=True):
+        for context in result["contexts"]:
+            passes = [each for each in result[kind] if each["context"] == context]
+            sizes = [each["size"] for each in passes]
+            errors = [[abs(each["ms"]["median"] - each["ms"][edge]) for each in passes] for edge in ("p10", "p90")]
+            bars = axes.errorbar(sizes, [each["ms"]["median"] for each in passes], errors, fmt="o-", markersize=3, capsize=2, label=f"context {context}")
+            axes.plot(sizes, [each["memory_ms"] for each in passes], "--", linewidth=0.8, color=bars.lines[0].get_color())
+        axes.plot(sizes, [each["compute_ms"] for each in passes], "k:", linewidth=1, label="products at the rate of torch.mm")
+        axes.plot([], [], "k--", linewidth=0.8, label="weights and KV at the memory's rate")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set(title=f"T_{kind} and its ceilings", xlabel="tokens", ylabel="ms", yscale="log")
+        axes.legend(fontsize=7)
+
+
+CLAIM = Claim(name="roofline", doc=__doc__, prompts=1, tokens=0, measure=measure, table=table, draw=draw, size=(11, 4.5))
+
+if __name__ == "__main__":
+    CLAIM.main()

@@ -1,0 +1,68 @@
+"""Does a token have the same bits in every graph, in a chain and in a tree? Then speculation writes what plain decoding writes, to the bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from yggdrasil.models.packing import pack_chain_, pack_nodes_
+from yggdrasil.models.protocol import TokenModel
+from yggdrasil.tree import TokenTree
+
+__all__ = ["inexact_widths"]
+
+PREFIX_LEN = 40  # beyond two pages and one block of keys
+PATH_LEN = 12
+
+
+def inexact_widths(model: TokenModel, widths: tuple[int, ...]) -> tuple[int, ...]:
+    """The graphs whose logits differ in any bit from those of the smallest, which decodes plainly.
+
+    A text is decoded plainly; then its last tokens run through every graph as a chain, and as a path through a tree with a sibling beside every node.
+
+    Args:
+        model: A target; its cache is left empty.
+        widths: Token counts of its graphs, ascending.
+
+    Cost: some sixty forwards of the smallest graph and two of every other.
+    """
+    text = [(31 * place + 7) % 997 % _vocab(model, widths[0]) for place in range(PREFIX_LEN + PATH_LEN)]
+    model.cache.rollback_(0)
+    expected = []
+    for token in text:
+        expected.append(_chain(model, [token], widths[0])[0].clone())
+        model.cache.commit_([0])
+    model.cache.rollback_(PREFIX_LEN)
+    differing = tuple(width for width in widths if not _agrees(model, text[PREFIX_LEN:], torch.stack(expected[PREFIX_LEN:]), width))
+    model.cache.rollback_(0)
+    return differing
+
+
+def _agrees(model: TokenModel, text: list[int], expected_LV: Tensor, width: int) -> bool:
+    chain = text[:width]
+    path_len = min(len(text), (width + 1) // 2, model.max_depth + 1)
+    rows = _chain(model, chain, width)[: len(chain)], _path(model, text[:path_len], width)
+    return all(torch.equal(each_LV, expected_LV[: len(each_LV)]) for each_LV in rows)
+
+
+def _vocab(model: TokenModel, width: int) -> int:
+    return _chain(model, [0], width).shape[1]
+
+
+def _chain(model: TokenModel, tokens: list[int], width: int) -> Tensor:
+    meta_NM = model.meta(width)
+    pack_chain_(meta_NM, tokens, model.cache.len)
+    return model.forward(meta_NM)[0]
+
+
+def _path(model: TokenModel, tokens: list[int], width: int) -> Tensor:
+    """Logits of a path whose nodes each have an earlier sibling, so that its KV lies in every second slot."""
+    tree = TokenTree.root(tokens[0], 2 * len(tokens) - 1, max_depth=model.max_depth, device=model.device)
+    nodes = [0]
+    for depth, token in enumerate(tokens[1:], 1):
+        sibling = token - 1 if token else 1
+        tree.grow(*(torch.tensor(column, device=model.device) for column in ([nodes[-1]] * 2, [sibling, token], [-float(depth)] * 2)))
+        nodes.append(len(tree) - 1)
+    meta_NM = model.meta(width)
+    pack_nodes_(meta_NM, tree, 0, len(tree), model.cache.len)
+    return model.forward(meta_NM)[0][nodes]
