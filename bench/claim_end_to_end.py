@@ -24,13 +24,14 @@ from bench.arms import PLAIN_ARM, arm_summary, fixed_policy, geometric_means, pl
 from bench.claim import Claim, Say, bars
 from bench.counting import Counter, candidates
 from bench.harness import interleave
-from bench.subject import DRAFTS, Subject, subject
+from bench.subject import Subject, subject
 from bench.workloads import WORKLOADS, Workload, beginnings
 from yggdrasil.bundle import LoadedPair
 from yggdrasil.policy.structures import sequoia_latency
 from yggdrasil.state import Shape
 
 OURS, SPECINFER, SEQUOIA = "yggdrasil", "K-ary", "Sequoia"
+DRAFT_NAMES = ("bundled", "small")
 TUNED = ("sequence", "DISCO", SPECINFER, "OPT-Tree")
 TUNING_PROMPTS, TUNING_TOKENS = 4, 48
 
@@ -70,16 +71,11 @@ def _over(rounds: Any, reference: str) -> dict[str, dict[str, Any]]:
 def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     """Every draft that is there, every kind of text."""
     drafts: dict[str, Any] = {}
-    for draft_name, folder in DRAFTS.items():
-        if not (folder / "config.json").exists():
-            say(f"no {draft_name} draft in bench/data/{folder.name}: skipped")
-            drafts[draft_name] = None
-            continue
+    for draft_name in DRAFT_NAMES:
         under_test = subject(options, draft_name)
         workloads = {name: measure_workload(under_test, workload, options, say) for name, workload in WORKLOADS.items()}
         drafts[draft_name] = {"workloads": workloads, "geometric_mean_ours_over": geometric_means([each["ours_over"] for each in workloads.values()])}
-    measured = [draft for draft in drafts.values() if draft is not None]
-    ratios = [each["ours_over"] for draft in measured for each in draft["workloads"].values()]
+    ratios = [each["ours_over"] for draft in drafts.values() for each in draft["workloads"].values()]
     return {"target": subject(options).target.to_json(), "drafts": drafts, "geometric_mean_ours_over": geometric_means(ratios)}
 
 
@@ -87,7 +83,7 @@ def table(result: Mapping[str, Any]) -> str:
     """Milliseconds per token, AAL and our ratio to every arm."""
     lines = []
     for draft_name, draft in result["drafts"].items():
-        for workload, found in (draft or {"workloads": {}})["workloads"].items():
+        for workload, found in draft["workloads"].items():
             lines.append(f"{draft_name} draft, {workload:<10} {'ms/token':>10} {'AAL':>6} {'ours is faster by':>18}")
             for name, arm in found["arms"].items():
                 over = found["ours_over"].get(name)
@@ -99,7 +95,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     """Speed as a multiple of SpecInfer's structure, kind of text by kind of text."""
-    drafts = {name: draft["workloads"] for name, draft in result["drafts"].items() if draft is not None}
+    drafts = {name: draft["workloads"] for name, draft in result["drafts"].items()}
     for axes, (name, workloads) in zip(figure.subplots(1, len(drafts), squeeze=False)[0], drafts.items(), strict=True):
         order = (PLAIN_ARM, "sequence", "DISCO", SEQUOIA, "OPT-Tree", OURS)
         bars(

@@ -17,7 +17,7 @@ __all__ = ["DRAFTS", "MIN_PARAMETERS", "PAIR_NAME", "Subject", "subject"]
 
 PAIR_NAME = "tinystories-scaled"
 MIN_PARAMETERS = 300_000_000
-DRAFTS = {"bundled": bundled_models()[1], "small": Path(__file__).parent / "data" / "draft_small"}
+DRAFTS = {"bundled": bundled_models()[1], **{name: Path(__file__).parent / "data" / f"draft_{name}" for name in ("small", "early")}}
 
 
 @dataclass(frozen=True, kw_only=True)

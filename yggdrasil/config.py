@@ -95,7 +95,7 @@ class CompileConfig:
     prefill_chunk: int = 128
     num_candidates: int = 8
     calibration_texts: int = 100
-    calibration_tokens: int = 32
+    calibration_tokens: int = 20
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "bfloat16 or float32")
