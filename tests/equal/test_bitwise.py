@@ -80,6 +80,36 @@ def test_rows_are_bitwise_equal_across_the_menu(pair: LoadedPair) -> None:
                 assert torch.equal(rows, torch.stack(expected)), f"{name} through {size}"
 
 
+@pytest.mark.parametrize("prefix_len", (1, 14, 31, 32, 33, 63, 77))
+def test_rows_are_bitwise_equal_at_every_context(pair: LoadedPair, prefix_len: int) -> None:
+    """Around the ends of pages and of blocks of keys, where the last keys of a row move from one block to the next."""
+    model = pair.engine.target
+    prefix = [(7 * place) % 90 + 5 for place in range(prefix_len)]
+    prefilled(model, prefix)
+    expected = []
+    for token in TEXT:
+        expected.append(chain(model, [token], 2)[0].clone())
+        model.cache.commit_([0])
+    model.cache.rollback_(prefix_len)
+    for size in model.menu.sizes:
+        if size >= len(TEXT):
+            for name, rows in (("chain", chain(model, TEXT, size)[: len(TEXT)]), ("tree", in_tree(model, size, pair.bundle.config.path_depth))):
+                assert torch.equal(rows, torch.stack(expected)), f"{name} through {size}"
+
+
+def test_rows_do_not_depend_on_where_the_pages_lie(pair: LoadedPair) -> None:
+    model = pair.engine.target
+    size, identity = model.menu.sizes[-1], model.cache.pages_BP.clone()
+    prefilled(model, PREFIX)
+    expected = in_tree(model, size, pair.bundle.config.path_depth).clone()
+    try:
+        model.cache.pages_BP.copy_(identity[:, torch.randperm(identity.shape[1], generator=torch.Generator().manual_seed(0))])
+        prefilled(model, PREFIX)
+        assert torch.equal(in_tree(model, size, pair.bundle.config.path_depth), expected)
+    finally:
+        model.cache.pages_BP.copy_(identity)
+
+
 def test_rows_do_not_depend_on_how_the_prefix_was_prefilled(pair: LoadedPair) -> None:
     model = pair.engine.target
     prefilled(model, PREFIX)
