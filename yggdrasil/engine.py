@@ -23,6 +23,7 @@ from yggdrasil.trace import Trace
 __all__ = ["DEFAULT_NEW_TOKENS", "Engine"]
 
 DEFAULT_NEW_TOKENS = 256
+MOST_LEFT = 32  # a graph of so many tokens and a tree costs less than two graphs; a longer prompt would take the chunk's graph twice
 
 
 class Engine:
@@ -70,7 +71,7 @@ class Engine:
         with stage("prune"):
             pruned = prune(drafted.tree, shape, policy, root_pos)
         with stage("verify"):
-            logits_KV, hidden_KE = verify(self.target, pruned.tree, root_pos)
+            logits_KV, hidden_KE = verify(self.target, pruned.tree, state.tokens)
         with stage("accept"):
             accepted = accept(pruned.tree, logits_KV, root_pos, state.sampling)
         with stage("commit"):
@@ -99,8 +100,9 @@ class Engine:
         self.target.cache.rollback_(0)
         self.draft.cache.rollback_(0)
         with self.trace.stage("prefill"):
-            hidden_E = prefill(self.target, state.tokens[:-1])
-            state.hidden_E = None if hidden_E is None else hidden_E.clone()
+            left = self._left_to_verification(state.root_pos)
+            hidden_E = prefill(self.target, state.tokens[: state.root_pos - left])
+            state.hidden_E = None if hidden_E is None or left else hidden_E.clone()
             if not config.plain:
                 prefill(self.draft, state.tokens[:-1])
         step = self.step if self.executor is None else self.executor.step
@@ -111,6 +113,11 @@ class Engine:
             yield replace(result, tokens=tokens)
             if len(tokens) < len(result.tokens) or (not config.ignore_eos and tokens[-1] in self.eos_tokens):
                 return
+
+    def _left_to_verification(self, root_pos: int) -> int:
+        """How many tokens of a prompt's last chunk run beside the first tree: a few cost less there than a pass over the weights of their own."""
+        left = root_pos % self.target.prefill_chunk
+        return left if left <= min(MOST_LEFT, self.target.prefill_chunk - self.target.widest) else 0
 
     def check_request(self, prompt_len: int, config: GenerateConfig) -> int:
         """The most tokens this request may emit; raises ConfigError when prompt and output do not fit the context."""

@@ -29,6 +29,7 @@ from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import FixedShape
 from yggdrasil.report import Run
 from yggdrasil.state import PLAIN, DecodeState, Shape
+from yggdrasil.step.draft import prefill
 from yggdrasil.tree import TokenTree
 
 PROMPTS = ("Once upon a time", "Tom", "One day Lily saw a red fox near the café.", "xyz 123")
@@ -65,6 +66,35 @@ def test_speculative_equals_plain_and_transformers(tiny: LoadedPair, transformer
     assert plain == transformers_texts[prompt]
     for shape in SHAPES:
         assert decode(tiny, prompt, shape) == plain, f"shape {shape}"
+
+
+@pytest.mark.parametrize("prompt_len", (1, 2, 9, 16, 17, 18, 32, 33, 34, 49, 50, 70))
+def test_the_end_of_a_prompt_beside_the_first_tree_changes_nothing(tiny: LoadedPair, prompt_len: int) -> None:
+    """Chunks are of 32 tokens here, and up to 16 of the last one run in the first verification."""
+    prompt = [(5 * place) % 60 + 4 for place in range(prompt_len)]
+    state, engine = DecodeState(list(prompt)), tiny.engine
+    for model in (engine.target, engine.draft):
+        model.cache.rollback_(0)
+        prefill(model, prompt[:-1])  # all of it by itself
+    while len(state.emitted) < 12:
+        engine.step(state, plain_policy())
+    expected = list(state.emitted)
+    for shape in (PLAIN, Shape(4, 4, 16), Shape(1, 4)):
+        assert decode(tiny, prompt, shape, num_tokens=12, ignore_eos=True) == expected, str(shape)
+
+
+def test_a_short_prompt_needs_no_pass_of_its_own(tiny: LoadedPair) -> None:
+    passes = []
+    forward = tiny.engine.target.forward
+
+    def counted(meta_NM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        passes.append(len(meta_NM))
+        return forward(meta_NM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny.engine.target, "forward", counted)
+        next(iter(tiny.engine.generate(list(range(10, 20)), tiny.policy(shape=Shape(1, 4)), GenerateConfig(max_new_tokens=4))))
+    assert passes == [16]  # nine tokens of the prompt and a tree of five
 
 
 def test_speculation_is_accepted_and_rejected_in_these_tests(tiny: LoadedPair) -> None:

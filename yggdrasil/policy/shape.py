@@ -189,7 +189,7 @@ class ContextShape(BestShape):
         self._growth = self.predictor.at(self.temperature)
 
     def choose(self, state: DecodeState) -> Shape:
-        if state.hidden_E is None:  # the first step of a prompt of one token
+        if state.hidden_E is None:  # the first step, when the end of the prompt runs beside its tree
             return super().choose(state)
         arms = self.arms(state.root_pos)
         return arms.shapes[arms.best(self._growth(state.hidden_E), self.rate)]

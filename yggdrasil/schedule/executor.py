@@ -108,7 +108,7 @@ def _prune(it: Iteration) -> None:
 
 
 def _verify(it: Iteration) -> None:
-    it.logits_KV, it.hidden_KE = verify(it.target, it.pruned.tree, it.root_pos)
+    it.logits_KV, it.hidden_KE = verify(it.target, it.pruned.tree, it.state.tokens)
 
 
 def _say(it: Iteration) -> None:

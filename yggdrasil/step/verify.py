@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from yggdrasil.models.packing import pack_nodes_
+from yggdrasil.models.packing import pack_chain_, pack_nodes_
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.tree import TokenTree
 
 __all__ = ["verify"]
 
 
-def verify(model: TokenModel, tree: TokenTree, root_pos: int) -> tuple[Tensor, Tensor]:
+def verify(model: TokenModel, tree: TokenTree, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The target's logits, (K, V), and last hidden states, (K, E), after every node.
 
     Args:
-        model: The target, its cache committed up to `root_pos`; the nodes' KV is provisional.
-        tree: K nodes.
-        root_pos: Position of the root.
+        model: The target; the nodes' KV is provisional.
+        tree: K nodes, whose root is the last of the tokens.
+        tokens: The text. What of it before the root the cache lacks, the end of a prompt, runs in the same forward and is committed.
 
     Raises:
         CapacityError: the cache cannot hold the nodes beside the text.
@@ -25,8 +27,14 @@ def verify(model: TokenModel, tree: TokenTree, root_pos: int) -> tuple[Tensor, T
 
     Cost: one graph. Aliasing: on CUDA the outputs are overwritten by the next replay of the same graph.
     """
-    model.cache.reserve(len(tree))
-    meta_NM = model.meta(len(tree))
-    pack_nodes_(meta_NM, tree, 0, len(tree), root_pos)
+    root_pos = len(tokens) - 1
+    lagging = tokens[model.cache.len : root_pos]
+    first, last = len(lagging), len(lagging) + len(tree)
+    model.cache.reserve(last)
+    meta_NM = model.meta(last)
+    if lagging:
+        pack_chain_(meta_NM[:first], lagging, model.cache.len)
+    pack_nodes_(meta_NM[first:], tree, 0, len(tree), root_pos)
     logits_NV, hidden_NE = model.forward(meta_NM)
-    return logits_NV[: len(tree)], hidden_NE[: len(tree)]
+    model.cache.commit_(range(first))
+    return logits_NV[first:last], hidden_NE[first:last]
