@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -40,6 +41,7 @@ from bench.openvino_arms import openvino_peer
 from bench.peers import Peer, PeerError, transformers_peer
 from bench.subject import DRAFTS, MIN_PARAMETERS, Subject, subject
 from bench.workloads import WORKLOADS, beginnings
+from yggdrasil import artifacts
 
 CLAIM = "peers"
 ASSISTANT_TOKENS = (3, 5, 8, 12)
@@ -57,7 +59,7 @@ def subject_of(options: argparse.Namespace) -> Subject:
 
 def peers_of(options: argparse.Namespace, under_test: Subject, stack: ExitStack, say: Callable[[str], None]) -> list[Peer]:
     """Every peer that was asked for, ready to decode until the stack is closed."""
-    models = under_test.target.folder, under_test.draft
+    models = under_test.target.folder, with_tokenizer(under_test.draft, under_test.target.folder)
     lengths: dict[str, Any] = {"num_tokens": options.tokens, "assistant_tokens": ASSISTANT_TOKENS}
     child: dict[str, Any] = {**lengths, "num_threads": torch.get_num_threads(), "say": say}
     peers = [transformers_peer(*models, **lengths)]
@@ -66,6 +68,18 @@ def peers_of(options: argparse.Namespace, under_test: Subject, stack: ExitStack,
     if options.llama_cpp is not None:
         peers.append(stack.enter_context(llama_cpp_peer(options.llama_cpp, *models, **child)))
     return peers
+
+
+def with_tokenizer(draft: Path, target: Path) -> Path:
+    """The draft's folder, or a copy of it with the target's tokenizer where it has none: OpenVINO and llama.cpp want one in every model."""
+    if any(draft.glob("tokenizer*")):
+        return draft
+    folder = artifacts.root() / "bench_models" / f"{draft.name}-{artifacts.digest(artifacts.digest_file(draft / 'model.safetensors'))}"
+    if not folder.exists():
+        with artifacts.atomic_directory(folder) as temporary:
+            for path in (*draft.iterdir(), *target.glob("tokenizer*")):
+                shutil.copy(path, temporary)
+    return folder
 
 
 def ratios(rounds: Rounds, peers: Sequence[Peer]) -> dict[str, Any]:
