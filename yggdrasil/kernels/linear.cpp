@@ -253,29 +253,6 @@ void store_32_rows(const Product& product, const TileSums& sums, int64_t row, in
   }
 }
 
-// Up to 32 rows of two panels, and more than 16; a missing panel repeats the first.
-void compute_32_rows(const Product& product, int64_t panel, int64_t end) {
-  const int64_t panel1 = std::min(panel + 1, end - 1), second_x = kTileRows * product.steps;
-  const Word *x = product.x, *weight = product.panel(panel).words;
-  const int64_t second_weight = product.panel(panel1).words - weight;
-  zero_sums();
-  for (const Word* stop = weight + product.panel_words(); weight < stop; weight += kTileWords, x += kTileWords) {
-    _tile_loadd(4, x, 64);
-    _tile_loadd(6, weight, 64);
-    _tile_loadd(5, x + second_x, 64);
-    _tile_loadd(7, weight + second_weight, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 5, 6);
-    prefetch(weight);
-    _tile_dpbf16ps(2, 4, 7);
-    _tile_dpbf16ps(3, 5, 7);
-    prefetch(weight + second_weight);
-  }
-  TileSums sums;
-  sums.store();
-  store_32_rows(product, sums, 0, panel, panel1);
-}
-
 // The lines of the next weights, brought to L2 a few at a time while tiles multiply.
 struct Lookahead {
   const Word *first, *second;  // as many lines of one panel, then of the other
@@ -305,7 +282,7 @@ void add_32_rows(TileSums& sums, bool is_first, const Word* x, int64_t second_x,
   sums.store();
 }
 
-// More than 32 rows of two panels: a chunk of the panels stays in L1 for all rows, which meanwhile fetch the next chunk. The order of k is that of one pass.
+// More than 16 rows of two panels, 32 at a time: a chunk of the panels stays in L1 for all rows, which meanwhile fetch the next chunk. The order of k is that of one pass.
 void compute_many_rows(const Product& product, std::vector<TileSums>& sums, int64_t panel, int64_t end) {
   constexpr int64_t kChunk = 8;  // tiles of two panels are a third of L1, and so are those of x
   const int64_t panel1 = std::min(panel + 1, end - 1), blocks = (product.rows + 2 * kTileRows - 1) / (2 * kTileRows);
@@ -335,8 +312,7 @@ void compute_tiles(const Product& product, int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; panel += 4) compute_16_rows(product, panel, end);
   } else {
     thread_local std::vector<TileSums> sums;
-    for (int64_t panel = begin; panel < end; panel += 2)
-      product.rows > 2 * kTileRows ? compute_many_rows(product, sums, panel, end) : compute_32_rows(product, panel, end);
+    for (int64_t panel = begin; panel < end; panel += 2) compute_many_rows(product, sums, panel, end);
   }
   _tile_release();
 }
