@@ -325,6 +325,6 @@ def test_results_of_other_drafts_and_texts_have_names_of_their_own(tmp_path: Pat
     assert [result_name("bundled", "stories"), result_name("small", "code")] == ["peers", "peers_small_code"]
     with pytest.raises(SystemExit):
         parse(["--draft", str(tmp_path)])
-    assert "neither one of bundled, small nor the folder of a model" in capsys.readouterr().err
+    assert "neither one of bundled, small, early nor the folder of a model" in capsys.readouterr().err
     options: Any = parse(["--quick", "--draft", "small"])
     assert (options.prompts, options.tokens, options.tuning_prompts) == (2, 16, 1)
