@@ -26,14 +26,16 @@ def inexact_widths(model: TokenModel, widths: tuple[int, ...]) -> tuple[int, ...
 
     Cost: some sixty forwards of the smallest graph and two of every other.
     """
-    text = [(31 * place + 7) % 997 % _vocab(model, widths[0]) for place in range(PREFIX_LEN + PATH_LEN)]
     model.cache.rollback_(0)
+    prefix_len = min(PREFIX_LEN, model.cache.shape.capacity // 2)
+    path_len = min(PATH_LEN, (model.cache.shape.capacity - prefix_len) // 2)  # a sibling beside every node
+    text = [(31 * place + 7) % 997 % _vocab(model, widths[0]) for place in range(prefix_len + path_len)]
     expected = []
     for token in text:
         expected.append(_chain(model, [token], widths[0])[0].clone())
         model.cache.commit_([0])
-    model.cache.rollback_(PREFIX_LEN)
-    differing = tuple(width for width in widths if not _agrees(model, text[PREFIX_LEN:], torch.stack(expected[PREFIX_LEN:]), width))
+    model.cache.rollback_(prefix_len)
+    differing = tuple(width for width in widths if not _agrees(model, text[prefix_len:], torch.stack(expected[prefix_len:]), width))
     model.cache.rollback_(0)
     return differing
 
@@ -50,6 +52,7 @@ def _vocab(model: TokenModel, width: int) -> int:
 
 
 def _chain(model: TokenModel, tokens: list[int], width: int) -> Tensor:
+    model.cache.reserve(len(tokens))
     meta_NM = model.meta(width)
     pack_chain_(meta_NM, tokens, model.cache.len)
     return model.forward(meta_NM)[0]
@@ -63,6 +66,7 @@ def _path(model: TokenModel, tokens: list[int], width: int) -> Tensor:
         sibling = token - 1 if token else 1
         tree.grow(*(torch.tensor(column, device=model.device) for column in ([nodes[-1]] * 2, [sibling, token], [-float(depth)] * 2)))
         nodes.append(len(tree) - 1)
+    model.cache.reserve(len(tree))
     meta_NM = model.meta(width)
     pack_nodes_(meta_NM, tree, 0, len(tree), model.cache.len)
     return model.forward(meta_NM)[0][nodes]

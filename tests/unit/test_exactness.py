@@ -20,10 +20,10 @@ class CountingModel:
 
     device, max_depth, num_candidates, graph_ms = "cpu", 16, 0, 0.0
 
-    def __init__(self, *, wrong_width: int = 0, wrong_in_trees_only: bool = False, wrong_row: int = 0) -> None:
+    def __init__(self, *, wrong_width: int = 0, wrong_in_trees_only: bool = False, wrong_row: int = 0, capacity: int = 128) -> None:
         self.menu = Menu((2, 4, 32))
         self.prefill_chunk = self.widest = 32
-        self.cache = KVCache(KVShape(num_layers=1, num_kv_heads=1, head_dim=16, capacity=128), dtype=torch.float32, device="cpu")
+        self.cache = KVCache(KVShape(num_layers=1, num_kv_heads=1, head_dim=16, capacity=capacity), dtype=torch.float32, device="cpu")
         self.wrong = wrong_width, wrong_in_trees_only, wrong_row
 
     def meta(self, num_tokens: int) -> Tensor:
@@ -43,8 +43,9 @@ class CountingModel:
         return logits_NV, logits_NV
 
 
-def test_graphs_that_agree_to_the_bit_are_all_exact() -> None:
-    model = CountingModel()
+@pytest.mark.parametrize("capacity", (16, 32, 128))  # of a short context the text is shorter, and nothing is stored behind its end
+def test_graphs_that_agree_to_the_bit_are_all_exact(capacity: int) -> None:
+    model = CountingModel(capacity=capacity)
     assert inexact_widths(model, model.menu.sizes) == ()
     assert model.cache.len == 0
 

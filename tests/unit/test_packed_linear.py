@@ -129,7 +129,9 @@ def test_leading_dimensions_and_strides_are_kept_apart_from_the_values(dtype: to
 def test_no_input_features_leave_the_bias(dtype: torch.dtype) -> None:
     packed, bias_O = layer(20, 0, dtype, bias=True)
     assert bias_O is not None
-    assert torch.equal(packed_linear(torch.empty(3, 0, dtype=dtype), packed, bias_O, 20), bias_O.expand(3, 20))
+    packed_linear(torch.ones(40, 20, dtype=dtype), pack_weight(torch.ones(20, 20, dtype=dtype)), None, 20)  # sums that must not be seen again
+    for width in (3, 40):
+        assert torch.equal(packed_linear(torch.empty(width, 0, dtype=dtype), packed, bias_O, 20), bias_O.expand(width, 20))
 
 
 def test_a_weight_of_another_shape_or_dtype_is_refused() -> None:

@@ -289,7 +289,7 @@ void compute_many_rows(const Product& product, std::vector<TileSums>& sums, int6
   const Word *weight = product.panel(panel).words, *weight1 = product.panel(panel1).words;
   const int64_t tiles = product.panel_words() / kTileWords;
   sums.resize(blocks);
-  for (int64_t k = 0; k < tiles; k += kChunk) {
+  for (int64_t k = 0; k == 0 || k < tiles; k += kChunk) {  // once for no features at all: the sums are zeros then
     const int64_t count = std::min(kChunk, tiles - k), next = k + count;
     Lookahead ahead{weight + next * kTileWords, weight1 + next * kTileWords, 0, std::min(kChunk, tiles - next) * kTileRows};
     if (next == tiles && panel + 2 < end)
