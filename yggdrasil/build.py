@@ -25,11 +25,12 @@ from yggdrasil.engine import Engine
 from yggdrasil.errors import ConfigError, ModelMismatch
 from yggdrasil.exactness import inexact_widths
 from yggdrasil.kernels import load_kernels
-from yggdrasil.kv import KVShape
+from yggdrasil.kv import KVCache, KVShape
 from yggdrasil.layout import PAGE_LEN
-from yggdrasil.measure import ROUNDS, curve_json, decision_milliseconds, host_milliseconds, latency_curve
+from yggdrasil.measure import ROUNDS, curve_json, decision_milliseconds, host_milliseconds, latency_curve, switching_costs
 from yggdrasil.models.load import check_vocabularies, kv_shape, load_config, load_model, pack_linears_
 from yggdrasil.policy.acceptance import AcceptanceTable, fit_acceptance
+from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import ContextShape, FixedShape, best_shape
 from yggdrasil.schedule.choice import NUM_TICKS, choose_plan
@@ -45,6 +46,7 @@ CALIBRATION_TEMPERATURES = (0.0, 1.0)
 REFERENCE_WIDTH = 4
 PROMPT_LEN = 24  # tokens of a calibration text that serve as its prompt
 DEFAULT_MAX_CONTEXT = 2048
+SWITCH_ROWS, MAX_LAG = 16, 1024  # how far the cost of bringing the draft back is measured
 
 
 class Progress(Protocol):
@@ -195,7 +197,7 @@ def _pack(bundle: Bundle, kind: str, model: str) -> None:
         load_tokenizer(model).backend_tokenizer.save(str(bundle.folder / "tokenizer.json"))
 
 
-def _check_exactness(target: CompiledModel, progress: Progress) -> tuple[int, ...]:
+def _check_exactness(target: CompiledModel[KVCache], progress: Progress) -> tuple[int, ...]:
     with progress.phase("check exactness", 1):
         return inexact_widths(target, target.menu.sizes)
 
@@ -268,17 +270,33 @@ def _save_predictor_json(bundle: Bundle, file_name: str, payload: dict[str, Any]
 
 
 def _profile(
-    bundle: Bundle, models: tuple[CompiledModel, CompiledModel], engine: Engine, prompt: Sequence[int], acceptance: AcceptanceTable, progress: Progress
+    bundle: Bundle,
+    models: tuple[CompiledModel[KVCache], CompiledModel[KVCache]],
+    engine: Engine,
+    prompt: Sequence[int],
+    acceptance: AcceptanceTable,
+    progress: Progress,
 ) -> LatencyModel:
     contexts = sorted({min(64, bundle.max_context // 2), 512, bundle.max_context - bundle.config.prefill_chunk} & set(range(1, bundle.max_context)))
-    with progress.phase("measure latencies", 2 * ROUNDS * len(contexts)):
+    with progress.phase("measure latencies", 2 * ROUNDS * len(contexts) + 1):
         draft = latency_curve(models[1], contexts, progress.advance)
         verify = latency_curve(models[0], contexts, progress.advance)
+        switching = _switching(bundle)
+        progress.advance()
     latency = LatencyModel(draft, verify, 0.0, 0.0, 0.0)
     host = host_milliseconds(engine, prompt, _typical(bundle, acceptance, latency))
-    payload = {"fingerprint": bundle.folder.name, "machine": bundle.machine, "draft": curve_json(draft), "verify": curve_json(verify), **host}
+    curves = {"draft": curve_json(draft), "verify": curve_json(verify), "switching": switching.to_json()}
+    payload = {"fingerprint": bundle.folder.name, "machine": bundle.machine, **curves, **host}
     artifacts.save_json(bundle.profile_path, payload)
     return LatencyModel.from_json(payload)
+
+
+def _switching(bundle: Bundle) -> SwitchTable:
+    """Every row reads the same pages: latency does not depend on what they hold."""
+    max_lag = min(MAX_LAG, bundle.max_context - 1)
+    pages_BP = torch.arange(max_lag // PAGE_LEN + 1, dtype=torch.int32, device=bundle.config.device).repeat(SWITCH_ROWS, 1)
+    target, draft = bundle.load_batch_models(pages_BP, pages_BP.shape[1])
+    return switching_costs(draft, target, max_lag, min(SWITCH_ROWS, target.prefill_chunk))
 
 
 def _typical(bundle: Bundle, acceptance: AcceptanceTable, latency: LatencyModel) -> FixedShape:

@@ -20,9 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from yggdrasil import artifacts
 from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
@@ -31,9 +32,11 @@ from yggdrasil.config import CompileConfig, from_dict
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ArtifactError, ConfigError
 from yggdrasil.kernels import load_kernels
-from yggdrasil.kv import KVShape
+from yggdrasil.kv import KVCache, KVShape, KVStorage
+from yggdrasil.layout import PAGE_LEN
 from yggdrasil.policy.acceptance import AcceptanceTable
 from yggdrasil.policy.depth import DepthPredictor
+from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import Arms, BestShape, ContextShape, FixedShape, ShapePolicy
@@ -46,6 +49,7 @@ __all__ = [
     "FORMAT",
     "Bundle",
     "LoadedPair",
+    "Measurements",
     "SourceFile",
     "TrainedDepth",
     "bundled_models",
@@ -53,12 +57,14 @@ __all__ = [
     "is_compiled",
     "known_pairs",
     "load_bundle",
+    "load_measurements",
     "load_pair",
     "machine_fields",
 ]
 
 FORMAT = 5
 BUNDLED = "tinystories"
+S = TypeVar("S", bound=KVStorage)
 T = TypeVar("T")
 
 
@@ -190,6 +196,17 @@ class Bundle:
         return artifacts.predictors() / self.name / dataset
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and KV."""
+        dtype: torch.dtype = getattr(torch, self.config.dtype)
+        return dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """What a KV page takes in both models together."""
+        return PAGE_LEN * (self.kv_target.token_bytes(self.dtype) + self.kv_draft.token_bytes(self.dtype))
+
+    @property
     def max_context(self) -> int:
         assert self.config.max_context is not None
         return self.config.max_context
@@ -201,19 +218,36 @@ class Bundle:
         artifacts.save_json(self.folder / "bundle.json", payload)
         artifacts.save_json(self.folder.parent / "current.json", {"fingerprint": self.folder.name})
 
-    def load_models(self) -> tuple[CompiledModel, CompiledModel]:
-        """Target and draft, every graph of the menus loaded and bound to one copy of the weights."""
+    def load_models(self) -> tuple[CompiledModel[KVCache], CompiledModel[KVCache]]:
+        """Target and draft for one request at a time, every graph of the menus loaded and bound to one copy of the weights."""
         load_kernels()
-        return self._load_model("target", target_menu(self.config), self.kv_target, 0), self._load_model(
-            "draft", draft_menu(self.config), self.kv_draft, self.config.num_candidates
-        )
+        target, draft = (KVCache(kv, dtype=self.dtype, device=self.config.device) for kv in (self.kv_target, self.kv_draft))
+        return self._load_target(target), self._load_draft(draft)
 
-    def _load_model(self, kind: str, menu: Menu, kv: KVShape, num_candidates: int) -> CompiledModel:
+    def load_batch_models(self, pages_BP: Tensor, num_pages: int) -> tuple[CompiledModel[KVStorage], CompiledModel[KVStorage]]:
+        """The same graphs over paged storage for many rows: one page table says where the keys and values of both models lie.
+
+        Args:
+            pages_BP: (B, P) int32; see serve/pages.py.
+            num_pages: Pages that ids in it may name.
+        """
+        load_kernels()
+        target, draft = (
+            KVStorage(kv, num_pages=num_pages, pages_BP=pages_BP, dtype=self.dtype, device=self.config.device) for kv in (self.kv_target, self.kv_draft)
+        )
+        return self._load_target(target), self._load_draft(draft)
+
+    def _load_target(self, cache: S) -> CompiledModel[S]:
+        return self._load_model("target", target_menu(self.config), cache, 0)
+
+    def _load_draft(self, cache: S) -> CompiledModel[S]:
+        return self._load_model("draft", draft_menu(self.config), cache, self.config.num_candidates)
+
+    def _load_model(self, kind: str, menu: Menu, cache: S, num_candidates: int) -> CompiledModel[S]:
         return CompiledModel(
             self.folder / kind,
             menu,
-            kv=kv,
-            dtype=getattr(torch, self.config.dtype),
+            cache=cache,
             device=self.config.device,
             max_depth=self.config.path_depth,
             num_candidates=num_candidates,
@@ -238,6 +272,20 @@ class TrainedDepth:
     def is_useful(self, temperature: float) -> bool:
         """What was found at the nearest temperature that was measured."""
         return self.useful[min(self.useful, key=lambda known: abs(known - temperature))]
+
+
+class Measurements(NamedTuple):
+    """What was measured of a pair.
+
+    Args:
+        latency: Of every graph, on this machine.
+        acceptance: Calibrations by temperature.
+        switching: What it costs to bring the draft back in a batch, on this machine.
+    """
+
+    latency: LatencyModel
+    acceptance: AcceptanceTable
+    switching: SwitchTable
 
 
 @dataclass(frozen=True)
@@ -367,16 +415,26 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     bundle = load_bundle(name)
     dataset = dataset or bundle.dataset
     folder = bundle.predictor_folder(dataset)
-    if dataset not in bundle.datasets:
-        raise ArtifactError(folder, f"no predictor named {dataset!r} (there are: {', '.join(bundle.datasets) or 'none'})", _other_text(bundle, dataset))
-    latency = _parse(bundle.profile_path, bundle, LatencyModel.from_json)
-    acceptance = _parse(folder / "acceptance.json", bundle, AcceptanceTable.from_json)
+    measured = load_measurements(bundle, dataset)
     depth = _parse(folder / "predictor.json", bundle, lambda payload: _trained_depth(folder, payload))
     plan = _parse(bundle.plan_path, bundle, PlanChoice.from_json)
     tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
     target, draft = bundle.load_models()
     engine = Engine(target, draft, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens, plan=plan.plan)
-    return LoadedPair(bundle, engine, tokenizer, dataset, acceptance, depth, latency, plan)
+    return LoadedPair(bundle, engine, tokenizer, dataset, measured.acceptance, depth, measured.latency, plan)
+
+
+def load_measurements(bundle: Bundle, dataset: str) -> Measurements:
+    """The measurements of a pair on this machine and with the acceptance of one calibration text.
+
+    Raises:
+        ArtifactError: not calibrated on this text, or a file is missing, corrupt or stale.
+    """
+    folder = bundle.predictor_folder(dataset)
+    if dataset not in bundle.datasets:
+        raise ArtifactError(folder, f"no predictor named {dataset!r} (there are: {', '.join(bundle.datasets) or 'none'})", _other_text(bundle, dataset))
+    latency, switching = _parse(bundle.profile_path, bundle, lambda payload: (LatencyModel.from_json(payload), SwitchTable.from_json(payload["switching"])))
+    return Measurements(latency, _parse(folder / "acceptance.json", bundle, AcceptanceTable.from_json), switching)
 
 
 def _other_text(bundle: Bundle, dataset: str) -> str:

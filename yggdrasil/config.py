@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from yggdrasil.errors import ConfigError
 from yggdrasil.layout import PAGE_LEN
 
-__all__ = ["CompileConfig", "GenerateConfig", "SamplingConfig", "from_dict"]
+__all__ = ["CompileConfig", "GenerateConfig", "SamplingConfig", "ServeConfig", "from_dict"]
 
 
 T = TypeVar("T")
@@ -125,6 +125,31 @@ class CompileConfig:
     def path_depth(self) -> int:
         """Longest path that metadata holds, in edges: a head draft ahead of time stands under a leaf."""
         return self.max_depth + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """How `ygg serve` batches.
+
+    Args:
+        policy: Name of what chooses the speculative length; see policy/gamma/catalog.py.
+        gamma_max: Most draft tokens of a row and step.
+        max_batch: Most rows at once.
+        kv_memory_bytes: For the KV pages of both models; None takes what a full batch of the longest rows needs, at most half of the free memory.
+        max_queue: Most requests that wait for a row.
+    """
+
+    policy: str = "nightjar"
+    gamma_max: int = 7
+    max_batch: int = 32
+    kv_memory_bytes: int | None = None
+    max_queue: int = 256
+
+    def __post_init__(self) -> None:
+        _require(self.gamma_max >= 0, "gamma_max", self.gamma_max, "0 or above")
+        _require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
+        _require(self.kv_memory_bytes is None or self.kv_memory_bytes > 0, "kv_memory", self.kv_memory_bytes, "above 0 bytes")
+        _require(self.max_queue >= 1, "max_queue", self.max_queue, "at least 1")
 
 
 def from_dict(kind: type[T], payload: dict[str, Any]) -> T:

@@ -12,7 +12,7 @@ from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.plan import SEQUENTIAL, Plan
-from yggdrasil.state import DecodeState, StepResult
+from yggdrasil.state import DecodeState, StepResult, cut
 from yggdrasil.step.accept import accept
 from yggdrasil.step.commit import commit_, forget_unfinished_
 from yggdrasil.step.draft import draft, prefill
@@ -20,7 +20,7 @@ from yggdrasil.step.prune import prune
 from yggdrasil.step.verify import verify
 from yggdrasil.trace import Trace
 
-__all__ = ["DEFAULT_NEW_TOKENS", "Engine"]
+__all__ = ["DEFAULT_NEW_TOKENS", "Engine", "check_request"]
 
 DEFAULT_NEW_TOKENS = 256
 MOST_LEFT = 32  # a graph of so many tokens and a tree costs less than two graphs; a longer prompt would take the chunk's graph twice
@@ -95,7 +95,8 @@ class Engine:
         Raises:
             ConfigError: an empty prompt, or one that the context cannot hold with the tokens asked for.
         """
-        limit = self.check_request(len(prompt), config)
+        limit = check_request(len(prompt), config, self.max_context)
+        eos_tokens = frozenset[int]() if config.ignore_eos else self.eos_tokens
         state = DecodeState(list(prompt), config.sampling)
         self.target.cache.rollback_(0)
         self.draft.cache.rollback_(0)
@@ -109,9 +110,9 @@ class Engine:
         while len(state.emitted) < limit:
             before = len(state.emitted)
             result = step(state, policy)
-            tokens = self._cut(result.tokens, limit - before, config.ignore_eos)
+            tokens = cut(result.tokens, room=limit - before, eos_tokens=eos_tokens)
             yield replace(result, tokens=tokens)
-            if len(tokens) < len(result.tokens) or (not config.ignore_eos and tokens[-1] in self.eos_tokens):
+            if len(tokens) < len(result.tokens) or tokens[-1] in eos_tokens:
                 return
 
     def _left_to_verification(self, root_pos: int) -> int:
@@ -119,26 +120,21 @@ class Engine:
         left = root_pos % self.target.prefill_chunk
         return left if left <= min(MOST_LEFT, self.target.prefill_chunk - self.target.widest) else 0
 
-    def check_request(self, prompt_len: int, config: GenerateConfig) -> int:
-        """The most tokens this request may emit; raises ConfigError when prompt and output do not fit the context."""
-        if prompt_len == 0:
-            raise ConfigError("prompt", "", "at least one token")
-        room = self.max_context - prompt_len
-        if room < 1:
-            raise ConfigError(
-                "prompt", f"{prompt_len} tokens", f"shorter than the context of {self.max_context} tokens", "shorten it or compile with a larger --max-context"
-            )
-        if config.max_new_tokens is None:
-            return min(DEFAULT_NEW_TOKENS, room)
-        if config.max_new_tokens > room:
-            fix = "ask for fewer or compile with a larger --max-context"
-            raise ConfigError(
-                "max_new_tokens", config.max_new_tokens, f"at most {room}: the context holds {self.max_context} tokens and the prompt takes {prompt_len}", fix
-            )
-        return config.max_new_tokens
 
-    def _cut(self, tokens: list[int], room: int, ignore_eos: bool) -> list[int]:
-        if not ignore_eos:
-            end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos_tokens), len(tokens))
-            tokens = tokens[:end]
-        return tokens[:room]
+def check_request(prompt_len: int, config: GenerateConfig, max_context: int) -> int:
+    """The most tokens this request may emit; raises ConfigError when prompt and output do not fit the context."""
+    if prompt_len == 0:
+        raise ConfigError("prompt", "", "at least one token")
+    room = max_context - prompt_len
+    if room < 1:
+        raise ConfigError(
+            "prompt", f"{prompt_len} tokens", f"shorter than the context of {max_context} tokens", "shorten it or compile with a larger --max-context"
+        )
+    if config.max_new_tokens is None:
+        return min(DEFAULT_NEW_TOKENS, room)
+    if config.max_new_tokens > room:
+        fix = "ask for fewer or compile with a larger --max-context"
+        raise ConfigError(
+            "max_new_tokens", config.max_new_tokens, f"at most {room}: the context holds {max_context} tokens and the prompt takes {prompt_len}", fix
+        )
+    return config.max_new_tokens

@@ -7,7 +7,8 @@ YggError
 ├── UnsupportedModel   an architecture we would decode wrongly: names the feature
 ├── ArtifactError      a compiled file is missing, stale or corrupt: path, field, command
 ├── ShapeNotCompiled   more tokens than the menu of static graphs holds: names the menu
-└── CapacityError      the context or a pool is full: needed and free
+├── CapacityError      the context or a pool is full: needed and free
+└── QueueFull          a server has more waiting requests than it holds: how many, and when to try again
 ```
 
 The command line prints the message on one line and exits with 2.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["ArtifactError", "CapacityError", "ConfigError", "ModelMismatch", "ShapeNotCompiled", "UnsupportedModel", "YggError"]
+__all__ = ["ArtifactError", "CapacityError", "ConfigError", "ModelMismatch", "QueueFull", "ShapeNotCompiled", "UnsupportedModel", "YggError"]
 
 
 class YggError(Exception):
@@ -65,3 +66,11 @@ class CapacityError(YggError):
 
     def __init__(self, what: str, needed: int, free: int, fix: str) -> None:
         super().__init__(f"{what}: {needed} needed, {free} free; {fix}")
+
+
+class QueueFull(YggError):
+    """A request that a server does not take on now."""
+
+    def __init__(self, waiting: int, retry_after_s: float) -> None:
+        super().__init__(f"{waiting} requests are waiting already, no more are queued; try again in {retry_after_s:.0f} s, or serve with a larger --max-queue")
+        self.retry_after_s = retry_after_s

@@ -1,9 +1,11 @@
-"""The KV cache of one model: committed indices, provisional ones after them, and one vectorised commit.
+"""Keys and values of one model: the storage that its graphs write, and the cache of a single request over it.
 
 ```
 index   0 ........ len-1 | len  len+1  len+2 ...
         committed        | provisional: tree nodes, root first; overwritten by the next step unless committed
 ```
+
+A batch has the same storage and graphs, with a page table of many rows; see serve/pages.py.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor
 from yggdrasil.errors import CapacityError
 from yggdrasil.layout import PAGE_LEN
 
-__all__ = ["KVCache", "KVShape", "move_plain_"]
+__all__ = ["KVCache", "KVShape", "KVStorage", "move_plain_"]
 
 
 def move_plain_(storage_L2GTF: Tensor, source: Sequence[int], target: int) -> None:
@@ -47,20 +49,41 @@ class KVShape:
     def num_pages(self) -> int:
         return self.capacity // PAGE_LEN
 
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """What the keys and values of one token take."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
-class KVCache:
-    """Keys and values of every layer in one tensor, as a transaction: forwards write provisional indices, `commit_` keeps a path.
+
+class KVStorage:
+    """Keys and values of every layer in one tensor, and the page table through which graphs find those of a row.
+
+    Args:
+        shape: Of a token's keys and values; its capacity is the longest row.
+        num_pages: Pages of 16 slots in all.
+        pages_BP: (B, P) int32, page of every 16 indices of a row. Aliasing: its owner goes on changing it.
+        dtype: Of keys and values.
+        device: Where they lie.
 
     Attributes:
         storage_L2GTF: (layers, key or value, G, slots, F).
-        pages_BP: Page of every 16 indices of a row, int32. One row here: the identity.
+    """
+
+    def __init__(self, shape: KVShape, *, num_pages: int, pages_BP: Tensor, dtype: torch.dtype, device: str) -> None:
+        self.shape = shape
+        self.pages_BP = pages_BP
+        self.storage_L2GTF = torch.zeros(shape.num_layers, 2, shape.num_kv_heads, num_pages * PAGE_LEN, shape.head_dim, dtype=dtype, device=device)
+
+
+class KVCache(KVStorage):
+    """The storage of a single row, as a transaction: forwards write provisional indices, `commit_` keeps a path.
+
+    Attributes:
         len: Committed indices.
     """
 
     def __init__(self, shape: KVShape, *, dtype: torch.dtype, device: str) -> None:
-        self.shape = shape
-        self.storage_L2GTF = torch.zeros(shape.num_layers, 2, shape.num_kv_heads, shape.capacity, shape.head_dim, dtype=dtype, device=device)
-        self.pages_BP = torch.arange(shape.num_pages, dtype=torch.int32, device=device)[None]
+        pages_BP = torch.arange(shape.num_pages, dtype=torch.int32, device=device)[None]
+        super().__init__(shape, num_pages=shape.num_pages, pages_BP=pages_BP, dtype=dtype, device=device)
         self.len = 0
 
     @property

@@ -14,15 +14,20 @@ from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import GenerateConfig
 from yggdrasil.engine import Engine
 from yggdrasil.models.packing import pack_chain_
+from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.policy.acceptance import Acceptance
+from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import ContextShape, FixedShape
-from yggdrasil.state import PLAIN, DecodeState, Shape
+from yggdrasil.state import PLAIN, DecodeState, Row, Shape
 from yggdrasil.step.draft import prefill
+from yggdrasil.step.rows import Chain, catch_up_rows_, verify_rows
 
-__all__ = ["ROUNDS", "curve_json", "decision_milliseconds", "host_milliseconds", "latency_curve", "plain_policy", "uncalibrated_policy"]
+__all__ = ["ROUNDS", "curve_json", "decision_milliseconds", "host_milliseconds", "latency_curve", "plain_policy", "switching_costs", "uncalibrated_policy"]
 
 ROUNDS = 9
+SWITCH_ROUNDS = 3
+LAGS = (2, 16, 64, 256)
 NO_LATENCY = LatencyModel(Curve((0,), (1,), ((1.0,),)), Curve((0,), (1,), ((1.0,),)), 0.0, 0.0, 0.0)
 KNOTS = tuple(-0.25 * step for step in range(32, -1, -1))
 UNCALIBRATED = Acceptance(KNOTS, tuple(math.exp(knot) for knot in KNOTS), {})  # takes the draft at its word
@@ -39,7 +44,7 @@ def uncalibrated_policy(shape: Shape) -> FixedShape:
     return FixedShape(shape, UNCALIBRATED, NO_LATENCY, (shape.verify,))
 
 
-def latency_curve(model: CompiledModel, contexts: Sequence[int], tick: Callable[[], None] = lambda: None) -> Curve:
+def latency_curve(model: CompiledModel[Any], contexts: Sequence[int], tick: Callable[[], None] = lambda: None) -> Curve:
     """Median milliseconds of every graph of the menu at every context length; sizes take turns, so drift hits all alike.
 
     The KV that is attended to is whatever the cache holds: latency does not depend on its values.
@@ -110,6 +115,39 @@ def decision_milliseconds(engine: Engine, prompt: Sequence[int], policy: Context
 def _clock(engine: Engine) -> tuple[float, float, float, float]:
     now = time.perf_counter() * 1e3
     return now, engine.trace.total_ms["draft"], engine.draft.graph_ms, engine.target.graph_ms
+
+
+def switching_costs(draft: TokenGraphs, target: TokenGraphs, max_lag: int, num_rows: int) -> SwitchTable:
+    """c_prefill over a grid of lags and geometric batch sizes: what a step with the draft's catching up takes longer than the same step without.
+
+    The difference T_SD - T_base is taken inside one step: a forward of the target, which leaves the processor's caches full of its weights, then the
+    catching up, which is timed. Subtracting two whole steps would drown it in their noise.
+
+    Args:
+        draft: Over a page table of `num_rows` rows; they may share pages, for latency does not depend on values.
+        target: Over the same.
+        max_lag: Longest lag that the pages hold.
+        num_rows: Greatest batch size.
+
+    Source: Nightjar section 4.2, "Prefill Cost Modeling".
+    """
+    lags = [lag for lag in LAGS if lag < max_lag] + [max_lag]
+    batch_sizes = [2**power for power in range(num_rows.bit_length())]
+    rows = [[_catch_up_ms(draft, target, lag, batch_size) / 1e3 for batch_size in batch_sizes] for lag in lags]
+    return SwitchTable(tuple(lags), tuple(batch_sizes), tuple(map(tuple, rows)))
+
+
+def _catch_up_ms(draft: TokenGraphs, target: TokenGraphs, lag: int, batch_size: int) -> float:
+    samples = []
+    for _ in range(SWITCH_ROUNDS):
+        rows = [Row(place, DecodeState([0] * (lag + 1)), target_len=lag) for place in range(batch_size)]
+        verify_rows(target, rows, [Chain()] * batch_size, ())
+        _wait(target.device)
+        start = time.perf_counter()
+        catch_up_rows_(draft, rows)
+        _wait(draft.device)
+        samples.append((time.perf_counter() - start) * 1e3)
+    return median(samples)
 
 
 def curve_json(curve: Curve) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from yggdrasil.config import SamplingConfig
 from yggdrasil.tree import TokenTree
 
-__all__ = ["PLAIN", "DecodeState", "Head", "Shape", "StepResult", "StopRule"]
+__all__ = ["PLAIN", "DecodeState", "Head", "Row", "Shape", "StepResult", "StopRule", "cut"]
 
 
 class StopRule(Protocol):
@@ -102,6 +102,33 @@ class DecodeState:
         return self.tokens[self.prompt_len :]
 
 
+@dataclass(eq=False)
+class Row:
+    """A request's place in a batch, and how much of its text each model's KV holds.
+
+    Attributes:
+        row: Of the page table.
+        state: The request.
+        target_len: Committed tokens in the target's KV.
+        draft_len: Committed tokens in the draft's.
+    """
+
+    row: int
+    state: DecodeState
+    target_len: int = 0
+    draft_len: int = 0
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the target's KV reaches the root, so that the next forward emits."""
+        return self.target_len == self.state.root_pos
+
+    @property
+    def lag(self) -> int:
+        """Tokens before the root that the draft has not seen."""
+        return self.state.root_pos - self.draft_len
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one step did.
@@ -132,3 +159,9 @@ class StepResult:
     def accepted(self) -> int:
         """Draft tokens kept."""
         return len(self.tokens) - 1
+
+
+def cut(tokens: list[int], *, room: int, eos_tokens: Collection[int]) -> list[int]:
+    """Emitted tokens up to the first end of text, that one included, and at most `room` of them."""
+    end = next((place + 1 for place, token in enumerate(tokens) if token in eos_tokens), len(tokens))
+    return tokens[: min(end, room)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,15 @@ class Tokenizer:
         except Exception as error:  # the library raises a bare Exception for every cause
             raise ArtifactError(path, f"missing or corrupt ({error})", command) from None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer itself adds."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+    @property
+    def num_tokens(self) -> int:
+        """Vocabulary ids that mean something: from 0 up to this."""
+        size: int = self._tokenizer.get_vocab_size()
+        return size
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids; `special_tokens` adds those that the tokenizer itself puts around a text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -45,6 +53,25 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """One token as a person would read it in a tree."""
         return repr(self._tokenizer.decode([token], skip_special_tokens=False))
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds within a text, in UTF-8; part of a character where that spans tokens."""
+        # A decoder may strip the blank that begins a text, so the token is decoded after another one.
+        before = self._tokenizer.decode([self._anchor], skip_special_tokens=False)
+        text: str = self._tokenizer.decode([self._anchor, token], skip_special_tokens=False)[len(before) :]
+        if "\ufffd" not in text:
+            return text.encode()
+        piece: str = self._tokenizer.id_to_token(token) or ""
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):  # SentencePiece spells the bytes of rare characters
+            return bytes.fromhex(piece[3:5])
+        spelled = _byte_of_letter()
+        return bytes(spelled[letter] for letter in piece) if all(letter in spelled for letter in piece) else text.encode()
+
+    @cached_property
+    def _anchor(self) -> int:
+        """A token that is whole characters by itself."""
+        anchor: int = self._tokenizer.encode("a", add_special_tokens=False).ids[-1]
+        return anchor
 
 
 class TextStream:
@@ -108,6 +135,14 @@ class TextStream:
     def _overlap(text: str, stop: str) -> int:
         """Characters at the end of `text` that could begin `stop`."""
         return next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0)
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    """The alphabet in which byte-level tokenizers spell bytes: printable Latin-1 stands for itself, the rest follows from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def load_tokenizer(name: str) -> Any:

@@ -26,6 +26,7 @@ GROUPS = (  # a module imports from its own group and from those before it
     ("schedule",),
     ("engine",),
     ("bundle", "tokenizer", "report", "tables", "plots", "measure", "timeline", "exactness", "calibration", "depth_training", "build"),
+    ("serve",),
     ("cli",),
     ("__main__",),
 )

@@ -17,7 +17,7 @@ from yggdrasil.compilations import compilations, no_compilation
 from yggdrasil.compiler.graphs import compile_graph
 from yggdrasil.compiler.pool import GraphJob, compile_graphs
 from yggdrasil.config import GenerateConfig, SamplingConfig
-from yggdrasil.engine import Engine
+from yggdrasil.engine import Engine, check_request
 from yggdrasil.errors import ConfigError, ShapeNotCompiled
 from yggdrasil.kv import KVCache
 from yggdrasil.measure import plain_policy
@@ -348,7 +348,7 @@ def test_requests_that_do_not_fit_are_refused_by_name(tiny: LoadedPair) -> None:
         decode(tiny, [1] * context, None, num_tokens=1)
     with pytest.raises(ConfigError, match="prompt: '' .*at least one token"):
         decode(tiny, [], None, num_tokens=1)
-    assert tiny.engine.check_request(250, GenerateConfig()) == 6
+    assert check_request(250, GenerateConfig(), tiny.engine.max_context) == 6
 
 
 def test_a_tree_wider_than_the_menu_names_the_menu(tiny: LoadedPair) -> None:

@@ -11,7 +11,7 @@ SCRIPT = """
 import sys, torch
 from yggdrasil.kernels import attention, attention_triton
 from yggdrasil.layout import PATH
-from yggdrasil.models.packing import empty_meta, pack_chain_plain_, pack_nodes_plain_
+from yggdrasil.models.packing import Piece, empty_meta, pack_chains_plain_, pack_nodes_plain_
 from yggdrasil.tree import TokenTree
 
 torch.manual_seed(0)
@@ -28,7 +28,7 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
     for heads, kv_heads, dim in ((4, 2, 32), (3, 1, 80), (2, 2, 64)):
         for packed in ("tree", "chain"):
             meta = empty_meta(8, 5)
-            pack_nodes_plain_(meta, tree, 0, 5, 21) if packed == "tree" else pack_chain_plain_(meta, list(range(7)), 19)
+            pack_nodes_plain_(meta, tree, 0, 5, 21) if packed == "tree" else pack_chains_plain_(meta, [Piece(0, range(7), 19)])
             query, key, value, key_cache, value_cache = inputs(heads, kv_heads, dim, dtype)
             copies = key_cache.clone(), value_cache.clone()
             strided = query.transpose(1, 2).contiguous().transpose(1, 2)
@@ -44,7 +44,7 @@ pack_nodes_plain_(meta, tree, 0, 5, 21)
 in_tree = attention_triton.launch(query, key, value, key_cache.clone(), value_cache.clone(), meta, pages, 0.2)[0, 3]
 chain = [0, 1, 3]
 meta = empty_meta(3, 5)
-pack_chain_plain_(meta, [0, 0, 0], 21)
+pack_chains_plain_(meta, [Piece(0, [0, 0, 0], 21)])
 alone = attention_triton.launch(query[:, :, chain], key[:, :, chain], value[:, :, chain], key_cache.clone(), value_cache.clone(), meta, pages, 0.2)[0, 2]
 assert torch.equal(in_tree, alone)
 print("equal")
@@ -62,10 +62,10 @@ def test_the_kernels_equal_the_reference_and_a_tree_node_equals_plain_decoding()
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernels_equal_the_reference_on_a_device() -> None:
     from yggdrasil.kernels import attention, attention_triton
-    from yggdrasil.models.packing import empty_meta, pack_chain_plain_
+    from yggdrasil.models.packing import Piece, empty_meta, pack_chains_plain_
 
     meta = empty_meta(8, 5)
-    pack_chain_plain_(meta, list(range(7)), 19)
+    pack_chains_plain_(meta, [Piece(0, range(7), 19)])
     shapes = [(1, 4, 8, 64), (1, 2, 8, 64), (1, 2, 8, 64), (2, 64, 64), (2, 64, 64)]
     tensors = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
     pages = torch.arange(4, dtype=torch.int32)[None]

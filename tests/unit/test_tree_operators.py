@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from yggdrasil.kv import move_plain_
-from yggdrasil.models.packing import empty_meta, pack_chain_, pack_chain_plain_, pack_nodes_, pack_nodes_plain_
+from yggdrasil.models.packing import Piece, empty_meta, pack_chains_, pack_chains_plain_, pack_nodes_, pack_nodes_plain_
 from yggdrasil.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -39,12 +39,18 @@ def test_packing_nodes_fills_what_the_plain_packing_fills(first: int, last: int)
     assert torch.equal(meta_NM, plain_NM)
 
 
-@pytest.mark.parametrize("count", (0, 1, 5, 8))
-def test_packing_a_chain_fills_what_the_plain_packing_fills(count: int) -> None:
+@pytest.mark.parametrize("lens", ((), (0,), (1,), (8,), (3, 0, 4), (1, 1, 1, 1)))
+def test_packing_chains_fills_what_the_plain_packing_fills(lens: tuple[int, ...]) -> None:
     meta_NM, plain_NM = empty_meta(8, MAX_DEPTH).fill_(99), empty_meta(8, MAX_DEPTH).fill_(98)
-    pack_chain_(meta_NM, list(range(10, 10 + count)), 40, row=2)
-    pack_chain_plain_(plain_NM, list(range(10, 10 + count)), 40, row=2)
+    pieces = [Piece(2 * place, range(10 * place, 10 * place + count), 40 + place) for place, count in enumerate(lens)]
+    pack_chains_(meta_NM, pieces)
+    pack_chains_plain_(plain_NM, pieces)
     assert torch.equal(meta_NM, plain_NM)
+
+
+def test_more_tokens_than_the_graph_takes_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="9 tokens for 8 rows"):
+        pack_chains_(empty_meta(8, MAX_DEPTH), [Piece(0, range(5), 0), Piece(1, range(4), 0)])
 
 
 def test_a_root_is_the_root_of_a_tree() -> None:

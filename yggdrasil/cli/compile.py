@@ -15,7 +15,7 @@ from yggdrasil.errors import ConfigError
 if TYPE_CHECKING:
     from yggdrasil.bundle import Bundle
 
-__all__ = ["add_parser", "compile_bundled", "compile_named", "run"]
+__all__ = ["add_parser", "pair_name", "run"]
 
 DESCRIPTION = """\
 Compile a target and a draft for this machine, once. Both are lowered with TorchInductor to one static graph per token
@@ -56,8 +56,27 @@ def run(options: argparse.Namespace) -> None:
     _report(*_compile(target, draft, name, config, options.calibration))
 
 
-def compile_named(target: str, draft: str) -> str:
-    """Compile a pair under a name made of both models unless that is done; returns the name."""
+def pair_name(options: argparse.Namespace) -> str:
+    """The compiled pair that `--pair`, or `--target` and `--draft`, name; compiled first if need be, but for a name that nobody compiled.
+
+    Raises:
+        ConfigError: half of a pair, or two.
+    """
+    if (options.target is None) != (options.draft is None):
+        raise ConfigError("--target and --draft", (options.target, options.draft), "given together")
+    if options.pair is not None and options.target is not None:
+        raise ConfigError("--pair", options.pair, "given without --target and --draft")
+    from yggdrasil.bundle import BUNDLED, is_compiled
+
+    if options.target is not None:
+        return _compile_named(options.target, options.draft)
+    if options.pair in (None, BUNDLED) and not is_compiled(BUNDLED):
+        _compile_bundled()
+    return options.pair or BUNDLED
+
+
+def _compile_named(target: str, draft: str) -> str:
+    """Under a name made of both models, unless that is done."""
     from yggdrasil.artifacts import digest
     from yggdrasil.build import resolved
     from yggdrasil.bundle import is_compiled
@@ -68,8 +87,8 @@ def compile_named(target: str, draft: str) -> str:
     return name
 
 
-def compile_bundled() -> None:
-    """Compile the bundled pair with its defaults, for a first `ygg generate`."""
+def _compile_bundled() -> None:
+    """With its defaults, for a first `ygg generate` or `ygg serve`."""
     from yggdrasil.build import bundled_arguments
 
     print("first run: compiling the bundled pair for this machine (a few minutes, once)", file=sys.stderr)

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from yggdrasil.cli.compile import pair_name
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.errors import ConfigError
 
@@ -54,11 +55,15 @@ def run(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     config = _config(options)
     prompt = _prompt(options)
-    pair = _pair(options)
-    from yggdrasil.report import Run  # after the pair: torch is imported by then
+    name = pair_name(options)
+    from yggdrasil.bundle import load_pair  # torch costs a second: wrong options are told before
+
+    pair = load_pair(name, dataset=options.predictor)
+    from yggdrasil.engine import check_request  # after the pair: torch is imported by then
+    from yggdrasil.report import Run
 
     tokens = pair.tokenizer.encode(prompt)
-    pair.engine.check_request(len(tokens), config)
+    check_request(len(tokens), config, pair.engine.max_context)
     outcome = Run(pair, tokens, config, start=start)
     _stream(outcome, options, pair)
     if options.json:
@@ -91,23 +96,3 @@ def _prompt(options: argparse.Namespace) -> str:
     if not prompt:
         raise ConfigError("prompt", prompt, "a text, or - for standard input", 'ygg generate "Once upon a time"')
     return str(prompt)
-
-
-def _pair(options: argparse.Namespace) -> LoadedPair:
-    """The pair that the options name, compiled if need be."""
-    if (options.target is None) != (options.draft is None):
-        raise ConfigError("--target and --draft", (options.target, options.draft), "given together")
-    if options.pair is not None and options.target is not None:
-        raise ConfigError("--pair", options.pair, "given without --target and --draft")
-    from yggdrasil.bundle import BUNDLED, is_compiled, load_pair
-
-    if options.target is not None:
-        from yggdrasil.cli.compile import compile_named
-
-        return load_pair(compile_named(options.target, options.draft), dataset=options.predictor)
-    name = options.pair or BUNDLED
-    if name == BUNDLED and not is_compiled(BUNDLED):
-        from yggdrasil.cli.compile import compile_bundled
-
-        compile_bundled()
-    return load_pair(name, dataset=options.predictor)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from yggdrasil.cli import compile as compile_command
 from yggdrasil.cli import generate as generate_command
+from yggdrasil.cli import serve as serve_command
 from yggdrasil.cli import show as show_command
 from yggdrasil.errors import YggError
 
@@ -18,6 +19,7 @@ first steps:
   ygg generate "Once upon a time"            the bundled pair; the first run compiles it
   ygg compile TARGET DRAFT --name mine       prepare your own pair for this machine, once
   ygg generate --pair mine "Hello"           decode with it
+  ygg serve --pair mine                      answer OpenAI clients
 """
 
 
@@ -29,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for command in (compile_command, generate_command, show_command):
+    for command in (compile_command, generate_command, serve_command, show_command):
         command.add_parser(verbs)
     return parser
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from yggdrasil.compiler.buckets import Menu
 from yggdrasil.compiler.graphs import LoadedGraph, ReplayedGraph
 from yggdrasil.compiler.weights import load_weights
-from yggdrasil.kv import KVCache, KVShape
+from yggdrasil.kv import KVStorage
 from yggdrasil.models.packing import empty_meta
 
 __all__ = ["CompiledModel", "graph_path"]
@@ -23,14 +24,16 @@ def graph_path(folder: Path, num_tokens: int) -> Path:
     return folder / f"tokens_{num_tokens}.pt2"
 
 
-class CompiledModel:
+Storage = TypeVar("Storage", bound=KVStorage)
+
+
+class CompiledModel(Generic[Storage]):
     """Static graphs over one set of weights and one cache; see models/protocol.py for what the step uses.
 
     Args:
         folder: With `tokens_*.pt2` and `weights.safetensors`.
         menu: Sizes to load.
-        kv: Shape of the cache.
-        dtype: Of weights and cache.
+        cache: What the graphs write; any number of rows and pages.
         device: "cpu" or "cuda".
         max_depth: Longest tree path.
         num_candidates: C of a draft; 0 for a target.
@@ -40,7 +43,7 @@ class CompiledModel:
         ArtifactError: a file is missing or does not load.
     """
 
-    def __init__(self, folder: Path, menu: Menu, *, kv: KVShape, dtype: torch.dtype, device: str, max_depth: int, num_candidates: int, command: str) -> None:
+    def __init__(self, folder: Path, menu: Menu, *, cache: Storage, device: str, max_depth: int, num_candidates: int, command: str) -> None:
         self.menu = menu
         self.device = device
         self.max_depth = max_depth
@@ -48,7 +51,7 @@ class CompiledModel:
         self.prefill_chunk = menu.sizes[-1]
         self.widest = menu.sizes[-2:][0]
         self.graph_ms = 0.0
-        self.cache = KVCache(kv, dtype=dtype, device=device)
+        self.cache = cache
         self.weights = load_weights(folder, device, command)
         constants = {**self.weights, **cache_constants(self.cache)}
         self._meta = {size: empty_meta(size, max_depth, device=device) for size in menu.sizes}
@@ -73,7 +76,7 @@ class CompiledModel:
         return outputs
 
 
-def cache_constants(cache: KVCache) -> dict[str, Tensor]:
+def cache_constants(cache: KVStorage) -> dict[str, Tensor]:
     """The cache under the names that models/forward.py gives its buffers."""
     constants = {"pages": cache.pages_BP}
     for layer in range(cache.shape.num_layers):

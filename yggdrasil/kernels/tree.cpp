@@ -1,6 +1,6 @@
 // The host's side of a step on a CPU, one call where torch takes a dozen small operators: on caches that a target's weights have just swept, each of those
-// costs as much as a forward of the draft. The specifications are in Python: `grow_` is step/draft.py `grow_plain_`, `pack_nodes_` and `pack_chain_` are
-// `pack_nodes_plain_` and `pack_chain_plain_` in models/packing.py, `root` and `subtree` are TokenTree's, `move_slots_` is `move_plain_` in kv.py.
+// costs as much as a forward of the draft. The specifications are in Python: `grow_` is step/draft.py `grow_plain_`, `pack_nodes_` and `pack_chains_` are
+// `pack_nodes_plain_` and `pack_chains_plain_` in models/packing.py, `root` and `subtree` are TokenTree's, `move_slots_` is `move_plain_` in kv.py.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -98,18 +98,23 @@ void pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& dep
   pad(meta, last - first);
 }
 
-// Consecutive tokens from `start_pos` on, each of which sees everything up to itself.
-void pack_chain_(at::Tensor meta, at::IntArrayRef tokens, int64_t start_pos, int64_t row) {
+// Pieces of rows, one after another: consecutive tokens of one row, each of which sees everything of it up to itself.
+void pack_chains_(at::Tensor meta, at::IntArrayRef tokens, at::IntArrayRef lens, at::IntArrayRef start_positions, at::IntArrayRef rows) {
   const int64_t count = int64_t(tokens.size()), meta_width = meta.size(1);
-  TORCH_CHECK(count <= meta.size(0), "pack_chain_: ", count, " tokens for ", meta.size(0), " rows");
+  TORCH_CHECK(count <= meta.size(0), "pack_chains_: ", count, " tokens for ", meta.size(0), " rows");
+  TORCH_CHECK(lens.size() == start_positions.size() && lens.size() == rows.size(), "pack_chains_: as many lengths as starts and rows");
   int32_t* fields = meta.mutable_data_ptr<int32_t>();
-  for (int64_t n = 0; n < count; ++n, fields += meta_width) {
-    const int32_t position = int32_t(start_pos + n);
-    const int32_t columns[kPath] = {int32_t(tokens[n]), position, int32_t(row), position, position + 1};
-    std::copy_n(columns, int64_t(kPath), fields);
-    std::fill(fields + kPath, fields + meta_width, -1);
+  int64_t token = 0;
+  for (size_t piece = 0; piece < lens.size(); ++piece) {
+    TORCH_CHECK(token + lens[piece] <= count, "pack_chains_: more tokens in the lengths than there are");
+    for (int64_t n = 0; n < lens[piece]; ++n, ++token, fields += meta_width) {
+      const int32_t position = int32_t(start_positions[piece] + n);
+      const int32_t columns[kPath] = {int32_t(tokens[token]), position, int32_t(rows[piece]), position, position + 1};
+      std::copy_n(columns, int64_t(kPath), fields);
+      std::fill(fields + kPath, fields + meta_width, -1);
+    }
   }
-  pad(meta, count);
+  pad(meta, token);
 }
 
 using TreeArrays = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // token, parent, depth, log_prob, path
@@ -179,7 +184,7 @@ TORCH_LIBRARY_FRAGMENT(ygg, library) {
 }
 TORCH_LIBRARY_FRAGMENT(ygg, library) {
   library.def("pack_nodes_(Tensor(a!) meta, Tensor token, Tensor depth, Tensor path, int first, int last, int root_pos, int row) -> ()");
-  library.def("pack_chain_(Tensor(a!) meta, int[] tokens, int start_pos, int row) -> ()");
+  library.def("pack_chains_(Tensor(a!) meta, int[] tokens, int[] lens, int[] start_positions, int[] rows) -> ()");
   library.def("root(int token, int capacity, int path_width) -> (Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path)");
   library.def(
       "subtree(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path, int[] keep) -> "
@@ -190,7 +195,7 @@ TORCH_LIBRARY_FRAGMENT(ygg, library) {
 TORCH_LIBRARY_IMPL(ygg, CPU, library) {
   library.impl("grow_", &grow_);
   library.impl("pack_nodes_", &pack_nodes_);
-  library.impl("pack_chain_", &pack_chain_);
+  library.impl("pack_chains_", &pack_chains_);
   library.impl("subtree", &subtree);
   library.impl("move_slots_", &move_slots_);
 }

@@ -6,6 +6,7 @@ On a CPU one operator fills it; the functions named plain are its specification,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,21 @@ from torch import Tensor
 from yggdrasil.layout import INDEX, PATH, POSITION, PREFIX, ROW, TOKEN
 from yggdrasil.tree import TokenTree
 
-__all__ = ["empty_meta", "pack_chain_", "pack_chain_plain_", "pack_nodes_", "pack_nodes_plain_"]
+__all__ = ["Piece", "empty_meta", "pack_chain_", "pack_chains_", "pack_chains_plain_", "pack_nodes_", "pack_nodes_plain_"]
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one row.
+
+    Args:
+        row: Of the page table.
+        tokens: Vocabulary ids.
+        start_pos: Position of the first.
+    """
+
+    row: int
+    tokens: Sequence[int]
+    start_pos: int
 
 
 def empty_meta(num_tokens: int, max_depth: int, *, device: str = "cpu") -> Tensor:
@@ -31,10 +46,17 @@ def _pad_(meta_NM: Tensor, first: int) -> None:
 
 def pack_chain_(meta_NM: Tensor, tokens: Sequence[int], start_pos: int, *, row: int = 0) -> None:
     """Consecutive committed tokens: each sees everything up to itself. A prompt chunk, or a draft catching up."""
+    pack_chains_(meta_NM, [Piece(row, tokens, start_pos)])
+
+
+def pack_chains_(meta_NM: Tensor, pieces: Sequence[Piece]) -> None:
+    """Pieces of several rows, one after another; a chain of guesses is a piece like any other. Of one row at most one piece."""
     if meta_NM.is_cpu:
-        torch.ops.ygg.pack_chain_(meta_NM, tokens, start_pos, row)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        lens, starts, rows = [len(piece.tokens) for piece in pieces], [piece.start_pos for piece in pieces], [piece.row for piece in pieces]
+        torch.ops.ygg.pack_chains_(meta_NM, tokens, lens, starts, rows)
     else:
-        pack_chain_plain_(meta_NM, tokens, start_pos, row=row)
+        pack_chains_plain_(meta_NM, pieces)
 
 
 def pack_nodes_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0) -> None:
@@ -46,17 +68,20 @@ def pack_nodes_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_po
         pack_nodes_plain_(meta_NM, tree, first, last, root_pos, row=row)
 
 
-def pack_chain_plain_(meta_NM: Tensor, tokens: Sequence[int], start_pos: int, *, row: int = 0) -> None:
-    """`pack_chain_`, operator by operator."""
-    count = len(tokens)
-    _pad_(meta_NM, count)
-    meta_NM[:count, TOKEN] = torch.tensor(tokens, dtype=torch.int32)
-    position_N = torch.arange(start_pos, start_pos + count, dtype=torch.int32, device=meta_NM.device)
-    meta_NM[:count, POSITION] = position_N
-    meta_NM[:count, INDEX] = position_N
-    meta_NM[:count, PREFIX] = position_N + 1
-    meta_NM[:count, ROW] = row
-    meta_NM[:count, PATH:] = -1
+def pack_chains_plain_(meta_NM: Tensor, pieces: Sequence[Piece]) -> None:
+    """`pack_chains_`, operator by operator."""
+    first = 0
+    for row, tokens, start_pos in pieces:
+        last = first + len(tokens)
+        meta_NM[first:last, TOKEN] = torch.tensor(tokens, dtype=torch.int32)
+        position_N = torch.arange(start_pos, start_pos + len(tokens), dtype=torch.int32, device=meta_NM.device)
+        meta_NM[first:last, POSITION] = position_N
+        meta_NM[first:last, INDEX] = position_N
+        meta_NM[first:last, PREFIX] = position_N + 1
+        meta_NM[first:last, ROW] = row
+        meta_NM[first:last, PATH:] = -1
+        first = last
+    _pad_(meta_NM, first)
 
 
 def pack_nodes_plain_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0) -> None:

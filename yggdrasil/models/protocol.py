@@ -8,14 +8,13 @@ from torch import Tensor
 
 from yggdrasil.kv import KVCache
 
-__all__ = ["TokenModel"]
+__all__ = ["TokenGraphs", "TokenModel"]
 
 
-class TokenModel(Protocol):
-    """A model as static graphs over N tokens, with its cache.
+class TokenGraphs(Protocol):
+    """A model as static graphs over N tokens of any rows.
 
     Attributes:
-        cache: Its KV; forwards write provisional indices.
         device: Where metadata lives.
         max_depth: Longest tree path that metadata can hold.
         prefill_chunk: Most tokens of one forward.
@@ -24,7 +23,6 @@ class TokenModel(Protocol):
         graph_ms: Milliseconds spent inside `forward` so far: what is left of a step is the host's.
     """
 
-    cache: KVCache
     device: str
     max_depth: int
     prefill_chunk: int
@@ -39,3 +37,13 @@ class TokenModel(Protocol):
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         """Run the graph of that buffer: (logits, hidden) of a target, (tokens, log-probabilities) of a draft, padding rows included."""
         ...
+
+
+class TokenModel(TokenGraphs, Protocol):
+    """The same with the cache of a single request.
+
+    Attributes:
+        cache: Its KV; forwards write provisional indices.
+    """
+
+    cache: KVCache

@@ -1,0 +1,221 @@
+"""Does the bandit serve changing load at least as well as the best fixed speculative length, and better than every other policy?
+
+One batcher over the scaled pair in this process, open-loop arrivals in real time, greedy, end of text ignored so that every policy writes the same.
+
+- Rates (paper: Figs. 9 and 15): Poisson arrivals at fractions of the capacity that decoding without speculation was measured to have; arms: every
+  fixed gamma, none, and Nightjar, one after another on the same arrivals, the first arm another one at each rate.
+- Trace (paper: Tables 4 and 5, Figs. 10 to 12): a part of a production trace whose rate more than doubles and falls again, pressed into a minute
+  or two, its mean rate at `--load` of the capacity; arms: all policies, in turn.
+
+Each run starts with a policy that knows nothing but the profile. Latencies count from a request's arrival. Refuted if at some rate Nightjar's
+throughput is more than 2 % below the best fixed gamma's, if on the trace it is not above 1.05 times the best fixed gamma's or not above every baseline's,
+if at the greatest rate it is more than 1 % below decoding without speculation, or if a text differs between policies.
+
+Run with `python -m bench.claim_serving [--seconds 15] [--trace-seconds 60] [--rounds 1] [--json]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from statistics import mean
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from bench.claim import Say
+from bench.harness import TextMismatchError, environment, save_result
+from bench.make_trace import read_trace
+from bench.serving import Arrival, Replay, poisson, replay, traced
+from bench.subject import MIN_PARAMETERS, subject
+from bench.workloads import STORIES
+from yggdrasil.config import ServeConfig
+from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
+from yggdrasil.serve.batcher import Batcher
+from yggdrasil.serve.opening import open_batcher, policy_parts
+
+CLAIM = "serving"
+CONFIG = ServeConfig(policy="off", max_batch=48, gamma_max=7)
+OURS, OFF = "nightjar", "off"
+FIXED = (OFF, "fixed-1", "fixed-2", "fixed-3", "fixed-5", "fixed-7")
+POLICIES = (*FIXED, OURS, "nightjar-printed", "banditspec", "dsd", "tetris", "linucb", "lints", "ada-bingreedy", "tiers")
+FRACTIONS = (0.2, 0.5, 0.8, 1.1, 1.5)
+CAPACITY_REQUESTS = 64
+BIN_S = 3.0
+
+
+class Stand:
+    """A batcher, prompts, and what decoding without speculation can do."""
+
+    def __init__(self, options: argparse.Namespace, say: Say) -> None:
+        under_test = subject(options)
+        self.target = under_test.target.to_json()
+        pair = under_test.pair()
+        self.batcher: Batcher = open_batcher(pair.bundle, CONFIG)
+        self.parts: PolicyParts = policy_parts(pair.bundle, CONFIG)
+        self.texts = [pair.tokenizer.encode(text) for text in (*STORIES.test_texts, *STORIES.validation_texts)]
+        del pair
+        burst = poisson(self.texts, rate=1000.0, seconds=1.0, seed=7)[:CAPACITY_REQUESTS]
+        self.run("fixed-2", burst[:12])  # a warm-up
+        full = self.run(OFF, burst)
+        self.capacity = len(burst) / full.seconds
+        say(f"without speculation a full batch finishes {self.capacity:.2f} requests/s, {full.throughput:.0f} tokens/s")
+
+    def run(self, policy: str, arrivals: Sequence[Arrival], seed: int = 0) -> Replay:
+        """One arm over some arrivals."""
+        parts = PolicyParts(self.parts.gamma_max, self.parts.max_batch, self.parts.prior, self.parts.switching_cost, seed)
+        return replay(self.batcher, gamma_policy(policy, parts), arrivals)
+
+
+def same_texts(runs: Mapping[str, Replay]) -> None:
+    """Raises TextMismatchError unless all arms wrote the same."""
+    (reference, first), *others = runs.items()
+    for name, run in others:
+        if run.texts != first.texts:
+            raise TextMismatchError(f"{name} wrote other texts than {reference}: no speed is reported")
+
+
+def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
+    """Every fixed gamma and Nightjar at every rate."""
+    rows = []
+    arms = (*FIXED, OURS)
+    for index, fraction in enumerate(FRACTIONS):
+        arrivals = poisson(stand.texts, rate=fraction * stand.capacity, seconds=options.seconds, seed=index)
+        runs = {}
+        for name in (*arms[index % len(arms) :], *arms[: index % len(arms)]):
+            runs[name] = stand.run(name, arrivals)
+            rows.append({"fraction": fraction, "rate": round(fraction * stand.capacity, 3), "policy": name, **runs[name].to_json()})
+            say(line(rows[-1]))
+        same_texts(runs)
+    return rows
+
+
+def measure_trace(stand: Stand, options: argparse.Namespace, say: Say) -> dict[str, Any]:
+    """All policies on the trace, in turn, as often as asked for."""
+    arrivals = traced(stand.texts, read_trace(), rate=options.load * stand.capacity, seconds=options.trace_seconds)
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
+    timelines = {}
+    for turn in range(options.rounds):
+        runs = {}
+        for name in POLICIES if turn % 2 == 0 else reversed(POLICIES):
+            runs[name] = stand.run(name, arrivals, seed=turn)
+            rounds[name].append(runs[name].to_json())
+            timelines[name] = runs[name].timeline(BIN_S)
+            say(line({"policy": name, "rate": round(len(arrivals) / options.trace_seconds, 2), **rounds[name][-1]}))
+        same_texts(runs)
+    return {"requests": len(arrivals), "seconds": options.trace_seconds, "bin_s": BIN_S, "rounds": rounds, "timelines": timelines}
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """One run for a person."""
+    return (
+        f"{row['rate']:>6} req/s  {row['policy']:<18} {row['tok_per_s']:>7.1f} tok/s  latency {row['latency_ms']['mean']:>8.0f} mean "
+        f"{row['latency_ms']['p95']:>8.0f} p95 ms  TTFT {row['ttft_ms']['mean']:>7.0f}  TPOT {row['tpot_ms']['mean']:>6.1f}  "
+        f"B {row['mean_batch']:>5.1f}  gamma {row['mean_gamma']:>4.2f}  host {row['host_share']:.1%}"
+    )
+
+
+def verdict(rates: Sequence[Mapping[str, Any]], trace: Mapping[str, Any]) -> dict[str, Any]:
+    """Every goal with what was measured."""
+    by_rate = {}
+    for fraction in FRACTIONS:
+        rows = {row["policy"]: row for row in rates if row["fraction"] == fraction}
+        best = max(FIXED, key=lambda name: rows[name]["tok_per_s"])
+        quickest = min(FIXED, key=lambda name: rows[name]["latency_ms"]["mean"])
+        by_rate[str(fraction)] = {
+            "best_fixed": best,
+            "throughput_over_best_fixed": round(rows[OURS]["tok_per_s"] / rows[best]["tok_per_s"], 4),
+            "quickest_fixed": quickest,
+            "latency_over_quickest_fixed": round(rows[OURS]["latency_ms"]["mean"] / rows[quickest]["latency_ms"]["mean"], 4),
+            "throughput_over_off": round(rows[OURS]["tok_per_s"] / rows[OFF]["tok_per_s"], 4),
+        }
+    throughput = {name: mean(run["tok_per_s"] for run in runs) for name, runs in trace["rounds"].items()}
+    latency = {name: mean(run["latency_ms"]["mean"] for run in runs) for name, runs in trace["rounds"].items()}
+    best, baselines = max(FIXED, key=throughput.__getitem__), [name for name in POLICIES if not name.startswith(OURS)]
+    strongest = max(baselines, key=throughput.__getitem__)
+    return {
+        "rates": by_rate,
+        "trace": {
+            "best_fixed": best,
+            "throughput_over_best_fixed": round(throughput[OURS] / throughput[best], 4),
+            "strongest_baseline": strongest,
+            "throughput_over_strongest": round(throughput[OURS] / throughput[strongest], 4),
+            "latency_over_best_fixed": round(latency[OURS] / min(latency[name] for name in FIXED), 4),
+            "latency_over_quickest_baseline": round(latency[OURS] / min(latency[name] for name in baselines), 4),
+        },
+    }
+
+
+def draw(result: Mapping[str, Any]) -> Figure:
+    """Throughput and latency by rate; the trace; the bandits."""
+    figure = Figure(figsize=(12, 11), layout="constrained")
+    (top_left, top_right), (middle_left, middle_right), (low_left, low_right) = figure.subplots(3, 2)
+    for name in (*FIXED, OURS):
+        rows = [row for row in result["rates"] if row["policy"] == name]
+        rates, width = [row["rate"] for row in rows], 2.5 if name == OURS else 1
+        top_left.plot(rates, [row["tok_per_s"] for row in rows], "o-", markersize=3, linewidth=width, label=name)
+        top_right.plot(rates, [row["latency_ms"]["mean"] / 1e3 for row in rows], "o-", markersize=3, linewidth=width, label=name)
+    top_left.set(xlabel="requests/s", ylabel="tokens/s", title="throughput by rate (paper: Figs. 9, 15)")
+    top_right.set(xlabel="requests/s", ylabel="mean latency, s", yscale="log", title="latency by rate")
+    top_left.legend(fontsize=7)
+    trace = result["trace"]
+    for name in (OURS, OFF, "fixed-1", "fixed-3", "dsd", "banditspec", "tetris"):
+        timeline = trace["timelines"][name]
+        seconds = [place * trace["bin_s"] for place in range(len(timeline["tok_per_s"]))]
+        width = 2.5 if name == OURS else 1
+        middle_left.plot(seconds, timeline["tok_per_s"], linewidth=width, label=name)
+        middle_right.plot(seconds, timeline["gamma"], linewidth=width, label=name)
+    ours = trace["timelines"][OURS]["running"]
+    low_left.plot([place * trace["bin_s"] for place in range(len(ours))], ours, color="grey")
+    middle_left.set(xlabel="s", ylabel="tokens/s", title="throughput over the trace (paper: Fig. 11)")
+    middle_right.set(xlabel="s", ylabel="mean gamma", title="speculative length over the trace")
+    low_left.set(xlabel="s", ylabel="rows", title=f"running rows under {OURS} (load: paper Fig. 10)")
+    middle_left.legend(fontsize=7)
+    heights = [mean(run["tok_per_s"] for run in trace["rounds"][name]) for name in POLICIES]
+    low_right.bar_label(low_right.bar(POLICIES, heights, color=["C3" if name == OURS else "C0" for name in POLICIES]), fmt="%.0f", fontsize=7)
+    low_right.set(ylabel="tokens/s", title="all policies on the trace (paper: Table 4, Fig. 12)")
+    low_right.tick_params(axis="x", rotation=75)
+    return figure
+
+
+def main() -> None:
+    """Measure, report, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=15.0, help="arrivals at every rate (default: %(default)s)")
+    parser.add_argument("--trace-seconds", type=float, default=60.0, help="the trace is pressed into so many (default: %(default)s)")
+    parser.add_argument("--load", type=float, default=0.9, help="mean rate of the trace, in the capacity without speculation (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of all policies over the trace (default: %(default)s)")
+    parser.add_argument("--target-parameters", type=int, default=MIN_PARAMETERS, metavar="N", help="inflate the target to so many (default: %(default)s)")
+    parser.add_argument("--remeasure", action="store_true", help="profile and calibrate the compiled pair again")
+    parser.add_argument("--quick", action="store_true", help="a rehearsal of seconds, kept out of bench/results")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON document on the last line of standard output")
+    options = parser.parse_args()
+    if options.quick:
+        options.seconds, options.trace_seconds, options.rounds = 3.0, 5.0, 1
+    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    stand = Stand(options, say)
+    rates = measure_rates(stand, options, say)
+    trace = measure_trace(stand, options, say)
+    settings = {name: value for name, value in vars(options).items() if name != "json"}
+    result = {
+        "claim": CLAIM,
+        "settings": settings,
+        "environment": environment(),
+        "target": stand.target,
+        "capacity_requests_per_s": round(stand.capacity, 3),
+        "rates": rates,
+        "trace": trace,
+        "verdict": verdict(rates, trace),
+    }
+    path = save_result(CLAIM, result, rehearsal=options.quick)
+    draw(result).savefig(path.with_suffix(".png"), dpi=110)
+    say(json.dumps(result["verdict"], indent=1))
+    if options.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

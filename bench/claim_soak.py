@@ -1,0 +1,275 @@
+"""Does the server stay whole under more load than it can bear, from clients that misbehave?
+
+`ygg serve` on the bundled pair in a process of its own; open-loop arrivals at 1.2 times the rate at which it was measured to finish requests.
+Clients: streaming and not; greedy and seeded; completions and chat; some go away in the middle, some give up waiting, some send broken JSON, unknown
+models, prompts that are too long or bodies that are too large. For minutes: resident memory, free pages, requests in flight.
+
+Refuted by a completed text that is not the one that the engine writes for the same request alone and plainly; by a page that is not given back or a
+request that is still there after the last client has left; by resident memory that grows by more than 5 % after the first quarter; by an answer to
+a broken request that is not a 4xx with OpenAI's error body.
+
+Run with `python -m bench.claim_soak [--minutes 30] [--json]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import httpx
+import psutil
+
+from bench.claim import Say
+from bench.harness import environment, save_result
+from bench.workloads import WORKLOADS
+from yggdrasil.bundle import BUNDLED, LoadedPair, load_pair
+from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.report import Run
+
+CLAIM = "soak"
+OVERLOAD = 1.2
+NUM_ASKS = 60  # different good requests; which one is sent is drawn
+SAMPLE_S = 5.0
+ALLOWED_GROWTH = 1.05
+PATIENCE_S = 120.0
+BROKEN: tuple[tuple[str, bytes], ...] = (
+    ("/v1/completions", b'{"model": "tinystories", "prompt": '),
+    ("/v1/completions", b"[]"),
+    ("/v1/completions", b'{"model": "nobody", "prompt": "a"}'),
+    ("/v1/completions", b'{"model": "tinystories", "prompt": "a", "max_tokens": -3}'),
+    ("/v1/completions", b'{"model": "tinystories", "prompt": "a", "temperature": "hot"}'),
+    ("/v1/completions", b'{"model": "tinystories", "prompt": [999999]}'),
+    ("/v1/completions", json.dumps({"model": BUNDLED, "prompt": "word " * 9000}).encode()),
+    ("/v1/completions", b"x" * (6 << 20)),
+    ("/v1/chat/completions", b'{"model": "tinystories", "messages": "hello"}'),
+    ("/v1/chat/completions", b'{"model": "tinystories", "messages": []}'),
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A good request and what it must bring.
+
+    Args:
+        path: Of the route.
+        body: JSON.
+        text: The engine's, alone and plainly.
+    """
+
+    path: str
+    body: dict[str, Any]
+    text: str
+
+
+def asks(pair: LoadedPair) -> list[Ask]:
+    """Prompts of three kinds of text, greedy and sampled, with and without speculation."""
+    kinds = [workload.test_texts for workload in WORKLOADS.values()]
+    made = []
+    for index in range(NUM_ASKS):
+        prompt = kinds[index % 3][index // 3][: 20 + 11 * (index % 30)]
+        sampling = SamplingConfig() if index % 2 else SamplingConfig(temperature=0.8, top_p=0.95, seed=index)
+        num_tokens = 4 + 7 * (index % 14)
+        config = GenerateConfig(max_new_tokens=num_tokens, plain=True, sampling=sampling, stop=(". ",) if index % 7 == 0 else ())
+        body = {
+            "model": BUNDLED, "prompt": prompt, "max_tokens": num_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "seed": sampling.seed, "speculation": ("auto", "off", 2)[index % 3], "stream": index % 5 != 0,
+        }  # fmt: skip
+        if config.stop:
+            body["stop"] = list(config.stop)
+        made.append(Ask("/v1/completions", body, Run(pair, pair.tokenizer.encode(prompt), config).complete().text))
+    return made
+
+
+class Server:
+    """`ygg serve` on a free port."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "yggdrasil", "serve", "--port", "0", "--max-batch", "16", "--max-queue", "48", "--kv-memory", "24MiB"]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self._process.stderr is not None
+        greeting = self._process.stderr.readline()
+        if "http://" not in greeting:
+            raise SystemExit(greeting + self._process.stderr.read())
+        self.url = greeting.split()[-1]
+        self.memory = psutil.Process(self._process.pid)
+
+    def rss_mb(self) -> float:
+        return round(float(self.memory.memory_info().rss) / 1e6, 1)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self._process.terminate()
+        return self._process.wait(timeout=PATIENCE_S)
+
+
+@dataclass
+class Tally:
+    """What happened, by kind."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, float]] = field(default_factory=list)
+
+
+async def ask(client: httpx.AsyncClient, one: Ask, tally: Tally, *, leave_after: int | None = None, patience_s: float = PATIENCE_S) -> None:
+    """One good request, perhaps left after some events or some seconds."""
+    try:
+        async with asyncio.timeout(patience_s):
+            text = await (_stream(client, one, leave_after) if one.body["stream"] else _whole(client, one))
+    except TimeoutError:
+        tally.outcomes["stuck" if patience_s == PATIENCE_S else "gave up waiting"] += 1
+    except httpx.HTTPStatusError as error:
+        tally.outcomes[str(error.response.status_code)] += 1
+    else:
+        if text is None:
+            tally.outcomes["left in the middle"] += 1
+        elif text == one.text:
+            tally.outcomes["completed"] += 1
+        else:
+            tally.outcomes["wrong text"] += 1
+            tally.wrong.append({"body": one.body, "text": text, "expected": one.text})
+
+
+async def _whole(client: httpx.AsyncClient, one: Ask) -> str:
+    response = await client.post(one.path, json=one.body)
+    response.raise_for_status()
+    return str(response.json()["choices"][0]["text"])
+
+
+async def _stream(client: httpx.AsyncClient, one: Ask, leave_after: int | None) -> str | None:
+    text, events = "", 0
+    async with client.stream("POST", one.path, json=one.body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return text
+            if line.startswith("data: "):
+                events += 1
+                text += json.loads(line[6:])["choices"][0]["text"]
+                if events == leave_after:
+                    return None
+    return text + " (the stream broke off)"
+
+
+async def break_(client: httpx.AsyncClient, index: int, tally: Tally) -> None:
+    """One bad request."""
+    path, body = BROKEN[index]
+    try:
+        response = await client.post(path, content=body, headers={"Content-Type": "application/json"})
+        good = 400 <= response.status_code < 500 and "message" in response.json()["error"]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        good = isinstance(error, httpx.WriteError | httpx.RemoteProtocolError) and len(body) > 1 << 20  # hung up on in the middle of too large a body
+    tally.outcomes["broken, refused" if good else "broken, NOT refused"] += 1
+    if not good:
+        tally.wrong.append({"broken": path, "body": body[:80].decode(errors="replace")})
+
+
+async def watch(client: httpx.AsyncClient, server: Server, tally: Tally, start: float) -> None:
+    """Memory and books, every few seconds."""
+    while True:
+        info = (await client.get("/server_info")).json()
+        tally.samples.append(
+            {"s": round(time.monotonic() - start, 1), "rss_mb": server.rss_mb(), **{key: info[key] for key in ("running", "waiting", "free_pages")}}
+        )
+        await asyncio.sleep(SAMPLE_S)
+
+
+async def capacity(client: httpx.AsyncClient, good: Sequence[Ask]) -> float:
+    """Requests per second that 24 clients who wait for their answers get."""
+    tally, start = Tally(), time.monotonic()
+
+    async def one_after_another(mine: Sequence[Ask]) -> None:
+        for one in mine:
+            await ask(client, one, tally)
+
+    await asyncio.gather(*(one_after_another(good[place::24] * 3) for place in range(24)))
+    if tally.outcomes["completed"] != 3 * len(good):
+        raise SystemExit(f"not even without load: {dict(tally.outcomes)} {tally.wrong[:1]}")
+    return 3 * len(good) / (time.monotonic() - start)
+
+
+async def soak(server: Server, good: Sequence[Ask], minutes: float, say: Say) -> dict[str, Any]:
+    """Overload it for so long, then see what is left."""
+    dice, tally = random.Random(0), Tally()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=50)
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, limits=limits) as client:
+        rate = OVERLOAD * await capacity(client, good)
+        say(f"{rate:.1f} requests/s for {minutes:g} minutes")
+        start, tasks = time.monotonic(), set[asyncio.Task[None]]()
+        watching = asyncio.create_task(watch(client, server, tally, start))
+        reported = start
+        while time.monotonic() - start < minutes * 60:
+            await asyncio.sleep(dice.expovariate(rate))
+            kind, one = dice.random(), dice.choice(good)
+            if kind < 0.1:
+                work = break_(client, dice.randrange(len(BROKEN)), tally)
+            elif kind < 0.2:
+                work = ask(client, one, tally, leave_after=dice.randrange(1, 6))
+            elif kind < 0.3:
+                work = ask(client, one, tally, patience_s=dice.uniform(0.01, 1.0))
+            else:
+                work = ask(client, one, tally)
+            task = asyncio.create_task(work)
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            if time.monotonic() - reported > 60:
+                reported = time.monotonic()
+                say(f"{(reported - start) / 60:.0f} min: {dict(tally.outcomes)}, in flight {len(tasks)}, {server.rss_mb()} MB")
+        await asyncio.gather(*tasks)
+        watching.cancel()
+        await asyncio.sleep(1.0)
+        left = (await client.get("/server_info")).json()
+    quarter = [sample["rss_mb"] for sample in tally.samples if sample["s"] >= minutes * 15]
+    growth = max(quarter[-5:]) / max(quarter[:5])
+    held = {
+        "every completed text is its reference": not tally.wrong and tally.outcomes["completed"] > 0,
+        "no stuck request": tally.outcomes["stuck"] == 0 and left["running"] == left["waiting"] == 0,
+        "all pages given back": left["free_pages"] == left["num_pages"],
+        "memory flat": growth <= ALLOWED_GROWTH,
+        "broken requests refused": tally.outcomes["broken, NOT refused"] == 0,
+    }
+    return {
+        "requests_per_s": round(rate, 2),
+        "minutes": minutes,
+        "outcomes": dict(tally.outcomes.most_common()),
+        "wrong": tally.wrong[:5],
+        "rss_growth_after_first_quarter": round(growth, 4),
+        "left": {key: left[key] for key in ("running", "waiting", "free_pages", "num_pages")},
+        "held": held,
+        "samples": tally.samples[:: max(1, len(tally.samples) // 60)],
+    }
+
+
+def main() -> None:
+    """Serve, soak, stop, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0, help="of overload (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="half a minute, kept out of bench/results")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON document on the last line of standard output")
+    options = parser.parse_args()
+    if options.quick:
+        options.minutes = 0.5
+    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    good = asks(load_pair(BUNDLED))
+    server = Server()
+    found = asyncio.run(soak(server, good, options.minutes, say))
+    found["held"]["exit code 0 after SIGTERM"] = server.stop() == 0
+    result = {"claim": CLAIM, "environment": environment(), **found}
+    save_result(CLAIM, result, rehearsal=options.quick)
+    say(json.dumps({key: found[key] for key in ("outcomes", "left", "held", "rss_growth_after_first_quarter")}, indent=1))
+    if options.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

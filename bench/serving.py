@@ -1,0 +1,172 @@
+"""Open-loop load on a batcher in this process: arrivals do not wait for answers, time is the wall clock's.
+
+HTTP is left out: what is compared is how a batch decodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from bench.make_trace import TraceRequest
+from yggdrasil.config import GenerateConfig
+from yggdrasil.policy.gamma.protocol import GammaPolicy
+from yggdrasil.serve.batcher import Batcher
+from yggdrasil.serve.request import Event, Observer, Request, RequestReport, StepReport
+
+__all__ = ["Arrival", "Replay", "poisson", "replay", "traced"]
+
+OUTPUT_TOKENS = (16, 96)
+LONGEST_PROMPT = 96
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request and when it comes.
+
+    Args:
+        at_s: Seconds after the start.
+        prompt: Tokens.
+        num_tokens: Most tokens to emit.
+    """
+
+    at_s: float
+    prompt: Sequence[int]
+    num_tokens: int
+
+
+def poisson(texts: Sequence[Sequence[int]], *, rate: float, seconds: float, seed: int) -> list[Arrival]:
+    """Arrivals of a Poisson process.
+
+    Args:
+        texts: Tokens whose beginnings are prompts, taken in turn.
+        rate: Requests a second.
+        seconds: How long they come.
+        seed: The same one gives the same arrivals and lengths.
+    """
+    random = np.random.default_rng(seed)
+    times = np.cumsum(random.exponential(1 / rate, size=int(2 * rate * seconds) + 20))
+    lengths = random.integers(*OUTPUT_TOKENS, size=len(times), endpoint=True)
+    prompts = random.integers(8, LONGEST_PROMPT, size=len(times), endpoint=True)
+    return [Arrival(float(at_s), texts[place % len(texts)][: prompts[place]], int(lengths[place])) for place, at_s in enumerate(times) if at_s < seconds]
+
+
+def traced(texts: Sequence[Sequence[int]], trace: Sequence[TraceRequest], *, rate: float, seconds: float) -> list[Arrival]:
+    """A trace pressed into so many seconds and thinned to so many requests a second on average; lengths are scaled, their ranks kept.
+
+    A prompt of the trace's median length becomes a third of LONGEST_PROMPT, an output of the median length 40 tokens.
+    """
+    wanted = min(len(trace), round(rate * seconds))
+    kept = [trace[place * len(trace) // wanted] for place in range(wanted)]
+    span = trace[-1][0]
+    prompt_scale = LONGEST_PROMPT / 3 / float(np.median([context for _, context, _ in kept]))
+    output_scale = 40 / float(np.median([generated for _, _, generated in kept]))
+    return [
+        Arrival(
+            at_s / span * seconds,
+            texts[place % len(texts)][: min(LONGEST_PROMPT, max(4, round(context * prompt_scale)))],
+            min(OUTPUT_TOKENS[1], max(4, round(generated * output_scale))),
+        )
+        for place, (at_s, context, generated) in enumerate(kept)
+    ]
+
+
+@dataclass
+class Replay(Observer):
+    """What a batcher did with a list of arrivals.
+
+    Attributes:
+        texts: Emitted tokens of every arrival, in their order.
+        requests: A report of each that ended.
+        steps: A report of every step, and when it ended in seconds after the start.
+        seconds: From the first arrival to the last token.
+    """
+
+    texts: list[list[int]]
+    requests: list[RequestReport] = field(default_factory=list)
+    steps: list[tuple[float, StepReport]] = field(default_factory=list)
+    seconds: float = 0.0
+    start: float = field(default_factory=time.perf_counter)
+
+    def on_step(self, report: StepReport) -> None:
+        self.steps.append((time.perf_counter() - self.start, report))
+
+    def on_finish(self, report: RequestReport) -> None:
+        self.requests.append(report)
+
+    @property
+    def throughput(self) -> float:
+        """Emitted tokens a second."""
+        return sum(map(len, self.texts)) / self.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures of a table's row; milliseconds."""
+        totals, firsts = [report.total_ms for report in self.requests], [report.ttft_ms for report in self.requests]
+        decoding = [report for _, report in self.steps if report.prompt_tokens == 0 and report.batch_size == report.running]
+        return {
+            "tok_per_s": round(self.throughput, 2),
+            "seconds": round(self.seconds, 2),
+            "requests": len(self.requests),
+            "latency_ms": _percentiles(totals),
+            "ttft_ms": _percentiles(firsts),
+            "tpot_ms": _percentiles([report.tpot_ms for report in self.requests if report.emitted_tokens > 1]),
+            "mean_batch": round(mean(report.batch_size for _, report in self.steps), 2),
+            "mean_gamma": round(mean(report.gamma for _, report in self.steps), 2),
+            "emitted_per_pass": round(sum(map(len, self.texts)) / sum(report.batch_size for _, report in self.steps), 3),
+            "host_share": round(1 - sum(r.draft_ms + r.verify_ms for r in decoding) / max(1e-9, sum(r.total_ms for r in decoding)), 4),
+            "preemptions": sum(report.preemptions for report in self.requests),
+        }
+
+    def timeline(self, bin_s: float) -> dict[str, list[float]]:
+        """Tokens a second, mean gamma and running rows in bins of so many seconds."""
+        num_bins = int(self.seconds / bin_s) + 1
+        tokens, gammas, running = np.zeros(num_bins), [[] for _ in range(num_bins)], [[] for _ in range(num_bins)]
+        for at_s, report in self.steps:
+            place = min(num_bins - 1, int(at_s / bin_s))
+            tokens[place] += sum(report.emitted)
+            gammas[place].append(report.gamma)
+            running[place].append(report.running)
+        return {
+            "tok_per_s": [round(float(count) / bin_s, 1) for count in tokens],
+            "gamma": [round(mean(values), 2) if values else 0.0 for values in gammas],
+            "running": [round(mean(values), 1) if values else 0.0 for values in running],
+        }
+
+
+def replay(batcher: Batcher, policy: GammaPolicy, arrivals: Sequence[Arrival], *, ignore_eos: bool = True) -> Replay:
+    """Serve the arrivals as they come, from an idle batcher that knows no text."""
+    assert batcher.num_running == batcher.num_waiting == 0
+    batcher.policy, batcher.gamma = policy, 0
+    batcher.pool.flush_()
+    outcome = Replay([[] for _ in arrivals])
+    batcher.observer = outcome
+    pending = list(reversed(list(enumerate(arrivals))))
+    while pending or batcher.num_running or batcher.num_waiting:
+        now = time.perf_counter() - outcome.start
+        while pending and pending[-1][1].at_s <= now:
+            place, arrival = pending.pop()
+            ticket = batcher.ticket(_request(arrival, outcome.texts[place], ignore_eos))
+            ticket.arrived = outcome.start + arrival.at_s  # it waited for the step that ran
+            batcher.submit(ticket)
+        if batcher.step() is None:
+            time.sleep(max(0.0, pending[-1][1].at_s - (time.perf_counter() - outcome.start)))
+    outcome.seconds = time.perf_counter() - outcome.start - (arrivals[0].at_s if arrivals else 0.0)
+    return outcome
+
+
+def _request(arrival: Arrival, text: list[int], ignore_eos: bool) -> Request:
+    def on_event(event: Event) -> None:
+        text.extend(event.tokens)
+
+    return Request(prompt=arrival.prompt, config=GenerateConfig(max_new_tokens=arrival.num_tokens, ignore_eos=ignore_eos), on_event=on_event)
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    mean_ms = float(np.mean(values)) if values else 0.0
+    low, middle, high = np.percentile(values, (50, 95, 99)) if values else (0.0, 0.0, 0.0)
+    return {"mean": round(mean_ms, 1), "p50": round(float(low), 1), "p95": round(float(middle), 1), "p99": round(float(high), 1)}

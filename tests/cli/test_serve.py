@@ -1,0 +1,149 @@
+"""`ygg serve` as a process: what it refuses, what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from yggdrasil.cli import main
+from yggdrasil.cli.serve import _num_bytes
+from yggdrasil.config import ServeConfig
+
+Capture = pytest.CaptureFixture[str]
+
+
+def refused(capture: Capture, *arguments: str) -> str:
+    """The one line on standard error of a run that exits with 2 and prints nothing."""
+    assert main(["serve", *arguments]) == 2
+    out, err = capture.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--max-batch", "0"), "max_batch: 0"),
+        (("--gamma-max", "-1"), "gamma_max: -1"),
+        (("--max-queue", "0"), "max_queue: 0"),
+        (("--kv-memory", "0MiB"), "kv_memory: 0"),
+        (("--target", "a"), "--target and --draft"),
+        (("--target", "a", "--draft", "b"), "--pair: 'nobody' .*without --target and --draft"),
+        ((), "no compiled pair named 'nobody'"),
+        (("--host", "256.0.0.1"), "--host: '256.0.0.1'"),
+        (("--port", "65536"), "--port: 65536"),
+        (("--port", "-1"), "--port: -1"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_one_line_and_exit_code_2(arguments: tuple[str, ...], complaint: str, capsys: Capture) -> None:
+    assert re.search(complaint, refused(capsys, "--pair", "nobody", "--port", "0", *arguments))
+
+
+def test_a_port_in_use_is_found_out_before_anything_is_loaded(capsys: Capture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        line = refused(capsys, "--pair", "nobody", "--port", port)
+    assert f"--port: {port} is not allowed; it must be a free port of 127.0.0.1" in line
+
+
+@pytest.mark.parametrize("package", ("fastapi", "uvicorn", "prometheus_client", "jinja2"))
+def test_a_missing_package_names_the_command_that_installs_it(package: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    line = refused(capsys)
+    assert f"{package}: 'not installed'" in line
+    assert "pip install 'yggdrasil-decoding[serve]'" in line
+
+
+@pytest.mark.parametrize(("text", "num_bytes"), [("1024", 1024), ("512MiB", 512 << 20), ("1.5 GiB", 3 << 29), ("2gb", 2 * 10**9)])
+def test_sizes_have_units(text: str, num_bytes: int) -> None:
+    assert _num_bytes(text) == num_bytes
+
+
+def test_a_size_that_is_none_is_refused(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--kv-memory", "much"])
+    assert ended.value.code == 2
+    assert "'much' is no size; write 512MiB" in capsys.readouterr().err
+
+
+def test_help_shows_the_defaults_of_the_config_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from yggdrasil.cli import main\n"
+        "try: main(['serve', '--help'])\n"
+        "finally: assert not {'torch', 'fastapi', 'uvicorn', 'pydantic', 'jinja2'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    defaults = ServeConfig()
+    for value in (defaults.policy, defaults.gamma_max, defaults.max_batch, defaults.max_queue, "127.0.0.1"):
+        assert f"default: {value})" in " ".join(done.stdout.split())
+
+
+@contextmanager
+def served(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process on the tiny pair, and its address."""
+    command = [sys.executable, "-W", "error", "-m", "yggdrasil", "serve", "--pair", "tiny", "--port", "0", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}) as process:
+        assert process.stderr is not None
+        try:
+            line = process.stderr.readline()
+            found = re.fullmatch(r"serving (\S+) on (http://127\.0\.0\.1:\d+)\n", line)
+            assert found is not None, line + process.stderr.read()
+            assert process.stderr.readline().startswith(f"  curl {found[2]}/v1/completions")
+            yield process, found[2]
+        finally:
+            process.kill()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code, and what else was printed."""
+    out, err = process.communicate(timeout=30)
+    return process.returncode, out + err
+
+
+@pytest.mark.usefixtures("tiny_bundle")
+class TestServer:
+    """On the compiled pair."""
+
+    @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
+    def test_it_serves_and_a_signal_lets_a_running_stream_finish(self, number: signal.Signals) -> None:
+        with served("--max-batch", "2", "--model-name", "mine") as (process, url):
+            fields = {"model": "mine", "prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+            whole = httpx.post(f"{url}/v1/completions", json=fields, timeout=60).json()
+            assert whole["usage"]["completion_tokens"] == 200
+            with httpx.stream("POST", f"{url}/v1/completions", json={**fields, "stream": True}, timeout=60) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(number)
+                rest = [line for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
+            assert ended(process) == (0, "")
+
+    def test_the_key_comes_from_the_environment(self) -> None:
+        with served("--max-batch", "2", environment={"YGG_API_KEY": "secret"}) as (process, url):
+            assert httpx.get(f"{url}/v1/models").status_code == 401
+            info = httpx.get(f"{url}/server_info", headers={"Authorization": "Bearer secret"}).json()
+            assert {"speculative_num_steps", "avg_spec_accept_length", "policy", "policy_state", "free_pages"} <= info["internal_states"][0].keys()
+            process.send_signal(signal.SIGTERM)
+            assert ended(process) == (0, "")
+
+    def test_requests_that_take_too_long_are_ended(self) -> None:
+        with served("--max-batch", "2", "--drain-seconds", "0") as (process, url):
+            fields = {"prompt": "Once upon a time", "max_tokens": 240, "ignore_eos": True, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/completions", json=fields, timeout=60) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                rest = [line for line in lines if line]
+            assert rest[-1] == "data: [DONE]" or "shutting down" in rest[-1]  # it may have been done just then
+            assert ended(process)[0] == 0

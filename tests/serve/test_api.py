@@ -1,0 +1,573 @@
+"""The HTTP layer over a service without models: what is refused and how, and that nobody's rows are left behind."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from yggdrasil.bundle import bundled_models
+from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.errors import ConfigError, QueueFull
+from yggdrasil.serve.api import MAX_BODY_BYTES, Serving, create_app
+from yggdrasil.serve.chat import ChatTemplate, load_chat_template
+from yggdrasil.serve.metrics import Metrics
+from yggdrasil.serve.openai import NEUTRAL
+from yggdrasil.serve.request import Event, Request, TokenLogProb
+from yggdrasil.tokenizer import TextStream, Tokenizer
+
+STORY = " there was a café ☕ by the sea, and the fox drank 🦊 tea with the crow. The end."
+CONTEXT = 128
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A row of the fake."""
+
+    request: Request
+    tokens: list[int]
+    stream: TextStream
+    emitted: int = 0
+
+
+@dataclass(eq=False)
+class FakeService:
+    """Writes the same story for everybody, two tokens a step, in a thread of its own.
+
+    Attributes:
+        is_stuck: Nothing is emitted.
+        is_full: Nothing is queued.
+        fails_after: A row ends with an error after so many tokens.
+        submitted: Every request.
+        cancelled: How many rows were cancelled before their end.
+    """
+
+    tokenizer: Tokenizer
+    is_stuck: bool = False
+    is_full: bool = False
+    is_healthy: bool = True
+    fails_after: int | None = None
+    submitted: list[Request] = field(default_factory=list)
+    cancelled: int = 0
+
+    def __post_init__(self) -> None:
+        self.live: list[Ticket] = []
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def submit(self, request: Request) -> Ticket:
+        if self.is_full:
+            raise QueueFull(4, 2.5)
+        ticket = Ticket(request, self.tokenizer.encode(STORY), TextStream(self.tokenizer, request.config.stop))
+        with self._lock:
+            self.submitted.append(request)
+            self.live.append(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        with self._lock:
+            if ticket in self.live:
+                self.live.remove(ticket)
+                self.cancelled += 1
+                ticket.request.on_event(Event("", (), finish="cancelled"))
+
+    def info(self) -> dict[str, Any]:
+        return {"policy": "nightjar", "policy_state": {"block": 3}, "speculative_num_steps": 3, "avg_spec_accept_length": 1.5, "running": len(self.live)}
+
+    def _run(self) -> None:
+        while not self._stopped.wait(0.001):
+            with self._lock:
+                for ticket in [] if self.is_stuck else list(self.live):
+                    self._step(ticket)
+
+    def _step(self, ticket: Ticket) -> None:
+        config, start = ticket.request.config, ticket.emitted
+        assert config.max_new_tokens is not None
+        end = min(start + 2, len(ticket.tokens), config.max_new_tokens)
+        tokens, ticket.emitted = ticket.tokens[start:end], end
+        text, finish, error = ticket.stream.push(tokens), None, ""
+        if self.fails_after is not None and end >= self.fails_after:
+            finish, error = "error", "the grammar was lost"
+        elif ticket.stream.stopped or end == len(ticket.tokens):
+            finish = "stop"
+        elif end == config.max_new_tokens:
+            finish = "length"
+        if finish:
+            text += ticket.stream.finish()
+            self.live.remove(ticket)
+        ticket.request.on_event(Event(text, tokens, self._log_probs(ticket, tokens), finish, error))  # type: ignore[arg-type]
+
+    def _log_probs(self, ticket: Ticket, tokens: Sequence[int]) -> list[TokenLogProb]:
+        num_top = ticket.request.num_top
+        return [] if num_top is None else [TokenLogProb(token, -0.5, tuple((token + place, -0.5 - place) for place in range(num_top))) for token in tokens]
+
+
+@dataclass
+class Running:
+    """A server on a free port."""
+
+    url: str
+    service: FakeService
+    serving: Serving
+
+    def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=fields, timeout=10)
+
+    def ask(self, **fields: Any) -> dict[str, Any]:
+        """A completion that must succeed."""
+        response = self.post(**{"prompt": "Once upon a time", **fields})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+@contextmanager
+def server(**options: Any) -> Iterator[Running]:
+    """A fake service behind a real server; leaves no row behind unless a test fails."""
+    tokenizer = Tokenizer(bundled_models()[0] / "tokenizer.json", "ygg compile")
+    service = FakeService(tokenizer)
+    metrics = Metrics(token_bytes=1024, gamma_max=7)
+    base = {"service": service, "tokenizer": tokenizer, "template": ChatTemplate(), "metrics": metrics}
+    serving = Serving(**{**base, "model": "tiny", "max_context": CONTEXT, "max_rows": 8, **options})
+    web = uvicorn.Server(uvicorn.Config(create_app(serving), port=0, log_level="critical", lifespan="off", ws="none"))
+    thread = threading.Thread(target=web.run, daemon=True)
+    thread.start()
+    eventually(lambda: web.started)
+    port = web.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Running(f"http://127.0.0.1:{port}", service, serving)
+    finally:
+        web.should_exit = True
+        thread.join()
+        service.stop()
+    assert service.live == []
+
+
+def eventually(condition: Any, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.002)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The JSON objects of a stream, and "[DONE]"."""
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Running]:
+    with server() as running:
+        yield running
+
+
+def test_a_completion_has_text_reason_and_usage(shared: Running) -> None:
+    answer = shared.ask(max_tokens=100)
+    num_tokens = len(shared.service.tokenizer.encode(STORY))
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["choices"] == [{"index": 0, "text": STORY, "logprobs": None, "finish_reason": "stop"}]
+    prompt_tokens = len(shared.service.tokenizer.encode("Once upon a time"))
+    passes = (num_tokens + 1) // 2
+    expected = {"prompt_tokens": prompt_tokens, "completion_tokens": num_tokens, "total_tokens": prompt_tokens + num_tokens, "target_passes": passes}
+    assert answer["usage"] == expected
+
+
+def test_the_default_length_is_openai_s_and_never_more_than_the_context_leaves(shared: Running) -> None:
+    assert shared.ask()["usage"]["completion_tokens"] == 16
+    assert shared.ask(prompt=[5] * (CONTEXT - 3))["usage"]["completion_tokens"] == 3
+    messages = [{"role": "user", "content": "Hi"}]
+    shared.post("/v1/chat/completions", messages=messages)
+    request = shared.service.submitted[-1]
+    assert request.config.max_new_tokens == CONTEXT - len(request.prompt)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_prompts"), [("a fox", 1), (["a fox", "a crow"], 2), ([5, 6, 7], 1), ([[5, 6], [7]], 2)], ids=["text", "texts", "tokens", "token lists"]
+)
+def test_a_prompt_is_a_text_texts_tokens_or_lists_of_tokens(shared: Running, prompt: Any, num_prompts: int) -> None:
+    answer = shared.ask(prompt=prompt, n=2)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * num_prompts))
+    asked = [list(request.prompt) for request in shared.service.submitted[-2 * num_prompts :]]
+    assert asked[::2] == asked[1::2]
+    if not isinstance(prompt, str) and isinstance(prompt[-1], list):
+        assert asked[::2] == prompt
+
+
+def test_every_choice_has_its_own_seed_and_a_given_seed_names_them(shared: Running) -> None:
+    def seeds(**fields: Any) -> list[int]:
+        shared.ask(**fields)
+        return [request.config.sampling.seed for request in shared.service.submitted[-4:]]
+
+    assert seeds(prompt=["a", "b"], n=2, seed=7) == [7, 8, 7, 8]
+    assert seeds(n=4, seed=2**63 - 2) == [2**63 - 2, 2**63 - 1, 0, 1]
+    assert len({*seeds(n=4), *seeds(n=4)}) == 8
+
+
+def test_every_sampling_field_arrives(shared: Running) -> None:
+    shared.ask(temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=3, stop=["fox", "crow"], max_tokens=5, ignore_eos=True, logprobs=2)
+    request = shared.service.submitted[-1]
+    sampling = SamplingConfig(temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=3)
+    assert request.config == GenerateConfig(max_new_tokens=5, stop=("fox", "crow"), ignore_eos=True, sampling=sampling)
+    assert request.num_top == 2
+    shared.ask()
+    sampling = shared.service.submitted[-1].config.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
+    shared.ask(temperature=None, stop=None, seed=None, n=None)  # null is left out
+    assert shared.service.submitted[-1].config.sampling.temperature == 1.0
+
+
+@pytest.mark.parametrize(("asked", "limit"), [("auto", None), ("off", 0), (3, 3)])
+def test_speculation_can_be_limited_or_switched_off_by_request(shared: Running, asked: Any, limit: int | None) -> None:
+    shared.ask(speculation=asked)
+    assert shared.service.submitted[-1].speculation == limit
+
+
+def test_a_stop_text_ends_the_text_before_it(shared: Running) -> None:
+    answer = shared.ask(max_tokens=100, stop=["never", "fox drank"])
+    assert answer["choices"][0]["text"] == STORY[: STORY.index("fox drank")]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_echo_puts_the_prompt_before_every_choice(shared: Running) -> None:
+    texts = [choice["text"] for choice in shared.ask(prompt=["a fox", "a crow"], n=2, echo=True, max_tokens=3)["choices"]]
+    assert [text.startswith(prompt) for text, prompt in zip(texts, ["a fox", "a fox", "a crow", "a crow"], strict=True)] == [True] * 4
+    assert shared.ask(prompt=shared.service.tokenizer.encode("a fox"), echo=True, max_tokens=1)["choices"][0]["text"].startswith("a fox")
+    streamed = events(shared.post(prompt="a fox", echo=True, stream=True, max_tokens=100))
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed[:-1]) == "a fox" + STORY
+
+
+def test_a_stream_is_the_same_text_in_pieces_and_ends_with_done(shared: Running) -> None:
+    response = shared.post(prompt=["a", "b"], stream=True, max_tokens=100, stream_options={"include_usage": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, last, done = events(response)
+    assert done == "[DONE]"
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 2 * len(shared.service.tokenizer.encode(STORY))
+    assert {chunk["usage"] for chunk in chunks} == {None}
+    for index in (0, 1):
+        choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in choices) == STORY
+        assert not any("\ufffd" in choice["text"] for choice in choices)
+        assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+    assert {chunk["id"] for chunk in chunks} == {last["id"]}
+
+
+def test_a_chat_stream_names_the_role_once(shared: Running) -> None:
+    response = shared.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], stream=True)
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(response)[:-1]]
+    assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.get("content", "") for delta in deltas) == STORY
+
+
+def test_log_probabilities_of_completions_spell_tokens_and_say_where_they_begin(shared: Running) -> None:
+    scores = shared.ask(logprobs=2, max_tokens=100)["choices"][0]["logprobs"]
+    tokens = shared.service.tokenizer.encode(STORY)
+    assert len(scores["tokens"]) == len(scores["token_logprobs"]) == len(scores["text_offset"]) == len(scores["top_logprobs"]) == len(tokens)
+    assert any(token.startswith("bytes:\\xf0") for token in scores["tokens"])  # 🦊 spans tokens
+    assert scores["top_logprobs"][0][scores["tokens"][0]] == scores["token_logprobs"][0] == -0.5
+    for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
+        assert token.startswith("bytes:") or STORY[offset:].startswith(token)
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in events(shared.post(prompt="a", logprobs=0, max_tokens=100, stream=True))[:-1]]
+    assert [offset for part in streamed for offset in part["text_offset"]] == scores["text_offset"]
+    assert {json.dumps(part["top_logprobs"]) for part in streamed} == {"null"}
+
+
+def test_the_bytes_of_chat_log_probabilities_are_the_text(shared: Running) -> None:
+    response = shared.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=3)
+    content = response.json()["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == STORY
+    assert {len(entry["top_logprobs"]) for entry in content} == {3}
+
+
+def test_the_plain_template_takes_texts_and_parts(shared: Running) -> None:
+    parts = [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]
+    shared.post("/v1/chat/completions", messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts, "name": None}])
+    assert shared.service.tokenizer.decode(shared.service.submitted[-1].prompt) == "system: Be brief.\nuser: Who are you?\nassistant:"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "."}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": -1}, "presence_penalty"),
+        ({"logit_bias": {"5": -100}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": 1, "echo": True}, "logprobs"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ({"speculation": 0}, "speculation"),
+        ({"speculation": "maybe"}, "speculation"),
+        ({"speculation": True}, "speculation"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [5, "a"]}, "prompt"),
+        ({"prompt": [4096]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [None] * 100_000}, "prompt"),
+    ],
+    ids=str,
+)
+def test_what_would_not_apply_or_is_not_allowed_is_a_400_that_names_the_field(shared: Running, fields: dict[str, Any], param: str) -> None:
+    before = len(shared.service.submitted)
+    response = shared.post(**{"prompt": "Once", **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert param in error["message"]
+    assert len(error["message"]) < 400
+    assert len(shared.service.submitted) == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "tool", "content": "4"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "Hi", "name": "Bob"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"prompt": "Hi"}, "prompt"),
+    ],
+    ids=str,
+)
+def test_chat_refuses_likewise(shared: Running, fields: dict[str, Any], param: str) -> None:
+    response = shared.post("/v1/chat/completions", **{"messages": [{"role": "user", "content": "Hi"}], **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_neutral_values_and_labels_are_taken(shared: Running) -> None:
+    neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
+    shared.ask(**neutral, user="me", metadata={"a": "b"}, best_of=1)
+
+
+def test_a_prompt_or_an_output_beyond_the_context_says_so(shared: Running) -> None:
+    for fields, param in (({"prompt": [5] * CONTEXT}, "prompt"), ({"prompt": [5] * 100, "max_tokens": 29}, "max_tokens")):
+        response = shared.post(**fields)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "at most 28 can follow" in error["message"]
+    messages = [{"role": "user", "content": "fox " * 200}]
+    assert shared.post("/v1/chat/completions", messages=messages).json()["error"]["code"] == "context_length_exceeded"
+    error = shared.post("/v1/chat/completions", messages=messages[:1], max_completion_tokens=999).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type"),
+    [(b'{"prompt": ', "application/json"), (b'["prompt"]', "application/json"), (b'{"prompt": "a"}', "text/plain"), (b"[" * 100_000, "application/json")],
+    ids=["cut", "a list", "no JSON header", "deep"],
+)  # fmt: skip
+def test_a_body_that_is_no_json_object_is_a_400(shared: Running, content: bytes, content_type: str) -> None:
+    response = httpx.post(f"{shared.url}/v1/completions", content=content, headers={"Content-Type": content_type})
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("has_length", (True, False))
+def test_a_body_too_large_is_a_413(shared: Running, has_length: bool) -> None:
+    body = b" " * (MAX_BODY_BYTES + 1)
+    content = body if has_length else iter([body[: 1 << 20]] * 5)
+    try:
+        response = httpx.post(f"{shared.url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    except httpx.WriteError:  # the answer came, and the connection went, before all was sent
+        return
+    assert response.status_code == 413
+    assert "4 MiB" in response.json()["error"]["message"]
+
+
+def test_unknown_models_routes_and_methods_have_openai_s_shape(shared: Running) -> None:
+    error = shared.post(model="gpt-4", prompt="a")
+    assert (error.status_code, error.json()["error"]["code"], error.json()["error"]["param"]) == (404, "model_not_found", "model")
+    assert httpx.get(f"{shared.url}/v1/models/gpt-4").status_code == 404
+    assert "/v1/embeddings" in shared.post("/v1/embeddings").json()["error"]["message"]
+    response = httpx.get(f"{shared.url}/v1/completions")
+    assert (response.status_code, response.headers["allow"], response.json()["error"]["type"]) == (405, "POST", "invalid_request_error")
+
+
+def test_models_health_info_and_metrics(shared: Running) -> None:
+    card = httpx.get(f"{shared.url}/v1/models").json()["data"][0]
+    assert card["id"] == "tiny"
+    assert httpx.get(f"{shared.url}/v1/models/tiny").json() == card
+    assert httpx.get(f"{shared.url}/health").json() == {"status": "ok"}
+    info = httpx.get(f"{shared.url}/server_info").json()
+    assert info["internal_states"][0]["speculative_num_steps"] == info["speculative_num_steps"] == 3
+    assert (info["avg_spec_accept_length"], info["policy_state"], info["chat_template"]) == (1.5, {"block": 3}, "plain")
+    assert "# TYPE ygg_emitted_tokens_total counter" in httpx.get(f"{shared.url}/metrics").text
+
+
+def test_a_model_s_name_may_have_slashes() -> None:
+    with server(model="me/mine") as running:
+        assert httpx.get(f"{running.url}/v1/models/me/mine").json()["id"] == "me/mine"
+
+
+def test_a_key_opens_everything_and_health_is_open() -> None:
+    with server(api_key="s3crét") as running:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3crét".encode()}):
+            for path in ("/v1/models", "/metrics", "/server_info", "/openapi.json", "/nowhere"):
+                response = httpx.get(running.url + path, headers=headers)
+                assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        assert httpx.get(f"{running.url}/v1/models", headers={"Authorization": "bearer s3crét".encode()}).status_code == 200
+        assert running.serving.metrics.registry.get_sample_value("ygg_requests_refused_total", {"status": "401"}) == 15
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_come_back(shared: Running) -> None:
+    shared.service.is_full = True
+    try:
+        response = shared.post(prompt="a", n=3, stream=True)
+    finally:
+        shared.service.is_full = False
+    assert (response.status_code, response.headers["retry-after"], response.json()["error"]["code"]) == (429, "3", "rate_limit_exceeded")
+
+
+def test_rows_before_the_one_that_is_refused_are_cancelled(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, before = shared.service.submit, shared.service.cancelled
+    shared.service.is_stuck = True
+
+    def submit_two(request: Request) -> Ticket:
+        if len(shared.service.live) == 2:
+            raise QueueFull(2, 1.0)
+        return submit(request)
+
+    monkeypatch.setattr(shared.service, "submit", submit_two)
+    assert shared.post(prompt="a", n=3).status_code == 429
+    shared.service.is_stuck = False
+    assert shared.service.cancelled == before + 2
+
+
+def test_a_draining_server_takes_nothing_new_and_finishes_what_runs() -> None:
+    with server() as running, httpx.stream("POST", f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 100, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        running.serving.is_draining = True
+        refused = running.post(prompt="a")
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
+        assert httpx.get(f"{running.url}/health").status_code == 503
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("stream", (True, False))
+def test_a_client_that_goes_away_takes_all_its_rows_with_it(stream: bool) -> None:
+    with server() as running:
+        running.service.is_stuck = not stream
+        with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.3) as client:  # noqa: SIM117
+            with client.stream("POST", f"{running.url}/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 100, "stream": stream}) as response:
+                running.service.is_stuck = True
+                for _ in response.iter_lines():
+                    pass
+        eventually(lambda: running.service.cancelled == 3)
+        assert running.service.live == []
+        running.service.is_stuck = False
+        assert running.ask()["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_client_that_goes_away_before_the_first_event_of_its_stream() -> None:
+    with server() as running:
+        running.service.is_stuck = True
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{running.url}/v1/completions", json={"prompt": "a", "n": 2, "stream": True}, timeout=0.2)
+        eventually(lambda: running.service.cancelled == 2)
+
+
+def test_an_error_of_a_row_is_a_500_and_ends_a_stream_with_an_error() -> None:
+    with server() as running:
+        running.service.fails_after = 4
+        response = running.post(prompt="a", n=2, max_tokens=100)
+        assert (response.status_code, response.json()["error"]["message"]) == (500, "the grammar was lost")
+        streamed = events(running.post(prompt="a", max_tokens=100, stream=True))
+        assert [chunk["choices"][0]["text"] for chunk in streamed[:-1]] != []
+        assert streamed[-1]["error"]["message"] == "the grammar was lost"
+
+
+def test_a_defect_is_a_500_without_a_traceback(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared.service, "submit", lambda request: 1 / 0)
+    response = shared.post(prompt="a")
+    assert response.status_code == 500
+    assert "ZeroDivision" not in response.text
+    assert response.json()["error"]["type"] == "server_error"
+
+
+def test_a_dead_service_is_noticed_by_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("yggdrasil.serve.api.HEALTH_CHECK_S", 0.05)
+    with server() as running:
+        running.service.is_stuck = True
+        threading.Timer(0.2, setattr, (running.service, "is_healthy", False)).start()
+        assert running.post(prompt="a").status_code == 500
+        assert httpx.get(f"{running.url}/health").json() == {"status": "failed"}
+        assert httpx.get(f"{running.url}/server_info").status_code == 503
+
+
+def test_a_template_sees_special_tokens_and_may_refuse() -> None:
+    source = "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}[{{ m.content }}]{% endfor %}"
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    assert template.render([{"role": "user", "content": "Hi"}]) == "<s>[Hi]"
+    with pytest.raises(ConfigError, match="no system"):
+        template.render([{"role": "system", "content": "Hi"}])
+    with pytest.raises(ConfigError, match="line 1"):
+        ChatTemplate("{% for %}")
+    with server(template=template) as running:
+        response = running.post("/v1/chat/completions", messages=[{"role": "system", "content": "Hi"}])
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+    with pytest.raises(ConfigError, match="messages"):
+        ChatTemplate("{{ messages.__class__.__base__.__subclasses__() }}").render([])
+    with pytest.raises(ConfigError, match="messages"):
+        ChatTemplate("{{ messages.append(1) }}").render([])
+
+
+def test_templates_are_found_where_models_keep_them(tmp_path: Any) -> None:
+    assert not load_chat_template(str(tmp_path)).is_own
+    assert not load_chat_template(str(tmp_path / "gone")).is_own
+    settings = {"bos_token": {"content": "<s>"}, "eos_token": None, "chat_template": "{{ bos_token }}old"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_chat_template(str(tmp_path)).render([]) == "<s>old"
+    settings["chat_template"] = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_chat_template(str(tmp_path)).render([]) == "default"
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}new")
+    assert load_chat_template(str(tmp_path)).render([]) == "<s>new"
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="tokenizer_config"):
+        load_chat_template(str(tmp_path))

@@ -1,0 +1,267 @@
+"""Many requests at once: every text is the one the request would have got alone, whatever happens around it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batches import Bench, Client, Schedule, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from yggdrasil.bundle import LoadedPair
+from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.errors import CapacityError, ConfigError
+from yggdrasil.policy.gamma.protocol import Outcome
+from yggdrasil.serve.request import Observer, RequestReport, StepReport
+
+TEXT = "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. One day Tom saw a small owl near the river."
+
+
+@pytest.fixture(scope="module")
+def bench(tiny: LoadedPair) -> Bench:
+    return Bench(tiny)
+
+
+def client(bench: Bench, length: int, num_tokens: int, *, seed: int | None = None, start: int = 0, **options: object) -> Client:
+    """A request for the continuation of a stretch of text."""
+    tokens = bench.pair.tokenizer.encode(TEXT * 3)
+    sampling = SamplingConfig() if seed is None else SamplingConfig(temperature=0.8, top_p=0.9, seed=seed)
+    config = GenerateConfig(max_new_tokens=num_tokens, sampling=sampling, ignore_eos=True)
+    return Client(tokens[start : start + length], config, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gamma", (0, 1, 3, 4))
+def test_rows_write_what_they_write_alone(bench: Bench, gamma: int) -> None:
+    batcher = bench.batcher(Schedule([gamma]))
+    clients = [client(bench, 3 + 17 * index, 20 + index, seed=None if index % 2 else index) for index in range(6)]
+    for each in clients:
+        batcher.submit(batcher.ticket(each.request()))
+    run(batcher)
+    for each in clients:
+        assert each.tokens == bench.reference(each)
+        assert each.finish == "length"
+
+
+def test_speculation_is_accepted_and_rejected_in_these_tests(bench: Bench) -> None:
+    """Otherwise the equalities would say little."""
+    batcher = bench.batcher(Schedule([4]))
+    for index in range(4):
+        batcher.submit(batcher.ticket(client(bench, 5 + index, 30).request()))
+    accepted = []
+    while (report := batcher.step()) is not None:
+        accepted += [emitted - 1 for emitted, drafted in zip(report.emitted, report.drafted, strict=True) if drafted == 4]
+    assert {0, 4} <= set(accepted)
+
+
+SCHEDULES = st.fixed_dictionaries(
+    {
+        "gammas": st.lists(st.integers(0, 4), min_size=1, max_size=30),
+        "budgets": st.lists(st.integers(0, 12), min_size=1, max_size=10),
+        "num_pages": st.integers(9, 40),
+        "num_rows": st.integers(1, 4),
+        "requests": st.lists(
+            st.tuples(
+                st.integers(1, 100),  # prompt
+                st.integers(1, 30),  # tokens
+                st.sampled_from((None, 0, 2)),  # speculation
+                st.sampled_from((None, 5, 6)),  # seed
+                st.integers(0, 12),  # arrives at step
+                st.sampled_from((None, None, 3, 9)),  # cancelled so many steps later
+                st.sampled_from((0, 0, 7)),  # where its prompt begins
+            ),
+            min_size=1,
+            max_size=7,
+        ),
+    }
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(SCHEDULES)
+def test_any_schedule_writes_the_same_texts_and_loses_no_page(bench: Bench, schedule: dict[str, list[int]]) -> None:
+    """Any gamma at any step, part of the drafts verified, rows joining, leaving, cancelled and preempted, prompts shared."""
+    batcher = bench.batcher(Schedule(schedule["gammas"], schedule["budgets"]), num_pages=schedule["num_pages"], num_rows=schedule["num_rows"])  # type: ignore[arg-type]
+    clients = [client(bench, prompt, tokens, seed=seed, start=start, speculation=cap) for prompt, tokens, cap, seed, _, _, start in schedule["requests"]]
+    arrivals = {index: request[4] for index, request in enumerate(schedule["requests"])}
+    cancelled = {index: request[4] + request[5] for index, request in enumerate(schedule["requests"]) if request[5] is not None}
+    tickets = {}
+    for step in range(2000):
+        for index in [index for index, at in arrivals.items() if at == step]:
+            tickets[index] = batcher.ticket(clients[index].request())
+            batcher.submit(tickets[index])
+        for index in [index for index, at in cancelled.items() if at == step]:
+            batcher.cancel(tickets[index])
+        if batcher.step() is None and step > 25:
+            break
+        batcher.check()
+    for index, each in enumerate(clients):
+        reference = bench.reference(each)
+        if each.finish == "cancelled":
+            assert index in cancelled
+            assert each.tokens == reference[: len(each.tokens)]
+        else:
+            assert (each.tokens, each.finish) == (reference, "length")
+
+
+def test_pages_run_out_and_the_youngest_row_is_computed_again(bench: Bench) -> None:
+    finished: list[RequestReport] = []
+
+    class Listener(Observer):
+        def on_finish(self, report: RequestReport) -> None:
+            finished.append(report)
+
+    batcher = bench.batcher(Schedule([2]), num_pages=12)
+    batcher.observer = Listener()
+    clients = [client(bench, 30 + index, 60, start=index) for index in range(4)]
+    for each in clients:
+        batcher.submit(batcher.ticket(each.request()))
+    run(batcher)
+    assert sum(report.preemptions for report in finished) > 0
+    assert all(each.tokens == bench.reference(each) for each in clients)
+
+
+def test_equal_prompts_share_their_full_pages(bench: Bench) -> None:
+    batcher = bench.batcher(Schedule([0]))
+    clients = [client(bench, 50, 10) for _ in range(3)]
+    reports: list[StepReport] = []
+    first = batcher.ticket(clients[0].request())
+    batcher.submit(first)
+    while first.row is None or not first.row.is_prefilled:
+        batcher.step()
+    used = batcher.pool.num_pages - batcher.pool.num_free
+    tickets = [batcher.ticket(each.request()) for each in clients[1:]]
+    for ticket in tickets:
+        batcher.submit(ticket)
+    report = batcher.step()
+    assert report is not None
+    reports.append(report)
+    assert [ticket.shared_tokens for ticket in tickets] == [48, 48]
+    assert batcher.pool.num_pages - batcher.pool.num_free == used + 2  # a page each for the two tokens that are left
+    assert report.prompt_tokens == 0
+    run(batcher)
+    assert clients[0].tokens == clients[1].tokens == clients[2].tokens == bench.reference(clients[0])
+
+
+def test_a_freed_prompt_is_still_found_and_the_draft_s_share_of_it_too(bench: Bench) -> None:
+    batcher = bench.batcher(Schedule([3]))
+    clients = [client(bench, 64, 12) for _ in range(2)]
+    for each in clients:
+        ticket = batcher.ticket(each.request())
+        batcher.submit(ticket)
+        batcher.step()
+        draft_len = ticket.running.draft_len if each is clients[1] else 0
+        run(batcher)
+    assert draft_len == 48
+    assert clients[1].tokens == bench.reference(clients[1])
+
+
+def test_acceptance_after_a_long_pause_is_what_it_is_without_one(bench: Bench) -> None:
+    """The draft's KV is caught up over 200 steps without it: nothing stale is left."""
+
+    def accepted(pause: int) -> list[int]:
+        text, found = client(bench, 5, 180), []
+        batcher = bench.batcher(Schedule([*[0] * pause, 4]))
+        ticket = batcher.ticket(text.request())
+        batcher.submit(ticket)
+        while ticket.emitted_tokens < 150 and batcher.step() is not None:
+            pass
+        before = ticket.emitted_tokens
+        while (report := batcher.step()) is not None:
+            found += report.emitted
+        assert text.tokens == bench.reference(text)
+        return [before, *found]
+
+    paused = accepted(150)
+    tokens = bench.pair.tokenizer.encode(TEXT * 3)[:5] + bench.reference(client(bench, 5, 180))
+    fresh = Client(tokens[: 5 + paused[0]], GenerateConfig(max_new_tokens=180 - paused[0], ignore_eos=True))
+    batcher = bench.batcher(Schedule([4]))
+    batcher.submit(batcher.ticket(fresh.request()))
+    emitted = []
+    while (report := batcher.step()) is not None:
+        emitted += report.emitted
+    assert sum(emitted) == sum(paused[1:])
+    assert sorted(emitted)[-3:] == sorted(paused[1:])[-3:]  # as deep as ever
+    assert abs(len(emitted) - len(paused[1:])) <= 1  # the first token of a prompt comes without guesses
+
+
+def test_log_probabilities_are_those_of_plain_decoding(bench: Bench) -> None:
+    told = []
+    for gamma in (0, 4):
+        asking = client(bench, 9, 16, num_top=3)
+        batcher = bench.batcher(Schedule([gamma]))
+        batcher.submit(batcher.ticket(asking.request()))
+        run(batcher)
+        told.append([entry for event in asking.events for entry in event.log_probs])
+    assert told[0] == told[1]
+    assert [entry.token for entry in told[0]] == [entry.top[0][0] for entry in told[0]]  # greedy
+    assert all(entry.log_prob == entry.top[0][1] and len(entry.top) == 3 for entry in told[0])
+
+
+def test_a_row_with_broken_logits_ends_alone(bench: Bench) -> None:
+    batcher = bench.batcher(Schedule([2]))
+    clients = [client(bench, 6 + index, 12) for index in range(3)]
+    for each in clients:
+        batcher.submit(batcher.ticket(each.request()))
+    batcher.step()
+    batcher.step()
+    forward = batcher.target.forward
+
+    def broken(meta_NM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_NV, hidden_NE = forward(meta_NM)
+        logits_NV = logits_NV.clone()
+        logits_NV[3:6] = torch.nan  # the second row's root and two guesses
+        return logits_NV, hidden_NE
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batcher.target, "forward", broken)
+        batcher.step()
+    run(batcher)
+    assert [each.finish for each in clients] == ["length", "error", "length"]
+    assert "not finite" in clients[1].events[-1].error
+    assert clients[0].tokens == bench.reference(clients[0])
+    assert clients[2].tokens == bench.reference(clients[2])
+
+
+def test_stop_texts_end_a_row_before_they_are_shown(bench: Bench) -> None:
+    whole = client(bench, 5, 40)
+    reference = bench.pair.tokenizer.decode(bench.reference(whole))
+    stop = reference[20:26]
+    asking = Client(whole.prompt, GenerateConfig(max_new_tokens=40, ignore_eos=True, stop=(stop,)))
+    batcher = bench.batcher(Schedule([4]))
+    batcher.submit(batcher.ticket(asking.request()))
+    run(batcher)
+    assert asking.text == reference[: reference.index(stop)]
+    assert asking.finish == "stop"
+
+
+def test_a_step_beside_a_prompt_is_not_held_against_its_gamma(bench: Bench) -> None:
+    outcomes: list[Outcome] = []
+
+    class Listening(Schedule):
+        def observe(self, outcome: Outcome) -> None:
+            outcomes.append(outcome)
+
+    batcher = bench.batcher(Listening([2]))
+    batcher.submit(batcher.ticket(client(bench, 5, 60).request()))
+    batcher.step()  # its prompt
+    batcher.step()
+    assert [outcome.load.batch_size for outcome in outcomes] == [1]
+    batcher.submit(batcher.ticket(client(bench, 90, 12, start=3).request()))
+    batcher.step()  # decodes beside the prompt of the other
+    assert len(outcomes) == 1
+    run(batcher)
+    assert any(outcome.load.batch_size == 2 for outcome in outcomes)
+    assert all(sum(outcome.emitted) and outcome.seconds > 0 for outcome in outcomes)
+
+
+def test_what_cannot_be_served_is_refused_before_it_waits(bench: Bench) -> None:
+    batcher = bench.batcher(Schedule([0]), num_pages=4)
+    with pytest.raises(ConfigError, match="at least one token"):
+        batcher.ticket(client(bench, 0, 5).request())
+    with pytest.raises(ConfigError, match="at most 252"):
+        batcher.ticket(client(bench, 4, 300).request())
+    with pytest.raises(ConfigError, match="tokens from 0 to 383"):
+        batcher.ticket(Client([5, 384], GenerateConfig()).request())
+    with pytest.raises(CapacityError, match="5 needed, 4 free"):
+        batcher.ticket(client(bench, 60, 20).request())
+    assert batcher.num_waiting == 0

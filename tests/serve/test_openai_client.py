@@ -1,0 +1,123 @@
+"""OpenAI's own client, unmodified, against the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from test_api import CONTEXT, STORY, Running, eventually, server
+
+KEY = "a key"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with server(api_key=KEY) as running:
+        yield running
+
+
+@pytest.fixture
+def client(running: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key=KEY, max_retries=0, timeout=10) as client:
+        yield client
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="tiny", prompt=["Once", "Twice"], n=2, max_tokens=100, temperature=0.7, seed=1, user="me")
+    assert [choice.text for choice in answer.choices] == [STORY] * 4
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}], max_completion_tokens=4
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].message.role == "assistant"
+    assert STORY.startswith(str(answer.choices[0].message.content))
+
+
+def test_streams(client: openai.OpenAI) -> None:
+    chunks = list(client.completions.create(model="tiny", prompt="Once", max_tokens=100, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == STORY
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens > 0
+    said = list(client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}], stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in said) == STORY
+    assert said[0].choices[0].delta.role == "assistant"
+    assert said[-1].choices[0].finish_reason == "stop"
+
+
+def test_the_stream_helper_of_chat_puts_the_answer_together(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(model="tiny", messages=[{"role": "user", "content": "Hi"}], logprobs=True) as stream:
+        for _ in stream:
+            pass
+        answer = stream.get_final_completion()
+    assert answer.choices[0].message.content == STORY
+    assert answer.choices[0].logprobs is not None
+
+
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    scores = client.completions.create(model="tiny", prompt="Once", max_tokens=3, logprobs=2).choices[0].logprobs
+    assert scores is not None
+    assert scores.token_logprobs == [-0.5] * 3
+    assert scores.top_logprobs is not None
+    assert scores.text_offset is not None
+    said = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}], max_tokens=3, logprobs=True, top_logprobs=2)
+    chat_scores = said.choices[0].logprobs
+    assert chat_scores is not None
+    assert chat_scores.content is not None
+    assert [entry.token for entry in chat_scores.content] == scores.tokens
+    assert [len(entry.top_logprobs) for entry in chat_scores.content] == [2, 2, 2]
+
+
+def test_extra_fields_reach_the_batch(client: openai.OpenAI, running: Running) -> None:
+    client.completions.create(model="tiny", prompt="Once", extra_body={"top_k": 5, "min_p": 0.1, "ignore_eos": True, "speculation": "off"})
+    request = running.service.submitted[-1]
+    assert (request.config.sampling.top_k, request.config.sampling.min_p, request.config.ignore_eos, request.speculation) == (5, 0.1, True, 0)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "yggdrasil"
+
+
+def test_errors_are_the_client_s_own(client: openai.OpenAI, running: Running) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="tiny", prompt=[5] * CONTEXT)
+    assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(openai.BadRequestError, match="logit_bias is not supported"):
+        client.completions.create(model="tiny", prompt="Once", logit_bias={"5": 1})
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4'"):
+        client.chat.completions.create(model="gpt-4", messages=[{"role": "user", "content": "Hi"}])
+    with pytest.raises(openai.AuthenticationError, match="API key"):
+        client.with_options(api_key="another").models.list()
+    running.service.is_full = True
+    try:
+        with pytest.raises(openai.RateLimitError) as full:
+            client.completions.create(model="tiny", prompt="Once")
+    finally:
+        running.service.is_full = False
+    assert full.value.response.headers["retry-after"] == "3"
+
+
+def test_an_error_within_a_stream_is_raised(client: openai.OpenAI, running: Running) -> None:
+    running.service.fails_after = 4
+    try:
+        with pytest.raises(openai.APIError, match="the grammar was lost"):
+            for _ in client.completions.create(model="tiny", prompt="Once", max_tokens=100, stream=True):
+                pass
+    finally:
+        running.service.fails_after = None
+
+
+def test_a_stream_that_is_closed_cancels_its_rows(client: openai.OpenAI, running: Running) -> None:
+    before = running.service.cancelled
+    with client.completions.create(model="tiny", prompt="Once", n=2, max_tokens=100, stream=True) as stream:
+        next(iter(stream))
+        running.service.is_stuck = True
+    eventually(lambda: running.service.cancelled == before + 2)
+    running.service.is_stuck = False

@@ -1,0 +1,127 @@
+"""Pages: whatever is taken, shared and given back, free and used ones are all there are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from yggdrasil.errors import CapacityError
+from yggdrasil.serve.pages import PagePool, pages_for
+
+TEXT = list(range(100, 180))  # five pages
+
+
+def pool(num_pages: int = 8) -> PagePool:
+    return PagePool(num_pages, num_rows=3, max_indices=128)
+
+
+def filled(pages: PagePool, row: int, tokens: list[int], *, draft_len: int = 0) -> None:
+    """A row that has computed all but the last of its tokens."""
+    target_len, _ = pages.share_(row, tokens)
+    pages.extend_(row, len(tokens))
+    pages.publish_(row, tokens, max(target_len, len(tokens) - 1), draft_len)
+    pages.check()
+
+
+@pytest.mark.parametrize(("indices", "pages"), ((0, 0), (1, 1), (16, 1), (17, 2)))
+def test_a_page_holds_sixteen_indices(indices: int, pages: int) -> None:
+    assert pages_for(indices) == pages
+
+
+def test_a_row_s_table_lists_its_pages_in_order() -> None:
+    pages = pool()
+    pages.extend_(0, 20)
+    pages.extend_(1, 16)
+    pages.extend_(0, 33)
+    assert pages.table_BP[0, :3].tolist() == [0, 1, 3]
+    assert pages.table_BP[1, :1].tolist() == [2]
+    assert (pages.num_free, pages.num_missing(0, 48), pages.num_missing(0, 49)) == (4, 0, 1)
+
+
+def test_too_few_pages_are_refused_and_none_is_taken() -> None:
+    pages = pool(2)
+    with pytest.raises(CapacityError, match="3 needed, 2 free"):
+        pages.extend_(0, 40)
+    assert pages.num_free == 2
+    pages.check()
+
+
+def test_a_prompt_shares_the_full_pages_of_an_equal_beginning() -> None:
+    pages = pool()
+    filled(pages, 0, TEXT[:50], draft_len=20)
+    assert pages.share_(1, [*TEXT[:40], 1, 2, 3]) == (32, 16)  # of the draft only the first page was there
+    assert pages.table_BP[1, :2].tolist() == pages.table_BP[0, :2].tolist()
+    pages.check()
+    pages.release_(0)
+    pages.check()
+    assert pages.num_free == 6  # two are still in use
+    assert pages.share_(2, [9, *TEXT]) == (0, 0)  # another beginning, though all pages of it are the same text one token later
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    pages = pool()
+    filled(pages, 0, TEXT[:49])
+    assert pages.share_(1, TEXT[:48]) == (32, 0)  # 48 tokens are three full pages, but someone must say what follows
+
+
+def test_freed_text_is_found_until_its_page_is_taken() -> None:
+    pages = pool(4)
+    filled(pages, 0, TEXT[:49])
+    pages.release_(0)
+    assert pages.share_(1, TEXT[:49]) == (48, 0)
+    pages.release_(1)
+    pages.extend_(2, 64)  # takes them all
+    assert pages.share_(1, TEXT[:49]) == (0, 0)
+    pages.check()
+
+
+def test_the_end_of_a_freed_text_is_taken_first() -> None:
+    pages = pool(4)
+    filled(pages, 0, TEXT[:49])
+    pages.release_(0)
+    pages.extend_(2, 16)
+    assert pages.share_(1, TEXT[:49]) == (48, 0)  # the page that went was the unfinished fourth
+    pages.release_(1)
+    pages.extend_(2, 32)
+    assert pages.share_(1, TEXT[:49]) == (32, 0)
+
+
+def test_flushing_forgets_what_nobody_uses() -> None:
+    pages = pool()
+    filled(pages, 0, TEXT[:33])
+    filled(pages, 1, TEXT[40:73])
+    pages.release_(1)
+    pages.flush_()
+    assert pages.share_(1, TEXT[40:73]) == (0, 0)
+    assert pages.share_(2, TEXT[:33]) == (32, 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(("begin", "grow", "end")), st.integers(0, 2), st.integers(1, 70), st.sampled_from((0, 8, 16))), max_size=40))
+def test_any_sequence_keeps_the_accounts(actions: list[tuple[str, int, int, int]]) -> None:
+    pages, texts = pool(9), {}
+    for action, row, count, start in actions:
+        try:
+            if action == "begin" and row not in texts:
+                tokens = TEXT[start : start + count] or [1]
+                shared, _ = pages.share_(row, tokens)
+                assert shared <= len(tokens) - 1
+                texts[row] = tokens
+                pages.extend_(row, len(tokens))
+                pages.publish_(row, tokens, len(tokens) - 1, min(count, len(tokens) - 1))
+            elif action == "grow" and row in texts:
+                texts[row] = [*texts[row], *range(count % 20)]
+                pages.extend_(row, len(texts[row]))
+                pages.publish_(row, texts[row], len(texts[row]) - 1, 0)
+            elif action == "end":
+                pages.release_(row)
+                texts.pop(row, None)
+        except CapacityError:
+            pages.release_(row)
+            texts.pop(row)
+        pages.check()
+    for row in range(3):
+        pages.release_(row)
+    assert pages.num_free == 9
+    pages.check()

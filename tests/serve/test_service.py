@@ -1,0 +1,177 @@
+"""The batcher in its thread: requests from other threads, cancellation, a full queue, a defect, the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Queue
+
+import pytest
+from batches import Bench, Client, Schedule
+
+from yggdrasil.bundle import LoadedPair
+from yggdrasil.config import GenerateConfig, ServeConfig
+from yggdrasil.errors import ArtifactError, ConfigError, QueueFull
+from yggdrasil.serve.batcher import Batcher
+from yggdrasil.serve.opening import open_service
+from yggdrasil.serve.request import Event, Observer, Request, StepReport
+from yggdrasil.serve.service import Service
+
+PATIENCE_S = 60.0  # no test waits so long unless something hangs
+
+
+@pytest.fixture(scope="module")
+def bench(tiny: LoadedPair) -> Bench:
+    return Bench(tiny)
+
+
+@contextmanager
+def serving(batcher: Batcher, *, max_queue: int = 8) -> Iterator[Service]:
+    service = Service(batcher, max_queue=max_queue, policy_name="off", observer=Observer())
+    service.start()
+    yield service
+    service.drain(PATIENCE_S)
+
+
+class Waiting(Client):
+    """A client whose end can be waited for."""
+
+    def __init__(self, prompt: list[int], num_tokens: int, on_first: Callable[[], None] = lambda: None) -> None:
+        super().__init__(prompt, GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True))
+        self.ended = threading.Event()
+        self.on_first = on_first
+
+    def request(self) -> Request:
+        def on_event(event: Event) -> None:
+            self.events.append(event)
+            if len(self.events) == 1:
+                self.on_first()
+            if event.finish:
+                self.ended.set()
+
+        return Request(prompt=self.prompt, config=self.config, on_event=on_event)
+
+
+def test_requests_of_many_threads_get_their_own_texts(bench: Bench) -> None:
+    clients = [Waiting(list(range(10 + place, 20 + place)), 12 + place) for place in range(6)]
+    with serving(bench.batcher(Schedule([3]))) as service:
+        threads = [threading.Thread(target=lambda each=each: service.submit(each.request())) for each in clients]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(each.ended.wait(PATIENCE_S) for each in clients)
+        assert service.is_healthy
+    assert not service.is_healthy
+    assert all(each.tokens == bench.reference(each) for each in clients)
+
+
+def test_a_cancelled_request_ends_and_gives_its_pages_back(bench: Bench) -> None:
+    with serving(bench.batcher(Schedule([1]))) as service:
+        begun = threading.Event()
+        asking = Waiting([5, 6, 7], 240, on_first=begun.set)
+        ticket = service.submit(asking.request())
+        assert begun.wait(PATIENCE_S)
+        service.cancel(ticket)
+        service.cancel(ticket)  # once more does nothing
+        assert asking.ended.wait(PATIENCE_S)
+        info = service.info()
+        assert info["free_pages"] == info["num_pages"]
+    assert (asking.finish, asking.tokens) == ("cancelled", bench.reference(asking)[: len(asking.tokens)])
+
+
+def test_a_full_queue_says_when_to_come_back(bench: Bench) -> None:
+    batcher, held = bench.batcher(Schedule([0]), num_rows=1), threading.Event()
+    step = batcher.step
+
+    def slow() -> StepReport | None:
+        held.wait(PATIENCE_S)
+        return step()
+
+    batcher.step = slow  # type: ignore[method-assign]
+    with serving(batcher, max_queue=2) as service:
+        clients = [Waiting([5, 6], 4) for _ in range(2)]
+        for each in clients:
+            service.submit(each.request())
+        with pytest.raises(QueueFull, match="2 requests are waiting") as caught:
+            service.submit(Waiting([5], 4).request())
+        assert caught.value.retry_after_s >= 1
+        held.set()
+        assert all(each.ended.wait(PATIENCE_S) for each in clients)
+        last = Waiting([5], 4)
+        service.submit(last.request())  # there is room again
+        assert last.ended.wait(PATIENCE_S)
+
+
+def test_what_a_request_gets_wrong_is_said_at_once(bench: Bench) -> None:
+    with serving(bench.batcher(Schedule([0]))) as service, pytest.raises(ConfigError, match="max_new_tokens"):
+        service.submit(Waiting([5], 10_000).request())
+
+
+def test_a_defect_ends_the_requests_in_flight_and_the_next_are_served(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    batcher = bench.batcher(Schedule([2]))
+    forward, broken = batcher.target.forward, Queue[None]()
+    broken.put(None)
+
+    def forward_once_broken(meta_NM: object) -> object:
+        if not broken.empty():
+            broken.get()
+            raise RuntimeError("a defect")
+        return forward(meta_NM)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch, serving(batcher) as service:
+        patch.setattr(batcher.target, "forward", forward_once_broken)
+        asking = Waiting([5, 6], 4)
+        service.submit(asking.request())
+        assert asking.ended.wait(PATIENCE_S)
+        assert (asking.finish, asking.events[-1].error) == ("error", "internal error: a defect")
+        again = Waiting([5, 6], 4)
+        service.submit(again.request())
+        assert again.ended.wait(PATIENCE_S)
+        assert again.tokens == bench.reference(again)
+    assert "a step failed" in caplog.text
+
+
+def test_draining_finishes_what_was_asked(bench: Bench) -> None:
+    service = Service(bench.batcher(Schedule([2])), max_queue=8, policy_name="off", observer=Observer())
+    service.start()
+    clients = [Waiting([5 + place, 6], 20) for place in range(6)]
+    for each in clients:
+        service.submit(each.request())
+    assert service.drain(PATIENCE_S)
+    assert all(each.finish == "length" for each in clients)
+
+
+def test_what_is_not_done_in_time_is_told_so(bench: Bench) -> None:
+    service = Service(bench.batcher(Schedule([0])), max_queue=8, policy_name="off", observer=Observer())
+    service.start()
+    asking = Waiting([5, 6], 240)
+    service.submit(asking.request())
+    assert not service.drain(0.0)
+    assert (asking.finish, asking.events[-1].error) == ("error", "the server is shutting down")
+
+
+@pytest.mark.parametrize("policy", ("nightjar", "nightjar-printed", "dsd", "tetris", "tiers"))
+def test_a_pair_is_served_under_every_kind_of_policy(bench: Bench, policy: str) -> None:
+    opened = open_service(bench.pair.bundle.name, ServeConfig(policy=policy, gamma_max=4, max_batch=3), Observer())
+    opened.service.start()
+    clients = [Waiting(list(range(30 + place, 38 + place)), 30) for place in range(5)]
+    for each in clients:
+        opened.service.submit(each.request())
+    assert all(each.ended.wait(PATIENCE_S) for each in clients)
+    assert opened.service.info()["policy"] == policy
+    opened.service.drain(PATIENCE_S)
+    assert all(each.tokens == bench.reference(each) for each in clients)
+
+
+def test_what_cannot_be_opened_is_said_in_one_line(bench: Bench) -> None:
+    name = bench.pair.bundle.name
+    with pytest.raises(ArtifactError, match="no compiled pair named 'nobody'"):
+        open_service("nobody", ServeConfig(), Observer())
+    with pytest.raises(ConfigError, match="policy: 'best'"):
+        open_service(name, ServeConfig(policy="best", max_batch=4), Observer())
+    with pytest.raises(ConfigError, match="at least one page of"):
+        open_service(name, ServeConfig(kv_memory_bytes=100, max_batch=4), Observer())
+    with pytest.raises(ConfigError, match="at most 16, half"):
+        open_service(name, ServeConfig(max_batch=17), Observer())

@@ -1,0 +1,256 @@
+"""Nightjar as printed and its variant, on schedules and traces computed by hand, and both against DSD's deadlock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
+from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
+from yggdrasil.policy.gamma.estimates import PositionAcceptance, StepSeconds
+from yggdrasil.policy.gamma.nightjar import Nightjar, PrintedNightjar
+from yggdrasil.policy.gamma.prior import GoodputPrior
+from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
+
+FIRST_22_ROUNDS = [  # (block, bin, round): bins of floor(sqrt(H)) rounds, as many to a block, H = 1, 2, 4, 8, 16
+    *[(1, 1, 1), (2, 1, 1), (3, 1, 1), (3, 1, 2), (3, 2, 1), (3, 2, 2), (4, 1, 1), (4, 1, 2), (4, 2, 1), (4, 2, 2)],
+    *[(5, 1, 1), (5, 1, 2), (5, 1, 3), (5, 1, 4), (5, 2, 1), (5, 2, 2), (5, 2, 3), (5, 2, 4), (5, 3, 1), (5, 3, 2), (5, 3, 3), (5, 3, 4)],
+]
+
+
+class Script:
+    """A random generator that draws what it was told, and fails when asked for more."""
+
+    def __init__(self, uniforms: list[float], arms: list[int]) -> None:
+        self.uniforms, self.arms = iter(uniforms), iter(arms)
+
+    def random(self) -> float:
+        return next(self.uniforms)
+
+    def integers(self, bound: int) -> int:
+        return next(self.arms)
+
+
+def free(lag: int, batch_size: int) -> float:
+    return 0.0
+
+
+def printed(uniforms: list[float], arms: list[int], cost: Callable[[int, int], float] = free) -> PrintedNightjar:
+    return PrintedNightjar(cost, Script(uniforms, arms))  # type: ignore[arg-type]
+
+
+def run_step(policy: GammaPolicy, goodputs: dict[int, float], load: Load) -> int:
+    """Select, and observe the arm's goodput, one token a row."""
+    gamma = policy.select(load)
+    rows = load.batch_size
+    policy.observe(Outcome(load, gamma, [gamma] * rows, [1] * rows, rows / goodputs[gamma]))
+    return gamma
+
+
+def test_blocks_and_bins_follow_algorithm_1_for_22_rounds() -> None:
+    clock, seen = BinClock(), []
+    for _ in FIRST_22_ROUNDS:
+        seen.append((clock.block, clock.bin, clock.round))
+        clock.tick_()
+    assert seen == FIRST_22_ROUNDS
+    assert (clock.block, clock.bin, clock.round) == (5, 4, 1)
+
+
+def test_the_type_of_a_bin_is_drawn_once_at_its_first_round() -> None:
+    clock, script = BinClock(), Script([0.5], [])
+    assert [clock.explores(script) for _ in range(3)] == [True] * 3  # type: ignore[arg-type]
+
+
+def test_the_printed_nightjar_explores_whole_bins_and_exploits_between_them() -> None:
+    """Second bins explore below 1 / sqrt(2) = 0.707, third ones below 0.577; first ones always. Best arm: 1."""
+    uniforms = [0.99, 0.99, 0.99, 0.71, 0.99, 0.70, 0.99, 0.80, 0.57]
+    policy = printed(uniforms, [0, 1, 2, 0, 1, 1, 2, 0, 0, 0, 0, 0, 2, 2, 2, 2])
+    chosen = [run_step(policy, {0: 100.0, 1: 300.0, 2: 200.0}, Load(1, 2, 1)) for _ in FIRST_22_ROUNDS]
+    assert chosen == [0, 1, 2, 0, 1, 1, 1, 1, 2, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_every_batch_size_has_its_own_clock_and_means() -> None:
+    policy = printed([0.0] * 4, [2, 1, 0, 0])
+    for batch_size in (1, 8, 1, 8):
+        run_step(policy, {0: 100.0, 1: 300.0, 2: 200.0}, Load(batch_size, 2, 1))
+    assert policy.state["batch_sizes"] == {
+        "1": {"block": 3, "gamma": 2, "tok_per_s": 200.0, "rounds": {"0": 1, "2": 1}},
+        "8": {"block": 3, "gamma": 1, "tok_per_s": 300.0, "rounds": {"0": 1, "1": 1}},
+    }
+
+
+def test_a_step_that_is_not_observed_moves_no_counter() -> None:
+    policy = printed([0.0, 0.0], [0, 1, 2, 0])
+    assert [policy.select(Load(1, 2)) for _ in range(3)] == [0, 1, 2]  # an exploring round draws a new arm every time
+    assert (policy.clocks[1].block, policy.clocks[1].round) == (1, 1)
+
+
+def explored(cost: Callable[[int, int], float] = free) -> PrintedNightjar:
+    """Goodput 100, 200 and 180 tokens/s seen at B = 2, that is 10, 5 and 5.56 ms a token; the next bin exploits."""
+    policy = printed([0.0, 0.0, 0.0, 0.99], [0, 1, 2, 0], cost)
+    for _ in range(4):
+        run_step(policy, {0: 100.0, 1: 200.0, 2: 180.0}, Load(2, 2))
+    return policy
+
+
+def test_eq_3_without_switching_cost_takes_the_greatest_mean_goodput() -> None:
+    assert explored().select(Load(2, 2, previous_gamma=0)) == 1
+
+
+@pytest.mark.parametrize(("cost_ms", "gamma"), [(4, 2), (8, 2), (12, 0), (1, 1)])
+def test_eq_3_divides_the_switching_cost_by_gamma(cost_ms: float, gamma: int) -> None:
+    """At 4 ms 5 + 4 against 5.56 + 2; at 8 ms 13 against 9.56 and 10 without the draft; at 12 ms 17, 11.56 and 10; at 1 ms 6 against 6.06."""
+    assert explored(lambda lag, batch_size: cost_ms / 1e3).select(Load(2, 2, previous_gamma=0, max_lag=5)) == gamma
+
+
+def test_eq_3_charges_the_switching_cost_only_after_a_step_without_the_draft_and_looks_it_up_by_lag_and_batch_size() -> None:
+    asked = []
+
+    def cost(lag: int, batch_size: int) -> float:
+        asked.append((lag, batch_size))
+        return 1.0
+
+    policy = explored(cost)
+    asked.clear()
+    assert policy.select(Load(2, 2, previous_gamma=1, max_lag=0)) == 1
+    assert asked == []
+    assert policy.select(Load(2, 2, previous_gamma=0, max_lag=7)) == 0
+    assert asked == [(7, 2)]
+
+
+def test_an_arm_that_never_ran_costs_infinity_and_where_none_ran_the_draft_stays_off() -> None:
+    policy = printed([0.0, 0.0, 0.0, 0.99], [2, 2, 2, 2])
+    for _ in range(4):
+        run_step(policy, {2: 50.0}, Load(1, 2))
+    assert policy.select(Load(1, 2, 1)) == 2
+    assert policy.select(Load(1, 1, 1)) == 0  # the menu holds fewer drafts now, and neither 0 nor 1 has run
+
+
+def test_the_mean_is_incremental() -> None:
+    goodput = MeanGoodput()
+    for value in (100.0, 200.0, 600.0):
+        goodput.add_(1, value)
+    assert goodput.means[1] == pytest.approx(300.0)
+    assert goodput.seconds_per_token(1) == pytest.approx(1 / 300)
+    assert goodput.seconds_per_token(0) == float("inf")
+
+
+PRIOR = GoodputPrior(seconds=lambda batch_size, gamma: 0.010 + 0.001 * gamma, emitted=lambda gamma: [1.0, 1.5, 1.75, 1.875][gamma])
+
+
+def variant(cost: Callable[[int, int], float] = free, gamma_max: int = 2) -> Nightjar:
+    return Nightjar(PRIOR, cost, gamma_max=gamma_max)
+
+
+def test_acceptance_is_learnt_by_position_and_carries_over_to_the_next_one() -> None:
+    """One of two accepted: position 1 goes from 0.5 to (16 * 0.5 + 1) / 17, position 2 starts from as much and fails once."""
+    acceptance = PositionAcceptance(PRIOR, 3)
+    assert acceptance.emitted == pytest.approx([1.0, 1.5, 1.75, 1.875])
+    acceptance.observe_([2], [2])
+    first = 9 / 17
+    second = 16 * first / 17
+    assert acceptance.rates == pytest.approx([first, second, second])
+    assert acceptance.emitted == pytest.approx([1, 1 + first, 1 + first + first * second, 1 + first + first * second + first * second * second])
+
+
+def test_a_row_that_drafted_less_says_nothing_about_later_positions() -> None:
+    acceptance = PositionAcceptance(PRIOR, 3)
+    acceptance.observe_([1, 2, 0], [2, 3, 1])
+    assert acceptance.rates[0] == pytest.approx(10 / 18)  # two trials, both accepted
+    assert acceptance.rates[1] == pytest.approx((16 * 0.5 * (10 / 18 / 0.5) + 1) / 17)  # one trial
+
+
+def test_a_slow_step_corrects_its_arm_at_once_and_that_gamma_at_other_batch_sizes_by_half() -> None:
+    seconds = StepSeconds(PRIOR, 2)
+    seconds.observe_(1, 2, 2 * 0.012)
+    assert seconds.at(8) == pytest.approx([0.010, 0.011, 1.5 * 0.012])  # (1 + 2) / 2
+    assert seconds.at(1) == pytest.approx([0.010, 0.011, 1.75 * 0.012])  # (1.5 + 2) / 2
+    assert seconds.steps(1) == [0, 0, 1]
+
+
+def test_the_first_step_of_the_variant_follows_the_prior() -> None:
+    assert variant().select(Load(4, 2)) == 2  # 10, 7.33 and 6.86 ms a token
+    assert variant().select(Load(4, 1)) == 1
+    assert variant().select(Load(4, 0)) == 0
+    assert variant().select(Load(4, 9)) == 2
+
+
+def test_credit_pays_for_the_arm_that_waited_longest_for_its_loss() -> None:
+    """After one step of 12 ms that accepted both: credit 2.4 ms, emitted 1, 1.529 and 1.824, so 6.578 ms a token at gamma 2.
+
+    Gamma 0 would lose 10 - 6.578 = 3.42 ms, gamma 1 11 - 1.529 * 6.578 = 0.94 ms: it runs twice, observed or not, then 0.52 ms are left.
+    """
+    policy, load = variant(), Load(1, 2, previous_gamma=2)
+    policy.observe(Outcome(load, 2, [2], [3], 0.012))
+    assert policy.credit_s == pytest.approx(0.0024)
+    assert [policy.select(load) for _ in range(3)] == [1, 1, 2]
+    assert policy.credit_s == pytest.approx(0.0024 - 2 * 0.00094, abs=1e-5)
+
+
+def test_the_variant_spreads_a_restart_over_the_steps_that_it_serves() -> None:
+    """With 160 ms a restart adds 5 ms to 12: 17 / 1.75 = 9.71 against 10 ms a token; with 200 ms 18.25 / 1.75 = 10.43."""
+    assert variant(lambda lag, batch_size: 0.160).select(Load(1, 2, previous_gamma=0)) == 2
+    assert variant(lambda lag, batch_size: 0.200).select(Load(1, 2, previous_gamma=0)) == 0
+    assert variant(lambda lag, batch_size: 0.200).select(Load(1, 2, previous_gamma=1)) == 2
+
+
+def test_the_time_of_a_restart_is_not_the_arm_s() -> None:
+    policy = variant(lambda lag, batch_size: 0.1)
+    policy.observe(Outcome(Load(1, 2, previous_gamma=0), 2, [2], [2], 0.112, catch_up_seconds=0.1))
+    assert policy.seconds.at(1)[2] == pytest.approx(0.012)
+
+
+def test_nothing_is_saved_up_where_there_is_nothing_to_explore() -> None:
+    policy = variant()
+    policy.observe(Outcome(Load(64, 0), 0, [0] * 64, [1] * 64, 0.01))
+    assert policy.credit_s == 0
+
+
+def test_the_variant_s_state_says_what_it_would_run() -> None:
+    policy = variant()
+    policy.observe(Outcome(Load(1, 2, previous_gamma=2), 2, [2], [3], 0.012))
+    assert policy.state == {"steps": 1, "acceptance_by_position": [0.5294, 0.5571], "batch_sizes": {"1": {"gamma": 2, "tok_per_s": 152.03, "rounds": {"2": 1}}}}
+
+
+def serve(policy: GammaPolicy, rates: list[float], *, batch_size: int = 8, gamma_max: int = 3) -> tuple[list[int], float]:
+    """Steps of 10 + gamma ms at these acceptance rates: gammas, and expected tokens per second."""
+    random, chosen, tokens, seconds, previous = np.random.default_rng(0), [], 0.0, 0.0, 0
+    for rate in rates:
+        load = Load(batch_size, gamma_max, previous)
+        gamma = policy.select(load)
+        emitted = (1 + np.minimum(random.geometric(1 - rate, batch_size) - 1, gamma)).tolist()
+        step_s = 0.010 + 0.001 * gamma
+        policy.observe(Outcome(load, gamma, [gamma] * batch_size, emitted, step_s))
+        tokens, seconds = tokens + batch_size * (1 - rate ** (gamma + 1)) / (1 - rate), seconds + step_s
+        chosen, previous = [*chosen, gamma], gamma
+    return chosen, tokens / seconds
+
+
+LOW_THEN_HIGH = [0.02] * 400 + [0.9] * 1600
+PARTS = PolicyParts(3, 8, PRIOR, free, seed=1)
+
+
+def test_dsd_stays_off_for_ever_after_a_passage_of_low_acceptance() -> None:
+    chosen, _ = serve(gamma_policy("dsd", PARTS), LOW_THEN_HIGH)
+    assert set(chosen[100:]) == {0}
+
+
+@pytest.mark.parametrize("name", ["nightjar", "nightjar-printed"])
+def test_both_nightjars_escape_the_deadlock(name: str) -> None:
+    chosen, _ = serve(gamma_policy(name, PARTS), LOW_THEN_HIGH)
+    assert np.mean(np.array(chosen[200:400]) == 0) > 0.5
+    assert np.mean(np.array(chosen[-800:]) > 0) > 0.7
+
+
+def test_the_variant_comes_back_within_two_hundred_steps() -> None:
+    chosen, _ = serve(variant(gamma_max=3), LOW_THEN_HIGH)
+    assert np.mean(np.array(chosen[600:]) == 3) > 0.9
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.3, 0.6, 0.9])
+def test_the_variant_stays_within_two_percent_of_the_best_fixed_gamma(rate: float) -> None:
+    rates = [rate] * 2000
+    best = max(serve(gamma_policy(name, PARTS), rates)[1] for name in ("off", "fixed-1", "fixed-2", "fixed-3"))
+    assert serve(variant(gamma_max=3), rates)[1] >= 0.98 * best

@@ -1,0 +1,184 @@
+"""`ygg serve`: an OpenAI-compatible server on a compiled pair; SIGTERM and Ctrl-C let running requests finish."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from yggdrasil.cli.compile import pair_name
+from yggdrasil.config import ServeConfig
+from yggdrasil.errors import ConfigError
+
+if TYPE_CHECKING:
+    from yggdrasil.serve.api import Serving
+    from yggdrasil.serve.service import Service
+
+__all__ = ["add_parser", "run"]
+
+DESCRIPTION = """\
+Serve a compiled pair over HTTP, with OpenAI's completions and chat completions: any client of theirs works, with
+base_url http://HOST:PORT/v1. Requests are batched, and the policy chooses the speculative length step by step.
+The texts are what the target alone would have written. Metrics are at /metrics, the policy's state at /server_info.
+"""
+KEY_VARIABLE = "YGG_API_KEY"
+DRAIN_SECONDS = 30.0
+HANG_UP_SECONDS = 5
+UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    defaults = ServeConfig()
+    parser = verbs.add_parser("serve", help="answer requests over HTTP", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", help="a pair compiled with `ygg compile` (default: the bundled pair)")
+    parser.add_argument("--target", help="instead of --pair: folder or hub id of the target; compiled first if it is not yet")
+    parser.add_argument("--draft", help="with --target: folder or hub id of the draft")
+    parser.add_argument("--policy", default=defaults.policy, help="what chooses the speculative length; off never speculates (default: %(default)s)")
+    parser.add_argument("--gamma-max", type=int, default=defaults.gamma_max, metavar="N", help="most draft tokens of a row and step (default: %(default)s)")
+    parser.add_argument("--max-batch", type=int, default=defaults.max_batch, metavar="N", help="most requests decoded at once (default: %(default)s)")
+    parser.add_argument("--kv-memory", type=_num_bytes, metavar="SIZE", help="for KV pages, 512MiB for example (default: what a full batch needs)")
+    parser.add_argument("--max-queue", type=int, default=defaults.max_queue, metavar="N", help="most waiting requests, then 429 (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one of them (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--api-key", metavar="KEY", help=f"asked of clients, for all but /health (default: the variable {KEY_VARIABLE}, else none)")
+    parser.add_argument("--model-name", metavar="NAME", help="what clients call the model (default: the pair's name)")
+    parser.add_argument(
+        "--drain-seconds", type=float, default=DRAIN_SECONDS, metavar="S", help="running requests may take this long to finish (default: %(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Serve until a signal."""
+    config = ServeConfig(
+        policy=options.policy, gamma_max=options.gamma_max, max_batch=options.max_batch, kv_memory_bytes=options.kv_memory, max_queue=options.max_queue
+    )
+    _check_installed()
+    with _listening(options.host, options.port) as listener:  # before the seconds that loading takes
+        serving, service = _serving(pair_name(options), config, options)
+        service.start()
+        asyncio.run(_serve(serving, service, listener, options.drain_seconds))
+
+
+def _num_bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 512MiB or 2GiB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def _check_installed() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import jinja2  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(error.name or "fastapi", "not installed", "installed for serving", "pip install 'yggdrasil-decoding[serve]'") from None
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A bound socket; connections are accepted once the server runs."""
+    if not 0 <= port < 2**16:  # the resolver would take it modulo 65536
+        raise ConfigError("--port", port, "from 0 to 65535")
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(address[0], socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError("--host", host, "an address of this machine", str(error)) from None
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address[4])
+            listener.listen()
+        except OSError as error:
+            raise ConfigError("--port", port, f"a free port of {host}", f"{error}; --port 0 takes any") from None
+        yield listener
+
+
+def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tuple[Serving, Service]:
+    import torch
+
+    from yggdrasil.bundle import load_bundle
+    from yggdrasil.serve.api import Serving
+    from yggdrasil.serve.chat import load_chat_template
+    from yggdrasil.serve.metrics import Metrics
+    from yggdrasil.serve.opening import open_service
+
+    bundle = load_bundle(name)
+    metrics = Metrics(token_bytes=bundle.kv_target.token_bytes(getattr(torch, bundle.config.dtype)), gamma_max=config.gamma_max)
+    opened = open_service(name, config, metrics)
+    serving = Serving(
+        service=opened.service,
+        tokenizer=opened.tokenizer,
+        template=load_chat_template(bundle.models[0]),
+        metrics=metrics,
+        model=options.model_name or bundle.name,
+        max_context=bundle.max_context,
+        max_rows=config.max_queue,
+        api_key=os.environ.get(KEY_VARIABLE, "") if options.api_key is None else options.api_key,
+    )
+    return serving, opened.service
+
+
+async def _serve(serving: Serving, service: Service, listener: socket.socket, drain_seconds: float) -> None:
+    """Run the server; on a signal answer 503, let the service finish, then stop."""
+    import uvicorn
+
+    from yggdrasil.serve.api import create_app
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # the signals are ours: uvicorn would stop listening before the service has finished, and die of the signal
+
+    settings = uvicorn.Config(create_app(serving), log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=HANG_UP_SECONDS)
+    server = Server(settings)
+    loop, signalled = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled.set)
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    print(_greeting(serving, listener), file=sys.stderr, flush=True)
+    stopping = asyncio.create_task(signalled.wait())
+    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)  # a second signal ends the process at once
+    serving.is_draining = True
+    if not await _drained(service, drain_seconds):
+        print(f"ygg serve: some requests took longer than {drain_seconds:g} s and were ended", file=sys.stderr)
+    server.should_exit = True
+    await running
+
+
+async def _drained(service: Service, drain_seconds: float) -> bool:
+    """`service.drain` in a thread that a second signal does not have to wait for, as it would for the loop's own."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[bool] = loop.create_future()
+
+    def drain() -> None:
+        finished = service.drain(drain_seconds)
+        loop.call_soon_threadsafe(done.set_result, finished)
+
+    threading.Thread(target=drain, name="ygg-drain", daemon=True).start()
+    return await done
+
+
+def _greeting(serving: Serving, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    key = ' -H "Authorization: Bearer $KEY"' if serving.api_key else ""
+    body = f'{{"model": "{serving.model}", "prompt": "Once upon a time", "max_tokens": 64}}'
+    is_open = not serving.api_key and not host.startswith("127.") and host != "::1"
+    warning = "\nanyone who reaches this address may use it: set --api-key" if is_open else ""
+    return f"serving {serving.model} on {url}\n  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'{warning}"

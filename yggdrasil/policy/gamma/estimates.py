@@ -1,0 +1,119 @@
+"""What Nightjar's variant learns from outcomes: acceptance by position, and how far step times are from their prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from yggdrasil.policy.gamma.prior import GoodputPrior
+
+__all__ = ["PositionAcceptance", "StepSeconds"]
+
+PRIOR_TRIALS = 16.0  # draft tokens that the calibrated acceptance of a position counts for
+TRIALS_MEMORY = 300.0  # draft tokens of a position after which an old one has faded: some steps of a great batch, whose rows go on as they are
+STEPS_MEMORY = 64.0  # steps of an arm after which an old one has faded
+LOWEST, HIGHEST = 0.01, 0.99
+
+
+class PositionAcceptance:
+    """P(the k-th draft token is accepted, given that those before it are), k = 1.., and the emitted tokens that follow from it.
+
+    A row with n accepted of d drafted tokens is n successes at positions 1..n and, if n < d, one failure at n + 1. Positions learn for all batch
+    sizes at once. Every position starts from its calibrated value times what learning has made of the position before, so that a text on
+    which the first token is hard is not expected to be easy from the second on.
+
+    Args:
+        prior: Its `emitted` is the calibration.
+        gamma_max: Greatest position.
+    """
+
+    def __init__(self, prior: GoodputPrior, gamma_max: int) -> None:
+        gains = [prior.emitted(gamma) - prior.emitted(gamma - 1) for gamma in range(1, gamma_max + 1)]  # P(accepted >= k)
+        self._prior = [_clipped(gain / before) if before > 0 else LOWEST for before, gain in zip([1.0, *gains], gains, strict=False)]
+        self._mean = [0.0] * gamma_max
+        self._trials = [0.0] * gamma_max
+        self.rates: list[float] = []
+        self.emitted: list[float] = []
+        self._update_()
+
+    def observe_(self, drafted: Sequence[int], emitted: Sequence[int]) -> None:
+        """Tokens verified and emitted, row by row."""
+        for index in range(max(drafted)):
+            trials = sum(1 for width, tokens in zip(drafted, emitted, strict=True) if width > index and tokens > index)
+            if not trials:
+                break
+            successes = sum(1 for width, tokens in zip(drafted, emitted, strict=True) if width > index and tokens > index + 1)
+            self._trials[index] = max(min(self._trials[index] + trials, TRIALS_MEMORY), trials)
+            self._mean[index] += trials / self._trials[index] * (successes / trials - self._mean[index])
+        self._update_()
+
+    def _update_(self) -> None:
+        """`rates[k - 1]` by position and `emitted[gamma]` by speculative length."""
+        self.rates, self.emitted = [], [1.0]
+        growth = path = 1.0
+        for prior, mean, trials in zip(self._prior, self._mean, self._trials, strict=True):
+            rate = (PRIOR_TRIALS * _clipped(prior * growth) + trials * mean) / (PRIOR_TRIALS + trials)
+            growth, path = rate / prior, path * rate
+            self.rates.append(rate)
+            self.emitted.append(self.emitted[-1] + path)
+
+
+class StepSeconds:
+    """Seconds of a step by batch size and gamma: predicted, times what measurement makes of it.
+
+    The measured over the predicted time is averaged per gamma over all batch sizes, which corrects sizes never seen, and per (batch size, gamma),
+    where the former counts as one step.
+
+    Args:
+        prior: Its `seconds` is the prediction.
+        gamma_max: Greatest gamma.
+    """
+
+    def __init__(self, prior: GoodputPrior, gamma_max: int) -> None:
+        self._prior = prior
+        self._gammas = range(gamma_max + 1)
+        self._shared = [_Ratio() for _ in self._gammas]
+        self._sizes: dict[int, tuple[list[float], list[_Ratio]]] = {}  # predicted seconds and their correction, by gamma
+
+    def at(self, batch_size: int) -> list[float]:
+        """Seconds by gamma."""
+        predicted, own = self._size(batch_size)
+        return [
+            seconds * (shared.estimate + ratio.weight * ratio.mean) / (1 + ratio.weight)  # the shared correction as one step
+            for seconds, ratio, shared in zip(predicted, own, self._shared, strict=True)
+        ]
+
+    def observe_(self, batch_size: int, gamma: int, seconds: float) -> None:
+        """One step of this arm."""
+        predicted, own = self._size(batch_size)
+        ratio = seconds / predicted[gamma]
+        own[gamma].add_(ratio)
+        self._shared[gamma].add_(ratio)
+
+    def steps(self, batch_size: int) -> list[int]:
+        """How often every arm ran at this batch size."""
+        return [ratio.steps for ratio in self._size(batch_size)[1]]
+
+    def _size(self, batch_size: int) -> tuple[list[float], list[_Ratio]]:
+        if batch_size not in self._sizes:
+            predicted = [self._prior.seconds(batch_size, gamma) for gamma in self._gammas]
+            self._sizes[batch_size] = predicted, [_Ratio() for _ in self._gammas]
+        return self._sizes[batch_size]
+
+
+class _Ratio:
+    """A running mean whose step never falls below 1 / STEPS_MEMORY; `estimate` counts a prediction that was right as one more step."""
+
+    __slots__ = ("estimate", "mean", "steps", "weight")
+
+    def __init__(self) -> None:
+        self.steps, self.weight, self.mean, self.estimate = 0, 0.0, 0.0, 1.0
+
+    def add_(self, ratio: float) -> None:
+        self.steps += 1
+        self.weight = min(self.weight + 1.0, STEPS_MEMORY)
+        self.mean += (ratio - self.mean) / self.weight
+        self.estimate = (1.0 + self.weight * self.mean) / (1.0 + self.weight)
+
+
+def _clipped(rate: float) -> float:
+    return min(max(rate, LOWEST), HIGHEST)

@@ -1,0 +1,42 @@
+"""The same speculative length for every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from yggdrasil.policy.gamma.protocol import Load, Outcome
+
+__all__ = ["FixedGamma", "VerifiesAll"]
+
+
+class VerifiesAll:
+    """The part of a policy that verifies whatever was drafted."""
+
+    def verified(self, load: Load, gamma: int) -> int:
+        return load.batch_size * gamma
+
+
+class FixedGamma(VerifiesAll):
+    """Standard speculative decoding ("SD"); at gamma 0 the draft never runs ("w/o SD").
+
+    Args:
+        gamma: Draft tokens of every row; less where the menu holds less.
+
+    Source: Nightjar section 6.1, baselines.
+
+    >>> FixedGamma(3).select(Load(batch_size=8, gamma_max=2))
+    2
+    """
+
+    def __init__(self, gamma: int) -> None:
+        self.gamma = gamma
+
+    def select(self, load: Load) -> int:
+        return min(self.gamma, load.gamma_max)
+
+    def observe(self, outcome: Outcome) -> None:
+        """Nothing to learn."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"gamma": self.gamma}

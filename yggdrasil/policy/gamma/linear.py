@@ -1,0 +1,100 @@
+"""LinUCB and linear Thompson sampling: goodput as a linear function of the batch size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from yggdrasil.policy.gamma.fixed import VerifiesAll
+from yggdrasil.policy.gamma.protocol import Load, Outcome
+
+__all__ = ["LinThompson", "LinUCB"]
+
+EXPLORATION = 0.5  # LinUCB's alpha: standard deviations of optimism, rewards being at most 1
+POSTERIOR_SCALE = 0.25  # linear Thompson's v
+
+
+class _RidgeArms:
+    """Ridge regression of goodput on x = [1, B / B_max], one per arm; the inverse Gram matrices are kept up to date by rank-1 updates."""
+
+    def __init__(self, gamma_max: int, max_batch: int) -> None:
+        self.max_batch = max_batch
+        self.inverse_A22 = np.tile(np.eye(2), (gamma_max + 1, 1, 1))
+        self.moment_A2 = np.zeros((gamma_max + 1, 2))
+        self.theta_A2 = np.zeros((gamma_max + 1, 2))
+        self.greatest = 1e-9
+
+    def scores(self, load: Load) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Predicted goodput over the greatest seen, and its standard deviation in units of the noise's, of every legal arm."""
+        num_arms, share = min(load.gamma_max + 1, len(self.theta_A2)), load.batch_size / self.max_batch
+        theta, inverse = self.theta_A2[:num_arms], self.inverse_A22[:num_arms]
+        variance = inverse[:, 0, 0] + 2 * share * inverse[:, 0, 1] + share * share * inverse[:, 1, 1]
+        return (theta[:, 0] + share * theta[:, 1]) / self.greatest, np.sqrt(variance)
+
+    def add_(self, outcome: Outcome) -> None:
+        """Sherman-Morrison; moments stay in tokens per second, so a new greatest goodput rescales the past as well."""
+        gamma, x = outcome.gamma, np.array([1.0, outcome.load.batch_size / self.max_batch])
+        self.greatest = max(self.greatest, outcome.goodput)
+        along = self.inverse_A22[gamma] @ x
+        self.inverse_A22[gamma] -= np.outer(along, along) / (1 + x @ along)
+        self.moment_A2[gamma] += outcome.goodput * x
+        self.theta_A2[gamma] = self.inverse_A22[gamma] @ self.moment_A2[gamma]
+
+    def to_json(self) -> dict[str, Any]:
+        """The regressions in tokens per second."""
+        return {"intercept_and_slope_tok_per_s": np.round(self.theta_A2, 2).tolist()}
+
+
+class LinUCB(VerifiesAll):
+    """The arm with the greatest x . theta + alpha sqrt(x' A^-1 x).
+
+    Args:
+        gamma_max: Greatest arm.
+        max_batch: B_max, which scales the context.
+
+    Source: Li et al. 2010, disjoint arms, as the ablation of Nightjar section 6.3.1. Departure: rewards are scaled by the greatest goodput seen.
+    """
+
+    def __init__(self, gamma_max: int, max_batch: int) -> None:
+        self.arms = _RidgeArms(gamma_max, max_batch)
+
+    def select(self, load: Load) -> int:
+        mean, deviation = self.arms.scores(load)
+        return int((mean + EXPLORATION * deviation).argmax())
+
+    def observe(self, outcome: Outcome) -> None:
+        self.arms.add_(outcome)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.arms.to_json()
+
+
+class LinThompson(VerifiesAll):
+    """The arm whose goodput, drawn from its posterior at this context, is greatest.
+
+    Args:
+        gamma_max: Greatest arm.
+        max_batch: B_max, which scales the context.
+        random: Draws the posterior samples.
+
+    Source: Agrawal and Goyal 2013, as the ablation of Nightjar section 6.3.1. Departures: one parameter vector per arm; x . theta is drawn directly,
+    which is normal with the same mean and variance as if theta had been; rewards are scaled by the greatest goodput seen.
+    """
+
+    def __init__(self, gamma_max: int, max_batch: int, random: np.random.Generator) -> None:
+        self.arms = _RidgeArms(gamma_max, max_batch)
+        self.random = random
+
+    def select(self, load: Load) -> int:
+        mean, deviation = self.arms.scores(load)
+        return int((mean + POSTERIOR_SCALE * deviation * self.random.standard_normal(len(mean))).argmax())
+
+    def observe(self, outcome: Outcome) -> None:
+        self.arms.add_(outcome)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.arms.to_json()

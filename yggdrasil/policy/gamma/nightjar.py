@@ -1,0 +1,161 @@
+"""Nightjar: learns the speculative length of every batch size from realised goodput; the printed algorithm and the variant that serves by default."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
+from yggdrasil.policy.gamma.estimates import PositionAcceptance, StepSeconds
+from yggdrasil.policy.gamma.fixed import VerifiesAll
+from yggdrasil.policy.gamma.prior import GoodputPrior, SwitchingCost
+from yggdrasil.policy.gamma.protocol import Load, Outcome
+
+__all__ = ["Nightjar", "PrintedNightjar"]
+
+EXPLORATION = 0.2  # of a step's time is what the first one may spend on exploring, of the n-th 1 / sqrt(n) of that
+LEAST_EXPLORATION = 0.001  # of every step's time, so that a server of any age notices that its world has changed
+LEAST_LOSS = 0.01  # of a step: what trying an arm counts for that is predicted to cost nothing
+STAY_STEPS = 32.0  # steps that the draft is expected to run once it has been caught up
+
+
+class PrintedNightjar(VerifiesAll):
+    """Algorithm 1 and Eq. (3) as printed: per batch size a block and bin clock and a running mean of every arm.
+
+    A bin explores as a whole, a new arm every round, so about 2 H^(3/4) rounds of a block of H explore: the regret grows as T^0.75, not as the
+    sqrt(T) of Theorem 1 (`BinClock` says why; `bench/claim_bandits.py` measures it).
+
+    Args:
+        switching_cost: c_prefill.
+        random: Draws the types of bins and the arms of exploring rounds.
+
+    Source: Nightjar Algorithm 1 and Eq. (3). Departure: a bin that exploits before any arm of its batch size has run takes gamma = 0, where the
+    paper has 1/0 for every arm. An arm that has not run costs infinity (its mean starts at 0), so only exploration ever tries it, as printed.
+    """
+
+    def __init__(self, switching_cost: SwitchingCost, random: np.random.Generator) -> None:
+        self.switching_cost = switching_cost
+        self.random = random
+        self.clocks: dict[int, BinClock] = {}
+        self.goodput: dict[int, MeanGoodput] = {}
+
+    def select(self, load: Load) -> int:
+        clock = self.clocks.setdefault(load.batch_size, BinClock())
+        if clock.explores(self.random):
+            return int(self.random.integers(load.gamma_max + 1))
+        return self._exploit(load)
+
+    def _exploit(self, load: Load) -> int:
+        """Eq. (3): argmin of 1 / g + [the draft was off and would run] * c_prefill / gamma; of equals the smaller gamma."""
+        goodput = self.goodput.setdefault(load.batch_size, MeanGoodput())
+        restart = self.switching_cost(load.max_lag, load.batch_size) if load.previous_gamma == 0 else 0.0
+        costs = [goodput.seconds_per_token(gamma) + (restart / gamma if gamma else 0.0) for gamma in range(load.gamma_max + 1)]
+        return costs.index(min(costs))
+
+    def observe(self, outcome: Outcome) -> None:
+        batch_size = outcome.load.batch_size
+        self.goodput.setdefault(batch_size, MeanGoodput()).add_(outcome.gamma, outcome.goodput)
+        self.clocks.setdefault(batch_size, BinClock()).tick_()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        sizes = sorted(self.goodput)
+        return {"batch_sizes": {str(size): {"block": self.clocks[size].block, **self.goodput[size].to_json()} for size in sizes if size in self.clocks}}
+
+
+class Nightjar(VerifiesAll):
+    """The variant of Nightjar that serves by default: a corrected model exploits, a budget explores.
+
+    Exploit. The goodput of every arm is predicted as B * emitted / seconds from the pair's calibration and profile, and both are corrected by what
+    was observed: acceptance by position for all batch sizes at once, seconds by arm (`PositionAcceptance`, `StepSeconds`). Old observations fade.
+
+    Explore. Every step earns a share of its own time, EXPLORATION / sqrt(n) of the n-th, as credit. Among the arms that are not the best, the one
+    that has waited longest, measured in what it is predicted to lose, is next; it runs for one step as soon as the credit pays for that loss, a
+    restart of the draft included. So exploring costs 2 * EXPLORATION * sqrt(T) steps' worth at most (below 2 % of the time from some 400 steps on), cheap
+    arms are tried often, dear ones seldom, and none never: as the credit grows without bound there is no decision deadlock.
+
+    Switch. Catching the draft up is paid once and serves the steps that follow, so it is spread over STAY_STEPS of them.
+
+    Args:
+        prior: The predicted step.
+        switching_cost: c_prefill.
+        gamma_max: Greatest arm; a load that allows more gets no more.
+
+    Source: the arms, the reward and the indicator of Nightjar Eq. (3). Departures: blocks and bins are replaced by the credit, whose sum grows as the
+    sqrt(T) that Theorem 1 asks for, whereas the printed bins explore T^(3/4) rounds; the running mean of realised goodput by the model above, which knows
+    something of arms and batch sizes that never ran; c_prefill is divided by the tokens of STAY_STEPS steps of the whole batch instead of gamma, the
+    drafts of one row; and as estimates fade, a stationary world costs a small constant share of its time, LEAST_EXPLORATION included.
+
+    >>> prior = GoodputPrior(seconds=lambda batch_size, gamma: 0.01 + 0.001 * gamma, emitted=lambda gamma: [1.0, 1.7, 2.2][gamma])
+    >>> Nightjar(prior, lambda lag, batch_size: 0.0, gamma_max=2).select(Load(batch_size=4, gamma_max=2))
+    2
+    """
+
+    def __init__(self, prior: GoodputPrior, switching_cost: SwitchingCost, *, gamma_max: int) -> None:
+        self.switching_cost = switching_cost
+        self.gamma_max = gamma_max
+        self.acceptance = PositionAcceptance(prior, gamma_max)
+        self.seconds = StepSeconds(prior, gamma_max)
+        self.credit_s = 0.0
+        self.steps = 0
+        self._last_step: dict[int, list[int]] = {}
+
+    def select(self, load: Load) -> int:
+        """The best arm, or another one whose turn it is; the credit is spent here, for an explored step need not be observed."""
+        num_arms = min(load.gamma_max, self.gamma_max) + 1
+        seconds, emitted = self.seconds.at(load.batch_size), self.acceptance.emitted
+        restart = self.switching_cost(load.max_lag, load.batch_size) if load.previous_gamma == 0 else 0.0
+        costs = [(seconds[gamma] + (restart / STAY_STEPS if gamma else 0.0)) / emitted[gamma] for gamma in range(num_arms)]  # a row's seconds per token
+        least = min(costs)
+        best = costs.index(least)
+        if num_arms == 1 or self.credit_s <= 0:
+            return best
+        stop = self.switching_cost(1, load.batch_size) if best and load.previous_gamma else 0.0  # after a step without the draft it has to catch up
+        losses = [max(seconds[gamma] - emitted[gamma] * least, LEAST_LOSS * seconds[gamma]) + (restart if gamma else stop) for gamma in range(num_arms)]
+        turn = self._longest_waiting(load.batch_size, best, losses)
+        if losses[turn] > self.credit_s:
+            return best
+        self.credit_s -= losses[turn]
+        return turn
+
+    def _longest_waiting(self, batch_size: int, best: int, losses: list[float]) -> int:
+        """The arm but the best with the most steps since it ran for every second that it is predicted to lose."""
+        now, turn, longest = self.steps + 1, best, -1.0
+        for gamma, (last_step, loss) in enumerate(zip(self._last_steps(batch_size), losses, strict=False)):
+            waited = (now - last_step) / loss
+            if gamma != best and waited > longest:
+                turn, longest = gamma, waited
+        return turn
+
+    def observe(self, outcome: Outcome) -> None:
+        load, gamma = outcome.load, outcome.gamma
+        self.steps += 1
+        if min(load.gamma_max, self.gamma_max) > 0:  # where there is nothing to explore, nothing is saved up for later
+            self.credit_s += max(EXPLORATION / math.sqrt(self.steps), LEAST_EXPLORATION) * outcome.seconds
+        self._last_steps(load.batch_size)[gamma] = self.steps
+        self.seconds.observe_(load.batch_size, gamma, outcome.seconds - outcome.catch_up_seconds)  # which `select` charges apart
+        if gamma:
+            self.acceptance.observe_(outcome.drafted, outcome.emitted)
+
+    def _last_steps(self, batch_size: int) -> list[int]:
+        """When every arm ran last at this batch size."""
+        if batch_size not in self._last_step:
+            self._last_step[batch_size] = [0] * (self.gamma_max + 1)
+        return self._last_step[batch_size]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "acceptance_by_position": [round(rate, 4) for rate in self.acceptance.rates],
+            "batch_sizes": {str(size): self._size_state(size) for size in sorted(self._last_step)},
+        }
+
+    def _size_state(self, batch_size: int) -> dict[str, Any]:
+        seconds, emitted = self.seconds.at(batch_size), self.acceptance.emitted
+        goodput = [batch_size * tokens / ms for tokens, ms in zip(emitted, seconds, strict=True)]
+        best = goodput.index(max(goodput))
+        rounds = {str(gamma): steps for gamma, steps in enumerate(self.seconds.steps(batch_size)) if steps}
+        return {"gamma": best, "tok_per_s": round(goodput[best], 2), "rounds": rounds}

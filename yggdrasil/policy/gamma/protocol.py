@@ -1,0 +1,77 @@
+"""How many tokens the draft guesses ahead for every row of a batch: one protocol, its policies side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["GammaPolicy", "Load", "Outcome"]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is known before a step.
+
+    Args:
+        batch_size: B, rows that decode, at least 1.
+        gamma_max: Greatest speculative length whose verification, B * (gamma + 1) tokens, the menu holds; may be 0.
+        previous_gamma: Of the step before, at whatever batch size; 0 before the first.
+        max_lag: L_max: tokens that the draft's KV lags behind in the worst row.
+    """
+
+    batch_size: int
+    gamma_max: int
+    previous_gamma: int = 0
+    max_lag: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step did.
+
+    Args:
+        load: As it was before.
+        gamma: Speculative length that ran.
+        drafted: Draft tokens verified, row by row.
+        emitted: Tokens emitted, row by row: accepted + 1.
+        seconds: Wall clock of the step.
+        catch_up_seconds: What of it brought the draft's KV up to the text: after steps without it, and of rows whose prompt is new.
+    """
+
+    load: Load
+    gamma: int
+    drafted: Sequence[int]
+    emitted: Sequence[int]
+    seconds: float
+    catch_up_seconds: float = 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Realised tokens per second: the reward. Source: Nightjar section 4.1."""
+        return sum(self.emitted) / self.seconds
+
+
+class GammaPolicy(Protocol):
+    """Selects gamma before a step and sees what came of it.
+
+    A step that also computes prompts is selected for but not observed: its time is not the arm's. So `select` may be
+    called several times before an `observe`.
+    """
+
+    def select(self, load: Load) -> int:
+        """Draft tokens for every row, from 0 (the draft does not run) to `load.gamma_max`. Cost: below 20 microseconds."""
+        ...
+
+    def verified(self, load: Load, gamma: int) -> int:
+        """How many of the batch's B * gamma draft tokens are verified; the most probable ones are."""
+        ...
+
+    def observe(self, outcome: Outcome) -> None:
+        """What the step did."""
+        ...
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What it has learnt, for `/server_info`: JSON values."""
+        ...

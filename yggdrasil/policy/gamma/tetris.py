@@ -1,0 +1,40 @@
+"""TETRIS: a fixed speculative length, and only the batch's most promising draft tokens are verified."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from yggdrasil.errors import ConfigError
+from yggdrasil.policy.gamma.fixed import FixedGamma
+from yggdrasil.policy.gamma.protocol import Load
+
+__all__ = ["Tetris"]
+
+
+class Tetris(FixedGamma):
+    """Drafts gamma tokens for every row and verifies a share of them, wherever in the batch they are likeliest.
+
+    Args:
+        gamma: Draft tokens of every row.
+        share: Of the batch's B * gamma draft tokens that are verified; above 0, at most 1.
+
+    Source: Wu et al. 2025 as described in Nightjar section 6.1. Departures: the budget is a share of what was drafted instead of a capacity in tokens;
+    the batcher ranks tokens by their path probability.
+
+    >>> Tetris(5, share=0.6).verified(Load(batch_size=3, gamma_max=5), 5)
+    9
+    """
+
+    def __init__(self, gamma: int, *, share: float) -> None:
+        if not 0 < share <= 1:
+            raise ConfigError("share", share, "above 0 and at most 1")
+        super().__init__(gamma)
+        self.share = share
+
+    def verified(self, load: Load, gamma: int) -> int:
+        return math.ceil(round(self.share * load.batch_size * gamma, 6))  # rounding: 0.6 * 15 is not 9 in binary
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"gamma": self.gamma, "share": self.share}

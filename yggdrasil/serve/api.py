@@ -1,0 +1,394 @@
+"""The HTTP server: OpenAI's completions and chat completions over a batch, its state and its metrics.
+
+```
+POST /v1/completions  /v1/chat/completions      GET /v1/models  /v1/models/ID  /server_info  /metrics  /health
+```
+
+With a key, every route but /health asks for it. A request becomes one row of the batch per choice; its rows are
+cancelled together when the client goes away, streaming or not, and when one of them fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any, Protocol
+
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from yggdrasil.errors import CapacityError, ConfigError, QueueFull, YggError
+from yggdrasil.serve.chat import ChatTemplate
+from yggdrasil.serve.metrics import CONTENT_TYPE_LATEST, Metrics
+from yggdrasil.serve.openai import ApiError, ChatReply, ChatRequest, CompletionReply, CompletionRequest, Reply, WireRequest, merge
+from yggdrasil.serve.request import Event, Request
+from yggdrasil.tokenizer import Tokenizer
+
+__all__ = ["BatchService", "Rows", "Serving", "create_app"]
+
+MAX_BODY_BYTES = 4 << 20
+TOO_LARGE = f"the body is larger than {MAX_BODY_BYTES >> 20} MiB"
+HEALTH_CHECK_S = 2.0
+FIELD_NAMES = {"max_new_tokens": "max_tokens"}
+
+router = APIRouter()
+
+
+class BatchService(Protocol):
+    """What this module needs of a service."""
+
+    def submit(self, request: Request) -> Any:
+        """Queue a request; returns its ticket."""
+        ...
+
+    def cancel(self, ticket: Any) -> None:
+        """Let a request go."""
+        ...
+
+    def info(self) -> dict[str, Any]:
+        """State, in JSON values; may wait for a step."""
+        ...
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it works."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Serving:
+    """What the routes share.
+
+    Args:
+        service: Decodes.
+        tokenizer: Of the pair.
+        template: Of conversations.
+        metrics: Also the service's observer.
+        model: Name that clients use.
+        max_context: Most tokens of prompt and output together.
+        max_rows: Most choices of one HTTP request.
+        api_key: Asked of clients; empty asks for none.
+
+    Attributes:
+        is_draining: Set when no new requests are taken.
+    """
+
+    service: BatchService
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    metrics: Metrics
+    model: str
+    max_context: int
+    max_rows: int
+    api_key: str = ""
+    is_draining: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def create_app(serving: Serving) -> FastAPI:
+    """The ASGI application."""
+    app = FastAPI(title="Yggdrasil", docs_url=None, redoc_url=None)
+    app.state.serving = serving
+    app.include_router(router)
+    app.add_middleware(_Gate, api_key=serving.api_key, metrics=serving.metrics)
+    for kind in (ApiError, YggError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    return app
+
+
+class Rows:
+    """The rows of one HTTP request: submitted together, heard together, cancelled together.
+
+    Args:
+        service: Where they run.
+    """
+
+    def __init__(self, service: BatchService) -> None:
+        self._service = service
+        self._loop = asyncio.get_running_loop()
+        self._heard: asyncio.Queue[tuple[int, Event] | ApiError | None] = asyncio.Queue()
+        self._tickets: dict[int, Any] = {}
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue all of them; when one is refused, `close` cancels those before it."""
+        for index, request in enumerate(requests):
+            self._tickets[index] = self._service.submit(replace(request, on_event=partial(self._hear, index)))
+
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """Every event with the index of its row, until all rows have ended or the client has gone.
+
+        Raises:
+            ApiError: a row failed, or the service died.
+        """
+        while self._tickets:
+            heard = await self._heard.get()
+            if heard is None:
+                return
+            if isinstance(heard, ApiError):
+                raise heard
+            index, event = heard
+            if event.finish is not None:
+                del self._tickets[index]
+            if event.finish == "error":
+                raise ApiError(500, event.error or "decoding failed")
+            if event.finish == "cancelled":  # not by us: we no longer listen then
+                raise ApiError(503, "the server is shutting down")
+            yield index, event
+
+    async def watch(self, http: HttpRequest) -> None:
+        """End `events` as soon as the client has gone or the service has died."""
+        while True:
+            try:
+                async with asyncio.timeout(HEALTH_CHECK_S):
+                    if (await http.receive())["type"] == "http.disconnect":
+                        return self._heard.put_nowait(None)
+            except TimeoutError:
+                if not self._service.is_healthy:
+                    return self._heard.put_nowait(ApiError(500, "the decoding thread has died; see the server's log"))
+
+    def close(self) -> None:
+        """Cancel the rows that have not ended."""
+        for ticket in self._tickets.values():
+            self._service.cancel(ticket)
+        self._tickets.clear()
+
+    def _hear(self, index: int, event: Event) -> None:
+        """In the service's thread."""
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._heard.put_nowait, (index, event))
+
+
+def _serving(http: HttpRequest) -> Serving:
+    serving: Serving = http.app.state.serving
+    return serving
+
+
+async def _rows(http: HttpRequest) -> AsyncIterator[Rows]:
+    """Rows that are closed after the response, however that ends: a stream may be cancelled before its first event."""
+    serving = _serving(http)
+    if serving.is_draining:
+        raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
+    rows = Rows(serving.service)
+    watch = asyncio.create_task(rows.watch(http))
+    try:
+        yield rows
+    finally:
+        watch.cancel()
+        rows.close()
+
+
+RowsOfRequest = Annotated[Rows, Depends(_rows)]
+
+
+@router.post("/v1/completions")
+async def completions(http: HttpRequest, body: CompletionRequest, rows: RowsOfRequest) -> Response:
+    """Continue prompts."""
+    serving = _serving(http)
+    prompts = await _begin(serving, body, rows)
+    return await _respond(CompletionReply(body, serving.model, serving.tokenizer, prompts), body, rows)
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(http: HttpRequest, body: ChatRequest, rows: RowsOfRequest) -> Response:
+    """Answer a conversation."""
+    serving = _serving(http)
+    prompts = await _begin(serving, body, rows)
+    return await _respond(ChatReply(body, serving.model, serving.tokenizer, prompts), body, rows)
+
+
+async def _begin(serving: Serving, body: WireRequest, rows: Rows) -> list[list[int]]:
+    _check_model(serving, body.model or serving.model)
+    prompts = await run_in_threadpool(body.prompts, serving.tokenizer, serving.template)  # megabytes of text take seconds
+    rows.submit(body.requests(prompts, max_context=serving.max_context, max_rows=serving.max_rows))
+    return prompts
+
+
+async def _respond(reply: Reply, body: WireRequest, rows: Rows) -> Response:
+    if body.stream:
+        return StreamingResponse(_stream(reply, body, rows), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    heard: dict[int, list[Event]] = {}
+    async for index, event in rows.events():
+        reply.count(event)
+        heard.setdefault(index, []).append(event)
+    if not all(events[-1].finish for events in heard.values()):
+        return Response(status_code=499)  # the client has gone: nobody reads this
+    return JSONResponse(reply.whole([merge(heard[index]) for index in sorted(heard)]))
+
+
+async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[str]:
+    try:
+        async for index, event in rows.events():
+            reply.count(event)
+            if event.text or event.log_probs or event.finish:
+                yield _sse(reply.chunk(index, event))
+        if body.include_usage:
+            yield _sse(reply.last_chunk())
+        yield "data: [DONE]\n\n"
+    except ApiError as error:  # the status line is gone: all that is left is to say it here
+        yield _sse(error.body)
+    except Exception:
+        logging.getLogger(__name__).exception("a stream failed")
+        yield _sse(ApiError(500, "internal error").body)
+
+
+def _sse(payload: dict[str, Any]) -> str:
+    return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+@router.get("/v1/models")
+async def models(http: HttpRequest) -> Response:
+    """The one model there is."""
+    return JSONResponse({"object": "list", "data": [_model_card(_serving(http))]})
+
+
+@router.get("/v1/models/{model:path}")
+async def model(http: HttpRequest, model: str) -> Response:
+    """That model by its name."""
+    _check_model(_serving(http), model)
+    return JSONResponse(_model_card(_serving(http)))
+
+
+@router.get("/health")
+async def health(http: HttpRequest) -> Response:
+    """200 while requests are taken, else 503."""
+    serving = _serving(http)
+    state = "draining" if serving.is_draining else "ok" if serving.service.is_healthy else "failed"
+    return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+
+
+@router.get("/server_info")
+async def server_info(http: HttpRequest) -> Response:
+    """What the batch does and the policy has learnt; `internal_states` is where SGLang's clients look."""
+    serving = _serving(http)
+    if not serving.service.is_healthy:
+        raise ApiError(503, "the decoding thread is not running")
+    info = await run_in_threadpool(serving.service.info)
+    card = {"model": serving.model, "chat_template": "model" if serving.template.is_own else "plain"}
+    return JSONResponse({**card, **info, "internal_states": [info]})
+
+
+@router.get("/metrics")
+async def metrics(http: HttpRequest) -> Response:
+    """For Prometheus."""
+    return Response(_serving(http).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _model_card(serving: Serving) -> dict[str, Any]:
+    return {"id": serving.model, "object": "model", "created": serving.created, "owned_by": "yggdrasil", "max_model_len": serving.max_context}
+
+
+def _check_model(serving: Serving, name: str) -> None:
+    if name != serving.model:
+        raise ApiError(404, f"there is no model {name!r}; this server has {serving.model!r}", param="model", code="model_not_found")
+
+
+class _Gate:
+    """Lets in who has the key, and no more of a body than a request can need."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str, metrics: Metrics) -> None:
+        self._app = app
+        self._key = api_key.encode()
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
+        refusal = self._refusal(scope["path"], headers)
+        if refusal is not None:
+            return await _error_response(refusal, self._metrics)(scope, receive, send)
+        await self._app(scope, _bounded(receive), send)
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        if self._key and path != "/health" and not self._is_key(headers.get(b"authorization", b"")):
+            return ApiError(
+                401, "wrong or missing API key; send it as Authorization: Bearer KEY", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > MAX_BODY_BYTES:
+            return ApiError(413, TOO_LARGE, headers={"Connection": "close"})
+        return None
+
+    def _is_key(self, authorization: bytes) -> bool:
+        scheme, _, key = authorization.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+
+
+def _bounded(receive: Receive) -> Receive:
+    """A body without a length is counted as it comes."""
+    num_bytes = 0
+
+    async def counted() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > MAX_BODY_BYTES:
+            raise HTTPException(413, TOO_LARGE)
+        return message
+
+    return counted
+
+
+async def _answer_error(http: HttpRequest, error: Exception) -> Response:
+    return _error_response(_as_api_error(http, error), _serving(http).metrics)
+
+
+def _error_response(error: ApiError, metrics: Metrics) -> JSONResponse:
+    metrics.on_refusal(error.status)
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+def _as_api_error(http: HttpRequest, error: Exception) -> ApiError:
+    """What a client should know; of anything unexpected nothing but that it happened (the server logs the traceback)."""
+    match error:
+        case ApiError():
+            return error
+        case YggError():
+            return _refused(error)
+        case RequestValidationError():
+            return _invalid(error)
+        case HTTPException():
+            known = {404: f"there is no {http.url.path}", 405: f"{http.url.path} does not take {http.method}"}
+            return ApiError(error.status_code, known.get(error.status_code, error.detail), headers=dict(error.headers or {}))
+        case _:
+            return ApiError(500, "internal error; see the server's log")
+
+
+def _refused(error: YggError) -> ApiError:
+    """A request that the service, or one of our configs, does not take."""
+    match error:
+        case QueueFull():
+            return ApiError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": str(math.ceil(error.retry_after_s))})
+        case ConfigError():
+            return ApiError(400, str(error), param=FIELD_NAMES.get(error.field, error.field))
+        case CapacityError():
+            return ApiError(400, str(error), code="context_length_exceeded")
+        case _:
+            return ApiError(400, str(error))
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """The first field that pydantic complains of, with all that it could have been."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"][1:]]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {first['ctx']['error']} at character {path[0]}")
+    if not path:
+        return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{'.'.join(path)} is not a field that this server knows; leave it out", param=path[0], code="unknown_parameter")
+    complaints = [entry["msg"] for entry in error.errors() if list(map(str, entry["loc"][1:2])) == path[:1]]
+    return ApiError(400, f"{'.'.join(path)}: {' or '.join(dict.fromkeys(complaints))}", param=path[0])

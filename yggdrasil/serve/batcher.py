@@ -1,0 +1,384 @@
+"""Continuous batching: requests join and leave between steps, and every step is the one of the engine over rows.
+
+```
+waiting  --admit-->  running: prefilling --root reached--> decoding  --end, cancel--> gone
+   ^                     |
+   +------ preempt ------+      no page left for the oldest rows' next token: the youngest is computed again later
+```
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from yggdrasil.engine import check_request
+from yggdrasil.errors import CapacityError, ConfigError, YggError
+from yggdrasil.models.packing import Piece
+from yggdrasil.models.protocol import TokenGraphs
+from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
+from yggdrasil.serve.pages import PagePool, pages_for
+from yggdrasil.serve.request import Event, FinishReason, Observer, Request, RequestReport, StepReport, TokenLogProb
+from yggdrasil.state import DecodeState, Row, cut
+from yggdrasil.step.accept import Accepted
+from yggdrasil.step.rows import Chain, accept_rows, catch_up_rows_, commit_row_, draft_rows, prune_rows, verify_rows
+from yggdrasil.tokenizer import TextStream, Tokenizer
+from yggdrasil.trace import Trace
+
+__all__ = ["Batcher", "Ticket"]
+
+PROMPT_TOKENS = 32  # that run beside rows which decode: more would stall those for longer and gain the prompt little, for wide forwards are bound by arithmetic
+PROMPT_SHARE = 8  # of the greatest graph, an eighth is never speculated away: prompts go on
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request in the batcher's books.
+
+    Attributes:
+        row: Its place in the batch; None while it waits.
+        speculation: Most draft tokens a step, None without a limit.
+        limit: Most tokens to emit.
+    """
+
+    request: Request
+    state: DecodeState
+    stream: TextStream
+    limit: int
+    speculation: int | None
+    arrived: float = field(default_factory=time.perf_counter)
+    admitted: float = 0.0
+    first: float = 0.0
+    row: Row | None = None
+    shared_tokens: int = 0
+    target_passes: int = 0
+    preemptions: int = 0
+    emitted_tokens: int = 0
+    is_finished: bool = False
+
+    @property
+    def running(self) -> Row:
+        """Its row, where it is known to run."""
+        assert self.row is not None
+        return self.row
+
+
+class Batcher:
+    """Rows around one step; used by a single thread.
+
+    Args:
+        target: Decides every token; over the pool's page table.
+        draft: Guesses; over the same table.
+        pool: Pages of both.
+        policy: Chooses the speculative length of every step.
+        tokenizer: For the text of events and stop texts.
+        max_context: Most tokens of prompt and output together.
+        gamma_max: Greatest speculative length.
+        eos_tokens: Tokens that end a text.
+        observer: Told about steps and finished requests.
+
+    Attributes:
+        trace: Milliseconds per stage since construction.
+        gamma: Speculative length of the last step that decoded.
+    """
+
+    def __init__(
+        self,
+        target: TokenGraphs,
+        draft: TokenGraphs,
+        pool: PagePool,
+        policy: GammaPolicy,
+        *,
+        tokenizer: Tokenizer,
+        max_context: int,
+        gamma_max: int,
+        eos_tokens: Collection[int] = (),
+        observer: Observer | None = None,
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.pool = pool
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.max_context = max_context
+        self.gamma_max = gamma_max
+        self.eos_tokens = frozenset(eos_tokens)
+        self.observer = observer or Observer()
+        self.trace = Trace()
+        self.gamma = 0
+        self._waiting: deque[Ticket] = deque()
+        self._running: list[Ticket] = []  # in the order of admission
+        self._free_rows = list(reversed(range(len(pool.table_BP))))
+        self._turned_away: tuple[Ticket, int] | None = None  # and the free pages then: nothing to look up again before one more is free
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def ticket(self, request: Request) -> Ticket:
+        """Books for a request, checked; it is not queued yet.
+
+        Raises:
+            ConfigError: a prompt that is empty, has tokens outside the vocabulary or does not fit the context with what is asked for.
+            CapacityError: more KV pages than there are.
+        """
+        limit = check_request(len(request.prompt), request.config, self.max_context)
+        if outside := [token for token in request.prompt if not 0 <= token < self.tokenizer.num_tokens]:
+            raise ConfigError("prompt", outside[0], f"tokens from 0 to {self.tokenizer.num_tokens - 1}")
+        needed = pages_for(len(request.prompt) + limit)
+        if needed > self.pool.num_pages:
+            raise CapacityError("KV pages", needed, self.pool.num_pages, "ask for fewer tokens or serve with a larger --kv-memory")
+        state = DecodeState(list(request.prompt), request.config.sampling)
+        speculation = 0 if request.config.plain else request.speculation
+        return Ticket(request, state, TextStream(self.tokenizer, request.config.stop), limit, speculation)
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a request for the next free row."""
+        self._waiting.append(ticket)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Let a request go, wherever it is; its pages are free. Nothing happens to one that has ended."""
+        if not ticket.is_finished:
+            self._finish_(ticket, "cancelled")
+
+    def fail(self, error: str) -> None:
+        """End every request with an error: what a step left half done is nobody's history."""
+        for ticket in [*self._running, *self._waiting]:
+            self._finish_(ticket, "error", error)
+
+    def check(self) -> None:
+        """The books agree: pages, rows and requests."""
+        self.pool.check()
+        rows = [ticket.running.row for ticket in self._running]
+        assert sorted([*rows, *self._free_rows]) == list(range(len(self.pool.table_BP))), "a row twice or never"
+        for ticket in self._running:
+            row = ticket.running
+            assert row.draft_len <= row.state.root_pos >= row.target_len, "KV beyond the root"
+            assert self.pool.num_missing(row.row, max(row.target_len, row.draft_len)) == 0, "KV without a page"
+        if not self._running:
+            assert self.pool.num_free == self.pool.num_pages, "pages that nobody gave back"
+
+    def step(self) -> StepReport | None:
+        """Advance the batch: rows that decode emit one or more tokens, prompts go on beside them.
+
+        Returns:
+            What was done; None when nothing waits or runs.
+
+        Cost: as the engine's step; drafting and verification are one sequence of graphs for all rows.
+        Source: Nightjar section 3.1 over the stages of Yggdrasil section 5.1.
+        """
+        self._admit_()
+        if not self._running:
+            return None
+        start, stage, before = time.perf_counter(), self.trace.stage, dict(self.trace.total_ms)
+        decoding = self._reserve_()
+        load = self._load(decoding)
+        with stage("policy"):
+            gamma = self.policy.select(load) if decoding else 0
+        gammas = [self._row_gamma(ticket, gamma) for ticket in decoding]
+        reaching, prompts = self._prompts(len(decoding) + sum(gammas))
+        rows = [ticket.running for ticket in [*decoding, *reaching]]
+        with stage("catch up"):
+            catch_up_rows_(self.draft, [ticket.running for ticket, row_gamma in zip(decoding, gammas, strict=True) if row_gamma])
+        with stage("draft"):
+            chains = draft_rows(self.draft, rows, [*gammas, *[0] * len(reaching)])
+        with stage("prune"):
+            prune_rows(chains, self.policy.verified(load, gamma) if gamma else 0)
+        with stage("verify"):
+            logits_NV, roots = verify_rows(self.target, rows, chains, prompts)
+        with stage("accept"):
+            accepted = accept_rows(rows, chains, logits_NV, roots) if rows else []
+        with stage("commit"):
+            emitting = [*decoding, *reaching]
+            emitted = self._commit_(emitting, chains, accepted, logits_NV, roots)
+            self._commit_prompts_(prompts)
+        return self._report(load, gamma, chains, emitted, reaching, prompts, start, before)
+
+    def _admit_(self) -> None:
+        """Give rows and pages to those that wait, first come first served, while every running row keeps a page to grow into."""
+        while self._waiting and self._free_rows:
+            ticket, row = self._waiting[0], self._free_rows[-1]
+            if self._turned_away == (ticket, self.pool.num_free):
+                return
+            target_len, draft_len = self.pool.share_(row, ticket.state.tokens)
+            if self.pool.num_missing(row, len(ticket.state.tokens)) + len(self._running) > self.pool.num_free:
+                self.pool.release_(row)
+                self._turned_away = ticket, self.pool.num_free
+                return
+            self.pool.extend_(row, len(ticket.state.tokens))
+            ticket.row = Row(row, ticket.state, target_len, draft_len)
+            ticket.shared_tokens = max(ticket.shared_tokens, target_len)
+            ticket.admitted = ticket.admitted or time.perf_counter()
+            self._waiting.popleft()
+            self._free_rows.pop()
+            self._running.append(ticket)
+
+    def _reserve_(self) -> list[Ticket]:
+        """The rows that decode in this step, each with a page for its root; the youngest lose theirs where pages run out."""
+        for ticket in list(self._running):
+            while ticket.row is not None and self.pool.num_missing(ticket.row.row, len(ticket.state.tokens)) > self.pool.num_free:
+                self._preempt_(self._running[-1])
+            if ticket.row is not None:
+                self.pool.extend_(ticket.row.row, len(ticket.state.tokens))
+        return [ticket for ticket in self._running if ticket.running.is_prefilled]
+
+    def _preempt_(self, ticket: Ticket) -> None:
+        """Back to the head of the queue without its KV: text and seed say what it is, so it will be computed again."""
+        self._leave_(ticket)
+        ticket.preemptions += 1
+        self._waiting.appendleft(ticket)
+
+    def _leave_(self, ticket: Ticket) -> None:
+        row = ticket.running.row
+        self._running.remove(ticket)
+        self.pool.release_(row)
+        self._free_rows.append(row)
+        ticket.row = None
+
+    def _load(self, decoding: Sequence[Ticket]) -> Load:
+        """What the policy may choose from: lengths that the greatest graph and the free pages hold."""
+        batch_size, chunk = max(1, len(decoding)), self.target.prefill_chunk
+        most = max(0, min(self.gamma_max, (chunk - chunk // PROMPT_SHARE) // batch_size - 1))
+        while most and sum(self.pool.num_missing(ticket.running.row, len(ticket.state.tokens) + most) for ticket in decoding) > self.pool.num_free:
+            most -= 1
+        return Load(batch_size, most, self.gamma, max((ticket.running.lag for ticket in decoding), default=0))
+
+    def _row_gamma(self, ticket: Ticket, gamma: int) -> int:
+        """What of gamma a row takes: no more than its request allows or has left to emit. Its pages are there afterwards."""
+        most = gamma if ticket.speculation is None else min(gamma, ticket.speculation)
+        most = min(most, ticket.limit - ticket.emitted_tokens - 1)
+        self.pool.extend_(ticket.running.row, len(ticket.state.tokens) + most)
+        return most
+
+    def _prompts(self, num_tokens: int) -> tuple[list[Ticket], list[Piece]]:
+        """What of prompts runs beside `num_tokens` tokens of decoding rows: the rows whose root is reached, and pieces of the others."""
+        chunk = self.target.prefill_chunk
+        room = (len(self.target.meta(min(num_tokens + PROMPT_TOKENS, chunk))) if num_tokens else chunk) - num_tokens
+        reaching, pieces = [], []
+        for ticket in self._running:
+            row = ticket.running
+            if row.is_prefilled or room == 0:
+                continue
+            left = len(ticket.state.tokens) - row.target_len
+            if left <= room:
+                reaching.append(ticket)
+            else:
+                pieces.append(Piece(row.row, ticket.state.tokens[row.target_len : min(row.target_len + room, row.state.root_pos)], row.target_len))
+            room -= min(left, room)
+        return reaching, pieces
+
+    def _commit_(
+        self, emitting: Sequence[Ticket], chains: Sequence[Chain], accepted: Sequence[Accepted | YggError], logits_NV: Tensor, roots: Sequence[int]
+    ) -> list[int]:
+        """Extend texts, tell clients, let finished rows go; returns the tokens that every row emitted."""
+        emitted = []
+        for ticket, chain, outcome, root in zip(emitting, chains, accepted, roots, strict=True):
+            if isinstance(outcome, YggError):
+                self._finish_(ticket, "error", str(outcome))
+                emitted.append(0)
+                continue
+            ends = () if ticket.request.config.ignore_eos else self.eos_tokens
+            tokens = cut(outcome.tokens, room=ticket.limit - ticket.emitted_tokens, eos_tokens=ends)
+            commit_row_(ticket.running, chain, outcome)
+            self._publish_(ticket.running)
+            self._tell_(ticket, tokens, _log_probs(ticket.request, tokens, logits_NV[root : root + len(tokens)]), tokens[-1] in ends)
+            emitted.append(len(tokens))
+        return emitted
+
+    def _tell_(self, ticket: Ticket, tokens: Sequence[int], log_probs: Sequence[TokenLogProb], is_end: bool) -> None:
+        ticket.first = ticket.first or time.perf_counter()
+        ticket.target_passes += 1
+        ticket.emitted_tokens += len(tokens)
+        text = ticket.stream.push(tokens)
+        if is_end or ticket.stream.stopped or ticket.emitted_tokens == ticket.limit:
+            self._finish_(ticket, "stop" if is_end or ticket.stream.stopped else "length", event=Event(text + ticket.stream.finish(), tokens, log_probs))
+        else:
+            ticket.request.on_event(Event(text, tokens, log_probs))
+
+    def _commit_prompts_(self, prompts: Sequence[Piece]) -> None:
+        by_row = {ticket.running.row: ticket.running for ticket in self._running}
+        for piece in prompts:
+            row = by_row[piece.row]
+            row.target_len += len(piece.tokens)
+            self._publish_(row)
+
+    def _publish_(self, row: Row) -> None:
+        self.pool.publish_(row.row, row.state.tokens, row.target_len, row.draft_len)
+
+    def _finish_(self, ticket: Ticket, reason: FinishReason, error: str = "", event: Event | None = None) -> None:
+        """The end of a request: its row and pages are free, its client knows."""
+        if ticket.row is not None:
+            self._leave_(ticket)
+        elif ticket in self._waiting:
+            self._waiting.remove(ticket)
+        ticket.is_finished = True
+        now = time.perf_counter()
+        event = event or Event("", ())
+        ticket.request.on_event(Event(event.text, event.tokens, event.log_probs, reason, error))
+        self.observer.on_finish(
+            RequestReport(
+                finish=reason,
+                prompt_tokens=ticket.state.prompt_len,
+                emitted_tokens=ticket.emitted_tokens,
+                shared_tokens=ticket.shared_tokens,
+                target_passes=ticket.target_passes,
+                preemptions=ticket.preemptions,
+                queue_ms=((ticket.admitted or now) - ticket.arrived) * 1e3,
+                ttft_ms=(ticket.first - ticket.arrived) * 1e3 if ticket.first else 0.0,
+                total_ms=(now - ticket.arrived) * 1e3,
+            )
+        )
+
+    def _report(
+        self,
+        load: Load,
+        gamma: int,
+        chains: Sequence[Chain],
+        emitted: Sequence[int],
+        reaching: Sequence[Ticket],
+        prompts: Sequence[Piece],
+        start: float,
+        before: dict[str, float],
+    ) -> StepReport:
+        """Tell the policy, unless prompts took part of the time, and the observer."""
+        total_ms = (time.perf_counter() - start) * 1e3
+        draft_ms, catch_up_ms, verify_ms = (self.trace.total_ms[name] - before.get(name, 0.0) for name in ("draft", "catch up", "verify"))
+        drafted = tuple(len(chain.tokens) for chain in chains)
+        if len(emitted) > len(reaching):
+            self.gamma = gamma
+            if not reaching and not prompts:
+                self.policy.observe(Outcome(load, gamma, drafted, emitted, total_ms / 1e3, catch_up_ms / 1e3))
+        report = StepReport(
+            gamma=gamma,
+            prompt_tokens=sum(len(piece.tokens) for piece in prompts),
+            drafted=drafted,
+            emitted=tuple(emitted),
+            max_lag=load.max_lag,
+            draft_ms=draft_ms + catch_up_ms,
+            verify_ms=verify_ms,
+            total_ms=total_ms,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            free_pages=self.pool.num_free,
+            num_pages=self.pool.num_pages,
+        )
+        self.observer.on_step(report)
+        return report
+
+
+def _log_probs(request: Request, tokens: Sequence[int], logits_NV: Tensor) -> list[TokenLogProb]:
+    """What the target gave the emitted tokens before temperature and filters, when the request wants it."""
+    if request.num_top is None:
+        return []
+    log_probs_NV = logits_NV.float().log_softmax(-1)
+    best = log_probs_NV.topk(request.num_top)
+    rows = zip(tokens, log_probs_NV, best.indices.tolist(), best.values.tolist(), strict=True)  # sync: a client asked
+    return [TokenLogProb(token, float(row[token]), tuple(zip(top, values, strict=True))) for token, row, top, values in rows]

@@ -1,0 +1,192 @@
+"""What the server did, for Prometheus: base units, names that begin with `ygg_`, and labels with few values.
+
+A *pass* is one row's share of a target forward: it emits the accepted draft tokens and one more. So the mean of
+`ygg_emitted_per_pass` is the AAL, and a mean over any window is `rate(..._sum) / rate(..._count)`. Tokens per second of
+the server are `rate(ygg_emitted_tokens_total)`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from yggdrasil.serve.request import Observer, RequestReport, StepReport
+
+__all__ = ["CONTENT_TYPE_LATEST", "Metrics"]
+
+STEP_SECONDS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
+TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512)
+REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKENS_PER_SECOND = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)
+
+
+class Metrics(Observer):
+    """Prometheus metrics of one server, in a registry of their own.
+
+    Args:
+        token_bytes: What the keys and values of one target token take.
+        gamma_max: Greatest speculative length; bounds the buckets of counts.
+
+    >>> metrics = Metrics(token_bytes=1024, gamma_max=3)
+    >>> metrics.on_step(
+    ...     StepReport(
+    ...         gamma=3, prompt_tokens=0, drafted=(3, 3), emitted=(4, 2), max_lag=0, draft_ms=1.0, verify_ms=4.0, total_ms=6.0,
+    ...         running=2, waiting=0, free_pages=7, num_pages=8,
+    ...     )
+    ... )
+    >>> metrics.registry.get_sample_value("ygg_rollback_tokens_total"), metrics.registry.get_sample_value("ygg_emitted_tokens_total")
+    (2.0, 6.0)
+    """
+
+    def __init__(self, *, token_bytes: int, gamma_max: int) -> None:
+        self.registry = CollectorRegistry()
+        self._token_bytes = token_bytes
+        self._is_speculating: bool | None = None
+        self._goodput: dict[tuple[int, int], tuple[int, float]] = {}  # (batch size, gamma) -> tokens, seconds
+        self._define_requests()
+        self._define_steps(gamma_max)
+        self._define_acceptance(gamma_max)
+        self._define_state()
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self.registry)
+
+    def on_refusal(self, status: int) -> None:
+        """A request that was answered with an HTTP error."""
+        self._refused.labels(status).inc()
+
+    def on_finish(self, report: RequestReport) -> None:
+        self._requests.labels(report.finish).inc()
+        self._prompt_tokens.inc(report.prompt_tokens)
+        self._shared_tokens.inc(report.shared_tokens)
+        self._preemptions.inc(report.preemptions)
+        self._total.observe(report.total_ms / 1e3)
+        self._queue.observe(report.queue_ms / 1e3)
+        if report.emitted_tokens:
+            self._ttft.observe(report.ttft_ms / 1e3)
+            self._request_emitted_per_pass.observe(report.emitted_tokens / max(1, report.target_passes))
+        if report.emitted_tokens > 1:
+            self._tpot.observe(report.tpot_ms / 1e3)
+            self._rate.observe(1e3 / max(report.tpot_ms, 1e-6))
+
+    def on_step(self, report: StepReport) -> None:
+        self._passes.inc()
+        self._prefilled.inc(report.prompt_tokens)
+        self._observe_time(report)
+        self._set_state(report)
+        if report.batch_size:
+            accepted = [max(0, emitted - 1) for emitted in report.emitted]
+            self._observe_rows(report, accepted)
+            self._observe_positions(report.drafted, accepted)
+            self._observe_speculation(report)
+
+    def _define_requests(self) -> None:
+        registry = self.registry
+        self._requests = Counter("ygg_requests", "Finished requests by finish reason", ["finish"], registry=registry)
+        self._refused = Counter("ygg_requests_refused", "Requests answered with an HTTP error, by status", ["status"], registry=registry)
+        self._prompt_tokens = Counter("ygg_prompt_tokens", "Prompt tokens of finished requests", registry=registry)
+        self._shared_tokens = Counter("ygg_shared_prompt_tokens", "Prompt tokens whose KV another request had left", registry=registry)
+        self._preemptions = Counter("ygg_preemptions", "Times a request lost its KV pages and was computed again", registry=registry)
+        self._ttft = Histogram("ygg_ttft_seconds", "From arrival to the first token", buckets=REQUEST_SECONDS, registry=registry)
+        self._tpot = Histogram("ygg_tpot_seconds", "Per token after the first step, by request", buckets=TOKEN_SECONDS, registry=registry)
+        self._total = Histogram("ygg_request_seconds", "From arrival to the end", buckets=REQUEST_SECONDS, registry=registry)
+        self._queue = Histogram("ygg_queue_seconds", "From arrival to admission", buckets=REQUEST_SECONDS, registry=registry)
+        self._rate = Histogram(
+            "ygg_request_tokens_per_second", "Tokens per second after the first step, by request", buckets=TOKENS_PER_SECOND, registry=registry
+        )
+
+    def _define_steps(self, gamma_max: int) -> None:
+        registry = self.registry
+        self._passes = Counter("ygg_target_passes", "Target forwards, prompts included", registry=registry)
+        self._prefilled = Counter("ygg_prefilled_tokens", "Prompt tokens that ran in the target; more than prompts have after preemption", registry=registry)
+        self._emitted = Counter("ygg_emitted_tokens", "Tokens emitted", registry=registry)
+        self._stages = Counter(
+            "ygg_stage_seconds", "Wall clock of steps by stage; host is what is neither drafting nor verifying", ["stage"], registry=registry
+        )
+        self._step = Histogram("ygg_step_seconds", "Wall clock of steps that emitted something", ["batch_size"], buckets=STEP_SECONDS, registry=registry)
+        counts = [*range(1, gamma_max + 2)]
+        self._emitted_per_pass = Histogram("ygg_emitted_per_pass", "Tokens that a pass of the target emitted for a row", buckets=counts, registry=registry)
+        self._request_emitted_per_pass = Histogram("ygg_request_emitted_per_pass", "Mean tokens per pass of a request", buckets=counts, registry=registry)
+        self._steps = Counter("ygg_steps", "Steps that emitted something, by the speculative length chosen", ["gamma"], registry=registry)
+        self._plain_steps = Counter("ygg_steps_without_speculation", "Steps that emitted something without any draft token", registry=registry)
+        self._switches = Counter("ygg_speculation_switches", "Times that speculation came on or went off", ["to"], registry=registry)
+        self._mean_goodput = Gauge(
+            "ygg_goodput_tokens_per_second", "Mean realised goodput of steps without prompt tokens since the start", ["batch_size", "gamma"], registry=registry
+        )
+
+    def _define_acceptance(self, gamma_max: int) -> None:
+        registry = self.registry
+        self._accepted = Histogram(
+            "ygg_accepted_tokens",
+            "Draft tokens accepted of a row that drafted, by batch size",
+            ["batch_size"],
+            buckets=[*range(gamma_max + 1)],
+            registry=registry,
+        )
+        self._drafted_at = Counter("ygg_drafted_at_depth", "Draft tokens verified, by their place after the root", ["depth"], registry=registry)
+        self._accepted_at = Counter("ygg_accepted_at_depth", "Draft tokens accepted, by their place after the root", ["depth"], registry=registry)
+        self._rejected_at = Counter("ygg_rejected_at_depth", "First rejected draft token of a row, by its place after the root", ["depth"], registry=registry)
+        self._rollback = Counter("ygg_rollback_tokens", "Draft tokens verified and taken back", registry=registry)
+        self._rejected_bytes = Counter("ygg_rejected_kv_bytes", "Target KV written for them", registry=registry)
+
+    def _define_state(self) -> None:
+        registry = self.registry
+        self._gamma = Gauge("ygg_gamma", "Speculative length of the last step", registry=registry)
+        self._lag = Gauge("ygg_draft_lag_tokens", "Tokens by which the draft's KV lags in the worst row", registry=registry)
+        self._running = Gauge("ygg_running_requests", "Rows of the batch", registry=registry)
+        self._waiting = Gauge("ygg_waiting_requests", "Queued requests", registry=registry)
+        self._pages = Gauge("ygg_kv_pages", "KV pages by state", ["state"], registry=registry)
+
+    def _observe_time(self, report: StepReport) -> None:
+        host_ms = max(0.0, report.total_ms - report.draft_ms - report.verify_ms)
+        for stage, spent_ms in (("draft", report.draft_ms), ("verify", report.verify_ms), ("host", host_ms)):
+            self._stages.labels(stage).inc(spent_ms / 1e3)
+
+    def _set_state(self, report: StepReport) -> None:
+        self._gamma.set(report.gamma)
+        self._lag.set(report.max_lag)
+        self._running.set(report.running)
+        self._waiting.set(report.waiting)
+        self._pages.labels("free").set(report.free_pages)
+        self._pages.labels("used").set(report.num_pages - report.free_pages)
+
+    def _observe_rows(self, report: StepReport, accepted: Sequence[int]) -> None:
+        batch_size = report.batch_size
+        self._emitted.inc(sum(report.emitted))
+        self._step.labels(batch_size).observe(report.total_ms / 1e3)
+        accepted_tokens = self._accepted.labels(batch_size)
+        for row_drafted, row_emitted, row_accepted in zip(report.drafted, report.emitted, accepted, strict=True):
+            if row_emitted:
+                self._emitted_per_pass.observe(row_emitted)
+            if row_drafted:
+                accepted_tokens.observe(row_accepted)
+        rolled_back = sum(report.drafted) - sum(accepted)
+        self._rollback.inc(max(0, rolled_back))
+        self._rejected_bytes.inc(max(0, rolled_back) * self._token_bytes)
+
+    def _observe_positions(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Counted over the rows first: a counter costs a lock."""
+        reached = Tally(depth for count in drafted for depth in range(1, count + 1))
+        kept = Tally(depth for count in accepted for depth in range(1, count + 1))
+        rejected = Tally(row_accepted + 1 for row_drafted, row_accepted in zip(drafted, accepted, strict=True) if row_accepted < row_drafted)
+        for counter, tally in ((self._drafted_at, reached), (self._accepted_at, kept), (self._rejected_at, rejected)):
+            for depth, count in tally.items():
+                counter.labels(depth).inc(count)
+
+    def _observe_speculation(self, report: StepReport) -> None:
+        self._steps.labels(report.gamma).inc()
+        is_speculating = any(report.drafted)
+        self._plain_steps.inc(not is_speculating)
+        if self._is_speculating not in (None, is_speculating):
+            self._switches.labels("on" if is_speculating else "off").inc()
+        self._is_speculating = is_speculating
+        if not report.prompt_tokens:
+            arm = report.batch_size, report.gamma
+            tokens, seconds = self._goodput.get(arm, (0, 0.0))
+            tokens, seconds = tokens + sum(report.emitted), seconds + report.total_ms / 1e3
+            self._goodput[arm] = tokens, seconds
+            self._mean_goodput.labels(*arm).set(tokens / max(seconds, 1e-9))

@@ -1,0 +1,92 @@
+"""From a compiled pair's name to a batcher over its graphs."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from yggdrasil.bundle import Bundle, load_bundle, load_measurements
+from yggdrasil.config import ServeConfig
+from yggdrasil.errors import ConfigError
+from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
+from yggdrasil.policy.gamma.prior import predicted_goodput
+from yggdrasil.serve.batcher import Batcher
+from yggdrasil.serve.pages import PagePool, pages_for
+from yggdrasil.serve.request import Observer
+from yggdrasil.serve.service import Service
+from yggdrasil.tokenizer import Tokenizer
+
+__all__ = ["OpenedService", "open_batcher", "open_service", "policy_parts"]
+
+TYPICAL_CONTEXT = 256  # at which the policies' prior prices a step
+FREE_MEMORY_SHARE = 0.5
+
+
+class OpenedService(NamedTuple):
+    """A service that is not started yet.
+
+    Args:
+        service: Takes requests.
+        tokenizer: Of the pair.
+        bundle: What was compiled.
+    """
+
+    service: Service
+    tokenizer: Tokenizer
+    bundle: Bundle
+
+
+def open_service(name: str, config: ServeConfig, observer: Observer) -> OpenedService:
+    """Load a compiled pair for serving; compiles nothing.
+
+    Args:
+        name: Of the pair.
+        config: How to batch.
+        observer: Told about steps and finished requests.
+
+    Raises:
+        ArtifactError: unknown, corrupt or stale.
+        ConfigError: a policy that is not there, or memory for less than one page.
+    """
+    bundle = load_bundle(name)
+    batcher = open_batcher(bundle, config)
+    service = Service(batcher, max_queue=config.max_queue, policy_name=config.policy, observer=observer)
+    return OpenedService(service, batcher.tokenizer, bundle)
+
+
+def open_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
+    """A batcher over the graphs of a bundle; raises as `open_service` does."""
+    tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
+    chunk = bundle.config.prefill_chunk
+    if config.max_batch > chunk // 2:
+        raise ConfigError("max_batch", config.max_batch, f"at most {chunk // 2}, half of the pair's greatest graph")
+    pool = PagePool(_num_pages(bundle, config), num_rows=config.max_batch, max_indices=bundle.max_context + config.gamma_max + 1, device=bundle.config.device)
+    target, draft = bundle.load_batch_models(pool.table_BP, pool.num_pages)
+    policy = gamma_policy(config.policy, policy_parts(bundle, config))
+    return Batcher(target, draft, pool, policy, tokenizer=tokenizer, max_context=bundle.max_context, gamma_max=config.gamma_max, eos_tokens=bundle.eos_tokens)
+
+
+def policy_parts(bundle: Bundle, config: ServeConfig) -> PolicyParts:
+    """What the policies know of a pair before the first step: greedy acceptance and latencies as they were measured."""
+    measured = load_measurements(bundle, bundle.dataset)
+    prior = predicted_goodput(measured.latency, measured.acceptance.nearest(0.0), min(TYPICAL_CONTEXT, bundle.max_context), bundle.config.widths[-1])
+    return PolicyParts(max(1, config.gamma_max), config.max_batch, prior, measured.switching)
+
+
+def _num_pages(bundle: Bundle, config: ServeConfig) -> int:
+    """Pages that the memory for KV holds, or that a full batch of the longest rows takes where that is less than half of what is free."""
+    most = config.max_batch * pages_for(bundle.max_context + config.gamma_max + 1)
+    if config.kv_memory_bytes is None:
+        return max(1, min(most, int(_free_bytes(bundle.config.device) * FREE_MEMORY_SHARE) // bundle.page_bytes))
+    num_pages = config.kv_memory_bytes // bundle.page_bytes
+    if num_pages < 1:
+        raise ConfigError("kv_memory", config.kv_memory_bytes, f"at least one page of {bundle.page_bytes} bytes")
+    return min(most, num_pages)
+
+
+def _free_bytes(device: str) -> int:
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

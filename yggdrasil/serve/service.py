@@ -1,0 +1,174 @@
+"""The batcher in a thread of its own: requests come in from any thread, events go out from this one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from yggdrasil.compilations import no_compilation
+from yggdrasil.errors import QueueFull
+from yggdrasil.serve.batcher import Batcher, Ticket
+from yggdrasil.serve.request import Observer, Request, RequestReport, StepReport
+
+__all__ = ["Service"]
+
+RECENT = 32  # finished requests that say how fast a queue gets shorter
+LONGEST_RETRY_S = 60.0
+ACCEPTANCE_MEMORY = 0.95
+
+
+class Service(Observer):
+    """Runs a batcher; every method may be called from any thread.
+
+    Args:
+        batcher: Nobody else may touch it from now on.
+        max_queue: Most requests that wait for a row.
+        policy_name: For `info`.
+        observer: Told what the batcher reports, in the service's thread.
+    """
+
+    def __init__(self, batcher: Batcher, *, max_queue: int, policy_name: str, observer: Observer) -> None:
+        self.max_queue = max_queue
+        self._batcher = batcher
+        self._policy_name = policy_name
+        self._observer = observer
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._wake = threading.Event()
+        self._idle = threading.Event()
+        self._stopping = False
+        self._num_queued = 0
+        self._finished: deque[float] = deque(maxlen=RECENT)
+        self._accept_length = 0.0
+        self._thread = threading.Thread(target=self._run, name="ygg-batcher", daemon=True)
+        batcher.observer = self
+
+    def start(self) -> None:
+        """Begin to take requests."""
+        self._thread.start()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the thread lives."""
+        return self._thread.is_alive()
+
+    def submit(self, request: Request) -> Ticket:
+        """Queue a request.
+
+        Raises:
+            QueueFull: too many wait already.
+            ConfigError, CapacityError: the request itself.
+        """
+        if self._num_queued >= self.max_queue:
+            raise QueueFull(self._num_queued, self._retry_after_s())
+        ticket = self._batcher.ticket(request)
+        self._num_queued += 1
+        self._call(lambda: self._batcher.submit(ticket))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Let a request go; its pages are freed and a last event says so. Nothing happens to one that has ended."""
+        self._call(lambda: self._batcher.cancel(ticket))
+
+    def info(self) -> dict[str, Any]:
+        """What the server is and does, in JSON values; taken between two steps."""
+        answer: Future[dict[str, Any]] = Future()
+        self._call(lambda: answer.set_result(self._info()))
+        return answer.result(timeout=LONGEST_RETRY_S)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Finish what runs and waits, then stop the thread.
+
+        Args:
+            timeout_s: After it, what is left ends with an error.
+
+        Returns:
+            Whether everything came to its end.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._idle.clear()
+        self._call(lambda: None)
+        is_done = self._idle.wait(max(0.0, deadline - time.monotonic()))
+        if not is_done:
+            self._call(lambda: self._batcher.fail("the server is shutting down"))
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+        return is_done
+
+    def on_step(self, report: StepReport) -> None:
+        self._num_queued = report.waiting + len(self._inbox)
+        if sum(report.drafted):
+            accepted = sum(report.emitted) / len(report.emitted) - 1
+            self._accept_length += (1 - ACCEPTANCE_MEMORY) * (accepted - self._accept_length)
+        self._observer.on_step(report)
+
+    def on_finish(self, report: RequestReport) -> None:
+        self._finished.append(time.monotonic())
+        self._observer.on_finish(report)
+
+    def _call(self, command: Callable[[], object]) -> None:
+        self._inbox.append(command)
+        self._wake.set()
+
+    def _retry_after_s(self) -> float:
+        """Until half of the queue is gone, at the rate at which requests finished lately."""
+        if len(self._finished) < 2:
+            return 1.0
+        rate = (len(self._finished) - 1) / max(1e-3, time.monotonic() - self._finished[0])
+        return min(LONGEST_RETRY_S, max(1.0, self.max_queue / 2 / rate))
+
+    def _info(self) -> dict[str, Any]:
+        batcher = self._batcher
+        return {
+            "policy": self._policy_name,
+            "policy_state": batcher.policy.state,
+            "speculative_num_steps": batcher.gamma,
+            "avg_spec_accept_length": round(self._accept_length, 4),
+            "running": batcher.num_running,
+            "waiting": batcher.num_waiting,
+            "max_batch": len(batcher.pool.table_BP),
+            "max_queue": self.max_queue,
+            "max_context": batcher.max_context,
+            "gamma_max": batcher.gamma_max,
+            "free_pages": batcher.pool.num_free,
+            "num_pages": batcher.pool.num_pages,
+            "stages_ms": dict(batcher.trace.total_ms),
+        }
+
+    def _run(self) -> None:
+        with no_compilation():
+            while True:
+                while self._inbox:
+                    self._inbox.popleft()()
+                if self._step() or self._inbox:
+                    continue
+                self._rest()
+                if self._stopping:
+                    break
+            while self._inbox:  # came while the last one was going out
+                self._inbox.popleft()()
+            self._batcher.fail("the server is shutting down")
+
+    def _step(self) -> bool:
+        """One step; whether there was anything to do. A defect of ours ends the requests in flight, not the server."""
+        try:
+            return self._batcher.step() is not None
+        except Exception as error:
+            logging.getLogger(__name__).exception("a step failed; the requests in flight end with an error")
+            self._batcher.fail(f"internal error: {error}")
+            return True
+
+    def _rest(self) -> None:
+        """Nothing to do: look over the books, then wait for a call."""
+        self._batcher.check()
+        self._num_queued = 0
+        self._idle.set()
+        if not self._stopping:
+            self._wake.wait()
+        self._wake.clear()
+        self._idle.clear()
