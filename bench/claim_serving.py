@@ -3,15 +3,17 @@
 One batcher over the scaled pair in this process, open-loop arrivals in real time, greedy, end of text ignored so that every policy writes the same.
 
 - Rates (paper: Figs. 9 and 15): Poisson arrivals at fractions of the capacity that decoding without speculation was measured to have; arms: every
-  fixed gamma, none, and Nightjar, one after another on the same arrivals, the first arm another one at each rate.
-- Trace (paper: Tables 4 and 5, Figs. 10 to 12): a part of a production trace whose rate more than doubles and falls again, pressed into a minute
-  or two, its mean rate at `--load` of the capacity; arms: all policies, in turn.
+  fixed gamma, none, and Nightjar, one after another on the same arrivals, there and back again; figures are the means of the turns.
+- Trace (paper: Tables 4 and 5, Figs. 10 to 12): a part of a production trace whose rate more than doubles and falls again, pressed into less
+  than a minute, its mean rate at `--load` of the capacity; arms: all policies, in turn.
+
+- Switching: c_prefill by the profile's table beside what catching the draft up took.
 
 Each run starts with a policy that knows nothing but the profile. Latencies count from a request's arrival. Refuted if at some rate Nightjar's
 throughput is more than 2 % below the best fixed gamma's, if on the trace it is not above 1.05 times the best fixed gamma's or not above every baseline's,
 if at the greatest rate it is more than 1 % below decoding without speculation, or if a text differs between policies.
 
-Run with `python -m bench.claim_serving [--seconds 15] [--trace-seconds 60] [--rounds 1] [--json]`.
+Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 40] [--rounds 2] [--json]`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -32,10 +34,11 @@ from bench.make_trace import read_trace
 from bench.serving import Arrival, Replay, poisson, replay, traced
 from bench.subject import MIN_PARAMETERS, subject
 from bench.workloads import STORIES
-from yggdrasil.config import ServeConfig
+from yggdrasil.config import GenerateConfig, ServeConfig
 from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.opening import open_batcher, policy_parts
+from yggdrasil.serve.request import Observer, Request
 
 CLAIM = "serving"
 CONFIG = ServeConfig(policy="off", max_batch=48, gamma_max=7)
@@ -45,6 +48,7 @@ POLICIES = (*FIXED, OURS, "nightjar-printed", "banditspec", "dsd", "tetris", "li
 FRACTIONS = (0.2, 0.5, 0.8, 1.1, 1.5)
 CAPACITY_REQUESTS = 64
 BIN_S = 3.0
+LAGS, BATCH_SIZES, SWITCH_TURNS = (32, 128, 512), (1, 4, 16), 3
 
 
 class Stand:
@@ -79,18 +83,29 @@ def same_texts(runs: Mapping[str, Replay]) -> None:
 
 
 def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
-    """Every fixed gamma and Nightjar at every rate."""
+    """Every fixed gamma and Nightjar at every rate, in turn, as often as asked for."""
     rows = []
     arms = (*FIXED, OURS)
     for index, fraction in enumerate(FRACTIONS):
         arrivals = poisson(stand.texts, rate=fraction * stand.capacity, seconds=options.seconds, seed=index)
-        runs = {}
-        for name in (*arms[index % len(arms) :], *arms[: index % len(arms)]):
-            runs[name] = stand.run(name, arrivals)
-            rows.append({"fraction": fraction, "rate": round(fraction * stand.capacity, 3), "policy": name, **runs[name].to_json()})
+        runs: dict[str, list[Replay]] = {name: [] for name in arms}
+        for turn in range(options.rounds):
+            for name in arms if turn % 2 == 0 else reversed(arms):
+                runs[name].append(stand.run(name, arrivals, seed=turn))
+            same_texts({name: done[-1] for name, done in runs.items()})
+        for name, done in runs.items():
+            figures = [run.to_json() for run in done]
+            rows.append({"fraction": fraction, "rate": round(fraction * stand.capacity, 3), "policy": name, **typical(figures), "rounds": figures})
             say(line(rows[-1]))
-        same_texts(runs)
     return rows
+
+
+def typical(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of every figure over the turns."""
+    first = figures[0]
+    return {
+        key: typical([each[key] for each in figures]) if isinstance(first[key], Mapping) else round(mean(each[key] for each in figures), 4) for key in first
+    }
 
 
 def measure_trace(stand: Stand, options: argparse.Namespace, say: Say) -> dict[str, Any]:
@@ -107,6 +122,40 @@ def measure_trace(stand: Stand, options: argparse.Namespace, say: Say) -> dict[s
             say(line({"policy": name, "rate": round(len(arrivals) / options.trace_seconds, 2), **rounds[name][-1]}))
         same_texts(runs)
     return {"requests": len(arrivals), "seconds": options.trace_seconds, "bin_s": BIN_S, "rounds": rounds, "timelines": timelines}
+
+
+def measure_switching(stand: Stand, say: Say) -> list[dict[str, Any]]:
+    """What it cost to bring the draft back over a lag, beside what the table of the profile says."""
+    rows = []
+    for lag in LAGS:
+        for batch_size in BATCH_SIZES:
+            measured = median(_catch_up_ms(stand, lag, batch_size, turn) for turn in range(SWITCH_TURNS))
+            predicted = stand.parts.switching_cost(lag, batch_size) * 1e3
+            rows.append({"lag": lag, "batch_size": batch_size, "predicted_ms": round(predicted, 3), "measured_ms": round(measured, 3)})
+        say(
+            f"c_prefill over a lag of {lag}: "
+            + ", ".join(f"B {row['batch_size']} {row['predicted_ms']}/{row['measured_ms']} ms" for row in rows if row["lag"] == lag)
+        )
+    return rows
+
+
+def _catch_up_ms(stand: Stand, lag: int, batch_size: int, turn: int) -> float:
+    """Prompts of `lag` tokens are computed without the draft; then it comes back for all of them at once."""
+    batcher, texts = stand.batcher, stand.texts
+    batcher.policy, batcher.observer = gamma_policy(OFF, stand.parts), Observer()
+    batcher.pool.flush_()
+    stream = [token for text in texts[turn:] for token in text]
+    tickets = [batcher.ticket(Request(prompt=stream[row * 7 :][:lag], config=GenerateConfig(max_new_tokens=64, ignore_eos=True))) for row in range(batch_size)]
+    for ticket in tickets:
+        batcher.submit(ticket)
+    while any(ticket.row is None or not ticket.row.is_prefilled for ticket in tickets):
+        batcher.step()
+    batcher.policy = gamma_policy("fixed-1", stand.parts)
+    report = batcher.step()
+    assert report is not None
+    for ticket in tickets:
+        batcher.cancel(ticket)
+    return report.catch_up_ms
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -184,10 +233,10 @@ def draw(result: Mapping[str, Any]) -> Figure:
 def main() -> None:
     """Measure, report, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=15.0, help="arrivals at every rate (default: %(default)s)")
-    parser.add_argument("--trace-seconds", type=float, default=60.0, help="the trace is pressed into so many (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=12.0, help="arrivals at every rate (default: %(default)s)")
+    parser.add_argument("--trace-seconds", type=float, default=40.0, help="the trace is pressed into so many (default: %(default)s)")
     parser.add_argument("--load", type=float, default=0.9, help="mean rate of the trace, in the capacity without speculation (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=1, help="turns of all policies over the trace (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of all policies (default: %(default)s)")
     parser.add_argument("--target-parameters", type=int, default=MIN_PARAMETERS, metavar="N", help="inflate the target to so many (default: %(default)s)")
     parser.add_argument("--remeasure", action="store_true", help="profile and calibrate the compiled pair again")
     parser.add_argument("--quick", action="store_true", help="a rehearsal of seconds, kept out of bench/results")
@@ -199,6 +248,7 @@ def main() -> None:
     stand = Stand(options, say)
     rates = measure_rates(stand, options, say)
     trace = measure_trace(stand, options, say)
+    switching = measure_switching(stand, say)
     settings = {name: value for name, value in vars(options).items() if name != "json"}
     result = {
         "claim": CLAIM,
@@ -208,6 +258,7 @@ def main() -> None:
         "capacity_requests_per_s": round(stand.capacity, 3),
         "rates": rates,
         "trace": trace,
+        "switching": switching,
         "verdict": verdict(rates, trace),
     }
     path = save_result(CLAIM, result, rehearsal=options.quick)

@@ -17,8 +17,9 @@ import uvicorn
 from yggdrasil.bundle import bundled_models
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.errors import ConfigError, QueueFull
-from yggdrasil.serve.api import MAX_BODY_BYTES, Serving, create_app
+from yggdrasil.serve.api import Serving, create_app
 from yggdrasil.serve.chat import ChatTemplate, load_chat_template
+from yggdrasil.serve.gate import MAX_BODY_BYTES
 from yggdrasil.serve.metrics import Metrics
 from yggdrasil.serve.openai import NEUTRAL
 from yggdrasil.serve.request import Event, Request, TokenLogProb

@@ -32,6 +32,7 @@ from yggdrasil.trace import Trace
 __all__ = ["Batcher", "Ticket"]
 
 PROMPT_TOKENS = 32  # that run beside rows which decode: more would stall those for longer and gain the prompt little, for wide forwards are bound by arithmetic
+WELL_FILLED, LEAST_PROMPT = 0.8, 8  # a graph twice as wide takes twice as long, whether its tokens are padding or not
 PROMPT_SHARE = 8  # of the greatest graph, an eighth is never speculated away: prompts go on
 
 
@@ -186,6 +187,7 @@ class Batcher:
         gammas = [self._row_gamma(ticket, gamma) for ticket in decoding]
         reaching, prompts = self._prompts(len(decoding) + sum(gammas))
         rows = [ticket.running for ticket in [*decoding, *reaching]]
+        prompt_tokens = sum(row.state.root_pos - row.target_len for row in rows) + sum(len(piece.tokens) for piece in prompts)
         with stage("catch up"):
             catch_up_rows_(self.draft, [ticket.running for ticket, row_gamma in zip(decoding, gammas, strict=True) if row_gamma])
         with stage("draft"):
@@ -200,7 +202,7 @@ class Batcher:
             emitting = [*decoding, *reaching]
             emitted = self._commit_(emitting, chains, accepted, logits_NV, roots)
             self._commit_prompts_(prompts)
-        return self._report(load, gamma, chains, emitted, reaching, prompts, start, before)
+        return self._report(load, gamma, chains, emitted, len(reaching), prompt_tokens, start, before)
 
     def _admit_(self) -> None:
         """Give rows and pages to those that wait, first come first served, while every running row keeps a page to grow into."""
@@ -260,13 +262,13 @@ class Batcher:
 
     def _prompts(self, num_tokens: int) -> tuple[list[Ticket], list[Piece]]:
         """What of prompts runs beside `num_tokens` tokens of decoding rows: the rows whose root is reached, and pieces of the others."""
-        chunk = self.target.prefill_chunk
-        room = (len(self.target.meta(min(num_tokens + PROMPT_TOKENS, chunk))) if num_tokens else chunk) - num_tokens
+        prefilling = [ticket for ticket in self._running if not ticket.running.is_prefilled]
+        room = self._prompt_room(num_tokens, sum(len(ticket.state.tokens) - ticket.running.target_len for ticket in prefilling))
         reaching, pieces = [], []
-        for ticket in self._running:
+        for ticket in prefilling:
             row = ticket.running
-            if row.is_prefilled or room == 0:
-                continue
+            if room == 0:
+                break
             left = len(ticket.state.tokens) - row.target_len
             if left <= room:
                 reaching.append(ticket)
@@ -274,6 +276,16 @@ class Batcher:
                 pieces.append(Piece(row.row, ticket.state.tokens[row.target_len : min(row.target_len + room, row.state.root_pos)], row.target_len))
             room -= min(left, room)
         return reaching, pieces
+
+    def _prompt_room(self, num_tokens: int, wanted: int) -> int:
+        """Prompt tokens that a step takes: the graph after PROMPT_TOKENS where they nearly fill it, else what pads the step anyway."""
+        chunk = self.target.prefill_chunk
+        if num_tokens == 0:
+            return chunk
+        wide = len(self.target.meta(min(num_tokens + PROMPT_TOKENS, chunk)))
+        narrow = len(self.target.meta(num_tokens + 1))
+        is_filled = num_tokens + wanted >= WELL_FILLED * wide or narrow - num_tokens < LEAST_PROMPT
+        return (wide if is_filled else narrow) - num_tokens
 
     def _commit_(
         self, emitting: Sequence[Ticket], chains: Sequence[Chain], accepted: Sequence[Accepted | YggError], logits_NV: Tensor, roots: Sequence[int]
@@ -343,8 +355,8 @@ class Batcher:
         gamma: int,
         chains: Sequence[Chain],
         emitted: Sequence[int],
-        reaching: Sequence[Ticket],
-        prompts: Sequence[Piece],
+        num_reaching: int,
+        prompt_tokens: int,
         start: float,
         before: dict[str, float],
     ) -> StepReport:
@@ -352,16 +364,17 @@ class Batcher:
         total_ms = (time.perf_counter() - start) * 1e3
         draft_ms, catch_up_ms, verify_ms = (self.trace.total_ms[name] - before.get(name, 0.0) for name in ("draft", "catch up", "verify"))
         drafted = tuple(len(chain.tokens) for chain in chains)
-        if len(emitted) > len(reaching):
+        if len(emitted) > num_reaching:
             self.gamma = gamma
-            if not reaching and not prompts:
+            if num_reaching == prompt_tokens == 0:
                 self.policy.observe(Outcome(load, gamma, drafted, emitted, total_ms / 1e3, catch_up_ms / 1e3))
         report = StepReport(
             gamma=gamma,
-            prompt_tokens=sum(len(piece.tokens) for piece in prompts),
+            prompt_tokens=prompt_tokens,
             drafted=drafted,
             emitted=tuple(emitted),
             max_lag=load.max_lag,
+            catch_up_ms=catch_up_ms,
             draft_ms=draft_ms + catch_up_ms,
             verify_ms=verify_ms,
             total_ms=total_ms,

@@ -33,7 +33,7 @@ class Metrics(Observer):
     >>> metrics = Metrics(token_bytes=1024, gamma_max=3)
     >>> metrics.on_step(
     ...     StepReport(
-    ...         gamma=3, prompt_tokens=0, drafted=(3, 3), emitted=(4, 2), max_lag=0, draft_ms=1.0, verify_ms=4.0, total_ms=6.0,
+    ...         gamma=3, prompt_tokens=0, drafted=(3, 3), emitted=(4, 2), max_lag=0, catch_up_ms=0.0, draft_ms=1.0, verify_ms=4.0, total_ms=6.0,
     ...         running=2, waiting=0, free_pages=7, num_pages=8,
     ...     )
     ... )

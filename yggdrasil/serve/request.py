@@ -104,11 +104,12 @@ class StepReport:
 
     Args:
         gamma: Speculative length that the policy chose.
-        prompt_tokens: Prompt tokens that ran in the target's forward.
+        prompt_tokens: Tokens of prompts that ran in the target's forward, roots not counted.
         drafted: Draft tokens verified, row by row of the rows that emitted.
         emitted: Tokens emitted, likewise: accepted + 1.
         max_lag: L_max: tokens that the draft's KV lagged behind in the worst row when the step began.
-        draft_ms: Drafting, catching up included.
+        catch_up_ms: Bringing the draft's KV up to the text.
+        draft_ms: Drafting, that included.
         verify_ms: The target's forward.
         total_ms: The whole step; what is neither drafting nor verifying is the host's.
         running: Rows after the step.
@@ -122,6 +123,7 @@ class StepReport:
     drafted: tuple[int, ...]
     emitted: tuple[int, ...]
     max_lag: int
+    catch_up_ms: float
     draft_ms: float
     verify_ms: float
     total_ms: float

@@ -1,0 +1,161 @@
+"""What a client reads, in OpenAI's wire format: events become choices, chunks and usage.
+
+Usage counts `target_passes` beside the tokens, so that tokens per pass can be read from every reply.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
+from yggdrasil.serve.request import Event, TokenLogProb
+from yggdrasil.tokenizer import Tokenizer
+
+__all__ = ["ChatReply", "CompletionReply", "Reply", "merge"]
+
+LEAST_LOG_PROB = -9999.0  # JSON has no infinity; OpenAI writes this
+
+
+def merge(events: Sequence[Event]) -> Event:
+    """All events of a row as one."""
+    return Event(
+        text="".join(event.text for event in events),
+        tokens=[token for event in events for token in event.tokens],
+        log_probs=[entry for event in events for entry in event.log_probs],
+        finish=events[-1].finish,
+    )
+
+
+class Reply:
+    """Writes what one HTTP request's rows emit as OpenAI's objects; counts it.
+
+    Args:
+        request: What was asked.
+        model: Served name.
+        tokenizer: Spells tokens.
+        prompts: As tokens.
+    """
+
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def __init__(self, request: WireRequest, model: str, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
+        self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._request = request
+        self._tokenizer = tokenizer
+        self._prompt_tokens = sum(map(len, prompts))
+        self._emitted = 0
+        self._passes = 0
+
+    def count(self, event: Event) -> None:
+        """Enter an event into the usage."""
+        self._emitted += len(event.tokens)
+        self._passes += bool(event.tokens)
+
+    def chunk(self, index: int, event: Event) -> dict[str, Any]:
+        """What a stream sends for an event of choice `index`."""
+        usage = {"usage": None} if self._request.include_usage else {}
+        return {**self._head, "object": self.chunk_kind, "choices": [self._delta(index, event)], **usage}
+
+    def last_chunk(self) -> dict[str, Any]:
+        """What ends a stream that was asked for its usage."""
+        return {**self._head, "object": self.chunk_kind, "choices": [], "usage": self._usage()}
+
+    def whole(self, choices: Sequence[Event]) -> dict[str, Any]:
+        """The answer to a request that did not ask for a stream; one merged event per choice."""
+        written = [self._choice(index, event) for index, event in enumerate(choices)]
+        return {**self._head, "object": self.kind, "choices": written, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, int]:
+        total = self._prompt_tokens + self._emitted
+        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._emitted, "total_tokens": total, "target_passes": self._passes}
+
+    def _choice(self, index: int, event: Event) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _delta(self, index: int, event: Event) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _spelled(self, token: int) -> str:
+        """Text of a token; bytes that are part of a character are escaped, as OpenAI does."""
+        data = self._tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + re.sub(r"^b['\"]|['\"]$", "", repr(data))
+
+
+class CompletionReply(Reply):
+    """Objects of /v1/completions."""
+
+    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, request: CompletionRequest, model: str, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
+        super().__init__(request, model, tokenizer, prompts)
+        self._unsent_echo = dict(enumerate(request.echoed(prompts, tokenizer)))
+        self._spelled_bytes: dict[int, bytes] = {}
+
+    def _choice(self, index: int, event: Event) -> dict[str, Any]:
+        log_probs = self._log_probs(index, event.log_probs) if self._request.num_top is not None else None
+        return {"index": index, "text": self._unsent_echo.pop(index, "") + event.text, "logprobs": log_probs, "finish_reason": event.finish}
+
+    _delta = _choice
+
+    def _log_probs(self, index: int, entries: Sequence[TokenLogProb]) -> dict[str, Any]:
+        offsets, before = [], self._spelled_bytes.get(index, b"")
+        for entry in entries:
+            offsets.append(len(before.decode(errors="ignore")))
+            before += self._tokenizer.token_bytes(entry.token)
+        self._spelled_bytes[index] = before
+        tops = [self._top(entry) for entry in entries] if self._request.num_top else None
+        return {
+            "tokens": [self._spelled(entry.token) for entry in entries],
+            "token_logprobs": [max(entry.log_prob, LEAST_LOG_PROB) for entry in entries],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: TokenLogProb) -> dict[str, float]:
+        """By spelling; the emitted token is always there, and of two tokens spelled alike the likelier stays."""
+        tops: dict[str, float] = {}
+        for token, log_prob in (*entry.top, (entry.token, entry.log_prob)):
+            tops.setdefault(self._spelled(token), max(log_prob, LEAST_LOG_PROB))
+        return tops
+
+
+class ChatReply(Reply):
+    """Objects of /v1/chat/completions."""
+
+    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, request: ChatRequest, model: str, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
+        super().__init__(request, model, tokenizer, prompts)
+        self._begun: set[int] = set()
+
+    def _choice(self, index: int, event: Event) -> dict[str, Any]:
+        message = {"role": "assistant", "content": event.text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": self._log_probs(event.log_probs), "finish_reason": event.finish}
+
+    def _delta(self, index: int, event: Event) -> dict[str, Any]:
+        delta = {} if index in self._begun else {"role": "assistant", "content": ""}
+        self._begun.add(index)
+        if event.text:
+            delta["content"] = event.text
+        return {"index": index, "delta": delta, "logprobs": self._log_probs(event.log_probs), "finish_reason": event.finish}
+
+    def _log_probs(self, entries: Sequence[TokenLogProb]) -> dict[str, Any] | None:
+        if self._request.num_top is None:
+            return None
+        content = [
+            {**self._entry(entry.token, entry.log_prob), "top_logprobs": [self._entry(token, log_prob) for token, log_prob in entry.top]} for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token)
+        return {"token": self._spelled(token), "logprob": max(log_prob, LEAST_LOG_PROB), "bytes": list(data)}
