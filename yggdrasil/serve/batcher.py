@@ -273,7 +273,7 @@ class Batcher:
             if left <= room:
                 reaching.append(ticket)
             else:
-                pieces.append(Piece(row.row, ticket.state.tokens[row.target_len : min(row.target_len + room, row.state.root_pos)], row.target_len))
+                pieces.append(Piece(row.row, ticket.state.tokens[row.target_len : row.target_len + room], row.target_len))
             room -= min(left, room)
         return reaching, pieces
 
