@@ -38,6 +38,8 @@ from yggdrasil.report import Run
 
 CLAIM = "soak"
 OVERLOAD = 1.2
+BREAKING, LEAVING, IMPATIENT = 0.1, 0.2, 0.3  # the share of clients up to which they do so; the others stay
+STAYING = 1 - IMPATIENT  # only those are counted as load
 NUM_ASKS = 60  # different good requests; which one is sent is drawn
 SAMPLE_S = 5.0
 ALLOWED_GROWTH = 1.05
@@ -166,12 +168,14 @@ async def break_(client: httpx.AsyncClient, index: int, tally: Tally) -> None:
     path, body = BROKEN[index]
     try:
         response = await client.post(path, content=body, headers={"Content-Type": "application/json"})
-        good = 400 <= response.status_code < 500 and "message" in response.json()["error"]
+        good, said = 400 <= response.status_code < 500 and "message" in response.json()["error"], response.text
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        good = isinstance(error, httpx.WriteError | httpx.RemoteProtocolError) and len(body) > 1 << 20  # hung up on in the middle of too large a body
+        hung_up = isinstance(error, httpx.NetworkError | httpx.ProtocolError)
+        good = hung_up and len(body) > 1 << 20  # in the middle of too large a body, before the client had read the answer
+        said = repr(error)
     tally.outcomes["broken, refused" if good else "broken, NOT refused"] += 1
     if not good:
-        tally.wrong.append({"broken": path, "body": body[:80].decode(errors="replace")})
+        tally.wrong.append({"broken": path, "body": body[:80].decode(errors="replace"), "said": said[:200]})
 
 
 async def watch(client: httpx.AsyncClient, server: Server, tally: Tally, start: float) -> None:
@@ -203,7 +207,7 @@ async def soak(server: Server, good: Sequence[Ask], minutes: float, say: Say) ->
     dice, tally = random.Random(0), Tally()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=50)
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, limits=limits) as client:
-        rate = OVERLOAD * await capacity(client, good)
+        rate = OVERLOAD * await capacity(client, good) / STAYING
         say(f"{rate:.1f} requests/s for {minutes:g} minutes")
         start, tasks = time.monotonic(), set[asyncio.Task[None]]()
         watching = asyncio.create_task(watch(client, server, tally, start))
@@ -211,11 +215,11 @@ async def soak(server: Server, good: Sequence[Ask], minutes: float, say: Say) ->
         while time.monotonic() - start < minutes * 60:
             await asyncio.sleep(dice.expovariate(rate))
             kind, one = dice.random(), dice.choice(good)
-            if kind < 0.1:
+            if kind < BREAKING:
                 work = break_(client, dice.randrange(len(BROKEN)), tally)
-            elif kind < 0.2:
+            elif kind < LEAVING:
                 work = ask(client, one, tally, leave_after=dice.randrange(1, 6))
-            elif kind < 0.3:
+            elif kind < IMPATIENT:
                 work = ask(client, one, tally, patience_s=dice.uniform(0.01, 1.0))
             else:
                 work = ask(client, one, tally)
