@@ -163,7 +163,7 @@ def test_acceptance_after_200_steps_without_the_draft_is_what_it_is_without_the_
         batcher.submit(batcher.ticket(asking.request()))
         emitted = []
         while (report := batcher.step()) is not None:
-            emitted.append(report.emitted)
+            emitted += [report.emitted] if report.emitted else []  # a step of a long prompt emits nothing
         assert asking.tokens == bench.reference(asking)
         return emitted
 

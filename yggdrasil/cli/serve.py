@@ -45,7 +45,9 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--policy", default=defaults.policy, help="what chooses the speculative length; off never speculates (default: %(default)s)")
     parser.add_argument("--gamma-max", type=int, default=defaults.gamma_max, metavar="N", help="most draft tokens of a row and step (default: %(default)s)")
     parser.add_argument("--max-batch", type=int, default=defaults.max_batch, metavar="N", help="most requests decoded at once (default: %(default)s)")
-    parser.add_argument("--kv-memory", type=_num_bytes, metavar="SIZE", help="for KV pages, 512MiB for example (default: what a full batch needs)")
+    parser.add_argument(
+        "--kv-memory", type=_num_bytes, metavar="SIZE", help="for KV pages, 512MiB for example (default: a full batch's, at most half of what is free)"
+    )
     parser.add_argument("--max-queue", type=int, default=defaults.max_queue, metavar="N", help="most waiting requests, then 429 (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one of them (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
