@@ -52,7 +52,7 @@ def main() -> None:
     Run(pair, pair.tokenizer.encode("Once upon a time"), GenerateConfig(max_new_tokens=64, ignore_eos=True)).complete()
     grown = resident_bytes() - before
     weights = sum(model.weight_bytes for model in models if isinstance(model, CompiledModel))
-    caches = sum(model.cache.storage_L2GTF.nbytes for model in models)
+    caches = sum(model.cache.storage_PL2GSF.nbytes for model in models)
     result = {
         "claim": CLAIM,
         "pair": options.pair,

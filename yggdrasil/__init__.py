@@ -17,7 +17,7 @@ Glossary
 Shapes: letters that end a tensor's name
     B rows             N tokens of a forward, nodes of a tree    K verified nodes     W drafted nodes per growth step
     V vocabulary       C candidates per node                     A path capacity      M metadata columns
-    E model width      H query heads   G KV heads   F head features   T slots   P pages   L layers or keys, said where it stands
+    E model width      H query heads   G KV heads   F head features   P pages   S slots of a page   L layers or keys, said where it stands
 """
 
 from importlib import import_module

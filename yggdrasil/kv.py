@@ -22,11 +22,11 @@ from yggdrasil.layout import PAGE_LEN
 __all__ = ["KVCache", "KVShape", "KVStorage", "move_plain_"]
 
 
-def move_plain_(storage_L2GTF: Tensor, source: Sequence[int], target: int) -> None:
+def move_plain_(storage_PL2GSF: Tensor, source: Sequence[int], target: int) -> None:
     """Slots `source[i]`, ascending, become slots `target + i` in every layer: the specification of `ygg::move_slots_`, and what runs on CUDA."""
-    device = storage_L2GTF.device
-    target_slots = torch.arange(target, target + len(source), device=device)
-    storage_L2GTF.index_copy_(3, target_slots, storage_L2GTF.index_select(3, torch.tensor(source, device=device)))
+    slots = torch.tensor([source, range(target, target + len(source))], device=storage_PL2GSF.device)
+    (from_page, to_page), (from_place, to_place) = slots // PAGE_LEN, slots % PAGE_LEN
+    storage_PL2GSF[to_page, :, :, :, to_place] = storage_PL2GSF[from_page, :, :, :, from_place]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +65,21 @@ class KVStorage:
         device: Where they lie.
 
     Attributes:
-        storage_L2GTF: (layers, key or value, G, slots, F).
+        storage_PL2GSF: (pages, layers, key or value, G, 16, F): a page is one range of bytes, so that a range of pages can be lent as memory.
     """
 
     def __init__(self, shape: KVShape, *, num_pages: int, pages_BP: Tensor, dtype: torch.dtype, device: str) -> None:
         self.shape = shape
         self.pages_BP = pages_BP
-        self.storage_L2GTF = torch.zeros(shape.num_layers, 2, shape.num_kv_heads, num_pages * PAGE_LEN, shape.head_dim, dtype=dtype, device=device)
+        self.storage_PL2GSF = torch.zeros(num_pages, shape.num_layers, 2, shape.num_kv_heads, PAGE_LEN, shape.head_dim, dtype=dtype, device=device)
+
+    def bytes_from(self, page: int) -> Tensor:
+        """The memory of the pages from `page` on, uint8. Aliasing: the storage's own."""
+        return self.storage_PL2GSF[page:].view(-1).view(torch.uint8)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, (P, G, 16, F) each. Aliasing: views of the storage."""
+        return self.storage_PL2GSF[:, layer, 0], self.storage_PL2GSF[:, layer, 1]
 
 
 class KVCache(KVStorage):
@@ -105,8 +113,8 @@ class KVCache(KVStorage):
         """
         moved = next((i for i, offset in enumerate(path) if offset != i), len(path))
         if moved < len(path):
-            move_ = torch.ops.ygg.move_slots_ if self.storage_L2GTF.is_cpu else move_plain_
-            move_(self.storage_L2GTF, [self.len + offset for offset in path[moved:]], self.len + moved)
+            move_ = torch.ops.ygg.move_slots_ if self.storage_PL2GSF.is_cpu else move_plain_
+            move_(self.storage_PL2GSF, [self.len + offset for offset in path[moved:]], self.len + moved)
         self.len += len(path)
 
     def rollback_(self, length: int) -> None:

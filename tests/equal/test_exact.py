@@ -304,9 +304,9 @@ def test_logits_that_are_not_finite_lose_the_step_not_the_text(tiny: LoadedPair)
     for model in (tiny.engine.target, tiny.engine.draft):
         model.cache.rollback_(0)
         engine_module.prefill(model, state.tokens[:-1])
-    values = tiny.engine.target.cache.storage_L2GTF
+    values = tiny.engine.target.cache.storage_PL2GSF
     kept = values.clone()
-    values[:, 1] = float("nan")
+    values[:, :, 1] = float("nan")
     try:
         with pytest.raises(YggError, match="not finite"):
             tiny.engine.step(state, tiny.policy(shape=Shape(4, 2)))

@@ -12,11 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch import Tensor
 
 from yggdrasil.bundle import Bundle
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ConfigError, YggError
+from yggdrasil.models.protocol import TokenModel
 from yggdrasil.schedule import executor as executor_module
 from yggdrasil.schedule.choice import NUM_TICKS, PlanChoice, choose_plan
 from yggdrasil.schedule.executor import Executor
@@ -162,6 +164,12 @@ def test_the_stages_ahead_of_time_run_and_are_used_in_these_tests(engine: Engine
     assert (trace.count["tail"], trace.count["next_head"], trace.count["noise"]) == (6, 6, 5)  # the first step learns the vocabulary
 
 
+def stored(model: TokenModel, length: int) -> Tensor:
+    """The keys and values of the first `length` indices, slot after slot."""
+    storage_PL2GSF = model.cache.storage_PL2GSF
+    return storage_PL2GSF.permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:length]
+
+
 @pytest.mark.parametrize("name", ("tree", "changing", "static"))
 def test_the_caches_end_up_with_the_bits_of_a_prefill(engine: Engine, prompts: list[list[int]], name: str) -> None:
     """What was drafted ahead of time and moved into place is what the committed text itself gives."""
@@ -169,11 +177,11 @@ def test_the_caches_end_up_with_the_bits_of_a_prefill(engine: Engine, prompts: l
     history(engine, state, executor(engine, MOST).step, Sequence(POLICIES[name]))
     models = (engine.target, engine.draft)
     lengths = [model.cache.len + (state.head is not None and model is engine.draft) for model in models]  # the next root's KV too
-    ours = [model.cache.storage_L2GTF[:, :, :, :length].clone() for model, length in zip(models, lengths, strict=True)]
-    for model, length, stored in zip(models, lengths, ours, strict=True):
+    ours = [stored(model, length).clone() for model, length in zip(models, lengths, strict=True)]
+    for model, length, kept in zip(models, lengths, ours, strict=True):
         model.cache.rollback_(0)
         prefill(model, state.tokens[:length])
-        assert torch.equal(model.cache.storage_L2GTF[:, :, :, :length], stored)
+        assert torch.equal(stored(model, length), kept)
 
 
 def test_steps_and_plans_may_take_turns(engine: Engine, prompts: list[list[int]], expected: Expected) -> None:

@@ -25,9 +25,9 @@ class Attention:
     def __init__(self, num_tokens: int, dtype: torch.dtype, *, heads: int = 4, kv_heads: int = 2, dim: int = 32, fill: float | None = None) -> None:
         self.query = torch.randn(1, heads, num_tokens, dim).to(dtype)
         self.key, self.value = (torch.randn(1, kv_heads, num_tokens, dim).to(dtype) for _ in range(2))
-        self.key_cache, self.value_cache = (
-            (torch.randn(kv_heads, SLOTS, dim) if fill is None else torch.full((kv_heads, SLOTS, dim), fill)).to(dtype) for _ in range(2)
-        )
+        shape = (SLOTS // PAGE_LEN, 3, 2, kv_heads, PAGE_LEN, dim)  # the middle one of three layers
+        storage_PL2GSF = (torch.randn(shape) if fill is None else torch.full(shape, fill)).to(dtype)
+        self.key_cache, self.value_cache = storage_PL2GSF[:, 1, 0], storage_PL2GSF[:, 1, 1]
         self.pages = torch.randperm(SLOTS // PAGE_LEN).to(torch.int32)[None]
         self.scale = dim**-0.5
 
@@ -99,8 +99,7 @@ def test_by_hand_a_token_that_sees_one_key_returns_its_value() -> None:
     pack_chain_(meta_NM, [5], 0)
     out, key_cache, _ = attention.run(meta_NM)
     torch.testing.assert_close(out[0, 0], attention.value[0, :, 0].expand(2, 16))
-    slot = int(attention.pages[0, 0]) * PAGE_LEN
-    assert torch.equal(key_cache[:, slot], attention.key[0, :, 0])
+    assert torch.equal(key_cache[attention.pages[0, 0], :, 0], attention.key[0, :, 0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,8 +119,8 @@ def test_nan_in_slots_that_nobody_reads_never_leaks(layout: str, dtype: torch.dt
     for name in ("query", "key", "value", "pages"):
         setattr(poisoned, name, getattr(clean, name))
     for index in range(37):  # what was committed is alike in both; every other slot is NaN in one
-        slot = int(clean.pages[0, index // PAGE_LEN]) * PAGE_LEN + index % PAGE_LEN
-        poisoned.key_cache[:, slot], poisoned.value_cache[:, slot] = clean.key_cache[:, slot], clean.value_cache[:, slot]
+        slot = int(clean.pages[0, index // PAGE_LEN]), slice(None), index % PAGE_LEN
+        poisoned.key_cache[slot], poisoned.value_cache[slot] = clean.key_cache[slot], clean.value_cache[slot]
     expected, out = clean.run(meta_NM)[0], poisoned.run(meta_NM)[0]
     assert out.isfinite().all()
     assert torch.equal(out, expected)
@@ -175,8 +174,8 @@ class History:
 
     def commit(self, attention: Attention, count: int) -> None:
         for index in range(count):
-            slot = int(attention.pages[0, index // PAGE_LEN]) * PAGE_LEN + index % PAGE_LEN
-            attention.key_cache[:, slot], attention.value_cache[:, slot] = self.key_GTF[:, index], self.value_GTF[:, index]
+            slot = int(attention.pages[0, index // PAGE_LEN]), slice(None), index % PAGE_LEN
+            attention.key_cache[slot], attention.value_cache[slot] = self.key_GTF[:, index], self.value_GTF[:, index]
 
     def plain_row(self, *, first: int, pages: Tensor) -> Tensor:
         """The output of the last token as the end of a chain that starts at `first`: plain decoding where it is the last."""

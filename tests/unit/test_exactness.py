@@ -9,7 +9,7 @@ from torch import Tensor
 from yggdrasil.compiler.buckets import Menu
 from yggdrasil.exactness import inexact_widths
 from yggdrasil.kv import KVCache, KVShape
-from yggdrasil.layout import INDEX, PATH, PREFIX, TOKEN
+from yggdrasil.layout import INDEX, PAGE_LEN, PATH, PREFIX, TOKEN
 from yggdrasil.models.packing import empty_meta
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -30,9 +30,10 @@ class CountingModel:
         return empty_meta(self.menu.bucket(num_tokens), self.max_depth)
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
-        stored = self.cache.storage_L2GTF[0, 0, 0, :, 0]
+        stored_PS = self.cache.storage_PL2GSF[:, 0, 0, 0, :, 0]
         for fields in meta_NM[meta_NM[:, INDEX] >= 0]:
-            stored[fields[INDEX]] = fields[TOKEN]
+            stored_PS[fields[INDEX] // PAGE_LEN, fields[INDEX] % PAGE_LEN] = fields[TOKEN]
+        stored = stored_PS.reshape(-1)
         logits_NV = torch.zeros(len(meta_NM), 50)
         for row, fields in enumerate(meta_NM):
             seen = torch.cat([stored[: fields[PREFIX]], stored[fields[PREFIX] + fields[PATH:][fields[PATH:] >= 0]]])

@@ -16,53 +16,58 @@ SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=4, capacity=32)
 def filled(committed: int) -> KVCache:
     """A cache whose every number differs, with `committed` indices."""
     cache = KVCache(SHAPE, dtype=torch.float32, device="cpu")
-    cache.storage_L2GTF.copy_(torch.arange(cache.storage_L2GTF.numel()).view_as(cache.storage_L2GTF))
+    cache.storage_PL2GSF.copy_(torch.arange(cache.storage_PL2GSF.numel()).view_as(cache.storage_PL2GSF))
     cache.len = committed
     return cache
 
 
+def slots(storage_PL2GSF: torch.Tensor) -> torch.Tensor:
+    """(layers x 2 x G, slots, F): the same numbers slot by slot."""
+    return storage_PL2GSF.permute(1, 2, 3, 0, 4, 5).reshape(-1, SHAPE.capacity, SHAPE.head_dim)
+
+
 def test_a_fresh_cache_is_empty_and_its_pages_are_the_identity() -> None:
     cache = KVCache(SHAPE, dtype=torch.bfloat16, device="cpu")
-    assert (cache.len, cache.num_free, cache.storage_L2GTF.dtype) == (0, 32, torch.bfloat16)
+    assert (cache.len, cache.num_free, cache.storage_PL2GSF.dtype) == (0, 32, torch.bfloat16)
     assert cache.pages_BP.tolist() == [[0, 1]]
 
 
 def test_commit_of_a_chain_moves_nothing() -> None:
-    cache, before = filled(5), filled(5).storage_L2GTF
+    cache, before = filled(5), filled(5).storage_PL2GSF
     cache.commit_([0, 1, 2])
     assert cache.len == 8
-    assert torch.equal(cache.storage_L2GTF, before)
+    assert torch.equal(cache.storage_PL2GSF, before)
 
 
 def test_commit_of_a_path_keeps_its_bytes_by_hand() -> None:
-    cache, before = filled(5), filled(5).storage_L2GTF
+    cache, before = filled(5), filled(5).storage_PL2GSF
     cache.commit_([0, 2, 5])
     assert cache.len == 8
-    assert torch.equal(cache.storage_L2GTF[:, :, :, :8], before[:, :, :, [0, 1, 2, 3, 4, 5, 7, 10]])
+    assert torch.equal(slots(cache.storage_PL2GSF)[:, :8], slots(before)[:, [0, 1, 2, 3, 4, 5, 7, 10]])
 
 
 def test_commit_of_nothing_changes_nothing() -> None:
-    cache, before = filled(5), filled(5).storage_L2GTF
+    cache, before = filled(5), filled(5).storage_PL2GSF
     cache.commit_([])
     assert cache.len == 5
-    assert torch.equal(cache.storage_L2GTF, before)
+    assert torch.equal(cache.storage_PL2GSF, before)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 20), st.sets(st.integers(0, 11)))
 def test_commit_of_any_ascending_path_keeps_history_and_path(committed: int, offsets: set[int]) -> None:
-    cache, before, path = filled(committed), filled(committed).storage_L2GTF, sorted(offsets)
+    cache, before, path = filled(committed), filled(committed).storage_PL2GSF, sorted(offsets)
     cache.commit_(path)
     assert cache.len == committed + len(path)
     kept = [*range(committed), *(committed + offset for offset in path)]
-    assert torch.equal(cache.storage_L2GTF[:, :, :, : cache.len], before[:, :, :, kept])
+    assert torch.equal(slots(cache.storage_PL2GSF)[:, : cache.len], slots(before)[:, kept])
 
 
 def test_rollback_forgets_indices_and_touches_no_byte() -> None:
-    cache, before = filled(9), filled(9).storage_L2GTF
+    cache, before = filled(9), filled(9).storage_PL2GSF
     cache.rollback_(4)
     assert (cache.len, cache.num_free) == (4, 28)
-    assert torch.equal(cache.storage_L2GTF, before)
+    assert torch.equal(cache.storage_PL2GSF, before)
 
 
 @pytest.mark.parametrize("length", (-1, 10))

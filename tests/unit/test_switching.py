@@ -17,7 +17,7 @@ TABLE = SwitchTable(lags=(2, 10, 100), batch_sizes=(1, 4), seconds=((0.1, 0.4), 
         (10, 4, 0.8),
         (6, 1, 0.15),  # halfway between lags
         (2, 3, 0.3),  # two thirds between batch sizes
-        (55, 2, 0.6 + (0.2 - 0.6) * 0 + 0.6),  # (0.4 + 2.0) / 2: both at once
+        (55, 2, 1.2),  # a third of the way from 0.6 to 2.4: both at once
         (1000, 4, 4.0),  # clamped
         (100, 64, 4.0),
         (1, 1, 0.05),  # less than was measured costs its share

@@ -70,9 +70,9 @@ def test_a_subtree_is_the_subtree_of_the_tree(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("source", ([4], [4, 5, 9], [3, 4, 5], [5, 8, 15]))
+@pytest.mark.parametrize("source", ([4], [4, 5, 9], [3, 4, 5], [5, 8, 15], [4, 15, 16, 31]))
 def test_slots_move_as_in_torch(source: list[int], dtype: torch.dtype) -> None:
-    storage = torch.randn(2, 2, 3, 16, 4).to(dtype)
+    storage = torch.randn(2, 2, 2, 3, 16, 4).to(dtype)
     expected = storage.clone()
     move_plain_(expected, source, 3)
     torch.ops.ygg.move_slots_(storage, source, 3)
@@ -80,7 +80,7 @@ def test_slots_move_as_in_torch(source: list[int], dtype: torch.dtype) -> None:
 
 
 def test_slots_outside_the_cache_are_refused() -> None:
-    storage = torch.zeros(1, 2, 1, 16, 4)
+    storage = torch.zeros(1, 1, 2, 1, 16, 4)
     for source, target in (([16], 3), ([2], 3), ([-1], -1)):
         with pytest.raises(RuntimeError, match="outside the cache"):
             torch.ops.ygg.move_slots_(storage, source, target)

@@ -51,10 +51,10 @@ def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path) -> None:
 
 
 def _separate_buffers_(module: nn.Module) -> None:
-    """Give every buffer a storage of its own: views of one storage look like aliases to the compiler, which then copies whole caches."""
+    """Give every buffer a storage of its own, with its strides: views of one storage look like aliases to the compiler, which then copies whole caches."""
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.untyped_storage().nbytes() != buffer.nbytes:
-            setattr(module, name, torch.empty_like(buffer))
+            setattr(module, name, torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=buffer.device))
 
 
 class LoadedGraph:

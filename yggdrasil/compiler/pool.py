@@ -25,7 +25,7 @@ import torch
 from yggdrasil.compilations import count_compilation
 from yggdrasil.compiler.graphs import compile_graph
 from yggdrasil.kernels import attention_triton, load_kernels
-from yggdrasil.kv import KVCache, KVShape
+from yggdrasil.kv import KVShape, KVStorage
 from yggdrasil.models.forward import DraftForward, TargetForward
 from yggdrasil.models.load import load_model, pack_linears_
 from yggdrasil.models.packing import empty_meta
@@ -68,7 +68,9 @@ def _module(model: str, num_candidates: int, dtype: str, device: str, kv: KVShap
         pack_linears_(loaded, values=False)
     else:
         attention_triton.register()
-    cache = KVCache(kv, dtype=getattr(torch, dtype), device=device)
+    # Graphs depend on the strides of a page and on how many pages a row may have, not on how many there are: two will do.
+    pages_BP = torch.zeros(1, kv.num_pages, dtype=torch.int32, device=device)
+    cache = KVStorage(kv, num_pages=2, pages_BP=pages_BP, dtype=getattr(torch, dtype), device=device)
     module = DraftForward(loaded, cache, num_candidates) if num_candidates else TargetForward(loaded, cache)
     return module.to(device).eval()
 

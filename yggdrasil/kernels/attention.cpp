@@ -165,13 +165,16 @@ struct Call {
   const Element* value_cache;
   const int32_t* meta;
   const int32_t* pages;
-  int64_t num_tokens, num_heads, num_kv_heads, dim, num_slots, meta_width, pages_per_row;
+  int64_t num_tokens, num_heads, num_kv_heads, dim, page_stride, meta_width, pages_per_row;
   float scale;
 
   int64_t heads() const { return num_heads / num_kv_heads; }  // that share a KV head
   int64_t steps() const { return dim / Dtype::kPair; }        // words of a key
   const int32_t* token(int64_t n) const { return meta + n * meta_width; }
-  int64_t slot(int64_t row, uint64_t index) const { return pages[row * pages_per_row + index / kPage] * kPage + index % kPage; }
+  // Where the key or value of an index of a row lies in a cache: a page holds 16 of them, head after head.
+  int64_t place(int64_t row, uint64_t index, int64_t kv_head) const {
+    return pages[row * pages_per_row + index / kPage] * page_stride + (kv_head * kPage + index % kPage) * dim;
+  }
   int64_t len(int64_t n) const {
     int64_t path = 0;
     while (kPath + path < meta_width && token(n)[kPath + path] >= 0) ++path;
@@ -237,9 +240,7 @@ class Block {
 
  private:
   int64_t token_of(int64_t lane) const { return (lanes_.begin + lane) / call_->heads(); }
-  const Element* at(const Element* cache, int64_t index) const {
-    return cache + (kv_head_ * call_->num_slots + call_->slot(row_, index)) * call_->dim;
-  }
+  const Element* at(const Element* cache, int64_t index) const { return cache + call_->place(row_, index, kv_head_); }
 
   // Step s of all lanes is one line.
   void lay_out_queries() {
@@ -397,9 +398,9 @@ void append_(const Call<Dtype>& call, const at::Tensor& fresh, at::Tensor& cache
   for (int64_t n = 0; n < call.num_tokens; ++n) {
     const int32_t* fields = call.token(n);
     if (fields[kIndex] < 0) continue;
-    Element* slot = to + call.slot(fields[kRow], fields[kIndex]) * call.dim;
+    Element* slot = to + call.place(fields[kRow], fields[kIndex], 0);
     for (int64_t g = 0; g < call.num_kv_heads; ++g) {
-      std::memcpy(slot + g * call.num_slots * call.dim, from + g * fresh.stride(1) + n * fresh.stride(2), call.dim * sizeof(Element));
+      std::memcpy(slot + g * kPage * call.dim, from + g * fresh.stride(1) + n * fresh.stride(2), call.dim * sizeof(Element));
     }
   }
 }
@@ -413,7 +414,7 @@ at::Tensor run(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
   const Call<Dtype> call{static_cast<const Element*>(query.const_data_ptr()), query.stride(1), query.stride(2), static_cast<Element*>(out.mutable_data_ptr()),
                          static_cast<const Element*>(key_cache.const_data_ptr()), static_cast<const Element*>(value_cache.const_data_ptr()),
                          meta.const_data_ptr<int32_t>(), pages.const_data_ptr<int32_t>(), num_tokens, num_heads, num_kv_heads, dim,
-                         key_cache.size(1), meta.size(1), pages.size(1), float(scale)};
+                         key_cache.stride(0), meta.size(1), pages.size(1), float(scale)};
   append_(call, key, key_cache);
   append_(call, value, value_cache);
   int64_t real = num_tokens;  // padding stands at the end, sees nothing and yields zeros
@@ -434,9 +435,11 @@ at::Tensor ygg::attend(const at::Tensor& query, const at::Tensor& key, const at:
                   const at::Tensor& meta, const at::Tensor& pages, double scale) {
   TORCH_CHECK(query.size(0) == 1 && query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "attend: query, key and value are (1, heads, N, F)");
   TORCH_CHECK(query.size(3) % kPage == 0, "attend: head dimension ", query.size(3), " is not a multiple of ", kPage);
-  TORCH_CHECK(key_cache.size(0) == key.size(1) && key_cache.size(2) == key.size(3) && key_cache.sizes() == value_cache.sizes(),
-              "attend: caches are (KV heads, slots, F), got ", key_cache.sizes(), " and ", value_cache.sizes());
-  TORCH_CHECK(key_cache.is_contiguous() && value_cache.is_contiguous() && meta.is_contiguous() && pages.is_contiguous(), "attend: caches and metadata are contiguous");
+  const at::IntArrayRef page = key_cache.sizes().slice(1), strides = key_cache.strides().slice(1);
+  TORCH_CHECK(page.equals({key.size(1), kPage, key.size(3)}) && key_cache.sizes() == value_cache.sizes(), "attend: caches are (pages, KV heads, ", kPage,
+              ", F), got ", key_cache.sizes(), " and ", value_cache.sizes());
+  TORCH_CHECK(strides.equals({kPage * key.size(3), key.size(3), 1}) && key_cache.strides() == value_cache.strides(), "attend: what a page holds is contiguous");
+  TORCH_CHECK(meta.is_contiguous() && pages.is_contiguous(), "attend: metadata is contiguous");
   if (query.scalar_type() == at::kFloat) return run<Float32>(query, key, value, key_cache, value_cache, meta, pages, scale);
   TORCH_CHECK(query.scalar_type() == at::kBFloat16, "attend: dtype ", query.scalar_type(), " is neither float32 nor bfloat16");
   return run<BFloat16>(query, key, value, key_cache, value_cache, meta, pages, scale);

@@ -11,7 +11,7 @@ __all__ = ["reference", "register"]
 
 
 def reference(
-    query_1HNF: Tensor, key_1GNF: Tensor, value_1GNF: Tensor, key_cache_GTF: Tensor, value_cache_GTF: Tensor, meta_NM: Tensor, pages_BP: Tensor, scale: float
+    query_1HNF: Tensor, key_1GNF: Tensor, value_1GNF: Tensor, key_cache_PGSF: Tensor, value_cache_PGSF: Tensor, meta_NM: Tensor, pages_BP: Tensor, scale: float
 ) -> Tensor:
     """Attention of N tokens over a paged cache: the specification of `ygg::attend`, one token at a time.
 
@@ -19,8 +19,9 @@ def reference(
         query_1HNF: Queries, (1, H, N, F), bfloat16 or float32.
         key_1GNF: Keys of the same tokens, (1, G, N, F); H is a multiple of G.
         value_1GNF: Their values, (1, G, N, F).
-        key_cache_GTF: Keys by slot, (G, T, F): the keys of one head lie together, as they are read. Written at each token's INDEX.
-        value_cache_GTF: Values by slot, (G, T, F); written likewise.
+        key_cache_PGSF: Keys by page, (P, G, 16, F), what a page holds contiguous: the keys of one head lie together, as they are read. Written at
+            each token's INDEX.
+        value_cache_PGSF: Values by page, (P, G, 16, F), with the same strides; written likewise.
         meta_NM: One row of metadata a token, int32; see layout.py.
         pages_BP: Page of every 16 indices of a row, int32.
         scale: Factor on the scores.
@@ -36,20 +37,21 @@ def reference(
     group = query_1HNF.shape[1] // key_1GNF.shape[1]
     out_1NHF = torch.zeros_like(query_1HNF.transpose(1, 2))
 
-    def slot(row: int, index: int) -> int:
-        return int(pages_BP[row, index // PAGE_LEN]) * PAGE_LEN + index % PAGE_LEN
+    def seen(cache_PGSF: Tensor, row: int, indices: list[int]) -> Tensor:
+        pages = pages_BP[row, [index // PAGE_LEN for index in indices]].long()
+        return cache_PGSF[pages, :, [index % PAGE_LEN for index in indices]].transpose(0, 1).float().repeat_interleave(group, dim=0)
 
     tokens = meta_NM.tolist()
     for n, fields in enumerate(tokens):
         if fields[INDEX] >= 0:
-            key_cache_GTF[:, slot(fields[ROW], fields[INDEX])] = key_1GNF[0, :, n]
-            value_cache_GTF[:, slot(fields[ROW], fields[INDEX])] = value_1GNF[0, :, n]
+            page, place = pages_BP[fields[ROW], fields[INDEX] // PAGE_LEN], fields[INDEX] % PAGE_LEN
+            key_cache_PGSF[page, :, place] = key_1GNF[0, :, n]
+            value_cache_PGSF[page, :, place] = value_1GNF[0, :, n]
     for n, fields in enumerate(tokens):
         path = [fields[PREFIX] + step for step in fields[PATH:] if step >= 0]
-        slots = [slot(fields[ROW], index) for index in [*range(fields[PREFIX]), *path]]
-        if slots:
-            key_HLF = key_cache_GTF[:, slots].float().repeat_interleave(group, dim=0)
-            value_HLF = value_cache_GTF[:, slots].float().repeat_interleave(group, dim=0)
+        indices = [*range(fields[PREFIX]), *path]
+        if indices:
+            key_HLF, value_HLF = seen(key_cache_PGSF, fields[ROW], indices), seen(value_cache_PGSF, fields[ROW], indices)
             weight_HL = torch.softmax((key_HLF @ query_1HNF[0, :, n, :, None].float())[..., 0] * scale, dim=-1)
             out_1NHF[0, n] = (weight_HL[:, None] @ value_HLF)[:, 0].to(out_1NHF.dtype)
     return out_1NHF

@@ -166,12 +166,16 @@ TreeArrays subtree(const at::Tensor& token, const at::Tensor& parent, const at::
 
 // Slots source[i] of every layer, key and value, and head become slots target + i; `source` ascends and source[i] >= target + i.
 void move_slots_(at::Tensor storage, at::IntArrayRef source, int64_t target) {
-  TORCH_CHECK(storage.is_contiguous() && storage.dim() == 5, "move_slots_: storage is (layers, 2, G, slots, F)");
-  const int64_t num_slots = storage.size(3), row_bytes = storage.size(4) * storage.element_size(), count = int64_t(source.size());
-  TORCH_CHECK(count == 0 || (target >= 0 && source[0] >= target && source[count - 1] < num_slots), "move_slots_: slots outside the cache");
-  char* slots = static_cast<char*>(storage.mutable_data_ptr());
-  for (int64_t plane = 0; plane < storage.size(0) * storage.size(1) * storage.size(2); ++plane, slots += num_slots * row_bytes) {
-    for (int64_t i = 0; i < count; ++i) std::memmove(slots + (target + i) * row_bytes, slots + source[i] * row_bytes, row_bytes);
+  TORCH_CHECK(storage.is_contiguous() && storage.dim() == 6, "move_slots_: storage is (pages, layers, 2, G, slots of a page, F)");
+  const int64_t page_len = storage.size(4), slot_bytes = storage.size(5) * storage.element_size(), count = int64_t(source.size());
+  const int64_t planes = storage.size(1) * storage.size(2) * storage.size(3), plane_bytes = page_len * slot_bytes;
+  TORCH_CHECK(count == 0 || (target >= 0 && source[0] >= target && source[count - 1] < storage.size(0) * page_len), "move_slots_: slots outside the cache");
+  char* first = static_cast<char*>(storage.mutable_data_ptr());
+  const auto at = [&](int64_t slot) { return first + slot / page_len * planes * plane_bytes + slot % page_len * slot_bytes; };
+  for (int64_t i = 0; i < count; ++i) {
+    const char* from = at(source[i]);
+    char* to = at(target + i);
+    for (int64_t plane = 0; plane < planes; ++plane) std::memmove(to + plane * plane_bytes, from + plane * plane_bytes, slot_bytes);
   }
 }
 

@@ -23,7 +23,7 @@ class ForwardContext:
     Args:
         meta_NM: Row metadata, int32; see layout.py.
         pages_BP: Page table, int32.
-        keys: Key cache of every layer, (G, T, F).
+        keys: Key cache of every layer, (P, G, 16, F).
         values: Value caches.
     """
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from yggdrasil.kernels.candidates import traced
-from yggdrasil.kv import KVCache
+from yggdrasil.kv import KVStorage
 from yggdrasil.layout import POSITION, TOKEN
 from yggdrasil.models.attention import ForwardContext, NoCache, attend_with
 
@@ -22,14 +22,15 @@ class _TokenForward(nn.Module):
     the menu write one cache.
     """
 
-    def __init__(self, model: Any, cache: KVCache) -> None:
+    def __init__(self, model: Any, cache: KVStorage) -> None:
         super().__init__()
         self.model = model
         self.num_layers = cache.shape.num_layers
         self.register_buffer("pages", cache.pages_BP)
         for layer in range(self.num_layers):
-            self.register_buffer(f"key_{layer}", cache.storage_L2GTF[layer, 0])
-            self.register_buffer(f"value_{layer}", cache.storage_L2GTF[layer, 1])
+            key_PGSF, value_PGSF = cache.layer(layer)
+            self.register_buffer(f"key_{layer}", key_PGSF)
+            self.register_buffer(f"value_{layer}", value_PGSF)
 
     def logits_and_hidden(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         """(N, V) logits and (N, E) last hidden states, both in the model's dtype."""
@@ -62,7 +63,7 @@ class TargetForward(_TokenForward):
 class DraftForward(_TokenForward):
     """N tokens to the C best next tokens of each, (N, C) int64, and their log-probabilities, (N, C) float32: one growth step is one call."""
 
-    def __init__(self, model: Any, cache: KVCache, num_candidates: int) -> None:
+    def __init__(self, model: Any, cache: KVStorage, num_candidates: int) -> None:
         super().__init__(model, cache)
         self.num_candidates = num_candidates
 
