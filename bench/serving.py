@@ -5,6 +5,7 @@ HTTP is left out: what is compared is how a batch decodes.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bench.make_trace import TraceRequest
-from yggdrasil.config import GenerateConfig
+from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.policy.gamma.protocol import GammaPolicy
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.request import Event, Observer, Request, RequestReport, StepReport
@@ -23,6 +24,7 @@ __all__ = ["Arrival", "Replay", "poisson", "replay", "traced"]
 
 OUTPUT_TOKENS = (16, 96)
 LONGEST_PROMPT = 96
+GREEDY = SamplingConfig()
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Arrival:
     num_tokens: int
 
 
-def poisson(texts: Sequence[Sequence[int]], *, rate: float, seconds: float, seed: int) -> list[Arrival]:
+def poisson(texts: Sequence[Sequence[int]], *, rate: float, seconds: float, seed: int, output_tokens: tuple[int, int] = OUTPUT_TOKENS) -> list[Arrival]:
     """Arrivals of a Poisson process.
 
     Args:
@@ -48,10 +50,11 @@ def poisson(texts: Sequence[Sequence[int]], *, rate: float, seconds: float, seed
         rate: Requests a second.
         seconds: How long they come.
         seed: The same one gives the same arrivals and lengths.
+        output_tokens: Least and most of a request.
     """
     random = np.random.default_rng(seed)
     times = np.cumsum(random.exponential(1 / rate, size=int(2 * rate * seconds) + 20))
-    lengths = random.integers(*OUTPUT_TOKENS, size=len(times), endpoint=True)
+    lengths = random.integers(*output_tokens, size=len(times), endpoint=True)
     prompts = random.integers(8, LONGEST_PROMPT, size=len(times), endpoint=True)
     return [Arrival(float(at_s), texts[place % len(texts)][: prompts[place]], int(lengths[place])) for place, at_s in enumerate(times) if at_s < seconds]
 
@@ -138,8 +141,8 @@ class Replay(Observer):
         }
 
 
-def replay(batcher: Batcher, policy: GammaPolicy, arrivals: Sequence[Arrival], *, ignore_eos: bool = True) -> Replay:
-    """Serve the arrivals as they come, from an idle batcher that knows no text."""
+def replay(batcher: Batcher, policy: GammaPolicy, arrivals: Sequence[Arrival], *, ignore_eos: bool = True, sampling: SamplingConfig = GREEDY) -> Replay:
+    """Serve the arrivals as they come, each sampled with a seed of its own, from an idle batcher that knows no text."""
     assert batcher.num_running == batcher.num_waiting == 0
     batcher.policy, batcher.gamma = policy, 0
     batcher.pool.flush_()
@@ -150,7 +153,8 @@ def replay(batcher: Batcher, policy: GammaPolicy, arrivals: Sequence[Arrival], *
         now = time.perf_counter() - outcome.start
         while pending and pending[-1][1].at_s <= now:
             place, arrival = pending.pop()
-            ticket = batcher.ticket(_request(arrival, outcome.texts[place], ignore_eos))
+            config = GenerateConfig(max_new_tokens=arrival.num_tokens, ignore_eos=ignore_eos, sampling=dataclasses.replace(sampling, seed=place))
+            ticket = batcher.ticket(_request(arrival, outcome.texts[place], config))
             ticket.arrived = outcome.start + arrival.at_s  # it waited for the step that ran
             batcher.submit(ticket)
         if batcher.step() is None:
@@ -159,11 +163,11 @@ def replay(batcher: Batcher, policy: GammaPolicy, arrivals: Sequence[Arrival], *
     return outcome
 
 
-def _request(arrival: Arrival, text: list[int], ignore_eos: bool) -> Request:
+def _request(arrival: Arrival, text: list[int], config: GenerateConfig) -> Request:
     def on_event(event: Event) -> None:
         text.extend(event.tokens)
 
-    return Request(prompt=arrival.prompt, config=GenerateConfig(max_new_tokens=arrival.num_tokens, ignore_eos=ignore_eos), on_event=on_event)
+    return Request(prompt=arrival.prompt, config=config, on_event=on_event)
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:

@@ -294,8 +294,10 @@ def _profile(
 def _switching(bundle: Bundle) -> SwitchTable:
     """Every row reads the same pages: latency does not depend on what they hold."""
     max_lag = min(MAX_LAG, bundle.max_context - 1)
-    pages_BP = torch.arange(max_lag // PAGE_LEN + 1, dtype=torch.int32, device=bundle.config.device).repeat(SWITCH_ROWS, 1)
-    target, draft = bundle.load_batch_models(pages_BP, pages_BP.shape[1])
+    pages_BP = torch.arange(bundle.kv_target.num_pages, dtype=torch.int32, device=bundle.config.device).repeat(SWITCH_ROWS, 1)
+    target = bundle.load_target(bundle.paged_storage(bundle.kv_target, pages_BP, pages_BP.shape[1]))
+    weights = bundle.load_draft_weights(bundle.config.device)
+    draft = bundle.load_draft(bundle.paged_storage(bundle.kv_draft, pages_BP, pages_BP.shape[1]), weights)
     return switching_costs(draft, target, max_lag, min(SWITCH_ROWS, target.prefill_chunk))
 
 

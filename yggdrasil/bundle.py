@@ -28,6 +28,7 @@ from torch import Tensor
 from yggdrasil import artifacts
 from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
 from yggdrasil.compiler.model import CompiledModel
+from yggdrasil.compiler.weights import load_weights
 from yggdrasil.config import CompileConfig, from_dict
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ArtifactError, ConfigError
@@ -125,6 +126,7 @@ def _lowering_digest() -> str:
     package = Path(__file__).parent
     sources = [
         package / "layout.py",
+        package / "kv.py",
         package / "compiler" / "fusion.py",
         package / "compiler" / "graphs.py",
         *sorted((package / "models").glob("*.py")),
@@ -220,33 +222,37 @@ class Bundle:
 
     def load_models(self) -> tuple[CompiledModel[KVCache], CompiledModel[KVCache]]:
         """Target and draft for one request at a time, every graph of the menus loaded and bound to one copy of the weights."""
-        load_kernels()
         target, draft = (KVCache(kv, dtype=self.dtype, device=self.config.device) for kv in (self.kv_target, self.kv_draft))
-        return self._load_target(target), self._load_draft(draft)
+        return self.load_target(target), self.load_draft(draft, self.load_draft_weights(self.config.device))
 
-    def load_batch_models(self, pages_BP: Tensor, num_pages: int) -> tuple[CompiledModel[KVStorage], CompiledModel[KVStorage]]:
-        """The same graphs over paged storage for many rows: one page table says where the keys and values of both models lie.
+    def paged_storage(self, kv: KVShape, pages_BP: Tensor, num_pages: int) -> KVStorage:
+        """Storage of a model for many rows.
 
         Args:
-            pages_BP: (B, P) int32; see serve/pages.py.
+            kv: Of the target or the draft.
+            pages_BP: (B, P) int32, as many pages a row as `kv` has; see serve/pages.py.
             num_pages: Pages that ids in it may name.
         """
+        return KVStorage(kv, num_pages=num_pages, pages_BP=pages_BP, dtype=self.dtype, device=self.config.device)
+
+    def load_target(self, cache: S) -> CompiledModel[S]:
+        """The target's graphs over any cache: one row's, or paged storage for many."""
+        return self._load_model("target", target_menu(self.config), cache, load_weights(self.folder / "target", self.config.device, self.command), 0)
+
+    def load_draft(self, cache: S, weights: dict[str, Tensor]) -> CompiledModel[S]:
+        """The draft's graphs over any cache, and weights wherever on the device they lie."""
+        return self._load_model("draft", draft_menu(self.config), cache, weights, self.config.num_candidates)
+
+    def load_draft_weights(self, device: str) -> dict[str, Tensor]:
+        """The draft's weights by name; on the CPU the file is mapped, not read."""
+        return load_weights(self.folder / "draft", device, self.command)
+
+    def _load_model(self, kind: str, menu: Menu, cache: S, weights: dict[str, Tensor], num_candidates: int) -> CompiledModel[S]:
         load_kernels()
-        target, draft = (
-            KVStorage(kv, num_pages=num_pages, pages_BP=pages_BP, dtype=self.dtype, device=self.config.device) for kv in (self.kv_target, self.kv_draft)
-        )
-        return self._load_target(target), self._load_draft(draft)
-
-    def _load_target(self, cache: S) -> CompiledModel[S]:
-        return self._load_model("target", target_menu(self.config), cache, 0)
-
-    def _load_draft(self, cache: S) -> CompiledModel[S]:
-        return self._load_model("draft", draft_menu(self.config), cache, self.config.num_candidates)
-
-    def _load_model(self, kind: str, menu: Menu, cache: S, num_candidates: int) -> CompiledModel[S]:
         return CompiledModel(
             self.folder / kind,
             menu,
+            weights=weights,
             cache=cache,
             device=self.config.device,
             max_depth=self.config.path_depth,

@@ -137,6 +137,9 @@ class ServeConfig:
         max_batch: Most rows at once.
         kv_memory_bytes: For the KV pages of both models; None takes what a full batch of the longest rows needs, at most half of the free memory.
         max_queue: Most requests that wait for a row.
+        elastic: Whether the draft's room is lent to KV pages while speculation is off and pages are scarce.
+        tau_low: Fewer free pages than this share of all are scarce.
+        persist_steps: So many steps have to find them scarce, and speculation off, before the draft leaves.
     """
 
     policy: str = "nightjar"
@@ -144,12 +147,17 @@ class ServeConfig:
     max_batch: int = 32
     kv_memory_bytes: int | None = None
     max_queue: int = 256
+    elastic: bool = True
+    tau_low: float = 0.1
+    persist_steps: int = 8
 
     def __post_init__(self) -> None:
         _require(self.gamma_max >= 0, "gamma_max", self.gamma_max, "0 or above")
         _require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
         _require(self.kv_memory_bytes is None or self.kv_memory_bytes > 0, "kv_memory", self.kv_memory_bytes, "above 0 bytes")
         _require(self.max_queue >= 1, "max_queue", self.max_queue, "at least 1")
+        _require(0 < self.tau_low < 1, "tau_low", self.tau_low, "between 0 and 1")
+        _require(self.persist_steps >= 1, "persist_steps", self.persist_steps, "at least 1")
 
 
 def from_dict(kind: type[T], payload: dict[str, Any]) -> T:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from yggdrasil.bundle import LoadedPair
 from yggdrasil.config import GenerateConfig, ServeConfig
+from yggdrasil.layout import PAGE_LEN
 from yggdrasil.measure import plain_policy
 from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load
@@ -68,9 +69,7 @@ class Bench:
     def batcher(self, policy: GammaPolicy, *, num_pages: int | None = None, num_rows: int | None = None) -> Batcher:
         """A fresh batcher; fewer pages or rows make them scarce."""
         opened = self._opened
-        pool = PagePool(num_pages or opened.pool.num_pages, num_rows=num_rows or CONFIG.max_batch, max_indices=opened.max_context + CONFIG.gamma_max + 1)
-        opened.pool.table_BP.fill_(0)
-        pool.table_BP = opened.pool.table_BP[: len(pool.table_BP)]  # the graphs read this very table
+        pool = pool_over(opened, num_pages or opened.pool.num_pages, num_rows or CONFIG.max_batch)
         return Batcher(
             opened.target, opened.draft, pool, policy, tokenizer=opened.tokenizer, max_context=opened.max_context, gamma_max=CONFIG.gamma_max,
             eos_tokens=opened.eos_tokens,
@@ -80,6 +79,14 @@ class Bench:
         """What the engine writes for this request alone, without speculation."""
         config = replace(client.config, plain=True)
         return [token for result in self.pair.engine.generate(client.prompt, plain_policy(), config) for token in result.tokens]
+
+
+def pool_over(opened: Batcher, num_pages: int, num_rows: int) -> PagePool:
+    """An empty pool whose table the graphs of an opened batcher read."""
+    pool = PagePool(num_pages, num_rows=num_rows, max_indices=opened.pool.table_BP.shape[1] * PAGE_LEN)
+    opened.pool.table_BP.fill_(0)
+    pool.table_BP = opened.pool.table_BP[:num_rows]
+    return pool
 
 
 def run(batcher: Batcher, *, check: bool = True) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yggdrasil.errors import CapacityError
+from yggdrasil.serve.migration import migrate_, waves
 from yggdrasil.serve.pages import PagePool, pages_for
 
 TEXT = list(range(100, 180))  # five pages
@@ -125,3 +127,69 @@ def test_any_sequence_keeps_the_accounts(actions: list[tuple[str, int, int, int]
         pages.release_(row)
     assert pages.num_free == 9
     pages.check()
+
+
+def test_waves_move_a_page_only_after_its_place_was_read() -> None:
+    assert list(waves({7: 1, 8: 2}, spare=9)) == [{7: 1, 8: 2}]
+    assert list(waves({1: 2, 2: 3}, spare=9)) == [{2: 3}, {1: 2}]
+    assert list(waves({1: 2, 2: 1}, spare=9)) == [{1: 9}, {2: 1}, {9: 2}]
+    assert list(waves({}, spare=9)) == []
+
+
+@given(st.permutations(range(8)), st.permutations(range(8)), st.integers(0, 8))
+def test_any_mapping_of_pages_carries_every_page_once(old: list[int], new: list[int], count: int) -> None:
+    moves = dict(zip(old[:count], new[:count], strict=True))
+    storage = torch.arange(9.0)[:, None].repeat(1, 3)
+    migrate_(storage, moves, spare=8)
+    assert {to: int(storage[to, 0]) for to in moves.values()} == {to: origin for origin, to in moves.items()}
+    untouched = {*range(8)} - {*moves.values()}
+    assert all(int(storage[page, 0]) == page for page in untouched)
+
+
+def test_expansion_appends_pages_and_contraction_renames_what_rows_own() -> None:
+    pool = PagePool(4, num_rows=3, max_indices=200)
+    pool.extend_(0, 16 * 3)
+    pool.expand_(7)
+    assert (pool.num_pages, pool.num_free) == (7, 4)
+    pool.extend_(1, 16 * 3)  # pages 3, 4, 5
+    pool.release_(0)
+    pool.check()
+    assert pool.contract_(4) == {4: 2, 5: 1}  # the beginning of the text goes first; free pages in the order of the queue
+    assert pool.table_BP[1, :3].tolist() == [3, 2, 1]
+    assert (pool.num_pages, pool.num_free) == (4, 1)
+    pool.check()
+    with pytest.raises(CapacityError, match="2 needed, 1 free"):
+        pool.extend_(2, 32)
+
+
+def test_contraction_keeps_shared_prefixes_shared_and_findable() -> None:
+    tokens = list(range(50))
+    pool = PagePool(4, num_rows=3, max_indices=200)
+    pool.extend_(2, 64)
+    pool.expand_(9)
+    pool.extend_(0, 50)
+    pool.publish_(0, tokens, 50, 0)
+    assert pool.share_(1, tokens) == (48, 0)
+    pool.release_(2)
+    moves = pool.contract_(4)
+    pool.check()
+    assert sorted(moves) == [4, 5, 6, 7]
+    assert pool.table_BP[0, :3].tolist() == pool.table_BP[1, :3].tolist() == [moves[page] for page in (4, 5, 6)]
+    pool.release_(1)
+    assert pool.share_(1, tokens) == (48, 0)
+    pool.check()
+
+
+def test_contraction_overwrites_free_pages_without_a_text_first() -> None:
+    tokens = list(range(40))
+    pool = PagePool(4, num_rows=4, max_indices=200)
+    pool.extend_(0, 32)
+    pool.publish_(0, tokens, 32, 32)
+    pool.extend_(1, 32)
+    pool.expand_(6)
+    pool.extend_(2, 16)
+    pool.release_(0)
+    pool.release_(1)
+    assert pool.contract_(4) == {4: 3}  # not 1, which has been free for longer
+    assert pool.share_(3, tokens) == (32, 32)
+    pool.check()

@@ -48,6 +48,15 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--kv-memory", type=_num_bytes, metavar="SIZE", help="for KV pages, 512MiB for example (default: a full batch's, at most half of what is free)"
     )
+    parser.add_argument(
+        "--elastic",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.elastic,
+        help="let KV pages have the draft's memory while speculation is off and pages are scarce (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tau-low", type=float, default=defaults.tau_low, metavar="SHARE", help="with --elastic: fewer free pages are scarce (default: %(default)s)"
+    )
     parser.add_argument("--max-queue", type=int, default=defaults.max_queue, metavar="N", help="most waiting requests, then 429 (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one of them (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
@@ -62,7 +71,13 @@ def add_parser(verbs: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Serve until a signal."""
     config = ServeConfig(
-        policy=options.policy, gamma_max=options.gamma_max, max_batch=options.max_batch, kv_memory_bytes=options.kv_memory, max_queue=options.max_queue
+        policy=options.policy,
+        gamma_max=options.gamma_max,
+        max_batch=options.max_batch,
+        kv_memory_bytes=options.kv_memory,
+        max_queue=options.max_queue,
+        elastic=options.elastic,
+        tau_low=options.tau_low,
     )
     _check_installed()
     with _listening(options.host, options.port) as listener:  # before the seconds that loading takes

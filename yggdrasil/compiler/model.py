@@ -12,7 +12,6 @@ from torch import Tensor
 
 from yggdrasil.compiler.buckets import Menu
 from yggdrasil.compiler.graphs import LoadedGraph, ReplayedGraph
-from yggdrasil.compiler.weights import load_weights
 from yggdrasil.kv import KVStorage
 from yggdrasil.models.packing import empty_meta
 
@@ -31,8 +30,9 @@ class CompiledModel(Generic[Storage]):
     """Static graphs over one set of weights and one cache; see models/protocol.py for what the step uses.
 
     Args:
-        folder: With `tokens_*.pt2` and `weights.safetensors`.
+        folder: With `tokens_*.pt2`.
         menu: Sizes to load.
+        weights: Of the model, by name, on the device. Aliasing: graphs read these very tensors.
         cache: What the graphs write; any number of rows and pages.
         device: "cpu" or "cuda".
         max_depth: Longest tree path.
@@ -43,7 +43,9 @@ class CompiledModel(Generic[Storage]):
         ArtifactError: a file is missing or does not load.
     """
 
-    def __init__(self, folder: Path, menu: Menu, *, cache: Storage, device: str, max_depth: int, num_candidates: int, command: str) -> None:
+    def __init__(
+        self, folder: Path, menu: Menu, *, weights: dict[str, Tensor], cache: Storage, device: str, max_depth: int, num_candidates: int, command: str
+    ) -> None:
         self.menu = menu
         self.device = device
         self.max_depth = max_depth
@@ -52,7 +54,7 @@ class CompiledModel(Generic[Storage]):
         self.widest = menu.sizes[-2:][0]
         self.graph_ms = 0.0
         self.cache = cache
-        self.weights = load_weights(folder, device, command)
+        self.weights = weights
         constants = {**self.weights, **cache_constants(self.cache)}
         self._meta = {size: empty_meta(size, max_depth, device=device) for size in menu.sizes}
         loaded = {size: LoadedGraph(graph_path(folder, size), constants, command) for size in menu.sizes}
@@ -80,6 +82,5 @@ def cache_constants(cache: KVStorage) -> dict[str, Tensor]:
     """The cache under the names that models/forward.py gives its buffers."""
     constants = {"pages": cache.pages_BP}
     for layer in range(cache.shape.num_layers):
-        constants[f"key_{layer}"] = cache.storage_L2GTF[layer, 0]
-        constants[f"value_{layer}"] = cache.storage_L2GTF[layer, 1]
+        constants[f"key_{layer}"], constants[f"value_{layer}"] = cache.layer(layer)
     return constants

@@ -21,6 +21,7 @@ from yggdrasil.errors import CapacityError, ConfigError, YggError
 from yggdrasil.models.packing import Piece
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
+from yggdrasil.serve.elastic import ElasticMemory
 from yggdrasil.serve.pages import PagePool, pages_for
 from yggdrasil.serve.request import Event, FinishReason, Observer, Request, RequestReport, StepReport, TokenLogProb
 from yggdrasil.state import DecodeState, Row, cut
@@ -81,6 +82,7 @@ class Batcher:
         gamma_max: Greatest speculative length.
         eos_tokens: Tokens that end a text.
         observer: Told about steps and finished requests.
+        elastic: Lends the draft's room to the pool under load; None keeps the draft where it is.
 
     Attributes:
         trace: Milliseconds per stage since construction.
@@ -99,6 +101,7 @@ class Batcher:
         gamma_max: int,
         eos_tokens: Collection[int] = (),
         observer: Observer | None = None,
+        elastic: ElasticMemory | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
@@ -109,11 +112,13 @@ class Batcher:
         self.gamma_max = gamma_max
         self.eos_tokens = frozenset(eos_tokens)
         self.observer = observer or Observer()
+        self.elastic = elastic
         self.trace = Trace()
         self.gamma = 0
         self._waiting: deque[Ticket] = deque()
         self._running: list[Ticket] = []  # in the order of admission
         self._free_rows = list(reversed(range(len(pool.table_BP))))
+        self._lasting_pages = pool.num_pages  # those that are only lent cannot be promised
         self._turned_away: tuple[Ticket, int] | None = None  # and the free pages then: nothing to look up again before one more is free
 
     @property
@@ -135,8 +140,8 @@ class Batcher:
         if outside := [token for token in request.prompt if not 0 <= token < self.tokenizer.num_tokens]:
             raise ConfigError("prompt", outside[0], f"tokens from 0 to {self.tokenizer.num_tokens - 1}")
         needed = pages_for(len(request.prompt) + limit)
-        if needed > self.pool.num_pages:
-            raise CapacityError("KV pages", needed, self.pool.num_pages, "ask for fewer tokens or serve with a larger --kv-memory")
+        if needed > self._lasting_pages:
+            raise CapacityError("KV pages", needed, self._lasting_pages, "ask for fewer tokens or serve with a larger --kv-memory")
         state = DecodeState(list(request.prompt), request.config.sampling)
         speculation = 0 if request.config.plain else request.speculation
         return Ticket(request, state, TextStream(self.tokenizer, request.config.stop), limit, speculation)
@@ -176,8 +181,12 @@ class Batcher:
         Cost: as the engine's step; drafting and verification are one sequence of graphs for all rows.
         Source: Nightjar section 3.1 over the stages of Yggdrasil section 5.1.
         """
+        if self.elastic is not None:
+            self.elastic.advance_(gamma=self.gamma, num_waiting=len(self._waiting))
         self._admit_()
         if not self._running:
+            if self.elastic is not None:
+                self.elastic.settle_()
             return None
         start, stage, before = time.perf_counter(), self.trace.stage, dict(self.trace.total_ms)
         decoding = self._reserve_()
@@ -246,9 +255,10 @@ class Batcher:
         ticket.row = None
 
     def _load(self, decoding: Sequence[Ticket]) -> Load:
-        """What the policy may choose from: lengths that the greatest graph and the free pages hold."""
+        """What the policy may choose from: lengths that the greatest graph and the free pages hold, and none while the draft is away."""
         batch_size, chunk = max(1, len(decoding)), self.target.prefill_chunk
-        most = max(0, min(self.gamma_max, (chunk - chunk // PROMPT_SHARE) // batch_size - 1))
+        is_draft_in = self.elastic is None or self.elastic.is_draft_in
+        most = max(0, min(self.gamma_max, (chunk - chunk // PROMPT_SHARE) // batch_size - 1)) if is_draft_in else 0
         while most and sum(self.pool.num_missing(ticket.running.row, len(ticket.state.tokens) + most) for ticket in decoding) > self.pool.num_free:
             most -= 1
         return Load(batch_size, most, self.gamma, max((ticket.running.lag for ticket in decoding), default=0))
@@ -382,6 +392,7 @@ class Batcher:
             waiting=len(self._waiting),
             free_pages=self.pool.num_free,
             num_pages=self.pool.num_pages,
+            is_draft_in=self.elastic is None or self.elastic.is_draft_in,
         )
         self.observer.on_step(report)
         return report

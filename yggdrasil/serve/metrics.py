@@ -140,6 +140,7 @@ class Metrics(Observer):
         self._running = Gauge("ygg_running_requests", "Rows of the batch", registry=registry)
         self._waiting = Gauge("ygg_waiting_requests", "Queued requests", registry=registry)
         self._pages = Gauge("ygg_kv_pages", "KV pages by state", ["state"], registry=registry)
+        self._draft_in = Gauge("ygg_draft_in_memory", "1 while the draft's weights are in memory, 0 while KV pages have their room", registry=registry)
 
     def _observe_time(self, report: StepReport) -> None:
         host_ms = max(0.0, report.total_ms - report.draft_ms - report.verify_ms)
@@ -153,6 +154,7 @@ class Metrics(Observer):
         self._waiting.set(report.waiting)
         self._pages.labels("free").set(report.free_pages)
         self._pages.labels("used").set(report.num_pages - report.free_pages)
+        self._draft_in.set(report.is_draft_in)
 
     def _observe_rows(self, report: StepReport, accepted: Sequence[int]) -> None:
         batch_size = report.batch_size

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import NamedTuple
 
 import torch
 
 from yggdrasil.bundle import Bundle, load_bundle, load_measurements
+from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import ServeConfig
 from yggdrasil.errors import ConfigError
+from yggdrasil.kv import KVStorage
+from yggdrasil.layout import PAGE_LEN
 from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
 from yggdrasil.policy.gamma.prior import predicted_goodput
 from yggdrasil.serve.batcher import Batcher
+from yggdrasil.serve.elastic import ElasticMemory
 from yggdrasil.serve.pages import PagePool, pages_for
 from yggdrasil.serve.request import Observer
+from yggdrasil.serve.room import DraftRoom, room_bytes
 from yggdrasil.serve.service import Service
 from yggdrasil.tokenizer import Tokenizer
 
@@ -62,10 +68,38 @@ def open_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
     chunk = bundle.config.prefill_chunk
     if config.max_batch > chunk // 2:
         raise ConfigError("max_batch", config.max_batch, f"at most {chunk // 2}, half of the pair's greatest graph")
-    pool = PagePool(_num_pages(bundle, config), num_rows=config.max_batch, max_indices=bundle.max_context + config.gamma_max + 1, device=bundle.config.device)
-    target, draft = bundle.load_batch_models(pool.table_BP, pool.num_pages)
-    policy = gamma_policy(config.policy, policy_parts(bundle, config))
-    return Batcher(target, draft, pool, policy, tokenizer=tokenizer, max_context=bundle.max_context, gamma_max=config.gamma_max, eos_tokens=bundle.eos_tokens)
+    if config.gamma_max >= bundle.config.max_nodes:
+        raise ConfigError("gamma_max", config.gamma_max, f"below {bundle.config.max_nodes}, the room that the pair was compiled with for drafts")
+    # As many pages a row as a single request's cache has: graphs on CUDA know this width.
+    pool = PagePool(_num_pages(bundle, config), num_rows=config.max_batch, max_indices=bundle.kv_target.capacity, device=bundle.config.device)
+    target, draft, elastic = _load_models(bundle, pool, config)
+    return Batcher(
+        target,
+        draft,
+        pool,
+        gamma_policy(config.policy, policy_parts(bundle, config)),
+        tokenizer=tokenizer,
+        max_context=bundle.max_context,
+        gamma_max=config.gamma_max,
+        eos_tokens=bundle.eos_tokens,
+        elastic=elastic,
+    )
+
+
+def _load_models(bundle: Bundle, pool: PagePool, config: ServeConfig) -> tuple[CompiledModel[KVStorage], CompiledModel[KVStorage], ElasticMemory | None]:
+    """Both models over one pool; where memory is elastic, the target's storage reaches over the room of the draft's weights."""
+    device = bundle.config.device
+    host_weights = bundle.load_draft_weights("cpu")
+    page_bytes = PAGE_LEN * bundle.kv_target.token_bytes(bundle.dtype)
+    room_pages = -(-room_bytes(host_weights) // page_bytes) if config.elastic else 0
+    target = bundle.paged_storage(bundle.kv_target, pool.table_BP, pool.num_pages + room_pages)
+    draft = bundle.paged_storage(bundle.kv_draft, pool.table_BP, pool.num_pages)
+    if not config.elastic:
+        return bundle.load_target(target), bundle.load_draft(draft, bundle.load_draft_weights(device)), None
+    room = DraftRoom(host_weights, target.bytes_from(pool.num_pages))
+    low_pages = math.ceil(config.tau_low * pool.num_pages)
+    elastic = ElasticMemory(pool, target, room, low_pages=low_pages, persist_steps=config.persist_steps)
+    return bundle.load_target(target), bundle.load_draft(draft, room.weights), elastic
 
 
 def policy_parts(bundle: Bundle, config: ServeConfig) -> PolicyParts:

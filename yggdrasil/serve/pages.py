@@ -6,7 +6,8 @@ row 1   [ 4 | 9 ]
 free    3, 8, 5 ...            oldest first; a freed page keeps its text until it is taken, so a later prompt may still find it
 ```
 
-A page id names the same slots in the target's storage and in the draft's.
+A page id names the same slots in the target's storage and in the draft's. Pages that the pool is lent for a while are the target's
+alone: the draft is away then.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class PagePool:
     """The page table of a batch and its free queue.
 
     Args:
-        num_pages: Pages in all.
+        num_pages: Pages in all, until the pool expands.
         num_rows: Most rows at once.
         max_indices: Longest row.
         device: Where the table lies.
@@ -118,6 +119,42 @@ class PagePool:
                 self._free[page] = None
         self._pages[row], self._digests[row] = [], []
 
+    def expand_(self, num_pages: int) -> None:
+        """Pages up to `num_pages` join the free queue behind the others. Source: Nightjar section 5.2."""
+        new = range(self.num_pages, num_pages)
+        self._owners += [0] * len(new)
+        self._digest_of += [None] * len(new)
+        self._has_draft += [False] * len(new)
+        self._free.update(dict.fromkeys(new))
+        self.num_pages = num_pages
+
+    def contract_(self, num_pages: int) -> dict[int, int]:
+        """Give the pages from `num_pages` on back; those that rows own are renamed, in tables, counts and texts at once.
+
+        Returns:
+            Old id to new, beginnings of texts first: whose data the caller has to move before anything reads a page.
+
+        Raises:
+            CapacityError: rows own more pages than are left; nothing has changed.
+
+        Source: Nightjar section 5.3, steps 1 to 3 and 5. Of predecessor links the tables are the only record here: a page stands at the
+        same place in every row that shares it, so the order of places is the topological order.
+        """
+        moves = self._migration(num_pages)
+        for old, new in moves.items():
+            self._rename(old, new)
+        for row, pages in enumerate(self._pages):
+            renamed = [moves.get(page, page) for page in pages]
+            if renamed != pages:
+                self._pages[row] = renamed
+                self.table_BP[row, : len(renamed)] = torch.tensor(renamed, dtype=torch.int32)
+        for page in range(num_pages, self.num_pages):
+            self._forget(page)
+            self._free.pop(page, None)
+        del self._owners[num_pages:], self._digest_of[num_pages:], self._has_draft[num_pages:]
+        self.num_pages = num_pages
+        return moves
+
     def flush_(self) -> None:
         """Forget the text of free pages: the next prompt is computed, whatever was served before."""
         for page in self._free:
@@ -136,6 +173,22 @@ class PagePool:
         assert len(used) + len(self._free) == self.num_pages, f"{len(used)} used and {len(self._free)} free of {self.num_pages} pages"
         assert not self._free.keys() & set(used), "pages that are free and used"
         assert all(self._digest_of[page] == digest for digest, page in self._page_of.items()), "a text that its page no longer holds"
+
+    def _migration(self, num_pages: int) -> dict[int, int]:
+        depth = max(map(len, self._pages), default=0)
+        evicted = dict.fromkeys(pages[place] for place in range(depth) for pages in self._pages if place < len(pages) and pages[place] >= num_pages)
+        free = sorted((page for page in self._free if page < num_pages), key=lambda page: self._digest_of[page] is not None)  # texts worth finding last
+        if len(evicted) > len(free):
+            raise CapacityError("KV pages to contract into", len(evicted), len(free), "contract when requests have finished")
+        return dict(zip(evicted, free, strict=False))
+
+    def _rename(self, old: int, new: int) -> None:
+        self._forget(new)
+        self._free.pop(new)
+        self._owners[new], self._owners[old] = self._owners[old], 0
+        digest = self._digest_of[old]
+        if digest is not None:
+            self._page_of[digest], self._digest_of[new], self._digest_of[old] = new, digest, None
 
     def _own(self, row: int, page: int) -> None:
         self._free.pop(page, None)

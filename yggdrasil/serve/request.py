@@ -115,7 +115,8 @@ class StepReport:
         running: Rows after the step.
         waiting: Queued requests after it.
         free_pages: KV pages in the free queue after it.
-        num_pages: KV pages in all.
+        num_pages: KV pages in all; more while the draft's room is lent to them.
+        is_draft_in: Whether the draft's weights are in memory.
     """
 
     gamma: int
@@ -131,6 +132,7 @@ class StepReport:
     waiting: int
     free_pages: int
     num_pages: int
+    is_draft_in: bool = True
 
     @property
     def batch_size(self) -> int:

@@ -137,6 +137,7 @@ class Service(Observer):
             "gamma_max": batcher.gamma_max,
             "free_pages": batcher.pool.num_free,
             "num_pages": batcher.pool.num_pages,
+            "draft_in_memory": batcher.elastic is None or batcher.elastic.is_draft_in,
             "stages_ms": dict(batcher.trace.total_ms),
         }
 

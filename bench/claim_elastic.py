@@ -1,0 +1,280 @@
+"""Does lending the draft's room to KV pages raise throughput where pages bind, and cost nothing where they do not?
+
+A target of real size with a draft of a seventeenth of it, both function-preserving inflations, one batcher in this process, and a budget of KV pages that
+binds before the batch is full. Text is sampled on a kind that the models were not trained on, so that speculation stops paying in large batches.
+
+- Rates (paper: Fig. 13): Poisson arrivals at fractions of what the budget was measured to bear without speculation and without the room; Nightjar with
+  elastic memory and without, one after another on the same arrivals, there and back again.
+- Threshold (paper: Fig. 14): the same at the greatest rate over tau_low.
+- Operations (paper: Table 6): expansion, contraction with every lent page in use, the reload's dispatch, and the time until the draft is whole.
+
+Refuted if at the greatest rate throughput with elastic memory is below 1.05 times that without, if at the smallest it is more than 1 % below, or if
+the texts differ.
+
+Run with `python -m bench.claim_elastic [--seconds 12] [--rounds 2] [--json]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from statistics import mean, median
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from bench.claim import Say
+from bench.harness import TextMismatchError, environment, save_result
+from bench.pair import bench_target, compiled_pair
+from bench.serving import Arrival, Replay, poisson, replay
+from bench.subject import MIN_PARAMETERS
+from bench.workloads import WORKLOADS
+from yggdrasil.bundle import bundled_models
+from yggdrasil.config import SamplingConfig, ServeConfig
+from yggdrasil.layout import PAGE_LEN
+from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
+from yggdrasil.serve.batcher import Batcher
+from yggdrasil.serve.elastic import ElasticMemory
+from yggdrasil.serve.opening import open_batcher, policy_parts
+
+CLAIM = "elastic"
+PAIR_NAME = "tinystories-scaled-both"
+MIN_DRAFT_PARAMETERS = 15_000_000
+FRACTIONS = (0.3, 0.8, 1.2, 1.6)
+SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
+OUTPUT_TOKENS = (64, 192)
+MAX_BATCH, GAMMA_MAX = 48, 4
+BASE_PAGES = 256
+BURST = 64
+OPERATIONS = 20
+SAMPLING = SamplingConfig(temperature=1.0)
+ARMS = ("elastic", "static")
+
+
+class Stand:
+    """A batcher with elastic memory over a pair, prompts, and what it bears without either."""
+
+    def __init__(self, options: argparse.Namespace, say: Say) -> None:
+        target_source, draft_source = (folder.resolve() for folder in bundled_models())
+        self.target, self.draft = bench_target(target_source, options.target_parameters), bench_target(draft_source, options.draft_parameters)
+        pair = compiled_pair(self.target.folder, self.draft.folder, name=PAIR_NAME, remeasure=options.remeasure)
+        workload = WORKLOADS["wiki"]
+        self.texts = [pair.tokenizer.encode(text) for text in (*workload.test_texts, *workload.validation_texts)]
+        bundle = pair.bundle
+        del pair
+        config = ServeConfig(policy="off", gamma_max=GAMMA_MAX, max_batch=MAX_BATCH, kv_memory_bytes=options.pages * bundle.page_bytes)
+        self.batcher: Batcher = open_batcher(bundle, config)
+        self.parts: PolicyParts = policy_parts(bundle, config)
+        assert self.batcher.elastic is not None
+        self.elastic: ElasticMemory = self.batcher.elastic
+        burst = self.arrivals(rate=1000.0, seconds=1.0, seed=7)[:BURST]
+        self.run("static", "fixed-2", burst[:8])  # a warm-up
+        self.capacity = _sustained(self.run("static", "off", burst))
+        say(
+            f"{self.elastic.base_pages} pages and {self.elastic.room_pages} in the draft's room; "
+            f"without speculation and without the room {self.capacity:.2f} requests/s"
+        )
+
+    def arrivals(self, *, rate: float, seconds: float, seed: int) -> list[Arrival]:
+        return poisson(self.texts, rate=rate, seconds=seconds, seed=seed, output_tokens=OUTPUT_TOKENS)
+
+    def run(self, arm: str, policy: str, arrivals: Sequence[Arrival], *, share: float = ServeConfig().tau_low, seed: int = 0) -> Replay:
+        """One arm over some arrivals; the draft is in when it begins and when it ends."""
+        self.batcher.elastic = self.elastic if arm == "elastic" else None
+        self.elastic.low_pages = round(share * self.elastic.base_pages)
+        parts = PolicyParts(self.parts.gamma_max, self.parts.max_batch, self.parts.prior, self.parts.switching_cost, seed)
+        done = replay(self.batcher, gamma_policy(policy, parts), arrivals, sampling=SAMPLING)
+        assert self.batcher.step() is None
+        assert self.elastic.is_draft_in
+        return done
+
+
+def _sustained(full: Replay) -> float:
+    """Requests a second of a batch that was full: of a burst, the first three quarters to finish."""
+    ends = sorted(at_s for at_s, report in full.steps for _ in range(len(report.emitted)))
+    tokens, requests = len(ends), len(full.texts)
+    enough = ends[int(0.75 * tokens)]
+    return 0.75 * requests / enough
+
+
+def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
+    """Both arms at every rate, in turn."""
+    rows = []
+    for index, fraction in enumerate(FRACTIONS):
+        arrivals = stand.arrivals(rate=fraction * stand.capacity, seconds=options.seconds, seed=index)
+        rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+        for turn in range(options.rounds):
+            runs = {arm: stand.run(arm, "nightjar", arrivals, seed=turn) for arm in (ARMS if turn % 2 == 0 else reversed(ARMS))}
+            same_texts(runs)
+            for arm, run in runs.items():
+                rounds[arm].append(figures(run))
+        for arm in ARMS:
+            rows.append({"fraction": fraction, "rate": round(fraction * stand.capacity, 3), "arm": arm, "rounds": rounds[arm]})
+            say(line(f"{fraction:g} of capacity, {arm}", rounds[arm]))
+    return rows
+
+
+def measure_thresholds(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
+    """The greatest rate over tau_low, in turn."""
+    arrivals = stand.arrivals(rate=FRACTIONS[-1] * stand.capacity, seconds=options.seconds, seed=len(FRACTIONS) - 1)
+    rounds: dict[float, list[dict[str, Any]]] = {share: [] for share in SHARES}
+    for turn in range(options.rounds):
+        for share in SHARES if turn % 2 == 0 else reversed(SHARES):
+            rounds[share].append(figures(stand.run("elastic", "nightjar", arrivals, share=share, seed=turn)))
+    for share in SHARES:
+        say(line(f"tau_low {share:g}", rounds[share]))
+    return [{"tau_low": share, "rounds": rounds[share]} for share in SHARES]
+
+
+def figures(run: Replay) -> dict[str, Any]:
+    """The figures of a run, and how much of it the draft was away."""
+    away = mean(not report.is_draft_in for _, report in run.steps)
+    off = mean(report.gamma == 0 for _, report in run.steps if report.batch_size)
+    return {**run.to_json(), "away_share": round(away, 4), "gamma_0_share": round(off, 4)}
+
+
+def same_texts(runs: Mapping[str, Replay]) -> None:
+    """Raises TextMismatchError unless all arms wrote the same."""
+    (reference, first), *others = runs.items()
+    for name, run in others:
+        if run.texts != first.texts:
+            raise TextMismatchError(f"{name} wrote other texts than {reference}: no speed is reported")
+
+
+def measure_operations(stand: Stand, say: Say) -> dict[str, Any]:
+    """What a change of tenant costs with every lent page in use, over and over, on an otherwise empty pool."""
+    elastic, pool = stand.elastic, stand.elastic.pool
+    page_bytes = PAGE_LEN * stand.elastic.target.shape.token_bytes(stand.elastic.target.storage_PL2GSF.dtype)
+    times: dict[str, list[float]] = {"expand": [], "contract": [], "dispatch reload": [], "reload": []}
+    longest = pool.table_BP.shape[1]
+    for _ in range(OPERATIONS):
+        before = dict(elastic.trace.total_ms)
+        elastic.expand_()
+        rows = _take(pool, elastic.base_pages, longest, 0)
+        lent = _take(pool, elastic.room_pages, longest, rows)
+        for row in range(rows):
+            pool.release_(row)
+        elastic.contract_()
+        _synchronize(elastic)
+        start = time.perf_counter()
+        elastic.settle_()
+        times["reload"].append((time.perf_counter() - start) * 1e3)
+        for row in range(rows, lent):
+            pool.release_(row)
+        for name in ("expand", "contract", "dispatch reload"):
+            times[name].append(elastic.trace.total_ms[name] - before.get(name, 0.0))
+    pool.flush_()
+    medians = {name.replace(" ", "_") + "_ms": round(median(values), 4) for name, values in times.items()}
+    moved = elastic.room_pages * page_bytes
+    result = {
+        **medians,
+        "lent_share": round(elastic.room_pages / (elastic.base_pages + elastic.room_pages), 3),
+        "moved_bytes": moved,
+        "contract_gb_per_s": round(moved / medians["contract_ms"] / 1e6, 2),
+        "draft_bytes": elastic.room.num_bytes,
+        "reload_gb_per_s": round(elastic.room.num_bytes / max(1e-6, medians["reload_ms"]) / 1e6, 2),
+    }
+    say(", ".join(f"{name} {value}" for name, value in result.items()))
+    return result
+
+
+def _take(pool: Any, pages: int, longest: int, row: int) -> int:
+    """Give rows from `row` on so many pages; returns the first row after them."""
+    while pages:
+        count = min(pages, longest)
+        pool.extend_(row, count * PAGE_LEN)
+        pages, row = pages - count, row + 1
+    return row
+
+
+def _synchronize(elastic: ElasticMemory) -> None:
+    if elastic.target.storage_PL2GSF.is_cuda:
+        torch.cuda.current_stream().synchronize()
+
+
+def line(name: str, rounds: Sequence[Mapping[str, Any]]) -> str:
+    """One row for a person."""
+    first = rounds[0]
+    return (
+        f"{name:<24} {mean(run['tok_per_s'] for run in rounds):>7.1f} tok/s  latency {mean(run['latency_ms']['mean'] for run in rounds) / 1e3:>6.2f} s  "
+        f"B {first['mean_batch']:>5.1f}  gamma {first['mean_gamma']:.2f}  draft away {first['away_share']:.0%}  preemptions {first['preemptions']}"
+    )
+
+
+def verdict(rates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Throughput with elastic memory over that without, by rate: the mean of the turns, and of every turn."""
+    found = {}
+    for fraction in FRACTIONS:
+        ours, theirs = ([run["tok_per_s"] for run in row["rounds"]] for arm in ARMS for row in rates if row["fraction"] == fraction and row["arm"] == arm)
+        found[str(fraction)] = {
+            "throughput_over_static": round(mean(ours) / mean(theirs), 4),
+            "turns": [round(one / other, 4) for one, other in zip(ours, theirs, strict=True)],
+        }
+    return found
+
+
+def draw(result: Mapping[str, Any]) -> Figure:
+    """Throughput by rate and by threshold; the operations."""
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    for arm in ARMS:
+        rows = [row for row in result["rates"] if row["arm"] == arm]
+        left.plot([row["rate"] for row in rows], [mean(run["tok_per_s"] for run in row["rounds"]) for row in rows], "o-", label=arm)
+    left.set(xlabel="requests/s", ylabel="tokens/s", title="throughput by rate (paper: Fig. 13)")
+    left.legend()
+    rows = result["thresholds"]
+    middle.plot([row["tau_low"] for row in rows], [mean(run["tok_per_s"] for run in row["rounds"]) for row in rows], "o-")
+    middle.set(xlabel="tau_low, share of the pages", ylabel="tokens/s", title="sensitivity to tau_low (paper: Fig. 14)")
+    names = ("expand_ms", "contract_ms", "dispatch_reload_ms", "reload_ms")
+    right.bar_label(right.bar(names, [result["operations"][name] for name in names]), fmt="%.3g", fontsize=8)
+    right.set(yscale="log", ylabel="ms", title="operations (paper: Table 6)")
+    right.tick_params(axis="x", rotation=20)
+    return figure
+
+
+def main() -> None:
+    """Measure, report, save."""
+    parser = argparse.ArgumentParser(prog="bench.claim_elastic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=12.0, help="arrivals at every rate (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of all arms (default: %(default)s)")
+    parser.add_argument("--pages", type=int, default=BASE_PAGES, help="KV pages of the budget, without the draft's room (default: %(default)s)")
+    parser.add_argument("--target-parameters", type=int, default=MIN_PARAMETERS, metavar="N", help="inflate the target to so many (default: %(default)s)")
+    parser.add_argument("--draft-parameters", type=int, default=MIN_DRAFT_PARAMETERS, metavar="N", help="inflate the draft to so many (default: %(default)s)")
+    parser.add_argument("--remeasure", action="store_true", help="profile and calibrate the compiled pair again")
+    parser.add_argument("--quick", action="store_true", help="a rehearsal of seconds, kept out of bench/results")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON document on the last line of standard output")
+    options = parser.parse_args()
+    if options.quick:
+        options.seconds, options.rounds = 3.0, 1
+    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    stand = Stand(options, say)
+    operations = measure_operations(stand, say)
+    rates = measure_rates(stand, options, say)
+    result = {
+        "claim": CLAIM,
+        "settings": {name: value for name, value in vars(options).items() if name != "json"},
+        "environment": environment(),
+        "target": stand.target.to_json(),
+        "draft": stand.draft.to_json(),
+        "base_pages": stand.elastic.base_pages,
+        "room_pages": stand.elastic.room_pages,
+        "capacity_requests_per_s": round(stand.capacity, 3),
+        "rates": rates,
+        "thresholds": measure_thresholds(stand, options, say),
+        "operations": operations,
+        "verdict": verdict(rates),
+    }
+    path = save_result(CLAIM, result, rehearsal=options.quick)
+    draw(result).savefig(path.with_suffix(".png"), dpi=110)
+    say(json.dumps(result["verdict"], indent=1))
+    if options.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Elastic memory: whenever the draft's room changes hands, every text stays what it is and no page and no byte gets lost."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import pytest
+import torch
+from batches import Client, Schedule, pool_over, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from yggdrasil.bundle import LoadedPair
+from yggdrasil.config import GenerateConfig, SamplingConfig, ServeConfig
+from yggdrasil.errors import CapacityError
+from yggdrasil.measure import plain_policy
+from yggdrasil.policy.gamma.protocol import GammaPolicy
+from yggdrasil.serve.batcher import Batcher
+from yggdrasil.serve.elastic import ElasticMemory
+from yggdrasil.serve.opening import open_batcher
+from yggdrasil.serve.room import DraftRoom, Tenant, room_bytes
+
+TEXT = "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. One day Tom saw a small owl near the river. " * 3
+NUM_ROWS, NUM_PAGES, LOW_PAGES = 4, 14, 3
+
+
+def digest(room: DraftRoom) -> str:
+    """Of every weight in the room."""
+    found = blake2b()
+    for name in sorted(room.weights):
+        found.update(room.weights[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+class Stand:
+    """One set of graphs over elastic memory; each test gets an empty pool of a few pages, whose room begins right behind."""
+
+    def __init__(self, pair: LoadedPair) -> None:
+        self.pair = pair
+        self.page_bytes = pair.bundle.page_bytes
+        self.opened = open_batcher(pair.bundle, ServeConfig(policy="off", gamma_max=4, max_batch=NUM_ROWS, kv_memory_bytes=NUM_PAGES * self.page_bytes))
+        assert self.opened.elastic is not None
+        self.elastic = self.opened.elastic
+        self.prompt = pair.tokenizer.encode(TEXT)
+        self._expected: dict[tuple[int, int, int, int | None], list[int]] = {}
+
+    def batcher(self, policy: GammaPolicy, *, persist_steps: int = 2) -> Batcher:
+        opened, room = self.opened, self.elastic.room
+        if room.tenant is Tenant.PAGES:
+            room.begin_return_()
+        room.finish_()
+        for page in range(NUM_PAGES):
+            self.elastic.target.storage_PL2GSF[page] = float("nan")  # nothing that is not written anew may be read
+        pool = pool_over(opened, NUM_PAGES, NUM_ROWS)
+        elastic = ElasticMemory(pool, self.elastic.target, room, low_pages=LOW_PAGES, persist_steps=persist_steps)
+        return Batcher(
+            opened.target, opened.draft, pool, policy, tokenizer=opened.tokenizer, max_context=opened.max_context, gamma_max=4, eos_tokens=opened.eos_tokens,
+            elastic=elastic,
+        )  # fmt: skip
+
+    def client(self, length: int, num_tokens: int, *, start: int = 0, seed: int | None = None) -> Client:
+        sampling = SamplingConfig() if seed is None else SamplingConfig(temperature=0.8, top_p=0.9, seed=seed)
+        return Client(self.prompt[start : start + length], GenerateConfig(max_new_tokens=num_tokens, sampling=sampling, ignore_eos=True))
+
+    def expected(self, length: int, num_tokens: int, *, start: int = 0, seed: int | None = None) -> list[int]:
+        """What the engine writes alone, without speculation."""
+        key = length, num_tokens, start, seed
+        if key not in self._expected:
+            client = self.client(length, num_tokens, start=start, seed=seed)
+            steps = self.pair.engine.generate(client.prompt, plain_policy(), client.config)
+            self._expected[key] = [token for result in steps for token in result.tokens]
+        return self._expected[key]
+
+
+@pytest.fixture(scope="module")
+def stand(tiny: LoadedPair) -> Stand:
+    return Stand(tiny)
+
+
+def elastic_of(batcher: Batcher) -> ElasticMemory:
+    assert batcher.elastic is not None
+    return batcher.elastic
+
+
+def test_the_room_is_the_tail_of_the_pool_s_own_memory(stand: Stand) -> None:
+    storage, room = stand.elastic.target.storage_PL2GSF, stand.elastic.room
+    begin, end = storage[NUM_PAGES].data_ptr(), storage.data_ptr() + storage.nbytes
+    assert stand.elastic.room_pages >= 1
+    assert all(begin <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= end for tensor in room.weights.values())
+    assert room.num_bytes == room_bytes(room.weights) <= end - begin < room.num_bytes + storage[0].nbytes
+
+
+def test_expansion_waits_for_lasting_scarcity_without_speculation(stand: Stand) -> None:
+    elastic = elastic_of(stand.batcher(Schedule([0]), persist_steps=3))
+    elastic.pool.extend_(0, 16 * (NUM_PAGES - LOW_PAGES + 1))  # two pages are free, three are tau_low
+    for gamma, is_in in ((0, True), (0, True), (1, True), (0, True), (0, True), (0, False)):  # a step with speculation begins the count anew
+        elastic.advance_(gamma=gamma, num_waiting=5)
+        assert elastic.is_draft_in == is_in
+    assert elastic.pool.num_pages == NUM_PAGES + elastic.room_pages
+    assert elastic.pool.num_free == 2 + elastic.room_pages
+
+
+def test_contraction_waits_for_an_empty_queue_and_free_pages(stand: Stand) -> None:
+    elastic = elastic_of(stand.batcher(Schedule([0])))
+    elastic.expand_()
+    pages = NUM_PAGES - LOW_PAGES
+    elastic.pool.extend_(0, 16 * pages)
+    elastic.advance_(gamma=0, num_waiting=0)
+    assert elastic.room.tenant is Tenant.PAGES  # exactly S_draft + tau_low are free: not more
+    elastic.pool.release_(0)
+    elastic.pool.extend_(0, 16 * (pages - 1))
+    elastic.advance_(gamma=0, num_waiting=1)
+    assert elastic.room.tenant is Tenant.PAGES
+    elastic.advance_(gamma=0, num_waiting=0)
+    assert elastic.room.tenant is Tenant.RETURNING
+    assert elastic.pool.num_pages == NUM_PAGES
+    elastic.settle_()
+    assert elastic.is_draft_in
+
+
+def test_a_contraction_that_does_not_fit_changes_nothing(stand: Stand) -> None:
+    elastic = elastic_of(stand.batcher(Schedule([0])))
+    elastic.expand_()
+    elastic.pool.extend_(0, 16 * (NUM_PAGES + 1))
+    table = elastic.pool.table_BP.clone()
+    with pytest.raises(CapacityError, match="1 needed, 0 free"):
+        elastic.contract_()
+    assert torch.equal(elastic.pool.table_BP, table)
+    assert elastic.pool.num_pages == NUM_PAGES + elastic.room_pages
+    assert elastic.room.tenant is Tenant.PAGES
+    elastic.pool.check()
+
+
+def test_the_draft_comes_back_whole_and_in_chunks(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    from yggdrasil.serve import room as room_module
+
+    monkeypatch.setitem(room_module.CHUNK_BYTES, "cpu", 5000)
+    weights = stand.pair.bundle.load_draft_weights("cpu")
+    memory = torch.zeros(room_bytes(weights) + 64, dtype=torch.uint8)
+    room = DraftRoom(weights, memory[-memory.data_ptr() % 64 :])
+    whole = digest(room)
+    assert all(torch.equal(room.weights[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in weights.items() if tensor.dim())
+    room.leave_()
+    memory.fill_(0xFF)
+    room.begin_return_()
+    steps = 0
+    while room.tenant is Tenant.RETURNING:
+        assert digest(room) != whole
+        room.advance_()
+        steps += 1
+    assert steps >= room.num_bytes // 5000
+    assert digest(room) == whole
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_draft_comes_back_over_a_stream_of_its_own_behind_what_was_launched(tiny: LoadedPair) -> None:
+    weights = tiny.bundle.load_draft_weights("cpu")
+    room = DraftRoom(weights, torch.zeros(room_bytes(weights), dtype=torch.uint8, device="cuda"))
+    room.leave_()
+    for tensor in room.weights.values():
+        tensor.zero_()  # the pages' last writes
+    room.begin_return_()
+    room.finish_()
+    assert all(torch.equal(room.weights[name].cpu(), tensor) for name, tensor in weights.items())
+
+
+def test_speculation_stops_while_the_draft_is_away_and_goes_on_after(stand: Stand) -> None:
+    """Scarce pages and gamma = 0 lend the room by themselves; the queue empties, and the draft is back with its old guesses."""
+    batcher = stand.batcher(Schedule([0] * 12 + [3]))
+    elastic, whole = elastic_of(batcher), digest(stand.elastic.room)
+    sizes = ((40, 40), (30, 60), (50, 25), (20, 90))
+    clients = [stand.client(*size, start=7 * index) for index, size in enumerate(sizes)]
+    for each in clients:
+        batcher.submit(batcher.ticket(each.request()))
+    seen = set()
+    while (report := batcher.step()) is not None:
+        batcher.check()
+        tenant = elastic.room.tenant
+        seen.add((tenant, any(report.drafted)))
+        assert report.is_draft_in == (tenant is Tenant.DRAFT)
+        assert report.num_pages == NUM_PAGES + (elastic.room_pages if tenant is Tenant.PAGES else 0)
+    assert {(Tenant.PAGES, False), (Tenant.DRAFT, True)} <= seen
+    assert not {(Tenant.PAGES, True), (Tenant.RETURNING, True)} & seen
+    assert elastic.trace.count == {"expand": 1, "contract": 1, "dispatch reload": 1}
+    assert digest(elastic.room) == whole
+    for index, (each, size) in enumerate(zip(clients, sizes, strict=True)):
+        assert each.tokens == stand.expected(*size, start=7 * index)
+
+
+def test_pages_in_the_room_are_carried_below_it_with_their_text(stand: Stand) -> None:
+    """A prompt that lies in lent pages is shared, moved and shared again; its rows never notice."""
+    batcher = stand.batcher(Schedule([0]), persist_steps=10**6)
+    elastic = elastic_of(batcher)
+    first, second, third = (stand.client(70, 8, start=3), stand.client(70, 20, start=3), stand.client(70, 4, start=3))
+    elastic.expand_()
+    elastic.pool.extend_(3, 16 * NUM_PAGES)  # whatever comes now lies in the room
+    batcher.submit(batcher.ticket(first.request()))
+    while not first.tokens:
+        batcher.step()
+    batcher.submit(batcher.ticket(second.request()))
+    batcher.step()
+    assert int(elastic.pool.table_BP[0, 0]) >= NUM_PAGES
+    assert torch.equal(elastic.pool.table_BP[0, :4], elastic.pool.table_BP[1, :4])  # shared
+    elastic.pool.release_(3)
+    before = elastic.target.storage_PL2GSF[elastic.pool.table_BP[0, :4].long()].clone()
+    elastic.contract_()
+    elastic.pool.check()
+    assert int(elastic.pool.table_BP.max()) < NUM_PAGES
+    assert torch.equal(elastic.pool.table_BP[0, :4], elastic.pool.table_BP[1, :4])
+    assert torch.equal(elastic.target.storage_PL2GSF[elastic.pool.table_BP[0, :4].long()], before)
+    batcher.submit(batcher.ticket(third.request()))
+    run(batcher)
+    assert elastic.is_draft_in
+    assert (first.tokens, second.tokens, third.tokens) == tuple(stand.expected(70, count, start=3) for count in (8, 20, 4))
+
+
+def test_a_request_that_only_lent_pages_could_hold_is_refused(stand: Stand) -> None:
+    batcher = stand.batcher(Schedule([0]))
+    elastic_of(batcher).expand_()
+    with pytest.raises(CapacityError, match=f"{NUM_PAGES + 1} needed, {NUM_PAGES} free"):
+        batcher.ticket(stand.client(50, 16 * NUM_PAGES - 49).request())
+
+
+WORKLOADS = st.fixed_dictionaries(
+    {
+        "gammas": st.lists(st.integers(0, 4), min_size=1, max_size=30),
+        "forced": st.lists(st.sampled_from((None, "expand", "contract", "settle")), min_size=1, max_size=60),
+        "requests": st.lists(
+            st.tuples(
+                st.integers(1, 90),  # prompt
+                st.integers(1, 30),  # tokens
+                st.sampled_from((0, 0, 7)),  # where its prompt begins
+                st.sampled_from((None, 5)),  # seed
+                st.integers(0, 20),  # arrives at step
+                st.sampled_from((None, None, 4)),  # cancelled so many steps later
+            ),
+            min_size=1,
+            max_size=8,
+        ),
+    }
+)
+
+
+def force(elastic: ElasticMemory, action: str | None) -> None:
+    """What the triggers would not do now; a contraction that cannot fit waits."""
+    tenant = elastic.room.tenant
+    if action == "expand" and tenant is Tenant.DRAFT:
+        elastic.expand_()
+    if action == "settle" and tenant is Tenant.RETURNING:
+        elastic.settle_()
+    if action == "contract" and tenant is Tenant.PAGES:
+        try:
+            elastic.contract_()
+        except CapacityError:
+            assert elastic.room.tenant is Tenant.PAGES
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(WORKLOADS)
+def test_any_workload_with_any_expansions_and_contractions_writes_the_same_texts(stand: Stand, workload: dict[str, list[tuple[int, ...]]]) -> None:
+    batcher = stand.batcher(Schedule(workload["gammas"]))  # type: ignore[arg-type]
+    elastic, forced = elastic_of(batcher), list(workload["forced"])
+    whole = digest(elastic.room)
+    asked = []
+    for length, count, start, seed, arrival, leaves in workload["requests"]:
+        asked.append((arrival, leaves, stand.client(length, count, start=start, seed=seed), (length, count, start, seed)))
+    tickets = {}
+    for now in range(2000):
+        for index, (arrival, leaves, client, _) in enumerate(asked):
+            if arrival == now:
+                tickets[index] = batcher.ticket(client.request())
+                batcher.submit(tickets[index])
+            if leaves is not None and arrival + leaves == now:
+                batcher.cancel(tickets[index])
+        force(elastic, forced[now % len(forced)])  # type: ignore[arg-type]
+        batcher.check()
+        is_idle = batcher.step() is None
+        batcher.check()
+        assert elastic.pool.num_pages == NUM_PAGES + (elastic.room_pages if elastic.room.tenant is Tenant.PAGES else 0)
+        assert elastic.room.tenant is not Tenant.DRAFT or digest(elastic.room) == whole
+        if is_idle and now > 40:
+            break
+    assert all(ticket.is_finished for ticket in tickets.values()), "a request is stuck"
+    assert elastic.is_draft_in
+    for _, _, client, (length, count, start, seed) in asked:
+        expected = stand.expected(length, count, start=start, seed=seed)
+        assert client.tokens == expected[: len(client.tokens)]
+        assert client.finish == "cancelled" or client.tokens == expected
