@@ -247,6 +247,7 @@ def force(elastic: ElasticMemory, action: str | None) -> None:
     tenant = elastic.room.tenant
     if action == "expand" and tenant is Tenant.DRAFT:
         elastic.expand_()
+        elastic.pool._free = dict.fromkeys(reversed(elastic.pool._free))  # lent pages are taken first, so that there is something to carry
     if action == "settle" and tenant is Tenant.RETURNING:
         elastic.settle_()
     if action == "contract" and tenant is Tenant.PAGES:
