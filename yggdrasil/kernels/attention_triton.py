@@ -1,13 +1,35 @@
-"""Triton body of `ygg::attend` for CUDA: one program a token and KV head, keys in position order in blocks of 16.
+"""Triton bodies of `ygg::attend` for CUDA: one pair of kernels for plain decoding, trees, batches and prompt chunks, exact to the bit.
 
-A block covers sixteen consecutive places of a token's sequence, prefix and path alike, so plain decoding and a tree add in
-the same order. On CUDA the two kernels are one operator, `ygg::attend_cuda`, that the compiler sees through and packages.
+A token sees a flat sequence of places, 0 .. len-1: indices 0 .. prefix-1 of its row, then its path. Its last places, at least as many as a path can
+have, are its *tail*; everything before is its *body*, whole blocks that hold prefix alone, so place and index are one there and neighbours share keys.
+
+```
+place        0          block                                          body_len          len
+             |-----------|-----------|- ... -|-----------|-----------|-|------------------|
+             |   body: blocks of places, several tokens at a time      |  tail: the token's own, gathered in the order of its path
+             |--------- split 0 ---------|--------- split 1 -----------|
+body_kernel  a program a split: online softmax over its blocks; lanes = tokens of one row x query heads of one KV head
+                 lane   0 .. GROUP-1 | GROUP .. 2 GROUP-1 | ...
+                 token  n            | n+1                |          a lane whose body ends before a block keeps its sums as they are
+tail_kernel  a program a token and KV head: its tail as one block, then split 0 + split 1 + ... + tail, in that order
+```
+
+Exactness: `body_len` is a function of `len` alone. Blocks, splits, the tail, their order and the instructions over them are functions of a token's own
+places, and a lane either takes part in a block with all of its places or is left untouched. So a token's bits depend neither on its slots or pages, nor on its
+neighbours, nor on how many tokens there are, nor on whether a place came from the prefix or from the path. They do depend on the `Config` and on the
+metadata's path width, which are the same in all graphs of a model; that is why no entry of the menu depends on the number of tokens.
+
+Departure: a tree's mask is often held as bits over slots; here metadata lists a token's ancestors (layout.py). A sum in position order needs the order of the
+path, which bits over slots would give only after they were compacted. Scores of one block are summed by one matrix product, within which the hardware orders
+the terms; that order belongs to the place in the block. That rows of a product do not depend on each other on a device is what the tests marked `gpu` check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import e, log2
+from typing import Any, Final
 
 import torch
 import triton
@@ -16,75 +38,244 @@ from torch import Tensor
 
 from yggdrasil.layout import INDEX, PAGE_LEN, PATH, PREFIX, ROW
 
-__all__ = ["attend_kernel", "launch", "register", "store_kernel"]
+__all__ = ["CANDIDATES", "CONFIGS", "Config", "body_kernel", "config_for", "launch", "register", "store_kernel", "tail_kernel", "tune"]
+
+LOG2_E: Final = log2(e)
+TAIL_LANES: Final = 16  # the fewest rows of a matrix product
+TAIL_WARPS: Final = 4
+STORE_WARPS: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a body is cut up and compiled: an entry of the menu.
+
+    Args:
+        lanes: Query rows of a program; a power of two from 16 on. At 32 at most, every device multiplies them by the same instruction.
+        block: Places multiplied at once; a power of two from 16 on.
+        split: Places of a program; a multiple of `block`.
+        num_warps: Of a program of the body.
+        num_stages: Blocks in flight.
+
+    Raises:
+        ValueError: a size that the kernels cannot have.
+    """
+
+    lanes: int
+    block: int
+    split: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name, size in (("lanes", self.lanes), ("block", self.block)):
+            if size < 16 or size & (size - 1):
+                raise ValueError(f"{name} of the attention kernel is {size}; allowed are 16, 32, 64, ...")
+        if self.split % self.block or self.split <= 0:
+            raise ValueError(f"split of the attention kernel is {self.split}; allowed are multiples of block, {self.block}")
+
+    def num_splits(self, capacity: int, path_width: int) -> int:
+        """Splits of the longest body that so many indices a row can give; at least one."""
+        return max(1, triton.cdiv(max(0, capacity - path_width), self.split))
+
+
+CONFIGS: Final[Mapping[tuple[torch.dtype, int], Config]] = {
+    (torch.bfloat16, 64): Config(lanes=32, block=64, split=256, num_warps=2, num_stages=3),
+    (torch.bfloat16, 128): Config(lanes=32, block=32, split=256, num_warps=2, num_stages=3),
+    (torch.bfloat16, 256): Config(lanes=16, block=32, split=256, num_warps=4, num_stages=2),
+    (torch.float32, 64): Config(lanes=16, block=16, split=256, num_warps=4, num_stages=3),
+    (torch.float32, 128): Config(lanes=16, block=16, split=256, num_warps=4, num_stages=2),
+    (torch.float32, 256): Config(lanes=16, block=16, split=256, num_warps=4, num_stages=2),
+}
+"""The menu, by dtype and head dimension (rounded up to a power of two, 64 at least). Baked into a graph when it is compiled, never searched at start.
+Chosen by counting registers and bytes in flight, not measured: no device was at hand. `bench/claim_kernels.py --tune` times the candidates on one."""
+
+CANDIDATES: Final = (
+    Config(lanes=16, block=16, split=256, num_warps=1, num_stages=4),
+    Config(lanes=16, block=32, split=256, num_warps=1, num_stages=3),
+    Config(lanes=16, block=64, split=256, num_warps=4, num_stages=3),
+    Config(lanes=32, block=32, split=128, num_warps=2, num_stages=3),
+    Config(lanes=32, block=32, split=256, num_warps=2, num_stages=2),
+    Config(lanes=32, block=32, split=256, num_warps=2, num_stages=3),
+    Config(lanes=32, block=32, split=256, num_warps=2, num_stages=4),
+    Config(lanes=32, block=32, split=512, num_warps=2, num_stages=3),
+    Config(lanes=32, block=64, split=256, num_warps=2, num_stages=3),
+    Config(lanes=32, block=64, split=256, num_warps=4, num_stages=3),
+)
+"""What `tune` times."""
+
+
+def config_for(dtype: torch.dtype, dim: int) -> Config:
+    """The menu's entry for a dtype and head dimension.
+
+    Raises:
+        ValueError: there is none.
+    """
+    config = CONFIGS.get((dtype, max(64, triton.next_power_of_2(dim))))
+    if config is None:
+        raise ValueError(f"attention on CUDA: no kernel for head dimension {dim} in {dtype}; allowed are up to 256 in torch.bfloat16 or torch.float32")
+    return config
 
 
 @triton.jit
-def _slot(pages, row, index, pages_per_row, mask, PAGE: tl.constexpr):
-    page = tl.load(pages + row * pages_per_row + index // PAGE, mask=mask, other=0)
-    return (page * PAGE + index % PAGE).to(tl.int64)
+def _body_len(length, PATH_WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Places before the tail: whole blocks, and no place that could be of a path."""
+    return tl.maximum(length - PATH_WIDTH, 0) // BLOCK * BLOCK
+
+
+@triton.jit
+def _address(pages, row, index, is_seen, pages_per_row, page_stride, g, PAGE: tl.constexpr, F: tl.constexpr):
+    """Where the key or value of an index begins in its cache; 64 bits, for all layers together have more elements than 32 can count."""
+    page = tl.load(pages + row * pages_per_row + index // PAGE, mask=is_seen, other=0).to(tl.int64)
+    return page * page_stride + (g * PAGE + index % PAGE) * F
+
+
+@triton.jit
+def _product(left, right, sums, INTERPRETED: tl.constexpr):
+    """sums + left right, in fp32 and without TF32; Triton's interpreter cannot multiply bf16, whose products fp32 holds exactly."""
+    if INTERPRETED:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), acc=sums, input_precision="ieee")
+    else:
+        return tl.dot(left, right, acc=sums, input_precision="ieee")
 
 
 @triton.jit
 def store_kernel(
-    key, value, key_cache, value_cache, meta, pages, fresh_head_stride, fresh_token_stride, num_slots, meta_width, pages_per_row,
+    key, value, key_cache, value_cache, meta, pages, key_head_stride, key_token_stride, value_head_stride, value_token_stride,
+    page_stride, meta_width, pages_per_row,
     ROW_COLUMN: tl.constexpr, INDEX_COLUMN: tl.constexpr, PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """Key and value of token `program_id(0)`, head `program_id(1)`, into the cache; padding (index -1) is not stored."""
     n, g = tl.program_id(0), tl.program_id(1)
     fields = meta + n * meta_width
     index = tl.load(fields + INDEX_COLUMN)
-    row = tl.load(fields + ROW_COLUMN)
-    slot = _slot(pages, row, tl.maximum(index, 0), pages_per_row, index >= 0, PAGE)
     f = tl.arange(0, BLOCK_F)
-    mask = f < tl.where(index >= 0, F, 0)
-    source = g * fresh_head_stride + n * fresh_token_stride + f
-    place = (g * num_slots + slot) * F + f
-    tl.store(key_cache + place, tl.load(key + source, mask=mask, other=0.0), mask=mask)
-    tl.store(value_cache + place, tl.load(value + source, mask=mask, other=0.0), mask=mask)
+    mask = (f < F) & (index >= 0)
+    at = _address(pages, tl.load(fields + ROW_COLUMN), tl.maximum(index, 0), index >= 0, pages_per_row, page_stride, g, PAGE, F) + f
+    tl.store(key_cache + at, tl.load(key + g * key_head_stride + n * key_token_stride + f, mask=mask, other=0.0), mask=mask)
+    tl.store(value_cache + at, tl.load(value + g * value_head_stride + n * value_token_stride + f, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit
-def attend_kernel(
-    query, key_cache, value_cache, meta, pages, out, scale, query_head_stride, query_token_stride, num_heads, num_slots, meta_width, pages_per_row,
+def body_kernel(
+    query, key_cache, value_cache, meta, pages, sums, peaks, totals, scale, query_head_stride, query_token_stride, page_stride,
+    num_tokens, num_heads, meta_width, pages_per_row,
     ROW_COLUMN: tl.constexpr, PREFIX_COLUMN: tl.constexpr, PATH_COLUMN: tl.constexpr, PATH_WIDTH: tl.constexpr, BLOCK_PATH: tl.constexpr,
-    PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
+    PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
+    LANES: tl.constexpr, LANE_HEADS: tl.constexpr, TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, LEADER_STEP: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Attention of token `program_id(0)` for the query heads of KV head `program_id(1)`, by online softmax over blocks of 16 places."""
-    n, g = tl.program_id(0), tl.program_id(1)
-    fields = meta + n * meta_width
-    row = tl.load(fields + ROW_COLUMN)
-    prefix = tl.load(fields + PREFIX_COLUMN)
+    """Split `program_id(2)` of the bodies of neighbouring tokens of one row, for the query heads of KV head `program_id(1)`.
+
+    Tokens are cut into windows of TOKENS. `program_id(0)` names a token, and HEAD_BLOCKS where its heads exceed the lanes; the first token of a
+    row in its window leads all tokens of that row in it, the other programs leave. With a single row every window has one leader.
+    """
+    g, split, lane, f = tl.program_id(1), tl.program_id(2), tl.arange(0, LANES), tl.arange(0, BLOCK_F)
+    leader = tl.program_id(0) // HEAD_BLOCKS * LEADER_STEP
+    token_R = leader // TOKENS * TOKENS + lane // LANE_HEADS
+    head_R = tl.program_id(0) % HEAD_BLOCKS * LANES + lane % LANE_HEADS
+    row = tl.load(meta + leader * meta_width + ROW_COLUMN)
+    in_window_R = (lane < TOKENS * LANE_HEADS) & (token_R < num_tokens) & (head_R < GROUP)
+    is_led_R = in_window_R & (tl.load(meta + token_R * meta_width + ROW_COLUMN, mask=in_window_R, other=-1) == row)
+    if tl.max((is_led_R & (token_R < leader)).to(tl.int32), axis=0) > 0:
+        return
+
     steps = tl.arange(0, BLOCK_PATH)
-    path = tl.load(fields + PATH_COLUMN + steps, mask=steps < PATH_WIDTH, other=-1)
-    length = prefix + tl.sum((path >= 0).to(tl.int32), axis=0)
-    head, f, lane = tl.arange(0, BLOCK_GROUP), tl.arange(0, BLOCK_F), tl.arange(0, PAGE)
-    real = (head[:, None] < GROUP) & (f[None, :] < F)
-    query_HF = tl.load(query + (g * GROUP + head[:, None]) * query_head_stride + n * query_token_stride + f[None, :], mask=real, other=0.0).to(tl.float32)
-    highest_H = tl.full((BLOCK_GROUP,), float("-inf"), tl.float32)
-    total_H = tl.zeros((BLOCK_GROUP,), tl.float32)
-    sum_HF = tl.zeros((BLOCK_GROUP, BLOCK_F), tl.float32)
-    for start in range(0, length, PAGE):
-        place = start + lane
-        seen = place < length
-        step = tl.load(fields + PATH_COLUMN + place - prefix, mask=seen & (place >= prefix), other=0)
-        index = tl.where(place < prefix, place, prefix + step)
-        slot = _slot(pages, row, index, pages_per_row, seen, PAGE)
-        source = (g * num_slots + slot[:, None]) * F + f[None, :]
-        kept = seen[:, None] & (f[None, :] < F)
-        key_LF = tl.load(key_cache + source, mask=kept, other=0.0).to(tl.float32)
-        value_LF = tl.load(value_cache + source, mask=kept, other=0.0).to(tl.float32)
-        score_HL = tl.sum(query_HF[:, None, :] * key_LF[None, :, :], axis=2) * scale
-        score_HL = tl.where(seen[None, :], score_HL, float("-inf"))
-        new_highest_H = tl.maximum(highest_H, tl.max(score_HL, axis=1))
-        shrink_H = tl.exp(highest_H - new_highest_H)
-        weight_HL = tl.exp(score_HL - new_highest_H[:, None])
-        total_H = total_H * shrink_H + tl.sum(weight_HL, axis=1)
-        sum_HF = sum_HF * shrink_H[:, None] + tl.sum(weight_HL[:, :, None] * value_LF[None, :, :], axis=1)
-        highest_H = new_highest_H
-    result = sum_HF / tl.where(total_H > 0, total_H, 1.0)[:, None]
-    target = out + (n * num_heads + g * GROUP + head[:, None]) * F + f[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=real)
+    path_RA = tl.load(
+        meta + token_R[:, None] * meta_width + PATH_COLUMN + steps[None, :], mask=is_led_R[:, None] & (steps < PATH_WIDTH)[None, :], other=-1
+    )
+    prefix_R = tl.load(meta + token_R * meta_width + PREFIX_COLUMN, mask=is_led_R, other=0)
+    end_R = _body_len(prefix_R + tl.sum((path_RA >= 0).to(tl.int32), axis=1), PATH_WIDTH, BLOCK)
+    begin = split * SPLIT
+    end = tl.minimum(tl.max(end_R, axis=0), begin + SPLIT)
+    if begin >= end:
+        return
+
+    at_R = (g * GROUP + head_R) * query_head_stride + token_R * query_token_stride
+    query_RF = tl.load(query + at_R[:, None] + f[None, :], mask=is_led_R[:, None] & (f < F)[None, :], other=0.0)
+    highest_R = tl.full((LANES,), float("-inf"), tl.float32)
+    total_R = tl.zeros((LANES,), tl.float32)
+    sum_RF = tl.zeros((LANES, BLOCK_F), tl.float32)
+    for start in range(begin, end, BLOCK):
+        place_J = start + tl.arange(0, BLOCK)
+        at_J = _address(pages, row, place_J, place_J < end, pages_per_row, page_stride, g, PAGE, F)
+        key_JF = tl.load(key_cache + at_J[:, None] + f[None, :], mask=(f < F)[None, :], other=0.0)
+        value_JF = tl.load(value_cache + at_J[:, None] + f[None, :], mask=(f < F)[None, :], other=0.0)
+        score_RJ = _product(query_RF, tl.trans(key_JF), tl.zeros((LANES, BLOCK), tl.float32), INTERPRETED) * scale
+        new_highest_R = tl.maximum(highest_R, tl.max(score_RJ, axis=1))
+        shrink_R = tl.exp2(highest_R - new_highest_R)
+        weight_RJ = tl.exp2(score_RJ - new_highest_R[:, None]).to(value_JF.dtype)
+        new_total_R = tl.fma(total_R, shrink_R, tl.sum(weight_RJ.to(tl.float32), axis=1))
+        new_sum_RF = _product(weight_RJ, value_JF, sum_RF * shrink_R[:, None], INTERPRETED)
+        is_body_R = start < end_R  # whole blocks: a lane is all in or all out, and then not even a NaN of a neighbour's key reaches it
+        highest_R = tl.where(is_body_R, new_highest_R, highest_R)
+        total_R = tl.where(is_body_R, new_total_R, total_R)
+        sum_RF = tl.where(is_body_R[:, None], new_sum_RF, sum_RF)
+
+    to_R = (split.to(tl.int64) * num_tokens + token_R) * num_heads + g * GROUP + head_R
+    has_body_R = begin < end_R
+    tl.store(peaks + to_R, highest_R, mask=has_body_R)
+    tl.store(totals + to_R, total_R, mask=has_body_R)
+    tl.store(sums + to_R[:, None] * F + f[None, :], sum_RF, mask=has_body_R[:, None] & (f < F)[None, :])
+
+
+@triton.jit
+def tail_kernel(
+    query, key_cache, value_cache, meta, pages, sums, peaks, totals, out, scale, query_head_stride, query_token_stride, page_stride,
+    num_tokens, num_heads, meta_width, pages_per_row,
+    ROW_COLUMN: tl.constexpr, PREFIX_COLUMN: tl.constexpr, PATH_COLUMN: tl.constexpr, PATH_WIDTH: tl.constexpr, BLOCK_PATH: tl.constexpr,
+    PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SPLITS: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Tail of token `program_id(0)` for query heads of KV head `program_id(1)`, behind the splits of its body, in order; padding yields zeros."""
+    n, g, f = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK_F)
+    head_R = tl.program_id(2) * LANES + tl.arange(0, LANES)
+    fields = meta + n * meta_width
+    row, prefix = tl.load(fields + ROW_COLUMN), tl.load(fields + PREFIX_COLUMN)
+    steps = tl.arange(0, BLOCK_PATH)
+    path_A = tl.load(fields + PATH_COLUMN + steps, mask=steps < PATH_WIDTH, other=-1)
+    length = prefix + tl.sum((path_A >= 0).to(tl.int32), axis=0)
+    begin = _body_len(length, PATH_WIDTH, BLOCK)
+
+    place_J = begin + tl.arange(0, TAIL)
+    is_seen_J = place_J < length
+    step_J = tl.load(fields + PATH_COLUMN + place_J - prefix, mask=is_seen_J & (place_J >= prefix), other=0)
+    index_J = tl.where(place_J < prefix, place_J, prefix + step_J)
+    at_J = _address(pages, row, index_J, is_seen_J, pages_per_row, page_stride, g, PAGE, F)
+    mask_JF = is_seen_J[:, None] & (f < F)[None, :]
+    key_JF = tl.load(key_cache + at_J[:, None] + f[None, :], mask=mask_JF, other=0.0)
+    value_JF = tl.load(value_cache + at_J[:, None] + f[None, :], mask=mask_JF, other=0.0)
+    is_head_R = head_R < GROUP
+    mask_RF = is_head_R[:, None] & (f < F)[None, :]
+    at_R = (g * GROUP + head_R) * query_head_stride + n * query_token_stride
+    query_RF = tl.load(query + at_R[:, None] + f[None, :], mask=mask_RF, other=0.0)
+    score_RJ = _product(query_RF, tl.trans(key_JF), tl.zeros((LANES, TAIL), tl.float32), INTERPRETED) * scale
+    score_RJ = tl.where(is_seen_J[None, :], score_RJ, float("-inf"))
+    tail_peak_R = tl.maximum(tl.max(score_RJ, axis=1), -3.0e38)  # finite, else padding would subtract infinities
+    weight_RJ = tl.exp2(score_RJ - tail_peak_R[:, None]).to(value_JF.dtype)
+    tail_RF = _product(weight_RJ, value_JF, tl.zeros((LANES, BLOCK_F), tl.float32), INTERPRETED)
+
+    num_splits, split = tl.cdiv(begin, SPLIT), tl.arange(0, BLOCK_SPLITS)
+    from_R = n.to(tl.int64) * num_heads + g * GROUP + head_R
+    peak_RS = tl.load(
+        peaks + split[None, :] * num_tokens * num_heads + from_R[:, None], mask=is_head_R[:, None] & (split < num_splits)[None, :], other=float("-inf")
+    )
+    highest_R = tl.maximum(tail_peak_R, tl.max(peak_RS, axis=1))
+    total_R = tl.zeros((LANES,), tl.float32)
+    sum_RF = tl.zeros((LANES, BLOCK_F), tl.float32)
+    for first in range(0, num_splits, 4):  # four at a time, for their loads to overlap
+        for ahead in tl.static_range(4):
+            is_live_R = is_head_R & (first + ahead < num_splits)
+            split_R = (first + ahead) * num_tokens * num_heads + from_R
+            share_R = tl.exp2(tl.load(peaks + split_R, mask=is_live_R, other=float("-inf")) - highest_R)
+            total_R = tl.fma(tl.load(totals + split_R, mask=is_live_R, other=0.0), share_R, total_R)
+            part_RF = tl.load(sums + split_R[:, None] * F + f[None, :], mask=is_live_R[:, None] & (f < F)[None, :], other=0.0)
+            sum_RF = tl.fma(part_RF, share_R[:, None], sum_RF)
+    share_R = tl.exp2(tail_peak_R - highest_R)
+    total_R = tl.fma(tl.sum(weight_RJ.to(tl.float32), axis=1), share_R, total_R)
+    sum_RF = tl.fma(tail_RF, share_R[:, None], sum_RF)
+    result_RF = sum_RF / tl.where(total_R > 0, total_R, 1.0)[:, None]
+    tl.store(out + from_R[:, None] * F + f[None, :], result_RF.to(out.dtype.element_ty), mask=mask_RF)
 
 
 def launch(
@@ -97,28 +288,71 @@ def launch(
     pages: Tensor,
     scale: float,
     *,
+    config: Config | None = None,
     wrap: Callable[[Any], Any] = lambda kernel: kernel,
 ) -> Tensor:
-    """Store, then attend; arguments and result are those of `attention.reference`. `wrap` lets the compiler see the kernels.
+    """Store, then attend; arguments and result are those of `attention.reference`.
 
-    Cost: two kernels, no sync. The live context is read on the device.
+    Args:
+        config: Other than the menu's; all calls whose bits shall be equal have the same.
+        wrap: Lets the compiler see the kernels. Shapes and strides, the caches' too, are then those of the traced tensors for good.
+
+    Raises:
+        ValueError: shapes or strides that the kernels cannot read, or a dtype and head dimension that are not on the menu.
+
+    Cost: three kernels, no sync; the live context is read on the device. Workspace: 4 (F + 2) bytes a token, query head and split of the page table's
+    width, of which only live splits are written.
     """
+    _check(query, key, value, key_cache, value_cache)
     _, num_heads, num_tokens, dim = query.shape
-    num_kv_heads, group = key.shape[1], num_heads // key.shape[1]
-    key, value = key.contiguous(), value.contiguous()  # one stride for both
-    out = query.new_empty(1, num_tokens, num_heads, dim)
-    path_width = meta.shape[1] - PATH
-    shared = {"ROW_COLUMN": ROW, "PAGE": PAGE_LEN, "F": dim, "BLOCK_F": triton.next_power_of_2(dim)}
+    num_kv_heads, path_width = key.shape[1], meta.shape[1] - PATH
+    group = num_heads // num_kv_heads
+    config = config or config_for(query.dtype, dim)
+    num_splits = config.num_splits(pages.shape[1] * PAGE_LEN, path_width)
+    tokens, head_blocks = max(1, config.lanes // group), triton.cdiv(group, config.lanes)
+    leader_step = tokens if pages.shape[0] == 1 else 1
+    sums = query.new_empty((num_splits, num_tokens, num_heads, dim), dtype=torch.float32)
+    peaks = query.new_empty((num_splits, num_tokens, num_heads), dtype=torch.float32)
+    totals = query.new_empty((num_splits, num_tokens, num_heads), dtype=torch.float32)
+    out = query.new_empty((1, num_tokens, num_heads, dim))
+
+    page_stride, meta_width, pages_per_row = key_cache.stride(0), meta.shape[1], pages.shape[1]
+    layout = {"ROW_COLUMN": ROW, "PAGE": PAGE_LEN, "F": dim, "BLOCK_F": max(16, triton.next_power_of_2(dim))}
+    sequence = {"PREFIX_COLUMN": PREFIX, "PATH_COLUMN": PATH, "PATH_WIDTH": path_width, "BLOCK_PATH": triton.next_power_of_2(path_width)}
+    cut = {"GROUP": group, "BLOCK": config.block, "SPLIT": config.split, "INTERPRETED": not isinstance(body_kernel, triton.JITFunction)}
     wrap(store_kernel)[(num_tokens, num_kv_heads)](
-        key, value, key_cache, value_cache, meta, pages, key.stride(1), key.stride(2), key_cache.shape[1], meta.shape[1], pages.shape[1],
-        INDEX_COLUMN=INDEX, **shared,
+        key, value, key_cache, value_cache, meta, pages, key.stride(1), key.stride(2), value.stride(1), value.stride(2),
+        page_stride, meta_width, pages_per_row, INDEX_COLUMN=INDEX, num_warps=STORE_WARPS, **layout,
     )  # fmt: skip
-    wrap(attend_kernel)[(num_tokens, num_kv_heads)](
-        query, key_cache, value_cache, meta, pages, out, scale, query.stride(1), query.stride(2), num_heads, key_cache.shape[1], meta.shape[1], pages.shape[1],
-        PREFIX_COLUMN=PREFIX, PATH_COLUMN=PATH, PATH_WIDTH=path_width, BLOCK_PATH=triton.next_power_of_2(path_width),
-        GROUP=group, BLOCK_GROUP=triton.next_power_of_2(group), **shared,
+    wrap(body_kernel)[(triton.cdiv(num_tokens, leader_step) * head_blocks, num_kv_heads, num_splits)](
+        query, key_cache, value_cache, meta, pages, sums, peaks, totals, scale * LOG2_E, query.stride(1), query.stride(2), page_stride,
+        num_tokens, num_heads, meta_width, pages_per_row,
+        LANES=config.lanes, LANE_HEADS=min(group, config.lanes), TOKENS=tokens, HEAD_BLOCKS=head_blocks, LEADER_STEP=leader_step,
+        num_warps=config.num_warps, num_stages=config.num_stages, **layout, **sequence, **cut,
+    )  # fmt: skip
+    wrap(tail_kernel)[(num_tokens, num_kv_heads, triton.cdiv(group, TAIL_LANES))](
+        query, key_cache, value_cache, meta, pages, sums, peaks, totals, out, scale * LOG2_E, query.stride(1), query.stride(2), page_stride,
+        num_tokens, num_heads, meta_width, pages_per_row,
+        LANES=TAIL_LANES, BLOCK_SPLITS=triton.next_power_of_2(num_splits), TAIL=triton.next_power_of_2(max(16, path_width + config.block - 1)),
+        num_warps=TAIL_WARPS, **layout, **sequence, **cut,
     )  # fmt: skip
     return out
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+    """Raises ValueError on what the kernels would read wrong; shapes and strides only."""
+    num_kv_heads, dim = key.shape[1], query.shape[3]
+    if query.shape[0] != 1 or query.shape[1] % num_kv_heads or query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+        raise ValueError(f"attend: query, key and value are (1, heads, N, F), F contiguous, query heads a multiple of KV heads; got {_layout(query, key, value)}")
+    inner = (PAGE_LEN * dim, dim, 1)
+    if any(cache.shape[1:] != (num_kv_heads, PAGE_LEN, dim) or cache.stride()[1:] != inner for cache in (key_cache, value_cache)):
+        raise ValueError(f"attend: caches are (pages, {num_kv_heads}, {PAGE_LEN}, {dim}), a page contiguous; got {_layout(key_cache, value_cache)}")
+    if key_cache.stride(0) != value_cache.stride(0):
+        raise ValueError(f"attend: pages of keys and of values lie equally far apart; got {_layout(key_cache, value_cache)}")
+
+
+def _layout(*tensors: Tensor) -> str:
+    return ", ".join(f"{tuple(tensor.shape)} with strides {tensor.stride()}" for tensor in tensors)
 
 
 def register() -> None:
@@ -127,3 +361,24 @@ def register() -> None:
     @torch.library.triton_op("ygg::attend_cuda", mutates_args={"key_cache", "value_cache"})
     def _(query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, meta: Tensor, pages: Tensor, scale: float) -> Tensor:
         return launch(query, key, value, key_cache, value_cache, meta, pages, scale, wrap=torch.library.wrap_triton)
+
+
+def tune(cases: Sequence[Sequence[Any]], candidates: Sequence[Config] = CANDIDATES) -> list[tuple[Config, float]]:
+    """Time entries of the menu on the device that holds the tensors; for whoever edits `CONFIGS`.
+
+    Args:
+        cases: Arguments of `launch`; widths and contexts that one entry shall serve, for an entry may not depend on the width.
+        candidates: Entries to time.
+
+    Returns:
+        Each candidate that the device can run with its milliseconds over all cases, caches cold, the fastest first.
+
+    Cost: compiles and runs every candidate for every case, seconds each. CUDA only.
+    """
+    found = []
+    for config in candidates:
+        try:
+            found.append((config, sum(triton.testing.do_bench(lambda case=case, config=config: launch(*case, config=config)) for case in cases)))
+        except triton.runtime.errors.OutOfResources:
+            continue  # more shared memory than this device has
+    return sorted(found, key=lambda each: each[1])

@@ -1,4 +1,11 @@
-"""Move whole KV pages: what contraction of the page pool does to the data."""
+"""Pages of KV to other pages: what a shrinking pool does with the pages at its end.
+
+```
+storage   [ 0 | 1 | 2 | 3 | 4 | 5 ]        sources 5, 3    a page is one range of bytes: all layers, keys and values, heads, 16 slots
+                ^-------------- 5          targets 1, 2
+                    ^-- 3                  no source is a target, so moves may run in any order, and all at once
+```
+"""
 
 from __future__ import annotations
 
@@ -7,20 +14,64 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["move_pages_"]
+__all__ = ["move_pages_", "move_pages_plain_"]
 
 
-def move_pages_(storage_PX: Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Pages `sources[i]` become pages `targets[i]`.
+def move_pages_(storage_PX: Tensor, sources: Sequence[int] | Tensor, targets: Sequence[int] | Tensor) -> None:
+    """Page `sources[i]` becomes page `targets[i]`, for every i; sources keep their bytes.
 
     Args:
-        storage_PX: Page-major, any number of further dimensions.
-        sources: Page ids.
-        targets: As many, each once, none of them a source.
+        storage_PX: Contiguous, pages first; any dtype. The rest of the shape is a page.
+        sources: Page numbers: a sequence, or an int32 or int64 tensor on the storage's device.
+        targets: As many, of the same kind; all different, none among the sources.
 
-    Cost: one gather and one scatter of these pages.
-    Source: Nightjar section 5.3, step 4.
+    Raises:
+        ValueError: page numbers in sequences that break these rules. Tensors are believed: looking at them would be a sync.
+
+    Cost: reads and writes every moved page once. On CUDA one upload where sequences come, one kernel, no sync.
+    Source: Nightjar section 5 (migration of blocks when the pool contracts).
+
+    Example:
+        >>> import torch
+        >>> storage = torch.arange(12.0).view(4, 3)
+        >>> move_pages_(storage, [3], [1])
+        >>> storage[1].tolist()
+        [9.0, 10.0, 11.0]
     """
-    assert len(sources) == len(targets) == len({*targets}) and not {*sources} & {*targets}, "a page would be read after it was overwritten"
-    source_I, target_I = torch.tensor([sources, targets], dtype=torch.int64, device=storage_PX.device)
-    storage_PX.index_copy_(0, target_I, storage_PX.index_select(0, source_I))
+    if len(sources) != len(targets):
+        raise ValueError(f"move_pages_: {len(sources)} sources and {len(targets)} targets; each source has one target")
+    if not isinstance(sources, Tensor) and not isinstance(targets, Tensor):
+        _check(sources, targets, len(storage_PX))
+    if len(sources) == 0:
+        return
+    source_M, target_M = _numbers(sources, targets, storage_PX.device)
+    if storage_PX.is_cuda:
+        from yggdrasil.kernels.migrate_triton import launch_  # Triton takes a second to import: only a device needs it
+
+        launch_(storage_PX, source_M, target_M)
+    else:
+        move_pages_plain_(storage_PX, source_M, target_M)
+
+
+def move_pages_plain_(storage_PX: Tensor, source_M: Tensor, target_M: Tensor) -> None:
+    """`move_pages_` in two operators: the specification of the kernel, and what runs on a CPU. A copy of all moved pages lies between them."""
+    storage_PX.index_copy_(0, target_M.long(), storage_PX.index_select(0, source_M))
+
+
+def _check(sources: Sequence[int], targets: Sequence[int], num_pages: int) -> None:
+    outside = [page for page in (*sources, *targets) if not 0 <= page < num_pages]
+    if outside:
+        raise ValueError(f"move_pages_: page {outside[0]} is not among the storage's {num_pages}")
+    if len(set(targets)) != len(targets):
+        raise ValueError(f"move_pages_: a target comes twice in {list(targets)}")
+    both = sorted(set(sources) & set(targets))
+    if both:
+        raise ValueError(f"move_pages_: page {both[0]} is source and target; move it to a free page first, in a call of its own")
+
+
+def _numbers(sources: Sequence[int] | Tensor, targets: Sequence[int] | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Both as tensors; two sequences are uploaded as one."""
+    if isinstance(sources, Tensor) and isinstance(targets, Tensor):
+        return sources, targets
+    both_2M = torch.stack([torch.as_tensor(each, dtype=torch.int32, device="cpu") for each in (sources, targets)]).to(device, non_blocking=True)
+    return both_2M[0], both_2M[1]
