@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import e, log2
 from typing import Any, Final
 
@@ -150,7 +151,7 @@ def store_kernel(
     fields = meta + n * meta_width
     index = tl.load(fields + INDEX_COLUMN)
     f = tl.arange(0, BLOCK_F)
-    mask = (f < F) & (index >= 0)
+    mask = f < tl.where(index >= 0, F, 0)
     at = _address(pages, tl.load(fields + ROW_COLUMN), tl.maximum(index, 0), index >= 0, pages_per_row, page_stride, g, PAGE, F) + f
     tl.store(key_cache + at, tl.load(key + g * key_head_stride + n * key_token_stride + f, mask=mask, other=0.0), mask=mask)
     tl.store(value_cache + at, tl.load(value + g * value_head_stride + n * value_token_stride + f, mask=mask, other=0.0), mask=mask)
@@ -168,7 +169,7 @@ def body_kernel(
     """Split `program_id(2)` of the bodies of neighbouring tokens of one row, for the query heads of KV head `program_id(1)`.
 
     Tokens are cut into windows of TOKENS. `program_id(0)` names a token, and HEAD_BLOCKS where its heads exceed the lanes; the first token of a
-    row in its window leads all tokens of that row in it, the other programs leave. With a single row every window has one leader.
+    row in its window leads all tokens of that row in it, the programs of the others do nothing. With a single row every window has one leader.
     """
     g, split, lane, f = tl.program_id(1), tl.program_id(2), tl.arange(0, LANES), tl.arange(0, BLOCK_F)
     leader = tl.program_id(0) // HEAD_BLOCKS * LEADER_STEP
@@ -177,46 +178,40 @@ def body_kernel(
     row = tl.load(meta + leader * meta_width + ROW_COLUMN)
     in_window_R = (lane < TOKENS * LANE_HEADS) & (token_R < num_tokens) & (head_R < GROUP)
     is_led_R = in_window_R & (tl.load(meta + token_R * meta_width + ROW_COLUMN, mask=in_window_R, other=-1) == row)
-    if tl.max((is_led_R & (token_R < leader)).to(tl.int32), axis=0) > 0:
-        return
+    leads = tl.max((is_led_R & (token_R < leader)).to(tl.int32), axis=0) == 0
 
     steps = tl.arange(0, BLOCK_PATH)
-    path_RA = tl.load(
-        meta + token_R[:, None] * meta_width + PATH_COLUMN + steps[None, :], mask=is_led_R[:, None] & (steps < PATH_WIDTH)[None, :], other=-1
-    )
+    path_RA = tl.load(meta + token_R[:, None] * meta_width + PATH_COLUMN + steps[None, :], mask=is_led_R[:, None] & (steps < PATH_WIDTH)[None, :], other=-1)
     prefix_R = tl.load(meta + token_R * meta_width + PREFIX_COLUMN, mask=is_led_R, other=0)
     end_R = _body_len(prefix_R + tl.sum((path_RA >= 0).to(tl.int32), axis=1), PATH_WIDTH, BLOCK)
     begin = split * SPLIT
     end = tl.minimum(tl.max(end_R, axis=0), begin + SPLIT)
-    if begin >= end:
-        return
-
-    at_R = (g * GROUP + head_R) * query_head_stride + token_R * query_token_stride
-    query_RF = tl.load(query + at_R[:, None] + f[None, :], mask=is_led_R[:, None] & (f < F)[None, :], other=0.0)
-    highest_R = tl.full((LANES,), float("-inf"), tl.float32)
-    total_R = tl.zeros((LANES,), tl.float32)
-    sum_RF = tl.zeros((LANES, BLOCK_F), tl.float32)
-    for start in range(begin, end, BLOCK):
-        place_J = start + tl.arange(0, BLOCK)
-        at_J = _address(pages, row, place_J, place_J < end, pages_per_row, page_stride, g, PAGE, F)
-        key_JF = tl.load(key_cache + at_J[:, None] + f[None, :], mask=(f < F)[None, :], other=0.0)
-        value_JF = tl.load(value_cache + at_J[:, None] + f[None, :], mask=(f < F)[None, :], other=0.0)
-        score_RJ = _product(query_RF, tl.trans(key_JF), tl.zeros((LANES, BLOCK), tl.float32), INTERPRETED) * scale
-        new_highest_R = tl.maximum(highest_R, tl.max(score_RJ, axis=1))
-        shrink_R = tl.exp2(highest_R - new_highest_R)
-        weight_RJ = tl.exp2(score_RJ - new_highest_R[:, None]).to(value_JF.dtype)
-        new_total_R = tl.fma(total_R, shrink_R, tl.sum(weight_RJ.to(tl.float32), axis=1))
-        new_sum_RF = _product(weight_RJ, value_JF, sum_RF * shrink_R[:, None], INTERPRETED)
-        is_body_R = start < end_R  # whole blocks: a lane is all in or all out, and then not even a NaN of a neighbour's key reaches it
-        highest_R = tl.where(is_body_R, new_highest_R, highest_R)
-        total_R = tl.where(is_body_R, new_total_R, total_R)
-        sum_RF = tl.where(is_body_R[:, None], new_sum_RF, sum_RF)
-
-    to_R = (split.to(tl.int64) * num_tokens + token_R) * num_heads + g * GROUP + head_R
-    has_body_R = begin < end_R
-    tl.store(peaks + to_R, highest_R, mask=has_body_R)
-    tl.store(totals + to_R, total_R, mask=has_body_R)
-    tl.store(sums + to_R[:, None] * F + f[None, :], sum_RF, mask=has_body_R[:, None] & (f < F)[None, :])
+    if leads & (begin < end):
+        at_R = (g * GROUP + head_R) * query_head_stride + token_R * query_token_stride
+        query_RF = tl.load(query + at_R[:, None] + f[None, :], mask=is_led_R[:, None] & (f < F)[None, :], other=0.0)
+        highest_R = tl.full((LANES,), float("-inf"), tl.float32)
+        total_R = tl.zeros((LANES,), tl.float32)
+        sum_RF = tl.zeros((LANES, BLOCK_F), tl.float32)
+        for start in range(begin, end, BLOCK):
+            place_J = start + tl.arange(0, BLOCK)
+            at_J = _address(pages, row, place_J, place_J < end, pages_per_row, page_stride, g, PAGE, F)
+            key_JF = tl.load(key_cache + at_J[:, None] + f[None, :], mask=(f < F)[None, :], other=0.0)
+            value_JF = tl.load(value_cache + at_J[:, None] + f[None, :], mask=(f < F)[None, :], other=0.0)
+            score_RJ = _product(query_RF, tl.trans(key_JF), tl.zeros((LANES, BLOCK), tl.float32), INTERPRETED) * scale
+            new_highest_R = tl.maximum(highest_R, tl.max(score_RJ, axis=1))
+            shrink_R = tl.exp2(highest_R - new_highest_R)
+            weight_RJ = tl.exp2(score_RJ - new_highest_R[:, None]).to(value_JF.dtype)
+            new_total_R = tl.fma(total_R, shrink_R, tl.sum(weight_RJ.to(tl.float32), axis=1))
+            new_sum_RF = _product(weight_RJ, value_JF, sum_RF * shrink_R[:, None], INTERPRETED)
+            is_body_R = start < end_R  # whole blocks: a lane is all in or all out, and then not even a NaN of a neighbour's key reaches it
+            highest_R = tl.where(is_body_R, new_highest_R, highest_R)
+            total_R = tl.where(is_body_R, new_total_R, total_R)
+            sum_RF = tl.where(is_body_R[:, None], new_sum_RF, sum_RF)
+        to_R = (split.to(tl.int64) * num_tokens + token_R) * num_heads + g * GROUP + head_R
+        has_body_R = begin < end_R
+        tl.store(peaks + to_R, highest_R, mask=has_body_R)
+        tl.store(totals + to_R, total_R, mask=has_body_R)
+        tl.store(sums + to_R[:, None] * F + f[None, :], sum_RF, mask=has_body_R[:, None] & (f < F)[None, :])
 
 
 @triton.jit
@@ -265,7 +260,7 @@ def tail_kernel(
     sum_RF = tl.zeros((LANES, BLOCK_F), tl.float32)
     for first in range(0, num_splits, 4):  # four at a time, for their loads to overlap
         for ahead in tl.static_range(4):
-            is_live_R = is_head_R & (first + ahead < num_splits)
+            is_live_R = head_R < tl.where(first + ahead < num_splits, GROUP, 0)
             split_R = (first + ahead) * num_tokens * num_heads + from_R
             share_R = tl.exp2(tl.load(peaks + split_R, mask=is_live_R, other=float("-inf")) - highest_R)
             total_R = tl.fma(tl.load(totals + split_R, mask=is_live_R, other=0.0), share_R, total_R)
@@ -343,7 +338,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_c
     """Raises ValueError on what the kernels would read wrong; shapes and strides only."""
     num_kv_heads, dim = key.shape[1], query.shape[3]
     if query.shape[0] != 1 or query.shape[1] % num_kv_heads or query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
-        raise ValueError(f"attend: query, key and value are (1, heads, N, F), F contiguous, query heads a multiple of KV heads; got {_layout(query, key, value)}")
+        layout = _layout(query, key, value)
+        raise ValueError(f"attend: query, key and value are (1, heads, N, F), F contiguous, query heads a multiple of KV heads; got {layout}")
     inner = (PAGE_LEN * dim, dim, 1)
     if any(cache.shape[1:] != (num_kv_heads, PAGE_LEN, dim) or cache.stride()[1:] != inner for cache in (key_cache, value_cache)):
         raise ValueError(f"attend: caches are (pages, {num_kv_heads}, {PAGE_LEN}, {dim}), a page contiguous; got {_layout(key_cache, value_cache)}")
@@ -378,7 +374,7 @@ def tune(cases: Sequence[Sequence[Any]], candidates: Sequence[Config] = CANDIDAT
     found = []
     for config in candidates:
         try:
-            found.append((config, sum(triton.testing.do_bench(lambda case=case, config=config: launch(*case, config=config)) for case in cases)))
+            found.append((config, sum(triton.testing.do_bench(partial(launch, *case, config=config)) for case in cases)))
         except triton.runtime.errors.OutOfResources:
             continue  # more shared memory than this device has
     return sorted(found, key=lambda each: each[1])
