@@ -5,17 +5,22 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import geometric_mean, mean, median
 from typing import Any
 
 from bench.harness import Arm, Generation, Rounds, ratio, spread
 from yggdrasil.bundle import LoadedPair
+from yggdrasil.compiler.buckets import draft_menu, target_menu
+from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.engine import Engine
+from yggdrasil.kv import KVCache
 from yggdrasil.policy.shape import FixedShape, ShapePolicy
 from yggdrasil.report import Run
 from yggdrasil.state import PLAIN, Shape
 
-__all__ = ["PLAIN_ARM", "arm_summary", "fixed_policy", "geometric_means", "our_arm", "plain_arm", "policy_arm", "ratios_to"]
+__all__ = ["PLAIN_ARM", "arm_summary", "fixed_policy", "geometric_means", "our_arm", "plain_arm", "policy_arm", "ratios_to", "uncaptured"]
 
 PLAIN_ARM = "plain"
 
@@ -26,7 +31,10 @@ def fixed_policy(pair: LoadedPair, shape: Shape, *, temperature: float = 0.0) ->
 
 
 def policy_arm(name: str, pair: LoadedPair, policy: ShapePolicy, num_tokens: int, *, temperature: float = 0.0, num_prompts: int | None = None) -> Arm:
-    """Our engine under one policy; its tokens must equal plain decoding's, greedy or sampled with the prompt's own seed."""
+    """Our engine under one policy; its tokens must equal plain decoding's, greedy or sampled with the prompt's own seed.
+
+    Where the compiler measured graphs that round differently, texts are compared instead: such a pair promises no more.
+    """
 
     def generate(prompt: Sequence[int]) -> Generation:
         sampling = SamplingConfig(temperature=temperature, seed=sum(prompt))
@@ -44,7 +52,7 @@ def policy_arm(name: str, pair: LoadedPair, policy: ShapePolicy, num_tokens: int
             detail={key: report[key] for key in ("predicted_speedup", "stages_ms", "graphs_ms")} | {"shapes": Counter(str(each.shape) for each in run.results)},
         )
 
-    return Arm(name=name, generate=generate, num_prompts=num_prompts)
+    return Arm(name=name, generate=generate, exact=not pair.bundle.inexact_widths, num_prompts=num_prompts)
 
 
 def our_arm(name: str, pair: LoadedPair, num_tokens: int, temperature: float, shape: Shape | None) -> Arm:
@@ -55,6 +63,26 @@ def our_arm(name: str, pair: LoadedPair, num_tokens: int, temperature: float, sh
 def plain_arm(pair: LoadedPair, num_tokens: int, *, temperature: float = 0.0) -> Arm:
     """Our engine without speculation: the reference of texts."""
     return our_arm(PLAIN_ARM, pair, num_tokens, temperature, PLAIN)
+
+
+def uncaptured(pair: LoadedPair) -> LoadedPair:
+    """A pair on CUDA whose graphs launch their kernels one by one: what capturing them is worth. It holds weights and caches of its own."""
+    bundle, engine = pair.bundle, pair.engine
+    kinds = (("target", target_menu(bundle.config), bundle.kv_target, 0), ("draft", draft_menu(bundle.config), bundle.kv_draft, bundle.config.num_candidates))
+    models = [
+        CompiledModel(
+            bundle.folder / kind,
+            menu,
+            cache=KVCache(kv, dtype=bundle.dtype, device=bundle.config.device),
+            device=bundle.config.device,
+            max_depth=bundle.config.path_depth,
+            num_candidates=num_candidates,
+            command=bundle.command,
+            captured=False,
+        )
+        for kind, menu, kv, num_candidates in kinds
+    ]
+    return replace(pair, engine=Engine(*models, max_context=engine.max_context, eos_tokens=tuple(engine.eos_tokens)))
 
 
 def arm_summary(rounds: Rounds, name: str) -> dict[str, Any]:

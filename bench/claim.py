@@ -8,14 +8,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-from matplotlib.figure import Figure
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from bench.harness import environment, save_result
-from bench.subject import MIN_PARAMETERS
+from bench.subject import add_options
 
-__all__ = ["Claim", "Say", "bars"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Claim", "Say", "bars", "save_figure"]
 
 Say = Callable[[str], None]
 QUICK_PROMPTS, QUICK_TOKENS = 2, 16
@@ -34,6 +36,7 @@ class Claim:
         table: The result for a person.
         draw: The result as a figure.
         size: Of the figure, in inches.
+        devices: Where it can be measured.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Claim:
     table: Callable[[Mapping[str, Any]], str]
     draw: Callable[[Figure, Mapping[str, Any]], None]
     size: tuple[float, float] = (10, 4)
+    devices: tuple[str, ...] = ("cpu",)
 
     def main(self) -> None:
         """Measure and report; the last line of standard output is the result as JSON."""
@@ -55,15 +59,13 @@ class Claim:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-        settings = {"prompts": options.prompts, "tokens": options.tokens, "rehearsal": options.quick}
+        settings = {"prompts": options.prompts, "tokens": options.tokens, "rehearsal": options.quick, "device": options.device}
         question = " ".join(str(self.doc).split("\n\n", 1)[0].split())
         result = {"claim": self.name, "question": question, "settings": settings, "environment": environment(), **self.measure(options, say)}
         say(self.table(result))
         path = save_result(self.name, result, rehearsal=options.quick)
-        figure = Figure(figsize=self.size, layout="constrained")
-        self.draw(figure, result)
-        figure.savefig(path.with_suffix(".png"), dpi=130)
-        say(f"written to {path} and {path.with_suffix('.png').name}")
+        say(f"written to {path}")
+        save_figure(lambda figure: self.draw(figure, result), path.with_suffix(".png"), self.size, say)
         print(json.dumps(result), flush=True)
 
     def _parser(self) -> argparse.ArgumentParser:
@@ -71,12 +73,22 @@ class Claim:
         parser.add_argument("--json", action="store_true", help="print nothing but the JSON document on standard output")
         parser.add_argument("--prompts", type=int, default=self.prompts, help="held-out prompts (default: %(default)s)")
         parser.add_argument("--tokens", type=int, default=self.tokens, help="new tokens per prompt (default: %(default)s)")
-        parser.add_argument(
-            "--target-parameters", type=int, default=MIN_PARAMETERS, metavar="N", help="inflate the target to so many; 0 as it is (default: %(default)s)"
-        )
-        parser.add_argument("--remeasure", action="store_true", help="profile and calibrate the compiled pair again")
+        add_options(parser, devices=self.devices)
         parser.add_argument("--quick", action="store_true", help=f"a rehearsal: {QUICK_PROMPTS} prompts of {QUICK_TOKENS} tokens, kept out of bench/results")
         return parser
+
+
+def save_figure(draw: Callable[[Figure], None], path: Path, size: tuple[float, float], say: Say) -> None:
+    """Draw a result beside its JSON; a machine without matplotlib says so and has the JSON."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        say("no figure: matplotlib is not installed")
+        return
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure)
+    figure.savefig(path, dpi=130)
+    say(f"drawn in {path.name}")
 
 
 def bars(axes: Any, groups: Sequence[str], heights: Mapping[str, Sequence[float]], *, ylabel: str) -> None:

@@ -22,9 +22,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from bench.arms import PLAIN_ARM, arm_summary, fixed_policy, plain_arm, policy_arm
 from bench.claim import Claim, Say
@@ -36,6 +34,9 @@ from yggdrasil.bundle import LoadedPair
 from yggdrasil.engine import Engine
 from yggdrasil.policy.structures import equal_growth
 from yggdrasil.schedule.plan import SEQUENTIAL
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 O1, O2, O3, O4, O5 = "O1 eager trees", "O2 + compiled graphs", "O3 + verification pruning", "O4 + scheduling", "O5 + depth predictor"
 NO_PREDICTOR = "Eq. 3, no predictor"
@@ -130,7 +131,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     right.legend(fontsize=7)
 
 
-CLAIM = Claim(name="breakdown", doc=__doc__, prompts=12, tokens=64, measure=measure, table=table, draw=draw, size=(12, 3.5))
+CLAIM = Claim(name="breakdown", doc=__doc__, prompts=12, tokens=64, measure=measure, table=table, draw=draw, size=(12, 3.5), devices=("cpu", "cuda"))
 
 if __name__ == "__main__":
     CLAIM.main()

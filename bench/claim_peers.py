@@ -39,7 +39,7 @@ from bench.harness import MemoryStream, Rounds, environment, interleave, ratio, 
 from bench.llama_cpp_peer import llama_cpp_peer
 from bench.openvino_arms import openvino_peer
 from bench.peers import Peer, PeerError, transformers_peer
-from bench.subject import DRAFTS, MIN_PARAMETERS, Subject, subject
+from bench.subject import DRAFTS, Subject, add_options, subject
 from bench.workloads import WORKLOADS, beginnings
 from yggdrasil import artifacts
 
@@ -202,10 +202,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", choices=WORKLOADS, default="stories", help="kind of prompts (default: %(default)s)")
     parser.add_argument("--llama-cpp", type=Path, metavar="PATH", help="folder with llama-server; the source with convert_hf_to_gguf.py around it")
     parser.add_argument("--no-openvino", action="store_true", help="leave OpenVINO out: nothing is installed")
-    parser.add_argument(
-        "--target-parameters", type=int, default=MIN_PARAMETERS, metavar="N", help="inflate the target to at least so many; 0 as it is (default: %(default)s)"
-    )
-    parser.add_argument("--remeasure", action="store_true", help="profile and calibrate the compiled pair again")
+    add_options(parser, devices=("cpu",))
     parser.add_argument("--quick", action="store_true", help="a rehearsal: 2 prompts of 16 tokens, result kept out of bench/results")
     options = parser.parse_args(arguments)
     if options.prompts < 1 or options.tokens < 2:

@@ -24,21 +24,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import mean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
-
-from bench.claim import Say
+from bench.claim import Say, save_figure
 from bench.harness import TextMismatchError, environment, save_result
 from bench.make_trace import read_trace
 from bench.serving import Arrival, Replay, poisson, replay, traced
-from bench.subject import MIN_PARAMETERS, subject
+from bench.subject import add_options, subject
 from bench.workloads import STORIES
 from yggdrasil.config import GenerateConfig, ServeConfig
 from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.opening import open_batcher, policy_parts
 from yggdrasil.serve.request import Observer, Request
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CLAIM = "serving"
 CONFIG = ServeConfig(policy="off", max_batch=48, gamma_max=7)
@@ -200,9 +201,8 @@ def verdict(rates: Sequence[Mapping[str, Any]], trace: Mapping[str, Any]) -> dic
     }
 
 
-def draw(result: Mapping[str, Any]) -> Figure:
+def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     """Throughput and latency by rate; the trace; the bandits."""
-    figure = Figure(figsize=(12, 11), layout="constrained")
     (top_left, top_right), (middle_left, middle_right), (low_left, low_right) = figure.subplots(3, 2)
     for name in (*FIXED, OURS):
         rows = [row for row in result["rates"] if row["policy"] == name]
@@ -229,7 +229,6 @@ def draw(result: Mapping[str, Any]) -> Figure:
     low_right.bar_label(low_right.bar(POLICIES, heights, color=["C3" if name == OURS else "C0" for name in POLICIES]), fmt="%.0f", fontsize=7)
     low_right.set(ylabel="tokens/s", title="all policies on the trace (paper: Table 4, Fig. 12)")
     low_right.tick_params(axis="x", rotation=75)
-    return figure
 
 
 def main() -> None:
@@ -239,8 +238,7 @@ def main() -> None:
     parser.add_argument("--trace-seconds", type=float, default=25.0, help="the trace is pressed into so many (default: %(default)s)")
     parser.add_argument("--load", type=float, default=1.3, help="mean rate of the trace, in the capacity without speculation (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of all policies (default: %(default)s)")
-    parser.add_argument("--target-parameters", type=int, default=MIN_PARAMETERS, metavar="N", help="inflate the target to so many (default: %(default)s)")
-    parser.add_argument("--remeasure", action="store_true", help="profile and calibrate the compiled pair again")
+    add_options(parser)
     parser.add_argument("--quick", action="store_true", help="a rehearsal of seconds, kept out of bench/results")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON document on the last line of standard output")
     options = parser.parse_args()
@@ -264,7 +262,7 @@ def main() -> None:
         "verdict": verdict(rates, trace),
     }
     path = save_result(CLAIM, result, rehearsal=options.quick)
-    draw(result).savefig(path.with_suffix(".png"), dpi=110)
+    save_figure(lambda figure: draw(figure, result), path.with_suffix(".png"), (12, 11), say)
     say(json.dumps(result["verdict"], indent=1))
     if options.json:
         print(json.dumps(result))

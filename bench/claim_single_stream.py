@@ -13,6 +13,10 @@ Refuted if the tree emits other tokens than plain decoding (then no speed is rep
 plain or less than twice as fast as the best transformers arm; the baseline is unfair if plain is less than twice as fast as transformers eager or streams
 its weights at less than 75 % of the memory rate measured between the rounds.
 
+With `--device cuda` there is one more arm, plain decoding whose kernels are launched one by one; the memory rate is the device's, plain has to stream at
+80 % of it, the tree has to be twice as fast as plain, and the host's share of a step, measured with the device waited for after every graph, has to be
+below 5 %.
+
 The headline of an arm is wall clock of the whole call, prefill included, by new token; decoding alone is reported beside it.
 The target is a function-preserving inflation of the bundled one (bench/scale_pair.py): real acceptance at real latency.
 """
@@ -28,27 +32,37 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench.arms import PLAIN_ARM, arm_summary, our_arm, plain_arm
-from bench.harness import Arm, MemoryStream, Rounds, environment, interleave, ratio, save_result, spread
+from bench.arms import PLAIN_ARM, arm_summary, our_arm, plain_arm, uncaptured
+from bench.harness import Arm, DeviceStream, MemoryStream, Rounds, Stream, environment, interleave, ratio, save_result, spread
 from bench.pair import TEST_TEXT, BenchTarget, bench_target, compiled_pair, prompts_from
 from bench.peers import ASSISTED, EAGER, transformers_arms
-from bench.subject import MIN_PARAMETERS, PAIR_NAME
+from bench.subject import PAIR_NAME, add_options, subject
 from yggdrasil.build import CALIBRATION_TEXT
 from yggdrasil.bundle import LoadedPair, bundled_models
 from yggdrasil.measure import curve_json
-from yggdrasil.state import Shape
+from yggdrasil.state import PLAIN, Shape
+from yggdrasil.timeline import record_timeline
 
 CLAIM = "single_stream"
 ASSISTANT_TOKENS = (3, 5, 8)
 TUNING_PROMPTS = 4
 TUNING_TOKENS = 64
-CHAIN_ARM, TREE_ARM = "chain", "tree"
+CHAIN_ARM, TREE_ARM, UNCAPTURED_ARM = "chain", "tree", "plain, no CUDA graphs"
+WANTED = {
+    "cpu": {"tree_over_plain": 2.2, "tree_over_best_chain": 1.0, "tree_over_best_transformers": 2.0, "plain_over_transformers_eager": 2.0},
+    "cuda": {"tree_over_plain": 2.0, "tree_over_best_chain": 1.0, "tree_over_best_transformers": 2.0, "plain_over_transformers_eager": 1.0},
+}
+WANTED_SHARE = {"cpu": 0.75, "cuda": 0.8}  # of the memory's rate
+MOST_HOST_SHARE = 0.05
 
 
 def our_arms(pair: LoadedPair, num_tokens: int, temperature: float, chain_depth: int) -> list[Arm]:
     """Plain, chain and tree."""
     shapes = {CHAIN_ARM: Shape(1, chain_depth), TREE_ARM: None}
-    return [plain_arm(pair, num_tokens, temperature=temperature), *(our_arm(name, pair, num_tokens, temperature, shape) for name, shape in shapes.items())]
+    arms = [plain_arm(pair, num_tokens, temperature=temperature), *(our_arm(name, pair, num_tokens, temperature, shape) for name, shape in shapes.items())]
+    if pair.bundle.config.device == "cuda":
+        arms.append(our_arm(UNCAPTURED_ARM, uncaptured(pair), num_tokens, temperature, PLAIN))
+    return arms
 
 
 def tune_chain(pair: LoadedPair, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float) -> tuple[int, dict[str, float]]:
@@ -69,6 +83,8 @@ def ratios(rounds: Rounds) -> dict[str, Any]:
         "tree_over_best_chain": ratio(rounds.tpots(CHAIN_ARM), tree),
         "chain_over_plain": ratio(plain, rounds.tpots(CHAIN_ARM)),
     }
+    if UNCAPTURED_ARM in rounds.by_arm:
+        found["plain_over_no_cuda_graphs"] = ratio(rounds.tpots(UNCAPTURED_ARM), plain)
     peers = [name for name in rounds.by_arm if name == EAGER or name.startswith(ASSISTED)]
     if peers:
         best = rounds.fastest(peers)
@@ -84,35 +100,58 @@ def roofline(rounds: Rounds, weight_bytes: int) -> dict[str, Any]:
     return {"stream_gb_per_s": spread(rounds.stream_gb_per_s), "weights_ms": spread(ceilings_ms), "plain_share": spread(shares)}
 
 
-def goals(found: dict[str, Any], ceiling: dict[str, Any]) -> dict[str, Any]:
+def goals(found: dict[str, Any], ceiling: dict[str, Any], device: str = "cpu", host: dict[str, float] | None = None) -> dict[str, Any]:
     """What the claim needs, what was measured, and whether that is enough."""
-    wanted = {"tree_over_plain": 2.2, "tree_over_best_chain": 1.0, "tree_over_best_transformers": 2.0, "plain_over_transformers_eager": 2.0}
+    wanted = WANTED[device]
     measured = {name: found[name]["median"] for name in wanted if name in found} | {"plain_share_of_roofline": ceiling["plain_share"]["median"]}
-    return {
+    reached = {
         name: {"wanted": limit, "measured": measured[name], "reached": measured[name] >= limit}
-        for name, limit in {**wanted, "plain_share_of_roofline": 0.75}.items()
+        for name, limit in {**wanted, "plain_share_of_roofline": WANTED_SHARE[device]}.items()
         if name in measured
     }
+    if host is not None:
+        reached["host_share_at_most"] = {"wanted": MOST_HOST_SHARE, "measured": host["share"], "reached": host["share"] <= MOST_HOST_SHARE}
+    return reached
+
+
+def host_share(pair: LoadedPair, prompt: Sequence[int]) -> dict[str, float]:
+    """What of a step lies outside the graphs when each of them is waited for: no less than where they run behind the host."""
+    timeline = record_timeline(pair, prompt)
+    return {"step_ms": round(timeline.total_ms, 4), "host_ms": round(timeline.host_ms, 4), "share": round(timeline.host_ms / timeline.total_ms, 4)}
+
+
+def subject_of(options: argparse.Namespace) -> tuple[BenchTarget, Path, LoadedPair]:
+    """Target, draft and the pair of them: the folders that were named, else the bundled ones; inflated and compiled as need be."""
+    if options.target is None and options.draft is None:
+        under_test = subject(options)
+        return under_test.target, under_test.draft, under_test.pair()
+    if options.device != "cpu":
+        raise SystemExit("bench.claim_single_stream: --target and --draft are measured on a cpu; leave them out for --device cuda")
+    bundled_target, bundled_draft = bundled_models()
+    target, draft = bench_target((options.target or bundled_target).resolve(), options.target_parameters), (options.draft or bundled_draft).resolve()
+    return target, draft, compiled_pair(target.folder, draft, name=PAIR_NAME, remeasure=options.remeasure)
 
 
 def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """Build what is missing, measure, and return the result document."""
-    bundled_target, bundled_draft = bundled_models()
-    target = bench_target((options.target or bundled_target).resolve(), options.target_parameters)
-    draft = (options.draft or bundled_draft).resolve()
+    target, draft, pair = subject_of(options)
     say(target.statement)
-    pair = compiled_pair(target.folder, draft, name=PAIR_NAME, remeasure=options.remeasure)
     record = environment()
-    stream = MemoryStream()
+    stream: Stream = MemoryStream() if options.device == "cpu" else DeviceStream()
     rate = stream.gb_per_s(rounds=7)
     say(f"ceiling: memory streams at {rate:.1f} GB/s, so plain decoding takes at least {target.weight_bytes / rate / 1e6:.2f} ms a token")
     depth, tuning = tune_chain(pair, prompts_from(CALIBRATION_TEXT, pair, options.tuning_prompts), min(TUNING_TOKENS, options.tokens), options.temperature)
     say(f"best chain on calibration text: D={depth} (ms per token: {tuning})")
     arms = our_arms(pair, options.tokens, options.temperature, depth)
     if options.peer_prompts != 0 and options.temperature == 0:
-        arms += transformers_arms(target.folder, draft, num_tokens=options.tokens, assistant_tokens=ASSISTANT_TOKENS, num_prompts=options.peer_prompts)
-    rounds = interleave(arms, prompts_from(TEST_TEXT, pair, options.prompts), reference=PLAIN_ARM, stream=stream, tick=partial(print, file=sys.stderr))
-    return document(options, target, pair, rounds, {"environment": record, "chain_depth": depth, "chain_tuning_tpot_ms": tuning})
+        peers = {"num_tokens": options.tokens, "assistant_tokens": ASSISTANT_TOKENS, "num_prompts": options.peer_prompts, "device": options.device}
+        arms += transformers_arms(target.folder, draft, **peers)
+    prompts = prompts_from(TEST_TEXT, pair, options.prompts)
+    rounds = interleave(arms, prompts, reference=PLAIN_ARM, stream=stream, tick=partial(print, file=sys.stderr))
+    known = {"environment": record, "chain_depth": depth, "chain_tuning_tpot_ms": tuning}
+    if options.device == "cuda":
+        known["host"] = host_share(pair, prompts[0])
+    return document(options, target, pair, rounds, known)
 
 
 def document(options: argparse.Namespace, target: BenchTarget, pair: LoadedPair, rounds: Rounds, known: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +161,12 @@ def document(options: argparse.Namespace, target: BenchTarget, pair: LoadedPair,
         "claim": CLAIM,
         "question": str(__doc__).split("\n", 1)[0],
         "target": target.to_json(),
-        "settings": {"tokens": options.tokens, "prompts_by_arm": {name: len(done) for name, done in rounds.by_arm.items()}, "temperature": options.temperature},
+        "settings": {
+            "tokens": options.tokens,
+            "prompts_by_arm": {name: len(done) for name, done in rounds.by_arm.items()},
+            "temperature": options.temperature,
+            "device": options.device,
+        },
         "models": {"pair": pair.bundle.name, "dtype": pair.bundle.config.dtype, "fingerprint": pair.bundle.folder.name},
         **known,
         "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm},
@@ -133,7 +177,7 @@ def document(options: argparse.Namespace, target: BenchTarget, pair: LoadedPair,
             "measured": found["tree_over_plain_after_first"]["median"],
         },
         "profile": {"draft_ms": curve_json(pair.latency.draft), "verify_ms": curve_json(pair.latency.verify)},
-        "goals": goals(found, ceiling),
+        "goals": goals(found, ceiling, options.device, known.get("host")),
     }
 
 
@@ -149,6 +193,8 @@ def table(result: dict[str, Any]) -> str:
     ceiling, speedup = result["roofline"], result["speedup"]
     lines.append(f"roofline: {ceiling['stream_gb_per_s']['median']:.1f} GB/s, {ceiling['weights_ms']['median']:.2f} ms for the weights")
     lines.append(f"speedup of the tree: predicted {speedup['predicted']:.2f}, measured {speedup['measured']:.2f}; shapes {result['arms'][TREE_ARM]['shapes']}")
+    if "host" in result:
+        lines.append(f"host: {result['host']['host_ms']:.3f} of {result['host']['step_ms']:.3f} ms of a step, {result['host']['share']:.1%}")
     lines.append(f"T_verify (ms): {_curve(result['profile']['verify_ms'])}")
     lines += [f"{'reached' if goal['reached'] else 'MISSED '} {name}: {goal['measured']:.2f} of {goal['wanted']}" for name, goal in result["goals"].items()]
     return "\n".join(lines)
@@ -168,10 +214,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0, help="sample, our arms only, into a result of its own (default: %(default)s, greedy)")
     parser.add_argument("--target", type=Path, help="folder of the target (default: the bundled one)")
     parser.add_argument("--draft", type=Path, help="folder of the draft (default: the bundled one)")
-    parser.add_argument(
-        "--target-parameters", type=int, default=MIN_PARAMETERS, metavar="N", help="inflate the target to at least so many (default: %(default)s)"
-    )
-    parser.add_argument("--remeasure", action="store_true", help="profile and calibrate the compiled pair again")
+    add_options(parser)
     parser.add_argument("--quick", action="store_true", help="a rehearsal: 2 prompts of 16 tokens, result kept out of bench/results")
     options = parser.parse_args()
     if options.prompts < 1 or options.tokens < 2 or (options.peer_prompts or 0) < 0:

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from bench.claim import Claim, Say
 from bench.counting import Counter, candidates
@@ -26,6 +24,9 @@ from yggdrasil.bundle import LoadedPair
 from yggdrasil.policy.objective import speedup
 from yggdrasil.policy.structures import equal_growth, k_ary, sequence, sequoia, sequoia_latency
 from yggdrasil.state import Shape
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 OURS = "equal growth"
 MEASURED_ON = ("wiki", "stories")
@@ -117,7 +118,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
         grid[0][column].legend(fontsize=7)
 
 
-CLAIM = Claim(name="structures", doc=__doc__, prompts=10, tokens=64, measure=measure, table=table, draw=draw, size=(10, 7))
+CLAIM = Claim(name="structures", doc=__doc__, prompts=10, tokens=64, measure=measure, table=table, draw=draw, size=(10, 7), devices=("cpu", "cuda"))
 
 if __name__ == "__main__":
     CLAIM.main()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from yggdrasil.bundle import Bundle
 from yggdrasil.engine import Engine
+from yggdrasil.kernels import load_cuda_kernels
 from yggdrasil.kv import KVCache
 from yggdrasil.models.forward import DraftForward, TargetForward
 from yggdrasil.models.load import load_model
@@ -29,6 +30,8 @@ class EagerModel:
 
     def __init__(self, bundle: Bundle, *, is_target: bool) -> None:
         config, dtype = bundle.config, getattr(torch, bundle.config.dtype)
+        if config.device == "cuda":
+            load_cuda_kernels()
         model = load_model(bundle.models[0 if is_target else 1], dtype=dtype).to(config.device)
         self.device = config.device
         self.max_depth = config.path_depth

@@ -18,14 +18,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from yggdrasil import artifacts
 
-__all__ = ["Arm", "Generation", "MemoryStream", "Rounds", "TextMismatchError", "environment", "interleave", "ratio", "save_result", "spread"]
+__all__ = [
+    "Arm",
+    "DeviceStream",
+    "Generation",
+    "MemoryStream",
+    "Rounds",
+    "Stream",
+    "TextMismatchError",
+    "environment",
+    "interleave",
+    "ratio",
+    "save_result",
+    "spread",
+]
 
 RESULTS = Path(__file__).parent / "results"
 RESAMPLES = 2000  # bootstrap
@@ -135,12 +148,7 @@ def _parting(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def interleave(
-    arms: Sequence[Arm],
-    prompts: Sequence[Sequence[int]],
-    *,
-    reference: str,
-    stream: MemoryStream | None = None,
-    tick: Callable[[str], None] = lambda line: None,
+    arms: Sequence[Arm], prompts: Sequence[Sequence[int]], *, reference: str, stream: Stream | None = None, tick: Callable[[str], None] = lambda line: None
 ) -> Rounds:
     """Run all arms in turn on every prompt, after a warm-up of each that does not count, and compare their texts.
 
@@ -188,6 +196,38 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> dict[str, Any]:
     draws = np.random.default_rng(0).choice(ratios, size=(RESAMPLES, len(ratios)))
     low, high = np.percentile(np.median(draws, axis=1), (2.5, 97.5))
     return {**spread(ratios.tolist()), "ci95": [round(float(low), 4), round(float(high), 4)], "prompts": len(ratios)}
+
+
+class Stream(Protocol):
+    """Measures the rate of the memory that weights are read from."""
+
+    def gb_per_s(self, rounds: int = 3) -> float:
+        """The best of a few passes, in 10^9 bytes a second."""
+        ...
+
+
+class DeviceStream:
+    """The rate of a CUDA device's memory: a copy from one buffer to another, bytes read and bytes written both counted.
+
+    Args:
+        size_bytes: Of each buffer; far larger than the device's cache. Both stay allocated.
+    """
+
+    def __init__(self, size_bytes: int = 2**30) -> None:
+        self._source = torch.ones(size_bytes // 8, dtype=torch.int64, device="cuda")
+        self._copy = torch.empty_like(self._source)
+
+    def gb_per_s(self, rounds: int = 3) -> float:
+        """The best of a few copies, in 10^9 bytes a second."""
+        return max(self._pass() for _ in range(rounds))
+
+    def _pass(self) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        self._copy.copy_(self._source)
+        end.record()
+        end.synchronize()
+        return float(2 * self._source.nbytes / begin.elapsed_time(end) / 1e6)
 
 
 READER = r"""
@@ -278,7 +318,7 @@ def _commit() -> str | None:
 
 
 def save_result(claim: str, payload: Mapping[str, Any], *, rehearsal: bool = False) -> Path:
-    """Write `bench/results/<claim>.json`; a rehearsal goes to the artifact root, so that it never replaces a result."""
-    folder = artifacts.root() / "bench_results" if rehearsal else RESULTS
+    """Write `<claim>.json` into `bench/results`, or the folder that `YGG_BENCH_RESULTS` names; a rehearsal goes to the artifact root and replaces no result."""
+    folder = artifacts.root() / "bench_results" if rehearsal else Path(os.environ.get("YGG_BENCH_RESULTS", RESULTS))
     artifacts.save_json(folder / f"{claim}.json", payload)
     return folder / f"{claim}.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,15 @@ from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError
 from yggdrasil.models.load import load_config
 
-__all__ = ["TEST_TEXT", "BenchTarget", "bench_target", "compiled_pair", "prompts_from"]
+__all__ = ["DEFAULTS", "LLAMA_2_7B", "LLAMA_68M", "TEST_TEXT", "BenchTarget", "bench_target", "compiled_pair", "inflated_model", "prompts_from"]
 
+DEFAULTS = CompileConfig()
 TEST_TEXT = Path(__file__).parent / "data" / "prompts_stories.jsonl"
 WIDTH_MULTIPLE = 4
+# The matrices and the KV bytes of the real models. Heads keep the 64 and 32 features of the bundled ones, so there are twice as many of them as in
+# Llama-2-7B (32 of 128) and in the draft (12 of 64); neither width is a power of four times the bundled one, so norms are rounded.
+LLAMA_2_7B = {"width": 4096, "layers": 32, "intermediate": 11008, "heads": 64, "kv_heads": 64}
+LLAMA_68M = {"width": 768, "layers": 2, "intermediate": 3072, "heads": 24, "kv_heads": 24}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +39,14 @@ class BenchTarget:
         parameters: Of the model that runs.
         source_parameters: Of the checkpoint whose function it computes; the same when nothing was inflated.
         weight_bytes: What one forward reads: everything but an untied embedding table, of which it reads a row per token.
+        is_rounded: Whether the inflation rounded norm weights: the function is then the checkpoint's but for roundings.
     """
 
     folder: Path
     parameters: int
     source_parameters: int
     weight_bytes: int
+    is_rounded: bool = False
 
     @property
     def statement(self) -> str:
@@ -46,13 +54,15 @@ class BenchTarget:
         size = f"target: {self.parameters / 1e6:.1f} M parameters, {self.weight_bytes / 1e6:.0f} MB read per pass"
         if self.parameters == self.source_parameters:
             return f"{size}, a checkpoint as it is"
-        return f"{size}, a function-preserving inflation (bench/scale_pair.py) of a {self.source_parameters / 1e6:.1f} M checkpoint: same text, real latency"
+        text = "its text but for roundings" if self.is_rounded else "same text"
+        return f"{size}, a function-preserving inflation (bench/scale_pair.py) of a {self.source_parameters / 1e6:.1f} M checkpoint: {text}, real latency"
 
     def to_json(self) -> dict[str, Any]:
         return {
             "parameters": self.parameters,
             "weight_bytes_per_pass": self.weight_bytes,
             "function_preserving_inflation": self.parameters != self.source_parameters,
+            "norms_rounded": self.is_rounded,
             "source_parameters": self.source_parameters,
             "statement": self.statement,
         }
@@ -74,6 +84,27 @@ def bench_target(source: Path, min_parameters: int) -> BenchTarget:
     folder = artifacts.root() / "bench_models" / f"target-{key}"
     if not folder.exists():
         inflate(source, folder, width_multiple=WIDTH_MULTIPLE, layers=layers)
+    return _described(folder, source_parameters)
+
+
+def inflated_model(source: Path, sizes: Mapping[str, int], *, device: str) -> BenchTarget:
+    """The source inflated to given sizes, kept under `bench_models/` in the artifact root.
+
+    Args:
+        source: Hugging Face folder.
+        sizes: Such as `LLAMA_2_7B`; see scale_pair.py.
+        device: Where random weights are drawn.
+    """
+    config = load_config(str(source))
+    key = artifacts.digest(artifacts.digest_file(source / "model.safetensors"), sizes, device)
+    folder = artifacts.root() / "bench_models" / f"sized-{key}"
+    if not folder.exists():
+        inflate(source, folder, **sizes, device=device)
+    is_exact = sizes["width"] in (config.hidden_size * 4**power for power in range(4))
+    return replace(_described(folder, num_parameters(config)), is_rounded=not is_exact)
+
+
+def _described(folder: Path, source_parameters: int) -> BenchTarget:
     parameters = num_parameters(load_config(str(folder)))
     return BenchTarget(folder=folder, parameters=parameters, source_parameters=source_parameters, weight_bytes=_weight_bytes(folder))
 
@@ -92,24 +123,25 @@ def _weight_bytes(folder: Path) -> int:
     return bytes_each * sum(count for name, count in tensors.items() if not (is_untied and "embed_tokens" in name))
 
 
-def compiled_pair(target: Path, draft: Path, *, name: str, remeasure: bool = False) -> LoadedPair:
-    """The pair under this name, compiled unless it is there with these models and the default menu.
+def compiled_pair(target: Path, draft: Path, *, name: str, remeasure: bool = False, config: CompileConfig = DEFAULTS) -> LoadedPair:
+    """The pair under this name, compiled unless it is there with these models and this menu.
 
     Args:
         target: Folder.
         draft: Folder.
         name: In the artifact root.
         remeasure: Profile and calibrate again; finished graphs are kept.
+        config: Menu and device; the context is the models'.
     """
     models = (str(target.resolve()), str(draft.resolve()))
     if not remeasure:
         try:
             pair = load_pair(name)
-            if pair.bundle.models == models and replace(pair.bundle.config, max_context=None) == CompileConfig():
+            if pair.bundle.models == models and replace(pair.bundle.config, max_context=None) == config:
                 return pair
         except ArtifactError:
             pass  # unknown or stale: compile
-    compile_pair(*models, name=name, config=CompileConfig(), progress=RichProgress())
+    compile_pair(*models, name=name, config=config, progress=RichProgress())
     return load_pair(name)
 
 

@@ -163,7 +163,14 @@ class _Arrivals(BaseStreamer):
 
 
 def transformers_arms(
-    target: Path, draft: Path, *, num_tokens: int, assistant_tokens: Sequence[int], dtype: torch.dtype = torch.bfloat16, num_prompts: int | None = None
+    target: Path,
+    draft: Path,
+    *,
+    num_tokens: int,
+    assistant_tokens: Sequence[int],
+    dtype: torch.dtype = torch.bfloat16,
+    num_prompts: int | None = None,
+    device: str = "cpu",
 ) -> list[Arm]:
     """Eager `generate`, and assisted generation with its defaults and with every constant draft length.
 
@@ -177,8 +184,9 @@ def transformers_arms(
         assistant_tokens: The constant draft lengths.
         dtype: Of both models.
         num_prompts: Rounds in which these arms take part; None in all.
+        device: Where both models run.
     """
-    model, assistant = _load(target, dtype), _load(draft, dtype)
+    model, assistant = _load(target, dtype, device), _load(draft, dtype, device)
     defaults: dict[str, Any] = {"num_assistant_tokens": None, "assistant_confidence_threshold": None}
     settings = {f"{ASSISTED}, default": defaults}
     for count in assistant_tokens:
@@ -210,8 +218,8 @@ def compiled_arms(target: Path, *, num_tokens: int, dtype: torch.dtype = torch.b
     return [arm(name, settings) for name, settings in COMPILE_CONFIGS.items()]
 
 
-def _load(folder: Path, dtype: torch.dtype) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+def _load(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
     model.config.eos_token_id = None
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     return model
@@ -219,7 +227,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 
 def _generate(model: Any, prompt: Sequence[int], num_tokens: int, **options: Any) -> Generation:
     arrivals = _Arrivals()
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=model.device)
     start = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, streamer=arrivals, **options)

@@ -46,6 +46,7 @@ CALIBRATION_TEMPERATURES = (0.0, 1.0)
 REFERENCE_WIDTH = 4
 PROMPT_LEN = 24  # tokens of a calibration text that serve as its prompt
 DEFAULT_MAX_CONTEXT = 2048
+WORKER_BYTES = 2**30  # a CUDA context, its libraries and what a forward allocates
 SWITCH_ROWS, MAX_LAG = 16, 1024  # how far the cost of bringing the draft back is measured
 
 
@@ -173,14 +174,32 @@ def _build_models(bundle: Bundle, progress: Progress) -> None:
             progress.advance()
     jobs = [
         GraphJob(
-            model, num_candidates, bundle.config.dtype, bundle.config.device, kv, bundle.config.path_depth, size, str(graph_path(bundle.folder / kind, size))
+            model=model,
+            num_candidates=num_candidates,
+            dtype=bundle.config.dtype,
+            device=bundle.config.device,
+            kv=kv,
+            max_depth=bundle.config.path_depth,
+            num_tokens=size,
+            path=str(graph_path(bundle.folder / kind, size)),
+            exact=bundle.config.exact,
         )
         for kind, model, menu, kv, num_candidates in kinds
         for size in menu.sizes
     ]
     missing = [job for job in jobs if not Path(job.path).exists()]
     with progress.phase("compile graphs", len(missing)):
-        compile_graphs(missing, num_workers=os.cpu_count() or 1, on_done=lambda job: progress.advance())
+        compile_graphs(missing, num_workers=_num_workers(bundle), on_done=lambda job: progress.advance())
+
+
+def _num_workers(bundle: Bundle) -> int:
+    """One for every core; on CUDA no more than the device has memory for: each holds both models and, while buffers change places, their caches twice."""
+    cores = os.cpu_count() or 1
+    if bundle.config.device == "cpu":
+        return cores
+    weight_bytes = sum((bundle.folder / kind / FILE_NAME).stat().st_size for kind in ("target", "draft"))
+    cache_bytes = sum(kv.capacity * kv.token_bytes(bundle.dtype) for kv in (bundle.kv_target, bundle.kv_draft))
+    return max(1, min(cores, torch.cuda.mem_get_info()[0] // (weight_bytes + 2 * cache_bytes + WORKER_BYTES)))
 
 
 def _pack(bundle: Bundle, kind: str, model: str) -> None:

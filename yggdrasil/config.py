@@ -84,6 +84,7 @@ class CompileConfig:
         num_candidates: Children a node can have, C; at least the greatest width.
         calibration_texts: Texts used to calibrate acceptance and to train the depth predictor, the first ones of the file.
         calibration_tokens: Tokens decoded after the beginning of each.
+        exact: Linear layers add in one order whatever the graph, so that speculation writes what plain decoding writes, to the bit. A CPU has no other.
     """
 
     dtype: str = "bfloat16"
@@ -96,10 +97,12 @@ class CompileConfig:
     num_candidates: int = 8
     calibration_texts: int = 100
     calibration_tokens: int = 20
+    exact: bool = True
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "bfloat16 or float32")
         _require(self.device in ("cpu", "cuda"), "device", self.device, "cpu or cuda")
+        _require(self.exact or self.device == "cuda", "exact", self.exact, "True on a cpu, where every graph is exact at no price")
         context = self.max_context
         _require(context is None or (context >= 32 and context % PAGE_LEN == 0), "max_context", context, f"a multiple of {PAGE_LEN}, at least 32")
         for name in ("widths", "verify_widths"):

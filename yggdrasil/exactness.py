@@ -43,7 +43,7 @@ def inexact_widths(model: TokenModel, widths: tuple[int, ...]) -> tuple[int, ...
 def _agrees(model: TokenModel, text: list[int], expected_LV: Tensor, width: int) -> bool:
     chain = text[:width]
     path_len = min(len(text), (width + 1) // 2, model.max_depth + 1)
-    rows = _chain(model, chain, width)[: len(chain)], _path(model, text[:path_len], width)
+    rows = _chain(model, chain, width)[: len(chain)].clone(), _path(model, text[:path_len], width)  # a replay writes over the one before
     return all(torch.equal(each_LV, expected_LV[: len(each_LV)]) for each_LV in rows)
 
 

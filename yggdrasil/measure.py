@@ -22,6 +22,7 @@ from yggdrasil.policy.shape import ContextShape, FixedShape
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape
 from yggdrasil.step.draft import prefill
 from yggdrasil.step.rows import Chain, catch_up_rows_, verify_rows
+from yggdrasil.timeline import RecordedModel
 
 __all__ = ["ROUNDS", "curve_json", "decision_milliseconds", "host_milliseconds", "latency_curve", "plain_policy", "switching_costs", "uncalibrated_policy"]
 
@@ -61,6 +62,7 @@ def latency_curve(model: CompiledModel[Any], contexts: Sequence[int], tick: Call
             for size in model.menu.sizes:
                 meta_NM = model.meta(size)
                 pack_chain_(meta_NM, [0] * size, max(0, min(context, model.cache.shape.capacity - size)))
+                _wait(model.device)
                 start = time.perf_counter()
                 model.forward(meta_NM)
                 _wait(model.device)
@@ -84,6 +86,8 @@ def host_milliseconds(engine: Engine, prompt: Sequence[int], policy: FixedShape,
         policy: A speculative shape; plain decoding runs in turn with it.
         num_tokens: Tokens of each run.
     """
+    # On CUDA a forward only launches: to tell the host's share, whoever runs it here waits for its result.
+    engine = Engine(*(RecordedModel(model, "", []) for model in (engine.target, engine.draft)), max_context=engine.max_context)
     samples: dict[str, list[float]] = {"growth_host_ms": [], "step_host_ms": [], "plain_host_ms": []}
     for chosen in (policy, plain_policy()) * 2:
         state = DecodeState(list(prompt))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from yggdrasil.errors import ConfigError
+from yggdrasil.staging import upload
 
 if TYPE_CHECKING:
     import networkx
@@ -86,8 +87,8 @@ class TokenTree:
         if token < 0:
             raise ConfigError("token", token, "a vocabulary id")
         tree = cls(capacity, capacity - 1 if max_depth is None else max_depth, device)
-        tree._token[0] = token
-        tree._path[0, 0] = 0
+        tree._token[:1].fill_(token)  # assigned to one element, a number would be a copy from the host, and a sync
+        tree._path[:1, :1].fill_(0)
         tree._len = 1
         return tree
 
@@ -199,7 +200,7 @@ class TokenTree:
         """Ids of the nodes without children, ascending, int64."""
         has_child = torch.zeros(self._len + 1, dtype=torch.bool, device=self._parent.device)
         has_child[self.parent_N.long()] = True  # the root's parent -1 is the extra entry
-        return torch.nonzero(~has_child[: self._len])[:, 0]
+        return torch.nonzero(~has_child[: self._len])[:, 0]  # sync: how many there are is a shape
 
     def paths(self) -> list[list[int]]:
         """Node ids from the root to every leaf, in the leaves' order."""
@@ -219,7 +220,7 @@ class TokenTree:
         Raises:
             ConfigError: `k` below one, or values of another length.
 
-        Cost: one sort, or O(N k^2) on the host for values that rise. Syncs.
+        Cost: one sort, or O(N k^2) on the host for values that rise. Two syncs on a device.
         Source: Yggdrasil section 4.2, "Verification Width Pruning".
         """
         if k < 1:
@@ -231,10 +232,10 @@ class TokenTree:
         return self.subtree(keep), torch.tensor(keep, dtype=torch.int64)
 
     def subtree(self, keep: Sequence[int]) -> TokenTree:
-        """The nodes `keep` (ascending, connected, root first) as a tree of their own; this very tree when it is all of them."""
+        """The nodes `keep` (ascending, connected, root first) as a tree of their own; this very tree when it is all of them. No sync."""
         if len(keep) == self._len:
             return self
-        kept = torch.tensor(keep, dtype=torch.int64, device=self._path.device)
+        kept = upload(keep, self._path.device)
         renamed = torch.full((self._len + 1,), -1, dtype=torch.int32, device=self._path.device)
         renamed[kept] = torch.arange(len(keep), dtype=torch.int32, device=self._path.device)
         tree = TokenTree(len(keep), self.max_depth, str(self._path.device))
@@ -255,16 +256,31 @@ class TokenTree:
         Returns:
             Node ids, root first. The bonus token is `next_tokens[path[-1]]`.
 
-        Cost: one sync, then O(N) on the host.
+        Cost: O(N) on the host; on a device three syncs, where `on_walk` has none.
         Source: design of the acceptance law: the tree is deterministic, so matching the target's token is exact.
         """
-        parents, tokens = self.parent_N.tolist(), self.token_N.tolist()
-        wanted = next_tokens.tolist()  # sync: the accepted path decides what is emitted
+        parents, tokens, wanted = self.parent_N.tolist(), self.token_N.tolist(), next_tokens.tolist()  # sync: the walk is the host's
         path = [0]
         for node in range(1, self._len):  # a child's id is greater than its parent's: one pass suffices
             if parents[node] == path[-1] and tokens[node] == wanted[path[-1]]:
                 path.append(node)
         return path
+
+    def on_walk(self, next_tokens: Tensor) -> Tensor:
+        """Which nodes `walk` passes, found where the arrays are: every node of whose path says what the target says after its parent.
+
+        Args:
+            next_tokens: (N,) the target's own token after each node, integer.
+
+        Returns:
+            (N,) bool; the nodes are the path of `walk`, for ids ascend along a path and siblings differ.
+
+        Cost: seven small operators, no sync.
+        """
+        is_said_N = self.token_N == next_tokens[self.parent_N.long()]  # of the root, whose parent -1 reads the last node, nothing is asked
+        is_said_N[:1].fill_(True)
+        path_NA = self.path_NA.long()
+        return (is_said_N[path_NA] | (path_NA < 0)).all(dim=1)  # -1 reads the last node and does not count
 
     def check(self) -> None:
         """Raises ConfigError on a tree that no sequence of `grow` calls with sound values makes: parents, depths, paths, siblings, values."""

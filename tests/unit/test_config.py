@@ -33,6 +33,7 @@ NAN, INF = float("nan"), float("inf")
         (GenerateConfig, "stop", ("ok", "")),
         (CompileConfig, "dtype", "float16"),
         (CompileConfig, "device", "tpu"),
+        (CompileConfig, "exact", False),
         (CompileConfig, "max_context", 100),
         (CompileConfig, "max_context", 16),
         (CompileConfig, "max_context", -16),
@@ -64,6 +65,7 @@ def test_defaults_are_allowed_and_frozen(kind: Any) -> None:
 def test_the_limits_themselves_are_allowed() -> None:
     SamplingConfig(temperature=0.0, top_k=0, top_p=1.0, min_p=1.0, seed=2**63 - 1)
     GenerateConfig(max_new_tokens=1)
+    CompileConfig(device="cuda", exact=False)
     CompileConfig(max_context=32, widths=(1,), verify_widths=(1,), num_candidates=1, prefill_chunk=2, max_depth=1)
 
 

@@ -74,20 +74,20 @@ def test_noise_is_standard_gumbel() -> None:
 
 def test_greedy_takes_the_argmax_and_the_first_of_equals() -> None:
     logits_KV = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, 1.0], [-torch.inf, -torch.inf, -5.0]])
-    assert next_tokens(logits_KV, range(3), SamplingConfig()).tolist() == [1, 0, 2]
+    assert next_tokens(logits_KV, range(3), SamplingConfig()) == [1, 0, 2]
 
 
 def test_a_sample_is_the_argmax_of_logits_and_the_noise_of_its_position() -> None:
     logits_KV = torch.randn(4, 30)
     positions_K = torch.tensor([5, 9, 5, 6])
     expected = [int((row / 0.7 + gumbel_noise(11, position, 30)).argmax()) for row, position in zip(logits_KV, positions_K.tolist(), strict=True)]
-    assert next_tokens(logits_KV, positions_K.tolist(), SamplingConfig(temperature=0.7, seed=11)).tolist() == expected
+    assert next_tokens(logits_KV, positions_K.tolist(), SamplingConfig(temperature=0.7, seed=11)) == expected
 
 
 def test_a_token_that_is_filtered_is_never_sampled() -> None:
     positions = torch.arange(500)
     said = next_tokens(LOGITS.expand(500, -1), positions.tolist(), SamplingConfig(temperature=1.0, top_p=0.7))
-    assert set(said.tolist()) == {1, 3}
+    assert set(said) == {1, 3}
 
 
 @pytest.mark.parametrize(
@@ -114,4 +114,4 @@ def test_rows_are_bitwise_independent_of_each_other_and_of_their_number(dtype: t
     said = next_tokens(logits_KV, positions.tolist(), sampling)
     for rows in (slice(0, 1), slice(3, 5), slice(4, 16), slice(16, 17)):
         assert torch.equal(process_logits(logits_KV[rows].float(), sampling), together[rows])
-        assert torch.equal(next_tokens(logits_KV[rows], positions[rows].tolist(), sampling), said[rows])
+        assert next_tokens(logits_KV[rows], positions[rows].tolist(), sampling) == said[rows]

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from bench.pair import LLAMA_2_7B, LLAMA_68M
 from bench.scale_pair import inflate, inflated_config, num_parameters
+from yggdrasil.bundle import bundled_models
 
 SHAPE: dict[str, Any] = {"width_multiple": 4, "layers": 5, "intermediate": 400, "heads": 8}
 
@@ -101,12 +103,45 @@ def test_defaults_make_a_target_of_real_size() -> None:
     assert num_parameters(config) > 250_000_000
 
 
+def test_any_width_computes_the_function_and_every_query_head_may_have_its_own_kv_head(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(float("norm" in name), 0.2)
+    model.save_pretrained(tmp_path / "source")
+    inflate(tmp_path / "source", tmp_path / "inflated", width=160, layers=3, intermediate=200, heads=10, kv_heads=10)
+    source, inflated = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").eval() for name in ("source", "inflated"))
+    assert (inflated.config.hidden_size, inflated.config.num_attention_heads, inflated.config.num_key_value_heads) == (160, 10, 10)
+    tokens = torch.randint(0, 300, (3, 40))
+    expected = logits(source, tokens)
+    torch.testing.assert_close(logits(inflated, tokens), expected, rtol=0, atol=1e-4 * float(expected.std()))
+
+
+def test_the_shapes_of_a_real_pair_are_reached() -> None:
+    target, draft = (AutoConfig.from_pretrained(folder) for folder in bundled_models())
+    target, draft = inflated_config(target, **LLAMA_2_7B), inflated_config(draft, **LLAMA_68M)
+    assert (target.hidden_size, target.intermediate_size, target.num_hidden_layers, target.num_attention_heads * target.head_dim) == (4096, 11008, 32, 4096)
+    assert target.num_key_value_heads == target.num_attention_heads
+    assert (draft.hidden_size, draft.intermediate_size, draft.num_hidden_layers, draft.num_attention_heads * draft.head_dim) == (768, 3072, 2, 768)
+
+
 @pytest.mark.parametrize(
     "wrong",
-    ({"width_multiple": 2}, {"width_multiple": 9}, {"width_multiple": 0}, {"heads": 5}, {"heads": 2}, {"heads": 12}, {"layers": 1}, {"intermediate": 64}),
+    (
+        {"width_multiple": 2},
+        {"width_multiple": 9},
+        {"width_multiple": 0},
+        {"heads": 5},
+        {"heads": 2},
+        {"heads": 12},
+        {"width": 32},
+        {"heads": 8, "kv_heads": 2},
+        {"layers": 1},
+        {"intermediate": 64},
+    ),
 )
 def test_a_shape_that_cannot_hold_the_source_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    with pytest.raises(ValueError, match=list(wrong)[-1]):
         inflated_config(tiny_config(), **wrong)
 
 

@@ -69,6 +69,19 @@ def test_a_subtree_is_the_subtree_of_the_tree(seed: int) -> None:
         assert_same_tree(TokenTree.of(*torch.ops.ygg.subtree(*tree.arrays, keep), length=k), tree.subtree(keep))
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_the_walk_where_the_arrays_are_passes_the_nodes_of_the_walk(seed: int) -> None:
+    """The target follows the tree with some probability at every node; in every second tree its token is one that stands elsewhere in the tree."""
+    generator = torch.Generator().manual_seed(seed)
+    num_nodes = int(torch.randint(1, 24, (1,), generator=generator))
+    tree = random_tree(num_nodes, seed)
+    said_K = tree.token_N[torch.randint(num_nodes, (num_nodes,), generator=generator)].long() if seed % 2 else torch.full((num_nodes,), 5)
+    for node in range(1, num_nodes):
+        if torch.rand(1, generator=generator) < 0.7:
+            said_K[tree.parent_N[node]] = tree.token_N[node]
+    assert torch.nonzero(tree.on_walk(said_K))[:, 0].tolist() == tree.walk(said_K)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("source", ([4], [4, 5, 9], [3, 4, 5], [5, 8, 15], [4, 15, 16, 31]))
 def test_slots_move_as_in_torch(source: list[int], dtype: torch.dtype) -> None:

@@ -37,6 +37,13 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--device", default=defaults.device, help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--dtype", default=defaults.dtype, help="bfloat16 or float32 (default: %(default)s)")
     parser.add_argument("--max-context", type=int, help="most tokens of prompt and output together (default: the models' limit, at most 2048)")
+    parser.add_argument(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.exact,
+        help="on cuda, linear layers that round alike in every graph, so that speculation writes what plain decoding writes, to the bit; --no-exact takes "
+        "cuBLAS's, which round by the number of tokens. On a cpu every graph is exact anyway (default: --exact)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -44,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
     """Compile and say what to do next."""
     from yggdrasil.build import bundled_arguments
 
-    config = CompileConfig(device=options.device, dtype=options.dtype, max_context=options.max_context)
+    config = CompileConfig(device=options.device, dtype=options.dtype, max_context=options.max_context, exact=options.exact)
     if options.target is None:
         target, draft, name = bundled_arguments()
     elif options.draft is None:

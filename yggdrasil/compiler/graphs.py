@@ -14,7 +14,7 @@ from yggdrasil.compiler.fusion import fuse_linears_
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels.shims import c_shims
 
-__all__ = ["LoadedGraph", "ReplayedGraph", "compile_graph"]
+__all__ = ["LoadedGraph", "ReplayedGraph", "compile_graph", "full_precision"]
 
 INDUCTOR_OPTIONS = {
     "aot_inductor.package_constants_in_so": False,  # weights and KV stay the caller's: one copy for the whole menu
@@ -24,13 +24,25 @@ INDUCTOR_OPTIONS = {
 }
 
 
-def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path) -> None:
+def full_precision() -> None:
+    """Let cuBLAS neither round fp32 inputs to TF32 nor reduce in bf16. It is asked when a graph is lowered, and again when it runs or is captured."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def _reduction_options() -> dict[str, bool]:
+    """On CUDA Inductor times ways to add up a row and takes the fastest, graph by graph; these modes, of which older versions have one, forbid it."""
+    return {name: True for name in ("deterministic", "batch_invariant") if hasattr(torch._inductor.config, name)}
+
+
+def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path, *, exact: bool = True) -> None:
     """Export `module` at the shape of `meta_NM` as one graph and write it as an AOTInductor package without weights.
 
     Args:
         module: A TargetForward or DraftForward; weight values are not read.
         meta_NM: Metadata of the shape, values free.
         path: A `.pt2` file to write.
+        exact: On CUDA, let a row's sums not depend on how many rows the graph has, as far as Inductor's own kernels go.
 
     Raises:
         Whatever torch.export says about a model it cannot capture: there is no fallback.
@@ -38,6 +50,7 @@ def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path) -> None:
     Cost: seconds of tracing, seconds of the C++ compiler.
     """
     count_compilation()
+    full_precision()
     _separate_buffers_(module)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)
@@ -45,9 +58,8 @@ def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path) -> None:
         exported = torch.export.export(module, (meta_NM,), strict=False)
         fuse_linears_(exported.graph_module.graph)
         exported.graph_module.recompile()
-        torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(path), inductor_configs={**INDUCTOR_OPTIONS, "aot_inductor.custom_ops_to_c_shims": c_shims()}
-        )
+        options = {**INDUCTOR_OPTIONS, **(_reduction_options() if exact and meta_NM.is_cuda else {}), "aot_inductor.custom_ops_to_c_shims": c_shims()}
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
 
 
 def _separate_buffers_(module: nn.Module) -> None:
@@ -94,7 +106,7 @@ class ReplayedGraph:
         meta_NM: The metadata buffer that every call fills.
         pool: Memory shared by all captures of a model, from `torch.cuda.graph_pool_handle()`.
 
-    Aliasing: outputs are overwritten by the next call.
+    Aliasing: outputs are overwritten by the next call of any graph with this pool: what one graph returns, another may use in between.
     """
 
     def __init__(self, graph: LoadedGraph, meta_NM: Tensor, pool: Any) -> None:

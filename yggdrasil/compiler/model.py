@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from yggdrasil.compiler.buckets import Menu
-from yggdrasil.compiler.graphs import LoadedGraph, ReplayedGraph
+from yggdrasil.compiler.graphs import LoadedGraph, ReplayedGraph, full_precision
 from yggdrasil.kv import KVStorage
 from yggdrasil.models.packing import empty_meta
 
@@ -38,13 +38,24 @@ class CompiledModel(Generic[Storage]):
         max_depth: Longest tree path.
         num_candidates: C of a draft; 0 for a target.
         command: What rebuilds the folder.
+        captured: On CUDA, replay captured graphs; else every call launches its kernels one by one.
 
     Raises:
         ArtifactError: a file is missing or does not load.
     """
 
     def __init__(
-        self, folder: Path, menu: Menu, *, weights: dict[str, Tensor], cache: Storage, device: str, max_depth: int, num_candidates: int, command: str
+        self,
+        folder: Path,
+        menu: Menu,
+        *,
+        weights: dict[str, Tensor],
+        cache: Storage,
+        device: str,
+        max_depth: int,
+        num_candidates: int,
+        command: str,
+        captured: bool = True,
     ) -> None:
         self.menu = menu
         self.device = device
@@ -60,8 +71,11 @@ class CompiledModel(Generic[Storage]):
         loaded = {size: LoadedGraph(graph_path(folder, size), constants, command) for size in menu.sizes}
         self._graphs: Mapping[int, LoadedGraph | ReplayedGraph] = loaded
         if device == "cuda":
+            full_precision()
+        if device == "cuda" and captured:
             pool = torch.cuda.graph_pool_handle()
-            self._graphs = {size: ReplayedGraph(graph, self._meta[size], pool) for size, graph in loaded.items()}
+            largest_first = reversed(loaded.items())  # the others find room in what it leaves
+            self._graphs = {size: ReplayedGraph(graph, self._meta[size], pool) for size, graph in largest_first}
 
     @property
     def weight_bytes(self) -> int:
@@ -72,6 +86,7 @@ class CompiledModel(Generic[Storage]):
         return self._meta[self.menu.bucket(num_tokens)]
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the graph of this buffer. Aliasing: on CUDA overwritten by the next forward of any size."""
         start = time.perf_counter()
         outputs = self._graphs[len(meta_NM)](meta_NM)
         self.graph_ms += (time.perf_counter() - start) * 1e3

@@ -24,10 +24,10 @@ import torch
 
 from yggdrasil.compilations import count_compilation
 from yggdrasil.compiler.graphs import compile_graph
-from yggdrasil.kernels import attention_triton, load_kernels
+from yggdrasil.kernels import load_cuda_kernels, load_kernels
 from yggdrasil.kv import KVShape, KVStorage
 from yggdrasil.models.forward import DraftForward, TargetForward
-from yggdrasil.models.load import load_model, pack_linears_
+from yggdrasil.models.load import load_model, order_linears_, pack_linears_
 from yggdrasil.models.packing import empty_meta
 
 __all__ = ["GraphJob", "compile_graphs", "run_job"]
@@ -48,6 +48,7 @@ class GraphJob:
         max_depth: Longest tree path.
         num_tokens: N.
         path: The package to write.
+        exact: Whether linear layers on CUDA have one order of summation; on a CPU they have.
     """
 
     model: str
@@ -58,16 +59,19 @@ class GraphJob:
     max_depth: int
     num_tokens: int
     path: str
+    exact: bool = True
 
 
 @lru_cache(maxsize=2)
-def _module(model: str, num_candidates: int, dtype: str, device: str, kv: KVShape) -> torch.nn.Module:
+def _module(model: str, num_candidates: int, dtype: str, device: str, kv: KVShape, exact: bool) -> torch.nn.Module:
     load_kernels()
     loaded = load_model(model, dtype=getattr(torch, dtype))
     if device == "cpu":
         pack_linears_(loaded, values=False)
     else:
-        attention_triton.register()
+        load_cuda_kernels()
+        if exact:
+            order_linears_(loaded)
     # Graphs depend on the strides of a page and on how many pages a row may have, not on how many there are: two will do.
     pages_BP = torch.zeros(1, kv.num_pages, dtype=torch.int32, device=device)
     cache = KVStorage(kv, num_pages=2, pages_BP=pages_BP, dtype=getattr(torch, dtype), device=device)
@@ -77,12 +81,12 @@ def _module(model: str, num_candidates: int, dtype: str, device: str, kv: KVShap
 
 def run_job(job: GraphJob) -> None:
     """Build one graph in this process; the package appears whole or not at all."""
-    module = _module(job.model, job.num_candidates, job.dtype, job.device, job.kv)
+    module = _module(job.model, job.num_candidates, job.dtype, job.device, job.kv, job.exact)
     path = Path(job.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
         temporary = Path(folder) / path.name
-        compile_graph(module, empty_meta(job.num_tokens, job.max_depth, device=job.device), temporary)
+        compile_graph(module, empty_meta(job.num_tokens, job.max_depth, device=job.device), temporary, exact=job.exact)
         os.replace(temporary, path)
 
 

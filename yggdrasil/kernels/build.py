@@ -15,7 +15,7 @@ from yggdrasil import artifacts
 from yggdrasil.compilations import count_compilation
 from yggdrasil.kernels import attention, candidates, linear
 
-__all__ = ["is_built", "load_kernels"]
+__all__ = ["is_built", "load_cuda_kernels", "load_kernels"]
 
 LIBRARY_NAME = "ygg_kernels"
 
@@ -63,6 +63,8 @@ def _size(path: Path) -> int:
 def load_kernels(on_build: Callable[[], None] | None = None) -> None:
     """Make `torch.ops.ygg` available, compiling the library first if this machine has not yet.
 
+    With models on CUDA, too: metadata of text is filled in on the host, by the same operators.
+
     Args:
         on_build: Called before a compilation, which takes about 20 s.
 
@@ -80,3 +82,15 @@ def load_kernels(on_build: Callable[[], None] | None = None) -> None:
     ctypes.CDLL(str(folder / f"{LIBRARY_NAME}.so"), mode=ctypes.RTLD_GLOBAL)
     for operator in (attention, candidates, linear):
         operator.register()
+
+
+@cache
+def load_cuda_kernels() -> None:
+    """Define the operators that graphs for CUDA are built from; a package that was built needs none of them.
+
+    Cost: imports Triton.
+    """
+    from yggdrasil.kernels import attention_triton, linear_triton
+
+    attention_triton.register()
+    linear_triton.register()

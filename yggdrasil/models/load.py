@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from yggdrasil.kernels.linear import PackedLinear
 from yggdrasil.kv import KVShape
 from yggdrasil.models.attention import IMPLEMENTATION, register_attention
 
-__all__ = ["check_supported", "check_vocabularies", "kv_shape", "load_config", "load_model", "pack_linears_"]
+__all__ = ["check_supported", "check_vocabularies", "kv_shape", "load_config", "load_model", "order_linears_", "pack_linears_"]
 
 HEAD_DIM_STEP = 16  # lanes of the attention operator
 
@@ -90,10 +92,21 @@ def pack_linears_(model: nn.Module, *, values: bool = True) -> None:
         model: Changed in place.
         values: False allocates the packed weights without touching their memory, for a compiler that reads shapes only.
     """
+    _replace_linears_(model, partial(PackedLinear.from_linear, values=values))
+
+
+def order_linears_(model: nn.Module) -> None:
+    """Replace every `nn.Linear` by one that adds in the same order whatever runs beside it, on the same weights. For CUDA; changes `model` in place."""
+    from yggdrasil.kernels.linear_triton import OrderedLinear  # imports Triton, which a CPU can do without
+
+    _replace_linears_(model, OrderedLinear)
+
+
+def _replace_linears_(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             parent = model.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], PackedLinear.from_linear(module, values=values))
+            setattr(parent, name.rpartition(".")[2], make(module))
 
 
 def kv_shape(config: Any, capacity: int) -> KVShape:

@@ -1,6 +1,7 @@
 """Fill the metadata of a forward: which token, where it stands, what it sees. Columns in layout.py.
 
-On a CPU one operator fills it; the functions named plain are its specification, and what runs on CUDA.
+Host data, that is chains, is filled in by one operator on the host, on CUDA in pinned memory that one copy takes to the device. A tree is where its
+arrays are: one operator on a CPU, a dozen small ones on CUDA. Nothing syncs. The functions named plain are the specification of the operators.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from yggdrasil.layout import INDEX, PATH, POSITION, PREFIX, ROW, TOKEN
+from yggdrasil.staging import send_, staged_like
 from yggdrasil.tree import TokenTree
 
 __all__ = ["Piece", "empty_meta", "pack_chain_", "pack_chains_", "pack_chains_plain_", "pack_nodes_", "pack_nodes_plain_"]
@@ -50,13 +52,16 @@ def pack_chain_(meta_NM: Tensor, tokens: Sequence[int], start_pos: int, *, row: 
 
 
 def pack_chains_(meta_NM: Tensor, pieces: Sequence[Piece]) -> None:
-    """Pieces of several rows, one after another; a chain of guesses is a piece like any other. Of one row at most one piece."""
-    if meta_NM.is_cpu:
-        tokens = [token for piece in pieces for token in piece.tokens]
-        lens, starts, rows = [len(piece.tokens) for piece in pieces], [piece.start_pos for piece in pieces], [piece.row for piece in pieces]
-        torch.ops.ygg.pack_chains_(meta_NM, tokens, lens, starts, rows)
-    else:
-        pack_chains_plain_(meta_NM, pieces)
+    """Pieces of several rows, one after another; a chain of guesses is a piece like any other. Of one row at most one piece.
+
+    Cost: one host call; on CUDA one copy besides, and no sync.
+    """
+    tokens = [token for piece in pieces for token in piece.tokens]
+    lens, starts, rows = [len(piece.tokens) for piece in pieces], [piece.start_pos for piece in pieces], [piece.row for piece in pieces]
+    host_NM = meta_NM if meta_NM.is_cpu else staged_like(meta_NM)
+    torch.ops.ygg.pack_chains_(host_NM, tokens, lens, starts, rows)
+    if host_NM is not meta_NM:
+        send_(meta_NM, host_NM)
 
 
 def pack_nodes_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0) -> None:
@@ -69,7 +74,7 @@ def pack_nodes_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_po
 
 
 def pack_chains_plain_(meta_NM: Tensor, pieces: Sequence[Piece]) -> None:
-    """`pack_chains_`, operator by operator."""
+    """`pack_chains_`, operator by operator, for metadata on the host."""
     first = 0
     for row, tokens, start_pos in pieces:
         last = first + len(tokens)
@@ -85,7 +90,7 @@ def pack_chains_plain_(meta_NM: Tensor, pieces: Sequence[Piece]) -> None:
 
 
 def pack_nodes_plain_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0) -> None:
-    """`pack_nodes_`, operator by operator."""
+    """`pack_nodes_`, operator by operator; also what runs on CUDA."""
     count = last - first
     _pad_(meta_NM, count)
     meta_NM[:count, TOKEN] = tree.token_N[first:last]

@@ -20,7 +20,7 @@ class TokenGraphs(Protocol):
         prefill_chunk: Most tokens of one forward.
         widest: Most tokens of a forward that is not a prompt's.
         num_candidates: C, of a draft.
-        graph_ms: Milliseconds spent inside `forward` so far: what is left of a step is the host's.
+        graph_ms: Milliseconds spent inside `forward` so far: what is left of a step is the host's. On CUDA of the launches alone.
     """
 
     device: str
@@ -35,7 +35,10 @@ class TokenGraphs(Protocol):
         ...
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the graph of that buffer: (logits, hidden) of a target, (tokens, log-probabilities) of a draft, padding rows included."""
+        """Run the graph of that buffer: (logits, hidden) of a target, (tokens, log-probabilities) of a draft, padding rows included.
+
+        Aliasing: on CUDA the next forward of this model, of whatever size, may write over the results.
+        """
         ...
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from yggdrasil.models.protocol import TokenModel
@@ -18,12 +17,13 @@ from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.schedule.plan import Plan
 from yggdrasil.schedule.side import Side, side_of
 from yggdrasil.schedule.stages import needs
+from yggdrasil.staging import upload
 from yggdrasil.state import DecodeState, Head, Shape, StepResult
-from yggdrasil.step.accept import Accepted, follow, next_positions
+from yggdrasil.step.accept import Accepted, follow, say
 from yggdrasil.step.commit import commit_draft_, commit_text_, forget_unfinished_
 from yggdrasil.step.draft import Drafted, draft, grow, head_draft, run_nodes
 from yggdrasil.step.prune import Pruned, prune
-from yggdrasil.step.sampling import gumbel_noise, next_tokens
+from yggdrasil.step.sampling import Said, gumbel_noise
 from yggdrasil.step.verify import verify
 
 __all__ = ["Executor", "StageClock"]
@@ -45,7 +45,7 @@ class Iteration:
         vocab: V, 0 until the target has run once.
         keeps_head: Whether the plan drafts the next head ahead of time.
         num_run: Nodes of the drafted tree, from the root on, with KV in the draft's cache.
-        said_K: (K,) the target's own token after every verified node.
+        said: The target's own token after every verified node.
         after_said: The draft's candidates after those tokens and their log-probabilities, (K, C) each, where next_head ran.
         next_head: The one of them that the text takes.
     """
@@ -64,7 +64,7 @@ class Iteration:
     pruned: Pruned = field(init=False)
     logits_KV: Tensor = field(init=False)
     hidden_KE: Tensor = field(init=False)
-    said_K: Tensor = field(init=False)
+    said: Said = field(init=False)
     accepted: Accepted = field(init=False)
     after_said: tuple[Tensor, Tensor] | None = None
     next_head: Head | None = None
@@ -94,7 +94,7 @@ def _grow(it: Iteration) -> None:
 
 def _noise(it: Iteration) -> None:
     for position in range(it.root_pos + 1, it.root_pos + it.shape.depth + 2):
-        gumbel_noise(it.state.sampling.seed, position, it.vocab)
+        gumbel_noise(it.state.sampling.seed, position, it.vocab, it.target.device)
 
 
 def _tail(it: Iteration) -> None:
@@ -112,19 +112,19 @@ def _verify(it: Iteration) -> None:
 
 
 def _say(it: Iteration) -> None:
-    it.said_K = next_tokens(it.logits_KV, next_positions(it.pruned.tree, it.root_pos, it.state.sampling), it.state.sampling)
+    it.said = say(it.pruned.tree, it.logits_KV, it.root_pos, it.state.sampling)
 
 
 def _next_head(it: Iteration) -> None:
     """One node under every verified node, with what the target said there; only one of them will be the next root."""
     tree = copy(it.drafted.tree)  # the same arrays with a length of its own: `walk` must not see these nodes
-    first, parents_K = len(tree), torch.tensor(it.pruned.drafted_node, device=it.said_K.device)
-    tree.grow(parents_K, it.said_K, tree.log_prob_N[parents_K])
+    first, parents_K = len(tree), upload(it.pruned.drafted_node, it.said.token_K.device)
+    tree.grow(parents_K, it.said.token_K, tree.log_prob_N[parents_K])
     it.after_said = run_nodes(it.draft, tree, first, len(tree), it.root_pos)
 
 
 def _walk(it: Iteration) -> None:
-    it.accepted = follow(it.pruned.tree, it.said_K)
+    it.accepted = follow(it.pruned.tree, it.said)
 
 
 def _commit_target(it: Iteration) -> None:

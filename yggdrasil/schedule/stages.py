@@ -50,7 +50,7 @@ STAGES = tuple(_NEEDS)
 MAIN = tuple(stage for stage in STAGES if stage not in AHEAD)
 """The stages of every iteration, in the order of `Engine.step`."""
 
-SYNCS = ("prune", "say", "walk")
+SYNCS = ("prune", "walk")
 """Stages in which the host waits for the device."""
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from yggdrasil.config import SamplingConfig
-from yggdrasil.step.sampling import next_tokens
+from yggdrasil.step.sampling import Said, choose_tokens, told
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Accepted", "accept", "follow", "next_positions"]
+__all__ = ["Accepted", "accept", "follow", "say"]
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,22 @@ def accept(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: Sampling
 
     Cost: one sync. Source: no draft probabilities enter, so the target's distribution is preserved for any tree.
     """
-    return follow(tree, next_tokens(logits_KV, next_positions(tree, root_pos, sampling), sampling))
+    return follow(tree, say(tree, logits_KV, root_pos, sampling))
 
 
-def next_positions(tree: TokenTree, root_pos: int, sampling: SamplingConfig) -> list[int]:
-    """Where the token after every node stands; greedy decoding does not ask."""
-    return [] if sampling.temperature == 0 else [root_pos + 1 + depth for depth in tree.depth_N.tolist()]  # sync: noise is drawn on the host
+def say(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: SamplingConfig) -> Said:
+    """What the target says after every node, left where it is. Arguments as for `accept`. Cost: no sync."""
+    if sampling.temperature == 0:
+        return choose_tokens(logits_KV, (), tree.depth_N, sampling)
+    deepest = int(tree.depth_N.max()) if tree.is_cpu else min(len(tree) - 1, tree.max_depth)  # a device would have to be asked
+    return choose_tokens(logits_KV, range(root_pos + 1, root_pos + 2 + deepest), tree.depth_N, sampling)
 
 
-def follow(tree: TokenTree, said_K: Tensor) -> Accepted:
-    """The path on which the tree says what the target said, (K,), and the tokens that are emitted. Cost: one sync."""
-    path, said = tree.walk(said_K), said_K.tolist()
-    return Accepted(path, [said[node] for node in path])
+def follow(tree: TokenTree, said: Said) -> Accepted:
+    """The path on which the tree says what the target said, and the tokens that are emitted. Raises as `accept`. Cost: one sync."""
+    if tree.is_cpu:
+        [tokens], path = told(said), tree.walk(said.token_K)
+    else:
+        tokens, is_passed = told(said, tree.on_walk(said.token_K))
+        path = [node for node, passed in enumerate(is_passed) if passed]
+    return Accepted(path, [tokens[node] for node in path])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from yggdrasil.models.packing import pack_chain_, pack_nodes_
 from yggdrasil.models.protocol import TokenModel
+from yggdrasil.staging import upload
 from yggdrasil.state import DecodeState, Head, Shape
 from yggdrasil.tree import TokenTree
 
@@ -63,12 +64,12 @@ class Frontier:
         """
         log_prob_M = self.log_prob_NC[: self.len].view(-1)
         best = log_prob_M.topk(width)
-        log_prob_M[best.indices] = -torch.inf
+        log_prob_M.scatter_(0, best.indices, -torch.inf)  # assigned by index, the number would be copied from the host: a sync
         return best.indices // self.token_NC.shape[1], self.token_NC.view(-1)[best.indices], best.values
 
     def ranked(self, level: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
         """The same for the given (parent, rank) places of a static tree; nothing is struck out."""
-        parents, ranks = torch.tensor(level, device=self.token_NC.device).T
+        parents, ranks = upload(level, self.token_NC.device).T
         return parents, self.token_NC[parents, ranks], self.log_prob_NC[parents, ranks]
 
 
@@ -225,7 +226,7 @@ def run_nodes(model: TokenModel, tree: TokenTree, first: int, last: int, root_po
     Returns:
         Candidates and their log-probabilities, (last - first, C) each.
 
-    Cost: one graph for every `model.widest` nodes.
+    Cost: one graph for every `model.widest` nodes. The results are copies.
     """
     outputs = []
     for start in range(first, last, model.widest):
@@ -233,6 +234,8 @@ def run_nodes(model: TokenModel, tree: TokenTree, first: int, last: int, root_po
         meta_NM = model.meta(end - start)
         pack_nodes_(meta_NM, tree, start, end, root_pos)
         tokens_NC, log_probs_NC = model.forward(meta_NM)
-        outputs.append((tokens_NC[: end - start], log_probs_NC[: end - start]))
+        outputs.append((tokens_NC[: end - start].clone(), log_probs_NC[: end - start].clone()))  # on CUDA the next replay writes over them
+    if len(outputs) == 1:
+        return outputs[0]
     tokens, log_probs = zip(*outputs, strict=True)
     return torch.cat(tokens), torch.cat(log_probs)

@@ -117,7 +117,7 @@ def _guesses(model: TokenGraphs, pieces: Sequence[Piece]) -> list[tuple[int, flo
     """The likeliest next token after every piece and its log-probability."""
     guesses = {}
     for batch, (tokens_NC, log_probs_NC) in run_pieces(model, pieces, _limit(model, sum(len(piece.tokens) for piece in pieces))):
-        tokens, log_probs = tokens_NC[:, 0].tolist(), log_probs_NC[:, 0].tolist()  # sync: the next forward's input
+        tokens, log_probs = tokens_NC[:, 0].tolist(), log_probs_NC[:, 0].tolist()  # sync: the next forward's input; the second copy waits for nothing more
         last = -1
         for piece in batch:
             last += len(piece.tokens)
@@ -176,7 +176,7 @@ def accept_rows(rows: Sequence[Row], chains: Sequence[Chain], logits_NV: Tensor,
     """
     if all(row.state.sampling.temperature == 0 for row in rows):
         try:
-            said = next_tokens(logits_NV[: roots[-1] + 1 + len(chains[-1].tokens)], (), rows[0].state.sampling).tolist()  # sync: the text of the next step
+            said = next_tokens(logits_NV[: roots[-1] + 1 + len(chains[-1].tokens)], (), rows[0].state.sampling)
         except YggError:
             pass  # some row is broken: one by one tells which
         else:
@@ -187,7 +187,7 @@ def accept_rows(rows: Sequence[Row], chains: Sequence[Chain], logits_NV: Tensor,
 def _accept(row: Row, chain: Chain, logits_KV: Tensor) -> Accepted | YggError:
     positions = range(row.state.root_pos + 1, row.state.root_pos + 2 + len(chain.tokens))
     try:
-        return _follow(chain, next_tokens(logits_KV, positions, row.state.sampling).tolist())  # sync: see accept_rows
+        return _follow(chain, next_tokens(logits_KV, positions, row.state.sampling))
     except YggError as error:
         return error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,37 +13,91 @@ from torch import Tensor
 
 from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
+from yggdrasil.staging import upload
 
-__all__ = ["gumbel_noise", "next_tokens", "process_logits"]
+__all__ = ["Said", "choose_tokens", "gumbel_noise", "next_tokens", "process_logits", "told"]
 
 
-def next_tokens(logits_KV: Tensor, positions: Sequence[int], sampling: SamplingConfig) -> Tensor:
-    """The target's own token after every node.
+class Said(NamedTuple):
+    """What the target says after every node.
+
+    Args:
+        token_K: (K,) int64.
+        score_K: (K,) the greatest score of each row, which chose the token; not finite where the logits are broken, and then the token means nothing.
+    """
+
+    token_K: Tensor
+    score_K: Tensor
+
+
+def next_tokens(logits_KV: Tensor, positions: Sequence[int], sampling: SamplingConfig) -> list[int]:
+    """The target's own token after every node, on the host.
 
     Args:
         logits_KV: (K, V) logits after each node.
-        positions: Of the token to be chosen after each node: one after the node's own.
+        positions: Of the token to be chosen after each node: one after the node's own. Greedy decoding does not ask.
         sampling: Temperature, filters and seed.
-
-    Returns:
-        (K,) int64. Greedy takes the argmax; sampling takes argmax(processed logits + Gumbel noise), which is one sample of
-        the softmax, with noise keyed by (seed, position): plain and speculative decoding draw the same token from the same logits.
 
     Raises:
         YggError: a row has no greatest logit (NaN).
 
-    Cost: on CUDA one sync to refuse what is not finite.
+    Cost: one sync.
+    """
+    rows = {position: row for row, position in enumerate(dict.fromkeys(positions))}
+    row_K = upload([rows[position] for position in positions], logits_KV.device)
+    return told(choose_tokens(logits_KV, list(rows), row_K, sampling))[0]
+
+
+def choose_tokens(logits_KV: Tensor, positions: Sequence[int], position_K: Tensor, sampling: SamplingConfig) -> Said:
+    """The target's own token after every node, where the logits are.
+
+    Args:
+        logits_KV: (K, V) logits after each node.
+        positions: Every position that a token may stand at. Greedy decoding does not ask.
+        position_K: (K,) integers: which of them the token after each node has.
+        sampling: Temperature, filters and seed.
+
+    Returns:
+        Greedy takes the argmax; sampling takes argmax(processed logits + Gumbel noise), which is one sample of
+        the softmax, with noise keyed by (seed, position): plain and speculative decoding draw the same token from the same logits.
+
+    Cost: no sync.
     Source: the Gumbel-max form of categorical sampling.
     """
     scores_KV = logits_KV
     if sampling.temperature > 0:
         scores_KV = process_logits(logits_KV.float(), sampling)
-        noise = {position: gumbel_noise(sampling.seed, position, scores_KV.shape[1]) for position in set(positions)}
-        scores_KV = scores_KV + torch.stack([noise[position] for position in positions]).to(scores_KV.device)
-    values_K, tokens_K = torch.ops.ygg.greatest(scores_KV) if scores_KV.is_cpu else scores_KV.max(dim=-1)
-    if not all(map(math.isfinite, values_K.tolist())):  # sync: a broken model must not write text
+        noise = [gumbel_noise(sampling.seed, position, scores_KV.shape[1], scores_KV.device.type) for position in positions]
+        scores_KV = scores_KV + torch.stack(noise)[position_K]
+    score_K, token_K = torch.ops.ygg.greatest(scores_KV) if scores_KV.is_cpu else scores_KV.max(dim=-1)
+    return Said(token_K, score_K)
+
+
+def told(said: Said, *more_K: Tensor) -> list[list[int]]:
+    """The tokens on the host, and whatever else of the nodes is to travel with them.
+
+    Args:
+        said: From `choose_tokens`.
+        more_K: (K,) booleans or integers each.
+
+    Returns:
+        A list for the tokens and one for each of `more_K`.
+
+    Raises:
+        YggError: a score is not finite: a broken model must not write text.
+
+    Cost: on a device one transfer and one sync, for all of it together.
+    """
+    if said.token_K.is_cpu:
+        is_sound = all(map(math.isfinite, said.score_K.tolist()))
+        rows = [said.token_K.tolist(), *(row_K.tolist() for row_K in more_K)]
+    else:
+        token_K = said.token_K.masked_fill(~said.score_K.isfinite(), -1)
+        rows = torch.stack((token_K, *(row_K.long() for row_K in more_K))).tolist()  # sync: what is said is the text, and where the next tree stands
+        is_sound = min(rows[0]) >= 0
+    if not is_sound:
         raise YggError("the target's logits are not finite: the weights or the input are broken")
-    return tokens_K
+    return rows
 
 
 def process_logits(logits_KV: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -70,11 +125,14 @@ def process_logits(logits_KV: Tensor, sampling: SamplingConfig) -> Tensor:
     return logits_KV
 
 
-@lru_cache(maxsize=64)
-def gumbel_noise(seed: int, position: int, vocab: int) -> Tensor:
-    """(V,) float32 standard Gumbel noise, a function of its arguments: Philox counters keyed by (seed, position).
+@lru_cache(maxsize=128)
+def gumbel_noise(seed: int, position: int, vocab: int, device: str = "cpu") -> Tensor:
+    """(V,) float32 standard Gumbel noise, a function of its arguments: Philox counters keyed by (seed, position), drawn on the host.
 
+    Cost: the drawing; for "cuda" one copy to the device once, no sync.
     Aliasing: cached and shared; do not write.
     """
+    if device != "cpu":
+        return gumbel_noise(seed, position, vocab).pin_memory().to(device, non_blocking=True)
     uniform = np.random.Generator(np.random.Philox(key=[seed, position])).random(vocab, dtype=np.float64)
     return torch.from_numpy(-np.log(-np.log(np.maximum(uniform, np.finfo(np.float64).tiny))).astype(np.float32))

@@ -1,0 +1,193 @@
+"""On a device the host waits where the code says so and nowhere else: drafting never, once to prune, once to accept.
+
+There is no device here. `pretend` makes tensors that take the paths of CUDA tensors and records every call for which the host would wait; the last
+test asks a real device the same.
+"""
+
+from __future__ import annotations
+
+import linecache
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pretend
+import pytest
+import torch
+from conftest import TINY, compiled
+from torch import Tensor
+
+from yggdrasil.bundle import LoadedPair, load_pair
+from yggdrasil.config import SamplingConfig
+from yggdrasil.engine import Engine
+from yggdrasil.policy.depth import DepthPredictor
+from yggdrasil.schedule.executor import Executor
+from yggdrasil.schedule.plan import Plan
+from yggdrasil.schedule.search import plans
+from yggdrasil.staging import upload
+from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
+from yggdrasil.step.draft import Frontier, prefill
+from yggdrasil.step.sampling import gumbel_noise
+
+NUM_STEPS = 6
+GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01, seed=7)
+LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
+SHAPES = (PLAIN, *(Shape(width, depth, 8) for width in (1, 4) for depth in (1, 2, 3, 4)), Shape(4, 4, 16), Shape(3, 3, 6, LEVELS))
+ON_MAIN = next(plan for plan in plans() if plan.name == "tail early, next_head main, noise late")
+Stepper = Callable[[DecodeState, Any], StepResult]
+
+
+@dataclass
+class Always:
+    """One shape, the draft at its word."""
+
+    shape: Shape
+
+    def choose(self, state: DecodeState) -> Shape:
+        return self.shape
+
+    def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        return np.exp(log_probs)
+
+    def verify_width(self, expected: list[float], shape: Shape, context_len: int) -> int:
+        return min(shape.verify or 16, len(expected))
+
+    def observe(self, result: StepResult) -> None: ...
+
+
+@pytest.fixture
+def syncs() -> Iterator[list[pretend.Sync]]:
+    with pretend.pretended_device() as found:
+        yield found
+    gumbel_noise.cache_clear()  # it kept tensors of the device
+
+
+def on_device(pair: LoadedPair, plan: Plan | None = None) -> tuple[Engine, Stepper]:
+    """The engine over models whose tensors say that they are on CUDA, and its step by a plan."""
+    engine = Engine(pretend.DeviceModel(pair.engine.target), pretend.DeviceModel(pair.engine.draft), max_context=pair.bundle.max_context)
+    engine.trace = pretend.StageNames()
+    return engine, engine.step if plan is None else Executor(plan, engine.target, engine.draft, engine.trace).step
+
+
+def texts(engine: Engine, step: Stepper, policy: Any, sampling: SamplingConfig, prompt: list[int]) -> list[tuple[list[int], list[int]]]:
+    """Tokens and accepted paths of a few steps."""
+    state = DecodeState(list(prompt), sampling)
+    for model in (engine.target, engine.draft):
+        model.cache.rollback_(0)
+        prefill(model, state.tokens[:-1])
+    return [(result.tokens, result.path) for result in (step(state, policy) for _ in range(NUM_STEPS))]
+
+
+@pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_step_waits_once_to_prune_and_once_to_accept(tiny: LoadedPair, syncs: list[pretend.Sync], shape: Shape, sampling: SamplingConfig) -> None:
+    prompt = tiny.tokenizer.encode("One day Lily saw a red fox")
+    expected = texts(tiny.engine, tiny.engine.step, Always(shape), sampling, prompt)
+    engine, step = on_device(tiny)
+    syncs.clear()
+    assert texts(engine, step, Always(shape), sampling, prompt) == expected
+    assert Counter(sync.stage for sync in syncs) == Counter({"accept": NUM_STEPS} | ({"prune": NUM_STEPS} if shape.depth else {}))
+    assert [sync for sync in syncs if not sync.is_explained] == []
+
+
+@pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
+def test_a_plan_waits_no_more_often(tiny: LoadedPair, syncs: list[pretend.Sync], sampling: SamplingConfig) -> None:
+    """Tail, noise and the head of the next tree are queued behind what runs; nodes under all leaves take several forwards of one graph."""
+    prompt = tiny.tokenizer.encode("One day Lily saw a red fox")
+    expected = texts(tiny.engine, tiny.engine.step, Always(Shape(4, 3, 8)), sampling, prompt)
+    engine, step = on_device(tiny, ON_MAIN)
+    syncs.clear()
+    assert texts(engine, step, Always(Shape(4, 3, 8)), sampling, prompt) == expected
+    assert Counter(sync.stage for sync in syncs) == {"prune": NUM_STEPS, "walk": NUM_STEPS}
+    assert [sync for sync in syncs if not sync.is_explained] == []
+
+
+def test_the_policy_waits_for_the_hidden_state_alone(tiny: LoadedPair, syncs: list[pretend.Sync]) -> None:
+    engine, step = on_device(tiny)
+    assert isinstance(tiny.depth.predictor, DepthPredictor)
+    texts(engine, step, tiny.policy(predictor=True, guard=False), GREEDY, tiny.tokenizer.encode("Tom"))
+    in_policy = [sync for sync in syncs if sync.stage == "policy"]
+    assert 1 <= len(in_policy) <= NUM_STEPS
+    assert [sync for sync in syncs if not sync.is_explained] == []
+
+
+def test_a_planted_sync_is_found(tiny: LoadedPair, syncs: list[pretend.Sync], monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Frontier.take
+
+    def reading(self: Frontier, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        taken = take(self, width)
+        assert taken[2][0].item() <= 0
+        return taken
+
+    monkeypatch.setattr(Frontier, "take", reading)
+    engine, step = on_device(tiny)
+    texts(engine, step, Always(Shape(4, 3, 8)), GREEDY, tiny.tokenizer.encode("Tom"))
+    planted = [sync for sync in syncs if sync.stage == "draft"]
+    assert len(planted) == 3 * NUM_STEPS
+    assert not any(sync.is_explained for sync in planted)
+
+
+WAITING: dict[str, Callable[[Tensor], object]] = {
+    "a number assigned to one element": lambda x: x.__setitem__(0, 5),
+    "a number assigned by index": lambda x: x.__setitem__(upload([0, 1], "cuda"), 5),
+    "a mask": lambda x: x[x > 1],
+    "nonzero": lambda x: x.nonzero(),
+    "truth": lambda x: bool(x.any()),
+    "an integer": lambda x: int(x[0]),
+    "item": lambda x: x[0].item(),
+    "a list": lambda x: x.tolist(),
+    "a copy to the host": lambda x: x.cpu(),
+    "equality": lambda x: torch.equal(x, x.clone()),
+    "a tensor from a list": lambda x: torch.tensor([1, 2], device="cuda"),
+    "a copy from pageable memory": lambda x: x.copy_(torch.arange(4), non_blocking=True),
+    "a tensor moved from pageable memory": lambda x: torch.arange(4).to("cuda", non_blocking=True),
+    "a blocking copy from pinned memory": lambda x: torch.arange(4).pin_memory().to("cuda"),
+}
+QUEUED: dict[str, Callable[[Tensor], object]] = {
+    "a number assigned to a slice": lambda x: x.__setitem__(slice(0, 1), 5),
+    "a fill": lambda x: x[:1].fill_(5),
+    "a tensor assigned to a slice": lambda x: x.__setitem__(slice(0, 2), x[2:]),
+    "a gather": lambda x: x[upload([0, 1], "cuda")],
+    "a scatter of a number": lambda x: x.scatter_(0, upload([0, 1], "cuda"), 7),
+    "arithmetic": lambda x: (x + 1).max(dim=0),
+    "an upload": lambda x: upload([[1, 2], [3, 4]], "cuda", dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_the_record_knows_what_waits(syncs: list[pretend.Sync], name: str) -> None:
+    x = torch.arange(4, device="cuda")
+    WAITING[name](x)
+    assert len(syncs) == 1, syncs
+
+
+@pytest.mark.parametrize("name", QUEUED)
+def test_the_record_knows_what_does_not_wait(syncs: list[pretend.Sync], name: str) -> None:
+    x = torch.arange(4, device="cuda")
+    QUEUED[name](x)
+    assert syncs == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
+def test_a_device_warns_of_the_same_syncs(ygg_home: Path, llama_folders: tuple[str, str], kernels: None, sampling: SamplingConfig) -> None:
+    compiled(ygg_home, "tiny-cuda", llama_folders, replace(TINY, device="cuda"))
+    pair = load_pair("tiny-cuda")
+    prompt, policy = pair.tokenizer.encode("One day Lily saw a red fox"), Always(Shape(4, 3, 8))
+    texts(pair.engine, pair.engine.step, policy, sampling, prompt)  # first uses allocate, and allocations may wait
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            texts(pair.engine, pair.engine.step, policy, sampling, prompt)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
+    assert [warning for warning in waits if "# sync: " not in linecache.getline(warning.filename, warning.lineno)] == []
+    assert len(waits) == 2 * NUM_STEPS

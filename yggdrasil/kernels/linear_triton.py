@@ -1,0 +1,149 @@
+"""Linear layers on CUDA whose rows have the same bits whatever runs beside them: one order of summation for every number of tokens.
+
+```
+            k: block 0  1  2 | 3  4  5 | 6  7        partial sums, fp32          combined
+16 rows  x  [   split 0      | split 1 | split 2 ]   p0, p1, p2 of every output  ((p0 + p1) + p2) + bias, rounded once
+```
+
+A product of a tile is always 16 rows by `BLOCK_OUT` outputs, its k ascending in blocks of `BLOCK_K`. How many splits share the k of a layer follows from
+the layer's shape alone: enough programs to keep the memory of a large device busy with 16 rows, and the same number for 128. cuBLAS picks tiles and splits
+by the number of rows, so there a token's bits depend on its neighbours.
+
+The kernels are tested in Triton's interpreter; they have not run on a device yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["OrderedLinear", "combine_kernel", "launch", "multiply_kernel", "num_splits", "reference", "register"]
+
+ROWS = 16  # of a tile: the least that tensor cores take
+BLOCK_OUT = 32
+BLOCK_K = 128
+BLOCK_COMBINED = 512
+ENOUGH_PROGRAMS = 512  # about four for every multiprocessor of a large device
+MOST_SPLITS = 8
+
+
+def num_splits(out_features: int, in_features: int) -> int:
+    """How many programs share the k of one output: a power of two that depends on the layer alone.
+
+    Example:
+        >>> from yggdrasil.kernels.linear_triton import num_splits
+        >>> num_splits(4096, 4096), num_splits(11008, 4096), num_splits(32000, 4096), num_splits(768, 768)
+        (4, 2, 1, 4)
+    """
+    splits, tiles, blocks = 1, triton.cdiv(out_features, BLOCK_OUT), triton.cdiv(in_features, BLOCK_K)
+    while splits < MOST_SPLITS and tiles * splits < ENOUGH_PROGRAMS and 2 * splits <= blocks:
+        splits *= 2
+    return splits
+
+
+def reference(x: Tensor, weight_OI: Tensor, bias: Tensor | None) -> Tensor:
+    """What `launch` computes: sums and bias in fp32, one rounding to the dtype of `x`. Its order of summation is torch's: equal to rounding, not to the bit."""
+    return functional.linear(x.float(), weight_OI.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+@triton.jit
+def multiply_kernel(
+    x, weight, partial, num_rows, out_features, in_features, blocks_per_split,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Rows `ROWS * program_id(0)`.., outputs `BLOCK_OUT * program_id(1)`.., the blocks of k of split `program_id(2)`: one tile of partial sums.
+
+    Programs of one weight tile follow each other, so that more than `ROWS` rows find it in the cache. `WIDEN` multiplies in fp32, for an interpreter that
+    cannot multiply bf16.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    split = tl.program_id(2)
+    lane = tl.arange(0, BLOCK_K)
+    x_rows = x + row[:, None].to(tl.int64) * in_features
+    weight_rows = weight + column[:, None].to(tl.int64) * in_features
+    sum_RO = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
+    for block in range(split * blocks_per_split, (split + 1) * blocks_per_split):
+        k = block * BLOCK_K + lane  # past the end of k there is nothing to add
+        x_RK = tl.load(x_rows + k[None, :], mask=(row[:, None] < num_rows) & (k[None, :] < in_features), other=0.0)
+        weight_OK = tl.load(weight_rows + k[None, :], mask=(column[:, None] < out_features) & (k[None, :] < in_features), other=0.0)
+        if WIDEN:
+            x_RK, weight_OK = x_RK.to(tl.float32), weight_OK.to(tl.float32)
+        sum_RO = tl.dot(x_RK, tl.trans(weight_OK), sum_RO, input_precision="ieee")
+    place = (split * num_rows + row[:, None]).to(tl.int64) * out_features + column[None, :]
+    tl.store(partial + place, sum_RO, mask=(row[:, None] < num_rows) & (column[None, :] < out_features))
+
+
+@triton.jit
+def combine_kernel(partial, bias, out, num_rows, out_features, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """The partial sums of row `program_id(0)`, split after split, then the bias; rounded once."""
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < out_features
+    sum_O = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        sum_O += tl.load(partial + (split * num_rows + row).to(tl.int64) * out_features + column, mask=mask, other=0.0)
+    if HAS_BIAS:
+        sum_O += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * out_features + column, sum_O.to(out.dtype.element_ty), mask=mask)
+
+
+def launch(x: Tensor, weight_OI: Tensor, bias: Tensor | None, *, wrap: Callable[[Any], Any] = lambda kernel: kernel) -> Tensor:
+    """x W^T + bias with an order of summation that depends on the layer alone.
+
+    Args:
+        x: (..., in_features), bfloat16 or float32.
+        weight_OI: (out_features, in_features), contiguous, in the dtype of `x`.
+        bias: (out_features) in the dtype of `x`, or None.
+        wrap: Lets the compiler see the kernels.
+
+    Returns:
+        (..., out_features) in the dtype of `x`; a row's bits do not depend on the others nor on their number.
+
+    Cost: two kernels, no sync. Every 16 rows read the weight once, from the device's cache where it is still there; beside it `num_splits` fp32 values
+    an output are written and read.
+    """
+    out_features, in_features = weight_OI.shape
+    rows = x.reshape(-1, in_features).contiguous()
+    num_rows, splits = rows.shape[0], num_splits(out_features, in_features)
+    partial = torch.empty(splits, num_rows, out_features, dtype=torch.float32, device=x.device)
+    out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
+    wrap(multiply_kernel)[(triton.cdiv(num_rows, ROWS), triton.cdiv(out_features, BLOCK_OUT), splits)](
+        rows, weight_OI, partial, num_rows, out_features, in_features, triton.cdiv(triton.cdiv(in_features, BLOCK_K), splits),
+        ROWS=ROWS, BLOCK_OUT=BLOCK_OUT, BLOCK_K=BLOCK_K, WIDEN=not x.is_cuda,
+    )  # fmt: skip
+    wrap(combine_kernel)[(num_rows, triton.cdiv(out_features, BLOCK_COMBINED))](
+        partial, partial if bias is None else bias, out, num_rows, out_features, SPLITS=splits, HAS_BIAS=bias is not None, BLOCK=BLOCK_COMBINED
+    )
+    return out.view(*x.shape[:-1], out_features)
+
+
+def register() -> None:
+    """Define `ygg::linear_cuda`, through which the compiler sees the kernels; once, before a graph is built for CUDA."""
+
+    @torch.library.triton_op("ygg::linear_cuda", mutates_args=())
+    def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return launch(x, weight, bias, wrap=torch.library.wrap_triton)
+
+
+class OrderedLinear(nn.Module):
+    """`nn.Linear` for inference on CUDA with rows that are bitwise the same whatever runs beside them.
+
+    Args:
+        linear: Its weight and bias become this layer's own, the very parameters, so that tied weights stay tied and keep their names.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in_features) -> (..., out_features), in the layer's dtype."""
+        out: Tensor = torch.ops.ygg.linear_cuda(x, self.weight, self.bias)
+        return out
