@@ -11,7 +11,6 @@ from typing import Any
 
 from bench.harness import Arm, Generation, Rounds, ratio, spread
 from yggdrasil.bundle import LoadedPair
-from yggdrasil.compiler.buckets import draft_menu, target_menu
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
@@ -66,21 +65,21 @@ def plain_arm(pair: LoadedPair, num_tokens: int, *, temperature: float = 0.0) ->
 
 
 def uncaptured(pair: LoadedPair) -> LoadedPair:
-    """A pair on CUDA whose graphs launch their kernels one by one: what capturing them is worth. It holds weights and caches of its own."""
+    """A pair on CUDA whose graphs launch their kernels one by one: what capturing them is worth. It has caches of its own."""
     bundle, engine = pair.bundle, pair.engine
-    kinds = (("target", target_menu(bundle.config), bundle.kv_target, 0), ("draft", draft_menu(bundle.config), bundle.kv_draft, bundle.config.num_candidates))
     models = [
         CompiledModel(
             bundle.folder / kind,
-            menu,
-            cache=KVCache(kv, dtype=bundle.dtype, device=bundle.config.device),
+            model.menu,
+            weights=model.weights,
+            cache=KVCache(model.cache.shape, dtype=bundle.dtype, device=bundle.config.device),
             device=bundle.config.device,
             max_depth=bundle.config.path_depth,
-            num_candidates=num_candidates,
+            num_candidates=model.num_candidates,
             command=bundle.command,
             captured=False,
         )
-        for kind, menu, kv, num_candidates in kinds
+        for kind, model in (("target", engine.target), ("draft", engine.draft))
     ]
     return replace(pair, engine=Engine(*models, max_context=engine.max_context, eos_tokens=tuple(engine.eos_tokens)))
 

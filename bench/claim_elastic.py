@@ -23,16 +23,15 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import mean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 
-from bench.claim import Say
+from bench.claim import Say, save_figure
 from bench.harness import TextMismatchError, environment, save_result
 from bench.pair import bench_target, compiled_pair
 from bench.serving import Arrival, Replay, poisson, replay
-from bench.subject import MIN_PARAMETERS
+from bench.subject import add_options, subject
 from bench.workloads import WORKLOADS
 from yggdrasil.bundle import bundled_models
 from yggdrasil.config import SamplingConfig, ServeConfig
@@ -41,6 +40,9 @@ from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.elastic import ElasticMemory
 from yggdrasil.serve.opening import open_batcher, policy_parts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CLAIM = "elastic"
 PAIR_NAME = "tinystories-scaled-both"
@@ -60,9 +62,13 @@ class Stand:
     """A batcher with elastic memory over a pair, prompts, and what it bears without either."""
 
     def __init__(self, options: argparse.Namespace, say: Say) -> None:
-        target_source, draft_source = (folder.resolve() for folder in bundled_models())
-        self.target, self.draft = bench_target(target_source, options.target_parameters), bench_target(draft_source, options.draft_parameters)
-        pair = compiled_pair(self.target.folder, self.draft.folder, name=PAIR_NAME, remeasure=options.remeasure)
+        under_test = subject(options)
+        self.target = under_test.target
+        if options.llama_7b:
+            pair = under_test.pair()
+        else:
+            draft = bench_target(bundled_models()[1].resolve(), options.draft_parameters)
+            pair = compiled_pair(self.target.folder, draft.folder, name=PAIR_NAME, remeasure=options.remeasure, config=under_test.config)
         workload = WORKLOADS["wiki"]
         self.texts = [pair.tokenizer.encode(text) for text in (*workload.test_texts, *workload.validation_texts)]
         bundle = pair.bundle
@@ -95,11 +101,13 @@ class Stand:
 
 
 def _sustained(full: Replay) -> float:
-    """Requests a second of a batch that was full: of a burst, the first three quarters to finish."""
-    ends = sorted(at_s for at_s, report in full.steps for _ in range(len(report.emitted)))
-    tokens, requests = len(ends), len(full.texts)
-    enough = ends[int(0.75 * tokens)]
-    return 0.75 * requests / enough
+    """Requests a second of a batch that was full: of a burst, until three quarters of its tokens were written."""
+    left = 0.75 * sum(map(len, full.texts))
+    for at_s, report in full.steps:
+        left -= sum(report.emitted)
+        if left <= 0:
+            return 0.75 * len(full.texts) / at_s
+    raise AssertionError("a burst writes all of its tokens")
 
 
 def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
@@ -218,9 +226,8 @@ def verdict(rates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def draw(result: Mapping[str, Any]) -> Figure:
+def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     """Throughput by rate and by threshold; the operations."""
-    figure = Figure(figsize=(12, 4), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     for arm in ARMS:
         rows = [row for row in result["rates"] if row["arm"] == arm]
@@ -234,7 +241,6 @@ def draw(result: Mapping[str, Any]) -> Figure:
     right.bar_label(right.bar(names, [result["operations"][name] for name in names]), fmt="%.3g", fontsize=8)
     right.set(yscale="log", ylabel="ms", title="operations (paper: Table 6)")
     right.tick_params(axis="x", rotation=20)
-    return figure
 
 
 def main() -> None:
@@ -243,9 +249,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="arrivals at every rate (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of all arms (default: %(default)s)")
     parser.add_argument("--pages", type=int, default=BASE_PAGES, help="KV pages of the budget, without the draft's room (default: %(default)s)")
-    parser.add_argument("--target-parameters", type=int, default=MIN_PARAMETERS, metavar="N", help="inflate the target to so many (default: %(default)s)")
+    add_options(parser)
     parser.add_argument("--draft-parameters", type=int, default=MIN_DRAFT_PARAMETERS, metavar="N", help="inflate the draft to so many (default: %(default)s)")
-    parser.add_argument("--remeasure", action="store_true", help="profile and calibrate the compiled pair again")
     parser.add_argument("--quick", action="store_true", help="a rehearsal of seconds, kept out of bench/results")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON document on the last line of standard output")
     options = parser.parse_args()
@@ -260,7 +265,6 @@ def main() -> None:
         "settings": {name: value for name, value in vars(options).items() if name != "json"},
         "environment": environment(),
         "target": stand.target.to_json(),
-        "draft": stand.draft.to_json(),
         "base_pages": stand.elastic.base_pages,
         "room_pages": stand.elastic.room_pages,
         "capacity_requests_per_s": round(stand.capacity, 3),
@@ -270,7 +274,7 @@ def main() -> None:
         "verdict": verdict(rates),
     }
     path = save_result(CLAIM, result, rehearsal=options.quick)
-    draw(result).savefig(path.with_suffix(".png"), dpi=110)
+    save_figure(lambda figure: draw(figure, result), path.with_suffix(".png"), (12, 4), say)
     say(json.dumps(result["verdict"], indent=1))
     if options.json:
         print(json.dumps(result))

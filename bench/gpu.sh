@@ -47,7 +47,7 @@ part() {
   single) claim claim_single_stream --prompts 10 --tokens 96 --peer-prompts 3 "${FLAGS[@]}" ;;
   breakdown) claim claim_breakdown --prompts 8 "${FLAGS[@]}" ;;
   serving) claim claim_serving --rounds 1 --seconds 6 --trace-seconds 12 "${FLAGS[@]}" ;;
-  elastic) claim claim_elastic "${DEVICE[@]}" ;;
+  elastic) claim claim_elastic "${FLAGS[@]}" ;;
   prepare-inexact) run bench.prepare inexact "${FLAGS[@]}" ;;
   exact) claim claim_exact_price --prompts 8 "${FLAGS[@]}" ;;
   prepare-twin) run bench.prepare twin "${FLAGS[@]}" ;;

@@ -32,7 +32,7 @@ from yggdrasil.compiler.weights import load_weights
 from yggdrasil.config import CompileConfig, from_dict
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ArtifactError, ConfigError
-from yggdrasil.kernels import load_kernels
+from yggdrasil.kernels import load_cuda_kernels, load_kernels
 from yggdrasil.kv import KVCache, KVShape, KVStorage
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.policy.acceptance import AcceptanceTable
@@ -249,6 +249,8 @@ class Bundle:
 
     def _load_model(self, kind: str, menu: Menu, cache: S, weights: dict[str, Tensor], num_candidates: int) -> CompiledModel[S]:
         load_kernels()
+        if self.config.device == "cuda":
+            load_cuda_kernels()
         return CompiledModel(
             self.folder / kind,
             menu,

@@ -23,7 +23,7 @@ __all__ = ["KVCache", "KVShape", "KVStorage", "move_plain_"]
 
 
 def move_plain_(storage_PL2GSF: Tensor, source: Sequence[int], target: int) -> None:
-    """Slots `source[i]`, ascending, become slots `target + i` in every layer: the specification of `ygg::move_slots_`, and what runs on CUDA."""
+    """Slots `source[i]`, ascending, become slots `target + i` in every layer: the specification of `ygg::move_slots_`."""
     slots = torch.tensor([source, range(target, target + len(source))], device=storage_PL2GSF.device)
     (from_page, to_page), (from_place, to_place) = slots // PAGE_LEN, slots % PAGE_LEN
     storage_PL2GSF[to_page, :, :, :, to_place] = storage_PL2GSF[from_page, :, :, :, from_place]
@@ -113,8 +113,7 @@ class KVCache(KVStorage):
         """
         moved = next((i for i, offset in enumerate(path) if offset != i), len(path))
         if moved < len(path):
-            move_ = torch.ops.ygg.move_slots_ if self.storage_PL2GSF.is_cpu else move_plain_
-            move_(self.storage_PL2GSF, [self.len + offset for offset in path[moved:]], self.len + moved)
+            torch.ops.ygg.move_slots_(self.storage_PL2GSF, [self.len + offset for offset in path[moved:]], self.len + moved)
         self.len += len(path)
 
     def rollback_(self, length: int) -> None:

@@ -77,7 +77,7 @@ class Config:
 
     def num_splits(self, capacity: int, path_width: int) -> int:
         """Splits of the longest body that so many indices a row can give; at least one."""
-        return max(1, triton.cdiv(max(0, capacity - path_width), self.split))
+        return max(1, -(-(capacity - path_width) // self.split))
 
 
 CONFIGS: Final[Mapping[tuple[torch.dtype, int], Config]] = {

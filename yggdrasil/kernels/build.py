@@ -86,11 +86,11 @@ def load_kernels(on_build: Callable[[], None] | None = None) -> None:
 
 @cache
 def load_cuda_kernels() -> None:
-    """Define the operators that graphs for CUDA are built from; a package that was built needs none of them.
+    """Define the operators that graphs for CUDA are built from, and the commit that follows them.
 
     Cost: imports Triton.
     """
-    from yggdrasil.kernels import attention_triton, linear_triton
+    from yggdrasil.kernels import attention_triton, commit_triton, linear_triton
 
-    attention_triton.register()
-    linear_triton.register()
+    for operator in (attention_triton, commit_triton, linear_triton):
+        operator.register()

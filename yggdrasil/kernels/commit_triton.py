@@ -11,15 +11,18 @@ slot     target                                 sources  9, 10, 14   target 8
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from yggdrasil.layout import PAGE_LEN
+from yggdrasil.staging import upload
 
-__all__ = ["launch_", "move_slots_kernel"]
+__all__ = ["launch_", "move_slots_kernel", "register"]
 
 MOVES: Final = 16  # of one tile; a longer path takes several, in order
 NUM_WARPS: Final = 4
@@ -67,3 +70,11 @@ def launch_(storage_PL2GSF: Tensor, source_M: Tensor, target: int) -> None:
         storage_PL2GSF, source_M, target, len(source_M), storage_PL2GSF.stride(0),
         MOVES=MOVES, PAGE=PAGE_LEN, F=dim, BLOCK_F=triton.next_power_of_2(dim), num_warps=NUM_WARPS,
     )  # fmt: skip
+
+
+def register() -> None:
+    """Let `ygg::move_slots_` run on CUDA; once, after the library is loaded."""
+
+    @torch.library.impl("ygg::move_slots_", "CUDA")
+    def _(storage: Tensor, source: Sequence[int], target: int) -> None:
+        launch_(storage, upload(source, storage.device, dtype=torch.int32), target)
