@@ -3,7 +3,7 @@
 One batcher over the scaled pair in this process, open-loop arrivals in real time, greedy, end of text ignored so that every policy writes the same.
 
 - Rates (paper: Figs. 9 and 15): Poisson arrivals at fractions of the capacity that decoding without speculation was measured to have; arms: every
-  fixed gamma, none, and Nightjar, one after another on the same arrivals, there and back again; figures are the means of the turns.
+  fixed gamma, none, and Nightjar, one after another on the same arrivals, there and back again; figures are the medians of the turns.
 - Trace (paper: Tables 4 and 5, Figs. 10 to 12): a part of a production trace whose rate more than doubles and falls again, pressed into less
   than a minute, its mean rate at `--load` of the capacity; arms: all policies, in turn.
 
@@ -23,7 +23,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from statistics import mean, median
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench.claim import Say, save_figure
@@ -102,10 +102,10 @@ def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[d
 
 
 def typical(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of every figure over the turns."""
+    """The median of every figure over the turns: the machine may be slow for the length of one."""
     first = figures[0]
     return {
-        key: typical([each[key] for each in figures]) if isinstance(first[key], Mapping) else round(mean(each[key] for each in figures), 4) for key in first
+        key: typical([each[key] for each in figures]) if isinstance(first[key], Mapping) else round(median(each[key] for each in figures), 4) for key in first
     }
 
 
@@ -184,8 +184,8 @@ def verdict(rates: Sequence[Mapping[str, Any]], trace: Mapping[str, Any]) -> dic
             "latency_over_quickest_fixed": round(rows[OURS]["latency_ms"]["mean"] / rows[quickest]["latency_ms"]["mean"], 4),
             "throughput_over_off": round(rows[OURS]["tok_per_s"] / rows[OFF]["tok_per_s"], 4),
         }
-    throughput = {name: mean(run["tok_per_s"] for run in runs) for name, runs in trace["rounds"].items()}
-    latency = {name: mean(run["latency_ms"]["mean"] for run in runs) for name, runs in trace["rounds"].items()}
+    throughput = {name: median(run["tok_per_s"] for run in runs) for name, runs in trace["rounds"].items()}
+    latency = {name: median(run["latency_ms"]["mean"] for run in runs) for name, runs in trace["rounds"].items()}
     best, baselines = max(FIXED, key=throughput.__getitem__), [name for name in POLICIES if not name.startswith(OURS)]
     strongest = max(baselines, key=throughput.__getitem__)
     return {
@@ -193,6 +193,9 @@ def verdict(rates: Sequence[Mapping[str, Any]], trace: Mapping[str, Any]) -> dic
         "trace": {
             "best_fixed": best,
             "throughput_over_best_fixed": round(throughput[OURS] / throughput[best], 4),
+            "of_every_turn": [
+                round(ours["tok_per_s"] / theirs["tok_per_s"], 4) for ours, theirs in zip(trace["rounds"][OURS], trace["rounds"][best], strict=True)
+            ],
             "strongest_baseline": strongest,
             "throughput_over_strongest": round(throughput[OURS] / throughput[strongest], 4),
             "latency_over_best_fixed": round(latency[OURS] / min(latency[name] for name in FIXED), 4),
@@ -225,7 +228,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     middle_right.set(xlabel="s", ylabel="mean gamma", title="speculative length over the trace")
     low_left.set(xlabel="s", ylabel="rows", title=f"running rows under {OURS} (load: paper Fig. 10)")
     middle_left.legend(fontsize=7)
-    heights = [mean(run["tok_per_s"] for run in trace["rounds"][name]) for name in POLICIES]
+    heights = [median(run["tok_per_s"] for run in trace["rounds"][name]) for name in POLICIES]
     low_right.bar_label(low_right.bar(POLICIES, heights, color=["C3" if name == OURS else "C0" for name in POLICIES]), fmt="%.0f", fontsize=7)
     low_right.set(ylabel="tokens/s", title="all policies on the trace (paper: Table 4, Fig. 12)")
     low_right.tick_params(axis="x", rotation=75)
