@@ -23,19 +23,21 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from bench.claim import Say
+from bench.claim import Say, save_figure
 from bench.claim_roofline import Sampler, at_least, at_most, in_turns
 from bench.harness import environment, save_result, spread
 from yggdrasil.kernels.migrate import move_pages_, move_pages_plain_
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import empty_meta, pack_nodes_plain_
 from yggdrasil.tree import TokenTree
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CLAIM = "kernels"
 WIDTHS, QUICK_WIDTHS = (1, 2, 4, 8, 16, 32, 64), (1, 16)
@@ -298,10 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = {"claim": CLAIM, "question": question, "settings": settings, "environment": environment(), **measure(options, say)}
     say(table(result))
     path = save_result(CLAIM, result, rehearsal=options.quick)
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    draw(figure, result)
-    figure.savefig(path.with_suffix(".png"), dpi=130)
-    say(f"written to {path} and {path.with_suffix('.png').name}")
+    say(f"written to {path}")
+    save_figure(lambda figure: draw(figure, result), path.with_suffix(".png"), (10, 4), say)
     print(json.dumps(result), flush=True)
 
 

@@ -17,10 +17,9 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 
 from bench.claim import Claim, Say
 from bench.harness import MemoryStream, spread
@@ -32,6 +31,9 @@ from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.kv import KVShape
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.timeline import Timeline, record_timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CONTEXTS = (64, 512)
 ROUNDS, QUICK_ROUNDS = 21, 2

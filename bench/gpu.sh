@@ -30,8 +30,8 @@ OUT="$(realpath -m "${1:-bench/results/gpu}")"
 PARTS=("${2:-}")
 [ -z "${PARTS[0]}" ] && PARTS=("${ALL[@]}")
 read -r -a FLAGS <<<"${YGG_GPU_FLAGS---device cuda --llama-7b}"
-DEVICE=(--device cuda)
-case " ${FLAGS[*]} " in *" cpu "*) DEVICE=(--device cpu --quick) ;; esac
+QUICK=()
+case " ${FLAGS[*]} " in *" --quick "*) QUICK=(--quick) ;; esac
 mkdir -p "$OUT"
 export YGG_HOME="${YGG_HOME:-$PWD/compile_cache/gpu}" YGG_BENCH_RESULTS="$OUT" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -42,7 +42,7 @@ claim() { run "bench.$1" --json "${@:2}" >/dev/null; } # the document is in OUT;
 part() {
   case $1 in
   tests) grep -rlZ --include='test_*.py' 'mark\.gpu' tests | xargs -0 timeout 540 python3 -m pytest -m gpu -p no:cacheprovider ;;
-  kernels) claim claim_kernels "${DEVICE[@]}" ;;
+  kernels) claim claim_kernels "${QUICK[@]}" ;; # of one device, whatever the models
   prepare) run bench.prepare pair "${FLAGS[@]}" ;;
   single) claim claim_single_stream --prompts 10 --tokens 96 --peer-prompts 3 "${FLAGS[@]}" ;;
   breakdown) claim claim_breakdown --prompts 8 "${FLAGS[@]}" ;;

@@ -46,7 +46,7 @@ CALIBRATION_TEMPERATURES = (0.0, 1.0)
 REFERENCE_WIDTH = 4
 PROMPT_LEN = 24  # tokens of a calibration text that serve as its prompt
 DEFAULT_MAX_CONTEXT = 2048
-WORKER_BYTES = 2**30  # a CUDA context, its libraries and what a forward allocates
+WORKER_BYTES = 3 * 2**29  # a CUDA context, its libraries, two pages of KV
 SWITCH_ROWS, MAX_LAG = 16, 1024  # how far the cost of bringing the draft back is measured
 
 
@@ -193,13 +193,12 @@ def _build_models(bundle: Bundle, progress: Progress) -> None:
 
 
 def _num_workers(bundle: Bundle) -> int:
-    """One for every core; on CUDA no more than the device has memory for: each holds both models and, while buffers change places, their caches twice."""
+    """One for every core; on CUDA no more than the device has memory for: each holds the weights of both models."""
     cores = os.cpu_count() or 1
     if bundle.config.device == "cpu":
         return cores
     weight_bytes = sum((bundle.folder / kind / FILE_NAME).stat().st_size for kind in ("target", "draft"))
-    cache_bytes = sum(kv.capacity * kv.token_bytes(bundle.dtype) for kv in (bundle.kv_target, bundle.kv_draft))
-    return max(1, min(cores, torch.cuda.mem_get_info()[0] // (weight_bytes + 2 * cache_bytes + WORKER_BYTES)))
+    return max(1, min(cores, torch.cuda.mem_get_info()[0] // (weight_bytes + WORKER_BYTES)))
 
 
 def _pack(bundle: Bundle, kind: str, model: str) -> None:

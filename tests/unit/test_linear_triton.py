@@ -38,6 +38,25 @@ for dtype in (torch.float32, torch.bfloat16):
 print("equal")
 """
 
+FOR_A_DEVICE = """
+import re
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from yggdrasil.kernels import linear_triton
+
+tiles = {"ROWS": 16, "BLOCK_OUT": linear_triton.BLOCK_OUT, "BLOCK_K": linear_triton.BLOCK_K, "WIDEN": False}
+signature = {"x": "*bf16", "weight": "*bf16", "partial": "*fp32", **dict.fromkeys(("num_rows", "out_features", "in_features", "blocks_per_split"), "i32")}
+source = ASTSource(fn=linear_triton.multiply_kernel, signature={**signature, **dict.fromkeys(tiles, "constexpr")}, constexprs=tiles)
+print(*sorted(set(re.findall("w?g?mma[^ ]+m[0-9]+n[0-9]+k[0-9]+", compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))))
+"""
+
+
+def test_the_product_compiles_for_a_device_to_tensor_cores_of_sixteen_rows() -> None:
+    """The compiler needs no device. Sixteen rows and k in order is what makes a row's bits its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FOR_A_DEVICE], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "mma.sync.aligned.m16n8k16", done.stderr[-3000:]
+
 
 def test_the_kernels_equal_the_reference_and_rows_do_not_depend_on_their_number() -> None:
     # A process of its own: Triton decides at import whether it interprets.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from yggdrasil.compiler.buckets import Menu
 from yggdrasil.compiler.graphs import LoadedGraph, ReplayedGraph, full_precision
-from yggdrasil.kv import KVStorage
+from yggdrasil.kv import KVCache, KVStorage
 from yggdrasil.models.packing import empty_meta
 
 __all__ = ["CompiledModel", "graph_path"]
@@ -72,6 +72,8 @@ class CompiledModel(Generic[Storage]):
         self._graphs: Mapping[int, LoadedGraph | ReplayedGraph] = loaded
         if device == "cuda":
             full_precision()
+            if isinstance(cache, KVCache):
+                torch.ops.ygg.move_slots_(cache.storage_PL2GSF, [0], 0)  # onto itself: the first launch compiles, and not in the loop
         if device == "cuda" and captured:
             pool = torch.cuda.graph_pool_handle()
             largest_first = reversed(loaded.items())  # the others find room in what it leaves
