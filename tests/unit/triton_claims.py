@@ -106,29 +106,28 @@ def tables(rows: int, pages: int) -> Tensor:
 
 
 METAS: Mapping[str, tuple[Tensor, int]] = {
-    "tree": (tree_meta(83, 9), 1),
-    "prompt chunk": (chain_meta(21, Piece(0, range(20), 60)), 1),
+    "tree": (tree_meta(83, 6, path_len=3), 1),
+    "prompt chunk": (chain_meta(10, Piece(0, range(10), 70)), 1),
     "plain": (chain_meta(1, Piece(0, [0], 95)), 1),
     "first tokens": (chain_meta(4, Piece(0, range(3), 0)), 1),
-    "batch": (chain_meta(13, Piece(1, range(3), 85), Piece(0, range(5), 0), Piece(3, [0], 40), Piece(2, range(2), 30)), 4),
+    "batch": (chain_meta(8, Piece(1, range(2), 85), Piece(0, range(3), 0), Piece(3, [0], 40), Piece(2, [0], 30)), 4),
 }
 
 
 @claim
 def attention_agrees_with_the_reference_in_every_layout_and_dtype(device: str) -> None:
-    for dtype in TOLERANCE:
-        for meta_NM, rows in METAS.values():
+    for dtype, names in ((torch.float32, METAS), (torch.bfloat16, ("tree", "plain"))):
+        for meta_NM, rows in (METAS[name] for name in names):
             Call(meta_NM=meta_NM, pages_BP=tables(rows, 7), dtype=dtype).assert_agrees(device)
 
 
 @claim
 def attention_agrees_with_the_reference_for_every_head_dimension_and_ratio(device: str) -> None:
-    shapes = ((2, 2, 16), (6, 1, 32), (2, 1, 64), (3, 1, 80), (4, 4, 128), (7, 1, 96), (20, 1, 32))  # 20 heads exceed the lanes
+    shapes = ((2, 2, 16), (6, 1, 32), (3, 1, 80), (2, 2, 128), (7, 1, 96), (20, 1, 64))  # 20 heads exceed the lanes
     for index, (heads, kv_heads, dim) in enumerate(shapes):
-        dtype = list(TOLERANCE)[index % 2]
-        for name in ("tree", "batch"):
-            meta_NM, rows = METAS[name]
-            Call(meta_NM=meta_NM, pages_BP=tables(rows, 7), heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype).assert_agrees(device)
+        meta_NM, rows = METAS["batch" if heads == 3 else "tree"]
+        shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": list(TOLERANCE)[index % 2]}
+        Call(meta_NM=meta_NM, pages_BP=tables(rows, 7), **shape).assert_agrees(device)
 
 
 @claim
@@ -162,7 +161,7 @@ def padding_returns_zeros_and_stores_nothing(device: str) -> None:
 
 @claim
 def nan_in_slots_that_nobody_reads_never_leaks(device: str) -> None:
-    for name, length in (("tree", 83), ("prompt chunk", 60)):
+    for name, length in (("tree", 83), ("prompt chunk", 70)):
         clean = Call(meta_NM=METAS[name][0], pages_BP=tables(1, 8))
         poisoned = Call(meta_NM=clean.meta_NM, pages_BP=clean.pages_BP)
         poisoned.query, poisoned.key, poisoned.value = clean.query, clean.key, clean.value
@@ -179,9 +178,9 @@ def nan_in_one_token_stays_with_those_who_see_it(device: str) -> None:
     tree = Call(meta_NM=tree_meta(40, 5, path_len=3, siblings=1), pages_BP=tables(1, 4))
     tree.value[0, :, 2] = float("nan")  # nodes 3 and 4 are its children, node 1 is its sibling
     assert finite_tokens(tree, device) == [True, True, False, False, False]
-    chain = Call(meta_NM=chain_meta(40, Piece(0, range(40), 14)), pages_BP=tables(1, 4), heads=2)
-    chain.key[0, :, 17] = float("nan")  # token 16 shares a program with tokens 23 to 31, whose body holds this key
-    assert finite_tokens(chain, device) == [n < 17 for n in range(40)]
+    chain = Call(meta_NM=chain_meta(26, Piece(0, range(26), 14)), pages_BP=tables(1, 3), heads=2, kv_heads=2)
+    chain.key[0, :, 17] = float("nan")  # token 16 shares a program with tokens 23 to 25, whose body holds this key
+    assert finite_tokens(chain, device) == [n < 17 for n in range(26)]
 
 
 def finite_tokens(call: Call, device: str) -> list[bool]:
@@ -259,7 +258,7 @@ def num_pages(text: Text) -> int:
 def a_tree_node_has_the_bits_of_plain_decoding_in_every_width(device: str) -> None:
     for text in texts(device):
         expected = text.plain(torch.arange(num_pages(text), dtype=torch.int32)[None])
-        for path_len, siblings, width in ((1, 0, 1), (1, 0, 8), (2, 3, 5), (4, 1, 17), (6, 0, 6), (6, 3, 64)):
+        for path_len, siblings, width in ((1, 0, 1), (1, 0, 8), (2, 3, 5), (4, 1, 17), (6, 0, 6), (6, 2, 64)):
             row = text.tree(path_len, siblings, width, tables(1, num_pages(text)))
             assert torch.equal(row, expected), f"{text.shape}: path of {path_len} with {siblings} siblings in {width} tokens"
 
@@ -268,7 +267,7 @@ def a_tree_node_has_the_bits_of_plain_decoding_in_every_width(device: str) -> No
 def a_token_of_a_prompt_chunk_has_the_bits_of_plain_decoding(device: str) -> None:
     for text in texts(device):
         expected = text.plain(tables(1, num_pages(text)))
-        for count, width in ((1, 2), (7, 8), (16, 16), (33, 40), (64, 64)):
+        for count, width in ((1, 2), (7, 8), (21, 64)):
             assert torch.equal(text.chain(count, width, tables(1, num_pages(text))), expected), f"{text.shape}: the last of {count} in {width} tokens"
 
 
@@ -276,10 +275,9 @@ def a_token_of_a_prompt_chunk_has_the_bits_of_plain_decoding(device: str) -> Non
 def a_row_of_a_batch_has_the_bits_of_plain_decoding(device: str) -> None:
     for text in texts(device):
         expected = text.plain(tables(1, num_pages(text)))
-        for count in (1, 4):
-            for before, after in (([], []), ([Piece(0, range(3), 50)], [Piece(2, [0], 7)]), ([Piece(2, range(19), 0), Piece(0, [1], 85)], [])):
-                row = text.batch(count, before, after, tables(3, num_pages(text)), row=1)
-                assert torch.equal(row, expected), f"{text.shape}: {count} tokens behind {len(before)} other rows"
+        for count, before, after in ((1, [], []), (4, [Piece(0, range(3), 50)], [Piece(2, [0], 7)]), (1, [Piece(2, range(6), 0), Piece(0, [1], 85)], [])):
+            row = text.batch(count, before, after, tables(3, num_pages(text)), row=1)
+            assert torch.equal(row, expected), f"{text.shape}: {count} tokens behind {len(before)} other rows"
 
 
 @claim

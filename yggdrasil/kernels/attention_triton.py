@@ -56,7 +56,7 @@ class Config:
         block: Places multiplied at once; a power of two from 16 on.
         split: Places of a program; a multiple of `block`.
         num_warps: Of a program of the body.
-        num_stages: Blocks in flight.
+        num_stages: Of its pipeline; page numbers come first and take every other stage, so 3, 5 and 7 keep one, two and three blocks in flight.
 
     Raises:
         ValueError: a size that the kernels cannot have.
@@ -77,30 +77,32 @@ class Config:
 
     def num_splits(self, capacity: int, path_width: int) -> int:
         """Splits of the longest body that so many indices a row can give; at least one."""
-        return max(1, -(-(capacity - path_width) // self.split))
+        return max(1, int(triton.cdiv(max(0, capacity - path_width), self.split)))
 
 
 CONFIGS: Final[Mapping[tuple[torch.dtype, int], Config]] = {
-    (torch.bfloat16, 64): Config(lanes=32, block=64, split=256, num_warps=2, num_stages=3),
-    (torch.bfloat16, 128): Config(lanes=32, block=32, split=256, num_warps=2, num_stages=3),
-    (torch.bfloat16, 256): Config(lanes=16, block=32, split=256, num_warps=4, num_stages=2),
-    (torch.float32, 64): Config(lanes=16, block=16, split=256, num_warps=4, num_stages=3),
-    (torch.float32, 128): Config(lanes=16, block=16, split=256, num_warps=4, num_stages=2),
-    (torch.float32, 256): Config(lanes=16, block=16, split=256, num_warps=4, num_stages=2),
+    (torch.bfloat16, 64): Config(lanes=16, block=32, split=128, num_warps=4, num_stages=5),
+    (torch.bfloat16, 128): Config(lanes=16, block=32, split=128, num_warps=4, num_stages=5),
+    (torch.bfloat16, 256): Config(lanes=16, block=32, split=128, num_warps=4, num_stages=3),
+    (torch.float32, 64): Config(lanes=16, block=16, split=128, num_warps=4, num_stages=5),
+    (torch.float32, 128): Config(lanes=16, block=16, split=128, num_warps=4, num_stages=3),
+    (torch.float32, 256): Config(lanes=16, block=16, split=128, num_warps=4, num_stages=3),
 }
 """The menu, by dtype and head dimension (rounded up to a power of two, 64 at least). Baked into a graph when it is compiled, never searched at start.
-Chosen by counting registers and bytes in flight, not measured: no device was at hand. `bench/claim_kernels.py --tune` times the candidates on one."""
+Chosen from what the compiler reports for sm_80 and sm_90 (registers, shared memory, no spills), not measured: no device was at hand.
+`bench/claim_kernels.py --tune` times the candidates on one."""
 
 CANDIDATES: Final = (
-    Config(lanes=16, block=16, split=256, num_warps=1, num_stages=4),
-    Config(lanes=16, block=32, split=256, num_warps=1, num_stages=3),
-    Config(lanes=16, block=64, split=256, num_warps=4, num_stages=3),
-    Config(lanes=32, block=32, split=128, num_warps=2, num_stages=3),
-    Config(lanes=32, block=32, split=256, num_warps=2, num_stages=2),
-    Config(lanes=32, block=32, split=256, num_warps=2, num_stages=3),
-    Config(lanes=32, block=32, split=256, num_warps=2, num_stages=4),
-    Config(lanes=32, block=32, split=512, num_warps=2, num_stages=3),
-    Config(lanes=32, block=64, split=256, num_warps=2, num_stages=3),
+    Config(lanes=16, block=16, split=128, num_warps=2, num_stages=5),
+    Config(lanes=16, block=32, split=128, num_warps=2, num_stages=5),
+    Config(lanes=16, block=32, split=128, num_warps=4, num_stages=3),
+    Config(lanes=16, block=32, split=128, num_warps=4, num_stages=5),
+    Config(lanes=16, block=32, split=128, num_warps=4, num_stages=7),
+    Config(lanes=16, block=32, split=256, num_warps=4, num_stages=5),
+    Config(lanes=16, block=64, split=128, num_warps=4, num_stages=3),
+    Config(lanes=16, block=64, split=256, num_warps=4, num_stages=5),
+    Config(lanes=32, block=32, split=128, num_warps=4, num_stages=5),
+    Config(lanes=32, block=32, split=256, num_warps=4, num_stages=5),
     Config(lanes=32, block=64, split=256, num_warps=4, num_stages=3),
 )
 """What `tune` times."""
@@ -125,10 +127,12 @@ def _body_len(length, PATH_WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _address(pages, row, index, is_seen, pages_per_row, page_stride, g, PAGE: tl.constexpr, F: tl.constexpr):
-    """Where the key or value of an index begins in its cache; 64 bits, for all layers together have more elements than 32 can count."""
-    page = tl.load(pages + row * pages_per_row + index // PAGE, mask=is_seen, other=0).to(tl.int64)
-    return page * page_stride + (g * PAGE + index % PAGE) * F
+def _address(page, index, page_stride, g, PAGE: tl.constexpr, F: tl.constexpr):
+    """Where the key or value of an index begins in its cache; 64 bits, for all layers together have more elements than 32 can count.
+
+    The page is loaded by the caller: of what goes into a function the compiler believes that it is written wherever the result is.
+    """
+    return page.to(tl.int64) * page_stride + (g * PAGE + index % PAGE) * F
 
 
 @triton.jit
@@ -152,7 +156,8 @@ def store_kernel(
     index = tl.load(fields + INDEX_COLUMN)
     f = tl.arange(0, BLOCK_F)
     mask = f < tl.where(index >= 0, F, 0)
-    at = _address(pages, tl.load(fields + ROW_COLUMN), tl.maximum(index, 0), index >= 0, pages_per_row, page_stride, g, PAGE, F) + f
+    page = tl.load(pages + tl.load(fields + ROW_COLUMN) * pages_per_row + index // PAGE, mask=index >= 0, other=0)
+    at = _address(page, index, page_stride, g, PAGE, F) + f
     tl.store(key_cache + at, tl.load(key + g * key_head_stride + n * key_token_stride + f, mask=mask, other=0.0), mask=mask)
     tl.store(value_cache + at, tl.load(value + g * value_head_stride + n * value_token_stride + f, mask=mask, other=0.0), mask=mask)
 
@@ -194,7 +199,8 @@ def body_kernel(
         sum_RF = tl.zeros((LANES, BLOCK_F), tl.float32)
         for start in range(begin, end, BLOCK):
             place_J = start + tl.arange(0, BLOCK)
-            at_J = _address(pages, row, place_J, place_J < end, pages_per_row, page_stride, g, PAGE, F)
+            page_J = tl.load(pages + row * pages_per_row + place_J // PAGE)
+            at_J = _address(page_J, place_J, page_stride, g, PAGE, F)
             key_JF = tl.load(key_cache + at_J[:, None] + f[None, :], mask=(f < F)[None, :], other=0.0)
             value_JF = tl.load(value_cache + at_J[:, None] + f[None, :], mask=(f < F)[None, :], other=0.0)
             score_RJ = _product(query_RF, tl.trans(key_JF), tl.zeros((LANES, BLOCK), tl.float32), INTERPRETED) * scale
@@ -231,46 +237,49 @@ def tail_kernel(
     path_A = tl.load(fields + PATH_COLUMN + steps, mask=steps < PATH_WIDTH, other=-1)
     length = prefix + tl.sum((path_A >= 0).to(tl.int32), axis=0)
     begin = _body_len(length, PATH_WIDTH, BLOCK)
-
-    place_J = begin + tl.arange(0, TAIL)
-    is_seen_J = place_J < length
-    step_J = tl.load(fields + PATH_COLUMN + place_J - prefix, mask=is_seen_J & (place_J >= prefix), other=0)
-    index_J = tl.where(place_J < prefix, place_J, prefix + step_J)
-    at_J = _address(pages, row, index_J, is_seen_J, pages_per_row, page_stride, g, PAGE, F)
-    mask_JF = is_seen_J[:, None] & (f < F)[None, :]
-    key_JF = tl.load(key_cache + at_J[:, None] + f[None, :], mask=mask_JF, other=0.0)
-    value_JF = tl.load(value_cache + at_J[:, None] + f[None, :], mask=mask_JF, other=0.0)
     is_head_R = head_R < GROUP
     mask_RF = is_head_R[:, None] & (f < F)[None, :]
-    at_R = (g * GROUP + head_R) * query_head_stride + n * query_token_stride
-    query_RF = tl.load(query + at_R[:, None] + f[None, :], mask=mask_RF, other=0.0)
-    score_RJ = _product(query_RF, tl.trans(key_JF), tl.zeros((LANES, TAIL), tl.float32), INTERPRETED) * scale
-    score_RJ = tl.where(is_seen_J[None, :], score_RJ, float("-inf"))
-    tail_peak_R = tl.maximum(tl.max(score_RJ, axis=1), -3.0e38)  # finite, else padding would subtract infinities
-    weight_RJ = tl.exp2(score_RJ - tail_peak_R[:, None]).to(value_JF.dtype)
-    tail_RF = _product(weight_RJ, value_JF, tl.zeros((LANES, BLOCK_F), tl.float32), INTERPRETED)
-
-    num_splits, split = tl.cdiv(begin, SPLIT), tl.arange(0, BLOCK_SPLITS)
     from_R = n.to(tl.int64) * num_heads + g * GROUP + head_R
-    peak_RS = tl.load(
-        peaks + split[None, :] * num_tokens * num_heads + from_R[:, None], mask=is_head_R[:, None] & (split < num_splits)[None, :], other=float("-inf")
-    )
-    highest_R = tl.maximum(tail_peak_R, tl.max(peak_RS, axis=1))
-    total_R = tl.zeros((LANES,), tl.float32)
-    sum_RF = tl.zeros((LANES, BLOCK_F), tl.float32)
-    for first in range(0, num_splits, 4):  # four at a time, for their loads to overlap
-        for ahead in tl.static_range(4):
-            is_live_R = head_R < tl.where(first + ahead < num_splits, GROUP, 0)
-            split_R = (first + ahead) * num_tokens * num_heads + from_R
-            share_R = tl.exp2(tl.load(peaks + split_R, mask=is_live_R, other=float("-inf")) - highest_R)
-            total_R = tl.fma(tl.load(totals + split_R, mask=is_live_R, other=0.0), share_R, total_R)
-            part_RF = tl.load(sums + split_R[:, None] * F + f[None, :], mask=is_live_R[:, None] & (f < F)[None, :], other=0.0)
-            sum_RF = tl.fma(part_RF, share_R[:, None], sum_RF)
-    share_R = tl.exp2(tail_peak_R - highest_R)
-    total_R = tl.fma(tl.sum(weight_RJ.to(tl.float32), axis=1), share_R, total_R)
-    sum_RF = tl.fma(tail_RF, share_R[:, None], sum_RF)
-    result_RF = sum_RF / tl.where(total_R > 0, total_R, 1.0)[:, None]
-    tl.store(out + from_R[:, None] * F + f[None, :], result_RF.to(out.dtype.element_ty), mask=mask_RF)
+    to_RF = out + from_R[:, None] * F + f[None, :]
+    if length == 0:
+        tl.store(to_RF, tl.zeros((LANES, BLOCK_F), out.dtype.element_ty), mask=mask_RF)
+    else:
+        place_J = begin + tl.arange(0, TAIL)
+        is_seen_J = place_J < length
+        step_J = tl.load(fields + PATH_COLUMN + place_J - prefix, mask=is_seen_J & (place_J >= prefix), other=0)
+        index_J = tl.where(place_J < prefix, place_J, prefix + step_J)
+        page_J = tl.load(pages + row * pages_per_row + index_J // PAGE, mask=is_seen_J, other=0)
+        at_J = _address(page_J, index_J, page_stride, g, PAGE, F)
+        mask_JF = is_seen_J[:, None] & (f < F)[None, :]
+        key_JF = tl.load(key_cache + at_J[:, None] + f[None, :], mask=mask_JF, other=0.0)
+        value_JF = tl.load(value_cache + at_J[:, None] + f[None, :], mask=mask_JF, other=0.0)
+        at_R = (g * GROUP + head_R) * query_head_stride + n * query_token_stride
+        query_RF = tl.load(query + at_R[:, None] + f[None, :], mask=mask_RF, other=0.0)
+        score_RJ = _product(query_RF, tl.trans(key_JF), tl.zeros((LANES, TAIL), tl.float32), INTERPRETED) * scale
+        score_RJ = tl.where(is_seen_J[None, :], score_RJ, float("-inf"))
+        tail_peak_R = tl.max(score_RJ, axis=1)
+        weight_RJ = tl.exp2(score_RJ - tail_peak_R[:, None]).to(value_JF.dtype)
+        tail_RF = _product(weight_RJ, value_JF, tl.zeros((LANES, BLOCK_F), tl.float32), INTERPRETED)
+
+        num_splits, split = tl.cdiv(begin, SPLIT), tl.arange(0, BLOCK_SPLITS)
+        peak_RS = tl.load(
+            peaks + split[None, :] * num_tokens * num_heads + from_R[:, None], mask=is_head_R[:, None] & (split < num_splits)[None, :], other=float("-inf")
+        )
+        highest_R = tl.maximum(tail_peak_R, tl.max(peak_RS, axis=1))
+        total_R = tl.zeros((LANES,), tl.float32)
+        sum_RF = tl.zeros((LANES, BLOCK_F), tl.float32)
+        for first in range(0, num_splits, 4):  # four at a time, for their loads to overlap
+            for ahead in tl.static_range(4):
+                is_live_R = head_R < tl.where(first + ahead < num_splits, GROUP, 0)
+                split_R = (first + ahead) * num_tokens * num_heads + from_R
+                share_R = tl.exp2(tl.load(peaks + split_R, mask=is_live_R, other=float("-inf")) - highest_R)
+                total_R = tl.fma(tl.load(totals + split_R, mask=is_live_R, other=0.0), share_R, total_R)
+                part_RF = tl.load(sums + split_R[:, None] * F + f[None, :], mask=is_live_R[:, None] & (f < F)[None, :], other=0.0)
+                sum_RF = tl.fma(part_RF, share_R[:, None], sum_RF)
+        share_R = tl.exp2(tail_peak_R - highest_R)
+        total_R = tl.fma(tl.sum(weight_RJ.to(tl.float32), axis=1), share_R, total_R)
+        sum_RF = tl.fma(tail_RF, share_R[:, None], sum_RF)
+        tl.store(to_RF, (sum_RF / total_R[:, None]).to(out.dtype.element_ty), mask=mask_RF)
 
 
 def launch(
