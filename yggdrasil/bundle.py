@@ -5,6 +5,7 @@ compile_cache/<pair>/current.json                       which fingerprint is cur
 compile_cache/<pair>/<fingerprint>/bundle.json          what was compiled, from what, for which machine
                                   /tokenizer.json
                                   /target/tokens_*.pt2, weights.safetensors
+                                  /target-0-of-2/weights.safetensors, ...        instead, where several ranks share the target
                                   /draft/ ...
 profiles/<pair>/<machine>.json                          measured latencies
                 <machine>-plan.json                     measured stages, searched plans, the one to run
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -33,6 +34,7 @@ from yggdrasil.engine import Engine
 from yggdrasil.errors import ArtifactError, ConfigError
 from yggdrasil.kernels import load_kernels
 from yggdrasil.kv import KVCache, KVShape, KVStorage
+from yggdrasil.launch import num_ranks
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.policy.acceptance import AcceptanceTable
 from yggdrasil.policy.depth import DepthPredictor
@@ -143,7 +145,7 @@ class Bundle:
         config: How it was compiled; max_context is settled.
         dataset: Name of the calibration text.
         calibration: Its path when it is not the bundled one, else empty.
-        kv_target: Cache of the target.
+        kv_target: Cache of the target, of one rank's heads where several share it.
         kv_draft: Cache of the draft.
         eos_tokens: End-of-text ids.
         sources: Model files.
@@ -221,8 +223,19 @@ class Bundle:
     def load_models(self) -> tuple[CompiledModel[KVCache], CompiledModel[KVCache]]:
         """Target and draft for one request at a time, every graph of the menus loaded and bound to one copy of the weights."""
         load_kernels()
-        target, draft = (KVCache(kv, dtype=self.dtype, device=self.config.device) for kv in (self.kv_target, self.kv_draft))
-        return self._load_target(target), self._load_draft(draft)
+        target = self._load_target(self._cache(self.kv_target)) if self.config.ranks == 1 else self._lead_target()
+        return target, self._load_draft(self._cache(self.kv_draft))
+
+    def _cache(self, shape: KVShape) -> KVCache:
+        return KVCache(shape, dtype=self.dtype, device=self.config.device)
+
+    def _lead_target(self) -> CompiledModel[KVCache]:
+        """The shard of rank 0, with the others at its heels."""
+        from yggdrasil.ranks.lead import LeadingCache, LeadingModel, leader  # torch.distributed: only where there are ranks
+
+        leader().load(self, self.config.device)
+        cache = LeadingCache(leader(), self.kv_target, dtype=self.dtype, device=self.config.device)
+        return LeadingModel(leader(), **self.target_arguments(rank=0), cache=cache)
 
     def load_batch_models(self, pages_BP: Tensor, num_pages: int) -> tuple[CompiledModel[KVStorage], CompiledModel[KVStorage]]:
         """The same graphs over paged storage for many rows: one page table says where the keys and values of both models lie.
@@ -238,21 +251,30 @@ class Bundle:
         return self._load_target(target), self._load_draft(draft)
 
     def _load_target(self, cache: S) -> CompiledModel[S]:
-        return self._load_model("target", target_menu(self.config), cache, 0)
+        return CompiledModel(**self.target_arguments(rank=0), cache=cache)
 
     def _load_draft(self, cache: S) -> CompiledModel[S]:
-        return self._load_model("draft", draft_menu(self.config), cache, self.config.num_candidates)
+        return CompiledModel(**self._arguments("draft", draft_menu(self.config), self.config.num_candidates), cache=cache)
 
-    def _load_model(self, kind: str, menu: Menu, cache: S, num_candidates: int) -> CompiledModel[S]:
-        return CompiledModel(
-            self.folder / kind,
-            menu,
-            cache=cache,
-            device=self.config.device,
-            max_depth=self.config.path_depth,
-            num_candidates=num_candidates,
-            command=self.command,
-        )
+    def target_arguments(self, rank: int) -> dict[str, Any]:
+        """What `CompiledModel` takes to load the target, or the shard of one rank, all but its cache."""
+        return {**self._arguments("target", target_menu(self.config), 0), "weights": self.target_weights(rank)}
+
+    def target_weights(self, rank: int) -> Path:
+        """Folder of the target's weights, or of the shard of one rank."""
+        ranks = self.config.ranks
+        return self.folder / ("target" if ranks == 1 else f"target-{rank}-of-{ranks}")
+
+    def _arguments(self, kind: str, menu: Menu, num_candidates: int) -> dict[str, Any]:
+        return {
+            "folder": self.folder / kind,
+            "menu": menu,
+            "weights": self.folder / kind,
+            "device": self.config.device,
+            "max_depth": self.config.path_depth,
+            "num_candidates": num_candidates,
+            "command": self.command,
+        }
 
 
 @dataclass(frozen=True)
@@ -341,12 +363,17 @@ class LoadedPair:
 
 def compile_command(name: str, models: tuple[str, str], config: CompileConfig, calibration: str) -> str:
     """The command line of a compilation."""
-    words = ["ygg", "compile"] if name == BUNDLED else ["ygg", "compile", *models, "--name", name]
+    words = ["ygg"] if config.ranks == 1 else [*_torchrun(config.ranks), "-m", "yggdrasil"]
+    words += ["compile"] if name == BUNDLED else ["compile", *models, "--name", name]
     defaults = CompileConfig()
     words += [word for field in ("dtype", "device") if (value := getattr(config, field)) != getattr(defaults, field) for word in (f"--{field}", value)]
     words += ["--calibration", calibration] if calibration else []
     words += ["--max-context", str(config.max_context)] if name != BUNDLED else []
     return shlex.join(words)
+
+
+def _torchrun(ranks: int) -> list[str]:
+    return ["torchrun", "--nproc-per-node", str(ranks)]
 
 
 def known_pairs() -> Sequence[str]:
@@ -380,7 +407,17 @@ def load_bundle(name: str) -> Bundle:
     for source in bundle.sources:
         if source.changed():
             raise ArtifactError(folder, f"stale: {source.path} has changed since it was compiled", bundle.command)
+    _check_ranks(bundle)
     return bundle
+
+
+def _check_ranks(bundle: Bundle) -> None:
+    ranks = bundle.config.ranks
+    if ranks != num_ranks():
+        how = f"`{shlex.join(_torchrun(ranks))} -m yggdrasil generate ...` decodes with it" if ranks > 1 else "without torchrun it decodes"
+        config = replace(bundle.config, ranks=num_ranks())
+        problem = f"compiled for {ranks} {'ranks' if ranks > 1 else 'process'}, this run has {num_ranks()}; {how}, or compile it for {num_ranks()}"
+        raise ArtifactError(bundle.folder, problem, compile_command(bundle.name, bundle.models, config, bundle.calibration))
 
 
 def _from_json(folder: Path, payload: dict[str, Any]) -> Bundle:

@@ -29,6 +29,7 @@ from yggdrasil.kv import KVCache, KVShape
 from yggdrasil.models.forward import DraftForward, TargetForward
 from yggdrasil.models.load import load_model, pack_linears_
 from yggdrasil.models.packing import empty_meta
+from yggdrasil.models.sharding import shard_
 
 __all__ = ["GraphJob", "compile_graphs", "run_job"]
 
@@ -48,6 +49,7 @@ class GraphJob:
         max_depth: Longest tree path.
         num_tokens: N.
         path: The package to write.
+        ranks: Into so many shards the model is split; the graph is that of any one.
     """
 
     model: str
@@ -58,12 +60,15 @@ class GraphJob:
     max_depth: int
     num_tokens: int
     path: str
+    ranks: int = 1
 
 
 @lru_cache(maxsize=2)
-def _module(model: str, num_candidates: int, dtype: str, device: str, kv: KVShape) -> torch.nn.Module:
+def _module(model: str, num_candidates: int, dtype: str, device: str, kv: KVShape, ranks: int) -> torch.nn.Module:
     load_kernels()
     loaded = load_model(model, dtype=getattr(torch, dtype))
+    if ranks > 1:
+        shard_(loaded, 0, ranks)
     if device == "cpu":
         pack_linears_(loaded, values=False)
     else:
@@ -75,7 +80,7 @@ def _module(model: str, num_candidates: int, dtype: str, device: str, kv: KVShap
 
 def run_job(job: GraphJob) -> None:
     """Build one graph in this process; the package appears whole or not at all."""
-    module = _module(job.model, job.num_candidates, job.dtype, job.device, job.kv)
+    module = _module(job.model, job.num_candidates, job.dtype, job.device, job.kv, job.ranks)
     path = Path(job.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
