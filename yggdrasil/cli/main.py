@@ -26,7 +26,7 @@ several GPUs (the target in one shard each, the draft on the first):
   torchrun --nproc-per-node 2 -m yggdrasil compile TARGET DRAFT --name mine
   torchrun --nproc-per-node 2 -m yggdrasil generate --pair mine "Hello"
 """
-SHARED = ("compile", "generate")
+SHARED = ("compile", "generate", "show")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,7 +79,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     try:
         if num_ranks() > 1 and options.verb not in SHARED:
-            raise ConfigError("WORLD_SIZE", num_ranks(), f"1 for this verb: several processes run {' and '.join(SHARED)} only", f"ygg {options.verb} ...")
+            raise ConfigError("WORLD_SIZE", num_ranks(), f"1 for this verb; several processes run {', '.join(SHARED)}", f"ygg {options.verb} ...")
         options.run(options)
     except YggError as error:
         return _refuse(f"ygg {options.verb}: {error}")
