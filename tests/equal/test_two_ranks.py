@@ -27,6 +27,18 @@ while (message := link.message()).kind != FORWARD:
     link.payload()
 os._exit(0)
 """
+INTERRUPTED = """
+import os, signal, sys, threading
+import two_ranks
+from yggdrasil.ranks.lead import leading
+with leading():
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        while True:
+            two_ranks.written(sys.argv[1], two_ranks.SHAPES["speculative"], two_ranks.SAMPLINGS["greedy"])
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+"""
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -39,6 +51,7 @@ def run_ranks(*commands: tuple[str, ...]) -> list[tuple[int, str]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(commands)), "OMP_NUM_THREADS": "1"}
+    shared["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     processes = [
         subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**shared, "RANK": str(rank)})
         for rank, command in enumerate(commands)
@@ -103,6 +116,11 @@ def test_rank_0_ends_with_one_line_when_another_rank_is_gone() -> None:
     (code, error), _ = run_ranks(command, ("-c", VANISHES))
     assert code == 2
     assert error.splitlines()[-1].startswith("ygg generate: rank 0 of 2 lost another one")
+
+
+@pytest.mark.usefixtures("compiled")
+def test_an_interrupt_of_rank_0_releases_the_others() -> None:
+    assert run_ranks(("-c", INTERRUPTED, NAME), ("-m", "yggdrasil", "generate")) == [(0, "interrupted\n"), (0, "")]
 
 
 @pytest.mark.usefixtures("tiny_bundle")

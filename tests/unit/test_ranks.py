@@ -182,6 +182,30 @@ def test_shards_put_together_are_the_model(architecture: str) -> None:
     assert seen == ({"colwise": 5, "summed": 2, "gathered": 1} if architecture == "qwen3" else {"colwise": 2, "summed": 2, "gathered": 1})
 
 
+class OneLayer(nn.Module):
+    """A model of one layer."""
+
+    def __init__(self, layer: nn.Linear, style: str) -> None:
+        super().__init__()
+        self.layer = layer
+        self.tp_plan = {"layer": style}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("style", ["rowwise", "colwise_gather_output"])
+def test_the_layers_of_two_shards_give_what_the_whole_layer_gives(style: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, x = nn.Linear(32, 20, bias=bias), torch.randn(1, 3, 32)
+    shards: list[Any] = [OneLayer(whole, style) for _ in range(2)]
+    for each, shard in enumerate(shards):
+        shard_(shard, each, 2)
+    own = x.chunk(2, dim=-1) if style == "rowwise" else (x, x)
+    parts = torch.stack([shard.layer.linear(each) for shard, each in zip(shards, own, strict=True)])
+    monkeypatch.setattr(torch.ops.ygg, "gather_ranks", lambda mine, num_ranks: parts)
+    first, second = (shard.layer(each) for shard, each in zip(shards, own, strict=True))
+    torch.testing.assert_close(first, whole(x))
+    assert torch.equal(first, second)
+
+
 def test_a_shard_of_tied_weights_is_stored_as_itself() -> None:
     config = tiny_pair.random_config("qwen3", num_layers=1)
     config.tie_word_embeddings = True
