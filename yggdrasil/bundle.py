@@ -244,6 +244,7 @@ class Bundle:
             pages_BP: (B, P) int32; see serve/pages.py.
             num_pages: Pages that ids in it may name.
         """
+        assert self.config.ranks == 1, "a batch has no leader"
         load_kernels()
         target, draft = (
             KVStorage(kv, num_pages=num_pages, pages_BP=pages_BP, dtype=self.dtype, device=self.config.device) for kv in (self.kv_target, self.kv_draft)
@@ -269,7 +270,6 @@ class Bundle:
         return {
             "folder": self.folder / kind,
             "menu": menu,
-            "weights": self.folder / kind,
             "device": self.config.device,
             "max_depth": self.config.path_depth,
             "num_candidates": num_candidates,

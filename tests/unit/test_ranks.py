@@ -133,10 +133,17 @@ def test_an_interrupt_waits_for_the_end_of_an_exchange() -> None:
 
 def test_stopping_ranks_that_are_gone_is_no_error() -> None:
     class Gone(Wire):
+        said = 0
+
         def message(self, message: Message | None = None) -> Message:
+            self.said += 1
             raise RankLost(0, 2, "Connection reset")
 
-    Leader(Gone()).stop()
+    wire = Gone()
+    leader = Leader(wire)
+    leader.stop()
+    leader.stop()  # one that hangs would keep rank 0 waiting for nothing
+    assert wire.said == 1
 
 
 def test_a_process_has_a_rank_only_where_torchrun_says_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

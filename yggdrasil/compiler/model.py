@@ -31,20 +31,22 @@ class CompiledModel(Generic[Storage]):
     """Static graphs over one set of weights and one cache; see models/protocol.py for what the step uses.
 
     Args:
-        folder: With `tokens_*.pt2`.
-        weights: Folder of `weights.safetensors`: a shard of several has its own, the graphs are the same for all.
+        folder: With `tokens_*.pt2` and `weights.safetensors`.
         menu: Sizes to load.
         cache: What the graphs write; any number of rows and pages.
         device: "cpu" or "cuda".
         max_depth: Longest tree path.
         num_candidates: C of a draft; 0 for a target.
         command: What rebuilds the folders.
+        weights: Folder of `weights.safetensors` where it is not `folder`: the graphs of several shards are the same, their weights are not.
 
     Raises:
         ArtifactError: a file is missing or does not load.
     """
 
-    def __init__(self, folder: Path, menu: Menu, *, weights: Path, cache: Storage, device: str, max_depth: int, num_candidates: int, command: str) -> None:
+    def __init__(
+        self, folder: Path, menu: Menu, *, cache: Storage, device: str, max_depth: int, num_candidates: int, command: str, weights: Path | None = None
+    ) -> None:
         self.menu = menu
         self.device = device
         self.max_depth = max_depth
@@ -53,7 +55,7 @@ class CompiledModel(Generic[Storage]):
         self.widest = menu.sizes[-2:][0]
         self.graph_ms = 0.0
         self.cache = cache
-        self.weights = load_weights(weights, device, command)
+        self.weights = load_weights(weights or folder, device, command)
         constants = {**self.weights, **cache_constants(self.cache)}
         self._meta = {size: empty_meta(size, max_depth, device=device) for size in menu.sizes}
         loaded = {size: LoadedGraph(graph_path(folder, size), constants, command) for size in menu.sizes}

@@ -31,6 +31,7 @@ class Leader:
         self.link = link
         self._in_exchange = False
         self._interrupted = False
+        self._lost = False
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
@@ -38,6 +39,9 @@ class Leader:
         self._in_exchange = True
         try:
             yield
+        except RankLost:
+            self._lost = True
+            raise
         finally:
             self._in_exchange = False
             if self._interrupted:
@@ -58,9 +62,10 @@ class Leader:
             self.link.use_device(device)
 
     def stop(self) -> None:
-        """Release the others; one that is gone already has released itself."""
-        with self.exchange(), suppress(RankLost):
-            self.link.message(Message(STOP))
+        """Release the others. After one was lost nothing is said any more, for one that hangs would not take it: this process ends, and that is heard."""
+        if not self._lost:
+            with suppress(RankLost), self.exchange():
+                self.link.message(Message(STOP))
 
 
 class LeadingCache(KVCache):

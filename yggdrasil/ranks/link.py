@@ -67,7 +67,7 @@ class GroupLink:
     def __init__(self) -> None:
         try:
             dist.init_process_group("gloo", timeout=ANSWER_TIMEOUT)
-            self._messages = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+            self._messages = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT if rank() else ANSWER_TIMEOUT)
         except RuntimeError as error:
             raise _lost(error) from error
         self._tensors: Any = dist.group.WORLD
