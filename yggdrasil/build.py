@@ -29,6 +29,7 @@ from yggdrasil.kv import KVCache, KVShape
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.measure import ROUNDS, curve_json, decision_milliseconds, host_milliseconds, latency_curve, switching_costs
 from yggdrasil.models.load import check_vocabularies, kv_shape, load_config, load_model, pack_linears_
+from yggdrasil.models.sharding import check_divisible, shard_
 from yggdrasil.policy.acceptance import AcceptanceTable, fit_acceptance
 from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.latency import LatencyModel
@@ -103,6 +104,7 @@ def _describe(target: str, draft: str, name: str, config: CompileConfig, calibra
         raise ConfigError("device", "cuda", "cpu on this machine: torch sees no CUDA device")
     target, draft = resolved(target), resolved(draft)
     target_config, draft_config = load_config(target), load_config(draft)
+    check_divisible(target_config, config.ranks)
     check_vocabularies(target_config, draft_config)
     tokenizer = load_tokenizer(target)
     _check_tokenizers(tokenizer, draft)
@@ -118,13 +120,17 @@ def _describe(target: str, draft: str, name: str, config: CompileConfig, calibra
         config=config,
         dataset=BUNDLED_TEXT if calibration == CALIBRATION_TEXT else calibration.stem,
         calibration="" if calibration == CALIBRATION_TEXT else str(calibration.resolve()),
-        kv_target=kv_shape(target_config, capacity),
+        kv_target=_of_a_rank(kv_shape(target_config, capacity), config.ranks),
         kv_draft=kv_shape(draft_config, capacity),
         eos_tokens=_eos_tokens(target, tokenizer),
         sources=sources,
         models=(target, draft),
         machine=machine,
     )
+
+
+def _of_a_rank(whole: KVShape, ranks: int) -> KVShape:
+    return replace(whole, num_kv_heads=whole.num_kv_heads // ranks)
 
 
 def resolved(model: str) -> str:
@@ -164,27 +170,32 @@ def _eos_tokens(target: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _build_models(bundle: Bundle, progress: Progress) -> None:
-    kinds: list[tuple[str, str, Menu, KVShape, int]] = [
-        ("target", bundle.models[0], target_menu(bundle.config), bundle.kv_target, 0),
-        ("draft", bundle.models[1], draft_menu(bundle.config), bundle.kv_draft, bundle.config.num_candidates),
+    config = bundle.config
+    kinds: list[tuple[str, str, Menu, KVShape, int, int]] = [
+        ("target", bundle.models[0], target_menu(config), bundle.kv_target, 0, config.ranks),
+        ("draft", bundle.models[1], draft_menu(config), bundle.kv_draft, config.num_candidates, 1),
     ]
-    with progress.phase("pack weights", len(kinds)):
-        for kind, model, _, _, _ in kinds:
-            _pack(bundle, kind, model)
+    with progress.phase("pack weights", config.ranks + 1):
+        for rank in range(config.ranks):
+            _pack(bundle, bundle.target_weights(rank), bundle.models[0], rank, config.ranks)
             progress.advance()
+        _pack(bundle, bundle.folder / "draft", bundle.models[1], 0, 1)
+        progress.advance()
+        load_tokenizer(bundle.models[0]).backend_tokenizer.save(str(bundle.folder / "tokenizer.json"))
     jobs = [
         GraphJob(
             model=model,
             num_candidates=num_candidates,
-            dtype=bundle.config.dtype,
-            device=bundle.config.device,
+            dtype=config.dtype,
+            device=config.device,
             kv=kv,
-            max_depth=bundle.config.path_depth,
+            max_depth=config.path_depth,
             num_tokens=size,
             path=str(graph_path(bundle.folder / kind, size)),
-            exact=bundle.config.exact,
+            exact=config.exact,
+            ranks=ranks,
         )
-        for kind, model, menu, kv, num_candidates in kinds
+        for kind, model, menu, kv, num_candidates, ranks in kinds
         for size in menu.sizes
     ]
     missing = [job for job in jobs if not Path(job.path).exists()]
@@ -201,18 +212,17 @@ def _num_workers(bundle: Bundle) -> int:
     return max(1, min(cores, torch.cuda.mem_get_info()[0] // (weight_bytes + WORKER_BYTES)))
 
 
-def _pack(bundle: Bundle, kind: str, model: str) -> None:
-    folder = bundle.folder / kind
+def _pack(bundle: Bundle, folder: Path, model: str, rank: int, ranks: int) -> None:
     if not (folder / FILE_NAME).exists():
         loaded = load_model(model, dtype=getattr(torch, bundle.config.dtype))
+        if ranks > 1:
+            shard_(loaded, rank, ranks)
         if bundle.config.device == "cpu":
             pack_linears_(loaded)
         with artifacts.atomic_directory(folder / "packing") as temporary:
             save_weights(loaded, temporary)
         (folder / "packing" / FILE_NAME).rename(folder / FILE_NAME)
         (folder / "packing").rmdir()
-    if kind == "target":
-        load_tokenizer(model).backend_tokenizer.save(str(bundle.folder / "tokenizer.json"))
 
 
 def _check_exactness(target: CompiledModel[KVCache], progress: Progress) -> tuple[int, ...]:
@@ -311,6 +321,8 @@ def _profile(
 
 def _switching(bundle: Bundle) -> SwitchTable:
     """Every row reads the same pages: latency does not depend on what they hold."""
+    if bundle.config.ranks > 1:
+        return SwitchTable((1,), (1,), ((0.0,),))  # nothing is served over several ranks
     max_lag = min(MAX_LAG, bundle.max_context - 1)
     pages_BP = torch.arange(bundle.kv_target.num_pages, dtype=torch.int32, device=bundle.config.device).repeat(SWITCH_ROWS, 1)
     target = bundle.load_target(bundle.paged_storage(bundle.kv_target, pages_BP, pages_BP.shape[1]))

@@ -5,6 +5,7 @@ compile_cache/<pair>/current.json                       which fingerprint is cur
 compile_cache/<pair>/<fingerprint>/bundle.json          what was compiled, from what, for which machine
                                   /tokenizer.json
                                   /target/tokens_*.pt2, weights.safetensors
+                                  /target-0-of-2/weights.safetensors, ...        instead, where several ranks share the target
                                   /draft/ ...
 profiles/<pair>/<machine>.json                          measured latencies
                 <machine>-plan.json                     measured stages, searched plans, the one to run
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -34,6 +35,7 @@ from yggdrasil.engine import Engine
 from yggdrasil.errors import ArtifactError, ConfigError
 from yggdrasil.kernels import load_cuda_kernels, load_kernels
 from yggdrasil.kv import KVCache, KVShape, KVStorage
+from yggdrasil.launch import num_ranks
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.policy.acceptance import AcceptanceTable
 from yggdrasil.policy.depth import DepthPredictor
@@ -145,7 +147,7 @@ class Bundle:
         config: How it was compiled; max_context is settled.
         dataset: Name of the calibration text.
         calibration: Its path when it is not the bundled one, else empty.
-        kv_target: Cache of the target.
+        kv_target: Cache of the target, of one rank's heads where several share it.
         kv_draft: Cache of the draft.
         eos_tokens: End-of-text ids.
         sources: Model files.
@@ -222,8 +224,19 @@ class Bundle:
 
     def load_models(self) -> tuple[CompiledModel[KVCache], CompiledModel[KVCache]]:
         """Target and draft for one request at a time, every graph of the menus loaded and bound to one copy of the weights."""
-        target, draft = (KVCache(kv, dtype=self.dtype, device=self.config.device) for kv in (self.kv_target, self.kv_draft))
-        return self.load_target(target), self.load_draft(draft, self.load_draft_weights(self.config.device))
+        target = self.load_target(self._cache(self.kv_target)) if self.config.ranks == 1 else self._lead_target()
+        return target, self.load_draft(self._cache(self.kv_draft), self.load_draft_weights(self.config.device))
+
+    def _cache(self, shape: KVShape) -> KVCache:
+        return KVCache(shape, dtype=self.dtype, device=self.config.device)
+
+    def _lead_target(self) -> CompiledModel[KVCache]:
+        """The shard of rank 0, with the others at its heels."""
+        from yggdrasil.ranks.lead import LeadingCache, LeadingModel, leader  # torch.distributed: only where there are ranks
+
+        leader().load(self, self.config.device)
+        cache = LeadingCache(leader(), self.kv_target, dtype=self.dtype, device=self.config.device)
+        return LeadingModel(leader(), **self.target_arguments(rank=0), cache=cache)
 
     def paged_storage(self, kv: KVShape, pages_BP: Tensor, num_pages: int) -> KVStorage:
         """Storage of a model for many rows.
@@ -237,30 +250,40 @@ class Bundle:
 
     def load_target(self, cache: S) -> CompiledModel[S]:
         """The target's graphs over any cache: one row's, or paged storage for many."""
-        return self._load_model("target", target_menu(self.config), cache, load_weights(self.folder / "target", self.config.device, self.command), 0)
+        assert self.config.ranks == 1, "a batch has no leader"
+        return CompiledModel(**self.target_arguments(rank=0), cache=cache)
 
     def load_draft(self, cache: S, weights: dict[str, Tensor]) -> CompiledModel[S]:
         """The draft's graphs over any cache, and weights wherever on the device they lie."""
-        return self._load_model("draft", draft_menu(self.config), cache, weights, self.config.num_candidates)
+        return CompiledModel(**self._arguments("draft", draft_menu(self.config), weights, self.config.num_candidates), cache=cache)
 
     def load_draft_weights(self, device: str) -> dict[str, Tensor]:
         """The draft's weights by name; on the CPU the file is mapped, not read."""
         return load_weights(self.folder / "draft", device, self.command)
 
-    def _load_model(self, kind: str, menu: Menu, cache: S, weights: dict[str, Tensor], num_candidates: int) -> CompiledModel[S]:
+    def target_arguments(self, rank: int) -> dict[str, Any]:
+        """What `CompiledModel` takes to load the target, or the shard of one rank, all but its cache."""
+        weights = load_weights(self.target_weights(rank), self.config.device, self.command)
+        return self._arguments("target", target_menu(self.config), weights, 0)
+
+    def target_weights(self, rank: int) -> Path:
+        """Folder of the target's weights, or of the shard of one rank."""
+        ranks = self.config.ranks
+        return self.folder / ("target" if ranks == 1 else f"target-{rank}-of-{ranks}")
+
+    def _arguments(self, kind: str, menu: Menu, weights: dict[str, Tensor], num_candidates: int) -> dict[str, Any]:
         load_kernels()
         if self.config.device == "cuda":
             load_cuda_kernels()
-        return CompiledModel(
-            self.folder / kind,
-            menu,
-            weights=weights,
-            cache=cache,
-            device=self.config.device,
-            max_depth=self.config.path_depth,
-            num_candidates=num_candidates,
-            command=self.command,
-        )
+        return {
+            "folder": self.folder / kind,
+            "menu": menu,
+            "weights": weights,
+            "device": self.config.device,
+            "max_depth": self.config.path_depth,
+            "num_candidates": num_candidates,
+            "command": self.command,
+        }
 
 
 @dataclass(frozen=True)
@@ -349,12 +372,17 @@ class LoadedPair:
 
 def compile_command(name: str, models: tuple[str, str], config: CompileConfig, calibration: str) -> str:
     """The command line of a compilation."""
-    words = ["ygg", "compile"] if name == BUNDLED else ["ygg", "compile", *models, "--name", name]
+    words = ["ygg"] if config.ranks == 1 else [*_torchrun(config.ranks), "-m", "yggdrasil"]
+    words += ["compile"] if name == BUNDLED else ["compile", *models, "--name", name]
     defaults = CompileConfig()
     words += [word for field in ("dtype", "device") if (value := getattr(config, field)) != getattr(defaults, field) for word in (f"--{field}", value)]
     words += ["--calibration", calibration] if calibration else []
     words += ["--max-context", str(config.max_context)] if name != BUNDLED else []
     return shlex.join(words)
+
+
+def _torchrun(ranks: int) -> list[str]:
+    return ["torchrun", "--nproc-per-node", str(ranks)]
 
 
 def known_pairs() -> Sequence[str]:
@@ -388,7 +416,17 @@ def load_bundle(name: str) -> Bundle:
     for source in bundle.sources:
         if source.changed():
             raise ArtifactError(folder, f"stale: {source.path} has changed since it was compiled", bundle.command)
+    _check_ranks(bundle)
     return bundle
+
+
+def _check_ranks(bundle: Bundle) -> None:
+    ranks = bundle.config.ranks
+    if ranks != num_ranks():
+        how = f"`{shlex.join(_torchrun(ranks))} -m yggdrasil generate ...` decodes with it" if ranks > 1 else "without torchrun it decodes"
+        config = replace(bundle.config, ranks=num_ranks())
+        problem = f"compiled for {ranks} {'ranks' if ranks > 1 else 'process'}, this run has {num_ranks()}; {how}, or compile it for {num_ranks()}"
+        raise ArtifactError(bundle.folder, problem, compile_command(bundle.name, bundle.models, config, bundle.calibration))
 
 
 def _from_json(folder: Path, payload: dict[str, Any]) -> Bundle:

@@ -76,6 +76,7 @@ class CompileConfig:
     Args:
         dtype: Of weights, activations and KV: "bfloat16" or "float32".
         device: "cpu" or "cuda".
+        ranks: Processes that share the target, a shard each.
         max_context: Most tokens of prompt and output together; a multiple of 16. None takes the models' own limit, at most 2048.
         widths: Menu of draft widths W; each is a draft graph.
         max_depth: Most growth steps D.
@@ -89,6 +90,7 @@ class CompileConfig:
 
     dtype: str = "bfloat16"
     device: str = "cpu"
+    ranks: int = 1
     max_context: int | None = None
     widths: tuple[int, ...] = (1, 2, 4, 8)
     max_depth: int = 16
@@ -103,6 +105,7 @@ class CompileConfig:
         _require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "bfloat16 or float32")
         _require(self.device in ("cpu", "cuda"), "device", self.device, "cpu or cuda")
         _require(self.exact or self.device == "cuda", "exact", self.exact, "True on a cpu, where every graph is exact at no price")
+        _require(self.ranks >= 1, "ranks", self.ranks, "at least 1")
         context = self.max_context
         _require(context is None or (context >= 32 and context % PAGE_LEN == 0), "max_context", context, f"a multiple of {PAGE_LEN}, at least 32")
         for name in ("widths", "verify_widths"):

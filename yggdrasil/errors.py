@@ -8,7 +8,8 @@ YggError
 ├── ArtifactError      a compiled file is missing, stale or corrupt: path, field, command
 ├── ShapeNotCompiled   more tokens than the menu of static graphs holds: names the menu
 ├── CapacityError      the context or a pool is full: needed and free
-└── QueueFull          a server has more waiting requests than it holds: how many, and when to try again
+├── QueueFull          a server has more waiting requests than it holds: how many, and when to try again
+└── RankLost           another process of this run is gone: what the connection to it said
 ```
 
 The command line prints the message on one line and exits with 2.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["ArtifactError", "CapacityError", "ConfigError", "ModelMismatch", "QueueFull", "ShapeNotCompiled", "UnsupportedModel", "YggError"]
+__all__ = ["ArtifactError", "CapacityError", "ConfigError", "ModelMismatch", "QueueFull", "RankLost", "ShapeNotCompiled", "UnsupportedModel", "YggError"]
 
 
 class YggError(Exception):
@@ -74,3 +75,10 @@ class QueueFull(YggError):
     def __init__(self, waiting: int, retry_after_s: float) -> None:
         super().__init__(f"{waiting} requests are waiting already, no more are queued; try again in {retry_after_s:.0f} s, or serve with a larger --max-queue")
         self.retry_after_s = retry_after_s
+
+
+class RankLost(YggError):
+    """Another process of this run is gone, or does not answer."""
+
+    def __init__(self, rank: int, num_ranks: int, reason: str) -> None:
+        super().__init__(f"rank {rank} of {num_ranks} lost another one, which may have said why above: {reason.strip().splitlines()[0]}; start the run again")

@@ -136,6 +136,7 @@ class Run:
             "temperature": self.config.sampling.temperature,
             "pair": bundle.name,
             "device": bundle.config.device,
+            "ranks": bundle.config.ranks,
             "dtype": bundle.config.dtype,
         }
 

@@ -16,7 +16,7 @@ import yggdrasil
 PACKAGE = Path(yggdrasil.__file__).parent
 ROOT = PACKAGE.parent
 GROUPS = (  # a module imports from its own group and from those before it
-    ("errors", "config", "compilations", "layout", "staging"),
+    ("errors", "config", "compilations", "launch", "layout", "staging"),
     ("tree", "kv", "state", "trace", "artifacts"),
     ("kernels",),
     ("models",),
@@ -25,7 +25,7 @@ GROUPS = (  # a module imports from its own group and from those before it
     ("compiler",),
     ("schedule",),
     ("engine",),
-    ("bundle", "tokenizer", "report", "tables", "plots", "measure", "timeline", "exactness", "calibration", "depth_training", "build"),
+    ("bundle", "tokenizer", "report", "tables", "plots", "measure", "timeline", "exactness", "calibration", "depth_training", "build", "ranks"),
     ("serve",),
     ("cli",),
     ("__main__",),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ConfigError
+from yggdrasil.launch import num_ranks
 
 if TYPE_CHECKING:
     from yggdrasil.bundle import Bundle
@@ -21,6 +22,9 @@ DESCRIPTION = """\
 Compile a target and a draft for this machine, once. Both are lowered with TorchInductor to one static graph per token
 count of a small menu; then the graphs are timed and the draft's guesses are calibrated on text. Ctrl-C loses nothing:
 the same command goes on where it stopped. Without arguments the bundled pair is compiled.
+
+For several GPUs: torchrun --nproc-per-node 2 -m yggdrasil compile TARGET DRAFT ...; the target is shared out by its tensor-parallel plan in
+transformers, and the pair then runs on as many processes.
 """
 
 
@@ -51,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     """Compile and say what to do next."""
     from yggdrasil.build import bundled_arguments
 
-    config = CompileConfig(device=options.device, dtype=options.dtype, max_context=options.max_context, exact=options.exact)
+    config = CompileConfig(device=options.device, dtype=options.dtype, max_context=options.max_context, exact=options.exact, ranks=num_ranks())
     if options.target is None:
         target, draft, name = bundled_arguments()
     elif options.draft is None:
@@ -90,7 +94,7 @@ def _compile_named(target: str, draft: str) -> str:
 
     name = f"{Path(target).resolve().name}-{digest(resolved(target), resolved(draft))}"
     if not is_compiled(name):
-        _compile(target, draft, name, CompileConfig(), None)
+        _compile(target, draft, name, CompileConfig(ranks=num_ranks()), None)
     return name
 
 
@@ -99,7 +103,7 @@ def _compile_bundled() -> None:
     from yggdrasil.build import bundled_arguments
 
     print("first run: compiling the bundled pair for this machine (a few minutes, once)", file=sys.stderr)
-    _compile(*bundled_arguments(), CompileConfig(), None)
+    _compile(*bundled_arguments(), CompileConfig(ranks=num_ranks()), None)
 
 
 def _compile(target: str, draft: str, name: str, config: CompileConfig, calibration: Path | None) -> tuple[Bundle, float]:

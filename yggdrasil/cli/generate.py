@@ -21,6 +21,8 @@ __all__ = ["add_parser", "run"]
 DESCRIPTION = """\
 Decode a prompt with speculation. The text is what the target alone would have written; --plain shows it.
 The prompt is an argument, or standard input when it is "-".
+
+A pair compiled for several GPUs: torchrun --nproc-per-node 2 -m yggdrasil generate ...
 """
 
 

@@ -10,7 +10,8 @@ from yggdrasil.cli import compile as compile_command
 from yggdrasil.cli import generate as generate_command
 from yggdrasil.cli import serve as serve_command
 from yggdrasil.cli import show as show_command
-from yggdrasil.errors import YggError
+from yggdrasil.errors import ConfigError, YggError
+from yggdrasil.launch import num_ranks, rank
 
 __all__ = ["main"]
 
@@ -20,7 +21,12 @@ first steps:
   ygg compile TARGET DRAFT --name mine       prepare your own pair for this machine, once
   ygg generate --pair mine "Hello"           decode with it
   ygg serve --pair mine                      answer OpenAI clients
+
+several GPUs (the target in one shard each, the draft on the first):
+  torchrun --nproc-per-node 2 -m yggdrasil compile TARGET DRAFT --name mine
+  torchrun --nproc-per-node 2 -m yggdrasil generate --pair mine "Hello"
 """
+SHARED = ("compile", "generate", "show")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -37,13 +43,46 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code: 0, 2 for a mistake the user can mend, 130 after Ctrl-C."""
+    """Run one verb; returns the exit code: 0, 2 for a mistake the user can mend, 130 after Ctrl-C.
+
+    Under torchrun the process of rank 0 does, and the others follow it.
+    """
+    try:
+        if num_ranks() == 1:
+            return _run(arguments)
+        if rank() > 0:
+            return _follow()
+        from yggdrasil.ranks.lead import leading  # torch: only where there are ranks
+
+        with leading():
+            return _run(arguments)
+    except YggError as error:
+        return _refuse(f"ygg: {error}")
+
+
+def _follow() -> int:
+    from yggdrasil.ranks.follow import follow_run
+
+    try:
+        follow_run()
+    except YggError as error:
+        return _refuse(f"ygg, rank {rank()}: {error}")
+    return 0
+
+
+def _refuse(message: str) -> int:
+    print(" ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     try:
+        if num_ranks() > 1 and options.verb not in SHARED:
+            raise ConfigError("WORLD_SIZE", num_ranks(), f"1 for this verb; several processes run {', '.join(SHARED)}", f"ygg {options.verb} ...")
         options.run(options)
     except YggError as error:
-        print(f"ygg {options.verb}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _refuse(f"ygg {options.verb}: {error}")
     except KeyboardInterrupt:
         print(f"\nygg {options.verb}: interrupted; finished parts are kept", file=sys.stderr)
         return 130

@@ -29,6 +29,7 @@ from yggdrasil.kv import KVShape, KVStorage
 from yggdrasil.models.forward import DraftForward, TargetForward
 from yggdrasil.models.load import load_model, order_linears_, pack_linears_
 from yggdrasil.models.packing import empty_meta
+from yggdrasil.models.sharding import shard_
 
 __all__ = ["GraphJob", "compile_graphs", "run_job"]
 
@@ -49,6 +50,7 @@ class GraphJob:
         num_tokens: N.
         path: The package to write.
         exact: Whether linear layers on CUDA have one order of summation; on a CPU they have.
+        ranks: Into so many shards the model is split; the graph is that of any one.
     """
 
     model: str
@@ -60,12 +62,15 @@ class GraphJob:
     num_tokens: int
     path: str
     exact: bool = True
+    ranks: int = 1
 
 
 @lru_cache(maxsize=2)
-def _module(model: str, num_candidates: int, dtype: str, device: str, kv: KVShape, exact: bool) -> torch.nn.Module:
+def _module(model: str, num_candidates: int, dtype: str, device: str, kv: KVShape, exact: bool, ranks: int) -> torch.nn.Module:
     load_kernels()
     loaded = load_model(model, dtype=getattr(torch, dtype))
+    if ranks > 1:
+        shard_(loaded, 0, ranks)
     if device == "cpu":
         pack_linears_(loaded, values=False)
     else:
@@ -81,7 +86,7 @@ def _module(model: str, num_candidates: int, dtype: str, device: str, kv: KVShap
 
 def run_job(job: GraphJob) -> None:
     """Build one graph in this process; the package appears whole or not at all."""
-    module = _module(job.model, job.num_candidates, job.dtype, job.device, job.kv, job.exact)
+    module = _module(job.model, job.num_candidates, job.dtype, job.device, job.kv, job.exact, job.ranks)
     path = Path(job.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from yggdrasil.errors import ArtifactError
@@ -41,7 +42,7 @@ def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
 
     Args:
         folder: With `weights.safetensors`.
-        device: On the CPU the file is mapped, not read.
+        device: On the CPU the file is mapped, not read; "cuda" is the current device.
         command: What rebuilds it.
 
     Raises:
@@ -51,7 +52,7 @@ def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
 
     path = folder / FILE_NAME
     try:
-        with safe_open(path, framework="pt", device=device) as file:
+        with safe_open(path, framework="pt", device=_current(device)) as file:
             tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             aliases = file.metadata() or {}
     except FileNotFoundError:
@@ -59,3 +60,7 @@ def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise ArtifactError(path, f"corrupt ({error})", command) from None
     return {**tensors, **{name: tensors[first] for name, first in aliases.items()}}
+
+
+def _current(device: str) -> str:
+    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device  # the library takes "cuda" for the first one

@@ -1,0 +1,69 @@
+"""The other ranks: do what rank 0 says until it says stop."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from yggdrasil.bundle import Bundle
+from yggdrasil.compiler.model import CompiledModel
+from yggdrasil.kernels import load_kernels
+from yggdrasil.kv import KVCache
+from yggdrasil.launch import rank
+from yggdrasil.models.protocol import TokenModel
+from yggdrasil.ranks.link import COMMIT, FORWARD, LOAD, STOP, GroupLink, Link
+
+__all__ = ["follow", "follow_run", "load_shard"]
+
+
+def follow(link: Link, load: Callable[[Any], TokenModel]) -> None:
+    """Obey until told to stop.
+
+    Args:
+        link: To rank 0.
+        load: Makes this rank's model from what rank 0 sends.
+
+    Raises:
+        RankLost: rank 0 is gone, or another rank.
+    """
+    model: TokenModel | None = None
+    while (message := link.message()).kind != STOP:
+        if message.kind == LOAD:
+            model = load(link.payload())
+            continue
+        assert model is not None, "rank 0 loads before it runs"
+        if message.kind == FORWARD:
+            model.forward(link.tensor(model.meta(message.first)))
+        else:
+            assert message.kind == COMMIT, message
+            path = link.tensor(torch.empty(message.second, dtype=torch.int64))
+            model.cache.len = message.first  # lengths live on rank 0; here they only say where a path starts
+            model.cache.commit_(path.tolist())
+
+
+def follow_run() -> None:
+    """All that a process with a rank above 0 does.
+
+    Raises:
+        RankLost: rank 0 went away without a word.
+        ArtifactError: this rank's shard does not load.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which says stop
+    link = GroupLink()
+
+    def load(bundle: Bundle) -> TokenModel:
+        link.use_device(bundle.config.device)
+        return load_shard(bundle)
+
+    follow(link, load)
+    link.close()
+
+
+def load_shard(bundle: Bundle) -> CompiledModel[KVCache]:
+    """This rank's shard of the target, with the keys and values of its own heads."""
+    load_kernels()
+    cache = KVCache(bundle.kv_target, dtype=bundle.dtype, device=bundle.config.device)
+    return CompiledModel(**bundle.target_arguments(rank()), cache=cache)

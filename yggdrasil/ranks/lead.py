@@ -1,0 +1,142 @@
+"""Rank 0: a target whose every forward and every move of KV the other ranks make too."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yggdrasil.compiler.model import CompiledModel
+from yggdrasil.errors import RankLost
+from yggdrasil.kernels.gather import failure
+from yggdrasil.kv import KVCache, KVShape
+from yggdrasil.launch import num_ranks, rank
+from yggdrasil.ranks.link import COMMIT, FORWARD, LOAD, STOP, GroupLink, Link, Message
+
+__all__ = ["Leader", "LeadingCache", "LeadingModel", "leader", "leading"]
+
+
+class Leader:
+    """Rank 0's end of the link; what is said is said whole, Ctrl-C or not.
+
+    Args:
+        link: To the others.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._in_exchange = False
+        self._interrupted = False
+        self._lost = False
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """A block that Ctrl-C does not break off: half of an exchange would leave the others waiting for the rest. It is raised afterwards."""
+        self._in_exchange = True
+        try:
+            yield
+        except RankLost:
+            self._lost = True
+            raise
+        finally:
+            self._in_exchange = False
+            if self._interrupted:
+                self._interrupted = False
+                raise KeyboardInterrupt
+
+    def on_interrupt(self, *_: object) -> None:
+        """The handler of Ctrl-C."""
+        if not self._in_exchange:
+            raise KeyboardInterrupt
+        self._interrupted = True
+
+    def load(self, bundle: Any, device: str) -> None:
+        """Let every rank load its shard of this bundle."""
+        with self.exchange():
+            self.link.message(Message(LOAD))
+            self.link.payload(bundle)
+            self.link.use_device(device)
+
+    def stop(self) -> None:
+        """Release the others. After one was lost nothing is said any more, for one that hangs would not take it: this process ends, and that is heard."""
+        if not self._lost:
+            with suppress(RankLost), self.exchange():
+                self.link.message(Message(STOP))
+
+
+class LeadingCache(KVCache):
+    """Rank 0's keys and values; where kept ones have to be moved, every rank moves its own."""
+
+    def __init__(self, leader: Leader, shape: KVShape, *, dtype: torch.dtype, device: str) -> None:
+        super().__init__(shape, dtype=dtype, device=device)
+        self._leader = leader
+
+    def commit_(self, path: Sequence[int]) -> None:
+        """`KVCache.commit_` on every rank; a chain moves nothing, so nobody is told."""
+        if any(offset != place for place, offset in enumerate(path)):
+            with self._leader.exchange():
+                self._leader.link.message(Message(COMMIT, self.len, len(path)))
+                self._leader.link.tensor(torch.tensor(path, dtype=torch.int64))
+        super().commit_(path)
+
+
+class LeadingModel(CompiledModel[KVCache]):
+    """Rank 0's shard of the target; a forward runs on every rank.
+
+    Args:
+        leader: Tells the others.
+        arguments: Of `CompiledModel`.
+
+    Raises:
+        RankLost: from `forward`, when another rank is gone or does not answer in time.
+
+    Cost: two broadcasts before a graph; what the graph waits for is in `graph_ms`.
+    """
+
+    def __init__(self, leader: Leader, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._leader = leader
+
+    def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
+        with self._leader.exchange():
+            self._leader.link.message(Message(FORWARD, len(meta_NM)))
+            self._leader.link.tensor(meta_NM)
+            try:
+                return super().forward(meta_NM)
+            except RuntimeError as error:
+                if failure():
+                    raise RankLost(rank(), num_ranks(), failure()) from error
+                raise
+
+
+_leader: Leader | None = None
+
+
+def leader() -> Leader:
+    """The leader of this run; only inside `leading`."""
+    assert _leader is not None, "a target of several ranks is loaded inside leading()"
+    return _leader
+
+
+@contextmanager
+def leading() -> Iterator[None]:
+    """A run of rank 0: connect to the others, and release them at the end whatever happens.
+
+    Raises:
+        RankLost: the others did not come.
+    """
+    global _leader
+    link = GroupLink()
+    _leader = Leader(link)
+    before = signal.signal(signal.SIGINT, _leader.on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        _leader.stop()
+        _leader = None
+        link.close()

@@ -1,0 +1,111 @@
+"""What rank 0 says to the others: messages of three integers, tensors and objects, all from rank 0 to every other."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from yggdrasil.errors import RankLost
+from yggdrasil.kernels.gather import use_group
+from yggdrasil.launch import local_rank, num_ranks, rank
+
+__all__ = ["COMMIT", "FORWARD", "LOAD", "STOP", "GroupLink", "Link", "Message"]
+
+STOP, LOAD, FORWARD, COMMIT = range(4)
+ANSWER_TIMEOUT = timedelta(minutes=5)  # a rank that takes longer over its share of a forward hangs
+IDLE_TIMEOUT = timedelta(days=30)  # followers wait while rank 0 compiles, trains, or has nothing to decode
+
+
+class Message(NamedTuple):
+    """What a follower is to do.
+
+    Args:
+        kind: STOP; LOAD, with an object after it; FORWARD, with metadata after it; COMMIT, with a path after it.
+        first: Tokens of a forward; the committed length before a commit.
+        second: Length of a commit's path.
+    """
+
+    kind: int
+    first: int = 0
+    second: int = 0
+
+
+class Link(Protocol):
+    """One end of the connection; every call on rank 0 meets the same call on the others."""
+
+    def message(self, message: Message | None = None) -> Message:
+        """Rank 0 gives a message, the others get it. Raises RankLost when another rank is gone."""
+        ...
+
+    def tensor(self, values: Tensor) -> Tensor:
+        """Rank 0's values are written into the others' tensor of the same shape and dtype; returns it. Raises RankLost."""
+        ...
+
+    def payload(self, value: Any = None) -> Any:
+        """Rank 0 gives any picklable object, the others get it. Raises RankLost."""
+        ...
+
+    def use_device(self, device: str) -> None:
+        """Settle where tensors and collectives are from now on, "cpu" or "cuda"."""
+        ...
+
+    def close(self) -> None:
+        """Leave."""
+        ...
+
+
+class GroupLink:
+    """The link over torch.distributed: messages over gloo, metadata and the graphs' collectives over gloo on a CPU and over NCCL between GPUs.
+
+    Cost: a message is one broadcast. On CUDA metadata is broadcast on the current stream, without a sync.
+    """
+
+    def __init__(self) -> None:
+        try:
+            dist.init_process_group("gloo", timeout=ANSWER_TIMEOUT)
+            self._messages = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT if rank() else ANSWER_TIMEOUT)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        self._tensors: Any = dist.group.WORLD
+        self._device = "cpu"
+
+    def message(self, message: Message | None = None) -> Message:
+        numbers = torch.tensor(message or Message(STOP), dtype=torch.int64)
+        self._broadcast(numbers, self._messages)
+        return Message(*numbers.tolist())
+
+    def tensor(self, values: Tensor) -> Tensor:
+        self._broadcast(values, self._tensors if values.is_cuda else dist.group.WORLD)
+        return values
+
+    def payload(self, value: Any = None) -> Any:
+        values = [value]
+        try:
+            dist.broadcast_object_list(values, src=0, group=self._messages)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return values[0]
+
+    def use_device(self, device: str) -> None:
+        if device == "cuda" and self._device != "cuda":
+            torch.cuda.set_device(local_rank())
+            self._tensors = dist.new_group(backend="nccl", timeout=ANSWER_TIMEOUT)
+        self._device = device
+        use_group(self._tensors)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _broadcast(self, values: Tensor, group: Any) -> None:
+        try:
+            dist.broadcast(values, src=0, group=group)
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+
+def _lost(error: RuntimeError) -> RankLost:
+    return RankLost(rank(), num_ranks(), str(error))
