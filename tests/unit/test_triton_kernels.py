@@ -110,25 +110,46 @@ class Recorder:
 
 
 def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-    """A kernel for a device that need not be here."""
+    """A kernel for a device that need not be here, specialised as Triton does it: on numbers that are 1 or multiples of 16."""
     options = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
-    signature = dict.fromkeys(kernel.arg_names, "constexpr")
-    for name, argument in zip(kernel.arg_names, arguments, strict=False):
-        signature[name] = POINTERS[argument.dtype] if isinstance(argument, Tensor) else "fp32" if isinstance(argument, float) else "i32"
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items() if name not in options}
-    return triton.compile(triton.compiler.ASTSource(kernel, signature, constexprs=values), target=HOPPER, options=options)
+    signature, attributes = dict.fromkeys(kernel.arg_names, "constexpr"), {}
+    for index, (name, argument) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+        if isinstance(argument, int) and argument == 1:
+            values[(index,)] = 1
+            continue
+        signature[name] = POINTERS[argument.dtype] if isinstance(argument, Tensor) else "fp32" if isinstance(argument, float) else "i32"
+        if isinstance(argument, Tensor) or (isinstance(argument, int) and argument % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return triton.compile(triton.compiler.ASTSource(kernel, signature, constexprs=values, attrs=attributes), target=HOPPER, options=options)
+
+
+def attention_launches(num_tokens: int, dim: int) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """What a call with the menu's configuration launches."""
+    query, key = torch.empty(1, 8, num_tokens, dim, dtype=torch.bfloat16), torch.empty(1, 2, num_tokens, dim, dtype=torch.bfloat16)
+    cache, pages = torch.empty(64, 2, PAGE_LEN, dim, dtype=torch.bfloat16), torch.zeros(2, 32, dtype=torch.int32)
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    attention_triton.launch(query, key, key, cache, cache, empty_meta(num_tokens, 16), pages, 0.1, wrap=lambda kernel: Recorder(kernel, launches))
+    return launches
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dim", (80, 128))
-def test_the_attention_kernels_compile_for_a_device_that_is_not_here(dim: int) -> None:
-    query, key = torch.empty(1, 8, 16, dim, dtype=torch.bfloat16), torch.empty(1, 2, 16, dim, dtype=torch.bfloat16)
-    cache, pages = torch.empty(64, 2, PAGE_LEN, dim, dtype=torch.bfloat16), torch.zeros(2, 32, dtype=torch.int32)
-    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    attention_triton.launch(query, key, key, cache, cache, empty_meta(16, 16), pages, 0.1, wrap=lambda kernel: Recorder(kernel, launches))
-    assert len(launches) == 3
+def test_the_attention_kernels_compile_for_a_device_that_is_not_here() -> None:
+    launches = attention_launches(16, 80)
+    assert [kernel.__name__ for kernel, _, _ in launches] == ["store_kernel", "body_kernel", "tail_kernel"]
     for launch in launches:
         assert compiled(*launch).metadata.shared <= LEAST_SHARED_BYTES
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_arithmetic_does_not_depend_on_the_number_of_tokens() -> None:
+    for one, many in zip(attention_launches(1, 128)[1:], attention_launches(16, 128)[1:], strict=True):
+        assert arithmetic(compiled(*one)) == arithmetic(compiled(*many)) != []
+
+
+def arithmetic(kernel: Any) -> list[str]:
+    """Instructions on floating-point numbers, in order."""
+    return re.findall(r"^\s*(?:@%p\d+ )?((?:mma|ex2|fma|add|sub|mul|div|max|cvt)[\w.]*(?:f32|bf16)[\w.]*)", kernel.asm["ptx"], re.MULTILINE)
 
 
 @pytest.mark.filterwarnings("ignore")
