@@ -234,13 +234,13 @@ def test_what_cannot_be_shared_out_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="129 features of a feed-forward layer"):
         check_divisible(config, 2)
     model = model_of("qwen3")
-    model.tp_plan = {"model.layers.*.self_attn.o_proj": "rowwise_split_input"}
+    model._tp_plan = {"model.layers.*.self_attn.o_proj": "rowwise_split_input"}
     with pytest.raises(UnsupportedModel, match="'rowwise_split_input' for a Linear"):
         shard_(model, 0, 2)
-    model.tp_plan = {"model.layers.*.mlp.gate_up_proj": "colwise"}
+    model._tp_plan = {"model.layers.*.mlp.gate_up_proj": "colwise"}
     with pytest.raises(UnsupportedModel, match="names .model.layers.*mlp.gate_up_proj., which the model has not"):
         shard_(model, 0, 2)
-    model.tp_plan = {}
+    model._tp_plan = {}
     with pytest.raises(UnsupportedModel, match="no tensor-parallel plan"):
         shard_(model, 0, 2)
 
