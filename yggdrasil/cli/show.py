@@ -48,7 +48,8 @@ def _show_pair(pair: Any, options: argparse.Namespace) -> None:
     bundle, config = pair.bundle, pair.bundle.config
     print(f"pair {bundle.name}: target {bundle.models[0]}, draft {bundle.models[1]}")
     megabytes = [model.weight_bytes / 1e6 for model in (pair.engine.target, pair.engine.draft)]
-    print(f"  {config.dtype} on {config.device}, context {bundle.max_context}, weights {megabytes[0]:.1f} + {megabytes[1]:.1f} MB")
+    ranks = "" if config.ranks == 1 else f", the target in {config.ranks} shards like this one"
+    print(f"  {config.dtype} on {config.device}, context {bundle.max_context}, weights {megabytes[0]:.1f} + {megabytes[1]:.1f} MB{ranks}")
     print(f"  target graphs {list(pair.engine.target.menu.sizes)}, draft graphs {list(pair.engine.draft.menu.sizes)} tokens")
     print(f"  {bundle.exactness}")
     print(f"  calibrated on {pair.dataset} (--predictor chooses among: {', '.join(bundle.datasets)})")
