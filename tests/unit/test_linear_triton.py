@@ -6,6 +6,9 @@ import sys
 
 import pytest
 import torch
+from torch import nn
+
+from yggdrasil.models.load import order_linears_
 
 SCRIPT = """
 import torch
@@ -63,6 +66,18 @@ def test_the_kernels_equal_the_reference_and_rows_do_not_depend_on_their_number(
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "equal", done.stderr[-3000:]
+
+
+def test_replaced_layers_keep_their_parameters_names_and_ties() -> None:
+    """So the stored weights are those of the checkpoint, whichever kernels read them."""
+    model = nn.ModuleDict({"embed": nn.Embedding(24, 16), "up": nn.Linear(16, 32), "head": nn.Linear(16, 24, bias=False)})
+    model["head"].weight = model["embed"].weight
+    before = dict(model.named_parameters(remove_duplicate=False))
+    order_linears_(model)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert list(after) == ["embed.weight", "up.weight", "up.bias", "head.weight"]
+    assert all(after[name] is before[name] for name in before)
+    assert [type(model[name]).__name__ for name in model] == ["Embedding", "OrderedLinear", "OrderedLinear"]
 
 
 @pytest.mark.gpu

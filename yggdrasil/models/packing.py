@@ -41,6 +41,8 @@ def empty_meta(num_tokens: int, max_depth: int, *, device: str = "cpu") -> Tenso
 
 
 def _pad_(meta_NM: Tensor, first: int) -> None:
+    if first == len(meta_NM):
+        return
     meta_NM[first:, :PATH] = 0
     meta_NM[first:, INDEX] = -1
     meta_NM[first:, PATH:] = -1
