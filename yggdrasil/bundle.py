@@ -376,6 +376,7 @@ def compile_command(name: str, models: tuple[str, str], config: CompileConfig, c
     words += ["compile"] if name == BUNDLED else ["compile", *models, "--name", name]
     defaults = CompileConfig()
     words += [word for field in ("dtype", "device") if (value := getattr(config, field)) != getattr(defaults, field) for word in (f"--{field}", value)]
+    words += [] if config.exact else ["--no-exact"]
     words += ["--calibration", calibration] if calibration else []
     words += ["--max-context", str(config.max_context)] if name != BUNDLED else []
     return shlex.join(words)

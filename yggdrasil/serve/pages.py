@@ -20,6 +20,7 @@ import torch
 
 from yggdrasil.errors import CapacityError
 from yggdrasil.layout import PAGE_LEN
+from yggdrasil.staging import upload
 
 __all__ = ["PagePool", "pages_for"]
 
@@ -147,7 +148,7 @@ class PagePool:
             renamed = [moves.get(page, page) for page in pages]
             if renamed != pages:
                 self._pages[row] = renamed
-                self.table_BP[row, : len(renamed)] = torch.tensor(renamed, dtype=torch.int32)
+                self.table_BP[row, : len(renamed)] = upload(renamed, self.table_BP.device, dtype=torch.int32)
         for page in range(num_pages, self.num_pages):
             self._forget(page)
             self._free.pop(page, None)
@@ -193,7 +194,8 @@ class PagePool:
     def _own(self, row: int, page: int) -> None:
         self._free.pop(page, None)
         self._owners[page] += 1
-        self.table_BP[row, len(self._pages[row])] = page
+        place = len(self._pages[row])
+        self.table_BP[row, place : place + 1].fill_(page)  # assigned to one element, a number would be a copy from the host, and a sync
         self._pages[row].append(page)
 
     def _forget(self, page: int) -> None:
