@@ -54,8 +54,9 @@ def move_pages_(storage_PX: Tensor, sources: Sequence[int] | Tensor, targets: Se
 
 
 def move_pages_plain_(storage_PX: Tensor, source_M: Tensor, target_M: Tensor) -> None:
-    """`move_pages_` in two operators: the specification of the kernel, and what runs on a CPU. A copy of all moved pages lies between them."""
-    storage_PX.index_copy_(0, target_M.long(), storage_PX.index_select(0, source_M))
+    """`move_pages_` page by page: the specification of the kernel, and what runs on a CPU."""
+    for source, target in zip(source_M.tolist(), target_M.tolist(), strict=True):
+        storage_PX[target].copy_(storage_PX[source])
 
 
 def _check(sources: Sequence[int], targets: Sequence[int], num_pages: int) -> None:
