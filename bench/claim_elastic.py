@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.claim import Say, save_figure
-from bench.harness import TextMismatchError, environment, save_result
+from bench.harness import environment, save_result
 from bench.pair import bench_target, compiled_pair
-from bench.serving import Arrival, Replay, poisson, replay
+from bench.serving import Arrival, Replay, poisson, replay, same_texts
 from bench.subject import add_options, subject
 from bench.workloads import WORKLOADS
 from yggdrasil.bundle import bundled_models
@@ -144,14 +144,6 @@ def figures(run: Replay) -> dict[str, Any]:
     away = mean(not report.is_draft_in for _, report in run.steps)
     off = mean(report.gamma == 0 for _, report in run.steps if report.batch_size)
     return {**run.to_json(), "away_share": round(away, 4), "gamma_0_share": round(off, 4)}
-
-
-def same_texts(runs: Mapping[str, Replay]) -> None:
-    """Raises TextMismatchError unless all arms wrote the same."""
-    (reference, first), *others = runs.items()
-    for name, run in others:
-        if run.texts != first.texts:
-            raise TextMismatchError(f"{name} wrote other texts than {reference}: no speed is reported")
 
 
 def measure_operations(stand: Stand, say: Say) -> dict[str, Any]:

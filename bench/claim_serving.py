@@ -27,9 +27,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench.claim import Say, save_figure
-from bench.harness import TextMismatchError, environment, save_result
+from bench.harness import environment, save_result
 from bench.make_trace import read_trace
-from bench.serving import Arrival, Replay, poisson, replay, traced
+from bench.serving import Arrival, Replay, poisson, replay, same_texts, traced
 from bench.subject import add_options, subject
 from bench.workloads import STORIES
 from yggdrasil.config import GenerateConfig, ServeConfig
@@ -73,14 +73,6 @@ class Stand:
         """One arm over some arrivals."""
         parts = PolicyParts(self.parts.gamma_max, self.parts.max_batch, self.parts.prior, self.parts.switching_cost, seed)
         return replay(self.batcher, gamma_policy(policy, parts), arrivals)
-
-
-def same_texts(runs: Mapping[str, Replay]) -> None:
-    """Raises TextMismatchError unless all arms wrote the same."""
-    (reference, first), *others = runs.items()
-    for name, run in others:
-        if run.texts != first.texts:
-            raise TextMismatchError(f"{name} wrote other texts than {reference}: no speed is reported")
 
 
 def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
 import numpy as np
 
+from bench.harness import TextMismatchError
 from bench.make_trace import TraceRequest
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.policy.gamma.protocol import GammaPolicy
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.request import Event, Observer, Request, RequestReport, StepReport
 
-__all__ = ["Arrival", "Replay", "poisson", "replay", "traced"]
+__all__ = ["Arrival", "Replay", "poisson", "replay", "same_texts", "traced"]
 
 OUTPUT_TOKENS = (16, 96)
 LONGEST_PROMPT = 96
@@ -161,6 +162,14 @@ def replay(batcher: Batcher, policy: GammaPolicy, arrivals: Sequence[Arrival], *
             time.sleep(max(0.0, pending[-1][1].at_s - (time.perf_counter() - outcome.start)))
     outcome.seconds = time.perf_counter() - outcome.start - (arrivals[0].at_s if arrivals else 0.0)
     return outcome
+
+
+def same_texts(runs: Mapping[str, Replay]) -> None:
+    """Raises TextMismatchError unless all arms wrote the same."""
+    (reference, first), *others = runs.items()
+    for name, run in others:
+        if run.texts != first.texts:
+            raise TextMismatchError(f"{name} wrote other texts than {reference}: no speed is reported")
 
 
 def _request(arrival: Arrival, text: list[int], config: GenerateConfig) -> Request:
