@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import NamedTuple
 
@@ -97,7 +96,7 @@ def _load_models(bundle: Bundle, pool: PagePool, config: ServeConfig) -> tuple[C
     if not config.elastic:
         return bundle.load_target(target), bundle.load_draft(draft, bundle.load_draft_weights(device)), None
     room = DraftRoom(host_weights, target.bytes_from(pool.num_pages))
-    low_pages = math.ceil(config.tau_low * pool.num_pages)
+    low_pages = int(config.tau_low * pool.num_pages)  # rounded down: fewer than there are, so that an idle pool can always contract
     elastic = ElasticMemory(pool, target, room, low_pages=low_pages, persist_steps=config.persist_steps)
     return bundle.load_target(target), bundle.load_draft(draft, room.weights), elastic
 
