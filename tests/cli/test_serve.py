@@ -43,6 +43,8 @@ def refused(capture: Capture, *arguments: str) -> str:
         (("--host", "256.0.0.1"), "--host: '256.0.0.1'"),
         (("--port", "65536"), "--port: 65536"),
         (("--port", "-1"), "--port: -1"),
+        (("--tau-low", "1.5"), "tau_low: 1.5"),
+        (("--tau-low", "0.2", "--no-elastic"), "--tau-low: 0.2 .*--no-elastic"),
     ],
     ids=str,
 )

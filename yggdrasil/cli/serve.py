@@ -55,7 +55,7 @@ def add_parser(verbs: Any) -> None:
         help="let KV pages have the draft's memory while speculation is off and pages are scarce (default: %(default)s)",
     )
     parser.add_argument(
-        "--tau-low", type=float, default=defaults.tau_low, metavar="SHARE", help="with --elastic: fewer free pages are scarce (default: %(default)s)"
+        "--tau-low", type=float, metavar="SHARE", help=f"fewer free pages than this share are scarce; not with --no-elastic (default: {defaults.tau_low})"
     )
     parser.add_argument("--max-queue", type=int, default=defaults.max_queue, metavar="N", help="most waiting requests, then 429 (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one of them (default: %(default)s)")
@@ -70,6 +70,8 @@ def add_parser(verbs: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Serve until a signal."""
+    if options.tau_low is not None and not options.elastic:
+        raise ConfigError("--tau-low", options.tau_low, "left out with --no-elastic")
     config = ServeConfig(
         policy=options.policy,
         gamma_max=options.gamma_max,
@@ -77,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
         kv_memory_bytes=options.kv_memory,
         max_queue=options.max_queue,
         elastic=options.elastic,
-        tau_low=options.tau_low,
+        tau_low=ServeConfig().tau_low if options.tau_low is None else options.tau_low,
     )
     _check_installed()
     with _listening(options.host, options.port) as listener:  # before the seconds that loading takes
