@@ -145,7 +145,7 @@ class ServeConfig:
         max_queue: Most requests that wait for a row.
         elastic: Whether the draft's room is lent to KV pages while speculation is off and pages are scarce.
         tau_low: Fewer free pages than this share of all are scarce.
-        persist_steps: So many steps have to find them scarce, and speculation off, before the draft leaves.
+        persist_steps: So many steps have to find them scarce, and speculation off, before the draft leaves; the paper names no number, 8 was not tuned.
     """
 
     policy: str = "nightjar"

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from yggdrasil.staging import upload
+
 __all__ = ["move_pages_", "move_pages_plain_"]
 
 
@@ -74,5 +76,5 @@ def _numbers(sources: Sequence[int] | Tensor, targets: Sequence[int] | Tensor, d
     """Both as tensors; two sequences are uploaded as one."""
     if isinstance(sources, Tensor) and isinstance(targets, Tensor):
         return sources, targets
-    both_2M = torch.stack([torch.as_tensor(each, dtype=torch.int32, device="cpu") for each in (sources, targets)]).to(device, non_blocking=True)
-    return both_2M[0], both_2M[1]
+    source_M, target_M = upload([[int(page) for page in each] for each in (sources, targets)], device, dtype=torch.int32)
+    return source_M, target_M
