@@ -112,11 +112,11 @@ def expected_emitted(rate: float, gamma: float) -> float:
 def wrong_prior() -> GoodputPrior:
     """Half the compute-bound slope, a draft of 0.7 times the time, acceptance 0.6."""
 
-    def seconds(batch_size: int, gamma: int) -> float:
-        tokens = batch_size * (gamma + 1)
-        return 0.7 * gamma * (DRAFT_S + DRAFT_PER_ROW_S * batch_size) + FLAT_S + 0.5 * PER_TOKEN_S * max(tokens - KNEE, 0) + HOST_S
-
-    return GoodputPrior(seconds, partial(expected_emitted, 0.6))
+    return GoodputPrior(
+        drafting=lambda batch_size, gamma: 0.7 * gamma * (DRAFT_S + DRAFT_PER_ROW_S * batch_size),
+        verifying=lambda tokens: FLAT_S + 0.5 * PER_TOKEN_S * max(tokens - KNEE, 0) + HOST_S,
+        emitted=partial(expected_emitted, 0.6),
+    )
 
 
 def most_gamma(batch_size: int) -> int:

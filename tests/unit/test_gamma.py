@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from yggdrasil.policy.gamma.adabingreedy import AdaBinGreedy
 from yggdrasil.policy.gamma.banditspec import BanditSpec
 from yggdrasil.policy.gamma.catalog import POLICIES, PolicyParts, gamma_policy, predicted_goodput
 from yggdrasil.policy.gamma.dsd import DSD
+from yggdrasil.policy.gamma.filling import prompt_room
 from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.linear import LinThompson, LinUCB
 from yggdrasil.policy.gamma.prior import GoodputPrior
@@ -25,7 +27,9 @@ from yggdrasil.policy.gamma.tiers import AdaptiveTiers, TierConfig
 from yggdrasil.policy.latency import Curve, LatencyModel
 
 GAMMA_MAX, MAX_BATCH = 5, 16
-PRIOR = GoodputPrior(seconds=lambda batch_size, gamma: 0.01 + 0.001 * gamma + 0.0001 * batch_size * (gamma + 1), emitted=lambda gamma: 2 - 0.5**gamma)
+PRIOR = GoodputPrior(
+    drafting=lambda batch_size, gamma: 0.001 * gamma, verifying=lambda tokens: 0.01 + 0.0001 * tokens, emitted=lambda gamma: 2 - 0.5**gamma, widths=(8, 32, 128)
+)
 PARTS = PolicyParts(GAMMA_MAX, MAX_BATCH, PRIOR, lambda lag, batch_size: 0.0001 * lag * batch_size, seed=3)
 EVERY_POLICY = [*POLICIES, "fixed-3"]
 
@@ -97,12 +101,13 @@ def test_dsd_recovers_a_linear_latency_and_maximises_modelled_goodput() -> None:
     assert policy.select(Load(100, 1)) == 0
 
 
-def test_dsd_averages_the_acceptance_rate_over_tokens_and_learns_nothing_without_drafts() -> None:
+def test_dsd_averages_the_acceptance_rate_over_decided_tokens_and_learns_nothing_without_drafts() -> None:
+    """Two accepted and one rejected: what follows a rejection was decided by it."""
     policy = DSD(POINTS, rate=0.9)
     policy.observe(accepted(2, 2, 0))
-    assert policy.rate == pytest.approx(0.86)  # 0.9 + 0.1 * (2/4 - 0.9)
+    assert policy.rate == pytest.approx(0.9 + 0.1 * (2 / 3 - 0.9))
     policy.observe(accepted(0, 0, 0))
-    assert policy.rate == pytest.approx(0.86)
+    assert policy.rate == pytest.approx(0.9 + 0.1 * (2 / 3 - 0.9))
 
 
 def test_banditspec_tries_every_arm_once_and_then_follows_ucb1() -> None:
@@ -114,23 +119,42 @@ def test_banditspec_tries_every_arm_once_and_then_follows_ucb1() -> None:
     assert [*chosen, policy.select(load)] == [0, 1, 1, 0]
 
 
-def test_linucb_adds_half_a_deviation_to_the_ridge_prediction() -> None:
-    """x = [1, 1], A = [[2, 1], [1, 2]]: theta = g/3 [1, 1], x' A^-1 x = 2/3, and 2 for an arm that never ran."""
+def test_linucb_runs_every_arm_once_and_then_adds_a_deviation_to_the_ridge_prediction() -> None:
+    """x = [1, 1] and n rounds: theta . x = 2 n g / (1 + 2 n), x' A^-1 x = 2 / (1 + 2 n)."""
     policy, load = LinUCB(1, MAX_BATCH), Load(MAX_BATCH, 1)
-    policy.observe(outcome(0, 100.0, batch_size=MAX_BATCH))
+    assert policy.select(load) == 0
+    policy.observe(outcome(0, 200.0, batch_size=MAX_BATCH))
     mean, deviation = policy.arms.scores(load)
     assert mean == pytest.approx([2 / 3, 0.0])
     assert deviation == pytest.approx([(2 / 3) ** 0.5, 2**0.5])
-    assert policy.select(load) == 0  # 0.667 + 0.408 against 0.707
-    policy.observe(outcome(1, 200.0, batch_size=MAX_BATCH))
-    assert policy.select(load) == 1  # 0.333 + 0.408 against 0.667 + 0.408
+    assert policy.select(load) == 1  # it has not run
+    policy.observe(outcome(1, 190.0, batch_size=MAX_BATCH))
+    assert policy.select(load) == 0  # 0.667 + 0.816 against 0.633 + 0.816
+    policy.observe(outcome(0, 200.0, batch_size=MAX_BATCH))
+    assert policy.select(load) == 1  # 0.8 + 0.632 against 0.633 + 0.816; with half a deviation it would be 0.8 + 0.316 against 0.633 + 0.408
 
 
 def test_linear_thompson_draws_from_the_same_posterior() -> None:
-    """Means 2/3 and 0, deviations 0.25 * 0.816 and 0.25 * 1.414: only a draw of more than 1.9 lifts the second arm over the first."""
-    policy, load = LinThompson(1, MAX_BATCH, Script(normals=[[0.0, 1.8], [0.0, 2.0]])), Load(MAX_BATCH, 1)  # type: ignore[arg-type]
-    policy.observe(outcome(0, 100.0, batch_size=MAX_BATCH))
+    """Means 2/3 and 1/3, deviations 0.5 * 0.816: only a draw of more than 0.816 lifts the second arm over the first."""
+    policy, load = LinThompson(1, MAX_BATCH, Script(normals=[[0.0, 0.8], [0.0, 0.85]])), Load(MAX_BATCH, 1)  # type: ignore[arg-type]
+    for gamma, goodput in enumerate((100.0, 50.0)):
+        assert policy.select(load) == gamma  # every arm once
+        policy.observe(outcome(gamma, goodput, batch_size=MAX_BATCH))
     assert [policy.select(load), policy.select(load)] == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["nightjar-printed", "banditspec", "linucb", "lints", "ada-bingreedy"])
+def test_a_reward_is_not_learnt_from_a_step_that_computed_prompts_as_well(name: str) -> None:
+    policy, fresh = gamma_policy(name, PARTS), gamma_policy(name, PARTS)
+    policy.observe(dataclasses.replace(outcome(2, 100.0), prompt_tokens=5))
+    assert policy.state == fresh.state
+
+
+@pytest.mark.parametrize("name", ["nightjar", "dsd", "tiers"])
+def test_acceptance_is_learnt_beside_prompts_too(name: str) -> None:
+    policy, fresh = gamma_policy(name, PARTS), gamma_policy(name, PARTS)
+    policy.observe(dataclasses.replace(accepted(3, 2, 1), prompt_tokens=5))
+    assert policy.state != fresh.state
 
 
 def test_tiers_move_after_the_warm_up_at_every_interval_and_down_to_the_average() -> None:
@@ -234,7 +258,33 @@ def test_the_prior_adds_draft_forwards_verification_and_host() -> None:
     assert prior.seconds(5, 2) == pytest.approx(0.023)
     assert prior.seconds(3, 0) == pytest.approx(0.011)
     assert prior.seconds(5, 3) == pytest.approx(0.0365)  # 20 tokens are a graph of 16 and one of 4
-    assert prior(5, 2) == pytest.approx(5 * 1.9 / 0.023)
+    assert prior.seconds(5, 2, verified=3, prompt_tokens=8) == pytest.approx(0.023)  # drafted as many, 16 tokens
+    assert prior.seconds(5, 2, verified=3) == pytest.approx(0.020)  # 8 tokens
+
+
+def test_a_budget_fills_a_graph_without_leaving_a_whole_position_out() -> None:
+    """7 rows at gamma 2 are 21 tokens, more than a graph: 9 drafts fill the one of 16, one draft would fill that of 8 and is gamma 1's."""
+    prior = predicted_goodput(LATENCY, CHAINS, 0, draft_widest=4)
+    assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(7, 2)] == [(9, 0), (14, 0)]
+    assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(7, 1)] == [(1, 0), (7, 0)]
+    assert [budget.seconds for budget in prior.budgets(7, 1)] == pytest.approx([prior.seconds(7, 1, 1), prior.seconds(7, 1)])
+
+
+def test_a_budget_leaves_the_prompts_that_wait_their_room() -> None:
+    """4 rows and 3 tokens of prompts: 9 drafts fill the graph of 16; all 12 would leave no room."""
+    prior = predicted_goodput(LATENCY, CHAINS, 0, draft_widest=4)
+    assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(4, 3, waiting=3)] == [(9, 3), (12, 0)]
+
+
+@given(st.integers(0, 127), st.integers(0, 400))
+def test_prompts_never_take_more_than_waits_or_than_a_graph_holds(num_tokens: int, wanted: int) -> None:
+    room = prompt_room((2, 4, 8, 16, 24, 32, 48, 64, 128), num_tokens, wanted)
+    assert 0 <= room <= min(wanted, 128 - num_tokens)
+    assert room > 0 or wanted == 0
+
+
+def test_a_graph_is_not_widened_for_a_few_tokens_that_fit_beside() -> None:
+    assert prompt_room((48, 64, 128), 43, 5) == 5
 
 
 def test_the_prior_expects_no_more_from_chains_longer_than_the_calibrated_ones() -> None:

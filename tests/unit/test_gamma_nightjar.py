@@ -137,7 +137,7 @@ def test_the_mean_is_incremental() -> None:
     assert goodput.seconds_per_token(0) == float("inf")
 
 
-PRIOR = GoodputPrior(seconds=lambda batch_size, gamma: 0.010 + 0.001 * gamma, emitted=lambda gamma: [1.0, 1.5, 1.75, 1.875][gamma])
+PRIOR = GoodputPrior(drafting=lambda batch_size, gamma: 0.001 * gamma, verifying=lambda tokens: 0.010, emitted=lambda gamma: [1.0, 1.5, 1.75, 1.875][gamma])
 
 
 def variant(cost: Callable[[int, int], float] = free, gamma_max: int = 2) -> Nightjar:
@@ -163,11 +163,46 @@ def test_a_row_that_drafted_less_says_nothing_about_later_positions() -> None:
 
 
 def test_a_slow_step_corrects_its_arm_at_once_and_that_gamma_at_other_batch_sizes_by_half() -> None:
-    seconds = StepSeconds(PRIOR, 2)
-    seconds.observe_(1, 2, 2 * 0.012)
-    assert seconds.at(8) == pytest.approx([0.010, 0.011, 1.5 * 0.012])  # (1 + 2) / 2
-    assert seconds.at(1) == pytest.approx([0.010, 0.011, 1.75 * 0.012])  # (1.5 + 2) / 2
+    seconds = StepSeconds(2)
+    seconds.observe_(1, 2, 2.0)
+    assert [seconds.correction(8, gamma) for gamma in range(3)] == pytest.approx([1, 1, 1.5])  # (1 + 2) / 2
+    assert [seconds.correction(1, gamma) for gamma in range(3)] == pytest.approx([1, 1, 1.75])  # (1.5 + 2) / 2
     assert seconds.steps(1) == [0, 0, 1]
+
+
+def test_a_share_of_a_position_emits_that_share_of_its_tokens() -> None:
+    acceptance = PositionAcceptance(PRIOR, 3)
+    assert [acceptance.emitted_at(gamma) for gamma in (0, 0.5, 1, 2.2, 3)] == pytest.approx([1, 1.25, 1.5, 1.775, 1.875])
+
+
+STAIRS = GoodputPrior(
+    drafting=lambda batch_size, gamma: 0.001 * gamma,
+    verifying=lambda tokens: 0.010 if tokens <= 16 else 0.020,
+    emitted=lambda gamma: [1.0, 1.8, 2.4][gamma],
+    widths=(8, 16, 32),
+)
+
+
+def test_the_variant_leaves_drafts_out_that_would_take_the_next_graph() -> None:
+    """12 rows at gamma 1: all drafts 21.6 tokens in 21 ms, the 4 that fill the graph 15.2 in 11 ms; without the draft 12 in 10 ms."""
+    policy, load = Nightjar(STAIRS, free, gamma_max=1), Load(12, 1, previous_gamma=1)
+    assert policy.select(load) == 1
+    assert policy.verified(load, 1) == 4
+    assert policy.verified(Load(8, 1), 1) == 8  # here all fit
+
+
+def test_the_variant_leaves_room_for_the_prompts_that_wait() -> None:
+    """8 rows and 8 tokens of prompts fill the graph: without the draft (8 + 0.8 * 8) / 10 ms; 8 drafts more take 21 ms for 6.4 tokens more."""
+    policy = Nightjar(STAIRS, free, gamma_max=1)
+    assert policy.select(Load(8, 1, previous_gamma=1)) == 1
+    assert policy.select(Load(8, 1, previous_gamma=1, waiting_tokens=8)) == 0
+
+
+def test_a_step_beside_prompts_corrects_its_arm_by_the_graph_that_ran() -> None:
+    """8 rows, 8 drafts and 6 tokens of prompts were 22 tokens: 21 ms were predicted, not 11."""
+    policy = Nightjar(STAIRS, free, gamma_max=1)
+    policy.observe(Outcome(Load(8, 1, previous_gamma=1), 1, [1] * 8, [2] * 8, 0.021, prompt_tokens=6))
+    assert policy.seconds.correction(8, 1) == pytest.approx(1)
 
 
 def test_the_first_step_of_the_variant_follows_the_prior() -> None:
@@ -199,7 +234,7 @@ def test_the_variant_spreads_a_restart_over_the_steps_that_it_serves() -> None:
 def test_the_time_of_a_restart_is_not_the_arm_s() -> None:
     policy = variant(lambda lag, batch_size: 0.1)
     policy.observe(Outcome(Load(1, 2, previous_gamma=0), 2, [2], [2], 0.112, catch_up_seconds=0.1))
-    assert policy.seconds.at(1)[2] == pytest.approx(0.012)
+    assert policy.seconds.correction(1, 2) == pytest.approx(1)
 
 
 def test_nothing_is_saved_up_where_there_is_nothing_to_explore() -> None:

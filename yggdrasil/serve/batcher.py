@@ -20,6 +20,7 @@ from yggdrasil.engine import check_request
 from yggdrasil.errors import CapacityError, ConfigError, YggError
 from yggdrasil.models.packing import Piece
 from yggdrasil.models.protocol import TokenGraphs
+from yggdrasil.policy.gamma.filling import prompt_room
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
 from yggdrasil.serve.elastic import ElasticMemory
 from yggdrasil.serve.pages import PagePool, pages_for
@@ -32,8 +33,6 @@ from yggdrasil.trace import Trace
 
 __all__ = ["Batcher", "Ticket"]
 
-PROMPT_TOKENS = 32  # that run beside rows which decode: more would stall those for longer and gain the prompt little, for wide forwards are bound by arithmetic
-WELL_FILLED, LEAST_PROMPT = 0.8, 8  # a graph twice as wide takes twice as long, whether its tokens are padding or not
 PROMPT_SHARE = 8  # of the greatest graph, an eighth is never speculated away: prompts go on
 
 
@@ -194,15 +193,16 @@ class Batcher:
         with stage("policy"):
             gamma = self.policy.select(load) if decoding else 0
         gammas = [self._row_gamma(ticket, gamma) for ticket in decoding]
-        reaching, prompts = self._prompts(len(decoding) + sum(gammas))
-        rows = [ticket.running for ticket in [*decoding, *reaching]]
-        prompt_tokens = sum(row.state.root_pos - row.target_len for row in rows) + sum(len(piece.tokens) for piece in prompts)
         with stage("catch up"):
             catch_up_rows_(self.draft, [ticket.running for ticket, row_gamma in zip(decoding, gammas, strict=True) if row_gamma])
         with stage("draft"):
-            chains = draft_rows(self.draft, rows, [*gammas, *[0] * len(reaching)])
+            chains = draft_rows(self.draft, [ticket.running for ticket in decoding], gammas)
         with stage("prune"):
             prune_rows(chains, self.policy.verified(load, gamma) if gamma else 0)
+        reaching, prompts = self._prompts(len(decoding) + sum(len(chain.tokens) for chain in chains))
+        chains += [Chain() for _ in reaching]
+        rows = [ticket.running for ticket in [*decoding, *reaching]]
+        prompt_tokens = sum(row.state.root_pos - row.target_len for row in rows) + sum(len(piece.tokens) for piece in prompts)
         with stage("verify"):
             logits_NV, roots = verify_rows(self.target, rows, chains, prompts)
         with stage("accept"):
@@ -261,7 +261,8 @@ class Batcher:
         most = max(0, min(self.gamma_max, (chunk - chunk // PROMPT_SHARE) // batch_size - 1)) if is_draft_in else 0
         while most and sum(self.pool.num_missing(ticket.running.row, len(ticket.state.tokens) + most) for ticket in decoding) > self.pool.num_free:
             most -= 1
-        return Load(batch_size, most, self.gamma, max((ticket.running.lag for ticket in decoding), default=0))
+        max_lag = max((ticket.running.lag for ticket in decoding if ticket.speculation != 0), default=0)
+        return Load(batch_size, most, self.gamma, max_lag, min(chunk, self._num_prompt_tokens))
 
     def _row_gamma(self, ticket: Ticket, gamma: int) -> int:
         """What of gamma a row takes: no more than its request allows or has left to emit. Its pages are there afterwards."""
@@ -273,7 +274,7 @@ class Batcher:
     def _prompts(self, num_tokens: int) -> tuple[list[Ticket], list[Piece]]:
         """What of prompts runs beside `num_tokens` tokens of decoding rows: the rows whose root is reached, and pieces of the others."""
         prefilling = [ticket for ticket in self._running if not ticket.running.is_prefilled]
-        room = self._prompt_room(num_tokens, sum(len(ticket.state.tokens) - ticket.running.target_len for ticket in prefilling))
+        room = prompt_room(self.target.menu.sizes, num_tokens, self._num_prompt_tokens)
         reaching, pieces = [], []
         for ticket in prefilling:
             row = ticket.running
@@ -287,15 +288,10 @@ class Batcher:
             room -= min(left, room)
         return reaching, pieces
 
-    def _prompt_room(self, num_tokens: int, wanted: int) -> int:
-        """Prompt tokens that a step takes: the graph after PROMPT_TOKENS where they nearly fill it, else what pads the step anyway."""
-        chunk = self.target.prefill_chunk
-        if num_tokens == 0:
-            return chunk
-        wide = len(self.target.meta(min(num_tokens + PROMPT_TOKENS, chunk)))
-        narrow = len(self.target.meta(num_tokens + 1))
-        is_filled = num_tokens + wanted >= WELL_FILLED * wide or narrow - num_tokens < LEAST_PROMPT
-        return (wide if is_filled else narrow) - num_tokens
+    @property
+    def _num_prompt_tokens(self) -> int:
+        """Of the running rows' prompts, roots included, that the target has not seen."""
+        return sum(len(ticket.state.tokens) - ticket.running.target_len for ticket in self._running if not ticket.running.is_prefilled)
 
     def _commit_(
         self, emitting: Sequence[Ticket], chains: Sequence[Chain], accepted: Sequence[Accepted | YggError], logits_NV: Tensor, roots: Sequence[int]
@@ -370,14 +366,14 @@ class Batcher:
         start: float,
         before: dict[str, float],
     ) -> StepReport:
-        """Tell the policy, unless prompts took part of the time, and the observer."""
+        """Tell the policy and the observer."""
         total_ms = (time.perf_counter() - start) * 1e3
         draft_ms, catch_up_ms, verify_ms = (self.trace.total_ms[name] - before.get(name, 0.0) for name in ("draft", "catch up", "verify"))
         drafted = tuple(len(chain.tokens) for chain in chains)
-        if len(emitted) > num_reaching:
+        if num_decoding := len(emitted) - num_reaching:
             self.gamma = gamma
-            if num_reaching == prompt_tokens == 0:
-                self.policy.observe(Outcome(load, gamma, drafted, emitted, total_ms / 1e3, catch_up_ms / 1e3))
+            seconds = total_ms / 1e3, catch_up_ms / 1e3
+            self.policy.observe(Outcome(load, gamma, drafted[:num_decoding], emitted[:num_decoding], *seconds, prompt_tokens + num_reaching))
         report = StepReport(
             gamma=gamma,
             prompt_tokens=prompt_tokens,

@@ -34,8 +34,9 @@ class AdaBinGreedy(VerifiesAll):
         return self.goodput.best(range(load.gamma_max + 1))
 
     def observe(self, outcome: Outcome) -> None:
-        self.goodput.add_(outcome.gamma, outcome.goodput)
-        self.clock.tick_()
+        if outcome.is_timed:
+            self.goodput.add_(outcome.gamma, outcome.goodput)
+            self.clock.tick_()
 
     @property
     def state(self) -> dict[str, Any]:

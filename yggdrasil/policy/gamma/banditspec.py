@@ -40,9 +40,10 @@ class BanditSpec(VerifiesAll):
         return max(range(load.gamma_max + 1), key=lambda gamma: self.goodput.means[gamma] / self.greatest + math.sqrt(width / rounds[gamma]))
 
     def observe(self, outcome: Outcome) -> None:
-        self.steps += 1
-        self.greatest = max(self.greatest, outcome.goodput)
-        self.goodput.add_(outcome.gamma, outcome.goodput)
+        if outcome.is_timed:
+            self.steps += 1
+            self.greatest = max(self.greatest, outcome.goodput)
+            self.goodput.add_(outcome.gamma, outcome.goodput)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,9 +53,11 @@ class PolicyParts:
 
 
 def _dsd(parts: PolicyParts) -> DSD:
-    """Its offline measurements are the profile's, at geometric batch sizes; its first rate is the calibrated acceptance of a first draft token."""
-    sizes = [2**power for power in range(parts.max_batch.bit_length())]
-    points = [(size, gamma, parts.prior.seconds(size, gamma)) for size in sizes for gamma in range(parts.gamma_max + 1)]
+    """Its offline measurements are the profile's, at geometric batch sizes as far as one graph holds them; its first rate is the calibrated acceptance
+    of a first draft token."""
+    sizes, widest = [2**power for power in range(parts.max_batch.bit_length())], max(parts.prior.widths, default=math.inf)
+    arms = [(size, gamma) for size in sizes for gamma in range(parts.gamma_max + 1) if size * (gamma + 1) <= widest]
+    points = [(size, gamma, parts.prior.seconds(size, gamma)) for size, gamma in arms]
     return DSD(points, rate=parts.prior.emitted(1) - 1)
 
 

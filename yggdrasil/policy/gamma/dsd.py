@@ -57,10 +57,10 @@ class DSD(VerifiesAll):
         return max(constant + per_gamma * gamma + per_token * batch_size * (gamma + 1), self.least_seconds)
 
     def observe(self, outcome: Outcome) -> None:
-        drafted = sum(outcome.drafted)
-        if drafted:
-            accepted = sum(outcome.emitted) - len(outcome.emitted)
-            self.rate += RATE_STEP * (accepted / drafted - self.rate)
+        accepted = sum(outcome.emitted) - len(outcome.emitted)
+        rejected = sum(1 for drafted, emitted in zip(outcome.drafted, outcome.emitted, strict=True) if emitted <= drafted)  # a chain ends at its first
+        if trials := accepted + rejected:
+            self.rate += RATE_STEP * (accepted / trials - self.rate)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -46,6 +46,12 @@ class PositionAcceptance:
             self._mean[index] += trials / self._trials[index] * (successes / trials - self._mean[index])
         self._update_()
 
+    def emitted_at(self, gamma: float) -> float:
+        """Emitted tokens of a row when that many of its drafts are verified in the mean over the batch, earlier positions first."""
+        whole = int(gamma)
+        more = gamma - whole
+        return self.emitted[whole] + (more * (self.emitted[whole + 1] - self.emitted[whole]) if more else 0.0)
+
     def _update_(self) -> None:
         """`rates[k - 1]` by position and `emitted[gamma]` by speculative length."""
         self.rates, self.emitted = [], [1.0]
@@ -58,45 +64,37 @@ class PositionAcceptance:
 
 
 class StepSeconds:
-    """Seconds of a step by batch size and gamma: predicted, times what measurement makes of it.
+    """By how much steps are slower than predicted, by batch size and gamma.
 
     The measured over the predicted time is averaged per gamma over all batch sizes, which corrects sizes never seen, and per (batch size, gamma),
     where the former counts as one step.
 
     Args:
-        prior: Its `seconds` is the prediction.
         gamma_max: Greatest gamma.
     """
 
-    def __init__(self, prior: GoodputPrior, gamma_max: int) -> None:
-        self._prior = prior
+    def __init__(self, gamma_max: int) -> None:
         self._gammas = range(gamma_max + 1)
         self._shared = [_Ratio() for _ in self._gammas]
-        self._sizes: dict[int, tuple[list[float], list[_Ratio]]] = {}  # predicted seconds and their correction, by gamma
+        self._sizes: dict[int, list[_Ratio]] = {}
 
-    def at(self, batch_size: int) -> list[float]:
-        """Seconds by gamma."""
-        predicted, own = self._size(batch_size)
-        return [
-            seconds * (shared.estimate + ratio.weight * ratio.mean) / (1 + ratio.weight)  # the shared correction as one step
-            for seconds, ratio, shared in zip(predicted, own, self._shared, strict=True)
-        ]
+    def correction(self, batch_size: int, gamma: int) -> float:
+        """What to multiply a prediction by."""
+        own, shared = self._size(batch_size)[gamma], self._shared[gamma]
+        return (shared.estimate + own.weight * own.mean) / (1 + own.weight)  # the shared correction as one step
 
-    def observe_(self, batch_size: int, gamma: int, seconds: float) -> None:
-        """One step of this arm."""
-        predicted, own = self._size(batch_size)
-        ratio = seconds / predicted[gamma]
-        own[gamma].add_(ratio)
+    def observe_(self, batch_size: int, gamma: int, ratio: float) -> None:
+        """One step of this arm: its measured over its predicted seconds."""
+        self._size(batch_size)[gamma].add_(ratio)
         self._shared[gamma].add_(ratio)
 
     def steps(self, batch_size: int) -> list[int]:
         """How often every arm ran at this batch size."""
-        return [ratio.steps for ratio in self._size(batch_size)[1]]
+        return [ratio.steps for ratio in self._size(batch_size)]
 
-    def _size(self, batch_size: int) -> tuple[list[float], list[_Ratio]]:
+    def _size(self, batch_size: int) -> list[_Ratio]:
         if batch_size not in self._sizes:
-            predicted = [self._prior.seconds(batch_size, gamma) for gamma in self._gammas]
-            self._sizes[batch_size] = predicted, [_Ratio() for _ in self._gammas]
+            self._sizes[batch_size] = [_Ratio() for _ in self._gammas]
         return self._sizes[batch_size]
 
 

@@ -12,8 +12,8 @@ from yggdrasil.policy.gamma.protocol import Load, Outcome
 
 __all__ = ["LinThompson", "LinUCB"]
 
-EXPLORATION = 0.5  # LinUCB's alpha: standard deviations of optimism, rewards being at most 1
-POSTERIOR_SCALE = 0.25  # linear Thompson's v
+EXPLORATION = 1.0  # LinUCB's alpha: standard deviations of optimism, rewards being at most 1
+POSTERIOR_SCALE = 0.5  # linear Thompson's v
 
 
 class _RidgeArms:
@@ -25,6 +25,11 @@ class _RidgeArms:
         self.moment_A2 = np.zeros((gamma_max + 1, 2))
         self.theta_A2 = np.zeros((gamma_max + 1, 2))
         self.greatest = 1e-9
+        self._untried = set(range(gamma_max + 1))
+
+    def untried(self, load: Load) -> int | None:
+        """The smallest legal arm that has not run: a regression of nothing predicts nothing, and the first arm would stay."""
+        return min((gamma for gamma in self._untried if gamma <= load.gamma_max), default=None)
 
     def scores(self, load: Load) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Predicted goodput over the greatest seen, and its standard deviation in units of the noise's, of every legal arm."""
@@ -36,6 +41,7 @@ class _RidgeArms:
     def add_(self, outcome: Outcome) -> None:
         """Sherman-Morrison; moments stay in tokens per second, so a new greatest goodput rescales the past as well."""
         gamma, x = outcome.gamma, np.array([1.0, outcome.load.batch_size / self.max_batch])
+        self._untried.discard(gamma)
         self.greatest = max(self.greatest, outcome.goodput)
         along = self.inverse_A22[gamma] @ x
         self.inverse_A22[gamma] -= np.outer(along, along) / (1 + x @ along)
@@ -54,18 +60,22 @@ class LinUCB(VerifiesAll):
         gamma_max: Greatest arm.
         max_batch: B_max, which scales the context.
 
-    Source: Li et al. 2010, disjoint arms, as the ablation of Nightjar section 6.3.1. Departure: rewards are scaled by the greatest goodput seen.
+    Source: Li et al. 2010, disjoint arms, as the ablation of Nightjar section 6.3.1. Departures: rewards are scaled by the greatest goodput seen; every
+    arm runs once first.
     """
 
     def __init__(self, gamma_max: int, max_batch: int) -> None:
         self.arms = _RidgeArms(gamma_max, max_batch)
 
     def select(self, load: Load) -> int:
+        if (gamma := self.arms.untried(load)) is not None:
+            return gamma
         mean, deviation = self.arms.scores(load)
         return int((mean + EXPLORATION * deviation).argmax())
 
     def observe(self, outcome: Outcome) -> None:
-        self.arms.add_(outcome)
+        if outcome.is_timed:
+            self.arms.add_(outcome)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -81,7 +91,7 @@ class LinThompson(VerifiesAll):
         random: Draws the posterior samples.
 
     Source: Agrawal and Goyal 2013, as the ablation of Nightjar section 6.3.1. Departures: one parameter vector per arm; x . theta is drawn directly,
-    which is normal with the same mean and variance as if theta had been; rewards are scaled by the greatest goodput seen.
+    which is normal with the same mean and variance as if theta had been; rewards are scaled by the greatest goodput seen; every arm runs once first.
     """
 
     def __init__(self, gamma_max: int, max_batch: int, random: np.random.Generator) -> None:
@@ -89,11 +99,14 @@ class LinThompson(VerifiesAll):
         self.random = random
 
     def select(self, load: Load) -> int:
+        if (gamma := self.arms.untried(load)) is not None:
+            return gamma
         mean, deviation = self.arms.scores(load)
         return int((mean + POSTERIOR_SCALE * deviation * self.random.standard_normal(len(mean))).argmax())
 
     def observe(self, outcome: Outcome) -> None:
-        self.arms.add_(outcome)
+        if outcome.is_timed:
+            self.arms.add_(outcome)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
 from yggdrasil.policy.gamma.estimates import PositionAcceptance, StepSeconds
 from yggdrasil.policy.gamma.fixed import VerifiesAll
-from yggdrasil.policy.gamma.prior import GoodputPrior, SwitchingCost
+from yggdrasil.policy.gamma.prior import Budget, GoodputPrior, SwitchingCost
 from yggdrasil.policy.gamma.protocol import Load, Outcome
 
 __all__ = ["Nightjar", "PrintedNightjar"]
@@ -19,6 +19,7 @@ EXPLORATION = 0.2  # of a step's time is what the first one may spend on explori
 LEAST_EXPLORATION = 0.001  # of every step's time, so that a server of any age notices that its world has changed
 LEAST_LOSS = 0.01  # of a step: what trying an arm counts for that is predicted to cost nothing
 STAY_STEPS = 32.0  # steps that the draft is expected to run once it has been caught up
+PROMPT_VALUE = 0.8  # of an emitted token, for one of a prompt: at 1 prompts crowd drafts out, at 0.5 rows wait for them (bench/LOG.md)
 
 
 class PrintedNightjar(VerifiesAll):
@@ -56,8 +57,9 @@ class PrintedNightjar(VerifiesAll):
 
     def observe(self, outcome: Outcome) -> None:
         batch_size = outcome.load.batch_size
-        self.goodput.setdefault(batch_size, MeanGoodput()).add_(outcome.gamma, outcome.goodput)
-        self.clocks.setdefault(batch_size, BinClock()).tick_()
+        if outcome.is_timed:
+            self.goodput.setdefault(batch_size, MeanGoodput()).add_(outcome.gamma, outcome.goodput)
+            self.clocks.setdefault(batch_size, BinClock()).tick_()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -65,11 +67,22 @@ class PrintedNightjar(VerifiesAll):
         return {"batch_sizes": {str(size): {"block": self.clocks[size].block, **self.goodput[size].to_json()} for size in sizes if size in self.clocks}}
 
 
-class Nightjar(VerifiesAll):
+class _Step(NamedTuple):
+    """A predicted step: draft tokens verified; tokens emitted, and what those of prompts count for; seconds."""
+
+    verified: int
+    tokens: float
+    seconds: float
+
+
+class Nightjar:
     """The variant of Nightjar that serves by default: a corrected model exploits, a budget explores.
 
-    Exploit. The goodput of every arm is predicted as B * emitted / seconds from the pair's calibration and profile, and both are corrected by what
+    Exploit. The goodput of every arm is predicted as tokens / seconds from the pair's calibration and profile, and both are corrected by what
     was observed: acceptance by position for all batch sizes at once, seconds by arm (`PositionAcceptance`, `StepSeconds`). Old observations fade.
+
+    Fill. A step costs what its graph costs. Where B * gamma drafts would just miss a graph, only as many are verified as fill it, the likeliest of the
+    batch; and prompts that will run beside are counted, in the time as in the tokens. So an arm is the better of the two ways to verify it.
 
     Explore. Every step earns a share of its own time, EXPLORATION / sqrt(n) of the n-th, as credit. Among the arms that are not the best, the one
     that has waited longest, measured in what it is predicted to lose, is next; it runs for one step as soon as the credit pays for that loss, a
@@ -85,19 +98,28 @@ class Nightjar(VerifiesAll):
 
     Source: the arms, the reward and the indicator of Nightjar Eq. (3). Departures: blocks and bins are replaced by the credit, whose sum grows as the
     sqrt(T) that Theorem 1 asks for, whereas the printed bins explore T^(3/4) rounds; the running mean of realised goodput by the model above, which knows
-    something of arms and batch sizes that never ran; c_prefill is divided by the tokens of STAY_STEPS steps of the whole batch instead of gamma, the
+    something of arms and batch sizes that never ran; drafts may be left out to fit a graph, as TETRIS leaves them out, and steps beside prompts are
+    priced and learnt from, of which the paper has none; c_prefill is divided by the tokens of STAY_STEPS steps of the whole batch instead of gamma, the
     drafts of one row; and as estimates fade, a stationary world costs a small constant share of its time, LEAST_EXPLORATION included.
 
-    >>> prior = GoodputPrior(seconds=lambda batch_size, gamma: 0.01 + 0.001 * gamma, emitted=lambda gamma: [1.0, 1.7, 2.2][gamma])
-    >>> Nightjar(prior, lambda lag, batch_size: 0.0, gamma_max=2).select(Load(batch_size=4, gamma_max=2))
-    2
+    >>> prior = GoodputPrior(
+    ...     drafting=lambda batch_size, gamma: 0.001 * gamma,
+    ...     verifying=lambda tokens: 0.010 if tokens <= 8 else 0.019,
+    ...     emitted=lambda gamma: [1.0, 1.7, 2.2][gamma],
+    ...     widths=(8, 16),
+    ... )
+    >>> policy, load = Nightjar(prior, lambda lag, batch_size: 0.0, gamma_max=2), Load(batch_size=3, gamma_max=2)
+    >>> policy.select(load), policy.verified(load, 2)  # of 6 drafts 5 fill the graph of 8
+    (2, 5)
     """
 
     def __init__(self, prior: GoodputPrior, switching_cost: SwitchingCost, *, gamma_max: int) -> None:
         self.switching_cost = switching_cost
         self.gamma_max = gamma_max
         self.acceptance = PositionAcceptance(prior, gamma_max)
-        self.seconds = StepSeconds(prior, gamma_max)
+        self.seconds = StepSeconds(gamma_max)
+        self._prior = prior
+        self._known_budgets: dict[tuple[int, int, int], list[Budget]] = {}
         self.credit_s = 0.0
         self.steps = 0
         self._last_step: dict[int, list[int]] = {}
@@ -105,20 +127,40 @@ class Nightjar(VerifiesAll):
     def select(self, load: Load) -> int:
         """The best arm, or another one whose turn it is; the credit is spent here, for an explored step need not be observed."""
         num_arms = min(load.gamma_max, self.gamma_max) + 1
-        seconds, emitted = self.seconds.at(load.batch_size), self.acceptance.emitted
+        steps = [self._step(load, gamma) for gamma in range(num_arms)]
         restart = self.switching_cost(load.max_lag, load.batch_size) if load.previous_gamma == 0 else 0.0
-        costs = [(seconds[gamma] + (restart / STAY_STEPS if gamma else 0.0)) / emitted[gamma] for gamma in range(num_arms)]  # a row's seconds per token
+        costs = [(step.seconds + (restart / STAY_STEPS if gamma else 0.0)) / step.tokens for gamma, step in enumerate(steps)]
         least = min(costs)
         best = costs.index(least)
         if num_arms == 1 or self.credit_s <= 0:
             return best
         stop = self.switching_cost(1, load.batch_size) if best and load.previous_gamma else 0.0  # after a step without the draft it has to catch up
-        losses = [max(seconds[gamma] - emitted[gamma] * least, LEAST_LOSS * seconds[gamma]) + (restart if gamma else stop) for gamma in range(num_arms)]
+        losses = [max(step.seconds - step.tokens * least, LEAST_LOSS * step.seconds) + (restart if gamma else stop) for gamma, step in enumerate(steps)]
         turn = self._longest_waiting(load.batch_size, best, losses)
         if losses[turn] > self.credit_s:
             return best
         self.credit_s -= losses[turn]
         return turn
+
+    def verified(self, load: Load, gamma: int) -> int:
+        return self._step(load, gamma).verified
+
+    def _step(self, load: Load, gamma: int) -> _Step:
+        """The step of this length with the best predicted goodput: all drafts verified, or as many as fill a narrower graph."""
+        correction = self.seconds.correction(load.batch_size, gamma)
+        best = None
+        for verified, prompt_tokens, seconds in self._budgets(load, gamma):
+            tokens = load.batch_size * self.acceptance.emitted_at(verified / load.batch_size) + PROMPT_VALUE * prompt_tokens
+            if best is None or tokens * best.seconds > best.tokens * seconds * correction:
+                best = _Step(verified, tokens, seconds * correction)
+        assert best is not None, "all drafts are a budget"
+        return best
+
+    def _budgets(self, load: Load, gamma: int) -> list[Budget]:
+        key = load.batch_size, gamma, load.waiting_tokens
+        if key not in self._known_budgets:
+            self._known_budgets[key] = self._prior.budgets(*key)
+        return self._known_budgets[key]
 
     def _longest_waiting(self, batch_size: int, best: int, losses: list[float]) -> int:
         """The arm but the best with the most steps since it ran for every second that it is predicted to lose."""
@@ -135,7 +177,8 @@ class Nightjar(VerifiesAll):
         if min(load.gamma_max, self.gamma_max) > 0:  # where there is nothing to explore, nothing is saved up for later
             self.credit_s += max(EXPLORATION / math.sqrt(self.steps), LEAST_EXPLORATION) * outcome.seconds
         self._last_steps(load.batch_size)[gamma] = self.steps
-        self.seconds.observe_(load.batch_size, gamma, outcome.seconds - outcome.catch_up_seconds)  # which `select` charges apart
+        predicted = self._prior.seconds(load.batch_size, gamma, sum(outcome.drafted), outcome.prompt_tokens)
+        self.seconds.observe_(load.batch_size, gamma, (outcome.seconds - outcome.catch_up_seconds) / predicted)  # catching up is charged by `select`
         if gamma:
             self.acceptance.observe_(outcome.drafted, outcome.emitted)
 
@@ -154,8 +197,8 @@ class Nightjar(VerifiesAll):
         }
 
     def _size_state(self, batch_size: int) -> dict[str, Any]:
-        seconds, emitted = self.seconds.at(batch_size), self.acceptance.emitted
-        goodput = [batch_size * tokens / ms for tokens, ms in zip(emitted, seconds, strict=True)]
+        steps = [self._step(Load(batch_size, self.gamma_max), gamma) for gamma in range(self.gamma_max + 1)]
+        goodput = [step.tokens / step.seconds for step in steps]
         best = goodput.index(max(goodput))
         rounds = {str(gamma): steps for gamma, steps in enumerate(self.seconds.steps(batch_size)) if steps}
         return {"gamma": best, "tok_per_s": round(goodput[best], 2), "rounds": rounds}

@@ -4,34 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from yggdrasil.errors import ConfigError
 from yggdrasil.policy.acceptance import Acceptance
+from yggdrasil.policy.gamma.filling import PROMPT_TOKENS, prompt_room
 from yggdrasil.policy.latency import Curve, LatencyModel
 
-__all__ = ["GoodputPrior", "SwitchingCost", "predicted_goodput"]
+__all__ = ["Budget", "GoodputPrior", "SwitchingCost", "predicted_goodput"]
 
 SwitchingCost = Callable[[int, int], float]
 """c_prefill: seconds until the draft's KV is there again, by lag in tokens and batch size. Source: Nightjar section 4.2, Table 3."""
 
 
+class Budget(NamedTuple):
+    """So many draft tokens of the batch verified beside so many of prompts, in a step of so many seconds."""
+
+    verified: int
+    prompt_tokens: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class GoodputPrior:
-    """The predicted step of B rows at a speculative length; calling it gives tokens per second.
+    """The predicted step of B rows at a speculative length.
 
     Args:
-        seconds: Of a step, by batch size and gamma.
+        drafting: Seconds of drafting, by batch size and gamma; 0 at gamma 0.
+        verifying: Seconds of everything else, by the tokens that are verified: roots, drafts and prompts beside them.
         emitted: Tokens of a row in a step, by gamma; 1 at gamma 0.
+        widths: Tokens beyond which `verifying` jumps, ascending: the sizes of the graphs.
 
-    >>> GoodputPrior(seconds=lambda batch_size, gamma: 0.01 + 0.002 * gamma, emitted=lambda gamma: 1 + 0.5 * gamma)(8, 2)
-    1142.857142857143
+    >>> prior = GoodputPrior(drafting=lambda batch_size, gamma: 0.002 * gamma, verifying=lambda tokens: 0.01, emitted=lambda gamma: 1 + 0.5 * gamma)
+    >>> prior.seconds(8, 2)
+    0.014
     """
 
-    seconds: Callable[[int, int], float]
+    drafting: Callable[[int, int], float]
+    verifying: Callable[[int], float]
     emitted: Callable[[int], float]
+    widths: tuple[int, ...] = ()
 
-    def __call__(self, batch_size: int, gamma: int) -> float:
-        return batch_size * self.emitted(gamma) / self.seconds(batch_size, gamma)
+    def seconds(self, batch_size: int, gamma: int, verified: int | None = None, prompt_tokens: int = 0) -> float:
+        """Of a step that verifies so many draft tokens, all where it is not said, and computes so many of prompts."""
+        drafts = batch_size * gamma if verified is None else verified
+        return self.drafting(batch_size, gamma) + self.verifying(batch_size + drafts + prompt_tokens)
+
+    def budgets(self, batch_size: int, gamma: int, waiting: int = 0) -> list[Budget]:
+        """What of a batch's drafts may be verified: all, or what fills a narrower graph without leaving whole positions out.
+
+        Args:
+            batch_size: B.
+            gamma: Draft tokens of a row.
+            waiting: Prompt tokens that wait.
+        """
+        drafts, taken = batch_size * gamma, batch_size + min(waiting, PROMPT_TOKENS)
+        filling = [width - taken for width in self.widths if drafts - batch_size < width - taken < drafts]
+        return [self._budget(batch_size, gamma, verified, waiting) for verified in (*filling, drafts)]
+
+    def _budget(self, batch_size: int, gamma: int, verified: int, waiting: int) -> Budget:
+        prompt_tokens = prompt_room(self.widths, batch_size + verified, waiting) if waiting else 0
+        return Budget(verified, prompt_tokens, self.seconds(batch_size, gamma, verified, prompt_tokens))
 
 
 def predicted_goodput(latency: LatencyModel, acceptance: Acceptance, context_len: int, draft_widest: int) -> GoodputPrior:
@@ -52,18 +85,20 @@ def predicted_goodput(latency: LatencyModel, acceptance: Acceptance, context_len
     if 1 not in acceptance.aal:
         raise ConfigError("widths", sorted(acceptance.aal), "a menu with width 1, for batches draft chains", "compile the pair again")
 
-    def seconds(batch_size: int, gamma: int) -> float:
-        verify_ms = _graphs_ms(latency.verify, batch_size * (gamma + 1), latency.verify.sizes[-1], context_len)
+    def drafting(batch_size: int, gamma: int) -> float:
         if gamma == 0:
-            return (verify_ms + latency.plain_host_ms) / 1e3
+            return 0.0
         draft_ms = _graphs_ms(latency.draft, batch_size, draft_widest, context_len) + latency.growth_host_ms
-        return (gamma * draft_ms + verify_ms + latency.step_host_ms) / 1e3
+        return (gamma * draft_ms + latency.step_host_ms - latency.plain_host_ms) / 1e3
+
+    def verifying(num_tokens: int) -> float:
+        return (_graphs_ms(latency.verify, num_tokens, latency.verify.sizes[-1], context_len) + latency.plain_host_ms) / 1e3
 
     def emitted(gamma: int) -> float:
         depth = min(gamma, acceptance.max_depth)
         return acceptance.expected_emitted(1, depth, depth + 1) if depth else 1.0
 
-    return GoodputPrior(seconds, emitted)
+    return GoodputPrior(drafting, verifying, emitted, latency.verify.sizes)
 
 
 def _graphs_ms(curve: Curve, num_tokens: int, widest: int, context_len: int) -> float:

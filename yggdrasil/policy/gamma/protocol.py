@@ -17,13 +17,15 @@ class Load:
         batch_size: B, rows that decode, at least 1.
         gamma_max: Greatest speculative length whose verification, B * (gamma + 1) tokens, the menu holds; may be 0.
         previous_gamma: Of the step before, at whatever batch size; 0 before the first.
-        max_lag: L_max: tokens that the draft's KV lags behind in the worst row.
+        max_lag: L_max: tokens that the draft's KV lags behind in the worst row that may speculate.
+        waiting_tokens: Of prompts that wait to run beside; more than the greatest graph holds count as that.
     """
 
     batch_size: int
     gamma_max: int
     previous_gamma: int = 0
     max_lag: int = 0
+    waiting_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Outcome:
         emitted: Tokens emitted, row by row: accepted + 1.
         seconds: Wall clock of the step.
         catch_up_seconds: What of it brought the draft's KV up to the text: after steps without it, and of rows whose prompt is new.
+        prompt_tokens: Of prompts that ran beside, roots included: where there are any, the time is not the arm's alone.
     """
 
     load: Load
@@ -45,6 +48,12 @@ class Outcome:
     emitted: Sequence[int]
     seconds: float
     catch_up_seconds: float = 0.0
+    prompt_tokens: int = 0
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the time is the arm's alone."""
+        return self.prompt_tokens == 0
 
     @property
     def goodput(self) -> float:
@@ -55,8 +64,7 @@ class Outcome:
 class GammaPolicy(Protocol):
     """Selects gamma before a step and sees what came of it.
 
-    A step that also computes prompts is selected for but not observed: its time is not the arm's. So `select` may be
-    called several times before an `observe`.
+    A step may compute prompts as well. What it says of acceptance counts all the same; a policy whose reward is the goodput leaves it out.
     """
 
     def select(self, load: Load) -> int:
