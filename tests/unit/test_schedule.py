@@ -291,7 +291,7 @@ def test_the_profile_takes_each_form_from_the_first_probe_that_has_it() -> None:
     }  # fmt: skip
     profile = profile_of({name: [each] for name, each in samples.items()})
     assert profile.host_ms["verify"] == pytest.approx(4.0)
-    assert profile.host_ms["head after tail"] == 0.75
+    assert (profile.host_ms["head"], profile.host_ms["head after tail"], profile.host_ms["head after next_head"]) == (1.0, 0.75, 0.0)
     assert profile.host_ms["tail on main"] == 1.5
     assert profile.host_ms["tail on side"] == 2.5
     assert profile.host_ms["commit_draft after next_head"] == 1.5
