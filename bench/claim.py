@@ -17,7 +17,7 @@ from bench.subject import add_options
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Claim", "Say", "bars", "save_figure"]
+__all__ = ["Claim", "Say", "bars", "report", "save_figure", "sayer", "script_parser"]
 
 Say = Callable[[str], None]
 QUICK_PROMPTS, QUICK_TOKENS = 2, 16
@@ -58,7 +58,7 @@ class Claim:
             options.prompts, options.tokens = QUICK_PROMPTS, QUICK_TOKENS
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+        say = sayer(options)
         settings = {"prompts": options.prompts, "tokens": options.tokens, "rehearsal": options.quick, "device": options.device}
         question = " ".join(str(self.doc).split("\n\n", 1)[0].split())
         result = {"claim": self.name, "question": question, "settings": settings, "environment": environment(), **self.measure(options, say)}
@@ -69,13 +69,36 @@ class Claim:
         print(json.dumps(result), flush=True)
 
     def _parser(self) -> argparse.ArgumentParser:
-        parser = argparse.ArgumentParser(prog=f"bench.claim_{self.name}", description=self.doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("--json", action="store_true", help="print nothing but the JSON document on standard output")
+        parser = script_parser(self.name, self.doc, f"{QUICK_PROMPTS} prompts of {QUICK_TOKENS} tokens")
         parser.add_argument("--prompts", type=int, default=self.prompts, help="held-out prompts (default: %(default)s)")
         parser.add_argument("--tokens", type=int, default=self.tokens, help="new tokens per prompt (default: %(default)s)")
         add_options(parser, devices=self.devices)
-        parser.add_argument("--quick", action="store_true", help=f"a rehearsal: {QUICK_PROMPTS} prompts of {QUICK_TOKENS} tokens, kept out of bench/results")
         return parser
+
+
+def script_parser(name: str, doc: str | None, rehearsal: str) -> argparse.ArgumentParser:
+    """A script's command line with what all of them take.
+
+    Args:
+        name: Of the claim.
+        doc: The script's docstring.
+        rehearsal: What `--quick` leaves of the claim.
+    """
+    parser = argparse.ArgumentParser(prog=f"bench.claim_{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON document on standard output")
+    parser.add_argument("--quick", action="store_true", help=f"a rehearsal: {rehearsal}, kept out of bench/results")
+    return parser
+
+
+def sayer(options: argparse.Namespace) -> Say:
+    """Where a script talks: standard error when standard output is for the JSON document alone."""
+    return partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+
+def report(name: str, result: Mapping[str, Any], options: argparse.Namespace, say: Say) -> None:
+    """Save the result under its name, and print it as the last line of standard output."""
+    say(f"written to {save_result(name, result, rehearsal=options.quick)}")
+    print(json.dumps(result), flush=True)
 
 
 def save_figure(draw: Callable[[Figure], None], path: Path, size: tuple[float, float], say: Say) -> None:

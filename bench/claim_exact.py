@@ -8,20 +8,20 @@ On the bundled pair, prompts of 1 to 150 tokens of stories, encyclopedia and cod
 
 each over the default policy and a wide and deep tree that verifies all its nodes. Refuted by a single token.
 
-Run with `python -m bench.claim_exact [--prompts 200] [--tokens 256] [--json]`.
+Run with `python -m bench.claim_exact [--prompts 200] [--tokens 256] [--quick] [--json]`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from bench.harness import environment, save_result
+from bench.claim import Say, report, sayer, script_parser
+from bench.harness import environment
 from bench.workloads import WORKLOADS
 from yggdrasil.build import compile_pair
 from yggdrasil.bundle import BUNDLED, LoadedPair, bundled_models, is_compiled, load_pair
@@ -34,6 +34,8 @@ CLAIM = "exact"
 SHAPES = {"default": None, "tree": Shape(8, 7, 57)}
 TRANSFORMERS_PROMPTS = 30
 LONGEST_PROMPT = 150
+QUICK_PROMPTS, QUICK_TOKENS = 3, 16
+DTYPES = ("float32", "bfloat16")
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
 
@@ -46,11 +48,33 @@ def pair_in(dtype: str) -> LoadedPair:
     return load_pair(name)
 
 
+def mixed_texts(count: int) -> list[tuple[str, str]]:
+    """Test and validation texts with their kinds, the kinds in turn."""
+    kinds = [[(kind, text) for text in (*workload.test_texts, *workload.validation_texts)] for kind, workload in WORKLOADS.items()]
+    return [each for same_place in zip_longest(*kinds) for each in same_place if each is not None][:count]
+
+
 def prompts_of(pair: LoadedPair, count: int) -> list[list[int]]:
-    """Beginnings of test and validation texts in turn by kind, of every length up to the longest."""
-    kinds = [[*workload.test_texts, *workload.validation_texts] for workload in WORKLOADS.values()]
-    mixed = [text for same_place in zip_longest(*kinds) for text in same_place if text is not None]
-    return [pair.tokenizer.encode(text)[: 1 + 37 * index % LONGEST_PROMPT] for index, text in enumerate(mixed[:count])]
+    """Beginnings of the mixed texts, of every length up to the longest."""
+    return [pair.tokenizer.encode(text)[: 1 + 37 * index % LONGEST_PROMPT] for index, (_, text) in enumerate(mixed_texts(count))]
+
+
+def settings_of(options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What was decoded, so that the result can be read without this script."""
+    lens: dict[str, list[int]] = {kind: [] for kind in WORKLOADS}
+    for (kind, _), prompt in zip(mixed_texts(len(prompts)), prompts, strict=True):
+        lens[kind].append(len(prompt))
+    return {
+        "pair": BUNDLED,
+        "dtypes": DTYPES,
+        "prompts": len(prompts),
+        "prompt_lens_by_text": lens,
+        "tokens": options.tokens,
+        "sampling": SAMPLED,
+        "seeds": [0, len(prompts) - 1],  # each prompt's is its index
+        "shapes": {name: str(shape or "policy") for name, shape in SHAPES.items()},
+        "rehearsal": options.quick,
+    }
 
 
 def texts(pair: LoadedPair, prompts: Sequence[Sequence[int]], num_tokens: int, shape: Shape | None, sampled: bool) -> list[list[int]]:
@@ -73,36 +97,55 @@ def transformers_texts(prompts: Sequence[Sequence[int]], num_tokens: int) -> lis
     return [model.generate(torch.tensor([list(prompt)]), **settings)[0, len(prompt) :].tolist() for prompt in prompts]
 
 
-def compare(name: str, ours: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Count texts that differ and where the first does."""
+def compare(name: str, ours: Sequence[Sequence[int]], reference: Sequence[Sequence[int]], say: Say) -> dict[str, Any]:
+    """Count texts that differ, and say which."""
     apart = [index for index, (one, other) in enumerate(zip(ours, reference, strict=True)) if list(one) != list(other)]
     tokens = sum(len(text) for text in ours)
-    print(f"{name:<44} {len(ours)} prompts, {tokens} tokens, {len(apart)} texts differ", flush=True)
+    say(f"{name:<44} {len(ours)} prompts, {tokens} tokens, {len(apart)} texts differ")
     return {"comparison": name, "prompts": len(ours), "tokens": tokens, "texts_that_differ": len(apart), "which": apart}
 
 
-def main() -> None:
-    """Compare and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON document on the last line")
-    options = parser.parse_args()
+def comparisons(pair: LoadedPair, dtype: str, prompts: Sequence[Sequence[int]], num_tokens: int, say: Say) -> list[dict[str, Any]]:
+    """All of one dtype's, greedy and sampled; in float32 greedy text is transformers' too."""
     rows = []
-    for dtype in ("float32", "bfloat16"):
+    for sampled in (False, True):
+        plain = texts(pair, prompts, num_tokens, PLAIN, sampled)
+        kind = f"{dtype}, {'temperature 0.8' if sampled else 'greedy'}"
+        if dtype == "float32" and not sampled:
+            few = prompts[:TRANSFORMERS_PROMPTS]
+            rows.append(compare(f"{kind}: plain against transformers", plain[: len(few)], transformers_texts(few, num_tokens), say))
+        rows += [compare(f"{kind}: {name} against plain", texts(pair, prompts, num_tokens, shape, sampled), plain, say) for name, shape in SHAPES.items()]
+    return rows
+
+
+def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+    """Every comparison."""
+    rows: list[dict[str, Any]] = []
+    for dtype in DTYPES:
         pair = pair_in(dtype)
         prompts = prompts_of(pair, options.prompts)
-        for sampled in (False, True):
-            plain = texts(pair, prompts, options.tokens, PLAIN, sampled)
-            kind = f"{dtype}, {'temperature 0.8' if sampled else 'greedy'}"
-            if dtype == "float32" and not sampled:
-                few = prompts[:TRANSFORMERS_PROMPTS]
-                rows.append(compare(f"{kind}: plain against transformers", plain[: len(few)], transformers_texts(few, options.tokens)))
-            rows += [compare(f"{kind}: {name} against plain", texts(pair, prompts, options.tokens, shape, sampled), plain) for name, shape in SHAPES.items()]
-    result = {"claim": CLAIM, "environment": environment(), "sampling": SAMPLED, "comparisons": rows}
-    save_result(CLAIM, result)
-    if options.json:
-        print(json.dumps(result))
+        rows += comparisons(pair, dtype, prompts, options.tokens, say)
+    return {"claim": CLAIM, "environment": environment(), "settings": settings_of(options, prompts), "comparisons": rows}
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = script_parser(CLAIM, __doc__, f"{QUICK_PROMPTS} prompts of {QUICK_TOKENS} tokens")
+    parser.add_argument("--prompts", type=int, default=200, help="of all kinds of text together (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="new tokens per prompt (default: %(default)s)")
+    options = parser.parse_args()
+    if options.prompts < 1 or options.tokens < 1:
+        parser.error("--prompts and --tokens must be at least 1")
+    if options.quick:
+        options.prompts, options.tokens = QUICK_PROMPTS, QUICK_TOKENS
+    return options
+
+
+def main() -> None:
+    """Compare and report; the last line of standard output is the result as JSON."""
+    options = parse()
+    say = sayer(options)
+    report(CLAIM, measure(options, say), options, say)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,18 @@ Resident memory of a process that has imported everything, then loaded a pair an
 what it had after the imports; against the bytes of the two models' files and caches. Refuted at 1.3 times the weights plus the
 caches or more.
 
-Run with `python -m bench.claim_memory [--pair NAME] [--json]`.
+Run with `python -m bench.claim_memory [--pair NAME] [--quick] [--json]`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+from typing import Any
 
 import psutil
 
-from bench.harness import environment, save_result
+from bench.claim import report, sayer, script_parser
+from bench.harness import environment
 from yggdrasil.bundle import BUNDLED, LoadedPair, load_pair
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import GenerateConfig
@@ -22,6 +23,7 @@ from yggdrasil.models.packing import pack_chain_
 from yggdrasil.report import Run
 
 CLAIM = "memory"
+TOKENS, QUICK_TOKENS = 64, 8
 
 
 def resident_bytes() -> int:
@@ -37,25 +39,22 @@ def touch(model: CompiledModel) -> None:
         model.forward(meta_NM)
 
 
-def main() -> None:
-    """Measure and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", default=BUNDLED)
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON document on the last line")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Load the pair, run all its graphs, and see what the process grew by."""
     before = resident_bytes()
     pair: LoadedPair = load_pair(options.pair)
     models = (pair.engine.target, pair.engine.draft)
     for model in models:
         assert isinstance(model, CompiledModel)
         touch(model)
-    Run(pair, pair.tokenizer.encode("Once upon a time"), GenerateConfig(max_new_tokens=64, ignore_eos=True)).complete()
+    Run(pair, pair.tokenizer.encode("Once upon a time"), GenerateConfig(max_new_tokens=options.tokens, ignore_eos=True)).complete()
     grown = resident_bytes() - before
     weights = sum(model.weight_bytes for model in models if isinstance(model, CompiledModel))
     caches = sum(model.cache.storage_PL2GSF.nbytes for model in models)
-    result = {
+    return {
         "claim": CLAIM,
         "pair": options.pair,
+        "settings": {"tokens": options.tokens, "rehearsal": options.quick},
         "environment": environment(),
         "num_graphs": sum(len(model.menu.sizes) for model in models if isinstance(model, CompiledModel)),
         "weight_bytes": weights,
@@ -63,11 +62,26 @@ def main() -> None:
         "resident_bytes": grown,
         "ratio_over_weights_after_caches": (grown - caches) / weights,
     }
-    save_result(f"{CLAIM}_{options.pair}", result)
-    print(f"{result['num_graphs']} graphs: {grown / 1e6:.0f} MB resident, {weights / 1e6:.0f} MB weights, {caches / 1e6:.0f} MB caches")
-    print(f"without the caches: {result['ratio_over_weights_after_caches']:.2f} times the weights")
-    if options.json:
-        print(json.dumps(result))
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for a person."""
+    megabytes = {name: result[f"{name}_bytes"] / 1e6 for name in ("resident", "weight", "cache")}
+    return (
+        f"{result['num_graphs']} graphs: {megabytes['resident']:.0f} MB resident, {megabytes['weight']:.0f} MB weights, {megabytes['cache']:.0f} MB caches\n"
+        f"without the caches: {result['ratio_over_weights_after_caches']:.2f} times the weights"
+    )
+
+
+def main() -> None:
+    """Measure and report; the last line of standard output is the result as JSON."""
+    parser = script_parser(CLAIM, __doc__, f"{QUICK_TOKENS} tokens instead of {TOKENS}")
+    parser.add_argument("--pair", default=BUNDLED, metavar="NAME", help="a compiled pair (default: %(default)s)")
+    options = parser.parse_args()
+    options.tokens = QUICK_TOKENS if options.quick else TOKENS
+    say, result = sayer(options), measure(options)
+    say(table(result))
+    report(f"{CLAIM}_{options.pair}", result, options, say)
 
 
 if __name__ == "__main__":

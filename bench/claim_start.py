@@ -5,7 +5,7 @@ starts, alternately speculative and plain: imports and loading, time to the firs
 Refuted if the first takes more than four minutes, a later one more than five seconds to its first token, if a later one
 compiles anything, or if the two kinds write different tokens.
 
-Run with `python -m bench.claim_start [--json]`.
+Run with `python -m bench.claim_start [--quick] [--json]`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import time
 from statistics import median
 from typing import Any
 
-from bench.harness import environment, save_result
+from bench.claim import report, sayer, script_parser
+from bench.harness import environment
 
 CLAIM = "start"
 COMMAND = [sys.executable, "-m", "yggdrasil", "generate", "Tom and Lily went to the park", "--max-new-tokens", "200", "--json"]
-STARTS = 5
+STARTS, QUICK_STARTS = 5, 1
 
 
 def start(home: str, *options: str) -> dict[str, Any]:
@@ -34,19 +35,17 @@ def start(home: str, *options: str) -> dict[str, Any]:
     return {"wall_ms": (time.perf_counter() - begin) * 1e3, **json.loads(done.stdout)}
 
 
-def main() -> None:
-    """Measure and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON document on the last line")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The first start, then the later ones, speculative and plain in turn."""
     record = environment()
     with tempfile.TemporaryDirectory() as home:
         first = start(home)
-        runs = [(start(home), start(home, "--plain")) for _ in range(STARTS)]
+        runs = [(start(home), start(home, "--plain")) for _ in range(options.starts)]
     assert all(run["token_ids"] == first["token_ids"] for pair in runs for run in pair), "a start wrote other tokens"
     later = [run for run, _ in runs]
-    result = {
+    return {
         "claim": CLAIM,
+        "settings": {"later_starts": options.starts, "rehearsal": options.quick},
         "environment": record,
         "first_wall_ms": first["wall_ms"],
         "first_compilations": first["compilations"],
@@ -58,11 +57,23 @@ def main() -> None:
         "plain_tok_per_s": median(run["tok_per_s"] for _, run in runs),
         "aal": later[0]["aal"],
     }
-    save_result(CLAIM, result)
-    print(f"first start {first['wall_ms'] / 1e3:.0f} s; later {result['later_startup_ms']:.0f} ms + {result['later_ttft_ms']:.0f} ms to the first token")
-    print(f"{result['tok_per_s']:.0f} tokens/s, plain {result['plain_tok_per_s']:.0f}; compiled later: {result['later_compilations']}")
-    if options.json:
-        print(json.dumps(result))
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for a person."""
+    return (
+        f"first start {result['first_wall_ms'] / 1e3:.0f} s; later {result['later_startup_ms']:.0f} ms + {result['later_ttft_ms']:.0f} ms to the first token\n"
+        f"{result['tok_per_s']:.0f} tokens/s, plain {result['plain_tok_per_s']:.0f}; compiled later: {result['later_compilations']}"
+    )
+
+
+def main() -> None:
+    """Measure and report; the last line of standard output is the result as JSON."""
+    options = script_parser(CLAIM, __doc__, f"{QUICK_STARTS} later start of each kind instead of {STARTS}").parse_args()
+    options.starts = QUICK_STARTS if options.quick else STARTS
+    say, result = sayer(options), measure(options)
+    say(table(result))
+    report(CLAIM, result, options, say)
 
 
 if __name__ == "__main__":
