@@ -18,6 +18,8 @@ Shapes: letters that end a tensor's name
     B rows             N tokens of a forward, nodes of a tree    K verified nodes     W drafted nodes per growth step
     V vocabulary       C candidates per node                     A path capacity      M metadata columns
     E model width      H query heads   G KV heads   F head features   P pages   S slots of a page   L layers or keys, said where it stands
+    I input features   O output features of a linear layer            D depths or growth steps, one column each
+    R rows of a kernel's block   J keys of a kernel's block           X any further dimensions, said where they stand
 """
 
 from importlib import import_module
