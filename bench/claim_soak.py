@@ -35,12 +35,14 @@ from bench.workloads import WORKLOADS
 from yggdrasil.bundle import BUNDLED, LoadedPair, load_pair
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.report import Run
+from yggdrasil.serve.chat import ChatTemplate, load_chat_template
 
 CLAIM = "soak"
 OVERLOAD = 1.2
 BREAKING, LEAVING, IMPATIENT = 0.1, 0.2, 0.3  # the share of clients up to which they do so; the others stay
 STAYING = 1 - IMPATIENT  # only those are counted as load
 NUM_ASKS = 60  # different good requests; which one is sent is drawn
+CHATTING = (1, 2)  # of every four: a greedy one and a sampled one
 SAMPLE_S = 5.0
 ALLOWED_GROWTH = 1.05
 PATIENCE_S = 120.0
@@ -74,22 +76,29 @@ class Ask:
 
 
 def asks(pair: LoadedPair) -> list[Ask]:
-    """Prompts of three kinds of text, greedy and sampled, with and without speculation."""
-    kinds = [workload.test_texts for workload in WORKLOADS.values()]
+    """Prompts of three kinds of text, completions and chat, greedy and sampled, with and without speculation."""
+    kinds, template = [workload.test_texts for workload in WORKLOADS.values()], load_chat_template(pair.bundle.models[0])
     made = []
     for index in range(NUM_ASKS):
-        prompt = kinds[index % 3][index // 3][: 20 + 11 * (index % 30)]
+        text = kinds[index % 3][index // 3][: 20 + 11 * (index % 30)]
         sampling = SamplingConfig() if index % 2 else SamplingConfig(temperature=0.8, top_p=0.95, seed=index)
         num_tokens = 4 + 7 * (index % 14)
         config = GenerateConfig(max_new_tokens=num_tokens, plain=True, sampling=sampling, stop=(". ",) if index % 7 == 0 else ())
         body = {
-            "model": BUNDLED, "prompt": prompt, "max_tokens": num_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "model": BUNDLED, "max_tokens": num_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "seed": sampling.seed, "speculation": ("auto", "off", 2)[index % 3], "stream": index % 5 != 0,
         }  # fmt: skip
         if config.stop:
             body["stop"] = list(config.stop)
-        made.append(Ask("/v1/completions", body, Run(pair, pair.tokenizer.encode(prompt), config).complete().text))
+        path, asked, prompt = _chat(pair, template, text) if index % 4 in CHATTING else ("/v1/completions", {"prompt": text}, pair.tokenizer.encode(text))
+        made.append(Ask(path, body | asked, Run(pair, prompt, config).complete().text))
     return made
+
+
+def _chat(pair: LoadedPair, template: ChatTemplate, text: str) -> tuple[str, dict[str, Any], list[int]]:
+    """A conversation of one message: route, field, and its tokens as the model's template writes them."""
+    messages = [{"role": "user", "content": text}]
+    return "/v1/chat/completions", {"messages": messages}, pair.tokenizer.encode(template.render(messages), special_tokens=not template.is_own)
 
 
 class Server:
@@ -145,7 +154,7 @@ async def ask(client: httpx.AsyncClient, one: Ask, tally: Tally, *, leave_after:
 async def _whole(client: httpx.AsyncClient, one: Ask) -> str:
     response = await client.post(one.path, json=one.body)
     response.raise_for_status()
-    return str(response.json()["choices"][0]["text"])
+    return _text(response.json()["choices"][0])
 
 
 async def _stream(client: httpx.AsyncClient, one: Ask, leave_after: int | None) -> str | None:
@@ -157,10 +166,15 @@ async def _stream(client: httpx.AsyncClient, one: Ask, leave_after: int | None) 
                 return text
             if line.startswith("data: "):
                 events += 1
-                text += json.loads(line[6:])["choices"][0]["text"]
+                text += _text(json.loads(line[6:])["choices"][0])
                 if events == leave_after:
                     return None
     return text + " (the stream broke off)"
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """Of a completion, a message, or a stream's part of one, whose first and last may have none."""
+    return str(choice["text"] if "text" in choice else choice.get("message", choice.get("delta", {})).get("content", ""))
 
 
 async def break_(client: httpx.AsyncClient, index: int, tally: Tally) -> None:
