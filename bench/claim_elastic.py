@@ -38,7 +38,7 @@ from yggdrasil.config import SamplingConfig, ServeConfig
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
 from yggdrasil.serve.batcher import Batcher
-from yggdrasil.serve.elastic import ElasticMemory
+from yggdrasil.serve.elastic import ElasticMemory, scarce_below
 from yggdrasil.serve.opening import open_batcher, policy_parts
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Stand:
     def run(self, arm: str, policy: str, arrivals: Sequence[Arrival], *, share: float = ServeConfig().tau_low, seed: int = 0) -> Replay:
         """One arm over some arrivals; the draft is in when it begins and when it ends."""
         self.batcher.elastic = self.elastic if arm == "elastic" else None
-        self.elastic.low_pages = round(share * self.elastic.base_pages)
+        self.elastic.low_pages = scarce_below(share, self.elastic.base_pages)
         parts = PolicyParts(self.parts.gamma_max, self.parts.max_batch, self.parts.prior, self.parts.switching_cost, seed)
         done = replay(self.batcher, gamma_policy(policy, parts), arrivals, sampling=SAMPLING)
         assert self.batcher.step() is None
@@ -132,8 +132,11 @@ def measure_thresholds(stand: Stand, options: argparse.Namespace, say: Say) -> l
     arrivals = stand.arrivals(rate=FRACTIONS[-1] * stand.capacity, seconds=options.seconds, seed=len(FRACTIONS) - 1)
     rounds: dict[float, list[dict[str, Any]]] = {share: [] for share in SHARES}
     for turn in range(options.rounds):
-        for share in SHARES if turn % 2 == 0 else reversed(SHARES):
-            rounds[share].append(figures(stand.run("elastic", "nightjar", arrivals, share=share, seed=turn)))
+        order = SHARES if turn % 2 == 0 else reversed(SHARES)
+        runs = {f"tau_low {share:g}": stand.run("elastic", "nightjar", arrivals, share=share, seed=turn) for share in order}
+        same_texts(runs)
+        for share in SHARES:
+            rounds[share].append(figures(runs[f"tau_low {share:g}"]))
     for share in SHARES:
         say(line(f"tau_low {share:g}", rounds[share]))
     return [{"tau_low": share, "rounds": rounds[share]} for share in SHARES]

@@ -16,12 +16,18 @@ from yggdrasil.errors import CapacityError
 from yggdrasil.measure import plain_policy
 from yggdrasil.policy.gamma.protocol import GammaPolicy
 from yggdrasil.serve.batcher import Batcher
-from yggdrasil.serve.elastic import ElasticMemory
+from yggdrasil.serve.elastic import ElasticMemory, scarce_below
 from yggdrasil.serve.opening import open_batcher
 from yggdrasil.serve.room import DraftRoom, Tenant, room_bytes
 
 TEXT = "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. One day Tom saw a small owl near the river. " * 3
 NUM_ROWS, NUM_PAGES, LOW_PAGES = 4, 14, 3
+
+
+@pytest.mark.parametrize(("share", "num_pages", "low_pages"), [(0.1, 9, 1), (0.1, 2, 1), (0.02, 40, 1), (0.1, 25, 2), (0.99, 10, 9), (0.99, 2, 1), (0.1, 1, 0)])
+def test_tau_low_is_a_page_at_least_and_less_than_all(share: float, num_pages: int, low_pages: int) -> None:
+    """At none the draft would never leave, at all of them it would never come back; a single page lends nothing."""
+    assert scarce_below(share, num_pages) == low_pages
 
 
 def digest(room: DraftRoom) -> str:

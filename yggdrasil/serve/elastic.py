@@ -14,7 +14,12 @@ from yggdrasil.serve.pages import PagePool
 from yggdrasil.serve.room import DraftRoom, Tenant
 from yggdrasil.trace import Trace
 
-__all__ = ["ElasticMemory"]
+__all__ = ["ElasticMemory", "scarce_below"]
+
+
+def scarce_below(tau_low: float, num_pages: int) -> int:
+    """tau_low in pages: fewer free ones are scarce. At least one, or the draft would never leave; fewer than all, or an idle pool could not contract."""
+    return min(max(1, int(tau_low * num_pages)), num_pages - 1)
 
 
 class ElasticMemory:

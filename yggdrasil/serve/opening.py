@@ -16,7 +16,7 @@ from yggdrasil.layout import PAGE_LEN
 from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
 from yggdrasil.policy.gamma.prior import predicted_goodput
 from yggdrasil.serve.batcher import Batcher
-from yggdrasil.serve.elastic import ElasticMemory
+from yggdrasil.serve.elastic import ElasticMemory, scarce_below
 from yggdrasil.serve.pages import PagePool, pages_for
 from yggdrasil.serve.request import Observer
 from yggdrasil.serve.room import DraftRoom, room_bytes
@@ -96,7 +96,7 @@ def _load_models(bundle: Bundle, pool: PagePool, config: ServeConfig) -> tuple[C
     if not config.elastic:
         return bundle.load_target(target), bundle.load_draft(draft, bundle.load_draft_weights(device)), None
     room = DraftRoom(host_weights, target.bytes_from(pool.num_pages))
-    low_pages = int(config.tau_low * pool.num_pages)  # rounded down: fewer than there are, so that an idle pool can always contract
+    low_pages = scarce_below(config.tau_low, pool.num_pages)
     elastic = ElasticMemory(pool, target, room, low_pages=low_pages, persist_steps=config.persist_steps)
     return bundle.load_target(target), bundle.load_draft(draft, room.weights), elastic
 
