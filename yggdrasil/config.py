@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 from yggdrasil.errors import ConfigError
 from yggdrasil.layout import PAGE_LEN
 
-__all__ = ["CompileConfig", "GenerateConfig", "SamplingConfig", "ServeConfig", "from_dict"]
+__all__ = ["DEFAULT_NEW_TOKENS", "CompileConfig", "GenerateConfig", "SamplingConfig", "ServeConfig", "from_dict"]
 
 
 T = TypeVar("T")
+
+DEFAULT_NEW_TOKENS = 256  # of a request that sets no limit, where the context leaves so many
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -51,7 +53,7 @@ class GenerateConfig:
     """One request.
 
     Args:
-        max_new_tokens: Most tokens to emit; None takes 256 or what the context leaves, whichever is less.
+        max_new_tokens: Most tokens to emit; None takes DEFAULT_NEW_TOKENS or what the context leaves, whichever is less.
         stop: Texts that end the output; they are not part of it.
         ignore_eos: Go on past the end-of-text token, for measuring.
         plain: Decode without speculation.
@@ -135,7 +137,7 @@ class CompileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """How `ygg serve` batches.
+    """How `ygg serve` batches, where it listens and how it ends.
 
     Args:
         policy: Name of what chooses the speculative length; see policy/gamma/catalog.py.
@@ -146,6 +148,9 @@ class ServeConfig:
         elastic: Whether the draft's room is lent to KV pages while speculation is off and pages are scarce.
         tau_low: Fewer free pages than this share of all are scarce.
         persist_steps: So many steps have to find them scarce, and speculation off, before the draft leaves; the paper names no number, 8 was not tuned.
+        host: Address to listen on.
+        port: To listen on; 0 takes a free one.
+        drain_seconds: Running requests may take so long to finish after a signal.
     """
 
     policy: str = "nightjar"
@@ -156,6 +161,9 @@ class ServeConfig:
     elastic: bool = True
     tau_low: float = 0.1
     persist_steps: int = 8
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         _require(self.gamma_max >= 0, "gamma_max", self.gamma_max, "0 or above")
@@ -164,6 +172,8 @@ class ServeConfig:
         _require(self.max_queue >= 1, "max_queue", self.max_queue, "at least 1")
         _require(0 < self.tau_low < 1, "tau_low", self.tau_low, "between 0 and 1")
         _require(self.persist_steps >= 1, "persist_steps", self.persist_steps, "at least 1")
+        _require(0 <= self.port < 2**16, "port", self.port, "from 0 to 65535")  # the resolver would take it modulo 65536
+        _require(math.isfinite(self.drain_seconds) and self.drain_seconds >= 0, "drain_seconds", self.drain_seconds, "a finite number, 0 or above")
 
 
 def from_dict(kind: type[T], payload: dict[str, Any]) -> T:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from yggdrasil.config import GenerateConfig
+from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig
 from yggdrasil.errors import ConfigError
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import ShapePolicy
@@ -20,9 +20,8 @@ from yggdrasil.step.prune import prune
 from yggdrasil.step.verify import verify
 from yggdrasil.trace import Trace
 
-__all__ = ["DEFAULT_NEW_TOKENS", "Engine", "check_request"]
+__all__ = ["Engine", "check_request"]
 
-DEFAULT_NEW_TOKENS = 256
 MOST_LEFT = 32  # a graph of so many tokens and a tree costs less than two graphs; a longer prompt would take the chunk's graph twice
 
 

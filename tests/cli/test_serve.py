@@ -41,10 +41,12 @@ def refused(capture: Capture, *arguments: str) -> str:
         (("--target", "a", "--draft", "b"), "--pair: 'nobody' .*without --target and --draft"),
         ((), "no compiled pair named 'nobody'"),
         (("--host", "256.0.0.1"), "--host: '256.0.0.1'"),
-        (("--port", "65536"), "--port: 65536"),
-        (("--port", "-1"), "--port: -1"),
+        (("--port", "65536"), "port: 65536"),
+        (("--port", "-1"), "port: -1"),
+        (("--drain-seconds", "-1"), "drain_seconds: -1.0"),
+        (("--drain-seconds", "nan"), "drain_seconds: nan"),
         (("--tau-low", "1.5"), "tau_low: 1.5"),
-        (("--tau-low", "0.2", "--no-elastic"), "--tau-low: 0.2 .*--no-elastic"),
+        (("--tau-low", "0.2", "--no-elastic"), "--tau-low: 0.2 .*; ygg serve --no-elastic, or"),
     ],
     ids=str,
 )
@@ -87,7 +89,7 @@ def test_help_shows_the_defaults_of_the_config_and_imports_nothing_heavy() -> No
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     defaults = ServeConfig()
-    for value in (defaults.policy, defaults.gamma_max, defaults.max_batch, defaults.max_queue, "127.0.0.1"):
+    for value in (defaults.policy, defaults.gamma_max, defaults.max_batch, defaults.max_queue, defaults.host, defaults.port, defaults.drain_seconds):
         assert f"default: {value})" in " ".join(done.stdout.split())
 
 

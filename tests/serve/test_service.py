@@ -171,7 +171,9 @@ def test_what_cannot_be_opened_is_said_in_one_line(bench: Bench) -> None:
         open_service("nobody", ServeConfig(), Observer())
     with pytest.raises(ConfigError, match="policy: 'best'"):
         open_service(name, ServeConfig(policy="best", max_batch=4), Observer())
-    with pytest.raises(ConfigError, match="at least one page of"):
+    with pytest.raises(ConfigError, match="at least one page of .*; ygg serve --kv-memory"):
         open_service(name, ServeConfig(kv_memory_bytes=100, max_batch=4), Observer())
-    with pytest.raises(ConfigError, match="at most 16, half"):
+    with pytest.raises(ConfigError, match="at most 16, half .*; ygg serve --max-batch 16"):
         open_service(name, ServeConfig(max_batch=17), Observer())
+    with pytest.raises(ConfigError, match="gamma_max: 999 .*; ygg serve --gamma-max"):
+        open_service(name, ServeConfig(gamma_max=999, max_batch=4), Observer())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig, from_dict
+from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig, ServeConfig, from_dict
 from yggdrasil.errors import ConfigError, YggError
 
 NAN, INF = float("nan"), float("inf")
@@ -46,6 +46,11 @@ NAN, INF = float("nan"), float("inf")
         (CompileConfig, "num_candidates", 7),
         (CompileConfig, "calibration_texts", 0),
         (CompileConfig, "calibration_tokens", 0),
+        (ServeConfig, "port", -1),
+        (ServeConfig, "port", 2**16),
+        (ServeConfig, "drain_seconds", -1.0),
+        (ServeConfig, "drain_seconds", NAN),
+        (ServeConfig, "drain_seconds", INF),
     ],
 )
 def test_an_option_that_is_not_allowed_is_refused_by_name_and_value(kind: Any, field: str, value: object) -> None:
@@ -55,7 +60,7 @@ def test_an_option_that_is_not_allowed_is_refused_by_name_and_value(kind: Any, f
     assert str(caught.value).startswith(f"{field}: {value!r} is not allowed; it must be ")
 
 
-@pytest.mark.parametrize("kind", (SamplingConfig, GenerateConfig, CompileConfig))
+@pytest.mark.parametrize("kind", (SamplingConfig, GenerateConfig, CompileConfig, ServeConfig))
 def test_defaults_are_allowed_and_frozen(kind: Any) -> None:
     config = kind()
     with pytest.raises(dataclasses.FrozenInstanceError):

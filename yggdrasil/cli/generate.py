@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from yggdrasil.cli.compile import pair_name
-from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, SamplingConfig
 from yggdrasil.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--target", help="instead of --pair: folder or hub id of the target; compiled first if it is not yet")
     parser.add_argument("--draft", help="with --target: folder or hub id of the draft")
     parser.add_argument("--predictor", metavar="DATASET", help="calibration text whose depth predictor to use (default: the last one compiled)")
-    parser.add_argument("--max-new-tokens", type=int, help="most tokens to write (default: 256, or what the context leaves)")
+    parser.add_argument("--max-new-tokens", type=int, help=f"most tokens to write (default: {DEFAULT_NEW_TOKENS}, or what the context leaves)")
     parser.add_argument("--temperature", type=float, default=sampling.temperature, help="0 takes the likeliest token (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=sampling.top_k, help="keep the k likeliest tokens; 0 keeps all (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=sampling.top_p, help="keep this probability mass (default: %(default)s)")

@@ -30,7 +30,6 @@ base_url http://HOST:PORT/v1. Requests are batched, and the policy chooses the s
 The texts are what the target alone would have written. Metrics are at /metrics, the policy's state at /server_info.
 """
 KEY_VARIABLE = "YGG_API_KEY"
-DRAIN_SECONDS = 30.0
 HANG_UP_SECONDS = 5
 UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -58,12 +57,12 @@ def add_parser(verbs: Any) -> None:
         "--tau-low", type=float, metavar="SHARE", help=f"fewer free pages than this share are scarce; not with --no-elastic (default: {defaults.tau_low})"
     )
     parser.add_argument("--max-queue", type=int, default=defaults.max_queue, metavar="N", help="most waiting requests, then 429 (default: %(default)s)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one of them (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--host", default=defaults.host, help="address to listen on; 0.0.0.0 is every one of them (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=defaults.port, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", help=f"asked of clients, for all but /health (default: the variable {KEY_VARIABLE}, else none)")
     parser.add_argument("--model-name", metavar="NAME", help="what clients call the model (default: the pair's name)")
     parser.add_argument(
-        "--drain-seconds", type=float, default=DRAIN_SECONDS, metavar="S", help="running requests may take this long to finish (default: %(default)s)"
+        "--drain-seconds", type=float, default=defaults.drain_seconds, metavar="S", help="running requests may take this long to finish (default: %(default)s)"
     )
     parser.set_defaults(run=run)
 
@@ -71,7 +70,7 @@ def add_parser(verbs: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Serve until a signal."""
     if options.tau_low is not None and not options.elastic:
-        raise ConfigError("--tau-low", options.tau_low, "left out with --no-elastic")
+        raise ConfigError("--tau-low", options.tau_low, "left out with --no-elastic", "ygg serve --no-elastic, or --tau-low without it")
     config = ServeConfig(
         policy=options.policy,
         gamma_max=options.gamma_max,
@@ -80,12 +79,15 @@ def run(options: argparse.Namespace) -> None:
         max_queue=options.max_queue,
         elastic=options.elastic,
         tau_low=ServeConfig().tau_low if options.tau_low is None else options.tau_low,
+        host=options.host,
+        port=options.port,
+        drain_seconds=options.drain_seconds,
     )
     _check_installed()
-    with _listening(options.host, options.port) as listener:  # before the seconds that loading takes
+    with _listening(config.host, config.port) as listener:  # before the seconds that loading takes
         serving, service = _serving(pair_name(options), config, options)
         service.start()
-        asyncio.run(_serve(serving, service, listener, options.drain_seconds))
+        asyncio.run(_serve(serving, service, listener, config.drain_seconds))
 
 
 def _num_bytes(text: str) -> int:
@@ -108,8 +110,6 @@ def _check_installed() -> None:
 @contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
     """A bound socket; connections are accepted once the server runs."""
-    if not 0 <= port < 2**16:  # the resolver would take it modulo 65536
-        raise ConfigError("--port", port, "from 0 to 65535")
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(address[0], socket.SOCK_STREAM)

@@ -66,9 +66,12 @@ def open_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
     tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
     chunk = bundle.config.prefill_chunk
     if config.max_batch > chunk // 2:
-        raise ConfigError("max_batch", config.max_batch, f"at most {chunk // 2}, half of the pair's greatest graph")
+        raise ConfigError("max_batch", config.max_batch, f"at most {chunk // 2}, half of the pair's greatest graph", f"ygg serve --max-batch {chunk // 2}")
     if config.gamma_max >= bundle.config.max_nodes:
-        raise ConfigError("gamma_max", config.gamma_max, f"below {bundle.config.max_nodes}, the room that the pair was compiled with for drafts")
+        most = bundle.config.max_nodes - 1
+        raise ConfigError(
+            "gamma_max", config.gamma_max, f"at most {most}, the room that the pair was compiled with for drafts", f"ygg serve --gamma-max {most}"
+        )
     # As many pages a row as a single request's cache has: graphs on CUDA know this width.
     pool = PagePool(_num_pages(bundle, config), num_rows=config.max_batch, max_indices=bundle.kv_target.capacity, device=bundle.config.device)
     target, draft, elastic = _load_models(bundle, pool, config)
@@ -115,7 +118,7 @@ def _num_pages(bundle: Bundle, config: ServeConfig) -> int:
         return max(1, min(most, int(_free_bytes(bundle.config.device) * FREE_MEMORY_SHARE) // bundle.page_bytes))
     num_pages = config.kv_memory_bytes // bundle.page_bytes
     if num_pages < 1:
-        raise ConfigError("kv_memory", config.kv_memory_bytes, f"at least one page of {bundle.page_bytes} bytes")
+        raise ConfigError("kv_memory", config.kv_memory_bytes, f"at least one page of {bundle.page_bytes} bytes", f"ygg serve --kv-memory {bundle.page_bytes}")
     return min(most, num_pages)
 
 
