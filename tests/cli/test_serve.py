@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from yggdrasil.bundle import Bundle
 from yggdrasil.cli import main
 from yggdrasil.cli.serve import _num_bytes
 from yggdrasil.config import ServeConfig
@@ -138,6 +139,15 @@ class TestServer:
             assert httpx.get(f"{url}/v1/models").status_code == 401
             info = httpx.get(f"{url}/server_info", headers={"Authorization": "Bearer secret"}).json()
             assert {"speculative_num_steps", "avg_spec_accept_length", "policy", "policy_state", "free_pages"} <= info["internal_states"][0].keys()
+            process.send_signal(signal.SIGTERM)
+            assert ended(process) == (0, "")
+
+    def test_a_pool_smaller_than_the_context_serves_what_it_holds(self, tiny_bundle: Bundle) -> None:
+        with served("--max-batch", "2", "--kv-memory", str(4 * tiny_bundle.page_bytes)) as (process, url):
+            assert httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 64
+            fields = {"messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True}
+            usage = httpx.post(f"{url}/v1/chat/completions", json=fields, timeout=60).json()["usage"]
+            assert usage["total_tokens"] == 64  # no max_tokens: as many as there is room for
             process.send_signal(signal.SIGTERM)
             assert ended(process) == (0, "")
 

@@ -143,7 +143,7 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
         template=load_chat_template(bundle.models[0]),
         metrics=metrics,
         model=options.model_name or bundle.name,
-        max_context=bundle.max_context,
+        max_context=opened.service.max_context,
         max_rows=config.max_queue,
         api_key=os.environ.get(KEY_VARIABLE, "") if options.api_key is None else options.api_key,
     )

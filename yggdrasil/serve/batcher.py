@@ -18,6 +18,7 @@ from torch import Tensor
 
 from yggdrasil.engine import check_request
 from yggdrasil.errors import CapacityError, ConfigError, YggError
+from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import Piece
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.policy.gamma.filling import prompt_room
@@ -128,6 +129,11 @@ class Batcher:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def served_context(self) -> int:
+        """Most tokens of prompt and output together that the pages hold too, those that are only lent not counted."""
+        return min(self.max_context, self._lasting_pages * PAGE_LEN)
+
     def ticket(self, request: Request) -> Ticket:
         """Books for a request, checked; it is not queued yet.
 
@@ -138,6 +144,8 @@ class Batcher:
         limit = check_request(len(request.prompt), request.config, self.max_context)
         if outside := [token for token in request.prompt if not 0 <= token < self.tokenizer.num_tokens]:
             raise ConfigError("prompt", outside[0], f"tokens from 0 to {self.tokenizer.num_tokens - 1}")
+        if request.config.max_new_tokens is None:
+            limit = max(1, min(limit, self.served_context - len(request.prompt)))
         needed = pages_for(len(request.prompt) + limit)
         if needed > self._lasting_pages:
             raise CapacityError("KV pages", needed, self._lasting_pages, "ask for fewer tokens or serve with a larger --kv-memory")

@@ -56,6 +56,11 @@ class Service(Observer):
         """Whether the thread lives."""
         return self._thread.is_alive()
 
+    @property
+    def max_context(self) -> int:
+        """Most tokens of prompt and output together: the pair's, or what the KV pages hold where that is less."""
+        return self._batcher.served_context
+
     def submit(self, request: Request) -> Ticket:
         """Queue a request.
 
@@ -133,7 +138,7 @@ class Service(Observer):
             "waiting": batcher.num_waiting,
             "max_batch": len(batcher.pool.table_BP),
             "max_queue": self.max_queue,
-            "max_context": batcher.max_context,
+            "max_context": self.max_context,
             "gamma_max": batcher.gamma_max,
             "free_pages": batcher.pool.num_free,
             "num_pages": batcher.pool.num_pages,
