@@ -9,6 +9,7 @@ YggError
 ├── ShapeNotCompiled   more tokens than the menu of static graphs holds: names the menu
 ├── CapacityError      the context or a pool is full: needed and free
 ├── QueueFull          a server has more waiting requests than it holds: how many, and when to try again
+├── ServiceEnded       a server that decodes no more: what to do
 └── RankLost           another process of this run is gone: what the connection to it said
 ```
 
@@ -19,7 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["ArtifactError", "CapacityError", "ConfigError", "ModelMismatch", "QueueFull", "RankLost", "ShapeNotCompiled", "UnsupportedModel", "YggError"]
+__all__ = [
+    "ArtifactError",
+    "CapacityError",
+    "ConfigError",
+    "ModelMismatch",
+    "QueueFull",
+    "RankLost",
+    "ServiceEnded",
+    "ShapeNotCompiled",
+    "UnsupportedModel",
+    "YggError",
+]
 
 
 class YggError(Exception):
@@ -75,6 +87,13 @@ class QueueFull(YggError):
     def __init__(self, waiting: int, retry_after_s: float) -> None:
         super().__init__(f"{waiting} requests are waiting already, no more are queued; try again in {retry_after_s:.0f} s, or serve with a larger --max-queue")
         self.retry_after_s = retry_after_s
+
+
+class ServiceEnded(YggError):
+    """A server whose decoding thread has ended, or died."""
+
+    def __init__(self) -> None:
+        super().__init__("the decoding thread is not running, no request is taken; the server's log says why, start `ygg serve` again")
 
 
 class RankLost(YggError):

@@ -16,7 +16,7 @@ import uvicorn
 
 from yggdrasil.bundle import bundled_models
 from yggdrasil.config import GenerateConfig, SamplingConfig
-from yggdrasil.errors import ConfigError, QueueFull
+from yggdrasil.errors import ConfigError, QueueFull, ServiceEnded
 from yggdrasil.serve.api import Serving, create_app
 from yggdrasil.serve.chat import ChatTemplate, load_chat_template
 from yggdrasil.serve.gate import MAX_BODY_BYTES
@@ -526,6 +526,27 @@ def test_a_defect_is_a_500_without_a_traceback(shared: Running, monkeypatch: pyt
     assert response.status_code == 500
     assert "ZeroDivision" not in response.text
     assert response.json()["error"]["type"] == "server_error"
+
+
+def test_a_service_that_takes_no_request_is_a_503(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(request: Request) -> Ticket:
+        raise ServiceEnded
+
+    monkeypatch.setattr(shared.service, "submit", submit)
+    response = shared.post(prompt="a")
+    assert (response.status_code, response.json()["error"]["type"]) == (503, "server_error")
+    assert "start `ygg serve` again" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", (True, False))
+def test_a_row_that_a_shutdown_ends_is_a_503(stream: bool) -> None:
+    with server() as running:
+        running.service.is_stuck = True
+        threading.Timer(0.2, lambda: [running.service.cancel(ticket) for ticket in list(running.service.live)]).start()
+        response = running.post(prompt="a", stream=stream)
+        error = events(response)[-1]["error"] if stream else response.json()["error"]
+        assert response.status_code == (200 if stream else 503)  # of a stream the status line has gone
+        assert (error["message"], error["type"]) == ("the server is shutting down", "server_error")
 
 
 def test_a_dead_service_is_noticed_by_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:

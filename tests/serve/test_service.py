@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Queue
@@ -12,7 +13,7 @@ from batches import Bench, Client, Schedule
 
 from yggdrasil.bundle import LoadedPair
 from yggdrasil.config import GenerateConfig, ServeConfig
-from yggdrasil.errors import ArtifactError, ConfigError, QueueFull
+from yggdrasil.errors import ArtifactError, ConfigError, QueueFull, ServiceEnded
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.opening import open_service
 from yggdrasil.serve.request import Event, Observer, Request, StepReport
@@ -149,7 +150,51 @@ def test_what_is_not_done_in_time_is_told_so(bench: Bench) -> None:
     asking = Waiting([5, 6], 240)
     service.submit(asking.request())
     assert not service.drain(0.0)
-    assert (asking.finish, asking.events[-1].error) == ("error", "the server is shutting down")
+    assert asking.finish == "cancelled"  # which the API answers with 503: no defect of ours
+    assert asking.tokens == bench.reference(asking)[: len(asking.tokens)]
+
+
+def test_a_dead_thread_takes_no_request_and_is_not_waited_for(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    service = Service(bench.batcher(Schedule([0])), max_queue=1, policy_name="off", observer=Observer())
+    with pytest.raises(ServiceEnded):  # it does not live yet
+        service.submit(Waiting([5, 6], 4).request())
+    service.start()
+    service._call(lambda: 1 / 0)  # a defect outside of a step
+    service._thread.join(PATIENCE_S)
+    for _ in range(2):  # never a full queue, which would have clients come back for ever
+        with pytest.raises(ServiceEnded, match="start `ygg serve` again"):
+            service.submit(Waiting([5, 6], 4).request())
+    start = time.monotonic()
+    assert not service.drain(PATIENCE_S)
+    assert time.monotonic() - start < 1
+    assert "the decoding thread died" in caplog.text
+
+
+def test_a_thread_that_dies_while_it_drains_ends_the_wait(bench: Bench) -> None:
+    batcher = bench.batcher(Schedule([0]))
+    service = Service(batcher, max_queue=8, policy_name="off", observer=Observer())
+    asking = Waiting([5, 6], 8, on_first=lambda: setattr(batcher, "check", lambda: 1 / 0))  # dies when all is done and the books are looked over
+    service.start()
+    service.submit(asking.request())
+    start = time.monotonic()
+    assert not service.drain(PATIENCE_S)
+    assert time.monotonic() - start < PATIENCE_S / 2
+    assert not service.drain(PATIENCE_S)
+
+
+def test_the_context_that_is_served_is_what_the_pages_hold(bench: Bench) -> None:
+    page_bytes, name = bench.pair.bundle.page_bytes, bench.pair.bundle.name
+    for num_pages, context in ((4, 64), (1000, 256)):
+        opened = open_service(name, ServeConfig(gamma_max=4, max_batch=2, kv_memory_bytes=num_pages * page_bytes), Observer())
+        assert opened.service.max_context == context
+        opened.service.start()
+        asking = Waiting([5, 6], 1)
+        asking.config = GenerateConfig(ignore_eos=True)  # no limit: as many as there is room for
+        opened.service.submit(asking.request())
+        assert asking.ended.wait(PATIENCE_S)
+        assert (asking.finish, len(asking.tokens)) == ("length", context - 2)
+        assert opened.service.info()["max_context"] == context
+        opened.service.drain(PATIENCE_S)
 
 
 @pytest.mark.parametrize("policy", ("nightjar", "nightjar-printed", "dsd", "tetris", "tiers"))

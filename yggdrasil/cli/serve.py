@@ -175,7 +175,7 @@ async def _serve(serving: Serving, service: Service, listener: socket.socket, dr
         loop.remove_signal_handler(number)  # a second signal ends the process at once
     serving.is_draining = True
     if not await _drained(service, drain_seconds):
-        print(f"ygg serve: some requests took longer than {drain_seconds:g} s and were ended", file=sys.stderr)
+        print(f"ygg serve: some requests did not finish within {drain_seconds:g} s and were ended", file=sys.stderr)
     server.should_exit = True
     await running
 

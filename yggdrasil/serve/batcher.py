@@ -162,6 +162,11 @@ class Batcher:
         if not ticket.is_finished:
             self._finish_(ticket, "cancelled")
 
+    def cancel_all(self) -> None:
+        """Let every request go: a server shuts down."""
+        for ticket in [*self._running, *self._waiting]:
+            self._finish_(ticket, "cancelled")
+
     def fail(self, error: str) -> None:
         """End every request with an error: what a step left half done is nobody's history."""
         for ticket in [*self._running, *self._waiting]:

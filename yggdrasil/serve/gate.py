@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from yggdrasil.errors import CapacityError, ConfigError, QueueFull, YggError
+from yggdrasil.errors import CapacityError, ConfigError, QueueFull, ServiceEnded, YggError
 from yggdrasil.serve.metrics import Metrics
 from yggdrasil.serve.openai import ApiError
 
@@ -100,6 +100,8 @@ def _refused(error: YggError) -> ApiError:
     match error:
         case QueueFull():
             return ApiError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": str(math.ceil(error.retry_after_s))})
+        case ServiceEnded():
+            return ApiError(503, str(error))
         case ConfigError():
             return ApiError(400, str(error), param=FIELD_NAMES.get(error.field, error.field))
         case CapacityError():

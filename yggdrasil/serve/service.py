@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from yggdrasil.compilations import no_compilation
-from yggdrasil.errors import QueueFull
+from yggdrasil.errors import QueueFull, ServiceEnded
 from yggdrasil.serve.batcher import Batcher, Ticket
 from yggdrasil.serve.request import Observer, Request, RequestReport, StepReport
 
@@ -41,6 +41,7 @@ class Service(Observer):
         self._wake = threading.Event()
         self._idle = threading.Event()
         self._stopping = False
+        self._has_died = False
         self._num_queued = 0
         self._finished: deque[float] = deque(maxlen=RECENT)
         self._accept_length = 0.0
@@ -65,9 +66,12 @@ class Service(Observer):
         """Queue a request.
 
         Raises:
+            ServiceEnded: the thread does not live.
             QueueFull: too many wait already.
             ConfigError, CapacityError: the request itself.
         """
+        if not self.is_healthy:
+            raise ServiceEnded
         if self._num_queued >= self.max_queue:
             raise QueueFull(self._num_queued, self._retry_after_s())
         ticket = self._batcher.ticket(request)
@@ -86,24 +90,26 @@ class Service(Observer):
         return answer.result(timeout=LONGEST_RETRY_S)
 
     def drain(self, timeout_s: float) -> bool:
-        """Finish what runs and waits, then stop the thread.
+        """Finish what runs and waits, then stop the thread; at once where it has died.
 
         Args:
-            timeout_s: After it, what is left ends with an error.
+            timeout_s: After it, what is left is cancelled.
 
         Returns:
             Whether everything came to its end.
         """
+        if not self.is_healthy:
+            return not self._has_died
         deadline = time.monotonic() + timeout_s
         self._idle.clear()
         self._call(lambda: None)
-        is_done = self._idle.wait(max(0.0, deadline - time.monotonic()))
+        is_done = not self._has_died and self._idle.wait(max(0.0, deadline - time.monotonic()))
         if not is_done:
-            self._call(lambda: self._batcher.fail("the server is shutting down"))
+            self._call(self._batcher.cancel_all)
         self._stopping = True
         self._wake.set()
         self._thread.join()
-        return is_done
+        return is_done and not self._has_died
 
     def on_step(self, report: StepReport) -> None:
         self._num_queued = report.waiting + len(self._inbox)
@@ -147,18 +153,28 @@ class Service(Observer):
         }
 
     def _run(self) -> None:
-        with no_compilation():
-            while True:
-                while self._inbox:
-                    self._inbox.popleft()()
-                if self._step() or self._inbox:
-                    continue
-                self._rest()
-                if self._stopping:
-                    break
-            while self._inbox:  # came while the last one was going out
-                self._inbox.popleft()()
-            self._batcher.fail("the server is shutting down")
+        try:
+            with no_compilation():
+                self._serve()
+        except Exception:
+            logging.getLogger(__name__).exception("the decoding thread died; start the server again")
+            self._has_died = True
+            self._idle.set()  # who drains must not wait for it
+
+    def _serve(self) -> None:
+        while True:
+            self._answer()
+            if self._step() or self._inbox:
+                continue
+            self._rest()
+            if self._stopping:
+                break
+        self._answer()  # what came while the last one was going out
+        self._batcher.cancel_all()
+
+    def _answer(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
 
     def _step(self) -> bool:
         """One step; whether there was anything to do. A defect of ours ends the requests in flight, not the server."""
