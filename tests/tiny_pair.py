@@ -60,6 +60,19 @@ def save_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def save_sentence_piece_tokenizer(folder: Path, *, is_llama: bool) -> Path:
+    """A BPE whose tokens carry the blank before them and whose decoder strips the one that begins a text: Metaspace's, or Llama's chain of four."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    llama = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(llama) if is_llama else decoders.Metaspace()
+    backend.train_from_iterator(stories(200), trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], show_progress=False))
+    backend.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
 def save_calibration(path: Path) -> Path:
     """Held-out stories as plain text, blank lines between them."""
     path.write_text("\n\n".join(stories(8, seed=99)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -45,13 +46,16 @@ class Run:
 
     def steps(self) -> Iterator[tuple[str, StepResult | None]]:
         """Yield the text that every step releases, with the step; at the end what was still held back, with None."""
-        engine, stream = self.pair.engine, TextStream(self.pair.tokenizer, self.config.stop)
+        engine, stream = self.pair.engine, TextStream(self.pair.tokenizer, self.config.stop, self.prompt)
         self._before = dict(engine.trace.total_ms), engine.draft.graph_ms, engine.target.graph_ms
         start = time.perf_counter()
         with no_compilation():
             for result in engine.generate(self.prompt, self.policy, self.config):
-                self._enter(result, (time.perf_counter() - start) * 1e3)
-                yield stream.push(result.tokens), result
+                now_ms, before = (time.perf_counter() - start) * 1e3, stream.num_tokens
+                text = stream.push(result.tokens)
+                told = replace(result, tokens=result.tokens[: stream.num_tokens - before])  # nothing after a stop text is part of the answer
+                self._enter(told, now_ms)
+                yield text, told
                 if stream.stopped:
                     break
         self.finish_reason = "stop" if stream.stopped or self._ended() else "length"

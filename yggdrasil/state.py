@@ -134,7 +134,7 @@ class StepResult:
     """What one step did.
 
     Args:
-        tokens: Emitted tokens: the accepted draft tokens, then the target's own (the bonus).
+        tokens: Emitted tokens: the accepted draft tokens, then the target's own (the bonus); fewer where the text ends among them.
         shape: The shape that was drafted.
         drafted: Nodes of the drafted tree, root included.
         verified: Nodes of the verified tree, root included: its K.
@@ -157,8 +157,8 @@ class StepResult:
 
     @property
     def accepted(self) -> int:
-        """Draft tokens kept."""
-        return len(self.tokens) - 1
+        """Draft tokens that the target said too: one after which the text ends was not rejected."""
+        return len(self.path) - 1
 
 
 def cut(tokens: list[int], *, room: int, eos_tokens: Collection[int]) -> list[int]:

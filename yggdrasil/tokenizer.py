@@ -12,7 +12,8 @@ from yggdrasil.errors import ArtifactError, ConfigError
 
 __all__ = ["TextStream", "Tokenizer", "load_tokenizer"]
 
-FILE_NAME = "tokenizer.json"
+CONTEXT = 16  # tokens that are decoded before others, for what these add within a text
+MOST_DECODED = 64  # by a step
 
 
 class Tokenizer:
@@ -77,45 +78,63 @@ class Tokenizer:
 class TextStream:
     """Turns tokens into text that never has to be taken back.
 
-    A character can span tokens, and a stop text can span steps: what could still change is held until it cannot.
+    A character can span tokens, and a stop text can span steps: what could still change is held until it cannot. Text and tokens end at the first token
+    that completes a stop text, however the tokens are shared out among steps.
 
     Args:
         tokenizer: Decodes.
         stop: Texts that end the stream; neither they nor what follows is part of it.
+        after: Tokens that the stream goes on after, a prompt's. A decoder may strip the blank that begins a text; the stream does not begin one.
 
     Attributes:
         text: Everything released so far.
+        num_tokens: Tokens taken: none after the one that completed a stop text.
         stopped: Whether a stop text came.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._tokens: list[int] = []
-        self._start = 0  # tokens before it are settled; decoding restarts here, so the cost of a step does not grow
+        before = tokenizer.decode(after[-CONTEXT:])
+        is_whole = not before.endswith("\ufffd")  # else it ends within a character, and where its text ends cannot be told
+        self._tokens = list(after[-CONTEXT:]) if is_whole else []  # those that are decoded
+        self._offset = len(before) if is_whole else 0  # characters of their text that are no news
         self._settled = ""
         self.text = ""
+        self.num_tokens = 0
         self.stopped = False
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Add tokens; returns the text that they release."""
-        self._tokens.extend(tokens)
-        return self._release(self._decoded(), final=False)
+        """Add tokens, up to the one that completes a stop text; returns the text that they release."""
+        if not self._stop:
+            return self._add(tokens)
+        # One by one: of two stop texts in one step the one that is completed first counts, as if every token had come alone.
+        return "".join(self._add([token]) for token in tokens if not self.stopped)
 
     def finish(self) -> str:
         """The rest: an unfinished character or a stop text that did not come."""
         return "" if self.stopped else self._release(self._decoded(), final=True)
 
+    def _add(self, tokens: Sequence[int]) -> str:
+        self._tokens.extend(tokens)
+        self.num_tokens += len(tokens)
+        return self._release(self._decoded(), final=False)
+
     def _decoded(self) -> str:
-        tail = self._tokenizer.decode(self._tokens[self._start :])
+        tail = self._tokenizer.decode(self._tokens)[self._offset :]
         whole = self._settled + tail
-        if len(self._tokens) - self._start > 64 and not tail.endswith("\ufffd"):
-            # Restart at a token that begins a character; a decoder may treat a text's first token specially, so keep some before it.
-            keep = len(self._tokens) - 16
-            head = self._tokenizer.decode(self._tokens[self._start : keep])
-            if whole == self._settled + head + self._tokenizer.decode(self._tokens[keep:]):
-                self._settled, self._start = self._settled + head, keep
+        if len(self._tokens) > MOST_DECODED:
+            self._forget(tail)
         return whole
+
+    def _forget(self, tail: str) -> None:
+        """Keep only the last tokens and some before them, so that the cost of a step does not grow; not where a character spans the cut."""
+        tokens = self._tokens[-2 * CONTEXT :]
+        before = self._tokenizer.decode(tokens[:CONTEXT])
+        recent = self._tokenizer.decode(tokens)[len(before) :]
+        if tail.endswith(recent) and not before.endswith("\ufffd"):
+            self._settled += tail[: len(tail) - len(recent)]
+            self._tokens, self._offset = tokens, len(before)
 
     def _release(self, decoded: str, *, final: bool) -> str:
         end = len(decoded)

@@ -8,10 +8,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import tiny_pair
 import uvicorn
 
 from yggdrasil.bundle import bundled_models
@@ -21,7 +23,8 @@ from yggdrasil.serve.api import Serving, create_app
 from yggdrasil.serve.chat import ChatTemplate, load_chat_template
 from yggdrasil.serve.gate import MAX_BODY_BYTES
 from yggdrasil.serve.metrics import Metrics
-from yggdrasil.serve.openai import NEUTRAL
+from yggdrasil.serve.openai import NEUTRAL, CompletionRequest
+from yggdrasil.serve.replies import CompletionReply
 from yggdrasil.serve.request import Event, Request, TokenLogProb
 from yggdrasil.tokenizer import TextStream, Tokenizer
 
@@ -73,7 +76,7 @@ class FakeService:
     def submit(self, request: Request) -> Ticket:
         if self.is_full:
             raise QueueFull(4, 2.5)
-        ticket = Ticket(request, self.tokenizer.encode(STORY), TextStream(self.tokenizer, request.config.stop))
+        ticket = Ticket(request, self.tokenizer.encode(STORY), TextStream(self.tokenizer, request.config.stop, request.prompt))
         with self._lock:
             self.submitted.append(request)
             self.live.append(ticket)
@@ -99,8 +102,9 @@ class FakeService:
         config, start = ticket.request.config, ticket.emitted
         assert config.max_new_tokens is not None
         end = min(start + 2, len(ticket.tokens), config.max_new_tokens)
-        tokens, ticket.emitted = ticket.tokens[start:end], end
-        text, finish, error = ticket.stream.push(tokens), None, ""
+        text, finish, error = ticket.stream.push(ticket.tokens[start:end]), None, ""
+        ticket.emitted = ticket.stream.num_tokens
+        tokens = ticket.tokens[start : ticket.emitted]
         if self.fails_after is not None and end >= self.fails_after:
             finish, error = "error", "the grammar was lost"
         elif ticket.stream.stopped or end == len(ticket.tokens):
@@ -243,6 +247,34 @@ def test_a_stop_text_ends_the_text_before_it(shared: Running) -> None:
     answer = shared.ask(max_tokens=100, stop=["never", "fox drank"])
     assert answer["choices"][0]["text"] == STORY[: STORY.index("fox drank")]
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_tokens_after_a_stop_text_are_not_in_the_usage(shared: Running) -> None:
+    tokens = shared.service.tokenizer.encode(STORY)
+    texts = [shared.service.tokenizer.decode(tokens[: end + 1]) for end in range(len(tokens))]
+    completed = next(end for end, text in enumerate(texts) if "café" in text) + 1
+    for stop in ("café", "caf"):
+        answer = shared.ask(max_tokens=100, stop=stop, logprobs=0)
+        assert answer["usage"]["completion_tokens"] == len(answer["choices"][0]["logprobs"]["tokens"]) <= completed
+    assert shared.ask(max_tokens=100, stop="café")["usage"]["completion_tokens"] == completed
+
+
+@pytest.mark.parametrize("is_llama", (False, True), ids=("metaspace", "llama"))
+def test_echo_and_offsets_agree_with_texts_whose_decoder_strips_a_blank(tmp_path: Path, is_llama: bool) -> None:
+    tokenizer = Tokenizer(tiny_pair.save_sentence_piece_tokenizer(tmp_path, is_llama=is_llama), "ygg compile")
+    tokens = tokenizer.encode(tiny_pair.stories(1)[0])
+    prompt, rest = tokens[:12], tokens[12:]
+    assert tokenizer.token_bytes(rest[0]).startswith(b" ")
+    stream, events = TextStream(tokenizer, after=prompt), []
+    for token in rest:
+        events.append(Event(stream.push([token]), [token], [TokenLogProb(token, -0.5, ())]))
+    text = stream.text + stream.finish()
+    for given in (prompt, tokenizer.decode(prompt)):
+        echoing = CompletionReply(CompletionRequest(prompt=given, echo=True), "tiny", tokenizer, [prompt])
+        assert echoing.whole([Event(text, rest)])["choices"][0]["text"] == tokenizer.decode(tokens)
+    scoring = CompletionReply(CompletionRequest(prompt=prompt, logprobs=0), "tiny", tokenizer, [prompt])
+    scores = [scoring.chunk(0, event)["choices"][0]["logprobs"] for event in events]
+    assert all(text[score["text_offset"][0] :].startswith(score["tokens"][0]) for score in scores)
 
 
 def test_echo_puts_the_prompt_before_every_choice(shared: Running) -> None:

@@ -110,6 +110,45 @@ def test_finish_releases_a_stop_text_that_did_not_come_and_a_character_that_neve
     assert stream.finish() == "\ufffd"
 
 
+def test_tokens_end_with_the_one_that_completes_a_stop_text(tokenizer: Tokenizer) -> None:
+    parts = [tokenizer.encode(text) for text in ("Sure", "\n", "User", ":")]
+    tokens = [token for part in parts for token in part]
+    for size in (1, 2, 100):
+        stream = TextStream(tokenizer, stop=("\nUser:", "User"))
+        for chunk in chunks(tokens, size):
+            stream.push(chunk)
+        assert (stream.text, stream.num_tokens, stream.stopped) == ("Sure\n", len(tokens) - len(parts[-1]), True)
+
+
+@pytest.mark.parametrize("is_llama", (False, True), ids=("metaspace", "llama"))
+def test_a_stream_after_a_prompt_keeps_the_blank_that_its_decoder_strips(tmp_path: Path, is_llama: bool) -> None:
+    sentence_piece = Tokenizer(tiny_pair.save_sentence_piece_tokenizer(tmp_path, is_llama=is_llama), "ygg compile")
+    text = " ".join(tiny_pair.stories(4))
+    tokens = sentence_piece.encode(text)
+    for num_prompt in (1, 2, 30, 200):
+        prompt, rest = tokens[:num_prompt], tokens[num_prompt:]
+        before = sentence_piece.decode(prompt)
+        for size in (1, 5, 1000):
+            stream = TextStream(sentence_piece, after=prompt)
+            released = "".join(stream.push(chunk) for chunk in chunks(rest, size)) + stream.finish()
+            assert before + released == text == before + stream.text
+            assert stream.num_tokens == len(rest)
+    assert TextStream(sentence_piece).push(tokens[:1]) == sentence_piece.decode(tokens[:1])  # after nothing, the text begins
+
+
+def test_a_prompt_that_ends_within_a_character_is_no_context(tokenizer: Tokenizer) -> None:
+    first, *rest = tokenizer.encode("日")
+    stream = TextStream(tokenizer, after=[*tokenizer.encode("the fox"), first])
+    assert stream.push(tokenizer.encode(" ran")) == " ran"
+    assert TextStream(tokenizer, after=[first]).push([*rest, *tokenizer.encode("a")]) == tokenizer.decode([*rest, *tokenizer.encode("a")])
+
+
+def test_a_stop_text_is_not_looked_for_in_the_prompt(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, stop=("fox ran",), after=tokenizer.encode("the fox"))
+    assert stream.push(tokenizer.encode(" ran by")) == " ran by"
+    assert not stream.stopped
+
+
 def test_after_a_stop_text_nothing_more_is_released(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, stop=("!",))
     assert stream.push(tokenizer.encode("hey! you")) == "hey"

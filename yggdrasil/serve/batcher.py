@@ -45,12 +45,14 @@ class Ticket:
         row: Its place in the batch; None while it waits.
         speculation: Most draft tokens a step, None without a limit.
         limit: Most tokens to emit.
+        ends: Tokens that end its text.
     """
 
     request: Request
     state: DecodeState
     stream: TextStream
     limit: int
+    ends: Collection[int]
     speculation: int | None
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float = 0.0
@@ -151,7 +153,8 @@ class Batcher:
             raise CapacityError("KV pages", needed, self._lasting_pages, "ask for fewer tokens or serve with a larger --kv-memory")
         state = DecodeState(list(request.prompt), request.config.sampling)
         speculation = 0 if request.config.plain else request.speculation
-        return Ticket(request, state, TextStream(self.tokenizer, request.config.stop), limit, speculation)
+        stream = TextStream(self.tokenizer, request.config.stop, request.prompt)
+        return Ticket(request, state, stream, limit, () if request.config.ignore_eos else self.eos_tokens, speculation)
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a request for the next free row."""
@@ -309,28 +312,27 @@ class Batcher:
     def _commit_(
         self, emitting: Sequence[Ticket], chains: Sequence[Chain], accepted: Sequence[Accepted | YggError], logits_NV: Tensor, roots: Sequence[int]
     ) -> list[int]:
-        """Extend texts, tell clients, let finished rows go; returns the tokens that every row emitted."""
+        """Extend texts, tell clients, let finished rows go; returns the tokens that the target gave every row, those after the end of its text included."""
         emitted = []
         for ticket, chain, outcome, root in zip(emitting, chains, accepted, roots, strict=True):
             if isinstance(outcome, YggError):
                 self._finish_(ticket, "error", str(outcome))
                 emitted.append(0)
                 continue
-            ends = () if ticket.request.config.ignore_eos else self.eos_tokens
-            tokens = cut(outcome.tokens, room=ticket.limit - ticket.emitted_tokens, eos_tokens=ends)
-            commit_row_(ticket.running, chain, outcome)
+            text, tokens = _read_(ticket, outcome.tokens)
+            commit_row_(ticket.running, chain, Accepted(outcome.path[: len(tokens)], tokens))
             self._publish_(ticket.running)
-            self._tell_(ticket, tokens, _log_probs(ticket.request, tokens, logits_NV[root : root + len(tokens)]), tokens[-1] in ends)
-            emitted.append(len(tokens))
+            self._tell_(ticket, text, tokens, _log_probs(ticket.request, tokens, logits_NV[root : root + len(tokens)]))
+            emitted.append(len(outcome.tokens))  # a policy must not take the end of a text for a rejection
         return emitted
 
-    def _tell_(self, ticket: Ticket, tokens: Sequence[int], log_probs: Sequence[TokenLogProb], is_end: bool) -> None:
+    def _tell_(self, ticket: Ticket, text: str, tokens: Sequence[int], log_probs: Sequence[TokenLogProb]) -> None:
         ticket.first = ticket.first or time.perf_counter()
         ticket.target_passes += 1
         ticket.emitted_tokens += len(tokens)
-        text = ticket.stream.push(tokens)
-        if is_end or ticket.stream.stopped or ticket.emitted_tokens == ticket.limit:
-            self._finish_(ticket, "stop" if is_end or ticket.stream.stopped else "length", event=Event(text + ticket.stream.finish(), tokens, log_probs))
+        is_stop = ticket.stream.stopped or tokens[-1] in ticket.ends
+        if is_stop or ticket.emitted_tokens == ticket.limit:
+            self._finish_(ticket, "stop" if is_stop else "length", event=Event(text + ticket.stream.finish(), tokens, log_probs))
         else:
             ticket.request.on_event(Event(text, tokens, log_probs))
 
@@ -405,6 +407,14 @@ class Batcher:
         )
         self.observer.on_step(report)
         return report
+
+
+def _read_(ticket: Ticket, said: list[int]) -> tuple[str, list[int]]:
+    """The text that a step releases, and its tokens up to the end of the request's: its limit, an end of text or a stop text, whichever comes first."""
+    tokens = cut(said, room=ticket.limit - ticket.emitted_tokens, eos_tokens=ticket.ends)
+    before = ticket.stream.num_tokens
+    text = ticket.stream.push(tokens)
+    return text, tokens[: ticket.stream.num_tokens - before]
 
 
 def _log_probs(request: Request, tokens: Sequence[int], logits_NV: Tensor) -> list[TokenLogProb]:

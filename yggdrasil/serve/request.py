@@ -106,7 +106,7 @@ class StepReport:
         gamma: Speculative length that the policy chose.
         prompt_tokens: Tokens of prompts that ran in the target's forward, roots not counted.
         drafted: Draft tokens verified, row by row of the rows that emitted.
-        emitted: Tokens emitted, likewise: accepted + 1.
+        emitted: Tokens that the target gave them: accepted + 1. Those after the end of a text, which no client gets, are among them.
         max_lag: L_max: tokens that the draft's KV lagged behind in the worst row when the step began.
         catch_up_ms: Bringing the draft's KV up to the text.
         draft_ms: Drafting, that included.
