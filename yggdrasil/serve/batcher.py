@@ -30,7 +30,7 @@ from yggdrasil.state import DecodeState, Row, cut
 from yggdrasil.step.accept import Accepted
 from yggdrasil.step.rows import Chain, accept_rows, catch_up_rows_, commit_row_, draft_rows, prune_rows, verify_rows
 from yggdrasil.tokenizer import TextStream, Tokenizer
-from yggdrasil.trace import Trace
+from yggdrasil.trace import DeviceTrace, Trace
 
 __all__ = ["Batcher", "Ticket"]
 
@@ -115,7 +115,7 @@ class Batcher:
         self.eos_tokens = frozenset(eos_tokens)
         self.observer = observer or Observer()
         self.elastic = elastic
-        self.trace = Trace()
+        self.trace = DeviceTrace() if pool.table_BP.is_cuda else Trace()
         self.gamma = 0
         self._waiting: deque[Ticket] = deque()
         self._running: list[Ticket] = []  # in the order of admission
