@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,3 +130,13 @@ def test_the_end_of_a_text_is_no_rejection(tokenizer: Tokenizer) -> None:
         assert client.tokens == result.tokens == said[:2]
         assert counts == [4]
         assert result.accepted == 3
+
+
+@pytest.mark.parametrize("is_llama", (False, True), ids=("metaspace", "llama"))
+def test_what_goes_on_after_a_prompt_begins_with_the_blank_between_them(tmp_path: Path, is_llama: bool) -> None:
+    sentence_piece = Tokenizer(tiny_pair.save_sentence_piece_tokenizer(tmp_path, is_llama=is_llama), "ygg compile")
+    tokens = sentence_piece.encode("Once upon a time there was a fox")
+    scripted = Scripted(sentence_piece, tokens[:3], GenerateConfig(max_new_tokens=len(tokens) - 3))
+    continuation = sentence_piece.decode(tokens)[len(sentence_piece.decode(tokens[:3])) :]
+    assert continuation.startswith(" ")
+    assert scripted.alone([tokens[3:]]).text == scripted.batched([tokens[3:]])[0].text == continuation
