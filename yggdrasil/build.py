@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,20 +110,22 @@ def _describe(target: str, draft: str, name: str, config: CompileConfig, calibra
     _check_tokenizers(tokenizer, draft)
     config = replace(config, max_context=_max_context(config, target_config, draft_config))
     assert config.max_context is not None
-    sources = tuple(SourceFile.of(path) for model in (target, draft) for path in _model_files(model))
-    machine = machine_fields()
-    fingerprint = artifacts.digest([source.digest for source in sources], [target, draft] if not sources else [], config.lowering, machine)
     capacity = (config.max_context + config.max_nodes + PAGE_LEN - 1) // PAGE_LEN * PAGE_LEN
+    kv_target, kv_draft = _of_a_rank(kv_shape(target_config, capacity), config.ranks), kv_shape(draft_config, capacity)
+    sources = [[SourceFile.of(path) for path in _model_files(model)] for model in (target, draft)]
+    origins = [_origin(model, files) for model, files in zip((target, draft), sources, strict=True)]
+    machine = machine_fields()
+    fingerprint = artifacts.digest(*origins, asdict(kv_target), asdict(kv_draft), config.lowering, machine)
     return Bundle(
         name=name,
         folder=artifacts.compile_cache() / name / fingerprint,
         config=config,
         dataset=BUNDLED_TEXT if calibration == CALIBRATION_TEXT else calibration.stem,
         calibration="" if calibration == CALIBRATION_TEXT else str(calibration.resolve()),
-        kv_target=_of_a_rank(kv_shape(target_config, capacity), config.ranks),
-        kv_draft=kv_shape(draft_config, capacity),
+        kv_target=kv_target,
+        kv_draft=kv_draft,
         eos_tokens=_eos_tokens(target, tokenizer),
-        sources=sources,
+        sources=tuple(file for files in sources for file in files),
         models=(target, draft),
         machine=machine,
     )
@@ -156,6 +158,15 @@ def _max_context(config: CompileConfig, *models: Any) -> int:
 def _model_files(model: str) -> list[Path]:
     folder = Path(model)
     return sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin")) if folder.is_dir() else []
+
+
+def _origin(model: str, files: Sequence[SourceFile]) -> list[str]:
+    """What tells a model from every other: the bytes of a folder, the commit of a hub id."""
+    from transformers.utils import cached_file
+
+    if files:
+        return [file.digest for file in files]
+    return [model, Path(cached_file(model, "config.json")).parent.name]  # <cache>/models--<id>/snapshots/<commit>/config.json
 
 
 def _eos_tokens(target: str, tokenizer: Any) -> tuple[int, ...]:
