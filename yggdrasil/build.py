@@ -215,11 +215,11 @@ def _build_models(bundle: Bundle, progress: Progress) -> None:
 
 
 def _num_workers(bundle: Bundle) -> int:
-    """One for every core; on CUDA no more than the device has memory for: each holds the weights of both models."""
+    """One for every core; on CUDA no more than the device has memory for: each holds the weights of both models, of one shard."""
     cores = os.cpu_count() or 1
     if bundle.config.device == "cpu":
         return cores
-    weight_bytes = sum((bundle.folder / kind / FILE_NAME).stat().st_size for kind in ("target", "draft"))
+    weight_bytes = sum((folder / FILE_NAME).stat().st_size for folder in (bundle.target_weights(0), bundle.folder / "draft"))
     return max(1, min(cores, torch.cuda.mem_get_info()[0] // (weight_bytes + WORKER_BYTES)))
 
 

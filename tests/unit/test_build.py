@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,17 @@ def test_a_new_commit_of_a_draft_on_the_hub_is_another_pair_beside_a_target_in_a
 
 def test_exchanged_models_are_another_pair(llama_folders: tuple[str, str]) -> None:
     assert fingerprint(*llama_folders) != fingerprint(*reversed(llama_folders))  # type: ignore[arg-type]
+
+
+def test_workers_on_cuda_are_as_many_as_shards_of_the_target_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama_folders: tuple[str, str]) -> None:
+    shard_bytes, draft_bytes, config = 3000, 1000, replace(TINY, device="cuda", ranks=2)
+    bundle = replace(build._describe(*llama_folders, "pair", TINY, build.CALIBRATION_TEXT), folder=tmp_path, config=config)
+    for folder, size in ((bundle.target_weights(0), shard_bytes), (bundle.target_weights(1), shard_bytes), (tmp_path / "draft", draft_bytes)):
+        folder.mkdir()
+        (folder / "weights.safetensors").write_bytes(bytes(size))
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    free = 5 * (build.WORKER_BYTES + shard_bytes + draft_bytes)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free, 10 * free))
+    assert build._num_workers(bundle) == 5
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free - 1, 10 * free))
+    assert build._num_workers(bundle) == 4
