@@ -1,4 +1,8 @@
-"""The offline half: what `ygg compile` does, phase by phase, each resumable."""
+"""The offline half: what `ygg compile` does, phase by phase.
+
+Packed weights and graphs are kept when it is broken off: the next run goes on behind them. Measurements are taken from the start, and written
+together with the bundle at the very end, so that until then a pair that was compiled before stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +66,7 @@ class Progress(Protocol):
 
 
 def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, calibration: Path = CALIBRATION_TEXT, progress: Progress) -> Bundle:
-    """Lower, measure and calibrate a pair; finished parts of an earlier, interrupted run are kept.
+    """Lower, measure and calibrate a pair; weights and graphs of an earlier, interrupted run are kept. An earlier pair of this name stays until the end.
 
     Args:
         target: Folder or hub id of the target.
@@ -90,11 +94,12 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
     engine = Engine(*models, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens)
     prompts = _prompts(bundle, texts)
     traces = _collect(bundle, engine, prompts, progress)
-    acceptance = _calibrate(bundle, traces, progress)
-    latency = _profile(bundle, models, engine, prompts[0], acceptance, progress)
-    _plan(bundle, engine, prompts[0], acceptance, latency, progress)
-    _train_depth(bundle, engine, prompts[0], traces, acceptance, latency, progress)
-    bundle.save()
+    acceptance = _calibrate(traces, progress)
+    profile = _profile(bundle, models, engine, prompts[0], acceptance, progress)
+    latency = LatencyModel.from_json(profile)
+    plan = _plan(bundle, engine, prompts[0], acceptance, latency, progress)
+    predictor, report = _train_depth(bundle, engine, prompts[0], traces, acceptance, latency, progress)
+    _save(bundle, acceptance, profile, plan, predictor, report)
     return bundle
 
 
@@ -192,7 +197,7 @@ def _build_models(bundle: Bundle, progress: Progress) -> None:
             progress.advance()
         _pack(bundle, bundle.folder / "draft", bundle.models[1], 0, 1)
         progress.advance()
-        load_tokenizer(bundle.models[0]).backend_tokenizer.save(str(bundle.folder / "tokenizer.json"))
+        artifacts.save_bytes(bundle.folder / "tokenizer.json", load_tokenizer(bundle.models[0]).backend_tokenizer.to_str(pretty=True).encode())
     jobs = [
         GraphJob(
             model=model,
@@ -295,17 +300,9 @@ def _reference_width(config: CompileConfig) -> int:
     return max((width for width in config.widths if width <= REFERENCE_WIDTH), default=config.widths[0])
 
 
-def _calibrate(bundle: Bundle, traces: Sequence[Traces], progress: Progress) -> AcceptanceTable:
+def _calibrate(traces: Sequence[Traces], progress: Progress) -> AcceptanceTable:
     with progress.phase("calibrate acceptance", 1):
-        table = {trace.temperature: fit_acceptance(trace.sampled) for trace in traces}
-    payload = {str(temperature): acceptance.to_json() for temperature, acceptance in table.items()}
-    _save_predictor_json(bundle, "acceptance.json", {"by_temperature": payload})
-    return AcceptanceTable(table)
-
-
-def _save_predictor_json(bundle: Bundle, file_name: str, payload: dict[str, Any]) -> None:
-    marks = {"fingerprint": bundle.folder.name, "dataset": bundle.dataset, "calibration": bundle.calibration}
-    artifacts.save_json(bundle.predictor_folder(bundle.dataset) / file_name, {**marks, **payload})
+        return AcceptanceTable({trace.temperature: fit_acceptance(trace.sampled) for trace in traces})
 
 
 def _profile(
@@ -315,7 +312,8 @@ def _profile(
     prompt: Sequence[int],
     acceptance: AcceptanceTable,
     progress: Progress,
-) -> LatencyModel:
+) -> dict[str, Any]:
+    """What `LatencyModel.from_json` reads, and the table of switching costs."""
     contexts = sorted({min(64, bundle.max_context // 2), 512, bundle.max_context - bundle.config.prefill_chunk} & set(range(1, bundle.max_context)))
     with progress.phase("measure latencies", 2 * ROUNDS * len(contexts) + 1):
         draft = latency_curve(models[1], contexts, progress.advance)
@@ -325,9 +323,7 @@ def _profile(
     latency = LatencyModel(draft, verify, 0.0, 0.0, 0.0)
     host = host_milliseconds(engine, prompt, _typical(bundle, acceptance, latency))
     curves = {"draft": curve_json(draft), "verify": curve_json(verify), "switching": switching.to_json()}
-    payload = {"fingerprint": bundle.folder.name, "machine": bundle.machine, **curves, **host}
-    artifacts.save_json(bundle.profile_path, payload)
-    return LatencyModel.from_json(payload)
+    return {"machine": bundle.machine, **curves, **host}
 
 
 def _switching(bundle: Bundle) -> SwitchTable:
@@ -357,20 +353,20 @@ def _typical_verify(policy: FixedShape) -> int:
     return max(menu, key=lambda verify: policy.acceptance.expected_emitted(width, depth, verify) / policy.latency.step_ms(width, depth, verify, 64))
 
 
-def _plan(bundle: Bundle, engine: Engine, prompt: Sequence[int], acceptance: AcceptanceTable, latency: LatencyModel, progress: Progress) -> None:
+def _plan(bundle: Bundle, engine: Engine, prompt: Sequence[int], acceptance: AcceptanceTable, latency: LatencyModel, progress: Progress) -> dict[str, Any]:
     """Search the execution plan of an iteration; it lies with the profile, for it is this machine's."""
     policy = _typical(bundle, acceptance, latency)
     policy = replace(policy, shape=replace(policy.shape, verify=_typical_verify(policy)))  # every run must do the same work
     work = Workload(target=engine.target, draft=engine.draft, prompt=prompt, policy=policy, max_context=bundle.max_context)
     with progress.phase("search the plan", NUM_TICKS):
         choice = choose_plan(work, tick=progress.advance)
-    artifacts.save_json(bundle.plan_path, {"fingerprint": bundle.folder.name, "shape": str(policy.shape), **choice.to_json()})
+    return {"shape": str(policy.shape), **choice.to_json()}
 
 
 def _train_depth(
     bundle: Bundle, engine: Engine, prompt: Sequence[int], traces: Sequence[Traces], acceptance: AcceptanceTable, latency: LatencyModel, progress: Progress
-) -> None:
-    """Fit the depth predictor, judge it on held-out texts with what it costs, store both."""
+) -> tuple[bytes, dict[str, Any]]:
+    """Fit the depth predictor and judge it on held-out texts with what it costs: its weights, and the report."""
     config = bundle.config
     with progress.phase("train depth predictor", 1):
         judged = held_out(traces, config.max_depth)
@@ -385,15 +381,22 @@ def _train_depth(
             temperature=0.0,
         )
         cost_ms = decision_milliseconds(engine, prompt, policy, num_tokens=min(64, bundle.max_context - len(prompt)))
-    weights = bundle.predictor_folder(bundle.dataset) / "predictor.safetensors"
-    artifacts.save_bytes(weights, predictor.to_bytes())
-    payload = {
-        "weights_digest": artifacts.digest_file(weights),
-        "reference_width": _reference_width(config),
-        "decision_ms": cost_ms,
-        "held_out": {str(each.trace.temperature): evaluate(each, latency, config.verify_widths, cost_ms) for each in judged},
-    }
-    _save_predictor_json(bundle, "predictor.json", payload)
+    held_out_by_temperature = {str(each.trace.temperature): evaluate(each, latency, config.verify_widths, cost_ms) for each in judged}
+    return predictor.to_bytes(), {"reference_width": _reference_width(config), "decision_ms": cost_ms, "held_out": held_out_by_temperature}
+
+
+def _save(bundle: Bundle, acceptance: AcceptanceTable, profile: dict[str, Any], plan: dict[str, Any], predictor: bytes, report: dict[str, Any]) -> None:
+    """Write what was measured, then the bundle: these files belong to the pair, not to a fingerprint, and half of them would break an earlier one."""
+    mark = {"fingerprint": bundle.folder.name}
+    text = {**mark, "dataset": bundle.dataset, "calibration": bundle.calibration}
+    by_temperature = {str(temperature): calibrated.to_json() for temperature, calibrated in acceptance.by_temperature.items()}
+    folder = bundle.predictor_folder(bundle.dataset)
+    artifacts.save_json(folder / "acceptance.json", {**text, "by_temperature": by_temperature})
+    artifacts.save_bytes(folder / "predictor.safetensors", predictor)
+    artifacts.save_json(folder / "predictor.json", {**text, "weights_digest": artifacts.digest_file(folder / "predictor.safetensors"), **report})
+    artifacts.save_json(bundle.profile_path, {**mark, **profile})
+    artifacts.save_json(bundle.plan_path, {**mark, **plan})
+    bundle.save()
 
 
 def bundled_arguments() -> tuple[str, str, str]:

@@ -14,6 +14,7 @@ import pytest
 import tiny_pair
 from conftest import TINY
 
+from yggdrasil import build
 from yggdrasil.artifacts import digest_file
 from yggdrasil.build import compile_pair
 from yggdrasil.bundle import Bundle, load_bundle, load_pair
@@ -309,6 +310,25 @@ def test_compiling_again_keeps_what_is_there_and_builds_what_is_missing(copied: 
     assert again.folder == folder
     assert compilations() == before
     assert {name: digest for name, digest in snapshot(folder).items() if name != "bundle.json"} == kept
+    generate(capsys)
+
+
+def test_an_interrupted_recompilation_leaves_the_pair_that_was_there(
+    copied: Path, llama_folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    old, calibration = load_bundle("tiny"), tiny_pair.save_calibration(copied / "stories.txt")
+    monkeypatch.setattr(build, "machine_fields", lambda: {**old.machine, "torch": "the next one"})
+    new = build._describe(*llama_folders, "tiny", TINY, calibration)
+    shutil.copytree(old.folder, new.folder)  # its graphs are built: what is left is to measure
+    before = snapshot(copied)
+
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "fit_predictor", interrupt)  # in the last phase
+    with pytest.raises(KeyboardInterrupt):
+        compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=tiny_pair.SilentProgress())
+    assert {name: digest for name, digest in snapshot(copied).items() if name in before} == before
     generate(capsys)
 
 

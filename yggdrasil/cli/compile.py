@@ -20,8 +20,9 @@ __all__ = ["add_parser", "pair_name", "run"]
 
 DESCRIPTION = """\
 Compile a target and a draft for this machine, once. Both are lowered with TorchInductor to one static graph per token
-count of a small menu; then the graphs are timed and the draft's guesses are calibrated on text. Ctrl-C loses nothing:
-the same command goes on where it stopped. Without arguments the bundled pair is compiled.
+count of a small menu; then the graphs are timed and the draft's guesses are calibrated on text. After Ctrl-C the same
+command keeps the graphs that were finished; a pair compiled before works until the new one is done. Without arguments
+the bundled pair is compiled.
 
 For several GPUs: torchrun --nproc-per-node 2 -m yggdrasil compile TARGET DRAFT ...; the target is shared out by its tensor-parallel plan in
 transformers, and the pair then runs on as many processes.
