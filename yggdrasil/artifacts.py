@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,9 @@ __all__ = [
     "save_bytes",
     "save_json",
 ]
+
+
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def root() -> Path:
@@ -69,19 +73,32 @@ def predictors() -> Path:
 
 @cache
 def cpu_flags() -> str:
-    """The instruction sets that native code was compiled for: a foreign machine must not load it."""
-    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
+    """The processor that native code was compiled for, which a foreign one must not load: its model, the instruction sets one asks about first, and a
+    digest of all of them."""
+    telling = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
+    fields = _first_processor()
+    flags = sorted(fields.get("flags", fields.get("Features", "")).split())  # on x86, on ARM
+    known = [platform.machine(), fields.get("model name", ""), *(flag for flag in telling if flag in flags)]
+    return " ".join([*filter(None, known), f"({len(flags)} flags, {digest(flags)})"])
+
+
+def _first_processor() -> dict[str, str]:
+    """What the kernel says of it, by field; nothing on a system that has no such file."""
     try:
-        words = Path("/proc/cpuinfo").read_text().split()
+        lines = CPUINFO.read_text().partition("\n\n")[0].splitlines()
     except OSError:
-        words = []
-    return " ".join([platform.machine(), *(flag for flag in wanted if flag in words)])
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-@cache
-def machine_name() -> str:
-    """A file name for the profile of this machine: processor flags and core count decide the latencies."""
-    return f"{platform.machine()}-{os.cpu_count()}cpu-{digest(cpu_flags())}"
+def machine_name(gpu: str = "") -> str:
+    """A file name for what is measured on this machine: processor and core count decide the latencies, and the GPU where models run on one.
+
+    Args:
+        gpu: Its name, as `torch.cuda.get_device_name` has it.
+    """
+    name = f"{platform.machine()}-{os.cpu_count()}cpu-{digest(cpu_flags())}"
+    return f"{name}-{re.sub(r'[^A-Za-z0-9]+', '-', gpu)}" if gpu else name
 
 
 def digest(*parts: object) -> str:

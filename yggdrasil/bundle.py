@@ -48,6 +48,7 @@ from yggdrasil.state import PLAIN, Shape
 from yggdrasil.tokenizer import Tokenizer
 
 __all__ = [
+    "BESIDE_GRAPHS",
     "BUNDLED",
     "FORMAT",
     "Bundle",
@@ -57,6 +58,7 @@ __all__ = [
     "TrainedDepth",
     "bundled_models",
     "compile_command",
+    "graph_sources",
     "is_compiled",
     "known_pairs",
     "load_bundle",
@@ -67,6 +69,7 @@ __all__ = [
 
 FORMAT = 5
 BUNDLED = "tinystories"
+BESIDE_GRAPHS = ("commit_triton.py", "migrate.py", "migrate_triton.py")  # kernels that no graph calls
 S = TypeVar("S", bound=KVStorage)
 T = TypeVar("T")
 
@@ -114,7 +117,7 @@ def machine_fields() -> dict[str, Any]:
     gpu = ".".join(str(part) for part in torch.cuda.get_device_capability()) if torch.cuda.is_available() else "none"
     return {
         "format": FORMAT,
-        "code": _lowering_digest(),
+        "code": _code_digest(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "cpu_flags": artifacts.cpu_flags(),
@@ -122,19 +125,18 @@ def machine_fields() -> dict[str, Any]:
     }
 
 
-@cache
-def _lowering_digest() -> str:
-    """Of the sources that decide what a graph computes: an upgrade of this package must not run graphs of the old one."""
+def graph_sources() -> list[Path]:
+    """The sources that decide what a graph computes and how fast: the layout of its memory, the compiler, the models and the operators."""
     package = Path(__file__).parent
-    sources = [
-        package / "layout.py",
-        package / "kv.py",
-        package / "compiler" / "fusion.py",
-        package / "compiler" / "graphs.py",
-        *sorted((package / "models").glob("*.py")),
-        *sorted((package / "kernels").glob("*.py")),
-    ]
-    return artifacts.digest([path.read_text() for path in sources])
+    folders = [path for name in ("compiler", "models", "kernels") for path in sorted((package / name).iterdir())]
+    sources = [path for path in folders if path.suffix in (".py", ".cpp", ".h") and path.name not in BESIDE_GRAPHS]
+    return [package / "layout.py", package / "kv.py", *sources]
+
+
+@cache
+def _code_digest() -> str:
+    """An upgrade of this package must not run graphs of the old one, nor decide by its measurements."""
+    return artifacts.digest([path.read_text() for path in graph_sources()])
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,8 @@ class Bundle:
 
     @property
     def profile_path(self) -> Path:
-        return artifacts.profiles() / self.name / f"{artifacts.machine_name()}.json"
+        gpu = torch.cuda.get_device_name() if self.config.device == "cuda" else ""
+        return artifacts.profiles() / self.name / f"{artifacts.machine_name(gpu)}.json"
 
     @property
     def plan_path(self) -> Path:

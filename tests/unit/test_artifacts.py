@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,42 @@ def test_compilations_are_counted_and_forbidden_where_nothing_may_compile() -> N
             count_compilation()
     count_compilation()
     assert compilations() == before + 2
+
+
+X86 = """processor\t: 0
+vendor_id\t: GenuineIntel
+model name\t: Xeon 8480
+flags\t\t: fpu avx512f avx2 sse2
+
+processor\t: 1
+flags\t\t: other
+"""
+
+
+@pytest.fixture
+def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+    """`cpu_flags` of a machine whose kernel says this."""
+    monkeypatch.setattr(artifacts, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+
+    def flags(content: str) -> str:
+        artifacts.CPUINFO.write_text(content)
+        artifacts.cpu_flags.cache_clear()
+        return artifacts.cpu_flags()
+
+    yield flags
+    artifacts.cpu_flags.cache_clear()
+
+
+def test_a_processor_is_told_by_its_model_and_by_every_flag(cpuinfo: Callable[[str], str]) -> None:
+    assert re.fullmatch(r"x86_64 Xeon 8480 avx2 avx512f \(4 flags, [0-9a-f]{12}\)", cpuinfo(X86))
+    assert cpuinfo(X86.replace("fpu avx512f", "avx512f fpu")) == cpuinfo(X86)  # the order says nothing
+    assert cpuinfo(X86.replace("fpu", "gfni")) != cpuinfo(X86)  # a flag that is in no list of ours
+    assert cpuinfo(X86.replace("8480", "8592")) != cpuinfo(X86)
+    assert cpuinfo("processor: 0\nFeatures: asimd sve\n").startswith("x86_64 asimd sve (2 flags, ")
+
+
+def test_the_name_of_a_machine_is_a_file_name_and_has_its_gpu() -> None:
+    with_gpu = artifacts.machine_name("NVIDIA H100 80GB HBM3")
+    assert with_gpu == f"{artifacts.machine_name()}-NVIDIA-H100-80GB-HBM3"
+    assert artifacts.machine_name("NVIDIA H200") != with_gpu

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import TINY
 
-from yggdrasil import build
+from yggdrasil import artifacts, build
+from yggdrasil.bundle import BESIDE_GRAPHS, graph_sources
 
 
 @pytest.fixture
@@ -49,3 +50,22 @@ def test_workers_on_cuda_are_as_many_as_shards_of_the_target_fit(tmp_path: Path,
     assert build._num_workers(bundle) == 5
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free - 1, 10 * free))
     assert build._num_workers(bundle) == 4
+
+
+def test_profiles_of_two_gpus_are_two_files(monkeypatch: pytest.MonkeyPatch, llama_folders: tuple[str, str]) -> None:
+    bundle = build._describe(*llama_folders, "pair", TINY, build.CALIBRATION_TEXT)
+    assert bundle.profile_path.stem == artifacts.machine_name()
+    on_gpu, paths = replace(bundle, config=replace(TINY, device="cuda")), set()
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
+        paths |= {on_gpu.profile_path, on_gpu.plan_path, bundle.profile_path}
+    assert len(paths) == 5
+
+
+def test_measurements_are_of_the_compiler_the_models_and_every_operator_that_a_graph_calls() -> None:
+    names = {f"{path.parent.name}/{path.name}" for path in graph_sources()}
+    assert names >= {"yggdrasil/layout.py", "yggdrasil/kv.py", "compiler/pool.py", "compiler/weights.py", "compiler/model.py", "models/forward.py"}
+    assert names >= {"kernels/attention.cpp", "kernels/operators.h", "kernels/vectors.h", "kernels/linear_triton.py", "kernels/build.py"}
+    assert names.isdisjoint({"kernels/commit_triton.py", "kernels/migrate.py", "kernels/migrate_triton.py"})
+    kernels = Path(build.__file__).parent / "kernels"
+    assert [name for name in BESIDE_GRAPHS if not (kernels / name).exists()] == []
