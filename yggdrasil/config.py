@@ -83,7 +83,7 @@ class CompileConfig:
         widths: Menu of draft widths W; each is a draft graph.
         max_depth: Most growth steps D.
         verify_widths: Menu of verified widths K; each is a target graph.
-        prefill_chunk: Tokens of a prompt that run together.
+        prefill_chunk: Tokens of a prompt that run together; more than any width, for it is the greatest graph of both models.
         num_candidates: Children a node can have, C; at least the greatest width.
         calibration_texts: Texts used to calibrate acceptance and to train the depth predictor, the first ones of the file.
         calibration_tokens: Tokens decoded after the beginning of each.
@@ -114,7 +114,8 @@ class CompileConfig:
             menu = getattr(self, name)
             _require(len(menu) > 0 and list(menu) == sorted(set(menu)) and menu[0] >= 1, name, menu, "ascending numbers, each at least 1")
         _require(self.max_depth >= 1, "max_depth", self.max_depth, "at least 1")
-        _require(self.prefill_chunk >= 2, "prefill_chunk", self.prefill_chunk, "at least 2")
+        widest = max(self.widths[-1], self.verify_widths[-1])
+        _require(self.prefill_chunk > widest, "prefill_chunk", self.prefill_chunk, f"above {widest}, the greatest of widths and verify_widths")
         _require(self.num_candidates >= self.widths[-1], "num_candidates", self.num_candidates, f"at least the greatest width, {self.widths[-1]}")
         _require(self.calibration_texts >= 1, "calibration_texts", self.calibration_texts, "at least 1")
         _require(self.calibration_tokens >= 1, "calibration_tokens", self.calibration_tokens, "at least 1")

@@ -43,6 +43,7 @@ NAN, INF = float("nan"), float("inf")
         (CompileConfig, "verify_widths", (4, 4)),
         (CompileConfig, "max_depth", 0),
         (CompileConfig, "prefill_chunk", 1),
+        (CompileConfig, "prefill_chunk", 64),  # as many as the greatest verified width
         (CompileConfig, "num_candidates", 7),
         (CompileConfig, "calibration_texts", 0),
         (CompileConfig, "calibration_tokens", 0),
@@ -72,6 +73,12 @@ def test_the_limits_themselves_are_allowed() -> None:
     GenerateConfig(max_new_tokens=1)
     CompileConfig(device="cuda", exact=False)
     CompileConfig(max_context=32, widths=(1,), verify_widths=(1,), num_candidates=1, prefill_chunk=2, max_depth=1)
+
+
+def test_a_prefill_chunk_is_wider_than_any_draft_and_any_verification() -> None:
+    with pytest.raises(ConfigError, match="prefill_chunk: 8 is not allowed; it must be above 8, the greatest of widths and verify_widths"):
+        CompileConfig(widths=(1, 8), verify_widths=(4,), prefill_chunk=8)
+    CompileConfig(widths=(1, 8), verify_widths=(4,), prefill_chunk=9)
 
 
 def test_from_dict_gives_a_saved_config_back() -> None:
