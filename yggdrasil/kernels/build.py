@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,8 @@ def _sources() -> list[Path]:
 
 
 def _folder() -> Path:
-    sources = [path.read_text() for path in sorted([*_sources(), *Path(__file__).parent.glob("*.h")])]
+    headers = Path(__file__).parent.glob("*.h")
+    sources = [path.read_text() for path in sorted([*_sources(), *headers, Path(__file__)])]  # this file has the compiler's options
     return artifacts.compile_cache() / "kernels" / artifacts.digest(sources, torch.__version__, artifacts.cpu_flags())
 
 
@@ -60,21 +60,18 @@ def _size(path: Path) -> int:
 
 
 @cache
-def load_kernels(on_build: Callable[[], None] | None = None) -> None:
+def load_kernels() -> None:
     """Make `torch.ops.ygg` available, compiling the library first if this machine has not yet.
 
     With models on CUDA, too: metadata of text is filled in on the host, by the same operators.
 
-    Args:
-        on_build: Called before a compilation, which takes about 20 s.
-
     Raises:
         RuntimeError: the C++ compiler failed; its output is in the message.
+
+    Cost: about 20 s where it compiles.
     """
     folder = _folder()
     if not is_built():
-        if on_build is not None:
-            on_build()
         with artifacts.atomic_directory(folder) as temporary:
             count_compilation()
             _compile(temporary)
