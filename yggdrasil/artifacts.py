@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ __all__ = [
     "digest_file",
     "load_json",
     "machine_name",
+    "one_at_a_time",
     "predictors",
     "profiles",
     "root",
@@ -166,6 +168,29 @@ def atomic_directory(path: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def one_at_a_time(lock: Path, waiting: AbstractContextManager[Any]) -> Iterator[bool]:
+    """A block that one process runs and others wait for.
+
+    Args:
+        lock: A file that stands for what the block writes; it stays, for a file that goes would be locked under two names.
+        waiting: Entered while another process is in the block.
+
+    Returns:
+        Whether it had to wait: then another process may have done the work.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:  # closing it, or the end of this process, unlocks
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            waited = False
+        except BlockingIOError:
+            with waiting:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            waited = True
+        yield waited
 
 
 def check_fingerprint(path: Path, stored: Mapping[str, Any], current: Mapping[str, Any], command: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from yggdrasil import artifacts
-from yggdrasil.bundle import BUNDLED, Bundle, SourceFile, bundled_models, machine_fields
+from yggdrasil.bundle import BUNDLED, Bundle, SourceFile, bundled_models, load_bundle, load_measurements, machine_fields
 from yggdrasil.calibration import Traces, collect_traces
 from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
 from yggdrasil.compiler.model import CompiledModel, graph_path
@@ -26,7 +26,7 @@ from yggdrasil.compiler.weights import FILE_NAME, save_weights
 from yggdrasil.config import CompileConfig
 from yggdrasil.depth_training import evaluate, fit_predictor, held_out
 from yggdrasil.engine import Engine
-from yggdrasil.errors import ConfigError, ModelMismatch
+from yggdrasil.errors import ArtifactError, ConfigError, ModelMismatch
 from yggdrasil.exactness import inexact_widths
 from yggdrasil.kernels import load_kernels
 from yggdrasil.kv import KVCache, KVShape
@@ -51,6 +51,7 @@ CALIBRATION_TEMPERATURES = (0.0, 1.0)
 REFERENCE_WIDTH = 4
 PROMPT_LEN = 24  # tokens of a calibration text that serve as its prompt
 DEFAULT_MAX_CONTEXT = 2048
+LOCK_NAME = "compiling.lock"  # in the folder of the pair
 WORKER_BYTES = 3 * 2**29  # a CUDA context, its libraries, two pages of KV
 SWITCH_ROWS, MAX_LAG = 16, 1024  # how far the cost of bringing the draft back is measured
 
@@ -77,7 +78,7 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
         progress: Told about every phase.
 
     Returns:
-        The bundle, saved and current.
+        The bundle, saved and current. Where another process is compiling a pair of this name it is waited for, and if it was this very pair, that is it.
 
     Raises:
         ConfigError, ModelMismatch, UnsupportedModel: before anything is written.
@@ -86,6 +87,21 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
     with progress.phase("check the pair", 1):
         bundle = _describe(target, draft, name, config, calibration)
         texts = read_texts(calibration)
+    with artifacts.one_at_a_time(bundle.folder.parent / LOCK_NAME, progress.phase("wait for another run", 1)) as waited:
+        return (_compiled_meanwhile(bundle) if waited else None) or _compile(bundle, texts, progress)
+
+
+def _compiled_meanwhile(bundle: Bundle) -> Bundle | None:
+    """The pair as another process finished it, if it is the same to the last option."""
+    try:
+        done = load_bundle(bundle.name)
+        load_measurements(done, done.dataset)
+    except ArtifactError:
+        return None  # it broke off, or compiled something else
+    return done if replace(done, inexact_widths=()) == bundle else None
+
+
+def _compile(bundle: Bundle, texts: Sequence[str], progress: Progress) -> Bundle:
     with progress.phase("compile operators", 1):
         load_kernels()
     _build_models(bundle, progress)

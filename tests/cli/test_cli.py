@@ -6,7 +6,10 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +59,6 @@ def test_json_has_every_key_and_the_figures_agree(capsys: Capture) -> None:
 
 
 def test_a_loaded_pair_compiles_nothing_in_a_fresh_process(ygg_home: Path) -> None:
-    import subprocess
-    import sys
-
     done = subprocess.run(
         [sys.executable, "-m", "yggdrasil", "generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "8", "--json"], capture_output=True, text=True, check=True
     )
@@ -330,6 +330,61 @@ def test_an_interrupted_recompilation_leaves_the_pair_that_was_there(
         compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=tiny_pair.SilentProgress())
     assert {name: digest for name, digest in snapshot(copied).items() if name in before} == before
     generate(capsys)
+
+
+class Phases(tiny_pair.SilentProgress):
+    """Notes what is reported; runs `meanwhile` when a compilation begins to wait for another."""
+
+    def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self.names: list[str] = []
+        self._meanwhile = meanwhile
+
+    @contextmanager
+    def phase(self, name: str, total: int) -> Iterator[None]:
+        self.names.append(name)
+        if name == "wait for another run":
+            self._meanwhile()
+        yield
+
+
+@contextmanager
+def held(home: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that compiles the pair: it has the lock until its standard input is closed."""
+    script = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    path = home / "compile_cache" / "tiny" / build.LOCK_NAME
+    with subprocess.Popen([sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+
+
+def test_a_second_compilation_waits_for_the_first_and_takes_its_result(copied: Path, ygg_home: Path, llama_folders: tuple[str, str]) -> None:
+    calibration = tiny_pair.save_calibration(ygg_home / "stories.txt")  # what the fixture compiled with
+    with held(copied) as other:
+        assert other.stdin is not None
+        progress = Phases(meanwhile=other.stdin.close)
+        found = compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
+    assert progress.names == ["check the pair", "wait for another run"]
+    assert found == load_bundle("tiny")
+
+
+def test_a_second_compilation_goes_on_where_the_first_broke_off(copied: Path, ygg_home: Path, llama_folders: tuple[str, str]) -> None:
+    calibration = tiny_pair.save_calibration(ygg_home / "stories.txt")
+    (load_bundle("tiny").folder / "bundle.json").unlink()
+    with held(copied) as other:
+        assert other.stdin is not None
+        progress = Phases(meanwhile=other.stdin.close)
+        found = compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
+    assert progress.names[:3] == ["check the pair", "wait for another run", "compile operators"]
+    assert found == load_bundle("tiny")
+
+
+def test_a_compilation_alone_waits_for_nobody(copied: Path, ygg_home: Path, llama_folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calibration, progress = tiny_pair.save_calibration(ygg_home / "stories.txt"), Phases()
+    monkeypatch.setattr(build, "_compile", lambda bundle, texts, progress: bundle)
+    compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
+    compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
+    assert progress.names == 2 * ["check the pair"]
 
 
 def test_another_calibration_text_gives_another_predictor_of_the_same_graphs(copied: Path, llama_folders: tuple[str, str], capsys: Capture) -> None:
