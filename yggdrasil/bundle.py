@@ -406,10 +406,10 @@ def load_bundle(name: str) -> Bundle:
         ArtifactError: unknown, corrupt or stale; names the field and the command.
     """
     current = artifacts.compile_cache() / name / "current.json"
+    hint = f"ygg compile TARGET DRAFT --name {name}" if name != BUNDLED else "ygg compile"
     if not is_compiled(name):
         known = ", ".join(known_pairs()) or "none yet"
-        raise ArtifactError(current.parent, f"no compiled pair named {name!r} (there are: {known})", f"ygg compile TARGET DRAFT --name {name}")
-    hint = f"ygg compile TARGET DRAFT --name {name}" if name != BUNDLED else "ygg compile"
+        raise ArtifactError(current.parent, f"no compiled pair named {name!r} (there are: {known})", hint)
     folder = current.parent / str(artifacts.load_json(current, hint).get("fingerprint"))
     payload = artifacts.load_json(folder / "bundle.json", hint)
     try:

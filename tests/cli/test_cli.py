@@ -172,6 +172,11 @@ def test_an_unknown_pair_names_the_known_ones(arguments: tuple[str, ...], capfd:
     assert "ygg compile TARGET DRAFT --name nobody" in line
 
 
+def test_show_of_the_bundled_pair_says_how_to_compile_it(capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YGG_HOME", str(tmp_path))
+    assert refused(capfd, "show", "pair").endswith("no compiled pair named 'tinystories' (there are: none yet); run `ygg compile`\n")
+
+
 def test_show_needs_an_existing_folder(capfd: Capture, tmp_path: Path) -> None:
     assert "--out" in refused(capfd, "show", "profile", "--pair", "tiny", "--out", str(tmp_path / "nowhere"))
 

@@ -25,7 +25,7 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser("show", help="look at a compiled pair", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("pair", "profile", "plan", "predictor", "step", "tree"))
     parser.add_argument("prompt", nargs="?", default="Once upon a time", help="for step and tree: the text before the step (default: %(default)s)")
-    parser.add_argument("--pair", help="which pair (default: the bundled one)")
+    parser.add_argument("--pair", help="which compiled pair (default: the bundled one)")
     parser.add_argument("--predictor", metavar="DATASET", help="which calibration text's predictor (default: the last one compiled)")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for PNG files (default: the working directory)")
     parser.set_defaults(run=run)
