@@ -27,6 +27,7 @@ from typing import Any
 from yggdrasil.errors import ArtifactError
 
 __all__ = [
+    "OPERATORS",
     "atomic_directory",
     "check_fingerprint",
     "compile_cache",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 
+OPERATORS = "kernels"  # the folder of the compile cache that belongs to no pair
 CPUINFO = Path("/proc/cpuinfo")
 
 

@@ -205,6 +205,38 @@ def test_compile_refuses_a_wrong_folder_a_missing_tokenizer_and_another_vocabula
     assert sorted(path.name for path in (ygg_home / "compile_cache").iterdir()) == before
 
 
+@pytest.mark.parametrize("name", ("", ".", "..", "-x", "_x", ".hidden", "a b", "a/b", "kernels", "tinystories"))
+def test_a_name_that_is_no_folder_of_its_own_is_refused_with_the_command(name: str, capfd: Capture, tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"  # where no name is given it is the folder's
+    folder.mkdir()
+    arguments = [f"--name={name}"] if name else []
+    line = refused(capfd, "compile", str(folder), "draft", *arguments)
+    assert f"name: {name or 'kernels'!r} is not allowed" in line
+    assert line.endswith(f"; ygg compile {folder} draft --name NAME\n")
+
+
+def test_the_name_of_a_pair_is_that_of_the_folder_wherever_one_stands(llama_folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Found(Exception):
+        pass
+
+    def note(*args: Any, name: str, **kwargs: Any) -> None:
+        raise Found(name)
+
+    monkeypatch.setattr(build, "compile_pair", note)
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    for target in (".", "../mine/", str(tmp_path / "mine"), "org/mine"):
+        with pytest.raises(Found, match="^mine$"):
+            main(["compile", target, llama_folders[1]])
+    (tmp_path / ".my models").mkdir()
+    with pytest.raises(Found, match="^my-models-[0-9a-f]{12}$"):
+        main(["generate", "x", "--target", "../.my models", "--draft", llama_folders[1]])
+
+
+def test_a_name_without_models_is_refused(capfd: Capture) -> None:
+    assert "--name: 'mine' is not allowed" in refused(capfd, "compile", "--name", "mine")
+
+
 @pytest.fixture
 def copied(ygg_home: Path, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An artifact root of this test's own, to be broken: a copy of the compiled pair."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -54,18 +55,29 @@ def add_parser(verbs: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Compile and say what to do next."""
-    from yggdrasil.build import bundled_arguments
+    from yggdrasil.build import bundled_arguments, resolved
 
     config = CompileConfig(device=options.device, dtype=options.dtype, max_context=options.max_context, exact=options.exact, ranks=num_ranks())
+    if options.target is None and options.name is not None:
+        raise ConfigError("--name", options.name, "given with the models it is for", f"ygg compile TARGET DRAFT --name {options.name}")
     if options.target is None:
         target, draft, name = bundled_arguments()
     elif options.draft is None:
         raise ConfigError("draft", None, "a folder or hub id of a small model", "ygg compile TARGET DRAFT")
     else:
-        target, draft, name = options.target, options.draft, options.name or Path(options.target).name
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise ConfigError("name", name, "letters, digits, dots, dashes and underscores")
+        target, draft, name = options.target, options.draft, options.name or Path(resolved(options.target)).name
+        _check_name(name, target, draft)
     _report(*_compile(target, draft, name, config, options.calibration))
+
+
+def _check_name(name: str, target: str, draft: str) -> None:
+    """Raises ConfigError for what cannot be a folder of its own in the stores, or is one already."""
+    from yggdrasil.artifacts import OPERATORS
+    from yggdrasil.bundle import BUNDLED
+
+    if name in (BUNDLED, OPERATORS) or not re.fullmatch(r"[^\W_][\w.-]*", name):
+        allowed = f"letters, digits, dots, dashes and underscores, a letter or digit first; {BUNDLED} and {OPERATORS} are taken"
+        raise ConfigError("name", name, allowed, f"{shlex.join(['ygg', 'compile', target, draft])} --name NAME")
 
 
 def pair_name(options: argparse.Namespace) -> str:
@@ -94,6 +106,7 @@ def _compile_named(target: str, draft: str) -> str:
     from yggdrasil.bundle import is_compiled
 
     name = f"{Path(target).resolve().name}-{digest(resolved(target), resolved(draft))}"
+    name = re.sub(r"[^\w.-]", "-", name).lstrip("._-")  # one that `ygg compile --name` takes, for errors will say to run that
     if not is_compiled(name):
         _compile(target, draft, name, CompileConfig(ranks=num_ranks()), None)
     return name

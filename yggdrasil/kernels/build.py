@@ -26,7 +26,7 @@ def _sources() -> list[Path]:
 def _folder() -> Path:
     headers = Path(__file__).parent.glob("*.h")
     sources = [path.read_text() for path in sorted([*_sources(), *headers, Path(__file__)])]  # this file has the compiler's options
-    return artifacts.compile_cache() / "kernels" / artifacts.digest(sources, torch.__version__, artifacts.cpu_flags())
+    return artifacts.compile_cache() / artifacts.OPERATORS / artifacts.digest(sources, torch.__version__, artifacts.cpu_flags())
 
 
 def is_built() -> bool:
