@@ -6,18 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from yggdrasil.bundle import LoadedPair
-from yggdrasil.errors import ConfigError
+from yggdrasil.drawing import load_matplotlib
 from yggdrasil.policy.objective import speedup
 
 __all__ = ["plot_acceptance", "plot_latency", "plot_predictor"]
 
 
 def _figure(title_left: str, title_right: str) -> tuple[Any, Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("matplotlib", "not installed", "installed for plots", "pip install matplotlib") from None
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = load_matplotlib().figure.Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.set_title(title_left)
     right.set_title(title_right)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from yggdrasil.bundle import LoadedPair
 from yggdrasil.config import GenerateConfig
+from yggdrasil.drawing import load_matplotlib
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ConfigError
 from yggdrasil.models.protocol import TokenModel
@@ -315,14 +316,10 @@ def plot_timeline(step: StepRecord, path: Path, *, title: str = "") -> Path:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("matplotlib", "not installed", "installed for plots", "pip install matplotlib") from None
+    matplotlib = load_matplotlib()
     names = dict.fromkeys(span.name for span in (*step.graphs, *step.stages))
-    colours = {name: colormaps["tab20"](index % 20) for index, name in enumerate(names)}
-    figure = Figure(figsize=(max(11, 0.45 * len(step.graphs) + 5), 4.5), layout="constrained")
+    colours = {name: matplotlib.colormaps["tab20"](index % 20) for index, name in enumerate(names)}
+    figure = matplotlib.figure.Figure(figsize=(max(11, 0.45 * len(step.graphs) + 5), 4.5), layout="constrained")
     axes = figure.subplots()
     for lane, spans in enumerate((step.graphs, step.stages)):
         bars = [

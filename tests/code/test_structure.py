@@ -16,7 +16,7 @@ import yggdrasil
 PACKAGE = Path(yggdrasil.__file__).parent
 ROOT = PACKAGE.parent
 GROUPS = (  # a module imports from its own group and from those before it
-    ("errors", "config", "compilations", "launch", "layout", "staging"),
+    ("errors", "config", "compilations", "drawing", "launch", "layout", "staging"),
     ("tree", "kv", "state", "trace", "artifacts"),
     ("kernels",),
     ("models",),

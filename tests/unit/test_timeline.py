@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from yggdrasil.timeline import BETWEEN, Interval, RecordedModel, Recorder, StepRecord, Timeline, gaps, host_pieces, timeline_table
+from yggdrasil.errors import ConfigError
+from yggdrasil.timeline import BETWEEN, Interval, RecordedModel, Recorder, StepRecord, Timeline, gaps, host_pieces, plot_timeline, timeline_table
 
 
 def graph(name: str, start_ms: float, end_ms: float) -> Interval:
@@ -131,3 +134,10 @@ def test_a_recorded_model_gives_what_the_model_gives_and_notes_the_graph() -> No
     assert model.forward(torch.zeros(4, 9)) is outputs
     assert [(note.name, note.is_graph) for note in notes] == [("draft 4", True)]
     assert model.graph_ms == pytest.approx(notes[0].ms)
+
+
+def test_without_matplotlib_a_plot_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    step = StepRecord("W2 D1", 0.0, 1.0, (), ())
+    with pytest.raises(ConfigError, match=r"matplotlib: 'not installed' .*pip install 'yggdrasil-decoding\[plots\]'"):
+        plot_timeline(step, tmp_path / "step.png")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from yggdrasil.drawing import load_matplotlib
 from yggdrasil.errors import ConfigError
 from yggdrasil.schedule.plan import Plan
 from yggdrasil.schedule.search import Timeline
@@ -29,17 +30,12 @@ def plot_plans(timelines: Sequence[Timeline], path: Path, *, winner: Plan | None
     Raises:
         ConfigError: matplotlib is not installed, or there is nothing to draw.
     """
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise ConfigError("matplotlib", "not installed", "installed for plots", "pip install matplotlib") from None
     if not timelines:
         raise ConfigError("timelines", 0, "at least one")
-    palette = colormaps["tab20"]
+    matplotlib = load_matplotlib()
+    palette = matplotlib.colormaps["tab20"]
     colours = {stage: palette(index % 20) for index, stage in enumerate(STAGES)}
-    figure = Figure(figsize=(11, 0.6 + 1.4 * len(timelines)), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(11, 0.6 + 1.4 * len(timelines)), layout="constrained")
     longest = max(timeline.makespan_ms for timeline in timelines)
     for axes, timeline in zip(figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0], timelines, strict=True):
         _draw(axes, timeline, colours, longest)
@@ -47,7 +43,7 @@ def plot_plans(timelines: Sequence[Timeline], path: Path, *, winner: Plan | None
         axes.set_title(f"{timeline.plan.name}{mark}: {timeline.makespan_ms:.2f} ms", fontsize=9, loc="left", fontweight="bold" if mark else "normal")
     axes.set(xlim=(0, longest), xlabel="ms")
     shown = {span.stage for timeline in timelines for span in timeline.spans}
-    handles = [Patch(color=colours[stage], label=stage) for stage in STAGES if stage in shown]
+    handles = [matplotlib.patches.Patch(color=colours[stage], label=stage) for stage in STAGES if stage in shown]
     figure.legend(handles=handles, loc="outside right upper", fontsize=7)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=130)
