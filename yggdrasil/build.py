@@ -122,7 +122,7 @@ def _compile(bundle: Bundle, texts: Sequence[str], progress: Progress) -> Bundle
 def _describe(target: str, draft: str, name: str, config: CompileConfig, calibration: Path) -> Bundle:
     """Check everything that can be wrong with the input, and settle what is to be built."""
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", "cuda", "cpu on this machine: torch sees no CUDA device")
+        raise ConfigError("device", "cuda", "cpu on this machine: torch sees no CUDA device", "ygg compile TARGET DRAFT --device cpu")
     target, draft = resolved(target), resolved(draft)
     target_config, draft_config = load_config(target), load_config(draft)
     check_divisible(target_config, config.ranks)
@@ -164,8 +164,10 @@ def resolved(model: str) -> str:
 def _check_tokenizers(tokenizer: Any, draft: str) -> None:
     if Path(draft).is_dir() and not any(Path(draft).glob("tokenizer*")):
         return  # a draft without a tokenizer of its own is trained on the target's: the vocabulary sizes agree
-    if load_tokenizer(draft).get_vocab() != tokenizer.get_vocab():
-        raise ModelMismatch("tokenizer", "one vocabulary", "another of the same size")
+    ours, theirs = ({token: repr(text) for text, token in each.get_vocab().items()} for each in (tokenizer, load_tokenizer(draft)))
+    for token in sorted(ours.keys() | theirs.keys()):
+        if ours.get(token) != theirs.get(token):
+            raise ModelMismatch(f"tokenizer: token {token}", ours.get(token, "none"), theirs.get(token, "none"))
 
 
 def _max_context(config: CompileConfig, *models: Any) -> int:
@@ -285,7 +287,8 @@ def _prompts(bundle: Bundle, texts: Sequence[str]) -> list[list[int]]:
     prompts = [tokenizer.encode(text)[:PROMPT_LEN] for text in texts[: bundle.config.calibration_texts]]
     prompts = [prompt for prompt in prompts if len(prompt) > 1]
     if not prompts:
-        raise ConfigError("calibration", bundle.calibration, "a file with at least one text of two tokens")
+        path = bundle.calibration or str(CALIBRATION_TEXT)
+        raise ConfigError("calibration", path, "a file with at least one text of two tokens", "ygg compile TARGET DRAFT --calibration FILE")
     return prompts
 
 

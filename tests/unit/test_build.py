@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import TINY
 
 from yggdrasil import artifacts, build
 from yggdrasil.bundle import BESIDE_GRAPHS, graph_sources
+from yggdrasil.errors import ConfigError, ModelMismatch
 
 
 @pytest.fixture
@@ -69,3 +72,25 @@ def test_measurements_are_of_the_compiler_the_models_and_every_operator_that_a_g
     assert names.isdisjoint({"kernels/commit_triton.py", "kernels/migrate.py", "kernels/migrate_triton.py"})
     kernels = Path(build.__file__).parent / "kernels"
     assert [name for name in BESIDE_GRAPHS if not (kernels / name).exists()] == []
+
+
+def test_tokenizers_that_differ_are_told_by_the_first_token_that_does(tmp_path: Path, llama_folders: tuple[str, str]) -> None:
+    tokenizer = build.load_tokenizer(llama_folders[0])
+    build._check_tokenizers(tokenizer, llama_folders[1])
+    tokenizer.add_tokens(["<|new|>"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelMismatch, match=r"tokenizer: token 384 differs: the target has none, the draft has '<\|new\|>'"):
+        build._check_tokenizers(build.load_tokenizer(llama_folders[0]), str(tmp_path))
+
+
+def test_a_calibration_text_without_two_tokens_is_refused_by_its_path(tmp_path: Path, llama_folders: tuple[str, str]) -> None:
+    bundle = build._describe(*llama_folders, "pair", TINY, build.CALIBRATION_TEXT)
+    shutil.copy(Path(llama_folders[0]) / "tokenizer.json", tmp_path)
+    with pytest.raises(ConfigError, match=r"calibration: '.*calibration\.jsonl' .*; ygg compile TARGET DRAFT --calibration FILE"):
+        build._prompts(replace(bundle, folder=tmp_path), ["O"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_cuda_where_there_is_none_is_refused_with_the_command(llama_folders: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match="device: 'cuda' .*; ygg compile TARGET DRAFT --device cpu"):
+        build._describe(*llama_folders, "pair", replace(TINY, device="cuda"), build.CALIBRATION_TEXT)
