@@ -10,11 +10,11 @@ from statistics import geometric_mean, mean, median
 from typing import Any
 
 from bench.harness import Arm, Generation, Rounds, ratio, spread
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.kv import KVCache
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.shape import FixedShape, ShapePolicy
 from yggdrasil.report import Run
 from yggdrasil.state import PLAIN, Shape

@@ -30,8 +30,8 @@ from bench.eager import eager_engine
 from bench.harness import Arm, Rounds, interleave, ratio
 from bench.subject import subject
 from bench.workloads import STORIES, beginnings
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.engine import Engine
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import equal_growth
 from yggdrasil.schedule.plan import SEQUENTIAL
 

@@ -26,7 +26,7 @@ from bench.counting import Counter, candidates
 from bench.harness import interleave
 from bench.subject import Subject, subject
 from bench.workloads import WORKLOADS, Workload, beginnings
-from yggdrasil.bundle import LoadedPair
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import sequoia_latency
 from yggdrasil.state import Shape
 

@@ -24,9 +24,10 @@ from bench.claim import Say, report, sayer, script_parser
 from bench.harness import environment
 from bench.workloads import WORKLOADS
 from yggdrasil.build import compile_pair
-from yggdrasil.bundle import BUNDLED, LoadedPair, bundled_models, is_compiled, load_pair
+from yggdrasil.bundle import BUNDLED, bundled_models, is_compiled
 from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig
+from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.report import Run
 from yggdrasil.state import PLAIN, Shape
 

@@ -19,7 +19,7 @@ from bench.claim import Claim, Say, bars
 from bench.harness import Arm, interleave, ratio
 from bench.subject import subject
 from bench.workloads import STORIES, beginnings
-from yggdrasil.bundle import LoadedPair
+from yggdrasil.pair import LoadedPair
 from yggdrasil.state import PLAIN
 
 if TYPE_CHECKING:

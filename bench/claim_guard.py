@@ -25,7 +25,7 @@ from bench.claim import Claim, Say, bars
 from bench.harness import Arm, Generation, interleave, ratio
 from bench.subject import subject
 from bench.workloads import STORIES, WORKLOADS, beginnings
-from yggdrasil.bundle import LoadedPair
+from yggdrasil.pair import LoadedPair
 
 GUARDED, UNGUARDED = "guarded", "unguarded"
 ALLOWED = 1.03

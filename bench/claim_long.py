@@ -26,11 +26,12 @@ from bench.claim import Claim, Say
 from bench.workloads import STORIES
 from yggdrasil import artifacts
 from yggdrasil.build import compile_pair
-from yggdrasil.bundle import LoadedPair, bundled_models, load_pair
+from yggdrasil.bundle import bundled_models
 from yggdrasil.cli.progress import RichProgress
 from yggdrasil.compilations import compilations, no_compilation
 from yggdrasil.config import CompileConfig, GenerateConfig
 from yggdrasil.errors import ArtifactError
+from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.state import PLAIN, Shape
 
 PAIR_NAME = "tinystories-4096"

@@ -16,10 +16,11 @@ import psutil
 
 from bench.claim import report, sayer, script_parser
 from bench.harness import environment
-from yggdrasil.bundle import BUNDLED, LoadedPair, load_pair
+from yggdrasil.bundle import BUNDLED
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import GenerateConfig
 from yggdrasil.models.packing import pack_chain_
+from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.report import Run
 
 CLAIM = "memory"

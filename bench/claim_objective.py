@@ -22,7 +22,7 @@ from bench.claim import Claim, Say, bars
 from bench.harness import interleave
 from bench.subject import Subject, subject
 from bench.workloads import WORKLOADS, Workload, beginnings
-from yggdrasil.bundle import LoadedPair
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import equal_growth
 from yggdrasil.state import Shape
 

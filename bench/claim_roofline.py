@@ -26,10 +26,10 @@ from bench.harness import MemoryStream, spread
 from bench.pair import bench_target
 from bench.subject import subject
 from bench.workloads import STORIES, beginnings
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.kv import KVShape
 from yggdrasil.models.packing import pack_chain_
+from yggdrasil.pair import LoadedPair
 from yggdrasil.timeline import Timeline, record_timeline
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from bench.claim import Claim, Say
 from bench.harness import interleave
 from bench.subject import subject
 from bench.workloads import STORIES, beginnings
-from yggdrasil.bundle import LoadedPair
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import equal_growth
 from yggdrasil.state import Shape
 

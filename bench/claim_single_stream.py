@@ -38,8 +38,9 @@ from bench.pair import TEST_TEXT, BenchTarget, bench_target, compiled_pair, prom
 from bench.peers import ASSISTED, EAGER, transformers_arms
 from bench.subject import PAIR_NAME, add_options, subject
 from yggdrasil.build import CALIBRATION_TEXT
-from yggdrasil.bundle import LoadedPair, bundled_models
+from yggdrasil.bundle import bundled_models
 from yggdrasil.measure import curve_json
+from yggdrasil.pair import LoadedPair
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.timeline import record_timeline
 

@@ -32,8 +32,9 @@ import psutil
 from bench.claim import Say
 from bench.harness import environment, save_result
 from bench.workloads import WORKLOADS
-from yggdrasil.bundle import BUNDLED, LoadedPair, load_pair
+from yggdrasil.bundle import BUNDLED
 from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.report import Run
 from yggdrasil.serve.chat import ChatTemplate, load_chat_template
 

@@ -20,7 +20,7 @@ from bench.claim import Claim, Say
 from bench.counting import Counter, candidates
 from bench.subject import subject
 from bench.workloads import WORKLOADS, Workload, beginnings
-from yggdrasil.bundle import LoadedPair
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.objective import speedup
 from yggdrasil.policy.structures import equal_growth, k_ary, sequence, sequoia, sequoia_latency
 from yggdrasil.state import Shape

@@ -19,7 +19,7 @@ from bench.claim import Claim, Say
 from bench.harness import interleave
 from bench.subject import subject
 from bench.workloads import STORIES, beginnings
-from yggdrasil.bundle import LoadedPair
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import sequoia_latency
 
 TEMPERATURES = (0.0, 0.3, 0.6, 1.0)

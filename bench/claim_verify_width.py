@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 
 from bench.claim import Claim, Say
 from bench.subject import subject
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.measure import curve_json, latency_curve
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.objective import speedup
 from yggdrasil.state import Shape

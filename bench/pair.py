@@ -13,11 +13,11 @@ from safetensors import safe_open
 from bench.scale_pair import inflate, inflated_config, num_parameters
 from yggdrasil import artifacts
 from yggdrasil.build import PROMPT_LEN, compile_pair, read_texts
-from yggdrasil.bundle import LoadedPair, load_pair
 from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError
 from yggdrasil.models.load import load_config
+from yggdrasil.pair import LoadedPair, load_pair
 
 __all__ = ["DEFAULTS", "LLAMA_2_7B", "LLAMA_68M", "TEST_TEXT", "BenchTarget", "bench_target", "compiled_pair", "inflated_model", "prompts_from"]
 

@@ -13,7 +13,7 @@ import argparse
 
 from bench.subject import Subject, add_options, subject
 from bench.workloads import WORKLOADS
-from yggdrasil.bundle import LoadedPair
+from yggdrasil.pair import LoadedPair
 
 COUNTED_ON = ("stories", "wiki")  # the kinds of text on which structures are counted
 

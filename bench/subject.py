@@ -10,10 +10,11 @@ from pathlib import Path
 from bench.pair import DEFAULTS, LLAMA_2_7B, LLAMA_68M, BenchTarget, bench_target, compiled_pair, inflated_model
 from bench.workloads import STORIES, Workload
 from yggdrasil.build import BUNDLED_TEXT, compile_pair
-from yggdrasil.bundle import BUNDLED, LoadedPair, bundled_models, load_bundle, load_pair
+from yggdrasil.bundle import BUNDLED, bundled_models, load_bundle
 from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError
+from yggdrasil.pair import LoadedPair, load_pair
 
 __all__ = ["DRAFTS", "MIN_PARAMETERS", "PAIR_NAME", "Subject", "add_options", "subject"]
 

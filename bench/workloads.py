@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 
 from yggdrasil.build import CALIBRATION_TEXT, PROMPT_LEN, read_texts
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.config import CompileConfig
+from yggdrasil.pair import LoadedPair
 
 __all__ = ["STORIES", "WORKLOADS", "Workload", "beginnings"]
 

@@ -10,8 +10,9 @@ import pytest
 import tiny_pair
 import torch
 
-from yggdrasil.bundle import Bundle, LoadedPair
+from yggdrasil.bundle import Bundle
 from yggdrasil.config import CompileConfig
+from yggdrasil.pair import LoadedPair
 
 TINY = CompileConfig(
     dtype="float32",
@@ -80,8 +81,9 @@ def tiny_bundle(ygg_home: Path, llama_folders: tuple[str, str], kernels: None) -
 def compiled(home: Path, name: str, folders: tuple[str, str], config: CompileConfig) -> Bundle:
     """Compile a pair unless a kept artifact root has it."""
     from yggdrasil.build import compile_pair
-    from yggdrasil.bundle import is_compiled, load_pair
+    from yggdrasil.bundle import is_compiled
     from yggdrasil.errors import ArtifactError
+    from yggdrasil.pair import load_pair
 
     if is_compiled(name):
         try:
@@ -95,7 +97,7 @@ def compiled(home: Path, name: str, folders: tuple[str, str], config: CompileCon
 @pytest.fixture(scope="session")
 def tiny(tiny_bundle: Bundle) -> LoadedPair:
     """The compiled Llama pair, loaded once."""
-    from yggdrasil.bundle import load_pair
+    from yggdrasil.pair import load_pair
 
     return load_pair(tiny_bundle.name)
 

@@ -36,7 +36,7 @@ def compile_and_write(target: str, draft: str, name: str, calibration: str) -> N
 
 def written(name: str, shape: Shape, sampling: SamplingConfig) -> list[list[int]]:
     """The tokens after every prompt."""
-    from yggdrasil.bundle import load_pair
+    from yggdrasil.pair import load_pair
 
     pair = load_pair(name)
     policy = pair.policy(shape=shape, temperature=sampling.temperature)

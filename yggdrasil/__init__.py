@@ -26,16 +26,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from yggdrasil.bundle import load_pair
     from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig
     from yggdrasil.errors import YggError
+    from yggdrasil.pair import load_pair
     from yggdrasil.tree import TokenTree
 
 __all__ = ["CompileConfig", "GenerateConfig", "SamplingConfig", "TokenTree", "YggError", "load_pair"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"CompileConfig": "config", "GenerateConfig": "config", "SamplingConfig": "config", "TokenTree": "tree", "YggError": "errors", "load_pair": "bundle"}
+_HOMES = {"CompileConfig": "config", "GenerateConfig": "config", "SamplingConfig": "config", "TokenTree": "tree", "YggError": "errors", "load_pair": "pair"}
 
 
 def __getattr__(name: str) -> Any:

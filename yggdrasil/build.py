@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from yggdrasil import artifacts
-from yggdrasil.bundle import BUNDLED, Bundle, SourceFile, bundled_models, load_bundle, load_measurements, machine_fields
+from yggdrasil.bundle import BUNDLED, Bundle, SourceFile, bundled_models, load_bundle, machine_fields
 from yggdrasil.calibration import Traces, collect_traces
 from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
 from yggdrasil.compiler.model import CompiledModel, graph_path
@@ -34,6 +34,7 @@ from yggdrasil.layout import PAGE_LEN
 from yggdrasil.measure import ROUNDS, curve_json, decision_milliseconds, host_milliseconds, latency_curve, switching_costs
 from yggdrasil.models.load import check_vocabularies, kv_shape, load_config, load_model, pack_linears_
 from yggdrasil.models.sharding import check_divisible, shard_
+from yggdrasil.pair import load_measurements
 from yggdrasil.policy.acceptance import AcceptanceTable, fit_acceptance
 from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.latency import LatencyModel
@@ -185,11 +186,13 @@ def _model_files(model: str) -> list[Path]:
 
 def _origin(model: str, files: Sequence[SourceFile]) -> list[str]:
     """What tells a model from every other: the bytes of a folder, the commit of a hub id."""
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     if files:
         return [file.digest for file in files]
-    return [model, Path(cached_file(model, "config.json")).parent.name]  # <cache>/models--<id>/snapshots/<commit>/config.json
+    config_path = cached_file(model, "config.json")  # <cache>/models--<id>/snapshots/<commit>/config.json
+    assert config_path is not None, "it was read a moment ago"
+    return [model, Path(config_path).parent.name]
 
 
 def _eos_tokens(target: str, tokenizer: Any) -> tuple[int, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.drawing import load_matplotlib
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.objective import speedup
 
 __all__ = ["plot_acceptance", "plot_latency", "plot_predictor"]

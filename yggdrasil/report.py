@@ -9,9 +9,9 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.compilations import compilations, no_compilation
 from yggdrasil.config import GenerateConfig
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.objective import speedup
 from yggdrasil.state import PLAIN, StepResult
 from yggdrasil.tokenizer import TextStream

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from yggdrasil.bundle import LoadedPair
+from yggdrasil.pair import LoadedPair
 
 __all__ = ["depth_table", "plan_table"]
 

@@ -29,12 +29,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.config import GenerateConfig
 from yggdrasil.drawing import load_matplotlib
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ConfigError
 from yggdrasil.models.protocol import TokenModel
+from yggdrasil.pair import LoadedPair
 from yggdrasil.trace import Trace
 
 __all__ = [

@@ -20,9 +20,10 @@ from conftest import TINY
 from yggdrasil import build
 from yggdrasil.artifacts import digest_file
 from yggdrasil.build import compile_pair
-from yggdrasil.bundle import Bundle, load_bundle, load_pair
+from yggdrasil.bundle import Bundle, load_bundle
 from yggdrasil.cli import main
 from yggdrasil.compilations import compilations
+from yggdrasil.pair import load_pair
 
 KEYS = (
     "text", "token_ids", "num_tokens", "target_passes", "aal", "ttft_ms", "tpot_ms", "tok_per_s", "compilations", "stages_ms", "speculation", "seed", "device",

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.cli import main
 from yggdrasil.errors import ConfigError
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.timeline import BETWEEN, plot_timeline, record_timeline
 

@@ -25,7 +25,7 @@ GROUPS = (  # a module imports from its own group and from those before it
     ("compiler",),
     ("schedule",),
     ("engine",),
-    ("bundle", "tokenizer", "report", "tables", "plots", "measure", "timeline", "exactness", "calibration", "depth_training", "build", "ranks"),
+    ("bundle", "pair", "tokenizer", "report", "tables", "plots", "measure", "timeline", "exactness", "calibration", "depth_training", "build", "ranks"),
     ("serve",),
     ("cli",),
     ("__main__",),

@@ -11,7 +11,7 @@ from bench.arms import PLAIN_ARM, fixed_policy, plain_arm, policy_arm, ratios_to
 from bench.counting import Counter, candidates
 from bench.eager import eager_engine
 from bench.harness import TextMismatchError, interleave
-from yggdrasil.bundle import LoadedPair
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import dynamic_sequence, equal_growth, k_ary, sequence, structure_ms
 from yggdrasil.state import PLAIN, Shape
 

@@ -11,9 +11,9 @@ import torch
 from conftest import SMALLEST, compiled
 from torch import Tensor
 
-from yggdrasil.bundle import LoadedPair, load_pair
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.models.packing import pack_chain_, pack_nodes_
+from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.tree import TokenTree
 
 PREFIX = list(range(30, 53))

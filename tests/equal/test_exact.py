@@ -12,7 +12,7 @@ import torch
 from conftest import SMALLEST, compiled
 
 from yggdrasil import engine as engine_module
-from yggdrasil.bundle import Bundle, LoadedPair, load_pair
+from yggdrasil.bundle import Bundle
 from yggdrasil.compilations import compilations, no_compilation
 from yggdrasil.compiler.graphs import compile_graph
 from yggdrasil.compiler.pool import GraphJob, compile_graphs
@@ -24,6 +24,7 @@ from yggdrasil.measure import plain_policy
 from yggdrasil.models.forward import DraftForward, TargetForward
 from yggdrasil.models.load import load_model, pack_linears_
 from yggdrasil.models.packing import empty_meta, pack_chain_, pack_nodes_
+from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import FixedShape

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.measure import plain_policy
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.shape import FixedShape
 from yggdrasil.policy.structures import dynamic_sequence, equal_growth, k_ary, opt_tree, sequence, sequoia, sequoia_latency
 from yggdrasil.state import Shape, StepResult

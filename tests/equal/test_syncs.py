@@ -22,9 +22,9 @@ import torch
 from conftest import TINY, compiled
 from torch import Tensor
 
-from yggdrasil.bundle import LoadedPair, load_pair
 from yggdrasil.config import SamplingConfig
 from yggdrasil.engine import Engine
+from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.plan import Plan

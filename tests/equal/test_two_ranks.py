@@ -14,8 +14,8 @@ import pytest
 import tiny_pair
 import two_ranks
 
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.cli import main
+from yggdrasil.pair import LoadedPair
 
 NAME = "tiny-two-ranks"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

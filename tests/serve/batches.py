@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.config import GenerateConfig, ServeConfig
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.measure import plain_policy
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load
 from yggdrasil.serve.batcher import Batcher

@@ -8,9 +8,9 @@ from batches import Bench, Client, Schedule, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.errors import CapacityError, ConfigError
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.protocol import Outcome
 from yggdrasil.serve.request import Observer, RequestReport, StepReport
 

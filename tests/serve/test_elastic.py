@@ -10,10 +10,10 @@ from batches import Client, Schedule, pool_over, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.config import GenerateConfig, SamplingConfig, ServeConfig
 from yggdrasil.errors import CapacityError
 from yggdrasil.measure import plain_policy
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.protocol import GammaPolicy
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.elastic import ElasticMemory, scarce_below

@@ -11,9 +11,9 @@ from queue import Queue
 import pytest
 from batches import Bench, Client, Schedule
 
-from yggdrasil.bundle import LoadedPair
 from yggdrasil.config import GenerateConfig, ServeConfig
 from yggdrasil.errors import ArtifactError, ConfigError, QueueFull, ServiceEnded
+from yggdrasil.pair import LoadedPair
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.opening import open_service
 from yggdrasil.serve.request import Event, Observer, Request, StepReport

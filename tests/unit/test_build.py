@@ -22,7 +22,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, llama_folders: tuple[st
     load_config, load_tokenizer = build.load_config, build.load_tokenizer
     monkeypatch.setattr(build, "load_config", lambda name: load_config(llama_folders[1] if name in commits else name))
     monkeypatch.setattr(build, "load_tokenizer", lambda name: load_tokenizer(llama_folders[1] if name in commits else name))
-    monkeypatch.setattr("transformers.utils.cached_file", lambda name, file: str(tmp_path / "snapshots" / commits[name] / file))
+    monkeypatch.setattr("transformers.utils.hub.cached_file", lambda name, file: str(tmp_path / "snapshots" / commits[name] / file))
     return commits
 
 

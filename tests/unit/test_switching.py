@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from yggdrasil.bundle import Bundle, load_bundle, load_measurements
+from yggdrasil.bundle import Bundle, load_bundle
+from yggdrasil.pair import load_measurements
 from yggdrasil.policy.gamma.switching import SwitchTable
 
 TABLE = SwitchTable(lags=(2, 10, 100), batch_sizes=(1, 4), seconds=((0.1, 0.4), (0.2, 0.8), (1.0, 4.0)))

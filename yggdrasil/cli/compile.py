@@ -130,7 +130,8 @@ def _compile(target: str, draft: str, name: str, config: CompileConfig, calibrat
 
 
 def _report(bundle: Bundle, seconds: float) -> None:
-    from yggdrasil.bundle import BUNDLED, load_pair
+    from yggdrasil.bundle import BUNDLED
+    from yggdrasil.pair import load_pair
     from yggdrasil.policy.shape import best_shape
     from yggdrasil.tables import depth_table, plan_table
 

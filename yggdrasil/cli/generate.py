@@ -13,7 +13,7 @@ from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, SamplingConfig
 from yggdrasil.errors import ConfigError
 
 if TYPE_CHECKING:
-    from yggdrasil.bundle import LoadedPair
+    from yggdrasil.pair import LoadedPair
     from yggdrasil.report import Run
 
 __all__ = ["add_parser", "run"]
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     config = _config(options)
     prompt = _prompt(options)
     name = pair_name(options)
-    from yggdrasil.bundle import load_pair  # torch costs a second: wrong options are told before
+    from yggdrasil.pair import load_pair  # torch costs a second: wrong options are told before
 
     pair = load_pair(name, dataset=options.predictor)
     from yggdrasil.engine import check_request  # after the pair: torch is imported by then

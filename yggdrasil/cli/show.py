@@ -33,7 +33,8 @@ def add_parser(verbs: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Show one thing."""
-    from yggdrasil.bundle import BUNDLED, load_pair
+    from yggdrasil.bundle import BUNDLED
+    from yggdrasil.pair import load_pair
 
     if not options.out.is_dir():
         raise ConfigError("--out", str(options.out), "an existing folder")

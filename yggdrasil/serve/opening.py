@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from yggdrasil.bundle import Bundle, load_bundle, load_measurements
+from yggdrasil.bundle import Bundle, load_bundle
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import ServeConfig
 from yggdrasil.errors import ConfigError
 from yggdrasil.kv import KVStorage
 from yggdrasil.layout import PAGE_LEN
+from yggdrasil.pair import load_measurements
 from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
 from yggdrasil.policy.gamma.prior import predicted_goodput
 from yggdrasil.serve.batcher import Batcher

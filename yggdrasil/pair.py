@@ -1,0 +1,176 @@
+"""A compiled pair in memory: an engine, and what its decisions rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from yggdrasil import artifacts
+from yggdrasil.bundle import BUNDLED, Bundle, compile_command, load_bundle
+from yggdrasil.engine import Engine
+from yggdrasil.errors import ArtifactError, ConfigError
+from yggdrasil.policy.acceptance import AcceptanceTable
+from yggdrasil.policy.depth import DepthPredictor
+from yggdrasil.policy.gamma.switching import SwitchTable
+from yggdrasil.policy.guard import Guard
+from yggdrasil.policy.latency import LatencyModel
+from yggdrasil.policy.shape import Arms, BestShape, ContextShape, FixedShape, ShapePolicy
+from yggdrasil.schedule.choice import PlanChoice
+from yggdrasil.state import PLAIN, Shape
+from yggdrasil.tokenizer import Tokenizer
+
+__all__ = ["LoadedPair", "Measurements", "TrainedDepth", "load_measurements", "load_pair"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainedDepth:
+    """A depth predictor and what it is worth.
+
+    Args:
+        predictor: The network.
+        useful: By temperature of the held-out text, whether its decisions beat the best fixed depth there.
+        report: Held-out figures, cost and reference width, as `ygg compile` stored them.
+    """
+
+    predictor: DepthPredictor
+    useful: Mapping[float, bool]
+    report: Mapping[str, Any]
+
+    def is_useful(self, temperature: float) -> bool:
+        """What was found at the nearest temperature that was measured."""
+        return self.useful[min(self.useful, key=lambda known: abs(known - temperature))]
+
+
+class Measurements(NamedTuple):
+    """What was measured of a pair.
+
+    Args:
+        latency: Of every graph, on this machine.
+        acceptance: Calibrations by temperature.
+        switching: What it costs to bring the draft back in a batch, on this machine.
+    """
+
+    latency: LatencyModel
+    acceptance: AcceptanceTable
+    switching: SwitchTable
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """Everything a generation needs.
+
+    Args:
+        bundle: What was compiled.
+        engine: Both models.
+        tokenizer: Text to tokens and back.
+        dataset: The calibration text that acceptance and depth come from.
+        acceptance: Calibrations by temperature.
+        depth: The depth predictor.
+        latency: Profile of this machine.
+        plan: The execution plan of the engine, and what the search found.
+    """
+
+    bundle: Bundle
+    engine: Engine
+    tokenizer: Tokenizer
+    dataset: str
+    acceptance: AcceptanceTable
+    depth: TrainedDepth
+    latency: LatencyModel
+    plan: PlanChoice
+    _arms: dict[float, dict[int, Arms]] = field(default_factory=dict, init=False, repr=False)
+
+    def policy(self, *, temperature: float = 0.0, shape: Shape | None = None, predictor: bool | None = None, guard: bool = True) -> ShapePolicy:
+        """How the shape of every step is chosen.
+
+        Args:
+            temperature: Of the sampling; calibration and predictor follow it.
+            shape: Always this one, unguarded; its K is still chosen by Eq. 3 when unset.
+            predictor: Use the depth predictor; None uses it where it was found useful on held-out text.
+            guard: Stop speculating while it is measured to lose.
+        """
+        acceptance, config = self.acceptance.nearest(temperature), self.bundle.config
+        if shape is not None:
+            return FixedShape(shape, acceptance, self.latency, config.verify_widths)
+        menu: dict[str, Any] = {
+            "shape": PLAIN,
+            "acceptance": acceptance,
+            "latency": self.latency,
+            "verify_widths": config.verify_widths,
+            "widths": config.widths,
+            "arms_by_context": self._arms.setdefault(self.acceptance.nearest_temperature(temperature), {}),
+        }
+        inner: ShapePolicy = BestShape(**menu)
+        if self.depth.is_useful(temperature) if predictor is None else predictor:
+            inner = ContextShape(**menu, predictor=self.depth.predictor, temperature=temperature)
+        return Guard(inner, self.latency) if guard else inner
+
+
+def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
+    """Load a compiled pair; compiles nothing.
+
+    Args:
+        name: Of the pair.
+        dataset: Calibration text whose acceptance and depth predictor to use; the last one compiled when not given.
+
+    Raises:
+        ArtifactError: unknown, corrupt or stale; names the field and the command that mends it.
+
+    Cost: imports, then milliseconds: weights are mapped, graphs are shared libraries.
+    """
+    bundle = load_bundle(name)
+    dataset = dataset or bundle.dataset
+    folder = bundle.predictor_folder(dataset)
+    measured = load_measurements(bundle, dataset)
+    depth = _parse(folder / "predictor.json", bundle, lambda payload: _trained_depth(folder, payload))
+    plan = _parse(bundle.plan_path, bundle, PlanChoice.from_json)
+    tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
+    target, draft = bundle.load_models()
+    engine = Engine(target, draft, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens, plan=plan.plan)
+    return LoadedPair(bundle, engine, tokenizer, dataset, measured.acceptance, depth, measured.latency, plan)
+
+
+def load_measurements(bundle: Bundle, dataset: str) -> Measurements:
+    """The measurements of a pair on this machine and with the acceptance of one calibration text.
+
+    Raises:
+        ArtifactError: not calibrated on this text, or a file is missing, corrupt or stale.
+    """
+    folder = bundle.predictor_folder(dataset)
+    if dataset not in bundle.datasets:
+        raise ArtifactError(folder, f"no predictor named {dataset!r} (there are: {', '.join(bundle.datasets) or 'none'})", _other_text(bundle, dataset))
+    latency, switching = _parse(bundle.profile_path, bundle, lambda payload: (LatencyModel.from_json(payload), SwitchTable.from_json(payload["switching"])))
+    return Measurements(latency, _parse(folder / "acceptance.json", bundle, AcceptanceTable.from_json), switching)
+
+
+def _other_text(bundle: Bundle, dataset: str) -> str:
+    return bundle.command if dataset == bundle.dataset else compile_command(bundle.name, bundle.models, bundle.config, f"{dataset}.txt")
+
+
+def _trained_depth(folder: Path, payload: dict[str, Any]) -> TrainedDepth:
+    path = folder / "predictor.safetensors"
+    try:
+        if artifacts.digest_file(path) != payload["weights_digest"]:
+            raise ValueError(f"{path.name} is not the file that was written with it")
+        predictor = DepthPredictor.from_bytes(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    useful = {float(key): bool(found["decisions"]["useful"]) for key, found in payload["held_out"].items()}
+    return TrainedDepth(predictor, useful, payload)
+
+
+def _parse(path: Path, bundle: Bundle, parse: Callable[[dict[str, Any]], T]) -> T:
+    """Read an artifact of this fingerprint; the command that mends it names the text it was calibrated on."""
+    payload = artifacts.load_json(path, bundle.command)
+    calibration = str(payload.get("calibration", bundle.calibration))
+    command = compile_command(bundle.name, bundle.models, bundle.config, calibration)
+    if payload.get("fingerprint") != bundle.folder.name:
+        raise ArtifactError(path, f"stale: measured for fingerprint {payload.get('fingerprint')}, current is {bundle.folder.name}", command)
+    try:
+        return parse(payload)
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
+        raise ArtifactError(path, f"corrupt ({error})", command) from None
