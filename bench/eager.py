@@ -12,7 +12,7 @@ from yggdrasil.engine import Engine
 from yggdrasil.kernels import load_cuda_kernels
 from yggdrasil.kv import KVCache
 from yggdrasil.models.forward import DraftForward, TargetForward
-from yggdrasil.models.load import load_model
+from yggdrasil.models.load import load_config, load_model, shared_vocab
 from yggdrasil.models.packing import empty_meta
 
 __all__ = ["EagerModel", "eager_engine"]
@@ -40,7 +40,8 @@ class EagerModel:
         self.num_candidates = 0 if is_target else config.num_candidates
         self.graph_ms = 0.0
         self.cache = KVCache(bundle.kv_target if is_target else bundle.kv_draft, dtype=dtype, device=config.device)
-        self._forward = TargetForward(model, self.cache) if is_target else DraftForward(model, self.cache, config.num_candidates)
+        vocab = shared_vocab(*(load_config(name) for name in bundle.models))
+        self._forward = TargetForward(model, self.cache, vocab) if is_target else DraftForward(model, self.cache, vocab, config.num_candidates)
 
     def meta(self, num_tokens: int) -> Tensor:
         return empty_meta(num_tokens, self.max_depth, device=self.device)

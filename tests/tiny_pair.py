@@ -96,6 +96,20 @@ def save_llama_pair(folder: Path) -> tuple[str, str]:
     return str(folder / "target"), str(folder / "draft")
 
 
+def save_padded(model: str, folder: Path, vocab: int) -> str:
+    """The model with embeddings of `vocab` rows; what is behind the tokenizer's ids has greater logits than any token ought to."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    padded = AutoModelForCausalLM.from_pretrained(model)
+    padded.resize_token_embeddings(vocab, mean_resizing=False)
+    with torch.no_grad():
+        weight_VE = padded.get_output_embeddings().weight
+        weight_VE[VOCAB:] = 3 * weight_VE[VOCAB - (vocab - VOCAB) : VOCAB]
+    padded.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return str(folder)
+
+
 def _teach(model: Any, tokenizer: Any, steps: int) -> None:
     rng = random.Random(1)
     stream = torch.tensor([token for text in stories(300, seed=1) for token in [*tokenizer(text)["input_ids"], 0]])

@@ -32,7 +32,7 @@ from yggdrasil.kernels import load_kernels
 from yggdrasil.kv import KVCache, KVShape
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.measure import ROUNDS, curve_json, decision_milliseconds, host_milliseconds, latency_curve, switching_costs
-from yggdrasil.models.load import check_vocabularies, kv_shape, load_config, load_model, pack_linears_
+from yggdrasil.models.load import check_vocabularies, kv_shape, load_config, load_model, pack_linears_, shared_vocab
 from yggdrasil.models.sharding import check_divisible, shard_
 from yggdrasil.pair import load_measurements
 from yggdrasil.policy.acceptance import AcceptanceTable, fit_acceptance
@@ -127,9 +127,8 @@ def _describe(target: str, draft: str, name: str, config: CompileConfig, calibra
     target, draft = resolved(target), resolved(draft)
     target_config, draft_config = load_config(target), load_config(draft)
     check_divisible(target_config, config.ranks)
-    check_vocabularies(target_config, draft_config)
     tokenizer = load_tokenizer(target)
-    _check_tokenizers(tokenizer, draft)
+    check_vocabularies(target_config, draft_config, _common_ids(tokenizer, draft))
     config = replace(config, max_context=_max_context(config, target_config, draft_config))
     assert config.max_context is not None
     capacity = (config.max_context + config.max_nodes + PAGE_LEN - 1) // PAGE_LEN * PAGE_LEN
@@ -162,13 +161,15 @@ def resolved(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
-def _check_tokenizers(tokenizer: Any, draft: str) -> None:
+def _common_ids(tokenizer: Any, draft: str) -> int | None:
+    """One more than the greatest id of the tokenizer that both models have; None for a draft without one of its own, which is trained on the target's."""
     if Path(draft).is_dir() and not any(Path(draft).glob("tokenizer*")):
-        return  # a draft without a tokenizer of its own is trained on the target's: the vocabulary sizes agree
+        return None
     ours, theirs = ({token: repr(text) for text, token in each.get_vocab().items()} for each in (tokenizer, load_tokenizer(draft)))
     for token in sorted(ours.keys() | theirs.keys()):
         if ours.get(token) != theirs.get(token):
             raise ModelMismatch(f"tokenizer: token {token}", ours.get(token, "none"), theirs.get(token, "none"))
+    return max(ours) + 1
 
 
 def _max_context(config: CompileConfig, *models: Any) -> int:
@@ -207,7 +208,7 @@ def _eos_tokens(target: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _build_models(bundle: Bundle, progress: Progress) -> None:
-    config = bundle.config
+    config, vocab = bundle.config, shared_vocab(*(load_config(model) for model in bundle.models))
     kinds: list[tuple[str, str, Menu, KVShape, int, int]] = [
         ("target", bundle.models[0], target_menu(config), bundle.kv_target, 0, config.ranks),
         ("draft", bundle.models[1], draft_menu(config), bundle.kv_draft, config.num_candidates, 1),
@@ -223,6 +224,7 @@ def _build_models(bundle: Bundle, progress: Progress) -> None:
         GraphJob(
             model=model,
             num_candidates=num_candidates,
+            vocab=vocab,
             dtype=config.dtype,
             device=config.device,
             kv=kv,

@@ -202,7 +202,7 @@ def test_nothing_compiles_in_the_loop(tiny: LoadedPair) -> None:
 
 
 def test_a_compilation_inside_the_loop_raises(tiny: LoadedPair, tmp_path: Path) -> None:
-    job = GraphJob("nowhere", 0, "float32", "cpu", tiny.bundle.kv_target, 4, 2, str(tmp_path / "tokens_2.pt2"))
+    job = GraphJob("nowhere", 0, 384, "float32", "cpu", tiny.bundle.kv_target, 4, 2, str(tmp_path / "tokens_2.pt2"))
     compiled_here = torch.compile(lambda x: x * 2 + 1, backend="eager")
     with no_compilation():
         with pytest.raises(RuntimeError, match=r"fail_on_recompile|recompile"):
@@ -232,7 +232,7 @@ def test_compiled_equals_eager(tiny: LoadedPair) -> None:
         loaded = load_model(tiny.bundle.models[kind == "draft"], dtype=torch.float32)
         pack_linears_(loaded)
         cache = KVCache(kv, dtype=torch.float32, device="cpu")
-        eager = TargetForward(loaded, cache) if kind == "target" else DraftForward(loaded, cache, config.num_candidates)
+        eager = TargetForward(loaded, cache, 384) if kind == "target" else DraftForward(loaded, cache, 384, config.num_candidates)
         model.cache.rollback_(0)
         chain_NM = model.meta(len(prompt))
         pack_chain_(chain_NM, prompt, 0)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tiny_pair
 import torch
 from conftest import TINY
 
 from yggdrasil import artifacts, build
 from yggdrasil.bundle import BESIDE_GRAPHS, graph_sources
 from yggdrasil.errors import ConfigError, ModelMismatch
+from yggdrasil.models.load import check_vocabularies, shared_vocab
 
 
 @pytest.fixture
@@ -76,11 +79,11 @@ def test_measurements_are_of_the_compiler_the_models_and_every_operator_that_a_g
 
 def test_tokenizers_that_differ_are_told_by_the_first_token_that_does(tmp_path: Path, llama_folders: tuple[str, str]) -> None:
     tokenizer = build.load_tokenizer(llama_folders[0])
-    build._check_tokenizers(tokenizer, llama_folders[1])
+    assert build._common_ids(tokenizer, llama_folders[1]) == tiny_pair.VOCAB
     tokenizer.add_tokens(["<|new|>"])
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ModelMismatch, match=r"tokenizer: token 384 differs: the target has none, the draft has '<\|new\|>'"):
-        build._check_tokenizers(build.load_tokenizer(llama_folders[0]), str(tmp_path))
+        build._common_ids(build.load_tokenizer(llama_folders[0]), str(tmp_path))
 
 
 def test_a_calibration_text_without_two_tokens_is_refused_by_its_path(tmp_path: Path, llama_folders: tuple[str, str]) -> None:
@@ -94,3 +97,20 @@ def test_a_calibration_text_without_two_tokens_is_refused_by_its_path(tmp_path: 
 def test_cuda_where_there_is_none_is_refused_with_the_command(llama_folders: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match="device: 'cuda' .*; ygg compile TARGET DRAFT --device cpu"):
         build._describe(*llama_folders, "pair", replace(TINY, device="cuda"), build.CALIBRATION_TEXT)
+
+
+def test_vocabularies_may_differ_by_ids_that_the_tokenizer_has_not(tmp_path: Path, llama_folders: tuple[str, str]) -> None:
+    padded = tiny_pair.save_padded(llama_folders[0], tmp_path / "padded", 400)
+    assert fingerprint(padded, llama_folders[1]) != fingerprint(llama_folders[0], padded) != fingerprint(*llama_folders)
+    (tmp_path / "padded" / "tokenizer.json").unlink()
+    (tmp_path / "padded" / "tokenizer_config.json").unlink()
+    with pytest.raises(ModelMismatch, match="vocabulary size differs: the target has 384 tokens, the draft has 400 tokens"):
+        fingerprint(llama_folders[0], padded)  # nothing says what its ids mean
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_s_is_refused() -> None:
+    sizes = SimpleNamespace(vocab_size=400), SimpleNamespace(vocab_size=384)
+    check_vocabularies(*sizes, 384)
+    with pytest.raises(ModelMismatch, match="the target has 400 tokens, the draft has 384 tokens"):
+        check_vocabularies(*sizes, 385)
+    assert shared_vocab(*sizes) == 384

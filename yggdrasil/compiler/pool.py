@@ -43,6 +43,7 @@ class GraphJob:
     Args:
         model: Folder or hub id.
         num_candidates: C of a draft; 0 for a target.
+        vocab: V of the pair.
         dtype: "bfloat16" or "float32".
         device: "cpu" or "cuda".
         kv: Shape of the cache.
@@ -55,6 +56,7 @@ class GraphJob:
 
     model: str
     num_candidates: int
+    vocab: int
     dtype: str
     device: str
     kv: KVShape
@@ -66,7 +68,7 @@ class GraphJob:
 
 
 @lru_cache(maxsize=2)
-def _module(model: str, num_candidates: int, dtype: str, device: str, kv: KVShape, exact: bool, ranks: int) -> torch.nn.Module:
+def _module(model: str, num_candidates: int, vocab: int, dtype: str, device: str, kv: KVShape, exact: bool, ranks: int) -> torch.nn.Module:
     load_kernels()
     loaded = load_model(model, dtype=getattr(torch, dtype))
     if ranks > 1:
@@ -80,13 +82,13 @@ def _module(model: str, num_candidates: int, dtype: str, device: str, kv: KVShap
     # Graphs depend on the strides of a page and on how many pages a row may have, not on how many there are: two will do.
     pages_BP = torch.zeros(1, kv.num_pages, dtype=torch.int32, device=device)
     cache = KVStorage(kv, num_pages=2, pages_BP=pages_BP, dtype=getattr(torch, dtype), device=device)
-    module = DraftForward(loaded, cache, num_candidates) if num_candidates else TargetForward(loaded, cache)
+    module = DraftForward(loaded, cache, vocab, num_candidates) if num_candidates else TargetForward(loaded, cache, vocab)
     return module.to(device).eval()
 
 
 def run_job(job: GraphJob) -> None:
     """Build one graph in this process; the package appears whole or not at all."""
-    module = _module(job.model, job.num_candidates, job.dtype, job.device, job.kv, job.exact, job.ranks)
+    module = _module(job.model, job.num_candidates, job.vocab, job.dtype, job.device, job.kv, job.exact, job.ranks)
     path = Path(job.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:

@@ -20,11 +20,17 @@ class _TokenForward(nn.Module):
 
     The cache's layers are buffers so that a compiled graph takes them, like the weights, from its caller: all graphs of
     the menu write one cache.
+
+    Args:
+        model: The transformers model, prepared.
+        cache: Whose layers become buffers.
+        vocab: V of the pair; the model's own logits beyond it are padding and left out.
     """
 
-    def __init__(self, model: Any, cache: KVStorage) -> None:
+    def __init__(self, model: Any, cache: KVStorage, vocab: int) -> None:
         super().__init__()
         self.model = model
+        self.vocab = vocab
         self.num_layers = cache.shape.num_layers
         self.register_buffer("pages", cache.pages_BP)
         for layer in range(self.num_layers):
@@ -50,7 +56,7 @@ class _TokenForward(nn.Module):
                 )
         finally:
             hook.remove()
-        return output.logits[0], hidden[0][0]
+        return output.logits[0, :, : self.vocab], hidden[0][0]
 
 
 class TargetForward(_TokenForward):
@@ -63,8 +69,8 @@ class TargetForward(_TokenForward):
 class DraftForward(_TokenForward):
     """N tokens to the C best next tokens of each, (N, C) int64, and their log-probabilities, (N, C) float32: one growth step is one call."""
 
-    def __init__(self, model: Any, cache: KVStorage, num_candidates: int) -> None:
-        super().__init__(model, cache)
+    def __init__(self, model: Any, cache: KVStorage, vocab: int, num_candidates: int) -> None:
+        super().__init__(model, cache, vocab)
         self.num_candidates = num_candidates
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from yggdrasil.kernels.linear import PackedLinear
 from yggdrasil.kv import KVShape
 from yggdrasil.models.attention import IMPLEMENTATION, register_attention
 
-__all__ = ["check_supported", "check_vocabularies", "kv_shape", "load_config", "load_model", "order_linears_", "pack_linears_"]
+__all__ = ["check_supported", "check_vocabularies", "kv_shape", "load_config", "load_model", "order_linears_", "pack_linears_", "shared_vocab"]
 
 HEAD_DIM_STEP = 16  # lanes of the attention operator
 
@@ -120,7 +120,22 @@ def kv_shape(config: Any, capacity: int) -> KVShape:
     )
 
 
-def check_vocabularies(target: Any, draft: Any) -> None:
-    """Raises ModelMismatch naming both vocabulary sizes when they differ."""
-    if target.vocab_size != draft.vocab_size:
-        raise ModelMismatch("vocabulary size", f"{target.vocab_size} tokens", f"{draft.vocab_size} tokens")
+def check_vocabularies(target: Any, draft: Any, num_ids: int | None) -> None:
+    """Vocabularies may differ by padding: by ids that the tokenizer does not have.
+
+    Args:
+        target: Configuration of the target.
+        draft: Configuration of the draft.
+        num_ids: Of the tokenizer that both have, one more than the greatest id; None where the draft has none, and only the sizes can be compared.
+
+    Raises:
+        ModelMismatch: names both sizes.
+    """
+    sizes = target.vocab_size, draft.vocab_size
+    if sizes[0] != sizes[1] and (num_ids is None or num_ids > min(sizes)):
+        raise ModelMismatch("vocabulary size", f"{sizes[0]} tokens", f"{sizes[1]} tokens")
+
+
+def shared_vocab(target: Any, draft: Any) -> int:
+    """V of a pair: the ids that both models know. What one has beyond them is padding, stands for no text, and is neither guessed nor emitted."""
+    return min(int(target.vocab_size), int(draft.vocab_size))
