@@ -77,8 +77,11 @@ def predictors() -> Path:
 
 @cache
 def cpu_flags() -> str:
-    """The processor that native code was compiled for, which a foreign one must not load: its model, the instruction sets one asks about first, and a
-    digest of all of them."""
+    """The processor that native code was compiled for; a foreign one must not load it.
+
+    Returns:
+        Its model, the instruction sets that one asks about first, and a digest of all of them.
+    """
     telling = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
     fields = _first_processor()
     flags = sorted(fields.get("flags", fields.get("Features", "")).split())  # on x86, on ARM
@@ -180,8 +183,7 @@ def one_at_a_time(lock: Path, waiting: AbstractContextManager[Any]) -> Iterator[
         lock: A file that stands for what the block writes; it stays, for a file that goes would be locked under two names.
         waiting: Entered while another process is in the block.
 
-    Returns:
-        Whether it had to wait: then another process may have done the work.
+    Gives whether it had to wait: then another process may have done the work.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:  # closing it, or the end of this process, unlocks
