@@ -169,7 +169,8 @@ def _common_ids(tokenizer: Any, draft: str) -> int | None:
     for token in sorted(ours.keys() | theirs.keys()):
         if ours.get(token) != theirs.get(token):
             raise ModelMismatch(f"tokenizer: token {token}", ours.get(token, "none"), theirs.get(token, "none"))
-    return max(ours) + 1
+    num_ids: int = max(ours) + 1
+    return num_ids
 
 
 def _max_context(config: CompileConfig, *models: Any) -> int:
