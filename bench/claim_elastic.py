@@ -80,7 +80,7 @@ class Stand:
         self.elastic: ElasticMemory = self.batcher.elastic
         burst = self.arrivals(rate=1000.0, seconds=1.0, seed=7)[:BURST]
         self.run("static", "fixed-2", burst[:8])  # a warm-up
-        self.capacity = _sustained(self.run("static", "off", burst))
+        self.capacity = self.run("static", "off", burst).sustained
         say(
             f"{self.elastic.base_pages} pages and {self.elastic.room_pages} in the draft's room; "
             f"without speculation and without the room {self.capacity:.2f} requests/s"
@@ -98,16 +98,6 @@ class Stand:
         assert self.batcher.step() is None
         assert self.elastic.is_draft_in
         return done
-
-
-def _sustained(full: Replay) -> float:
-    """Requests a second of a batch that was full: of a burst, until three quarters of its tokens were written."""
-    left = 0.75 * sum(map(len, full.texts))
-    for at_s, report in full.steps:
-        left -= sum(report.emitted)
-        if left <= 0:
-            return 0.75 * len(full.texts) / at_s
-    raise AssertionError("a burst writes all of its tokens")
 
 
 def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:

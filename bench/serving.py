@@ -108,6 +108,16 @@ class Replay(Observer):
         """Emitted tokens a second."""
         return sum(map(len, self.texts)) / self.seconds
 
+    @property
+    def sustained(self) -> float:
+        """Requests a second of a batch that was full: of a burst, until three quarters of its tokens were written."""
+        left = 0.75 * sum(map(len, self.texts))
+        for at_s, report in self.steps:
+            left -= sum(report.emitted)
+            if left <= 0:
+                return 0.75 * len(self.texts) / at_s
+        raise AssertionError("a burst writes all of its tokens")
+
     def to_json(self) -> dict[str, Any]:
         """The figures of a table's row; milliseconds."""
         totals, firsts = [report.total_ms for report in self.requests], [report.ttft_ms for report in self.requests]

@@ -233,6 +233,7 @@ class RecordedModel:
         self.cache = model.cache
         self.device = model.device
         self.max_depth = model.max_depth
+        self.sizes = model.sizes
         self.prefill_chunk = model.prefill_chunk
         self.widest = model.widest
         self.num_candidates = model.num_candidates

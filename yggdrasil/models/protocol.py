@@ -17,6 +17,7 @@ class TokenGraphs(Protocol):
     Attributes:
         device: Where metadata lives.
         max_depth: Longest tree path that metadata can hold.
+        sizes: Tokens of every graph, ascending.
         prefill_chunk: Most tokens of one forward.
         widest: Most tokens of a forward that is not a prompt's.
         num_candidates: C, of a draft.
@@ -25,6 +26,7 @@ class TokenGraphs(Protocol):
 
     device: str
     max_depth: int
+    sizes: tuple[int, ...]
     prefill_chunk: int
     widest: int
     num_candidates: int

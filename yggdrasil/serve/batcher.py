@@ -290,7 +290,7 @@ class Batcher:
     def _prompts(self, num_tokens: int) -> tuple[list[Ticket], list[Piece]]:
         """What of prompts runs beside `num_tokens` tokens of decoding rows: the rows whose root is reached, and pieces of the others."""
         prefilling = [ticket for ticket in self._running if not ticket.running.is_prefilled]
-        room = prompt_room(self.target.menu.sizes, num_tokens, self._num_prompt_tokens)
+        room = prompt_room(self.target.sizes, num_tokens, self._num_prompt_tokens)
         reaching, pieces = [], []
         for ticket in prefilling:
             row = ticket.running
