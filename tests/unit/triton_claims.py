@@ -10,6 +10,7 @@ import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,17 +64,17 @@ class Call:
         inputs = [each.to(device) for each in (self.query, self.key, self.value)]
         return [*inputs, storage[:, 1, 0], storage[:, 1, 1], self.meta_NM.to(device), self.pages_BP.to(device)], storage
 
-    def run(self, device: str) -> tuple[Tensor, Tensor]:
+    def run(self, device: str, **options: Any) -> tuple[Tensor, Tensor]:
         """(N, H, F) and the storage behind it, on the host."""
         arguments, storage = self.arguments(device)
-        return attention_triton.launch(*arguments, self.dim**-0.5, config=self.config)[0].cpu(), storage.cpu()
+        return attention_triton.launch(*arguments, self.dim**-0.5, config=self.config, **options)[0].cpu(), storage.cpu()
 
     def run_reference(self) -> tuple[Tensor, Tensor]:
         arguments, storage = self.arguments("cpu")
         return attention.reference(*arguments, self.dim**-0.5)[0], storage
 
-    def assert_agrees(self, device: str) -> None:
-        (got, got_storage), (want, want_storage) = self.run(device), self.run_reference()
+    def assert_agrees(self, device: str, **options: Any) -> None:
+        (got, got_storage), (want, want_storage) = self.run(device, **options), self.run_reference()
         assert torch.equal(got_storage, want_storage), "fresh keys and values are stored where they belong and nothing else changes"
         torch.testing.assert_close(got, want, atol=TOLERANCE[self.dtype], rtol=TOLERANCE[self.dtype])
 
@@ -119,6 +120,40 @@ def attention_agrees_with_the_reference_in_every_layout_and_dtype(device: str) -
     for dtype, names in ((torch.float32, METAS), (torch.bfloat16, ("tree", "plain"))):
         for meta_NM, rows in (METAS[name] for name in names):
             Call(meta_NM=meta_NM, pages_BP=tables(rows, 7), dtype=dtype).assert_agrees(device)
+
+
+class Package:
+    """Wraps kernels as a package does: grid and constants are those of the first launch, the trace, for good."""
+
+    def __init__(self) -> None:
+        self.traced: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+    def __call__(self, kernel: Any) -> Any:
+        return Packaged(kernel, self.traced)
+
+
+@dataclass
+class Packaged:
+    """A kernel in a package."""
+
+    kernel: Any
+    traced: dict[str, tuple[Any, dict[str, Any]]]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*arguments: Any, **constants: Any) -> None:
+            traced_grid, traced_constants = self.traced.setdefault(self.kernel.__name__, (grid, constants))
+            self.kernel[traced_grid](*arguments, **traced_constants)
+
+        return run
+
+
+@claim
+def a_launch_traced_with_one_row_of_pages_is_right_for_many(device: str) -> None:
+    meta_NM, rows = METAS["batch"]
+    for heads, kv_heads in ((4, 2), (20, 1)):  # a window of tokens in a program, and heads that exceed the lanes
+        package, shape = Package(), {"heads": heads, "kv_heads": kv_heads}
+        Call(meta_NM=empty_meta(len(meta_NM), MAX_DEPTH), pages_BP=tables(1, 7), **shape).run(device, wrap=package)
+        Call(meta_NM=meta_NM, pages_BP=tables(rows, 7), **shape).assert_agrees(device, wrap=package)
 
 
 @claim

@@ -168,16 +168,17 @@ def body_kernel(
     num_tokens, num_heads, meta_width, pages_per_row,
     ROW_COLUMN: tl.constexpr, PREFIX_COLUMN: tl.constexpr, PATH_COLUMN: tl.constexpr, PATH_WIDTH: tl.constexpr, BLOCK_PATH: tl.constexpr,
     PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
-    LANES: tl.constexpr, LANE_HEADS: tl.constexpr, TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, LEADER_STEP: tl.constexpr,
+    LANES: tl.constexpr, LANE_HEADS: tl.constexpr, TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Split `program_id(2)` of the bodies of neighbouring tokens of one row, for the query heads of KV head `program_id(1)`.
 
     Tokens are cut into windows of TOKENS. `program_id(0)` names a token, and HEAD_BLOCKS where its heads exceed the lanes; the first token of a
-    row in its window leads all tokens of that row in it, the programs of the others do nothing. With a single row every window has one leader.
+    row in its window leads all tokens of that row in it, the programs of the others do nothing. Which those are is read from the metadata, even of a
+    single row: a graph is traced over a page table of one row and runs over tables of many.
     """
     g, split, lane, f = tl.program_id(1), tl.program_id(2), tl.arange(0, LANES), tl.arange(0, BLOCK_F)
-    leader = tl.program_id(0) // HEAD_BLOCKS * LEADER_STEP
+    leader = tl.program_id(0) // HEAD_BLOCKS
     token_R = leader // TOKENS * TOKENS + lane // LANE_HEADS
     head_R = tl.program_id(0) % HEAD_BLOCKS * LANES + lane % LANE_HEADS
     row = tl.load(meta + leader * meta_width + ROW_COLUMN)
@@ -314,7 +315,6 @@ def launch(
     config = config or config_for(query.dtype, dim)
     num_splits = config.num_splits(pages.shape[1] * PAGE_LEN, path_width)
     tokens, head_blocks = max(1, config.lanes // group), triton.cdiv(group, config.lanes)
-    leader_step = tokens if pages.shape[0] == 1 else 1
     sums = query.new_empty((num_splits, num_tokens, num_heads, dim), dtype=torch.float32)
     peaks = query.new_empty((num_splits, num_tokens, num_heads), dtype=torch.float32)
     totals = query.new_empty((num_splits, num_tokens, num_heads), dtype=torch.float32)
@@ -328,10 +328,10 @@ def launch(
         key, value, key_cache, value_cache, meta, pages, key.stride(1), key.stride(2), value.stride(1), value.stride(2),
         page_stride, meta_width, pages_per_row, INDEX_COLUMN=INDEX, num_warps=STORE_WARPS, **layout,
     )  # fmt: skip
-    wrap(body_kernel)[(triton.cdiv(num_tokens, leader_step) * head_blocks, num_kv_heads, num_splits)](
+    wrap(body_kernel)[(num_tokens * head_blocks, num_kv_heads, num_splits)](
         query, key_cache, value_cache, meta, pages, sums, peaks, totals, scale * LOG2_E, query.stride(1), query.stride(2), page_stride,
         num_tokens, num_heads, meta_width, pages_per_row,
-        LANES=config.lanes, LANE_HEADS=min(group, config.lanes), TOKENS=tokens, HEAD_BLOCKS=head_blocks, LEADER_STEP=leader_step,
+        LANES=config.lanes, LANE_HEADS=min(group, config.lanes), TOKENS=tokens, HEAD_BLOCKS=head_blocks,
         num_warps=config.num_warps, num_stages=config.num_stages, **layout, **sequence, **cut,
     )  # fmt: skip
     wrap(tail_kernel)[(num_tokens, num_kv_heads, triton.cdiv(group, TAIL_LANES))](
