@@ -22,7 +22,7 @@ from yggdrasil.calibration import Traces, collect_traces
 from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
 from yggdrasil.compiler.model import CompiledModel, graph_path
 from yggdrasil.compiler.pool import GraphJob, compile_graphs
-from yggdrasil.compiler.weights import FILE_NAME, save_weights
+from yggdrasil.compiler.weights import FILE_NAME, has_weights, save_weights
 from yggdrasil.config import CompileConfig
 from yggdrasil.depth_training import evaluate, fit_predictor, held_out
 from yggdrasil.engine import Engine
@@ -253,7 +253,7 @@ def _num_workers(bundle: Bundle) -> int:
 
 
 def _pack(bundle: Bundle, folder: Path, model: str, rank: int, ranks: int) -> None:
-    if not (folder / FILE_NAME).exists():
+    if not has_weights(folder):
         loaded = load_model(model, dtype=getattr(torch, bundle.config.dtype))
         if ranks > 1:
             shard_(loaded, rank, ranks)
