@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from yggdrasil import artifacts
 from yggdrasil.bundle import BUNDLED, Bundle, compile_command, load_bundle
+from yggdrasil.config import CompileConfig
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ArtifactError, ConfigError
 from yggdrasil.policy.acceptance import AcceptanceTable
@@ -92,9 +93,13 @@ class LoadedPair:
             shape: Always this one, unguarded; its K is still chosen by Eq. 3 when unset.
             predictor: Use the depth predictor; None uses it where it was found useful on held-out text.
             guard: Stop speculating while it is measured to lose.
+
+        Raises:
+            ConfigError: a shape that was not compiled for: wider than the candidates of a node, or deeper than a path.
         """
         acceptance, config = self.acceptance.nearest(temperature), self.bundle.config
         if shape is not None:
+            _check_shape(shape, config)
             return FixedShape(shape, acceptance, self.latency, config.verify_widths)
         menu: dict[str, Any] = {
             "shape": PLAIN,
@@ -108,6 +113,15 @@ class LoadedPair:
         if self.depth.is_useful(temperature) if predictor is None else predictor:
             inner = ContextShape(**menu, predictor=self.depth.predictor, temperature=temperature)
         return Guard(inner, self.latency) if guard else inner
+
+
+def _check_shape(shape: Shape, config: CompileConfig) -> None:
+    """Raises ConfigError where growing a tree of this shape would ask for what was not compiled."""
+    num_ranks = shape.width if shape.levels is None else 1 + max((rank for level in shape.levels for _, rank in level), default=0)
+    if not 1 <= num_ranks <= config.num_candidates:
+        raise ConfigError("width", num_ranks, f"from 1 to {config.num_candidates}, the children that a node of this pair can have")
+    if not 0 <= shape.depth <= config.max_depth:
+        raise ConfigError("depth", shape.depth, f"from 0 to {config.max_depth}, the growth steps that this pair was compiled for")
 
 
 def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:

@@ -1,5 +1,6 @@
 """The fused growth step against the operators that specify it."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,3 +48,22 @@ def test_a_taken_candidate_is_not_taken_again() -> None:
     frontier.add(torch.tensor([[7, 8, 9]]), torch.tensor([[-0.1, -0.5, -0.9]]), torch.zeros(1))
     assert frontier.take(2)[1].tolist() == [7, 8]
     assert frontier.take(1)[1].tolist() == [9]
+
+
+@pytest.mark.parametrize("grow_", (grow_plain_, grow_fused_))
+def test_more_nodes_than_candidates_are_refused(grow_) -> None:  # type: ignore[no-untyped-def]
+    load_kernels()
+    with pytest.raises(RuntimeError):
+        grown(grow_, width=5, depth=1, candidates=4, seed=0)
+
+
+@pytest.mark.parametrize("grow_", (grow_plain_, grow_fused_))
+def test_a_path_longer_than_the_tree_s_is_refused_and_no_node_counts(grow_) -> None:  # type: ignore[no-untyped-def]
+    load_kernels()
+    tree, frontier, meta_NM = TokenTree.root(3, 4, max_depth=1), Frontier(4, 1), empty_meta(2, 1)
+    guess = torch.tensor([[7]]), torch.tensor([[-0.5]])
+    grow_(frontier, tree, *guess, 1, meta_NM, 17)
+    with pytest.raises(RuntimeError):
+        grow_(frontier, tree, *guess, 1, meta_NM, 17)
+    assert len(tree) == 2
+    tree.check()

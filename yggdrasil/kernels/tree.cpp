@@ -50,6 +50,7 @@ void grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const at::Te
   const int64_t candidates = frontier_log_prob.size(1), path_width = path.size(1), meta_width = meta.size(1);
   TORCH_CHECK(num_known + num_new <= frontier_log_prob.size(0) && first + width <= token.size(0), "grow_: more nodes than the tree holds");
   TORCH_CHECK(width <= meta.size(0) && meta_width == kPath + path_width, "grow_: metadata of another shape");
+  TORCH_CHECK(width <= (num_known + num_new) * candidates, "grow_: ", width, " nodes of ", (num_known + num_new) * candidates, " candidates");
   float* frontier = frontier_log_prob.mutable_data_ptr<float>();
   int64_t* frontier_ids = frontier_token.mutable_data_ptr<int64_t>();
   float* node_log_prob = log_prob.mutable_data_ptr<float>();
@@ -61,8 +62,10 @@ void grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const at::Te
   int32_t* rows = meta.mutable_data_ptr<int32_t>();
   int32_t* node_depth = depth.mutable_data_ptr<int32_t>();
   int32_t* paths = path.mutable_data_ptr<int32_t>();
+  const std::vector<Best> best = take_best(frontier, (num_known + num_new) * candidates, width);
+  for (const Best& taken : best) TORCH_CHECK(node_depth[taken.place / candidates] + 1 < path_width, "grow_: a path of more than ", path_width, " nodes");
   int64_t node = first;
-  for (const Best& taken : take_best(frontier, (num_known + num_new) * candidates, width)) {
+  for (const Best& taken : best) {
     const int64_t above = taken.place / candidates;
     frontier[taken.place] = -std::numeric_limits<float>::infinity();
     token.mutable_data_ptr<int32_t>()[node] = int32_t(frontier_ids[taken.place]);

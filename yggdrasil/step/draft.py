@@ -85,6 +85,9 @@ def grow_plain_(frontier: Frontier, tree: TokenTree, tokens_WC: Tensor, log_prob
         meta_NM: Filled for a forward over the new nodes.
         root_pos: Position of the root.
 
+    Raises:
+        RuntimeError: fewer candidates than `width`, or a path longer than the tree's; then the tree is as long as it was.
+
     Cost: about two dozen small operators; no sync.
     """
     frontier.add(tokens_WC, log_probs_WC, tree.log_prob_N[frontier.len :])
