@@ -10,11 +10,11 @@ import torch
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
-from yggdrasil.measure import uncalibrated_policy
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.acceptance import TreeRecord
 from yggdrasil.policy.depth import Array, inputs_of
+from yggdrasil.policy.uncalibrated import uncalibrated_policy
 from yggdrasil.state import DecodeState, Shape
 from yggdrasil.step.draft import draft
 

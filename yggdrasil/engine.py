@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig
-from yggdrasil.errors import ConfigError
+from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import ShapePolicy
+from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.plan import SEQUENTIAL, Plan
 from yggdrasil.state import DecodeState, StepResult, cut
@@ -47,6 +48,7 @@ class Engine:
         self.eos_tokens = frozenset(eos_tokens)
         self.trace = Trace()
         self.executor = None if plan in (None, SEQUENTIAL) else Executor(plan, target, draft, self.trace)
+        self._generating: DecodeState | None = None  # whose text the KV of both models holds, since `generate` began it
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
         """Emit one or more tokens: the specification of an iteration.
@@ -85,7 +87,7 @@ class Engine:
 
         Args:
             prompt: At least one token.
-            policy: Chooses the shape of every step; a plain one decodes without speculation.
+            policy: Chooses the shape of every step. Not asked where the request says plain: then the draft runs neither over the prompt nor after it.
             config: Limits and sampling. Stop texts are the caller's business: close the iterator.
 
         Yields:
@@ -93,10 +95,12 @@ class Engine:
 
         Raises:
             ConfigError: an empty prompt, or one that the context cannot hold with the tokens asked for.
+            YggError: another generation has begun on this engine since: its text took the place of this one's in the KV of both models.
         """
         limit = check_request(len(prompt), config, self.max_context)
         eos_tokens = frozenset[int]() if config.ignore_eos else self.eos_tokens
-        state = DecodeState(list(prompt), config.sampling)
+        policy = plain_policy() if config.plain else policy
+        self._generating = state = DecodeState(list(prompt), config.sampling)
         self.target.cache.rollback_(0)
         self.draft.cache.rollback_(0)
         with self.trace.stage("prefill"):
@@ -107,12 +111,17 @@ class Engine:
                 prefill(self.draft, state.tokens[:-1])
         step = self.step if self.executor is None else self.executor.step
         while len(state.emitted) < limit:
+            self._require_own_text(state)
             before = len(state.emitted)
             result = step(state, policy)
             tokens = cut(result.tokens, room=limit - before, eos_tokens=eos_tokens)
             yield replace(result, tokens=tokens)
             if len(tokens) < len(result.tokens) or tokens[-1] in eos_tokens:
                 return
+
+    def _require_own_text(self, state: DecodeState) -> None:
+        if self._generating is not state:
+            raise YggError("another generation has begun on this engine, which decodes one text at a time; read each to its end first, or load the pair twice")
 
     def _left_to_verification(self, root_pos: int) -> int:
         """How many tokens of a prompt's last chunk run beside the first tree: a few cost less there than a pass over the weights of their own."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -15,34 +14,20 @@ from yggdrasil.config import GenerateConfig
 from yggdrasil.engine import Engine
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.models.protocol import TokenGraphs
-from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.gamma.switching import SwitchTable
-from yggdrasil.policy.latency import Curve, LatencyModel
+from yggdrasil.policy.latency import Curve
 from yggdrasil.policy.shape import ContextShape, FixedShape
-from yggdrasil.state import PLAIN, DecodeState, Row, Shape
+from yggdrasil.policy.uncalibrated import plain_policy
+from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.draft import prefill
 from yggdrasil.step.rows import Chain, catch_up_rows_, verify_rows
 from yggdrasil.timeline import RecordedModel
 
-__all__ = ["ROUNDS", "curve_json", "decision_milliseconds", "host_milliseconds", "latency_curve", "plain_policy", "switching_costs", "uncalibrated_policy"]
+__all__ = ["ROUNDS", "curve_json", "decision_milliseconds", "host_milliseconds", "latency_curve", "switching_costs"]
 
 ROUNDS = 9
 SWITCH_ROUNDS = 3
 LAGS = (2, 16, 64, 256)
-NO_LATENCY = LatencyModel(Curve((0,), (1,), ((1.0,),)), Curve((0,), (1,), ((1.0,),)), 0.0, 0.0, 0.0)
-KNOTS = tuple(-0.25 * step for step in range(32, -1, -1))
-UNCALIBRATED = Acceptance(KNOTS, tuple(math.exp(knot) for knot in KNOTS), {})  # takes the draft at its word
-
-
-def plain_policy() -> FixedShape:
-    """Plain decoding, for which nothing has to be known yet."""
-    return uncalibrated_policy(PLAIN)
-
-
-def uncalibrated_policy(shape: Shape) -> FixedShape:
-    """A shape with a set K, before anything is known about the pair."""
-    assert shape.verify is not None
-    return FixedShape(shape, UNCALIBRATED, NO_LATENCY, (shape.verify,))
 
 
 def latency_curve(model: CompiledModel[Any], contexts: Sequence[int], tick: Callable[[], None] = lambda: None) -> Curve:

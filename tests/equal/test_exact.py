@@ -18,9 +18,8 @@ from yggdrasil.compiler.graphs import compile_graph
 from yggdrasil.compiler.pool import GraphJob, compile_graphs
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine, check_request
-from yggdrasil.errors import ConfigError, ShapeNotCompiled
+from yggdrasil.errors import ConfigError, ShapeNotCompiled, YggError
 from yggdrasil.kv import KVCache
-from yggdrasil.measure import plain_policy
 from yggdrasil.models.forward import DraftForward, TargetForward
 from yggdrasil.models.load import load_model, pack_linears_
 from yggdrasil.models.packing import empty_meta, pack_chain_, pack_nodes_
@@ -28,6 +27,7 @@ from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import FixedShape
+from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.report import Run
 from yggdrasil.state import PLAIN, DecodeState, Shape
 from yggdrasil.step.draft import prefill
@@ -96,6 +96,52 @@ def test_a_short_prompt_needs_no_pass_of_its_own(tiny: LoadedPair) -> None:
         patch.setattr(tiny.engine.target, "forward", counted)
         next(iter(tiny.engine.generate(list(range(10, 20)), tiny.policy(shape=Shape(1, 4)), GenerateConfig(max_new_tokens=4))))
     assert passes == [16]  # nine tokens of the prompt and a tree of five
+
+
+def test_a_plain_request_is_decoded_plainly_whatever_the_policy_says(tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, policy = tiny.tokenizer.encode(PROMPTS[2]), tiny.policy(shape=Shape(4, 4))
+    expected = decode(tiny, prompt, None, plain=True, num_tokens=16, ignore_eos=True)
+
+    def forward(meta_NM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError("a forward of the draft")
+
+    monkeypatch.setattr(tiny.engine.draft, "forward", forward)
+    config = GenerateConfig(max_new_tokens=16, ignore_eos=True, plain=True)
+    results = list(tiny.engine.generate(prompt, policy, config))
+    assert [token for result in results for token in result.tokens] == expected
+    assert {result.shape for result in results} == {PLAIN}
+
+
+@pytest.mark.parametrize("plain", (True, False))
+def test_a_generation_that_another_one_displaced_says_so_and_the_other_goes_on(tiny: LoadedPair, plain: bool) -> None:
+    expected = decode(tiny, PROMPTS[1], Shape(4, 4), plain=plain, ignore_eos=True)
+    config, policy = GenerateConfig(max_new_tokens=64, ignore_eos=True, plain=plain), tiny.policy(shape=Shape(4, 4))
+    first, second = (tiny.engine.generate(tiny.tokenizer.encode(prompt), policy, config) for prompt in PROMPTS[:2])
+    next(first)
+    written = list(next(second).tokens)
+    with pytest.raises(YggError, match="another generation has begun on this engine"):
+        next(first)
+    assert written + [token for result in second for token in result.tokens] == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "complaint"),
+    (
+        (Shape(16, 4), "width: 16 is not allowed; it must be from 1 to 4"),
+        (Shape(0, 4), "width: 0 is not allowed"),
+        (Shape(1, 20), "depth: 20 is not allowed; it must be from 0 to 4"),
+        (Shape(4, -1), "depth: -1 is not allowed"),
+        (Shape(1, 1, levels=(((0, 4),),)), "width: 5 is not allowed"),
+    ),
+)
+def test_a_shape_that_was_not_compiled_for_is_refused(tiny: LoadedPair, shape: Shape, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        tiny.policy(shape=shape)
+
+
+def test_a_static_tree_may_be_wider_than_a_node_has_children(tiny: LoadedPair) -> None:
+    shape = Shape(8, 2, levels=(((0, 0), (0, 1)), tuple((parent, rank) for parent in (1, 2) for rank in range(4))))
+    assert decode(tiny, PROMPTS[0], shape, num_tokens=12) == decode(tiny, PROMPTS[0], None, plain=True, num_tokens=12)
 
 
 def test_speculation_is_accepted_and_rejected_in_these_tests(tiny: LoadedPair) -> None:
@@ -298,8 +344,6 @@ def test_commit_interrupted_between_the_models_leaves_committed_history(tiny: Lo
 
 
 def test_logits_that_are_not_finite_lose_the_step_not_the_text(tiny: LoadedPair) -> None:
-    from yggdrasil.errors import YggError
-
     state = DecodeState(tiny.tokenizer.encode(PROMPTS[0]))
     history = list(state.tokens)
     for model in (tiny.engine.target, tiny.engine.draft):

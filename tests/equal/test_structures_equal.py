@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
-from yggdrasil.measure import plain_policy
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.shape import FixedShape
 from yggdrasil.policy.structures import dynamic_sequence, equal_growth, k_ary, opt_tree, sequence, sequoia, sequoia_latency
+from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.state import Shape, StepResult
 
 PROMPTS = ("Once upon a time", "One day Lily saw a red fox near the café.", "xyz 123")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from yggdrasil.config import GenerateConfig, ServeConfig
 from yggdrasil.layout import PAGE_LEN
-from yggdrasil.measure import plain_policy
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load
+from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.opening import open_batcher
 from yggdrasil.serve.pages import PagePool

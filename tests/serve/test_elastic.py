@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from yggdrasil.config import GenerateConfig, SamplingConfig, ServeConfig
 from yggdrasil.errors import CapacityError
-from yggdrasil.measure import plain_policy
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.protocol import GammaPolicy
+from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.elastic import ElasticMemory, scarce_below
 from yggdrasil.serve.opening import open_batcher
