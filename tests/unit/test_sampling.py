@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
-from yggdrasil.step.sampling import gumbel_noise, next_tokens, process_logits
+from yggdrasil.state import DecodeState, Row
+from yggdrasil.step import sampling as sampling_module
+from yggdrasil.step.accept import accept, follow, say
+from yggdrasil.step.rows import Chain, accept_rows
+from yggdrasil.step.sampling import draw_noise, gumbel_noise, next_token, next_tokens, process_logits, whole_shares_beyond
+from yggdrasil.tree import TokenTree
 
 PROBABILITIES = torch.tensor([[0.15, 0.5, 0.05, 0.3]])
 LOGITS = PROBABILITIES.log()
@@ -106,12 +113,106 @@ def test_a_row_without_any_possible_token_is_refused() -> None:
         next_tokens(torch.full((1, 4), -torch.inf), [0], SamplingConfig())
 
 
+ON_A_DEVICE = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])
+
+
+@pytest.mark.parametrize("device", ("cpu", ON_A_DEVICE))
+@pytest.mark.parametrize("vocab", (1003, 32000, 50257))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
-def test_rows_are_bitwise_independent_of_each_other_and_of_their_number(dtype: torch.dtype) -> None:
-    logits_KV = (torch.randn(17, 1003) * 3).to(dtype)
+def test_rows_are_bitwise_independent_of_each_other_and_of_their_number(dtype: torch.dtype, vocab: int, device: str) -> None:
+    logits_KV = (torch.randn(17, vocab) * 3).to(dtype).to(device)
     sampling = SamplingConfig(temperature=0.8, top_k=200, top_p=0.9, min_p=0.01, seed=5)
     together, positions = process_logits(logits_KV.float(), sampling), torch.arange(40, 57)
     said = next_tokens(logits_KV, positions.tolist(), sampling)
-    for rows in (slice(0, 1), slice(3, 5), slice(4, 16), slice(16, 17)):
+    for rows in (slice(0, 1), slice(3, 5), slice(4, 12), slice(4, 16), slice(16, 17)):
         assert torch.equal(process_logits(logits_KV[rows].float(), sampling), together[rows])
         assert next_tokens(logits_KV[rows], positions[rows].tolist(), sampling) == said[rows]
+
+
+@pytest.mark.parametrize("top_p", (0.01, 0.45, 0.7, 0.9, 0.96))
+def test_whole_shares_filter_what_probabilities_filter(top_p: float) -> None:
+    ordered_KV = torch.cat((LOGITS.sort(descending=True).values.repeat(1, 8), -torch.inf * torch.ones(1, 8)), dim=1).sort(descending=True).values
+    assert ordered_KV[0].isfinite().sum() == 32
+    for rows_KV in (LOGITS.sort(descending=True).values, ordered_KV, (torch.randn(50, 1003) * 3).sort(dim=-1, descending=True).values):
+        probability_KV = rows_KV.double().softmax(dim=-1)
+        assert torch.equal(whole_shares_beyond(rows_KV, top_p), probability_KV.cumsum(dim=-1) - probability_KV >= top_p)
+
+
+class Sums(TorchDispatchMode):
+    """Keeps what is summed: the operator and the dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if "sum" in name or "softmax" in name:
+            self.seen.append((name, args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_sums_integers_alone_for_their_sum_has_no_order() -> None:
+    with Sums() as sums:
+        process_logits(torch.empty(3, 50, device="meta"), SamplingConfig(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01))
+    assert sums.seen == [("cumsum", torch.int64)]
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")))
+def test_whole_shares_leave_a_broken_row_as_it_is_for_it_to_be_found(value: float) -> None:
+    assert not whole_shares_beyond(torch.full((1, 9), value), 0.5).any()
+    assert not whole_shares_beyond(torch.tensor([[value, 2.0, 1.0]]), 0.5).any()
+
+
+TREE = TokenTree.root(3, 8)
+TREE.grow(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([-0.1, -0.2]))
+TREE.grow(torch.tensor([1, 1, 2]), torch.tensor([1, 2, 1]), torch.tensor([-0.3, -0.4, -0.5]))
+FILTERS = ({}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 4, "top_p": 0.9, "min_p": 0.05})
+
+
+@pytest.mark.parametrize("options", FILTERS)
+def test_the_sampling_walk_accepts_what_saying_everywhere_and_following_accepts(options: dict[str, float]) -> None:
+    lens = set()
+    for seed in range(40):
+        sampling, logits_KV = SamplingConfig(temperature=0.9, seed=seed, **options), torch.randn(len(TREE), 5)
+        accepted = accept(TREE, logits_KV, 70, sampling)
+        assert accepted == follow(TREE, say(TREE, logits_KV, 70, sampling))
+        assert next_token(logits_KV[2:3], 71, sampling) == next_tokens(logits_KV[2:3], [71], sampling)[0]
+        lens.add(len(accepted.path))
+    assert lens == {1, 2, 3}
+
+
+@pytest.mark.parametrize("options", FILTERS)
+def test_a_row_of_a_batch_accepts_what_saying_everywhere_accepts(options: dict[str, float]) -> None:
+    lens = set()
+    for seed in range(40):
+        sampling, logits_KV = SamplingConfig(temperature=0.9, seed=seed, **options), torch.randn(4, 5)
+        [accepted] = accept_rows([Row(0, DecodeState([0] * 71, sampling))], [Chain([1, 2, 1])], logits_KV, [0])
+        said = next_tokens(logits_KV, range(71, 75), sampling)
+        kept = next((place for place, token in enumerate([1, 2, 1]) if token != said[place]), 3)
+        assert accepted == type(accepted)(list(range(kept + 1)), said[: kept + 1])
+        lens.add(kept)
+    assert {0, 1, 2} <= lens
+
+
+def test_noise_is_drawn_for_the_accepted_path_alone_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    monkeypatch.setattr(sampling_module, "draw_noise", lambda seed, position, vocab: drawn.append(position) or draw_noise(seed, position, vocab))
+    logits_KV = torch.zeros(len(TREE), 5)
+    for node, token in ((0, 2), (2, 4)):  # node 2 is passed, its child is not
+        logits_KV[node, token] = 1e4
+    sampling = SamplingConfig(temperature=1.0)
+    assert accept(TREE, logits_KV, 70, sampling).path == [0, 2]
+    assert drawn == [71, 72]
+    drawn.clear()
+    accept_rows([Row(0, DecodeState([0] * 71, sampling))], [Chain([1, 2, 3, 4])], logits_KV, [0])
+    assert drawn == [71]
+
+
+def test_broken_logits_are_refused_where_the_walk_passes_and_lose_nothing_elsewhere() -> None:
+    logits_KV, sampling = torch.zeros(len(TREE), 5), SamplingConfig(temperature=1.0)
+    logits_KV[0, 2], logits_KV[1, 0] = 1e4, float("nan")
+    assert accept(TREE, logits_KV, 70, sampling).path[:2] == [0, 2]
+    logits_KV[2, 3] = float("nan")
+    with pytest.raises(YggError, match="not finite"):
+        accept(TREE, logits_KV, 70, sampling)

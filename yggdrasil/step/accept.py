@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from yggdrasil.config import SamplingConfig
-from yggdrasil.step.sampling import Said, choose_tokens, told
+from yggdrasil.step.sampling import Said, choose_tokens, next_token, told
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Accepted", "accept", "follow", "say"]
+__all__ = ["Accepted", "accept", "follow", "say", "walk_sampling"]
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,38 @@ def accept(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: Sampling
         sampling: How the target chooses.
 
     Raises:
-        YggError: logits that are not finite.
+        YggError: logits that are not finite; where the walk itself samples, after a node that it passes.
 
-    Cost: one sync. Source: no draft probabilities enter, so the target's distribution is preserved for any tree.
+    Cost: one sync. On a CPU, noise is drawn and logits are filtered only where the walk passes.
+    Source: no draft probabilities enter, so the target's distribution is preserved for any tree.
     """
+    if tree.is_cpu and sampling.temperature > 0:
+        places = enumerate(zip(tree.parent_N.tolist(), tree.token_N.tolist(), strict=True))
+        return walk_sampling({place: node for node, place in places}, logits_KV, root_pos, sampling)
     return follow(tree, say(tree, logits_KV, root_pos, sampling))
+
+
+def walk_sampling(child_of: Mapping[tuple[int, int], int], logits_KV: Tensor, root_pos: int, sampling: SamplingConfig) -> Accepted:
+    """Say and follow in one, for a CPU: after a node that is not passed nothing is drawn.
+
+    Args:
+        child_of: The node that says a token under a node, by (node, token); the root is 0.
+        logits_KV: (K, V) of the target after each node, on a CPU.
+        root_pos: Position of the root.
+        sampling: A temperature above 0.
+
+    Raises:
+        YggError: logits that are not finite after a node that is passed.
+
+    Cost: noise and filters of one row for every node that is passed.
+    """
+    path, tokens = list[int](), list[int]()
+    node: int | None = 0
+    while node is not None:
+        path.append(node)
+        tokens.append(next_token(logits_KV[node : node + 1], root_pos + len(path), sampling))
+        node = child_of.get((node, tokens[-1]))
+    return Accepted(path, tokens)
 
 
 def say(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: SamplingConfig) -> Said:

@@ -17,7 +17,7 @@ from yggdrasil.errors import YggError
 from yggdrasil.models.packing import Piece, pack_chains_
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.state import Row
-from yggdrasil.step.accept import Accepted
+from yggdrasil.step.accept import Accepted, walk_sampling
 from yggdrasil.step.sampling import next_tokens
 
 __all__ = ["Chain", "accept_rows", "catch_up_rows_", "commit_row_", "draft_rows", "prune_rows", "run_pieces", "verify_rows"]
@@ -172,7 +172,7 @@ def accept_rows(rows: Sequence[Row], chains: Sequence[Chain], logits_NV: Tensor,
         logits_NV: Of the forward.
         roots: Where each row's root stands in it.
 
-    Cost: one sync for a batch that decodes greedily, else one a row.
+    Cost: one sync for a batch that decodes greedily, else one a row; on a CPU, sampling, what the walk down each chain needs.
     """
     if all(row.state.sampling.temperature == 0 for row in rows):
         try:
@@ -185,9 +185,11 @@ def accept_rows(rows: Sequence[Row], chains: Sequence[Chain], logits_NV: Tensor,
 
 
 def _accept(row: Row, chain: Chain, logits_KV: Tensor) -> Accepted | YggError:
-    positions = range(row.state.root_pos + 1, row.state.root_pos + 2 + len(chain.tokens))
+    root_pos, sampling = row.state.root_pos, row.state.sampling
     try:
-        return _follow(chain, next_tokens(logits_KV, positions, row.state.sampling))
+        if logits_KV.is_cpu and sampling.temperature > 0:
+            return walk_sampling({(node, token): node + 1 for node, token in enumerate(chain.tokens)}, logits_KV, root_pos, sampling)
+        return _follow(chain, next_tokens(logits_KV, range(root_pos + 1, root_pos + 2 + len(chain.tokens)), sampling))
     except YggError as error:
         return error
 

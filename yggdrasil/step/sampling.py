@@ -15,7 +15,9 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
 from yggdrasil.staging import upload
 
-__all__ = ["Said", "choose_tokens", "gumbel_noise", "next_tokens", "process_logits", "told"]
+__all__ = ["Said", "choose_tokens", "draw_noise", "gumbel_noise", "next_token", "next_tokens", "process_logits", "told", "whole_shares_beyond"]
+
+SHARE_BITS = 40  # the likeliest token has 2**40 shares: those of 2**22 tokens fit an int64, and a token loses at most one
 
 
 class Said(NamedTuple):
@@ -46,6 +48,25 @@ def next_tokens(logits_KV: Tensor, positions: Sequence[int], sampling: SamplingC
     rows = {position: row for row, position in enumerate(dict.fromkeys(positions))}
     row_K = upload([rows[position] for position in positions], logits_KV.device)
     return told(choose_tokens(logits_KV, list(rows), row_K, sampling))[0]
+
+
+def next_token(logits_1V: Tensor, position: int, sampling: SamplingConfig) -> int:
+    """The target's own token after one node, sampled on the host: bit for bit that of `next_tokens`.
+
+    Args:
+        logits_1V: (1, V) logits after the node, on a CPU.
+        position: Of the token to be chosen.
+        sampling: A temperature above 0, filters and seed.
+
+    Raises:
+        YggError: the row has no greatest logit (NaN).
+
+    Cost: filters one row, and draws its noise. That is not kept: where every position is asked once, nobody asks again.
+    """
+    scores_1V = process_logits(logits_1V.float(), sampling) + draw_noise(sampling.seed, position, logits_1V.shape[1])
+    score_1, token_1 = torch.ops.ygg.greatest(scores_1V)
+    [[token]] = told(Said(token_1, score_1))
+    return int(token)
 
 
 def choose_tokens(logits_KV: Tensor, positions: Sequence[int], position_K: Tensor, sampling: SamplingConfig) -> Said:
@@ -108,7 +129,8 @@ def process_logits(logits_KV: Tensor, sampling: SamplingConfig) -> Tensor:
         sampling: A temperature above 0.
 
     Returns:
-        (K, V) float32 logits whose softmax is the distribution that is sampled. Every row is processed by itself.
+        (K, V) float32 logits whose softmax is the distribution that is sampled. Every row has the bits that it has by itself: on a CPU sums run row by row,
+        on a device, where the order of a sum follows the number of rows and where they begin, none is taken of floating-point numbers.
     """
     logits_KV = logits_KV / sampling.temperature
     vocab = logits_KV.shape[-1]
@@ -117,22 +139,50 @@ def process_logits(logits_KV: Tensor, sampling: SamplingConfig) -> Tensor:
         logits_KV = logits_KV.masked_fill(logits_KV < least, -torch.inf)
     if sampling.top_p < 1:
         ordered, order = logits_KV.sort(dim=-1, descending=True, stable=True)
-        before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
-        logits_KV = logits_KV.scatter(-1, order, ordered.masked_fill(before >= sampling.top_p, -torch.inf))
+        is_beyond_KV = _beyond(ordered, sampling.top_p) if ordered.is_cpu else whole_shares_beyond(ordered, sampling.top_p)
+        logits_KV = logits_KV.scatter(-1, order, ordered.masked_fill(is_beyond_KV, -torch.inf))
     if sampling.min_p > 0:
-        probability = logits_KV.softmax(dim=-1)
-        logits_KV = logits_KV.masked_fill(probability < sampling.min_p * probability.amax(dim=-1, keepdim=True), -torch.inf)
+        share_KV = logits_KV.softmax(dim=-1) if logits_KV.is_cpu else (logits_KV - logits_KV.amax(dim=-1, keepdim=True)).exp()
+        logits_KV = logits_KV.masked_fill(share_KV < sampling.min_p * share_KV.amax(dim=-1, keepdim=True), -torch.inf)
     return logits_KV
 
 
-@lru_cache(maxsize=128)
+def _beyond(ordered_KV: Tensor, top_p: float) -> Tensor:
+    """Whether the tokens before one, in falling order, have a probability mass of `top_p` already."""
+    probability_KV = ordered_KV.softmax(dim=-1)
+    return probability_KV.cumsum(dim=-1) - probability_KV >= top_p
+
+
+def whole_shares_beyond(ordered_KV: Tensor, top_p: float) -> Tensor:
+    """The same for a device: shares of the likeliest token's probability are summed as integers, whose sum has no order.
+
+    Args:
+        ordered_KV: (K, V) float32 logits, falling.
+        top_p: Above 0 and below 1.
+
+    Returns:
+        (K, V) bool; none of a row whose greatest logit is not finite, which is to be found broken, not filtered.
+
+    Cost: ten small operators, no sync.
+    """
+    greatest_K1 = ordered_KV[:, :1]
+    share_KV = ((ordered_KV - greatest_K1).exp() * 2.0**SHARE_BITS).long()
+    sum_KV = share_KV.cumsum(dim=-1)
+    return ((sum_KV - share_KV).double() >= top_p * sum_KV[:, -1:].double()) & greatest_K1.isfinite()
+
+
+def draw_noise(seed: int, position: int, vocab: int) -> Tensor:
+    """(V,) float32 standard Gumbel noise, a function of its arguments: Philox counters keyed by (seed, position), drawn on the host."""
+    uniform = np.random.Generator(np.random.Philox(key=[seed, position])).random(vocab, dtype=np.float64)
+    return torch.from_numpy(-np.log(-np.log(np.maximum(uniform, np.finfo(np.float64).tiny))).astype(np.float32))
+
+
+@lru_cache(maxsize=128)  # of a tree, where a plan draws ahead of time; on a device of the positions of sixteen rows that were not accepted and come again
 def gumbel_noise(seed: int, position: int, vocab: int, device: str = "cpu") -> Tensor:
-    """(V,) float32 standard Gumbel noise, a function of its arguments: Philox counters keyed by (seed, position), drawn on the host.
+    """`draw_noise`, kept for who asks again, on the device that asks.
 
     Cost: the drawing; for "cuda" one copy to the device once, no sync.
     Aliasing: cached and shared; do not write.
     """
-    if device != "cpu":
-        return gumbel_noise(seed, position, vocab).pin_memory().to(device, non_blocking=True)
-    uniform = np.random.Generator(np.random.Philox(key=[seed, position])).random(vocab, dtype=np.float64)
-    return torch.from_numpy(-np.log(-np.log(np.maximum(uniform, np.finfo(np.float64).tiny))).astype(np.float32))
+    noise_V = draw_noise(seed, position, vocab)
+    return noise_V if device == "cpu" else noise_V.pin_memory().to(device, non_blocking=True)
