@@ -219,7 +219,7 @@ def test_other_architectures_speculative_equals_plain_in_bf16_too(other: LoadedP
 
 
 def test_other_architectures_write_what_transformers_writes(other: LoadedPair) -> None:
-    """In bfloat16 transformers rounds differently: there only the first tokens' logits are compared, with tolerance."""
+    """In bfloat16 transformers rounds differently: there only the first tokens' logits are compared, with tolerance; in float32 a text as well."""
     from transformers import AutoModelForCausalLM
 
     bundle = other.bundle
@@ -235,6 +235,10 @@ def test_other_architectures_write_what_transformers_writes(other: LoadedPair) -
     scale = expected_NV.float().std().item()
     tolerance = scale * (1e-4 if dtype == torch.float32 else 0.1)
     torch.testing.assert_close(logits_NV[: len(tokens)].float(), expected_NV.float(), rtol=0, atol=tolerance)
+    if dtype == torch.float32:
+        inputs = torch.tensor([tokens])
+        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=32, pad_token_id=0)
+        assert decode(other, tokens, None, plain=True, num_tokens=32) == out[0, len(tokens) :].tolist()
 
 
 def test_nothing_compiles_in_the_loop(tiny: LoadedPair) -> None:
