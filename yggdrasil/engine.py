@@ -39,6 +39,31 @@ class Engine:
     Attributes:
         trace: Milliseconds per stage since construction.
         executor: What runs the plan, None when `step` does.
+
+    Example: a target that counts, and a draft that counts too. `load_pair().engine` is one over compiled models.
+        >>> import torch
+        >>> from yggdrasil import GenerateConfig
+        >>> from yggdrasil.kernels import load_kernels
+        >>> from yggdrasil.kv import KVCache, KVShape
+        >>> from yggdrasil.layout import TOKEN
+        >>> from yggdrasil.models.packing import empty_meta
+        >>> from yggdrasil.policy.uncalibrated import uncalibrated_policy
+        >>> from yggdrasil.state import Shape
+        >>> class Counting:
+        ...     device, max_depth, prefill_chunk, widest, num_candidates, graph_ms = "cpu", 3, 8, 8, 1, 0.0
+        ...     def __init__(self, guesses):
+        ...         self.cache = KVCache(KVShape(num_layers=1, num_kv_heads=1, head_dim=16, capacity=64), dtype=torch.float32, device="cpu")
+        ...         self.guesses = guesses
+        ...     def meta(self, num_tokens):
+        ...         return empty_meta(8, self.max_depth)
+        ...     def forward(self, meta_NM):
+        ...         next_N1 = (meta_NM[:, TOKEN:TOKEN + 1].long() + 1) % 10
+        ...         return (next_N1, -0.1 * torch.ones(8, 1)) if self.guesses else (torch.eye(10)[next_N1[:, 0]], torch.zeros(8, 1))
+        >>> load_kernels()
+        >>> engine = Engine(Counting(guesses=False), Counting(guesses=True), max_context=32)
+        >>> three_guesses = uncalibrated_policy(Shape(width=1, depth=3, verify=4))
+        >>> [result.tokens for result in engine.generate([7], three_guesses, GenerateConfig(max_new_tokens=6))]
+        [[8, 9, 0, 1], [2, 3]]
     """
 
     def __init__(self, target: TokenModel, draft: TokenModel, *, max_context: int, eos_tokens: Sequence[int] = (), plan: Plan | None = None) -> None:
