@@ -207,12 +207,3 @@ def test_noise_is_drawn_for_the_accepted_path_alone_and_once(monkeypatch: pytest
     drawn.clear()
     accept_rows([Row(0, DecodeState([0] * 71, sampling))], [Chain([1, 2, 3, 4])], logits_KV, [0])
     assert drawn == [71]
-
-
-def test_broken_logits_are_refused_where_the_walk_passes_and_lose_nothing_elsewhere() -> None:
-    logits_KV, sampling = torch.zeros(len(TREE), 5), SamplingConfig(temperature=1.0)
-    logits_KV[0, 2], logits_KV[1, 0] = 1e4, float("nan")
-    assert accept(TREE, logits_KV, 70, sampling).path[:2] == [0, 2]
-    logits_KV[2, 3] = float("nan")
-    with pytest.raises(YggError, match="not finite"):
-        accept(TREE, logits_KV, 70, sampling)

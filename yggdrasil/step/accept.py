@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from yggdrasil.config import SamplingConfig
-from yggdrasil.step.sampling import Said, choose_tokens, next_token, told
+from yggdrasil.step.sampling import Said, choose_tokens, greatest, next_token, told
 from yggdrasil.tree import TokenTree
 
 __all__ = ["Accepted", "accept", "follow", "say", "walk_sampling"]
@@ -37,7 +37,7 @@ def accept(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: Sampling
         sampling: How the target chooses.
 
     Raises:
-        YggError: logits that are not finite; where the walk itself samples, after a node that it passes.
+        YggError: logits that are not finite.
 
     Cost: one sync. On a CPU, noise is drawn and logits are filtered only where the walk passes.
     Source: no draft probabilities enter, so the target's distribution is preserved for any tree.
@@ -58,10 +58,11 @@ def walk_sampling(child_of: Mapping[tuple[int, int], int], logits_KV: Tensor, ro
         sampling: A temperature above 0.
 
     Raises:
-        YggError: logits that are not finite after a node that is passed.
+        YggError: logits that are not finite, of whatever node.
 
-    Cost: noise and filters of one row for every node that is passed.
+    Cost: one pass over the logits; noise and filters of one row for every node that is passed.
     """
+    told(greatest(logits_KV))  # what is broken off the path is broken: it must not be found only where the walk passes
     path, tokens = list[int](), list[int]()
     node: int | None = 0
     while node is not None:

@@ -15,7 +15,7 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
 from yggdrasil.staging import upload
 
-__all__ = ["Said", "choose_tokens", "draw_noise", "gumbel_noise", "next_token", "next_tokens", "process_logits", "told", "whole_shares_beyond"]
+__all__ = ["Said", "choose_tokens", "draw_noise", "greatest", "gumbel_noise", "next_token", "next_tokens", "process_logits", "told", "whole_shares_beyond"]
 
 SHARE_BITS = 40  # the likeliest token has 2**40 shares: those of 2**22 tokens fit an int64, and a token loses at most one
 
@@ -64,9 +64,8 @@ def next_token(logits_1V: Tensor, position: int, sampling: SamplingConfig) -> in
     Cost: filters one row, and draws its noise. That is not kept: where every position is asked once, nobody asks again.
     """
     scores_1V = process_logits(logits_1V.float(), sampling) + draw_noise(sampling.seed, position, logits_1V.shape[1])
-    score_1, token_1 = torch.ops.ygg.greatest(scores_1V)
-    [[token]] = told(Said(token_1, score_1))
-    return int(token)
+    [[token]] = told(greatest(scores_1V))
+    return token
 
 
 def choose_tokens(logits_KV: Tensor, positions: Sequence[int], position_K: Tensor, sampling: SamplingConfig) -> Said:
@@ -90,6 +89,11 @@ def choose_tokens(logits_KV: Tensor, positions: Sequence[int], position_K: Tenso
         scores_KV = process_logits(logits_KV.float(), sampling)
         noise = [gumbel_noise(sampling.seed, position, scores_KV.shape[1], scores_KV.device.type) for position in positions]
         scores_KV = scores_KV + torch.stack(noise)[position_K]
+    return greatest(scores_KV)
+
+
+def greatest(scores_KV: Tensor) -> Said:
+    """Every row's greatest score and its token, the first of equals, where the scores are. Cost: one operator, no sync."""
     score_K, token_K = torch.ops.ygg.greatest(scores_KV) if scores_KV.is_cpu else scores_KV.max(dim=-1)
     return Said(token_K, score_K)
 
