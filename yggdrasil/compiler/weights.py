@@ -72,7 +72,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors.values():
-            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
