@@ -1,7 +1,7 @@
 """The room that the draft's weights take in the page pool's memory, and how they leave it and come back.
 
 ```
-pool's memory   | page 0 | page 1 | ... | page K-1 |  draft weights, aligned as in their file |     resident
+pool's memory   | page 0 | page 1 | ... | page K-1 |  draft weights, 64-byte aligned          |     resident
                 | page 0 | page 1 | ... | page K-1 | page K | page K+1 | ...                  |     lent
 host copy       on the CPU the mapped weight file, on CUDA one pinned image
 ```
@@ -16,10 +16,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from yggdrasil.compiler.weights import ALIGNMENT
-
 __all__ = ["DraftRoom", "Tenant", "room_bytes"]
 
+ALIGNMENT = 64  # of every tensor in the room: more than any dtype or copy asks for
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # on a CPU a chunk is copied between two steps: a fraction of one
 
 
