@@ -226,7 +226,7 @@ def test_stop_texts_end_a_row_before_they_are_shown(bench: Bench) -> None:
     assert asking.finish == "stop"
 
 
-def test_a_step_beside_a_prompt_is_not_held_against_its_gamma(bench: Bench) -> None:
+def test_a_policy_is_told_which_steps_ran_beside_a_prompt(bench: Bench) -> None:
     outcomes: list[Outcome] = []
 
     class Listening(Schedule):
@@ -237,10 +237,13 @@ def test_a_step_beside_a_prompt_is_not_held_against_its_gamma(bench: Bench) -> N
     batcher.submit(batcher.ticket(client(bench, 5, 60).request()))
     batcher.step()  # its prompt
     batcher.step()
-    assert [outcome.load.batch_size for outcome in outcomes] == [1]
+    assert [(outcome.load.batch_size, outcome.is_timed) for outcome in outcomes] == [(1, True)]
     batcher.submit(batcher.ticket(client(bench, 90, 12, start=3).request()))
-    batcher.step()  # decodes beside the prompt of the other
-    assert len(outcomes) == 1
+    report = batcher.step()  # decodes beside the prompt of the other
+    assert report is not None
+    assert (outcomes[-1].load.waiting_tokens, outcomes[-1].prompt_tokens) == (min(90, batcher.target.prefill_chunk), report.prompt_tokens)
+    assert not outcomes[-1].is_timed
+    assert len(outcomes[-1].emitted) == 1  # the prompt's row does not decode yet
     run(batcher)
     assert any(outcome.load.batch_size == 2 for outcome in outcomes)
     assert all(sum(outcome.emitted) and outcome.seconds > 0 for outcome in outcomes)

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from yggdrasil.config import GenerateConfig
 from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.report import Run
-from yggdrasil.serve.batcher import Batcher, Ticket
+from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.pages import PagePool
+from yggdrasil.serve.ticket import Ticket
 from yggdrasil.state import Shape, StepResult, cut
 from yggdrasil.step.accept import Accepted
 from yggdrasil.step.rows import Chain

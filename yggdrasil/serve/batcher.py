@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -25,50 +24,17 @@ from yggdrasil.policy.gamma.filling import prompt_room
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
 from yggdrasil.serve.elastic import ElasticMemory
 from yggdrasil.serve.pages import PagePool, pages_for
-from yggdrasil.serve.request import Event, FinishReason, Observer, Request, RequestReport, StepReport, TokenLogProb
-from yggdrasil.state import DecodeState, Row, cut
+from yggdrasil.serve.request import Event, FinishReason, Observer, Request, StepReport, TokenLogProb
+from yggdrasil.serve.ticket import Ticket
+from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.accept import Accepted
 from yggdrasil.step.rows import Chain, accept_rows, catch_up_rows_, commit_row_, draft_rows, prune_rows, verify_rows
 from yggdrasil.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import DeviceTrace, Trace
 
-__all__ = ["Batcher", "Ticket"]
+__all__ = ["Batcher"]
 
 PROMPT_SHARE = 8  # of the greatest graph, an eighth is never speculated away: prompts go on
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A request in the batcher's books.
-
-    Attributes:
-        row: Its place in the batch; None while it waits.
-        speculation: Most draft tokens a step, None without a limit.
-        limit: Most tokens to emit.
-        ends: Tokens that end its text.
-    """
-
-    request: Request
-    state: DecodeState
-    stream: TextStream
-    limit: int
-    ends: Collection[int]
-    speculation: int | None
-    arrived: float = field(default_factory=time.perf_counter)
-    admitted: float = 0.0
-    first: float = 0.0
-    row: Row | None = None
-    shared_tokens: int = 0
-    target_passes: int = 0
-    preemptions: int = 0
-    emitted_tokens: int = 0
-    is_finished: bool = False
-
-    @property
-    def running(self) -> Row:
-        """Its row, where it is known to run."""
-        assert self.row is not None
-        return self.row
 
 
 class Batcher:
@@ -227,7 +193,11 @@ class Batcher:
             emitting = [*decoding, *reaching]
             emitted = self._commit_(emitting, chains, accepted, logits_NV, roots)
             self._commit_prompts_(prompts)
-        return self._report(load, gamma, chains, emitted, len(reaching), prompt_tokens, start, before)
+        report = self._report(load, gamma, chains, emitted, prompt_tokens, start, before)
+        if decoding:
+            self._learn_(load, report, len(decoding))
+        self.observer.on_step(report)
+        return report
 
     def _admit_(self) -> None:
         """Give rows and pages to those that wait, first come first served, while every running row keeps a page to grow into."""
@@ -283,7 +253,7 @@ class Batcher:
     def _row_gamma(self, ticket: Ticket, gamma: int) -> int:
         """What of gamma a row takes: no more than its request allows or has left to emit. Its pages are there afterwards."""
         most = gamma if ticket.speculation is None else min(gamma, ticket.speculation)
-        most = min(most, ticket.limit - ticket.emitted_tokens - 1)
+        most = min(most, ticket.num_left - 1)
         self.pool.extend_(ticket.running.row, len(ticket.state.tokens) + most)
         return most
 
@@ -296,7 +266,7 @@ class Batcher:
             row = ticket.running
             if room == 0:
                 break
-            left = len(ticket.state.tokens) - row.target_len
+            left = ticket.num_lacking
             if left <= room:
                 reaching.append(ticket)
             else:
@@ -307,7 +277,7 @@ class Batcher:
     @property
     def _num_prompt_tokens(self) -> int:
         """Of the running rows' prompts, roots included, that the target has not seen."""
-        return sum(len(ticket.state.tokens) - ticket.running.target_len for ticket in self._running if not ticket.running.is_prefilled)
+        return sum(ticket.num_lacking for ticket in self._running if not ticket.running.is_prefilled)
 
     def _commit_(
         self, emitting: Sequence[Ticket], chains: Sequence[Chain], accepted: Sequence[Accepted | YggError], logits_NV: Tensor, roots: Sequence[int]
@@ -319,10 +289,10 @@ class Batcher:
                 self._finish_(ticket, "error", str(outcome))
                 emitted.append(0)
                 continue
-            text, tokens = _read_(ticket, outcome.tokens)
+            text, tokens = ticket.read_(outcome.tokens)
             commit_row_(ticket.running, chain, Accepted(outcome.path[: len(tokens)], tokens))
             self._publish_(ticket.running)
-            self._tell_(ticket, text, tokens, _log_probs(ticket.request, tokens, logits_NV[root : root + len(tokens)]))
+            self._tell_(ticket, text, tokens, ticket.log_probs(tokens, logits_NV[root : root + len(tokens)]))
             emitted.append(len(outcome.tokens))  # a policy must not take the end of a text for a rejection
         return emitted
 
@@ -353,46 +323,26 @@ class Batcher:
         elif ticket in self._waiting:
             self._waiting.remove(ticket)
         ticket.is_finished = True
-        now = time.perf_counter()
         event = event or Event("", ())
         ticket.request.on_event(Event(event.text, event.tokens, event.log_probs, reason, error))
-        self.observer.on_finish(
-            RequestReport(
-                finish=reason,
-                prompt_tokens=ticket.state.prompt_len,
-                emitted_tokens=ticket.emitted_tokens,
-                shared_tokens=ticket.shared_tokens,
-                target_passes=ticket.target_passes,
-                preemptions=ticket.preemptions,
-                queue_ms=((ticket.admitted or now) - ticket.arrived) * 1e3,
-                ttft_ms=(ticket.first - ticket.arrived) * 1e3 if ticket.first else 0.0,
-                total_ms=(now - ticket.arrived) * 1e3,
-            )
-        )
+        self.observer.on_finish(ticket.report(reason))
+
+    def _learn_(self, load: Load, report: StepReport, num_decoding: int) -> None:
+        """Tell the policy about the rows that decoded; those whose root was reached, the last ones, were prompts."""
+        self.gamma = report.gamma
+        drafted, emitted, prompt_tokens = report.drafted[:num_decoding], report.emitted[:num_decoding], report.prompt_tokens + report.batch_size - num_decoding
+        self.policy.observe(Outcome(load, report.gamma, drafted, emitted, report.total_ms / 1e3, report.catch_up_ms / 1e3, prompt_tokens))
 
     def _report(
-        self,
-        load: Load,
-        gamma: int,
-        chains: Sequence[Chain],
-        emitted: Sequence[int],
-        num_reaching: int,
-        prompt_tokens: int,
-        start: float,
-        before: dict[str, float],
+        self, load: Load, gamma: int, chains: Sequence[Chain], emitted: Sequence[int], prompt_tokens: int, start: float, before: dict[str, float]
     ) -> StepReport:
-        """Tell the policy and the observer."""
+        """A step in figures, when it has ended."""
         total_ms = (time.perf_counter() - start) * 1e3
         draft_ms, catch_up_ms, verify_ms = (self.trace.total_ms[name] - before.get(name, 0.0) for name in ("draft", "catch up", "verify"))
-        drafted = tuple(len(chain.tokens) for chain in chains)
-        if num_decoding := len(emitted) - num_reaching:
-            self.gamma = gamma
-            seconds = total_ms / 1e3, catch_up_ms / 1e3
-            self.policy.observe(Outcome(load, gamma, drafted[:num_decoding], emitted[:num_decoding], *seconds, prompt_tokens + num_reaching))
-        report = StepReport(
+        return StepReport(
             gamma=gamma,
             prompt_tokens=prompt_tokens,
-            drafted=drafted,
+            drafted=tuple(len(chain.tokens) for chain in chains),
             emitted=tuple(emitted),
             max_lag=load.max_lag,
             catch_up_ms=catch_up_ms,
@@ -405,23 +355,3 @@ class Batcher:
             num_pages=self.pool.num_pages,
             is_draft_in=self.elastic is None or self.elastic.is_draft_in,
         )
-        self.observer.on_step(report)
-        return report
-
-
-def _read_(ticket: Ticket, said: list[int]) -> tuple[str, list[int]]:
-    """The text that a step releases, and its tokens up to the end of the request's: its limit, an end of text or a stop text, whichever comes first."""
-    tokens = cut(said, room=ticket.limit - ticket.emitted_tokens, eos_tokens=ticket.ends)
-    before = ticket.stream.num_tokens
-    text = ticket.stream.push(tokens)
-    return text, tokens[: ticket.stream.num_tokens - before]
-
-
-def _log_probs(request: Request, tokens: Sequence[int], logits_NV: Tensor) -> list[TokenLogProb]:
-    """What the target gave the emitted tokens before temperature and filters, when the request wants it."""
-    if request.num_top is None:
-        return []
-    log_probs_NV = logits_NV.float().log_softmax(-1)
-    best = log_probs_NV.topk(request.num_top)
-    rows = zip(tokens, log_probs_NV, best.indices.tolist(), best.values.tolist(), strict=True)  # sync: a client asked
-    return [TokenLogProb(token, float(row[token]), tuple(zip(top, values, strict=True))) for token, row, top, values in rows]

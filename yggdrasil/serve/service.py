@@ -12,8 +12,9 @@ from typing import Any
 
 from yggdrasil.compilations import no_compilation
 from yggdrasil.errors import QueueFull, ServiceEnded
-from yggdrasil.serve.batcher import Batcher, Ticket
+from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.request import Observer, Request, RequestReport, StepReport
+from yggdrasil.serve.ticket import Ticket
 
 __all__ = ["Service"]
 
