@@ -267,6 +267,7 @@ def test_a_budget_fills_a_graph_without_leaving_a_whole_position_out() -> None:
     prior = predicted_goodput(LATENCY, CHAINS, 0, draft_widest=4)
     assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(7, 2)] == [(9, 0), (14, 0)]
     assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(7, 1)] == [(1, 0), (7, 0)]
+    assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(9, 0)] == [(0, 0)]  # no narrower graph holds the roots
     assert [budget.seconds for budget in prior.budgets(7, 1)] == pytest.approx([prior.seconds(7, 1, 1), prior.seconds(7, 1)])
 
 

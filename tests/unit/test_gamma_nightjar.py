@@ -9,7 +9,7 @@ import pytest
 
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
 from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
-from yggdrasil.policy.gamma.estimates import PositionAcceptance, StepSeconds
+from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds
 from yggdrasil.policy.gamma.nightjar import Nightjar, PrintedNightjar
 from yggdrasil.policy.gamma.prior import GoodputPrior
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
@@ -202,7 +202,26 @@ def test_a_step_beside_prompts_corrects_its_arm_by_the_graph_that_ran() -> None:
     """8 rows, 8 drafts and 6 tokens of prompts were 22 tokens: 21 ms were predicted, not 11."""
     policy = Nightjar(STAIRS, free, gamma_max=1)
     policy.observe(Outcome(Load(8, 1, previous_gamma=1), 1, [1] * 8, [2] * 8, 0.021, prompt_tokens=6))
-    assert policy.seconds.correction(8, 1) == pytest.approx(1)
+    assert [policy.graphs.correction(width) for width in STAIRS.widths] == pytest.approx([1, 1, 1])
+
+
+def test_a_slow_minute_is_not_held_against_the_graph_that_ran_in_it() -> None:
+    """The pace after one step at twice the time is (1 + 2) / 2, and counts for graphs that did not run as well; the one that ran keeps 2 / 1.5, as one step."""
+    graphs = GraphSeconds()
+    graphs.observe_(16, 2.0)
+    assert graphs.correction(32) == pytest.approx(1.5)
+    assert graphs.correction(16) == pytest.approx(1.5 * (1 + 2 / 1.5) / 2)
+    for _ in range(100):
+        graphs.observe_(16, 2.0)
+    assert graphs.correction(16) == pytest.approx(graphs.correction(32), rel=0.1)
+
+
+def test_a_graph_that_is_slower_than_others_is_found_out() -> None:
+    graphs = GraphSeconds()
+    for _ in range(50):
+        graphs.observe_(16, 1.0)
+        graphs.observe_(32, 2.0)
+    assert graphs.correction(32) / graphs.correction(16) == pytest.approx(2, rel=0.15)
 
 
 def test_the_first_step_of_the_variant_follows_the_prior() -> None:

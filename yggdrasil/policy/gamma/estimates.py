@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from yggdrasil.policy.gamma.prior import GoodputPrior
 
-__all__ = ["PositionAcceptance", "StepSeconds"]
+__all__ = ["GraphSeconds", "PositionAcceptance", "StepSeconds"]
 
 PRIOR_TRIALS = 16.0  # draft tokens that the calibrated acceptance of a position counts for
 TRIALS_MEMORY = 300.0  # draft tokens of a position after which an old one has faded: some steps of a great batch, whose rows go on as they are
 STEPS_MEMORY = 64.0  # steps of an arm after which an old one has faded
+PACE_MEMORY = 8.0  # steps after which the machine's pace has changed
 LOWEST, HIGHEST = 0.01, 0.99
 
 
@@ -64,7 +65,7 @@ class PositionAcceptance:
 
 
 class StepSeconds:
-    """By how much steps are slower than predicted, by batch size and gamma.
+    """By how much steps are slower than predicted, by batch size and gamma: all that is known of a step where its graph is not.
 
     The measured over the predicted time is averaged per gamma over all batch sizes, which corrects sizes never seen, and per (batch size, gamma),
     where the former counts as one step.
@@ -98,17 +99,39 @@ class StepSeconds:
         return self._sizes[batch_size]
 
 
+class GraphSeconds:
+    """By how much the graphs are slower than predicted, relative to the machine's pace.
+
+    A machine that is slow for a minute is slow whatever runs: a quick mean of measured over predicted time over all steps is taken out, so that the arm which
+    happened to run is not blamed. What is left belongs to the graph, whatever filled it: drafts or prompts.
+    """
+
+    def __init__(self) -> None:
+        self._pace = _Ratio(PACE_MEMORY)
+        self._graphs: dict[int, _Ratio] = {}
+
+    def correction(self, width: int) -> float:
+        """What to multiply the prediction of a step by that runs this graph."""
+        return self._pace.estimate * (self._graphs[width].estimate if width in self._graphs else 1.0)
+
+    def observe_(self, width: int, ratio: float) -> None:
+        """One step that ran this graph: its measured over its predicted seconds."""
+        self._pace.add_(ratio)
+        self._graphs.setdefault(width, _Ratio()).add_(ratio / self._pace.estimate)
+
+
 class _Ratio:
     """A running mean whose step never falls below 1 / STEPS_MEMORY; `estimate` counts a prediction that was right as one more step."""
 
-    __slots__ = ("estimate", "mean", "steps", "weight")
+    __slots__ = ("estimate", "mean", "memory", "steps", "weight")
 
-    def __init__(self) -> None:
+    def __init__(self, memory: float = STEPS_MEMORY) -> None:
+        self.memory = memory
         self.steps, self.weight, self.mean, self.estimate = 0, 0.0, 0.0, 1.0
 
     def add_(self, ratio: float) -> None:
         self.steps += 1
-        self.weight = min(self.weight + 1.0, STEPS_MEMORY)
+        self.weight = min(self.weight + 1.0, self.memory)
         self.mean += (ratio - self.mean) / self.weight
         self.estimate = (1.0 + self.weight * self.mean) / (1.0 + self.weight)
 

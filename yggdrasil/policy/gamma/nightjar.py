@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
-from yggdrasil.policy.gamma.estimates import PositionAcceptance, StepSeconds
+from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds
 from yggdrasil.policy.gamma.fixed import VerifiesAll
 from yggdrasil.policy.gamma.prior import Budget, GoodputPrior, SwitchingCost
 from yggdrasil.policy.gamma.protocol import Load, Outcome
@@ -79,7 +79,8 @@ class Nightjar:
     """The variant of Nightjar that serves by default: a corrected model exploits, a budget explores.
 
     Exploit. The goodput of every arm is predicted as tokens / seconds from the pair's calibration and profile, and both are corrected by what
-    was observed: acceptance by position for all batch sizes at once, seconds by arm (`PositionAcceptance`, `StepSeconds`). Old observations fade.
+    was observed: acceptance by position for all batch sizes at once, seconds by graph (`PositionAcceptance`, `GraphSeconds`; by arm, `StepSeconds`, where the
+    prior knows no graphs). Old observations fade.
 
     Fill. A step costs what its graph costs. Where B * gamma drafts would just miss a graph, only as many are verified as fill it, the likeliest of the
     batch; and prompts that will run beside are counted, in the time as in the tokens. So an arm is the better of the two ways to verify it.
@@ -118,6 +119,7 @@ class Nightjar:
         self.gamma_max = gamma_max
         self.acceptance = PositionAcceptance(prior, gamma_max)
         self.seconds = StepSeconds(gamma_max)
+        self.graphs = GraphSeconds()
         self._prior = prior
         self._known_budgets: dict[tuple[int, int, int], list[Budget]] = {}
         self.credit_s = 0.0
@@ -147,9 +149,10 @@ class Nightjar:
 
     def _step(self, load: Load, gamma: int) -> _Step:
         """The step of this length with the best predicted goodput: all drafts verified, or as many as fill a narrower graph."""
-        correction = self.seconds.correction(load.batch_size, gamma)
         best = None
         for verified, prompt_tokens, seconds in self._budgets(load, gamma):
+            width = self._prior.width(load.batch_size + verified + prompt_tokens)
+            correction = self.graphs.correction(width) if width else self.seconds.correction(load.batch_size, gamma)
             tokens = load.batch_size * self.acceptance.emitted_at(verified / load.batch_size) + PROMPT_VALUE * prompt_tokens
             if best is None or tokens * best.seconds > best.tokens * seconds * correction:
                 best = _Step(verified, tokens, seconds * correction)
@@ -178,6 +181,9 @@ class Nightjar:
             self.credit_s += max(EXPLORATION / math.sqrt(self.steps), LEAST_EXPLORATION) * outcome.seconds
         self._last_steps(load.batch_size)[gamma] = self.steps
         predicted = self._prior.seconds(load.batch_size, gamma, sum(outcome.drafted), outcome.prompt_tokens)
+        width = self._prior.width(load.batch_size + sum(outcome.drafted) + outcome.prompt_tokens)
+        if width:
+            self.graphs.observe_(width, (outcome.seconds - outcome.catch_up_seconds) / predicted)
         self.seconds.observe_(load.batch_size, gamma, (outcome.seconds - outcome.catch_up_seconds) / predicted)  # catching up is charged by `select`
         if gamma:
             self.acceptance.observe_(outcome.drafted, outcome.emitted)

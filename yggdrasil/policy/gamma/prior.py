@@ -45,6 +45,10 @@ class GoodputPrior:
     emitted: Callable[[int], float]
     widths: tuple[int, ...] = ()
 
+    def width(self, tokens: int) -> int:
+        """The graph of so many tokens; 0 where graphs are not known."""
+        return next((width for width in self.widths if width >= tokens), self.widths[-1] if self.widths else 0)
+
     def seconds(self, batch_size: int, gamma: int, verified: int | None = None, prompt_tokens: int = 0) -> float:
         """Of a step that verifies so many draft tokens, all where it is not said, and computes so many of prompts."""
         drafts = batch_size * gamma if verified is None else verified
@@ -59,7 +63,7 @@ class GoodputPrior:
             waiting: Prompt tokens that wait.
         """
         drafts, taken = batch_size * gamma, batch_size + min(waiting, PROMPT_TOKENS)
-        filling = [width - taken for width in self.widths if drafts - batch_size < width - taken < drafts]
+        filling = [width - taken for width in self.widths if max(0, drafts - batch_size) < width - taken < drafts]
         return [self._budget(batch_size, gamma, verified, waiting) for verified in (*filling, drafts)]
 
     def _budget(self, batch_size: int, gamma: int, verified: int, waiting: int) -> Budget:
