@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
 from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds
 from yggdrasil.policy.gamma.fixed import VerifiesAll
-from yggdrasil.policy.gamma.prior import Budget, GoodputPrior, SwitchingCost
+from yggdrasil.policy.gamma.prior import GoodputPrior, SwitchingCost
 from yggdrasil.policy.gamma.protocol import Load, Outcome
 
 __all__ = ["Nightjar", "PrintedNightjar"]
 
-EXPLORATION = 0.05  # of a step's time is what the first one may spend on exploring, of the n-th 1 / sqrt(n) of that
+EXPLORATION = 0.1  # of a step's time is what the first one may spend on exploring, of the n-th 1 / sqrt(n) of that
 LEAST_EXPLORATION = 0.001  # of every step's time, so that a server of any age notices that its world has changed
 LEAST_LOSS = 0.01  # of a step: what trying an arm counts for that is predicted to cost nothing
 STAY_STEPS = 32.0  # steps that the draft is expected to run once it has been caught up
@@ -67,12 +67,8 @@ class PrintedNightjar(VerifiesAll):
         return {"batch_sizes": {str(size): {"block": self.clocks[size].block, **self.goodput[size].to_json()} for size in sizes if size in self.clocks}}
 
 
-class _Step(NamedTuple):
-    """A predicted step: draft tokens verified; tokens emitted, and what those of prompts count for; seconds."""
-
-    verified: int
-    tokens: float
-    seconds: float
+_Step = tuple[int, float, float]
+"""A predicted step: draft tokens verified; tokens emitted, and what those of prompts count for; seconds."""
 
 
 class Nightjar:
@@ -87,7 +83,7 @@ class Nightjar:
 
     Explore. Every step earns a share of its own time, EXPLORATION / sqrt(n) of the n-th, as credit. Among the arms that are not the best, the one
     that has waited longest, measured in what it is predicted to lose, is next; it runs for one step as soon as the credit pays for that loss, a
-    restart of the draft included. So exploring costs 2 * EXPLORATION * sqrt(T) steps' worth at most (1 % of the first 100 steps' time), cheap
+    restart of the draft included. So exploring costs 2 * EXPLORATION * sqrt(T) steps' worth at most (2 % of the first 100 steps' time), cheap
     arms are tried often, dear ones seldom, and none never: as the credit grows without bound there is no decision deadlock.
 
     Switch. Catching the draft up is paid once and serves the steps that follow, so it is spread over STAY_STEPS of them.
@@ -121,7 +117,7 @@ class Nightjar:
         self.seconds = StepSeconds(gamma_max)
         self.graphs = GraphSeconds()
         self._prior = prior
-        self._known_budgets: dict[tuple[int, int, int], list[Budget]] = {}
+        self._known_ways: dict[tuple[int, int, int], list[tuple[int, float, float, int, float]]] = {}
         self.credit_s = 0.0
         self.steps = 0
         self._last_step: dict[int, list[int]] = {}
@@ -131,13 +127,13 @@ class Nightjar:
         num_arms = min(load.gamma_max, self.gamma_max) + 1
         steps = [self._step(load, gamma) for gamma in range(num_arms)]
         restart = self.switching_cost(load.max_lag, load.batch_size) if load.previous_gamma == 0 else 0.0
-        costs = [(step.seconds + (restart / STAY_STEPS if gamma else 0.0)) / step.tokens for gamma, step in enumerate(steps)]
+        costs = [(seconds + (restart / STAY_STEPS if gamma else 0.0)) / tokens for gamma, (_, tokens, seconds) in enumerate(steps)]
         least = min(costs)
         best = costs.index(least)
         if num_arms == 1 or self.credit_s <= 0:
             return best
         stop = self.switching_cost(1, load.batch_size) if best and load.previous_gamma else 0.0  # after a step without the draft it has to catch up
-        losses = [max(step.seconds - step.tokens * least, LEAST_LOSS * step.seconds) + (restart if gamma else stop) for gamma, step in enumerate(steps)]
+        losses = [max(seconds - tokens * least, LEAST_LOSS * seconds) + (restart if gamma else stop) for gamma, (_, tokens, seconds) in enumerate(steps)]
         turn = self._longest_waiting(load.batch_size, best, losses)
         if losses[turn] > self.credit_s:
             return best
@@ -145,25 +141,28 @@ class Nightjar:
         return turn
 
     def verified(self, load: Load, gamma: int) -> int:
-        return self._step(load, gamma).verified
+        return self._step(load, gamma)[0]
 
     def _step(self, load: Load, gamma: int) -> _Step:
         """The step of this length with the best predicted goodput: all drafts verified, or as many as fill a narrower graph."""
         best = None
-        for verified, prompt_tokens, seconds in self._budgets(load, gamma):
-            width = self._prior.width(load.batch_size + verified + prompt_tokens)
-            correction = self.graphs.correction(width) if width else self.seconds.correction(load.batch_size, gamma)
-            tokens = load.batch_size * self.acceptance.emitted_at(verified / load.batch_size) + PROMPT_VALUE * prompt_tokens
-            if best is None or tokens * best.seconds > best.tokens * seconds * correction:
-                best = _Step(verified, tokens, seconds * correction)
+        for verified, share, of_prompts, width, predicted in self._ways(load, gamma):
+            seconds = predicted * (self.graphs.correction(width) if width else self.seconds.correction(load.batch_size, gamma))
+            tokens = load.batch_size * self.acceptance.emitted_at(share) + of_prompts
+            if best is None or tokens * best[2] > best[1] * seconds:
+                best = verified, tokens, seconds
         assert best is not None, "all drafts are a budget"
         return best
 
-    def _budgets(self, load: Load, gamma: int) -> list[Budget]:
+    def _ways(self, load: Load, gamma: int) -> list[tuple[int, float, float, int, float]]:
+        """What of a step's prediction does not change, way by way to verify it: drafts, drafts a row, what prompts count for, graph, seconds."""
         key = load.batch_size, gamma, load.waiting_tokens
-        if key not in self._known_budgets:
-            self._known_budgets[key] = self._prior.budgets(*key)
-        return self._known_budgets[key]
+        if key not in self._known_ways:
+            self._known_ways[key] = [
+                (verified, verified / load.batch_size, PROMPT_VALUE * prompts, self._prior.width(load.batch_size + verified + prompts), seconds)
+                for verified, prompts, seconds in self._prior.budgets(*key)
+            ]
+        return self._known_ways[key]
 
     def _longest_waiting(self, batch_size: int, best: int, losses: list[float]) -> int:
         """The arm but the best with the most steps since it ran for every second that it is predicted to lose."""
@@ -204,7 +203,7 @@ class Nightjar:
 
     def _size_state(self, batch_size: int) -> dict[str, Any]:
         steps = [self._step(Load(batch_size, self.gamma_max), gamma) for gamma in range(self.gamma_max + 1)]
-        goodput = [step.tokens / step.seconds for step in steps]
+        goodput = [tokens / seconds for _, tokens, seconds in steps]
         best = goodput.index(max(goodput))
         rounds = {str(gamma): steps for gamma, steps in enumerate(self.seconds.steps(batch_size)) if steps}
         return {"gamma": best, "tok_per_s": round(goodput[best], 2), "rounds": rounds}
