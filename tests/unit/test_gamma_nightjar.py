@@ -165,14 +165,9 @@ def test_a_row_that_drafted_less_says_nothing_about_later_positions() -> None:
 def test_a_slow_step_corrects_its_arm_at_once_and_that_gamma_at_other_batch_sizes_by_half() -> None:
     seconds = StepSeconds(2)
     seconds.observe_(1, 2, 2.0)
-    assert [seconds.correction(8, gamma) for gamma in range(3)] == pytest.approx([1, 1, 1.5])  # (1 + 2) / 2
-    assert [seconds.correction(1, gamma) for gamma in range(3)] == pytest.approx([1, 1, 1.75])  # (1.5 + 2) / 2
+    assert seconds.corrections(8) == pytest.approx([1, 1, 1.5])  # (1 + 2) / 2
+    assert seconds.corrections(1) == pytest.approx([1, 1, 1.75])  # (1.5 + 2) / 2
     assert seconds.steps(1) == [0, 0, 1]
-
-
-def test_a_share_of_a_position_emits_that_share_of_its_tokens() -> None:
-    acceptance = PositionAcceptance(PRIOR, 3)
-    assert [acceptance.emitted_at(gamma) for gamma in (0, 0.5, 1, 2.2, 3)] == pytest.approx([1, 1.25, 1.5, 1.775, 1.875])
 
 
 STAIRS = GoodputPrior(
@@ -254,7 +249,7 @@ def test_the_variant_spreads_a_restart_over_the_steps_that_it_serves() -> None:
 def test_the_time_of_a_restart_is_not_the_arm_s() -> None:
     policy = variant(lambda lag, batch_size: 0.1)
     policy.observe(Outcome(Load(1, 2, previous_gamma=0), 2, [2], [2], 0.112, catch_up_seconds=0.1))
-    assert policy.seconds.correction(1, 2) == pytest.approx(1)
+    assert policy.seconds.corrections(1)[2] == pytest.approx(1)
 
 
 def test_nothing_is_saved_up_where_there_is_nothing_to_explore() -> None:

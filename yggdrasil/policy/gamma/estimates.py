@@ -47,12 +47,6 @@ class PositionAcceptance:
             self._mean[index] += trials / self._trials[index] * (successes / trials - self._mean[index])
         self._update_()
 
-    def emitted_at(self, gamma: float) -> float:
-        """Emitted tokens of a row when that many of its drafts are verified in the mean over the batch, earlier positions first."""
-        whole = int(gamma)
-        more = gamma - whole
-        return self.emitted[whole] + (more * (self.emitted[whole + 1] - self.emitted[whole]) if more else 0.0)
-
     def _update_(self) -> None:
         """`rates[k - 1]` by position and `emitted[gamma]` by speculative length."""
         self.rates, self.emitted = [], [1.0]
@@ -79,10 +73,9 @@ class StepSeconds:
         self._shared = [_Ratio() for _ in self._gammas]
         self._sizes: dict[int, list[_Ratio]] = {}
 
-    def correction(self, batch_size: int, gamma: int) -> float:
-        """What to multiply a prediction by."""
-        own, shared = self._size(batch_size)[gamma], self._shared[gamma]
-        return (shared.estimate + own.weight * own.mean) / (1 + own.weight)  # the shared correction as one step
+    def corrections(self, batch_size: int) -> list[float]:
+        """What to multiply predictions by, by gamma; the shared correction counts as one step."""
+        return [(shared.estimate + own.weight * own.mean) / (1 + own.weight) for own, shared in zip(self._size(batch_size), self._shared, strict=True)]
 
     def observe_(self, batch_size: int, gamma: int, ratio: float) -> None:
         """One step of this arm: its measured over its predicted seconds."""

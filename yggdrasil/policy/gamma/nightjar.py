@@ -10,7 +10,7 @@ import numpy as np
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
 from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds
 from yggdrasil.policy.gamma.fixed import VerifiesAll
-from yggdrasil.policy.gamma.prior import GoodputPrior, SwitchingCost
+from yggdrasil.policy.gamma.prior import Budget, GoodputPrior, SwitchingCost
 from yggdrasil.policy.gamma.protocol import Load, Outcome
 
 __all__ = ["Nightjar", "PrintedNightjar"]
@@ -69,6 +69,8 @@ class PrintedNightjar(VerifiesAll):
 
 _Step = tuple[int, float, float]
 """A predicted step: draft tokens verified; tokens emitted, and what those of prompts count for; seconds."""
+_Way = tuple[int, int, float, float, int, float]
+"""A way to verify an arm: draft tokens; of a row, whole positions and a share of the next; what prompts count for; graph; seconds as predicted."""
 
 
 class Nightjar:
@@ -117,7 +119,8 @@ class Nightjar:
         self.seconds = StepSeconds(gamma_max)
         self.graphs = GraphSeconds()
         self._prior = prior
-        self._known_ways: dict[tuple[int, int, int], list[tuple[int, float, float, int, float]]] = {}
+        self._arms = range(gamma_max + 1)
+        self._known_ways: dict[tuple[int, int], list[list[_Way]]] = {}
         self.credit_s = 0.0
         self.steps = 0
         self._last_step: dict[int, list[int]] = {}
@@ -125,7 +128,7 @@ class Nightjar:
     def select(self, load: Load) -> int:
         """The best arm, or another one whose turn it is; the credit is spent here, for an explored step need not be observed."""
         num_arms = min(load.gamma_max, self.gamma_max) + 1
-        steps = [self._step(load, gamma) for gamma in range(num_arms)]
+        steps = self._steps(load, num_arms)
         restart = self.switching_cost(load.max_lag, load.batch_size) if load.previous_gamma == 0 else 0.0
         costs = [(seconds + (restart / STAY_STEPS if gamma else 0.0)) / tokens for gamma, (_, tokens, seconds) in enumerate(steps)]
         least = min(costs)
@@ -141,28 +144,32 @@ class Nightjar:
         return turn
 
     def verified(self, load: Load, gamma: int) -> int:
-        return self._step(load, gamma)[0]
+        return self._steps(load, gamma + 1)[gamma][0]
 
-    def _step(self, load: Load, gamma: int) -> _Step:
-        """The step of this length with the best predicted goodput: all drafts verified, or as many as fill a narrower graph."""
-        best = None
-        for verified, share, of_prompts, width, predicted in self._ways(load, gamma):
-            seconds = predicted * (self.graphs.correction(width) if width else self.seconds.correction(load.batch_size, gamma))
-            tokens = load.batch_size * self.acceptance.emitted_at(share) + of_prompts
-            if best is None or tokens * best[2] > best[1] * seconds:
-                best = verified, tokens, seconds
-        assert best is not None, "all drafts are a budget"
-        return best
+    def _steps(self, load: Load, num_arms: int) -> list[_Step]:
+        """For every arm the step with the best predicted goodput: all drafts verified, or as many as fill a narrower graph."""
+        steps, emitted, by_arm = [], self.acceptance.emitted, self.seconds.corrections(load.batch_size)
+        for gamma, ways in enumerate(self._ways(load)[:num_arms]):
+            best = 0, 0.0, 1.0
+            for verified, whole, more, of_prompts, width, predicted in ways:
+                seconds = predicted * (self.graphs.correction(width) if width else by_arm[gamma])
+                tokens = load.batch_size * (emitted[whole] + more * (emitted[whole + 1] - emitted[whole]) if more else emitted[whole]) + of_prompts
+                if tokens * best[2] > best[1] * seconds:
+                    best = verified, tokens, seconds
+            steps.append(best)
+        return steps
 
-    def _ways(self, load: Load, gamma: int) -> list[tuple[int, float, float, int, float]]:
-        """What of a step's prediction does not change, way by way to verify it: drafts, drafts a row, what prompts count for, graph, seconds."""
-        key = load.batch_size, gamma, load.waiting_tokens
+    def _ways(self, load: Load) -> list[list[_Way]]:
+        """The ways to verify every arm, as far as they do not change."""
+        key = load.batch_size, load.waiting_tokens
         if key not in self._known_ways:
-            self._known_ways[key] = [
-                (verified, verified / load.batch_size, PROMPT_VALUE * prompts, self._prior.width(load.batch_size + verified + prompts), seconds)
-                for verified, prompts, seconds in self._prior.budgets(*key)
-            ]
+            self._known_ways[key] = [[self._way(load.batch_size, budget) for budget in self._prior.budgets(key[0], gamma, key[1])] for gamma in self._arms]
         return self._known_ways[key]
+
+    def _way(self, batch_size: int, budget: Budget) -> _Way:
+        whole, rest = divmod(budget.verified, batch_size)
+        width = self._prior.width(batch_size + budget.verified + budget.prompt_tokens)
+        return budget.verified, whole, rest / batch_size, PROMPT_VALUE * budget.prompt_tokens, width, budget.seconds
 
     def _longest_waiting(self, batch_size: int, best: int, losses: list[float]) -> int:
         """The arm but the best with the most steps since it ran for every second that it is predicted to lose."""
@@ -202,7 +209,7 @@ class Nightjar:
         }
 
     def _size_state(self, batch_size: int) -> dict[str, Any]:
-        steps = [self._step(Load(batch_size, self.gamma_max), gamma) for gamma in range(self.gamma_max + 1)]
+        steps = self._steps(Load(batch_size, self.gamma_max), self.gamma_max + 1)
         goodput = [tokens / seconds for _, tokens, seconds in steps]
         best = goodput.index(max(goodput))
         rounds = {str(gamma): steps for gamma, steps in enumerate(self.seconds.steps(batch_size)) if steps}
