@@ -13,6 +13,8 @@ Arms: Nightjar's variant ("nightjar"), Algorithm 1 as printed ("nightjar-printed
 the best arm of each step, which never pays for switching, less that of the chosen one. So where switching costs, nobody can reach zero: the
 row "best arm, paying" follows the best arm of each step and pays. The exponent x of R(T) ~ T^x is fitted to the last nine tenths of the curve.
 
+This world has no graphs, so the variant corrects times by arm here; where it serves it corrects them by graph, and leaves drafts out to fill one.
+
 What flatters the variant: its model is of the same kind as this world (acceptance the same at all batch sizes, one time per arm), and rows accept
 independently of each other; requests do not. The other bandits assume nothing of the sort.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ EXPLORATION = 0.1  # of a step's time is what the first one may spend on explori
 LEAST_EXPLORATION = 0.001  # of every step's time, so that a server of any age notices that its world has changed
 LEAST_LOSS = 0.01  # of a step: what trying an arm counts for that is predicted to cost nothing
 STAY_STEPS = 32.0  # steps that the draft is expected to run once it has been caught up
+WAYS_KEPT = 1024  # loads whose predictions are kept; a server of any age meets more
 PROMPT_VALUE = 0.8  # of an emitted token, for one of a prompt: at 1 prompts crowd drafts out, at 0.5 rows wait for them (bench/LOG.md)
 
 
@@ -119,8 +121,7 @@ class Nightjar:
         self.seconds = StepSeconds(gamma_max)
         self.graphs = GraphSeconds()
         self._prior = prior
-        self._arms = range(gamma_max + 1)
-        self._known_ways: dict[tuple[int, int], list[list[_Way]]] = {}
+        self._ways = lru_cache(maxsize=WAYS_KEPT)(self._new_ways)
         self.credit_s = 0.0
         self.steps = 0
         self._last_step: dict[int, list[int]] = {}
@@ -148,8 +149,9 @@ class Nightjar:
 
     def _steps(self, load: Load, num_arms: int) -> list[_Step]:
         """For every arm the step with the best predicted goodput: all drafts verified, or as many as fill a narrower graph."""
-        steps, emitted, by_arm = [], self.acceptance.emitted, self.seconds.corrections(load.batch_size)
-        for gamma, ways in enumerate(self._ways(load)[:num_arms]):
+        steps, emitted = [], self.acceptance.emitted
+        by_arm = [] if self._prior.widths else self.seconds.corrections(load.batch_size)
+        for gamma, ways in enumerate(self._ways(load.batch_size, load.waiting_tokens)[:num_arms]):
             best = 0, 0.0, 1.0
             for verified, whole, more, of_prompts, width, predicted in ways:
                 seconds = predicted * (self.graphs.correction(width) if width else by_arm[gamma])
@@ -159,12 +161,9 @@ class Nightjar:
             steps.append(best)
         return steps
 
-    def _ways(self, load: Load) -> list[list[_Way]]:
+    def _new_ways(self, batch_size: int, waiting_tokens: int) -> list[list[_Way]]:
         """The ways to verify every arm, as far as they do not change."""
-        key = load.batch_size, load.waiting_tokens
-        if key not in self._known_ways:
-            self._known_ways[key] = [[self._way(load.batch_size, budget) for budget in self._prior.budgets(key[0], gamma, key[1])] for gamma in self._arms]
-        return self._known_ways[key]
+        return [[self._way(batch_size, budget) for budget in self._prior.budgets(batch_size, gamma, waiting_tokens)] for gamma in range(self.gamma_max + 1)]
 
     def _way(self, batch_size: int, budget: Budget) -> _Way:
         whole, rest = divmod(budget.verified, batch_size)
