@@ -10,9 +10,10 @@ One batcher over the scaled pair in this process, open-loop arrivals in real tim
 
 - Switching: c_prefill by the profile's table beside what catching the draft up took.
 
-Each run starts with a policy that knows nothing but the profile. Latencies count from a request's arrival. Refuted if at some rate Nightjar's
-throughput is more than 2 % below the best fixed gamma's, if on the trace it is not above 1.05 times the best fixed gamma's or not above every baseline's,
-if at the greatest rate it is more than 1 % below decoding without speculation, or if a text differs between policies.
+Each run starts with a policy that knows nothing but the profile, and its `pace` tells how fast the machine was. Latencies count from a request's
+arrival. Refuted if at some rate Nightjar's throughput is more than 2 % below the best fixed gamma's, if on the trace it is not above 1.05 times the best
+fixed gamma's or not above every baseline's, if at the greatest rate it is more than 1 % below decoding without speculation, or if a text differs
+between policies.
 
 Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 25] [--rounds 3] [--json]`.
 """
@@ -74,6 +75,13 @@ class Stand:
         parts = PolicyParts(self.parts.gamma_max, self.parts.max_batch, self.parts.prior, self.parts.switching_cost, seed)
         return replay(self.batcher, gamma_policy(policy, parts), arrivals)
 
+    def figures(self, run: Replay) -> dict[str, Any]:
+        """The run's, and the machine's pace in it: the time of its steps over the profile's prediction for the same graphs."""
+        steps = [report for _, report in run.steps if report.batch_size]
+        prior = self.parts.prior
+        predicted_s = sum(prior.seconds(step.batch_size, step.gamma, sum(step.drafted), step.prompt_tokens) for step in steps)
+        return {**run.to_json(), "pace": round(sum(step.total_ms - step.catch_up_ms for step in steps) / 1e3 / predicted_s, 3)}
+
 
 def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
     """Every fixed gamma and Nightjar at every rate, in turn, as often as asked for."""
@@ -87,7 +95,7 @@ def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[d
                 runs[name].append(stand.run(name, arrivals, seed=turn))
             same_texts({name: done[-1] for name, done in runs.items()})
         for name, done in runs.items():
-            figures = [run.to_json() for run in done]
+            figures = [stand.figures(run) for run in done]
             rows.append({"fraction": fraction, "rate": round(fraction * stand.capacity, 3), "policy": name, **typical(figures), "rounds": figures})
             say(line(rows[-1]))
     return rows
@@ -110,7 +118,7 @@ def measure_trace(stand: Stand, options: argparse.Namespace, say: Say) -> dict[s
         runs = {}
         for name in POLICIES if turn % 2 == 0 else reversed(POLICIES):
             runs[name] = stand.run(name, arrivals, seed=turn)
-            rounds[name].append(runs[name].to_json())
+            rounds[name].append(stand.figures(runs[name]))
             timelines[name] = runs[name].timeline(BIN_S)
             say(line({"policy": name, "rate": round(len(arrivals) / options.trace_seconds, 2), **rounds[name][-1]}))
         same_texts(runs)
@@ -158,7 +166,7 @@ def line(row: Mapping[str, Any]) -> str:
     return (
         f"{row['rate']:>6} req/s  {row['policy']:<18} {row['tok_per_s']:>7.1f} tok/s  latency {row['latency_ms']['mean']:>8.0f} mean "
         f"{row['latency_ms']['p95']:>8.0f} p95 ms  TTFT {row['ttft_ms']['mean']:>7.0f}  TPOT {row['tpot_ms']['mean']:>6.1f}  "
-        f"B {row['mean_batch']:>5.1f}  gamma {row['mean_gamma']:>4.2f}  host {row['host_share']:.1%}"
+        f"B {row['mean_batch']:>5.1f}  gamma {row['mean_gamma']:>4.2f}  host {row['host_share']:.1%}  pace {row['pace']:.2f}"
     )
 
 

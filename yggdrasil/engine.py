@@ -13,10 +13,10 @@ from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.plan import SEQUENTIAL, Plan
-from yggdrasil.state import DecodeState, StepResult, cut
+from yggdrasil.state import PLAIN, DecodeState, StepResult, cut
 from yggdrasil.step.accept import accept
 from yggdrasil.step.commit import commit_, forget_unfinished_
-from yggdrasil.step.draft import draft, prefill
+from yggdrasil.step.draft import catch_up_, draft, prefill
 from yggdrasil.step.prune import prune
 from yggdrasil.step.verify import verify
 from yggdrasil.trace import Trace
@@ -93,6 +93,8 @@ class Engine:
         with stage("policy"):
             shape = policy.choose(state)
         with stage("draft"):
+            caught_up = shape.depth > 0 and catch_up_(self.draft, state)
+            shape = PLAIN if caught_up else shape
             drafted = draft(self.draft, state, shape)
         with stage("prune"):
             pruned = prune(drafted.tree, shape, policy, root_pos)
@@ -103,7 +105,8 @@ class Engine:
         with stage("commit"):
             commit_(state, self.target, self.draft, pruned, accepted, drafted.num_run, hidden_KE)
         ms = (time.perf_counter() - start) * 1e3
-        result = StepResult(accepted.tokens, shape, len(drafted.tree), len(pruned.tree), root_pos, pruned.expected_emitted, pruned.tree, accepted.path, ms)
+        sizes = len(drafted.tree), len(pruned.tree)
+        result = StepResult(accepted.tokens, shape, *sizes, root_pos, pruned.expected_emitted, pruned.tree, accepted.path, ms, caught_up)
         policy.observe(result)
         return result
 

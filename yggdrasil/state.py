@@ -143,6 +143,7 @@ class StepResult:
         tree: The verified tree.
         path: Accepted nodes in it, root first.
         ms: Wall clock of the step.
+        caught_up: Whether the step was to draft, and made up a chunk of what the draft lagged behind instead; its shape is then plain.
     """
 
     tokens: list[int]
@@ -154,6 +155,7 @@ class StepResult:
     tree: TokenTree
     path: list[int]
     ms: float = 0.0
+    caught_up: bool = False
 
     @property
     def accepted(self) -> int:

@@ -186,6 +186,26 @@ def test_the_caches_end_up_with_the_bits_of_a_prefill(engine: Engine, prompts: l
         assert torch.equal(stored(model, length), kept)
 
 
+@pytest.mark.parametrize("plan", (None, MOST, ON_MAIN), ids=str)
+def test_a_draft_that_comes_back_after_long_is_caught_up_a_chunk_a_step(engine: Engine, prompts: list[list[int]], plan: Plan | None) -> None:
+    step: Stepper = engine.step if plan is None else executor(engine, plan).step
+    state = fresh(engine, prompts[0])
+    chunk, known = engine.draft.prefill_chunk, engine.draft.cache.len
+    for _ in range(2 * chunk + 5):
+        step(state, Sequence((PLAIN,)))
+    assert engine.draft.cache.len == known
+    results, lens = [], []
+    for _ in range(3):
+        results.append(step(state, Sequence((Shape(4, 4, 16),))))
+        lens.append(engine.draft.cache.len)
+    assert lens[:2] == [known + chunk, known + 2 * chunk]
+    assert [(result.caught_up, result.shape, result.drafted) for result in results] == [(True, PLAIN, 1), (True, PLAIN, 1), (False, Shape(4, 4, 16), 17)]
+    plain = fresh(engine, prompts[0])
+    for _ in range(len(state.emitted)):
+        engine.step(plain, Sequence((PLAIN,)))
+    assert plain.emitted[: len(state.emitted)] == state.emitted
+
+
 def test_steps_and_plans_may_take_turns(engine: Engine, prompts: list[list[int]], expected: Expected) -> None:
     steppers = [engine.step, *(executor(engine, plan).step for plan in PLANS[:: len(PLANS) // 5]), executor(engine, MOST).step]
     turn = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from yggdrasil.policy.acceptance import Acceptance
@@ -78,6 +80,20 @@ def test_a_profile_slower_than_the_machine_does_not_hide_a_loss() -> None:
     spent, tokens, speculated = run(guard(), 200, emitted=1, plain_ms=5.0, step_ms=7.5)
     assert sum(speculated) < 30
     assert spent <= 1.03 * tokens * 5.0 + START_STEPS * PLAIN_MS + STEP_MS  # what was lost before it was known
+
+
+def test_a_draft_that_is_caught_up_before_a_probe_is_paid_for_and_not_given_up_halfway() -> None:
+    policy = guard()
+    run(policy, 50, emitted=1)
+    while not policy.speculating:
+        policy.observe(result(PLAIN, 1, PLAIN_MS))
+    for _ in range(4):
+        policy.observe(replace(result(PLAIN, 1, 3 * PLAIN_MS), caught_up=True))
+        assert policy.speculating
+    policy.observe(result(SPECULATIVE, 1, STEP_MS))
+    assert not policy.speculating
+    _, _, speculated = run(policy, 400, emitted=1)
+    assert not any(speculated)  # 80 ms lost at 0.0075 of the time take a thousand steps
 
 
 def test_the_verified_width_is_the_inner_policy_s() -> None:

@@ -33,8 +33,7 @@ def save_weights(model: nn.Module, folder: Path) -> None:
             tensors[first] = tensor.detach().contiguous()
         else:
             aliases[f"model.{name}"] = first
-    # Tensors begin wherever the library's header ends, as measured, not by neglect: begun at cache lines, a packed linear layer that streams from memory
-    # takes a tenth longer. Presumably a tile load that reaches one line further wakes the processor's prefetcher for the next tile.
+    # Tensors begin wherever the library's header ends: begun at cache lines, a packed linear layer that streams from memory is no faster (bench/LOG.md).
     save_file(tensors, folder / FILE_NAME, metadata=aliases)
 
 

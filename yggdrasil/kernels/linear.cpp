@@ -177,35 +177,20 @@ void compute_vectors(const Product& product, int64_t begin, int64_t end) {
   if constexpr (kRows > 1) compute_vectors<Dtype, kRows - 1>(product, begin, end);
 }
 
-// ---- body for AMX tiles: 16 rows x 4 panels, or 32 rows x 2 panels ----
+// ---- body for AMX tiles: 16 rows x 4 panels, or 32 or 48 rows x 1 panel ----
 
 #if defined(__AMX_BF16__)
-struct TileSums {
-  alignas(64) float tile[4][kTileWords];
-
-  void store() {
-    _tile_stored(0, tile[0], 64);
-    _tile_stored(1, tile[1], 64);
-    _tile_stored(2, tile[2], 64);
-    _tile_stored(3, tile[3], 64);
-  }
-  void load() const {
-    _tile_loadd(0, tile[0], 64);
-    _tile_loadd(1, tile[1], 64);
-    _tile_loadd(2, tile[2], 64);
-    _tile_loadd(3, tile[3], 64);
-  }
+// Tiles 0 to 3 accumulate, 4 holds x and 5 weights, and two are never written. While the core's other hardware thread is busy a processor seems to have few tile
+// registers beyond the eight named ones, and one that was never written is one more to load ahead into: in a loop over L1 a product took 25 ns with eight
+// written, 18 with six, 13 with five, and 6.5 with any number at other times (measured on Granite Rapids in a virtual machine).
+struct alignas(64) TileSums {
+  float words[kTileWords];
 };
 
-// One touch per tile, two tiles ahead, wakes the processor's own prefetcher; touching every line is slower, since the touches compete with the tile loads for
-// the same line buffers (measured on Granite Rapids).
-inline void prefetch(const Word* weight) { __builtin_prefetch(weight + 2 * kTileWords, 0, 2); }
-
-inline void zero_sums() {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+// Brings the tile after the next one to L2.
+inline void prefetch(const Word* weight) {
+#pragma GCC unroll 16
+  for (int64_t line = 0; line < kTileRows; ++line) __builtin_prefetch(weight + 2 * kTileWords + line * kColumns, 0, 2);
 }
 
 // All rows (at most 16) of the panels [panel, min(panel + 4, end)); a missing panel repeats the last.
@@ -215,104 +200,134 @@ void compute_16_rows(const Product& product, int64_t panel, int64_t end) {
   const Word* weight = product.panel(panel).words;
   const auto offset = [&](int64_t p) { return product.panel(panel + std::min(p, last)).words - weight; };
   const int64_t second = offset(1), third = offset(2), fourth = offset(3);
-  zero_sums();
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   for (const Word* stop = weight + product.panel_words(); weight < stop; weight += kTileWords, x += product.rows * kColumns) {
     _tile_loadd(4, x, 64);
-    _tile_loadd(6, weight, 64);
-    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, weight, 64);
+    _tile_dpbf16ps(0, 4, 5);
     prefetch(weight);
-    _tile_loadd(7, weight + second, 64);
-    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, weight + second, 64);
+    _tile_dpbf16ps(1, 4, 5);
     prefetch(weight + second);
-    _tile_loadd(6, weight + third, 64);
-    _tile_dpbf16ps(2, 4, 6);
+    _tile_loadd(5, weight + third, 64);
+    _tile_dpbf16ps(2, 4, 5);
     prefetch(weight + third);
-    _tile_loadd(7, weight + fourth, 64);
-    _tile_dpbf16ps(3, 4, 7);
+    _tile_loadd(5, weight + fourth, 64);
+    _tile_dpbf16ps(3, 4, 5);
     prefetch(weight + fourth);
   }
-  TileSums sums;
-  sums.store();
+  TileSums sums[4];
+  _tile_stored(0, sums[0].words, 64);
+  _tile_stored(1, sums[1].words, 64);
+  _tile_stored(2, sums[2].words, 64);
+  _tile_stored(3, sums[3].words, 64);
   if (product.is_gated) {
-    for (int64_t p = 0; p < last; p += 2) store_gated<BFloat16>(product, sums.tile[p], sums.tile[p + 1], kColumns, 0, product.rows, panel + p);
+    for (int64_t p = 0; p < last; p += 2) store_gated<BFloat16>(product, sums[p].words, sums[p + 1].words, kColumns, 0, product.rows, panel + p);
   } else {
-    for (int64_t p = 0; p <= last; ++p) store_panel<BFloat16>(product, sums.tile[p], kColumns, 0, product.rows, panel + p);
+    for (int64_t p = 0; p <= last; ++p) store_panel<BFloat16>(product, sums[p].words, kColumns, 0, product.rows, panel + p);
   }
 }
 
-// Two tiles of rows from `row` on by two panels; where a tile or a panel is missing, the first is there twice.
-void store_32_rows(const Product& product, const TileSums& sums, int64_t row, int64_t panel, int64_t panel1) {
-  for (int i = 0; i < 2; ++i) {
-    const int64_t first = i && row + kTileRows < product.rows ? row + kTileRows : row, rows = std::min<int64_t>(kTileRows, product.rows - first);
-    if (product.is_gated) {
-      store_gated<BFloat16>(product, sums.tile[i], sums.tile[i + 2], kColumns, first, rows, panel);
-    } else {
-      store_panel<BFloat16>(product, sums.tile[i], kColumns, first, rows, panel);
-      store_panel<BFloat16>(product, sums.tile[i + 2], kColumns, first, rows, panel1);
-    }
-  }
-}
+constexpr int64_t kGroup = 8;  // panels that a block of rows, once in L1, is multiplied by
+constexpr int64_t kChunk = 8;  // tiles of k: those of a block of x fill half of L1
 
-// The lines of the next weights, brought to L2 a few at a time while tiles multiply.
+// The same chunk of k of every panel of a group, brought to L2 a few lines at a time while tiles multiply.
 struct Lookahead {
-  const Word *first, *second;  // as many lines of one panel, then of the other
-  int64_t line, half;
+  std::array<const Word*, kGroup> panels;
+  int64_t num_panels, lines;  // of each panel
+  int64_t panel = 0, line = 0;
 
   void touch(int64_t count) {
-    for (const int64_t stop = std::min(line + count, 2 * half); line < stop; ++line)
-      __builtin_prefetch(line < half ? first + line * kColumns : second + (line - half) * kColumns, 0, 2);
+    for (; count > 0 && panel < num_panels; --count) {
+      __builtin_prefetch(panels[panel] + line * kColumns, 0, 2);
+      if (++line == lines) line = 0, ++panel;
+    }
   }
 };
 
-// kChunk tiles of k for 32 rows of two panels, on top of the sums so far.
-void add_32_rows(TileSums& sums, bool is_first, const Word* x, int64_t second_x, const Word* weight, int64_t second_weight, int64_t tiles, Lookahead& ahead,
-                 int64_t lines_per_tile) {
-  is_first ? zero_sums() : sums.load();
+// A chunk of k for kTiles tiles of rows of one panel, on top of the sums so far.
+template <int kTiles>
+void add_chunk(TileSums* sums, bool is_first, const Word* x, int64_t next_x, const Word* weight, int64_t tiles, Lookahead& ahead, int64_t lines_per_tile) {
+  if (is_first) {
+    _tile_zero(0);
+    if constexpr (kTiles > 1) _tile_zero(1);
+    if constexpr (kTiles > 2) _tile_zero(2);
+  } else {
+    _tile_loadd(0, sums[0].words, 64);
+    if constexpr (kTiles > 1) _tile_loadd(1, sums[1].words, 64);
+    if constexpr (kTiles > 2) _tile_loadd(2, sums[2].words, 64);
+  }
   for (const Word* stop = weight + tiles * kTileWords; weight < stop; weight += kTileWords, x += kTileWords) {
+    _tile_loadd(5, weight, 64);
     _tile_loadd(4, x, 64);
-    _tile_loadd(6, weight, 64);
-    _tile_loadd(5, x + second_x, 64);
-    _tile_loadd(7, weight + second_weight, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 5, 6);
-    _tile_dpbf16ps(2, 4, 7);
-    _tile_dpbf16ps(3, 5, 7);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (kTiles > 1) {
+      _tile_loadd(4, x + next_x, 64);
+      _tile_dpbf16ps(1, 4, 5);
+    }
+    if constexpr (kTiles > 2) {
+      _tile_loadd(4, x + 2 * next_x, 64);
+      _tile_dpbf16ps(2, 4, 5);
+    }
     ahead.touch(lines_per_tile);
   }
-  sums.store();
+  _tile_stored(0, sums[0].words, 64);
+  if constexpr (kTiles > 1) _tile_stored(1, sums[1].words, 64);
+  if constexpr (kTiles > 2) _tile_stored(2, sums[2].words, 64);
 }
 
-// More than 16 rows of two panels, 32 at a time: a chunk of the panels stays in L1 for all rows, which meanwhile fetch the next chunk. The order of k is that of one pass.
+// More than 16 rows of the panels [panel, min(panel + kGroup, end)), in blocks of two or three tiles of rows: a chunk of a block stays in L1 for all panels
+// of the group, which come from L2. The order of k is that of one pass.
 void compute_many_rows(const Product& product, std::vector<TileSums>& sums, int64_t panel, int64_t end) {
-  constexpr int64_t kChunk = 8;  // tiles of two panels are a third of L1, and so are those of x
-  const int64_t panel1 = std::min(panel + 1, end - 1), blocks = (product.rows + 2 * kTileRows - 1) / (2 * kTileRows);
-  const Word *weight = product.panel(panel).words, *weight1 = product.panel(panel1).words;
-  const int64_t tiles = product.panel_words() / kTileWords;
-  sums.resize(blocks);
+  const int64_t tiles = product.panel_words() / kTileWords, row_tiles = (product.rows + kTileRows - 1) / kTileRows, blocks = (row_tiles + 2) / 3;
+  const int64_t num_panels = std::min(kGroup, end - panel), next_x = kTileRows * product.steps;
+  std::array<const Word*, kGroup> weights{}, next_group{};
+  for (int64_t p = 0; p < num_panels; ++p) weights[p] = product.panel(panel + p).words;
+  const int64_t num_next = std::clamp<int64_t>(end - panel - kGroup, 0, kGroup);
+  for (int64_t p = 0; p < num_next; ++p) next_group[p] = product.panel(panel + kGroup + p).words;
+  sums.resize(num_panels * row_tiles);
   for (int64_t k = 0; k == 0 || k < tiles; k += kChunk) {  // once for no features at all: the sums are zeros then
     const int64_t count = std::min(kChunk, tiles - k), next = k + count;
-    Lookahead ahead{weight + next * kTileWords, weight1 + next * kTileWords, 0, std::min(kChunk, tiles - next) * kTileRows};
-    if (next == tiles && panel + 2 < end)
-      ahead = {product.panel(panel + 2).words, product.panel(std::min(panel + 3, end - 1)).words, 0, std::min(kChunk, tiles) * kTileRows};
+    Lookahead ahead{next_group, num_next, std::min(kChunk, tiles) * kTileRows};
+    if (next < tiles) {
+      ahead = {weights, num_panels, std::min(kChunk, tiles - next) * kTileRows};
+      for (int64_t p = 0; p < num_panels; ++p) ahead.panels[p] += next * kTileWords;
+    }
     for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t row = block * 2 * kTileRows, second = row + kTileRows < product.rows ? kTileRows * product.steps : 0;
-      add_32_rows(sums[block], k == 0, product.x + row * product.steps + k * kTileWords, second, weight + k * kTileWords, weight1 - weight, count, ahead,
-                  (2 * kTileRows + blocks - 1) / blocks);
+      const int64_t first = block * row_tiles / blocks, num_tiles = (block + 1) * row_tiles / blocks - first;
+      const Word* x = product.x + first * next_x + k * kTileWords;
+      for (int64_t p = 0; p < num_panels; ++p) {
+        const auto add = num_tiles == 2 ? add_chunk<2> : add_chunk<3>;
+        add(&sums[p * row_tiles + first], k == 0, x, next_x, weights[p] + k * kTileWords, count, ahead, (kTileRows + blocks - 1) / blocks);
+      }
     }
   }
-  for (int64_t block = 0; block < blocks; ++block) store_32_rows(product, sums[block], block * 2 * kTileRows, panel, panel1);
+  for (int64_t p = 0; p < num_panels; p += product.is_gated ? 2 : 1) {
+    for (int64_t tile = 0; tile < row_tiles; ++tile) {
+      const int64_t row = tile * kTileRows, rows = std::min<int64_t>(kTileRows, product.rows - row);
+      const float* first = sums[p * row_tiles + tile].words;
+      if (product.is_gated) {
+        store_gated<BFloat16>(product, first, sums[(p + 1) * row_tiles + tile].words, kColumns, row, rows, panel + p);
+      } else {
+        store_panel<BFloat16>(product, first, kColumns, row, rows, panel + p);
+      }
+    }
+  }
 }
 
 void compute_tiles(const Product& product, int64_t begin, int64_t end) {
-  TileConfig config;  // tiles 0-3 accumulate, 4-5 hold x, 6-7 hold weights
-  config.set(0, 6, std::min<int64_t>(product.rows, kTileRows), 64);
-  config.set(6, 2, kTileRows, 64);
+  TileConfig config;
+  config.set(0, 5, std::min<int64_t>(product.rows, kTileRows), 64);
+  config.set(5, 1, kTileRows, 64);
   config.load();
   if (product.rows <= kTileRows) {
     for (int64_t panel = begin; panel < end; panel += 4) compute_16_rows(product, panel, end);
   } else {
     thread_local std::vector<TileSums> sums;
-    for (int64_t panel = begin; panel < end; panel += 2) compute_many_rows(product, sums, panel, end);
+    for (int64_t panel = begin; panel < end; panel += kGroup) compute_many_rows(product, sums, panel, end);
   }
   _tile_release();
 }

@@ -28,7 +28,7 @@ class Guard:
     A token bucket of milliseconds: a speculative step pays its wall clock and earns what plain decoding would have taken for
     its tokens; a small share of all time passing is earned as well, so an exhausted session probes again, the later the more
     it lost. What a session can lose against plain decoding is therefore START_STEPS steps and SHARE of its time, whatever
-    the draft does.
+    the draft does. Before it probes, a draft that has fallen behind is caught up, a chunk a step; that is paid for as well.
 
     Args:
         inner: Decides while there is credit.
@@ -59,14 +59,16 @@ class Guard:
         if self._credit_ms is None:
             self._credit_ms = START_STEPS * plain_ms
         ms = self._settled_ms(result)
-        if result.shape.depth > 0:
+        if result.shape.depth > 0 or result.caught_up:
             self._credit_ms += len(result.tokens) * plain_ms - ms
         self._credit_ms = min(self._credit_ms + SHARE * ms, MOST_STEPS * plain_ms)
-        self.speculating = self._credit_ms >= (0.0 if self.speculating else PROBE_STEPS * plain_ms)
+        self.speculating = result.caught_up or self._credit_ms >= (0.0 if self.speculating else PROBE_STEPS * plain_ms)
         self.inner.observe(result)
 
     def _settled_ms(self, result: StepResult) -> float:
         """The step's milliseconds; a hiccup of the machine is not the draft's fault, so slowness counts when two steps in a row have it."""
+        if result.caught_up:
+            return result.ms
         shape = result.shape
         predicted_ms = self.latency.step_ms(shape.width, shape.depth, result.verified, result.context_len)
         is_plain, slowness = shape.depth == 0, result.ms / predicted_ms

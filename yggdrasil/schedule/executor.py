@@ -18,10 +18,10 @@ from yggdrasil.schedule.plan import Plan
 from yggdrasil.schedule.side import Side, side_of
 from yggdrasil.schedule.stages import needs
 from yggdrasil.staging import upload
-from yggdrasil.state import DecodeState, Head, Shape, StepResult
+from yggdrasil.state import PLAIN, DecodeState, Head, Shape, StepResult
 from yggdrasil.step.accept import Accepted, follow, say
 from yggdrasil.step.commit import commit_draft_, commit_text_, forget_unfinished_
-from yggdrasil.step.draft import Drafted, draft, grow, head_draft, run_nodes
+from yggdrasil.step.draft import Drafted, catch_up_, draft, grow, head_draft, run_nodes
 from yggdrasil.step.prune import Pruned, prune
 from yggdrasil.step.sampling import Said, gumbel_noise
 from yggdrasil.step.verify import verify
@@ -66,6 +66,7 @@ class Iteration:
     hidden_KE: Tensor = field(init=False)
     said: Said = field(init=False)
     accepted: Accepted = field(init=False)
+    caught_up: bool = False
     after_said: tuple[Tensor, Tensor] | None = None
     next_head: Head | None = None
 
@@ -78,6 +79,9 @@ def _head(it: Iteration) -> None:
     """The head drafted ahead of time when it is of this very root; used up either way, so that no interrupted iteration leaves one behind."""
     ready, it.state.head = it.state.head, None
     if it.shape.depth == 0:
+        return
+    if catch_up_(it.draft, it.state):
+        it.shape, it.caught_up = PLAIN, True
         return
     if ready is None or ready.root_pos != it.root_pos or it.draft.cache.len != it.root_pos:
         ready = head_draft(it.draft, it.state)
@@ -244,7 +248,8 @@ class Executor:
         self._vocab = it.logits_KV.shape[1]
         pruned, path = it.pruned, it.accepted.path
         ms = (time.perf_counter() - start) * 1e3
-        result = StepResult(it.accepted.tokens, it.shape, len(it.drafted.tree), len(pruned.tree), it.root_pos, pruned.expected_emitted, pruned.tree, path, ms)
+        sizes = len(it.drafted.tree), len(pruned.tree)
+        result = StepResult(it.accepted.tokens, it.shape, *sizes, it.root_pos, pruned.expected_emitted, pruned.tree, path, ms, it.caught_up)
         policy.observe(result)
         return result
 

@@ -14,7 +14,7 @@ from yggdrasil.staging import upload
 from yggdrasil.state import DecodeState, Head, Shape
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Drafted", "Frontier", "draft", "grow", "grow_fused_", "grow_plain_", "head_draft", "prefill", "run_nodes"]
+__all__ = ["Drafted", "Frontier", "catch_up_", "draft", "grow", "grow_fused_", "grow_plain_", "head_draft", "prefill", "run_nodes"]
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,18 @@ def prefill(model: TokenModel, tokens: list[int]) -> Tensor | None:
     return last
 
 
+def catch_up_(model: TokenModel, state: DecodeState) -> bool:
+    """Run one chunk of the text that the draft lacks, if it lacks more than the head draft takes in one forward, as after many plain steps.
+
+    Returns:
+        Whether it did. Then this step decodes plainly: a long lag is made up over several steps, none of which stalls.
+    """
+    if state.root_pos - model.cache.len < model.prefill_chunk:
+        return False
+    prefill(model, state.tokens[: model.cache.len + model.prefill_chunk])
+    return True
+
+
 def draft(model: TokenModel, state: DecodeState, shape: Shape) -> Drafted:
     """A tree under the last token: head draft, then growth.
 
@@ -167,7 +179,7 @@ def _root(model: TokenModel, token: int, capacity: int) -> TokenTree:
 def head_draft(model: TokenModel, state: DecodeState) -> Head:
     """The root's candidates; commits the tokens that lag behind it, leaves the root provisional.
 
-    Lagging are the tail that the last acceptance left, or everything emitted while speculation was off.
+    Lagging are the tail that the last acceptance left, or what was emitted while speculation was off.
 
     Source: Yggdrasil section 5.1: head and tail draft in one forward.
     """
