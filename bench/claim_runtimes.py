@@ -29,7 +29,7 @@ from bench.harness import Arm, Generation, interleave
 from bench.peers import EAGER
 from bench.subject import subject
 from bench.workloads import STORIES, beginnings
-from yggdrasil.build import PROMPT_LEN
+from yggdrasil.calibration import PROMPT_LEN
 
 DYNAMIC, STATIC, CUDA = "compiled, dynamic shapes", "compiled, static shapes", "CUDA graphs"
 

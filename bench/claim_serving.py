@@ -5,9 +5,8 @@ One batcher over the scaled pair in this process, open-loop arrivals in real tim
 - Rates (paper: Figs. 9 and 15): Poisson arrivals at fractions of what decoding without speculation was measured to sustain; arms: every
   fixed gamma, none, and Nightjar, one after another on the same arrivals, there and back again; figures are the medians of the turns.
 - Trace (paper: Tables 4 and 5, Figs. 10 to 12): a part of a production trace whose rate more than doubles and falls again, pressed into less
-  than a minute, its mean rate at `--load` of what a gamma of 2 was measured to sustain: arms that all keep up all write what arrives, and cannot differ
-  in throughput; arms: all policies, in turn.
-
+  than a minute, its mean rate at `--load` of what a gamma of 2 was measured to sustain a moment before: arms that all keep up all write what arrives, and
+  cannot differ in throughput; arms: all policies, in turn.
 - Switching: c_prefill by the profile's table beside what catching the draft up took.
 
 Each run starts with a policy that knows nothing but the profile, and its `pace` tells how fast the machine was. Latencies count from a request's
@@ -15,7 +14,8 @@ arrival. Refuted if at some rate Nightjar's throughput is more than 2 % below th
 fixed gamma's or not above every baseline's, if at the greatest rate it is more than 1 % below decoding without speculation, or if a text differs
 between policies.
 
-Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 25] [--rounds 3] [--json]`.
+Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 25] [--rounds 3] [--json]`. `--part trace` is the trace alone, into
+`results/serving_trace.json`: a machine that is twice as fast as when its load was settled is never full.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from yggdrasil.serve.opening import open_batcher, policy_parts
 from yggdrasil.serve.request import Observer, Request
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 CLAIM = "serving"
@@ -51,11 +52,13 @@ POLICIES = (*FIXED, OURS, "nightjar-printed", "banditspec", "dsd", "tetris", "li
 FRACTIONS = (0.3, 0.8, 1.5)
 CAPACITY_REQUESTS = 128
 BIN_S = 3.0
+PARTS = ("rates", "trace")
+ROWS = {"rates": 1, "trace": 2}  # of drawings
 LAGS, BATCH_SIZES, SWITCH_TURNS, MOST_STEPS = (32, 128, 512), (1, 4, 16), 3, 400
 
 
 class Stand:
-    """A batcher, prompts, and the requests a second that it sustains without speculation and with some."""
+    """A batcher and prompts."""
 
     def __init__(self, options: argparse.Namespace, say: Say) -> None:
         under_test = subject(options)
@@ -65,10 +68,17 @@ class Stand:
         self.parts: PolicyParts = policy_parts(pair.bundle, CONFIG)
         self.texts = [pair.tokenizer.encode(text) for text in (*STORIES.test_texts, *STORIES.validation_texts)]
         del pair
-        burst = poisson(self.texts, rate=1000.0, seconds=1.0, seed=7)[:CAPACITY_REQUESTS]
-        self.run("fixed-2", burst[:12])  # a warm-up
-        self.capacity, self.speculative_capacity = (self.run(policy, burst).sustained for policy in (OFF, "fixed-2"))
-        say(f"a full batch sustains {self.capacity:.2f} requests/s without speculation, {self.speculative_capacity:.2f} with a gamma of 2")
+        self.run("fixed-2", self._burst(12))  # a warm-up
+        self._say = say
+
+    def _burst(self, num_requests: int) -> list[Arrival]:
+        return poisson(self.texts, rate=1000.0, seconds=1.0, seed=7)[:num_requests]
+
+    def capacity(self, policy: str) -> float:
+        """Requests a second that a full batch sustains now."""
+        sustained = self.run(policy, self._burst(CAPACITY_REQUESTS)).sustained
+        self._say(f"a full batch sustains {sustained:.2f} requests/s under {policy}")
+        return sustained
 
     def run(self, policy: str, arrivals: Sequence[Arrival], seed: int = 0) -> Replay:
         """One arm over some arrivals."""
@@ -86,9 +96,9 @@ class Stand:
 def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
     """Every fixed gamma and Nightjar at every rate, in turn, as often as asked for."""
     rows = []
-    arms = (*FIXED, OURS)
+    arms, capacity = (*FIXED, OURS), stand.capacity(OFF)
     for index, fraction in enumerate(FRACTIONS):
-        arrivals = poisson(stand.texts, rate=fraction * stand.capacity, seconds=options.seconds, seed=index)
+        arrivals = poisson(stand.texts, rate=fraction * capacity, seconds=options.seconds, seed=index)
         runs: dict[str, list[Replay]] = {name: [] for name in arms}
         for turn in range(options.rounds):
             for name in arms if turn % 2 == 0 else reversed(arms):
@@ -96,7 +106,7 @@ def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[d
             same_texts({name: done[-1] for name, done in runs.items()})
         for name, done in runs.items():
             figures = [stand.figures(run) for run in done]
-            rows.append({"fraction": fraction, "rate": round(fraction * stand.capacity, 3), "policy": name, **typical(figures), "rounds": figures})
+            rows.append({"fraction": fraction, "rate": round(fraction * capacity, 3), "policy": name, **typical(figures), "rounds": figures})
             say(line(rows[-1]))
     return rows
 
@@ -111,7 +121,8 @@ def typical(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def measure_trace(stand: Stand, options: argparse.Namespace, say: Say) -> dict[str, Any]:
     """All policies on the trace, in turn, as often as asked for."""
-    arrivals = traced(stand.texts, read_trace(), rate=options.load * stand.speculative_capacity, seconds=options.trace_seconds)
+    capacity = stand.capacity("fixed-2")
+    arrivals = traced(stand.texts, read_trace(), rate=options.load * capacity, seconds=options.trace_seconds)
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
     timelines = {}
     for turn in range(options.rounds):
@@ -122,7 +133,8 @@ def measure_trace(stand: Stand, options: argparse.Namespace, say: Say) -> dict[s
             timelines[name] = runs[name].timeline(BIN_S)
             say(line({"policy": name, "rate": round(len(arrivals) / options.trace_seconds, 2), **rounds[name][-1]}))
         same_texts(runs)
-    return {"requests": len(arrivals), "seconds": options.trace_seconds, "bin_s": BIN_S, "rounds": rounds, "timelines": timelines}
+    sizes = {"requests": len(arrivals), "seconds": options.trace_seconds, "bin_s": BIN_S}
+    return {"capacity_requests_per_s": round(capacity, 3), **sizes, "rounds": rounds, "timelines": timelines}
 
 
 def measure_switching(stand: Stand, say: Say) -> list[dict[str, Any]]:
@@ -170,8 +182,8 @@ def line(row: Mapping[str, Any]) -> str:
     )
 
 
-def verdict(rates: Sequence[Mapping[str, Any]], trace: Mapping[str, Any]) -> dict[str, Any]:
-    """Every goal with what was measured."""
+def verdict_of_rates(rates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The goals at every rate with what was measured."""
     by_rate = {}
     for fraction in FRACTIONS:
         rows = {row["policy"]: row for row in rates if row["fraction"] == fraction}
@@ -184,54 +196,65 @@ def verdict(rates: Sequence[Mapping[str, Any]], trace: Mapping[str, Any]) -> dic
             "latency_over_quickest_fixed": round(rows[OURS]["latency_ms"]["mean"] / rows[quickest]["latency_ms"]["mean"], 4),
             "throughput_over_off": round(rows[OURS]["tok_per_s"] / rows[OFF]["tok_per_s"], 4),
         }
+    return by_rate
+
+
+def verdict_of_trace(trace: Mapping[str, Any]) -> dict[str, Any]:
+    """The goals on the trace with what was measured."""
     throughput = {name: median(run["tok_per_s"] for run in runs) for name, runs in trace["rounds"].items()}
     latency = {name: median(run["latency_ms"]["mean"] for run in runs) for name, runs in trace["rounds"].items()}
     best, baselines = max(FIXED, key=throughput.__getitem__), [name for name in POLICIES if name != OURS]
     strongest = max(baselines, key=throughput.__getitem__)
+    turns = zip(trace["rounds"][OURS], trace["rounds"][best], strict=True)
     return {
-        "rates": by_rate,
-        "trace": {
-            "best_fixed": best,
-            "throughput_over_best_fixed": round(throughput[OURS] / throughput[best], 4),
-            "of_every_turn": [
-                round(ours["tok_per_s"] / theirs["tok_per_s"], 4) for ours, theirs in zip(trace["rounds"][OURS], trace["rounds"][best], strict=True)
-            ],
-            "strongest_baseline": strongest,
-            "throughput_over_strongest": round(throughput[OURS] / throughput[strongest], 4),
-            "latency_over_best_fixed": round(latency[OURS] / min(latency[name] for name in FIXED), 4),
-            "latency_over_quickest_baseline": round(latency[OURS] / min(latency[name] for name in baselines), 4),
-        },
+        "best_fixed": best,
+        "throughput_over_best_fixed": round(throughput[OURS] / throughput[best], 4),
+        "of_every_turn": [round(ours["tok_per_s"] / theirs["tok_per_s"], 4) for ours, theirs in turns],
+        "strongest_baseline": strongest,
+        "throughput_over_strongest": round(throughput[OURS] / throughput[strongest], 4),
+        "latency_over_best_fixed": round(latency[OURS] / min(latency[name] for name in FIXED), 4),
+        "latency_over_quickest_baseline": round(latency[OURS] / min(latency[name] for name in baselines), 4),
     }
 
 
 def draw(figure: Figure, result: Mapping[str, Any]) -> None:
-    """Throughput and latency by rate; the trace; the bandits."""
-    (top_left, top_right), (middle_left, middle_right), (low_left, low_right) = figure.subplots(3, 2)
+    """A row of drawings for the rates, two for the trace; those of them that were measured."""
+    parts = [part for part in PARTS if part in result]
+    rows = iter(figure.subplots(sum(ROWS[part] for part in parts), 2, squeeze=False))
+    if "rates" in parts:
+        _draw_rates(*next(rows), result["rates"])
+    if "trace" in parts:
+        _draw_trace(*next(rows), *next(rows), result["trace"])
+
+
+def _draw_rates(left: Axes, right: Axes, rates: Sequence[Mapping[str, Any]]) -> None:
     for name in (*FIXED, OURS):
-        rows = [row for row in result["rates"] if row["policy"] == name]
-        rates, width = [row["rate"] for row in rows], 2.5 if name == OURS else 1
-        top_left.plot(rates, [row["tok_per_s"] for row in rows], "o-", markersize=3, linewidth=width, label=name)
-        top_right.plot(rates, [row["latency_ms"]["mean"] / 1e3 for row in rows], "o-", markersize=3, linewidth=width, label=name)
-    top_left.set(xlabel="requests/s", ylabel="tokens/s", title="throughput by rate (paper: Figs. 9, 15)")
-    top_right.set(xlabel="requests/s", ylabel="mean latency, s", yscale="log", title="latency by rate")
-    top_left.legend(fontsize=7)
-    trace = result["trace"]
+        rows = [row for row in rates if row["policy"] == name]
+        at, width = [row["rate"] for row in rows], 2.5 if name == OURS else 1
+        left.plot(at, [row["tok_per_s"] for row in rows], "o-", markersize=3, linewidth=width, label=name)
+        right.plot(at, [row["latency_ms"]["mean"] / 1e3 for row in rows], "o-", markersize=3, linewidth=width, label=name)
+    left.set(xlabel="requests/s", ylabel="tokens/s", title="throughput by rate (paper: Figs. 9, 15)")
+    right.set(xlabel="requests/s", ylabel="mean latency, s", yscale="log", title="latency by rate")
+    left.legend(fontsize=7)
+
+
+def _draw_trace(speed: Axes, length: Axes, load: Axes, totals: Axes, trace: Mapping[str, Any]) -> None:
     for name in (OURS, OFF, "fixed-1", "fixed-3", "dsd", "banditspec", "tetris"):
         timeline = trace["timelines"][name]
         seconds = [place * trace["bin_s"] for place in range(len(timeline["tok_per_s"]))]
         width = 2.5 if name == OURS else 1
-        middle_left.plot(seconds, timeline["tok_per_s"], linewidth=width, label=name)
-        middle_right.plot(seconds, timeline["gamma"], linewidth=width, label=name)
+        speed.plot(seconds, timeline["tok_per_s"], linewidth=width, label=name)
+        length.plot(seconds, timeline["gamma"], linewidth=width, label=name)
     ours = trace["timelines"][OURS]["running"]
-    low_left.plot([place * trace["bin_s"] for place in range(len(ours))], ours, color="grey")
-    middle_left.set(xlabel="s", ylabel="tokens/s", title="throughput over the trace (paper: Fig. 11)")
-    middle_right.set(xlabel="s", ylabel="mean gamma", title="speculative length over the trace")
-    low_left.set(xlabel="s", ylabel="rows", title=f"running rows under {OURS} (load: paper Fig. 10)")
-    middle_left.legend(fontsize=7)
+    load.plot([place * trace["bin_s"] for place in range(len(ours))], ours, color="grey")
+    speed.set(xlabel="s", ylabel="tokens/s", title="throughput over the trace (paper: Fig. 11)")
+    length.set(xlabel="s", ylabel="mean gamma", title="speculative length over the trace")
+    load.set(xlabel="s", ylabel="rows", title=f"running rows under {OURS} (load: paper Fig. 10)")
+    speed.legend(fontsize=7)
     heights = [median(run["tok_per_s"] for run in trace["rounds"][name]) for name in POLICIES]
-    low_right.bar_label(low_right.bar(POLICIES, heights, color=["C3" if name == OURS else "C0" for name in POLICIES]), fmt="%.0f", fontsize=7)
-    low_right.set(ylabel="tokens/s", title="all policies on the trace (paper: Table 4, Fig. 12)")
-    low_right.tick_params(axis="x", rotation=75)
+    totals.bar_label(totals.bar(POLICIES, heights, color=["C3" if name == OURS else "C0" for name in POLICIES]), fmt="%.0f", fontsize=7)
+    totals.set(ylabel="tokens/s", title="all policies on the trace (paper: Table 4, Fig. 12)")
+    totals.tick_params(axis="x", rotation=75)
 
 
 def main() -> None:
@@ -241,6 +264,7 @@ def main() -> None:
     parser.add_argument("--trace-seconds", type=float, default=25.0, help="the trace is pressed into so many (default: %(default)s)")
     parser.add_argument("--load", type=float, default=1.2, help="mean rate of the trace, in what a gamma of 2 sustains (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of all policies (default: %(default)s)")
+    parser.add_argument("--part", choices=PARTS, help="only this (default: both, and switching)")
     add_options(parser)
     parser.add_argument("--quick", action="store_true", help="a rehearsal of seconds, kept out of bench/results")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON document on the last line of standard output")
@@ -249,24 +273,18 @@ def main() -> None:
         options.seconds, options.trace_seconds, options.rounds = 3.0, 5.0, 1
     say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     stand = Stand(options, say)
-    rates = measure_rates(stand, options, say)
-    trace = measure_trace(stand, options, say)
-    switching = measure_switching(stand, say)
     settings = {name: value for name, value in vars(options).items() if name != "json"}
-    result = {
-        "claim": CLAIM,
-        "settings": settings,
-        "environment": environment(),
-        "target": stand.target,
-        "capacity_requests_per_s": round(stand.capacity, 3),
-        "speculative_capacity_requests_per_s": round(stand.speculative_capacity, 3),
-        "rates": rates,
-        "trace": trace,
-        "switching": switching,
-        "verdict": verdict(rates, trace),
-    }
-    path = save_result(CLAIM, result, rehearsal=options.quick)
-    save_figure(lambda figure: draw(figure, result), path.with_suffix(".png"), (12, 11), say)
+    result: dict[str, Any] = {"claim": CLAIM, "settings": settings, "environment": environment(), "target": stand.target, "verdict": {}}
+    if options.part != "trace":
+        result["rates"] = measure_rates(stand, options, say)
+        result["verdict"]["rates"] = verdict_of_rates(result["rates"])
+    if options.part != "rates":
+        result["trace"] = measure_trace(stand, options, say)
+        result["verdict"]["trace"] = verdict_of_trace(result["trace"])
+    if options.part is None:
+        result["switching"] = measure_switching(stand, say)
+    path = save_result(CLAIM if options.part is None else f"{CLAIM}_{options.part}", result, rehearsal=options.quick)
+    save_figure(lambda figure: draw(figure, result), path.with_suffix(".png"), (12, 3.7 * sum(ROWS[part] for part in PARTS if part in result)), say)
     say(json.dumps(result["verdict"], indent=1))
     if options.json:
         print(json.dumps(result))

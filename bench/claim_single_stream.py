@@ -37,8 +37,8 @@ from bench.harness import Arm, DeviceStream, MemoryStream, Rounds, Stream, envir
 from bench.pair import TEST_TEXT, BenchTarget, bench_target, compiled_pair, prompts_from
 from bench.peers import ASSISTED, EAGER, transformers_arms
 from bench.subject import PAIR_NAME, add_options, subject
-from yggdrasil.build import CALIBRATION_TEXT
 from yggdrasil.bundle import bundled_models
+from yggdrasil.calibration import CALIBRATION_TEXT
 from yggdrasil.measure import curve_json
 from yggdrasil.pair import LoadedPair
 from yggdrasil.state import PLAIN, Shape

@@ -12,7 +12,8 @@ from safetensors import safe_open
 
 from bench.scale_pair import inflate, inflated_config, num_parameters
 from yggdrasil import artifacts
-from yggdrasil.build import PROMPT_LEN, compile_pair, read_texts
+from yggdrasil.build import compile_pair
+from yggdrasil.calibration import PROMPT_LEN, read_texts
 from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError

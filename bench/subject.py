@@ -9,8 +9,9 @@ from pathlib import Path
 
 from bench.pair import DEFAULTS, LLAMA_2_7B, LLAMA_68M, BenchTarget, bench_target, compiled_pair, inflated_model
 from bench.workloads import STORIES, Workload
-from yggdrasil.build import BUNDLED_TEXT, compile_pair
+from yggdrasil.build import compile_pair
 from yggdrasil.bundle import BUNDLED, bundled_models, load_bundle
+from yggdrasil.calibration import BUNDLED_TEXT
 from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError

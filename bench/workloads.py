@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from yggdrasil.build import CALIBRATION_TEXT, PROMPT_LEN, read_texts
+from yggdrasil.calibration import CALIBRATION_TEXT, PROMPT_LEN, read_texts
 from yggdrasil.config import CompileConfig
 from yggdrasil.pair import LoadedPair
 

@@ -1,15 +1,18 @@
-"""Traces of calibration text, collected once: what the target wrote, its hidden states, and how far drafted trees went along with it."""
+"""Calibration text, and traces of it, collected once: what the target wrote, its hidden states, and how far drafted trees went along with it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
+from yggdrasil.errors import ConfigError
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.acceptance import TreeRecord
@@ -17,10 +20,50 @@ from yggdrasil.policy.depth import Array, inputs_of
 from yggdrasil.policy.uncalibrated import uncalibrated_policy
 from yggdrasil.state import DecodeState, Shape
 from yggdrasil.step.draft import draft
+from yggdrasil.tokenizer import Tokenizer
 
-__all__ = ["Traces", "collect_traces"]
+__all__ = ["BUNDLED_TEXT", "CALIBRATION_TEXT", "PROMPT_LEN", "Traces", "beginnings", "collect_traces", "read_texts"]
 
+CALIBRATION_TEXT = Path(__file__).parent / "data" / "calibration.jsonl"
+BUNDLED_TEXT = "stories"  # name of the data set that it is
+PROMPT_LEN = 24  # tokens of a calibration text that serve as its prompt
 EVERY = 8  # trees of every width stand at every so many positions, of the reference width at all
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of a calibration file.
+
+    Raises:
+        ConfigError: missing, unreadable or without text.
+    """
+    try:
+        lines = path.read_text().splitlines()
+        texts = [json.loads(line)["text"] for line in lines if line.strip()] if path.suffix == ".jsonl" else "\n".join(lines).split("\n\n")
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("calibration", str(path), 'a text file, or a .jsonl with a "text" in every line', str(error)) from None
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise ConfigError("calibration", str(path), "a file with at least one text")
+    return texts
+
+
+def beginnings(texts: Sequence[str], tokenizer: Tokenizer, calibration: str) -> list[list[int]]:
+    """The prompts of some texts: at most PROMPT_LEN tokens of each, and at least two.
+
+    Args:
+        texts: Of the calibration.
+        tokenizer: Of the pair.
+        calibration: Where the texts are from, empty for the bundled ones; for the error.
+
+    Raises:
+        ConfigError: no text has two tokens.
+    """
+    prompts = [tokenizer.encode(text)[:PROMPT_LEN] for text in texts]
+    prompts = [prompt for prompt in prompts if len(prompt) > 1]
+    if not prompts:
+        path = calibration or str(CALIBRATION_TEXT)
+        raise ConfigError("calibration", path, "a file with at least one text of two tokens", "ygg compile TARGET DRAFT --calibration FILE")
+    return prompts
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ TABLE = SwitchTable(lags=(2, 10, 100), batch_sizes=(1, 4), seconds=((0.1, 0.4), 
         (6, 1, 0.15),  # halfway between lags
         (2, 3, 0.3),  # two thirds between batch sizes
         (55, 2, 1.2),  # a third of the way from 0.6 to 2.4: both at once
-        (1000, 4, 4.0),  # clamped
-        (100, 64, 4.0),
+        (1000, 4, 40.0),  # more than was measured: in proportion
+        (100, 64, 64.0),
+        (200, 2, 4.0),
         (1, 1, 0.05),  # less than was measured costs its share
         (0, 4, 0.0),
     ),

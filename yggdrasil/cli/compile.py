@@ -121,7 +121,8 @@ def _compile_bundled() -> None:
 
 
 def _compile(target: str, draft: str, name: str, config: CompileConfig, calibration: Path | None) -> tuple[Bundle, float]:
-    from yggdrasil.build import CALIBRATION_TEXT, compile_pair
+    from yggdrasil.build import compile_pair
+    from yggdrasil.calibration import CALIBRATION_TEXT
     from yggdrasil.cli.progress import RichProgress
 
     start = time.perf_counter()

@@ -84,7 +84,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except YggError as error:
         return _refuse(f"ygg {options.verb}: {error}")
     except KeyboardInterrupt:
-        print(f"\nygg {options.verb}: interrupted; finished parts are kept", file=sys.stderr)
+        print(f"\nygg {options.verb}: interrupted; what was compiled is kept", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output went away: nothing is wrong
         sys.stderr.close()

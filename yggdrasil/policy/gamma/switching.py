@@ -27,9 +27,12 @@ class SwitchTable:
     seconds: tuple[tuple[float, ...], ...]
 
     def __call__(self, lag: int, batch_size: int) -> float:
-        """Linear between measured points along both axes; clamped at their ends, but a lag below the least costs its share of it."""
+        """Linear between measured points along both axes; a lag below the least, and a lag or batch beyond the greatest, in proportion to it."""
         if lag < self.lags[0]:
             return self(self.lags[0], batch_size) * max(lag, 0) / self.lags[0]
+        most_lag, most_rows = self.lags[-1], self.batch_sizes[-1]
+        if lag > most_lag or batch_size > most_rows:  # full graphs one after another
+            return self(min(lag, most_lag), min(batch_size, most_rows)) * max(1.0, lag / most_lag) * max(1.0, batch_size / most_rows)
         i, lag_share = _place(self.lags, lag)
         j, batch_share = _place(self.batch_sizes, batch_size)
         low, high = self.seconds[i], self.seconds[min(i + 1, len(self.lags) - 1)]
@@ -47,10 +50,8 @@ class SwitchTable:
 
 
 def _place(points: Sequence[int], value: int) -> tuple[int, float]:
-    """The measured point at or before a value, and the share of the way to the next."""
+    """The measured point before a value that is not beyond the last, and the share of the way to the next."""
     after = bisect_left(points, value)
     if after == 0:
         return 0, 0.0
-    if after == len(points):
-        return after - 1, 0.0
     return after - 1, (value - points[after - 1]) / (points[after] - points[after - 1])

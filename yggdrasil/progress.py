@@ -1,0 +1,18 @@
+"""Where long work reports."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+__all__ = ["Progress"]
+
+
+class Progress(Protocol):
+    """Where a compilation reports: one phase at a time, in steps."""
+
+    def phase(self, name: str, total: int) -> AbstractContextManager[Any]:
+        """A block during which `advance` counts up to `total`."""
+        ...
+
+    def advance(self) -> None: ...
