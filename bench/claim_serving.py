@@ -86,7 +86,10 @@ class Stand:
         return replay(self.batcher, gamma_policy(policy, parts), arrivals)
 
     def figures(self, run: Replay) -> dict[str, Any]:
-        """The run's, and the machine's pace in it: the time of its steps over the profile's prediction for the same graphs."""
+        """The run's, and the machine's pace in it: the time of its steps over the profile's prediction for the same graphs.
+
+        Tokens/s times pace are what the run would have written on the machine of the profile, if it was full and the profile has the graphs' proportions right.
+        """
         steps = [report for _, report in run.steps if report.batch_size]
         prior = self.parts.prior
         predicted_s = sum(prior.seconds(step.batch_size, step.gamma, sum(step.drafted), step.prompt_tokens) for step in steps)
@@ -205,13 +208,16 @@ def verdict_of_trace(trace: Mapping[str, Any]) -> dict[str, Any]:
     latency = {name: median(run["latency_ms"]["mean"] for run in runs) for name, runs in trace["rounds"].items()}
     best, baselines = max(FIXED, key=throughput.__getitem__), [name for name in POLICIES if name != OURS]
     strongest = max(baselines, key=throughput.__getitem__)
+    paced = {name: median(run["tok_per_s"] * run["pace"] for run in runs) for name, runs in trace["rounds"].items()}
     turns = zip(trace["rounds"][OURS], trace["rounds"][best], strict=True)
     return {
         "best_fixed": best,
         "throughput_over_best_fixed": round(throughput[OURS] / throughput[best], 4),
         "of_every_turn": [round(ours["tok_per_s"] / theirs["tok_per_s"], 4) for ours, theirs in turns],
+        "at_equal_pace_over_best_fixed": round(paced[OURS] / max(paced[name] for name in FIXED), 4),
         "strongest_baseline": strongest,
         "throughput_over_strongest": round(throughput[OURS] / throughput[strongest], 4),
+        "at_equal_pace_over_strongest": round(paced[OURS] / max(paced[name] for name in baselines), 4),
         "latency_over_best_fixed": round(latency[OURS] / min(latency[name] for name in FIXED), 4),
         "latency_over_quickest_baseline": round(latency[OURS] / min(latency[name] for name in baselines), 4),
     }
