@@ -248,26 +248,24 @@ struct Lookahead {
   }
 };
 
-// A chunk of k for kTiles tiles of rows of one panel, on top of the sums so far.
+// A chunk of k for two or three tiles of rows of one panel, on top of the sums so far.
 template <int kTiles>
 void add_chunk(TileSums* sums, bool is_first, const Word* x, int64_t next_x, const Word* weight, int64_t tiles, Lookahead& ahead, int64_t lines_per_tile) {
   if (is_first) {
     _tile_zero(0);
-    if constexpr (kTiles > 1) _tile_zero(1);
+    _tile_zero(1);
     if constexpr (kTiles > 2) _tile_zero(2);
   } else {
     _tile_loadd(0, sums[0].words, 64);
-    if constexpr (kTiles > 1) _tile_loadd(1, sums[1].words, 64);
+    _tile_loadd(1, sums[1].words, 64);
     if constexpr (kTiles > 2) _tile_loadd(2, sums[2].words, 64);
   }
   for (const Word* stop = weight + tiles * kTileWords; weight < stop; weight += kTileWords, x += kTileWords) {
     _tile_loadd(5, weight, 64);
     _tile_loadd(4, x, 64);
     _tile_dpbf16ps(0, 4, 5);
-    if constexpr (kTiles > 1) {
-      _tile_loadd(4, x + next_x, 64);
-      _tile_dpbf16ps(1, 4, 5);
-    }
+    _tile_loadd(4, x + next_x, 64);
+    _tile_dpbf16ps(1, 4, 5);
     if constexpr (kTiles > 2) {
       _tile_loadd(4, x + 2 * next_x, 64);
       _tile_dpbf16ps(2, 4, 5);
@@ -275,7 +273,7 @@ void add_chunk(TileSums* sums, bool is_first, const Word* x, int64_t next_x, con
     ahead.touch(lines_per_tile);
   }
   _tile_stored(0, sums[0].words, 64);
-  if constexpr (kTiles > 1) _tile_stored(1, sums[1].words, 64);
+  _tile_stored(1, sums[1].words, 64);
   if constexpr (kTiles > 2) _tile_stored(2, sums[2].words, 64);
 }
 
