@@ -17,7 +17,7 @@ import pytest
 import tiny_pair
 from conftest import TINY
 
-from yggdrasil import build
+from yggdrasil import build, tuning
 from yggdrasil.artifacts import digest_file
 from yggdrasil.build import compile_pair
 from yggdrasil.bundle import Bundle, load_bundle
@@ -363,7 +363,7 @@ def test_an_interrupted_recompilation_leaves_the_pair_that_was_there(
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(build, "fit_predictor", interrupt)  # in the last phase
+    monkeypatch.setattr(tuning, "fit_predictor", interrupt)  # in the last phase
     with pytest.raises(KeyboardInterrupt):
         compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=tiny_pair.SilentProgress())
     assert {name: digest for name, digest in snapshot(copied).items() if name in before} == before

@@ -16,7 +16,7 @@ import yggdrasil
 PACKAGE = Path(yggdrasil.__file__).parent
 ROOT = PACKAGE.parent
 GROUPS = (  # a module imports from its own group and from those before it
-    ("errors", "config", "compilations", "drawing", "launch", "layout", "staging"),
+    ("errors", "config", "compilations", "drawing", "launch", "layout", "progress", "staging"),
     ("tree", "kv", "state", "trace", "artifacts"),
     ("kernels",),
     ("models",),
@@ -25,7 +25,8 @@ GROUPS = (  # a module imports from its own group and from those before it
     ("compiler",),
     ("schedule",),
     ("engine",),
-    ("bundle", "pair", "tokenizer", "report", "tables", "plots", "measure", "timeline", "exactness", "calibration", "depth_training", "build", "ranks"),
+    ("bundle", "pair", "tokenizer", "report", "tables", "plots", "measure", "timeline", "exactness", "ranks"),
+    ("calibration", "depth_training", "tuning", "build"),
     ("serve",),
     ("cli",),
     ("__main__",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +13,10 @@ from conftest import TINY
 
 from yggdrasil import artifacts, build
 from yggdrasil.bundle import BESIDE_GRAPHS, graph_sources
+from yggdrasil.calibration import CALIBRATION_TEXT, beginnings
 from yggdrasil.errors import ConfigError, ModelMismatch
 from yggdrasil.models.load import check_vocabularies, shared_vocab
+from yggdrasil.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -23,6 +24,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, llama_folders: tuple[st
     """A hub with one model, `org/draft`, as it lies in the cache of transformers; its commit is under that key."""
     commits = {"org/draft": "1" * 40}
     load_config, load_tokenizer = build.load_config, build.load_tokenizer
+    load_tokenizer(llama_folders[0])  # imports what takes `cached_file` by name, before it is replaced
     monkeypatch.setattr(build, "load_config", lambda name: load_config(llama_folders[1] if name in commits else name))
     monkeypatch.setattr(build, "load_tokenizer", lambda name: load_tokenizer(llama_folders[1] if name in commits else name))
     monkeypatch.setattr("transformers.utils.hub.cached_file", lambda name, file: str(tmp_path / "snapshots" / commits[name] / file))
@@ -30,7 +32,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, llama_folders: tuple[st
 
 
 def fingerprint(target: str, draft: str) -> str:
-    return build._describe(target, draft, "pair", TINY, build.CALIBRATION_TEXT).folder.name
+    return build._describe(target, draft, "pair", TINY, CALIBRATION_TEXT).folder.name
 
 
 def test_a_new_commit_of_a_draft_on_the_hub_is_another_pair_beside_a_target_in_a_folder(hub: dict[str, str], llama_folders: tuple[str, str]) -> None:
@@ -46,7 +48,7 @@ def test_exchanged_models_are_another_pair(llama_folders: tuple[str, str]) -> No
 
 def test_workers_on_cuda_are_as_many_as_shards_of_the_target_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama_folders: tuple[str, str]) -> None:
     shard_bytes, draft_bytes, config = 3000, 1000, replace(TINY, device="cuda", ranks=2)
-    bundle = replace(build._describe(*llama_folders, "pair", TINY, build.CALIBRATION_TEXT), folder=tmp_path, config=config)
+    bundle = replace(build._describe(*llama_folders, "pair", TINY, CALIBRATION_TEXT), folder=tmp_path, config=config)
     for folder, size in ((bundle.target_weights(0), shard_bytes), (bundle.target_weights(1), shard_bytes), (tmp_path / "draft", draft_bytes)):
         folder.mkdir()
         (folder / "weights.safetensors").write_bytes(bytes(size))
@@ -59,7 +61,7 @@ def test_workers_on_cuda_are_as_many_as_shards_of_the_target_fit(tmp_path: Path,
 
 
 def test_profiles_of_two_gpus_are_two_files(monkeypatch: pytest.MonkeyPatch, llama_folders: tuple[str, str]) -> None:
-    bundle = build._describe(*llama_folders, "pair", TINY, build.CALIBRATION_TEXT)
+    bundle = build._describe(*llama_folders, "pair", TINY, CALIBRATION_TEXT)
     assert bundle.profile_path.stem == artifacts.machine_name()
     on_gpu, paths = replace(bundle, config=replace(TINY, device="cuda")), set()
     for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
@@ -86,17 +88,16 @@ def test_tokenizers_that_differ_are_told_by_the_first_token_that_does(tmp_path: 
         build._common_ids(build.load_tokenizer(llama_folders[0]), str(tmp_path))
 
 
-def test_a_calibration_text_without_two_tokens_is_refused_by_its_path(tmp_path: Path, llama_folders: tuple[str, str]) -> None:
-    bundle = build._describe(*llama_folders, "pair", TINY, build.CALIBRATION_TEXT)
-    shutil.copy(Path(llama_folders[0]) / "tokenizer.json", tmp_path)
+def test_a_calibration_text_without_two_tokens_is_refused_by_its_path(llama_folders: tuple[str, str]) -> None:
+    tokenizer = Tokenizer(Path(llama_folders[0]) / "tokenizer.json", "ygg compile")
     with pytest.raises(ConfigError, match=r"calibration: '.*calibration\.jsonl' .*; ygg compile TARGET DRAFT --calibration FILE"):
-        build._prompts(replace(bundle, folder=tmp_path), ["O"])
+        beginnings(["O"], tokenizer, "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_cuda_where_there_is_none_is_refused_with_the_command(llama_folders: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match="device: 'cuda' .*; ygg compile TARGET DRAFT --device cpu"):
-        build._describe(*llama_folders, "pair", replace(TINY, device="cuda"), build.CALIBRATION_TEXT)
+        build._describe(*llama_folders, "pair", replace(TINY, device="cuda"), CALIBRATION_TEXT)
 
 
 def test_vocabularies_may_differ_by_ids_that_the_tokenizer_has_not(tmp_path: Path, llama_folders: tuple[str, str]) -> None:
