@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
@@ -15,11 +16,12 @@ from yggdrasil.engine import Engine
 from yggdrasil.errors import ConfigError
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.models.protocol import TokenModel
-from yggdrasil.policy.acceptance import TreeRecord
+from yggdrasil.policy.acceptance import TreeRecord, fit_platt
 from yggdrasil.policy.depth import Array, inputs_of
 from yggdrasil.policy.uncalibrated import uncalibrated_policy
 from yggdrasil.state import DecodeState, Shape
 from yggdrasil.step.draft import draft
+from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.tokenizer import Tokenizer
 
 __all__ = ["BUNDLED_TEXT", "CALIBRATION_TEXT", "PROMPT_LEN", "Traces", "beginnings", "collect_traces", "read_texts"]
@@ -76,6 +78,7 @@ class Traces:
         text_N: (N,) which text a position belongs to: texts, not positions, are split.
         deep: N trees of the reference width, as deep as the menu goes.
         others: Trees of the other widths at some of the positions.
+        platt: What the draft's probability of a child is worth; all trees were grown with it.
     """
 
     temperature: float
@@ -83,6 +86,7 @@ class Traces:
     text_N: np.ndarray[tuple[int], np.dtype[np.int64]]
     deep: tuple[TreeRecord, ...]
     others: tuple[TreeRecord, ...]
+    platt: PlattScale = UNSCALED
 
     @property
     def sampled(self) -> tuple[TreeRecord, ...]:
@@ -102,9 +106,10 @@ def collect_traces(
     writing: Shape,
     tick: Callable[[], None] = lambda: None,
 ) -> Traces:
-    """Let the target write, then draft trees along the text and see which nodes it passes.
+    """Let the target write, ask the draft for its candidates along the text, then draft trees there and see which nodes the text passes.
 
-    Growth is greedy, so a deep tree holds all shallower ones and one pass over the text judges them all.
+    The candidates give the scale of the edges, with which the trees grow. Growth is greedy, so a deep tree holds all shallower
+    ones and one pass over the text judges them all.
 
     Args:
         engine: The pair.
@@ -115,20 +120,25 @@ def collect_traces(
         reference_width: Width of the trees whose accepted length is predicted.
         max_depth: Depth of every tree.
         writing: Shape with which the text is written: it changes how long that takes and nothing else.
-        tick: Called after every prompt.
+        tick: Called twice for every prompt: its text is written, its trees are judged.
     """
-    inputs, texts, deep, others = [], [], [], []
+    texts = []
     for index, prompt in enumerate(prompts):
-        text = _write(engine, prompt, SamplingConfig(temperature=temperature, seed=index), num_tokens + max_depth, writing)
-        inputs.append(inputs_of(_hidden_states(engine.target, text), temperature)[len(prompt) - 2 : len(prompt) - 2 + num_tokens])
+        texts.append(_write(engine, prompt, SamplingConfig(temperature=temperature, seed=index), num_tokens + max_depth, writing))
+        tick()
+    edges = [_edges(engine.draft, text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
+    platt = fit_platt(*map(np.concatenate, zip(*edges, strict=True)))
+    inputs, text_N, deep, others = [], [], [], []
+    for index, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
+        inputs.append(inputs_of(_outputs(engine.target, text)[1], temperature)[len(prompt) - 2 : len(prompt) - 2 + num_tokens])
         engine.draft.cache.rollback_(0)
         for end in range(len(prompt), len(prompt) + num_tokens):
-            deep.append(_record(engine, text, end, Shape(reference_width, max_depth)))
+            deep.append(_record(engine, text, end, Shape(reference_width, max_depth), platt))
             if len(deep) % EVERY == 1:
-                others += [_record(engine, text, end, Shape(width, max_depth)) for width in widths if width != reference_width]
-        texts += [index] * num_tokens
+                others += [_record(engine, text, end, Shape(width, max_depth), platt) for width in widths if width != reference_width]
+        text_N += [index] * num_tokens
         tick()
-    return Traces(temperature, np.concatenate(inputs), np.array(texts), tuple(deep), tuple(others))
+    return Traces(temperature, np.concatenate(inputs), np.array(text_N), tuple(deep), tuple(others), platt)
 
 
 def _write(engine: Engine, prompt: Sequence[int], sampling: SamplingConfig, num_tokens: int, shape: Shape) -> list[int]:
@@ -137,25 +147,34 @@ def _write(engine: Engine, prompt: Sequence[int], sampling: SamplingConfig, num_
     return [*prompt, *(token for result in engine.generate(prompt, uncalibrated_policy(shape), config) for token in result.tokens)]
 
 
-def _hidden_states(target: TokenModel, text: Sequence[int]) -> torch.Tensor:
-    """(L, E) the target's last hidden state at every token of a text."""
-    target.cache.rollback_(0)
-    chunks = []
-    for start in range(0, len(text), target.prefill_chunk):
-        chunk = text[start : start + target.prefill_chunk]
-        meta_NM = target.meta(len(chunk))
+def _edges(draft_model: TokenModel, text: Sequence[int], start: int) -> tuple[Array, npt.NDArray[np.bool_]]:
+    """(M, C) what the draft gives its candidates for every token from `start` on, and whether each is that token."""
+    tokens_LC, log_probs_LC = _outputs(draft_model, text)
+    is_next_MC = tokens_LC[start - 1 : -1] == torch.tensor(text[start:], device=tokens_LC.device)[:, None]
+    return log_probs_LC[start - 1 : -1].numpy(force=True), is_next_MC.numpy(force=True)
+
+
+def _outputs(model: TokenModel, text: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a model says at each of L tokens: (L, ...) both outputs of its forwards."""
+    model.cache.rollback_(0)
+    first: list[torch.Tensor] = []
+    second: list[torch.Tensor] = []
+    for start in range(0, len(text), model.prefill_chunk):
+        chunk = text[start : start + model.prefill_chunk]
+        meta_NM = model.meta(len(chunk))
         pack_chain_(meta_NM, chunk, start)
-        chunks.append(target.forward(meta_NM)[1][: len(chunk)].clone())
-        target.cache.commit_(range(len(chunk)))
-    target.cache.rollback_(0)
-    return torch.cat(chunks)
+        for outputs, output in zip((first, second), model.forward(meta_NM), strict=True):
+            outputs.append(output[: len(chunk)].clone())  # on CUDA the next replay writes over it
+        model.cache.commit_(range(len(chunk)))
+    model.cache.rollback_(0)
+    return torch.cat(first), torch.cat(second)
 
 
-def _record(engine: Engine, text: Sequence[int], end: int, shape: Shape) -> TreeRecord:
+def _record(engine: Engine, text: Sequence[int], end: int, shape: Shape, platt: PlattScale) -> TreeRecord:
     """The tree after text[:end], judged by what really follows."""
     state = DecodeState(list(text[:end]))
     engine.draft.cache.rollback_(min(engine.draft.cache.len, end - 1))
-    tree = draft(engine.draft, state, shape).tree
+    tree = draft(engine.draft, state, shape, platt).tree
     says = torch.tensor([text[end + depth] if end + depth < len(text) else -1 for depth in tree.depth_N.tolist()])
     path = set(tree.walk(says))
     return TreeRecord(shape.width, tuple(tree.log_prob_N.tolist()), tuple(node in path for node in range(len(tree))))

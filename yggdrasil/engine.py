@@ -95,7 +95,7 @@ class Engine:
         with stage("draft"):
             caught_up = shape.depth > 0 and catch_up_(self.draft, state)
             shape = PLAIN if caught_up else shape
-            drafted = draft(self.draft, state, shape)
+            drafted = draft(self.draft, state, shape, policy.platt)
         with stage("prune"):
             pruned = prune(drafted.tree, shape, policy, root_pos)
         with stage("verify"):

@@ -51,12 +51,12 @@ def plot_latency(pair: LoadedPair, folder: Path) -> Path:
 
 
 def plot_acceptance(pair: LoadedPair, folder: Path) -> Path:
-    """Calibrated acceptance against the draft's path probability, and AAL against verified width."""
+    """Calibrated acceptance against the scaled path probability, and AAL against verified width."""
     figure, left, right = _figure("acceptance calibration", "AAL, deepest trees, temperature 0")
     for temperature, acceptance in pair.acceptance.by_temperature.items():
         left.plot([2.718281828**value for value in acceptance.log_probs], acceptance.probabilities, label=f"temperature {temperature}")
     left.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle=":")
-    left.set(xlabel="draft path probability", ylabel="accepted")
+    left.set(xlabel="path probability, edges scaled", ylabel="accepted")
     acceptance = pair.acceptance.nearest(0.0)
     for width, rows in acceptance.aal.items():
         right.plot(range(1, len(rows[-1]) + 1), rows[-1], label=f"W = {width}")

@@ -62,7 +62,7 @@ def _collect(bundle: Bundle, engine: Engine, prompts: Sequence[Sequence[int]], p
     config = bundle.config
     num_tokens = max(1, min(config.calibration_tokens, bundle.max_context - PROMPT_LEN - config.max_depth))
     writing = Shape(_reference_width(config), min(6, config.max_depth), min(16, config.verify_widths[-1]))
-    with progress.phase("collect traces", len(prompts) * len(CALIBRATION_TEMPERATURES)):
+    with progress.phase("collect traces", 2 * len(prompts) * len(CALIBRATION_TEMPERATURES)):
         return [
             collect_traces(
                 engine,
@@ -86,7 +86,7 @@ def _reference_width(config: CompileConfig) -> int:
 
 def _calibrate(traces: Sequence[Traces], progress: Progress) -> AcceptanceTable:
     with progress.phase("calibrate acceptance", 1):
-        return AcceptanceTable({trace.temperature: fit_acceptance(trace.sampled) for trace in traces})
+        return AcceptanceTable({trace.temperature: fit_acceptance(trace.sampled, trace.platt) for trace in traces})
 
 
 def _profile(

@@ -29,6 +29,7 @@ from yggdrasil.schedule.search import plans
 from yggdrasil.schedule.stages import STAGES
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 from yggdrasil.step.draft import prefill
+from yggdrasil.step.platt import PlattScale
 from yggdrasil.tokenizer import Tokenizer
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
@@ -47,7 +48,7 @@ Stepper = Callable[[DecodeState, Any], StepResult]
 
 @dataclass
 class Sequence:
-    """A policy that takes shapes in turn and the draft at its word; K is the shape's."""
+    """A policy that takes shapes in turn and scales the edges; K is the shape's."""
 
     shapes: tuple[Shape, ...]
     num_steps: int = field(default=0, init=False)
@@ -55,6 +56,10 @@ class Sequence:
     def choose(self, state: DecodeState) -> Shape:
         self.num_steps += 1
         return self.shapes[(self.num_steps - 1) % len(self.shapes)]
+
+    @property
+    def platt(self) -> PlattScale:
+        return PlattScale(1.8, 1.3)
 
     def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         return np.exp(log_probs)

@@ -32,6 +32,7 @@ from yggdrasil.schedule.search import plans
 from yggdrasil.staging import upload
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 from yggdrasil.step.draft import Frontier, prefill
+from yggdrasil.step.platt import PlattScale
 from yggdrasil.step.sampling import gumbel_noise
 
 NUM_STEPS = 6
@@ -44,12 +45,16 @@ Stepper = Callable[[DecodeState, Any], StepResult]
 
 @dataclass
 class Always:
-    """One shape, the draft at its word."""
+    """One shape, the edges scaled."""
 
     shape: Shape
 
     def choose(self, state: DecodeState) -> Shape:
         return self.shape
+
+    @property
+    def platt(self) -> PlattScale:
+        return PlattScale(1.8, 1.3)
 
     def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         return np.exp(log_probs)

@@ -8,16 +8,17 @@ from hypothesis import strategies as st
 from yggdrasil.kernels import load_kernels
 from yggdrasil.models.packing import empty_meta
 from yggdrasil.step.draft import Frontier, grow_fused_, grow_plain_
+from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.tree import TokenTree
 
 MAX_DEPTH = 6
 
 
-def grown(grow_, *, width: int, depth: int, candidates: int, seed: int):  # type: ignore[no-untyped-def]
+def grown(grow_, *, width: int, depth: int, candidates: int, seed: int, platt: PlattScale = UNSCALED):  # type: ignore[no-untyped-def]
     """A tree grown over random candidates, and the metadata of every step."""
     generator = torch.Generator().manual_seed(seed)
     tree = TokenTree.root(3, 1 + width * depth, max_depth=MAX_DEPTH)
-    frontier = Frontier(1 + width * depth, candidates)
+    frontier = Frontier(1 + width * depth, candidates, platt=platt)
     meta_NM = empty_meta(max(width, 2) + 1, MAX_DEPTH)
     metas, fresh = [], 1
     for _ in range(depth):
@@ -41,6 +42,26 @@ def test_the_fused_growth_step_equals_the_plain_one(width: int, depth: int, extr
         assert torch.equal(getattr(plain, name), getattr(fused, name)), name
     for plain_meta, fused_meta in zip(plain_metas, fused_metas, strict=True):
         assert torch.equal(plain_meta, fused_meta)
+
+
+@settings(max_examples=40, deadline=None)
+@given(width=st.integers(1, 5), depth=st.integers(1, MAX_DEPTH), slope=st.floats(0.1, 4), offset=st.floats(-3, 3), seed=st.integers(0, 10_000))
+def test_both_growth_steps_scale_the_edges_alike(width: int, depth: int, slope: float, offset: float, seed: int) -> None:
+    load_kernels()
+    trees = [grown(grow_, width=width, depth=depth, candidates=8, seed=seed, platt=PlattScale(slope, offset))[0] for grow_ in (grow_plain_, grow_fused_)]
+    trees[1].check()
+    torch.testing.assert_close(trees[0].log_prob_N, trees[1].log_prob_N, rtol=1e-4, atol=1e-5)  # values, not nodes: logarithms round to near ties
+
+
+def test_scaled_edges_grow_deep_where_the_draft_s_own_probabilities_grow_wide() -> None:
+    def tree(platt: PlattScale) -> TokenTree:
+        frontier, tree, meta_NM = Frontier(3, 2, platt=platt), TokenTree.root(3, 3, max_depth=2), empty_meta(2, 2)
+        for token in (10, 20):
+            grow_plain_(frontier, tree, torch.tensor([[token, token + 1]]), torch.tensor([[0.6, 0.4]]).log(), 1, meta_NM, 17)
+        return tree
+
+    assert tree(UNSCALED).parent_N.tolist() == [-1, 0, 0]  # 0.4 before 0.6 * 0.6
+    assert tree(PlattScale(2.0, 1.0)).parent_N.tolist() == [-1, 0, 1]
 
 
 def test_a_taken_candidate_is_not_taken_again() -> None:

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <tuple>
@@ -44,9 +45,18 @@ std::vector<Best> take_best(const float* values, int64_t num_values, int64_t cou
   return best;
 }
 
+// What an edge is worth to which the draft gives this log-probability: `PlattScale.log`, step/platt.py.
+double platt_log(double log_prob, double slope, double offset) {
+  const double complement = -std::expm1(std::min(log_prob, 0.0));
+  if (complement == 0.0) return 0.0;
+  const double log_odds = slope * (log_prob - std::log(complement)) + offset;
+  return std::min(log_odds, 0.0) - std::log1p(std::exp(-std::abs(log_odds)));
+}
+
 void grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const at::Tensor& log_probs, const at::Tensor& tokens, int64_t num_known, int64_t num_new,
            at::Tensor token, at::Tensor parent, at::Tensor depth, at::Tensor log_prob, at::Tensor path, int64_t first, int64_t width, at::Tensor meta,
-           int64_t root_pos) {
+           int64_t root_pos, double slope, double offset) {
+  const bool is_scaled = slope != 1.0 || offset != 0.0;
   const int64_t candidates = frontier_log_prob.size(1), path_width = path.size(1), meta_width = meta.size(1);
   TORCH_CHECK(num_known + num_new <= frontier_log_prob.size(0) && first + width <= token.size(0), "grow_: more nodes than the tree holds");
   TORCH_CHECK(width <= meta.size(0) && meta_width == kPath + path_width, "grow_: metadata of another shape");
@@ -56,7 +66,8 @@ void grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const at::Te
   float* node_log_prob = log_prob.mutable_data_ptr<float>();
   for (int64_t i = 0; i < num_new * candidates; ++i) {
     const int64_t place = num_known * candidates + i;
-    frontier[place] = log_probs.const_data_ptr<float>()[i] + node_log_prob[place / candidates];
+    const float edge = log_probs.const_data_ptr<float>()[i];
+    frontier[place] = (is_scaled ? float(platt_log(edge, slope, offset)) : edge) + node_log_prob[place / candidates];
     frontier_ids[place] = tokens.const_data_ptr<int64_t>()[i];
   }
   int32_t* rows = meta.mutable_data_ptr<int32_t>();
@@ -187,7 +198,8 @@ void move_slots_(at::Tensor storage, at::IntArrayRef source, int64_t target) {
 TORCH_LIBRARY_FRAGMENT(ygg, library) {
   library.def(
       "grow_(Tensor(a!) frontier_log_prob, Tensor(b!) frontier_token, Tensor log_probs, Tensor tokens, int num_known, int num_new, Tensor(c!) token, "
-      "Tensor(d!) parent, Tensor(e!) depth, Tensor(f!) log_prob, Tensor(g!) path, int first, int width, Tensor(h!) meta, int root_pos) -> ()");
+      "Tensor(d!) parent, Tensor(e!) depth, Tensor(f!) log_prob, Tensor(g!) path, int first, int width, Tensor(h!) meta, int root_pos, float slope, float offset) -> "
+      "()");
 }
 TORCH_LIBRARY_FRAGMENT(ygg, library) {
   library.def("pack_nodes_(Tensor(a!) meta, Tensor token, Tensor depth, Tensor path, int first, int last, int root_pos, int row) -> ()");

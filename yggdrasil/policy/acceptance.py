@@ -1,16 +1,20 @@
-"""From the draft's path probability to the measured probability of acceptance."""
+"""From what the draft says to the measured probability of acceptance: edge by edge, then by path."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Acceptance", "AcceptanceTable", "TreeRecord", "fit_acceptance"]
+from yggdrasil.step.platt import UNSCALED, PlattScale
+
+__all__ = ["Acceptance", "AcceptanceTable", "TreeRecord", "fit_acceptance", "fit_platt"]
+
+LEAST_SLOPE = 0.05  # of a draft whose probabilities say nothing: siblings keep their order
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,14 @@ class Acceptance:
         probabilities: Acceptance at the knots, not falling.
         aal: By width: aal[width][depth - 1][k - 1], the mean emitted tokens of a tree of that width and depth pruned to k nodes.
         by_rank: P(the target's token is the draft's r-th best), r = 1.. up to the greatest width.
+        platt: What the draft's probability of a child is worth; path log-probabilities are sums of edges scaled by it.
     """
 
     log_probs: tuple[float, ...]
     probabilities: tuple[float, ...]
     aal: Mapping[int, tuple[tuple[float, ...], ...]]
     by_rank: tuple[float, ...] = ()
+    platt: PlattScale = UNSCALED
 
     def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Calibrated acceptance of nodes: linear between knots, clamped outside."""
@@ -68,12 +74,13 @@ class Acceptance:
             "probabilities": list(self.probabilities),
             "aal": {str(width): [list(row) for row in rows] for width, rows in self.aal.items()},
             "by_rank": list(self.by_rank),
+            "platt": asdict(self.platt),
         }
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Acceptance:
         aal = {int(width): tuple(tuple(row) for row in rows) for width, rows in payload["aal"].items()}
-        return cls(tuple(payload["log_probs"]), tuple(payload["probabilities"]), aal, tuple(payload["by_rank"]))
+        return cls(tuple(payload["log_probs"]), tuple(payload["probabilities"]), aal, tuple(payload["by_rank"]), PlattScale(**payload["platt"]))
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,10 @@ class AcceptanceTable:
         """The calibration whose temperature is closest."""
         return self.by_temperature[self.nearest_temperature(temperature)]
 
+    def platt(self, temperature: float) -> PlattScale:
+        """What the draft's probability of a child is worth there."""
+        return self.nearest(temperature).platt
+
     def nearest_temperature(self, temperature: float) -> float:
         """That temperature."""
         return min(self.by_temperature, key=lambda known: abs(known - temperature))
@@ -95,14 +106,39 @@ class AcceptanceTable:
         return cls({float(key): Acceptance.from_json(value) for key, value in payload["by_temperature"].items()})
 
 
-def fit_acceptance(records: Sequence[TreeRecord]) -> Acceptance:
+def fit_platt(log_probs_MC: npt.NDArray[np.floating], is_next_MC: npt.NDArray[np.bool_]) -> PlattScale:
+    """What the draft's probability of a child is worth.
+
+    Args:
+        log_probs_MC: (M, C) what the draft gave its candidates along a text of the target.
+        is_next_MC: (M, C) whether the text went on with each.
+
+    Returns:
+        The scale by logistic regression; none where all or no candidates came true.
+
+    Source: Platt 1999.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    is_next = is_next_MC.ravel()
+    if is_next.all() or not is_next.any():
+        return UNSCALED
+    log_probs = np.clip(log_probs_MC.ravel().astype(np.float64), -50.0, -1e-7)
+    log_odds = log_probs - np.log(-np.expm1(log_probs))
+    fitted = LogisticRegression().fit(log_odds[:, None], is_next)
+    return PlattScale(max(LEAST_SLOPE, float(fitted.coef_[0, 0])), float(fitted.intercept_[0]))
+
+
+def fit_acceptance(records: Sequence[TreeRecord], platt: PlattScale = UNSCALED) -> Acceptance:
     """Calibrate on drafted trees whose true continuation is known.
 
-    The map is an isotonic regression over all nodes but roots. The table needs no model: growth is greedy, so the first
-    1 + W * D nodes of a deep tree are the tree of depth D, and its pruning to k nodes keeps the k best values.
+    The map is an isotonic regression over all nodes but roots: it mends what the edges of a path have in common, and leaves the
+    order as it is. The table needs no model: growth is greedy, so the first 1 + W * D nodes of a deep tree are the tree of depth D,
+    and its pruning to k nodes keeps the k best values.
 
     Args:
         records: Trees of every width, all grown to one depth.
+        platt: The scale that they were grown with.
 
     Source: Yggdrasil section 4.2 (surrogates of acceptance, OPT-Tree); isotonic calibration is ours.
     """
@@ -112,7 +148,7 @@ def fit_acceptance(records: Sequence[TreeRecord]) -> Acceptance:
     accepted = np.concatenate([record.accepted[1:] for record in records]).astype(float)
     isotonic = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(log_probs, accepted)
     aal = {width: _aal_rows([record for record in records if record.width == width]) for width in sorted({record.width for record in records})}
-    return Acceptance(tuple(isotonic.X_thresholds_.tolist()), tuple(isotonic.y_thresholds_.tolist()), aal, _by_rank(records))
+    return Acceptance(tuple(isotonic.X_thresholds_.tolist()), tuple(isotonic.y_thresholds_.tolist()), aal, _by_rank(records), platt)
 
 
 def _by_rank(records: Sequence[TreeRecord]) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
+from yggdrasil.step.platt import PlattScale
 
 __all__ = ["Guard"]
 
@@ -46,6 +47,10 @@ class Guard:
 
     def choose(self, state: DecodeState) -> Shape:
         return self.inner.choose(state) if self.speculating else PLAIN
+
+    @property
+    def platt(self) -> PlattScale:
+        return self.inner.platt
 
     def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         return self.inner.values(log_probs)

@@ -14,6 +14,7 @@ from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
+from yggdrasil.step.platt import PlattScale
 
 __all__ = ["Arms", "BestShape", "ContextShape", "FixedShape", "ShapePolicy", "best_shape"]
 
@@ -26,6 +27,11 @@ class ShapePolicy(Protocol):
 
     def choose(self, state: DecodeState) -> Shape:
         """The shape of the next step; depth 0 is plain decoding."""
+        ...
+
+    @property
+    def platt(self) -> PlattScale:
+        """What the draft's probability of a child is worth to a tree that grows."""
         ...
 
     def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
@@ -61,6 +67,10 @@ class FixedShape:
 
     def choose(self, state: DecodeState) -> Shape:
         return self.shape
+
+    @property
+    def platt(self) -> PlattScale:
+        return self.acceptance.platt
 
     def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         return self.acceptance.values(log_probs)

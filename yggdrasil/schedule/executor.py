@@ -92,7 +92,7 @@ def _grow(it: Iteration) -> None:
     if it.shape.depth == 0:
         it.drafted = draft(it.draft, it.state, it.shape)
     else:
-        it.drafted = grow(it.draft, it.state, it.shape, it.head, spare=it.shape.num_nodes if it.keeps_head else 0)
+        it.drafted = grow(it.draft, it.state, it.shape, it.head, it.policy.platt, spare=it.shape.num_nodes if it.keeps_head else 0)
     it.num_run = it.drafted.num_run
 
 

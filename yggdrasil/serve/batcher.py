@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from yggdrasil.serve.request import Event, FinishReason, Observer, Request, Step
 from yggdrasil.serve.ticket import Ticket
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.accept import Accepted
+from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.step.rows import Chain, accept_rows, catch_up_rows_, commit_row_, draft_rows, prune_rows, verify_rows
 from yggdrasil.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import DeviceTrace, Trace
@@ -51,6 +52,7 @@ class Batcher:
         eos_tokens: Tokens that end a text.
         observer: Told about steps and finished requests.
         elastic: Lends the draft's room to the pool under load; None keeps the draft where it is.
+        platt: What the draft's probabilities are worth at a temperature, where a policy verifies fewer guesses than were made.
 
     Attributes:
         trace: Milliseconds per stage since construction.
@@ -70,6 +72,7 @@ class Batcher:
         eos_tokens: Collection[int] = (),
         observer: Observer | None = None,
         elastic: ElasticMemory | None = None,
+        platt: Callable[[float], PlattScale] = lambda temperature: UNSCALED,
     ) -> None:
         self.target = target
         self.draft = draft
@@ -81,6 +84,7 @@ class Batcher:
         self.eos_tokens = frozenset(eos_tokens)
         self.observer = observer or Observer()
         self.elastic = elastic
+        self.platt = platt
         self.trace = DeviceTrace() if pool.table_BP.is_cuda else Trace()
         self.gamma = 0
         self._waiting: deque[Ticket] = deque()
@@ -178,7 +182,8 @@ class Batcher:
         with stage("catch up"):
             catch_up_rows_(self.draft, [ticket.running for ticket, row_gamma in zip(decoding, gammas, strict=True) if row_gamma])
         with stage("draft"):
-            chains = draft_rows(self.draft, [ticket.running for ticket in decoding], gammas)
+            platts = [self.platt(ticket.state.sampling.temperature) for ticket in decoding]
+            chains = draft_rows(self.draft, [ticket.running for ticket in decoding], gammas, platts)
         with stage("prune"):
             prune_rows(chains, self.policy.verified(load, gamma) if gamma else 0)
         reaching, prompts = self._prompts(len(decoding) + sum(len(chain.tokens) for chain in chains))

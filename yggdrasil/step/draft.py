@@ -12,6 +12,7 @@ from yggdrasil.models.packing import pack_chain_, pack_nodes_
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.staging import upload
 from yggdrasil.state import DecodeState, Head, Shape
+from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.tree import TokenTree
 
 __all__ = ["Drafted", "Frontier", "catch_up_", "draft", "grow", "grow_fused_", "grow_plain_", "head_draft", "prefill", "run_nodes"]
@@ -37,14 +38,16 @@ class Frontier:
         num_nodes: Most nodes whose children it will hold.
         num_candidates: C, children known per node.
         device: Where the arrays live.
+        platt: What the draft's probability of a child is worth.
 
     Attributes:
-        log_prob_NC: Path log-probability of every candidate, -inf once taken; the first `len` rows are filled.
+        log_prob_NC: Path log-probability of every candidate, its edges scaled, -inf once taken; the first `len` rows are filled.
         token_NC: Its token.
         len: Nodes entered.
     """
 
-    def __init__(self, num_nodes: int, num_candidates: int, device: str = "cpu") -> None:
+    def __init__(self, num_nodes: int, num_candidates: int, device: str = "cpu", platt: PlattScale = UNSCALED) -> None:
+        self.platt = platt
         self.log_prob_NC = torch.empty(num_nodes, num_candidates, device=device)
         self.token_NC = torch.empty(num_nodes, num_candidates, dtype=torch.int64, device=device)
         self.len = 0
@@ -52,15 +55,15 @@ class Frontier:
     def add(self, tokens_WC: Tensor, log_probs_WC: Tensor, path_log_prob_W: Tensor) -> None:
         """Enter the children of the next W nodes, (W, C), with their parents' path log-probabilities, (W,)."""
         new = slice(self.len, self.len + len(path_log_prob_W))
-        torch.add(log_probs_WC[: len(path_log_prob_W)], path_log_prob_W[:, None], out=self.log_prob_NC[new])
+        torch.add(self.platt.logs(log_probs_WC[: len(path_log_prob_W)]), path_log_prob_W[:, None], out=self.log_prob_NC[new])
         self.token_NC[new] = tokens_WC[: len(path_log_prob_W)]
         self.len = new.stop
 
     def take(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """The `width` best (parent, token, path log-probability) among all nodes so far, best first; struck out.
 
-        Source: Yggdrasil section 4.2: attach W leaves anywhere, by generation probabilities. Departure: of each node only
-        its C best children are candidates, C being at least W.
+        Source: Yggdrasil section 4.2: attach W leaves anywhere, by generation probabilities. Departures: those are scaled, see
+        `PlattScale`; of each node only its C best children are candidates, C being at least W.
         """
         log_prob_M = self.log_prob_NC[: self.len].view(-1)
         best = log_prob_M.topk(width)
@@ -116,6 +119,8 @@ def grow_fused_(frontier: Frontier, tree: TokenTree, tokens_WC: Tensor, log_prob
             width,
             meta_NM,
             root_pos,
+            frontier.platt.slope,
+            frontier.platt.offset,
         )
     frontier.len += num_new
 
@@ -151,13 +156,14 @@ def catch_up_(model: TokenModel, state: DecodeState) -> bool:
     return True
 
 
-def draft(model: TokenModel, state: DecodeState, shape: Shape) -> Drafted:
+def draft(model: TokenModel, state: DecodeState, shape: Shape, platt: PlattScale = UNSCALED) -> Drafted:
     """A tree under the last token: head draft, then growth.
 
     Args:
         model: The draft; its cache is caught up to the root's position, tree nodes are provisional.
         state: The request.
         shape: W and D; D = 0 touches no model.
+        platt: What the draft's probability of a child is worth.
 
     Raises:
         CapacityError: the cache cannot hold the tree beside the text.
@@ -167,7 +173,7 @@ def draft(model: TokenModel, state: DecodeState, shape: Shape) -> Drafted:
     """
     if shape.depth == 0:
         return Drafted(_root(model, state.tokens[-1], 1), 0)
-    return grow(model, state, shape, head_draft(model, state))
+    return grow(model, state, shape, head_draft(model, state), platt)
 
 
 def _root(model: TokenModel, token: int, capacity: int) -> TokenTree:
@@ -193,7 +199,7 @@ def head_draft(model: TokenModel, state: DecodeState) -> Head:
     return Head(state.root_pos, tokens_NC[len(chain) - 1 : len(chain)], log_probs_NC[len(chain) - 1 : len(chain)])
 
 
-def grow(model: TokenModel, state: DecodeState, shape: Shape, head: Head, *, spare: int = 0) -> Drafted:
+def grow(model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt: PlattScale = UNSCALED, *, spare: int = 0) -> Drafted:
     """Grow a tree from the root's candidates: D steps of W nodes, or the levels of a static tree.
 
     The last step's nodes are leaves: their forward is left to the next head draft.
@@ -203,10 +209,11 @@ def grow(model: TokenModel, state: DecodeState, shape: Shape, head: Head, *, spa
         state: The request.
         shape: W and D.
         head: Of this root.
+        platt: What the draft's probability of a child is worth.
         spare: Nodes that the tree has room for beyond the shape's.
     """
     tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
-    frontier = Frontier(shape.num_nodes, model.num_candidates, model.device)
+    frontier = Frontier(shape.num_nodes, model.num_candidates, model.device, platt)
     tokens_NC, log_probs_NC, num_run = head.tokens_1C, head.log_probs_1C, 1
     model.cache.reserve(shape.num_nodes)
     if shape.levels is not None:

@@ -18,6 +18,7 @@ from yggdrasil.models.packing import Piece, pack_chains_
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.state import Row
 from yggdrasil.step.accept import Accepted, walk_sampling
+from yggdrasil.step.platt import PlattScale
 from yggdrasil.step.sampling import next_tokens
 
 __all__ = ["Chain", "accept_rows", "catch_up_rows_", "commit_row_", "draft_rows", "prune_rows", "run_pieces", "verify_rows"]
@@ -31,7 +32,7 @@ class Chain:
 
     Attributes:
         tokens: Draft tokens, one after another.
-        log_probs: Path log-probability of each: never rising.
+        log_probs: Path log-probability of each, its edges scaled: never rising.
         num_run: Tokens from the root on with KV in the draft's storage.
     """
 
@@ -87,13 +88,14 @@ def catch_up_rows_(model: TokenGraphs, rows: Sequence[Row]) -> None:
         row.draft_len = row.state.root_pos
 
 
-def draft_rows(model: TokenGraphs, rows: Sequence[Row], gammas: Sequence[int]) -> list[Chain]:
+def draft_rows(model: TokenGraphs, rows: Sequence[Row], gammas: Sequence[int], platts: Sequence[PlattScale]) -> list[Chain]:
     """A chain under every row's root.
 
     Args:
         model: The draft, caught up; what it writes after the roots is provisional.
         rows: The batch.
         gammas: Draft tokens wanted of each; 0 touches no model.
+        platts: What the draft's probabilities are worth in each.
 
     Returns:
         A chain of `gammas[i]` tokens for every row.
@@ -102,14 +104,14 @@ def draft_rows(model: TokenGraphs, rows: Sequence[Row], gammas: Sequence[int]) -
     Source: Nightjar section 4.1: gamma draft tokens a row.
     """
     chains = [Chain(num_run=gamma) for gamma in gammas]
-    live = [(row, chain, gamma) for row, chain, gamma in zip(rows, chains, gammas, strict=True) if gamma]
-    pieces = [Piece(row.row, row.state.tokens[row.draft_len :], row.draft_len) for row, _, _ in live]
+    live = [entry for entry in zip(rows, chains, gammas, platts, strict=True) if entry[2]]
+    pieces = [Piece(row.row, row.state.tokens[row.draft_len :], row.draft_len) for row, *_ in live]
     while live:
-        for (_, chain, _), (token, log_prob) in zip(live, _guesses(model, pieces), strict=True):
-            chain.log_probs.append(log_prob + (chain.log_probs[-1] if chain.log_probs else 0.0))
+        for (_, chain, _, platt), (token, log_prob) in zip(live, _guesses(model, pieces), strict=True):
+            chain.log_probs.append(platt.log(log_prob) + (chain.log_probs[-1] if chain.log_probs else 0.0))
             chain.tokens.append(token)
         live = [entry for entry in live if len(entry[1].tokens) < entry[2]]
-        pieces = [Piece(row.row, chain.tokens[-1:], row.state.root_pos + len(chain.tokens)) for row, chain, _ in live]
+        pieces = [Piece(row.row, chain.tokens[-1:], row.state.root_pos + len(chain.tokens)) for row, chain, *_ in live]
     return chains
 
 
