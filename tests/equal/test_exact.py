@@ -30,7 +30,7 @@ from yggdrasil.policy.shape import FixedShape
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.report import Run
 from yggdrasil.state import PLAIN, DecodeState, Shape
-from yggdrasil.step.draft import prefill
+from yggdrasil.step.draft import draft, prefill
 from yggdrasil.tree import TokenTree
 
 PROMPTS = ("Once upon a time", "Tom", "One day Lily saw a red fox near the café.", "xyz 123")
@@ -137,6 +137,12 @@ def test_a_generation_that_another_one_displaced_says_so_and_the_other_goes_on(t
 def test_a_shape_that_was_not_compiled_for_is_refused(tiny: LoadedPair, shape: Shape, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         tiny.policy(shape=shape)
+
+
+def test_one_node_a_step_is_a_chain(tiny: LoadedPair) -> None:
+    for last in range(20, 40):  # a draft that knows as little as this one likes a sibling better, sooner or later
+        tiny.engine.draft.cache.rollback_(0)
+        assert draft(tiny.engine.draft, DecodeState([*range(10, 20), last]), Shape(1, 4)).tree.parent_N.tolist() == [-1, 0, 1, 2, 3]
 
 
 def test_a_static_tree_may_be_wider_than_a_node_has_children(tiny: LoadedPair) -> None:

@@ -64,6 +64,15 @@ def test_scaled_edges_grow_deep_where_the_draft_s_own_probabilities_grow_wide() 
     assert tree(PlattScale(2.0, 1.0)).parent_N.tolist() == [-1, 0, 1]
 
 
+@pytest.mark.parametrize("grow_", (grow_plain_, grow_fused_))
+def test_a_frontier_keeps_the_best_of_the_candidates_that_are_named(grow_) -> None:  # type: ignore[no-untyped-def]
+    load_kernels()
+    tree, frontier, meta_NM = TokenTree.root(3, 4, max_depth=3), Frontier(4, 1), empty_meta(2, 3)
+    for token in (10, 20, 30):
+        grow_(frontier, tree, torch.tensor([[token, token + 1]]), torch.tensor([[-0.9, -1.0]]), 1, meta_NM, 17)
+    assert (tree.token_N.tolist(), tree.parent_N.tolist()) == ([3, 10, 20, 30], [-1, 0, 1, 2])
+
+
 def test_a_taken_candidate_is_not_taken_again() -> None:
     frontier = Frontier(2, 3)
     frontier.add(torch.tensor([[7, 8, 9]]), torch.tensor([[-0.1, -0.5, -0.9]]), torch.zeros(1))

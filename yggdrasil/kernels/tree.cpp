@@ -60,15 +60,18 @@ void grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const at::Te
   const int64_t candidates = frontier_log_prob.size(1), path_width = path.size(1), meta_width = meta.size(1);
   TORCH_CHECK(num_known + num_new <= frontier_log_prob.size(0) && first + width <= token.size(0), "grow_: more nodes than the tree holds");
   TORCH_CHECK(width <= meta.size(0) && meta_width == kPath + path_width, "grow_: metadata of another shape");
+  TORCH_CHECK(num_new <= log_probs.size(0) && candidates <= log_probs.size(1) && log_probs.sizes() == tokens.sizes() && log_probs.is_contiguous() &&
+                  tokens.is_contiguous(),
+              "grow_: candidates of another shape");
   TORCH_CHECK(width <= (num_known + num_new) * candidates, "grow_: ", width, " nodes of ", (num_known + num_new) * candidates, " candidates");
   float* frontier = frontier_log_prob.mutable_data_ptr<float>();
   int64_t* frontier_ids = frontier_token.mutable_data_ptr<int64_t>();
   float* node_log_prob = log_prob.mutable_data_ptr<float>();
   for (int64_t i = 0; i < num_new * candidates; ++i) {
-    const int64_t place = num_known * candidates + i;
-    const float edge = log_probs.const_data_ptr<float>()[i];
+    const int64_t place = num_known * candidates + i, named = i / candidates * log_probs.size(1) + i % candidates;
+    const float edge = log_probs.const_data_ptr<float>()[named];
     frontier[place] = (is_scaled ? float(platt_log(edge, slope, offset)) : edge) + node_log_prob[place / candidates];
-    frontier_ids[place] = tokens.const_data_ptr<int64_t>()[i];
+    frontier_ids[place] = tokens.const_data_ptr<int64_t>()[named];
   }
   int32_t* rows = meta.mutable_data_ptr<int32_t>();
   int32_t* node_depth = depth.mutable_data_ptr<int32_t>();

@@ -9,7 +9,7 @@ opt_tree            equal width, stops when flat  OPT-Tree
 equal_growth        W nodes anywhere, D times     Yggdrasil
 ```
 
-All run through `FixedShape`. The two with a stop rule wait for the draft after every step; that is their price, and measured.
+All run through `FixedShape`, and all that read the draft's probabilities read them scaled to what the target takes (`PlattScale`). The two with a stop rule wait for the draft after every step; that is their price, and measured.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ Levels = tuple[tuple[tuple[int, int], ...], ...]
 
 @dataclass(frozen=True)
 class LowConfidence:
-    """Stop a chain once the draft gave its last token less than this probability.
+    """Stop a chain once its last token has less than this probability.
 
     Args:
-        threshold: Probability of the token after its parent, not of the path.
+        threshold: Probability of the token after its parent, not of the path; scaled as the policy's edges are.
 
     Example:
         >>> str(LowConfidence(0.4))
@@ -104,7 +104,7 @@ def sequence(depth: int) -> Shape:
 
 
 def dynamic_sequence(max_depth: int, threshold: float) -> Shape:
-    """A chain that ends with the first token that the draft itself gives less than `threshold`; that token is verified, too.
+    """A chain that ends with the first token of less probability than `threshold`; that token is verified, too.
 
     Source: DISCO (Mamou et al. 2024). Departure: DISCO trains a classifier on the draft's probability, its entropy and the position;
     here the probability alone decides, against a threshold tuned on validation text.

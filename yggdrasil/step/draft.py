@@ -36,7 +36,7 @@ class Frontier:
 
     Args:
         num_nodes: Most nodes whose children it will hold.
-        num_candidates: C, children known per node.
+        num_candidates: C, children kept per node: the best of those that a forward names.
         device: Where the arrays live.
         platt: What the draft's probability of a child is worth.
 
@@ -54,9 +54,9 @@ class Frontier:
 
     def add(self, tokens_WC: Tensor, log_probs_WC: Tensor, path_log_prob_W: Tensor) -> None:
         """Enter the children of the next W nodes, (W, C), with their parents' path log-probabilities, (W,)."""
-        new = slice(self.len, self.len + len(path_log_prob_W))
-        torch.add(self.platt.logs(log_probs_WC[: len(path_log_prob_W)]), path_log_prob_W[:, None], out=self.log_prob_NC[new])
-        self.token_NC[new] = tokens_WC[: len(path_log_prob_W)]
+        new, kept = slice(self.len, self.len + len(path_log_prob_W)), self.token_NC.shape[1]
+        torch.add(self.platt.logs(log_probs_WC[: len(path_log_prob_W), :kept]), path_log_prob_W[:, None], out=self.log_prob_NC[new])
+        self.token_NC[new] = tokens_WC[: len(path_log_prob_W), :kept]
         self.len = new.stop
 
     def take(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,6 +202,7 @@ def head_draft(model: TokenModel, state: DecodeState) -> Head:
 def grow(model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt: PlattScale = UNSCALED, *, spare: int = 0) -> Drafted:
     """Grow a tree from the root's candidates: D steps of W nodes, or the levels of a static tree.
 
+    With W = 1 a node has one candidate, its best child, and the tree is a chain: attached anywhere, single nodes would go to siblings.
     The last step's nodes are leaves: their forward is left to the next head draft.
 
     Args:
@@ -213,7 +214,8 @@ def grow(model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt:
         spare: Nodes that the tree has room for beyond the shape's.
     """
     tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
-    frontier = Frontier(shape.num_nodes, model.num_candidates, model.device, platt)
+    is_chain = shape.width == 1 and shape.levels is None
+    frontier = Frontier(shape.num_nodes, 1 if is_chain else model.num_candidates, model.device, platt)
     tokens_NC, log_probs_NC, num_run = head.tokens_1C, head.log_probs_1C, 1
     model.cache.reserve(shape.num_nodes)
     if shape.levels is not None:
