@@ -18,6 +18,7 @@ from yggdrasil import artifacts
 from yggdrasil.bundle import BUNDLED, Bundle, SourceFile, bundled_models, load_bundle, machine_fields
 from yggdrasil.calibration import BUNDLED_TEXT, CALIBRATION_TEXT, read_texts
 from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
+from yggdrasil.compiler.graphs import has_graph
 from yggdrasil.compiler.model import CompiledModel, graph_path
 from yggdrasil.compiler.pool import GraphJob, compile_graphs
 from yggdrasil.compiler.weights import FILE_NAME, has_weights, save_weights
@@ -204,7 +205,7 @@ def _build_models(bundle: Bundle, progress: Progress) -> None:
         for kind, model, menu, kv, num_candidates, ranks in kinds
         for size in menu.sizes
     ]
-    missing = [job for job in jobs if not Path(job.path).exists()]
+    missing = [job for job in jobs if not has_graph(Path(job.path))]
     with progress.phase("compile graphs", len(missing)):
         compile_graphs(missing, num_workers=_num_workers(bundle), on_done=lambda job: progress.advance())
 

@@ -35,7 +35,7 @@ class TokenTree:
         token_N: Vocabulary ids, int32.
         parent_N: Node ids, int32, -1 for the root.
         depth_N: Edges from the root, int32.
-        log_prob_N: Path log-probability under the draft, float32, 0 for the root.
+        log_prob_N: Path log-probability, float32, 0 for the root: the draft's, each edge scaled to what the target takes of it (step/platt.py).
         path_NA: Node ids from the root to the node itself, int32, -1 after it.
 
     Example: grow two children of the root and one grandchild, then walk with what the target says after each node.

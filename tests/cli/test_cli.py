@@ -339,15 +339,20 @@ def test_sources_that_are_gone_do_not_matter(copied: Path, capsys: Capture, tmp_
     generate(capsys)
 
 
-def test_compiling_again_keeps_what_is_there_and_builds_what_is_missing(copied: Path, llama_folders: tuple[str, str], capsys: Capture) -> None:
+def test_compiling_again_keeps_what_is_whole_and_builds_what_is_missing_or_broken(copied: Path, llama_folders: tuple[str, str], capsys: Capture) -> None:
     folder, before = load_bundle("tiny").folder, compilations()
     kept = {name: digest for name, digest in snapshot(folder).items() if name != "bundle.json"}
     (folder / "bundle.json").unlink()
+    truncate(folder / "draft" / "tokens_4.pt2")
     calibration = tiny_pair.save_calibration(copied / "stories.txt")
     again = compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=tiny_pair.SilentProgress())
     assert again.folder == folder
-    assert compilations() == before
-    assert {name: digest for name, digest in snapshot(folder).items() if name != "bundle.json"} == kept
+    assert compilations() == before + 1
+    graph = "draft/tokens_4.pt2"
+    assert {name: digest for name, digest in snapshot(folder).items() if name not in ("bundle.json", graph)} == {
+        name: digest for name, digest in kept.items() if name != graph
+    }
+    assert len(again.load_models()) == 2
     generate(capsys)
 
 

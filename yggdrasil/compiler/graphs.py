@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from yggdrasil.compiler.fusion import fuse_linears_
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels.shims import c_shims
 
-__all__ = ["LoadedGraph", "ReplayedGraph", "compile_graph", "full_precision"]
+__all__ = ["LoadedGraph", "ReplayedGraph", "compile_graph", "full_precision", "has_graph"]
 
 INDUCTOR_OPTIONS = {
     "aot_inductor.package_constants_in_so": False,  # weights and KV stay the caller's: one copy for the whole menu
@@ -60,6 +61,11 @@ def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path, *, exact: bool
         exported.graph_module.recompile()
         options = {**INDUCTOR_OPTIONS, **(_reduction_options() if exact and meta_NM.is_cuda else {}), "aot_inductor.custom_ops_to_c_shims": c_shims()}
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
+
+
+def has_graph(path: Path) -> bool:
+    """Whether a package is there to its end, where its directory stands. Cost: reads that alone."""
+    return path.exists() and zipfile.is_zipfile(path)
 
 
 def _separate_buffers_(module: nn.Module) -> None:

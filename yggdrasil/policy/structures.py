@@ -9,7 +9,8 @@ opt_tree            equal width, stops when flat  OPT-Tree
 equal_growth        W nodes anywhere, D times     Yggdrasil
 ```
 
-All run through `FixedShape`, and all that read the draft's probabilities read them scaled to what the target takes (`PlattScale`). The two with a stop rule wait for the draft after every step; that is their price, and measured.
+All run through `FixedShape`, and all that read the draft's probabilities read them scaled to what the target takes (`PlattScale`).
+The two with a stop rule wait for the draft after every step; that is their price, and measured.
 """
 
 from __future__ import annotations
