@@ -101,11 +101,10 @@ def test_verify_width_by_hand() -> None:
     assert policy.verify_width(steep, shape, 7) == 8  # nine nodes fit no graph
 
 
-def test_a_fast_run_verifies_a_hopeless_tree_narrowly_and_a_promising_one_widely() -> None:
+def test_a_wider_verification_has_to_bring_its_time_in_proportion() -> None:
     policy, shape = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS), Shape(4, 2)
     costs = {width: LATENCY.step_ms(4, 2, width, 7) for width in (4, 8)}
-    policy._emitted, policy._spent_ms = 2.0, costs[4]  # two tokens for every narrow step so far
-    worth = 2.0 / costs[4] * (costs[8] - costs[4])  # tokens that the wider step must bring to be worth its time
+    worth = 3.0 * (costs[8] / costs[4] - 1.0)
     for extra, chosen in ((0.9 * worth, 4), (1.1 * worth, 8)):
         assert policy.verify_width([1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0 + extra, 3.0 + extra], shape, 7) == chosen
 
@@ -131,6 +130,7 @@ def tree_for_pruning() -> TokenTree:
     return tree
 
 
+@pytest.mark.usefixtures("kernels")
 def test_prune_keeps_the_best_nodes_and_says_what_it_expects() -> None:
     policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
     pruned = prune(tree_for_pruning(), Shape(4, 2, 4), policy, 7)
@@ -141,6 +141,7 @@ def test_prune_keeps_the_best_nodes_and_says_what_it_expects() -> None:
     pruned.tree.check()
 
 
+@pytest.mark.usefixtures("kernels")
 def test_prune_agrees_with_the_reference_for_every_k() -> None:
     import torch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,6 @@ from yggdrasil.step.platt import PlattScale
 
 __all__ = ["Arms", "BestShape", "ContextShape", "FixedShape", "ShapePolicy", "best_shape"]
 
-RATE_MEMORY = 0.99
 CONTEXT_STEP = 128  # tokens of context after which the shape is chosen anew: attention's share moves slowly
 
 
@@ -62,8 +62,6 @@ class FixedShape:
     acceptance: Acceptance
     latency: LatencyModel
     verify_widths: tuple[int, ...]
-    _emitted: float = field(default=0.0, init=False, repr=False)
-    _spent_ms: float = field(default=0.0, init=False, repr=False)
 
     def choose(self, state: DecodeState) -> Shape:
         return self.shape
@@ -76,14 +74,12 @@ class FixedShape:
         return self.acceptance.values(log_probs)
 
     def verify_width(self, expected: Sequence[float], shape: Shape, context_len: int) -> int:
-        """The K of the menu that is best for this very tree; everything but K is settled by now.
+        """The K of the menu that Eq. 3 likes best for this very tree; everything but K is settled by now.
 
-        Eq. 3 is a ratio of means, tokens over milliseconds of the whole run, and such a ratio is greatest when every step
-        maximises tokens - rate * milliseconds at the rate the run attains (Dinkelbach): a hopeless tree is verified
-        narrowly, a promising one widely, where the ratio of the single step would move both towards the middle. The first
-        step of a policy has no rate yet and takes the ratio.
+        The mean of a run would be greatest if steps maximised tokens - rate * milliseconds, but that follows every error of what
+        is expected and of the rate; the step's own ratio keeps to the middle, and does better (bench/LOG.md).
 
-        Source: Yggdrasil Eq. (3) and section 4.2, "Verification Width Pruning". Departure: mean ratio instead of step ratio.
+        Source: Yggdrasil Eq. (3) and section 4.2, "Verification Width Pruning".
         """
         if shape.verify is not None:
             return min(shape.verify, len(expected))
@@ -91,21 +87,10 @@ class FixedShape:
         menu = [width for width in menu if width <= self.verify_widths[-1]]
         settled_ms = self.latency.before_verify_ms(shape.width, shape.depth, context_len)
         costs_ms = {width: settled_ms + ms for width, ms in zip(menu, self.latency.verify.at_each(menu, context_len), strict=True)}
-        rate = self.rate
-        if rate is None:
-            return max(menu, key=lambda width: expected[width - 1] / costs_ms[width])
-        return max(menu, key=lambda width: expected[width - 1] - rate * costs_ms[width])
-
-    @property
-    def rate(self) -> float | None:
-        """Emitted tokens per millisecond of the run so far, None before the first step."""
-        return self._emitted / self._spent_ms if self._spent_ms else None
+        return max(menu, key=lambda width: expected[width - 1] / costs_ms[width])
 
     def observe(self, result: StepResult) -> None:
-        """Keep the rate of the last hundred steps or so, in milliseconds of the profile: which shape runs depends on the text alone, not on the clock."""
-        shape = result.shape
-        self._emitted = self._emitted * RATE_MEMORY + len(result.tokens)
-        self._spent_ms = self._spent_ms * RATE_MEMORY + self.latency.step_ms(shape.width, shape.depth, result.verified, result.context_len)
+        """Nothing is learnt: which shape runs depends on the text alone."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +128,17 @@ class Arms:
 
         Args:
             growth_D: The accepted length within depth D as a multiple, growth_D[D - 1], of the calibration's; (D,), or one for all.
-            rate: Emitted tokens per millisecond that the run attains; None compares the arms' own ratios.
+            rate: Emitted tokens per millisecond that a run attains; None compares the arms' own ratios.
         """
         emitted_M = 1.0 + self.gain_M * (growth_D if isinstance(growth_D, float) else growth_D[self.column_M])
         score_M = emitted_M / self.cost_M if rate is None else emitted_M - rate * self.cost_M
         return int(score_M.argmax())
+
+    @cached_property
+    def rate(self) -> float:
+        """Emitted tokens per millisecond that the calibration and the profile promise of the best arm."""
+        best = self.best()
+        return float((1.0 + self.gain_M[best]) / self.cost_M[best])
 
 
 @dataclass(kw_only=True)
@@ -181,7 +172,8 @@ class ContextShape(BestShape):
     """The (W, D) that Eq. 3 likes best under the accepted length predicted for this very context.
 
     The predictor says P(accepted >= d); its sum up to D, over the same sum on the calibration text, scales the calibrated AAL
-    of every shape of that depth. Arms compete at the rate of the run, as in `verify_width`. Plain decoding is an arm.
+    of every shape of that depth. Eq. 3 is a ratio of means, so arms compete by tokens - rate * milliseconds at the rate that is promised:
+    a hopeless context gets a small tree, a promising one a great one. Plain decoding is an arm.
 
     Args:
         predictor: Of this pair and kind of text.
@@ -202,7 +194,7 @@ class ContextShape(BestShape):
         if state.hidden_E is None:  # the first step, when the end of the prompt runs beside its tree
             return super().choose(state)
         arms = self.arms(state.root_pos)
-        return arms.shapes[arms.best(self._growth(state.hidden_E), self.rate)]
+        return arms.shapes[arms.best(self._growth(state.hidden_E), arms.rate)]
 
 
 def best_shape(acceptance: Acceptance, latency: LatencyModel, *, widths: Sequence[int], verify_widths: Sequence[int], context_len: int) -> tuple[Shape, float]:
