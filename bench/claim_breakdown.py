@@ -61,8 +61,8 @@ def arms_of(pair: LoadedPair, num_tokens: int) -> tuple[list[Arm], LoadedPair]:
         replace(policy_arm(O1, eager, fixed_policy(pair, whole), num_tokens, num_prompts=EAGER_PROMPTS), exact=False),
         policy_arm(O2, stepwise, fixed_policy(pair, whole), num_tokens),
         policy_arm(O3, stepwise, fixed_policy(pair, tree), num_tokens),
-        policy_arm(O5, pair, pair.policy(predictor=True), num_tokens),
-        policy_arm(NO_PREDICTOR, pair, pair.policy(predictor=False), num_tokens),
+        policy_arm(O5, pair, pair.policy(depth="predicted"), num_tokens),
+        policy_arm(NO_PREDICTOR, pair, pair.policy(depth="fixed"), num_tokens),
     ]
     if pair.plan.plan != SEQUENTIAL:
         arms.insert(-2, policy_arm(O4, pair, fixed_policy(pair, tree), num_tokens))

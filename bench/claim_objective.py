@@ -50,7 +50,7 @@ def measure_workload(under_test: Subject, workload: Workload, options: argparse.
     pair = under_test.pair(workload)
     shapes = {AAL: most_accepting(pair, pair.bundle.config.verify_widths), CHEAP_AAL: most_accepting(pair, cheap_widths(pair, options.tokens))}
     say(f"{workload}: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
-    arms = [plain_arm(pair, options.tokens), policy_arm(SPEEDUP, pair, pair.policy(predictor=False, guard=False), options.tokens)]
+    arms = [plain_arm(pair, options.tokens), policy_arm(SPEEDUP, pair, pair.policy(depth="fixed", guard=False), options.tokens)]
     arms += [policy_arm(name, pair, fixed_policy(pair, shape), options.tokens) for name, shape in shapes.items()]
     rounds = interleave(arms, beginnings(workload.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=say)
     return {"arms": {name: arm_summary(rounds, name) for name in rounds.by_arm}, "speedup_over": ratios_to(rounds, SPEEDUP)}

@@ -101,8 +101,7 @@ class Counter:
         return list(self._twin.engine.generate(prompt, policy, GenerateConfig(max_new_tokens=self._num_tokens, ignore_eos=True, sampling=sampling)))
 
     def _step_ms(self, result: StepResult) -> float:
-        drafted = result.drafted if result.shape.stop is not None else None
-        return structure_ms(result.shape, self._latency, verified=result.verified, context_len=result.context_len, drafted=drafted)
+        return structure_ms(result.shape, self._latency, verified=result.verified, context_len=result.context_len)
 
 
 def _text(results: Sequence[StepResult]) -> list[int]:

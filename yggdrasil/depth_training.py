@@ -13,6 +13,7 @@ from yggdrasil.calibration import Traces
 from yggdrasil.policy.acceptance import TreeRecord
 from yggdrasil.policy.depth import LAYERS, Array, DepthPredictor
 from yggdrasil.policy.latency import LatencyModel
+from yggdrasil.policy.structures import last_gain_plain
 
 __all__ = ["HeldOut", "accepted_lengths", "calibration_error", "decision_quality", "evaluate", "fit_predictor", "held_out"]
 
@@ -179,8 +180,15 @@ def _calibrated(predictor: DepthPredictor, inputs_NX: Array, labels_ND: npt.NDAr
     return DepthPredictor(weights | {"heads.weight": weight, "heads.bias": bias}, {}, {})
 
 
-def evaluate(found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int], decision_ms: float = 0.0) -> dict[str, Any]:
+def evaluate(found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int], *, decision_ms: float = 0.0, may_stop: bool = False) -> dict[str, Any]:
     """Held-out figures at one temperature: per depth against the constant predictor, and what the decisions cost.
+
+    Args:
+        found: What was said of the texts.
+        latency: The profile.
+        verify_widths: Menu of K.
+        decision_ms: What a prediction costs.
+        may_stop: Whether growth may be stopped, too: where the host need not wait for the draft.
 
     Returns:
         "texts", "positions". "depths": by depth, Brier score of predictor and constant, AUC (None when only one outcome was
@@ -203,7 +211,7 @@ def evaluate(found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int]
             }
         )
     texts = len(set(found.trace.text_N.tolist()))
-    return {"texts": texts, "positions": len(labels_ND), "depths": rows, "decisions": decision_quality(found, latency, verify_widths, decision_ms)}
+    return {"texts": texts, "positions": len(labels_ND), "depths": rows, "decisions": decision_quality(found, latency, verify_widths, decision_ms, may_stop)}
 
 
 def calibration_error(label_N: npt.NDArray[np.bool_], said_N: npt.NDArray[np.floating[Any]]) -> float:
@@ -212,25 +220,32 @@ def calibration_error(label_N: npt.NDArray[np.bool_], said_N: npt.NDArray[np.flo
     return float(sum(abs(float(label_N[bin_N == b].mean()) - float(said_N[bin_N == b].mean())) * float((bin_N == b).mean()) for b in set(bin_N.tolist())))
 
 
-def decision_quality(found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int], decision_ms: float = 0.0) -> dict[str, Any]:
-    """Milliseconds per token on held-out texts when the depth is fixed, predicted, or known in advance; depth 0 is plain decoding.
+def decision_quality(
+    found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int], decision_ms: float = 0.0, may_stop: bool = False
+) -> dict[str, Any]:
+    """Milliseconds per token on held-out texts when the depth is fixed, predicted, found while growing, or known in advance; depth 0 is plain decoding.
 
     For every fold, the K of each depth and the best fixed depth are chosen on the other folds. The oracle knows how far every
-    tree will be accepted. A prediction costs `decision_ms`, which the fixed depth saves.
+    tree will be accepted. A prediction costs `decision_ms`, which the others save.
     """
     max_depth = found.survival_ND.shape[1]
-    spent_ms, tokens = {"fixed": 0.0, "predicted": 0.0, "oracle": 0.0}, {"fixed": 0.0, "predicted": 0.0, "oracle": 0.0}
-    fixed_depths, predicted_depths = [], []
+    rules: list[str] = ["fixed", "predicted", *(["stopping"] if may_stop else [])]
+    spent_ms, tokens = dict.fromkeys([*rules, "oracle"], 0.0), dict.fromkeys([*rules, "oracle"], 0.0)
+    fixed_depths, predicted_depths, stopped_depths = [], [], []
     for fold in range(int(found.fold_N.max()) + 1):
         others, test = _others(found.fold_N, fold), np.flatnonzero(found.fold_N == fold)
-        emitted_NM, cost_M = _outcomes(found.trace.deep, others, latency, verify_widths, max_depth)
+        emitted_NM, cost_M, verify_M = _outcomes(found.trace.deep, others, latency, verify_widths, max_depth)
         mean_M = emitted_NM[others].mean(axis=0)
         fixed = int((mean_M / cost_M).argmax())
         growth_NM = np.concatenate([np.ones((len(test), 1)), 1 + found.trust * (found.growth_ND[test] - 1)], axis=1)
         expected_NM = 1.0 + (mean_M - 1.0) * growth_NM
         chosen_N = (expected_NM - mean_M[fixed] / cost_M[fixed] * cost_M).argmax(axis=1)
         oracle_N = _oracle(emitted_NM[test], cost_M)
-        for name, depth_N in (("fixed", np.full(len(test), fixed)), ("predicted", chosen_N), ("oracle", oracle_N)):
+        chosen = {"fixed": np.full(len(test), fixed), "predicted": chosen_N, "oracle": oracle_N}
+        if may_stop:
+            chosen["stopping"] = _stopped(found.trace.deep, test, latency, fixed, verify_M[fixed], mean_M[fixed] / cost_M[fixed])
+            stopped_depths.append(chosen["stopping"])
+        for name, depth_N in chosen.items():
             spent_ms[name] += float(cost_M[depth_N].sum()) + (decision_ms * len(test) if name == "predicted" else 0.0)
             tokens[name] += float(emitted_NM[test, depth_N].sum())
         fixed_depths.append(fixed)
@@ -240,17 +255,34 @@ def decision_quality(found: HeldOut, latency: LatencyModel, verify_widths: Seque
         "trust": found.trust,
         "fixed_depths": fixed_depths,
         "mean_predicted_depth": float(np.concatenate(predicted_depths).mean()),
+        "mean_stopped_depth": float(np.concatenate(stopped_depths).mean()) if may_stop else None,
         "ms_per_token": ms,
         "regret_ms_fixed": ms["fixed"] - ms["oracle"],
         "regret_ms_predicted": ms["predicted"] - ms["oracle"],
-        "useful": ms["predicted"] < ms["fixed"],
+        "best": min(rules, key=ms.__getitem__),
     }
 
 
-def _outcomes(records: Sequence[TreeRecord], others: Indices, latency: LatencyModel, verify_widths: Sequence[int], max_depth: int) -> tuple[Floats, Floats]:
-    """Emitted tokens of every position, (N, 1 + D), and the cost of every depth, (1 + D,), each depth at its best K."""
+def _stopped(records: Sequence[TreeRecord], test: Indices, latency: LatencyModel, fixed: int, verify: int, rate: float) -> Indices:
+    """(N,) how deep `StoppingShape` would grow each tree; nowhere where plain decoding is best."""
+    if fixed == 0:
+        return np.zeros(len(test), dtype=np.int64)
     width = records[0].width
-    emitted, costs = [np.ones(len(records))], [latency.plain_ms(CONTEXT_LEN)]
+    step_ms = latency.draft.at(width, CONTEXT_LEN) + latency.growth_host_ms
+    log_probs = np.array([records[position].log_probs for position in test])
+    max_depth = (log_probs.shape[1] - 1) // width
+    depth_N = np.full(len(test), max_depth)
+    for depth in range(max_depth - 1, 0, -1):
+        depth_N[last_gain_plain(log_probs[:, : 1 + width * depth], width, verify) < rate * step_ms] = depth
+    return depth_N
+
+
+def _outcomes(
+    records: Sequence[TreeRecord], others: Indices, latency: LatencyModel, verify_widths: Sequence[int], max_depth: int
+) -> tuple[Floats, Floats, list[int]]:
+    """Emitted tokens of every position, (N, 1 + D), and cost and best K of every depth, 1 + D each."""
+    width = records[0].width
+    emitted, costs, verified = [np.ones(len(records))], [latency.plain_ms(CONTEXT_LEN)], [1]
     for depth in range(1, max_depth + 1):
         num_nodes = 1 + width * depth
         by_k = _emitted_by_k(records, num_nodes)
@@ -259,7 +291,8 @@ def _outcomes(records: Sequence[TreeRecord], others: Indices, latency: LatencyMo
         best = max(menu, key=lambda k: by_k[others, k - 1].mean() / cost[k])
         emitted.append(by_k[:, best - 1])
         costs.append(cost[best])
-    return np.stack(emitted, axis=1), np.array(costs)
+        verified.append(best)
+    return np.stack(emitted, axis=1), np.array(costs), verified
 
 
 def _emitted_by_k(records: Sequence[TreeRecord], num_nodes: int) -> Floats:

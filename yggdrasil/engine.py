@@ -94,10 +94,9 @@ class Engine:
             shape = policy.choose(state)
         with stage("draft"):
             caught_up = shape.depth > 0 and catch_up_(self.draft, state)
-            shape = PLAIN if caught_up else shape
-            drafted = draft(self.draft, state, shape, policy.platt)
+            drafted = draft(self.draft, state, PLAIN if caught_up else shape, policy.platt)
         with stage("prune"):
-            pruned = prune(drafted.tree, shape, policy, root_pos)
+            pruned = prune(drafted.tree, drafted.shape, policy, root_pos)
         with stage("verify"):
             logits_KV, hidden_KE = verify(self.target, pruned.tree, state.tokens)
         with stage("accept"):
@@ -106,7 +105,7 @@ class Engine:
             commit_(state, self.target, self.draft, pruned, accepted, drafted.num_run, hidden_KE)
         ms = (time.perf_counter() - start) * 1e3
         sizes = len(drafted.tree), len(pruned.tree)
-        result = StepResult(accepted.tokens, shape, *sizes, root_pos, pruned.expected_emitted, pruned.tree, accepted.path, ms, caught_up)
+        result = StepResult(accepted.tokens, drafted.shape, *sizes, root_pos, pruned.expected_emitted, pruned.tree, accepted.path, ms, caught_up)
         policy.observe(result)
         return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from yggdrasil import artifacts
 from yggdrasil.bundle import BUNDLED, Bundle, compile_command, load_bundle
@@ -17,7 +17,7 @@ from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import LatencyModel
-from yggdrasil.policy.shape import Arms, BestShape, ContextShape, FixedShape, ShapePolicy
+from yggdrasil.policy.shape import Arms, BestShape, ContextShape, DepthRule, FixedShape, ShapePolicy, StoppingShape
 from yggdrasil.schedule.choice import PlanChoice
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.tokenizer import Tokenizer
@@ -33,17 +33,17 @@ class TrainedDepth:
 
     Args:
         predictor: The network.
-        useful: By temperature of the held-out text, whether its decisions beat the best fixed depth there.
+        rules: By temperature of the held-out text, what took the fewest milliseconds per token there: the predictor, a fixed depth, or growth that stops.
         report: Held-out figures, cost and reference width, as `ygg compile` stored them.
     """
 
     predictor: DepthPredictor
-    useful: Mapping[float, bool]
+    rules: Mapping[float, DepthRule]
     report: Mapping[str, Any]
 
-    def is_useful(self, temperature: float) -> bool:
-        """What was found at the nearest temperature that was measured."""
-        return self.useful[min(self.useful, key=lambda known: abs(known - temperature))]
+    def rule(self, temperature: float) -> DepthRule:
+        """What was best at the nearest temperature that was measured."""
+        return self.rules[min(self.rules, key=lambda known: abs(known - temperature))]
 
 
 class Measurements(NamedTuple):
@@ -85,13 +85,13 @@ class LoadedPair:
     plan: PlanChoice
     _arms: dict[float, dict[int, Arms]] = field(default_factory=dict, init=False, repr=False)
 
-    def policy(self, *, temperature: float = 0.0, shape: Shape | None = None, predictor: bool | None = None, guard: bool = True) -> ShapePolicy:
+    def policy(self, *, temperature: float = 0.0, shape: Shape | None = None, depth: DepthRule | None = None, guard: bool = True) -> ShapePolicy:
         """How the shape of every step is chosen.
 
         Args:
             temperature: Of the sampling; calibration and predictor follow it.
             shape: Always this one, unguarded; its K is still chosen by Eq. 3 when unset.
-            predictor: Use the depth predictor; None uses it where it was found useful on held-out text.
+            depth: Where D comes from; None takes what was best on held-out text.
             guard: Stop speculating while it is measured to lose.
 
         Raises:
@@ -109,9 +109,14 @@ class LoadedPair:
             "widths": config.widths,
             "arms_by_context": self._arms.setdefault(self.acceptance.nearest_temperature(temperature), {}),
         }
-        inner: ShapePolicy = BestShape(**menu)
-        if self.depth.is_useful(temperature) if predictor is None else predictor:
-            inner = ContextShape(**menu, predictor=self.depth.predictor, temperature=temperature)
+        inner: ShapePolicy
+        match depth or self.depth.rule(temperature):
+            case "fixed":
+                inner = BestShape(**menu)
+            case "predicted":
+                inner = ContextShape(**menu, predictor=self.depth.predictor, temperature=temperature)
+            case "stopping":
+                inner = StoppingShape(**menu)
         return Guard(inner, self.latency) if guard else inner
 
 
@@ -173,8 +178,10 @@ def _trained_depth(folder: Path, payload: dict[str, Any]) -> TrainedDepth:
         predictor = DepthPredictor.from_bytes(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path.name}: {error}") from None
-    useful = {float(key): bool(found["decisions"]["useful"]) for key, found in payload["held_out"].items()}
-    return TrainedDepth(predictor, useful, payload)
+    rules = {float(key): found["decisions"]["best"] for key, found in payload["held_out"].items()}
+    if unknown := set(rules.values()) - set(get_args(DepthRule)):
+        raise ValueError(f"a depth rule named {unknown.pop()!r}")
+    return TrainedDepth(predictor, rules, payload)
 
 
 def _parse(path: Path, bundle: Bundle, parse: Callable[[dict[str, Any]], T]) -> T:

@@ -135,7 +135,7 @@ class StepResult:
 
     Args:
         tokens: Emitted tokens: the accepted draft tokens, then the target's own (the bonus); fewer where the text ends among them.
-        shape: The shape that was drafted.
+        shape: The shape that was drafted, as deep as it was grown.
         drafted: Nodes of the drafted tree, root included.
         verified: Nodes of the verified tree, root included: its K.
         context_len: Committed tokens before the root.

@@ -41,9 +41,10 @@ def _depth_line(row: Mapping[str, Any]) -> str:
 
 def _decision_line(found: Mapping[str, Any]) -> str:
     ms = found["ms_per_token"]
-    verdict = "used" if found["useful"] else "NOT used: the best fixed depth does as well"
+    rules = {"fixed": "the best fixed depth is used", "predicted": "the predicted depth is used", "stopping": "growth that stops is used"}
     fixed = " or ".join(map(str, sorted(set(found["fixed_depths"]))))
+    stopping = f"growth that stops (mean {found['mean_stopped_depth']:.1f}) {ms['stopping']:.3f}, " if "stopping" in ms else ""
     return (
         f"    ms per token: best fixed depth ({fixed}) {ms['fixed']:.3f}, predicted depth (mean {found['mean_predicted_depth']:.1f}) {ms['predicted']:.3f}, "
-        f"oracle {ms['oracle']:.3f}; regret {found['regret_ms_fixed']:.3f} -> {found['regret_ms_predicted']:.3f}; {verdict}"
+        f"{stopping}oracle {ms['oracle']:.3f}; regret {found['regret_ms_fixed']:.3f} -> {found['regret_ms_predicted']:.3f}; {rules[found['best']]}"
     )

@@ -165,7 +165,10 @@ def _train_depth(
             temperature=0.0,
         )
         cost_ms = decision_milliseconds(engine, prompt, policy, num_tokens=min(64, bundle.max_context - len(prompt)))
-    held_out_by_temperature = {str(each.trace.temperature): evaluate(each, latency, config.verify_widths, cost_ms) for each in judged}
+    may_stop = config.device == "cpu"  # elsewhere the host would wait for the draft after every step
+    held_out_by_temperature = {
+        str(each.trace.temperature): evaluate(each, latency, config.verify_widths, decision_ms=cost_ms, may_stop=may_stop) for each in judged
+    }
     return predictor.to_bytes(), {"reference_width": _reference_width(config), "decision_ms": cost_ms, "held_out": held_out_by_temperature}
 
 

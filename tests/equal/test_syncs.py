@@ -115,7 +115,7 @@ def test_a_plan_waits_no_more_often(tiny: LoadedPair, syncs: list[pretend.Sync],
 def test_the_policy_waits_for_the_hidden_state_alone(tiny: LoadedPair, syncs: list[pretend.Sync]) -> None:
     engine, step = on_device(tiny)
     assert isinstance(tiny.depth.predictor, DepthPredictor)
-    texts(engine, step, tiny.policy(predictor=True, guard=False), GREEDY, tiny.tokenizer.encode("Tom"))
+    texts(engine, step, tiny.policy(depth="predicted", guard=False), GREEDY, tiny.tokenizer.encode("Tom"))
     in_policy = [sync for sync in syncs if sync.stage == "policy"]
     assert 1 <= len(in_policy) <= NUM_STEPS
     assert [sync for sync in syncs if not sync.is_explained] == []

@@ -87,7 +87,7 @@ def test_decisions_lie_between_the_fixed_depth_and_the_oracle(found: HeldOut) ->
     decisions = decision_quality(found, LATENCY, (2, 8))
     ms = decisions["ms_per_token"]
     assert ms["oracle"] < ms["predicted"] < ms["fixed"]
-    assert decisions["useful"]
+    assert decisions["best"] == "predicted"
     assert decisions["regret_ms_predicted"] == pytest.approx(ms["predicted"] - ms["oracle"])
     assert decisions["fixed_depths"] == [4, 4, 4, 4]  # 5 tokens in 14 ms or 1 in 14 ms, half and half: 4.67 ms a token, the other depths are worse
 
@@ -98,7 +98,20 @@ def test_noise_is_not_called_useful() -> None:
     noise = Traces(0.0, trace.inputs_NX[shuffled], trace.text_N, trace.deep, ())
     decisions = decision_quality(held_out([noise], DEPTH)[0], LATENCY, (2, 8))
     assert decisions["ms_per_token"]["predicted"] >= decisions["ms_per_token"]["fixed"]
-    assert not decisions["useful"]
+    assert decisions["best"] == "fixed"
+
+
+def test_growth_that_stops_is_priced_where_it_may_be_used(found: HeldOut) -> None:
+    """Half of the chains are accepted to their end and half not at all; a draft that knows which stops after one step where it is not."""
+    assert "stopping" not in decision_quality(found, LATENCY, (2, 8))["ms_per_token"]
+    assert decision_quality(found, LATENCY, (2, 8), may_stop=True)["ms_per_token"]["stopping"] >= decision_quality(found, LATENCY, (2, 8))["ms_per_token"]["oracle"]
+    knowing = tuple(replace(record, log_probs=(0.0, *[0.0 if record.accepted[-1] else -9.0] * DEPTH)) for record in found.trace.deep)
+    decisions = decision_quality(replace(found, trace=replace(found.trace, deep=knowing)), LATENCY, (2, 8), may_stop=True)
+    assert decisions["best"] == "stopping"
+    deep = np.array([record.accepted[-1] for record in knowing])
+    assert decisions["mean_stopped_depth"] == pytest.approx(np.where(deep, DEPTH, 1).mean())
+    # depth 4 takes 14 ms and emits 5 tokens, depth 1 takes 11 ms and emits 1
+    assert decisions["ms_per_token"]["stopping"] == pytest.approx((14 * deep.sum() + 11 * (~deep).sum()) / (5 * deep.sum() + (~deep).sum()))
 
 
 def constant(value: float, trust: float = 1.0) -> DepthPredictor:

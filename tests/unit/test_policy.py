@@ -10,7 +10,8 @@ from yggdrasil.measure import curve_json
 from yggdrasil.policy.acceptance import Acceptance, AcceptanceTable, TreeRecord, fit_acceptance
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.objective import speedup
-from yggdrasil.policy.shape import BestShape, FixedShape, best_shape
+from yggdrasil.policy.shape import BestShape, FixedShape, StoppingShape, best_shape
+from yggdrasil.policy.structures import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Shape
 from yggdrasil.step.prune import prune
 from yggdrasil.tree import TokenTree
@@ -91,6 +92,21 @@ def test_best_shape_policy_asks_for_the_current_context_once() -> None:
     policy.latency = LatencyModel(LATENCY.draft, LATENCY.verify, 1e6, 1e6, 0.5)
     assert policy.choose(short) == Shape(1, 3)  # remembered for this stretch of the context
     assert policy.choose(DecodeState([1] * 200)) == PLAIN
+
+
+def test_growth_stops_where_a_step_is_worth_less_than_its_time() -> None:
+    menu = {"acceptance": acceptance([1.2, 1.3, 1.3], [1.5, 3.5, 3.6]), "latency": LATENCY, "verify_widths": VERIFY_WIDTHS, "widths": WIDTHS}
+    shape = StoppingShape(shape=PLAIN, **menu).choose(DecodeState([1] * 10))
+    # best is W = 4, D = 2, K = 4: 3.5 tokens in 15 ms; a growth step takes 2 ms in the graph and 0.5 on the host
+    assert (shape.width, shape.depth, shape.verify) == (4, 3, None)
+    assert isinstance(shape.stop, SmallGain)
+    assert (shape.stop.width, shape.stop.budget) == (4, 4)
+    assert shape.stop.min_gain == pytest.approx(3.5 / 15.0 * 2.5)
+
+
+def test_nothing_grows_where_plain_decoding_is_best() -> None:
+    policy = StoppingShape(shape=PLAIN, acceptance=USELESS, latency=LATENCY, verify_widths=VERIFY_WIDTHS, widths=WIDTHS)
+    assert policy.choose(DecodeState([1] * 10)) == PLAIN
 
 
 def test_verify_width_by_hand() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from yggdrasil.policy.structures import (
     dynamic_sequence,
     equal_growth,
     k_ary,
+    last_gain_plain,
     opt_tree,
     sequence,
     sequoia,
@@ -79,6 +81,7 @@ def test_low_confidence_judges_the_last_token_and_not_the_path() -> None:
     assert rule.enough(chain(0.4))
 
 
+@pytest.mark.usefixtures("kernels")
 def test_small_gain_by_hand() -> None:
     tree = TokenTree.root(0, 5)
     tree.grow(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([0.5, 0.4]).log())
@@ -88,6 +91,22 @@ def test_small_gain_by_hand() -> None:
     assert not SmallGain(2, 4, 0.29).enough(tree)
     assert SmallGain(2, 4, 0.31).enough(tree)
     assert not SmallGain(2, 64, 0.49).enough(tree)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_last_gain_of_a_tree_is_that_of_its_specification() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        num_nodes = int(generator.integers(2, 40))
+        width, budget = int(generator.integers(1, num_nodes + 1)), int(generator.integers(1, 48))
+        log_prob_N = torch.from_numpy(-generator.exponential(size=num_nodes)).float()
+        expected = last_gain_plain(log_prob_N.numpy(), width, budget)
+        assert torch.ops.ygg.last_gain(log_prob_N, width, budget) == pytest.approx(float(expected), abs=1e-9)
+
+
+def test_the_last_gain_of_many_trees_is_that_of_each() -> None:
+    log_prob_MN = -np.random.default_rng(1).exponential(size=(5, 9))
+    assert last_gain_plain(log_prob_MN, 4, 6).tolist() == [pytest.approx(float(last_gain_plain(log_prob_N, 4, 6))) for log_prob_N in log_prob_MN]
 
 
 def test_sequoia_by_hand() -> None:
@@ -204,4 +223,3 @@ def test_structure_milliseconds_by_hand() -> None:
     assert structure_ms(wide, profile, verified=8, context_len=0) == pytest.approx(1.0 + (2.0 + 1.0) + 2 * 0.5 + 1.0 + 12.0)
     grown = opt_tree(8, 4, 6, 0.1)
     assert structure_ms(grown, profile, verified=8, context_len=0) == profile.step_ms(4, 6, 8, 0)
-    assert structure_ms(grown, profile, verified=8, context_len=0, drafted=9) == profile.step_ms(4, 2, 8, 0)

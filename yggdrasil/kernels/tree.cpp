@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <tuple>
 #include <vector>
@@ -98,6 +99,21 @@ void grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const at::Te
     ++node;
   }
   pad(meta, width);
+}
+
+// What the last `width` nodes add to the summed probabilities of the `budget` best: `last_gain_plain`, policy/structures.py.
+double last_gain(const at::Tensor& log_prob, int64_t width, int64_t budget) {
+  TORCH_CHECK(log_prob.is_contiguous() && 0 < width && width <= log_prob.size(0) && budget > 0, "last_gain: ", width, " of ", log_prob.size(0), " nodes");
+  std::vector<float> values(log_prob.const_data_ptr<float>(), log_prob.const_data_ptr<float>() + log_prob.size(0));
+  const auto sum_of_best = [&](int64_t count) {  // of the first `count` values; reorders them alone
+    const int64_t kept = std::min(budget, count);
+    std::nth_element(values.begin(), values.begin() + kept - 1, values.begin() + count, std::greater<float>());
+    double sum = 0.0;
+    for (int64_t i = 0; i < kept; ++i) sum += std::exp(double(values[i]));
+    return sum;
+  };
+  const double before = width < log_prob.size(0) ? sum_of_best(log_prob.size(0) - width) : 0.0;
+  return sum_of_best(log_prob.size(0)) - before;
 }
 
 // Tree nodes [first, last), each of which sees `root_pos` indices and its path.
@@ -205,6 +221,7 @@ TORCH_LIBRARY_FRAGMENT(ygg, library) {
       "()");
 }
 TORCH_LIBRARY_FRAGMENT(ygg, library) {
+  library.def("last_gain(Tensor log_prob, int width, int budget) -> float");
   library.def("pack_nodes_(Tensor(a!) meta, Tensor token, Tensor depth, Tensor path, int first, int last, int root_pos, int row) -> ()");
   library.def("pack_chains_(Tensor(a!) meta, int[] tokens, int[] lens, int[] start_positions, int[] rows) -> ()");
   library.def("root(int token, int capacity, int path_width) -> (Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path)");
@@ -216,6 +233,7 @@ TORCH_LIBRARY_FRAGMENT(ygg, library) {
 }
 TORCH_LIBRARY_IMPL(ygg, CPU, library) {
   library.impl("grow_", &grow_);
+  library.impl("last_gain", &last_gain);
   library.impl("pack_nodes_", &pack_nodes_);
   library.impl("pack_chains_", &pack_chains_);
   library.impl("subtree", &subtree);

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,14 @@ from torch import Tensor
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.latency import LatencyModel
+from yggdrasil.policy.structures import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 from yggdrasil.step.platt import PlattScale
 
-__all__ = ["Arms", "BestShape", "ContextShape", "FixedShape", "ShapePolicy", "best_shape"]
+__all__ = ["Arms", "BestShape", "ContextShape", "DepthRule", "FixedShape", "ShapePolicy", "StoppingShape", "best_shape"]
+
+DepthRule = Literal["fixed", "predicted", "stopping"]
+"""Where D comes from: the calibration text (`BestShape`), this context before drafting (`ContextShape`), or the tree while it grows (`StoppingShape`)."""
 
 CONTEXT_STEP = 128  # tokens of context after which the shape is chosen anew: attention's share moves slowly
 
@@ -99,12 +103,14 @@ class Arms:
 
     Args:
         shapes: (W, D) of every arm, K left to pruning.
+        verify_M: (M,) the K for which an arm is priced.
         cost_M: (M,) milliseconds of an iteration.
         gain_M: (M,) accepted tokens, AAL - 1, on the calibration text.
         column_M: (M,) D - 1; 0 for plain decoding, whose gain is 0.
     """
 
     shapes: tuple[Shape, ...]
+    verify_M: tuple[int, ...]
     cost_M: npt.NDArray[np.float64]
     gain_M: npt.NDArray[np.float64]
     column_M: npt.NDArray[np.int64]
@@ -112,16 +118,16 @@ class Arms:
     @classmethod
     def of(cls, acceptance: Acceptance, latency: LatencyModel, *, widths: Sequence[int], verify_widths: Sequence[int], context_len: int) -> Arms:
         """The arms of a menu."""
-        shapes, rows = [PLAIN], [(latency.plain_ms(context_len), 0.0, 0)]
+        shapes, rows = [PLAIN], [(1, latency.plain_ms(context_len), 0.0, 0)]
         for width in widths:
             for depth in range(1, acceptance.max_depth + 1):
                 for verify in verify_widths:
                     num_verified = min(verify, 1 + width * depth)
                     cost_ms = latency.step_ms(width, depth, num_verified, context_len)
-                    rows.append((cost_ms, acceptance.expected_emitted(width, depth, verify) - 1.0, depth - 1))
+                    rows.append((num_verified, cost_ms, acceptance.expected_emitted(width, depth, verify) - 1.0, depth - 1))
                     shapes.append(Shape(width, depth))
-        cost, gain, column = zip(*rows, strict=True)
-        return cls(tuple(shapes), np.array(cost), np.array(gain), np.array(column))
+        verified, cost, gain, column = zip(*rows, strict=True)
+        return cls(tuple(shapes), verified, np.array(cost), np.array(gain), np.array(column))
 
     def best(self, growth_D: npt.NDArray[np.floating] | float = 1.0, rate: float | None = None) -> int:
         """The arm that Eq. 3 prefers; of equals the smaller tree.
@@ -195,6 +201,27 @@ class ContextShape(BestShape):
             return super().choose(state)
         arms = self.arms(state.root_pos)
         return arms.shapes[arms.best(self._growth(state.hidden_E), arms.rate)]
+
+
+@dataclass(kw_only=True)
+class StoppingShape(BestShape):
+    """The best shape's W, grown until a step is worth less than its time.
+
+    A step of growth costs a draft forward and the host's share; at the rate of tokens that Eq. 3 promises those milliseconds are worth some tokens,
+    and growth ends with the first step that raised the expected tokens of the best K nodes by fewer. Each tree is as deep as its own
+    probabilities deserve, which no prediction from the text before it knows. For a CPU: a host that only launches would have to wait for every step.
+
+    Source: Yggdrasil Eq. (3), read as a price; the rule is OPT-Tree's. Departure: the paper predicts D before drafting.
+    """
+
+    def choose(self, state: DecodeState) -> Shape:
+        arms = self.arms(state.root_pos)
+        best = arms.best()
+        shape = arms.shapes[best]
+        if shape.depth == 0:
+            return shape
+        step_ms = self.latency.draft.at(shape.width, state.root_pos) + self.latency.growth_host_ms
+        return Shape(shape.width, self.acceptance.max_depth, stop=SmallGain(shape.width, arms.verify_M[best], arms.rate * step_ms))
 
 
 def best_shape(acceptance: Acceptance, latency: LatencyModel, *, widths: Sequence[int], verify_widths: Sequence[int], context_len: int) -> tuple[Shape, float]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from yggdrasil.errors import ConfigError
 from yggdrasil.policy.latency import LatencyModel
@@ -33,6 +34,7 @@ __all__ = [
     "dynamic_sequence",
     "equal_growth",
     "k_ary",
+    "last_gain_plain",
     "opt_tree",
     "sequence",
     "sequoia",
@@ -85,15 +87,20 @@ class SmallGain:
     min_gain: float
 
     def enough(self, tree: TokenTree) -> bool:
-        values = np.exp(tree.log_prob_N.numpy(force=True))  # sync: the tree ends or goes on
-        return bool(_sum_of_best(values, self.budget) - _sum_of_best(values[: -self.width], self.budget) < self.min_gain)
+        if tree.is_cpu:
+            return bool(torch.ops.ygg.last_gain(tree.log_prob_N, self.width, self.budget) < self.min_gain)
+        return bool(last_gain_plain(tree.log_prob_N.numpy(force=True), self.width, self.budget) < self.min_gain)  # sync: the tree ends or goes on
 
     def __str__(self) -> str:
         return f"until gain<{self.min_gain:g}"
 
 
-def _sum_of_best(values: npt.NDArray[np.float32], count: int) -> float:
-    return float(np.sort(values)[::-1][:count].sum(dtype=np.float64))
+def last_gain_plain(log_prob_XN: npt.ArrayLike, width: int, budget: int) -> npt.NDArray[np.float64]:
+    """What the last `width` nodes of trees, (..., N), add to the summed probabilities of the `budget` best, (...): the specification of `ygg::last_gain`."""
+    values = np.exp(np.asarray(log_prob_XN, dtype=np.float64))
+    before, after = (np.sort(nodes, axis=-1)[..., ::-1][..., :budget].sum(axis=-1) for nodes in (values[..., : values.shape[-1] - width], values))
+    gain: npt.NDArray[np.float64] = after - before
+    return gain
 
 
 def sequence(depth: int) -> Shape:
@@ -257,21 +264,19 @@ def static_accepted(shape: Shape, by_rank: Sequence[float]) -> float:
     return sum(reached) - 1
 
 
-def structure_ms(shape: Shape, latency: LatencyModel, *, verified: int, context_len: int, drafted: int | None = None) -> float:
+def structure_ms(shape: Shape, latency: LatencyModel, *, verified: int, context_len: int) -> float:
     """The denominator of Eq. 3 for any structure: what one step costs by the profile.
 
     Args:
-        shape: Of the step.
+        shape: Of the step, as it was grown.
         latency: The profile.
         verified: K.
         context_len: Committed tokens.
-        drafted: Nodes drafted, root included, where a stop rule ended the growth early; None for the whole shape.
 
     Source: Yggdrasil Eq. (3). A level wider than the widest draft graph of a step runs in parts of that size.
     """
     if shape.levels is None:
-        depth = shape.depth if drafted is None else (drafted - 1) // shape.width
-        return latency.step_ms(shape.width, depth, verified, context_len)
+        return latency.step_ms(shape.width, shape.depth, verified, context_len)
     sizes = latency.draft.sizes
     widest = sizes[-2:][0]  # the greatest size is the prefill chunk's
     parts = [min(widest, len(level) - start) for level in shape.levels[:-1] for start in range(0, len(level), widest)]

@@ -93,7 +93,7 @@ def _grow(it: Iteration) -> None:
         it.drafted = draft(it.draft, it.state, it.shape)
     else:
         it.drafted = grow(it.draft, it.state, it.shape, it.head, it.policy.platt, spare=it.shape.num_nodes if it.keeps_head else 0)
-    it.num_run = it.drafted.num_run
+    it.num_run, it.shape = it.drafted.num_run, it.drafted.shape
 
 
 def _noise(it: Iteration) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,10 +25,12 @@ class Drafted:
     Args:
         tree: N nodes.
         num_run: How many of them, from the root on, have KV in the draft's cache.
+        shape: As it was grown: of less depth than asked for where a stop rule ended it.
     """
 
     tree: TokenTree
     num_run: int
+    shape: Shape
 
 
 class Frontier:
@@ -172,7 +174,7 @@ def draft(model: TokenModel, state: DecodeState, shape: Shape, platt: PlattScale
     Source: Yggdrasil section 4.2 and 5.1 (plain head and tail draft).
     """
     if shape.depth == 0:
-        return Drafted(_root(model, state.tokens[-1], 1), 0)
+        return Drafted(_root(model, state.tokens[-1], 1), 0, shape)
     return grow(model, state, shape, head_draft(model, state), platt)
 
 
@@ -219,21 +221,25 @@ def grow(model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt:
     tokens_NC, log_probs_NC, num_run = head.tokens_1C, head.log_probs_1C, 1
     model.cache.reserve(shape.num_nodes)
     if shape.levels is not None:
-        return _grow_levels(model, state, shape.levels, frontier, tree, head)
+        return Drafted(tree, _grow_levels(model, state, shape.levels, frontier, tree, head), shape)
     grow_ = grow_fused_ if model.device == "cpu" else grow_plain_
     meta_NM = model.meta(shape.width)
-    for step in range(shape.depth):
+    for depth in range(1, shape.depth + 1):
         grow_(frontier, tree, tokens_NC, log_probs_NC, shape.width, meta_NM, state.root_pos)
-        if step == shape.depth - 1 or (shape.stop is not None and shape.stop.enough(tree)):
+        if depth == shape.depth:
+            break
+        if shape.stop is not None and shape.stop.enough(tree):
+            shape = replace(shape, depth=depth)
             break
         tokens_NC, log_probs_NC = model.forward(meta_NM)
         num_run = len(tree)
-    return Drafted(tree, num_run)
+    return Drafted(tree, num_run, shape)
 
 
 def _grow_levels(
     model: TokenModel, state: DecodeState, levels: Sequence[Sequence[tuple[int, int]]], frontier: Frontier, tree: TokenTree, head: Head
-) -> Drafted:
+) -> int:
+    """Fill the tree level by level; how many of its nodes the draft ran."""
     tokens_NC, log_probs_NC, num_run = head.tokens_1C, head.log_probs_1C, 1
     for depth, level in enumerate(levels):
         frontier.add(tokens_NC, log_probs_NC, tree.log_prob_N[frontier.len :])
@@ -241,7 +247,7 @@ def _grow_levels(
         if depth < len(levels) - 1:
             tokens_NC, log_probs_NC = run_nodes(model, tree, num_run, len(tree), state.root_pos)
             num_run = len(tree)
-    return Drafted(tree, num_run)
+    return num_run
 
 
 def run_nodes(model: TokenModel, tree: TokenTree, first: int, last: int, root_pos: int) -> tuple[Tensor, Tensor]:
