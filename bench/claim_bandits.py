@@ -148,8 +148,8 @@ class Oracle:
     def select(self, load: Load) -> int:
         return next(self._arms)
 
-    def verified(self, load: Load, gamma: int) -> int:
-        return load.batch_size * gamma
+    def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
+        return sum(map(len, values))
 
     def observe(self, outcome: Outcome) -> None:
         """It knows."""
@@ -169,7 +169,8 @@ def simulate(policy: GammaPolicy, world: World) -> Run:
     for step, (batch_size, rate) in enumerate(zip(world.batch_sizes, world.acceptance.tolist(), strict=True)):
         load = Load(batch_size, most_gamma(batch_size), previous, lag)
         gamma = policy.select(load)
-        verified = policy.verified(load, gamma)
+        values = [[rate ** (index + 1) for index in range(gamma)]] * batch_size  # of all rows the same: nobody has anything to pick
+        verified = policy.verified(load, gamma, values)
         even, more = divmod(verified, batch_size)  # the likeliest draft tokens are the first ones of every row
         restart = world.switching_s(lag, batch_size) if gamma and not previous else 0.0
         seconds = step_s(batch_size, gamma, verified) + restart

@@ -52,7 +52,7 @@ __all__ = [
     "machine_fields",
 ]
 
-FORMAT = 5
+FORMAT = 6
 BUNDLED = "tinystories"
 BESIDE_GRAPHS = ("commit_triton.py", "migrate.py", "migrate_triton.py")  # kernels that no graph calls
 S = TypeVar("S", bound=KVStorage)

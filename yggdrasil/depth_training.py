@@ -220,9 +220,7 @@ def calibration_error(label_N: npt.NDArray[np.bool_], said_N: npt.NDArray[np.flo
     return float(sum(abs(float(label_N[bin_N == b].mean()) - float(said_N[bin_N == b].mean())) * float((bin_N == b).mean()) for b in set(bin_N.tolist())))
 
 
-def decision_quality(
-    found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int], decision_ms: float = 0.0, may_stop: bool = False
-) -> dict[str, Any]:
+def decision_quality(found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int], decision_ms: float = 0.0, may_stop: bool = False) -> dict[str, Any]:
     """Milliseconds per token on held-out texts when the depth is fixed, predicted, found while growing, or known in advance; depth 0 is plain decoding.
 
     For every fold, the K of each depth and the best fixed depth are chosen on the other folds. The oracle knows how far every

@@ -104,7 +104,6 @@ def test_noise_is_not_called_useful() -> None:
 def test_growth_that_stops_is_priced_where_it_may_be_used(found: HeldOut) -> None:
     """Half of the chains are accepted to their end and half not at all; a draft that knows which stops after one step where it is not."""
     assert "stopping" not in decision_quality(found, LATENCY, (2, 8))["ms_per_token"]
-    assert decision_quality(found, LATENCY, (2, 8), may_stop=True)["ms_per_token"]["stopping"] >= decision_quality(found, LATENCY, (2, 8))["ms_per_token"]["oracle"]
     knowing = tuple(replace(record, log_probs=(0.0, *[0.0 if record.accepted[-1] else -9.0] * DEPTH)) for record in found.trace.deep)
     decisions = decision_quality(replace(found, trace=replace(found.trace, deep=knowing)), LATENCY, (2, 8), may_stop=True)
     assert decisions["best"] == "stopping"

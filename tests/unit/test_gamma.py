@@ -69,8 +69,8 @@ def test_a_fixed_gamma_is_clipped_to_what_the_menu_holds() -> None:
 def test_tetris_verifies_its_share_of_the_batch_s_draft_tokens_rounded_up() -> None:
     policy = Tetris(5, share=0.6)
     assert policy.select(Load(4, 7)) == 5
-    assert [policy.verified(Load(batch_size, 7), 5) for batch_size in (1, 2, 3, 4)] == [3, 6, 9, 12]
-    assert policy.verified(Load(3, 7), 4) == 8  # 7.2 of 12
+    assert [policy.verified(Load(batch_size, 7), 5, [[0.5] * 5] * batch_size) for batch_size in (1, 2, 3, 4)] == [3, 6, 9, 12]
+    assert policy.verified(Load(3, 7), 4, [[0.5] * 4] * 3) == 8  # 7.2 of 12
 
 
 def test_a_tetris_share_that_verifies_nothing_is_an_error() -> None:
@@ -262,10 +262,11 @@ def test_the_prior_adds_draft_forwards_verification_and_host() -> None:
     assert prior.seconds(5, 2, verified=3) == pytest.approx(0.020)  # 8 tokens
 
 
-def test_a_budget_fills_a_graph_without_leaving_a_whole_position_out() -> None:
-    """7 rows at gamma 2 are 21 tokens, more than a graph: 9 drafts fill the one of 16, one draft would fill that of 8 and is gamma 1's."""
+def test_a_budget_fills_a_graph() -> None:
+    """7 rows at gamma 2 are 21 tokens: one draft fills the graph of 8, 9 the one of 16."""
     prior = predicted_goodput(LATENCY, CHAINS, 0, draft_widest=4)
-    assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(7, 2)] == [(9, 0), (14, 0)]
+    assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(7, 2)] == [(1, 0), (9, 0), (14, 0)]
+    assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(7, 2, drafts=9)] == [(1, 0), (9, 0)]  # some rows have fewer
     assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(7, 1)] == [(1, 0), (7, 0)]
     assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(9, 0)] == [(0, 0)]  # no narrower graph holds the roots
     assert [budget.seconds for budget in prior.budgets(7, 1)] == pytest.approx([prior.seconds(7, 1, 1), prior.seconds(7, 1)])
@@ -274,7 +275,7 @@ def test_a_budget_fills_a_graph_without_leaving_a_whole_position_out() -> None:
 def test_a_budget_leaves_the_prompts_that_wait_their_room() -> None:
     """4 rows and 3 tokens of prompts: 9 drafts fill the graph of 16; all 12 would leave no room."""
     prior = predicted_goodput(LATENCY, CHAINS, 0, draft_widest=4)
-    assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(4, 3, waiting=3)] == [(9, 3), (12, 0)]
+    assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(4, 3, waiting=3)] == [(1, 3), (9, 3), (12, 0)]
 
 
 @given(st.integers(0, 127), st.integers(0, 400))
@@ -293,6 +294,17 @@ def test_the_prior_expects_no_more_from_chains_longer_than_the_calibrated_ones()
     assert [prior.emitted(gamma) for gamma in range(5)] == [1.0, 1.6, 1.9, 1.9, 1.9]
 
 
+def test_what_picking_is_worth_is_what_it_brought_on_the_calibration_text() -> None:
+    """One draft a row: every row's first accepts 0.6 a row, the likeliest of all 0.75; all first ones are all there are at gamma 1."""
+    calibrated = dataclasses.replace(CHAINS, pooled=((0.0, 0.2, 0.4, 0.5, 0.6), (0.0, 0.2, 0.4, 0.6, 0.75, 0.8, 0.85, 0.9, 0.9)))
+    prior = predicted_goodput(LATENCY, calibrated, 0, draft_widest=4)
+    assert prior.picking(2, 1.0) == pytest.approx(0.75 / 0.6)
+    assert prior.picking(2, 1.5) == pytest.approx(0.85 / 0.75)
+    assert [prior.picking(gamma, gamma) for gamma in (1, 2)] == pytest.approx([1.0, 1.0])
+    assert prior.picking(2, 0.5) == pytest.approx(0.4 / 0.3)
+    assert prior.picking(0, 0.0) == predicted_goodput(LATENCY, CHAINS, 0, draft_widest=4).picking(2, 1.0) == 1.0
+
+
 def test_a_pair_calibrated_without_chains_has_no_prior() -> None:
     with pytest.raises(ConfigError, match="width 1"):
         predicted_goodput(LATENCY, Acceptance((-1.0, 0.0), (0.0, 1.0), {2: ((1.0, 1.6),)}), 0, draft_widest=4)
@@ -308,12 +320,13 @@ def choices(name: str, steps: list[tuple[int, int, float, int, bool]]) -> list[i
         load = Load(batch_size, gamma_max, previous, lag)
         gamma = policy.select(load)
         assert 0 <= gamma <= gamma_max
-        verified = policy.verified(load, gamma)
+        values = [[0.7 ** (index + 1) for index in range(gamma)]] * batch_size
+        verified = policy.verified(load, gamma, values)
         assert 0 <= verified <= batch_size * gamma
         even, more = divmod(verified, batch_size)
         drafted = [even + (row < more) for row in range(batch_size)]
         if observed:
-            policy.observe(Outcome(load, gamma, drafted, [1 + min(luck, count) for count in drafted], seconds))
+            policy.observe(Outcome(load, gamma, drafted, [1 + min(luck, count) for count in drafted], seconds, values=values))
         chosen, previous, lag = [*chosen, gamma], gamma, 0 if gamma else lag + 1
     json.dumps(policy.state, allow_nan=False)
     return chosen

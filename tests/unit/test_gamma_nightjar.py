@@ -9,7 +9,7 @@ import pytest
 
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
 from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
-from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds
+from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds, ValueScale
 from yggdrasil.policy.gamma.nightjar import Nightjar, PrintedNightjar
 from yggdrasil.policy.gamma.prior import GoodputPrior
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
@@ -182,8 +182,50 @@ def test_the_variant_leaves_drafts_out_that_would_take_the_next_graph() -> None:
     """12 rows at gamma 1: all drafts 21.6 tokens in 21 ms, the 4 that fill the graph 15.2 in 11 ms; without the draft 12 in 10 ms."""
     policy, load = Nightjar(STAIRS, free, gamma_max=1), Load(12, 1, previous_gamma=1)
     assert policy.select(load) == 1
-    assert policy.verified(load, 1) == 4
-    assert policy.verified(Load(8, 1), 1) == 8  # here all fit
+    assert policy.verified(load, 1, [[0.8]] * 12) == 4
+    assert policy.verified(Load(8, 1), 1, [[0.8]] * 8) == 8  # here all fit
+
+
+def test_the_graph_is_chosen_once_more_by_what_the_draft_says_of_these_tokens() -> None:
+    """8 rows at gamma 2: 8 drafts of 16 fill the graph of 16 tokens; whether the graph of 32 is worth its time depends on the others."""
+    policy, load = Nightjar(STAIRS, free, gamma_max=2), Load(8, 2, previous_gamma=2)
+    assert policy.verified(load, 2, [[0.9, 0.1]] * 8) == 8
+    flat = GoodputPrior(STAIRS.drafting, lambda tokens: 0.010 if tokens <= 16 else 0.012, STAIRS.emitted, STAIRS.widths)
+    sure = Nightjar(flat, free, gamma_max=2)
+    assert sure.verified(load, 2, [[0.9, 0.8]] * 8) == 16  # 8 + 13.6 in 14 ms against 8 + 7.2 in 12
+    assert sure.verified(load, 2, [[0.9, 0.1]] * 8) == 8  # 8 + 8 in 14 ms
+    sure.values.observe_([2] * 8, [1] * 8, [[0.9, 0.8]] * 8)  # nothing came of it
+    assert sure.values.estimate == pytest.approx(16 / (16 + 13.6))
+
+
+def test_picking_the_likeliest_makes_an_arm_worth_more_the_more_rows_there_are_to_pick_from() -> None:
+    """4 of 12 drafts fill the graph: 1 + 0.8 / 3 a row, or with picking that doubles it at many rows 1 + (1 + 11 / 12) * 0.8 / 3."""
+
+    def picking(gamma: int, drafts_per_row: float) -> float:
+        return 2.0 if drafts_per_row < gamma else 1.0
+
+    policy = Nightjar(GoodputPrior(STAIRS.drafting, STAIRS.verifying, STAIRS.emitted, STAIRS.widths, picking), free, gamma_max=1)
+    policy.observe(Outcome(Load(12, 1, previous_gamma=1), 0, [0] * 12, [1] * 12, 0.010))
+    assert policy.state["batch_sizes"]["12"]["tok_per_s"] == pytest.approx(12 * (1 + 23 / 12 * 0.8 / 3) / 0.011, abs=0.01)
+
+
+def test_rows_that_were_picked_do_not_speak_for_those_that_were_not() -> None:
+    """Two of four rows are verified at position 1, the sure ones, and both accept; all four together expect half as much of it."""
+    picked, all_alike = PositionAcceptance(PRIOR, 3), PositionAcceptance(PRIOR, 3)
+    picked.observe_([1, 1, 0, 0], [2, 2, 1, 1], [[0.8], [0.8], [0.0], [0.0]])
+    all_alike.observe_([1, 1, 0, 0], [2, 2, 1, 1], [[0.8]] * 4)
+    assert picked.rates[0] == pytest.approx((16 * 0.5 + 2 * 0.5) / 18)
+    assert all_alike.rates[0] == pytest.approx((16 * 0.5 + 2) / 18)
+
+
+def test_what_the_draft_s_word_is_worth_fades() -> None:
+    scale = ValueScale()
+    for _ in range(100):
+        scale.observe_([4], [3], [[0.9, 0.8, 0.7, 0.6, 0.5]])  # the fifth was left out: 3 expected, 2 came
+    assert scale.estimate == pytest.approx((16 + 200) / (16 + 300), abs=0.03)
+    for _ in range(1000):
+        scale.observe_([4], [5], [[0.9, 0.8, 0.7, 0.6, 0.5]])
+    assert scale.estimate == pytest.approx(4 / 3, rel=0.02)
 
 
 def test_the_variant_leaves_room_for_the_prompts_that_wait() -> None:
@@ -197,26 +239,26 @@ def test_a_step_beside_prompts_corrects_its_arm_by_the_graph_that_ran() -> None:
     """8 rows, 8 drafts and 6 tokens of prompts were 22 tokens: 21 ms were predicted, not 11."""
     policy = Nightjar(STAIRS, free, gamma_max=1)
     policy.observe(Outcome(Load(8, 1, previous_gamma=1), 1, [1] * 8, [2] * 8, 0.021, prompt_tokens=6))
-    assert [policy.graphs.correction(width) for width in STAIRS.widths] == pytest.approx([1, 1, 1])
+    assert list(policy.graphs.corrections.values()) == pytest.approx([1, 1, 1])
 
 
 def test_a_slow_minute_is_not_held_against_the_graph_that_ran_in_it() -> None:
     """The pace after one step at twice the time is (1 + 2) / 2, and counts for graphs that did not run as well; the one that ran keeps 2 / 1.5, as one step."""
-    graphs = GraphSeconds()
+    graphs = GraphSeconds((16, 32))
     graphs.observe_(16, 2.0)
-    assert graphs.correction(32) == pytest.approx(1.5)
-    assert graphs.correction(16) == pytest.approx(1.5 * (1 + 2 / 1.5) / 2)
+    assert graphs.corrections[32] == pytest.approx(1.5)
+    assert graphs.corrections[16] == pytest.approx(1.5 * (1 + 2 / 1.5) / 2)
     for _ in range(100):
         graphs.observe_(16, 2.0)
-    assert graphs.correction(16) == pytest.approx(graphs.correction(32), rel=0.1)
+    assert graphs.corrections[16] == pytest.approx(graphs.corrections[32], rel=0.1)
 
 
 def test_a_graph_that_is_slower_than_others_is_found_out() -> None:
-    graphs = GraphSeconds()
+    graphs = GraphSeconds((16, 32))
     for _ in range(50):
         graphs.observe_(16, 1.0)
         graphs.observe_(32, 2.0)
-    assert graphs.correction(32) / graphs.correction(16) == pytest.approx(2, rel=0.15)
+    assert graphs.corrections[32] / graphs.corrections[16] == pytest.approx(2, rel=0.15)
 
 
 def test_the_first_step_of_the_variant_follows_the_prior() -> None:

@@ -94,6 +94,22 @@ def test_best_shape_policy_asks_for_the_current_context_once() -> None:
     assert policy.choose(DecodeState([1] * 200)) == PLAIN
 
 
+def test_the_pooled_table_by_hand() -> None:
+    """Four chains of two tokens; of the likeliest drafts the first two come true, then the third of the first chain's does not."""
+    chains = [
+        TreeRecord(1, (0.0, -0.1, -0.2), (True, True, True)),
+        TreeRecord(1, (0.0, -0.3, -0.9), (True, True, False)),
+        TreeRecord(1, (0.0, -0.4, -0.8), (True, False, False)),
+        TreeRecord(1, (0.0, -1.0, -2.0), (True, True, False)),
+    ]
+    calibrated = fit_acceptance(chains)
+    assert calibrated.pooled[0] == pytest.approx((0.0, 0.25, 0.5, 0.5, 0.75))  # by log-probability: yes, yes, no, yes
+    assert calibrated.pooled[1] == pytest.approx((0.0, 0.25, 0.5, 0.75, 0.75, 0.75, 0.75, 1.0, 1.0))
+    assert calibrated.pooled_accepted(2, 0.375) == pytest.approx(0.375)
+    assert [calibrated.pooled_accepted(2, drafts) for drafts in (0, 2)] == [0.0, 1.0]
+    assert Acceptance.from_json(json.loads(json.dumps(calibrated.to_json()))) == calibrated
+
+
 def test_growth_stops_where_a_step_is_worth_less_than_its_time() -> None:
     menu = {"acceptance": acceptance([1.2, 1.3, 1.3], [1.5, 3.5, 3.6]), "latency": LATENCY, "verify_widths": VERIFY_WIDTHS, "widths": WIDTHS}
     shape = StoppingShape(shape=PLAIN, **menu).choose(DecodeState([1] * 10))

@@ -14,6 +14,7 @@ from yggdrasil.step.platt import UNSCALED, PlattScale
 
 __all__ = ["Acceptance", "AcceptanceTable", "TreeRecord", "fit_acceptance", "fit_platt"]
 
+POOL_STEPS = 4  # entries of the pooled table for one draft token a row
 LEAST_SLOPE = 0.05  # of a draft whose probabilities say nothing: siblings keep their order
 
 
@@ -42,6 +43,8 @@ class Acceptance:
         aal: By width: aal[width][depth - 1][k - 1], the mean emitted tokens of a tree of that width and depth pruned to k nodes.
         by_rank: P(the target's token is the draft's r-th best), r = 1.. up to the greatest width.
         platt: What the draft's probability of a child is worth; path log-probabilities are sums of edges scaled by it.
+        pooled: Of chains: pooled[gamma - 1][j], the mean accepted tokens of a row when rows draft gamma tokens each and the likeliest
+            j / POOL_STEPS a row of all of them are verified, in whatever rows they are; empty without chains.
     """
 
     log_probs: tuple[float, ...]
@@ -49,6 +52,7 @@ class Acceptance:
     aal: Mapping[int, tuple[tuple[float, ...], ...]]
     by_rank: tuple[float, ...] = ()
     platt: PlattScale = UNSCALED
+    pooled: tuple[tuple[float, ...], ...] = ()
 
     def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Calibrated acceptance of nodes: linear between knots, clamped outside."""
@@ -58,6 +62,18 @@ class Acceptance:
     @cached_property
     def _knots(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         return np.array(self.log_probs), np.array(self.probabilities)
+
+    def pooled_accepted(self, gamma: int, drafts_per_row: float) -> float:
+        """Accepted tokens of a row when the likeliest drafts of a great batch are verified, so many a row; linear between entries.
+
+        Args:
+            gamma: Draft tokens of every row, from 1 to the calibrated depth.
+            drafts_per_row: Verified ones, from 0 to gamma.
+        """
+        row = self.pooled[gamma - 1]
+        place = min(drafts_per_row * POOL_STEPS, len(row) - 1)
+        low = min(int(place), len(row) - 2)
+        return row[low] + (place - low) * (row[low + 1] - row[low])
 
     def expected_emitted(self, width: int, depth: int, verify: int) -> float:
         """AAL(W, D, K), measured on the calibration text."""
@@ -75,12 +91,14 @@ class Acceptance:
             "aal": {str(width): [list(row) for row in rows] for width, rows in self.aal.items()},
             "by_rank": list(self.by_rank),
             "platt": asdict(self.platt),
+            "pooled": [list(row) for row in self.pooled],
         }
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Acceptance:
         aal = {int(width): tuple(tuple(row) for row in rows) for width, rows in payload["aal"].items()}
-        return cls(tuple(payload["log_probs"]), tuple(payload["probabilities"]), aal, tuple(payload["by_rank"]), PlattScale(**payload["platt"]))
+        pooled = tuple(tuple(row) for row in payload["pooled"])
+        return cls(tuple(payload["log_probs"]), tuple(payload["probabilities"]), aal, tuple(payload["by_rank"]), PlattScale(**payload["platt"]), pooled)
 
 
 @dataclass(frozen=True)
@@ -92,10 +110,6 @@ class AcceptanceTable:
     def nearest(self, temperature: float) -> Acceptance:
         """The calibration whose temperature is closest."""
         return self.by_temperature[self.nearest_temperature(temperature)]
-
-    def platt(self, temperature: float) -> PlattScale:
-        """What the draft's probability of a child is worth there."""
-        return self.nearest(temperature).platt
 
     def nearest_temperature(self, temperature: float) -> float:
         """That temperature."""
@@ -148,7 +162,8 @@ def fit_acceptance(records: Sequence[TreeRecord], platt: PlattScale = UNSCALED) 
     accepted = np.concatenate([record.accepted[1:] for record in records]).astype(float)
     isotonic = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(log_probs, accepted)
     aal = {width: _aal_rows([record for record in records if record.width == width]) for width in sorted({record.width for record in records})}
-    return Acceptance(tuple(isotonic.X_thresholds_.tolist()), tuple(isotonic.y_thresholds_.tolist()), aal, _by_rank(records), platt)
+    pooled = _pooled([record for record in records if record.width == 1])
+    return Acceptance(tuple(isotonic.X_thresholds_.tolist()), tuple(isotonic.y_thresholds_.tolist()), aal, _by_rank(records), platt, pooled)
 
 
 def _by_rank(records: Sequence[TreeRecord]) -> tuple[float, ...]:
@@ -156,6 +171,20 @@ def _by_rank(records: Sequence[TreeRecord]) -> tuple[float, ...]:
     widest = max(record.width for record in records)
     firsts = [record.accepted[1 : 1 + widest] for record in records if record.width == widest]
     return tuple(np.mean(np.array(firsts, dtype=float), axis=0).tolist())
+
+
+def _pooled(chains: Sequence[TreeRecord]) -> tuple[tuple[float, ...], ...]:
+    """The table `Acceptance.pooled`: all chains are one great batch."""
+    if not chains:
+        return ()
+    log_probs = np.array([chain.log_probs[1:] for chain in chains])
+    accepted = np.array([chain.accepted[1:] for chain in chains], dtype=float)
+    rows = []
+    for gamma in range(1, log_probs.shape[1] + 1):
+        order = np.argsort(-log_probs[:, :gamma], axis=None, kind="stable")
+        sums = np.concatenate([[0.0], accepted[:, :gamma].ravel()[order].cumsum()]) / len(chains)
+        rows.append(tuple(np.interp(np.arange(POOL_STEPS * gamma + 1) / POOL_STEPS, np.arange(len(sums)) / len(chains), sums).tolist()))
+    return tuple(rows)
 
 
 def _aal_rows(records: Sequence[TreeRecord]) -> tuple[tuple[float, ...], ...]:

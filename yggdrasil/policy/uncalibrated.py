@@ -9,7 +9,7 @@ from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import FixedShape
 from yggdrasil.state import PLAIN, Shape
 
-__all__ = ["plain_policy", "uncalibrated_policy"]
+__all__ = ["UNCALIBRATED", "plain_policy", "uncalibrated_policy"]
 
 NO_LATENCY = LatencyModel(Curve((0,), (1,), ((1.0,),)), Curve((0,), (1,), ((1.0,),)), 0.0, 0.0, 0.0)
 KNOTS = tuple(-0.25 * step for step in range(32, -1, -1))

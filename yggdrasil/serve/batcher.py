@@ -20,15 +20,16 @@ from yggdrasil.errors import CapacityError, ConfigError, YggError
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import Piece
 from yggdrasil.models.protocol import TokenGraphs
+from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.gamma.filling import prompt_room
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
+from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.serve.elastic import ElasticMemory
 from yggdrasil.serve.pages import PagePool, pages_for
 from yggdrasil.serve.request import Event, FinishReason, Observer, Request, StepReport, TokenLogProb
 from yggdrasil.serve.ticket import Ticket
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.accept import Accepted
-from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.step.rows import Chain, accept_rows, catch_up_rows_, commit_row_, draft_rows, prune_rows, verify_rows
 from yggdrasil.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import DeviceTrace, Trace
@@ -52,7 +53,7 @@ class Batcher:
         eos_tokens: Tokens that end a text.
         observer: Told about steps and finished requests.
         elastic: Lends the draft's room to the pool under load; None keeps the draft where it is.
-        platt: What the draft's probabilities are worth at a temperature, where a policy verifies fewer guesses than were made.
+        acceptance: Calibration of the pair by temperature, for policies that verify fewer guesses than were made.
 
     Attributes:
         trace: Milliseconds per stage since construction.
@@ -72,7 +73,7 @@ class Batcher:
         eos_tokens: Collection[int] = (),
         observer: Observer | None = None,
         elastic: ElasticMemory | None = None,
-        platt: Callable[[float], PlattScale] = lambda temperature: UNSCALED,
+        acceptance: Callable[[float], Acceptance] = lambda temperature: UNCALIBRATED,
     ) -> None:
         self.target = target
         self.draft = draft
@@ -84,7 +85,7 @@ class Batcher:
         self.eos_tokens = frozenset(eos_tokens)
         self.observer = observer or Observer()
         self.elastic = elastic
-        self.platt = platt
+        self.acceptance = acceptance
         self.trace = DeviceTrace() if pool.table_BP.is_cuda else Trace()
         self.gamma = 0
         self._waiting: deque[Ticket] = deque()
@@ -182,10 +183,11 @@ class Batcher:
         with stage("catch up"):
             catch_up_rows_(self.draft, [ticket.running for ticket, row_gamma in zip(decoding, gammas, strict=True) if row_gamma])
         with stage("draft"):
-            platts = [self.platt(ticket.state.sampling.temperature) for ticket in decoding]
-            chains = draft_rows(self.draft, [ticket.running for ticket in decoding], gammas, platts)
+            calibrated = [self.acceptance(ticket.state.sampling.temperature) for ticket in decoding]
+            chains = draft_rows(self.draft, [ticket.running for ticket in decoding], gammas, [each.platt for each in calibrated])
         with stage("prune"):
-            prune_rows(chains, self.policy.verified(load, gamma) if gamma else 0)
+            values = [each.values(chain.log_probs).tolist() for each, chain in zip(calibrated, chains, strict=True)] if gamma else []
+            prune_rows(chains, self.policy.verified(load, gamma, values) if gamma else 0)
         reaching, prompts = self._prompts(len(decoding) + sum(len(chain.tokens) for chain in chains))
         chains += [Chain() for _ in reaching]
         rows = [ticket.running for ticket in [*decoding, *reaching]]
@@ -200,7 +202,7 @@ class Batcher:
             self._commit_prompts_(prompts)
         report = self._report(load, gamma, chains, emitted, prompt_tokens, start, before)
         if decoding:
-            self._learn_(load, report, len(decoding))
+            self._learn_(load, report, values, len(decoding))
         self.observer.on_step(report)
         return report
 
@@ -332,11 +334,11 @@ class Batcher:
         ticket.request.on_event(Event(event.text, event.tokens, event.log_probs, reason, error))
         self.observer.on_finish(ticket.report(reason))
 
-    def _learn_(self, load: Load, report: StepReport, num_decoding: int) -> None:
+    def _learn_(self, load: Load, report: StepReport, values: Sequence[Sequence[float]], num_decoding: int) -> None:
         """Tell the policy about the rows that decoded; those whose root was reached, the last ones, were prompts."""
         self.gamma = report.gamma
         drafted, emitted, prompt_tokens = report.drafted[:num_decoding], report.emitted[:num_decoding], report.prompt_tokens + report.batch_size - num_decoding
-        self.policy.observe(Outcome(load, report.gamma, drafted, emitted, report.total_ms / 1e3, report.catch_up_ms / 1e3, prompt_tokens))
+        self.policy.observe(Outcome(load, report.gamma, drafted, emitted, report.total_ms / 1e3, report.catch_up_ms / 1e3, prompt_tokens, values))
 
     def _report(
         self, load: Load, gamma: int, chains: Sequence[Chain], emitted: Sequence[int], prompt_tokens: int, start: float, before: dict[str, float]

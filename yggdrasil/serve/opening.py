@@ -86,7 +86,7 @@ def open_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
         gamma_max=config.gamma_max,
         eos_tokens=bundle.eos_tokens,
         elastic=elastic,
-        platt=load_measurements(bundle, bundle.dataset).acceptance.platt,
+        acceptance=load_measurements(bundle, bundle.dataset).acceptance.nearest,
     )
 
 

@@ -236,9 +236,7 @@ def grow(model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt:
     return Drafted(tree, num_run, shape)
 
 
-def _grow_levels(
-    model: TokenModel, state: DecodeState, levels: Sequence[Sequence[tuple[int, int]]], frontier: Frontier, tree: TokenTree, head: Head
-) -> int:
+def _grow_levels(model: TokenModel, state: DecodeState, levels: Sequence[Sequence[tuple[int, int]]], frontier: Frontier, tree: TokenTree, head: Head) -> int:
     """Fill the tree level by level; how many of its nodes the draft ran."""
     tokens_NC, log_probs_NC, num_run = head.tokens_1C, head.log_probs_1C, 1
     for depth, level in enumerate(levels):

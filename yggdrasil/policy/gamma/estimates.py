@@ -1,4 +1,4 @@
-"""What Nightjar's variant learns from outcomes: acceptance by position, and how far step times are from their prediction."""
+"""What Nightjar's variant learns from outcomes: acceptance by position, what the draft's word is worth, and how far step times are from their prediction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from yggdrasil.policy.gamma.prior import GoodputPrior
 
-__all__ = ["GraphSeconds", "PositionAcceptance", "StepSeconds"]
+__all__ = ["GraphSeconds", "PositionAcceptance", "StepSeconds", "ValueScale"]
 
 PRIOR_TRIALS = 16.0  # draft tokens that the calibrated acceptance of a position counts for
 TRIALS_MEMORY = 300.0  # draft tokens of a position after which an old one has faded: some steps of a great batch, whose rows go on as they are
@@ -18,8 +18,9 @@ LOWEST, HIGHEST = 0.01, 0.99
 class PositionAcceptance:
     """P(the k-th draft token is accepted, given that those before it are), k = 1.., and the emitted tokens that follow from it.
 
-    A row with n accepted of d drafted tokens is n successes at positions 1..n and, if n < d, one failure at n + 1. Positions learn for all batch
-    sizes at once. Every position starts from its calibrated value times what learning has made of the position before, so that a text on
+    A row with n accepted of d verified tokens is n successes at positions 1..n and, if n < d, one failure at n + 1. Which rows are verified at a
+    position may follow from what the draft thinks of them; then their share of successes is scaled to what it thinks of all rows. Positions learn
+    for all batch sizes at once. Every position starts from its calibrated value times what learning has made of the position before, so that a text on
     which the first token is hard is not expected to be easy from the second on.
 
     Args:
@@ -34,28 +35,62 @@ class PositionAcceptance:
         self._trials = [0.0] * gamma_max
         self.rates: list[float] = []
         self.emitted: list[float] = []
+        self.gains: list[float] = []
         self._update_()
 
-    def observe_(self, drafted: Sequence[int], emitted: Sequence[int]) -> None:
-        """Tokens verified and emitted, row by row."""
+    def observe_(self, drafted: Sequence[int], emitted: Sequence[int], values: Sequence[Sequence[float]] = ()) -> None:
+        """Tokens verified and emitted, row by row, and the calibrated acceptance of all that was drafted; see `Outcome`."""
         for index in range(max(drafted)):
-            trials = sum(1 for width, tokens in zip(drafted, emitted, strict=True) if width > index and tokens > index)
-            if not trials:
+            tried = [row for row, (width, tokens) in enumerate(zip(drafted, emitted, strict=True)) if width > index and tokens > index]
+            if not tried:
                 break
-            successes = sum(1 for width, tokens in zip(drafted, emitted, strict=True) if width > index and tokens > index + 1)
+            trials = len(tried)
+            rate = sum(emitted[row] > index + 1 for row in tried) / trials * _selection(values, tried, index)
             self._trials[index] = max(min(self._trials[index] + trials, TRIALS_MEMORY), trials)
-            self._mean[index] += trials / self._trials[index] * (successes / trials - self._mean[index])
+            self._mean[index] += trials / self._trials[index] * (rate - self._mean[index])
         self._update_()
 
     def _update_(self) -> None:
-        """`rates[k - 1]` by position and `emitted[gamma]` by speculative length."""
-        self.rates, self.emitted = [], [1.0]
+        """`rates[k - 1]` by position; `emitted[gamma]` by speculative length, and `gains[gamma]`, what one more adds, of the longest nothing."""
+        self.rates, self.emitted, self.gains = [], [1.0], []
         growth = path = 1.0
         for prior, mean, trials in zip(self._prior, self._mean, self._trials, strict=True):
-            rate = (PRIOR_TRIALS * _clipped(prior * growth) + trials * mean) / (PRIOR_TRIALS + trials)
+            rate = min((PRIOR_TRIALS * _clipped(prior * growth) + trials * mean) / (PRIOR_TRIALS + trials), 1.0)
             growth, path = rate / prior, path * rate
             self.rates.append(rate)
             self.emitted.append(self.emitted[-1] + path)
+            self.gains.append(path)
+        self.gains.append(0.0)
+
+
+def _selection(values: Sequence[Sequence[float]], tried: Sequence[int], index: int) -> float:
+    """What the draft expects of a position given those before it, in the mean of all rows that drafted it, over the mean of those that were tried."""
+    if not values:
+        return 1.0
+    reached = [row[index - 1] if index else 1.0 for row in values if len(row) > index]
+    of_all = sum(row[index] for row in values if len(row) > index) / max(sum(reached), LOWEST)
+    of_tried = sum(values[row][index] / max(values[row][index - 1] if index else 1.0, LOWEST) for row in tried) / len(tried)
+    return of_all / max(of_tried, LOWEST)
+
+
+class ValueScale:
+    """What the calibrated acceptance of drafts has been worth: accepted over expected tokens of what was verified; old ones fade."""
+
+    def __init__(self) -> None:
+        self._expected = self._accepted = PRIOR_TRIALS
+
+    @property
+    def estimate(self) -> float:
+        """What to multiply calibrated acceptance by."""
+        return self._accepted / self._expected
+
+    def observe_(self, drafted: Sequence[int], emitted: Sequence[int], values: Sequence[Sequence[float]]) -> None:
+        """As for `PositionAcceptance`."""
+        self._expected += sum(sum(row[:width]) for row, width in zip(values, drafted, strict=True))
+        self._accepted += sum(tokens - 1 for tokens, width in zip(emitted, drafted, strict=True) if width)
+        if self._expected > TRIALS_MEMORY:
+            self._accepted *= TRIALS_MEMORY / self._expected
+            self._expected = TRIALS_MEMORY
 
 
 class StepSeconds:
@@ -97,20 +132,25 @@ class GraphSeconds:
 
     A machine that is slow for a minute is slow whatever runs: a quick mean of measured over predicted time over all steps is taken out, so that the arm which
     happened to run is not blamed. What is left belongs to the graph, whatever filled it: drafts or prompts.
+
+    Args:
+        widths: Sizes of the graphs.
+
+    Attributes:
+        corrections: What to multiply the prediction of a step by, by the graph that runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, widths: Sequence[int]) -> None:
         self._pace = _Ratio(PACE_MEMORY)
-        self._graphs: dict[int, _Ratio] = {}
-
-    def correction(self, width: int) -> float:
-        """What to multiply the prediction of a step by that runs this graph."""
-        return self._pace.estimate * (self._graphs[width].estimate if width in self._graphs else 1.0)
+        self._graphs = {width: _Ratio() for width in widths}
+        self.corrections = dict.fromkeys(widths, 1.0)
 
     def observe_(self, width: int, ratio: float) -> None:
         """One step that ran this graph: its measured over its predicted seconds."""
         self._pace.add_(ratio)
-        self._graphs.setdefault(width, _Ratio()).add_(ratio / self._pace.estimate)
+        self._graphs[width].add_(ratio / self._pace.estimate)
+        pace = self._pace.estimate
+        self.corrections = {width: pace * graph.estimate for width, graph in self._graphs.items()}
 
 
 class _Ratio:

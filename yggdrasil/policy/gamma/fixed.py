@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from yggdrasil.policy.gamma.protocol import Load, Outcome
@@ -12,8 +13,8 @@ __all__ = ["FixedGamma", "VerifiesAll"]
 class VerifiesAll:
     """The part of a policy that verifies whatever was drafted."""
 
-    def verified(self, load: Load, gamma: int) -> int:
-        return load.batch_size * gamma
+    def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
+        return sum(map(len, values))
 
 
 class FixedGamma(VerifiesAll):

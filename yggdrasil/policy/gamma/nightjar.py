@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
-from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds
+from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds, ValueScale
 from yggdrasil.policy.gamma.fixed import VerifiesAll
 from yggdrasil.policy.gamma.prior import Budget, GoodputPrior, SwitchingCost
 from yggdrasil.policy.gamma.protocol import Load, Outcome
@@ -20,6 +22,7 @@ EXPLORATION = 0.1  # of a step's time is what the first one may spend on explori
 LEAST_EXPLORATION = 0.001  # of every step's time, so that a server of any age notices that its world has changed
 LEAST_LOSS = 0.01  # of a step: what trying an arm counts for that is predicted to cost nothing
 STAY_STEPS = 32.0  # steps that the draft is expected to run once it has been caught up
+WELL_PREDICTED = 0.8  # of an arm's best way's goodput: what is predicted to be worse is not looked at again
 WAYS_KEPT = 1024  # loads whose predictions are kept; a server of any age meets more
 PROMPT_VALUE = 0.8  # of an emitted token, for one of a prompt: at 1 prompts crowd drafts out, at 0.5 rows wait for them (bench/LOG.md)
 
@@ -69,10 +72,10 @@ class PrintedNightjar(VerifiesAll):
         return {"batch_sizes": {str(size): {"block": self.clocks[size].block, **self.goodput[size].to_json()} for size in sizes if size in self.clocks}}
 
 
-_Step = tuple[int, float, float]
-"""A predicted step: draft tokens verified; tokens emitted, and what those of prompts count for; seconds."""
-_Way = tuple[int, int, float, float, int, float]
-"""A way to verify an arm: draft tokens; of a row, whole positions and a share of the next; what prompts count for; graph; seconds as predicted."""
+_Step = tuple[float, float]
+"""A predicted step: tokens emitted, and what those of prompts count for; seconds."""
+_Way = tuple[int, float, float, float, int, float]
+"""A way to verify an arm: of a row, whole positions and a share of the next; rows times what picking is worth; tokens besides; graph; predicted seconds."""
 
 
 class Nightjar:
@@ -82,8 +85,9 @@ class Nightjar:
     was observed: acceptance by position for all batch sizes at once, seconds by graph (`PositionAcceptance`, `GraphSeconds`; by arm, `StepSeconds`, where the
     prior knows no graphs). Old observations fade.
 
-    Fill. A step costs what its graph costs. Where B * gamma drafts would just miss a graph, only as many are verified as fill it, the likeliest of the
-    batch; and prompts that will run beside are counted, in the time as in the tokens. So an arm is the better of the two ways to verify it.
+    Fill. A step costs what its graph costs, so of B * gamma drafts all are verified, or the likeliest of the batch that fill a narrower graph: an arm is
+    the best of its ways, priced by what such picking brought on calibration text. When the drafts are there, the graph is chosen once more by what
+    the draft says of these very tokens, as a tree's verified width is. Prompts that will run beside are counted, in the time as in the tokens.
 
     Explore. Every step earns a share of its own time, EXPLORATION / sqrt(n) of the n-th, as credit. Among the arms that are not the best, the one
     that has waited longest, measured in what it is predicted to lose, is next; it runs for one step as soon as the credit pays for that loss, a
@@ -99,9 +103,9 @@ class Nightjar:
 
     Source: the arms, the reward and the indicator of Nightjar Eq. (3). Departures: blocks and bins are replaced by the credit, whose sum grows as the
     sqrt(T) that Theorem 1 asks for, whereas the printed bins explore T^(3/4) rounds; the running mean of realised goodput by the model above, which knows
-    something of arms and batch sizes that never ran; drafts may be left out to fit a graph, as TETRIS leaves them out, and steps beside prompts are
-    priced and learnt from, of which the paper has none; c_prefill is divided by the tokens of STAY_STEPS steps of the whole batch instead of gamma, the
-    drafts of one row; and as estimates fade, a stationary world costs a small constant share of its time, LEAST_EXPLORATION included.
+    something of arms and batch sizes that never ran; drafts are left out to fit a graph, the unlikeliest as in TETRIS, by Yggdrasil's Eq. 3; steps beside
+    prompts are priced and learnt from, of which the paper has none; c_prefill is divided by the tokens of STAY_STEPS steps of the whole batch instead of
+    gamma, the drafts of one row; and as estimates fade, a stationary world costs a small constant share of its time, LEAST_EXPLORATION included.
 
     >>> prior = GoodputPrior(
     ...     drafting=lambda batch_size, gamma: 0.001 * gamma,
@@ -110,7 +114,7 @@ class Nightjar:
     ...     widths=(8, 16),
     ... )
     >>> policy, load = Nightjar(prior, lambda lag, batch_size: 0.0, gamma_max=2), Load(batch_size=3, gamma_max=2)
-    >>> policy.select(load), policy.verified(load, 2)  # of 6 drafts 5 fill the graph of 8
+    >>> policy.select(load), policy.verified(load, 2, [[0.7, 0.5]] * 3)  # of 6 drafts 5 fill the graph of 8
     (2, 5)
     """
 
@@ -118,8 +122,9 @@ class Nightjar:
         self.switching_cost = switching_cost
         self.gamma_max = gamma_max
         self.acceptance = PositionAcceptance(prior, gamma_max)
+        self.values = ValueScale()
         self.seconds = StepSeconds(gamma_max)
-        self.graphs = GraphSeconds()
+        self.graphs = GraphSeconds(prior.widths)
         self._prior = prior
         self._ways = lru_cache(maxsize=WAYS_KEPT)(self._new_ways)
         self.credit_s = 0.0
@@ -131,44 +136,61 @@ class Nightjar:
         num_arms = min(load.gamma_max, self.gamma_max) + 1
         steps = self._steps(load, num_arms)
         restart = self.switching_cost(load.max_lag, load.batch_size) if load.previous_gamma == 0 else 0.0
-        costs = [(seconds + (restart / STAY_STEPS if gamma else 0.0)) / tokens for gamma, (_, tokens, seconds) in enumerate(steps)]
+        costs = [(seconds + (restart / STAY_STEPS if gamma else 0.0)) / tokens for gamma, (tokens, seconds) in enumerate(steps)]
         least = min(costs)
         best = costs.index(least)
         if num_arms == 1 or self.credit_s <= 0:
             return best
         stop = self.switching_cost(1, load.batch_size) if best and load.previous_gamma else 0.0  # after a step without the draft it has to catch up
-        losses = [max(seconds - tokens * least, LEAST_LOSS * seconds) + (restart if gamma else stop) for gamma, (_, tokens, seconds) in enumerate(steps)]
+        losses = [max(seconds - tokens * least, LEAST_LOSS * seconds) + (restart if gamma else stop) for gamma, (tokens, seconds) in enumerate(steps)]
         turn = self._longest_waiting(load.batch_size, best, losses)
         if losses[turn] > self.credit_s:
             return best
         self.credit_s -= losses[turn]
         return turn
 
-    def verified(self, load: Load, gamma: int) -> int:
-        return self._steps(load, gamma + 1)[gamma][0]
+    def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
+        """The drafts that fill the graph with the best goodput by these very values. Source: Yggdrasil section 4.2, "Verification Width Pruning"."""
+        likeliest = sorted((value for row in values for value in row), reverse=True)
+        sums, scale = [0.0, *accumulate(likeliest)], self.values.estimate
+
+        def goodput(budget: Budget) -> float:
+            width = self._prior.width(load.batch_size + budget.verified + budget.prompt_tokens)
+            tokens = load.batch_size + scale * sums[budget.verified] + PROMPT_VALUE * budget.prompt_tokens
+            return tokens / (budget.seconds * self.graphs.corrections.get(width, 1.0))
+
+        return max(self._prior.budgets(load.batch_size, gamma, load.waiting_tokens, len(likeliest)), key=goodput).verified
 
     def _steps(self, load: Load, num_arms: int) -> list[_Step]:
         """For every arm the step with the best predicted goodput: all drafts verified, or as many as fill a narrower graph."""
-        steps, emitted = [], self.acceptance.emitted
-        by_arm = [] if self._prior.widths else self.seconds.corrections(load.batch_size)
+        steps, emitted, gains = [], self.acceptance.emitted, self.acceptance.gains
+        by_graph, by_arm = self.graphs.corrections, [] if self._prior.widths else self.seconds.corrections(load.batch_size)
         for gamma, ways in enumerate(self._ways(load.batch_size, load.waiting_tokens)[:num_arms]):
-            best = 0, 0.0, 1.0
-            for verified, whole, more, of_prompts, width, predicted in ways:
-                seconds = predicted * (self.graphs.correction(width) if width else by_arm[gamma])
-                tokens = load.batch_size * (emitted[whole] + more * (emitted[whole + 1] - emitted[whole]) if more else emitted[whole]) + of_prompts
-                if tokens * best[2] > best[1] * seconds:
-                    best = verified, tokens, seconds
-            steps.append(best)
+            most, least = 0.0, 1.0
+            for whole, more, picking, besides, width, predicted in ways:
+                seconds = predicted * (by_graph[width] if width else by_arm[gamma])
+                tokens = besides + picking * (emitted[whole] + more * gains[whole])
+                if tokens * least > most * seconds:
+                    most, least = tokens, seconds
+            steps.append((most, least))
         return steps
 
     def _new_ways(self, batch_size: int, waiting_tokens: int) -> list[list[_Way]]:
-        """The ways to verify every arm, as far as they do not change."""
-        return [[self._way(batch_size, budget) for budget in self._prior.budgets(batch_size, gamma, waiting_tokens)] for gamma in range(self.gamma_max + 1)]
+        """The ways to verify every arm that are worth a look, as far as they do not change."""
+        return [self._ways_of(batch_size, gamma, waiting_tokens) for gamma in range(self.gamma_max + 1)]
 
-    def _way(self, batch_size: int, budget: Budget) -> _Way:
-        whole, rest = divmod(budget.verified, batch_size)
-        width = self._prior.width(batch_size + budget.verified + budget.prompt_tokens)
-        return budget.verified, whole, rest / batch_size, PROMPT_VALUE * budget.prompt_tokens, width, budget.seconds
+    def _ways_of(self, batch_size: int, gamma: int, waiting_tokens: int) -> list[_Way]:
+        ways, goodputs = [], []
+        for budget in self._prior.budgets(batch_size, gamma, waiting_tokens):
+            whole, rest = divmod(budget.verified, batch_size)
+            # Rows are few: what a great batch gains by picking, one row cannot.
+            picking = 1.0 + (self._prior.picking(gamma, budget.verified / batch_size) - 1.0) * (1.0 - 1.0 / batch_size) if budget.verified else 1.0
+            of_prompts = PROMPT_VALUE * budget.prompt_tokens
+            width = self._prior.width(batch_size + budget.verified + budget.prompt_tokens)
+            ways.append((whole, rest / batch_size, batch_size * picking, batch_size * (1.0 - picking) + of_prompts, width, budget.seconds))
+            accepted = picking * self._prior.left_out(gamma, budget.verified / batch_size) if gamma else 0.0
+            goodputs.append((batch_size * (1.0 + accepted) + of_prompts) / budget.seconds)
+        return [way for way, goodput in zip(ways, goodputs, strict=True) if goodput >= WELL_PREDICTED * max(goodputs)]
 
     def _longest_waiting(self, batch_size: int, best: int, losses: list[float]) -> int:
         """The arm but the best with the most steps since it ran for every second that it is predicted to lose."""
@@ -191,7 +213,9 @@ class Nightjar:
             self.graphs.observe_(width, (outcome.seconds - outcome.catch_up_seconds) / predicted)
         self.seconds.observe_(load.batch_size, gamma, (outcome.seconds - outcome.catch_up_seconds) / predicted)  # catching up is charged by `select`
         if gamma:
-            self.acceptance.observe_(outcome.drafted, outcome.emitted)
+            self.acceptance.observe_(outcome.drafted, outcome.emitted, outcome.values)
+            if outcome.values:
+                self.values.observe_(outcome.drafted, outcome.emitted, outcome.values)
 
     def _last_steps(self, batch_size: int) -> list[int]:
         """When every arm ran last at this batch size."""
@@ -209,7 +233,7 @@ class Nightjar:
 
     def _size_state(self, batch_size: int) -> dict[str, Any]:
         steps = self._steps(Load(batch_size, self.gamma_max), self.gamma_max + 1)
-        goodput = [tokens / seconds for _, tokens, seconds in steps]
+        goodput = [tokens / seconds for tokens, seconds in steps]
         best = goodput.index(max(goodput))
         rounds = {str(gamma): steps for gamma, steps in enumerate(self.seconds.steps(batch_size)) if steps}
         return {"gamma": best, "tok_per_s": round(goodput[best], 2), "rounds": rounds}

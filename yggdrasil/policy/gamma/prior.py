@@ -34,6 +34,8 @@ class GoodputPrior:
         verifying: Seconds of everything else, by the tokens that are verified: roots, drafts and prompts beside them.
         emitted: Tokens of a row in a step, by gamma; 1 at gamma 0.
         widths: Tokens beyond which `verifying` jumps, ascending: the sizes of the graphs.
+        picking: By gamma and the draft tokens verified a row: what picking the likeliest of a great batch is worth, as a multiple of the tokens that
+            are accepted when the last positions of rows are left out.
 
     >>> prior = GoodputPrior(drafting=lambda batch_size, gamma: 0.002 * gamma, verifying=lambda tokens: 0.01, emitted=lambda gamma: 1 + 0.5 * gamma)
     >>> prior.seconds(8, 2)
@@ -44,6 +46,7 @@ class GoodputPrior:
     verifying: Callable[[int], float]
     emitted: Callable[[int], float]
     widths: tuple[int, ...] = ()
+    picking: Callable[[int, float], float] = lambda gamma, drafts_per_row: 1.0
 
     def width(self, tokens: int) -> int:
         """The graph of so many tokens; 0 where graphs are not known."""
@@ -54,17 +57,23 @@ class GoodputPrior:
         drafts = batch_size * gamma if verified is None else verified
         return self.drafting(batch_size, gamma) + self.verifying(batch_size + drafts + prompt_tokens)
 
-    def budgets(self, batch_size: int, gamma: int, waiting: int = 0) -> list[Budget]:
-        """What of a batch's drafts may be verified: all, or what fills a narrower graph without leaving whole positions out.
+    def budgets(self, batch_size: int, gamma: int, waiting: int = 0, drafts: int | None = None) -> list[Budget]:
+        """What of a batch's drafts may be verified: all, or what fills a narrower graph.
 
         Args:
             batch_size: B.
             gamma: Draft tokens of a row.
             waiting: Prompt tokens that wait.
+            drafts: Draft tokens that there are, where not every row has gamma of them.
         """
-        drafts, taken = batch_size * gamma, batch_size + min(waiting, PROMPT_TOKENS)
-        filling = [width - taken for width in self.widths if max(0, drafts - batch_size) < width - taken < drafts]
+        drafts, taken = batch_size * gamma if drafts is None else drafts, batch_size + min(waiting, PROMPT_TOKENS)
+        filling = [width - taken for width in self.widths if 0 < width - taken < drafts]
         return [self._budget(batch_size, gamma, verified, waiting) for verified in (*filling, drafts)]
+
+    def left_out(self, gamma: int, drafts_per_row: float) -> float:
+        """Accepted tokens of a row when every row leaves out its last positions."""
+        whole = min(int(drafts_per_row), gamma - 1)
+        return self.emitted(whole) + (drafts_per_row - whole) * (self.emitted(whole + 1) - self.emitted(whole)) - 1.0
 
     def _budget(self, batch_size: int, gamma: int, verified: int, waiting: int) -> Budget:
         prompt_tokens = prompt_room(self.widths, batch_size + verified, waiting) if waiting else 0
@@ -102,7 +111,14 @@ def predicted_goodput(latency: LatencyModel, acceptance: Acceptance, context_len
         depth = min(gamma, acceptance.max_depth)
         return acceptance.expected_emitted(1, depth, depth + 1) if depth else 1.0
 
-    return GoodputPrior(drafting, verifying, emitted, latency.verify.sizes)
+    def picking(gamma: int, drafts_per_row: float) -> float:
+        depth = min(gamma, len(acceptance.pooled))
+        drafts_per_row = min(drafts_per_row, depth)
+        accepted = prior.left_out(depth, drafts_per_row) if depth else 0.0
+        return max(1.0, acceptance.pooled_accepted(depth, drafts_per_row) / accepted) if accepted > 0 else 1.0
+
+    prior = GoodputPrior(drafting, verifying, emitted, latency.verify.sizes, picking)
+    return prior
 
 
 def _graphs_ms(curve: Curve, num_tokens: int, widest: int, context_len: int) -> float:

@@ -40,6 +40,7 @@ class Outcome:
         seconds: Wall clock of the step.
         catch_up_seconds: What of it brought the draft's KV up to the text: after steps without it, and of rows whose prompt is new.
         prompt_tokens: Of prompts that ran beside, roots included: where there are any, the time is not the arm's alone.
+        values: For every row the calibrated acceptance of each token that it drafted, verified or not; empty where nobody said.
     """
 
     load: Load
@@ -49,6 +50,7 @@ class Outcome:
     seconds: float
     catch_up_seconds: float = 0.0
     prompt_tokens: int = 0
+    values: Sequence[Sequence[float]] = ()
 
     @property
     def is_timed(self) -> bool:
@@ -71,8 +73,14 @@ class GammaPolicy(Protocol):
         """Draft tokens for every row, from 0 (the draft does not run) to `load.gamma_max`. Cost: below 20 microseconds."""
         ...
 
-    def verified(self, load: Load, gamma: int) -> int:
-        """How many of the batch's B * gamma draft tokens are verified; the most probable ones are."""
+    def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
+        """How many of the batch's draft tokens are verified; the most probable ones are.
+
+        Args:
+            load: As it was selected for.
+            gamma: What was selected.
+            values: For every row the calibrated acceptance of each token that it drafted: that of its whole path, so never rising.
+        """
         ...
 
     def observe(self, outcome: Outcome) -> None:

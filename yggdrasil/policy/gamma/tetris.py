@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from yggdrasil.errors import ConfigError
@@ -17,12 +18,12 @@ class Tetris(FixedGamma):
 
     Args:
         gamma: Draft tokens of every row.
-        share: Of the batch's B * gamma draft tokens that are verified; above 0, at most 1.
+        share: Of the batch's draft tokens that are verified; above 0, at most 1.
 
     Source: Wu et al. 2025 as described in Nightjar section 6.1. Departures: the budget is a share of what was drafted instead of a capacity in tokens;
     the batcher ranks tokens by their path probability.
 
-    >>> Tetris(5, share=0.6).verified(Load(batch_size=3, gamma_max=5), 5)
+    >>> Tetris(5, share=0.6).verified(Load(batch_size=3, gamma_max=5), 5, [[0.9, 0.8, 0.7, 0.6, 0.5]] * 3)
     9
     """
 
@@ -32,8 +33,8 @@ class Tetris(FixedGamma):
         super().__init__(gamma)
         self.share = share
 
-    def verified(self, load: Load, gamma: int) -> int:
-        return math.ceil(round(self.share * load.batch_size * gamma, 6))  # rounding: 0.6 * 15 is not 9 in binary
+    def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
+        return math.ceil(round(self.share * sum(map(len, values)), 6))  # rounding: 0.6 * 15 is not 9 in binary
 
     @property
     def state(self) -> dict[str, Any]:
