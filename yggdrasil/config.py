@@ -99,7 +99,7 @@ class CompileConfig:
     verify_widths: tuple[int, ...] = (4, 8, 16, 24, 32, 48, 64)
     prefill_chunk: int = 128
     num_candidates: int = 8
-    calibration_texts: int = 100
+    calibration_texts: int = 64
     calibration_tokens: int = 20
     exact: bool = True
 

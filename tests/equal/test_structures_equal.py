@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.shape import FixedShape
+from yggdrasil.policy.latency import Curve, LatencyModel
+from yggdrasil.policy.shape import BestShape, DepthRule, FixedShape
 from yggdrasil.policy.structures import dynamic_sequence, equal_growth, k_ary, opt_tree, sequence, sequoia, sequoia_latency
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.state import Shape, StepResult
 
 PROMPTS = ("Once upon a time", "One day Lily saw a red fox near the café.", "xyz 123")
+FREE = LatencyModel(Curve((0,), (2, 4, 8, 64), ((0.1,) * 4,)), Curve((0,), (2, 4, 8, 16, 64), ((10.0,) * 5,)), 0.0, 0.0, 0.0)
 BY_RANK = (0.5, 0.2, 0.1, 0.05)
 STRUCTURES = {
     "sequence": sequence(4),
@@ -56,8 +60,19 @@ def test_the_latency_aware_tree_of_a_real_profile_writes_the_plain_text(tiny: Lo
 @pytest.mark.parametrize("name", ("dynamic sequence", "opt-tree"))
 def test_stop_rules_stop_at_different_depths(tiny: LoadedPair, name: str) -> None:
     """Otherwise the equalities above would say little about them."""
-    drafted = {result.drafted for prompt in PROMPTS for result in steps(tiny, prompt, fixed(tiny, STRUCTURES[name]), SamplingConfig())}
-    assert len(drafted) > 1
+    results = [result for prompt in PROMPTS for result in steps(tiny, prompt, fixed(tiny, STRUCTURES[name]), SamplingConfig())]
+    assert len({result.drafted for result in results}) > 1
+    assert all(result.drafted == result.shape.num_nodes and result.shape.stop is None for result in results)
+
+
+@pytest.mark.parametrize("depth", get_args(DepthRule))
+def test_wherever_the_depth_comes_from_the_text_is_the_plain_one(tiny: LoadedPair, depth: DepthRule) -> None:
+    chosen = tiny.policy(depth=depth, guard=False)
+    assert isinstance(chosen, BestShape)
+    eager = replace(chosen, latency=FREE, arms_by_context={})  # where nothing but verification takes time, speculation is best for any pair
+    written = steps(tiny, PROMPTS[0], eager, SamplingConfig())
+    assert text(written) == text(steps(tiny, PROMPTS[0], plain_policy(), SamplingConfig()))
+    assert max(result.shape.depth for result in written) > 1
 
 
 def test_static_trees_are_drafted_and_verified_whole(tiny: LoadedPair) -> None:

@@ -29,7 +29,7 @@ class Schedule(FixedGamma):
     def select(self, load: Load) -> int:
         return min(self._gammas.pop(0) if len(self._gammas) > 1 else self._gammas[0], load.gamma_max)
 
-    def verified(self, load: Load, gamma: int) -> int:
+    def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
         return self._budgets.pop(0) if len(self._budgets) > 1 else self._budgets[0]
 
 

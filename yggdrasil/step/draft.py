@@ -25,7 +25,7 @@ class Drafted:
     Args:
         tree: N nodes.
         num_run: How many of them, from the root on, have KV in the draft's cache.
-        shape: As it was grown: of less depth than asked for where a stop rule ended it.
+        shape: As it was grown: as deep as a stop rule let it.
     """
 
     tree: TokenTree
@@ -226,14 +226,11 @@ def grow(model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt:
     meta_NM = model.meta(shape.width)
     for depth in range(1, shape.depth + 1):
         grow_(frontier, tree, tokens_NC, log_probs_NC, shape.width, meta_NM, state.root_pos)
-        if depth == shape.depth:
-            break
-        if shape.stop is not None and shape.stop.enough(tree):
-            shape = replace(shape, depth=depth)
+        if depth == shape.depth or (shape.stop is not None and shape.stop.enough(tree)):
             break
         tokens_NC, log_probs_NC = model.forward(meta_NM)
         num_run = len(tree)
-    return Drafted(tree, num_run, shape)
+    return Drafted(tree, num_run, shape if shape.stop is None else replace(shape, depth=depth, stop=None))
 
 
 def _grow_levels(model: TokenModel, state: DecodeState, levels: Sequence[Sequence[tuple[int, int]]], frontier: Frontier, tree: TokenTree, head: Head) -> int:
