@@ -31,9 +31,11 @@ LAGS = (2, 16, 64, 256)
 
 
 def latency_curve(model: CompiledModel[Any], contexts: Sequence[int], tick: Callable[[], None] = lambda: None) -> Curve:
-    """Median milliseconds of every graph of the menu at every context length; sizes take turns, so drift hits all alike.
+    """Milliseconds of every graph of the menu at every context length; sizes take turns, so drift hits all alike.
 
-    The KV that is attended to is whatever the cache holds: latency does not depend on its values.
+    Others on the machine only ever make a graph slower, so the lower quartile of the rounds counts; and what is left of them must not make a wider graph
+    look quicker than a narrower one (isotonic regression), or decisions would hop between the two. The KV that is attended to is whatever the cache holds:
+    latency does not depend on its values.
 
     Args:
         model: Its cache is left empty.
@@ -53,8 +55,15 @@ def latency_curve(model: CompiledModel[Any], contexts: Sequence[int], tick: Call
                 _wait(model.device)
                 samples[size].append((time.perf_counter() - start) * 1e3)
             tick()
-        rows.append(tuple(median(samples[size]) for size in model.menu.sizes))
+        rows.append(_rising([sorted(samples[size])[ROUNDS // 4] for size in model.menu.sizes]))
     return Curve(tuple(contexts), model.menu.sizes, tuple(rows))
+
+
+def _rising(ms: Sequence[float]) -> tuple[float, ...]:
+    """The nearest latencies that never fall."""
+    from sklearn.isotonic import IsotonicRegression
+
+    return tuple(IsotonicRegression().fit_transform(range(len(ms)), ms).tolist())
 
 
 def _wait(device: str) -> None:

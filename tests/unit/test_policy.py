@@ -10,7 +10,7 @@ from yggdrasil.measure import curve_json
 from yggdrasil.policy.acceptance import Acceptance, AcceptanceTable, TreeRecord, fit_acceptance
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.objective import speedup
-from yggdrasil.policy.shape import BestShape, FixedShape, StoppingShape, best_shape
+from yggdrasil.policy.shape import Arms, BestShape, FixedShape, StoppingShape, best_shape
 from yggdrasil.policy.structures import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Shape
 from yggdrasil.step.prune import prune
@@ -123,6 +123,18 @@ def test_growth_stops_where_a_step_is_worth_less_than_its_time() -> None:
 def test_nothing_grows_where_plain_decoding_is_best() -> None:
     policy = StoppingShape(shape=PLAIN, acceptance=USELESS, latency=LATENCY, verify_widths=VERIFY_WIDTHS, widths=WIDTHS)
     assert policy.choose(DecodeState([1] * 10)) == PLAIN
+
+
+def test_every_arm_costs_what_its_step_does() -> None:
+    calibrated = acceptance([1.7, 2.3, 2.8], [1.5, 3.5, 3.6])
+    arms = Arms.of(calibrated, LATENCY, widths=WIDTHS, verify_widths=VERIFY_WIDTHS, context_len=7)
+    longer = LatencyModel(CURVE, CURVE, 0.5, 1.0, 0.5)
+    for priced, latency, context_len in ((arms, LATENCY, 7), (arms.at(longer, 250), longer, 250)):
+        rows = zip(priced.shapes, priced.verify_M.tolist(), priced.gain_M.tolist(), priced.cost_M.tolist(), strict=True)
+        for shape, verify, gain, cost_ms in rows:
+            assert cost_ms == pytest.approx(latency.step_ms(shape.width, shape.depth, verify, context_len))
+            assert gain == (calibrated.expected_emitted(shape.width, shape.depth, verify) - 1.0 if shape.depth else 0.0)
+    assert len(arms.shapes) == 1 + 2 * 3 * 2
 
 
 def test_verify_width_by_hand() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -103,31 +103,36 @@ class Arms:
 
     Args:
         shapes: (W, D) of every arm, K left to pruning.
+        width_M: (M,) W.
+        depth_M: (M,) D; 0 for plain decoding.
         verify_M: (M,) the K for which an arm is priced.
+        gain_M: (M,) accepted tokens, AAL - 1, on the calibration text; 0 for plain decoding.
         cost_M: (M,) milliseconds of an iteration.
-        gain_M: (M,) accepted tokens, AAL - 1, on the calibration text.
-        column_M: (M,) D - 1; 0 for plain decoding, whose gain is 0.
     """
 
     shapes: tuple[Shape, ...]
-    verify_M: tuple[int, ...]
-    cost_M: npt.NDArray[np.float64]
+    width_M: npt.NDArray[np.int64]
+    depth_M: npt.NDArray[np.int64]
+    verify_M: npt.NDArray[np.int64]
     gain_M: npt.NDArray[np.float64]
-    column_M: npt.NDArray[np.int64]
+    cost_M: npt.NDArray[np.float64]
 
     @classmethod
     def of(cls, acceptance: Acceptance, latency: LatencyModel, *, widths: Sequence[int], verify_widths: Sequence[int], context_len: int) -> Arms:
-        """The arms of a menu."""
-        shapes, rows = [PLAIN], [(1, latency.plain_ms(context_len), 0.0, 0)]
-        for width in widths:
-            for depth in range(1, acceptance.max_depth + 1):
-                for verify in verify_widths:
-                    num_verified = min(verify, 1 + width * depth)
-                    cost_ms = latency.step_ms(width, depth, num_verified, context_len)
-                    rows.append((num_verified, cost_ms, acceptance.expected_emitted(width, depth, verify) - 1.0, depth - 1))
-                    shapes.append(Shape(width, depth))
-        verified, cost, gain, column = zip(*rows, strict=True)
-        return cls(tuple(shapes), verified, np.array(cost), np.array(gain), np.array(column))
+        """The arms of a menu. Cost: a millisecond."""
+        shapes = [Shape(width, depth) for width in widths for depth in range(1, acceptance.max_depth + 1)]
+        rows = [(PLAIN, 1, 0, 1, 0.0)] + [
+            (shape, shape.width, shape.depth, min(verify, shape.num_nodes), acceptance.expected_emitted(shape.width, shape.depth, verify) - 1.0)
+            for shape in shapes
+            for verify in verify_widths
+        ]
+        chosen, width_M, depth_M, verify_M, gain_M = zip(*rows, strict=True)
+        arrays = np.array(width_M), np.array(depth_M), np.array(verify_M)
+        return cls(chosen, *arrays, np.array(gain_M), _costs(*arrays, latency, context_len))
+
+    def at(self, latency: LatencyModel, context_len: int) -> Arms:
+        """The same arms at another context length. Cost: some microseconds."""
+        return replace(self, cost_M=_costs(self.width_M, self.depth_M, self.verify_M, latency, context_len))
 
     def best(self, growth_D: npt.NDArray[np.floating] | float = 1.0, rate: float | None = None) -> int:
         """The arm that Eq. 3 prefers; of equals the smaller tree.
@@ -136,15 +141,32 @@ class Arms:
             growth_D: The accepted length within depth D as a multiple, growth_D[D - 1], of the calibration's; (D,), or one for all.
             rate: Emitted tokens per millisecond that a run attains; None compares the arms' own ratios.
         """
-        emitted_M = 1.0 + self.gain_M * (growth_D if isinstance(growth_D, float) else growth_D[self.column_M])
+        emitted_M = 1.0 + self.gain_M * (growth_D if isinstance(growth_D, float) else growth_D[self.depth_M - 1])
         score_M = emitted_M / self.cost_M if rate is None else emitted_M - rate * self.cost_M
         return int(score_M.argmax())
 
     @cached_property
+    def settled(self) -> int:
+        """The arm that Eq. 3 prefers on the calibration text."""
+        return self.best()
+
+    @cached_property
     def rate(self) -> float:
         """Emitted tokens per millisecond that the calibration and the profile promise of the best arm."""
-        best = self.best()
-        return float((1.0 + self.gain_M[best]) / self.cost_M[best])
+        return float((1.0 + self.gain_M[self.settled]) / self.cost_M[self.settled])
+
+
+def _costs(
+    width_M: npt.NDArray[np.int64], depth_M: npt.NDArray[np.int64], verify_M: npt.NDArray[np.int64], latency: LatencyModel, context_len: int
+) -> npt.NDArray[np.float64]:
+    """`LatencyModel.step_ms` of every arm."""
+    widths, of_width_M = np.unique(width_M, return_inverse=True)
+    verified, of_verify_M = np.unique(verify_M, return_inverse=True)
+    draft_M = np.array(latency.draft.at_each(widths.tolist(), context_len))[of_width_M]
+    verify_ms_M = np.array(latency.verify.at_each(verified.tolist(), context_len))[of_verify_M]
+    drafting_M = latency.draft.at(2, context_len) + (depth_M - 1) * draft_M
+    cost_M = drafting_M + depth_M * latency.growth_host_ms + latency.step_host_ms + verify_ms_M
+    return np.where(depth_M == 0, latency.plain_ms(context_len), cost_M)
 
 
 @dataclass(kw_only=True)
@@ -153,7 +175,7 @@ class BestShape(FixedShape):
 
     Args:
         widths: Menu of W.
-        arms_by_context: Filled as contexts are met; policies of one acceptance and latency may share it, for it takes milliseconds.
+        arms_by_context: Filled as contexts are met; policies of one acceptance and latency may share it, for it takes a millisecond.
 
     Source: Yggdrasil Eq. (3) over the whole menu; one shape for all contexts of a length, the depth predictor refines it.
     """
@@ -163,14 +185,16 @@ class BestShape(FixedShape):
 
     def choose(self, state: DecodeState) -> Shape:
         arms = self.arms(state.root_pos)
-        return arms.shapes[arms.best()]
+        return arms.shapes[arms.settled]
 
     def arms(self, context_len: int) -> Arms:
         """The menu at this context length, in steps of CONTEXT_STEP."""
         key = context_len // CONTEXT_STEP * CONTEXT_STEP
-        if key not in self.arms_by_context:
-            self.arms_by_context[key] = Arms.of(self.acceptance, self.latency, widths=self.widths, verify_widths=self.verify_widths, context_len=key)
-        return self.arms_by_context[key]
+        known = self.arms_by_context
+        if key not in known:
+            menu = {"widths": self.widths, "verify_widths": self.verify_widths}
+            known[key] = next(iter(known.values())).at(self.latency, key) if known else Arms.of(self.acceptance, self.latency, **menu, context_len=key)
+        return known[key]
 
 
 @dataclass(kw_only=True)
@@ -216,12 +240,11 @@ class StoppingShape(BestShape):
 
     def choose(self, state: DecodeState) -> Shape:
         arms = self.arms(state.root_pos)
-        best = arms.best()
-        shape = arms.shapes[best]
+        shape = arms.shapes[arms.settled]
         if shape.depth == 0:
             return shape
         step_ms = self.latency.draft.at(shape.width, state.root_pos) + self.latency.growth_host_ms
-        return Shape(shape.width, self.acceptance.max_depth, stop=SmallGain(shape.width, arms.verify_M[best], arms.rate * step_ms))
+        return Shape(shape.width, self.acceptance.max_depth, stop=SmallGain(shape.width, int(arms.verify_M[arms.settled]), arms.rate * step_ms))
 
 
 def best_shape(acceptance: Acceptance, latency: LatencyModel, *, widths: Sequence[int], verify_widths: Sequence[int], context_len: int) -> tuple[Shape, float]:
@@ -230,5 +253,5 @@ def best_shape(acceptance: Acceptance, latency: LatencyModel, *, widths: Sequenc
     Ties go to the smaller tree: plain decoding is the first arm, with a speedup of exactly 1.
     """
     arms = Arms.of(acceptance, latency, widths=widths, verify_widths=verify_widths, context_len=context_len)
-    best = arms.best()
+    best = arms.settled
     return arms.shapes[best], float((1.0 + arms.gain_M[best]) * arms.cost_M[0] / arms.cost_M[best])

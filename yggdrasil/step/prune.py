@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -55,11 +54,11 @@ def prune(tree: TokenTree, shape: Shape, policy: VerifyPolicy, context_len: int)
     """
     if len(tree) == 1:
         return Pruned(tree, [0], 1.0)
-    values: list[float] = policy.values(tree.log_prob_N.tolist()).tolist()  # sync: K is a shape
-    order = sorted(range(1, len(tree)), key=values.__getitem__, reverse=True)  # stable: of equals the earlier node, so a parent before its child
-    expected = list(accumulate((values[node] for node in order), initial=1.0))
+    values_N = policy.values(tree.log_prob_N.numpy(force=True))  # sync: K is a shape
+    order_N = np.argsort(-values_N[1:], kind="stable") + 1  # of equals the earlier node, so a parent before its child
+    expected = [1.0, *(1.0 + values_N[order_N].cumsum()).tolist()]
     count = policy.verify_width(expected, shape, context_len)
-    keep = sorted([0, *order[: count - 1]])
+    keep = [0, *np.sort(order_N[: count - 1]).tolist()]
     return Pruned(_subtree(tree, keep), keep, expected[count - 1])
 
 

@@ -1,0 +1,53 @@
+"""How latencies are read off a machine that others use, on a clock of our own."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from yggdrasil import measure
+from yggdrasil.measure import ROUNDS, latency_curve
+from yggdrasil.models.packing import empty_meta
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+class Clocked:
+    """A model whose forwards take what they are told to, by size and round; the time stands still otherwise."""
+
+    device, cache = "cpu", SimpleNamespace(shape=SimpleNamespace(capacity=64))
+
+    def __init__(self, seconds: dict[int, list[float]]) -> None:
+        self.menu = SimpleNamespace(sizes=tuple(seconds))
+        self._seconds = {size: itertools.cycle(values) for size, values in seconds.items()}
+        self.now = 0.0
+
+    def meta(self, num_tokens: int) -> Tensor:
+        return empty_meta(num_tokens, 3)
+
+    def forward(self, meta_NM: Tensor) -> None:
+        self.now += next(self._seconds[len(meta_NM)])
+
+
+def curve(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, list[float]]) -> Any:
+    model: Any = Clocked(seconds)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: model.now)
+    return latency_curve(model, (0, 32))
+
+
+def test_neighbours_that_slow_half_of_the_rounds_do_not_slow_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet, noisy = [0.010] * (ROUNDS // 2), [0.035] * (ROUNDS - ROUNDS // 2)
+    found = curve(monkeypatch, {2: [0.010] * ROUNDS, 4: [*quiet, *noisy], 8: [0.012] * ROUNDS})
+    assert found.sizes == (2, 4, 8)
+    for row in found.ms:
+        assert row == pytest.approx((10.0, 10.0, 12.0))
+
+
+def test_a_wider_graph_is_never_called_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = curve(monkeypatch, {2: [0.010], 4: [0.030], 8: [0.020], 16: [0.040]})
+    for row in found.ms:
+        assert row == pytest.approx((10.0, 25.0, 25.0, 40.0))
