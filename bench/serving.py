@@ -1,4 +1,4 @@
-"""Open-loop load on a batcher in this process: arrivals do not wait for answers, time is the wall clock's.
+"""Open-loop load on a batcher in this process: arrivals do not wait for answers, time is the wall clock's, or the profile's.
 
 HTTP is left out: what is compared is how a batch decodes.
 """
@@ -11,20 +11,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
+from unittest import mock
 
 import numpy as np
+from torch import Tensor
 
 from bench.harness import TextMismatchError
 from bench.make_trace import TraceRequest
 from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.layout import INDEX, POSITION
 from yggdrasil.policy.gamma.protocol import GammaPolicy
+from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.request import Event, Observer, Request, RequestReport, StepReport
 
-__all__ = ["Arrival", "Replay", "poisson", "replay", "same_texts", "traced"]
+__all__ = ["Arrival", "ProfileClock", "Replay", "poisson", "replay", "same_texts", "traced"]
 
 OUTPUT_TOKENS = (16, 96)
 LONGEST_PROMPT = 96
+LATE_S = 1e-6  # nobody wakes early: less than that could be lost in rounding, and a sleeper would never wake
 GREEDY = SamplingConfig()
 
 
@@ -80,6 +85,47 @@ def traced(texts: Sequence[Sequence[int]], trace: Sequence[TraceRequest], *, rat
     ]
 
 
+class ProfileClock:
+    """A clock that only forwards move, by what the profile says of their graph at the context of their tokens: a machine without neighbours.
+
+    Args:
+        batcher: Its models are priced; they compute what they always do.
+        latency: The profile.
+    """
+
+    def __init__(self, batcher: Batcher, latency: LatencyModel) -> None:
+        self.now = 1.0  # books take 0 for "not yet"
+        priced: tuple[Any, Any] = (
+            _Priced(batcher.target, latency.verify, latency.plain_host_ms, self),
+            _Priced(batcher.draft, latency.draft, latency.growth_host_ms, self),
+        )
+        batcher.target, batcher.draft = priced
+
+    def running(self) -> Any:
+        """A context in which everybody in this process reads this clock, and who sleeps moves it."""
+        return mock.patch.multiple(time, perf_counter=lambda: self.now, sleep=lambda seconds: self.advance(seconds + LATE_S))
+
+    def advance(self, seconds: float) -> None:
+        """Let so much time pass."""
+        self.now += seconds
+
+
+class _Priced:
+    """A model whose forwards take the profile's time."""
+
+    def __init__(self, model: Any, curve: Curve, host_ms: float, clock: ProfileClock) -> None:
+        self._model, self._curve, self._host_ms, self._clock = model, curve, host_ms, clock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
+        positions = meta_NM[meta_NM[:, INDEX] >= 0, POSITION].float()
+        outputs: tuple[Tensor, Tensor] = self._model.forward(meta_NM)
+        self._clock.advance((self._curve.at(len(meta_NM), round(float(positions.mean()))) + self._host_ms) / 1e3)
+        return outputs
+
+
 @dataclass
 class Replay(Observer):
     """What a batcher did with a list of arrivals.
@@ -95,7 +141,7 @@ class Replay(Observer):
     requests: list[RequestReport] = field(default_factory=list)
     steps: list[tuple[float, StepReport]] = field(default_factory=list)
     seconds: float = 0.0
-    start: float = field(default_factory=time.perf_counter)
+    start: float = field(default_factory=lambda: time.perf_counter())  # whoever's clock it is by then
 
     def on_step(self, report: StepReport) -> None:
         self.steps.append((time.perf_counter() - self.start, report))
