@@ -141,7 +141,10 @@ class Replay(Observer):
     requests: list[RequestReport] = field(default_factory=list)
     steps: list[tuple[float, StepReport]] = field(default_factory=list)
     seconds: float = 0.0
-    start: float = field(default_factory=lambda: time.perf_counter())  # whoever's clock it is by then
+    start: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = time.perf_counter()  # of whatever clock runs by then
 
     def on_step(self, report: StepReport) -> None:
         self.steps.append((time.perf_counter() - self.start, report))
