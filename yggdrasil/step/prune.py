@@ -54,7 +54,7 @@ def prune(tree: TokenTree, shape: Shape, policy: VerifyPolicy, context_len: int)
     """
     if len(tree) == 1:
         return Pruned(tree, [0], 1.0)
-    values_N = policy.values(tree.log_prob_N.numpy(force=True))  # sync: K is a shape
+    values_N = policy.values(tree.log_prob_N.tolist())  # sync: K is a shape
     order_N = np.argsort(-values_N[1:], kind="stable") + 1  # of equals the earlier node, so a parent before its child
     expected = [1.0, *(1.0 + values_N[order_N].cumsum()).tolist()]
     count = policy.verify_width(expected, shape, context_len)
