@@ -16,7 +16,7 @@ between policies.
 
 Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 25] [--rounds 3] [--json]`. `--part trace` is the trace alone, into
 `results/serving_trace.json`: a machine that is twice as fast as when its load was settled is never full. `--clock profile` computes every step and lets it
-take what the profile of the pair says, into `results/serving_profile.json`: no neighbour disturbs it, and one turn says all. What it cannot say is how a
+take what the profile of the pair says, into files named `_profile`: no neighbour disturbs it, and one turn says all. What it cannot say is how a
 policy copes with a profile that is wrong; Nightjar starts from the same profile, though for one typical context.
 """
 
