@@ -18,7 +18,7 @@ class StopRule(Protocol):
     """Ends drafting before its depth, for structures whose length follows the draft's own confidence."""
 
     def enough(self, tree: TokenTree) -> bool:
-        """Whether the tree so far is deep enough. May sync: equal-growth trees have no rule, so that nothing waits for one."""
+        """Whether the tree so far is deep enough. On a device this waits for the draft: the default policies have a rule on a CPU alone."""
         ...
 
 

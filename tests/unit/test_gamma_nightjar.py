@@ -218,6 +218,12 @@ def test_rows_that_were_picked_do_not_speak_for_those_that_were_not() -> None:
     assert all_alike.rates[0] == pytest.approx((16 * 0.5 + 2) / 18)
 
 
+def test_a_row_that_broke_has_accepted_nothing_and_not_less() -> None:
+    scale = ValueScale()
+    scale.observe_([2], [0], [[0.9, 0.8]])
+    assert scale.estimate == pytest.approx(16 / (16 + 1.7))
+
+
 def test_what_the_draft_s_word_is_worth_fades() -> None:
     scale = ValueScale()
     for _ in range(100):

@@ -10,7 +10,7 @@ equal_growth        W nodes anywhere, D times     Yggdrasil
 ```
 
 All run through `FixedShape`, and all that read the draft's probabilities read them scaled to what the target takes (`PlattScale`).
-The two with a stop rule wait for the draft after every step; that is their price, and measured.
+On a device the two with a stop rule wait for the draft after every step; that is their price. On a CPU equal growth may have one, too (`StoppingShape`).
 """
 
 from __future__ import annotations

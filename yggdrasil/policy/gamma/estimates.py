@@ -87,7 +87,7 @@ class ValueScale:
     def observe_(self, drafted: Sequence[int], emitted: Sequence[int], values: Sequence[Sequence[float]]) -> None:
         """As for `PositionAcceptance`."""
         self._expected += sum(sum(row[:width]) for row, width in zip(values, drafted, strict=True))
-        self._accepted += sum(tokens - 1 for tokens, width in zip(emitted, drafted, strict=True) if width)
+        self._accepted += sum(max(tokens - 1, 0) for tokens, width in zip(emitted, drafted, strict=True) if width)  # a row that broke emits nothing
         if self._expected > TRIALS_MEMORY:
             self._accepted *= TRIALS_MEMORY / self._expected
             self._expected = TRIALS_MEMORY
