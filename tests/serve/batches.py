@@ -16,7 +16,7 @@ from yggdrasil.serve.opening import open_batcher
 from yggdrasil.serve.pages import PagePool
 from yggdrasil.serve.request import Event, Request
 
-CONFIG = ServeConfig(policy="off", gamma_max=4, max_batch=4)
+CONFIG = ServeConfig(policy="off", gamma_max=8, max_batch=4)  # 4 rows of 8 drafts are more than the greatest graph verifies
 
 
 class Schedule(FixedGamma):
@@ -27,10 +27,11 @@ class Schedule(FixedGamma):
         self._gammas, self._budgets = list(gammas), list(budgets)
 
     def select(self, load: Load) -> int:
-        return min(self._gammas.pop(0) if len(self._gammas) > 1 else self._gammas[0], load.gamma_max)
+        return min(self._gammas.pop(0) if len(self._gammas) > 1 else self._gammas[0], load.deepest)
 
     def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
-        return self._budgets.pop(0) if len(self._budgets) > 1 else self._budgets[0]
+        assert load.drafts_max is not None, "a batcher says what its menu holds"
+        return min(self._budgets.pop(0) if len(self._budgets) > 1 else self._budgets[0], load.drafts_max)
 
 
 @dataclass

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.errors import CapacityError, ConfigError
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.gamma.protocol import Outcome
+from yggdrasil.policy.gamma.fixed import FixedGamma
+from yggdrasil.policy.gamma.protocol import GammaPolicy, Outcome
 from yggdrasil.serve.request import Observer, RequestReport, StepReport
 
 TEXT = "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. One day Tom saw a small owl near the river."
@@ -30,7 +31,7 @@ def client(bench: Bench, length: int, num_tokens: int, *, seed: int | None = Non
     return Client(tokens[start : start + length], config, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("gamma", (0, 1, 3, 4))
+@pytest.mark.parametrize("gamma", (0, 1, 3, 4, 8))
 def test_rows_write_what_they_write_alone(bench: Bench, gamma: int) -> None:
     batcher = bench.batcher(Schedule([gamma]))
     clients = [client(bench, 3 + 17 * index, 20 + index, seed=None if index % 2 else index) for index in range(6)]
@@ -53,10 +54,25 @@ def test_speculation_is_accepted_and_rejected_in_these_tests(bench: Bench) -> No
     assert {0, 4} <= set(accepted)
 
 
+def test_a_policy_that_picks_may_draft_deeper_than_the_menu_verifies(bench: Bench) -> None:
+    """4 rows of 8 drafts are 36 tokens, the greatest graph has 32: a fixed length drafts 7, who picks drafts 8 and verifies 28 of them."""
+
+    def deepest(policy: GammaPolicy) -> tuple[int, int]:
+        batcher, steps = bench.batcher(policy), []
+        for index in range(4):
+            batcher.submit(batcher.ticket(client(bench, 5 + index, 30).request()))
+        while (report := batcher.step()) is not None:
+            steps += [(report.gamma, sum(report.drafted))] if report.batch_size == 4 else []
+        return max(steps)
+
+    assert deepest(FixedGamma(8)) == (7, 28)
+    assert deepest(Schedule([8])) == (8, 28)
+
+
 SCHEDULES = st.fixed_dictionaries(
     {
-        "gammas": st.lists(st.integers(0, 4), min_size=1, max_size=30),
-        "budgets": st.lists(st.integers(0, 12), min_size=1, max_size=10),
+        "gammas": st.lists(st.integers(0, 8), min_size=1, max_size=30),
+        "budgets": st.lists(st.integers(0, 32), min_size=1, max_size=10),
         "num_pages": st.integers(9, 40),
         "num_rows": st.integers(1, 4),
         "requests": st.lists(

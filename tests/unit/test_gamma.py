@@ -272,6 +272,18 @@ def test_a_budget_fills_a_graph() -> None:
     assert [budget.seconds for budget in prior.budgets(7, 1)] == pytest.approx([prior.seconds(7, 1, 1), prior.seconds(7, 1)])
 
 
+def test_a_budget_is_never_more_than_can_be_verified() -> None:
+    prior = predicted_goodput(LATENCY, CHAINS, 0, draft_widest=4)
+    assert [budget.verified for budget in prior.budgets(7, 2, most=10)] == [1, 9, 10]
+    assert [budget.verified for budget in prior.budgets(7, 2, most=9)] == [1, 9]
+    assert [budget.verified for budget in prior.budgets(7, 2, most=0)] == [0]
+
+
+def test_a_load_says_how_deep_drafts_go_that_are_all_verified() -> None:
+    assert [Load(5, deepest, drafts_max=12).gamma_max for deepest in (1, 2, 3)] == [1, 2, 2]
+    assert Load(5, 3).gamma_max == 3
+
+
 def test_a_budget_leaves_the_prompts_that_wait_their_room() -> None:
     """4 rows and 3 tokens of prompts: 9 drafts fill the graph of 16; all 12 would leave no room."""
     prior = predicted_goodput(LATENCY, CHAINS, 0, draft_widest=4)
@@ -310,19 +322,26 @@ def test_a_pair_calibrated_without_chains_has_no_prior() -> None:
         predicted_goodput(LATENCY, Acceptance((-1.0, 0.0), (0.0, 1.0), {2: ((1.0, 1.6),)}), 0, draft_widest=4)
 
 
-STEPS = st.lists(st.tuples(st.integers(1, MAX_BATCH), st.integers(0, GAMMA_MAX), st.floats(0.001, 1.0), st.integers(0, GAMMA_MAX), st.booleans()), max_size=40)
+Step = tuple[int, int, float, int, bool, int | None]
+STEPS = st.lists(
+    st.tuples(
+        st.integers(1, MAX_BATCH), st.integers(0, GAMMA_MAX), st.floats(0.001, 1.0), st.integers(0, GAMMA_MAX), st.booleans(), st.none() | st.integers(0, 40)
+    ),
+    max_size=40,
+)
 
 
-def choices(name: str, steps: list[tuple[int, int, float, int, bool]]) -> list[int]:
+def choices(name: str, steps: list[Step]) -> list[int]:
     """What a new policy selects; a step that is not observed computed prompts as well."""
     policy, chosen, previous, lag = gamma_policy(name, PARTS), [], 0, 0
-    for batch_size, gamma_max, seconds, luck, observed in steps:
-        load = Load(batch_size, gamma_max, previous, lag)
+    for batch_size, deepest, seconds, luck, observed, drafts_max in steps:
+        load = Load(batch_size, deepest, previous, lag, drafts_max=drafts_max)
         gamma = policy.select(load)
-        assert 0 <= gamma <= gamma_max
+        assert 0 <= gamma <= deepest
         values = [[0.7 ** (index + 1) for index in range(gamma)]] * batch_size
         verified = policy.verified(load, gamma, values)
         assert 0 <= verified <= batch_size * gamma
+        assert drafts_max is None or verified <= drafts_max
         even, more = divmod(verified, batch_size)
         drafted = [even + (row < more) for row in range(batch_size)]
         if observed:
@@ -335,5 +354,5 @@ def choices(name: str, steps: list[tuple[int, int, float, int, bool]]) -> list[i
 @pytest.mark.parametrize("name", EVERY_POLICY)
 @given(steps=STEPS)
 @settings(max_examples=25, deadline=None)
-def test_every_policy_selects_a_legal_arm_has_a_json_state_and_repeats_itself_with_its_seed(name: str, steps: list[tuple[int, int, float, int, bool]]) -> None:
+def test_every_policy_selects_a_legal_arm_has_a_json_state_and_repeats_itself_with_its_seed(name: str, steps: list[Step]) -> None:
     assert choices(name, steps) == choices(name, steps)

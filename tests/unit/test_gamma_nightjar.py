@@ -186,6 +186,19 @@ def test_the_variant_leaves_drafts_out_that_would_take_the_next_graph() -> None:
     assert policy.verified(Load(8, 1), 1, [[0.8]] * 8) == 8  # here all fit
 
 
+def test_the_variant_drafts_deeper_than_the_menu_verifies() -> None:
+    """The graph of 32 holds 12 drafts beside 20 rows: the likeliest 12 of 40 are better than those of 20."""
+
+    def picking(gamma: int, drafts_per_row: float) -> float:
+        return 1.0 + 0.2 * (gamma - 1)
+
+    prior = GoodputPrior(STAIRS.drafting, STAIRS.verifying, STAIRS.emitted, STAIRS.widths, picking)
+    policy, load = Nightjar(prior, free, gamma_max=2), Load(20, 2, previous_gamma=2, drafts_max=12)
+    assert load.gamma_max == 0
+    assert policy.select(load) == 2
+    assert policy.verified(load, 2, [[0.9, 0.8]] * 20) == 12
+
+
 def test_the_graph_is_chosen_once_more_by_what_the_draft_says_of_these_tokens() -> None:
     """8 rows at gamma 2: 8 drafts of 16 fill the graph of 16 tokens; whether the graph of 32 is worth its time depends on the others."""
     policy, load = Nightjar(STAIRS, free, gamma_max=2), Load(8, 2, previous_gamma=2)

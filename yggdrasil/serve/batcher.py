@@ -21,7 +21,7 @@ from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import Piece
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.policy.acceptance import Acceptance
-from yggdrasil.policy.gamma.filling import prompt_room
+from yggdrasil.policy.gamma.filling import draft_room, prompt_room
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.serve.elastic import ElasticMemory
@@ -35,8 +35,6 @@ from yggdrasil.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import DeviceTrace, Trace
 
 __all__ = ["Batcher"]
-
-PROMPT_SHARE = 8  # of the greatest graph, an eighth is never speculated away: prompts go on
 
 
 class Batcher:
@@ -248,14 +246,13 @@ class Batcher:
         ticket.row = None
 
     def _load(self, decoding: Sequence[Ticket]) -> Load:
-        """What the policy may choose from: lengths that the greatest graph and the free pages hold, and none while the draft is away."""
-        batch_size, chunk = max(1, len(decoding)), self.target.prefill_chunk
-        is_draft_in = self.elastic is None or self.elastic.is_draft_in
-        most = max(0, min(self.gamma_max, (chunk - chunk // PROMPT_SHARE) // batch_size - 1)) if is_draft_in else 0
-        while most and sum(self.pool.num_missing(ticket.running.row, len(ticket.state.tokens) + most) for ticket in decoding) > self.pool.num_free:
-            most -= 1
+        """What the policy may choose from: lengths that the free pages hold, and none while the draft is away; drafts that the greatest graph holds."""
+        batch_size, waiting_tokens = max(1, len(decoding)), min(self.target.prefill_chunk, self._num_prompt_tokens)
+        deepest = self.gamma_max if self.elastic is None or self.elastic.is_draft_in else 0
+        while deepest and sum(self.pool.num_missing(ticket.running.row, len(ticket.state.tokens) + deepest) for ticket in decoding) > self.pool.num_free:
+            deepest -= 1
         max_lag = max((ticket.running.lag for ticket in decoding if ticket.speculation != 0), default=0)
-        return Load(batch_size, most, self.gamma, max_lag, min(chunk, self._num_prompt_tokens))
+        return Load(batch_size, deepest, self.gamma, max_lag, waiting_tokens, draft_room(self.target.sizes, batch_size, waiting_tokens))
 
     def _row_gamma(self, ticket: Ticket, gamma: int) -> int:
         """What of gamma a row takes: no more than its request allows or has left to emit. Its pages are there afterwards."""

@@ -20,7 +20,7 @@ class BanditSpec(VerifiesAll):
     Source: Hou et al. 2025 as described in Nightjar section 6.1 (a UCB variant without batch context). Departures: one bandit for the server instead
     of one for a request, because all rows of a batch share gamma; the reward is goodput, as for every policy here, and the radius is UCB1's.
 
-    >>> ucb, load = BanditSpec(), Load(batch_size=1, gamma_max=1)
+    >>> ucb, load = BanditSpec(), Load(batch_size=1, deepest=1)
     >>> ucb.observe(Outcome(load, 0, [0], [1], 0.01))
     >>> ucb.select(load)
     1

@@ -31,7 +31,7 @@ class DSD(VerifiesAll):
     the acceptance rate is an exponential average; no latency is predicted below the least measured one, where the linear fit may go negative.
 
     >>> dsd = DSD([(1, 0, 0.010), (1, 2, 0.012), (2, 0, 0.010), (2, 2, 0.012), (4, 1, 0.011)], rate=0.9)
-    >>> dsd.select(Load(batch_size=1, gamma_max=3))
+    >>> dsd.select(Load(batch_size=1, deepest=3))
     3
     """
 

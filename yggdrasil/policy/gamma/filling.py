@@ -5,11 +5,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-__all__ = ["PROMPT_TOKENS", "prompt_room"]
+__all__ = ["PROMPT_TOKENS", "draft_room", "prompt_room"]
 
 PROMPT_TOKENS = 32  # that run beside rows which decode: more would stall those for longer and gain the prompt little, for wide forwards are bound by arithmetic
+PROMPT_SHARE = 8  # an eighth of the greatest graph is never speculated away while prompts wait: they go on
 LEAST_PROMPT = 8  # fewer a step would keep a prompt waiting for its first token
 WELL_FILLED = 0.8  # a graph twice as wide takes twice as long, whether its tokens are padding or not
+
+
+def draft_room(widths: Sequence[int], batch_size: int, waiting: int) -> int:
+    """Draft tokens that the greatest graph holds beside so many roots and the share of prompts that wait.
+
+    >>> [draft_room((16, 32, 64), 20, waiting) for waiting in (0, 3, 100)]
+    [44, 41, 36]
+    """
+    return max(0, widths[-1] - min(waiting, widths[-1] // PROMPT_SHARE) - batch_size)
 
 
 def prompt_room(widths: Sequence[int], num_tokens: int, wanted: int) -> int:

@@ -25,7 +25,7 @@ class FixedGamma(VerifiesAll):
 
     Source: Nightjar section 6.1, baselines.
 
-    >>> FixedGamma(3).select(Load(batch_size=8, gamma_max=2))
+    >>> FixedGamma(3).select(Load(batch_size=8, deepest=2))
     2
     """
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
 from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds, ValueScale
+from yggdrasil.policy.gamma.filling import draft_room
 from yggdrasil.policy.gamma.fixed import VerifiesAll
 from yggdrasil.policy.gamma.prior import Budget, GoodputPrior, SwitchingCost
 from yggdrasil.policy.gamma.protocol import Load, Outcome
@@ -85,8 +86,8 @@ class Nightjar:
     was observed: acceptance by position for all batch sizes at once, seconds by graph (`PositionAcceptance`, `GraphSeconds`; by arm, `StepSeconds`, where the
     prior knows no graphs). Old observations fade.
 
-    Fill. A step costs what its graph costs, so of B * gamma drafts all are verified, or the likeliest of the batch that fill a narrower graph: an arm is
-    the best of its ways, priced by what such picking brought on calibration text. When the drafts are there, the graph is chosen once more by what
+    Fill. A step costs what its graph costs, so of B * gamma drafts all are verified, or the likeliest of the batch that fill a narrower graph, or the
+    greatest, where rows draft deeper than it holds: an arm is the best of its ways, priced by what such picking brought on calibration text. When the drafts are there, the graph is chosen once more by what
     the draft says of these very tokens, as a tree's verified width is. Prompts that will run beside are counted, in the time as in the tokens.
 
     Explore. Every step earns a share of its own time, EXPLORATION / sqrt(n) of the n-th, as credit. Among the arms that are not the best, the one
@@ -113,7 +114,7 @@ class Nightjar:
     ...     emitted=lambda gamma: [1.0, 1.7, 2.2][gamma],
     ...     widths=(8, 16),
     ... )
-    >>> policy, load = Nightjar(prior, lambda lag, batch_size: 0.0, gamma_max=2), Load(batch_size=3, gamma_max=2)
+    >>> policy, load = Nightjar(prior, lambda lag, batch_size: 0.0, gamma_max=2), Load(batch_size=3, deepest=2)
     >>> policy.select(load), policy.verified(load, 2, [[0.7, 0.5]] * 3)  # of 6 drafts 5 fill the graph of 8
     (2, 5)
     """
@@ -127,13 +128,14 @@ class Nightjar:
         self.graphs = GraphSeconds(prior.widths)
         self._prior = prior
         self._ways = lru_cache(maxsize=WAYS_KEPT)(self._new_ways)
+        self._stop_cost = lru_cache(maxsize=WAYS_KEPT)(lambda batch_size: switching_cost(1, batch_size))
         self.credit_s = 0.0
         self.steps = 0
         self._last_step: dict[int, list[int]] = {}
 
     def select(self, load: Load) -> int:
         """The best arm, or another one whose turn it is; the credit is spent here, for an explored step need not be observed."""
-        num_arms = min(load.gamma_max, self.gamma_max) + 1
+        num_arms = min(load.deepest, self.gamma_max) + 1
         steps = self._steps(load, num_arms)
         restart = self.switching_cost(load.max_lag, load.batch_size) if load.previous_gamma == 0 else 0.0
         costs = [(seconds + (restart / STAY_STEPS if gamma else 0.0)) / tokens for gamma, (tokens, seconds) in enumerate(steps)]
@@ -141,7 +143,7 @@ class Nightjar:
         best = costs.index(least)
         if num_arms == 1 or self.credit_s <= 0:
             return best
-        stop = self.switching_cost(1, load.batch_size) if best and load.previous_gamma else 0.0  # after a step without the draft it has to catch up
+        stop = self._stop_cost(load.batch_size) if best and load.previous_gamma else 0.0  # after a step without the draft it has to catch up
         losses = [max(seconds - tokens * least, LEAST_LOSS * seconds) + (restart if gamma else stop) for gamma, (tokens, seconds) in enumerate(steps)]
         turn = self._longest_waiting(load.batch_size, best, losses)
         if losses[turn] > self.credit_s:
@@ -159,13 +161,13 @@ class Nightjar:
             tokens = load.batch_size + scale * sums[budget.verified] + PROMPT_VALUE * budget.prompt_tokens
             return tokens / (budget.seconds * self.graphs.corrections.get(width, 1.0))
 
-        return max(self._prior.budgets(load.batch_size, gamma, load.waiting_tokens, len(likeliest)), key=goodput).verified
+        return max(self._prior.budgets(load.batch_size, gamma, load.waiting_tokens, len(likeliest), load.drafts_max), key=goodput).verified
 
     def _steps(self, load: Load, num_arms: int) -> list[_Step]:
         """For every arm the step with the best predicted goodput: all drafts verified, or as many as fill a narrower graph."""
         steps, emitted, gains = [], self.acceptance.emitted, self.acceptance.gains
         by_graph, by_arm = self.graphs.corrections, [] if self._prior.widths else self.seconds.corrections(load.batch_size)
-        for gamma, ways in enumerate(self._ways(load.batch_size, load.waiting_tokens)[:num_arms]):
+        for gamma, ways in enumerate(self._ways(load.batch_size, load.waiting_tokens, load.drafts_max)[:num_arms]):
             most, least = 0.0, 1.0
             for whole, more, picking, besides, width, predicted in ways:
                 seconds = predicted * (by_graph[width] if width else by_arm[gamma])
@@ -175,13 +177,13 @@ class Nightjar:
             steps.append((most, least))
         return steps
 
-    def _new_ways(self, batch_size: int, waiting_tokens: int) -> list[list[_Way]]:
+    def _new_ways(self, batch_size: int, waiting_tokens: int, drafts_max: int | None) -> list[list[_Way]]:
         """The ways to verify every arm that are worth a look, as far as they do not change."""
-        return [self._ways_of(batch_size, gamma, waiting_tokens) for gamma in range(self.gamma_max + 1)]
+        return [self._ways_of(batch_size, gamma, waiting_tokens, drafts_max) for gamma in range(self.gamma_max + 1)]
 
-    def _ways_of(self, batch_size: int, gamma: int, waiting_tokens: int) -> list[_Way]:
+    def _ways_of(self, batch_size: int, gamma: int, waiting_tokens: int, drafts_max: int | None) -> list[_Way]:
         ways, goodputs = [], []
-        for budget in self._prior.budgets(batch_size, gamma, waiting_tokens):
+        for budget in self._prior.budgets(batch_size, gamma, waiting_tokens, most=drafts_max):
             whole, rest = divmod(budget.verified, batch_size)
             # Rows are few: what a great batch gains by picking, one row cannot.
             picking = 1.0 + (self._prior.picking(gamma, budget.verified / batch_size) - 1.0) * (1.0 - 1.0 / batch_size) if budget.verified else 1.0
@@ -204,7 +206,7 @@ class Nightjar:
     def observe(self, outcome: Outcome) -> None:
         load, gamma = outcome.load, outcome.gamma
         self.steps += 1
-        if min(load.gamma_max, self.gamma_max) > 0:  # where there is nothing to explore, nothing is saved up for later
+        if min(load.deepest, self.gamma_max) > 0:  # where there is nothing to explore, nothing is saved up for later
             self.credit_s += max(EXPLORATION / math.sqrt(self.steps), LEAST_EXPLORATION) * outcome.seconds
         self._last_steps(load.batch_size)[gamma] = self.steps
         predicted = self._prior.seconds(load.batch_size, gamma, sum(outcome.drafted), outcome.prompt_tokens)
@@ -232,7 +234,8 @@ class Nightjar:
         }
 
     def _size_state(self, batch_size: int) -> dict[str, Any]:
-        steps = self._steps(Load(batch_size, self.gamma_max), self.gamma_max + 1)
+        drafts_max = draft_room(self._prior.widths, batch_size, 0) if self._prior.widths else None
+        steps = self._steps(Load(batch_size, self.gamma_max, drafts_max=drafts_max), self.gamma_max + 1)
         goodput = [tokens / seconds for tokens, seconds in steps]
         best = goodput.index(max(goodput))
         rounds = {str(gamma): steps for gamma, steps in enumerate(self.seconds.steps(batch_size)) if steps}

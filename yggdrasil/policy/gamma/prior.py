@@ -57,18 +57,20 @@ class GoodputPrior:
         drafts = batch_size * gamma if verified is None else verified
         return self.drafting(batch_size, gamma) + self.verifying(batch_size + drafts + prompt_tokens)
 
-    def budgets(self, batch_size: int, gamma: int, waiting: int = 0, drafts: int | None = None) -> list[Budget]:
-        """What of a batch's drafts may be verified: all, or what fills a narrower graph.
+    def budgets(self, batch_size: int, gamma: int, waiting: int = 0, drafts: int | None = None, most: int | None = None) -> list[Budget]:
+        """What of a batch's drafts may be verified: all that can be, or what fills a narrower graph.
 
         Args:
             batch_size: B.
             gamma: Draft tokens of a row.
             waiting: Prompt tokens that wait.
             drafts: Draft tokens that there are, where not every row has gamma of them.
+            most: Draft tokens that can be verified, where that is not all.
         """
         drafts, taken = batch_size * gamma if drafts is None else drafts, batch_size + min(waiting, PROMPT_TOKENS)
-        filling = [width - taken for width in self.widths if 0 < width - taken < drafts]
-        return [self._budget(batch_size, gamma, verified, waiting) for verified in (*filling, drafts)]
+        most = drafts if most is None else min(drafts, most)
+        filling = [width - taken for width in self.widths if 0 < width - taken < most]
+        return [self._budget(batch_size, gamma, verified, waiting) for verified in (*filling, most)]
 
     def left_out(self, gamma: int, drafts_per_row: float) -> float:
         """Accepted tokens of a row when every row leaves out its last positions."""

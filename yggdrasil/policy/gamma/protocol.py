@@ -15,17 +15,24 @@ class Load:
 
     Args:
         batch_size: B, rows that decode, at least 1.
-        gamma_max: Greatest speculative length whose verification, B * (gamma + 1) tokens, the menu holds; may be 0.
+        deepest: Greatest speculative length that settings and pages allow; may be 0.
         previous_gamma: Of the step before, at whatever batch size; 0 before the first.
         max_lag: L_max: tokens that the draft's KV lags behind in the worst row that may speculate.
         waiting_tokens: Of prompts that wait to run beside; more than the greatest graph holds count as that.
+        drafts_max: Draft tokens of the whole batch that can be verified: what the menu holds beside the roots. None where it holds all.
     """
 
     batch_size: int
-    gamma_max: int
+    deepest: int
     previous_gamma: int = 0
     max_lag: int = 0
     waiting_tokens: int = 0
+    drafts_max: int | None = None
+
+    @property
+    def gamma_max(self) -> int:
+        """Greatest speculative length whose verification, B * (gamma + 1) tokens, the menu holds."""
+        return self.deepest if self.drafts_max is None else min(self.deepest, self.drafts_max // self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -70,11 +77,11 @@ class GammaPolicy(Protocol):
     """
 
     def select(self, load: Load) -> int:
-        """Draft tokens for every row, from 0 (the draft does not run) to `load.gamma_max`. Cost: below 20 microseconds."""
+        """Draft tokens for every row, from 0 (the draft does not run) to `load.gamma_max`; to `load.deepest` by who picks. Cost: below 20 microseconds."""
         ...
 
     def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
-        """How many of the batch's draft tokens are verified; the most probable ones are.
+        """How many of the batch's draft tokens are verified, at most `load.drafts_max`; the most probable ones are.
 
         Args:
             load: As it was selected for.

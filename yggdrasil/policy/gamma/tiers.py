@@ -54,7 +54,7 @@ class AdaptiveTiers(VerifiesAll):
     Source: SGLang, "Adaptive Speculative Decoding". Departures: the average starts at the first batch's mean; a tier beyond `gamma_max` runs at
     `gamma_max`; steps that drafted nothing are not batches to it.
 
-    >>> AdaptiveTiers(TierConfig(), initial_steps=4).select(Load(batch_size=2, gamma_max=7))
+    >>> AdaptiveTiers(TierConfig(), initial_steps=4).select(Load(batch_size=2, deepest=7))
     3
     """
 
