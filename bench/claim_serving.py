@@ -1,22 +1,24 @@
 """Does the bandit serve changing load at least as well as the best fixed speculative length, and better than every other policy?
 
-One batcher over the scaled pair in this process, open-loop arrivals in real time, greedy, end of text ignored so that every policy writes the same.
+Every arm has a batcher of its own over the scaled pair in this process. All serve the same open-loop arrivals, greedily, end of text ignored so that every
+policy writes the same. They take turns: whose time is furthest behind takes the next step, and time is what the own steps took, so that each has the machine to
+itself and a slow second of it is everybody's. (One after another they cannot be compared here: the machine changes its pace by two within minutes.)
 
 - Rates (paper: Figs. 9 and 15): Poisson arrivals at fractions of what decoding without speculation was measured to sustain; arms: every
-  fixed gamma, none, and Nightjar, one after another on the same arrivals, there and back again; figures are the medians of the turns.
+  fixed gamma, none, and Nightjar.
 - Trace (paper: Tables 4 and 5, Figs. 10 to 12): a part of a production trace whose rate more than doubles and falls again, pressed into less
   than a minute, its mean rate at `--load` of what a gamma of 2 was measured to sustain a moment before: arms that all keep up all write what arrives, and
-  cannot differ in throughput; arms: all policies, in turn.
+  cannot differ in throughput; arms: all policies.
 - Switching: c_prefill by the profile's table beside what catching the draft up took.
 
 Each run starts with a policy that knows nothing but the profile, and its `pace` tells how fast the machine was. Latencies count from a request's
 arrival. Refuted if at some rate Nightjar's throughput is more than 2 % below the best fixed gamma's, if on the trace it is not above 1.05 times the best
 fixed gamma's or not above every baseline's, if at the greatest rate it is more than 1 % below decoding without speculation, or if a text differs
-between policies.
+between policies. Ratios are medians over the rounds, whose arrivals differ.
 
 Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 25] [--rounds 3] [--json]`. `--part trace` is the trace alone, into
 `results/serving_trace.json`: a machine that is twice as fast as when its load was settled is never full. `--clock profile` computes every step and lets it
-take what the profile of the pair says, into files named `_profile`: no neighbour disturbs it, and one turn says all. What it cannot say is how a
+take what the profile of the pair says, into files named `_profile`: no neighbour disturbs it at all. What it cannot say is how a
 policy copes with a profile that is wrong; Nightjar starts from the same profile, though for one typical context.
 """
 
@@ -25,8 +27,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -34,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from bench.claim import Say, save_figure
 from bench.harness import environment, save_result
 from bench.make_trace import read_trace
-from bench.serving import Arrival, ProfileClock, Replay, poisson, replay, same_texts, traced
+from bench.serving import Arrival, Clock, OwnClock, ProfileClock, Replay, in_turns, poisson, same_texts, traced
 from bench.subject import add_options, subject
 from bench.workloads import STORIES
 from yggdrasil.config import GenerateConfig, ServeConfig
@@ -55,40 +57,54 @@ POLICIES = (*FIXED, OURS, "nightjar-printed", "banditspec", "dsd", "tetris", "li
 FRACTIONS = (0.3, 0.8, 1.5)
 CAPACITY_REQUESTS = 128
 BIN_S = 3.0
+NUM_PAGES = 700  # of every batcher: 48 rows of 192 tokens take 624, and what is measured of switching 16 of 520
+OTHER_TEXTS = 17  # by so many the prompts move on from round to round
 PARTS = ("rates", "trace")
 ROWS = {"rates": 1, "trace": 2}  # of drawings
 LAGS, BATCH_SIZES, SWITCH_TURNS, MOST_STEPS = (32, 128, 512), (1, 4, 16), 3, 400
 
+Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
+"""By policy the figures of every round."""
+
 
 class Stand:
-    """A batcher and prompts."""
+    """A batcher and a clock for every policy, and prompts."""
 
     def __init__(self, options: argparse.Namespace, say: Say) -> None:
         under_test = subject(options)
         self.target = under_test.target.to_json()
         pair = under_test.pair()
-        self.batcher: Batcher = open_batcher(pair.bundle, CONFIG)
-        self.clock = ProfileClock(self.batcher, pair.latency) if options.clock == "profile" else None
         self.parts: PolicyParts = policy_parts(pair.bundle, CONFIG)
         self.texts = [pair.tokenizer.encode(text) for text in (*STORIES.test_texts, *STORIES.validation_texts)]
-        del pair
+        self._bundle, self._latency, self._on_profile = pair.bundle, pair.latency, options.clock == "profile"
         self._say = say
-        self.run("fixed-2", self._burst(12))  # a warm-up
+        self._arms: dict[str, tuple[Batcher, Clock]] = {}
+
+    def arm(self, policy: str) -> tuple[Batcher, Clock]:
+        """The policy's batcher, its graphs warm, and the time that it lives in."""
+        if policy not in self._arms:
+            batcher = open_batcher(self._bundle, replace(CONFIG, kv_memory_bytes=NUM_PAGES * self._bundle.page_bytes))
+            for model in (batcher.target, batcher.draft):
+                for size in model.sizes:
+                    model.forward(model.meta(size))  # of nothing: a first call is slower
+            self._arms[policy] = batcher, ProfileClock(batcher, self._latency) if self._on_profile else OwnClock()
+        return self._arms[policy]
 
     def _burst(self, num_requests: int) -> list[Arrival]:
         return poisson(self.texts, rate=1000.0, seconds=1.0, seed=7)[:num_requests]
 
     def capacity(self, policy: str) -> float:
         """Requests a second that a full batch sustains now."""
-        sustained = self.run(policy, self._burst(CAPACITY_REQUESTS)).sustained
+        sustained = self.run([policy], self._burst(CAPACITY_REQUESTS))[policy].sustained
         self._say(f"a full batch sustains {sustained:.2f} requests/s under {policy}")
         return sustained
 
-    def run(self, policy: str, arrivals: Sequence[Arrival], seed: int = 0) -> Replay:
-        """One arm over some arrivals."""
-        parts = PolicyParts(self.parts.gamma_max, self.parts.max_batch, self.parts.prior, self.parts.switching_cost, seed)
-        with self.clock.running() if self.clock else nullcontext():
-            return replay(self.batcher, gamma_policy(policy, parts), arrivals)
+    def run(self, policies: Sequence[str], arrivals: Sequence[Arrival], seed: int = 0) -> dict[str, Replay]:
+        """Policies that know nothing but the profile, over the same arrivals in turns; they all write the same."""
+        parts = replace(self.parts, seed=seed)
+        runs = in_turns({name: self.arm(name) for name in policies}, {name: gamma_policy(name, parts) for name in policies}, arrivals)
+        same_texts(runs)
+        return runs
 
     def figures(self, run: Replay) -> dict[str, Any]:
         """The run's, and the machine's pace in it: the time of its steps over the profile's prediction for the same graphs.
@@ -102,25 +118,23 @@ class Stand:
 
 
 def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
-    """Every fixed gamma and Nightjar at every rate, in turn, as often as asked for."""
+    """Every fixed gamma and Nightjar at every rate, as often as asked for."""
     rows = []
     arms, capacity = (*FIXED, OURS), stand.capacity(OFF)
     for index, fraction in enumerate(FRACTIONS):
-        arrivals = poisson(stand.texts, rate=fraction * capacity, seconds=options.seconds, seed=index)
-        runs: dict[str, list[Replay]] = {name: [] for name in arms}
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
         for turn in range(options.rounds):
-            for name in arms if turn % 2 == 0 else reversed(arms):
-                runs[name].append(stand.run(name, arrivals, seed=turn))
-            same_texts({name: done[-1] for name, done in runs.items()})
-        for name, done in runs.items():
-            figures = [stand.figures(run) for run in done]
+            arrivals = poisson(stand.texts, rate=fraction * capacity, seconds=options.seconds, seed=index + len(FRACTIONS) * turn)
+            for name, run in stand.run(arms, arrivals, seed=turn).items():
+                rounds[name].append(stand.figures(run))
+        for name, figures in rounds.items():
             rows.append({"fraction": fraction, "rate": round(fraction * capacity, 3), "policy": name, **typical(figures), "rounds": figures})
             say(line(rows[-1]))
     return rows
 
 
 def typical(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The median of every figure over the turns: the machine may be slow for the length of one."""
+    """The median of every figure over the rounds."""
     first = figures[0]
     return {
         key: typical([each[key] for each in figures]) if isinstance(first[key], Mapping) else round(median(each[key] for each in figures), 4) for key in first
@@ -128,19 +142,17 @@ def typical(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def measure_trace(stand: Stand, options: argparse.Namespace, say: Say) -> dict[str, Any]:
-    """All policies on the trace, in turn, as often as asked for."""
+    """All policies on the trace, as often as asked for, each time with other prompts."""
     capacity = stand.capacity("fixed-2")
-    arrivals = traced(stand.texts, read_trace(), rate=options.load * capacity, seconds=options.trace_seconds)
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
     timelines = {}
     for turn in range(options.rounds):
-        runs = {}
-        for name in POLICIES if turn % 2 == 0 else reversed(POLICIES):
-            runs[name] = stand.run(name, arrivals, seed=turn)
-            rounds[name].append(stand.figures(runs[name]))
-            timelines[name] = runs[name].timeline(BIN_S)
+        texts = stand.texts[turn * OTHER_TEXTS :] + stand.texts[: turn * OTHER_TEXTS]
+        arrivals = traced(texts, read_trace(), rate=options.load * capacity, seconds=options.trace_seconds)
+        for name, run in stand.run(POLICIES, arrivals, seed=turn).items():
+            rounds[name].append(stand.figures(run))
+            timelines[name] = run.timeline(BIN_S)
             say(line({"policy": name, "rate": round(len(arrivals) / options.trace_seconds, 2), **rounds[name][-1]}))
-        same_texts(runs)
     sizes = {"requests": len(arrivals), "seconds": options.trace_seconds, "bin_s": BIN_S}
     return {"capacity_requests_per_s": round(capacity, 3), **sizes, "rounds": rounds, "timelines": timelines}
 
@@ -162,7 +174,7 @@ def measure_switching(stand: Stand, say: Say) -> list[dict[str, Any]]:
 
 def _catch_up_ms(stand: Stand, lag: int, batch_size: int, turn: int) -> float:
     """Prompts of `lag` tokens are computed without the draft; then it comes back for all of them at once."""
-    batcher, texts = stand.batcher, stand.texts
+    (batcher, _), texts = stand.arm(OURS), stand.texts
     batcher.policy, batcher.observer = gamma_policy(OFF, stand.parts), Observer()
     batcher.pool.flush_()
     stream = [token for text in texts[turn:] for token in text]
@@ -194,38 +206,41 @@ def verdict_of_rates(rates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The goals at every rate with what was measured."""
     by_rate = {}
     for fraction in FRACTIONS:
-        rows = {row["policy"]: row for row in rates if row["fraction"] == fraction}
-        best = max(FIXED, key=lambda name: rows[name]["tok_per_s"])
-        quickest = min(FIXED, key=lambda name: rows[name]["latency_ms"]["mean"])
-        by_rate[str(fraction)] = {
-            "best_fixed": best,
-            "throughput_over_best_fixed": round(rows[OURS]["tok_per_s"] / rows[best]["tok_per_s"], 4),
-            "quickest_fixed": quickest,
-            "latency_over_quickest_fixed": round(rows[OURS]["latency_ms"]["mean"] / rows[quickest]["latency_ms"]["mean"], 4),
-            "throughput_over_off": round(rows[OURS]["tok_per_s"] / rows[OFF]["tok_per_s"], 4),
-        }
+        rounds = {row["policy"]: row["rounds"] for row in rates if row["fraction"] == fraction}
+        by_rate[str(fraction)] = {**against(rounds, FIXED, "fixed"), "throughput_over_off": over(rounds, OFF, _throughput)}
     return by_rate
 
 
 def verdict_of_trace(trace: Mapping[str, Any]) -> dict[str, Any]:
     """The goals on the trace with what was measured."""
-    throughput = {name: median(run["tok_per_s"] for run in runs) for name, runs in trace["rounds"].items()}
-    latency = {name: median(run["latency_ms"]["mean"] for run in runs) for name, runs in trace["rounds"].items()}
-    best, baselines = max(FIXED, key=throughput.__getitem__), [name for name in POLICIES if name != OURS]
-    strongest = max(baselines, key=throughput.__getitem__)
-    paced = {name: median(run["tok_per_s"] * run["pace"] for run in runs) for name, runs in trace["rounds"].items()}
-    turns = zip(trace["rounds"][OURS], trace["rounds"][best], strict=True)
+    rounds = trace["rounds"]
+    return {**against(rounds, FIXED, "fixed"), **against(rounds, [name for name in POLICIES if name != OURS], "baseline")}
+
+
+def against(rounds: Rounds, others: Sequence[str], kind: str) -> dict[str, Any]:
+    """Nightjar beside whoever of the others is best."""
+    best = max(others, key=lambda name: median(map(_throughput, rounds[name])))
+    quickest = min(others, key=lambda name: median(map(_latency, rounds[name])))
     return {
-        "best_fixed": best,
-        "throughput_over_best_fixed": round(throughput[OURS] / throughput[best], 4),
-        "of_every_turn": [round(ours["tok_per_s"] / theirs["tok_per_s"], 4) for ours, theirs in turns],
-        "at_equal_pace_over_best_fixed": round(paced[OURS] / max(paced[name] for name in FIXED), 4),
-        "strongest_baseline": strongest,
-        "throughput_over_strongest": round(throughput[OURS] / throughput[strongest], 4),
-        "at_equal_pace_over_strongest": round(paced[OURS] / max(paced[name] for name in baselines), 4),
-        "latency_over_best_fixed": round(latency[OURS] / min(latency[name] for name in FIXED), 4),
-        "latency_over_quickest_baseline": round(latency[OURS] / min(latency[name] for name in baselines), 4),
+        f"best_{kind}": best,
+        f"throughput_over_best_{kind}": over(rounds, best, _throughput),
+        f"quickest_{kind}": quickest,
+        f"latency_over_quickest_{kind}": over(rounds, quickest, _latency),
     }
+
+
+def over(rounds: Rounds, other: str, figure: Callable[[Mapping[str, Any]], float]) -> dict[str, Any]:
+    """Nightjar's figure over another policy's, in every round and in the median."""
+    each = [round(figure(ours) / figure(theirs), 4) for ours, theirs in zip(rounds[OURS], rounds[other], strict=True)]
+    return {"median": round(median(each), 4), "rounds": each}
+
+
+def _throughput(run: Mapping[str, Any]) -> float:
+    return float(run["tok_per_s"])
+
+
+def _latency(run: Mapping[str, Any]) -> float:
+    return float(run["latency_ms"]["mean"])
 
 
 def draw(figure: Figure, result: Mapping[str, Any]) -> None:
@@ -274,9 +289,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="arrivals at every rate (default: %(default)s)")
     parser.add_argument("--trace-seconds", type=float, default=25.0, help="the trace is pressed into so many (default: %(default)s)")
     parser.add_argument("--load", type=float, default=1.2, help="mean rate of the trace, in what a gamma of 2 sustains (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of all policies (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of all policies (default: %(default)s)")
     parser.add_argument("--part", choices=PARTS, help="only this (default: both, and switching)")
-    parser.add_argument("--clock", choices=("wall", "profile"), default="wall", help="what time is (default: %(default)s)")
+    parser.add_argument("--clock", choices=("own", "profile"), default="own", help="what time is (default: %(default)s)")
     add_options(parser)
     parser.add_argument("--quick", action="store_true", help="a rehearsal of seconds, kept out of bench/results")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON document on the last line of standard output")
@@ -293,9 +308,11 @@ def main() -> None:
     if options.part != "rates":
         result["trace"] = measure_trace(stand, options, say)
         result["verdict"]["trace"] = verdict_of_trace(result["trace"])
-    if options.part is None and options.clock == "wall":
+    if options.part is None and options.clock == "own":
         result["switching"] = measure_switching(stand, say)
-    path = save_result("_".join([CLAIM, *([options.part] if options.part else []), *(["profile"] if stand.clock else [])]), result, rehearsal=options.quick)
+    path = save_result(
+        "_".join([CLAIM, *([options.part] if options.part else []), *(["profile"] if options.clock == "profile" else [])]), result, rehearsal=options.quick
+    )
     save_figure(lambda figure: draw(figure, result), path.with_suffix(".png"), (12, 3.7 * sum(ROWS[part] for part in PARTS if part in result)), say)
     say(json.dumps(result["verdict"], indent=1))
     if options.json:

@@ -1,4 +1,4 @@
-"""Open-loop load on a batcher in this process: arrivals do not wait for answers, time is the wall clock's, or the profile's.
+"""Open-loop load on batchers in this process: arrivals do not wait for answers; several batchers take turns, step by step, each on a clock of its own.
 
 HTTP is left out: what is compared is how a batch decodes.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
@@ -25,7 +27,7 @@ from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.request import Event, Observer, Request, RequestReport, StepReport
 
-__all__ = ["Arrival", "ProfileClock", "Replay", "poisson", "replay", "same_texts", "traced"]
+__all__ = ["Arrival", "Clock", "OwnClock", "Player", "ProfileClock", "Replay", "in_turns", "poisson", "replay", "same_texts", "traced"]
 
 OUTPUT_TOKENS = (16, 96)
 LONGEST_PROMPT = 96
@@ -85,7 +87,55 @@ def traced(texts: Sequence[Sequence[int]], trace: Sequence[TraceRequest], *, rat
     ]
 
 
-class ProfileClock:
+class Clock(ABC):
+    """The time of one batcher: who sleeps on it does not wait, for the rest of the world may go on meanwhile."""
+
+    @property
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds; never 0, which books take for "not yet"."""
+
+    @abstractmethod
+    def advance(self, seconds: float) -> None:
+        """Let so much time pass."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which everybody in this process reads this clock."""
+        with mock.patch.multiple(time, perf_counter=lambda: self.now, sleep=lambda seconds: self.advance(seconds + LATE_S)):
+            yield
+
+
+class OwnClock(Clock):
+    """The time that passed while this clock ran: of batchers that take turns, each has a machine to itself, at the same pace as the others'.
+
+    Args:
+        wall: Seconds of the world.
+    """
+
+    def __init__(self, wall: Callable[[], float] = time.perf_counter) -> None:
+        self._wall = wall
+        self._stopped_at = 1.0
+        self._started: float | None = None
+
+    @property
+    def now(self) -> float:
+        return self._stopped_at if self._started is None else self._stopped_at + self._wall() - self._started
+
+    def advance(self, seconds: float) -> None:
+        self._stopped_at += seconds
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with super().running():
+            self._started = self._wall()
+            try:
+                yield
+            finally:
+                self._stopped_at, self._started = self.now, None
+
+
+class ProfileClock(Clock):
     """A clock that only forwards move, by what the profile says of their graph at the context of their tokens: a machine without neighbours.
 
     Args:
@@ -94,20 +144,19 @@ class ProfileClock:
     """
 
     def __init__(self, batcher: Batcher, latency: LatencyModel) -> None:
-        self.now = 1.0  # books take 0 for "not yet"
+        self._now = 1.0
         priced: tuple[Any, Any] = (
             _Priced(batcher.target, latency.verify, latency.plain_host_ms, self),
             _Priced(batcher.draft, latency.draft, latency.growth_host_ms, self),
         )
         batcher.target, batcher.draft = priced
 
-    def running(self) -> Any:
-        """A context in which everybody in this process reads this clock, and who sleeps moves it."""
-        return mock.patch.multiple(time, perf_counter=lambda: self.now, sleep=lambda seconds: self.advance(seconds + LATE_S))
+    @property
+    def now(self) -> float:
+        return self._now
 
     def advance(self, seconds: float) -> None:
-        """Let so much time pass."""
-        self.now += seconds
+        self._now += seconds
 
 
 class _Priced:
@@ -201,26 +250,70 @@ class Replay(Observer):
         }
 
 
-def replay(batcher: Batcher, policy: GammaPolicy, arrivals: Sequence[Arrival], *, ignore_eos: bool = True, sampling: SamplingConfig = GREEDY) -> Replay:
-    """Serve the arrivals as they come, each sampled with a seed of its own, from an idle batcher that knows no text."""
-    assert batcher.num_running == batcher.num_waiting == 0
-    batcher.policy, batcher.gamma = policy, 0
-    batcher.pool.flush_()
-    outcome = Replay([[] for _ in arrivals])
-    batcher.observer = outcome
-    pending = list(reversed(list(enumerate(arrivals))))
-    while pending or batcher.num_running or batcher.num_waiting:
-        now = time.perf_counter() - outcome.start
-        while pending and pending[-1][1].at_s <= now:
-            place, arrival = pending.pop()
-            config = GenerateConfig(max_new_tokens=arrival.num_tokens, ignore_eos=ignore_eos, sampling=dataclasses.replace(sampling, seed=place))
-            ticket = batcher.ticket(_request(arrival, outcome.texts[place], config))
-            ticket.arrived = outcome.start + arrival.at_s  # it waited for the step that ran
-            batcher.submit(ticket)
-        if batcher.step() is None:
-            time.sleep(max(0.0, pending[-1][1].at_s - (time.perf_counter() - outcome.start)))
-    outcome.seconds = time.perf_counter() - outcome.start - (arrivals[0].at_s if arrivals else 0.0)
-    return outcome
+class Player:
+    """Serves arrivals as they come, a step a turn, each sampled with a seed of its own, from an idle batcher that knows no text.
+
+    Args:
+        batcher: Idle.
+        policy: Of this run.
+        arrivals: At least one, in the order of their times.
+        sampling: Greedy or not; seeds are the places of the arrivals.
+
+    Attributes:
+        outcome: What has been done so far.
+    """
+
+    def __init__(self, batcher: Batcher, policy: GammaPolicy, arrivals: Sequence[Arrival], sampling: SamplingConfig = GREEDY) -> None:
+        assert batcher.num_running == batcher.num_waiting == 0
+        batcher.policy, batcher.gamma = policy, 0
+        batcher.pool.flush_()
+        self.outcome = Replay([[] for _ in arrivals])
+        batcher.observer = self.outcome
+        self._batcher, self._sampling = batcher, sampling
+        self._first_at_s = arrivals[0].at_s
+        self._pending = list(reversed(list(enumerate(arrivals))))
+
+    def turn(self) -> bool:
+        """Let those in who have come, then one step, or a sleep until the next one comes; False when nothing is left."""
+        while self._pending and self._pending[-1][1].at_s <= self._now:
+            self._submit(*self._pending.pop())
+        if self._batcher.step() is None:
+            time.sleep(max(0.0, self._pending[-1][1].at_s - self._now))
+        self.outcome.seconds = self._now - self._first_at_s
+        return bool(self._pending or self._batcher.num_running or self._batcher.num_waiting)
+
+    @property
+    def _now(self) -> float:
+        return time.perf_counter() - self.outcome.start
+
+    def _submit(self, place: int, arrival: Arrival) -> None:
+        config = GenerateConfig(max_new_tokens=arrival.num_tokens, ignore_eos=True, sampling=dataclasses.replace(self._sampling, seed=place))
+        ticket = self._batcher.ticket(_request(arrival, self.outcome.texts[place], config))
+        ticket.arrived = self.outcome.start + arrival.at_s  # it waited for the step that ran
+        self._batcher.submit(ticket)
+
+
+def replay(batcher: Batcher, policy: GammaPolicy, arrivals: Sequence[Arrival], *, sampling: SamplingConfig = GREEDY) -> Replay:
+    """Serve all arrivals, on whatever clock runs."""
+    player = Player(batcher, policy, arrivals, sampling)
+    while player.turn():
+        pass
+    return player.outcome
+
+
+def in_turns(arms: Mapping[str, tuple[Batcher, Clock]], policies: Mapping[str, GammaPolicy], arrivals: Sequence[Arrival]) -> dict[str, Replay]:
+    """Serve the same arrivals with every arm: whose clock is furthest behind takes the next step, so a slow second of the machine is everybody's."""
+    players: dict[str, Player] = {}
+    for name, (batcher, clock) in arms.items():
+        with clock.running():
+            players[name] = Player(batcher, policies[name], arrivals)
+    live = dict(players)
+    while live:
+        name = min(live, key=lambda name: arms[name][1].now - players[name].outcome.start)
+        with arms[name][1].running():
+            if not live[name].turn():
+                del live[name]
+    return {name: player.outcome for name, player in players.items()}
 
 
 def same_texts(runs: Mapping[str, Replay]) -> None:

@@ -1,13 +1,17 @@
-"""The benchmark's replay of arrivals: the same load always, the same texts on any clock, and figures that repeat where time is the profile's."""
+"""The benchmark's replay of arrivals: the same load always, the same texts on any clock, figures that repeat where time is the profile's, arms in turns."""
 
 from __future__ import annotations
+
+import time
+from itertools import count
 
 import pytest
 from batches import Bench
 
-from bench.serving import Arrival, ProfileClock, Replay, poisson, replay
+from bench.serving import Arrival, OwnClock, ProfileClock, Replay, in_turns, poisson, replay
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.fixed import FixedGamma
+from yggdrasil.serve.batcher import Batcher
 
 TEXT = "Once upon a time there was a red fox named Tom. Tom liked to run in the forest."
 
@@ -42,3 +46,34 @@ def test_time_by_the_profile_is_what_its_forwards_take_and_what_nobody_asked_for
     assert done.seconds == pytest.approx(busy_ms / 1e3, abs=1e-5)
     assert all(report.verify_ms >= min(min(row) for row in latency.verify.ms) for _, report in done.steps)
     assert done.steps[0][0] == pytest.approx(1.0 + done.steps[0][1].total_ms / 1e3, abs=1e-5)
+
+
+def test_an_own_clock_stands_still_while_others_run_and_does_not_wait_for_sleepers() -> None:
+    ticks = count()
+    clock = OwnClock(wall=lambda: float(next(ticks)))
+    start = clock.now
+    with clock.running():  # the wall moves by one whenever it is read: at the start, here, and at the end
+        assert time.perf_counter() == start + 1
+    assert clock.now == clock.now == start + 2
+    for _ in range(5):
+        next(ticks)
+    with clock.running():
+        time.sleep(100.0)
+        assert time.perf_counter() == pytest.approx(start + 103, abs=1e-4)
+
+
+def test_in_turns_every_arm_has_the_time_it_has_alone(tiny: LoadedPair, arrivals: list[Arrival]) -> None:
+    """By the profile, where nothing else can make a difference."""
+    benches = {gamma: Bench(tiny) for gamma in (0, 3)}
+
+    def arm(gamma: int) -> tuple[Batcher, ProfileClock]:
+        batcher = benches[gamma].batcher(FixedGamma(gamma))
+        return batcher, ProfileClock(batcher, tiny.latency)
+
+    together = in_turns({str(gamma): arm(gamma) for gamma in benches}, {str(gamma): FixedGamma(gamma) for gamma in benches}, arrivals)
+    for gamma in benches:
+        batcher, clock = arm(gamma)
+        with clock.running():
+            alone = replay(batcher, FixedGamma(gamma), arrivals)
+        assert together[str(gamma)].to_json() == alone.to_json()
+        assert together[str(gamma)].texts == alone.texts

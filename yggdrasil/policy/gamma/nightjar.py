@@ -87,8 +87,9 @@ class Nightjar:
     prior knows no graphs). Old observations fade.
 
     Fill. A step costs what its graph costs, so of B * gamma drafts all are verified, or the likeliest of the batch that fill a narrower graph, or the
-    greatest, where rows draft deeper than it holds: an arm is the best of its ways, priced by what such picking brought on calibration text. When the drafts are there, the graph is chosen once more by what
-    the draft says of these very tokens, as a tree's verified width is. Prompts that will run beside are counted, in the time as in the tokens.
+    greatest, where rows draft deeper than it holds: an arm is the best of its ways, priced by what such picking brought on calibration text. When the
+    drafts are there, the graph is chosen once more by what the draft says of these very tokens, as a tree's verified width is. Prompts that will run
+    beside are counted, in the time as in the tokens.
 
     Explore. Every step earns a share of its own time, EXPLORATION / sqrt(n) of the n-th, as credit. Among the arms that are not the best, the one
     that has waited longest, measured in what it is predicted to lose, is next; it runs for one step as soon as the credit pays for that loss, a
