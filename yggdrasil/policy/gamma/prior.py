@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from yggdrasil.errors import ConfigError
@@ -100,15 +101,18 @@ def predicted_goodput(latency: LatencyModel, acceptance: Acceptance, context_len
     if 1 not in acceptance.aal:
         raise ConfigError("widths", sorted(acceptance.aal), "a menu with width 1, for batches draft chains", "compile the pair again")
 
+    @cache
     def drafting(batch_size: int, gamma: int) -> float:
         if gamma == 0:
             return 0.0
         draft_ms = _graphs_ms(latency.draft, batch_size, draft_widest, context_len) + latency.growth_host_ms
         return (gamma * draft_ms + latency.step_host_ms - latency.plain_host_ms) / 1e3
 
+    @cache
     def verifying(num_tokens: int) -> float:
         return (_graphs_ms(latency.verify, num_tokens, latency.verify.sizes[-1], context_len) + latency.plain_host_ms) / 1e3
 
+    @cache
     def emitted(gamma: int) -> float:
         depth = min(gamma, acceptance.max_depth)
         return acceptance.expected_emitted(1, depth, depth + 1) if depth else 1.0
