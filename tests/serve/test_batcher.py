@@ -235,11 +235,14 @@ def test_stop_texts_end_a_row_before_they_are_shown(bench: Bench) -> None:
     reference = bench.pair.tokenizer.decode(bench.reference(whole))
     stop = reference[20:26]
     asking = Client(whole.prompt, GenerateConfig(max_new_tokens=40, ignore_eos=True, stop=(stop,)))
-    batcher = bench.batcher(Schedule([4]))
+    batcher, reports = bench.batcher(Schedule([4])), []
     batcher.submit(batcher.ticket(asking.request()))
-    run(batcher)
+    while (report := batcher.step()) is not None:
+        reports.append(report)
     assert asking.text == reference[: reference.index(stop)]
     assert asking.finish == "stop"
+    assert sum(report.told for report in reports) == len(asking.tokens)
+    assert sum(sum(report.emitted) for report in reports) > len(asking.tokens)  # the last chain went beyond it
 
 
 def test_a_policy_is_told_which_steps_ran_beside_a_prompt(bench: Bench) -> None:

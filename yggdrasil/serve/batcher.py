@@ -196,9 +196,9 @@ class Batcher:
             accepted = accept_rows(rows, chains, logits_NV, roots) if rows else []
         with stage("commit"):
             emitting = [*decoding, *reaching]
-            emitted = self._commit_(emitting, chains, accepted, logits_NV, roots)
+            emitted, told = self._commit_(emitting, chains, accepted, logits_NV, roots)
             self._commit_prompts_(prompts)
-        report = self._report(load, gamma, chains, emitted, prompt_tokens, start, before)
+        report = self._report(load, gamma, chains, emitted, told, prompt_tokens, start, before)
         if decoding:
             self._learn_(load, report, values, len(decoding))
         self.observer.on_step(report)
@@ -285,9 +285,9 @@ class Batcher:
 
     def _commit_(
         self, emitting: Sequence[Ticket], chains: Sequence[Chain], accepted: Sequence[Accepted | YggError], logits_NV: Tensor, roots: Sequence[int]
-    ) -> list[int]:
-        """Extend texts, tell clients, let finished rows go; returns the tokens that the target gave every row, those after the end of its text included."""
-        emitted = []
+    ) -> tuple[list[int], int]:
+        """Extend texts, tell clients, let finished rows go; returns the tokens that the target gave every row, and how many in all a client got."""
+        emitted, told = [], 0
         for ticket, chain, outcome, root in zip(emitting, chains, accepted, roots, strict=True):
             if isinstance(outcome, YggError):
                 self._finish_(ticket, "error", str(outcome))
@@ -297,8 +297,9 @@ class Batcher:
             commit_row_(ticket.running, chain, Accepted(outcome.path[: len(tokens)], tokens))
             self._publish_(ticket.running)
             self._tell_(ticket, text, tokens, ticket.log_probs(tokens, logits_NV[root : root + len(tokens)]))
-            emitted.append(len(outcome.tokens))  # a policy must not take the end of a text for a rejection
-        return emitted
+            emitted.append(len(outcome.tokens))  # those after its end too: a policy must not take that for a rejection
+            told += len(tokens)
+        return emitted, told
 
     def _tell_(self, ticket: Ticket, text: str, tokens: Sequence[int], log_probs: Sequence[TokenLogProb]) -> None:
         ticket.first = ticket.first or time.perf_counter()
@@ -338,7 +339,7 @@ class Batcher:
         self.policy.observe(Outcome(load, report.gamma, drafted, emitted, report.total_ms / 1e3, report.catch_up_ms / 1e3, prompt_tokens, values))
 
     def _report(
-        self, load: Load, gamma: int, chains: Sequence[Chain], emitted: Sequence[int], prompt_tokens: int, start: float, before: dict[str, float]
+        self, load: Load, gamma: int, chains: Sequence[Chain], emitted: Sequence[int], told: int, prompt_tokens: int, start: float, before: dict[str, float]
     ) -> StepReport:
         """A step in figures, when it has ended."""
         total_ms = (time.perf_counter() - start) * 1e3
@@ -348,6 +349,7 @@ class Batcher:
             prompt_tokens=prompt_tokens,
             drafted=tuple(len(chain.tokens) for chain in chains),
             emitted=tuple(emitted),
+            told=told,
             max_lag=load.max_lag,
             catch_up_ms=catch_up_ms,
             draft_ms=draft_ms + catch_up_ms,

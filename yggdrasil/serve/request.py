@@ -107,6 +107,7 @@ class StepReport:
         prompt_tokens: Tokens of prompts that ran in the target's forward, roots not counted.
         drafted: Draft tokens verified, row by row of the rows that emitted.
         emitted: Tokens that the target gave them: accepted + 1. Those after the end of a text, which no client gets, are among them.
+        told: Tokens that clients got, of all rows.
         max_lag: L_max: tokens that the draft's KV lagged behind in the worst row when the step began.
         catch_up_ms: Bringing the draft's KV up to the text.
         draft_ms: Drafting, that included.
@@ -123,6 +124,7 @@ class StepReport:
     prompt_tokens: int
     drafted: tuple[int, ...]
     emitted: tuple[int, ...]
+    told: int
     max_lag: int
     catch_up_ms: float
     draft_ms: float
