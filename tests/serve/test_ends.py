@@ -44,8 +44,8 @@ class Scripted:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], config: GenerateConfig) -> None:
         self.tokenizer, self.prompt, self.config = tokenizer, prompt, config
 
-    def batched(self, steps: Sequence[list[int]]) -> tuple[Client, Ticket, list[int]]:
-        """What a client of the batch was told, its books, and what every step says it emitted."""
+    def batched(self, steps: Sequence[list[int]]) -> tuple[Client, Ticket, list[tuple[list[int], int]]]:
+        """What a client of the batch was told, its books, and what every step says was emitted, row by row, and told."""
         nobody: Any = None
         pool = PagePool(16, num_rows=1, max_indices=256)
         batcher = Batcher(nobody, nobody, pool, FixedGamma(0), tokenizer=self.tokenizer, max_context=256, gamma_max=8, eos_tokens=(END,))
@@ -58,7 +58,7 @@ class Scripted:
                 break
             pool.extend_(0, len(ticket.state.tokens) + len(said))
             accepted = Accepted(list(range(len(said))), said)
-            counts += batcher._commit_([ticket], [Chain(said[:-1])], [accepted], torch.zeros(len(said), tiny_pair.VOCAB), [0])
+            counts += [batcher._commit_([ticket], [Chain(said[:-1])], [accepted], torch.zeros(len(said), tiny_pair.VOCAB), [0])]
         batcher.check()
         return client, ticket, counts
 
@@ -129,7 +129,7 @@ def test_the_end_of_a_text_is_no_rejection(tokenizer: Tokenizer) -> None:
         client, _, counts = scripted.batched([said])
         [result] = scripted.alone([said]).results
         assert client.tokens == result.tokens == said[:2]
-        assert counts == [4]
+        assert counts == [([4], 2)]
         assert result.accepted == 3
 
 
