@@ -16,10 +16,10 @@ arrival. Refuted if at some rate Nightjar's throughput is more than 2 % below th
 fixed gamma's or not above every baseline's, if at the greatest rate it is more than 1 % below decoding without speculation, or if a text differs
 between policies. Ratios are medians over the rounds, whose arrivals differ.
 
-Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 25] [--rounds 3] [--json]`. `--part trace` is the trace alone, into
-`results/serving_trace.json`: a machine that is twice as fast as when its load was settled is never full. `--clock profile` computes every step and lets it
-take what the profile of the pair says, into files named `_profile`: no neighbour disturbs it at all. What it cannot say is how a
-policy copes with a profile that is wrong; Nightjar starts from the same profile, though for one typical context.
+Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 25] [--rounds 3] [--json]`. `--part trace` is the trace alone, in files of
+that name. `--clock profile` computes every step and lets it take what the profile of the pair says, into files named `_profile`: no neighbour disturbs it at
+all. What it cannot say is what the profile leaves out (the host's work for every row) or how a policy copes with a profile that is wrong; Nightjar starts from the
+same profile, though for one typical context.
 """
 
 from __future__ import annotations
