@@ -18,8 +18,8 @@ between policies. Ratios are medians over the rounds, whose arrivals differ.
 
 Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 25] [--rounds 3] [--json]`. `--part trace` is the trace alone, in files of
 that name. `--clock profile` computes every step and lets it take what the profile of the pair says, into files named `_profile`: no neighbour disturbs it at
-all. What it cannot say is what the profile leaves out (the host's work for every row) or how a policy copes with a profile that is wrong; Nightjar starts from the
-same profile, though for one typical context.
+all. What it cannot say is what the profile leaves out (the host's work for every row) or how a policy copes with a profile that is wrong; Nightjar starts
+from the same profile, though for one typical context.
 """
 
 from __future__ import annotations
