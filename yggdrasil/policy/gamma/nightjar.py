@@ -165,7 +165,7 @@ class Nightjar:
         return max(self._prior.budgets(load.batch_size, gamma, load.waiting_tokens, len(likeliest), load.drafts_max), key=goodput).verified
 
     def _steps(self, load: Load, num_arms: int) -> list[_Step]:
-        """For every arm the step with the best predicted goodput: all drafts verified, or as many as fill a narrower graph."""
+        """For every arm the step with the best predicted goodput: all drafts verified that can be, or as many as fill a narrower graph."""
         steps, emitted, gains = [], self.acceptance.emitted, self.acceptance.gains
         by_graph, by_arm = self.graphs.corrections, [] if self._prior.widths else self.seconds.corrections(load.batch_size)
         for gamma, ways in enumerate(self._ways(load.batch_size, load.waiting_tokens, load.drafts_max)[:num_arms]):
