@@ -14,9 +14,7 @@
 // in the order of its path. So a row's bits depend neither on where its keys lie, nor on the other tokens, nor on how many there are.
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/vec.h>
-#include <ATen/ops/empty.h>
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cstring>
@@ -241,6 +239,12 @@ class Block {
  private:
   int64_t token_of(int64_t lane) const { return (lanes_.begin + lane) / call_->heads(); }
   const Element* at(const Element* cache, int64_t index) const { return cache + call_->place(row_, index, kv_head_); }
+  // Of the page that starts at `index`, if that is before `end`: pages lie apart, so the processor does not see the next one coming.
+  [[gnu::always_inline]] void prefetch(const Element* cache, int64_t index, int64_t end) const {  // GCC 12 takes a call that only prefetches for one without effect
+    if (index >= end) return;
+    const char* page = reinterpret_cast<const char*>(at(cache, index));
+    for (int64_t byte = 0; byte < kPage * call_->dim * int64_t(sizeof(Element)); byte += 64) __builtin_prefetch(page + byte, 0, 2);
+  }
 
   // Step s of all lanes is one line.
   void lay_out_queries() {
@@ -273,8 +277,10 @@ class Block {
   void score_indices(float* scores, int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; index += kPages * kPage, scores += kPages * kPage * kColumns) {
       const Word* pages[kPages];
-      for (int64_t p = 0; p < kPages; ++p)
+      for (int64_t p = 0; p < kPages; ++p) {
         pages[p] = reinterpret_cast<const Word*>(at(call_->key_cache, std::min(index + p * kPage, (end - 1) / kPage * kPage)));
+        prefetch(call_->key_cache, index + (kPages + p) * kPage, end);
+      }
       score_pages(scores, pages);
     }
   }
@@ -338,15 +344,25 @@ class Block {
 
   // The values of keys [begin, end) of a token's sequence as lines of words, with zeros to the end of the last block; `begin` starts one.
   void lay_out_values(Word* values, int64_t n, int64_t begin, int64_t end) {
-    const int64_t dim = call_->dim;
-    zeros_.resize(std::max<size_t>(zeros_.size(), dim));
-    for (int64_t j = begin; j < round_up(end, kKeys); j += Dtype::kPair) {
-      const Element* rows[Dtype::kPair];
-      for (int i = 0; i < Dtype::kPair; ++i) rows[i] = j + i < end ? at(call_->value_cache, call_->index(n, j + i)) : zeros_.data();
-      for (int64_t f = 0; f < dim; f += kLanes) {
-        const WordVec words = Dtype::line(rows, f);
-        std::memcpy(values + (j - begin) * words_per_key() + f, &words, sizeof words);
-      }
+    const int64_t in_pages = std::min<int64_t>(end, call_->token(n)[kPrefix]) / kPage * kPage;
+    for (; begin < in_pages; begin += kPage, values += kPage * words_per_key()) {
+      prefetch(call_->value_cache, begin + kPages * kPage, in_pages);
+      const Element* page = at(call_->value_cache, begin);
+      for (int64_t j = 0; j < kPage; j += Dtype::kPair) lay_out_words(values + j * words_per_key(), [&](int64_t i) { return page + (j + i) * call_->dim; });
+    }
+    zeros_.resize(std::max<size_t>(zeros_.size(), call_->dim));
+    for (int64_t j = begin; j < round_up(end, kKeys); j += Dtype::kPair, values += Dtype::kPair * words_per_key())
+      lay_out_words(values, [&](int64_t i) { return j + i < end ? at(call_->value_cache, call_->index(n, j + i)) : zeros_.data(); });
+  }
+
+  // One line of words a feature of the values `row(0)` and, in bf16, `row(1)`.
+  template <class Row>
+  void lay_out_words(Word* values, Row row) {
+    const Element* rows[Dtype::kPair];
+    for (int i = 0; i < Dtype::kPair; ++i) rows[i] = row(i);
+    for (int64_t f = 0; f < call_->dim; f += kLanes) {
+      const WordVec words = Dtype::line(rows, f);
+      std::memcpy(values + f, &words, sizeof words);
     }
   }
 
@@ -410,7 +426,7 @@ at::Tensor run(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
                const at::Tensor& meta, const at::Tensor& pages, double scale) {
   using Element = typename Dtype::Element;
   const int64_t num_heads = query.size(1), num_tokens = query.size(2), dim = query.size(3), num_kv_heads = key.size(1);
-  at::Tensor out = at::empty({1, num_tokens, num_heads, dim}, query.options());
+  at::Tensor out = empty({1, num_tokens, num_heads, dim}, query.options());
   const Call<Dtype> call{static_cast<const Element*>(query.const_data_ptr()), query.stride(1), query.stride(2), static_cast<Element*>(out.mutable_data_ptr()),
                          static_cast<const Element*>(key_cache.const_data_ptr()), static_cast<const Element*>(value_cache.const_data_ptr()),
                          meta.const_data_ptr<int32_t>(), pages.const_data_ptr<int32_t>(), num_tokens, num_heads, num_kv_heads, dim,
@@ -444,10 +460,3 @@ at::Tensor ygg::attend(const at::Tensor& query, const at::Tensor& key, const at:
   TORCH_CHECK(query.scalar_type() == at::kBFloat16, "attend: dtype ", query.scalar_type(), " is neither float32 nor bfloat16");
   return run<BFloat16>(query, key, value, key_cache, value_cache, meta, pages, scale);
 }
-
-TORCH_LIBRARY_FRAGMENT(ygg, library) {
-  library.def(
-      "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor meta, Tensor pages, float scale) -> Tensor",
-      {at::Tag::flexible_layout});
-}
-TORCH_LIBRARY_IMPL(ygg, CPU, library) { library.impl("attend", &ygg::attend); }

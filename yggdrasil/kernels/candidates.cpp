@@ -3,9 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
-#include <ATen/ops/empty.h>
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -70,8 +68,8 @@ std::tuple<at::Tensor, at::Tensor> ygg::candidates(const at::Tensor& logits, int
   const int64_t rows = logits.size(0), vocab = logits.size(1);
   TORCH_CHECK(count > 0 && count <= vocab, "candidates: count ", count, " is not in 1..", vocab);
   const at::Tensor wide = logits.to(at::kFloat).contiguous();
-  at::Tensor log_probs = at::empty({rows, count}, wide.options());
-  at::Tensor tokens = at::empty({rows, count}, wide.options().dtype(at::kLong));
+  at::Tensor log_probs = ygg::empty({rows, count}, wide.options());
+  at::Tensor tokens = ygg::empty({rows, count}, wide.options().dtype(at::kLong));
   const float* from = wide.const_data_ptr<float>();
   float* values = log_probs.mutable_data_ptr<float>();
   int64_t* ids = tokens.mutable_data_ptr<int64_t>();
@@ -112,26 +110,17 @@ std::pair<float, int64_t> greatest_of(const typename Dtype::Element* row, int64_
 template <class Dtype>
 std::tuple<at::Tensor, at::Tensor> greatest_rows(const at::Tensor& scores) {
   const int64_t rows = scores.size(0), places = scores.size(1);
-  at::Tensor values = at::empty({rows}, scores.options().dtype(at::kFloat)), tokens = at::empty({rows}, scores.options().dtype(at::kLong));
+  at::Tensor values = ygg::empty({rows}, scores.options().dtype(at::kFloat)), tokens = ygg::empty({rows}, scores.options().dtype(at::kLong));
   const auto* from = static_cast<const typename Dtype::Element*>(scores.const_data_ptr());
   for (int64_t r = 0; r < rows; ++r)
     std::tie(values.mutable_data_ptr<float>()[r], tokens.mutable_data_ptr<int64_t>()[r]) = greatest_of<Dtype>(from + r * places, places);
   return {values, tokens};
 }
 
-std::tuple<at::Tensor, at::Tensor> greatest(const at::Tensor& scores) {
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> ygg::greatest(const at::Tensor& scores) {
   TORCH_CHECK(scores.dim() == 2 && scores.size(1) > 0, "greatest: scores are (rows, places)");
   if (scores.scalar_type() == at::kBFloat16) return greatest_rows<ygg::BFloat16>(scores.contiguous());
   return greatest_rows<ygg::Float32>(scores.to(at::kFloat).contiguous());
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(ygg, library) {
-  library.def("candidates(Tensor logits, int count) -> (Tensor log_probs, Tensor tokens)");
-  library.def("greatest(Tensor scores) -> (Tensor values, Tensor tokens)");
-}
-TORCH_LIBRARY_IMPL(ygg, CPU, library) {
-  library.impl("candidates", &ygg::candidates);
-  library.impl("greatest", &greatest);
 }

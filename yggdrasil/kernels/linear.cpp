@@ -13,8 +13,6 @@
 // the block moves up and computes some rows twice, to the same bits.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
@@ -353,7 +351,7 @@ int64_t padded_len(const at::Tensor& x) {
 at::Tensor tiled(const at::Tensor& x, int64_t rows, int64_t padded_features, int64_t tile_rows) {
   constexpr int64_t kLine = 64;
   const int64_t row_bytes = x.size(-1) * x.element_size(), lines = padded_features * x.element_size() / kLine;
-  at::Tensor tiles = at::empty({(rows + tile_rows - 1) / tile_rows * tile_rows, padded_features}, x.options());
+  at::Tensor tiles = empty({(rows + tile_rows - 1) / tile_rows * tile_rows, padded_features}, x.options());
   const char* from = static_cast<const char*>(x.const_data_ptr());
   char* to = static_cast<char*>(tiles.data_ptr());
   at::parallel_for(0, rows, std::max<int64_t>(1, kMinThreadBytes / (lines * kLine + 1)), [&](int64_t begin, int64_t end) {
@@ -395,7 +393,7 @@ at::Tensor multiply(const at::Tensor& x, std::vector<Weight> weights, bool is_ga
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = 0;
   for (const Weight& weight : weights) shape.back() = is_gated ? weight.out_features : shape.back() + weight.out_features;
-  at::Tensor out = at::empty(shape, x.options());
+  at::Tensor out = empty(shape, x.options());
   if (out.numel() == 0) return out;
   const int64_t rows = out.numel() / shape.back();
   at::Tensor words = x.contiguous();
@@ -432,22 +430,4 @@ at::Tensor ygg::packed_linears(const at::Tensor& x, at::ArrayRef<at::Tensor> pac
 at::Tensor ygg::gated_linear(const at::Tensor& x, const at::Tensor& gate, const std::optional<at::Tensor>& gate_bias, const at::Tensor& up,
                              const std::optional<at::Tensor>& up_bias, int64_t out_features) {
   return multiply(x, {weight_of(x, gate, gate_bias, out_features), weight_of(x, up, up_bias, out_features)}, true);
-}
-
-namespace {
-at::Tensor packed_linears_from_list(const at::Tensor& x, at::TensorList packed, const c10::List<std::optional<at::Tensor>>& bias, at::IntArrayRef out_features) {
-  return ygg::packed_linears(x, packed, bias.vec(), out_features);
-}
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(ygg, m) {
-  m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
-  m.def("packed_linears(Tensor x, Tensor[] packed, Tensor?[] bias, int[] out_features) -> Tensor");
-  m.def("gated_linear(Tensor x, Tensor gate, Tensor? gate_bias, Tensor up, Tensor? up_bias, int out_features) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(ygg, CPU, m) {
-  m.impl("packed_linear", &ygg::packed_linear);
-  m.impl("packed_linears", &packed_linears_from_list);
-  m.impl("gated_linear", &ygg::gated_linear);
 }

@@ -1,4 +1,4 @@
-"""The C entry points of shims.cpp, as AOTInductor wants them declared."""
+"""The C entry points of operators.cpp, as AOTInductor wants them declared."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 // costs as much as a forward of the draft. The specifications are in Python: `grow_` is step/draft.py `grow_plain_`, `pack_nodes_` and `pack_chains_` are
 // `pack_nodes_plain_` and `pack_chains_plain_` in models/packing.py, `root` and `subtree` are TokenTree's, `move_slots_` is `move_plain_` in kv.py.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -12,6 +10,8 @@
 #include <limits>
 #include <tuple>
 #include <vector>
+
+#include "operators.h"
 
 namespace {
 
@@ -54,7 +54,9 @@ double platt_log(double log_prob, double slope, double offset) {
   return std::min(log_odds, 0.0) - std::log1p(std::exp(-std::abs(log_odds)));
 }
 
-void grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const at::Tensor& log_probs, const at::Tensor& tokens, int64_t num_known, int64_t num_new,
+}  // namespace
+
+void ygg::grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const at::Tensor& log_probs, const at::Tensor& tokens, int64_t num_known, int64_t num_new,
            at::Tensor token, at::Tensor parent, at::Tensor depth, at::Tensor log_prob, at::Tensor path, int64_t first, int64_t width, at::Tensor meta,
            int64_t root_pos, double slope, double offset) {
   const bool is_scaled = slope != 1.0 || offset != 0.0;
@@ -102,7 +104,7 @@ void grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const at::Te
 }
 
 // What the last `width` nodes add to the summed probabilities of the `budget` best: `last_gain_plain`, policy/structures.py.
-double last_gain(const at::Tensor& log_prob, int64_t width, int64_t budget) {
+double ygg::last_gain(const at::Tensor& log_prob, int64_t width, int64_t budget) {
   TORCH_CHECK(log_prob.is_contiguous() && 0 < width && width <= log_prob.size(0) && budget > 0, "last_gain: ", width, " of ", log_prob.size(0), " nodes");
   std::vector<float> values(log_prob.const_data_ptr<float>(), log_prob.const_data_ptr<float>() + log_prob.size(0));
   const auto sum_of_best = [&](int64_t count) {  // of the first `count` values; reorders them alone
@@ -117,7 +119,7 @@ double last_gain(const at::Tensor& log_prob, int64_t width, int64_t budget) {
 }
 
 // Tree nodes [first, last), each of which sees `root_pos` indices and its path.
-void pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& depth, const at::Tensor& path, int64_t first, int64_t last, int64_t root_pos,
+void ygg::pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& depth, const at::Tensor& path, int64_t first, int64_t last, int64_t root_pos,
                  int64_t row) {
   const int64_t meta_width = meta.size(1), path_width = path.size(1);
   TORCH_CHECK(meta_width == kPath + path_width && last - first <= meta.size(0) && last <= token.size(0), "pack_nodes_: nodes of another shape");
@@ -132,7 +134,7 @@ void pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& dep
 }
 
 // Pieces of rows, one after another: consecutive tokens of one row, each of which sees everything of it up to itself.
-void pack_chains_(at::Tensor meta, at::IntArrayRef tokens, at::IntArrayRef lens, at::IntArrayRef start_positions, at::IntArrayRef rows) {
+void ygg::pack_chains_(at::Tensor meta, at::IntArrayRef tokens, at::IntArrayRef lens, at::IntArrayRef start_positions, at::IntArrayRef rows) {
   const int64_t count = int64_t(tokens.size()), meta_width = meta.size(1);
   TORCH_CHECK(count <= meta.size(0), "pack_chains_: ", count, " tokens for ", meta.size(0), " rows");
   TORCH_CHECK(lens.size() == start_positions.size() && lens.size() == rows.size(), "pack_chains_: as many lengths as starts and rows");
@@ -150,16 +152,18 @@ void pack_chains_(at::Tensor meta, at::IntArrayRef tokens, at::IntArrayRef lens,
   pad(meta, token);
 }
 
-using TreeArrays = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // token, parent, depth, log_prob, path
+namespace {
 
 // Uninitialised.
-TreeArrays arrays(int64_t capacity, int64_t path_width) {
+ygg::TreeArrays arrays(int64_t capacity, int64_t path_width) {
   const auto ints = at::TensorOptions().dtype(at::kInt);
-  return {at::empty({capacity}, ints), at::empty({capacity}, ints), at::empty({capacity}, ints), at::empty({capacity}, at::kFloat),
-          at::empty({capacity, path_width}, ints)};
+  return {ygg::empty({capacity}, ints), ygg::empty({capacity}, ints), ygg::empty({capacity}, ints), ygg::empty({capacity}, at::kFloat),
+          ygg::empty({capacity, path_width}, ints)};
 }
 
-TreeArrays root(int64_t token, int64_t capacity, int64_t path_width) {
+}  // namespace
+
+ygg::TreeArrays ygg::root(int64_t token, int64_t capacity, int64_t path_width) {
   TORCH_CHECK(capacity > 0 && path_width > 0, "root: a tree of ", capacity, " nodes and paths of ", path_width);
   TreeArrays tree = arrays(capacity, path_width);
   auto& [tokens, parents, depths, log_probs, paths] = tree;
@@ -174,7 +178,7 @@ TreeArrays root(int64_t token, int64_t capacity, int64_t path_width) {
 }
 
 // The nodes `keep` (ascending, connected, root first), renumbered.
-TreeArrays subtree(const at::Tensor& token, const at::Tensor& parent, const at::Tensor& depth, const at::Tensor& log_prob, const at::Tensor& path,
+ygg::TreeArrays ygg::subtree(const at::Tensor& token, const at::Tensor& parent, const at::Tensor& depth, const at::Tensor& log_prob, const at::Tensor& path,
                    at::IntArrayRef keep) {
   const int64_t count = int64_t(keep.size()), path_width = path.size(1), num_nodes = token.size(0);
   std::vector<int32_t> renamed(num_nodes, -1);
@@ -198,7 +202,7 @@ TreeArrays subtree(const at::Tensor& token, const at::Tensor& parent, const at::
 }
 
 // Slots source[i] of every layer, key and value, and head become slots target + i; `source` ascends and source[i] >= target + i.
-void move_slots_(at::Tensor storage, at::IntArrayRef source, int64_t target) {
+void ygg::move_slots_(at::Tensor storage, at::IntArrayRef source, int64_t target) {
   TORCH_CHECK(storage.is_contiguous() && storage.dim() == 6, "move_slots_: storage is (pages, layers, 2, G, slots of a page, F)");
   const int64_t page_len = storage.size(4), slot_bytes = storage.size(5) * storage.element_size(), count = int64_t(source.size());
   const int64_t planes = storage.size(1) * storage.size(2) * storage.size(3), plane_bytes = page_len * slot_bytes;
@@ -210,32 +214,4 @@ void move_slots_(at::Tensor storage, at::IntArrayRef source, int64_t target) {
     char* to = at(target + i);
     for (int64_t plane = 0; plane < planes; ++plane) std::memmove(to + plane * plane_bytes, from + plane * plane_bytes, slot_bytes);
   }
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(ygg, library) {
-  library.def(
-      "grow_(Tensor(a!) frontier_log_prob, Tensor(b!) frontier_token, Tensor log_probs, Tensor tokens, int num_known, int num_new, Tensor(c!) token, "
-      "Tensor(d!) parent, Tensor(e!) depth, Tensor(f!) log_prob, Tensor(g!) path, int first, int width, Tensor(h!) meta, int root_pos, float slope, float offset) -> "
-      "()");
-}
-TORCH_LIBRARY_FRAGMENT(ygg, library) {
-  library.def("last_gain(Tensor log_prob, int width, int budget) -> float");
-  library.def("pack_nodes_(Tensor(a!) meta, Tensor token, Tensor depth, Tensor path, int first, int last, int root_pos, int row) -> ()");
-  library.def("pack_chains_(Tensor(a!) meta, int[] tokens, int[] lens, int[] start_positions, int[] rows) -> ()");
-  library.def("root(int token, int capacity, int path_width) -> (Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path)");
-  library.def(
-      "subtree(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path, int[] keep) -> "
-      "(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path)");
-  library.def("move_slots_(Tensor(a!) storage, int[] source, int target) -> ()");
-  library.impl("root", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(root));  // no tensor says where it runs
-}
-TORCH_LIBRARY_IMPL(ygg, CPU, library) {
-  library.impl("grow_", &grow_);
-  library.impl("last_gain", &last_gain);
-  library.impl("pack_nodes_", &pack_nodes_);
-  library.impl("pack_chains_", &pack_chains_);
-  library.impl("subtree", &subtree);
-  library.impl("move_slots_", &move_slots_);
 }

@@ -1,0 +1,109 @@
+// The two ways to our operators: torch's dispatcher, and C entry points, which AOTInductor's code calls directly, for through the dispatcher a call costs about
+// 5 us, as much as a small linear layer. The entry points are declared to the compiler in shims.py.
+#include <ATen/ops/empty.h>
+#include <torch/csrc/inductor/aoti_torch/utils.h>
+#include <torch/library.h>
+
+#include "operators.h"
+
+at::Tensor ygg::empty(at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }
+
+// ---- the dispatcher ----
+
+TORCH_LIBRARY_FRAGMENT(ygg, library) {
+  library.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
+  library.def("packed_linears(Tensor x, Tensor[] packed, Tensor?[] bias, int[] out_features) -> Tensor");
+  library.def("gated_linear(Tensor x, Tensor gate, Tensor? gate_bias, Tensor up, Tensor? up_bias, int out_features) -> Tensor");
+  library.def(
+      "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor meta, Tensor pages, float scale) -> Tensor",
+      {at::Tag::flexible_layout});
+  library.def("candidates(Tensor logits, int count) -> (Tensor log_probs, Tensor tokens)");
+  library.def("greatest(Tensor scores) -> (Tensor values, Tensor tokens)");
+  library.def(
+      "grow_(Tensor(a!) frontier_log_prob, Tensor(b!) frontier_token, Tensor log_probs, Tensor tokens, int num_known, int num_new, Tensor(c!) token, "
+      "Tensor(d!) parent, Tensor(e!) depth, Tensor(f!) log_prob, Tensor(g!) path, int first, int width, Tensor(h!) meta, int root_pos, float slope, float offset) -> "
+      "()");
+  library.def("last_gain(Tensor log_prob, int width, int budget) -> float");
+  library.def("pack_nodes_(Tensor(a!) meta, Tensor token, Tensor depth, Tensor path, int first, int last, int root_pos, int row) -> ()");
+  library.def("pack_chains_(Tensor(a!) meta, int[] tokens, int[] lens, int[] start_positions, int[] rows) -> ()");
+  library.def("root(int token, int capacity, int path_width) -> (Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path)");
+  library.def(
+      "subtree(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path, int[] keep) -> "
+      "(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path)");
+  library.def("move_slots_(Tensor(a!) storage, int[] source, int target) -> ()");
+  library.impl("root", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(ygg::root));  // no tensor says where it runs
+}
+
+namespace {
+at::Tensor packed_linears_from_list(const at::Tensor& x, at::TensorList packed, const c10::List<std::optional<at::Tensor>>& bias, at::IntArrayRef out_features) {
+  return ygg::packed_linears(x, packed, bias.vec(), out_features);
+}
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ygg, CPU, library) {
+  library.impl("packed_linear", &ygg::packed_linear);
+  library.impl("packed_linears", &packed_linears_from_list);
+  library.impl("gated_linear", &ygg::gated_linear);
+  library.impl("attend", &ygg::attend);
+  library.impl("candidates", &ygg::candidates);
+  library.impl("greatest", &ygg::greatest);
+  library.impl("grow_", &ygg::grow_);
+  library.impl("last_gain", &ygg::last_gain);
+  library.impl("pack_nodes_", &ygg::pack_nodes_);
+  library.impl("pack_chains_", &ygg::pack_chains_);
+  library.impl("subtree", &ygg::subtree);
+  library.impl("move_slots_", &ygg::move_slots_);
+}
+
+// ---- C entry points ----
+
+using torch::aot_inductor::new_tensor_handle;
+using torch::aot_inductor::tensor_handle_to_tensor_pointer;
+
+namespace {
+at::Tensor& tensor(AtenTensorHandle handle) { return *tensor_handle_to_tensor_pointer(handle); }
+std::optional<at::Tensor> maybe(const AtenTensorHandle* handle) { return handle ? std::optional<at::Tensor>(tensor(*handle)) : std::nullopt; }
+}  // namespace
+
+extern "C" {
+
+AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle* bias, int64_t out_features, AtenTensorHandle* out) {
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    *out = new_tensor_handle(ygg::packed_linear(tensor(x), tensor(packed), maybe(bias), out_features));
+  });
+}
+
+AOTITorchError aoti_torch_cpu_packed_linears(AtenTensorHandle x, const AtenTensorHandle* packed, int64_t num_packed, const AtenTensorHandle** bias,
+                                             int64_t num_bias, const int64_t* out_features, int64_t num_out_features, AtenTensorHandle* out) {
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    std::vector<at::Tensor> weights;
+    for (int64_t i = 0; i < num_packed; ++i) weights.push_back(tensor(packed[i]));
+    std::vector<std::optional<at::Tensor>> biases;
+    for (int64_t i = 0; i < num_bias; ++i) biases.push_back(maybe(bias[i]));
+    *out = new_tensor_handle(ygg::packed_linears(tensor(x), weights, biases, at::IntArrayRef(out_features, num_out_features)));
+  });
+}
+
+AOTITorchError aoti_torch_cpu_gated_linear(AtenTensorHandle x, AtenTensorHandle gate, AtenTensorHandle* gate_bias, AtenTensorHandle up,
+                                           AtenTensorHandle* up_bias, int64_t out_features, AtenTensorHandle* out) {
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    *out = new_tensor_handle(ygg::gated_linear(tensor(x), tensor(gate), maybe(gate_bias), tensor(up), maybe(up_bias), out_features));
+  });
+}
+
+AOTITorchError aoti_torch_cpu_attend(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value, AtenTensorHandle key_cache,
+                                     AtenTensorHandle value_cache, AtenTensorHandle meta, AtenTensorHandle pages, double scale, AtenTensorHandle* out) {
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    *out = new_tensor_handle(
+        ygg::attend(tensor(query), tensor(key), tensor(value), tensor(key_cache), tensor(value_cache), tensor(meta), tensor(pages), scale));
+  });
+}
+
+AOTITorchError aoti_torch_cpu_candidates(AtenTensorHandle logits, int64_t count, AtenTensorHandle* log_probs, AtenTensorHandle* tokens) {
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    auto [first, second] = ygg::candidates(tensor(logits), count);
+    *log_probs = new_tensor_handle(std::move(first));
+    *tokens = new_tensor_handle(std::move(second));
+  });
+}
+}
