@@ -29,7 +29,8 @@ __all__ = ["BUNDLED_TEXT", "CALIBRATION_TEXT", "PROMPT_LEN", "Traces", "beginnin
 CALIBRATION_TEXT = Path(__file__).parent / "data" / "calibration.jsonl"
 BUNDLED_TEXT = "stories"  # name of the data set that it is
 PROMPT_LEN = 24  # tokens of a calibration text that serve as its prompt
-EVERY = 8  # trees of every width stand at every so many positions, of the reference width at all
+STEP = 2  # trees stand at every so many positions: neighbours see nearly the same text and would say nearly the same
+EVERY = 4  # and at every so many of those they are of all widths, at the others of the reference width
 
 
 def read_texts(path: Path) -> list[str]:
@@ -115,7 +116,7 @@ def collect_traces(
         engine: The pair.
         prompts: One of every text, token lists of at least two tokens that the context holds with `num_tokens` and `max_depth` more.
         temperature: Of the target.
-        num_tokens: Positions per prompt that get trees.
+        num_tokens: Positions per prompt; every STEP-th gets a tree.
         widths: Widths to draft; the reference width is one of them.
         reference_width: Width of the trees whose accepted length is predicted.
         max_depth: Depth of every tree.
@@ -130,13 +131,14 @@ def collect_traces(
     platt = fit_platt(*map(np.concatenate, zip(*edges, strict=True)))
     inputs, text_N, deep, others = [], [], [], []
     for index, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
-        inputs.append(inputs_of(_outputs(engine.target, text)[1], temperature)[len(prompt) - 2 : len(prompt) - 2 + num_tokens])
+        ends = range(len(prompt), len(prompt) + num_tokens, STEP)
+        inputs.append(inputs_of(_outputs(engine.target, text)[1], temperature)[[end - 2 for end in ends]])
         engine.draft.cache.rollback_(0)
-        for end in range(len(prompt), len(prompt) + num_tokens):
+        for end in ends:
             deep.append(_record(engine, text, end, Shape(reference_width, max_depth), platt))
             if len(deep) % EVERY == 1:
                 others += [_record(engine, text, end, Shape(width, max_depth), platt) for width in widths if width != reference_width]
-        text_N += [index] * num_tokens
+        text_N += [index] * len(ends)
         tick()
     return Traces(temperature, np.concatenate(inputs), np.array(text_N), tuple(deep), tuple(others), platt)
 
