@@ -20,7 +20,7 @@ from yggdrasil.calibration import BUNDLED_TEXT, CALIBRATION_TEXT, read_texts
 from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
 from yggdrasil.compiler.graphs import has_graph
 from yggdrasil.compiler.model import CompiledModel, graph_path
-from yggdrasil.compiler.pool import GraphJob, GraphWorkers
+from yggdrasil.compiler.pool import GraphJob, compile_graphs
 from yggdrasil.compiler.weights import FILE_NAME, has_weights, save_weights
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError, ConfigError, ModelMismatch
@@ -78,13 +78,9 @@ def _compiled_meanwhile(bundle: Bundle) -> Bundle | None:
 
 
 def _compile(bundle: Bundle, texts: Sequence[str], progress: Progress) -> Bundle:
-    _pack_weights(bundle, progress)
-    missing = [job for job in _graphs(bundle) if not has_graph(Path(job.path))]
-    with GraphWorkers(min(len(missing), _num_workers(bundle)), bundle.config.device) as workers:
-        with progress.phase("compile operators", 1):
-            load_kernels()
-        with progress.phase("compile graphs", len(missing)):
-            workers.compile(missing, on_done=lambda job: progress.advance())
+    with progress.phase("compile operators", 1):
+        load_kernels()
+    _build_models(bundle, progress)
     models = bundle.load_models()
     bundle = replace(bundle, inexact_widths=_check_exactness(models[0], progress))
     tune(bundle, models, texts, progress)
@@ -179,25 +175,20 @@ def _eos_tokens(target: str, tokenizer: Any) -> tuple[int, ...]:
     return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
 
 
-def _pack_weights(bundle: Bundle, progress: Progress) -> None:
-    ranks = bundle.config.ranks
-    with progress.phase("pack weights", ranks + 1):
-        for rank in range(ranks):
-            _pack(bundle, bundle.target_weights(rank), bundle.models[0], rank, ranks)
-            progress.advance()
-        _pack(bundle, bundle.folder / "draft", bundle.models[1], 0, 1)
-        progress.advance()
-        artifacts.save_bytes(bundle.folder / "tokenizer.json", load_tokenizer(bundle.models[0]).backend_tokenizer.to_str(pretty=True).encode())
-
-
-def _graphs(bundle: Bundle) -> list[GraphJob]:
-    """The menus of both models."""
+def _build_models(bundle: Bundle, progress: Progress) -> None:
     config, vocab = bundle.config, shared_vocab(*(load_config(model) for model in bundle.models))
     kinds: list[tuple[str, str, Menu, KVShape, int, int]] = [
         ("target", bundle.models[0], target_menu(config), bundle.kv_target, 0, config.ranks),
         ("draft", bundle.models[1], draft_menu(config), bundle.kv_draft, config.num_candidates, 1),
     ]
-    return [
+    with progress.phase("pack weights", config.ranks + 1):
+        for rank in range(config.ranks):
+            _pack(bundle, bundle.target_weights(rank), bundle.models[0], rank, config.ranks)
+            progress.advance()
+        _pack(bundle, bundle.folder / "draft", bundle.models[1], 0, 1)
+        progress.advance()
+        artifacts.save_bytes(bundle.folder / "tokenizer.json", load_tokenizer(bundle.models[0]).backend_tokenizer.to_str(pretty=True).encode())
+    jobs = [
         GraphJob(
             model=model,
             num_candidates=num_candidates,
@@ -214,6 +205,9 @@ def _graphs(bundle: Bundle) -> list[GraphJob]:
         for kind, model, menu, kv, num_candidates, ranks in kinds
         for size in menu.sizes
     ]
+    missing = [job for job in jobs if not has_graph(Path(job.path))]
+    with progress.phase("compile graphs", len(missing)):
+        compile_graphs(missing, num_workers=_num_workers(bundle), on_done=lambda job: progress.advance())
 
 
 def _num_workers(bundle: Bundle) -> int:

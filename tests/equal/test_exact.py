@@ -15,7 +15,7 @@ from yggdrasil import engine as engine_module
 from yggdrasil.bundle import Bundle
 from yggdrasil.compilations import compilations, no_compilation
 from yggdrasil.compiler.graphs import compile_graph
-from yggdrasil.compiler.pool import GraphJob, GraphWorkers
+from yggdrasil.compiler.pool import GraphJob, compile_graphs
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine, check_request
 from yggdrasil.errors import ConfigError, ShapeNotCompiled, YggError
@@ -266,7 +266,7 @@ def test_a_compilation_inside_the_loop_raises(tiny: LoadedPair, tmp_path: Path) 
         with pytest.raises(RuntimeError, match="inside the decode loop"):
             compile_graph(torch.nn.Identity(), empty_meta(2, 4), tmp_path / "x.pt2")
         with pytest.raises(RuntimeError, match="inside the decode loop"):
-            GraphWorkers(0, "cpu").compile([job], on_done=print)
+            compile_graphs([job], num_workers=1, on_done=print)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from yggdrasil.compiler.pool import UNFINISHED, GraphJob, GraphWorkers
+from yggdrasil.compiler.pool import UNFINISHED, GraphJob, compile_graphs
 from yggdrasil.kv import KVShape
 
 
@@ -13,7 +13,7 @@ def test_a_failing_graph_ends_the_other_workers_and_names_itself(tmp_path: Path,
     (tmp_path / f"{UNFINISHED}left").mkdir()
     jobs = [GraphJob(str(tmp_path / "nowhere"), 0, 384, "float32", "cpu", kv, 2, size, str(tmp_path / f"{size}.pt2")) for size in (2, 4, 8, 16)]
     done: list[GraphJob] = []
-    with pytest.raises(RuntimeError, match="could not be built"), GraphWorkers(2, "cpu") as workers:
-        workers.compile(jobs, on_done=done.append)
+    with pytest.raises(RuntimeError, match="could not be built"):
+        compile_graphs(jobs, num_workers=2, on_done=done.append)
     assert done == []
     assert list(tmp_path.iterdir()) == []

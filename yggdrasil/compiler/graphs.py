@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 import zipfile
 from pathlib import Path
@@ -17,7 +16,7 @@ from yggdrasil.compiler.reuse import evaluate_sines_once_
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels.shims import c_shims
 
-__all__ = ["LoadedGraph", "ReplayedGraph", "compile_graph", "full_precision", "has_graph", "warm_up"]
+__all__ = ["LoadedGraph", "ReplayedGraph", "compile_graph", "full_precision", "has_graph"]
 
 INDUCTOR_OPTIONS = {
     "aot_inductor.package_constants_in_so": False,  # weights and KV stay the caller's: one copy for the whole menu
@@ -66,13 +65,6 @@ def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path, *, exact: bool
         exported.graph_module.recompile()
         options = {**INDUCTOR_OPTIONS, **(_reduction_options() if exact and meta_NM.is_cuda else {}), "aot_inductor.custom_ops_to_c_shims": c_shims()}
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
-
-
-def warm_up() -> None:
-    """Do what the first graph for a CPU would wait for: import the compiler, have it precompile its headers, which all processes share. Cost: 15 s, once."""
-    exported = torch.export.export(nn.ReLU(), (torch.zeros(2),), strict=False)
-    with tempfile.TemporaryDirectory() as folder:
-        torch._inductor.aoti_compile_and_package(exported, package_path=f"{folder}/nothing.pt2", inductor_configs=INDUCTOR_OPTIONS)
 
 
 def has_graph(path: Path) -> bool:

@@ -1,7 +1,7 @@
-"""Build the graphs of a menu in worker processes: `python -m yggdrasil.compiler.pool DEVICE` is one worker.
+"""Build the graphs of a menu in worker processes: `python -m yggdrasil.compiler.pool` is one worker.
 
-A worker imports the compiler and has it precompile its headers. Then it reads a job a line from standard input, builds it, and answers with a line; it keeps
-the model it loaded, so one worker pays imports and load once. The parent hands jobs out one at a time, so the workers finish together.
+A worker reads a job a line from standard input, builds it, and answers with a line; it keeps the model it loaded, so one
+worker pays the imports and the load once. The parent hands jobs out one at a time, so the workers finish together.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Self
 
 import torch
 
 from yggdrasil.compilations import count_compilation
-from yggdrasil.compiler.graphs import compile_graph, warm_up
+from yggdrasil.compiler.graphs import compile_graph
 from yggdrasil.kernels import load_cuda_kernels, load_kernels
 from yggdrasil.kv import KVShape, KVStorage
 from yggdrasil.models.forward import DraftForward, TargetForward
@@ -32,7 +31,7 @@ from yggdrasil.models.load import load_model, order_linears_, pack_linears_
 from yggdrasil.models.packing import empty_meta
 from yggdrasil.models.sharding import shard_
 
-__all__ = ["GraphJob", "GraphWorkers", "run_job"]
+__all__ = ["GraphJob", "compile_graphs", "run_job"]
 
 UNFINISHED = ".building."
 
@@ -98,62 +97,44 @@ def run_job(job: GraphJob) -> None:
         os.replace(temporary, path)
 
 
-class GraphWorkers:
-    """Processes that build graphs. They start at once and get ready, while their owner does something else.
+def compile_graphs(jobs: Sequence[GraphJob], *, num_workers: int, on_done: Callable[[GraphJob], None]) -> None:
+    """Build every job, `num_workers` at a time.
 
     Args:
-        count: Processes.
-        device: That all jobs are for.
+        jobs: Graphs; those whose package exists are the caller's to leave out.
+        num_workers: Processes.
+        on_done: Called from a thread after each.
 
-    Use it as a context: at its end, after Ctrl-C and after a failure too, the builds under way end with their processes.
+    Raises:
+        RuntimeError: a worker failed; its traceback is in the message. The packages that were done stay.
     """
+    for _ in jobs:
+        count_compilation()
+    workers = [_Worker() for _ in range(min(num_workers, len(jobs)))]
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
 
-    def __init__(self, count: int, device: str) -> None:
-        self._workers = [_Worker(device) for _ in range(count)]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for worker in self._workers:
-            worker.kill()
-            worker.close()
-
-    def compile(self, jobs: Sequence[GraphJob], on_done: Callable[[GraphJob], None]) -> None:
-        """Build every job, one at a time in each process.
-
-        Args:
-            jobs: Graphs; those whose package exists are the caller's to leave out.
-            on_done: Called from a thread after each.
-
-        Raises:
-            RuntimeError: a worker failed; its traceback is in the message. The packages that were done stay.
-        """
-        for _ in jobs:
-            count_compilation()
-        idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for worker in self._workers:
-            idle.put(worker)
-
-        def build(job: GraphJob) -> None:
-            worker = idle.get()
-            try:
-                worker.build(job)
-            finally:
-                idle.put(worker)
-            on_done(job)
-
-        threads = ThreadPoolExecutor(max_workers=max(1, len(self._workers)))
+    def build(job: GraphJob) -> None:
+        worker = idle.get()
         try:
-            for future in as_completed([threads.submit(build, job) for job in jobs]):
-                future.result()
-        except BaseException:
-            for worker in self._workers:  # a thread that waits for an answer reads the end of the stream
-                worker.kill()
-            raise
+            worker.build(job)
         finally:
-            threads.shutdown(cancel_futures=True)
-            _remove_unfinished({Path(job.path).parent for job in jobs})
+            idle.put(worker)
+        on_done(job)
+
+    threads = ThreadPoolExecutor(max_workers=max(1, len(workers)))
+    try:
+        for future in as_completed([threads.submit(build, job) for job in jobs]):
+            future.result()
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:  # after Ctrl-C or a failure the builds under way end here
+            worker.kill()
+        threads.shutdown()
+        for worker in workers:
+            worker.close()
+        _remove_unfinished({Path(job.path).parent for job in jobs})
 
 
 def _remove_unfinished(folders: Iterable[Path]) -> None:
@@ -164,10 +145,11 @@ def _remove_unfinished(folders: Iterable[Path]) -> None:
 
 
 class _Worker:
-    def __init__(self, device: str) -> None:
+    def __init__(self) -> None:
         self._errors = tempfile.TemporaryFile("w+")
-        command = [sys.executable, "-m", "yggdrasil.compiler.pool", device]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, bufsize=1)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "yggdrasil.compiler.pool"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, bufsize=1
+        )
 
     def build(self, job: GraphJob) -> None:
         """Raises RuntimeError with what the worker said when it could not."""
@@ -187,27 +169,25 @@ class _Worker:
         return self._errors.read()[-4000:]
 
     def kill(self) -> None:
-        """End the process, if it has not ended."""
+        """End the process; a thread that waits for its answer reads the end of the stream."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """Close what is left of it."""
+        """Close what is left of it, once no thread reads any more."""
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
                 with suppress(BrokenPipeError):
                     stream.close()
 
 
-def _serve(device: str) -> None:
+def _serve() -> None:
     """The worker: one job a line on standard input, `done` a line on standard output, which nothing else may write."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     # Inductor builds the thread count into its own loops, which are short beside our operators; and a reduction that is split
     # over threads for some token counts and not for others would cost the equality of bits between them.
     torch.set_num_threads(1)
-    if device == "cpu":
-        warm_up()
     for line in sys.stdin:
         payload = json.loads(line)
         run_job(GraphJob(**{**payload, "kv": KVShape(**payload["kv"])}))
@@ -215,4 +195,4 @@ def _serve(device: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve()
