@@ -1,7 +1,7 @@
 """How long does a new user wait, and does a later start compile anything?
 
-In an empty artifact root: the wall clock of the first `ygg generate`, which compiles the bundled pair, and then of five later
-starts, alternately speculative and plain: imports and loading, time to the first token, tokens per second, graphs compiled.
+
+
 Refuted if the first takes more than four minutes, a later one more than five seconds to its first token, if a later one
 compiles anything, or if the two kinds write different tokens.
 
@@ -31,7 +31,8 @@ STARTS, QUICK_STARTS = 5, 1
 def start(home: str, *options: str) -> dict[str, Any]:
     """One process: its own report and its wall clock."""
     begin = time.perf_counter()
-    done = subprocess.run([*COMMAND, *options], env={**os.environ, "YGG_HOME": home}, capture_output=True, text=True, check=True)
+    env = {**os.environ, "YGG_HOME": home, "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor"}  # where a new user's machine has no precompiled headers yet
+    done = subprocess.run([*COMMAND, *options], env=env, capture_output=True, text=True, check=True)
     return {"wall_ms": (time.perf_counter() - begin) * 1e3, **json.loads(done.stdout)}
 
 
