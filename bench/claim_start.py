@@ -1,7 +1,7 @@
 """How long does a new user wait, and does a later start compile anything?
 
-
-
+In an empty artifact root, with an empty cache of Inductor's: the wall clock of the first `ygg generate`, which compiles the bundled pair, and then of
+five later starts, alternately speculative and plain: imports and loading, time to the first token, tokens per second, graphs compiled.
 Refuted if the first takes more than four minutes, a later one more than five seconds to its first token, if a later one
 compiles anything, or if the two kinds write different tokens.
 
