@@ -70,7 +70,7 @@ def load_kernels() -> None:
     Raises:
         RuntimeError: the C++ compiler failed; its output is in the message.
 
-    Cost: 10 to 20 s where it compiles.
+    Cost: about 20 s where it compiles.
     """
     folder = _folder()
     if not is_built():
