@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from yggdrasil.bundle import Bundle
+from yggdrasil.compiler.buckets import draft_menu, target_menu
 from yggdrasil.engine import Engine
 from yggdrasil.kernels import load_cuda_kernels
 from yggdrasil.kv import KVCache
@@ -36,7 +37,7 @@ class EagerModel:
         self.device = config.device
         self.max_depth = config.path_depth
         self.prefill_chunk = config.prefill_chunk
-        self.widest = config.verify_widths[-1] if is_target else config.widths[-1]
+        self.widest = (target_menu if is_target else draft_menu)(config).sizes[-2]
         self.num_candidates = 0 if is_target else config.num_candidates
         self.graph_ms = 0.0
         self.cache = KVCache(bundle.kv_target if is_target else bundle.kv_draft, dtype=dtype, device=config.device)

@@ -80,7 +80,7 @@ class CompileConfig:
         device: "cpu" or "cuda".
         ranks: Processes that share the target, a shard each.
         max_context: Most tokens of prompt and output together; a multiple of 16. None takes the models' own limit, at most 2048.
-        widths: Menu of draft widths W; each is a draft graph.
+        widths: Menu of draft widths W; each is a draft graph, but those below 4 share one.
         max_depth: Most growth steps D.
         verify_widths: Menu of verified widths K; each is a target graph.
         prefill_chunk: Tokens of a prompt that run together; more than any width, for it is the greatest graph of both models.
@@ -96,7 +96,7 @@ class CompileConfig:
     max_context: int | None = None
     widths: tuple[int, ...] = (1, 2, 4, 8)
     max_depth: int = 16
-    verify_widths: tuple[int, ...] = (4, 8, 16, 24, 32, 48, 64)
+    verify_widths: tuple[int, ...] = (8, 12, 16, 24, 32, 48, 64)
     prefill_chunk: int = 128
     num_candidates: int = 8
     calibration_texts: int = 64

@@ -247,14 +247,18 @@ def test_the_catalog_builds_what_it_names() -> None:
 
 
 LATENCY = LatencyModel(
-    draft=Curve((0,), (2, 4), ((1.0, 2.0),)), verify=Curve((0,), (4, 8, 16), ((10.0, 11.0, 14.0),)), growth_host_ms=0.5, step_host_ms=2.0, plain_host_ms=1.0
+    draft=Curve((0,), (2, 4, 16), ((1.0, 2.0, 9.0),)),
+    verify=Curve((0,), (4, 8, 16), ((10.0, 11.0, 14.0),)),
+    growth_host_ms=0.5,
+    step_host_ms=2.0,
+    plain_host_ms=1.0,
 )
 CHAINS = Acceptance((-1.0, 0.0), (0.0, 1.0), {1: ((1.0, 1.6), (1.0, 1.6, 1.9))})
 
 
 def test_the_prior_adds_draft_forwards_verification_and_host() -> None:
     """B = 5 at gamma 2: each draft forward is a graph of 4 and one of 2, 3 ms, and 0.5 ms of host; 15 tokens are verified in 14 ms; 2 ms."""
-    prior = predicted_goodput(LATENCY, CHAINS, 0, draft_widest=4)
+    prior = predicted_goodput(LATENCY, CHAINS, 0)
     assert prior.seconds(5, 2) == pytest.approx(0.023)
     assert prior.seconds(3, 0) == pytest.approx(0.011)
     assert prior.seconds(5, 3) == pytest.approx(0.0365)  # 20 tokens are a graph of 16 and one of 4
@@ -264,7 +268,7 @@ def test_the_prior_adds_draft_forwards_verification_and_host() -> None:
 
 def test_a_budget_fills_a_graph() -> None:
     """7 rows at gamma 2 are 21 tokens: one draft fills the graph of 8, 9 the one of 16."""
-    prior = predicted_goodput(LATENCY, CHAINS, 0, draft_widest=4)
+    prior = predicted_goodput(LATENCY, CHAINS, 0)
     assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(7, 2)] == [(1, 0), (9, 0), (14, 0)]
     assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(7, 2, drafts=9)] == [(1, 0), (9, 0)]  # some rows have fewer
     assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(7, 1)] == [(1, 0), (7, 0)]
@@ -273,7 +277,7 @@ def test_a_budget_fills_a_graph() -> None:
 
 
 def test_a_budget_is_never_more_than_can_be_verified() -> None:
-    prior = predicted_goodput(LATENCY, CHAINS, 0, draft_widest=4)
+    prior = predicted_goodput(LATENCY, CHAINS, 0)
     assert [budget.verified for budget in prior.budgets(7, 2, most=10)] == [1, 9, 10]
     assert [budget.verified for budget in prior.budgets(7, 2, most=9)] == [1, 9]
     assert [budget.verified for budget in prior.budgets(7, 2, most=0)] == [0]
@@ -286,7 +290,7 @@ def test_a_load_says_how_deep_drafts_go_that_are_all_verified() -> None:
 
 def test_a_budget_leaves_the_prompts_that_wait_their_room() -> None:
     """4 rows and 3 tokens of prompts: 9 drafts fill the graph of 16; all 12 would leave no room."""
-    prior = predicted_goodput(LATENCY, CHAINS, 0, draft_widest=4)
+    prior = predicted_goodput(LATENCY, CHAINS, 0)
     assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(4, 3, waiting=3)] == [(1, 3), (9, 3), (12, 0)]
 
 
@@ -302,24 +306,24 @@ def test_a_graph_is_not_widened_for_a_few_tokens_that_fit_beside() -> None:
 
 
 def test_the_prior_expects_no_more_from_chains_longer_than_the_calibrated_ones() -> None:
-    prior = predicted_goodput(LATENCY, CHAINS, 0, draft_widest=4)
+    prior = predicted_goodput(LATENCY, CHAINS, 0)
     assert [prior.emitted(gamma) for gamma in range(5)] == [1.0, 1.6, 1.9, 1.9, 1.9]
 
 
 def test_what_picking_is_worth_is_what_it_brought_on_the_calibration_text() -> None:
     """One draft a row: every row's first accepts 0.6 a row, the likeliest of all 0.75; all first ones are all there are at gamma 1."""
     calibrated = dataclasses.replace(CHAINS, pooled=((0.0, 0.2, 0.4, 0.5, 0.6), (0.0, 0.2, 0.4, 0.6, 0.75, 0.8, 0.85, 0.9, 0.9)))
-    prior = predicted_goodput(LATENCY, calibrated, 0, draft_widest=4)
+    prior = predicted_goodput(LATENCY, calibrated, 0)
     assert prior.picking(2, 1.0) == pytest.approx(0.75 / 0.6)
     assert prior.picking(2, 1.5) == pytest.approx(0.85 / 0.75)
     assert [prior.picking(gamma, gamma) for gamma in (1, 2)] == pytest.approx([1.0, 1.0])
     assert prior.picking(2, 0.5) == pytest.approx(0.4 / 0.3)
-    assert prior.picking(0, 0.0) == predicted_goodput(LATENCY, CHAINS, 0, draft_widest=4).picking(2, 1.0) == 1.0
+    assert prior.picking(0, 0.0) == predicted_goodput(LATENCY, CHAINS, 0).picking(2, 1.0) == 1.0
 
 
 def test_a_pair_calibrated_without_chains_has_no_prior() -> None:
     with pytest.raises(ConfigError, match="width 1"):
-        predicted_goodput(LATENCY, Acceptance((-1.0, 0.0), (0.0, 1.0), {2: ((1.0, 1.6),)}), 0, draft_widest=4)
+        predicted_goodput(LATENCY, Acceptance((-1.0, 0.0), (0.0, 1.0), {2: ((1.0, 1.6),)}), 0)
 
 
 Step = tuple[int, int, float, int, bool, int | None]

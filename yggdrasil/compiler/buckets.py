@@ -11,6 +11,8 @@ from yggdrasil.errors import ShapeNotCompiled
 __all__ = ["Menu", "draft_menu", "target_menu"]
 
 SMALLEST = 2  # one token runs as two: compilers treat a dimension of one specially, and a padded row costs nothing
+SMALLEST_DRAFT = 4  # a draft is too small for fewer to take less time
+BATCH = 32  # of a draft: a token for every row of a batch
 
 
 @dataclass(frozen=True)
@@ -33,5 +35,6 @@ def target_menu(config: CompileConfig) -> Menu:
 
 
 def draft_menu(config: CompileConfig) -> Menu:
-    """The head draft, every draft width, and the prefill chunk."""
-    return Menu(tuple(sorted({SMALLEST, *(max(width, SMALLEST) for width in config.widths), config.prefill_chunk})))
+    """Every draft width, the head draft in the smallest of them, a batch's rows, and the prefill chunk."""
+    sizes = {max(width, SMALLEST_DRAFT) for width in config.widths} | {BATCH}
+    return Menu((*sorted(size for size in sizes if size < config.prefill_chunk), config.prefill_chunk))

@@ -40,6 +40,11 @@ class Curve:
         share, before, after = (context_len - low) / (high - low), self.ms[place - 1], self.ms[place]
         return [before[column] * (1 - share) + after[column] * share for column in columns]
 
+    @property
+    def widest(self) -> int:
+        """Token count of the greatest graph that a step uses: the one above it is the prefill chunk's."""
+        return self.sizes[-2:][0]
+
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Curve:
         return cls(tuple(payload["contexts"]), tuple(payload["sizes"]), tuple(tuple(row) for row in payload["ms"]))

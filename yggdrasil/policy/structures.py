@@ -277,8 +277,7 @@ def structure_ms(shape: Shape, latency: LatencyModel, *, verified: int, context_
     """
     if shape.levels is None:
         return latency.step_ms(shape.width, shape.depth, verified, context_len)
-    sizes = latency.draft.sizes
-    widest = sizes[-2:][0]  # the greatest size is the prefill chunk's
+    widest = latency.draft.widest
     parts = [min(widest, len(level) - start) for level in shape.levels[:-1] for start in range(0, len(level), widest)]
     settled_ms = latency.before_verify_ms(1, 1, context_len) + (shape.depth - 1) * latency.growth_host_ms
     return settled_ms + sum(latency.draft.at(part, context_len) for part in parts) + latency.verify.at(verified, context_len)

@@ -109,7 +109,7 @@ def _load_models(bundle: Bundle, pool: PagePool, config: ServeConfig) -> tuple[C
 def policy_parts(bundle: Bundle, config: ServeConfig) -> PolicyParts:
     """What the policies know of a pair before the first step: greedy acceptance and latencies as they were measured."""
     measured = load_measurements(bundle, bundle.dataset)
-    prior = predicted_goodput(measured.latency, measured.acceptance.nearest(0.0), min(TYPICAL_CONTEXT, bundle.max_context), bundle.config.widths[-1])
+    prior = predicted_goodput(measured.latency, measured.acceptance.nearest(0.0), min(TYPICAL_CONTEXT, bundle.max_context))
     return PolicyParts(max(1, config.gamma_max), config.max_batch, prior, measured.switching)
 
 

@@ -23,7 +23,7 @@ from yggdrasil.step.sampling import next_tokens
 
 __all__ = ["Chain", "accept_rows", "catch_up_rows_", "commit_row_", "draft_rows", "prune_rows", "run_pieces", "verify_rows"]
 
-WIDE_PIECES = 4  # so many of the draft's widest graph cost less than its prompt chunk
+WIDE_PIECES = 3  # so many of the draft's widest graph cost less than its prompt chunk
 
 
 @dataclass

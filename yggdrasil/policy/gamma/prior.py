@@ -83,7 +83,7 @@ class GoodputPrior:
         return Budget(verified, prompt_tokens, self.seconds(batch_size, gamma, verified, prompt_tokens))
 
 
-def predicted_goodput(latency: LatencyModel, acceptance: Acceptance, context_len: int, draft_widest: int) -> GoodputPrior:
+def predicted_goodput(latency: LatencyModel, acceptance: Acceptance, context_len: int) -> GoodputPrior:
     """The prior of a compiled pair.
 
     A step is gamma draft forwards of B tokens, one verification of B * (gamma + 1) tokens, and the host's share. Beyond the calibrated depth a
@@ -93,7 +93,6 @@ def predicted_goodput(latency: LatencyModel, acceptance: Acceptance, context_len
         latency: Profile of this machine.
         acceptance: Calibration of this pair; width 1 must be in it.
         context_len: Tokens of context of a typical row.
-        draft_widest: Tokens of the draft's greatest graph; more rows take several.
 
     Raises:
         ConfigError: The pair was calibrated without chains.
@@ -105,7 +104,7 @@ def predicted_goodput(latency: LatencyModel, acceptance: Acceptance, context_len
     def drafting(batch_size: int, gamma: int) -> float:
         if gamma == 0:
             return 0.0
-        draft_ms = _graphs_ms(latency.draft, batch_size, draft_widest, context_len) + latency.growth_host_ms
+        draft_ms = _graphs_ms(latency.draft, batch_size, latency.draft.widest, context_len) + latency.growth_host_ms
         return (gamma * draft_ms + latency.step_host_ms - latency.plain_host_ms) / 1e3
 
     @cache
