@@ -7,18 +7,18 @@ itself and a slow second of it is everybody's. (One after another they cannot be
 - Rates (paper: Figs. 9 and 15): Poisson arrivals at fractions of what decoding without speculation was measured to sustain; arms: every
   fixed gamma, none, and Nightjar.
 - Trace (paper: Tables 4 and 5, Figs. 10 to 12): a part of a production trace whose rate more than doubles and falls again, pressed into less
-  than a minute, its mean rate at `--load` of what a gamma of 2 was measured to sustain a moment before: arms that all keep up all write what arrives, and
-  cannot differ in throughput; arms: all policies.
+  than a minute, its mean rate at `--load` of what a gamma of 2 was measured to sustain a moment before, one after another where there are several: arms that
+  all keep up all write what arrives, and cannot differ in throughput; arms: all policies.
 - Switching: c_prefill by the profile's table beside what catching the draft up took.
 
 Each run starts with a policy that knows nothing but the profile, and its `pace` tells how fast the machine was. Latencies count from a request's
-arrival. Refuted if at some rate Nightjar's throughput is more than 2 % below the best fixed gamma's, if on the trace it is not above 1.05 times the best
-fixed gamma's or not above every baseline's, if at the greatest rate it is more than 1 % below decoding without speculation, or if a text differs
+arrival. Refuted if at some rate Nightjar's throughput is more than 2 % below the best fixed gamma's, if on the trace at some load it is not above 1.05 times the
+best fixed gamma's or not above every baseline's, if at the greatest rate it is more than 1 % below decoding without speculation, or if a text differs
 between policies. Ratios are medians over the rounds, whose arrivals differ.
 
 Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 25] [--rounds 3] [--json]`. `--part trace` is the trace alone, in files of
-that name. `--clock profile` computes every step and lets it take what the profile of the pair says, into files named `_profile`: no neighbour disturbs it at
-all. What it cannot say is what the profile leaves out (the host's work for every row) or how a policy copes with a profile that is wrong; Nightjar starts
+that name. `--clock profile` takes the small pair that computes the same function and lets every step take what the profile of the scaled one says, into files named
+`_profile`: no neighbour disturbs it at all. What it cannot say is what the profile leaves out (the host's work for every row) or how a policy copes with a profile that is wrong; Nightjar starts
 from the same profile, though for one typical context.
 """
 
@@ -76,7 +76,8 @@ class Stand:
         pair = under_test.pair()
         self.parts: PolicyParts = policy_parts(pair.bundle, CONFIG)
         self.texts = [pair.tokenizer.encode(text) for text in (*STORIES.test_texts, *STORIES.validation_texts)]
-        self._bundle, self._latency, self._on_profile = pair.bundle, pair.latency, options.clock == "profile"
+        self._latency, self._on_profile = pair.latency, options.clock == "profile"
+        self._bundle = under_test.twin().bundle if self._on_profile else pair.bundle
         self._say = say
         self._arms: dict[str, tuple[Batcher, Clock]] = {}
 
@@ -141,20 +142,20 @@ def typical(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def measure_trace(stand: Stand, options: argparse.Namespace, say: Say) -> dict[str, Any]:
-    """All policies on the trace, as often as asked for, each time with other prompts."""
+def measure_trace(stand: Stand, load: float, options: argparse.Namespace, say: Say) -> dict[str, Any]:
+    """All policies on the trace at one load, as often as asked for, each time with other prompts."""
     capacity = stand.capacity("fixed-2")
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
     timelines = {}
     for turn in range(options.rounds):
         texts = stand.texts[turn * OTHER_TEXTS :] + stand.texts[: turn * OTHER_TEXTS]
-        arrivals = traced(texts, read_trace(), rate=options.load * capacity, seconds=options.trace_seconds)
+        arrivals = traced(texts, read_trace(), rate=load * capacity, seconds=options.trace_seconds)
         for name, run in stand.run(POLICIES, arrivals, seed=turn).items():
             rounds[name].append(stand.figures(run))
             timelines[name] = run.timeline(BIN_S)
             say(line({"policy": name, "rate": round(len(arrivals) / options.trace_seconds, 2), **rounds[name][-1]}))
     sizes = {"requests": len(arrivals), "seconds": options.trace_seconds, "bin_s": BIN_S}
-    return {"capacity_requests_per_s": round(capacity, 3), **sizes, "rounds": rounds, "timelines": timelines}
+    return {"load": load, "capacity_requests_per_s": round(capacity, 3), **sizes, "rounds": rounds, "timelines": timelines}
 
 
 def measure_switching(stand: Stand, say: Say) -> list[dict[str, Any]]:
@@ -250,7 +251,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     if "rates" in parts:
         _draw_rates(*next(rows), result["rates"])
     if "trace" in parts:
-        _draw_trace(*next(rows), *next(rows), result["trace"])
+        _draw_trace(*next(rows), *next(rows), result["trace"][0])
 
 
 def _draw_rates(left: Axes, right: Axes, rates: Sequence[Mapping[str, Any]]) -> None:
@@ -288,7 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=12.0, help="arrivals at every rate (default: %(default)s)")
     parser.add_argument("--trace-seconds", type=float, default=25.0, help="the trace is pressed into so many (default: %(default)s)")
-    parser.add_argument("--load", type=float, default=1.2, help="mean rate of the trace, in what a gamma of 2 sustains (default: %(default)s)")
+    parser.add_argument("--load", type=float, nargs="+", default=[1.45], help="mean rates of the trace, in what a gamma of 2 sustains (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of all policies (default: %(default)s)")
     parser.add_argument("--part", choices=PARTS, help="only this (default: both, and switching)")
     parser.add_argument("--clock", choices=("own", "profile"), default="own", help="what time is (default: %(default)s)")
@@ -306,8 +307,8 @@ def main() -> None:
         result["rates"] = measure_rates(stand, options, say)
         result["verdict"]["rates"] = verdict_of_rates(result["rates"])
     if options.part != "rates":
-        result["trace"] = measure_trace(stand, options, say)
-        result["verdict"]["trace"] = verdict_of_trace(result["trace"])
+        result["trace"] = [measure_trace(stand, load, options, say) for load in options.load]
+        result["verdict"]["trace"] = {str(trace["load"]): verdict_of_trace(trace) for trace in result["trace"]}
     if options.part is None and options.clock == "own":
         result["switching"] = measure_switching(stand, say)
     path = save_result(
