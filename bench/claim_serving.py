@@ -12,14 +12,14 @@ itself and a slow second of it is everybody's. (One after another they cannot be
 - Switching: c_prefill by the profile's table beside what catching the draft up took.
 
 Each run starts with a policy that knows nothing but the profile, and its `pace` tells how fast the machine was. Latencies count from a request's
-arrival. Refuted if at some rate Nightjar's throughput is more than 2 % below the best fixed gamma's, if on the trace at some load it is not above 1.05 times the
-best fixed gamma's or not above every baseline's, if at the greatest rate it is more than 1 % below decoding without speculation, or if a text differs
-between policies. Ratios are medians over the rounds, whose arrivals differ.
+arrival. Refuted if at some rate Nightjar's throughput is more than 2 % below the best fixed gamma's, if on the trace at some load it is not above
+1.05 times the best fixed gamma's or not above every baseline's, if at the greatest rate it is more than 1 % below decoding without speculation, or if a
+text differs between policies. Ratios are medians over the rounds, whose arrivals differ.
 
 Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 25] [--rounds 3] [--json]`. `--part trace` is the trace alone, in files of
-that name. `--clock profile` takes the small pair that computes the same function and lets every step take what the profile of the scaled one says, into files named
-`_profile`: no neighbour disturbs it at all. What it cannot say is what the profile leaves out (the host's work for every row) or how a policy copes with a profile that is wrong; Nightjar starts
-from the same profile, though for one typical context.
+that name. `--clock profile` takes the small pair that computes the same function and lets every step take what the profile of the scaled one says,
+into files named `_profile`: no neighbour disturbs it at all. What it cannot say is what the profile leaves out (the host's work for every row) or how a
+policy copes with a profile that is wrong; Nightjar starts from the same profile, though for one typical context.
 """
 
 from __future__ import annotations
