@@ -1,12 +1,13 @@
 """The offline half: what `ygg compile` does, phase by phase.
 
 Packed weights and graphs are kept when it is broken off: the next run goes on behind them. Measurements are taken from the start, and written
-together with the bundle at the very end, so that until then a pair that was compiled before stays as it is.
+together with the bundle at the very end, so that until then a pair that was compiled before stays as it is. Then builds that nothing can load any more go.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -84,7 +85,25 @@ def _compile(bundle: Bundle, texts: Sequence[str], progress: Progress) -> Bundle
     models = bundle.load_models()
     bundle = replace(bundle, inexact_widths=_check_exactness(models[0], progress))
     tune(bundle, models, texts, progress)
+    _remove_outdated(bundle, progress)
     return bundle
+
+
+def _remove_outdated(bundle: Bundle, progress: Progress) -> None:
+    """Take away builds of this pair by other code, by another torch or for another processor: nothing will load them, and each holds all weights."""
+    outdated = [path.parent for path in bundle.folder.parent.glob("*/bundle.json") if _machine(path) != bundle.machine]
+    if outdated:
+        with progress.phase("remove outdated builds", len(outdated)):
+            for folder in outdated:
+                shutil.rmtree(folder, ignore_errors=True)
+                progress.advance()
+
+
+def _machine(path: Path) -> Any:
+    try:
+        return artifacts.load_json(path, "").get("machine")
+    except ArtifactError:
+        return None
 
 
 def _describe(target: str, draft: str, name: str, config: CompileConfig, calibration: Path) -> Bundle:
