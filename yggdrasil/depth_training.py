@@ -223,28 +223,29 @@ def calibration_error(label_N: npt.NDArray[np.bool_], said_N: npt.NDArray[np.flo
 def decision_quality(found: HeldOut, latency: LatencyModel, verify_widths: Sequence[int], decision_ms: float = 0.0, may_stop: bool = False) -> dict[str, Any]:
     """Milliseconds per token on held-out texts when the depth is fixed, predicted, found while growing, or known in advance; depth 0 is plain decoding.
 
-    For every fold, the K of each depth and the best fixed depth are chosen on the other folds. The oracle knows how far every
-    tree will be accepted. A prediction costs `decision_ms`, which the others save.
+    Every tree is pruned to the K of its own best ratio, as when it is verified. For every fold, the best fixed depth and its rate are those of the other
+    folds. The oracle knows how far every tree will be accepted. A prediction costs `decision_ms`, which the others save.
     """
     max_depth = found.survival_ND.shape[1]
     rules: list[str] = ["fixed", "predicted", *(["stopping"] if may_stop else [])]
     spent_ms, tokens = dict.fromkeys([*rules, "oracle"], 0.0), dict.fromkeys([*rules, "oracle"], 0.0)
     fixed_depths, predicted_depths, stopped_depths = [], [], []
+    emitted_NM, cost_NM = _outcomes(found.trace.deep, latency, verify_widths, max_depth)
     for fold in range(int(found.fold_N.max()) + 1):
         others, test = _others(found.fold_N, fold), np.flatnonzero(found.fold_N == fold)
-        emitted_NM, cost_M, verify_M = _outcomes(found.trace.deep, others, latency, verify_widths, max_depth)
-        mean_M = emitted_NM[others].mean(axis=0)
+        mean_M, cost_M = emitted_NM[others].mean(axis=0), cost_NM[others].mean(axis=0)
         fixed = int((mean_M / cost_M).argmax())
         growth_NM = np.concatenate([np.ones((len(test), 1)), 1 + found.trust * (found.growth_ND[test] - 1)], axis=1)
         expected_NM = 1.0 + (mean_M - 1.0) * growth_NM
-        chosen_N = (expected_NM - mean_M[fixed] / cost_M[fixed] * cost_M).argmax(axis=1)
-        oracle_N = _oracle(emitted_NM[test], cost_M)
+        rate = mean_M[fixed] / cost_M[fixed]
+        chosen_N = (expected_NM - rate * cost_M).argmax(axis=1)
+        oracle_N = _oracle(emitted_NM[test], cost_NM[test])
         chosen = {"fixed": np.full(len(test), fixed), "predicted": chosen_N, "oracle": oracle_N}
         if may_stop:
-            chosen["stopping"] = _stopped(found.trace.deep, test, latency, fixed, verify_M[fixed], mean_M[fixed] / cost_M[fixed])
+            chosen["stopping"] = _stopped(found.trace.deep, test, latency, verify_widths[-1], rate) if fixed else np.zeros(len(test), dtype=np.int64)
             stopped_depths.append(chosen["stopping"])
         for name, depth_N in chosen.items():
-            spent_ms[name] += float(cost_M[depth_N].sum()) + (decision_ms * len(test) if name == "predicted" else 0.0)
+            spent_ms[name] += float(cost_NM[test, depth_N].sum()) + (decision_ms * len(test) if name == "predicted" else 0.0)
             tokens[name] += float(emitted_NM[test, depth_N].sum())
         fixed_depths.append(fixed)
         predicted_depths.append(chosen_N)
@@ -261,51 +262,48 @@ def decision_quality(found: HeldOut, latency: LatencyModel, verify_widths: Seque
     }
 
 
-def _stopped(records: Sequence[TreeRecord], test: Indices, latency: LatencyModel, fixed: int, verify: int, rate: float) -> Indices:
-    """(N,) how deep `StoppingShape` would grow each tree; nowhere where plain decoding is best."""
-    if fixed == 0:
-        return np.zeros(len(test), dtype=np.int64)
+def _stopped(records: Sequence[TreeRecord], test: Indices, latency: LatencyModel, most: int, rate: float) -> Indices:
+    """(N,) how deep `StoppingShape` would grow each tree, of which `most` nodes can be verified, at this rate of tokens per millisecond."""
     width = records[0].width
-    step_ms = latency.draft.at(width, CONTEXT_LEN) + latency.growth_host_ms
+    min_gain = rate * (latency.draft.at(width, CONTEXT_LEN) + latency.growth_host_ms)
+    prices = [rate * ms for ms in latency.verify.marginal_ms(most, CONTEXT_LEN)]
     log_probs = np.array([records[position].log_probs for position in test])
     max_depth = (log_probs.shape[1] - 1) // width
     depth_N = np.full(len(test), max_depth)
     for depth in range(max_depth - 1, 0, -1):
-        depth_N[last_gain_plain(log_probs[:, : 1 + width * depth], width, verify) < rate * step_ms] = depth
+        depth_N[last_gain_plain(log_probs[:, : 1 + width * depth], width, prices) < min_gain] = depth
     return depth_N
 
 
-def _outcomes(
-    records: Sequence[TreeRecord], others: Indices, latency: LatencyModel, verify_widths: Sequence[int], max_depth: int
-) -> tuple[Floats, Floats, list[int]]:
-    """Emitted tokens of every position, (N, 1 + D), and cost and best K of every depth, 1 + D each."""
-    width = records[0].width
-    emitted, costs, verified = [np.ones(len(records))], [latency.plain_ms(CONTEXT_LEN)], [1]
+def _outcomes(records: Sequence[TreeRecord], latency: LatencyModel, verify_widths: Sequence[int], max_depth: int) -> tuple[Floats, Floats]:
+    """Emitted tokens and milliseconds of every position at every depth, (N, 1 + D) each; K by the ratio that each tree promises, as `FixedShape` has it."""
+    width, each = records[0].width, np.arange(len(records))
+    emitted, costs = [np.ones(len(records))], [np.full(len(records), latency.plain_ms(CONTEXT_LEN))]
     for depth in range(1, max_depth + 1):
         num_nodes = 1 + width * depth
-        by_k = _emitted_by_k(records, num_nodes)
-        menu = sorted({min(k, num_nodes) for k in verify_widths})
-        cost = {k: latency.step_ms(width, depth, k, CONTEXT_LEN) for k in menu}
-        best = max(menu, key=lambda k: by_k[others, k - 1].mean() / cost[k])
-        emitted.append(by_k[:, best - 1])
-        costs.append(cost[best])
-        verified.append(best)
-    return np.stack(emitted, axis=1), np.array(costs), verified
+        menu = np.array(sorted({min(k, num_nodes) for k in verify_widths}))
+        cost_K = np.array([latency.step_ms(width, depth, k, CONTEXT_LEN) for k in menu.tolist()])
+        emitted_NK, expected_NK = (sums[:, menu - 1] for sums in _by_k(records, num_nodes))
+        best_N = (expected_NK / cost_K).argmax(axis=1)
+        emitted.append(emitted_NK[each, best_N])
+        costs.append(cost_K[best_N])
+    return np.stack(emitted, axis=1), np.stack(costs, axis=1)
 
 
-def _emitted_by_k(records: Sequence[TreeRecord], num_nodes: int) -> Floats:
-    """(N, num_nodes) emitted tokens when the tree's first nodes are pruned to the k best."""
+def _by_k(records: Sequence[TreeRecord], num_nodes: int) -> tuple[Floats, Floats]:
+    """(N, num_nodes) tokens emitted, and those expected, when the tree's first nodes are pruned to the k best."""
     log_probs = np.array([record.log_probs[:num_nodes] for record in records])
     accepted = np.array([record.accepted[:num_nodes] for record in records], dtype=float)
     order = np.argsort(-log_probs, axis=1, kind="stable")
-    return np.take_along_axis(accepted, order, axis=1).cumsum(axis=1)
+    emitted, expected = (np.take_along_axis(values, order, axis=1).cumsum(axis=1) for values in (accepted, np.exp(log_probs)))
+    return emitted, expected
 
 
-def _oracle(emitted_NM: Floats, cost_M: Floats) -> Indices:
+def _oracle(emitted_NM: Floats, cost_NM: Floats) -> Indices:
     """(N,) the choices with the least ratio of total milliseconds to total tokens, by Dinkelbach's iteration."""
-    best = np.inf
-    chosen_N: Indices = (emitted_NM / cost_M).argmax(axis=1)
-    while (ms := cost_M[chosen_N].sum() / emitted_NM[np.arange(len(chosen_N)), chosen_N].sum()) < best - 1e-12:
+    best, each = np.inf, np.arange(len(emitted_NM))
+    chosen_N: Indices = (emitted_NM / cost_NM).argmax(axis=1)
+    while (ms := cost_NM[each, chosen_N].sum() / emitted_NM[each, chosen_N].sum()) < best - 1e-12:
         best = ms
-        chosen_N = (emitted_NM - cost_M / ms).argmax(axis=1)
+        chosen_N = (emitted_NM - cost_NM / ms).argmax(axis=1)
     return chosen_N

@@ -116,8 +116,16 @@ def test_growth_stops_where_a_step_is_worth_less_than_its_time() -> None:
     # best is W = 4, D = 2, K = 4: 3.5 tokens in 15 ms; a growth step takes 2 ms in the graph and 0.5 on the host
     assert (shape.width, shape.depth, shape.verify) == (4, 3, None)
     assert isinstance(shape.stop, SmallGain)
-    assert (shape.stop.width, shape.stop.budget) == (4, 4)
-    assert shape.stop.min_gain == pytest.approx(3.5 / 15.0 * 2.5)
+    assert (shape.stop.width, shape.stop.min_gain) == (4, pytest.approx(3.5 / 15.0 * 2.5))
+    # four nodes are verified in the time of one, the next four take half a millisecond each, more have no graph
+    assert shape.stop.prices == pytest.approx((0.0,) * 4 + (3.5 / 15.0 * 0.5,) * 4)
+
+
+def test_what_a_token_more_takes_never_falls() -> None:
+    """A graph of 4 tokens is not worth its 2 ms where one of 8 takes 4, nor that where one of 16 takes 5."""
+    steps = Curve((0,), (2, 4, 8, 16, 128), ((10.0, 12.0, 14.0, 15.0, 90.0),))
+    assert steps.marginal_ms(8, 0) == pytest.approx([0.0, 0.0, *[4.0 / 6] * 6])
+    assert steps.marginal_ms(16, 0) == pytest.approx([0.0, 0.0, *[5.0 / 14] * 14])
 
 
 def test_nothing_grows_where_plain_decoding_is_best() -> None:

@@ -87,10 +87,13 @@ def test_small_gain_by_hand() -> None:
     tree.grow(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([0.5, 0.4]).log())
     tree.grow(torch.tensor([1, 1]), torch.tensor([3, 4]), torch.tensor([0.3, 0.2]).log())
     # best three before 1 + 0.5 + 0.4, after the same: the step gained nothing; of four nodes it gains 0.3
-    assert SmallGain(2, 3, 0.01).enough(tree)
-    assert not SmallGain(2, 4, 0.29).enough(tree)
-    assert SmallGain(2, 4, 0.31).enough(tree)
-    assert not SmallGain(2, 64, 0.49).enough(tree)
+    assert SmallGain(2, (0.0,) * 3, 0.01).enough(tree)
+    assert not SmallGain(2, (0.0,) * 4, 0.29).enough(tree)
+    assert SmallGain(2, (0.0,) * 4, 0.31).enough(tree)
+    assert not SmallGain(2, (0.0,) * 64, 0.49).enough(tree)
+    # verifying a fourth node costs 0.25, a fifth 0.25 too: the step is worth 0.05
+    assert not SmallGain(2, (0.0, 0.1, 0.1, 0.25, 0.25), 0.04).enough(tree)
+    assert SmallGain(2, (0.0, 0.1, 0.1, 0.25, 0.25), 0.06).enough(tree)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -98,15 +101,16 @@ def test_the_last_gain_of_a_tree_is_that_of_its_specification() -> None:
     generator = np.random.default_rng(0)
     for _ in range(200):
         num_nodes = int(generator.integers(2, 40))
-        width, budget = int(generator.integers(1, num_nodes + 1)), int(generator.integers(1, 48))
+        width, prices = int(generator.integers(1, num_nodes + 1)), np.sort(generator.uniform(size=int(generator.integers(1, 48)))).tolist()
         log_prob_N = torch.from_numpy(-generator.exponential(size=num_nodes)).float()
-        expected = last_gain_plain(log_prob_N.numpy(), width, budget)
-        assert torch.ops.ygg.last_gain(log_prob_N, width, budget) == pytest.approx(float(expected), abs=1e-9)
+        expected = last_gain_plain(log_prob_N.numpy(), width, prices)
+        assert torch.ops.ygg.last_gain(log_prob_N, width, prices) == pytest.approx(float(expected), abs=1e-9)
 
 
 def test_the_last_gain_of_many_trees_is_that_of_each() -> None:
     log_prob_MN = -np.random.default_rng(1).exponential(size=(5, 9))
-    assert last_gain_plain(log_prob_MN, 4, 6).tolist() == [pytest.approx(float(last_gain_plain(log_prob_N, 4, 6))) for log_prob_N in log_prob_MN]
+    prices = (0.0, 0.0, 0.1, 0.1, 0.2, 0.2)
+    assert last_gain_plain(log_prob_MN, 4, prices).tolist() == [pytest.approx(float(last_gain_plain(log_prob_N, 4, prices))) for log_prob_N in log_prob_MN]
 
 
 def test_sequoia_by_hand() -> None:

@@ -38,7 +38,7 @@ using TreeArrays = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at
 void grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const at::Tensor& log_probs, const at::Tensor& tokens, int64_t num_known, int64_t num_new,
            at::Tensor token, at::Tensor parent, at::Tensor depth, at::Tensor log_prob, at::Tensor path, int64_t first, int64_t width, at::Tensor meta,
            int64_t root_pos, double slope, double offset);
-double last_gain(const at::Tensor& log_prob, int64_t width, int64_t budget);
+double last_gain(const at::Tensor& log_prob, int64_t width, at::ArrayRef<double> prices);
 void pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& depth, const at::Tensor& path, int64_t first, int64_t last, int64_t root_pos,
                  int64_t row);
 void pack_chains_(at::Tensor meta, at::IntArrayRef tokens, at::IntArrayRef lens, at::IntArrayRef start_positions, at::IntArrayRef rows);

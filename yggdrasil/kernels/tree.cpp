@@ -103,19 +103,19 @@ void ygg::grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const a
   pad(meta, width);
 }
 
-// What the last `width` nodes add to the summed probabilities of the `budget` best: `last_gain_plain`, policy/structures.py.
-double ygg::last_gain(const at::Tensor& log_prob, int64_t width, int64_t budget) {
-  TORCH_CHECK(log_prob.is_contiguous() && 0 < width && width <= log_prob.size(0) && budget > 0, "last_gain: ", width, " of ", log_prob.size(0), " nodes");
+// What the last `width` nodes add to the worth of the best, probabilities less prices by rank: `last_gain_plain`, policy/structures.py.
+double ygg::last_gain(const at::Tensor& log_prob, int64_t width, at::ArrayRef<double> prices) {
+  TORCH_CHECK(log_prob.is_contiguous() && 0 < width && width <= log_prob.size(0), "last_gain: ", width, " of ", log_prob.size(0), " nodes");
   std::vector<float> values(log_prob.const_data_ptr<float>(), log_prob.const_data_ptr<float>() + log_prob.size(0));
-  const auto sum_of_best = [&](int64_t count) {  // of the first `count` values; reorders them alone
-    const int64_t kept = std::min(budget, count);
-    std::nth_element(values.begin(), values.begin() + kept - 1, values.begin() + count, std::greater<float>());
+  const auto worth = [&](int64_t count) {  // of the first `count` values; reorders them alone
+    const int64_t kept = std::min(int64_t(prices.size()), count);
+    std::partial_sort(values.begin(), values.begin() + kept, values.begin() + count, std::greater<float>());
     double sum = 0.0;
-    for (int64_t i = 0; i < kept; ++i) sum += std::exp(double(values[i]));
+    for (int64_t i = 0; i < kept; ++i) sum += std::max(std::exp(double(values[i])) - prices[i], 0.0);
     return sum;
   };
-  const double before = width < log_prob.size(0) ? sum_of_best(log_prob.size(0) - width) : 0.0;
-  return sum_of_best(log_prob.size(0)) - before;
+  const double before = worth(log_prob.size(0) - width);
+  return worth(log_prob.size(0)) - before;
 }
 
 // Tree nodes [first, last), each of which sees `root_pos` indices and its path.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 __all__ = ["Curve", "LatencyModel"]
@@ -40,6 +41,19 @@ class Curve:
         share, before, after = (context_len - low) / (high - low), self.ms[place - 1], self.ms[place]
         return [before[column] * (1 - share) + after[column] * share for column in columns]
 
+    def marginal_ms(self, most: int, context_len: int) -> list[float]:
+        """What every further token adds, the first 0, up to `most`: slopes of the greatest convex curve that lies nowhere above this one at its sizes.
+
+        Graphs come in steps; who adds tokens one by one would stop before a step that pays as a whole.
+        """
+        sizes = [1, *(size for size in self.sizes if 1 < size <= most)]
+        hull: list[tuple[int, float]] = []
+        for point in zip(sizes, self.at_each(sizes, context_len), strict=True):
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
+                hull.pop()
+            hull.append(point)
+        return [0.0, *(_slope(low, high) for low, high in pairwise(hull) for _ in range(high[0] - low[0]))]
+
     @property
     def widest(self) -> int:
         """Token count of the greatest graph that a step uses: the one above it is the prefill chunk's."""
@@ -48,6 +62,10 @@ class Curve:
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Curve:
         return cls(tuple(payload["contexts"]), tuple(payload["sizes"]), tuple(tuple(row) for row in payload["ms"]))
+
+
+def _slope(low: tuple[int, float], high: tuple[int, float]) -> float:
+    return (high[1] - low[1]) / (high[0] - low[0])
 
 
 @dataclass(frozen=True)

@@ -231,20 +231,32 @@ class ContextShape(BestShape):
 class StoppingShape(BestShape):
     """The best shape's W, grown until a step is worth less than its time.
 
-    A step of growth costs a draft forward and the host's share; at the rate of tokens that Eq. 3 promises those milliseconds are worth some tokens,
-    and growth ends with the first step that raised the expected tokens of the best K nodes by fewer. Each tree is as deep as its own
-    probabilities deserve, which no prediction from the text before it knows. For a CPU: a host that only launches would have to wait for every step.
+    At the rate of tokens that Eq. 3 promises, every millisecond is worth some tokens: those of a growth step, a draft forward and the host's share,
+    and those that verifying one node more takes. Growth ends with the first step that raised the worth of the best nodes by less than its own price.
+    Each tree is as deep as its own probabilities deserve, which no prediction from the text before it knows. For a CPU: a host that only launches would
+    have to wait for every step.
 
-    Source: Yggdrasil Eq. (3), read as a price; the rule is OPT-Tree's. Departure: the paper predicts D before drafting.
+    Source: Yggdrasil Eq. (3), read as a price; the rule is OPT-Tree's, with a price for each node instead of a budget. Departure: the paper predicts D
+    before drafting.
     """
 
+    _shape_by_context: dict[int, Shape] = field(default_factory=dict, init=False, repr=False)
+
     def choose(self, state: DecodeState) -> Shape:
-        arms = self.arms(state.root_pos)
+        key = state.root_pos // CONTEXT_STEP * CONTEXT_STEP
+        shape = self._shape_by_context.get(key)
+        if shape is None:
+            shape = self._shape_by_context[key] = self._stopping(key)
+        return shape
+
+    def _stopping(self, context_len: int) -> Shape:
+        arms = self.arms(context_len)
         shape = arms.shapes[arms.settled]
         if shape.depth == 0:
             return shape
-        step_ms = self.latency.draft.at(shape.width, state.root_pos) + self.latency.growth_host_ms
-        return Shape(shape.width, self.acceptance.max_depth, stop=SmallGain(shape.width, int(arms.verify_M[arms.settled]), arms.rate * step_ms))
+        step_ms = self.latency.draft.at(shape.width, context_len) + self.latency.growth_host_ms
+        prices = [arms.rate * ms for ms in self.latency.verify.marginal_ms(self.verify_widths[-1], context_len)]
+        return Shape(shape.width, self.acceptance.max_depth, stop=SmallGain(shape.width, tuple(prices), arms.rate * step_ms))
 
 
 def best_shape(acceptance: Acceptance, latency: LatencyModel, *, widths: Sequence[int], verify_widths: Sequence[int], context_len: int) -> tuple[Shape, float]:

@@ -70,37 +70,44 @@ class LowConfidence:
 
 @dataclass(frozen=True)
 class SmallGain:
-    """Stop equal growth once the last step raised the expected emitted tokens of the best nodes by less than a minimum.
+    """Stop equal growth once the last step raised what the best nodes are worth by less than a minimum.
+
+    A node is worth the probability that it is accepted less the price of verifying it, which rises with its rank among all nodes; one that is worth
+    less than nothing is left out.
 
     Args:
         width: W, the nodes of the last step.
-        budget: Nodes that will be verified, root included.
+        prices: Tokens that verifying the best node costs, the second best, and so on, never falling; beyond the last no node is verified.
         min_gain: Tokens that a step must add.
 
     Example:
-        >>> str(SmallGain(8, 32, 0.1))
+        >>> str(SmallGain(8, (0.0,) * 32, 0.1))
         'until gain<0.1'
     """
 
     width: int
-    budget: int
+    prices: tuple[float, ...]
     min_gain: float
 
     def enough(self, tree: TokenTree) -> bool:
         if tree.is_cpu:
-            return bool(torch.ops.ygg.last_gain(tree.log_prob_N, self.width, self.budget) < self.min_gain)
-        return bool(last_gain_plain(tree.log_prob_N.numpy(force=True), self.width, self.budget) < self.min_gain)  # sync: the tree ends or goes on
+            return bool(torch.ops.ygg.last_gain(tree.log_prob_N, self.width, self.prices) < self.min_gain)
+        return bool(last_gain_plain(tree.log_prob_N.numpy(force=True), self.width, self.prices) < self.min_gain)  # sync: the tree ends or goes on
 
     def __str__(self) -> str:
         return f"until gain<{self.min_gain:g}"
 
 
-def last_gain_plain(log_prob_XN: npt.ArrayLike, width: int, budget: int) -> npt.NDArray[np.float64]:
-    """What the last `width` nodes of trees, (..., N), add to the summed probabilities of the `budget` best, (...): the specification of `ygg::last_gain`."""
+def last_gain_plain(log_prob_XN: npt.ArrayLike, width: int, prices: Sequence[float]) -> npt.NDArray[np.float64]:
+    """What the last `width` nodes of trees, (..., N), add to the worth of the best nodes, (...): the specification of `ygg::last_gain`."""
     values = np.exp(np.asarray(log_prob_XN, dtype=np.float64))
-    before, after = (np.sort(nodes, axis=-1)[..., ::-1][..., :budget].sum(axis=-1) for nodes in (values[..., : values.shape[-1] - width], values))
-    gain: npt.NDArray[np.float64] = after - before
-    return gain
+
+    def worth(nodes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        best = np.sort(nodes, axis=-1)[..., ::-1][..., : len(prices)]
+        total: npt.NDArray[np.float64] = np.maximum(best - np.array(prices)[: best.shape[-1]], 0.0).sum(axis=-1)
+        return total
+
+    return worth(values) - worth(values[..., : values.shape[-1] - width])
 
 
 def sequence(depth: int) -> Shape:
@@ -135,7 +142,7 @@ def opt_tree(budget: int, width: int, max_depth: int, min_gain: float) -> Shape:
     before; here a step attaches `width` nodes anywhere, so that a draft graph of the menu runs it. Both stop when the expected
     accepted length of the best `budget` nodes rose by less than `min_gain`.
     """
-    return Shape(width, max_depth, verify=budget, stop=SmallGain(width, budget, min_gain))
+    return Shape(width, max_depth, verify=budget, stop=SmallGain(width, (0.0,) * budget, min_gain))
 
 
 def k_ary(k: int, depth: int, *, num_nodes: int | None = None) -> Shape:
