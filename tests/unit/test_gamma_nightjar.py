@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
 from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
 from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds, ValueScale
+from yggdrasil.policy.gamma.filling import draft_room
 from yggdrasil.policy.gamma.nightjar import Nightjar, PrintedNightjar
 from yggdrasil.policy.gamma.prior import GoodputPrior
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
@@ -184,6 +186,16 @@ def test_the_variant_leaves_drafts_out_that_would_take_the_next_graph() -> None:
     assert policy.select(load) == 1
     assert policy.verified(load, 1, [[0.8]] * 12) == 4
     assert policy.verified(Load(8, 1), 1, [[0.8]] * 8) == 8  # here all fit
+
+
+def test_every_load_of_a_server_is_priced_before_the_first_step() -> None:
+    """A selection is arithmetic on what is known: pricing a load takes ten times as long."""
+    policy = Nightjar(STAIRS, free, gamma_max=2, max_batch=6)
+    priced = policy._ways.cache_info().misses
+    assert priced == 6 * 5  # 0, 8, 16, 24 and 32 tokens of prompts
+    for batch_size, waiting in product(range(1, 7), range(33)):
+        policy.select(Load(batch_size, 2, waiting_tokens=waiting, drafts_max=draft_room(STAIRS.widths, batch_size, waiting)))
+    assert policy._ways.cache_info().misses == priced
 
 
 def test_the_variant_drafts_deeper_than_the_menu_verifies() -> None:

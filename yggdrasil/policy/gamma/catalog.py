@@ -62,7 +62,7 @@ def _dsd(parts: PolicyParts) -> DSD:
 
 
 POLICIES: Mapping[str, Callable[[PolicyParts], GammaPolicy]] = {
-    "nightjar": lambda parts: Nightjar(parts.prior, parts.switching_cost, gamma_max=parts.gamma_max),
+    "nightjar": lambda parts: Nightjar(parts.prior, parts.switching_cost, gamma_max=parts.gamma_max, max_batch=parts.max_batch),
     "nightjar-printed": lambda parts: PrintedNightjar(parts.switching_cost, parts.random),
     "off": lambda parts: FixedGamma(0),
     "dsd": _dsd,

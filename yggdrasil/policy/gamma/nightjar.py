@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,8 @@ LEAST_EXPLORATION = 0.001  # of every step's time, so that a server of any age n
 LEAST_LOSS = 0.01  # of a step: what trying an arm counts for that is predicted to cost nothing
 STAY_STEPS = 32.0  # steps that the draft is expected to run once it has been caught up
 WELL_PREDICTED = 0.8  # of an arm's best way's goodput: what is predicted to be worse is not looked at again
-WAYS_KEPT = 1024  # loads whose predictions are kept; a server of any age meets more
+WAITING_STEP = 8  # waiting prompt tokens are rounded up to a multiple: a few more or less change no decision, and so there are few loads to price
+WAYS_KEPT = 2048  # loads whose predictions are kept: 64 rows with up to 128 tokens of prompts are half as many
 PROMPT_VALUE = 0.8  # of an emitted token, for one of a prompt: at 1 prompts crowd drafts out, at 0.5 rows wait for them (bench/LOG.md)
 
 
@@ -102,6 +103,7 @@ class Nightjar:
         prior: The predicted step.
         switching_cost: c_prefill.
         gamma_max: Greatest arm; a load that allows more gets no more.
+        max_batch: Loads of up to so many rows are priced here, a sixth of a millisecond each, so that no selection has to; others when they are met.
 
     Source: the arms, the reward and the indicator of Nightjar Eq. (3). Departures: blocks and bins are replaced by the credit, whose sum grows as the
     sqrt(T) that Theorem 1 asks for, whereas the printed bins explore T^(3/4) rounds; the running mean of realised goodput by the model above, which knows
@@ -120,7 +122,7 @@ class Nightjar:
     (2, 5)
     """
 
-    def __init__(self, prior: GoodputPrior, switching_cost: SwitchingCost, *, gamma_max: int) -> None:
+    def __init__(self, prior: GoodputPrior, switching_cost: SwitchingCost, *, gamma_max: int, max_batch: int = 0) -> None:
         self.switching_cost = switching_cost
         self.gamma_max = gamma_max
         self.acceptance = PositionAcceptance(prior, gamma_max)
@@ -133,6 +135,9 @@ class Nightjar:
         self.credit_s = 0.0
         self.steps = 0
         self._last_step: dict[int, list[int]] = {}
+        waiting = range(0, prior.widths[-1] + 1, WAITING_STEP) if prior.widths else ()
+        for batch_size, waits in product(range(1, max_batch + 1), waiting):
+            self._ways_at(Load(batch_size, gamma_max, waiting_tokens=waits, drafts_max=draft_room(prior.widths, batch_size, waits)))
 
     def select(self, load: Load) -> int:
         """The best arm, or another one whose turn it is; the credit is spent here, for an explored step need not be observed."""
@@ -168,7 +173,7 @@ class Nightjar:
         """For every arm the step with the best predicted goodput: all drafts verified that can be, or as many as fill a narrower graph."""
         steps, emitted, gains = [], self.acceptance.emitted, self.acceptance.gains
         by_graph, by_arm = self.graphs.corrections, [] if self._prior.widths else self.seconds.corrections(load.batch_size)
-        for gamma, ways in enumerate(self._ways(load.batch_size, load.waiting_tokens, load.drafts_max)[:num_arms]):
+        for gamma, ways in enumerate(self._ways_at(load)[:num_arms]):
             most, least = 0.0, 1.0
             for whole, more, picking, besides, width, predicted in ways:
                 seconds = predicted * (by_graph[width] if width else by_arm[gamma])
@@ -177,6 +182,12 @@ class Nightjar:
                     most, least = tokens, seconds
             steps.append((most, least))
         return steps
+
+    def _ways_at(self, load: Load) -> list[list[_Way]]:
+        waiting, most = -(-load.waiting_tokens // WAITING_STEP) * WAITING_STEP, load.drafts_max
+        if most is not None and self._prior.widths:
+            most = min(most, draft_room(self._prior.widths, load.batch_size, waiting))
+        return self._ways(load.batch_size, waiting, most)
 
     def _new_ways(self, batch_size: int, waiting_tokens: int, drafts_max: int | None) -> list[list[_Way]]:
         """The ways to verify every arm that are worth a look, as far as they do not change."""
