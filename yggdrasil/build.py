@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ __all__ = ["bundled_arguments", "compile_pair", "resolved"]
 
 DEFAULT_MAX_CONTEXT = 2048
 LOCK_NAME = "compiling.lock"  # in the folder of the pair
+HARDWARE = ("cpu_flags", "compute_capability")  # of `machine_fields`
 WORKER_BYTES = 3 * 2**29  # a CUDA context, its libraries, two pages of KV
 
 
@@ -90,8 +91,8 @@ def _compile(bundle: Bundle, texts: Sequence[str], progress: Progress) -> Bundle
 
 
 def _remove_outdated(bundle: Bundle, progress: Progress) -> None:
-    """Take away builds of this pair by other code, by another torch or for another processor: nothing will load them, and each holds all weights."""
-    outdated = [path.parent for path in bundle.folder.parent.glob("*/bundle.json") if _machine(path) != bundle.machine]
+    """Take away builds of this pair for this hardware by other code or another torch: nothing will load them, and each holds all weights."""
+    outdated = [path.parent for path in bundle.folder.parent.glob("*/bundle.json") if _is_outdated(path, bundle.machine)]
     if outdated:
         with progress.phase("remove outdated builds", len(outdated)):
             for folder in outdated:
@@ -99,11 +100,13 @@ def _remove_outdated(bundle: Bundle, progress: Progress) -> None:
                 progress.advance()
 
 
-def _machine(path: Path) -> Any:
+def _is_outdated(path: Path, machine: Mapping[str, Any]) -> bool:
+    """A folder of artifacts may be shared: what another processor runs stays."""
     try:
-        return artifacts.load_json(path, "").get("machine")
+        built_for = artifacts.load_json(path, "").get("machine", {})
     except ArtifactError:
-        return None
+        return False
+    return built_for != machine and all(built_for.get(field) == machine[field] for field in HARDWARE)
 
 
 def _describe(target: str, draft: str, name: str, config: CompileConfig, calibration: Path) -> Bundle:

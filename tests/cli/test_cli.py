@@ -358,12 +358,12 @@ def test_compiling_again_keeps_what_is_whole_and_builds_what_is_missing_or_broke
 
 def test_builds_that_nothing_can_load_any_more_go_once_the_new_one_is_whole(copied: Path, llama_folders: tuple[str, str], capsys: Capture) -> None:
     folder = load_bundle("tiny").folder
-    other_options, other_torch, broken = (shutil.copytree(folder, folder.with_name(name)) for name in ("0" * 12, "1" * 12, "2" * 12))
+    other_options, other_torch, other_processor = (shutil.copytree(folder, folder.with_name(name)) for name in ("0" * 12, "1" * 12, "2" * 12))
     edit(other_torch / "bundle.json", lambda payload: payload["machine"].update(torch="1.0"))
-    truncate(broken / "bundle.json")
+    edit(other_processor / "bundle.json", lambda payload: payload["machine"].update(torch="1.0", cpu_flags="sparc"))
     calibration, progress = tiny_pair.save_calibration(copied / "stories.txt"), Phases()
     compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
-    assert {path for path in folder.parent.iterdir() if path.is_dir()} == {folder, other_options}
+    assert {path for path in folder.parent.iterdir() if path.is_dir()} == {folder, other_options, other_processor}
     assert progress.names[-1] == "remove outdated builds"
     generate(capsys)
 
