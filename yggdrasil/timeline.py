@@ -2,7 +2,7 @@
 
 ```
 stages   policy |   draft                                             | prune |    verify           | accept | commit
-graphs                 [draft 2]        [draft 4]        [draft 4]                 [verify 16]
+graphs                 [draft 4]        [draft 4]        [draft 4]                 [verify 16]
 host     choose shape, head      grow 1           grow 2           grow 3, prune, pack         outputs, accept, commit, observe
 ```
 

@@ -29,10 +29,10 @@ def test_every_gap_of_a_recorded_step_has_a_name(speculating: LoadedPair, tmp_pa
     assert len(timeline.steps) >= 4
     step = timeline.representative
     found = [piece.name for piece in step.pieces() if piece.name != BETWEEN]
-    assert found[:4] == ["choose shape", "head", "draft 2", "grow 1"]
+    assert found[:4] == ["choose shape", "head", "draft 4", "grow 1"]
     assert found[-7:] == ["prune", "pack", step.graphs[-1].name, "outputs", "accept", "commit", "observe"]
     assert step.graphs[-1].name in ("verify 2", "verify 4", "verify 8", "verify 16")
-    assert {graph.name for graph in step.graphs[:-1]} <= {"draft 2", "draft 4"}
+    assert {graph.name for graph in step.graphs[:-1]} <= {"draft 4"}
     assert plot_timeline(step, tmp_path / "step.png").read_bytes().startswith(PNG)
 
 
