@@ -24,7 +24,7 @@ LEAST_EXPLORATION = 0.001  # of every step's time, so that a server of any age n
 LEAST_LOSS = 0.01  # of a step: what trying an arm counts for that is predicted to cost nothing
 STAY_STEPS = 32.0  # steps that the draft is expected to run once it has been caught up
 WELL_PREDICTED = 0.8  # of an arm's best way's goodput: what is predicted to be worse is not looked at again
-WAITING_STEP = 8  # waiting prompt tokens are rounded up to a multiple: a few more or less change no decision, and so there are few loads to price
+WAITING_STEP = 8  # waiting prompt tokens are rounded up to a multiple, so that there are few loads to price
 WAYS_KEPT = 2048  # loads whose predictions are kept: 64 rows with up to 128 tokens of prompts are half as many
 PROMPT_VALUE = 0.8  # of an emitted token, for one of a prompt: at 1 prompts crowd drafts out, at 0.5 rows wait for them (bench/LOG.md)
 
