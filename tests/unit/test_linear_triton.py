@@ -12,8 +12,10 @@ from yggdrasil.models.load import order_linears_
 
 SCRIPT = """
 import torch
+from triton_products import multiply_row_by_row
 from yggdrasil.kernels import linear_triton
 
+multiply_row_by_row()
 torch.manual_seed(0)
 
 def inputs(num_rows, out_features, in_features, dtype, has_bias):
@@ -63,7 +65,7 @@ def test_the_product_compiles_for_a_device_to_tensor_cores_of_sixteen_rows() -> 
 
 def test_the_kernels_equal_the_reference_and_rows_do_not_depend_on_their_number() -> None:
     # A process of its own: Triton decides at import whether it interprets.
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "equal", done.stderr[-3000:]
 

@@ -17,6 +17,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <type_traits>
@@ -38,27 +39,32 @@ int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step
 
 // ---- products: sums += a b, where b is lines of words ----
 
-template <class Dtype, int kRows>
+template <class Dtype, int kUsed, int kRows>  // kUsed of the vectors of a line
 void multiply_rows(float* sums, int64_t sums_stride, const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t steps) {
-  Vec sum[kRows][kVecs];
+  Vec sum[kRows][kUsed];
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVecs; ++v) sum[r][v] = load(sums + r * sums_stride + v * kLanes);
+    for (int v = 0; v < kUsed; ++v) sum[r][v] = load(sums + r * sums_stride + v * kLanes);
   for (int64_t s = 0; s < steps; ++s) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) {
-      const Vec line = load(b + s * b_stride + v * kLanes);
+#pragma GCC unroll 2
+    for (int i = 0; i < Dtype::kParts; ++i) {
+      Vec line[kUsed];
+      for (int v = 0; v < kUsed; ++v) line[v] = Dtype::part(load(b + s * b_stride + v * kLanes), i);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) sum[r][v] = Dtype::step(sum[r][v], a[r * a_stride + s], line);
+      for (int r = 0; r < kRows; ++r) {
+        const Vec number = Dtype::part(opaque(broadcast(a[r * a_stride + s])), i);
+#pragma GCC unroll 4
+        for (int v = 0; v < kUsed; ++v) sum[r][v] = Dtype::multiply(sum[r][v], number, line[v]);
+      }
     }
   }
   for (int r = 0; r < kRows; ++r) std::memcpy(sums + r * sums_stride, sum[r], sizeof sum[r]);
 }
 
-template <class Dtype, int kRows = kMaxRows>
+template <class Dtype, int kUsed = kVecs, int kRows = std::bit_floor(unsigned(kMaxRows))>  // a page is 16 keys
 void multiply(int64_t rows, float* sums, int64_t sums_stride, const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t steps) {
   for (; rows >= kRows; rows -= kRows, sums += kRows * sums_stride, a += kRows * a_stride)
-    multiply_rows<Dtype, kRows>(sums, sums_stride, a, a_stride, b, b_stride, steps);
-  if constexpr (kRows > 1) multiply<Dtype, kRows - 1>(rows, sums, sums_stride, a, a_stride, b, b_stride, steps);
+    multiply_rows<Dtype, kUsed, kRows>(sums, sums_stride, a, a_stride, b, b_stride, steps);
+  if constexpr (kRows > 1) multiply<Dtype, kUsed, kRows - 1>(rows, sums, sums_stride, a, a_stride, b, b_stride, steps);
 }
 
 #if defined(__AMX_BF16__)
@@ -215,6 +221,7 @@ class Block {
     const int64_t row = call.token(lanes.begin / call.heads())[kRow];
     if (is_first || kv_head != kv_head_ || row != row_) laid_out_ = 0;
     call_ = &call, kv_head_ = kv_head, row_ = row, lanes_ = lanes, num_lanes_ = lanes.end - lanes.begin;
+    num_vecs_ = num_lanes_ <= kLanes ? 1 : kVecs;
     is_tiled_ = std::is_same_v<Dtype, BFloat16> && amx_granted();
     shared_ = longest_ = 0, last_index_ = -1;
     for (int64_t n = token_of(0); n <= token_of(num_lanes_ - 1); ++n) {
@@ -290,25 +297,26 @@ class Block {
     if (is_tiled_) return score_tiles(scores, pages, query_.data(), call_->steps());
 #endif
     std::fill_n(scores, kPages * kPage * kColumns, 0.0f);
+    const auto multiply_lanes = num_vecs_ == kVecs ? multiply<Dtype> : multiply<Dtype, 1>;
     for (int64_t p = 0; p < kPages; ++p)
-      multiply<Dtype>(kPage, scores + p * kPage * kColumns, kColumns, pages[p], call_->steps(), query_.data(), kColumns, call_->steps());
+      multiply_lanes(kPage, scores + p * kPage * kColumns, kColumns, pages[p], call_->steps(), query_.data(), kColumns, call_->steps());
   }
 
   // Weights of every block of words, lane by lane, and what divides the sums.
   void weigh() {
     const Vec scale = Vec{} + call_->scale;
     Vec highest[kVecs];
-    for (int v = 0; v < kVecs; ++v) {
+    for (int v = 0; v < num_vecs_; ++v) {
       highest[v] = Vec{} + std::numeric_limits<float>::lowest();
       for (int64_t j = 0; j < longest_; ++j) highest[v] = maximum(highest[v], load(scores_.data() + j * kColumns + v * kLanes) * scale);
     }
     weights_.resize(std::max<size_t>(weights_.size(), longest_ / Dtype::kPair * kColumns));
     Vec totals[2][Dtype::kPair][kVecs] = {};
     const float* from = scores_.data();
+    alignas(64) Word by_word[kTileWords] = {};
     for (Word* to = weights_.data(); to < weights_.data() + longest_ / Dtype::kPair * kColumns; to += kTileWords) {
-      alignas(64) Word by_word[kTileWords];
       for (int w = 0; w < kColumns; ++w, from += Dtype::kPair * kColumns) {
-        for (int v = 0; v < kVecs; ++v) {
+        for (int v = 0; v < num_vecs_; ++v) {
           Vec numbers[Dtype::kPair];
           for (int i = 0; i < Dtype::kPair; ++i) numbers[i] = exp_u20(load(from + i * kColumns + v * kLanes) * scale - highest[v]);
           const WordVec words = Dtype::pack(numbers);
@@ -398,6 +406,7 @@ class Block {
   int64_t kv_head_ = 0, num_lanes_ = 0, row_ = 0, last_index_ = 0;
   int64_t laid_out_ = 0;              // keys of this head and row whose values are lines already
   int64_t shared_ = 0, longest_ = 0;  // keys that all lanes see, and that any lane sees, in whole blocks of words
+  int num_vecs_ = kVecs;              // of a line of lanes that are needed
   bool is_tiled_ = false;
   std::vector<Word> query_, weights_, values_, tail_values_;
   std::vector<float> scores_, tail_, sums_;

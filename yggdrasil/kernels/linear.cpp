@@ -50,7 +50,7 @@ struct Panel {
 
 // Panels are numbered weight after weight; in a gated product the two weights take turns, gate first.
 struct Product {
-  const Word* x;  // (rows, steps), or tiled for AMX: (tiles of rows, steps / 16, rows of a tile, 16)
+  const Word* x;  // (rows, steps), in fp32 where a word takes two products, or tiled for AMX: (tiles of rows, steps / 16, rows of a tile, 16)
   void* out;      // (rows, row_len)
   int64_t rows, steps, row_len;
   std::vector<Weight> weights;
@@ -119,31 +119,51 @@ void store_gated(const Product& product, const float* gates, const float* ups, i
 
 // ---- body for vector registers: kRows x kPanels accumulators ----
 
+// Panels whose sums the registers hold beside that many rows.
+constexpr int held_panels(int rows) {
+  if (kLanes == 16) return rows > 6 ? 3 : 4;
+  return rows > 2 ? 1 : 4 / rows;
+}
+
+// kRows rows of kPanels panels, accumulated in registers and written `stride` floats a row.
 template <class Dtype, int kRows, int kPanels>
-void compute_block(const Product& product, int64_t row, int64_t panel, const Word* const* ahead, int ahead_panels) {
-  const int64_t steps = product.steps;
-  const Word* x = product.x + row * steps;
-  const Word* weight[kPanels];
-  for (int p = 0; p < kPanels; ++p) weight[p] = product.panel(panel + p).words;
+void multiply_panels(float* out, int64_t stride, const Word* x, int64_t steps, const Word* const* weight, const Word* const* ahead, int ahead_panels) {
   Vec sums[kRows][kPanels][kVecs] = {};
   for (int64_t s = 0; s < steps; ++s) {
     for (int p = 0; p < ahead_panels; ++p) __builtin_prefetch(ahead[p] + s * kColumns, 0, 2);
+#pragma GCC unroll 2
+    for (int i = 0; i < Dtype::kParts; ++i) {
 #pragma GCC unroll 8
-    for (int p = 0; p < kPanels; ++p) {
+      for (int p = 0; p < kPanels; ++p) {
+        Vec line[kVecs];
+        for (int v = 0; v < kVecs; ++v) line[v] = Dtype::part(load(weight[p] + s * kColumns + v * kLanes), i);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          const Vec number = broadcast(x[(r * steps + s) * Dtype::kParts + i]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) {
-        const Vec line = load(weight[p] + s * kColumns + v * kLanes);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) sums[r][p][v] = Dtype::step(sums[r][p][v], x[r * steps + s], line);
+          for (int v = 0; v < kVecs; ++v) sums[r][p][v] = Dtype::multiply(sums[r][p][v], number, line[v]);
+        }
       }
     }
   }
-  const float* first = reinterpret_cast<const float*>(sums[0][0]);
+  for (int r = 0; r < kRows; ++r) std::memcpy(out + r * stride, sums[r], sizeof sums[r]);
+}
+
+template <class Dtype, int kRows, int kPanels>
+void compute_block(const Product& product, int64_t row, int64_t panel, const Word* const* ahead, int ahead_panels) {
+  constexpr int kHeld = std::min(kPanels, held_panels(kRows));
   constexpr int64_t stride = kPanels * kColumns;
+  alignas(64) float sums[kRows * stride];
+  const Word* x = product.x + row * product.steps * Dtype::kParts;
+  for (int p = 0; p < kPanels; p += kHeld) {
+    const Word* weight[kHeld];
+    for (int h = 0; h < kHeld; ++h) weight[h] = product.panel(panel + p + h).words;
+    multiply_panels<Dtype, kRows, kHeld>(sums + p * kColumns, stride, x, product.steps, weight, ahead + p, std::clamp(ahead_panels - p, 0, kHeld));
+  }
   if (product.is_gated) {
-    for (int p = 0; p + 1 < kPanels; p += 2) store_gated<Dtype>(product, first + p * kColumns, first + (p + 1) * kColumns, stride, row, kRows, panel + p);
+    for (int p = 0; p + 1 < kPanels; p += 2) store_gated<Dtype>(product, sums + p * kColumns, sums + (p + 1) * kColumns, stride, row, kRows, panel + p);
   } else {
-    for (int p = 0; p < kPanels; ++p) store_panel<Dtype>(product, first + p * kColumns, stride, row, kRows, panel + p);
+    for (int p = 0; p < kPanels; ++p) store_panel<Dtype>(product, sums + p * kColumns, stride, row, kRows, panel + p);
   }
 }
 
@@ -167,7 +187,7 @@ void compute_panels(const Product& product, int64_t panel, int64_t end) {
 
 template <class Dtype, int kRows = kMaxRows>
 void compute_vectors(const Product& product, int64_t begin, int64_t end) {
-  constexpr int kPanels = kLanes < 16 ? 1 : kRows > 6 ? 3 : 4, kGatedPanels = kPanels == 4 ? 4 : 2;
+  constexpr int kPanels = held_panels(kRows), kGatedPanels = std::max(2, kPanels / 2 * 2);
   const int64_t blocks = (product.rows + kMaxRows - 1) / kMaxRows, rows_per_block = (product.rows + blocks - 1) / blocks;
   if (kRows == rows_per_block) {
     return product.is_gated ? compute_panels<Dtype, kRows, kGatedPanels>(product, begin, end) : compute_panels<Dtype, kRows, kPanels>(product, begin, end);
@@ -369,6 +389,21 @@ at::Tensor tiled(const at::Tensor& x, int64_t rows, int64_t padded_features, int
   return tiles;
 }
 
+// Copies bf16 x as fp32, zero padded along k.
+at::Tensor widened(const at::Tensor& x, int64_t rows, int64_t padded_features) {
+  const int64_t features = x.size(-1);
+  at::Tensor wide = empty({rows, padded_features}, x.options().dtype(at::kFloat));
+  const uint16_t* from = static_cast<const uint16_t*>(x.const_data_ptr());
+  float* to = static_cast<float*>(wide.data_ptr());
+  at::parallel_for(0, rows, std::max<int64_t>(1, kMinThreadBytes / (padded_features * 4 + 1)), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      for (int64_t i = 0; i < features; ++i) to[r * padded_features + i] = BFloat16::widen(from[r * features + i]);
+      std::fill(to + r * padded_features + features, to + (r + 1) * padded_features, 0.0f);
+    }
+  });
+  return wide;
+}
+
 // One weight of an operator, checked against x.
 Weight weight_of(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t out_features) {
   const at::ScalarType dtype = packed.scalar_type();
@@ -397,7 +432,9 @@ at::Tensor multiply(const at::Tensor& x, std::vector<Weight> weights, bool is_ga
   if (out.numel() == 0) return out;
   const int64_t rows = out.numel() / shape.back();
   at::Tensor words = x.contiguous();
-  if (is_bf16 && amx_granted()) {
+  if (is_bf16 && BFloat16::kParts == 2) {
+    words = widened(words, rows, padded_features);
+  } else if (is_bf16 && amx_granted()) {
     words = tiled(words, rows, padded_features, std::min<int64_t>(rows, kTileRows));
   } else if (padded_features != x.size(-1)) {
     words = tiled(words, rows, padded_features, 1);

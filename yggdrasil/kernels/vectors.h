@@ -29,7 +29,7 @@ typedef uint32_t Word __attribute__((may_alias));
 #if defined(__AVX512F__)
 constexpr int kLanes = 16, kMaxRows = 8;  // rows of accumulators that the registers hold
 #elif defined(__AVX2__) && defined(__FMA__)
-constexpr int kLanes = 8, kMaxRows = 4;
+constexpr int kLanes = 8, kMaxRows = 6;
 #else
 constexpr int kLanes = at::vec::Vectorized<float>::size(), kMaxRows = 2;
 #endif
@@ -43,7 +43,15 @@ inline Vec load(const void* address) {
   return value;
 }
 
-inline Vec broadcast(uint32_t bits) { return Vec{} + std::bit_cast<float>(bits); }
+inline Vec broadcast(uint32_t bits) { return (Vec)(WordVec{} + bits); }
+
+// The same value, of which GCC does not know where it comes from: it takes the halves of a broadcast word apart in general registers otherwise.
+inline Vec opaque(Vec value) {
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+  asm("" : "+v"(value));
+#endif
+  return value;
+}
 
 inline Vec multiply_add(Vec a, Vec b, Vec sum) {
 #if defined(__AVX512F__)
@@ -70,14 +78,16 @@ inline Vec maximum(Vec a, Vec b) {  // NaN stays
 
 struct Float32 {
   using Element = float;
-  static constexpr int kPair = 1;  // numbers of a word
+  static constexpr int kPair = 1;   // numbers of a word
+  static constexpr int kParts = 1;  // products of a word: one of all its numbers together, or one of fp32 for each
   static Vec widen_all(const Element* numbers) { return load(numbers); }
   static WordVec pack(const Vec* numbers) { return (WordVec)numbers[0]; }
   static Vec number(WordVec words, int) { return (Vec)words; }
   static WordVec line(const Element* const* rows, int64_t first) { return (WordVec)load(rows[0] + first); }
   static Vec round(Vec value) { return value; }
   static float widen(Element value) { return value; }
-  static Vec step(Vec sum, uint32_t x, Vec weight) { return multiply_add(broadcast(x), weight, sum); }
+  static Vec part(Vec words, int) { return words; }
+  static Vec multiply(Vec sum, Vec a, Vec b) { return multiply_add(a, b, sum); }
 };
 
 struct BFloat16 {
@@ -108,14 +118,15 @@ struct BFloat16 {
     std::memcpy(&odd, rows[1] + first, sizeof odd);
     return pair(even, odd);
   }
-  static Vec step(Vec sum, uint32_t x, Vec weight) {
 #if defined(__AVX512BF16__)
-    return (Vec)_mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)weight);
+  static constexpr int kParts = 1;
+  static Vec part(Vec words, int) { return words; }
+  static Vec multiply(Vec sum, Vec a, Vec b) { return (Vec)_mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 #else
-    sum = multiply_add(broadcast(x << 16), (Vec)((WordVec)weight << 16), sum);
-    return multiply_add(broadcast(x & 0xffff0000u), (Vec)((WordVec)weight & 0xffff0000u), sum);
+  static constexpr int kParts = 2;
+  static Vec part(Vec words, int odd) { return number((WordVec)words, odd); }
+  static Vec multiply(Vec sum, Vec a, Vec b) { return multiply_add(a, b, sum); }
 #endif
-  }
 };
 
 constexpr int kTileRows = 16, kTileWords = kTileRows * kColumns;
