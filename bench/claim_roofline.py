@@ -1,10 +1,11 @@
 """How near do the compiled graphs run to what this machine's memory and arithmetic allow, and what does the host add to them?
 
-Measured in turn, so that drift hits all alike: the rate at which memory is read, the throughput of `torch.mm` on large matrices in the
-pair's dtype, and every graph of both menus at three contexts, the last as long as the pair's context. A pass reads the weights
-and the KV of the context: its memory ceiling is those bytes at the measured rate, its compute ceiling two operations a weight and token at
-the measured throughput. One token runs as the graph of two, so T(1) is T(2). The host's share comes from the steps of the default policy on
-one held-out prompt (`yggdrasil/timeline.py`). The draft's weights fit the processor's caches, where they may be read faster than memory.
+Measured in turn, so that drift hits all alike: the rate at which memory is read, the throughput of `torch.mm` on large matrices (in the
+pair's dtype, or in float32 where the processor multiplies that faster), and every graph of both menus at three contexts, the last as long
+as the pair's context. A pass reads the weights and the KV of the context: its memory ceiling is those bytes at the measured rate, its
+compute ceiling two operations a weight and token at the measured throughput. One token runs as the graph of two, so T(1) is T(2). The
+host's share comes from the steps of the default policy on one held-out prompt (`yggdrasil/timeline.py`). The draft's weights fit the
+processor's caches, where they may be read faster than memory.
 
 Refuted if a goal of the table is missed: verification that grows faster with its width, or is farther from the memory's ceiling, than the
 goals say; a prefill chunk below 0.6 of the matrix throughput; a growth step above 0.2 ms; a host above 0.4 ms per step. `--prompts` and
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 CONTEXTS = (64, 512)
 ROUNDS, QUICK_ROUNDS = 21, 2
+PROBE = (256, 256, 256)
 MATRICES = ((2048, 2048, 2048), (4096, 4096, 4096), (1024, 4096, 4096), (8192, 1024, 4096))  # rows, depth, columns
 GROWTH_OF_VERIFY = {8: 1.10, 16: 1.3, 32: 2.1}  # T(W) over T(2), at most
 MOST_OVER_MEMORY = 1.15  # T(1) over its memory ceiling
@@ -168,6 +170,12 @@ def matrix_sampler(rows: int, depth: int, columns: int, dtype: torch.dtype) -> S
     return sample
 
 
+def matrix_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What `torch.mm` multiplies fastest here: the pair's dtype, or float32 where the processor has no products of that (300 times as long on Zen 3)."""
+    samplers = {candidate: matrix_sampler(*PROBE, candidate) for candidate in (dtype, torch.float32)}
+    return max(samplers, key=lambda candidate: max(samplers[candidate]() for _ in range(QUICK_ROUNDS)))
+
+
 def in_turns(samplers: Mapping[Any, Sampler], rounds: int, tick: Callable[[str], None]) -> dict[Any, list[float]]:
     """So many samples of each, one after another, after a round that is not counted."""
     samples: dict[Any, list[float]] = {name: [] for name in samplers}
@@ -242,7 +250,8 @@ def measure_passes(pair: LoadedPair, weight_bytes: Mapping[str, int], options: a
     """Both ceilings, and every graph of both models beside them."""
     models: dict[str, Any] = {"verify": pair.engine.target, "draft": pair.engine.draft}
     dtype, contexts, matrices = getattr(torch, pair.bundle.config.dtype), contexts_of(pair, options.quick), MATRICES[: 1 if options.quick else None]
-    ceilings: dict[Any, Sampler] = {"memory": MemoryStream().gb_per_s, **{shape: matrix_sampler(*shape, dtype) for shape in matrices}}
+    multiplied = matrix_dtype(dtype)
+    ceilings: dict[Any, Sampler] = {"memory": MemoryStream().gb_per_s, **{shape: matrix_sampler(*shape, multiplied) for shape in matrices}}
     graphs = graph_samplers(models, contexts)
     samples = in_turns(ceilings | graphs, QUICK_ROUNDS if options.quick else ROUNDS, say)
     memory, throughput = spread(samples["memory"]), {shape: spread(samples[shape]) for shape in matrices}
@@ -252,7 +261,8 @@ def measure_passes(pair: LoadedPair, weight_bytes: Mapping[str, int], options: a
         work = Work(size=size, weight_bytes=weight_bytes[kind], kv_bytes=kv_bytes(models[kind].cache.shape, context, dtype.itemsize), itemsize=dtype.itemsize)
         passes[kind].append(machine.pass_of(work, context, samples[kind, context, size]))
     names = {"x".join(map(str, shape)): found for shape, found in throughput.items()}
-    return {"memory_gb_per_s": memory, "mm_tflop_per_s": names, "tflop_per_s": machine.tflop_per_s, "contexts": contexts}, passes
+    rates = {"memory_gb_per_s": memory, "mm_dtype": str(multiplied), "mm_tflop_per_s": names, "tflop_per_s": machine.tflop_per_s}
+    return {**rates, "contexts": contexts}, passes
 
 
 def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
