@@ -31,6 +31,7 @@ __all__ = ["tune"]
 
 CALIBRATION_TEMPERATURES = (0.0, 1.0)
 REFERENCE_WIDTH = 4
+WRITING_CHOICE = 3  # texts are written with the third of the verified widths
 SWITCH_ROWS, MAX_LAG = 16, 1024  # how far the cost of bringing the draft back is measured
 
 
@@ -61,7 +62,8 @@ def _collect(bundle: Bundle, engine: Engine, prompts: Sequence[Sequence[int]], p
     """Traces at every calibration temperature."""
     config = bundle.config
     num_tokens = max(1, min(config.calibration_tokens, bundle.max_context - PROMPT_LEN - config.max_depth))
-    writing = Shape(_reference_width(config), min(6, config.max_depth), min(16, config.verify_widths[-1]))
+    # Nothing is measured yet, but the menu knows whether a wide pass is cheap here.
+    writing = Shape(_reference_width(config), min(6, config.max_depth), config.verify_widths[:WRITING_CHOICE][-1])
     with progress.phase("collect traces", 2 * len(prompts) * len(CALIBRATION_TEMPERATURES)):
         return [
             collect_traces(

@@ -16,8 +16,8 @@ import yggdrasil
 PACKAGE = Path(yggdrasil.__file__).parent
 ROOT = PACKAGE.parent
 GROUPS = (  # a module imports from its own group and from those before it
-    ("errors", "config", "compilations", "drawing", "launch", "layout", "progress", "staging"),
-    ("tree", "kv", "state", "trace", "artifacts"),
+    ("errors", "artifacts", "config", "compilations", "drawing", "launch", "layout", "progress", "staging"),
+    ("tree", "kv", "state", "trace"),
     ("kernels",),
     ("models",),
     ("step",),
