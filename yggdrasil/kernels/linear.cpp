@@ -2,7 +2,8 @@
 // weights of one x in one pass, their outputs side by side; ygg::gated_linear does silu(gate(x)) * up(x) in one pass, rounded once.
 //
 // A packed weight is a sequence of panels of 16 output columns. A panel holds one line of 16 words (64 bytes) per step of k; a word is 32 bits: one fp32
-// weight, or two bf16 weights of consecutive k. `x` is read in the same words, so one loop serves both dtypes. bf16 pads k to 32: 16 lines are one AMX tile.
+// weight, or two bf16 weights of consecutive k. `x` is read in the same words, so one loop serves both dtypes; where the processor has no product of bf16 words,
+// `x` is widened to fp32 before it and a line of the weight in it, one k after the other. bf16 pads k to 32: 16 lines are one AMX tile.
 //
 //            panel 0 (columns 0..15)      panel 1 (columns 16..31)
 //   step 0   [ c0 | c1 | ... | c15 ]      [ c16 | ... | c31 ]
@@ -432,10 +433,10 @@ at::Tensor multiply(const at::Tensor& x, std::vector<Weight> weights, bool is_ga
   if (out.numel() == 0) return out;
   const int64_t rows = out.numel() / shape.back();
   at::Tensor words = x.contiguous();
-  if (is_bf16 && BFloat16::kParts == 2) {
-    words = widened(words, rows, padded_features);
-  } else if (is_bf16 && amx_granted()) {
+  if (is_bf16 && amx_granted()) {
     words = tiled(words, rows, padded_features, std::min<int64_t>(rows, kTileRows));
+  } else if (is_bf16 && BFloat16::kParts == 2) {
+    words = widened(words, rows, padded_features);
   } else if (padded_features != x.size(-1)) {
     words = tiled(words, rows, padded_features, 1);
   }
