@@ -5,13 +5,13 @@
 //
 // Up to 16 query rows (heads that share a KV head, of neighbouring tokens) are the lanes of one block:
 //
-//   scores   S[j][lane] = K[j] . Q[lane]                    a page of 16 keys at a time
-//   weights  P[lane][j] = exp(S[j][lane] - max of lane)     rounded to the dtype of the cache
-//   sums     O[lane]   += P[lane][j] V[j]                   16 words of j at a time
+//   scores   S[lane][j] = Q[lane] . K[j]                    four pages of 16 keys at a time
+//   weights  P[lane][j] = exp(S[lane][j] - max of lane)     rounded to the dtype of the cache
+//   sums     O[lane]   += P[lane][j] V[j]
 //
-// Exactness: a score is the product of one key and one query. A sum takes the keys of its sequence from the first one on, 16 words at a time, in one instruction
-// sequence, with weight zero past its end. Words that all lanes share are multiplied for all of them, the words after those for each token by itself, gathered
-// in the order of its path. So a row's bits depend neither on where its keys lie, nor on the other tokens, nor on how many there are.
+// Exactness: a score is the product of one key and one query, feature after feature. A sum takes the keys of its sequence one after the other from the first
+// on, with weight zero past its end. Keys that all lanes share are multiplied for all of them, those after them for each token by itself, gathered in the
+// order of its path. So a query row's bits depend neither on where its keys lie, nor on the other tokens, nor on how many there are.
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/Parallel.h>
@@ -32,14 +32,17 @@ using namespace ygg;
 
 constexpr int64_t kPage = 16;   // keys of a page
 constexpr int64_t kPages = 4;   // pages scored together
+constexpr int64_t kNear = 64;   // words of a sum whose values the nearest cache holds while lane after lane takes them
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 enum Column { kToken, kPosition, kRow, kIndex, kPrefix, kPath };  // layout.py says the same
 
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-// ---- products: sums += a b, where b is lines of words ----
+// ---- products: sums += a b, where b is lines of words and a is words, or fp32 numbers where a word takes two products ----
 
-template <class Dtype, int kUsed, int kRows>  // kUsed of the vectors of a line
+constexpr int kHeld = 8;  // vectors of sums in registers; fewer cannot hide how long an addition takes
+
+template <class Dtype, int kUsed, int kRows>  // kUsed vectors of a line
 void multiply_rows(float* sums, int64_t sums_stride, const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t steps) {
   Vec sum[kRows][kUsed];
   for (int r = 0; r < kRows; ++r)
@@ -47,24 +50,43 @@ void multiply_rows(float* sums, int64_t sums_stride, const Word* a, int64_t a_st
   for (int64_t s = 0; s < steps; ++s) {
 #pragma GCC unroll 2
     for (int i = 0; i < Dtype::kParts; ++i) {
-      Vec line[kUsed];
-      for (int v = 0; v < kUsed; ++v) line[v] = Dtype::part(load(b + s * b_stride + v * kLanes), i);
+      Vec number[kRows];
+      for (int r = 0; r < kRows; ++r) number[r] = broadcast(a[r * a_stride + s * Dtype::kParts + i]);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const Vec number = Dtype::part(opaque(broadcast(a[r * a_stride + s])), i);
-#pragma GCC unroll 4
-        for (int v = 0; v < kUsed; ++v) sum[r][v] = Dtype::multiply(sum[r][v], number, line[v]);
+      for (int v = 0; v < kUsed; ++v) {
+        const Vec line = Dtype::part(load(b + s * b_stride + v * kLanes), i);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) sum[r][v] = Dtype::multiply(sum[r][v], number[r], line);
       }
     }
   }
   for (int r = 0; r < kRows; ++r) std::memcpy(sums + r * sums_stride, sum[r], sizeof sum[r]);
 }
 
-template <class Dtype, int kUsed = kVecs, int kRows = std::bit_floor(unsigned(kMaxRows))>  // a page is 16 keys
-void multiply(int64_t rows, float* sums, int64_t sums_stride, const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t steps) {
-  for (; rows >= kRows; rows -= kRows, sums += kRows * sums_stride, a += kRows * a_stride)
-    multiply_rows<Dtype, kUsed, kRows>(sums, sums_stride, a, a_stride, b, b_stride, steps);
-  if constexpr (kRows > 1) multiply<Dtype, kUsed, kRows - 1>(rows, sums, sums_stride, a, a_stride, b, b_stride, steps);
+// sums (rows, columns) += a (rows, steps) b (steps, columns), where columns are a multiple of 16.
+template <class Dtype, int kRows = std::bit_floor(unsigned(kMaxRows))>
+void multiply(int64_t rows, int64_t columns, float* sums, int64_t sums_stride, const Word* a, int64_t a_stride, const Word* b, int64_t b_stride,
+              int64_t steps) {
+  constexpr int kUsed = std::clamp(kHeld / kRows, kVecs, int(kPages) * kVecs);
+  for (; rows >= kRows; rows -= kRows, sums += kRows * sums_stride, a += kRows * a_stride) {
+    int64_t c = 0;
+    for (; c + kUsed * kLanes <= columns; c += kUsed * kLanes) multiply_rows<Dtype, kUsed, kRows>(sums + c, sums_stride, a, a_stride, b + c, b_stride, steps);
+    for (; c < columns; c += kColumns) multiply_rows<Dtype, kVecs, kRows>(sums + c, sums_stride, a, a_stride, b + c, b_stride, steps);
+  }
+  if constexpr (kRows > 1) multiply<Dtype, kRows - 1>(rows, columns, sums, sums_stride, a, a_stride, b, b_stride, steps);
+}
+
+// Word s of 16 rows becomes line s; rows are a multiple of 8 words long.
+void transpose(float* lines, int64_t lines_stride, const float* rows, int64_t words, int64_t rows_stride) {
+  int64_t s = 0;
+#if defined(__AVX512F__)
+  for (; s + 16 <= words; s += 16) at::vec::transpose_mxn<float, 16, 16>(rows + s, rows_stride, lines + s * lines_stride, lines_stride);
+  if (s < words) at::vec::transpose_mxn<float, 16, 8>(rows + s, rows_stride, lines + s * lines_stride, lines_stride);
+#else
+  for (; s < words; s += 8)
+    for (int64_t r = 0; r < 16; r += 8)
+      at::vec::transpose_mxn<float, 8, 8>(rows + r * rows_stride + s, rows_stride, lines + s * lines_stride + r, lines_stride);
+#endif
 }
 
 #if defined(__AMX_BF16__)
@@ -120,8 +142,8 @@ void score_tiles(float* scores, const Word* const* pages, const Word* query, int
   _tile_stored(3, scores + 3 * kTileWords, 64);
 }
 
-// sums(rows, dim) += weights(blocks of 16 words) values(blocks, 16 lines of dim words), up to 64 features at a time.
-void add_tiles(float* sums, const Word* weights, const Word* values, int64_t blocks, int64_t dim) {
+// sums (rows, dim) += weights (rows, words) values (words, dim), up to 64 features at a time; words are a multiple of 16.
+void add_tiles(float* sums, const Word* weights, int64_t weights_stride, const Word* values, int64_t words, int64_t dim) {
   const int64_t stride = dim * 4;
   for (int64_t f = 0; f < dim; f += 64) {
     const int64_t tiles = std::min<int64_t>(4, (dim - f) / kColumns);
@@ -130,9 +152,9 @@ void add_tiles(float* sums, const Word* weights, const Word* values, int64_t blo
     if (tiles > 1) _tile_loadd(1, sum + kColumns, stride);
     if (tiles > 2) _tile_loadd(2, sum + 2 * kColumns, stride);
     if (tiles > 3) _tile_loadd(3, sum + 3 * kColumns, stride);
-    for (int64_t b = 0; b < blocks; ++b) {
-      const Word* lines = values + b * kColumns * dim + f;
-      _tile_loadd(4, weights + b * kTileWords, 64);
+    for (int64_t w = 0; w < words; w += kColumns) {
+      const Word* lines = values + w * dim + f;
+      _tile_loadd(4, weights + w, weights_stride * 4);
       _tile_loadd(5, lines, stride);
       _tile_dpbf16ps(0, 4, 5);
       if (tiles > 1) {
@@ -214,14 +236,15 @@ std::vector<Lanes> blocks_of(const Call<Dtype>& call, int64_t num_tokens) {
 template <class Dtype>
 class Block {
   using Element = typename Dtype::Element;
+  using Number = std::conditional_t<Dtype::kParts == Dtype::kPair, float, Element>;  // of what `multiply` takes as a
   static constexpr int64_t kKeys = kColumns * Dtype::kPair;  // of 16 words
+  static constexpr int64_t kGroup = kPages * kPage;          // keys scored together
 
  public:
   void run(const Call<Dtype>& call, int64_t kv_head, Lanes lanes, bool is_first) {
     const int64_t row = call.token(lanes.begin / call.heads())[kRow];
     if (is_first || kv_head != kv_head_ || row != row_) laid_out_ = 0;
     call_ = &call, kv_head_ = kv_head, row_ = row, lanes_ = lanes, num_lanes_ = lanes.end - lanes.begin;
-    num_vecs_ = num_lanes_ <= kLanes ? 1 : kVecs;
     is_tiled_ = std::is_same_v<Dtype, BFloat16> && amx_granted();
     shared_ = longest_ = 0, last_index_ = -1;
     for (int64_t n = token_of(0); n <= token_of(num_lanes_ - 1); ++n) {
@@ -253,84 +276,103 @@ class Block {
     for (int64_t byte = 0; byte < kPage * call_->dim * int64_t(sizeof(Element)); byte += 64) __builtin_prefetch(page + byte, 0, 2);
   }
 
-  // Step s of all lanes is one line.
+  // Lane after lane; for tiles, word s of all lanes is a line.
   void lay_out_queries() {
-    const int64_t steps = call_->steps();
-    query_.assign(steps * kColumns, 0);
+    const int64_t steps = call_->steps(), dim = call_->dim;
+    query_.assign(steps * Dtype::kParts * kColumns, 0);
     for (int64_t lane = 0; lane < num_lanes_; ++lane) {
       const int64_t head = kv_head_ * call_->heads() + (lanes_.begin + lane) % call_->heads();
-      const Word* from = reinterpret_cast<const Word*>(call_->query + head * call_->query_head_stride + token_of(lane) * call_->query_token_stride);
-      for (int64_t s = 0; s < steps; ++s) query_[s * kColumns + lane] = from[s];
+      const Element* from = call_->query + head * call_->query_head_stride + token_of(lane) * call_->query_token_stride;
+      if (is_tiled_) {
+        for (int64_t s = 0; s < steps; ++s) std::memcpy(&query_[s * kColumns + lane], from + s * Dtype::kPair, sizeof(Word));
+      } else {
+        copy_numbers(reinterpret_cast<Number*>(query_.data() + lane * steps * Dtype::kParts), from, dim);
+      }
+    }
+  }
+
+  static void copy_numbers(Number* to, const Element* from, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      if constexpr (std::is_same_v<Number, Element>) to[i] = from[i];
+      else to[i] = Dtype::widen(from[i]);
     }
   }
 
   void score() {
-    scores_.resize(std::max<size_t>(scores_.size(), round_up(longest_, kPages * kPage) * kColumns));
 #if defined(__AMX_BF16__)
     if (is_tiled_) configure_scores();
 #endif
-    score_indices(scores_.data(), 0, shared_);
+    scores_stride_ = padded(longest_);
+    scores_.resize(std::max<size_t>(scores_.size(), scores_stride_ * kColumns));
+    score_indices(scores_.data(), scores_stride_, 0, shared_);
     if (shared_ == longest_) return;
-    tail_.resize(std::max<size_t>(tail_.size(), (last_index_ + 1 - shared_ + kPages * kPage) * kColumns));
-    score_indices(tail_.data(), shared_, last_index_ + 1);
-    std::fill(scores_.data() + shared_ * kColumns, scores_.data() + longest_ * kColumns, -kInfinity);
+    const int64_t tail_stride = padded(last_index_ + 1 - shared_);
+    tail_.resize(std::max<size_t>(tail_.size(), tail_stride * kColumns));
+    score_indices(tail_.data(), tail_stride, shared_, last_index_ + 1);
     for (int64_t lane = 0; lane < num_lanes_; ++lane) {
       const int64_t n = token_of(lane), len = call_->len(n);
-      for (int64_t j = shared_; j < len; ++j) scores_[j * kColumns + lane] = tail_[(call_->index(n, j) - shared_) * kColumns + lane];
+      float* scores = scores_.data() + lane * scores_stride_;
+      for (int64_t j = shared_; j < len; ++j) scores[j] = tail_[lane * tail_stride + call_->index(n, j) - shared_];
+      std::fill(scores + len, scores + longest_, -kInfinity);
     }
   }
 
+  // A length of rows, of whole groups, that do not all begin in the same lines of a cache.
+  static int64_t padded(int64_t keys) { return round_up(keys, kGroup) + kColumns; }
+
   // Of the keys at indices [begin, end), where `begin` starts a page; a few more are written.
-  void score_indices(float* scores, int64_t begin, int64_t end) {
-    for (int64_t index = begin; index < end; index += kPages * kPage, scores += kPages * kPage * kColumns) {
+  void score_indices(float* scores, int64_t stride, int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; index += kGroup, scores += kGroup) {
       const Word* pages[kPages];
       for (int64_t p = 0; p < kPages; ++p) {
         pages[p] = reinterpret_cast<const Word*>(at(call_->key_cache, std::min(index + p * kPage, (end - 1) / kPage * kPage)));
         prefetch(call_->key_cache, index + (kPages + p) * kPage, end);
       }
-      score_pages(scores, pages);
+      score_pages(scores, stride, pages, std::min(kPages, (end - index + kPage - 1) / kPage));
     }
   }
 
-  void score_pages(float* scores, const Word* const* pages) {
+  void score_pages(float* scores, int64_t stride, const Word* const* pages, int64_t num_pages) {
+    const int64_t steps = call_->steps();
 #if defined(__AMX_BF16__)
-    if (is_tiled_) return score_tiles(scores, pages, query_.data(), call_->steps());
+    if (is_tiled_) {
+      alignas(64) float by_key[kGroup * kColumns];
+      score_tiles(by_key, pages, query_.data(), steps);
+      for (int64_t p = 0; p < num_pages; ++p) transpose(scores + p * kPage, stride, by_key + p * kTileWords, kColumns, kColumns);
+      return;
+    }
 #endif
-    std::fill_n(scores, kPages * kPage * kColumns, 0.0f);
-    const auto multiply_lanes = num_vecs_ == kVecs ? multiply<Dtype> : multiply<Dtype, 1>;
-    for (int64_t p = 0; p < kPages; ++p)
-      multiply_lanes(kPage, scores + p * kPage * kColumns, kColumns, pages[p], call_->steps(), query_.data(), kColumns, call_->steps());
+    keys_.resize(std::max<size_t>(keys_.size(), steps * kGroup));
+    for (int64_t p = 0; p < num_pages; ++p) transpose(keys_.data() + p * kPage, kGroup, reinterpret_cast<const float*>(pages[p]), steps, steps);
+    for (int64_t lane = 0; lane < num_lanes_; ++lane) std::fill_n(scores + lane * stride, num_pages * kPage, 0.0f);
+    multiply<Dtype>(num_lanes_, num_pages * kPage, scores, stride, query_.data(), steps * Dtype::kParts, reinterpret_cast<const Word*>(keys_.data()), kGroup, steps);
   }
 
-  // Weights of every block of words, lane by lane, and what divides the sums.
+  // Weights of every lane, and what divides its sums.
   void weigh() {
     const Vec scale = Vec{} + call_->scale;
-    Vec highest[kVecs];
-    for (int v = 0; v < num_vecs_; ++v) {
-      highest[v] = Vec{} + std::numeric_limits<float>::lowest();
-      for (int64_t j = 0; j < longest_; ++j) highest[v] = maximum(highest[v], load(scores_.data() + j * kColumns + v * kLanes) * scale);
-    }
-    weights_.resize(std::max<size_t>(weights_.size(), longest_ / Dtype::kPair * kColumns));
-    Vec totals[2][Dtype::kPair][kVecs] = {};
-    const float* from = scores_.data();
-    alignas(64) Word by_word[kTileWords] = {};
-    for (Word* to = weights_.data(); to < weights_.data() + longest_ / Dtype::kPair * kColumns; to += kTileWords) {
-      for (int w = 0; w < kColumns; ++w, from += Dtype::kPair * kColumns) {
-        for (int v = 0; v < num_vecs_; ++v) {
-          Vec numbers[Dtype::kPair];
-          for (int i = 0; i < Dtype::kPair; ++i) numbers[i] = exp_u20(load(from + i * kColumns + v * kLanes) * scale - highest[v]);
-          const WordVec words = Dtype::pack(numbers);
-          for (int i = 0; i < Dtype::kPair; ++i) totals[w % 2][i][v] += Dtype::number(words, i);
-          std::memcpy(by_word + w * kColumns + v * kLanes, &words, sizeof words);
-        }
+    weights_stride_ = scores_stride_ / Dtype::kPair * Dtype::kParts;
+    weights_.resize(std::max<size_t>(weights_.size(), weights_stride_ * kColumns));
+    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
+      const float* scores = scores_.data() + lane * scores_stride_;
+      Number* weights = reinterpret_cast<Number*>(weights_.data() + lane * weights_stride_);
+      Vec highest = Vec{} + std::numeric_limits<float>::lowest();
+      for (int64_t j = 0; j < longest_; j += kLanes) highest = maximum(highest, load(scores + j) * scale);
+      highest = of_all(highest, maximum);
+      Vec totals[2] = {};
+      for (int64_t j = 0; j < longest_; j += kLanes) {
+        const Vec weight = Dtype::nearest(exp_u20(load(scores + j) * scale - highest));
+        if constexpr (std::is_same_v<Number, float>) std::memcpy(weights + j, &weight, sizeof weight);
+        else store_rounded(weights + j, weight);
+        totals[j / kLanes % 2] += weight;
       }
-      at::vec::transpose_mxn<float>(reinterpret_cast<float*>(by_word), kColumns, reinterpret_cast<float*>(to), kColumns, kColumns, kColumns);
+      totals_[lane] = of_all(totals[0] + totals[1], [](Vec a, Vec b) { return a + b; })[0];
     }
-    for (int v = 0; v < kVecs; ++v) {
-      Vec total = totals[0][0][v] + totals[1][0][v];
-      if constexpr (Dtype::kPair == 2) total += totals[0][1][v] + totals[1][1][v];
-      std::memcpy(totals_ + v * kLanes, &total, sizeof total);
-    }
+  }
+
+  static void store_rounded(Element* to, Vec value) {
+    const auto rounded = Dtype::round(value);
+    std::memcpy(to, &rounded, sizeof rounded);
   }
 
   void add_values() {
@@ -338,12 +380,12 @@ class Block {
     values_.resize(std::max<size_t>(values_.size(), shared_ * words_per_key()));
     lay_out_values(values_.data() + laid_out_ * words_per_key(), token_of(0), laid_out_, shared_);
     laid_out_ = std::max(laid_out_, shared_);
-    add_blocks(0, num_lanes_, weights_.data(), values_.data(), shared_ / kKeys);
+    add_words(0, num_lanes_, 0, values_.data(), shared_ / Dtype::kPair);
     tail_values_.resize(std::max<size_t>(tail_values_.size(), (longest_ - shared_) * words_per_key()));
     for (int64_t lane = 0; lane < num_lanes_ && shared_ < longest_;) {
       const int64_t n = token_of(lane), next = std::min(num_lanes_, (n + 1) * call_->heads() - lanes_.begin), len = call_->len(n);
       lay_out_values(tail_values_.data(), n, shared_, len);
-      add_blocks(lane, next, weights_.data() + shared_ / kKeys * kTileWords, tail_values_.data(), (len - shared_ + kKeys - 1) / kKeys);
+      add_words(lane, next, shared_ / Dtype::kPair, tail_values_.data(), round_up(len - shared_, kKeys) / Dtype::kPair);
       lane = next;
     }
   }
@@ -368,25 +410,25 @@ class Block {
   void lay_out_words(Word* values, Row row) {
     const Element* rows[Dtype::kPair];
     for (int i = 0; i < Dtype::kPair; ++i) rows[i] = row(i);
-    for (int64_t f = 0; f < call_->dim; f += kLanes) {
+    for (int64_t f = 0, dim = call_->dim; f < dim; f += kLanes) {
       const WordVec words = Dtype::line(rows, f);
       std::memcpy(values + f, &words, sizeof words);
     }
   }
 
-  // Lanes [first, last) of the sums.
-  void add_blocks(int64_t first, int64_t last, const Word* weights, const Word* values, int64_t blocks) {
+  // To lanes [first, last) of the sums, the values whose weights begin with word `begin`.
+  void add_words(int64_t first, int64_t last, int64_t begin, const Word* values, int64_t words) {
     const int64_t dim = call_->dim;
-    weights += first * kColumns;
+    const Word* weights = weights_.data() + first * weights_stride_ + begin * Dtype::kParts;
+    float* sums = sums_.data() + first * dim;
 #if defined(__AMX_BF16__)
     if (is_tiled_) {
       configure_sums(last - first);
-      return add_tiles(sums_.data() + first * dim, weights, values, blocks, dim);
+      return add_tiles(sums, weights, weights_stride_, values, words, dim);
     }
 #endif
-    for (int64_t b = 0; b < blocks; ++b)
-      for (int64_t f = 0; f < dim; f += kColumns)
-        multiply<Dtype>(last - first, sums_.data() + first * dim + f, dim, weights + b * kTileWords, kColumns, values + b * kColumns * dim + f, dim, kColumns);
+    for (int64_t w = 0; w < words; w += kNear)
+      multiply<Dtype>(last - first, dim, sums, dim, weights + w * Dtype::kParts, weights_stride_, values + w * dim, dim, std::min(kNear, words - w));
   }
 
   void write() {
@@ -394,10 +436,7 @@ class Block {
       const int64_t head = kv_head_ * call_->heads() + (lanes_.begin + lane) % call_->heads();
       Element* out = call_->out + (token_of(lane) * call_->num_heads + head) * call_->dim;
       const Vec inverse = Vec{} + (totals_[lane] == 0.0f ? 0.0f : 1.0f / totals_[lane]);  // a token that sees nothing yields zeros
-      for (int64_t f = 0; f < call_->dim; f += kLanes) {
-        const auto rounded = Dtype::round(load(sums_.data() + lane * call_->dim + f) * inverse);
-        std::memcpy(out + f, &rounded, sizeof rounded);
-      }
+      for (int64_t f = 0; f < call_->dim; f += kLanes) store_rounded(out + f, load(sums_.data() + lane * call_->dim + f) * inverse);
     }
   }
 
@@ -406,13 +445,20 @@ class Block {
   int64_t kv_head_ = 0, num_lanes_ = 0, row_ = 0, last_index_ = 0;
   int64_t laid_out_ = 0;              // keys of this head and row whose values are lines already
   int64_t shared_ = 0, longest_ = 0;  // keys that all lanes see, and that any lane sees, in whole blocks of words
-  int num_vecs_ = kVecs;              // of a line of lanes that are needed
+  int64_t scores_stride_ = 0, weights_stride_ = 0;
   bool is_tiled_ = false;
   std::vector<Word> query_, weights_, values_, tail_values_;
-  std::vector<float> scores_, tail_, sums_;
+  std::vector<float> keys_, scores_, tail_, sums_;
   std::vector<Element> zeros_;
-  alignas(64) float totals_[kColumns];
+  float totals_[kColumns];
 };
+
+// Not inlined: GCC would look the thread's block up anew at every access, in the innermost loops.
+template <class Dtype>
+[[gnu::noipa]] Block<Dtype>& block_of_thread() {
+  thread_local Block<Dtype> block;
+  return block;
+}
 
 // Padding has no index and is not stored.
 template <class Dtype>
@@ -448,7 +494,7 @@ at::Tensor run(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
   const std::vector<Lanes> blocks = blocks_of(call, real);
   const int64_t num_blocks = int64_t(blocks.size());
   at::parallel_for(0, num_kv_heads * num_blocks, 1, [&](int64_t begin, int64_t end) {
-    thread_local Block<Dtype> block;
+    Block<Dtype>& block = block_of_thread<Dtype>();
     for (int64_t unit = begin; unit < end; ++unit) block.run(call, unit / num_blocks, blocks[unit % num_blocks], unit == begin);
   });
   return out;

@@ -45,14 +45,6 @@ inline Vec load(const void* address) {
 
 inline Vec broadcast(uint32_t bits) { return (Vec)(WordVec{} + bits); }
 
-// The same value, of which GCC does not know where it comes from: it takes the halves of a broadcast word apart in general registers otherwise.
-inline Vec opaque(Vec value) {
-#if defined(__AVX2__) && !defined(__AVX512BF16__)
-  asm("" : "+v"(value));
-#endif
-  return value;
-}
-
 inline Vec multiply_add(Vec a, Vec b, Vec sum) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, sum);
@@ -76,15 +68,26 @@ inline Vec maximum(Vec a, Vec b) {  // NaN stays
   return apply([&](const auto& v) { return at::vec::maximum(v, at::vec::Vectorized<float>::loadu(&b)); }, a);
 }
 
+// Of all numbers of a vector, in every one of them, by an operation that commutes.
+template <class Operation>
+inline Vec of_all(Vec value, Operation operation) {
+#pragma GCC unroll 4
+  for (uint32_t distance = kLanes / 2; distance > 0; distance /= 2) {
+    WordVec other;
+    for (uint32_t lane = 0; lane < kLanes; ++lane) other[lane] = lane ^ distance;
+    value = operation(value, (Vec)__builtin_shuffle((WordVec)value, other));
+  }
+  return value;
+}
+
 struct Float32 {
   using Element = float;
   static constexpr int kPair = 1;   // numbers of a word
   static constexpr int kParts = 1;  // products of a word: one of all its numbers together, or one of fp32 for each
   static Vec widen_all(const Element* numbers) { return load(numbers); }
-  static WordVec pack(const Vec* numbers) { return (WordVec)numbers[0]; }
-  static Vec number(WordVec words, int) { return (Vec)words; }
   static WordVec line(const Element* const* rows, int64_t first) { return (WordVec)load(rows[0] + first); }
   static Vec round(Vec value) { return value; }
+  static Vec nearest(Vec value) { return value; }
   static float widen(Element value) { return value; }
   static Vec part(Vec words, int) { return words; }
   static Vec multiply(Vec sum, Vec a, Vec b) { return multiply_add(a, b, sum); }
@@ -98,33 +101,45 @@ struct BFloat16 {
 #if defined(__AVX512BF16__)
     return (Narrow)_mm512_cvtneps_pbh((__m512)value);
 #endif
+    return __builtin_convertvector(nearest_bits(value) >> 16, Narrow);
+  }
+  static Vec nearest(Vec value) {  // the same as fp32
+#if defined(__AVX512BF16__)
+    return widen_all(round(value));
+#endif
+    return (Vec)(nearest_bits(value) & 0xffff0000u);
+  }
+  static WordVec nearest_bits(Vec value) {  // in the upper half
     const WordVec bits = (WordVec)value;
-    const WordVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? WordVec{} + 0x7fc0 : rounded, Narrow);
+    return (bits & 0x7fffffff) > 0x7f800000 ? WordVec{} + 0x7fc00000 : bits + 0x7fff + ((bits >> 16) & 1);
   }
   static float widen(Element value) { return std::bit_cast<float>(static_cast<uint32_t>(value) << 16); }
-  static Vec widen_all(const Element* numbers) {
-    Narrow narrow;
-    std::memcpy(&narrow, numbers, sizeof narrow);
-    return (Vec)(__builtin_convertvector(narrow, WordVec) << 16);
+  static Vec widen_all(Narrow numbers) { return (Vec)(words(numbers) << 16); }
+  static Vec widen_all(const Element* numbers) { return widen_all(narrow(numbers)); }
+  static Narrow narrow(const Element* numbers) {
+    Narrow value;
+    std::memcpy(&value, numbers, sizeof value);
+    return value;
   }
-  static WordVec pair(Narrow even, Narrow odd) { return __builtin_convertvector(even, WordVec) | __builtin_convertvector(odd, WordVec) << 16; }
-  // Words of two vectors of numbers, rounded; the even or odd numbers of words; words of the same places of two rows.
-  static WordVec pack(const Vec* numbers) { return pair(round(numbers[0]), round(numbers[1])); }
-  static Vec number(WordVec words, int odd) { return (Vec)(odd ? words & 0xffff0000u : words << 16); }
-  static WordVec line(const Element* const* rows, int64_t first) {
-    Narrow even, odd;
-    std::memcpy(&even, rows[0] + first, sizeof even);
-    std::memcpy(&odd, rows[1] + first, sizeof odd);
-    return pair(even, odd);
+  static WordVec words(Narrow numbers) {
+#if defined(__AVX512F__)
+    return (WordVec)_mm512_cvtepu16_epi32((__m256i)numbers);
+#elif defined(__AVX2__)
+    return (WordVec)_mm256_cvtepu16_epi32((__m128i)numbers);  // of __builtin_convertvector GCC 12 makes five instructions
+#else
+    return __builtin_convertvector(numbers, WordVec);
+#endif
   }
+  static WordVec pair(Narrow even, Narrow odd) { return words(even) | words(odd) << 16; }
+  // Words of the same places of two rows.
+  static WordVec line(const Element* const* rows, int64_t first) { return pair(narrow(rows[0] + first), narrow(rows[1] + first)); }
 #if defined(__AVX512BF16__)
   static constexpr int kParts = 1;
   static Vec part(Vec words, int) { return words; }
   static Vec multiply(Vec sum, Vec a, Vec b) { return (Vec)_mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 #else
   static constexpr int kParts = 2;
-  static Vec part(Vec words, int odd) { return number((WordVec)words, odd); }
+  static Vec part(Vec words, int odd) { return (Vec)(odd ? (WordVec)words & 0xffff0000u : (WordVec)words << 16); }
   static Vec multiply(Vec sum, Vec a, Vec b) { return multiply_add(a, b, sum); }
 #endif
 };
