@@ -33,6 +33,7 @@ using namespace ygg;
 
 constexpr int kBf16Padding = 32;  // k of a bf16 weight is padded to this
 constexpr int64_t kMinThreadBytes = 512 << 10;  // one thread reads less than this from L2 faster than two share it
+constexpr int64_t kRowsOfRead = kLanes < 16 ? 1 : 32;  // whose products take at least as long as reading their weights from L2
 
 struct Weight {
   const Word* packed;  // (panels, steps, 16)
@@ -442,7 +443,7 @@ at::Tensor multiply(const at::Tensor& x, std::vector<Weight> weights, bool is_ga
   }
   const Product product{static_cast<const Word*>(words.const_data_ptr()), out.data_ptr(), rows, padded_features / (is_bf16 ? 2 : 1), shape.back(),
                         std::move(weights), is_gated};
-  const int64_t panel_bytes = product.panel_words() * 4 * ((rows + 31) / 32);  // read anew for every 32 rows
+  const int64_t panel_bytes = product.panel_words() * 4 * ((rows + kRowsOfRead - 1) / kRowsOfRead);
   const int64_t unit = is_gated ? 2 : 1, grain = std::max<int64_t>(1, kMinThreadBytes / std::max<int64_t>(1, panel_bytes * unit));
   at::parallel_for(0, product.num_panels() / unit, grain, [&](int64_t begin, int64_t end) {
     is_bf16 ? compute<BFloat16>(product, begin * unit, end * unit) : compute<Float32>(product, begin * unit, end * unit);
