@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -358,15 +359,15 @@ class Block {
       Number* weights = reinterpret_cast<Number*>(weights_.data() + lane * weights_stride_);
       Vec highest = Vec{} + std::numeric_limits<float>::lowest();
       for (int64_t j = 0; j < longest_; j += kLanes) highest = maximum(highest, load(scores + j) * scale);
-      highest = of_all(highest, maximum);
+      const Vec most = Vec{} + of_all(highest, [](float a, float b) { return a > b || a != a ? a : b; });  // NaN stays
       Vec totals[2] = {};
       for (int64_t j = 0; j < longest_; j += kLanes) {
-        const Vec weight = Dtype::nearest(exp_u20(load(scores + j) * scale - highest));
+        const Vec weight = Dtype::nearest(exp_u20(load(scores + j) * scale - most));
         if constexpr (std::is_same_v<Number, float>) std::memcpy(weights + j, &weight, sizeof weight);
         else store_rounded(weights + j, weight);
         totals[j / kLanes % 2] += weight;
       }
-      totals_[lane] = of_all(totals[0] + totals[1], [](Vec a, Vec b) { return a + b; })[0];
+      totals_[lane] = of_all(totals[0] + totals[1], std::plus<float>());
     }
   }
 

@@ -68,16 +68,14 @@ inline Vec maximum(Vec a, Vec b) {  // NaN stays
   return apply([&](const auto& v) { return at::vec::maximum(v, at::vec::Vectorized<float>::loadu(&b)); }, a);
 }
 
-// Of all numbers of a vector, in every one of them, by an operation that commutes.
+// Of all numbers of a vector, half with half.
 template <class Operation>
-inline Vec of_all(Vec value, Operation operation) {
-#pragma GCC unroll 4
-  for (uint32_t distance = kLanes / 2; distance > 0; distance /= 2) {
-    WordVec other;
-    for (uint32_t lane = 0; lane < kLanes; ++lane) other[lane] = lane ^ distance;
-    value = operation(value, (Vec)__builtin_shuffle((WordVec)value, other));
-  }
-  return value;
+inline float of_all(Vec value, Operation operation) {
+  float numbers[kLanes];
+  std::memcpy(numbers, &value, sizeof numbers);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) numbers[i] = operation(numbers[i], numbers[i + half]);
+  return numbers[0];
 }
 
 struct Float32 {
