@@ -50,6 +50,7 @@ POLICIES = (
 )
 ORACLE = "best arm, paying"
 GAMMA_MAX, MAX_BATCH, MENU_TOKENS = 7, 64, 256
+MENU = (1, 2, 8, 12, 16, 32, 64, 128, MENU_TOKENS)
 FLAT_S, KNEE, PER_TOKEN_S, DRAFT_S, DRAFT_PER_ROW_S, HOST_S = 0.020, 64, 0.0002, 0.0015, 0.00001, 0.0005
 TIME_NOISE = 0.05
 MOST_LAG = 256  # rows come and go
@@ -111,13 +112,14 @@ def expected_emitted(rate: float, gamma: float) -> float:
     return float((1 - rate ** (gamma + 1)) / (1 - rate))
 
 
-def wrong_prior() -> GoodputPrior:
-    """Half the compute-bound slope, a draft of 0.7 times the time, acceptance 0.6."""
+def wrong_prior(widths: tuple[int, ...] = ()) -> GoodputPrior:
+    """Half the compute-bound slope, a draft of 0.7 times the time, acceptance 0.6; graphs of these widths, of which the world has none."""
 
     return GoodputPrior(
         drafting=lambda batch_size, gamma: 0.7 * gamma * (DRAFT_S + DRAFT_PER_ROW_S * batch_size),
         verifying=lambda tokens: FLAT_S + 0.5 * PER_TOKEN_S * max(tokens - KNEE, 0) + HOST_S,
         emitted=partial(expected_emitted, 0.6),
+        widths=widths,
     )
 
 
@@ -212,11 +214,11 @@ def world_of(setting: str, seed: int, num_steps: int) -> World:
 SETTINGS = ("stationary", "switching", "drifting", "traffic")
 
 
-def policy_in(name: str, world: World) -> GammaPolicy:
-    """A new policy that has seen nothing of this world."""
+def policy_in(name: str, world: World, widths: tuple[int, ...] = ()) -> GammaPolicy:
+    """A new policy that has seen nothing of this world, but knows graphs of these widths."""
     if name == ORACLE:
         return Oracle(world)
-    return gamma_policy(name, PolicyParts(GAMMA_MAX, MAX_BATCH, wrong_prior(), world.switching_s, seed=world.seed))
+    return gamma_policy(name, PolicyParts(GAMMA_MAX, MAX_BATCH, wrong_prior(widths), world.switching_s, seed=world.seed))
 
 
 def exponent(regret: Array) -> float:
@@ -253,9 +255,9 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def selection_us(name: str, num_steps: int) -> dict[str, float]:
-    """Microseconds of `select` in the traffic setting, the first half of the steps left out."""
+    """Microseconds of `select` in the traffic setting with a server's graphs to choose from, the first half of the steps left out."""
     world = world_of("traffic", 0, num_steps)
-    policy, taken = policy_in(name, world), []
+    policy, taken = policy_in(name, world, MENU), []
     select = policy.select
 
     def timed(load: Load) -> int:
