@@ -4,10 +4,10 @@ Every arm has a batcher of its own over the scaled pair in this process. All ser
 policy writes the same. They take turns: whose time is furthest behind takes the next step, and time is what the own steps took, so that each has the machine to
 itself and a slow second of it is everybody's. (One after another they cannot be compared here: the machine changes its pace by two within minutes.)
 
-- Rates (paper: Figs. 9 and 15): Poisson arrivals at fractions of what decoding without speculation was measured to sustain; arms: every
+- Rates (paper: Figs. 9 and 15): Poisson arrivals at fractions of what decoding without speculation was measured to sustain a moment before; arms: every
   fixed gamma, none, and Nightjar.
 - Trace (paper: Tables 4 and 5, Figs. 10 to 12): a part of a production trace whose rate more than doubles and falls again, pressed into less
-  than a minute, its mean rate at `--load` of what a gamma of 2 was measured to sustain a moment before, one after another where there are several: arms that
+  than a minute, its mean rate at `--load` of what a gamma of 2 was measured to sustain before the round, one after another where there are several: arms that
   all keep up all write what arrives, and cannot differ in throughput; arms: all policies.
 - Switching: c_prefill by the profile's table beside what catching the draft up took.
 
@@ -121,8 +121,9 @@ class Stand:
 def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
     """Every fixed gamma and Nightjar at every rate, as often as asked for."""
     rows = []
-    arms, capacity = (*FIXED, OURS), stand.capacity(OFF)
+    arms = (*FIXED, OURS)
     for index, fraction in enumerate(FRACTIONS):
+        capacity = stand.capacity(OFF)
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
         for turn in range(options.rounds):
             arrivals = poisson(stand.texts, rate=fraction * capacity, seconds=options.seconds, seed=index + len(FRACTIONS) * turn)
@@ -144,18 +145,18 @@ def typical(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def measure_trace(stand: Stand, load: float, options: argparse.Namespace, say: Say) -> dict[str, Any]:
     """All policies on the trace at one load, as often as asked for, each time with other prompts."""
-    capacity = stand.capacity("fixed-2")
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
-    timelines = {}
+    capacities, timelines = [], {}
     for turn in range(options.rounds):
+        capacities.append(capacity := stand.capacity("fixed-2"))
         texts = stand.texts[turn * OTHER_TEXTS :] + stand.texts[: turn * OTHER_TEXTS]
         arrivals = traced(texts, read_trace(), rate=load * capacity, seconds=options.trace_seconds)
         for name, run in stand.run(POLICIES, arrivals, seed=turn).items():
             rounds[name].append(stand.figures(run))
             timelines[name] = run.timeline(BIN_S)
             say(line({"policy": name, "rate": round(len(arrivals) / options.trace_seconds, 2), **rounds[name][-1]}))
-    sizes = {"requests": len(arrivals), "seconds": options.trace_seconds, "bin_s": BIN_S}
-    return {"load": load, "capacity_requests_per_s": round(capacity, 3), **sizes, "rounds": rounds, "timelines": timelines}
+    sizes = {"seconds": options.trace_seconds, "bin_s": BIN_S}
+    return {"load": load, "capacity_requests_per_s": [round(capacity, 3) for capacity in capacities], **sizes, "rounds": rounds, "timelines": timelines}
 
 
 def measure_switching(stand: Stand, say: Say) -> list[dict[str, Any]]:
