@@ -146,17 +146,19 @@ def typical(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def measure_trace(stand: Stand, load: float, options: argparse.Namespace, say: Say) -> dict[str, Any]:
     """All policies on the trace at one load, as often as asked for, each time with other prompts."""
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
-    capacities, timelines = [], {}
+    capacities, offered, timelines = [], [], {}
     for turn in range(options.rounds):
         capacities.append(capacity := stand.capacity("fixed-2"))
         texts = stand.texts[turn * OTHER_TEXTS :] + stand.texts[: turn * OTHER_TEXTS]
         arrivals = traced(texts, read_trace(), rate=load * capacity, seconds=options.trace_seconds)
+        offered.append(sum(arrival.num_tokens for arrival in arrivals) / options.trace_seconds)
         for name, run in stand.run(POLICIES, arrivals, seed=turn).items():
             rounds[name].append(stand.figures(run))
             timelines[name] = run.timeline(BIN_S)
             say(line({"policy": name, "rate": round(len(arrivals) / options.trace_seconds, 2), **rounds[name][-1]}))
     sizes = {"seconds": options.trace_seconds, "bin_s": BIN_S}
-    return {"load": load, "capacity_requests_per_s": [round(capacity, 3) for capacity in capacities], **sizes, "rounds": rounds, "timelines": timelines}
+    measured = {"capacity_requests_per_s": capacities, "offered_tok_per_s": offered}
+    return {"load": load, **{name: [round(each, 3) for each in found] for name, found in measured.items()}, **sizes, "rounds": rounds, "timelines": timelines}
 
 
 def measure_switching(stand: Stand, say: Say) -> list[dict[str, Any]]:
@@ -214,9 +216,12 @@ def verdict_of_rates(rates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def verdict_of_trace(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """The goals on the trace with what was measured."""
+    """The goals on the trace with what was measured, and how much of what arrived the best fixed length could write meanwhile."""
     rounds = trace["rounds"]
-    return {**against(rounds, FIXED, "fixed"), **against(rounds, [name for name in POLICIES if name != OURS], "baseline")}
+    fixed = against(rounds, FIXED, "fixed")
+    shares = [_throughput(run) / offered for run, offered in zip(rounds[fixed["best_fixed"]], trace["offered_tok_per_s"], strict=True)]
+    kept_up = {"best_fixed_of_offered": {"median": round(median(shares), 4), "rounds": [round(share, 4) for share in shares]}}
+    return {**fixed, **kept_up, **against(rounds, [name for name in POLICIES if name != OURS], "baseline")}
 
 
 def against(rounds: Rounds, others: Sequence[str], kind: str) -> dict[str, Any]:
