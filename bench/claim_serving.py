@@ -295,7 +295,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=12.0, help="arrivals at every rate (default: %(default)s)")
     parser.add_argument("--trace-seconds", type=float, default=25.0, help="the trace is pressed into so many (default: %(default)s)")
-    parser.add_argument("--load", type=float, nargs="+", default=[1.2], help="mean rates of the trace, in what a gamma of 2 sustains (default: %(default)s)")
+    parser.add_argument("--load", type=float, nargs="+", default=[1.6], help="mean rates of the trace, in what a gamma of 2 sustains (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of all policies (default: %(default)s)")
     parser.add_argument("--part", choices=PARTS, help="only this (default: both, and switching)")
     parser.add_argument("--clock", choices=("own", "profile"), default="own", help="what time is (default: %(default)s)")
