@@ -8,7 +8,7 @@ itself and a slow second of it is everybody's. (One after another they cannot be
   fixed gamma, none, and Nightjar.
 - Trace (paper: Tables 4 and 5, Figs. 10 to 12): a part of a production trace whose rate more than doubles and falls again, pressed into less
   than a minute, its mean rate at `--load` of what a gamma of 2 was measured to sustain before the round, one after another where there are several: arms that
-  all keep up all write what arrives, and cannot differ in throughput; arms: all policies.
+  all keep up all write what arrives, and cannot differ in throughput, so the verdict says what share of that the best fixed length wrote; arms: all policies.
 - Switching: c_prefill by the profile's table beside what catching the draft up took.
 
 Each run starts with a policy that knows nothing but the profile, and its `pace` tells how fast the machine was. Latencies count from a request's
