@@ -213,7 +213,7 @@ class Nightjar:
     def _longest_waiting(self, last_steps: Sequence[int], steps: Sequence[_Step], best: int, least: float, stop: float, restart: float) -> tuple[int, float]:
         """The arm but the best with the most steps since it ran for every second that it is predicted to lose, and that loss."""
         turn, dearest, longest, gamma, switch = best, math.inf, -1.0, 0, stop
-        for tokens, seconds in steps:  # without `enumerate` and `max`: half the time of a selection is spent here and in `_steps`
+        for tokens, seconds in steps:  # without `enumerate` and `max`: most of a selection is spent here and in `_steps`
             if gamma != best:
                 loss, least_loss = seconds - tokens * least, LEAST_LOSS * seconds
                 loss = (loss if loss > least_loss else least_loss) + switch
