@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import re
@@ -65,6 +66,27 @@ def test_a_loaded_pair_compiles_nothing_in_a_fresh_process(ygg_home: Path) -> No
     )
     report = json.loads(done.stdout)
     assert report["compilations"] == 0
+    assert done.stderr == ""
+
+
+def test_collections_pass_over_the_loaded_pair_while_text_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[int] = []
+
+    class Screen(io.StringIO):
+        def write(self, text: str) -> int:
+            frozen.append(gc.get_freeze_count())
+            return super().write(text)
+
+    monkeypatch.setattr("sys.stdout", Screen())
+    before = gc.get_freeze_count()
+    assert main(["generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "8"]) == 0
+    assert min(frozen) > before
+    assert gc.get_freeze_count() == 0
+
+
+def test_the_heap_is_thawed_where_bindings_count_what_is_left_at_the_end(ygg_home: Path) -> None:
+    script = f"import sys, triton; from yggdrasil.cli import main; sys.exit(main(['generate', {PROMPT!r}, '--pair', 'tiny', '--max-new-tokens', '8']))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr == ""
 
 

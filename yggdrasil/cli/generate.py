@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from yggdrasil.cli.compile import pair_name
+from yggdrasil.cli.heap import frozen_heap
 from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, SamplingConfig
 from yggdrasil.errors import ConfigError
 
@@ -67,7 +68,8 @@ def run(options: argparse.Namespace) -> None:
     tokens = pair.tokenizer.encode(prompt)
     check_request(len(tokens), config, pair.engine.max_context)
     outcome = Run(pair, tokens, config, start=start)
-    _stream(outcome, options, pair)
+    with frozen_heap():
+        _stream(outcome, options, pair)
     if options.json:
         print(json.dumps(outcome.to_json()))
     elif options.stats:

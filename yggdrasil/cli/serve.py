@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from yggdrasil.cli.compile import pair_name
+from yggdrasil.cli.heap import frozen_heap
 from yggdrasil.config import ServeConfig
 from yggdrasil.errors import ConfigError
 
@@ -87,7 +88,8 @@ def run(options: argparse.Namespace) -> None:
     with _listening(config.host, config.port) as listener:  # before the seconds that loading takes
         serving, service = _serving(pair_name(options), config, options)
         service.start()
-        asyncio.run(_serve(serving, service, listener, config.drain_seconds))
+        with frozen_heap():
+            asyncio.run(_serve(serving, service, listener, config.drain_seconds))
 
 
 def _num_bytes(text: str) -> int:
