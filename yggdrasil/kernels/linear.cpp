@@ -59,6 +59,8 @@ struct Product {
   bool is_gated;
 
   int64_t panel_words() const { return steps * kColumns; }
+  int64_t tile_rows() const { return std::min<int64_t>(rows, kTileRows); }
+  int64_t row_tiles() const { return (rows + kTileRows - 1) / kTileRows; }
   int64_t num_panels() const {
     return std::accumulate(weights.begin(), weights.end(), int64_t(0), [](int64_t sum, const Weight& weight) { return sum + weight.panels(); });
   }
@@ -197,7 +199,7 @@ void compute_vectors(const Product& product, int64_t begin, int64_t end) {
   if constexpr (kRows > 1) compute_vectors<Dtype, kRows - 1>(product, begin, end);
 }
 
-// ---- body for AMX tiles: 16 rows x 4 panels, or 32 or 48 rows x 1 panel ----
+// ---- body for AMX tiles: 16 rows x 4 panels, 32 rows x 2 panels, or up to 64 rows x 1 panel ----
 
 #if defined(__AMX_BF16__)
 // Tiles 0 to 3 accumulate, 4 holds x and 5 weights, and two are never written. While the core's other hardware thread is busy a processor seems to have few tile
@@ -207,145 +209,94 @@ struct alignas(64) TileSums {
   float words[kTileWords];
 };
 
-// Brings the tile after the next one to L2.
+// Brings the tile after the next one to L2; from there the processor's own prefetcher runs ahead, and asking further ahead ourselves is slower.
 inline void prefetch(const Word* weight) {
 #pragma GCC unroll 16
   for (int64_t line = 0; line < kTileRows; ++line) __builtin_prefetch(weight + 2 * kTileWords + line * kColumns, 0, 2);
 }
 
-// All rows (at most 16) of the panels [panel, min(panel + 4, end)); a missing panel repeats the last.
-void compute_16_rows(const Product& product, int64_t panel, int64_t end) {
-  const int64_t last = std::min<int64_t>(3, end - panel - 1);
-  const Word* x = product.x;
-  const Word* weight = product.panel(panel).words;
-  const auto offset = [&](int64_t p) { return product.panel(panel + std::min(p, last)).words - weight; };
-  const int64_t second = offset(1), third = offset(2), fourth = offset(3);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (const Word* stop = weight + product.panel_words(); weight < stop; weight += kTileWords, x += product.rows * kColumns) {
-    _tile_loadd(4, x, 64);
-    _tile_loadd(5, weight, 64);
-    _tile_dpbf16ps(0, 4, 5);
-    prefetch(weight);
-    _tile_loadd(5, weight + second, 64);
-    _tile_dpbf16ps(1, 4, 5);
-    prefetch(weight + second);
-    _tile_loadd(5, weight + third, 64);
-    _tile_dpbf16ps(2, 4, 5);
-    prefetch(weight + third);
-    _tile_loadd(5, weight + fourth, 64);
-    _tile_dpbf16ps(3, 4, 5);
-    prefetch(weight + fourth);
-  }
-  TileSums sums[4];
-  _tile_stored(0, sums[0].words, 64);
-  _tile_stored(1, sums[1].words, 64);
-  _tile_stored(2, sums[2].words, 64);
-  _tile_stored(3, sums[3].words, 64);
-  if (product.is_gated) {
-    for (int64_t p = 0; p < last; p += 2) store_gated<BFloat16>(product, sums[p].words, sums[p + 1].words, kColumns, 0, product.rows, panel + p);
-  } else {
-    for (int64_t p = 0; p <= last; ++p) store_panel<BFloat16>(product, sums[p].words, kColumns, 0, product.rows, panel + p);
-  }
+// What the product number kSum of a step of k takes: a tile of rows and one of the panels, which take turns.
+template <int kSum, int kPanels>
+inline void load_operands(const Word* x, int64_t row_tile_words, const Word* const* weights, int64_t word) {
+  constexpr int kTile = kSum / kPanels, kPanel = kSum % kPanels;
+  if constexpr (kPanel == 0) _tile_loadd(4, x + kTile * row_tile_words, 64);
+  if constexpr (kPanels > 1 || kTile == 0) _tile_loadd(5, weights[kPanel] + word, 64);
+  if constexpr (kTile == 0) prefetch(weights[kPanel] + word);
 }
 
-constexpr int64_t kGroup = 8;  // panels that a block of rows, once in L1, is multiplied by
-constexpr int64_t kChunk = 8;  // tiles of k: those of a block of x fill half of L1
-
-// The same chunk of k of every panel of a group, brought to L2 a few lines at a time while tiles multiply.
-struct Lookahead {
-  std::array<const Word*, kGroup> panels;
-  int64_t num_panels, lines;  // of each panel
-  int64_t panel = 0, line = 0;
-
-  void touch(int64_t count) {
-    for (; count > 0 && panel < num_panels; --count) {
-      __builtin_prefetch(panels[panel] + line * kColumns, 0, 2);
-      if (++line == lines) line = 0, ++panel;
-    }
-  }
-};
-
-// A chunk of k for two or three tiles of rows of one panel, on top of the sums so far.
-template <int kTiles>
-void add_chunk(TileSums* sums, bool is_first, const Word* x, int64_t next_x, const Word* weight, int64_t tiles, Lookahead& ahead, int64_t lines_per_tile) {
-  if (is_first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (kTiles > 2) _tile_zero(2);
-  } else {
-    _tile_loadd(0, sums[0].words, 64);
-    _tile_loadd(1, sums[1].words, 64);
-    if constexpr (kTiles > 2) _tile_loadd(2, sums[2].words, 64);
-  }
-  for (const Word* stop = weight + tiles * kTileWords; weight < stop; weight += kTileWords, x += kTileWords) {
-    _tile_loadd(5, weight, 64);
-    _tile_loadd(4, x, 64);
+// kTiles tiles of rows from `first` on times kPanels panels, all k; the sums of tile t and panel p go to sums[p * tiles of rows + t].
+template <int kTiles, int kPanels>
+void multiply_tiles(const Product& product, TileSums* sums, int64_t first, const Word* const* weights) {
+  constexpr int kSums = kTiles * kPanels;
+  const int64_t row_tiles = product.row_tiles(), tile_rows = product.tile_rows(), row_tile_words = tile_rows * product.steps;
+  const auto sum = [&](int number) { return sums[number % kPanels * row_tiles + first + number / kPanels].words; };
+  const Word* x = product.x + first * row_tile_words;
+  _tile_zero(0);
+  if constexpr (kSums > 1) _tile_zero(1);
+  if constexpr (kSums > 2) _tile_zero(2);
+  if constexpr (kSums > 3) _tile_zero(3);
+  for (int64_t word = 0; word < product.panel_words(); word += kTileWords, x += tile_rows * kColumns) {
+    load_operands<0, kPanels>(x, row_tile_words, weights, word);
     _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(4, x + next_x, 64);
-    _tile_dpbf16ps(1, 4, 5);
-    if constexpr (kTiles > 2) {
-      _tile_loadd(4, x + 2 * next_x, 64);
+    if constexpr (kSums > 1) {
+      load_operands<1, kPanels>(x, row_tile_words, weights, word);
+      _tile_dpbf16ps(1, 4, 5);
+    }
+    if constexpr (kSums > 2) {
+      load_operands<2, kPanels>(x, row_tile_words, weights, word);
       _tile_dpbf16ps(2, 4, 5);
     }
-    ahead.touch(lines_per_tile);
+    if constexpr (kSums > 3) {
+      load_operands<3, kPanels>(x, row_tile_words, weights, word);
+      _tile_dpbf16ps(3, 4, 5);
+    }
   }
-  _tile_stored(0, sums[0].words, 64);
-  _tile_stored(1, sums[1].words, 64);
-  if constexpr (kTiles > 2) _tile_stored(2, sums[2].words, 64);
+  _tile_stored(0, sum(0), 64);
+  if constexpr (kSums > 1) _tile_stored(1, sum(1), 64);
+  if constexpr (kSums > 2) _tile_stored(2, sum(2), 64);
+  if constexpr (kSums > 3) _tile_stored(3, sum(3), 64);
 }
 
-// More than 16 rows of the panels [panel, min(panel + kGroup, end)), in blocks of two or three tiles of rows: a chunk of a block stays in L1 for all panels
-// of the group, which come from L2. The order of k is that of one pass.
-void compute_many_rows(const Product& product, std::vector<TileSums>& sums, int64_t panel, int64_t end) {
-  const int64_t tiles = product.panel_words() / kTileWords, row_tiles = (product.rows + kTileRows - 1) / kTileRows, blocks = (row_tiles + 2) / 3;
-  const int64_t num_panels = std::min(kGroup, end - panel), next_x = kTileRows * product.steps;
-  std::array<const Word*, kGroup> weights{}, next_group{};
-  for (int64_t p = 0; p < num_panels; ++p) weights[p] = product.panel(panel + p).words;
-  const int64_t num_next = std::clamp<int64_t>(end - panel - kGroup, 0, kGroup);
-  for (int64_t p = 0; p < num_next; ++p) next_group[p] = product.panel(panel + kGroup + p).words;
-  sums.resize(num_panels * row_tiles);
-  for (int64_t k = 0; k == 0 || k < tiles; k += kChunk) {  // once for no features at all: the sums are zeros then
-    const int64_t count = std::min(kChunk, tiles - k), next = k + count;
-    Lookahead ahead{next_group, num_next, std::min(kChunk, tiles) * kTileRows};
-    if (next < tiles) {
-      ahead = {weights, num_panels, std::min(kChunk, tiles - next) * kTileRows};
-      for (int64_t p = 0; p < num_panels; ++p) ahead.panels[p] += next * kTileWords;
-    }
+// All rows times `count` panels. A single tile of rows always takes four of them and two tiles take two; more tiles go in blocks of at most four a panel, of
+// which the first brings it to L2 for the others.
+void multiply_group(const Product& product, TileSums* sums, const Word* const* weights, int64_t count) {
+  const int64_t row_tiles = product.row_tiles();
+  if (row_tiles == 1) return multiply_tiles<1, 4>(product, sums, 0, weights);
+  if (row_tiles == 2) return multiply_tiles<2, 2>(product, sums, 0, weights);
+  constexpr std::array kBlocks{multiply_tiles<1, 1>, multiply_tiles<2, 1>, multiply_tiles<3, 1>, multiply_tiles<4, 1>};
+  const int64_t blocks = (row_tiles + 3) / 4;
+  for (int64_t p = 0; p < count; ++p) {
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t first = block * row_tiles / blocks, num_tiles = (block + 1) * row_tiles / blocks - first;
-      const Word* x = product.x + first * next_x + k * kTileWords;
-      for (int64_t p = 0; p < num_panels; ++p) {
-        const auto add = num_tiles == 2 ? add_chunk<2> : add_chunk<3>;
-        add(&sums[p * row_tiles + first], k == 0, x, next_x, weights[p] + k * kTileWords, count, ahead, (kTileRows + blocks - 1) / blocks);
-      }
-    }
-  }
-  for (int64_t p = 0; p < num_panels; p += product.is_gated ? 2 : 1) {
-    for (int64_t tile = 0; tile < row_tiles; ++tile) {
-      const int64_t row = tile * kTileRows, rows = std::min<int64_t>(kTileRows, product.rows - row);
-      const float* first = sums[p * row_tiles + tile].words;
-      if (product.is_gated) {
-        store_gated<BFloat16>(product, first, sums[(p + 1) * row_tiles + tile].words, kColumns, row, rows, panel + p);
-      } else {
-        store_panel<BFloat16>(product, first, kColumns, row, rows, panel + p);
-      }
+      kBlocks[num_tiles - 1](product, sums + p * row_tiles, first, weights + p);
     }
   }
 }
 
 void compute_tiles(const Product& product, int64_t begin, int64_t end) {
   TileConfig config;
-  config.set(0, 5, std::min<int64_t>(product.rows, kTileRows), 64);
+  config.set(0, 5, product.tile_rows(), 64);
   config.set(5, 1, kTileRows, 64);
   config.load();
-  if (product.rows <= kTileRows) {
-    for (int64_t panel = begin; panel < end; panel += 4) compute_16_rows(product, panel, end);
-  } else {
-    thread_local std::vector<TileSums> sums;
-    for (int64_t panel = begin; panel < end; panel += kGroup) compute_many_rows(product, sums, panel, end);
+  const int64_t row_tiles = product.row_tiles(), group = row_tiles == 1 ? 4 : 2;
+  thread_local std::vector<TileSums> sums;
+  sums.resize(group * row_tiles);
+  for (int64_t panel = begin; panel < end; panel += group) {
+    const int64_t count = std::min(group, end - panel);
+    std::array<const Word*, 4> weights;
+    for (int64_t p = 0; p < 4; ++p) weights[p] = product.panel(panel + std::min(p, count - 1)).words;
+    multiply_group(product, sums.data(), weights.data(), count);
+    for (int64_t tile = 0; tile < row_tiles; ++tile) {
+      const int64_t row = tile * kTileRows, rows = std::min<int64_t>(kTileRows, product.rows - row);
+      for (int64_t p = 0; p < count; p += product.is_gated ? 2 : 1) {
+        const float* first = sums[p * row_tiles + tile].words;
+        if (product.is_gated) {
+          store_gated<BFloat16>(product, first, sums[(p + 1) * row_tiles + tile].words, kColumns, row, rows, panel + p);
+        } else {
+          store_panel<BFloat16>(product, first, kColumns, row, rows, panel + p);
+        }
+      }
+    }
   }
   _tile_release();
 }
