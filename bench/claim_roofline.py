@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 CONTEXTS = (64, 512)
 ROUNDS, QUICK_ROUNDS = 21, 2
-PROBE = (256, 256, 256)
+PROBE, PROBE_ROUNDS = (512, 512, 512), 6  # the first ones are slower
 MATRICES = ((2048, 2048, 2048), (4096, 4096, 4096), (1024, 4096, 4096), (8192, 1024, 4096))  # rows, depth, columns
 GROWTH_OF_VERIFY = {8: 1.10, 16: 1.3, 32: 2.1}  # T(W) over T(2), at most
 MOST_OVER_MEMORY = 1.15  # T(1) over its memory ceiling
@@ -173,7 +173,7 @@ def matrix_sampler(rows: int, depth: int, columns: int, dtype: torch.dtype) -> S
 def matrix_dtype(dtype: torch.dtype) -> torch.dtype:
     """What `torch.mm` multiplies fastest here: the pair's dtype, or float32 where the processor has no products of that (300 times as long on Zen 3)."""
     samplers = {candidate: matrix_sampler(*PROBE, candidate) for candidate in (dtype, torch.float32)}
-    return max(samplers, key=lambda candidate: max(samplers[candidate]() for _ in range(QUICK_ROUNDS)))
+    return max(samplers, key=lambda candidate: max(samplers[candidate]() for _ in range(PROBE_ROUNDS)))
 
 
 def in_turns(samplers: Mapping[Any, Sampler], rounds: int, tick: Callable[[str], None]) -> dict[Any, list[float]]:
