@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from yggdrasil.layout import TOKEN
 from yggdrasil.models.packing import empty_meta
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.platt import UNSCALED, PlattScale
-from yggdrasil.step.rows import draft_rows, prune_rows
+from yggdrasil.step.rows import Chain, draft_rows, prune_rows
 
 NEXT = {10: (11, 0.6), 11: (12, 0.6), 20: (21, 0.4), 21: (22, 0.4)}  # token: what follows, and how likely
 
@@ -37,3 +39,23 @@ def test_a_batch_s_drafts_are_ordered_by_what_the_target_takes_of_them(platt: Pl
     assert [chain.tokens for chain in chains] == [[11, 12], [21, 22]]
     prune_rows(chains, 2)
     assert [len(chain.tokens) for chain in chains] == kept
+
+
+@pytest.mark.parametrize("most", range(8))
+def test_what_is_kept_of_a_batch_is_the_likeliest_and_of_equals_what_is_nearest_to_its_root(most: int) -> None:
+    log_probs = [[-0.1, -0.5, -0.5], [], [-0.5, -0.5], [-0.2, -0.9]]
+    places = sorted((-log_prob, depth, index) for index, row in enumerate(log_probs) for depth, log_prob in enumerate(row))
+    chains = [Chain(list(range(len(row))), list(row), len(row)) for row in log_probs]
+    prune_rows(chains, most)
+    assert [len(chain.tokens) for chain in chains] == [sum(index == row for _, _, index in places[:most]) for row in range(4)]
+    assert all(chain.log_probs == row[: len(chain.tokens)] for chain, row in zip(chains, log_probs, strict=True))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_rows_of_several_scales_each_get_their_own() -> None:
+    platts = [PlattScale(1.8, 1.3), PlattScale(1.8, 1.3), UNSCALED, PlattScale(0.5, 0.0)]
+    rows = [Row(row, DecodeState([10])) for row in range(4)]
+    chains = draft_rows(Scripted(), rows, [2, 0, 1, 2], platts)
+    edge = math.log(0.6)
+    for chain, platt, gamma in zip(chains, platts, (2, 0, 1, 2), strict=True):
+        assert chain.log_probs == pytest.approx([platt.log(edge) * (depth + 1) for depth in range(gamma)])

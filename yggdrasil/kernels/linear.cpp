@@ -263,12 +263,12 @@ void multiply_group(const Product& product, TileSums* sums, const Word* const* w
   const int64_t row_tiles = product.row_tiles();
   if (row_tiles == 1) return multiply_tiles<1, 4>(product, sums, 0, weights);
   if (row_tiles == 2) return multiply_tiles<2, 2>(product, sums, 0, weights);
-  constexpr std::array kBlocks{multiply_tiles<1, 1>, multiply_tiles<2, 1>, multiply_tiles<3, 1>, multiply_tiles<4, 1>};
+  constexpr std::array kOfTwoToFour{multiply_tiles<2, 1>, multiply_tiles<3, 1>, multiply_tiles<4, 1>};
   const int64_t blocks = (row_tiles + 3) / 4;
   for (int64_t p = 0; p < count; ++p) {
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t first = block * row_tiles / blocks, num_tiles = (block + 1) * row_tiles / blocks - first;
-      kBlocks[num_tiles - 1](product, sums + p * row_tiles, first, weights + p);
+      kOfTwoToFour[num_tiles - 2](product, sums + p * row_tiles, first, weights + p);
     }
   }
 }

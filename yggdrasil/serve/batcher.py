@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from itertools import groupby, islice
 
 from torch import Tensor
 
@@ -184,7 +185,7 @@ class Batcher:
             calibrated = [self.acceptance(ticket.state.sampling.temperature) for ticket in decoding]
             chains = draft_rows(self.draft, [ticket.running for ticket in decoding], gammas, [each.platt for each in calibrated])
         with stage("prune"):
-            values = [each.values(chain.log_probs).tolist() for each, chain in zip(calibrated, chains, strict=True)] if gamma else []
+            values = _values(calibrated, chains) if gamma else []
             prune_rows(chains, self.policy.verified(load, gamma, values) if gamma else 0)
         reaching, prompts = self._prompts(len(decoding) + sum(len(chain.tokens) for chain in chains))
         chains += [Chain() for _ in reaching]
@@ -361,3 +362,14 @@ class Batcher:
             num_pages=self.pool.num_pages,
             is_draft_in=self.elastic is None or self.elastic.is_draft_in,
         )
+
+
+def _values(calibrated: Sequence[Acceptance], chains: Sequence[Chain]) -> list[list[float]]:
+    """What every draft is worth, row by row; neighbours of one calibration in one call."""
+    values: list[list[float]] = []
+    for _, group in groupby(zip(calibrated, chains, strict=True), key=lambda each: id(each[0])):
+        (acceptance, first), *others = group
+        of_one = [first, *(chain for _, chain in others)]
+        found = iter(acceptance.values([log_prob for chain in of_one for log_prob in chain.log_probs]).tolist())
+        values += [list(islice(found, len(chain.log_probs))) for chain in of_one]
+    return values

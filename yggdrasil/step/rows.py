@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import nlargest
-from itertools import accumulate
+from itertools import accumulate, groupby, islice
+from operator import itemgetter
 
+import torch
 from torch import Tensor
 
 from yggdrasil.errors import YggError
@@ -104,15 +105,27 @@ def draft_rows(model: TokenGraphs, rows: Sequence[Row], gammas: Sequence[int], p
     Source: Nightjar section 4.1: gamma draft tokens a row.
     """
     chains = [Chain(num_run=gamma) for gamma in gammas]
-    live = [entry for entry in zip(rows, chains, gammas, platts, strict=True) if entry[2]]
-    pieces = [Piece(row.row, row.state.tokens[row.draft_len :], row.draft_len) for row, *_ in live]
+    live = [(row, chain) for row, chain in zip(rows, chains, strict=True) if chain.num_run]
+    pieces = [Piece(row.row, row.state.tokens[row.draft_len :], row.draft_len) for row, _ in live]
+    depth = 0
     while live:
-        for (_, chain, _, platt), (token, log_prob) in zip(live, _guesses(model, pieces), strict=True):
-            chain.log_probs.append(platt.log(log_prob) + (chain.log_probs[-1] if chain.log_probs else 0.0))
+        for (_, chain), (token, log_prob) in zip(live, _guesses(model, pieces), strict=True):
             chain.tokens.append(token)
-        live = [entry for entry in live if len(entry[1].tokens) < entry[2]]
-        pieces = [Piece(row.row, chain.tokens[-1:], row.state.root_pos + len(chain.tokens)) for row, chain, *_ in live]
+            chain.log_probs.append(log_prob)
+        depth += 1
+        live = [(row, chain) for row, chain in live if chain.num_run > depth]
+        pieces = [Piece(row.row, chain.tokens[-1:], row.state.root_pos + depth) for row, chain in live]
+    _scale_paths_(chains, platts)
     return chains
+
+
+def _scale_paths_(chains: Sequence[Chain], platts: Sequence[PlattScale]) -> None:
+    """From what the draft says of each token to path log-probabilities, edges scaled; neighbours of one scale in one call."""
+    for platt, group in groupby(zip(platts, chains, strict=True), key=itemgetter(0)):
+        of_scale = [chain for _, chain in group]
+        edges = iter(platt.logs(torch.tensor([edge for chain in of_scale for edge in chain.log_probs], dtype=torch.float64)).tolist())
+        for chain in of_scale:
+            chain.log_probs = list(accumulate(islice(edges, len(chain.log_probs))))
 
 
 def _guesses(model: TokenGraphs, pieces: Sequence[Piece]) -> list[tuple[int, float]]:
@@ -134,10 +147,14 @@ def prune_rows(chains: Sequence[Chain], most: int) -> None:
     """
     if sum(len(chain.tokens) for chain in chains) <= most:
         return
-    places = [(log_prob, -depth, -index) for index, chain in enumerate(chains) for depth, log_prob in enumerate(chain.log_probs)]
-    kept = [0] * len(chains)
-    for _, _, index in nlargest(most, places):
-        kept[-index] += 1
+    if most == 0:
+        kept = [0] * len(chains)
+    else:
+        least = sorted((log_prob for chain in chains for log_prob in chain.log_probs), reverse=True)[most - 1]
+        kept = [sum(log_prob > least for log_prob in chain.log_probs) for chain in chains]
+        equal = sorted((depth, index) for index, chain in enumerate(chains) for depth, log_prob in enumerate(chain.log_probs) if log_prob == least)
+        for _, index in equal[: most - sum(kept)]:  # those nearest to their roots
+            kept[index] += 1
     for chain, count in zip(chains, kept, strict=True):
         del chain.tokens[count:], chain.log_probs[count:]
 
