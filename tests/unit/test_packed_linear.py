@@ -11,7 +11,7 @@ from yggdrasil.kernels.linear import PackedLinear, gated_reference, pack_weight,
 
 DTYPES = (torch.bfloat16, torch.float32)
 SHAPES = ((1, 1), (5, 3), (16, 32), (17, 33), (48, 31), (100, 70), (256, 128), (33, 1000), (600, 352))  # (out_features, in_features)
-WIDTHS = (1, 2, 3, 7, 8, 9, 12, 16, 17, 31, 32, 33, 64, 128, 200)
+WIDTHS = (1, 2, 3, 7, 8, 9, 12, 16, 17, 24, 25, 31, 32, 33, 49, 64, 128, 200)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -123,29 +123,45 @@ void store_gated(const Product& product, const float* gates, const float* ups, i
 
 // ---- body for vector registers: kRows x kPanels accumulators ----
 
+// Most rows of a block. A wide one streams a single panel, whose line is loaded once for all rows, and reads x step after step: three panels beside eight rows would
+// be read again for every further block.
+constexpr int kBlockRows = kLanes < 16 ? kMaxRows : 24;
+constexpr bool is_wide(int rows) { return rows > 8; }
+
 // Panels whose sums the registers hold beside that many rows.
 constexpr int held_panels(int rows) {
-  if (kLanes == 16) return rows > 6 ? 3 : 4;
+  if (kLanes == 16) return is_wide(rows) ? 1 : rows > 6 ? 3 : 4;
   return rows > 2 ? 1 : 4 / rows;
 }
 
-// kRows rows of kPanels panels, accumulated in registers and written `stride` floats a row.
+// Lines of each panel that are asked for ahead of their products. With few rows memory is the limit, and what is asked for far ahead keeps the processor's own
+// prefetcher from running: a whole group of panels ahead, weights came at four fifths of the rate. Wide blocks wait for what is asked for too late.
+constexpr int64_t lines_ahead(int panels) { return panels > 3 ? 16 : panels > 1 ? 64 : 96; }
+
+// kRows rows of kPanels panels, accumulated in registers and written `stride` floats a row. At their end the panels that are `next` are asked for.
 template <class Dtype, int kRows, int kPanels>
-void multiply_panels(float* out, int64_t stride, const Word* x, int64_t steps, const Word* const* weight, const Word* const* ahead, int ahead_panels) {
+void multiply_panels(float* out, int64_t stride, const Word* x, int64_t steps, const Word* const* weight, const Word* const* next) {
+  constexpr int64_t kAhead = lines_ahead(kPanels);
   Vec sums[kRows][kPanels][kVecs] = {};
-  for (int64_t s = 0; s < steps; ++s) {
-    for (int p = 0; p < ahead_panels; ++p) __builtin_prefetch(ahead[p] + s * kColumns, 0, 2);
+  const int64_t ahead = std::min(steps, kAhead), turn = steps - ahead;
+  int64_t s = 0;
+  for (const bool is_end : {false, true}) {
+    const Word* fetched[kPanels];
+    for (int p = 0; p < kPanels; ++p) fetched[p] = is_end ? next[p] - turn * kColumns : weight[p] + ahead * kColumns;
+    for (const int64_t last = is_end ? steps : turn; s < last; ++s) {
 #pragma GCC unroll 2
-    for (int i = 0; i < Dtype::kParts; ++i) {
+      for (int i = 0; i < Dtype::kParts; ++i) {
 #pragma GCC unroll 8
-      for (int p = 0; p < kPanels; ++p) {
-        Vec line[kVecs];
-        for (int v = 0; v < kVecs; ++v) line[v] = Dtype::part(load(weight[p] + s * kColumns + v * kLanes), i);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          const Vec number = broadcast(x[(r * steps + s) * Dtype::kParts + i]);
+        for (int p = 0; p < kPanels; ++p) {
+          if (i == 0) __builtin_prefetch(fetched[p] + s * kColumns, 0, 2);
+          Vec line[kVecs];
+          for (int v = 0; v < kVecs; ++v) line[v] = Dtype::part(load(weight[p] + s * kColumns + v * kLanes), i);
+#pragma GCC unroll 24
+          for (int r = 0; r < kRows; ++r) {
+            const Vec number = broadcast(x[is_wide(kRows) ? (s * Dtype::kParts + i) * kRows + r : (r * steps + s) * Dtype::kParts + i]);
 #pragma GCC unroll 4
-          for (int v = 0; v < kVecs; ++v) sums[r][p][v] = Dtype::multiply(sums[r][p][v], number, line[v]);
+            for (int v = 0; v < kVecs; ++v) sums[r][p][v] = Dtype::multiply(sums[r][p][v], number, line[v]);
+          }
         }
       }
     }
@@ -153,16 +169,16 @@ void multiply_panels(float* out, int64_t stride, const Word* x, int64_t steps, c
   for (int r = 0; r < kRows; ++r) std::memcpy(out + r * stride, sums[r], sizeof sums[r]);
 }
 
+// kRows rows of the panels from `panel` on; those from `next` on, at most up to `end`, come after them.
 template <class Dtype, int kRows, int kPanels>
-void compute_block(const Product& product, int64_t row, int64_t panel, const Word* const* ahead, int ahead_panels) {
+void compute_block(const Product& product, const Word* x, int64_t row, int64_t panel, int64_t next, int64_t end) {
   constexpr int kHeld = std::min(kPanels, held_panels(kRows));
   constexpr int64_t stride = kPanels * kColumns;
   alignas(64) float sums[kRows * stride];
-  const Word* x = product.x + row * product.steps * Dtype::kParts;
   for (int p = 0; p < kPanels; p += kHeld) {
-    const Word* weight[kHeld];
-    for (int h = 0; h < kHeld; ++h) weight[h] = product.panel(panel + p + h).words;
-    multiply_panels<Dtype, kRows, kHeld>(sums + p * kColumns, stride, x, product.steps, weight, ahead + p, std::clamp(ahead_panels - p, 0, kHeld));
+    const Word *weight[kHeld], *after[kHeld];
+    for (int h = 0; h < kHeld; ++h) weight[h] = product.panel(panel + p + h).words, after[h] = product.panel(std::min(next + p + h, end - 1)).words;
+    multiply_panels<Dtype, kRows, kHeld>(sums + p * kColumns, stride, x, product.steps, weight, after);
   }
   if (product.is_gated) {
     for (int p = 0; p + 1 < kPanels; p += 2) store_gated<Dtype>(product, sums + p * kColumns, sums + (p + 1) * kColumns, stride, row, kRows, panel + p);
@@ -171,30 +187,53 @@ void compute_block(const Product& product, int64_t row, int64_t panel, const Wor
   }
 }
 
-// Every row over the panels [panel, end), kPanels at a time. A group is read from memory by its first row block and from L2 by the others, which meanwhile
-// fetch the next group, so that memory is never idle.
+// Every row over the panels [panel, end), kPanels at a time. A group is read from memory by its first row block and from L2 by the others.
 template <class Dtype, int kRows, int kPanels>
-void compute_panels(const Product& product, int64_t panel, int64_t end) {
-  const int64_t blocks = (product.rows + kRows - 1) / kRows;
-  const int share = static_cast<int>((kPanels + blocks - 1) / blocks);
+void compute_panels(const Product& product, const Word* x, int64_t panel, int64_t end) {
+  const int64_t row_words = product.steps * Dtype::kParts;
   for (; panel + kPanels <= end; panel += kPanels) {
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t row = std::min(b * kRows, product.rows - kRows), next = panel + kPanels + b * share;
-      const int ahead_panels = static_cast<int>(std::clamp<int64_t>(std::min(end, panel + 2 * kPanels) - next, 0, share));
-      const Word* ahead[kPanels];
-      for (int p = 0; p < ahead_panels; ++p) ahead[p] = product.panel(next + p).words;
-      compute_block<Dtype, kRows, kPanels>(product, row, panel, ahead, ahead_panels);
+    for (int64_t first = 0; first < product.rows; first += kRows) {
+      const int64_t row = std::min(first, product.rows - kRows);
+      compute_block<Dtype, kRows, kPanels>(product, x + (is_wide(kRows) ? first : row) * row_words, row, panel, panel + kPanels, end);
     }
   }
-  if constexpr (kPanels > 1) compute_panels<Dtype, kRows, kPanels / 2>(product, panel, end);
+  if constexpr (kPanels > 1) compute_panels<Dtype, kRows, kPanels / 2>(product, x, panel, end);
 }
 
-template <class Dtype, int kRows = kMaxRows>
+// The rows of every wide block step after step, for the calling thread; kept until its next call.
+template <class Dtype, int kRows>
+const Word* by_step(const Product& product) {
+  thread_local std::vector<Word> lines;
+  const int64_t row_words = product.steps * Dtype::kParts, blocks = (product.rows + kRows - 1) / kRows;
+  lines.resize(blocks * kRows * row_words);
+  Word* to = lines.data();
+  for (int64_t block = 0; block < blocks; ++block) {
+    const Word* from = product.x + std::min(block * kRows, product.rows - kRows) * row_words;
+    for (int64_t word = 0; word < row_words; ++word, to += kRows) {
+#pragma GCC unroll 24
+      for (int r = 0; r < kRows; ++r) to[r] = from[r * row_words + word];
+    }
+  }
+  return lines.data();
+}
+
+// The number of rows in a block, of all that need not be small the one that computes the fewest twice.
+int64_t rows_of_block(int64_t rows) {
+  const auto divided = [&](int64_t blocks) { return (rows + blocks - 1) / blocks; };
+  int64_t best = divided(kBlockRows);
+  const int64_t most = kLanes < 16 ? best : divided(kBlockRows * 2 / 3);
+  for (int64_t blocks = best + 1; blocks <= most; ++blocks)
+    if (blocks * divided(blocks) < best * divided(best)) best = blocks;
+  return divided(best);
+}
+
+template <class Dtype, int kRows = kBlockRows>
 void compute_vectors(const Product& product, int64_t begin, int64_t end) {
   constexpr int kPanels = held_panels(kRows), kGatedPanels = std::max(2, kPanels / 2 * 2);
-  const int64_t blocks = (product.rows + kMaxRows - 1) / kMaxRows, rows_per_block = (product.rows + blocks - 1) / blocks;
-  if (kRows == rows_per_block) {
-    return product.is_gated ? compute_panels<Dtype, kRows, kGatedPanels>(product, begin, end) : compute_panels<Dtype, kRows, kPanels>(product, begin, end);
+  if (kRows == rows_of_block(product.rows)) {
+    const Word* x = product.x;
+    if constexpr (is_wide(kRows)) x = by_step<Dtype, kRows>(product);
+    return product.is_gated ? compute_panels<Dtype, kRows, kGatedPanels>(product, x, begin, end) : compute_panels<Dtype, kRows, kPanels>(product, x, begin, end);
   }
   if constexpr (kRows > 1) compute_vectors<Dtype, kRows - 1>(product, begin, end);
 }
