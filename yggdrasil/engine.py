@@ -133,7 +133,7 @@ class Engine:
         with self.trace.stage("prefill"):
             left = self._left_to_verification(state.root_pos)
             hidden_E = prefill(self.target, state.tokens[: state.root_pos - left])
-            state.hidden_E = None if hidden_E is None or left else hidden_E.clone()
+            state.hidden_KE = None if hidden_E is None or left else hidden_E[None].clone()
             if not config.plain:
                 prefill(self.draft, state.tokens[:-1])
         step = self.step if self.executor is None else self.executor.step

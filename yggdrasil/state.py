@@ -79,18 +79,25 @@ class DecodeState:
         tokens: Prompt and emitted tokens.
         prompt_len: How many of them are the prompt.
         sampling: How tokens are taken.
-        hidden_E: The target's last hidden state of the last token in its KV, (E,); None before the first forward.
+        hidden_KE: The target's last hidden states after some forward, (K, E); None before the first.
+        hidden_row: Which of them is that of the last token in its KV.
         head: The head draft when it ran ahead of time; its root's KV is then provisional in the draft's cache.
     """
 
     tokens: list[int]
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     prompt_len: int = 0
-    hidden_E: Tensor | None = None
+    hidden_KE: Tensor | None = None
+    hidden_row: int = 0
     head: Head | None = None
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)
+
+    @property
+    def hidden_E(self) -> Tensor | None:
+        """The target's last hidden state of the last token in its KV, (E,); None before the first forward."""
+        return None if self.hidden_KE is None else self.hidden_KE[self.hidden_row]
 
     @property
     def root_pos(self) -> int:

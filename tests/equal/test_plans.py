@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.models.protocol import TokenModel
+from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.schedule import executor as executor_module
 from yggdrasil.schedule.choice import NUM_TICKS, PlanChoice, choose_plan
 from yggdrasil.schedule.executor import Executor
@@ -61,11 +60,12 @@ class Sequence:
     def platt(self) -> PlattScale:
         return PlattScale(1.8, 1.3)
 
-    def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        return np.exp(log_probs)
+    @property
+    def knots(self) -> Tensor:
+        return UNCALIBRATED.knots
 
-    def verify_width(self, expected: list[float], shape: Shape, context_len: int) -> int:
-        return min(shape.verify or 16, len(expected))
+    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int) -> tuple[list[int], list[float]]:
+        return [min(shape.verify or 16, num_nodes)], [1.0]
 
     def observe(self, result: StepResult) -> None:
         assert result.ms > 0

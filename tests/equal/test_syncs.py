@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pretend
 import pytest
 import torch
@@ -26,6 +24,7 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.policy.depth import DepthPredictor
+from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.plan import Plan
 from yggdrasil.schedule.search import plans
@@ -56,11 +55,12 @@ class Always:
     def platt(self) -> PlattScale:
         return PlattScale(1.8, 1.3)
 
-    def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        return np.exp(log_probs)
+    @property
+    def knots(self) -> Tensor:
+        return UNCALIBRATED.knots
 
-    def verify_width(self, expected: list[float], shape: Shape, context_len: int) -> int:
-        return min(shape.verify or 16, len(expected))
+    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int) -> tuple[list[int], list[float]]:
+        return [min(shape.verify or 16, num_nodes)], [1.0]
 
     def observe(self, result: StepResult) -> None: ...
 

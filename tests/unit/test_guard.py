@@ -32,7 +32,7 @@ def result(shape: Shape, num_tokens: int, ms: float) -> StepResult:
 def run(policy: Guard, num_steps: int, *, emitted: int, plain_ms: float = PLAIN_MS, step_ms: float = STEP_MS) -> tuple[float, int, list[bool]]:
     """Milliseconds, tokens and which steps speculated."""
     spent, tokens, speculated = 0.0, 0, []
-    state = DecodeState([1], hidden_E=torch.zeros(1))
+    state = DecodeState([1], hidden_KE=torch.zeros(1, 1))
     for _ in range(num_steps):
         shape = policy.choose(state)
         one = result(shape, emitted, step_ms) if shape.depth else result(PLAIN, 1, plain_ms)
@@ -98,5 +98,5 @@ def test_a_draft_that_is_caught_up_before_a_probe_is_paid_for_and_not_given_up_h
 
 def test_the_verified_width_is_the_inner_policy_s() -> None:
     policy = guard()
-    assert policy.verify_width([1.0, 1.5, 1.6, 1.7, 1.8], SPECULATIVE, 0) == 5
-    assert policy.values([-1.0, 0.0]).tolist() == [0.0, 1.0]
+    assert policy.verify_costs(SPECULATIVE, 9, 0) == ([5], [1.0])
+    assert policy.knots is policy.inner.knots

@@ -13,7 +13,7 @@ from yggdrasil.policy.objective import speedup
 from yggdrasil.policy.shape import Arms, BestShape, FixedShape, StoppingShape, best_shape
 from yggdrasil.policy.structures import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Shape
-from yggdrasil.step.prune import prune
+from yggdrasil.step.prune import best_width, prune
 from yggdrasil.tree import TokenTree
 
 CURVE = Curve((100, 300), (2, 4, 8), ((10.0, 12.0, 20.0), (14.0, 20.0, 28.0)))
@@ -148,9 +148,9 @@ def test_every_arm_costs_what_its_step_does() -> None:
 def test_verify_width_by_hand() -> None:
     policy, shape = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS), Shape(4, 2)
     flat = [1.0, 1.5, 1.8, 2.0, 2.01, 2.02, 2.03, 2.04, 2.05]  # four nodes are nearly as good as eight, which cost 2 ms more
-    assert policy.verify_width(flat, shape, 7) == 4
+    assert verify_width(policy, flat, shape) == 4
     steep = [1.0, 1.9, 2.6, 3.2, 3.7, 4.1, 4.5, 4.8, 5.0]
-    assert policy.verify_width(steep, shape, 7) == 8  # nine nodes fit no graph
+    assert verify_width(policy, steep, shape) == 8  # nine nodes fit no graph
 
 
 def test_a_wider_verification_has_to_bring_its_time_in_proportion() -> None:
@@ -158,19 +158,23 @@ def test_a_wider_verification_has_to_bring_its_time_in_proportion() -> None:
     costs = {width: LATENCY.step_ms(4, 2, width, 7) for width in (4, 8)}
     worth = 3.0 * (costs[8] / costs[4] - 1.0)
     for extra, chosen in ((0.9 * worth, 4), (1.1 * worth, 8)):
-        assert policy.verify_width([1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0 + extra, 3.0 + extra], shape, 7) == chosen
+        assert verify_width(policy, [1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0 + extra, 3.0 + extra], shape) == chosen
 
 
 def test_verify_width_of_a_small_tree_is_the_whole_tree() -> None:
     policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
-    assert policy.verify_width([1.0, 1.5, 1.8], Shape(1, 2), 7) == 3
-    assert policy.verify_width([1.0, 1.9, 2.7, 3.4, 4.0, 4.5], Shape(1, 5), 7) == 6
+    assert verify_width(policy, [1.0, 1.5, 1.8], Shape(1, 2)) == 3
+    assert verify_width(policy, [1.0, 1.9, 2.7, 3.4, 4.0, 4.5], Shape(1, 5)) == 6
 
 
 def test_verify_width_obeys_the_shape_where_it_says() -> None:
     policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
-    assert policy.verify_width([1.0, 1.9, 2.7, 3.4], Shape(1, 3, 2), 7) == 2
-    assert policy.verify_width([1.0, 1.9, 2.7, 3.4], Shape(1, 3, 64), 7) == 4
+    assert verify_width(policy, [1.0, 1.9, 2.7, 3.4], Shape(1, 3, 2)) == 2
+    assert verify_width(policy, [1.0, 1.9, 2.7, 3.4], Shape(1, 3, 64)) == 4
+
+
+def verify_width(policy: FixedShape, expected: list[float], shape: Shape) -> int:
+    return best_width(expected, *policy.verify_costs(shape, len(expected), 7))
 
 
 def tree_for_pruning() -> TokenTree:
@@ -198,7 +202,7 @@ def test_prune_agrees_with_the_reference_for_every_k() -> None:
     import torch
 
     policy, tree = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS), tree_for_pruning()
-    values = torch.tensor([1.0, *policy.values(tree.log_prob_N.tolist())[1:]])
+    values = torch.tensor([1.0, *policy.acceptance.values(tree.log_prob_N.tolist())[1:]])
     for k in range(1, 10):
         pruned = prune(tree, Shape(4, 2, k), policy, 7)
         assert pruned.drafted_node == tree.prune(k, values=values)[1].tolist()

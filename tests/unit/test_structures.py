@@ -102,9 +102,9 @@ def test_the_last_gain_of_a_tree_is_that_of_its_specification() -> None:
     for _ in range(200):
         num_nodes = int(generator.integers(2, 40))
         width, prices = int(generator.integers(1, num_nodes + 1)), np.sort(generator.uniform(size=int(generator.integers(1, 48)))).tolist()
-        log_prob_N = torch.from_numpy(-generator.exponential(size=num_nodes)).float()
-        expected = last_gain_plain(log_prob_N.numpy(), width, prices)
-        assert torch.ops.ygg.last_gain(log_prob_N, width, prices) == pytest.approx(float(expected), abs=1e-9)
+        log_prob_N = torch.from_numpy(-generator.exponential(size=num_nodes + 2)).float()
+        expected = last_gain_plain(log_prob_N[:num_nodes].numpy(), width, prices)
+        assert torch.ops.ygg.last_gain(log_prob_N, num_nodes, width, torch.tensor(prices, dtype=torch.float64)) == pytest.approx(float(expected), abs=1e-9)
 
 
 def test_the_last_gain_of_many_trees_is_that_of_each() -> None:

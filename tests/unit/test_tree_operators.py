@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from yggdrasil.config import SamplingConfig
+from yggdrasil.errors import YggError
 from yggdrasil.kv import move_plain_
 from yggdrasil.models.packing import Piece, empty_meta, pack_chains_, pack_chains_plain_, pack_nodes_, pack_nodes_plain_
+from yggdrasil.step.accept import accept, follow, say
+from yggdrasil.step.prune import prune_plain
 from yggdrasil.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -61,24 +65,61 @@ def test_a_root_is_the_root_of_a_tree() -> None:
     tree.check()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_subtree_is_the_subtree_of_the_tree(seed: int) -> None:
-    tree = random_tree(15, seed)
-    for k in (1, 4, 9, 14):
-        keep = tree.prune(k)[1].tolist()
-        assert_same_tree(TokenTree.of(*torch.ops.ygg.subtree(*tree.arrays, keep), length=k), tree.subtree(keep))
+@pytest.mark.parametrize("seed", range(40))
+def test_pruning_keeps_what_the_plain_pruning_keeps(seed: int) -> None:
+    """Knots are few, so that many nodes are worth the same; costs are such that every K is the best one for some seed."""
+    generator = torch.Generator().manual_seed(seed)
+    tree = random_tree(int(torch.randint(2, 24, (1,), generator=generator)), seed)
+    knots_2M = torch.stack((torch.tensor([-2.0, -0.9, -0.2, -0.1]), torch.rand(4, generator=generator).sort().values)).double()
+    widths = [width for width in (1, 2, 4, 7, 12) if width < len(tree)] + [len(tree)]
+    costs_ms = (0.5 + torch.rand(len(widths), generator=generator)).tolist()
+    plain = prune_plain(tree, knots_2M, widths, costs_ms)
+    *arrays, keep, expected = torch.ops.ygg.prune(*tree.arrays, len(tree), knots_2M, widths, costs_ms)
+    assert (keep, expected) == (plain.drafted_node, plain.expected_emitted)
+    assert_same_tree(TokenTree.of(*arrays, length=len(keep)), plain.tree)
+
+
+def test_pruning_to_more_nodes_than_there_are_is_refused() -> None:
+    knots_2M = torch.tensor([[-1.0, 0.0], [0.1, 1.0]], dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="4 of 3 nodes"):
+        torch.ops.ygg.prune(*random_tree(3, 0).arrays, 3, knots_2M, [2, 4], [1.0, 1.0])
+
+
+def said_along(tree: TokenTree, generator: torch.Generator, *, elsewhere: bool) -> torch.Tensor:
+    """What a target says that follows the tree with some probability at every node; else its token is 5, or one that stands elsewhere in the tree."""
+    num_nodes = len(tree)
+    said_K = tree.token_N[torch.randint(num_nodes, (num_nodes,), generator=generator)].long() if elsewhere else torch.full((num_nodes,), 5)
+    for node in range(1, num_nodes):
+        if torch.rand(1, generator=generator) < 0.7:
+            said_K[tree.parent_N[node]] = tree.token_N[node]
+    return said_K
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("seed", range(20))
+def test_following_in_one_call_is_following_what_is_said(seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tree = random_tree(int(torch.randint(1, 24, (1,), generator=generator)), seed)
+    said_K = said_along(tree, generator, elsewhere=seed % 2 == 1)
+    logits_KV = torch.randn(len(tree), 200, generator=generator).to(dtype).scatter_(1, said_K[:, None], 9.0)
+    expected = follow(tree, say(tree, logits_KV, 3, SamplingConfig()))
+    token, parent, *_ = tree.arrays
+    assert torch.ops.ygg.follow(logits_KV, parent, token) == (expected.path, expected.tokens)
+
+
+def test_nothing_is_followed_where_a_node_is_broken() -> None:
+    tree, logits_KV = random_tree(4, 0), torch.zeros(4, 40)
+    logits_KV[3, 7] = float("nan")
+    assert torch.ops.ygg.follow(logits_KV, tree.parent_N, tree.token_N) == ([], [])
+    with pytest.raises(YggError, match="not finite"):
+        accept(tree, logits_KV, 3, SamplingConfig())
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_walk_where_the_arrays_are_passes_the_nodes_of_the_walk(seed: int) -> None:
-    """The target follows the tree with some probability at every node; in every second tree its token is one that stands elsewhere in the tree."""
     generator = torch.Generator().manual_seed(seed)
-    num_nodes = int(torch.randint(1, 24, (1,), generator=generator))
-    tree = random_tree(num_nodes, seed)
-    said_K = tree.token_N[torch.randint(num_nodes, (num_nodes,), generator=generator)].long() if seed % 2 else torch.full((num_nodes,), 5)
-    for node in range(1, num_nodes):
-        if torch.rand(1, generator=generator) < 0.7:
-            said_K[tree.parent_N[node]] = tree.token_N[node]
+    tree = random_tree(int(torch.randint(1, 24, (1,), generator=generator)), seed)
+    said_K = said_along(tree, generator, elsewhere=seed % 2 == 1)
     assert torch.nonzero(tree.on_walk(said_K))[:, 0].tolist() == tree.walk(said_K)
 
 
@@ -97,8 +138,6 @@ def test_slots_outside_the_cache_are_refused() -> None:
     for source, target in (([16], 3), ([2], 3), ([-1], -1)):
         with pytest.raises(RuntimeError, match="outside the cache"):
             torch.ops.ygg.move_slots_(storage, source, target)
-    with pytest.raises(RuntimeError, match="node 9 of 6"):
-        torch.ops.ygg.subtree(*random_tree(3, 0).arrays, [0, 9])
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))

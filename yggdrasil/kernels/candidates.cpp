@@ -1,5 +1,6 @@
 // The `count` likeliest next tokens of every row with their log-probabilities: CPU body of `ygg::candidates`
-// (specification: candidates.py, `reference`). Equal logits are ordered by token, so a tree never depends on luck. `ygg::greatest` is `max(dim=-1)`.
+// (specification: candidates.py, `reference`). Equal logits are ordered by token, so a tree never depends on luck. `ygg::greatest` is `max(dim=-1)`,
+// `ygg::follow` what greedy acceptance makes of it.
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
@@ -123,4 +124,22 @@ std::tuple<at::Tensor, at::Tensor> ygg::greatest(const at::Tensor& scores) {
   TORCH_CHECK(scores.dim() == 2 && scores.size(1) > 0, "greatest: scores are (rows, places)");
   if (scores.scalar_type() == at::kBFloat16) return greatest_rows<ygg::BFloat16>(scores.contiguous());
   return greatest_rows<ygg::Float32>(scores.to(at::kFloat).contiguous());
+}
+
+// The path on which a tree, a node for every row of the logits, says what the target says after every node, and what it says along it: `follow`,
+// step/accept.py. Empty where some node's greatest logit is not finite.
+std::tuple<std::vector<int64_t>, std::vector<int64_t>> ygg::follow(const at::Tensor& logits, const at::Tensor& parent, const at::Tensor& token) {
+  const int64_t num_nodes = logits.size(0);
+  TORCH_CHECK(0 < num_nodes && num_nodes <= parent.size(0) && num_nodes <= token.size(0), "follow: ", num_nodes, " rows of logits for ", token.size(0), " nodes");
+  const auto [values, said] = greatest(logits);
+  for (int64_t node = 0; node < num_nodes; ++node)
+    if (!std::isfinite(values.const_data_ptr<float>()[node])) return {};
+  const int64_t* wanted = said.const_data_ptr<int64_t>();
+  std::vector<int64_t> path{0}, tokens{wanted[0]};
+  for (int64_t node = 1; node < num_nodes; ++node) {  // a child's id is greater than its parent's: one pass suffices
+    if (parent.const_data_ptr<int32_t>()[node] != path.back() || token.const_data_ptr<int32_t>()[node] != tokens.back()) continue;
+    path.push_back(node);
+    tokens.push_back(wanted[node]);
+  }
+  return {path, tokens};
 }

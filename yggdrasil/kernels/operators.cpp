@@ -19,17 +19,18 @@ TORCH_LIBRARY_FRAGMENT(ygg, library) {
       {at::Tag::flexible_layout});
   library.def("candidates(Tensor logits, int count) -> (Tensor log_probs, Tensor tokens)");
   library.def("greatest(Tensor scores) -> (Tensor values, Tensor tokens)");
+  library.def("follow(Tensor logits, Tensor parent, Tensor token) -> (int[] path, int[] tokens)");
   library.def(
       "grow_(Tensor(a!) frontier_log_prob, Tensor(b!) frontier_token, Tensor log_probs, Tensor tokens, int num_known, int num_new, Tensor(c!) token, "
       "Tensor(d!) parent, Tensor(e!) depth, Tensor(f!) log_prob, Tensor(g!) path, int first, int width, Tensor(h!) meta, int root_pos, float slope, float offset) -> "
       "()");
-  library.def("last_gain(Tensor log_prob, int width, float[] prices) -> float");
+  library.def("last_gain(Tensor log_prob, int num_nodes, int width, Tensor prices) -> float");
   library.def("pack_nodes_(Tensor(a!) meta, Tensor token, Tensor depth, Tensor path, int first, int last, int root_pos, int row) -> ()");
   library.def("pack_chains_(Tensor(a!) meta, int[] tokens, int[] lens, int[] start_positions, int[] rows) -> ()");
   library.def("root(int token, int capacity, int path_width) -> (Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path)");
   library.def(
-      "subtree(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path, int[] keep) -> "
-      "(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path)");
+      "prune(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path, int num_nodes, Tensor knots, int[] widths, float[] costs_ms) -> "
+      "(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path, int[] keep, float expected)");
   library.def("move_slots_(Tensor(a!) storage, int[] source, int target) -> ()");
   library.impl("root", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(ygg::root));  // no tensor says where it runs
 }
@@ -47,11 +48,12 @@ TORCH_LIBRARY_IMPL(ygg, CPU, library) {
   library.impl("attend", &ygg::attend);
   library.impl("candidates", &ygg::candidates);
   library.impl("greatest", &ygg::greatest);
+  library.impl("follow", &ygg::follow);
   library.impl("grow_", &ygg::grow_);
   library.impl("last_gain", &ygg::last_gain);
   library.impl("pack_nodes_", &ygg::pack_nodes_);
   library.impl("pack_chains_", &ygg::pack_chains_);
-  library.impl("subtree", &ygg::subtree);
+  library.impl("prune", &ygg::prune);
   library.impl("move_slots_", &ygg::move_slots_);
 }
 

@@ -30,6 +30,7 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
 
 std::tuple<at::Tensor, at::Tensor> candidates(const at::Tensor& logits, int64_t count);
 std::tuple<at::Tensor, at::Tensor> greatest(const at::Tensor& scores);
+std::tuple<std::vector<int64_t>, std::vector<int64_t>> follow(const at::Tensor& logits, const at::Tensor& parent, const at::Tensor& token);
 
 // ---- tree.cpp ----
 
@@ -38,13 +39,14 @@ using TreeArrays = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at
 void grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const at::Tensor& log_probs, const at::Tensor& tokens, int64_t num_known, int64_t num_new,
            at::Tensor token, at::Tensor parent, at::Tensor depth, at::Tensor log_prob, at::Tensor path, int64_t first, int64_t width, at::Tensor meta,
            int64_t root_pos, double slope, double offset);
-double last_gain(const at::Tensor& log_prob, int64_t width, at::ArrayRef<double> prices);
+double last_gain(const at::Tensor& log_prob, int64_t num_nodes, int64_t width, const at::Tensor& prices);
 void pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& depth, const at::Tensor& path, int64_t first, int64_t last, int64_t root_pos,
                  int64_t row);
 void pack_chains_(at::Tensor meta, at::IntArrayRef tokens, at::IntArrayRef lens, at::IntArrayRef start_positions, at::IntArrayRef rows);
 TreeArrays root(int64_t token, int64_t capacity, int64_t path_width);
-TreeArrays subtree(const at::Tensor& token, const at::Tensor& parent, const at::Tensor& depth, const at::Tensor& log_prob, const at::Tensor& path,
-                   at::IntArrayRef keep);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::vector<int64_t>, double> prune(
+    const at::Tensor& token, const at::Tensor& parent, const at::Tensor& depth, const at::Tensor& log_prob, const at::Tensor& path, int64_t num_nodes,
+    const at::Tensor& knots, at::IntArrayRef widths, at::ArrayRef<double> costs_ms);
 void move_slots_(at::Tensor storage, at::IntArrayRef source, int64_t target);
 
 }  // namespace ygg

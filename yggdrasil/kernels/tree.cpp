@@ -1,6 +1,6 @@
 // The host's side of a step on a CPU, one call where torch takes a dozen small operators: on caches that a target's weights have just swept, each of those
 // costs as much as a forward of the draft. The specifications are in Python: `grow_` is step/draft.py `grow_plain_`, `pack_nodes_` and `pack_chains_` are
-// `pack_nodes_plain_` and `pack_chains_plain_` in models/packing.py, `root` and `subtree` are TokenTree's, `move_slots_` is `move_plain_` in kv.py.
+// `pack_nodes_plain_` and `pack_chains_plain_` in models/packing.py, `root` is TokenTree's, `prune` step/prune.py `prune_plain`, `move_slots_` is `move_plain_` in kv.py.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <tuple>
 #include <vector>
 
@@ -103,19 +104,20 @@ void ygg::grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const a
   pad(meta, width);
 }
 
-// What the last `width` nodes add to the worth of the best, probabilities less prices by rank: `last_gain_plain`, policy/structures.py.
-double ygg::last_gain(const at::Tensor& log_prob, int64_t width, at::ArrayRef<double> prices) {
-  TORCH_CHECK(log_prob.is_contiguous() && 0 < width && width <= log_prob.size(0), "last_gain: ", width, " of ", log_prob.size(0), " nodes");
-  std::vector<float> values(log_prob.const_data_ptr<float>(), log_prob.const_data_ptr<float>() + log_prob.size(0));
+// What the last `width` of the first `num_nodes` add to the worth of the best, probabilities less prices by rank: `last_gain_plain`, policy/structures.py.
+double ygg::last_gain(const at::Tensor& log_prob, int64_t num_nodes, int64_t width, const at::Tensor& prices) {
+  TORCH_CHECK(0 < width && width <= num_nodes && num_nodes <= log_prob.size(0), "last_gain: ", width, " of ", num_nodes, " nodes");
+  const double* price = prices.const_data_ptr<double>();
+  std::vector<float> values(log_prob.const_data_ptr<float>(), log_prob.const_data_ptr<float>() + num_nodes);
   const auto worth = [&](int64_t count) {  // of the first `count` values; reorders them alone
-    const int64_t kept = std::min(int64_t(prices.size()), count);
+    const int64_t kept = std::min(prices.size(0), count);
     std::partial_sort(values.begin(), values.begin() + kept, values.begin() + count, std::greater<float>());
     double sum = 0.0;
-    for (int64_t i = 0; i < kept; ++i) sum += std::max(std::exp(double(values[i])) - prices[i], 0.0);
+    for (int64_t i = 0; i < kept; ++i) sum += std::max(std::exp(double(values[i])) - price[i], 0.0);
     return sum;
   };
-  const double before = worth(log_prob.size(0) - width);
-  return worth(log_prob.size(0)) - before;
+  const double before = worth(num_nodes - width);
+  return worth(num_nodes) - before;
 }
 
 // Tree nodes [first, last), each of which sees `root_pos` indices and its path.
@@ -177,17 +179,16 @@ ygg::TreeArrays ygg::root(int64_t token, int64_t capacity, int64_t path_width) {
   return tree;
 }
 
+namespace {
+
 // The nodes `keep` (ascending, connected, root first), renumbered.
-ygg::TreeArrays ygg::subtree(const at::Tensor& token, const at::Tensor& parent, const at::Tensor& depth, const at::Tensor& log_prob, const at::Tensor& path,
-                   at::IntArrayRef keep) {
-  const int64_t count = int64_t(keep.size()), path_width = path.size(1), num_nodes = token.size(0);
-  std::vector<int32_t> renamed(num_nodes, -1);
-  for (int64_t place = 0; place < count; ++place) {
-    TORCH_CHECK(0 <= keep[place] && keep[place] < num_nodes, "subtree: node ", keep[place], " of ", num_nodes);
-    renamed[keep[place]] = int32_t(place);
-  }
+ygg::TreeArrays subtree(const at::Tensor& token, const at::Tensor& parent, const at::Tensor& depth, const at::Tensor& log_prob, const at::Tensor& path,
+                        const std::vector<int64_t>& keep) {
+  const int64_t count = int64_t(keep.size()), path_width = path.size(1);
+  std::vector<int32_t> renamed(token.size(0), -1);
+  for (int64_t place = 0; place < count; ++place) renamed[keep[place]] = int32_t(place);
   const auto name = [&](int32_t node) { return node < 0 ? -1 : renamed[node]; };
-  TreeArrays kept = arrays(count, path_width);
+  ygg::TreeArrays kept = arrays(count, path_width);
   auto& [tokens, parents, depths, log_probs, paths] = kept;
   for (int64_t place = 0; place < count; ++place) {
     const int64_t node = keep[place];
@@ -199,6 +200,41 @@ ygg::TreeArrays ygg::subtree(const at::Tensor& token, const at::Tensor& parent, 
     std::transform(from, from + path_width, paths.mutable_data_ptr<int32_t>() + place * path_width, name);
   }
   return kept;
+}
+
+// Linear between knots, clamped outside; `x` ascends.
+double interpolated(double at, const double* x, const double* y, int64_t count) {
+  if (!(at > x[0])) return y[0];
+  if (at >= x[count - 1]) return y[count - 1];
+  const int64_t low = std::upper_bound(x, x + count, at) - x - 1;
+  return (y[low + 1] - y[low]) / (x[low + 1] - x[low]) * (at - x[low]) + y[low];
+}
+
+}  // namespace
+
+// The best nodes, as many as Eq. 3 likes best of `widths`, and the emitted tokens that are expected of them: `prune_plain`, step/prune.py.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::vector<int64_t>, double> ygg::prune(
+    const at::Tensor& token, const at::Tensor& parent, const at::Tensor& depth, const at::Tensor& log_prob, const at::Tensor& path, int64_t num_nodes,
+    const at::Tensor& knots, at::IntArrayRef widths, at::ArrayRef<double> costs_ms) {
+  TORCH_CHECK(0 < num_nodes && num_nodes <= token.size(0), "prune: ", num_nodes, " of ", token.size(0), " nodes");
+  TORCH_CHECK(!widths.empty() && widths.size() == costs_ms.size(), "prune: ", widths.size(), " widths and ", costs_ms.size(), " costs");
+  for (const int64_t width : widths) TORCH_CHECK(0 < width && width <= num_nodes, "prune: ", width, " of ", num_nodes, " nodes");
+  const int64_t num_knots = knots.size(1);
+  const double *x = knots.const_data_ptr<double>(), *y = x + num_knots;
+  std::vector<double> values(num_nodes), expected{1.0};
+  for (int64_t node = 1; node < num_nodes; ++node) values[node] = interpolated(log_prob.const_data_ptr<float>()[node], x, y, num_knots);
+  std::vector<int64_t> order(num_nodes);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin() + 1, order.end(), [&](int64_t a, int64_t b) { return values[a] > values[b]; });
+  double sum = 0.0;
+  for (int64_t place = 1; place < num_nodes; ++place) expected.push_back(1.0 + (sum += values[order[place]]));
+  size_t best = 0;
+  const auto speed = [&](size_t choice) { return expected[widths[choice] - 1] / costs_ms[choice]; };
+  for (size_t choice = 1; choice < widths.size(); ++choice)
+    if (speed(choice) > speed(best)) best = choice;
+  order.resize(widths[best]);
+  std::sort(order.begin(), order.end());
+  return std::tuple_cat(subtree(token, parent, depth, log_prob, path, order), std::make_tuple(order, expected[order.size() - 1]));
 }
 
 // Slots source[i] of every layer, key and value, and head become slots target + i; `source` ascends and source[i] >= target + i.

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from yggdrasil.step.platt import UNSCALED, PlattScale
 
@@ -56,12 +58,13 @@ class Acceptance:
 
     def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Calibrated acceptance of nodes: linear between knots, clamped outside."""
-        values: npt.NDArray[np.float64] = np.interp(np.asarray(log_probs, dtype=np.float64), *self._knots)
+        values: npt.NDArray[np.float64] = np.interp(np.asarray(log_probs, dtype=np.float64), *self.knots.numpy())
         return values
 
     @cached_property
-    def _knots(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        return np.array(self.log_probs), np.array(self.probabilities)
+    def knots(self) -> Tensor:
+        """(2, M) float64: the knots and the acceptance at each."""
+        return torch.tensor([self.log_probs, self.probabilities], dtype=torch.float64)
 
     def pooled_accepted(self, gamma: int, drafts_per_row: float) -> float:
         """Accepted tokens of a row when the likeliest drafts of a great batch are verified, so many a row; linear between entries.

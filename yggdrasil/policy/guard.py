@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
+from torch import Tensor
 
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import ShapePolicy
@@ -52,11 +50,12 @@ class Guard:
     def platt(self) -> PlattScale:
         return self.inner.platt
 
-    def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        return self.inner.values(log_probs)
+    @property
+    def knots(self) -> Tensor:
+        return self.inner.knots
 
-    def verify_width(self, expected: Sequence[float], shape: Shape, context_len: int) -> int:
-        return self.inner.verify_width(expected, shape, context_len)
+    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int) -> tuple[list[int], list[float]]:
+        return self.inner.verify_costs(shape, num_nodes, context_len)
 
     def observe(self, result: StepResult) -> None:
         """Settle the step's account."""

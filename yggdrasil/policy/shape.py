@@ -38,12 +38,13 @@ class ShapePolicy(Protocol):
         """What the draft's probability of a child is worth to a tree that grows."""
         ...
 
-    def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Calibrated acceptance of nodes with these path log-probabilities."""
+    @property
+    def knots(self) -> Tensor:
+        """Calibrated acceptance by path log-probability; see step/prune.py."""
         ...
 
-    def verify_width(self, expected: Sequence[float], shape: Shape, context_len: int) -> int:
-        """K, given expected[k - 1] emitted tokens of the best k nodes."""
+    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int) -> tuple[list[int], list[float]]:
+        """The K to choose from for a tree of so many nodes, and the milliseconds of the step with each; see step/prune.py."""
         ...
 
     def observe(self, result: StepResult) -> None:
@@ -74,24 +75,19 @@ class FixedShape:
     def platt(self) -> PlattScale:
         return self.acceptance.platt
 
-    def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        return self.acceptance.values(log_probs)
+    @property
+    def knots(self) -> Tensor:
+        return self.acceptance.knots
 
-    def verify_width(self, expected: Sequence[float], shape: Shape, context_len: int) -> int:
-        """The K of the menu that Eq. 3 likes best for this very tree; everything but K is settled by now.
-
-        The mean of a run would be greatest if steps maximised tokens - rate * milliseconds, but that follows every error of what
-        is expected and of the rate; the step's own ratio keeps to the middle, and does better (bench/LOG.md).
-
-        Source: Yggdrasil Eq. (3) and section 4.2, "Verification Width Pruning".
-        """
+    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int) -> tuple[list[int], list[float]]:
+        """Of the menu what the tree can fill, and the whole tree where a graph holds it; what comes before verification is in every cost."""
         if shape.verify is not None:
-            return min(shape.verify, len(expected))
-        menu = [width for width in self.verify_widths if width < len(expected)] + [len(expected)]
-        menu = [width for width in menu if width <= self.verify_widths[-1]]
+            return [min(shape.verify, num_nodes)], [1.0]
+        menu = [width for width in self.verify_widths if width < num_nodes]
+        if num_nodes <= self.verify_widths[-1]:
+            menu.append(num_nodes)
         settled_ms = self.latency.before_verify_ms(shape.width, shape.depth, context_len)
-        costs_ms = {width: settled_ms + ms for width, ms in zip(menu, self.latency.verify.at_each(menu, context_len), strict=True)}
-        return max(menu, key=lambda width: expected[width - 1] / costs_ms[width])
+        return menu, [settled_ms + ms for ms in self.latency.verify.at_each(menu, context_len)]
 
     def observe(self, result: StepResult) -> None:
         """Nothing is learnt: which shape runs depends on the text alone."""

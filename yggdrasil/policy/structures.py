@@ -18,10 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from yggdrasil.errors import ConfigError
 from yggdrasil.policy.latency import LatencyModel
@@ -91,8 +93,12 @@ class SmallGain:
 
     def enough(self, tree: TokenTree) -> bool:
         if tree.is_cpu:
-            return bool(torch.ops.ygg.last_gain(tree.log_prob_N, self.width, self.prices) < self.min_gain)
+            return bool(torch.ops.ygg.last_gain(tree.arrays[3], len(tree), self.width, self._prices) < self.min_gain)
         return bool(last_gain_plain(tree.log_prob_N.numpy(force=True), self.width, self.prices) < self.min_gain)  # sync: the tree ends or goes on
+
+    @cached_property
+    def _prices(self) -> Tensor:
+        return torch.tensor(self.prices, dtype=torch.float64)
 
     def __str__(self) -> str:
         return f"until gain<{self.min_gain:g}"

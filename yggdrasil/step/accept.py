@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from yggdrasil.config import SamplingConfig
-from yggdrasil.step.sampling import Said, choose_tokens, greatest, next_token, told
+from yggdrasil.errors import YggError
+from yggdrasil.step.sampling import BROKEN, Said, choose_tokens, greatest, next_token, told
 from yggdrasil.tree import TokenTree
 
 __all__ = ["Accepted", "accept", "follow", "say", "walk_sampling"]
@@ -45,7 +47,13 @@ def accept(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: Sampling
     if tree.is_cpu and sampling.temperature > 0:
         places = enumerate(zip(tree.parent_N.tolist(), tree.token_N.tolist(), strict=True))
         return walk_sampling({place: node for node, place in places}, logits_KV, root_pos, sampling)
-    return follow(tree, say(tree, logits_KV, root_pos, sampling))
+    if not tree.is_cpu:
+        return follow(tree, say(tree, logits_KV, root_pos, sampling))
+    token, parent, *_ = tree.arrays
+    path, tokens = torch.ops.ygg.follow(logits_KV, parent, token)  # the same in one host call; even two slices would cost as much as that
+    if not path:
+        raise YggError(BROKEN)
+    return Accepted(path, tokens)
 
 
 def walk_sampling(child_of: Mapping[tuple[int, int], int], logits_KV: Tensor, root_pos: int, sampling: SamplingConfig) -> Accepted:

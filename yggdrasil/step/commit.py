@@ -43,7 +43,11 @@ def commit_draft_(draft: TokenModel, pruned: Pruned, accepted: Accepted, num_run
 
 def commit_text_(state: DecodeState, accepted: Accepted, hidden_KE: Tensor) -> None:
     """Extend the text; keep the hidden state of the last accepted token for the next choice of a shape."""
-    state.hidden_E = hidden_KE[accepted.path[-1]].clone()  # the next replay of the graph writes over it
+    last_node = accepted.path[-1]
+    if hidden_KE.is_cpu:
+        state.hidden_KE, state.hidden_row = hidden_KE, last_node
+    else:
+        state.hidden_KE, state.hidden_row = hidden_KE[last_node : last_node + 1].clone(), 0  # the next replay of the graph writes over it
     state.tokens.extend(accepted.tokens)
     state.head = None
 

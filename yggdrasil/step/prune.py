@@ -7,24 +7,25 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from yggdrasil.state import Shape
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Pruned", "VerifyPolicy", "prune"]
+__all__ = ["Pruned", "VerifyPolicy", "best_width", "prune", "prune_plain"]
 
 
 class VerifyPolicy(Protocol):
     """What pruning asks of a policy."""
 
-    def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Calibrated probability that each node is accepted, from path log-probabilities; monotone."""
+    @property
+    def knots(self) -> Tensor:
+        """(2, M) float64 on the host: ascending path log-probabilities, and the calibrated acceptance of such nodes, not falling; linear between."""
         ...
 
-    def verify_width(self, expected: Sequence[float], shape: Shape, context_len: int) -> int:
-        """K, given the emitted tokens expected of the best 1, 2, ... nodes."""
+    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int) -> tuple[list[int], list[float]]:
+        """The K that a tree of so many nodes may be verified with, ascending, and what the step takes with each, in milliseconds."""
         ...
 
 
@@ -46,24 +47,46 @@ class Pruned:
 def prune(tree: TokenTree, shape: Shape, policy: VerifyPolicy, context_len: int) -> Pruned:
     """The subtree of K nodes that maximises Eq. 3 over the menu of verified widths, or of `shape.verify` nodes where that is set.
 
-    Calibrated acceptance never rises from parent to child, so for every K the best subtree is the K best nodes, and the
-    best for K - 1 is its prefix: one sort serves the whole menu.
-
-    Cost: one sync (the values), one sort on the host.
+    Cost: one host call on a CPU. On a device see `prune_plain`.
     Source: Yggdrasil section 4.2, "Verification Width Pruning"; the reference is `TokenTree.prune`.
     """
     if len(tree) == 1:
         return Pruned(tree, [0], 1.0)
-    values_N = policy.values(tree.log_prob_N.tolist())  # sync: K is a shape
+    widths, costs_ms = policy.verify_costs(shape, len(tree), context_len)
+    if not tree.is_cpu:
+        return prune_plain(tree, policy.knots, widths, costs_ms)
+    *arrays, keep, expected_emitted = torch.ops.ygg.prune(*tree.arrays, len(tree), policy.knots, widths, costs_ms)
+    return Pruned(TokenTree.of(*arrays, length=len(keep)), keep, expected_emitted)
+
+
+def prune_plain(tree: TokenTree, knots_2M: Tensor, widths: Sequence[int], costs_ms: Sequence[float]) -> Pruned:
+    """`ygg::prune`, operator by operator: its specification, and what runs on a device.
+
+    Calibrated acceptance never rises from parent to child, so for every K the best subtree is the K best nodes, and the
+    best for K - 1 is its prefix: one sort serves the whole menu.
+
+    Args:
+        tree: More than the root.
+        knots_2M: As a policy has them.
+        widths: The K to choose from; of equals the first is taken.
+        costs_ms: What the step takes with each.
+
+    Cost: one sync (the values), one sort on the host.
+    """
+    values_N = np.interp(tree.log_prob_N.tolist(), *knots_2M.numpy())  # sync: K is a shape
     order_N = np.argsort(-values_N[1:], kind="stable") + 1  # of equals the earlier node, so a parent before its child
     expected = [1.0, *(1.0 + values_N[order_N].cumsum()).tolist()]
-    count = policy.verify_width(expected, shape, context_len)
+    count = best_width(expected, widths, costs_ms)
     keep = [0, *np.sort(order_N[: count - 1]).tolist()]
-    return Pruned(_subtree(tree, keep), keep, expected[count - 1])
+    return Pruned(tree.subtree(keep), keep, expected[count - 1])
 
 
-def _subtree(tree: TokenTree, keep: Sequence[int]) -> TokenTree:
-    """`tree.subtree(keep)`, in one call on a CPU."""
-    if len(keep) == len(tree) or not tree.is_cpu:
-        return tree.subtree(keep)
-    return TokenTree.of(*torch.ops.ygg.subtree(*tree.arrays, keep), length=len(keep))
+def best_width(expected: Sequence[float], widths: Sequence[int], costs_ms: Sequence[float]) -> int:
+    """The K that Eq. 3 likes best for this very tree, given expected[k - 1] emitted tokens of its best k nodes; everything but K is settled by now.
+
+    The mean of a run would be greatest if steps maximised tokens - rate * milliseconds, but that follows every error of what
+    is expected and of the rate; the step's own ratio keeps to the middle, and does better (bench/LOG.md).
+
+    Source: Yggdrasil Eq. (3) and section 4.2, "Verification Width Pruning".
+    """
+    return max(zip(widths, costs_ms, strict=True), key=lambda choice: expected[choice[0] - 1] / choice[1])[0]

@@ -15,8 +15,21 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
 from yggdrasil.staging import upload
 
-__all__ = ["Said", "choose_tokens", "draw_noise", "greatest", "gumbel_noise", "next_token", "next_tokens", "process_logits", "told", "whole_shares_beyond"]
+__all__ = [
+    "BROKEN",
+    "Said",
+    "choose_tokens",
+    "draw_noise",
+    "greatest",
+    "gumbel_noise",
+    "next_token",
+    "next_tokens",
+    "process_logits",
+    "told",
+    "whole_shares_beyond",
+]
 
+BROKEN = "the target's logits are not finite: the weights or the input are broken"
 SHARE_BITS = 40  # the likeliest token has 2**40 shares: those of 2**22 tokens fit an int64, and a token loses at most one
 
 
@@ -121,7 +134,7 @@ def told(said: Said, *more_K: Tensor) -> list[list[int]]:
         rows = torch.stack((token_K, *(row_K.long() for row_K in more_K))).tolist()  # sync: what is said is the text, and where the next tree stands
         is_sound = min(rows[0]) >= 0
     if not is_sound:
-        raise YggError("the target's logits are not finite: the weights or the input are broken")
+        raise YggError(BROKEN)
     return rows
 
 

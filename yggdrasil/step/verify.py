@@ -35,6 +35,10 @@ def verify(model: TokenModel, tree: TokenTree, tokens: Sequence[int]) -> tuple[T
     if lagging:
         pack_chain_(meta_NM[:first], lagging, model.cache.len)
     pack_nodes_(meta_NM[first:], tree, 0, len(tree), root_pos)
-    logits_NV, hidden_NE = model.forward(meta_NM)
-    model.cache.commit_(range(first))
+    outputs = model.forward(meta_NM)
+    if lagging:
+        model.cache.commit_(range(first))
+    if len(meta_NM) == len(tree):  # nothing to cut off: behind a pass over the weights a slice takes some 30 us
+        return outputs
+    logits_NV, hidden_NE = outputs
     return logits_NV[first:last], hidden_NE[first:last]
