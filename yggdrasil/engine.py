@@ -96,7 +96,7 @@ class Engine:
             caught_up = shape.depth > 0 and catch_up_(self.draft, state)
             drafted = draft(self.draft, state, PLAIN if caught_up else shape, policy.platt)
         with stage("prune"):
-            pruned = prune(drafted.tree, drafted.shape, policy, root_pos)
+            pruned = prune(drafted.tree, drafted.shape, policy, root_pos, lag=root_pos - self.target.cache.len)
         with stage("verify"):
             logits_KV, hidden_KE = verify(self.target, pruned.tree, state.tokens)
         with stage("accept"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -31,7 +32,7 @@ LAGS = (2, 16, 64, 256)
 
 
 def latency_curve(model: CompiledModel[Any], contexts: Sequence[int], tick: Callable[[], None] = lambda: None) -> Curve:
-    """Milliseconds of every graph of the menu at every context length; sizes take turns, so drift hits all alike.
+    """Milliseconds of every graph of the menu at every context length; all of them take turns, so drift hits all alike.
 
     Others on the machine only ever make a graph slower, so the lower quartile of the rounds counts; and what is left of them must not make a wider graph
     look quicker than a narrower one (isotonic regression), or decisions would hop between the two. The KV that is attended to is whatever the cache holds:
@@ -42,20 +43,19 @@ def latency_curve(model: CompiledModel[Any], contexts: Sequence[int], tick: Call
         contexts: Context lengths.
         tick: Called after every round.
     """
-    rows = []
-    for context in contexts:
-        samples: dict[int, list[float]] = {size: [] for size in model.menu.sizes}
-        for _ in range(ROUNDS):
-            for size in model.menu.sizes:
-                meta_NM = model.meta(size)
-                pack_chain_(meta_NM, [0] * size, max(0, min(context, model.cache.shape.capacity - size)))
-                _wait(model.device)
-                start = time.perf_counter()
-                model.forward(meta_NM)
-                _wait(model.device)
-                samples[size].append((time.perf_counter() - start) * 1e3)
-            tick()
-        rows.append(_rising([sorted(samples[size])[ROUNDS // 4] for size in model.menu.sizes]))
+    samples: dict[tuple[int, int], list[float]] = {place: [] for place in product(contexts, model.menu.sizes)}
+    for _ in range(ROUNDS):
+        for (context, size), found in samples.items():
+            meta_NM = model.meta(size)
+            pack_chain_(meta_NM, [0] * size, max(0, min(context, model.cache.shape.capacity - size)))
+            _wait(model.device)
+            start = time.perf_counter()
+            model.forward(meta_NM)
+            _wait(model.device)
+            found.append((time.perf_counter() - start) * 1e3)
+        tick()
+    quartiles = {place: sorted(found)[ROUNDS // 4] for place, found in samples.items()}
+    rows = [_rising([quartiles[context, size] for size in model.menu.sizes]) for context in contexts]
     return Curve(tuple(contexts), model.menu.sizes, tuple(rows))
 
 

@@ -101,7 +101,7 @@ def _profile(
 ) -> dict[str, Any]:
     """What `LatencyModel.from_json` reads, and the table of switching costs."""
     contexts = sorted({min(64, bundle.max_context // 2), 512, bundle.max_context - bundle.config.prefill_chunk} & set(range(1, bundle.max_context)))
-    with progress.phase("measure latencies", 2 * ROUNDS * len(contexts) + 1):
+    with progress.phase("measure latencies", 2 * ROUNDS + 1):
         draft = latency_curve(models[1], contexts, progress.advance)
         verify = latency_curve(models[0], contexts, progress.advance)
         switching = _switching(bundle)

@@ -59,7 +59,7 @@ class Always:
     def knots(self) -> Tensor:
         return UNCALIBRATED.knots
 
-    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int) -> tuple[list[int], list[float]]:
+    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int, lag: int) -> tuple[list[int], list[float]]:
         return [min(shape.verify or 16, num_nodes)], [1.0]
 
     def observe(self, result: StepResult) -> None: ...

@@ -98,5 +98,5 @@ def test_a_draft_that_is_caught_up_before_a_probe_is_paid_for_and_not_given_up_h
 
 def test_the_verified_width_is_the_inner_policy_s() -> None:
     policy = guard()
-    assert policy.verify_costs(SPECULATIVE, 9, 0) == ([5], [1.0])
+    assert policy.verify_costs(SPECULATIVE, 9, 0, 0) == ([5], [1.0])
     assert policy.knots is policy.inner.knots

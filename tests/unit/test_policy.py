@@ -174,7 +174,18 @@ def test_verify_width_obeys_the_shape_where_it_says() -> None:
 
 
 def verify_width(policy: FixedShape, expected: list[float], shape: Shape) -> int:
-    return best_width(expected, *policy.verify_costs(shape, len(expected), 7))
+    return best_width(expected, *policy.verify_costs(shape, len(expected), 7, 0))
+
+
+def test_the_tokens_that_lag_leave_a_tree_what_is_left_of_a_graph() -> None:
+    latency = LatencyModel(
+        draft=LATENCY.draft, verify=Curve((0,), (2, 4, 8, 32), ((10.0, 10.0, 12.0, 40.0),)), growth_host_ms=0.0, step_host_ms=0.0, plain_host_ms=0.0
+    )
+    policy = FixedShape(PLAIN, USELESS, latency, (2, 4, 8))
+    before_ms = latency.before_verify_ms(1, 4, 7)
+    assert policy.verify_costs(Shape(1, 4), 5, 7, 3) == ([1, 5], [before_ms + 10.0, before_ms + 12.0])
+    assert policy.verify_costs(Shape(1, 4), 5, 7, 6) == ([2, 5], [before_ms + 12.0, before_ms + 40.0])
+    assert policy.verify_costs(Shape(4, 4), 17, 7, 20) == ([8], [before_ms + 3.0 + 40.0])  # the prompt's graph, but no more nodes than are ever verified
 
 
 def tree_for_pruning() -> TokenTree:
@@ -189,7 +200,7 @@ def tree_for_pruning() -> TokenTree:
 @pytest.mark.usefixtures("kernels")
 def test_prune_keeps_the_best_nodes_and_says_what_it_expects() -> None:
     policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
-    pruned = prune(tree_for_pruning(), Shape(4, 2, 4), policy, 7)
+    pruned = prune(tree_for_pruning(), Shape(4, 2, 4), policy, 7, lag=0)
     assert pruned.drafted_node == [0, 1, 2, 5]  # values 1, 0.9, 0.5 and 0.7
     assert pruned.tree.token_N.tolist() == [0, 1, 2, 5]
     assert pruned.tree.parent_N.tolist() == [-1, 0, 0, 1]
@@ -204,13 +215,13 @@ def test_prune_agrees_with_the_reference_for_every_k() -> None:
     policy, tree = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS), tree_for_pruning()
     values = torch.tensor([1.0, *policy.acceptance.values(tree.log_prob_N.tolist())[1:]])
     for k in range(1, 10):
-        pruned = prune(tree, Shape(4, 2, k), policy, 7)
+        pruned = prune(tree, Shape(4, 2, k), policy, 7, lag=0)
         assert pruned.drafted_node == tree.prune(k, values=values)[1].tolist()
         pruned.tree.check()
 
 
 def test_prune_leaves_a_root_alone() -> None:
-    pruned = prune(TokenTree.root(0, 1), PLAIN, FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS), 7)
+    pruned = prune(TokenTree.root(0, 1), PLAIN, FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS), 7, lag=0)
     assert (pruned.drafted_node, pruned.expected_emitted, len(pruned.tree)) == ([0], 1.0, 1)
 
 

@@ -54,8 +54,8 @@ class Guard:
     def knots(self) -> Tensor:
         return self.inner.knots
 
-    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int) -> tuple[list[int], list[float]]:
-        return self.inner.verify_costs(shape, num_nodes, context_len)
+    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int, lag: int) -> tuple[list[int], list[float]]:
+        return self.inner.verify_costs(shape, num_nodes, context_len, lag)
 
     def observe(self, result: StepResult) -> None:
         """Settle the step's account."""

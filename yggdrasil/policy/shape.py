@@ -43,7 +43,7 @@ class ShapePolicy(Protocol):
         """Calibrated acceptance by path log-probability; see step/prune.py."""
         ...
 
-    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int) -> tuple[list[int], list[float]]:
+    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int, lag: int) -> tuple[list[int], list[float]]:
         """The K to choose from for a tree of so many nodes, and the milliseconds of the step with each; see step/prune.py."""
         ...
 
@@ -79,15 +79,14 @@ class FixedShape:
     def knots(self) -> Tensor:
         return self.acceptance.knots
 
-    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int) -> tuple[list[int], list[float]]:
-        """Of the menu what the tree can fill, and the whole tree where a graph holds it; what comes before verification is in every cost."""
+    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int, lag: int) -> tuple[list[int], list[float]]:
+        """What of every graph is left beside the tokens that lag, as far as the tree fills it; what comes before verification is in every cost."""
         if shape.verify is not None:
             return [min(shape.verify, num_nodes)], [1.0]
-        menu = [width for width in self.verify_widths if width < num_nodes]
-        if num_nodes <= self.verify_widths[-1]:
-            menu.append(num_nodes)
+        most, graphs = min(num_nodes, self.verify_widths[-1]), (*self.verify_widths, self.latency.verify.sizes[-1])
+        menu = sorted({min(size - lag, most) for size in graphs if size > lag})
         settled_ms = self.latency.before_verify_ms(shape.width, shape.depth, context_len)
-        return menu, [settled_ms + ms for ms in self.latency.verify.at_each(menu, context_len)]
+        return menu, [settled_ms + ms for ms in self.latency.verify.at_each([lag + width for width in menu], context_len)]
 
     def observe(self, result: StepResult) -> None:
         """Nothing is learnt: which shape runs depends on the text alone."""

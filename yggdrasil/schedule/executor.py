@@ -108,7 +108,7 @@ def _tail(it: Iteration) -> None:
 
 
 def _prune(it: Iteration) -> None:
-    it.pruned = prune(it.drafted.tree, it.shape, it.policy, it.root_pos)
+    it.pruned = prune(it.drafted.tree, it.shape, it.policy, it.root_pos, lag=it.root_pos - it.target.cache.len)
 
 
 def _verify(it: Iteration) -> None:

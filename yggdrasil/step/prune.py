@@ -24,8 +24,8 @@ class VerifyPolicy(Protocol):
         """(2, M) float64 on the host: ascending path log-probabilities, and the calibrated acceptance of such nodes, not falling; linear between."""
         ...
 
-    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int) -> tuple[list[int], list[float]]:
-        """The K that a tree of so many nodes may be verified with, ascending, and what the step takes with each, in milliseconds."""
+    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int, lag: int) -> tuple[list[int], list[float]]:
+        """The K that a tree of so many nodes may be verified with, ascending, and what the step takes with each beside `lag` tokens, in milliseconds."""
         ...
 
 
@@ -44,15 +44,22 @@ class Pruned:
     expected_emitted: float
 
 
-def prune(tree: TokenTree, shape: Shape, policy: VerifyPolicy, context_len: int) -> Pruned:
+def prune(tree: TokenTree, shape: Shape, policy: VerifyPolicy, context_len: int, *, lag: int) -> Pruned:
     """The subtree of K nodes that maximises Eq. 3 over the menu of verified widths, or of `shape.verify` nodes where that is set.
+
+    Args:
+        tree: As it was drafted.
+        shape: Of the tree.
+        policy: Knows what nodes are worth and what verification takes.
+        context_len: Committed tokens before the root.
+        lag: Of these, the tokens that the target has yet to compute, in the same forward as the tree.
 
     Cost: one host call on a CPU. On a device see `prune_plain`.
     Source: Yggdrasil section 4.2, "Verification Width Pruning"; the reference is `TokenTree.prune`.
     """
     if len(tree) == 1:
         return Pruned(tree, [0], 1.0)
-    widths, costs_ms = policy.verify_costs(shape, len(tree), context_len)
+    widths, costs_ms = policy.verify_costs(shape, len(tree), context_len, lag)
     if not tree.is_cpu:
         return prune_plain(tree, policy.knots, widths, costs_ms)
     *arrays, keep, expected_emitted = torch.ops.ygg.prune(*tree.arrays, len(tree), policy.knots, widths, costs_ms)
