@@ -19,8 +19,8 @@ from yggdrasil.policy.gamma.protocol import Load, Outcome
 
 __all__ = ["Nightjar", "PrintedNightjar"]
 
-EXPLORATION = 0.1  # of a step's time is what the first one may spend on exploring, of the n-th 1 / sqrt(n) of that
-LEAST_EXPLORATION = 0.001  # of every step's time, so that a server of any age notices that its world has changed
+EXPLORATION = 0.05  # of a step's time is what the first one may spend on exploring, of the n-th 1 / sqrt(n) of that
+LEAST_EXPLORATION = 0.0005  # of every step's time, so that a server of any age notices that its world has changed
 LEAST_LOSS = 0.01  # of a step: what trying an arm counts for that is predicted to cost nothing
 STAY_STEPS = 32.0  # steps that the draft is expected to run once it has been caught up
 WELL_PREDICTED = 0.8  # of an arm's best way's goodput: what is predicted to be worse is not looked at again
@@ -94,7 +94,7 @@ class Nightjar:
 
     Explore. Every step earns a share of its own time, EXPLORATION / sqrt(n) of the n-th, as credit. Among the arms that are not the best, the one
     that has waited longest, measured in what it is predicted to lose, is next; it runs for one step as soon as the credit pays for that loss, a
-    restart of the draft included. So exploring costs 2 * EXPLORATION * sqrt(T) steps' worth at most (2 % of the first 100 steps' time), cheap
+    restart of the draft included. So exploring costs 2 * EXPLORATION * sqrt(T) steps' worth at most (1 % of the first 100 steps' time), cheap
     arms are tried often, dear ones seldom, and none never: as the credit grows without bound there is no decision deadlock.
 
     Switch. Catching the draft up is paid once and serves the steps that follow, so it is spread over STAY_STEPS of them.
