@@ -306,7 +306,7 @@ def test_credit_pays_for_the_arm_that_waited_longest_for_its_loss() -> None:
     """
     policy, load = variant(), Load(1, 2, previous_gamma=2)
     policy.observe(Outcome(load, 2, [2], [3], 0.012))
-    assert policy.credit_s == pytest.approx(0.1 * 0.012)
+    assert policy.credit_s == pytest.approx(0.05 * 0.012)
     policy.credit_s = 0.0024
     assert [policy.select(load) for _ in range(3)] == [1, 1, 2]
     assert policy.credit_s == pytest.approx(0.0024 - 2 * 0.00094, abs=1e-5)
