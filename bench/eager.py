@@ -37,7 +37,8 @@ class EagerModel:
         self.device = config.device
         self.max_depth = config.path_depth
         self.prefill_chunk = config.prefill_chunk
-        self.widest = (target_menu if is_target else draft_menu)(config).sizes[-2]
+        self.sizes = (target_menu if is_target else draft_menu)(config).sizes
+        self.widest = self.sizes[-2]
         self.num_candidates = 0 if is_target else config.num_candidates
         self.graph_ms = 0.0
         self.cache = KVCache(bundle.kv_target if is_target else bundle.kv_draft, dtype=dtype, device=config.device)
@@ -53,6 +54,9 @@ class EagerModel:
         outputs: tuple[Tensor, Tensor] = self._forward(meta_NM)
         self.graph_ms += (time.perf_counter() - start) * 1e3
         return outputs
+
+    def native(self, meta_NM: Tensor) -> None:
+        """There is no compiled graph."""
 
 
 def eager_engine(bundle: Bundle) -> Engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig
@@ -12,6 +12,7 @@ from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.schedule.executor import Executor
+from yggdrasil.schedule.native import NativeStep
 from yggdrasil.schedule.plan import SEQUENTIAL, Plan
 from yggdrasil.state import PLAIN, DecodeState, StepResult, cut
 from yggdrasil.step.accept import accept
@@ -34,11 +35,13 @@ class Engine:
         draft: Guesses.
         max_context: Most tokens of prompt and output together.
         eos_tokens: Tokens that end a text.
-        plan: How `generate` runs its iterations; by `step`, which is the sequential plan, when not given.
+        plan: How `generate` runs its iterations; the sequential plan when not given.
+        trace: Where the milliseconds of stages go; a new one when not given.
 
     Attributes:
-        trace: Milliseconds per stage since construction.
-        executor: What runs the plan, None when `step` does.
+        trace: Milliseconds per stage.
+        executor: What runs a plan that is not the sequential one.
+        fast_step: `step`, as `generate` runs it: by the executor, else in one call where both models run here, else itself.
 
     Example: a target that counts, and a draft that counts too. `load_pair().engine` is one over compiled models.
         >>> import torch
@@ -50,12 +53,14 @@ class Engine:
         >>> from yggdrasil.policy.uncalibrated import uncalibrated_policy
         >>> from yggdrasil.state import Shape
         >>> class Counting:
-        ...     device, max_depth, prefill_chunk, widest, num_candidates, graph_ms = "cpu", 3, 8, 8, 1, 0.0
+        ...     device, max_depth, sizes, prefill_chunk, widest, num_candidates, graph_ms = "cpu", 3, (8,), 8, 8, 1, 0.0
         ...     def __init__(self, guesses):
         ...         self.cache = KVCache(KVShape(num_layers=1, num_kv_heads=1, head_dim=16, capacity=64), dtype=torch.float32, device="cpu")
         ...         self.guesses = guesses
         ...     def meta(self, num_tokens):
         ...         return empty_meta(8, self.max_depth)
+        ...     def native(self, meta_NM):
+        ...         return None
         ...     def forward(self, meta_NM):
         ...         next_N1 = (meta_NM[:, TOKEN:TOKEN + 1].long() + 1) % 10
         ...         return (next_N1, -0.1 * torch.ones(8, 1)) if self.guesses else (torch.eye(10)[next_N1[:, 0]], torch.zeros(8, 1))
@@ -66,14 +71,24 @@ class Engine:
         [[8, 9, 0, 1], [2, 3]]
     """
 
-    def __init__(self, target: TokenModel, draft: TokenModel, *, max_context: int, eos_tokens: Sequence[int] = (), plan: Plan | None = None) -> None:
+    def __init__(
+        self, target: TokenModel, draft: TokenModel, *, max_context: int, eos_tokens: Sequence[int] = (), plan: Plan | None = None, trace: Trace | None = None
+    ) -> None:
         self.target = target
         self.draft = draft
         self.max_context = max_context
         self.eos_tokens = frozenset(eos_tokens)
-        self.trace = Trace()
-        self.executor = None if plan in (None, SEQUENTIAL) else Executor(plan, target, draft, self.trace)
+        self.trace = Trace() if trace is None else trace
+        self.executor = None if plan is None or plan == SEQUENTIAL else Executor(plan, target, draft, self.trace)
+        self.fast_step = self._fast_step()
         self._generating: DecodeState | None = None  # whose text the KV of both models holds, since `generate` began it
+
+    def _fast_step(self) -> Callable[[DecodeState, ShapePolicy], StepResult]:
+        if self.executor is not None:
+            return self.executor.step
+        if NativeStep.runs(self.target, self.draft):
+            return NativeStep(self.target, self.draft, self.trace, self.step).step
+        return self.step
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
         """Emit one or more tokens: the specification of an iteration.
@@ -105,7 +120,7 @@ class Engine:
             commit_(state, self.target, self.draft, pruned, accepted, drafted.num_run, hidden_KE)
         ms = (time.perf_counter() - start) * 1e3
         sizes = len(drafted.tree), len(pruned.tree)
-        result = StepResult(accepted.tokens, drafted.shape, *sizes, root_pos, pruned.expected_emitted, pruned.tree, accepted.path, ms, caught_up)
+        result = StepResult(accepted.tokens, drafted.shape, *sizes, root_pos, pruned.expected_emitted, lambda: pruned.tree, accepted.path, ms, caught_up)
         policy.observe(result)
         return result
 
@@ -136,13 +151,11 @@ class Engine:
             state.hidden_KE = None if hidden_E is None or left else hidden_E[None].clone()
             if not config.plain:
                 prefill(self.draft, state.tokens[:-1])
-        step = self.step if self.executor is None else self.executor.step
-        while len(state.emitted) < limit:
+        while (before := state.num_emitted) < limit:
             self._require_own_text(state)
-            before = len(state.emitted)
-            result = step(state, policy)
+            result = self.fast_step(state, policy)
             tokens = cut(result.tokens, room=limit - before, eos_tokens=eos_tokens)
-            yield replace(result, tokens=tokens)
+            yield result if tokens == result.tokens else replace(result, tokens=tokens)
             if len(tokens) < len(result.tokens) or tokens[-1] in eos_tokens:
                 return
 

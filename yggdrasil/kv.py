@@ -116,6 +116,11 @@ class KVCache(KVStorage):
             torch.ops.ygg.move_slots_(self.storage_PL2GSF, [self.len + offset for offset in path[moved:]], self.len + moved)
         self.len += len(path)
 
+    def kept_(self, length: int) -> None:
+        """Indices below `length` are committed: an operator has put there what is kept."""
+        assert self.len <= length <= self.shape.capacity
+        self.len = length
+
     def rollback_(self, length: int) -> None:
         """Forget every index from `length` on."""
         assert 0 <= length <= self.len

@@ -90,7 +90,7 @@ def host_milliseconds(engine: Engine, prompt: Sequence[int], policy: FixedShape,
             prefill(model, state.tokens[:-1])
         while len(state.emitted) < num_tokens:
             before = _clock(engine)
-            result = engine.step(state, chosen)
+            result = engine.fast_step(state, chosen)
             after = _clock(engine)
             wall, drafting, in_draft, in_target = (b - a for a, b in zip(before, after, strict=True))
             if result.shape.depth == 0:

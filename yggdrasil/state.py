@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +19,12 @@ class StopRule(Protocol):
 
     def enough(self, tree: TokenTree) -> bool:
         """Whether the tree so far is deep enough. On a device this waits for the draft: the default policies have a rule on a CPU alone."""
+        ...
+
+    @property
+    def native(self) -> tuple[Tensor, float] | None:
+        """The same for the loop in kernels/graph.cpp: prices of nodes by rank, float64, and the least that a step must gain over them; without prices, the
+        least log-probability of the last edge. None for a rule that is Python's alone."""
         ...
 
 
@@ -62,13 +68,20 @@ class Head:
 
     Args:
         root_pos: Position of that root.
-        tokens_1C: (1, C) its best next tokens.
-        log_probs_1C: (1, C) their log-probabilities.
+        tokens_NC: (N, C) the best next tokens of all that ran in one forward.
+        log_probs_NC: (N, C) their log-probabilities.
+        row: Which of them are the root's.
     """
 
     root_pos: int
-    tokens_1C: Tensor
-    log_probs_1C: Tensor
+    tokens_NC: Tensor
+    log_probs_NC: Tensor
+    row: int
+
+    @property
+    def candidates(self) -> tuple[Tensor, Tensor]:
+        """The root's, (1, C) each."""
+        return self.tokens_NC[self.row : self.row + 1], self.log_probs_NC[self.row : self.row + 1]
 
 
 @dataclass
@@ -107,6 +120,10 @@ class DecodeState:
     @property
     def emitted(self) -> Sequence[int]:
         return self.tokens[self.prompt_len :]
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.tokens) - self.prompt_len
 
 
 @dataclass(eq=False)
@@ -147,7 +164,7 @@ class StepResult:
         verified: Nodes of the verified tree, root included: its K.
         context_len: Committed tokens before the root.
         predicted_emitted: Emitted tokens that the calibration expected of the verified tree.
-        tree: The verified tree.
+        tree_of: The verified tree, made when it is asked for.
         path: Accepted nodes in it, root first.
         ms: Wall clock of the step.
         caught_up: Whether the step was to draft, and made up a chunk of what the draft lagged behind instead; its shape is then plain.
@@ -159,10 +176,15 @@ class StepResult:
     verified: int
     context_len: int
     predicted_emitted: float
-    tree: TokenTree
+    tree_of: Callable[[], TokenTree]
     path: list[int]
     ms: float = 0.0
     caught_up: bool = False
+
+    @property
+    def tree(self) -> TokenTree:
+        """The verified tree."""
+        return self.tree_of()
 
     @property
     def accepted(self) -> int:
@@ -172,5 +194,5 @@ class StepResult:
 
 def cut(tokens: list[int], *, room: int, eos_tokens: Collection[int]) -> list[int]:
     """Emitted tokens up to the first end of text, that one included, and at most `room` of them."""
-    end = next((place + 1 for place, token in enumerate(tokens) if token in eos_tokens), len(tokens))
+    end = next((place + 1 for place, token in enumerate(tokens) if token in eos_tokens), len(tokens)) if eos_tokens else len(tokens)
     return tokens[: min(end, room)]

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice, pairwise
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +38,7 @@ from yggdrasil.trace import Trace
 
 __all__ = [
     "BETWEEN",
+    "Forwards",
     "Interval",
     "RecordedModel",
     "Recorder",
@@ -193,26 +193,43 @@ class Timeline:
         return median(growths) if growths else None
 
 
+class Forwards(NamedTuple):
+    """Forwards of one graph, one after another; what is done about them while the clock runs is to keep them.
+
+    Args:
+        kind: Of the graph.
+        num_tokens: Of each.
+        times_ms: Start and end of each.
+        sizes: Of the menu, where `num_tokens` may have been padded to one of them.
+    """
+
+    kind: str
+    num_tokens: int
+    times_ms: Sequence[float]
+    sizes: Sequence[int] = ()
+
+    def intervals(self) -> list[Interval]:
+        """Each by itself, with the tokens of its graph in the name."""
+        size = next((size for size in self.sizes if size >= self.num_tokens), self.num_tokens)
+        return [Interval(f"{self.kind} {size}", *times, True) for times in zip(self.times_ms[::2], self.times_ms[1::2], strict=True)]
+
+
 class Recorder(Trace):
     """A trace that keeps when the stages and graphs of a step ran, until `take`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stages: list[Interval] = []
-        self.graphs: list[Interval] = []
+        self.graphs: list[Forwards] = []
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Note the block as one run of stage `name`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stages.append(Interval(name, start * 1e3, time.perf_counter() * 1e3))
+    def note(self, names: Sequence[str], marks_ms: Sequence[float]) -> None:
+        """Keep a run of stages."""
+        self.stages += [Interval(name, *marks) for name, marks in zip(names, pairwise(marks_ms), strict=True)]
 
     def take(self, shape: str, start_ms: float, end_ms: float) -> StepRecord:
         """The step since the last call."""
-        step = StepRecord(shape, start_ms, end_ms, tuple(self.stages), tuple(self.graphs))
+        graphs = (interval for forwards in self.graphs for interval in forwards.intervals())
+        step = StepRecord(shape, start_ms, end_ms, tuple(self.stages), tuple(sorted(graphs, key=_when)))
         self.stages.clear()
         self.graphs.clear()
         return step
@@ -224,12 +241,12 @@ class RecordedModel:
     Args:
         model: Does the work.
         kind: Of its graphs, for their names.
-        notes: Gets an interval for every forward.
+        notes: Gets what ran.
 
-    Cost: under a microsecond a forward. On CUDA a sync, else a graph would be charged for its launch alone.
+    Cost: a microsecond a forward. On CUDA a sync, else a graph would be charged for its launch alone.
     """
 
-    def __init__(self, model: TokenModel, kind: str, notes: list[Interval]) -> None:
+    def __init__(self, model: TokenModel, kind: str, notes: list[Forwards]) -> None:
         self.cache = model.cache
         self.device = model.device
         self.max_depth = model.max_depth
@@ -252,8 +269,15 @@ class RecordedModel:
             torch.cuda.synchronize()  # sync: a graph has run when its result is there
         end = time.perf_counter()
         self.graph_ms += (end - start) * 1e3
-        self._notes.append(Interval(f"{self._kind} {len(meta_NM)}", start * 1e3, end * 1e3, True))
+        self._notes.append(Forwards(self._kind, len(meta_NM), (start * 1e3, end * 1e3)))
         return outputs
+
+    def native(self, meta_NM: Tensor) -> Any | None:
+        return self._model.native(meta_NM)
+
+    def ran_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
+        self.graph_ms += sum(times_ms[1::2]) - sum(times_ms[::2])
+        self._notes.append(Forwards(self._kind, num_tokens, times_ms, self.sizes))
 
 
 def record_timeline(pair: LoadedPair, prompt: Sequence[int], *, num_steps: int = NUM_STEPS) -> Timeline:
@@ -284,8 +308,7 @@ def _run(pair: LoadedPair, prompt: Sequence[int], num_steps: int) -> list[StepRe
     recorder, steps = Recorder(), []
     target = RecordedModel(pair.engine.target, "verify", recorder.graphs)
     draft = RecordedModel(pair.engine.draft, "draft", recorder.graphs)
-    engine = Engine(target, draft, max_context=pair.bundle.max_context)
-    engine.trace = recorder
+    engine = Engine(target, draft, max_context=pair.bundle.max_context, trace=recorder)
     start = time.perf_counter()
     for result in islice(engine.generate(prompt, pair.policy(guard=False), GenerateConfig(ignore_eos=True)), num_steps):
         steps.append(recorder.take(str(result.shape), start * 1e3, time.perf_counter() * 1e3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,8 +30,15 @@ class Trace:
         try:
             yield
         finally:
-            self.total_ms[name] += (time.perf_counter() - start) * 1e3
-            self.count[name] += 1
+            self.note((name,), (start * 1e3, time.perf_counter() * 1e3))
+
+    def note(self, names: Sequence[str], marks_ms: Sequence[float]) -> None:
+        """Enter a run of stages one after another, in milliseconds of `time.perf_counter`: when the first began, and when each of them ended."""
+        total_ms, count, begin_ms = self.total_ms, self.count, marks_ms[0]
+        for name, end_ms in zip(names, marks_ms[1:], strict=True):
+            total_ms[name] += end_ms - begin_ms
+            count[name] += 1
+            begin_ms = end_ms
 
 
 class DeviceTrace(Trace):

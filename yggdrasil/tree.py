@@ -111,6 +111,19 @@ class TokenTree:
         tree._token, tree._parent, tree._depth, tree._log_prob, tree._path = token, parent, depth, log_prob, path
         return tree
 
+    @classmethod
+    def unpacked(cls, block: Tensor, length: int) -> TokenTree:
+        """A tree of one block of memory.
+
+        Args:
+            block: int32: (N,) tokens, (N,) parents, (N,) depths, (N,) log-probabilities as float32, and (N, max_depth + 1) paths, one after another.
+            length: N, the tree's nodes and its capacity.
+
+        Aliasing: the block becomes the tree's own.
+        """
+        token, parent, depth, log_prob = block[: 4 * length].view(4, length)
+        return cls.of(token, parent, depth, log_prob.view(torch.float32), block[4 * length :].view(length, -1), length=length)
+
     def __len__(self) -> int:
         return self._len
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,17 +86,20 @@ def test_the_end_of_a_prompt_beside_the_first_tree_changes_nothing(tiny: LoadedP
 
 
 def test_a_short_prompt_needs_no_pass_of_its_own(tiny: LoadedPair) -> None:
-    passes = []
-    forward = tiny.engine.target.forward
+    passes, ran_ = list[int](), tiny.engine.target.ran_
 
-    def counted(meta_NM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        passes.append(len(meta_NM))
-        return forward(meta_NM)
+    def no_forward(meta_NM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError("a pass of its own")
+
+    def counted(num_tokens: int, times_ms: Sequence[float]) -> None:
+        passes.append(num_tokens)
+        ran_(num_tokens, times_ms)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny.engine.target, "forward", counted)
+        patch.setattr(tiny.engine.target, "forward", no_forward)
+        patch.setattr(tiny.engine.target, "ran_", counted)
         next(iter(tiny.engine.generate(list(range(10, 20)), tiny.policy(shape=Shape(1, 4)), GenerateConfig(max_new_tokens=4))))
-    assert passes == [16]  # nine tokens of the prompt and a tree of five
+    assert passes == [14]  # nine tokens of the prompt and a tree of five
 
 
 def test_a_plain_request_is_decoded_plainly_whatever_the_policy_says(tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ class Sequence:
 
     shapes: tuple[Shape, ...]
     num_steps: int = field(default=0, init=False)
+    native_costs = None
 
     def choose(self, state: DecodeState) -> Shape:
         self.num_steps += 1
@@ -73,6 +74,8 @@ class Sequence:
 
 class TwoDeep:
     """Stops growth at depth two."""
+
+    native = None
 
     def enough(self, tree: TokenTree) -> bool:
         return int(tree.depth_N.max()) >= 2
@@ -158,9 +161,10 @@ def test_the_stages_ahead_of_time_run_and_are_used_in_these_tests(engine: Engine
     trace = Trace()
     runner = Executor(MOST, engine.target, engine.draft, trace)
     state, num_forwards = fresh(engine, prompts[0], SAMPLED), []
-    forward = engine.draft.forward
+    forward, ran_ = engine.draft.forward, engine.draft.ran_
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(engine.draft, "forward", lambda meta_NM: (num_forwards.append(len(meta_NM)), forward(meta_NM))[1])
+        patched.setattr(engine.draft, "ran_", lambda num, times_ms: (num_forwards.extend([num] * (len(times_ms) // 2)), ran_(num, times_ms))[1])  # growth
         for _ in range(6):
             num_forwards.clear()
             ready = state.head

@@ -47,6 +47,7 @@ class Always:
     """One shape, the edges scaled."""
 
     shape: Shape
+    native_costs = None
 
     def choose(self, state: DecodeState) -> Shape:
         return self.shape

@@ -77,7 +77,7 @@ class Scripted:
         for said in steps:
             tokens = cut(said, room=room, eos_tokens=ends)
             room -= len(tokens)
-            yield StepResult(tokens, Shape(1, len(said) - 1), len(said), len(said), 0, 1.0, tree, list(range(len(said))))
+            yield StepResult(tokens, Shape(1, len(said) - 1), len(said), len(said), 0, 1.0, lambda: tree, list(range(len(said))))
             if room == 0 or tokens[-1] in ends:
                 return
 

@@ -26,7 +26,7 @@ def guard() -> Guard:
 
 def result(shape: Shape, num_tokens: int, ms: float) -> StepResult:
     tree = TokenTree.root(1, 1)
-    return StepResult([1] * num_tokens, shape, shape.num_nodes, 5 if shape.depth else 1, 0, 1.0, tree, [0], ms)
+    return StepResult([1] * num_tokens, shape, shape.num_nodes, 5 if shape.depth else 1, 0, 1.0, lambda: tree, [0], ms)
 
 
 def run(policy: Guard, num_steps: int, *, emitted: int, plain_ms: float = PLAIN_MS, step_ms: float = STEP_MS) -> tuple[float, int, list[bool]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from yggdrasil.errors import ConfigError
-from yggdrasil.timeline import BETWEEN, Interval, RecordedModel, Recorder, StepRecord, Timeline, gaps, host_pieces, plot_timeline, timeline_table
+from yggdrasil.timeline import BETWEEN, Forwards, Interval, RecordedModel, Recorder, StepRecord, Timeline, gaps, host_pieces, plot_timeline, timeline_table
 
 
 def graph(name: str, start_ms: float, end_ms: float) -> Interval:
@@ -129,13 +129,25 @@ def test_a_recorder_forgets_the_step_it_gave_away() -> None:
 def test_a_recorded_model_gives_what_the_model_gives_and_notes_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = torch.zeros(4, 8), torch.ones(4, 8)
     fields = {"cache": None, "device": "cpu", "max_depth": 3, "sizes": (2, 8, 16), "prefill_chunk": 16, "widest": 8, "num_candidates": 2}
-    notes: list[Interval] = []
+    notes: list[Forwards] = []
     model = RecordedModel(SimpleNamespace(**fields, forward=lambda meta_NM: outputs), "draft", notes)  # type: ignore[arg-type]
     clock = iter((1.0, 1.25))
     monkeypatch.setattr("yggdrasil.timeline.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     assert model.forward(torch.zeros(4, 9)) is outputs
-    assert [(note.name, note.is_graph) for note in notes] == [("draft 4", True)]
-    assert model.graph_ms == notes[0].ms == 250.0
+    assert [forwards.intervals() for forwards in notes] == [[Interval("draft 4", 1000.0, 1250.0, True)]]
+    assert model.graph_ms == 250.0
+
+
+def test_forwards_that_ran_in_one_call_are_noted_by_the_graph_that_ran_them() -> None:
+    fields = {"cache": None, "device": "cpu", "max_depth": 3, "sizes": (2, 8, 16), "prefill_chunk": 16, "widest": 8, "num_candidates": 2}
+    recorder = Recorder()
+    model = RecordedModel(SimpleNamespace(**fields), "draft", recorder.graphs)  # type: ignore[arg-type]
+    model.ran_(3, [5.0, 6.0, 8.0, 11.0])
+    recorder.note(("policy", "draft"), (1.0, 4.0, 12.0))
+    step = recorder.take("W=2", 0.0, 13.0)
+    assert step.graphs == (Interval("draft 8", 5.0, 6.0, True), Interval("draft 8", 8.0, 11.0, True))
+    assert step.stages == (Interval("policy", 1.0, 4.0), Interval("draft", 4.0, 12.0))
+    assert model.graph_ms == 4.0
 
 
 def test_without_matplotlib_a_plot_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

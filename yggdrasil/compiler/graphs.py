@@ -21,7 +21,6 @@ __all__ = ["LoadedGraph", "ReplayedGraph", "compile_graph", "full_precision", "h
 INDUCTOR_OPTIONS = {
     "aot_inductor.package_constants_in_so": False,  # weights and KV stay the caller's: one copy for the whole menu
     "always_keep_tensor_constants": True,  # small buffers too: the compiler may see uninitialised values
-    "aot_inductor.compile_wrapper_opt_level": "O0",  # the wrapper only launches kernels: a third of the build time, no run time
     "aot_inductor.enable_line_tables": False,
     "cpp.vec_isa_ok": True,  # our operators were built and loaded with the same flags: no trial builds
 }
@@ -38,7 +37,7 @@ def _reduction_options() -> dict[str, bool]:
     return {name: True for name in ("deterministic", "batch_invariant") if hasattr(torch._inductor.config, name)}
 
 
-def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path, *, exact: bool = True) -> None:
+def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path, *, exact: bool = True, is_small: bool = False) -> None:
     """Export `module` at the shape of `meta_NM` as one graph and write it as an AOTInductor package without weights.
 
     Args:
@@ -46,6 +45,8 @@ def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path, *, exact: bool
         meta_NM: Metadata of the shape, values free.
         path: A `.pt2` file to write.
         exact: On CUDA, let a row's sums not depend on how many rows the graph has, as far as Inductor's own kernels go.
+        is_small: Whether its kernels are so short that the wrapper which launches them counts: a tenth of a draft's forward. It then takes the compiler
+            half as long again.
 
     Raises:
         Whatever torch.export says about a model it cannot capture: there is no fallback.
@@ -63,7 +64,12 @@ def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path, *, exact: bool
         if not meta_NM.is_cuda:
             evaluate_sines_once_(exported.graph_module.graph)
         exported.graph_module.recompile()
-        options = {**INDUCTOR_OPTIONS, **(_reduction_options() if exact and meta_NM.is_cuda else {}), "aot_inductor.custom_ops_to_c_shims": c_shims()}
+        options = {
+            **INDUCTOR_OPTIONS,
+            **(_reduction_options() if exact and meta_NM.is_cuda else {}),
+            "aot_inductor.compile_wrapper_opt_level": "O1" if is_small else "O0",
+            "aot_inductor.custom_ops_to_c_shims": c_shims(),
+        }
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
 
 
@@ -87,6 +93,9 @@ class LoadedGraph:
         constants: Every weight and buffer by its name in the module; kept alive here, never copied.
         command: What rebuilds the package, for the error.
 
+    Attributes:
+        native: The same as an object of kernels/graph.cpp, for loops that run it from there.
+
     Raises:
         ArtifactError: the package does not load, or asks for a constant that is not there.
     """
@@ -94,17 +103,13 @@ class LoadedGraph:
     def __init__(self, path: Path, constants: dict[str, Tensor], command: str) -> None:
         device_index = next(iter(constants.values())).device.index
         try:
-            # Single-threaded: one caller, no lock per call. -1: the current device.
-            self._runner: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1 if device_index is None else device_index)
-            # The runner borrows these very tensor objects: views made for it would dangle if nobody held them.
-            self._constants = {name: constants[name] for name in self._runner.get_constant_fqns()}
-            self._runner.load_constants(self._constants, False, True, True)
-        except (RuntimeError, KeyError) as error:
+            self.native: Any = torch.classes.ygg.Graph(str(path), -1 if device_index is None else device_index, constants)
+        except RuntimeError as error:
             raise ArtifactError(path, f"corrupt ({str(error).strip().splitlines()[0]})", command) from None
 
     def __call__(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         """Run; new output tensors every call."""
-        first, second = self._runner.run([meta_NM])
+        first, second = self.native.run(meta_NM)
         return first, second
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -94,6 +94,13 @@ class CompiledModel(Generic[Storage]):
         outputs = self._graphs[len(meta_NM)](meta_NM)
         self.graph_ms += (time.perf_counter() - start) * 1e3
         return outputs
+
+    def native(self, meta_NM: Tensor) -> Any | None:
+        graph = self._graphs[len(meta_NM)]
+        return graph.native if isinstance(graph, LoadedGraph) else None
+
+    def ran_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
+        self.graph_ms += sum(times_ms[1::2]) - sum(times_ms[::2])
 
 
 def cache_constants(cache: KVStorage) -> dict[str, Tensor]:

@@ -33,6 +33,8 @@ from yggdrasil.models.sharding import shard_
 
 __all__ = ["GraphJob", "compile_graphs", "run_job"]
 
+GROWTH_TOKENS = 8  # graphs of a draft up to this size run many times a step
+
 UNFINISHED = ".building."
 
 
@@ -93,7 +95,8 @@ def run_job(job: GraphJob) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
         temporary = Path(folder) / path.name
-        compile_graph(module, empty_meta(job.num_tokens, job.max_depth, device=job.device), temporary, exact=job.exact)
+        meta_NM, is_small = empty_meta(job.num_tokens, job.max_depth, device=job.device), job.num_candidates > 0 and job.num_tokens <= GROWTH_TOKENS
+        compile_graph(module, meta_NM, temporary, exact=job.exact, is_small=is_small)
         os.replace(temporary, path)
 
 

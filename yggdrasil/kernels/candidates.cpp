@@ -87,6 +87,8 @@ std::tuple<at::Tensor, at::Tensor> ygg::candidates(const at::Tensor& logits, int
 
 namespace {
 
+constexpr int64_t kPlacesOfThread = 16 << 10;  // fewer than this are read before another thread has begun
+
 // The greatest of a row, NaN where it has one, and its first place.
 template <class Dtype>
 std::pair<float, int64_t> greatest_of(const typename Dtype::Element* row, int64_t places) {
@@ -113,8 +115,11 @@ std::tuple<at::Tensor, at::Tensor> greatest_rows(const at::Tensor& scores) {
   const int64_t rows = scores.size(0), places = scores.size(1);
   at::Tensor values = ygg::empty({rows}, scores.options().dtype(at::kFloat)), tokens = ygg::empty({rows}, scores.options().dtype(at::kLong));
   const auto* from = static_cast<const typename Dtype::Element*>(scores.const_data_ptr());
-  for (int64_t r = 0; r < rows; ++r)
-    std::tie(values.mutable_data_ptr<float>()[r], tokens.mutable_data_ptr<int64_t>()[r]) = greatest_of<Dtype>(from + r * places, places);
+  float* value = values.mutable_data_ptr<float>();
+  int64_t* token = tokens.mutable_data_ptr<int64_t>();
+  at::parallel_for(0, rows, std::max<int64_t>(1, kPlacesOfThread / places), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) std::tie(value[r], token[r]) = greatest_of<Dtype>(from + r * places, places);
+  });
   return {values, tokens};
 }
 

@@ -238,7 +238,7 @@ void compute_vectors(const Product& product, int64_t begin, int64_t end) {
   if constexpr (kRows > 1) compute_vectors<Dtype, kRows - 1>(product, begin, end);
 }
 
-// ---- body for AMX tiles: 16 rows x 4 panels, 32 rows x 2 panels, or up to 64 rows x 1 panel ----
+// ---- body for AMX tiles: 16 rows x 4 panels, 48 rows x 1 panel, or 32 rows x 2 panels, over all of k or, with more than 48 rows, over chunks of it ----
 
 #if defined(__AMX_BF16__)
 // Tiles 0 to 3 accumulate, 4 holds x and 5 weights, and two are never written. While the core's other hardware thread is busy a processor seems to have few tile
@@ -247,6 +247,8 @@ void compute_vectors(const Product& product, int64_t begin, int64_t end) {
 struct alignas(64) TileSums {
   float words[kTileWords];
 };
+
+constexpr int64_t kChunkWords = 4 * kTileWords;  // of a panel: two panels' chunks and 128 rows' sums with them are half of L1
 
 // Brings the tile after the next one to L2; from there the processor's own prefetcher runs ahead, and asking further ahead ourselves is slower.
 inline void prefetch(const Word* weight) {
@@ -296,20 +298,65 @@ void multiply_tiles(const Product& product, TileSums* sums, int64_t first, const
   if constexpr (kSums > 3) _tile_stored(3, sum(3), 64);
 }
 
-// All rows times `count` panels. A single tile of rows always takes four of them and two tiles take two; more tiles go in blocks of at most four a panel, of
-// which the first brings it to L2 for the others.
+// kTiles tiles of rows from `first` on times two panels over the words [begin, end) of k, added to the sums so far; `lines` lines of every tile of the chunk after it
+// are asked for, from `line` on.
+template <int kTiles>
+void multiply_chunk(const Product& product, TileSums* sums, int64_t first, const Word* const* weights, int64_t begin, int64_t end, int64_t line, int64_t lines) {
+  const int64_t row_tiles = product.row_tiles(), row_tile_words = kTileRows * product.steps;
+  float* const sum[] = {sums[first].words, sums[row_tiles + first].words, sums[first + kTiles - 1].words, sums[row_tiles + first + kTiles - 1].words};
+  _tile_loadd(0, sum[0], 64);
+  _tile_loadd(1, sum[1], 64);
+  if constexpr (kTiles > 1) {
+    _tile_loadd(2, sum[2], 64);
+    _tile_loadd(3, sum[3], 64);
+  }
+  const Word* x = product.x + first * row_tile_words + begin;
+  for (int64_t word = begin; word < end; word += kTileWords, x += kTileWords) {
+    for (int64_t l = line * kColumns; l < (line + lines) * kColumns; l += kColumns) {
+      __builtin_prefetch(weights[0] + word + kChunkWords + l, 0, 2);
+      __builtin_prefetch(weights[1] + word + kChunkWords + l, 0, 2);
+    }
+    _tile_loadd(4, x, 64);
+    _tile_loadd(5, weights[0] + word, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(5, weights[1] + word, 64);
+    _tile_dpbf16ps(1, 4, 5);
+    if constexpr (kTiles > 1) {
+      _tile_loadd(4, x + row_tile_words, 64);
+      _tile_dpbf16ps(3, 4, 5);
+      _tile_loadd(5, weights[0] + word, 64);
+      _tile_dpbf16ps(2, 4, 5);
+    }
+  }
+  _tile_stored(0, sum[0], 64);
+  _tile_stored(1, sum[1], 64);
+  if constexpr (kTiles > 1) {
+    _tile_stored(2, sum[2], 64);
+    _tile_stored(3, sum[3], 64);
+  }
+}
+
+// All rows times two panels, chunk after chunk of k: weights and sums stay in L1, so that what comes from L2 is x, once for two panels. While one chunk is
+// multiplied the next one comes from memory, its lines asked for evenly.
+void multiply_chunks(const Product& product, TileSums* sums, const Word* const* weights) {
+  const int64_t row_tiles = product.row_tiles(), blocks = (row_tiles + 1) / 2, lines = (kTileRows + blocks - 1) / blocks;
+  std::memset(sums, 0, 2 * row_tiles * sizeof *sums);
+  for (int64_t begin = 0; begin < product.panel_words(); begin += kChunkWords) {
+    const int64_t end = std::min(begin + kChunkWords, product.panel_words());
+    for (int64_t first = 0; first < row_tiles; first += 2) {
+      const auto multiply = first + 1 < row_tiles ? multiply_chunk<2> : multiply_chunk<1>;
+      multiply(product, sums, first, weights, begin, end, first / 2 * lines, lines);
+    }
+  }
+}
+
+// All rows times `count` panels. A single tile of rows always takes four of them; two tiles take two, as more than three do.
 void multiply_group(const Product& product, TileSums* sums, const Word* const* weights, int64_t count) {
   const int64_t row_tiles = product.row_tiles();
   if (row_tiles == 1) return multiply_tiles<1, 4>(product, sums, 0, weights);
   if (row_tiles == 2) return multiply_tiles<2, 2>(product, sums, 0, weights);
-  constexpr std::array kOfTwoToFour{multiply_tiles<2, 1>, multiply_tiles<3, 1>, multiply_tiles<4, 1>};
-  const int64_t blocks = (row_tiles + 3) / 4;
-  for (int64_t p = 0; p < count; ++p) {
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t first = block * row_tiles / blocks, num_tiles = (block + 1) * row_tiles / blocks - first;
-      kOfTwoToFour[num_tiles - 2](product, sums + p * row_tiles, first, weights + p);
-    }
-  }
+  if (row_tiles > 3) return multiply_chunks(product, sums, weights);
+  for (int64_t p = 0; p < count; ++p) multiply_tiles<3, 1>(product, sums + p * row_tiles, 0, weights + p);
 }
 
 void compute_tiles(const Product& product, int64_t begin, int64_t end) {
@@ -359,13 +406,25 @@ int64_t padded_len(const at::Tensor& x) {
   return (x.size(-1) + step - 1) / step * step;
 }
 
+// Room for an operator's x in another form, of the calling thread and kept until its next call: fresh memory is cleared page by page when it is first written to,
+// which took a twentieth of a wide graph's time.
+Word* workspace(int64_t words) {
+  struct alignas(64) Line {
+    Word words[kColumns];
+  };
+  thread_local std::vector<Line> lines;
+  const size_t count = (words + kColumns - 1) / kColumns;
+  if (lines.size() < count) lines.resize(count);
+  return lines.data()->words;
+}
+
 // Copies x into tiles of `tile_rows` rows x 64 bytes, tile after tile along k; zero padded along k, unset in the missing rows of the last tile.
-at::Tensor tiled(const at::Tensor& x, int64_t rows, int64_t padded_features, int64_t tile_rows) {
+const Word* tiled(const at::Tensor& x, int64_t rows, int64_t padded_features, int64_t tile_rows) {
   constexpr int64_t kLine = 64;
   const int64_t row_bytes = x.size(-1) * x.element_size(), lines = padded_features * x.element_size() / kLine;
-  at::Tensor tiles = empty({(rows + tile_rows - 1) / tile_rows * tile_rows, padded_features}, x.options());
+  Word* tiles = workspace((rows + tile_rows - 1) / tile_rows * tile_rows * lines * kColumns);
   const char* from = static_cast<const char*>(x.const_data_ptr());
-  char* to = static_cast<char*>(tiles.data_ptr());
+  char* to = reinterpret_cast<char*>(tiles);
   at::parallel_for(0, rows, std::max<int64_t>(1, kMinThreadBytes / (lines * kLine + 1)), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const char* row = from + r * row_bytes;
@@ -382,11 +441,11 @@ at::Tensor tiled(const at::Tensor& x, int64_t rows, int64_t padded_features, int
 }
 
 // Copies bf16 x as fp32, zero padded along k.
-at::Tensor widened(const at::Tensor& x, int64_t rows, int64_t padded_features) {
+const Word* widened(const at::Tensor& x, int64_t rows, int64_t padded_features) {
   const int64_t features = x.size(-1);
-  at::Tensor wide = empty({rows, padded_features}, x.options().dtype(at::kFloat));
+  Word* wide = workspace(rows * padded_features);
   const uint16_t* from = static_cast<const uint16_t*>(x.const_data_ptr());
-  float* to = static_cast<float*>(wide.data_ptr());
+  float* to = reinterpret_cast<float*>(wide);
   at::parallel_for(0, rows, std::max<int64_t>(1, kMinThreadBytes / (padded_features * 4 + 1)), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       for (int64_t i = 0; i < features; ++i) to[r * padded_features + i] = BFloat16::widen(from[r * features + i]);
@@ -423,16 +482,16 @@ at::Tensor multiply(const at::Tensor& x, std::vector<Weight> weights, bool is_ga
   at::Tensor out = empty(shape, x.options());
   if (out.numel() == 0) return out;
   const int64_t rows = out.numel() / shape.back();
-  at::Tensor words = x.contiguous();
+  const at::Tensor plain = x.contiguous();
+  const Word* words = static_cast<const Word*>(plain.const_data_ptr());
   if (is_bf16 && amx_granted()) {
-    words = tiled(words, rows, padded_features, std::min<int64_t>(rows, kTileRows));
+    words = tiled(plain, rows, padded_features, std::min<int64_t>(rows, kTileRows));
   } else if (is_bf16 && BFloat16::kParts == 2) {
-    words = widened(words, rows, padded_features);
+    words = widened(plain, rows, padded_features);
   } else if (padded_features != x.size(-1)) {
-    words = tiled(words, rows, padded_features, 1);
+    words = tiled(plain, rows, padded_features, 1);
   }
-  const Product product{static_cast<const Word*>(words.const_data_ptr()), out.data_ptr(), rows, padded_features / (is_bf16 ? 2 : 1), shape.back(),
-                        std::move(weights), is_gated};
+  const Product product{words, out.data_ptr(), rows, padded_features / (is_bf16 ? 2 : 1), shape.back(), std::move(weights), is_gated};
   const int64_t panel_bytes = product.panel_words() * 4 * ((rows + kRowsOfRead - 1) / kRowsOfRead);
   const int64_t unit = is_gated ? 2 : 1, grain = std::max<int64_t>(1, kMinThreadBytes / std::max<int64_t>(1, panel_bytes * unit));
   at::parallel_for(0, product.num_panels() / unit, grain, [&](int64_t begin, int64_t end) {

@@ -1,16 +1,41 @@
-// The two ways to our operators: torch's dispatcher, and C entry points, which AOTInductor's code calls directly, for through the dispatcher a call costs about
-// 5 us, as much as a small linear layer. The entry points are declared to the compiler in shims.py.
+// The ways to our operators: torch's dispatcher, which has the classes of graph.h, too, and C entry points, which AOTInductor's code calls directly, for through the
+// dispatcher a call costs about 5 us, as much as a small linear layer. The entry points are declared to the compiler in shims.py.
 #include <ATen/ops/empty.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 #include <torch/library.h>
 
+#include "graph.h"
 #include "operators.h"
 
 at::Tensor ygg::empty(at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }
 
 // ---- the dispatcher ----
 
+namespace {
+std::tuple<ygg::TreeArrays, int64_t, std::vector<double>> grow(const c10::intrusive_ptr<ygg::Graph>& graph, const at::Tensor& meta, const at::Tensor& head_tokens,
+                                                               const at::Tensor& head_log_probs, int64_t head_row, int64_t token, int64_t capacity,
+                                                               int64_t path_width, int64_t root_pos, int64_t width, int64_t depth, int64_t candidates, double slope,
+                                                               double offset, const at::Tensor& prices, double least) {
+  return ygg::grow(*graph, meta, {head_tokens, head_log_probs}, head_row, token, capacity, path_width, root_pos, width, depth, candidates,
+                   {slope, offset, prices, least});
+}
+
+std::tuple<std::vector<int64_t>, std::vector<double>> verify_costs(const at::Tensor& draft_ms, const at::Tensor& verify_ms, double growth_host_ms,
+                                                                   double step_host_ms, at::IntArrayRef sizes, int64_t verify, int64_t width, int64_t depth,
+                                                                   int64_t num_nodes, int64_t context_len, int64_t lag) {
+  return ygg::verify_costs({draft_ms, verify_ms, growth_host_ms, step_host_ms, sizes.vec()}, verify, width, depth, num_nodes, context_len, lag);
+}
+}  // namespace
+
 TORCH_LIBRARY_FRAGMENT(ygg, library) {
+  library.class_<ygg::Graph>("Graph")
+      .def(torch::init<const std::string&, int64_t, const c10::Dict<std::string, at::Tensor>&>())
+      .def("run", &ygg::Graph::run)
+      .def("grow", grow);
+  library.class_<ygg::Step>("Step")
+      .def(torch::init<ygg::Step::Graphs, std::vector<at::Tensor>, at::Tensor, ygg::Step::Graphs, std::vector<at::Tensor>, at::Tensor, int64_t, int64_t>())
+      .def("follow_policy_", &ygg::Step::follow_policy_)
+      .def("run", &ygg::Step::run);
   library.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
   library.def("packed_linears(Tensor x, Tensor[] packed, Tensor?[] bias, int[] out_features) -> Tensor");
   library.def("gated_linear(Tensor x, Tensor gate, Tensor? gate_bias, Tensor up, Tensor? up_bias, int out_features) -> Tensor");
@@ -32,6 +57,9 @@ TORCH_LIBRARY_FRAGMENT(ygg, library) {
       "prune(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path, int num_nodes, Tensor knots, int[] widths, float[] costs_ms) -> "
       "(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path, int[] keep, float expected)");
   library.def("move_slots_(Tensor(a!) storage, int[] source, int target) -> ()");
+  library.def(
+      "verify_costs(Tensor draft_ms, Tensor verify_ms, float growth_host_ms, float step_host_ms, int[] sizes, int verify, int width, int depth, int num_nodes, "
+      "int context_len, int lag) -> (int[] widths, float[] costs_ms)");
   library.impl("root", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(ygg::root));  // no tensor says where it runs
 }
 
@@ -55,6 +83,7 @@ TORCH_LIBRARY_IMPL(ygg, CPU, library) {
   library.impl("pack_chains_", &ygg::pack_chains_);
   library.impl("prune", &ygg::prune);
   library.impl("move_slots_", &ygg::move_slots_);
+  library.impl("verify_costs", &verify_costs);
 }
 
 // ---- C entry points ----

@@ -39,6 +39,7 @@ using TreeArrays = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at
 void grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const at::Tensor& log_probs, const at::Tensor& tokens, int64_t num_known, int64_t num_new,
            at::Tensor token, at::Tensor parent, at::Tensor depth, at::Tensor log_prob, at::Tensor path, int64_t first, int64_t width, at::Tensor meta,
            int64_t root_pos, double slope, double offset);
+double worth(const at::Tensor& log_prob, int64_t num_nodes, const at::Tensor& prices);
 double last_gain(const at::Tensor& log_prob, int64_t num_nodes, int64_t width, const at::Tensor& prices);
 void pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& depth, const at::Tensor& path, int64_t first, int64_t last, int64_t root_pos,
                  int64_t row);

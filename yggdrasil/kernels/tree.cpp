@@ -104,20 +104,21 @@ void ygg::grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const a
   pad(meta, width);
 }
 
-// What the last `width` of the first `num_nodes` add to the worth of the best, probabilities less prices by rank: `last_gain_plain`, policy/structures.py.
-double ygg::last_gain(const at::Tensor& log_prob, int64_t num_nodes, int64_t width, const at::Tensor& prices) {
-  TORCH_CHECK(0 < width && width <= num_nodes && num_nodes <= log_prob.size(0), "last_gain: ", width, " of ", num_nodes, " nodes");
+// What the first `num_nodes` are worth: the probabilities of the best, less prices by rank.
+double ygg::worth(const at::Tensor& log_prob, int64_t num_nodes, const at::Tensor& prices) {
   const double* price = prices.const_data_ptr<double>();
   std::vector<float> values(log_prob.const_data_ptr<float>(), log_prob.const_data_ptr<float>() + num_nodes);
-  const auto worth = [&](int64_t count) {  // of the first `count` values; reorders them alone
-    const int64_t kept = std::min(prices.size(0), count);
-    std::partial_sort(values.begin(), values.begin() + kept, values.begin() + count, std::greater<float>());
-    double sum = 0.0;
-    for (int64_t i = 0; i < kept; ++i) sum += std::max(std::exp(double(values[i])) - price[i], 0.0);
-    return sum;
-  };
-  const double before = worth(num_nodes - width);
-  return worth(num_nodes) - before;
+  const int64_t kept = std::min(prices.size(0), num_nodes);
+  std::partial_sort(values.begin(), values.begin() + kept, values.end(), std::greater<float>());
+  double sum = 0.0;
+  for (int64_t i = 0; i < kept; ++i) sum += std::max(std::exp(double(values[i])) - price[i], 0.0);
+  return sum;
+}
+
+// What the last `width` of the first `num_nodes` add to that: `last_gain_plain`, policy/structures.py.
+double ygg::last_gain(const at::Tensor& log_prob, int64_t num_nodes, int64_t width, const at::Tensor& prices) {
+  TORCH_CHECK(0 < width && width <= num_nodes && num_nodes <= log_prob.size(0), "last_gain: ", width, " of ", num_nodes, " nodes");
+  return worth(log_prob, num_nodes, prices) - worth(log_prob, num_nodes - width, prices);
 }
 
 // Tree nodes [first, last), each of which sees `root_pos` indices and its path.
@@ -248,6 +249,10 @@ void ygg::move_slots_(at::Tensor storage, at::IntArrayRef source, int64_t target
   for (int64_t i = 0; i < count; ++i) {
     const char* from = at(source[i]);
     char* to = at(target + i);
-    for (int64_t plane = 0; plane < planes; ++plane) std::memmove(to + plane * plane_bytes, from + plane * plane_bytes, slot_bytes);
+    for (int64_t plane = 0; plane < planes; ++plane) {
+      // Every plane is a miss or two, behind a pass over the weights; asked for ahead they do not wait for each other.
+      for (int64_t byte = 0; byte < slot_bytes; byte += 64) __builtin_prefetch(from + (plane + 8) * plane_bytes + byte), __builtin_prefetch(to + (plane + 8) * plane_bytes + byte, 1);
+      std::memmove(to + plane * plane_bytes, from + plane * plane_bytes, slot_bytes);
+    }
   }
 }

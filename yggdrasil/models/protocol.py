@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -41,6 +42,14 @@ class TokenGraphs(Protocol):
 
         Aliasing: on CUDA the next forward of this model, of whatever size, may write over the results.
         """
+        ...
+
+    def native(self, meta_NM: Tensor) -> Any | None:
+        """The graph of that buffer as an object of kernels/graph.cpp, for loops that run it there; None where a forward is anything else."""
+        ...
+
+    def ran_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
+        """Account for forwards of so many tokens that such a loop ran: start and end of each, by `time.perf_counter`."""
         ...
 
 

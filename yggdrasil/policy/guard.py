@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from yggdrasil.policy.latency import LatencyModel
-from yggdrasil.policy.shape import ShapePolicy
+from yggdrasil.policy.shape import NativeCosts, ShapePolicy
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 from yggdrasil.step.platt import PlattScale
 
@@ -56,6 +56,10 @@ class Guard:
 
     def verify_costs(self, shape: Shape, num_nodes: int, context_len: int, lag: int) -> tuple[list[int], list[float]]:
         return self.inner.verify_costs(shape, num_nodes, context_len, lag)
+
+    @property
+    def native_costs(self) -> NativeCosts | None:
+        return self.inner.native_costs
 
     def observe(self, result: StepResult) -> None:
         """Settle the step's account."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
+
+import torch
+from torch import Tensor
 
 __all__ = ["Curve", "LatencyModel"]
 
@@ -53,6 +57,11 @@ class Curve:
                 hull.pop()
             hull.append(point)
         return [0.0, *(_slope(low, high) for low, high in pairwise(hull) for _ in range(high[0] - low[0]))]
+
+    @cached_property
+    def table(self) -> Tensor:
+        """(1 + contexts, 1 + sizes) float64 for operators: `ms`, the contexts before its columns and the sizes above its rows."""
+        return torch.tensor([(0, *self.sizes), *((context, *row) for context, row in zip(self.contexts, self.ms, strict=True))], dtype=torch.float64)
 
     @property
     def widest(self) -> int:

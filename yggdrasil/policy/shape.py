@@ -18,12 +18,17 @@ from yggdrasil.policy.structures import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 from yggdrasil.step.platt import PlattScale
 
-__all__ = ["Arms", "BestShape", "ContextShape", "DepthRule", "FixedShape", "ShapePolicy", "StoppingShape", "best_shape"]
+__all__ = ["Arms", "BestShape", "ContextShape", "DepthRule", "FixedShape", "NativeCosts", "ShapePolicy", "StoppingShape", "best_shape"]
 
 DepthRule = Literal["fixed", "predicted", "stopping"]
 """Where D comes from: the calibration text (`BestShape`), this context before drafting (`ContextShape`), or the tree while it grows (`StoppingShape`)."""
 
 CONTEXT_STEP = 128  # tokens of context after which the shape is chosen anew: attention's share moves slowly
+
+
+NativeCosts = tuple[Tensor, Tensor, float, float, list[int]]
+"""Arguments of `ygg::verify_costs`: T_draft and T_verify as `Curve.table`, the host's milliseconds of a growth step and of a step, and the verified widths,
+ascending, with the greatest graph behind them."""
 
 
 class ShapePolicy(Protocol):
@@ -45,6 +50,11 @@ class ShapePolicy(Protocol):
 
     def verify_costs(self, shape: Shape, num_nodes: int, context_len: int, lag: int) -> tuple[list[int], list[float]]:
         """The K to choose from for a tree of so many nodes, and the milliseconds of the step with each; see step/prune.py."""
+        ...
+
+    @property
+    def native_costs(self) -> NativeCosts | None:
+        """What `verify_costs` is computed from; None when it has to be asked."""
         ...
 
     def observe(self, result: StepResult) -> None:
@@ -83,10 +93,16 @@ class FixedShape:
         """What of every graph is left beside the tokens that lag, as far as the tree fills it; what comes before verification is in every cost."""
         if shape.verify is not None:
             return [min(shape.verify, num_nodes)], [1.0]
-        most, graphs = min(num_nodes, self.verify_widths[-1]), (*self.verify_widths, self.latency.verify.sizes[-1])
-        menu = sorted({min(size - lag, most) for size in graphs if size > lag})
+        most = min(num_nodes, self.verify_widths[-1])
+        menu = sorted({min(size - lag, most) for size in (*self.verify_widths, self.latency.verify.sizes[-1]) if size > lag})
         settled_ms = self.latency.before_verify_ms(shape.width, shape.depth, context_len)
         return menu, [settled_ms + ms for ms in self.latency.verify.at_each([lag + width for width in menu], context_len)]
+
+    @cached_property
+    def native_costs(self) -> NativeCosts:
+        latency = self.latency
+        sizes = [*self.verify_widths, latency.verify.sizes[-1]]
+        return latency.draft.table, latency.verify.table, latency.growth_host_ms, latency.step_host_ms, sizes
 
     def observe(self, result: StepResult) -> None:
         """Nothing is learnt: which shape runs depends on the text alone."""

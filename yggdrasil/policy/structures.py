@@ -66,6 +66,10 @@ class LowConfidence:
         log_probs: list[float] = tree.log_prob_N[-2:].tolist()  # sync: the chain ends or goes on
         return log_probs[-1] - log_probs[0] < math.log(self.threshold)
 
+    @property
+    def native(self) -> tuple[Tensor, float]:
+        return torch.empty(0, dtype=torch.float64), math.log(self.threshold)
+
     def __str__(self) -> str:
         return f"until P<{self.threshold:g}"
 
@@ -99,6 +103,10 @@ class SmallGain:
     @cached_property
     def _prices(self) -> Tensor:
         return torch.tensor(self.prices, dtype=torch.float64)
+
+    @property
+    def native(self) -> tuple[Tensor, float]:
+        return self._prices, self.min_gain
 
     def __str__(self) -> str:
         return f"until gain<{self.min_gain:g}"

@@ -112,6 +112,9 @@ class LeadingModel(CompiledModel[KVCache]):
                     raise RankLost(rank(), num_ranks(), failure()) from error
                 raise
 
+    def native(self, meta_NM: Tensor) -> None:
+        """A forward is more than the graph: the others have to be told."""
+
 
 _leader: Leader | None = None
 

@@ -143,8 +143,7 @@ def _commit_draft(it: Iteration) -> None:
     last = path[-1]
     cache.commit_([*(it.pruned.drafted_node[node] for node in path), len(it.drafted.tree) + last])
     cache.rollback_(cache.len - 1)
-    tokens_KC, log_probs_KC = it.after_said
-    it.next_head = Head(it.root_pos + len(path), tokens_KC[last : last + 1], log_probs_KC[last : last + 1])
+    it.next_head = Head(it.root_pos + len(path), *it.after_said, last)
     return None
 
 
@@ -249,7 +248,7 @@ class Executor:
         pruned, path = it.pruned, it.accepted.path
         ms = (time.perf_counter() - start) * 1e3
         sizes = len(it.drafted.tree), len(pruned.tree)
-        result = StepResult(it.accepted.tokens, it.shape, *sizes, it.root_pos, pruned.expected_emitted, pruned.tree, path, ms, it.caught_up)
+        result = StepResult(it.accepted.tokens, it.shape, *sizes, it.root_pos, pruned.expected_emitted, lambda: pruned.tree, path, ms, it.caught_up)
         policy.observe(result)
         return result
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +17,23 @@ from yggdrasil.state import DecodeState, Head, Shape
 from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Drafted", "Frontier", "catch_up_", "draft", "grow", "grow_fused_", "grow_plain_", "head_draft", "prefill", "run_nodes"]
+__all__ = [
+    "NEVER",
+    "Drafted",
+    "Frontier",
+    "catch_up_",
+    "draft",
+    "grow",
+    "grow_fused_",
+    "grow_plain",
+    "grow_plain_",
+    "grown",
+    "head_draft",
+    "prefill",
+    "run_nodes",
+]
+
+NEVER = torch.empty(0, dtype=torch.float64), -math.inf  # a rule that ends no growth, as `StopRule.native` says it
 
 
 @dataclass(frozen=True)
@@ -198,7 +216,7 @@ def head_draft(model: TokenModel, state: DecodeState) -> Head:
     pack_chain_(meta_NM, chain, lag)
     tokens_NC, log_probs_NC = model.forward(meta_NM)
     model.cache.commit_(range(len(chain) - 1))
-    return Head(state.root_pos, tokens_NC[len(chain) - 1 : len(chain)], log_probs_NC[len(chain) - 1 : len(chain)])
+    return Head(state.root_pos, tokens_NC, log_probs_NC, len(chain) - 1)
 
 
 def grow(model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt: PlattScale = UNSCALED, *, spare: int = 0) -> Drafted:
@@ -215,34 +233,63 @@ def grow(model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt:
         platt: What the draft's probability of a child is worth.
         spare: Nodes that the tree has room for beyond the shape's.
     """
-    tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
-    is_chain = shape.width == 1 and shape.levels is None
-    frontier = Frontier(shape.num_nodes, 1 if is_chain else model.num_candidates, model.device, platt)
-    tokens_NC, log_probs_NC, num_run = head.tokens_1C, head.log_probs_1C, 1
     model.cache.reserve(shape.num_nodes)
     if shape.levels is not None:
-        return Drafted(tree, _grow_levels(model, state, shape.levels, frontier, tree, head), shape)
+        return _grow_levels(model, state, shape, head, platt, spare=spare)
+    graph = model.native(model.meta(shape.width)) if model.device == "cpu" and (shape.stop is None or shape.stop.native is not None) else None
+    if graph is None:
+        return grow_plain(model, state, shape, head, platt, spare=spare)
+    return _grow_native(graph, model, state, shape, head, platt, spare=spare)
+
+
+def grow_plain(model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt: PlattScale, *, spare: int) -> Drafted:
+    """`grow` without levels, a forward and a selection at a time: the specification of `grow` in kernels/graph.cpp, and what runs on a device."""
+    tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
+    frontier = Frontier(shape.num_nodes, _num_candidates(model, shape), model.device, platt)
     grow_ = grow_fused_ if model.device == "cpu" else grow_plain_
-    meta_NM = model.meta(shape.width)
+    meta_NM, (tokens_NC, log_probs_NC), num_run = model.meta(shape.width), head.candidates, 1
     for depth in range(1, shape.depth + 1):
         grow_(frontier, tree, tokens_NC, log_probs_NC, shape.width, meta_NM, state.root_pos)
         if depth == shape.depth or (shape.stop is not None and shape.stop.enough(tree)):
             break
         tokens_NC, log_probs_NC = model.forward(meta_NM)
         num_run = len(tree)
-    return Drafted(tree, num_run, shape if shape.stop is None else replace(shape, depth=depth, stop=None))
+    return Drafted(tree, num_run, grown(shape, depth))
 
 
-def _grow_levels(model: TokenModel, state: DecodeState, levels: Sequence[Sequence[tuple[int, int]]], frontier: Frontier, tree: TokenTree, head: Head) -> int:
-    """Fill the tree level by level; how many of its nodes the draft ran."""
-    tokens_NC, log_probs_NC, num_run = head.tokens_1C, head.log_probs_1C, 1
-    for depth, level in enumerate(levels):
+def _grow_native(graph: Any, model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt: PlattScale, *, spare: int) -> Drafted:
+    """The same in one host call, forwards included."""
+    meta_NM, width = model.meta(shape.width), shape.width
+    tree_of = state.tokens[-1], shape.num_nodes + spare, model.max_depth + 1, state.root_pos, width, shape.depth, _num_candidates(model, shape)
+    stop = NEVER if shape.stop is None else shape.stop.native or NEVER
+    arrays, length, times_ms = graph.grow(meta_NM, head.tokens_NC, head.log_probs_NC, head.row, *tree_of, platt.slope, platt.offset, *stop)
+    model.ran_(width, times_ms)
+    return Drafted(TokenTree.of(*arrays, length=length), length - width, grown(shape, (length - 1) // width))
+
+
+def _num_candidates(model: TokenModel, shape: Shape) -> int:
+    """Children of a node that may be attached: of a chain's the best alone."""
+    return 1 if shape.width == 1 and shape.levels is None else model.num_candidates
+
+
+def grown(shape: Shape, depth: int) -> Shape:
+    """The shape as deep as its stop rule let it be."""
+    return shape if shape.stop is None else Shape(shape.width, depth, shape.verify)
+
+
+def _grow_levels(model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt: PlattScale, *, spare: int) -> Drafted:
+    """A static tree, level by level."""
+    assert shape.levels is not None
+    tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
+    frontier = Frontier(shape.num_nodes, _num_candidates(model, shape), model.device, platt)
+    (tokens_NC, log_probs_NC), num_run = head.candidates, 1
+    for depth, level in enumerate(shape.levels):
         frontier.add(tokens_NC, log_probs_NC, tree.log_prob_N[frontier.len :])
         tree.grow(*frontier.ranked(level))
-        if depth < len(levels) - 1:
+        if depth < len(shape.levels) - 1:
             tokens_NC, log_probs_NC = run_nodes(model, tree, num_run, len(tree), state.root_pos)
             num_run = len(tree)
-    return num_run
+    return Drafted(tree, num_run, shape)
 
 
 def run_nodes(model: TokenModel, tree: TokenTree, first: int, last: int, root_pos: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,137 @@
+"""The sequential plan in one host call, for a CPU.
+
+Between two passes over a target's weights everything of Python's is cold: a step's eight calls take ten times what their work is. Here they are one call of
+kernels/graph.cpp, over the same operators in the same order; `Engine.step` is its specification, and a test holds both equal, result for result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yggdrasil.errors import YggError
+from yggdrasil.models.protocol import TokenModel
+from yggdrasil.policy.shape import NativeCosts, ShapePolicy
+from yggdrasil.state import DecodeState, Shape, StepResult
+from yggdrasil.step.accept import Accepted, accept
+from yggdrasil.step.commit import commit_, commit_text_, forget_unfinished_
+from yggdrasil.step.draft import NEVER, grown
+from yggdrasil.step.prune import Pruned
+from yggdrasil.step.sampling import BROKEN
+from yggdrasil.trace import Trace
+from yggdrasil.tree import TokenTree
+
+__all__ = ["NativeStep"]
+
+Step = Callable[[DecodeState, ShapePolicy], StepResult]
+
+
+class NativeStep:
+    """Runs iterations in one call each, result for result what `Engine.step` does.
+
+    Args:
+        target: Decides every token; its forwards are graphs of this process, as the draft's are.
+        draft: Guesses.
+        trace: Gets the milliseconds of every stage.
+        by_stages: `Engine.step`, for what the call does not do: static trees, rules of stopping and policies that are Python's alone, a draft that lags by
+            more than a chunk, the end of the context.
+
+    Cost: of the host some ten operators' worth; sampling draws and filters in Python behind the call.
+    """
+
+    def __init__(self, target: TokenModel, draft: TokenModel, trace: Trace, by_stages: Step) -> None:
+        self._target, self._draft, self._trace, self._by_stages = target, draft, trace, by_stages
+        models = [argument for model in (target, draft) for argument in (*_graphs(model), model.cache.storage_PL2GSF)]
+        self._told: tuple[object, object, object, object] = (None, None, None, None)
+        native: Any = torch.classes.ygg.Step(*models, draft.max_depth + 1, draft.num_candidates)
+        self._run, self._follow_policy_ = native.run, native.follow_policy_  # looked up once: an object of C++ makes a method anew each time
+
+    @staticmethod
+    def runs(*models: TokenModel) -> bool:
+        """Whether the models are such that they can be run in one call."""
+        return all(model.device == "cpu" and all(graph is not None for graph in _graphs(model)[0]) for model in models)
+
+    def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
+        """Emit one or more tokens; the contract of `Engine.step`.
+
+        Args:
+            state: The request; its tokens are extended by what is emitted.
+            policy: Chooses the shape.
+
+        Raises:
+            YggError: the target's logits are not finite; the text so far is intact.
+        """
+        start, target, draft, root_pos = time.perf_counter() * 1e3, self._target, self._draft, state.root_pos
+        forget_unfinished_(target, draft, root_pos)
+        shape, costs = policy.choose(state), policy.native_costs
+        if costs is None or not self._holds(shape, costs, root_pos):
+            return self._by_stages(state, policy)
+        self._follow_(policy, shape, costs)
+        target_len, draft_len = target.cache.len, draft.cache.len if shape.depth else root_pos
+        first, says = min(target_len, draft_len), state.sampling.temperature == 0
+        block, hidden_KE, numbers, *logits_KV = self._run(state.tokens[first:], first, target_len, draft_len, shape.width, shape.depth, shape.verify or 0, says)
+        expected, *said = numbers.tolist()
+        drafted, verified, kept_len, num_nodes = map(int, said[:4])
+        nodes, (target_start, target_end, *times_ms) = [int(node) for node in said[4 : 4 + num_nodes]], said[4 + num_nodes :]
+        num_stages = 5 if says else 3
+        self._trace.note(("policy", "draft", "prune", "verify", "accept", "commit")[: num_stages + 1], (start, *times_ms[: num_stages + 1]))
+        target.ran_(root_pos - target_len + verified, (target_start, target_end))
+        tree_of = partial(TokenTree.unpacked, block, verified)
+        if shape.depth:
+            draft.ran_(root_pos + 1 - draft_len, times_ms[num_stages + 1 : num_stages + 3])
+            draft.ran_(shape.width, times_ms[num_stages + 3 :])
+            draft.cache.kept_(kept_len)
+        if not says:
+            num_run = drafted - shape.width if shape.depth else 0
+            accepted = self._accept(state, Pruned(tree_of(), nodes, expected), logits_KV[0], hidden_KE, num_run)
+        elif not nodes:
+            raise YggError(BROKEN)
+        else:
+            accepted = Accepted(nodes[: len(nodes) // 2], nodes[len(nodes) // 2 :])
+            target.cache.kept_(root_pos + len(accepted.path))
+            commit_text_(state, accepted, hidden_KE)
+        shape = grown(shape, (drafted - 1) // shape.width)
+        ms = time.perf_counter() * 1e3 - start
+        result = StepResult(accepted.tokens, shape, drafted, verified, root_pos, expected, tree_of, accepted.path, ms)
+        policy.observe(result)
+        return result
+
+    def _holds(self, shape: Shape, costs: NativeCosts, root_pos: int) -> bool:
+        """Whether the call does this shape here, beside what both caches lack of the text."""
+        target, draft, num_nodes = self._target, self._draft, shape.num_nodes
+        if shape.levels is not None or (shape.stop is not None and shape.stop.native is None):
+            return False
+        if shape.depth and (root_pos - draft.cache.len >= draft.prefill_chunk or root_pos + num_nodes > draft.cache.shape.capacity):
+            return False
+        verified = min(num_nodes, shape.verify or costs[-1][-2])
+        return root_pos - target.cache.len + verified <= target.prefill_chunk and root_pos + verified <= target.cache.shape.capacity
+
+    def _accept(self, state: DecodeState, pruned: Pruned, logits_KV: Tensor, hidden_KE: Tensor, num_run: int) -> Accepted:
+        """What a sampled text takes of a tree that is verified and not yet kept."""
+        self._target.cache.kept_(state.root_pos)
+        with self._trace.stage("accept"):
+            accepted = accept(pruned.tree, logits_KV, state.root_pos, state.sampling)
+        with self._trace.stage("commit"):
+            commit_(state, self._target, self._draft, pruned, accepted, num_run, hidden_KE)
+        return accepted
+
+    def _follow_(self, policy: ShapePolicy, shape: Shape, costs: NativeCosts) -> None:
+        """Tell the call what the policy says of all its trees, when that is not what it was told last."""
+        told_costs, told_platt, told_stop, told_knots = self._told
+        platt, knots = policy.platt, policy.knots
+        if costs is told_costs and platt is told_platt and shape.stop is told_stop and knots is told_knots:
+            return
+        self._told = costs, platt, shape.stop, knots
+        stop = NEVER if shape.stop is None else shape.stop.native or NEVER
+        self._follow_policy_(platt.slope, platt.offset, *stop, knots, *costs)
+
+
+def _graphs(model: TokenModel) -> tuple[list[Any], list[Tensor]]:
+    """Every graph of a model, ascending, and its metadata."""
+    metas = [model.meta(size) for size in model.sizes]
+    return [model.native(meta_NM) for meta_NM in metas], metas
