@@ -79,7 +79,7 @@ class Engine:
         self.max_context = max_context
         self.eos_tokens = frozenset(eos_tokens)
         self.trace = Trace() if trace is None else trace
-        self.executor = None if plan is None or plan == SEQUENTIAL else Executor(plan, target, draft, self.trace)
+        self.executor = None if plan in (None, SEQUENTIAL) else Executor(plan, target, draft, self.trace)
         self.fast_step = self._fast_step()
         self._generating: DecodeState | None = None  # whose text the KV of both models holds, since `generate` began it
 

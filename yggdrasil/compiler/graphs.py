@@ -45,8 +45,7 @@ def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path, *, exact: bool
         meta_NM: Metadata of the shape, values free.
         path: A `.pt2` file to write.
         exact: On CUDA, let a row's sums not depend on how many rows the graph has, as far as Inductor's own kernels go.
-        is_small: Whether its kernels are so short that the wrapper which launches them counts: a tenth of a draft's forward. It then takes the compiler
-            half as long again.
+        is_small: Whether its kernels are so short that what an optimised wrapper saves counts: a tenth of a draft's forward.
 
     Raises:
         Whatever torch.export says about a model it cannot capture: there is no fallback.

@@ -57,15 +57,7 @@ class NativeStep:
         return all(model.device == "cpu" and all(graph is not None for graph in _graphs(model)[0]) for model in models)
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
-        """Emit one or more tokens; the contract of `Engine.step`.
-
-        Args:
-            state: The request; its tokens are extended by what is emitted.
-            policy: Chooses the shape.
-
-        Raises:
-            YggError: the target's logits are not finite; the text so far is intact.
-        """
+        """Emit one or more tokens; arguments, result and errors are those of `Engine.step`."""
         start, target, draft, root_pos = time.perf_counter() * 1e3, self._target, self._draft, state.root_pos
         forget_unfinished_(target, draft, root_pos)
         shape, costs = policy.choose(state), policy.native_costs
