@@ -148,7 +148,7 @@ class Engine:
         with self.trace.stage("prefill"):
             left = self._left_to_verification(state.root_pos)
             hidden_E = prefill(self.target, state.tokens[: state.root_pos - left])
-            state.hidden_KE = None if hidden_E is None or left else hidden_E[None].clone()
+            state.hidden_of = None if hidden_E is None or left else hidden_E.detach
             if not config.plain:
                 prefill(self.draft, state.tokens[:-1])
         while (before := state.num_emitted) < limit:

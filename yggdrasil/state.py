@@ -92,16 +92,14 @@ class DecodeState:
         tokens: Prompt and emitted tokens.
         prompt_len: How many of them are the prompt.
         sampling: How tokens are taken.
-        hidden_KE: The target's last hidden states after some forward, (K, E); None before the first.
-        hidden_row: Which of them is that of the last token in its KV.
+        hidden_of: Gives `hidden_E` until the target's next forward writes over it; None before the first.
         head: The head draft when it ran ahead of time; its root's KV is then provisional in the draft's cache.
     """
 
     tokens: list[int]
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     prompt_len: int = 0
-    hidden_KE: Tensor | None = None
-    hidden_row: int = 0
+    hidden_of: Callable[[], Tensor] | None = None
     head: Head | None = None
 
     def __post_init__(self) -> None:
@@ -110,7 +108,7 @@ class DecodeState:
     @property
     def hidden_E(self) -> Tensor | None:
         """The target's last hidden state of the last token in its KV, (E,); None before the first forward."""
-        return None if self.hidden_KE is None else self.hidden_KE[self.hidden_row]
+        return None if self.hidden_of is None else self.hidden_of()
 
     @property
     def root_pos(self) -> int:

@@ -140,7 +140,7 @@ def policy(predictor: DepthPredictor) -> ContextShape:
 
 
 def state() -> DecodeState:
-    return DecodeState([1, 2], hidden_KE=torch.ones(1, 2))
+    return DecodeState([1, 2], hidden_of=torch.ones(2).detach)
 
 
 def test_a_context_without_hope_is_decoded_plainly() -> None:

@@ -32,7 +32,7 @@ def result(shape: Shape, num_tokens: int, ms: float) -> StepResult:
 def run(policy: Guard, num_steps: int, *, emitted: int, plain_ms: float = PLAIN_MS, step_ms: float = STEP_MS) -> tuple[float, int, list[bool]]:
     """Milliseconds, tokens and which steps speculated."""
     spent, tokens, speculated = 0.0, 0, []
-    state = DecodeState([1], hidden_KE=torch.zeros(1, 1))
+    state = DecodeState([1], hidden_of=torch.zeros(1).detach)
     for _ in range(num_steps):
         shape = policy.choose(state)
         one = result(shape, emitted, step_ms) if shape.depth else result(PLAIN, 1, plain_ms)

@@ -62,10 +62,13 @@ def _longest_first(sources: list[Path]) -> list[Path]:
 
 
 @cache
-def load_kernels() -> None:
+def load_kernels() -> ctypes.CDLL:
     """Make `torch.ops.ygg` available, compiling the library first if this machine has not yet.
 
     With models on CUDA, too: metadata of text is filled in on the host, by the same operators.
+
+    Returns:
+        The library, for its C entry points.
 
     Raises:
         RuntimeError: the C++ compiler failed; its output is in the message.
@@ -78,9 +81,10 @@ def load_kernels() -> None:
             count_compilation()
             _compile(temporary)
     # Its symbols are global, for compiled graphs call the operators' C entry points by name.
-    ctypes.CDLL(str(folder / f"{LIBRARY_NAME}.so"), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(folder / f"{LIBRARY_NAME}.so"), mode=ctypes.RTLD_GLOBAL)
     for operator in (attention, candidates, linear):
         operator.register()
+    return library
 
 
 @cache

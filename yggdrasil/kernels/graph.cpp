@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstring>
 #include <limits>
+#include <string_view>
 #include <utility>
 
 namespace ygg {
@@ -49,17 +50,13 @@ void keep_(const at::Tensor& storage, const std::vector<int64_t>& offsets, int64
 }
 
 // The arrays one after another: `TokenTree.unpacked`.
-at::Tensor packed(const TreeArrays& tree, int64_t num_nodes) {
+void pack_tree_(const TreeArrays& tree, int32_t* to, int64_t max_words) {
   const auto& [token, parent, depth, log_prob, path] = tree;
-  const int64_t path_width = path.size(1);
-  at::Tensor block = empty({num_nodes * (4 + path_width)}, token.options());
-  char* to = static_cast<char*>(block.mutable_data_ptr());
+  TORCH_CHECK(4 * token.size(0) + path.numel() <= max_words, "a tree of ", token.size(0), " nodes in ", max_words, " words");
   for (const at::Tensor* array : {&token, &parent, &depth, &log_prob, &path}) {
-    const size_t bytes = num_nodes * sizeof(int32_t) * (array == &path ? path_width : 1);
-    std::memcpy(to, array->const_data_ptr(), bytes);
-    to += bytes;
+    std::memcpy(to, array->const_data_ptr(), array->nbytes());
+    to += array->numel();
   }
-  return block;
 }
 
 // Consecutive tokens of the only row.
@@ -143,7 +140,7 @@ void Step::follow_policy_(double slope, double offset, at::Tensor prices, double
   costs_ = {std::move(draft_ms), std::move(verify_ms), growth_host_ms, step_host_ms, std::move(verify_sizes)};
 }
 
-Step::Result Step::run(at::IntArrayRef tail, int64_t first, int64_t target_len, int64_t draft_len, int64_t width, int64_t depth, int64_t verify, bool says) {
+const Step::Said& Step::run(at::IntArrayRef tail, int64_t first, int64_t target_len, int64_t draft_len, int64_t width, int64_t depth, int64_t verify, bool says) {
   const int64_t root_pos = first + int64_t(tail.size()) - 1, lag = root_pos - target_len;
   std::vector<double> stages{now_ms()}, draft_times, target_times;
   TreeArrays tree;
@@ -204,14 +201,29 @@ Step::Result Step::run(at::IntArrayRef tail, int64_t first, int64_t target_len, 
   } else {
     nodes = keep;
   }
-  std::vector<double> numbers{expected, double(num_nodes), double(verified), double(draft_kept), double(nodes.size())};
+  std::vector<double>& numbers = said_.numbers;
+  numbers = {expected, double(num_nodes), double(verified), double(draft_kept), double(nodes.size())};
   numbers.insert(numbers.end(), nodes.begin(), nodes.end());
   for (const auto* times : {&target_times, &stages, &draft_times}) numbers.insert(numbers.end(), times->begin(), times->end());
-  at::Tensor said = empty({int64_t(numbers.size())}, at::TensorOptions().dtype(at::kDouble));
-  std::copy(numbers.begin(), numbers.end(), said.mutable_data_ptr<double>());
-  Result result{packed(tree, verified), hidden, said};
-  if (!says) result.push_back(logits);
-  return result;
+  said_.tree = std::move(tree);
+  said_.logits = std::move(logits);
+  said_.hidden = std::move(hidden);
+  return said_;
 }
 
 }  // namespace ygg
+
+int64_t ygg_step_run(ygg::Step* step, const int64_t* tail, int64_t tail_len, int64_t first, int64_t target_len, int64_t draft_len, int64_t width, int64_t depth,
+                     int64_t verify, int64_t says, double* numbers, int64_t max_numbers, int32_t* tree, int64_t max_words, char* error, int64_t max_error) noexcept {
+  try {
+    const ygg::Step::Said& said = step->run({tail, size_t(tail_len)}, first, target_len, draft_len, width, depth, verify, says != 0);
+    const int64_t count = int64_t(said.numbers.size());
+    TORCH_CHECK(count <= max_numbers, count, " numbers in ", max_numbers);
+    std::copy(said.numbers.begin(), said.numbers.end(), numbers);
+    ygg::pack_tree_(said.tree, tree, max_words);
+    return count;
+  } catch (const std::exception& failure) {
+    error[std::string_view(failure.what()).copy(error, size_t(max_error - 1))] = 0;
+    return -1;
+  }
+}

@@ -50,17 +50,23 @@ class Step : public torch::CustomClassHolder {
   Step(Graphs target, std::vector<at::Tensor> target_metas, at::Tensor target_storage, Graphs draft, std::vector<at::Tensor> draft_metas, at::Tensor draft_storage,
        int64_t path_width, int64_t candidates);
 
-  // The verified tree, its arrays one after another; hidden states after its nodes; numbers; and the logits after the nodes, where not `says`. Tensors are what crosses
-  // into Python in the fewest steps: tuples and lists are built there type by type, by code that is as cold as Python's own. The numbers: emitted tokens expected of the
-  // tree; the nodes of the drafted tree and of the verified one; the draft's committed tokens; how many follow: where `says` the accepted path and what is emitted along
-  // it, nothing when a logit is not finite, else the ids that the verified nodes had in the drafted tree; in milliseconds, when the target's forward began and ended, when
-  // the step began and every stage ended, when each of the draft's forwards began and ended.
-  using Result = std::vector<at::Tensor>;
+  // What an iteration has to say, behind which the next one writes. The numbers: emitted tokens expected of the verified tree; the nodes of the drafted tree and of
+  // the verified one; the draft's committed tokens; how many follow: where `says` the accepted path and what is emitted along it, nothing when a logit is not finite,
+  // else the ids that the verified nodes had in the drafted tree; in milliseconds, when the target's forward began and ended, when the step began and every stage ended,
+  // when each of the draft's forwards began and ended.
+  struct Said {
+    std::vector<double> numbers;
+    TreeArrays tree;             // the verified one
+    at::Tensor logits, hidden;  // after its nodes
+  };
 
   // One iteration over a text, of which `tail` are the tokens from `first` on, the root last, and whose beginning is in both caches up to the lengths given. Caches
   // keep the accepted path behind the root's position, where `says`; nothing before that position is written to but what they lacked. Width, depth and
   // `verify`, 0 where K is to be chosen, are of a `Shape`.
-  Result run(at::IntArrayRef tail, int64_t first, int64_t target_len, int64_t draft_len, int64_t width, int64_t depth, int64_t verify, bool says);
+  const Said& run(at::IntArrayRef tail, int64_t first, int64_t target_len, int64_t draft_len, int64_t width, int64_t depth, int64_t verify, bool says);
+
+  // Of the last iteration.
+  std::tuple<at::Tensor, at::Tensor> logits_and_hidden() const { return {said_.logits, said_.hidden}; }
 
   // What a policy says of all its trees, until it or another says something else: PlattScale, `StopRule.native`, knots, and the arguments of `verify_costs`.
   void follow_policy_(double slope, double offset, at::Tensor prices, double least, at::Tensor knots, at::Tensor draft_ms, at::Tensor verify_ms,
@@ -80,6 +86,7 @@ class Step : public torch::CustomClassHolder {
   Growth growth_;
   at::Tensor knots_;
   Costs costs_;
+  Said said_;
 };
 
 // A tree of up to `depth` steps of `width` nodes from the root's candidates, row `head_row` of a forward's; how many nodes it has, and when every forward began and
@@ -93,3 +100,9 @@ std::tuple<std::vector<int64_t>, std::vector<double>> verify_costs(const Costs& 
                                                                    int64_t context_len, int64_t lag);
 
 }  // namespace ygg
+
+// `Step::run` for whoever has its address: torch's way from Python and back takes 0.1 ms behind a pass over the weights. `tree` gets the arrays of the verified tree one
+// after another, `TokenTree.unpacked`. Returns how many numbers there are, or -1 and what is wrong in `error`.
+extern "C" int64_t ygg_step_run(ygg::Step* step, const int64_t* tail, int64_t tail_len, int64_t first, int64_t target_len, int64_t draft_len, int64_t width,
+                                int64_t depth, int64_t verify, int64_t says, double* numbers, int64_t max_numbers, int32_t* tree, int64_t max_words, char* error,
+                                int64_t max_error) noexcept;

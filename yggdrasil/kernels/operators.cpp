@@ -35,7 +35,8 @@ TORCH_LIBRARY_FRAGMENT(ygg, library) {
   library.class_<ygg::Step>("Step")
       .def(torch::init<ygg::Step::Graphs, std::vector<at::Tensor>, at::Tensor, ygg::Step::Graphs, std::vector<at::Tensor>, at::Tensor, int64_t, int64_t>())
       .def("follow_policy_", &ygg::Step::follow_policy_)
-      .def("run", &ygg::Step::run);
+      .def("logits_and_hidden", &ygg::Step::logits_and_hidden)
+      .def("address", [](const c10::intrusive_ptr<ygg::Step>& step) { return int64_t(reinterpret_cast<intptr_t>(step.get())); });
   library.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
   library.def("packed_linears(Tensor x, Tensor[] packed, Tensor?[] bias, int[] out_features) -> Tensor");
   library.def("gated_linear(Tensor x, Tensor gate, Tensor? gate_bias, Tensor up, Tensor? up_bias, int out_features) -> Tensor");

@@ -6,7 +6,9 @@ kernels/graph.cpp, over the same operators in the same order; `Engine.step` is i
 
 from __future__ import annotations
 
+import ctypes
 import time
+from array import array
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,11 +17,12 @@ import torch
 from torch import Tensor
 
 from yggdrasil.errors import YggError
+from yggdrasil.kernels import load_kernels
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import NativeCosts, ShapePolicy
 from yggdrasil.state import DecodeState, Shape, StepResult
 from yggdrasil.step.accept import Accepted, accept
-from yggdrasil.step.commit import commit_, commit_text_, forget_unfinished_
+from yggdrasil.step.commit import commit_, forget_unfinished_
 from yggdrasil.step.draft import NEVER, grown
 from yggdrasil.step.prune import Pruned
 from yggdrasil.step.sampling import BROKEN
@@ -27,6 +30,9 @@ from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
 
 __all__ = ["NativeStep"]
+
+ARGUMENTS: tuple[Any, ...] = (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 8, *[ctypes.c_void_p, ctypes.c_int64] * 3)
+"""Of `ygg_step_run`, kernels/graph.h: torch's own way from Python and back takes a quarter of the host's time."""
 
 Step = Callable[[DecodeState, ShapePolicy], StepResult]
 
@@ -48,8 +54,16 @@ class NativeStep:
         self._target, self._draft, self._trace, self._by_stages = target, draft, trace, by_stages
         models = [argument for model in (target, draft) for argument in (*_graphs(model), model.cache.storage_PL2GSF)]
         self._told: tuple[object, object, object, object] = (None, None, None, None)
-        native: Any = torch.classes.ygg.Step(*models, draft.max_depth + 1, draft.num_candidates)
-        self._run, self._follow_policy_ = native.run, native.follow_policy_  # looked up once: an object of C++ makes a method anew each time
+        self._native: Any = torch.classes.ygg.Step(*models, draft.max_depth + 1, draft.num_candidates)
+        self._address = self._native.address()
+        self._call: Any = load_kernels().ygg_step_run
+        self._call.argtypes, self._call.restype = ARGUMENTS, ctypes.c_int64
+        most_nodes, self._node_words = target.prefill_chunk, 5 + draft.max_depth
+        self._tail = array("q", bytes(8 * (most_nodes + draft.prefill_chunk)))
+        self._numbers = array("d", bytes(8 * (16 + 2 * most_nodes + 4 * draft.max_depth)))
+        self._tree = array("i", bytes(4 * most_nodes * self._node_words))
+        self._error = ctypes.create_string_buffer(1024)
+        self._out = [part for buffer in (self._numbers, self._tree) for part in buffer.buffer_info()]  # addresses and lengths, which never change
 
     @staticmethod
     def runs(*models: TokenModel) -> bool:
@@ -66,27 +80,27 @@ class NativeStep:
         self._follow_(policy, shape, costs)
         target_len, draft_len = target.cache.len, draft.cache.len if shape.depth else root_pos
         first, says = min(target_len, draft_len), state.sampling.temperature == 0
-        block, hidden_KE, numbers, *logits_KV = self._run(state.tokens[first:], first, target_len, draft_len, shape.width, shape.depth, shape.verify or 0, says)
-        expected, *said = numbers.tolist()
+        expected, *said = self._run(state.tokens[first:], first, target_len, draft_len, shape.width, shape.depth, shape.verify or 0, says)
         drafted, verified, kept_len, num_nodes = map(int, said[:4])
         nodes, (target_start, target_end, *times_ms) = [int(node) for node in said[4 : 4 + num_nodes]], said[4 + num_nodes :]
         num_stages = 5 if says else 3
         self._trace.note(("policy", "draft", "prune", "verify", "accept", "commit")[: num_stages + 1], (start, *times_ms[: num_stages + 1]))
         target.ran_(root_pos - target_len + verified, (target_start, target_end))
-        tree_of = partial(TokenTree.unpacked, block, verified)
+        tree_of = partial(_unpacked, self._tree[: verified * self._node_words], verified)
         if shape.depth:
             draft.ran_(root_pos + 1 - draft_len, times_ms[num_stages + 1 : num_stages + 3])
             draft.ran_(shape.width, times_ms[num_stages + 3 :])
             draft.cache.kept_(kept_len)
         if not says:
             num_run = drafted - shape.width if shape.depth else 0
-            accepted = self._accept(state, Pruned(tree_of(), nodes, expected), logits_KV[0], hidden_KE, num_run)
+            accepted = self._accept(state, Pruned(tree_of(), nodes, expected), num_run)
         elif not nodes:
             raise YggError(BROKEN)
         else:
             accepted = Accepted(nodes[: len(nodes) // 2], nodes[len(nodes) // 2 :])
             target.cache.kept_(root_pos + len(accepted.path))
-            commit_text_(state, accepted, hidden_KE)
+            state.tokens.extend(accepted.tokens)
+            state.hidden_of, state.head = partial(self._hidden, accepted.path[-1]), None
         shape = grown(shape, (drafted - 1) // shape.width)
         ms = time.perf_counter() * 1e3 - start
         result = StepResult(accepted.tokens, shape, drafted, verified, root_pos, expected, tree_of, accepted.path, ms)
@@ -103,8 +117,21 @@ class NativeStep:
         verified = min(num_nodes, shape.verify or costs[-1][-2])
         return root_pos - target.cache.len + verified <= target.prefill_chunk and root_pos + verified <= target.cache.shape.capacity
 
-    def _accept(self, state: DecodeState, pruned: Pruned, logits_KV: Tensor, hidden_KE: Tensor, num_run: int) -> Accepted:
+    def _run(self, tail: list[int], *where_and_what: int) -> list[float]:
+        """Numbers, as graph.h has them; the tree's arrays are in their buffer."""
+        self._tail[: len(tail)] = array("q", tail)
+        count = self._call(self._address, self._tail.buffer_info()[0], len(tail), *where_and_what, *self._out, self._error, len(self._error))
+        if count < 0:
+            raise RuntimeError(self._error.value.decode(errors="replace"))
+        return self._numbers[:count].tolist()
+
+    def _hidden(self, node: int) -> Tensor:
+        hidden_KE: Tensor = self._native.logits_and_hidden()[1]
+        return hidden_KE[node]
+
+    def _accept(self, state: DecodeState, pruned: Pruned, num_run: int) -> Accepted:
         """What a sampled text takes of a tree that is verified and not yet kept."""
+        logits_KV, hidden_KE = self._native.logits_and_hidden()
         self._target.cache.kept_(state.root_pos)
         with self._trace.stage("accept"):
             accepted = accept(pruned.tree, logits_KV, state.root_pos, state.sampling)
@@ -120,7 +147,11 @@ class NativeStep:
             return
         self._told = costs, platt, shape.stop, knots
         stop = NEVER if shape.stop is None else shape.stop.native or NEVER
-        self._follow_policy_(platt.slope, platt.offset, *stop, knots, *costs)
+        self._native.follow_policy_(platt.slope, platt.offset, *stop, knots, *costs)
+
+
+def _unpacked(words: array[int], length: int) -> TokenTree:
+    return TokenTree.unpacked(torch.frombuffer(words, dtype=torch.int32), length)
 
 
 def _graphs(model: TokenModel) -> tuple[list[Any], list[Tensor]]:

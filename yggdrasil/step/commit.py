@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from yggdrasil.models.protocol import TokenModel
@@ -43,11 +45,7 @@ def commit_draft_(draft: TokenModel, pruned: Pruned, accepted: Accepted, num_run
 
 def commit_text_(state: DecodeState, accepted: Accepted, hidden_KE: Tensor) -> None:
     """Extend the text; keep the hidden state of the last accepted token for the next choice of a shape."""
-    last_node = accepted.path[-1]
-    if hidden_KE.is_cpu:
-        state.hidden_KE, state.hidden_row = hidden_KE, last_node
-    else:
-        state.hidden_KE, state.hidden_row = hidden_KE[last_node : last_node + 1].clone(), 0  # the next replay of the graph writes over it
+    state.hidden_of = partial(hidden_KE.select, 0, accepted.path[-1])
     state.tokens.extend(accepted.tokens)
     state.head = None
 
