@@ -199,20 +199,22 @@ def _eos_tokens(target: str, tokenizer: Any) -> tuple[int, ...]:
 
 def _build_models(bundle: Bundle, progress: Progress) -> None:
     config, vocab = bundle.config, shared_vocab(*(load_config(model) for model in bundle.models))
-    kinds: list[tuple[str, str, Menu, KVShape, int, int]] = [
-        ("target", bundle.models[0], target_menu(config), bundle.kv_target, 0, config.ranks),
-        ("draft", bundle.models[1], draft_menu(config), bundle.kv_draft, config.num_candidates, 1),
+    draft_folder = bundle.folder / "draft"
+    kinds: list[tuple[str, str, Path, Menu, KVShape, int, int]] = [
+        ("target", bundle.models[0], bundle.target_weights(0), target_menu(config), bundle.kv_target, 0, config.ranks),
+        ("draft", bundle.models[1], draft_folder, draft_menu(config), bundle.kv_draft, config.num_candidates, 1),
     ]
     with progress.phase("pack weights", config.ranks + 1):
         for rank in range(config.ranks):
             _pack(bundle, bundle.target_weights(rank), bundle.models[0], rank, config.ranks)
             progress.advance()
-        _pack(bundle, bundle.folder / "draft", bundle.models[1], 0, 1)
+        _pack(bundle, draft_folder, bundle.models[1], 0, 1)
         progress.advance()
         artifacts.save_bytes(bundle.folder / "tokenizer.json", load_tokenizer(bundle.models[0]).backend_tokenizer.to_str(pretty=True).encode())
     jobs = [
         GraphJob(
             model=model,
+            weights=str(weights),
             num_candidates=num_candidates,
             vocab=vocab,
             dtype=config.dtype,
@@ -224,7 +226,7 @@ def _build_models(bundle: Bundle, progress: Progress) -> None:
             exact=config.exact,
             ranks=ranks,
         )
-        for kind, model, menu, kv, num_candidates, ranks in kinds
+        for kind, model, weights, menu, kv, num_candidates, ranks in kinds
         for size in menu.sizes
     ]
     missing = [job for job in jobs if not has_graph(Path(job.path))]
@@ -247,7 +249,7 @@ def _pack(bundle: Bundle, folder: Path, model: str, rank: int, ranks: int) -> No
         if ranks > 1:
             shard_(loaded, rank, ranks)
         if bundle.config.device == "cpu":
-            pack_linears_(loaded)
+            pack_linears_(loaded, compress=bundle.config.compresses)
         with artifacts.atomic_directory(folder / "packing") as temporary:
             save_weights(loaded, temporary)
         (folder / "packing" / FILE_NAME).rename(folder / FILE_NAME)

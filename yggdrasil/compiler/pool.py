@@ -24,10 +24,11 @@ import torch
 
 from yggdrasil.compilations import count_compilation
 from yggdrasil.compiler.graphs import compile_graph
+from yggdrasil.compiler.weights import load_weights
 from yggdrasil.kernels import load_cuda_kernels, load_kernels
 from yggdrasil.kv import KVShape, KVStorage
 from yggdrasil.models.forward import DraftForward, TargetForward
-from yggdrasil.models.load import load_model, order_linears_, pack_linears_
+from yggdrasil.models.load import load_model, order_linears_, outline_linears_
 from yggdrasil.models.packing import empty_meta
 from yggdrasil.models.sharding import shard_
 
@@ -44,6 +45,7 @@ class GraphJob:
 
     Args:
         model: Folder or hub id.
+        weights: Folder of its packed weights.
         num_candidates: C of a draft; 0 for a target.
         vocab: V of the pair.
         dtype: "bfloat16" or "float32".
@@ -57,6 +59,7 @@ class GraphJob:
     """
 
     model: str
+    weights: str
     num_candidates: int
     vocab: int
     dtype: str
@@ -70,13 +73,13 @@ class GraphJob:
 
 
 @lru_cache(maxsize=2)
-def _module(model: str, num_candidates: int, vocab: int, dtype: str, device: str, kv: KVShape, exact: bool, ranks: int) -> torch.nn.Module:
+def _module(model: str, weights: str, num_candidates: int, vocab: int, dtype: str, device: str, kv: KVShape, exact: bool, ranks: int) -> torch.nn.Module:
     load_kernels()
     loaded = load_model(model, dtype=getattr(torch, dtype))
     if ranks > 1:
         shard_(loaded, 0, ranks)
     if device == "cpu":
-        pack_linears_(loaded, values=False)
+        outline_linears_(loaded, {name.removeprefix("model."): tensor for name, tensor in load_weights(Path(weights), device, command="").items()})
     else:
         load_cuda_kernels()
         if exact:
@@ -90,7 +93,7 @@ def _module(model: str, num_candidates: int, vocab: int, dtype: str, device: str
 
 def run_job(job: GraphJob) -> None:
     """Build one graph in this process; the package appears whole or not at all."""
-    module = _module(job.model, job.num_candidates, job.vocab, job.dtype, job.device, job.kv, job.exact, job.ranks)
+    module = _module(job.model, job.weights, job.num_candidates, job.vocab, job.dtype, job.device, job.kv, job.exact, job.ranks)
     path = Path(job.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:

@@ -14,7 +14,7 @@ from yggdrasil import artifacts
 from yggdrasil.compilations import count_compilation
 from yggdrasil.kernels import attention, candidates, linear
 
-__all__ = ["is_built", "load_cuda_kernels", "load_kernels"]
+__all__ = ["is_built", "kernel_library", "load_cuda_kernels", "load_kernels"]
 
 LIBRARY_NAME = "ygg_kernels"
 
@@ -61,20 +61,22 @@ def _longest_first(sources: list[Path]) -> list[Path]:
     return sorted(sources, key=lambda path: (path.stem != "operators", -path.stat().st_size))
 
 
-@cache
-def load_kernels() -> ctypes.CDLL:
+def load_kernels() -> None:
     """Make `torch.ops.ygg` available, compiling the library first if this machine has not yet.
 
     With models on CUDA, too: metadata of text is filled in on the host, by the same operators.
-
-    Returns:
-        The library, for its C entry points.
 
     Raises:
         RuntimeError: the C++ compiler failed; its output is in the message.
 
     Cost: about 20 s where it compiles.
     """
+    kernel_library()
+
+
+@cache
+def kernel_library() -> ctypes.CDLL:
+    """The library of `load_kernels`, for its C entry points."""
     folder = _folder()
     if not is_built():
         with artifacts.atomic_directory(folder) as temporary:

@@ -9,6 +9,8 @@
 //   step 0   [ c0 | c1 | ... | c15 ]      [ c16 | ... | c31 ]
 //   step 1   [ c0 | c1 | ... | c15 ]      ...
 //
+// A packed bf16 weight may be compressed (compression.h): a panel is expanded while it is multiplied, tile after tile, to the bits that it had.
+//
 // Exactness: each output element is one accumulator that takes the steps in order, through one instruction sequence chosen when this file is compiled (and, for
 // AMX, once per process). Row blocks, panel groups and threads only decide which elements are computed side by side. Where the rows do not fill the last block,
 // the block moves up and computes some rows twice, to the same bits.
@@ -24,6 +26,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "compression.h"
 #include "operators.h"
 #include "vectors.h"
 
@@ -36,8 +39,10 @@ constexpr int64_t kMinThreadBytes = 512 << 10;  // one thread reads less than th
 constexpr int64_t kRowsOfRead = kLanes < 16 ? 1 : 32;  // whose products take at least as long as reading their weights from L2
 
 struct Weight {
-  const Word* packed;  // (panels, steps, 16)
-  const void* bias;    // (out_features) in the dtype of the product, or null
+  const char* packed;  // (panels, bytes of a panel): (steps, 16) words, or compressed
+  int64_t panel_bytes;
+  bool is_compressed;
+  const void* bias;  // (out_features) in the dtype of the product, or null
   int64_t out_features;
 
   int64_t panels() const { return (out_features + kColumns - 1) / kColumns; }
@@ -46,6 +51,7 @@ struct Weight {
 // Sixteen output columns, fewer in a weight's last panel.
 struct Panel {
   const Word* words;
+  bool is_compressed;
   const void* bias;
   int64_t index, out_column, columns;  // index among its weight's panels
 };
@@ -57,6 +63,8 @@ struct Product {
   int64_t rows, steps, row_len;
   std::vector<Weight> weights;
   bool is_gated;
+  const Word* expanded = nullptr;  // panels from `first_expanded` on, for a body that reads them more than once
+  int64_t first_expanded = 0;
 
   int64_t panel_words() const { return steps * kColumns; }
   int64_t tile_rows() const { return std::min<int64_t>(rows, kTileRows); }
@@ -65,6 +73,11 @@ struct Product {
     return std::accumulate(weights.begin(), weights.end(), int64_t(0), [](int64_t sum, const Weight& weight) { return sum + weight.panels(); });
   }
   Panel panel(int64_t number) const {
+    Panel found = packed_panel(number);
+    if (expanded) found.words = expanded + (number - first_expanded) * panel_words();
+    return found;
+  }
+  Panel packed_panel(int64_t number) const {
     if (is_gated) return panel_of(weights[number % 2], number / 2, 0);
     int64_t column = 0;
     auto weight = weights.begin();
@@ -73,7 +86,12 @@ struct Product {
   }
   Panel panel_of(const Weight& weight, int64_t index, int64_t column) const {
     const int64_t first = index * kColumns;
-    return {weight.packed + index * panel_words(), weight.bias, index, column + first, std::min<int64_t>(kColumns, weight.out_features - first)};
+    const auto* words = reinterpret_cast<const Word*>(weight.packed + index * weight.panel_bytes);
+    return {words, weight.is_compressed, weight.bias, index, column + first, std::min<int64_t>(kColumns, weight.out_features - first)};
+  }
+  PanelTiles tiles_of(int64_t number) const {
+    const Panel from = panel(number);
+    return {from.words, from.is_compressed, panel_words() / kTileWords};
   }
 };
 
@@ -227,6 +245,7 @@ int64_t rows_of_block(int64_t rows) {
   return divided(best);
 }
 
+// All rows over the panels [begin, end).
 template <class Dtype, int kRows = kBlockRows>
 void compute_vectors(const Product& product, int64_t begin, int64_t end) {
   constexpr int kPanels = held_panels(kRows), kGatedPanels = std::max(2, kPanels / 2 * 2);
@@ -236,6 +255,26 @@ void compute_vectors(const Product& product, int64_t begin, int64_t end) {
     return product.is_gated ? compute_panels<Dtype, kRows, kGatedPanels>(product, x, begin, end) : compute_panels<Dtype, kRows, kPanels>(product, x, begin, end);
   }
   if constexpr (kRows > 1) compute_vectors<Dtype, kRows - 1>(product, begin, end);
+}
+
+// The same where weights are compressed: some panels at a time are expanded for all rows.
+template <class Dtype>
+void compute_expanded(Product product, int64_t begin, int64_t end) {
+  constexpr int64_t kGroup = 4;
+  const int64_t words = product.panel_words();
+  thread_local std::vector<Word> panels;
+  panels.resize(kGroup * words);
+  for (int64_t first = begin; first < end; first += kGroup) {
+    const int64_t last = std::min(first + kGroup, end);
+    product.expanded = nullptr;
+    for (int64_t number = first; number < last; ++number) {
+      PanelTiles tiles = product.tiles_of(number);
+      for (int64_t word = 0; word < words; word += kTileWords) std::memcpy(panels.data() + (number - first) * words + word, tiles.take(1), 4 * kTileWords);
+    }
+    product.expanded = panels.data();
+    product.first_expanded = first;
+    compute_vectors<Dtype>(product, first, last);
+  }
 }
 
 // ---- body for AMX tiles: 16 rows x 4 panels, 48 rows x 1 panel, or 32 rows x 2 panels, over all of k or, with more than 48 rows, over chunks of it ----
@@ -248,47 +287,60 @@ struct alignas(64) TileSums {
   float words[kTileWords];
 };
 
-constexpr int64_t kChunkWords = 4 * kTileWords;  // of a panel: two panels' chunks and 128 rows' sums with them are half of L1
+// Asks for `lines` lines of every tile from `from` on, from `line` on, for tile after tile.
+struct Ahead {
+  const char* from;
+  int64_t tile_bytes;
 
-// Brings the tile after the next one to L2; from there the processor's own prefetcher runs ahead, and asking further ahead ourselves is slower.
-inline void prefetch(const Word* weight) {
-#pragma GCC unroll 16
-  for (int64_t line = 0; line < kTileRows; ++line) __builtin_prefetch(weight + 2 * kTileWords + line * kColumns, 0, 2);
+  void ask(int64_t tile, int64_t line, int64_t lines) const {
+    const char* first = from + tile * tile_bytes;
+    for (int64_t byte = line * 64; byte < std::min((line + lines) * 64, tile_bytes); byte += 64) __builtin_prefetch(first + byte, 0, 2);
+  }
+};
+
+// The panel's next tile. The one after the one behind it is brought to L2; from there the processor's own prefetcher runs ahead, and asking further ahead ourselves is
+// slower.
+inline const Word* next_tile(PanelTiles& panel) {
+  const Word* tile = panel.take(1);
+  const char* ahead = panel.ahead() + panel.tile_bytes();
+  for (int64_t byte = 0; byte < panel.tile_bytes(); byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
+  return tile;
 }
 
 // What the product number kSum of a step of k takes: a tile of rows and one of the panels, which take turns.
 template <int kSum, int kPanels>
-inline void load_operands(const Word* x, int64_t row_tile_words, const Word* const* weights, int64_t word) {
+inline void load_operands(const Word* x, int64_t row_tile_words, PanelTiles* panels, const Word** tiles) {
   constexpr int kTile = kSum / kPanels, kPanel = kSum % kPanels;
+  if constexpr (kTile == 0) tiles[kPanel] = next_tile(panels[kPanel]);
   if constexpr (kPanel == 0) _tile_loadd(4, x + kTile * row_tile_words, 64);
-  if constexpr (kPanels > 1 || kTile == 0) _tile_loadd(5, weights[kPanel] + word, 64);
-  if constexpr (kTile == 0) prefetch(weights[kPanel] + word);
+  if constexpr (kPanels > 1 || kTile == 0) _tile_loadd(5, tiles[kPanel], 64);
 }
 
 // kTiles tiles of rows from `first` on times kPanels panels, all k; the sums of tile t and panel p go to sums[p * tiles of rows + t].
 template <int kTiles, int kPanels>
-void multiply_tiles(const Product& product, TileSums* sums, int64_t first, const Word* const* weights) {
+void multiply_tiles(const Product& product, TileSums* sums, int64_t first, PanelTiles* panels) {
   constexpr int kSums = kTiles * kPanels;
   const int64_t row_tiles = product.row_tiles(), tile_rows = product.tile_rows(), row_tile_words = tile_rows * product.steps;
   const auto sum = [&](int number) { return sums[number % kPanels * row_tiles + first + number / kPanels].words; };
   const Word* x = product.x + first * row_tile_words;
+  const Word* tiles[kPanels];
   _tile_zero(0);
   if constexpr (kSums > 1) _tile_zero(1);
   if constexpr (kSums > 2) _tile_zero(2);
   if constexpr (kSums > 3) _tile_zero(3);
   for (int64_t word = 0; word < product.panel_words(); word += kTileWords, x += tile_rows * kColumns) {
-    load_operands<0, kPanels>(x, row_tile_words, weights, word);
+    load_operands<0, kPanels>(x, row_tile_words, panels, tiles);
     _tile_dpbf16ps(0, 4, 5);
     if constexpr (kSums > 1) {
-      load_operands<1, kPanels>(x, row_tile_words, weights, word);
+      load_operands<1, kPanels>(x, row_tile_words, panels, tiles);
       _tile_dpbf16ps(1, 4, 5);
     }
     if constexpr (kSums > 2) {
-      load_operands<2, kPanels>(x, row_tile_words, weights, word);
+      load_operands<2, kPanels>(x, row_tile_words, panels, tiles);
       _tile_dpbf16ps(2, 4, 5);
     }
     if constexpr (kSums > 3) {
-      load_operands<3, kPanels>(x, row_tile_words, weights, word);
+      load_operands<3, kPanels>(x, row_tile_words, panels, tiles);
       _tile_dpbf16ps(3, 4, 5);
     }
   }
@@ -298,10 +350,11 @@ void multiply_tiles(const Product& product, TileSums* sums, int64_t first, const
   if constexpr (kSums > 3) _tile_stored(3, sum(3), 64);
 }
 
-// kTiles tiles of rows from `first` on times two panels over the words [begin, end) of k, added to the sums so far; `lines` lines of every tile of the chunk after it
-// are asked for, from `line` on.
+// kTiles tiles of rows from `first` on times a chunk of two panels, `count` tiles from word `begin` of k on, added to the sums so far; meanwhile `lines` lines of every tile
+// of the chunk after it are asked for, from `line` on.
 template <int kTiles>
-void multiply_chunk(const Product& product, TileSums* sums, int64_t first, const Word* const* weights, int64_t begin, int64_t end, int64_t line, int64_t lines) {
+void multiply_chunk(const Product& product, TileSums* sums, int64_t first, const Word* const* tiles, int64_t begin, int64_t count, const Ahead* ahead, int64_t line,
+                    int64_t lines) {
   const int64_t row_tiles = product.row_tiles(), row_tile_words = kTileRows * product.steps;
   float* const sum[] = {sums[first].words, sums[row_tiles + first].words, sums[first + kTiles - 1].words, sums[row_tiles + first + kTiles - 1].words};
   _tile_loadd(0, sum[0], 64);
@@ -311,20 +364,19 @@ void multiply_chunk(const Product& product, TileSums* sums, int64_t first, const
     _tile_loadd(3, sum[3], 64);
   }
   const Word* x = product.x + first * row_tile_words + begin;
-  for (int64_t word = begin; word < end; word += kTileWords, x += kTileWords) {
-    for (int64_t l = line * kColumns; l < (line + lines) * kColumns; l += kColumns) {
-      __builtin_prefetch(weights[0] + word + kChunkWords + l, 0, 2);
-      __builtin_prefetch(weights[1] + word + kChunkWords + l, 0, 2);
-    }
+  for (int64_t tile = 0; tile < count; ++tile, x += kTileWords) {
+    ahead[0].ask(tile, line, lines);
+    ahead[1].ask(tile, line, lines);
+    const Word *even = tiles[0] + tile * kTileWords, *odd = tiles[1] + tile * kTileWords;
     _tile_loadd(4, x, 64);
-    _tile_loadd(5, weights[0] + word, 64);
+    _tile_loadd(5, even, 64);
     _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(5, weights[1] + word, 64);
+    _tile_loadd(5, odd, 64);
     _tile_dpbf16ps(1, 4, 5);
     if constexpr (kTiles > 1) {
       _tile_loadd(4, x + row_tile_words, 64);
       _tile_dpbf16ps(3, 4, 5);
-      _tile_loadd(5, weights[0] + word, 64);
+      _tile_loadd(5, even, 64);
       _tile_dpbf16ps(2, 4, 5);
     }
   }
@@ -337,26 +389,28 @@ void multiply_chunk(const Product& product, TileSums* sums, int64_t first, const
 }
 
 // All rows times two panels, chunk after chunk of k: weights and sums stay in L1, so that what comes from L2 is x, once for two panels. While one chunk is
-// multiplied the next one comes from memory, its lines asked for evenly.
-void multiply_chunks(const Product& product, TileSums* sums, const Word* const* weights) {
-  const int64_t row_tiles = product.row_tiles(), blocks = (row_tiles + 1) / 2, lines = (kTileRows + blocks - 1) / blocks;
+// multiplied the next one comes from memory, its lines asked for evenly. A chunk of two panels and 128 rows' sums with it are half of L1.
+void multiply_chunks(const Product& product, TileSums* sums, PanelTiles* panels) {
+  const int64_t row_tiles = product.row_tiles(), blocks = (row_tiles + 1) / 2, lines = (kTileRows + blocks - 1) / blocks, all = product.panel_words() / kTileWords;
   std::memset(sums, 0, 2 * row_tiles * sizeof *sums);
-  for (int64_t begin = 0; begin < product.panel_words(); begin += kChunkWords) {
-    const int64_t end = std::min(begin + kChunkWords, product.panel_words());
+  for (int64_t begin = 0; begin < all; begin += kMostTiles) {
+    const int64_t count = std::min(kMostTiles, all - begin);
+    const Word* const tiles[] = {panels[0].take(count), panels[1].take(count)};
+    const Ahead ahead[] = {{panels[0].ahead(), panels[0].tile_bytes()}, {panels[1].ahead(), panels[1].tile_bytes()}};
     for (int64_t first = 0; first < row_tiles; first += 2) {
       const auto multiply = first + 1 < row_tiles ? multiply_chunk<2> : multiply_chunk<1>;
-      multiply(product, sums, first, weights, begin, end, first / 2 * lines, lines);
+      multiply(product, sums, first, tiles, begin * kTileWords, count, ahead, first / 2 * lines, lines);
     }
   }
 }
 
 // All rows times `count` panels. A single tile of rows always takes four of them; two tiles take two, as more than three do.
-void multiply_group(const Product& product, TileSums* sums, const Word* const* weights, int64_t count) {
+void multiply_group(const Product& product, TileSums* sums, PanelTiles* panels, int64_t count) {
   const int64_t row_tiles = product.row_tiles();
-  if (row_tiles == 1) return multiply_tiles<1, 4>(product, sums, 0, weights);
-  if (row_tiles == 2) return multiply_tiles<2, 2>(product, sums, 0, weights);
-  if (row_tiles > 3) return multiply_chunks(product, sums, weights);
-  for (int64_t p = 0; p < count; ++p) multiply_tiles<3, 1>(product, sums + p * row_tiles, 0, weights + p);
+  if (row_tiles == 1) return multiply_tiles<1, 4>(product, sums, 0, panels);
+  if (row_tiles == 2) return multiply_tiles<2, 2>(product, sums, 0, panels);
+  if (row_tiles > 3) return multiply_chunks(product, sums, panels);
+  for (int64_t p = 0; p < count; ++p) multiply_tiles<3, 1>(product, sums + p * row_tiles, 0, panels + p);
 }
 
 void compute_tiles(const Product& product, int64_t begin, int64_t end) {
@@ -369,9 +423,9 @@ void compute_tiles(const Product& product, int64_t begin, int64_t end) {
   sums.resize(group * row_tiles);
   for (int64_t panel = begin; panel < end; panel += group) {
     const int64_t count = std::min(group, end - panel);
-    std::array<const Word*, 4> weights;
-    for (int64_t p = 0; p < 4; ++p) weights[p] = product.panel(panel + std::min(p, count - 1)).words;
-    multiply_group(product, sums.data(), weights.data(), count);
+    const auto tiles_of = [&](int64_t p) { return product.tiles_of(panel + std::min(p, count - 1)); };
+    PanelTiles panels[] = {tiles_of(0), tiles_of(1), tiles_of(2), tiles_of(3)};
+    multiply_group(product, sums.data(), panels, count);
     for (int64_t tile = 0; tile < row_tiles; ++tile) {
       const int64_t row = tile * kTileRows, rows = std::min<int64_t>(kTileRows, product.rows - row);
       for (int64_t p = 0; p < count; p += product.is_gated ? 2 : 1) {
@@ -395,7 +449,8 @@ void compute(const Product& product, int64_t begin, int64_t end) {
     if (amx_granted()) return compute_tiles(product, begin, end);
   }
 #endif
-  compute_vectors<Dtype>(product, begin, end);
+  const bool is_compressed = std::any_of(product.weights.begin(), product.weights.end(), [](const Weight& weight) { return weight.is_compressed; });
+  is_compressed ? compute_expanded<Dtype>(product, begin, end) : compute_vectors<Dtype>(product, begin, end);
 }
 
 // ---- operator ----
@@ -457,20 +512,24 @@ const Word* widened(const at::Tensor& x, int64_t rows, int64_t padded_features) 
 
 // One weight of an operator, checked against x.
 Weight weight_of(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t out_features) {
-  const at::ScalarType dtype = packed.scalar_type();
-  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, "packed_linear takes bfloat16 or float32 weights, got ", dtype);
+  const bool is_compressed = packed.scalar_type() == at::kByte;
+  const at::ScalarType dtype = is_compressed ? at::kBFloat16 : packed.scalar_type();
+  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, "packed_linear takes bfloat16 or float32 weights, or compressed ones, got ", dtype);
   TORCH_CHECK(x.scalar_type() == dtype, "packed_linear: x is ", x.scalar_type(), " but the packed weight is ", dtype);
   TORCH_CHECK(x.dim() >= 1, "packed_linear: x needs at least one dimension");
   const int64_t in_features = x.size(-1), pair = dtype == at::kBFloat16 ? 2 : 1, panels = (out_features + kColumns - 1) / kColumns;
   const std::array<int64_t, 4> sizes{panels, padded_len(x) / pair, kColumns, pair};
   const at::IntArrayRef expected(sizes);
-  TORCH_CHECK(packed.sizes() == expected && packed.is_contiguous(), "packed_linear: a weight of ", out_features, " x ", in_features, " packs to ", expected,
-              ", got ", packed.sizes());
+  const int64_t least_bytes = kHeaderBytes + padded_len(x) / kBf16Padding * kCompressedTileBytes;
+  const bool fits = is_compressed ? packed.dim() == 2 && packed.size(0) == panels && packed.size(1) >= least_bytes : packed.sizes() == expected;
+  TORCH_CHECK(fits && packed.is_contiguous(), "packed_linear: a weight of ", out_features, " x ", in_features, " packs to ", expected,
+              is_compressed ? ", compressed to rows of bytes" : "", ", got ", packed.sizes());
   if (bias) {
     TORCH_CHECK(bias->scalar_type() == dtype && bias->sizes() == at::IntArrayRef({out_features}) && bias->is_contiguous(),
                 "packed_linear: bias must be ", dtype, " of ", out_features, " elements, got ", bias->scalar_type(), " ", bias->sizes());
   }
-  return {static_cast<const Word*>(packed.const_data_ptr()), bias ? bias->const_data_ptr() : nullptr, out_features};
+  const int64_t panel_bytes = panels ? int64_t(packed.nbytes()) / panels : 0;
+  return {static_cast<const char*>(packed.const_data_ptr()), panel_bytes, is_compressed, bias ? bias->const_data_ptr() : nullptr, out_features};
 }
 
 at::Tensor multiply(const at::Tensor& x, std::vector<Weight> weights, bool is_gated) {

@@ -7,7 +7,7 @@ consecutive k.
     step 0  [ c0 | c1 | ... | c15 ]   [ c16 | ... | c31 ]
     step 1  [ c0 | c1 | ... | c15 ]   ...
 
-The layout is the same on every processor, so packed weights can be stored. `linear.cpp` holds the operators: `ygg::packed_linear`, which
+The layout is the same on every processor, so packed weights can be stored; those in bf16 also compressed (compression.py). `linear.cpp` holds the operators: `ygg::packed_linear`, which
 `reference` specifies, and two that read one `x` once for several weights, `ygg::packed_linears` (outputs side by side) and `ygg::gated_linear`
 (`gated_reference`); compiler/fusion.py puts them into graphs.
 """
@@ -20,10 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from yggdrasil.kernels.compression import compress_weight, decompress_weight
+
 __all__ = ["PackedLinear", "gated_reference", "pack_weight", "packed_shape", "reference", "register", "unpack_weight"]
 
 COLUMNS = 16  # output columns of a panel
 BF16_PADDING = 32  # k of a bf16 weight is padded to this: 16 pairs are one AMX tile
+MOST_COMPRESSED = 0.9  # of a weight's bytes; one that takes more, with exponents of all sizes, stays as it is
 
 
 def packed_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
@@ -71,22 +74,26 @@ def reference(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int)
 
     Args:
         x: (..., in_features), bfloat16 or float32.
-        packed: from `pack_weight`, in the dtype of `x`.
+        packed: from `pack_weight`, in the dtype of `x`, or from `compress_weight` where `x` is bfloat16.
         bias: (out_features) in the dtype of `x`, or None.
         out_features: columns of the weight before padding.
 
     Returns:
         (..., out_features) in the dtype of `x`. The order of summation is torch's, so the operator agrees to rounding, not to the bit.
     """
-    weight_OI = unpack_weight(packed, out_features, x.shape[-1])
+    weight_OI = unpack_weight(_decompressed(packed, x.shape[-1]), out_features, x.shape[-1])
     return functional.linear(x.float(), weight_OI.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def _decompressed(packed: Tensor, in_features: int) -> Tensor:
+    is_compressed = packed.dtype == torch.uint8
+    return decompress_weight(packed, packed_shape(0, in_features, torch.bfloat16)[1]) if is_compressed else packed
 
 
 def gated_reference(x: Tensor, gate: Tensor, gate_bias: Tensor | None, up: Tensor, up_bias: Tensor | None, out_features: int) -> Tensor:
     """What `torch.ops.ygg.gated_linear` computes, silu(gate(x)) * up(x), in plain torch and in fp32 until one rounding; arguments as in `reference`."""
-    gates, ups = (
-        reference(x.float(), packed.float(), None if bias is None else bias.float(), out_features) for packed, bias in ((gate, gate_bias), (up, up_bias))
-    )
+    weights = ((_decompressed(packed, x.shape[-1]).float(), None if bias is None else bias.float()) for packed, bias in ((gate, gate_bias), (up, up_bias)))
+    gates, ups = (reference(x.float(), packed, bias, out_features) for packed, bias in weights)
     return (functional.silu(gates) * ups).to(x.dtype)
 
 
@@ -113,12 +120,8 @@ class PackedLinear(nn.Module):
     Args:
         in_features: length of an input row.
         out_features: length of an output row.
-        bias: whether a bias is added.
-        dtype: of weight, bias, input and output: bfloat16 or float32.
-
-    Buffers:
-        packed: `packed_shape(out_features, in_features, dtype)`, uninitialised until filled by `from_linear` or `load_state_dict`.
-        bias: (out_features), or None.
+        packed: the weight, from `pack_weight` or `compress_weight`; a buffer.
+        bias: (out_features), or None; a buffer.
 
     Cost: one operator, which reads `packed` once from memory for any number of rows; no gradient.
 
@@ -137,22 +140,27 @@ class PackedLinear(nn.Module):
     packed: Tensor
     bias: Tensor | None
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(self, in_features: int, out_features: int, packed: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        self.register_buffer("packed", torch.empty(packed_shape(out_features, in_features, dtype), dtype=dtype))
-        self.register_buffer("bias", torch.empty(out_features, dtype=dtype) if bias else None)
+        self.register_buffer("packed", packed)
+        self.register_buffer("bias", bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, values: bool = True) -> Self:
-        """Pack `linear`; with `values=False` only shapes and dtypes are taken and the buffers stay uninitialised."""
-        packed_linear = cls(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.dtype)
-        if values:
-            packed_linear.packed.copy_(pack_weight(linear.weight.detach()))
-            if packed_linear.bias is not None:
-                packed_linear.bias.copy_(linear.bias.detach())
-        return packed_linear
+    def from_linear(cls, linear: nn.Linear, *, compress: bool = False) -> Self:
+        """Pack `linear`, and compress it where that is asked for and makes it smaller by a tenth at least."""
+        packed = pack_weight(linear.weight.detach())
+        compressed = compress_weight(packed) if compress else None
+        if compressed is not None and compressed.nbytes <= MOST_COMPRESSED * packed.nbytes:
+            packed = compressed
+        return cls(linear.in_features, linear.out_features, packed, None if linear.bias is None else linear.bias.detach().clone())
+
+    @classmethod
+    def like(cls, linear: nn.Linear, packed: Tensor) -> Self:
+        """As `linear` was packed before, without values: for a compiler that reads shapes only."""
+        bias = None if linear.bias is None else torch.empty_like(linear.bias)
+        return cls(linear.in_features, linear.out_features, torch.empty_like(packed), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in_features) -> (..., out_features), in the layer's dtype."""
@@ -161,4 +169,4 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes and dtype, for `print(model)`."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, dtype={self.packed.dtype}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, packed={self.packed.dtype}"

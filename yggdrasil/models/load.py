@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from yggdrasil.errors import ConfigError, ModelMismatch, UnsupportedModel
 from yggdrasil.kernels.linear import PackedLinear
 from yggdrasil.kv import KVShape
 from yggdrasil.models.attention import IMPLEMENTATION, register_attention
 
-__all__ = ["check_supported", "check_vocabularies", "kv_shape", "load_config", "load_model", "order_linears_", "pack_linears_", "shared_vocab"]
+__all__ = [
+    "check_supported",
+    "check_vocabularies",
+    "kv_shape",
+    "load_config",
+    "load_model",
+    "order_linears_",
+    "outline_linears_",
+    "pack_linears_",
+    "shared_vocab",
+]
 
 HEAD_DIM_STEP = 16  # lanes of the attention operator
 
@@ -85,28 +94,38 @@ def load_model(name: str, *, dtype: torch.dtype) -> Any:
     return model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
 
 
-def pack_linears_(model: nn.Module, *, values: bool = True) -> None:
+def pack_linears_(model: nn.Module, *, compress: bool = False) -> None:
     """Replace every `nn.Linear` by one that reads a packed copy: the summation order then depends on nothing but the layer. For the CPU.
 
     Args:
         model: Changed in place.
-        values: False allocates the packed weights without touching their memory, for a compiler that reads shapes only.
+        compress: Keep bf16 weights in three quarters of their bytes (kernels/compression.py).
     """
-    _replace_linears_(model, partial(PackedLinear.from_linear, values=values))
+    _replace_linears_(model, lambda name, linear: PackedLinear.from_linear(linear, compress=compress))
+
+
+def outline_linears_(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Replace every `nn.Linear` as `pack_linears_` did in another process, without values: for a compiler that reads shapes only.
+
+    Args:
+        model: Changed in place.
+        stored: The packed weights by the name of their buffer, such as "lm_head.packed".
+    """
+    _replace_linears_(model, lambda name, linear: PackedLinear.like(linear, stored[f"{name}.packed"]))
 
 
 def order_linears_(model: nn.Module) -> None:
     """Replace every `nn.Linear` by one that adds in the same order whatever runs beside it, on the same weights. For CUDA; changes `model` in place."""
     from yggdrasil.kernels.linear_triton import OrderedLinear  # imports Triton, which a CPU can do without
 
-    _replace_linears_(model, OrderedLinear)
+    _replace_linears_(model, lambda name, linear: OrderedLinear(linear))
 
 
-def _replace_linears_(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
+def _replace_linears_(model: nn.Module, make: Callable[[str, nn.Linear], nn.Module]) -> None:
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             parent = model.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], make(module))
+            setattr(parent, name.rpartition(".")[2], make(name, module))
 
 
 def kv_shape(config: Any, capacity: int) -> KVShape:

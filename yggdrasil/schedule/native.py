@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from yggdrasil.errors import YggError
-from yggdrasil.kernels import load_kernels
+from yggdrasil.kernels import kernel_library
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import NativeCosts, ShapePolicy
 from yggdrasil.state import DecodeState, Shape, StepResult
@@ -56,7 +56,7 @@ class NativeStep:
         self._told: tuple[object, object, object, object] = (None, None, None, None)
         self._native: Any = torch.classes.ygg.Step(*models, draft.max_depth + 1, draft.num_candidates)
         self._address = self._native.address()
-        self._call: Any = load_kernels().ygg_step_run
+        self._call: Any = kernel_library().ygg_step_run
         self._call.argtypes, self._call.restype = ARGUMENTS, ctypes.c_int64
         most_nodes, self._node_words = target.prefill_chunk, 5 + draft.max_depth
         self._tail = array("q", bytes(8 * (most_nodes + draft.prefill_chunk)))
