@@ -99,7 +99,8 @@ class CompileConfig:
         calibration_texts: Texts used to calibrate acceptance and to train the depth predictor, the first ones of the file.
         calibration_tokens: Tokens decoded after the beginning of each.
         exact: Linear layers add in one order whatever the graph, so that speculation writes what plain decoding writes, to the bit. A CPU has no other.
-        compress: Keep bf16 weights in three quarters of their bytes, and every bit of them. None does so on a CPU with AMX, which expands them while it waits for memory.
+        compress: Keep the bf16 weights of a model that no cache holds in three quarters of their bytes, and every bit of them. None does so on a CPU with AMX, which
+            expands them while it waits for memory.
     """
 
     dtype: str = "bfloat16"

@@ -50,6 +50,13 @@ def add_parser(verbs: Any) -> None:
         help="on cuda, linear layers that round alike in every graph, so that speculation writes what plain decoding writes, to the bit; --no-exact takes "
         "cuBLAS's, which round by the number of tokens. On a cpu every graph is exact anyway (default: --exact)",
     )
+    parser.add_argument(
+        "--compress",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.compress,
+        help="on a cpu, keep bfloat16 weights in three quarters of their bytes, and every bit of them: worth it where memory is waited for and the processor has "
+        "time to expand them (default: on processors with AMX)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -57,7 +64,9 @@ def run(options: argparse.Namespace) -> None:
     """Compile and say what to do next."""
     from yggdrasil.build import bundled_arguments, resolved
 
-    config = CompileConfig(device=options.device, dtype=options.dtype, max_context=options.max_context, exact=options.exact, ranks=num_ranks())
+    config = CompileConfig(
+        device=options.device, dtype=options.dtype, max_context=options.max_context, exact=options.exact, compress=options.compress, ranks=num_ranks()
+    )
     if options.target is None and options.name is not None:
         raise ConfigError("--name", options.name, "given with the models it is for", f"ygg compile TARGET DRAFT --name {options.name}")
     if options.target is None:

@@ -42,10 +42,12 @@ inline void expand_tile(const uint8_t* tile, const uint8_t* table, Word* to) {
 #endif
 }
 
+// A panel's tiles in order: some are taken at once, and meanwhile those behind them are brought nearer.
 class PanelTiles {
  public:
-  // Of a panel that begins at `panel`; `num_tiles` are all that it has.
-  PanelTiles(const void* panel, bool is_compressed, int64_t num_tiles) : next_(static_cast<const uint8_t*>(panel)), is_compressed_(is_compressed) {
+  // Of a panel that begins at `panel` and has `num_tiles`, of which `at_once` are taken at once, at most kMostTiles.
+  PanelTiles(const void* panel, bool is_compressed, int64_t num_tiles, int64_t at_once)
+      : next_(static_cast<const uint8_t*>(panel)), num_tiles_(num_tiles), at_once_(at_once), is_compressed_(is_compressed) {
     if (!is_compressed) return;
     uint32_t num_escapes;
     std::memcpy(table_, panel, sizeof table_);
@@ -55,34 +57,59 @@ class PanelTiles {
     last_escape_ = escape_ + 4 * int64_t(num_escapes);
   }
 
-  // Bytes of a tile in memory.
-  int64_t tile_bytes() const { return is_compressed_ ? kCompressedTileBytes : 4 * kTileWords; }
+  // The next ones, one behind the other. Expanded ones are written over by what `bring` expands after the next call.
+  const Word* take() {
+    const int64_t first = taken_;
+    taken_ = std::min(taken_ + at_once_, num_tiles_);
+    if (!is_compressed_) return reinterpret_cast<const Word*>(next_) + first * kTileWords;
+    while (expanded_ < taken_) expand();
+    return slot(first);
+  }
 
-  // Where the tiles behind those taken so far lie.
-  const char* ahead() const { return reinterpret_cast<const char*>(next_); }
-
-  // The next ones, `count` of them and at most kMostTiles, one behind the other; expanded ones until the next call.
-  const Word* take(int64_t count) {
-    const uint8_t* tile = next_;
-    next_ += count * tile_bytes();
-    if (!is_compressed_) return reinterpret_cast<const Word*>(tile);
-    for (int64_t i = 0; i < count; ++i) expand_tile(tile + i * kCompressedTileBytes, table_, tiles_ + i * kTileWords);
-    for (const int64_t end = taken_ + count * kTileWeights; escape_ < last_escape_; escape_ += 4) {
-      uint32_t escape;
-      std::memcpy(&escape, escape_, sizeof escape);
-      if (escape >> 8 >= end) break;
-      reinterpret_cast<uint8_t*>(tiles_)[((escape >> 8) - taken_) * 2 + 1] = uint8_t(escape);
+  // Brings the part number `part` of `parts` of what is taken next into the caches: asks for its lines, or expands it and asks for what is behind it.
+  void bring(int64_t part, int64_t parts) {
+    const int64_t tiles = std::min(at_once_, num_tiles_ - taken_);
+    if (is_compressed_) {
+      for (const int64_t due = taken_ + (part + 1) * tiles / parts; expanded_ < due;) expand();
+    } else {
+      const int64_t lines = tiles * kTileRows;
+      ask(next_ + taken_ * 4 * kTileWords, part * lines / parts, (part + 1) * lines / parts);
     }
-    taken_ += count * kTileWeights;
-    asm volatile("" : : "r"(tiles_) : "memory");  // GCC does not know that the tile instructions read memory
-    return tiles_;
+  }
+
+  // Asks for the tile behind the next one.
+  void ask_ahead() const {
+    const int64_t bytes = is_compressed_ ? kCompressedTileBytes : 4 * kTileWords;
+    ask(next_ + (taken_ + 1) * bytes, 0, bytes / 64);
   }
 
  private:
-  alignas(64) Word tiles_[kMostTiles * kTileWords];
+  static void ask(const uint8_t* from, int64_t line, int64_t end) {
+    for (; line < end; ++line) __builtin_prefetch(from + 64 * line, 0, 2);
+  }
+
+  // Those taken at once fill one half of the buffer, and those taken next the other; a single one is written over each time, for it stays in L1 then.
+  Word* slot(int64_t tile) { return tiles_ + (at_once_ == 1 ? 0 : tile % (2 * at_once_)) * kTileWords; }
+
+  void expand() {
+    Word* to = slot(expanded_);
+    const uint8_t* tile = next_ + expanded_ * kCompressedTileBytes;
+    const int64_t first = expanded_++ * kTileWeights, end = first + kTileWeights;
+    expand_tile(tile, table_, to);
+    for (uint32_t escape; escape_ < last_escape_; escape_ += sizeof escape) {
+      std::memcpy(&escape, escape_, sizeof escape);
+      if (escape >> 8 >= end) break;
+      reinterpret_cast<uint8_t*>(to)[((escape >> 8) - first) * 2 + 1] = uint8_t(escape);
+    }
+    asm volatile("" : : "r"(to) : "memory");  // GCC does not know that the tile instructions read memory
+    if (at_once_ > 1) ask(tile + kAhead * kCompressedTileBytes, 0, kCompressedTileBytes / 64);
+  }
+
+  static constexpr int64_t kAhead = 4;
+  alignas(64) Word tiles_[2 * kMostTiles * kTileWords];
   uint8_t table_[16];
-  const uint8_t *next_, *escape_ = nullptr, *last_escape_ = nullptr;
-  int64_t taken_ = 0;  // weights
+  const uint8_t *next_, *escape_ = nullptr, *last_escape_ = nullptr;  // the first tile, the next escape, the end
+  int64_t num_tiles_, at_once_, taken_ = 0, expanded_ = 0;
   bool is_compressed_;
 };
 

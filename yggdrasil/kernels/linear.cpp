@@ -89,9 +89,9 @@ struct Product {
     const auto* words = reinterpret_cast<const Word*>(weight.packed + index * weight.panel_bytes);
     return {words, weight.is_compressed, weight.bias, index, column + first, std::min<int64_t>(kColumns, weight.out_features - first)};
   }
-  PanelTiles tiles_of(int64_t number) const {
+  PanelTiles tiles_of(int64_t number, int64_t at_once) const {
     const Panel from = panel(number);
-    return {from.words, from.is_compressed, panel_words() / kTileWords};
+    return {from.words, from.is_compressed, panel_words() / kTileWords, at_once};
   }
 };
 
@@ -268,8 +268,8 @@ void compute_expanded(Product product, int64_t begin, int64_t end) {
     const int64_t last = std::min(first + kGroup, end);
     product.expanded = nullptr;
     for (int64_t number = first; number < last; ++number) {
-      PanelTiles tiles = product.tiles_of(number);
-      for (int64_t word = 0; word < words; word += kTileWords) std::memcpy(panels.data() + (number - first) * words + word, tiles.take(1), 4 * kTileWords);
+      PanelTiles tiles = product.tiles_of(number, 1);
+      for (int64_t word = 0; word < words; word += kTileWords) std::memcpy(panels.data() + (number - first) * words + word, tiles.take(), 4 * kTileWords);
     }
     product.expanded = panels.data();
     product.first_expanded = first;
@@ -277,7 +277,7 @@ void compute_expanded(Product product, int64_t begin, int64_t end) {
   }
 }
 
-// ---- body for AMX tiles: 16 rows x 4 panels, 48 rows x 1 panel, or 32 rows x 2 panels, over all of k or, with more than 48 rows, over chunks of it ----
+// ---- body for AMX tiles: 16 rows x 4 panels over all of k, or with more rows 32 x 2 panels over chunks of it ----
 
 #if defined(__AMX_BF16__)
 // Tiles 0 to 3 accumulate, 4 holds x and 5 weights, and two are never written. While the core's other hardware thread is busy a processor seems to have few tile
@@ -287,74 +287,44 @@ struct alignas(64) TileSums {
   float words[kTileWords];
 };
 
-// Asks for `lines` lines of every tile from `from` on, from `line` on, for tile after tile.
-struct Ahead {
-  const char* from;
-  int64_t tile_bytes;
-
-  void ask(int64_t tile, int64_t line, int64_t lines) const {
-    const char* first = from + tile * tile_bytes;
-    for (int64_t byte = line * 64; byte < std::min((line + lines) * 64, tile_bytes); byte += 64) __builtin_prefetch(first + byte, 0, 2);
-  }
-};
-
 // The panel's next tile. The one after the one behind it is brought to L2; from there the processor's own prefetcher runs ahead, and asking further ahead ourselves is
 // slower.
 inline const Word* next_tile(PanelTiles& panel) {
-  const Word* tile = panel.take(1);
-  const char* ahead = panel.ahead() + panel.tile_bytes();
-  for (int64_t byte = 0; byte < panel.tile_bytes(); byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
+  const Word* tile = panel.take();
+  panel.ask_ahead();
   return tile;
 }
 
-// What the product number kSum of a step of k takes: a tile of rows and one of the panels, which take turns.
-template <int kSum, int kPanels>
-inline void load_operands(const Word* x, int64_t row_tile_words, PanelTiles* panels, const Word** tiles) {
-  constexpr int kTile = kSum / kPanels, kPanel = kSum % kPanels;
-  if constexpr (kTile == 0) tiles[kPanel] = next_tile(panels[kPanel]);
-  if constexpr (kPanel == 0) _tile_loadd(4, x + kTile * row_tile_words, 64);
-  if constexpr (kPanels > 1 || kTile == 0) _tile_loadd(5, tiles[kPanel], 64);
-}
-
-// kTiles tiles of rows from `first` on times kPanels panels, all k; the sums of tile t and panel p go to sums[p * tiles of rows + t].
-template <int kTiles, int kPanels>
-void multiply_tiles(const Product& product, TileSums* sums, int64_t first, PanelTiles* panels) {
-  constexpr int kSums = kTiles * kPanels;
-  const int64_t row_tiles = product.row_tiles(), tile_rows = product.tile_rows(), row_tile_words = tile_rows * product.steps;
-  const auto sum = [&](int number) { return sums[number % kPanels * row_tiles + first + number / kPanels].words; };
-  const Word* x = product.x + first * row_tile_words;
-  const Word* tiles[kPanels];
+// One tile of rows times four panels, all k.
+void multiply_tiles(const Product& product, TileSums* sums, PanelTiles* panels) {
+  const Word *x = product.x, *tiles[4];
   _tile_zero(0);
-  if constexpr (kSums > 1) _tile_zero(1);
-  if constexpr (kSums > 2) _tile_zero(2);
-  if constexpr (kSums > 3) _tile_zero(3);
-  for (int64_t word = 0; word < product.panel_words(); word += kTileWords, x += tile_rows * kColumns) {
-    load_operands<0, kPanels>(x, row_tile_words, panels, tiles);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t word = 0; word < product.panel_words(); word += kTileWords, x += product.tile_rows() * kColumns) {
+    for (int p = 0; p < 4; ++p) tiles[p] = next_tile(panels[p]);
+    _tile_loadd(4, x, 64);
+    _tile_loadd(5, tiles[0], 64);
     _tile_dpbf16ps(0, 4, 5);
-    if constexpr (kSums > 1) {
-      load_operands<1, kPanels>(x, row_tile_words, panels, tiles);
-      _tile_dpbf16ps(1, 4, 5);
-    }
-    if constexpr (kSums > 2) {
-      load_operands<2, kPanels>(x, row_tile_words, panels, tiles);
-      _tile_dpbf16ps(2, 4, 5);
-    }
-    if constexpr (kSums > 3) {
-      load_operands<3, kPanels>(x, row_tile_words, panels, tiles);
-      _tile_dpbf16ps(3, 4, 5);
-    }
+    _tile_loadd(5, tiles[1], 64);
+    _tile_dpbf16ps(1, 4, 5);
+    _tile_loadd(5, tiles[2], 64);
+    _tile_dpbf16ps(2, 4, 5);
+    _tile_loadd(5, tiles[3], 64);
+    _tile_dpbf16ps(3, 4, 5);
   }
-  _tile_stored(0, sum(0), 64);
-  if constexpr (kSums > 1) _tile_stored(1, sum(1), 64);
-  if constexpr (kSums > 2) _tile_stored(2, sum(2), 64);
-  if constexpr (kSums > 3) _tile_stored(3, sum(3), 64);
+  _tile_stored(0, sums[0].words, 64);
+  _tile_stored(1, sums[1].words, 64);
+  _tile_stored(2, sums[2].words, 64);
+  _tile_stored(3, sums[3].words, 64);
 }
 
-// kTiles tiles of rows from `first` on times a chunk of two panels, `count` tiles from word `begin` of k on, added to the sums so far; meanwhile `lines` lines of every tile
-// of the chunk after it are asked for, from `line` on.
+// kTiles tiles of rows from `first` on times a chunk of two panels, `count` tiles from word `begin` of k on, added to the sums so far. Meanwhile the next chunk is
+// brought, a part for every tile from part number `part` on.
 template <int kTiles>
-void multiply_chunk(const Product& product, TileSums* sums, int64_t first, const Word* const* tiles, int64_t begin, int64_t count, const Ahead* ahead, int64_t line,
-                    int64_t lines) {
+void multiply_chunk(const Product& product, TileSums* sums, int64_t first, const Word* const* tiles, int64_t begin, int64_t count, PanelTiles* panels, int64_t part,
+                    int64_t parts) {
   const int64_t row_tiles = product.row_tiles(), row_tile_words = kTileRows * product.steps;
   float* const sum[] = {sums[first].words, sums[row_tiles + first].words, sums[first + kTiles - 1].words, sums[row_tiles + first + kTiles - 1].words};
   _tile_loadd(0, sum[0], 64);
@@ -364,15 +334,15 @@ void multiply_chunk(const Product& product, TileSums* sums, int64_t first, const
     _tile_loadd(3, sum[3], 64);
   }
   const Word* x = product.x + first * row_tile_words + begin;
-  for (int64_t tile = 0; tile < count; ++tile, x += kTileWords) {
-    ahead[0].ask(tile, line, lines);
-    ahead[1].ask(tile, line, lines);
+  for (int64_t tile = 0; tile < count; ++tile, ++part, x += kTileWords) {
+    panels[0].bring(part, parts);
     const Word *even = tiles[0] + tile * kTileWords, *odd = tiles[1] + tile * kTileWords;
     _tile_loadd(4, x, 64);
     _tile_loadd(5, even, 64);
     _tile_dpbf16ps(0, 4, 5);
     _tile_loadd(5, odd, 64);
     _tile_dpbf16ps(1, 4, 5);
+    panels[1].bring(part, parts);
     if constexpr (kTiles > 1) {
       _tile_loadd(4, x + row_tile_words, 64);
       _tile_dpbf16ps(3, 4, 5);
@@ -389,28 +359,19 @@ void multiply_chunk(const Product& product, TileSums* sums, int64_t first, const
 }
 
 // All rows times two panels, chunk after chunk of k: weights and sums stay in L1, so that what comes from L2 is x, once for two panels. While one chunk is
-// multiplied the next one comes from memory, its lines asked for evenly. A chunk of two panels and 128 rows' sums with it are half of L1.
+// multiplied the next one is brought, evenly. A chunk of two panels and 128 rows' sums with it are half of L1.
 void multiply_chunks(const Product& product, TileSums* sums, PanelTiles* panels) {
-  const int64_t row_tiles = product.row_tiles(), blocks = (row_tiles + 1) / 2, lines = (kTileRows + blocks - 1) / blocks, all = product.panel_words() / kTileWords;
+  const int64_t row_tiles = product.row_tiles(), blocks = (row_tiles + 1) / 2, all = product.panel_words() / kTileWords;
   std::memset(sums, 0, 2 * row_tiles * sizeof *sums);
+  asm volatile("" : : "r"(sums) : "memory");  // GCC does not know that the tile instructions read memory
   for (int64_t begin = 0; begin < all; begin += kMostTiles) {
     const int64_t count = std::min(kMostTiles, all - begin);
-    const Word* const tiles[] = {panels[0].take(count), panels[1].take(count)};
-    const Ahead ahead[] = {{panels[0].ahead(), panels[0].tile_bytes()}, {panels[1].ahead(), panels[1].tile_bytes()}};
+    const Word* const tiles[] = {panels[0].take(), panels[1].take()};
     for (int64_t first = 0; first < row_tiles; first += 2) {
       const auto multiply = first + 1 < row_tiles ? multiply_chunk<2> : multiply_chunk<1>;
-      multiply(product, sums, first, tiles, begin * kTileWords, count, ahead, first / 2 * lines, lines);
+      multiply(product, sums, first, tiles, begin * kTileWords, count, panels, first / 2 * count, blocks * count);
     }
   }
-}
-
-// All rows times `count` panels. A single tile of rows always takes four of them; two tiles take two, as more than three do.
-void multiply_group(const Product& product, TileSums* sums, PanelTiles* panels, int64_t count) {
-  const int64_t row_tiles = product.row_tiles();
-  if (row_tiles == 1) return multiply_tiles<1, 4>(product, sums, 0, panels);
-  if (row_tiles == 2) return multiply_tiles<2, 2>(product, sums, 0, panels);
-  if (row_tiles > 3) return multiply_chunks(product, sums, panels);
-  for (int64_t p = 0; p < count; ++p) multiply_tiles<3, 1>(product, sums + p * row_tiles, 0, panels + p);
 }
 
 void compute_tiles(const Product& product, int64_t begin, int64_t end) {
@@ -418,14 +379,14 @@ void compute_tiles(const Product& product, int64_t begin, int64_t end) {
   config.set(0, 5, product.tile_rows(), 64);
   config.set(5, 1, kTileRows, 64);
   config.load();
-  const int64_t row_tiles = product.row_tiles(), group = row_tiles == 1 ? 4 : 2;
+  const int64_t row_tiles = product.row_tiles(), group = row_tiles == 1 ? 4 : 2, at_once = row_tiles == 1 ? 1 : kMostTiles;
   thread_local std::vector<TileSums> sums;
   sums.resize(group * row_tiles);
   for (int64_t panel = begin; panel < end; panel += group) {
     const int64_t count = std::min(group, end - panel);
-    const auto tiles_of = [&](int64_t p) { return product.tiles_of(panel + std::min(p, count - 1)); };
+    const auto tiles_of = [&](int64_t p) { return product.tiles_of(panel + std::min(p, count - 1), at_once); };
     PanelTiles panels[] = {tiles_of(0), tiles_of(1), tiles_of(2), tiles_of(3)};
-    multiply_group(product, sums.data(), panels, count);
+    row_tiles == 1 ? multiply_tiles(product, sums.data(), panels) : multiply_chunks(product, sums.data(), panels);
     for (int64_t tile = 0; tile < row_tiles; ++tile) {
       const int64_t row = tile * kTileRows, rows = std::min<int64_t>(kTileRows, product.rows - row);
       for (int64_t p = 0; p < count; p += product.is_gated ? 2 : 1) {
