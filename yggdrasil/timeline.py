@@ -219,17 +219,18 @@ class Recorder(Trace):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages: list[Interval] = []
+        self.stages: list[tuple[Sequence[str], Sequence[float]]] = []
         self.graphs: list[Forwards] = []
 
     def note(self, names: Sequence[str], marks_ms: Sequence[float]) -> None:
         """Keep a run of stages."""
-        self.stages += [Interval(name, *marks) for name, marks in zip(names, pairwise(marks_ms), strict=True)]
+        self.stages.append((names, marks_ms))
 
     def take(self, shape: str, start_ms: float, end_ms: float) -> StepRecord:
         """The step since the last call."""
+        stages = (Interval(name, *marks) for names, marks_ms in self.stages for name, marks in zip(names, pairwise(marks_ms), strict=True))
         graphs = (interval for forwards in self.graphs for interval in forwards.intervals())
-        step = StepRecord(shape, start_ms, end_ms, tuple(self.stages), tuple(sorted(graphs, key=_when)))
+        step = StepRecord(shape, start_ms, end_ms, tuple(stages), tuple(sorted(graphs, key=_when)))
         self.stages.clear()
         self.graphs.clear()
         return step
@@ -311,7 +312,8 @@ def _run(pair: LoadedPair, prompt: Sequence[int], num_steps: int) -> list[StepRe
     engine = Engine(target, draft, max_context=pair.bundle.max_context, trace=recorder)
     start = time.perf_counter()
     for result in islice(engine.generate(prompt, pair.policy(guard=False), GenerateConfig(ignore_eos=True)), num_steps):
-        steps.append(recorder.take(str(result.shape), start * 1e3, time.perf_counter() * 1e3))
+        end = time.perf_counter()
+        steps.append(recorder.take(str(result.shape), start * 1e3, end * 1e3))
         start = time.perf_counter()
     return steps
 

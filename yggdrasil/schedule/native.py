@@ -34,6 +34,8 @@ __all__ = ["NativeStep"]
 ARGUMENTS: tuple[Any, ...] = (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 8, *[ctypes.c_void_p, ctypes.c_int64] * 3)
 """Of `ygg_step_run`, kernels/graph.h: torch's own way from Python and back takes a quarter of the host's time."""
 
+STAGES = ("policy", "draft", "prune", "verify", "accept", "commit")
+
 Step = Callable[[DecodeState, ShapePolicy], StepResult]
 
 
@@ -80,12 +82,12 @@ class NativeStep:
         self._follow_(policy, shape, costs)
         target_len, draft_len = target.cache.len, draft.cache.len if shape.depth else root_pos
         first, says = min(target_len, draft_len), state.sampling.temperature == 0
-        expected, *said = self._run(state.tokens[first:], first, target_len, draft_len, shape.width, shape.depth, shape.verify or 0, says)
-        drafted, verified, kept_len, num_nodes = map(int, said[:4])
-        nodes, (target_start, target_end, *times_ms) = [int(node) for node in said[4 : 4 + num_nodes]], said[4 + num_nodes :]
+        said = self._run(state.tokens[first:], first, target_len, draft_len, shape.width, shape.depth, shape.verify or 0, says)
+        expected, (drafted, verified, kept_len, num_nodes) = said[0], map(int, said[1:5])
+        nodes, target_ms, times_ms = [*map(int, said[5 : 5 + num_nodes])], said[5 + num_nodes : 7 + num_nodes], said[7 + num_nodes :]
         num_stages = 5 if says else 3
-        self._trace.note(("policy", "draft", "prune", "verify", "accept", "commit")[: num_stages + 1], (start, *times_ms[: num_stages + 1]))
-        target.ran_(root_pos - target_len + verified, (target_start, target_end))
+        self._trace.note(STAGES[: num_stages + 1], (start, *times_ms[: num_stages + 1]))
+        target.ran_(root_pos - target_len + verified, target_ms)
         tree_of = partial(_unpacked, self._tree[: verified * self._node_words], verified)
         if shape.depth:
             draft.ran_(root_pos + 1 - draft_len, times_ms[num_stages + 1 : num_stages + 3])
@@ -117,13 +119,13 @@ class NativeStep:
         verified = min(num_nodes, shape.verify or costs[-1][-2])
         return root_pos - target.cache.len + verified <= target.prefill_chunk and root_pos + verified <= target.cache.shape.capacity
 
-    def _run(self, tail: list[int], *where_and_what: int) -> list[float]:
-        """Numbers, as graph.h has them; the tree's arrays are in their buffer."""
+    def _run(self, tail: list[int], *where_and_what: int) -> array[float]:
+        """Numbers, as graph.h has them, and not a list of them: making one takes 10 us. The tree's arrays are in their buffer."""
         self._tail[: len(tail)] = array("q", tail)
         count = self._call(self._address, self._tail.buffer_info()[0], len(tail), *where_and_what, *self._out, self._error, len(self._error))
         if count < 0:
             raise RuntimeError(self._error.value.decode(errors="replace"))
-        return self._numbers[:count].tolist()
+        return self._numbers[:count]
 
     def _hidden(self, node: int) -> Tensor:
         hidden_KE: Tensor = self._native.logits_and_hidden()[1]
