@@ -2,10 +2,10 @@
 
 Measured in turn, so that drift hits all alike: the rate at which memory is read, the throughput of `torch.mm` on large matrices (in the
 pair's dtype, or in float32 where the processor multiplies that faster), and every graph of both menus at three contexts, the last as long
-as the pair's context. A pass reads the weights and the KV of the context: its memory ceiling is those bytes at the measured rate, its
-compute ceiling two operations a weight and token at the measured throughput. One token runs as the graph of two, so T(1) is T(2). The
-host's share comes from the steps of the default policy on one held-out prompt (`yggdrasil/timeline.py`). The draft's weights fit the
-processor's caches, where they may be read faster than memory.
+as the pair's context. A pass reads the weights, as many bytes as they take in memory (compressed ones three quarters), and the KV of the
+context: its memory ceiling is those bytes at the measured rate, its compute ceiling two operations a weight and token at the measured
+throughput. One token runs as the graph of two, so T(1) is T(2). The host's share comes from the steps of the default policy on one
+held-out prompt (`yggdrasil/timeline.py`). The draft's weights fit the processor's caches, where they may be read faster than memory.
 
 Refuted if a goal of the table is missed: verification that grows faster with its width, or is farther from the memory's ceiling, than the
 goals say; a prefill chunk below 0.6 of the matrix throughput; a growth step above 0.2 ms; a host above 0.4 ms per step. `--prompts` and
@@ -89,15 +89,15 @@ class Work:
 
     Args:
         size: Its tokens.
-        weight_bytes: Of every weight that it multiplies by.
+        num_weights: That it multiplies by.
+        weight_bytes: That these take in memory.
         kv_bytes: Of the KV that it attends to.
-        itemsize: Bytes of a weight.
     """
 
     size: int
+    num_weights: int
     weight_bytes: int
     kv_bytes: int
-    itemsize: int
 
     @property
     def read_bytes(self) -> int:
@@ -106,7 +106,7 @@ class Work:
     @property
     def flop(self) -> int:
         """A product and a sum for every weight and token; attention is not counted."""
-        return 2 * self.size * self.weight_bytes // self.itemsize
+        return 2 * self.size * self.num_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +136,12 @@ class Machine:
 def kv_bytes(kv: KVShape, context: int, bytes_each: int) -> int:
     """Keys and values of so many tokens in every layer."""
     return 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim * bytes_each * context
+
+
+def weight_bytes(model: CompiledModel) -> int:
+    """Of all weights that a pass reads, as they lie in memory: everything but the table of embeddings, of which it reads a row per token."""
+    read = {tensor.data_ptr(): tensor.nbytes for name, tensor in model.weights.items() if "embed" not in name}
+    return sum(read.values())
 
 
 def contexts_of(pair: LoadedPair, quick: bool) -> list[int]:
@@ -246,7 +252,7 @@ def graph_samplers(models: Mapping[str, CompiledModel], contexts: Sequence[int])
     return {(kind, context, size): forward_sampler(model, size, context) for kind, model in models.items() for context in contexts for size in model.menu.sizes}
 
 
-def measure_passes(pair: LoadedPair, weight_bytes: Mapping[str, int], options: argparse.Namespace, say: Say) -> tuple[dict[str, Any], dict[str, list[Pass]]]:
+def measure_passes(pair: LoadedPair, num_weights: Mapping[str, int], options: argparse.Namespace, say: Say) -> tuple[dict[str, Any], dict[str, list[Pass]]]:
     """Both ceilings, and every graph of both models beside them."""
     models: dict[str, Any] = {"verify": pair.engine.target, "draft": pair.engine.draft}
     dtype, contexts, matrices = getattr(torch, pair.bundle.config.dtype), contexts_of(pair, options.quick), MATRICES[: 1 if options.quick else None]
@@ -258,7 +264,9 @@ def measure_passes(pair: LoadedPair, weight_bytes: Mapping[str, int], options: a
     machine = Machine(gb_per_s=memory["median"], tflop_per_s=max(each["median"] for each in throughput.values()))
     passes: dict[str, list[Pass]] = {kind: [] for kind in models}
     for kind, context, size in graphs:
-        work = Work(size=size, weight_bytes=weight_bytes[kind], kv_bytes=kv_bytes(models[kind].cache.shape, context, dtype.itemsize), itemsize=dtype.itemsize)
+        model = models[kind]
+        kv = kv_bytes(model.cache.shape, context, dtype.itemsize)
+        work = Work(size=size, num_weights=num_weights[kind], weight_bytes=weight_bytes(model), kv_bytes=kv)
         passes[kind].append(machine.pass_of(work, context, samples[kind, context, size]))
     names = {"x".join(map(str, shape)): found for shape, found in throughput.items()}
     rates = {"memory_gb_per_s": memory, "mm_dtype": str(multiplied), "mm_tflop_per_s": names, "tflop_per_s": machine.tflop_per_s}
@@ -270,8 +278,9 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     under_test = subject(options)
     pair = under_test.pair()
     say(under_test.target.statement)
-    weight_bytes = {"verify": under_test.target.weight_bytes, "draft": bench_target(under_test.draft, 0).weight_bytes}
-    found, passes = measure_passes(pair, weight_bytes, options, say)
+    itemsize = getattr(torch, pair.bundle.config.dtype).itemsize
+    models = {"verify": under_test.target, "draft": bench_target(under_test.draft, 0)}
+    found, passes = measure_passes(pair, {kind: model.weight_bytes // itemsize for kind, model in models.items()}, options, say)
     [prompt] = beginnings(STORIES.test_texts, pair, 1)
     host = host_json(record_timeline(pair, prompt))
     prefill = prefill_json(next(each for each in passes["verify"] if each.size == pair.engine.target.prefill_chunk), found["tflop_per_s"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ TINY = CompileConfig(
 SMALLEST = CompileConfig(
     max_context=128, widths=(2,), max_depth=3, verify_widths=(4,), prefill_chunk=16, num_candidates=2, calibration_texts=1, calibration_tokens=6
 )
+COMPRESSED = replace(SMALLEST, compress=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

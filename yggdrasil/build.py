@@ -250,15 +250,18 @@ def _pack(bundle: Bundle, folder: Path, model: str, rank: int, ranks: int) -> No
         if ranks > 1:
             shard_(loaded, rank, ranks)
         if bundle.config.device == "cpu":
-            pack_linears_(loaded, compress=bundle.config.compresses and _linear_bytes(loaded) > CACHED_BYTES)
+            pack_linears_(loaded, compress=_compresses(bundle.config, loaded))
         with artifacts.atomic_directory(folder / "packing") as temporary:
             save_weights(loaded, temporary)
         (folder / "packing" / FILE_NAME).rename(folder / FILE_NAME)
         (folder / "packing").rmdir()
 
 
-def _linear_bytes(model: torch.nn.Module) -> int:
-    return sum(module.weight.nbytes for module in model.modules() if type(module) is torch.nn.Linear)
+def _compresses(config: CompileConfig, model: torch.nn.Module) -> bool:
+    if config.compress is not None:
+        return config.compress
+    num_bytes = sum(module.weight.nbytes for module in model.modules() if type(module) is torch.nn.Linear)
+    return config.can_compress and "amx_bf16" in artifacts.cpu_flags().split() and num_bytes > CACHED_BYTES
 
 
 def _check_exactness(target: CompiledModel[KVCache], progress: Progress) -> tuple[int, ...]:

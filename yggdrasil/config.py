@@ -99,8 +99,8 @@ class CompileConfig:
         calibration_texts: Texts used to calibrate acceptance and to train the depth predictor, the first ones of the file.
         calibration_tokens: Tokens decoded after the beginning of each.
         exact: Linear layers add in one order whatever the graph, so that speculation writes what plain decoding writes, to the bit. A CPU has no other.
-        compress: Keep the bf16 weights of a model that no cache holds in three quarters of their bytes, and every bit of them. None does so on a CPU with AMX, which
-            expands them while it waits for memory.
+        compress: Keep bf16 weights in three quarters of their bytes, and every bit of them. None does so on a CPU with AMX, which expands them while it waits
+            for memory, for a model that no cache holds.
     """
 
     dtype: str = "bfloat16"
@@ -122,7 +122,7 @@ class CompileConfig:
         _require(self.device in ("cpu", "cuda"), "device", self.device, "cpu or cuda")
         _require(self.exact or self.device == "cuda", "exact", self.exact, "True on a cpu, where every graph is exact at no price")
         _require(self.ranks >= 1, "ranks", self.ranks, "at least 1")
-        _require(not self.compress or self._can_compress, "compress", self.compress, "False but for bfloat16 on a cpu, in one process")
+        _require(not self.compress or self.can_compress, "compress", self.compress, "False but for bfloat16 on a cpu, in one process")
         context = self.max_context
         _require(context is None or (context >= 32 and context % PAGE_LEN == 0), "max_context", context, f"a multiple of {PAGE_LEN}, at least 32")
         for name in ("widths", "verify_widths"):
@@ -141,14 +141,9 @@ class CompileConfig:
         return {name: value for name, value in asdict(self).items() if not name.startswith("calibration_")}
 
     @property
-    def _can_compress(self) -> bool:
-        """Shards would be compressed to different sizes, and their graphs are of one."""
+    def can_compress(self) -> bool:
+        """Whether weights can be compressed: shards would be to different sizes, and their graphs are of one."""
         return self.dtype == "bfloat16" and self.device == "cpu" and self.ranks == 1
-
-    @property
-    def compresses(self) -> bool:
-        """Whether weights are compressed."""
-        return self._can_compress and "amx_bf16" in artifacts.cpu_flags().split() if self.compress is None else self.compress
 
     @property
     def max_nodes(self) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny_pair
 import torch
-from conftest import SMALLEST, compiled
+from conftest import COMPRESSED, compiled
 from torch import Tensor
 
 from yggdrasil.compiler.model import CompiledModel
@@ -22,14 +21,14 @@ TEXT = [60, 61, 62, 63]
 
 @pytest.fixture(scope="module", params=("float32", "bfloat16"))
 def pair(request: pytest.FixtureRequest, ygg_home: Path, tiny: LoadedPair) -> LoadedPair:
-    """Llama in float32; Qwen3 in bfloat16, which tests/equal/test_exact.py compiles too."""
+    """Llama in float32; Qwen3 in bfloat16 with compressed weights, which tests/equal/test_exact.py compiles too."""
     if request.param == "float32":
         return tiny
     folder = ygg_home / "models" / "qwen3"
     folders = str(folder / "target"), str(folder / "draft")
     if not (folder / "draft" / "model.safetensors").exists():
         folders = tiny_pair.save_random_pair(folder, "qwen3")
-    compiled(ygg_home, "qwen3", folders, replace(SMALLEST, dtype="bfloat16"))
+    compiled(ygg_home, "qwen3", folders, COMPRESSED)
     return load_pair("qwen3")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_pair
 import torch
-from conftest import SMALLEST, compiled
+from conftest import COMPRESSED, SMALLEST, compiled
 
 from yggdrasil import engine as engine_module
 from yggdrasil.bundle import Bundle
@@ -205,12 +205,12 @@ def test_shapes_may_change_at_every_step(tiny: LoadedPair) -> None:
 
 @pytest.fixture(scope="module", params=("qwen3", "gptneox"))
 def other(request: pytest.FixtureRequest, ygg_home: Path, kernels: None) -> LoadedPair:
-    """A random Qwen3 pair in bfloat16 and a random GPT-NeoX pair in float32, each with the smallest menu."""
+    """A random Qwen3 pair in bfloat16, its weights compressed, and a random GPT-NeoX pair in float32, each with the smallest menu."""
     architecture, folder = request.param, ygg_home / "models" / request.param
     folders = str(folder / "target"), str(folder / "draft")
     if not (folder / "draft" / "model.safetensors").exists():
         folders = tiny_pair.save_random_pair(folder, architecture)
-    compiled(ygg_home, architecture, folders, replace(SMALLEST, dtype="bfloat16" if architecture == "qwen3" else "float32"))
+    compiled(ygg_home, architecture, folders, COMPRESSED if architecture == "qwen3" else replace(SMALLEST, dtype="float32"))
     return load_pair(architecture)
 
 
@@ -226,6 +226,12 @@ def test_other_architectures_speculative_equals_plain_in_bf16_too(other: LoadedP
         rates += [r.accepted for r in other.engine.generate(other.tokenizer.encode(prompt), other.policy(shape=Shape(2, 3, 4)), config)]
     assert 0 in rates
     assert max(rates) > 0
+
+
+def test_graphs_read_compressed_weights_where_that_was_asked_for(other: LoadedPair) -> None:
+    for model in (other.engine.target, other.engine.draft):
+        dtypes = {tensor.dtype for name, tensor in model.weights.items() if name.endswith(".packed")}
+        assert dtypes == {torch.uint8 if other.bundle.config.compress else torch.float32}
 
 
 def test_other_architectures_write_what_transformers_writes(other: LoadedPair) -> None:
@@ -262,7 +268,7 @@ def test_nothing_compiles_in_the_loop(tiny: LoadedPair) -> None:
 
 
 def test_a_compilation_inside_the_loop_raises(tiny: LoadedPair, tmp_path: Path) -> None:
-    job = GraphJob("nowhere", 0, 384, "float32", "cpu", tiny.bundle.kv_target, 4, 2, str(tmp_path / "tokens_2.pt2"))
+    job = GraphJob("nowhere", "nowhere", 0, 384, "float32", "cpu", tiny.bundle.kv_target, 4, 2, str(tmp_path / "tokens_2.pt2"))
     compiled_here = torch.compile(lambda x: x * 2 + 1, backend="eager")
     with no_compilation():
         with pytest.raises(RuntimeError, match=r"fail_on_recompile|recompile"):

@@ -14,6 +14,7 @@ from conftest import TINY
 from yggdrasil import artifacts, build
 from yggdrasil.bundle import BESIDE_GRAPHS, graph_sources
 from yggdrasil.calibration import CALIBRATION_TEXT, beginnings
+from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ConfigError, ModelMismatch
 from yggdrasil.models.load import check_vocabularies, shared_vocab
 from yggdrasil.tokenizer import Tokenizer
@@ -58,6 +59,22 @@ def test_workers_on_cuda_are_as_many_as_shards_of_the_target_fit(tmp_path: Path,
     assert build._num_workers(bundle) == 5
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free - 1, 10 * free))
     assert build._num_workers(bundle) == 4
+
+
+@pytest.mark.parametrize(("asked", "flags", "width", "expected"), [
+    (None, "avx512f amx_bf16", 2048, True),
+    (None, "avx512f amx_bf16", 64, False),
+    (None, "avx512f", 2048, False),
+    (True, "avx2", 64, True),
+    (False, "avx512f amx_bf16", 2048, False),
+])  # fmt: skip
+def test_large_models_are_compressed_on_amx_and_others_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, asked: bool | None, flags: str, width: int, expected: bool
+) -> None:
+    monkeypatch.setattr(artifacts, "cpu_flags", lambda: flags)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, dtype=torch.bfloat16, device="meta") for _ in range(2)))
+    assert build._compresses(CompileConfig(compress=asked), model) == expected
+    assert not build._compresses(CompileConfig(dtype="float32"), model)
 
 
 def test_profiles_of_two_gpus_are_two_files(monkeypatch: pytest.MonkeyPatch, llama_folders: tuple[str, str]) -> None:

@@ -76,6 +76,13 @@ def test_the_limits_themselves_are_allowed() -> None:
     CompileConfig(max_context=32, widths=(1,), verify_widths=(1,), num_candidates=1, prefill_chunk=2, max_depth=1)
 
 
+@pytest.mark.parametrize("other", ({"dtype": "float32"}, {"device": "cuda"}, {"ranks": 2}))
+def test_compression_is_refused_where_it_would_not_apply(other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="compress: True is not allowed"):
+        CompileConfig(compress=True, **other)
+    CompileConfig(compress=False, **other)
+
+
 def test_a_prefill_chunk_is_wider_than_any_draft_and_any_verification() -> None:
     with pytest.raises(ConfigError, match="prefill_chunk: 8 is not allowed; it must be above 8, the greatest of widths and verify_widths"):
         CompileConfig(widths=(1, 8), verify_widths=(4,), prefill_chunk=8)

@@ -23,6 +23,7 @@ from bench.claim_roofline import (
     step_goals,
     table,
     verify_goals,
+    weight_bytes,
 )
 from yggdrasil.kv import KVShape
 from yggdrasil.timeline import Interval, StepRecord, Timeline
@@ -33,7 +34,7 @@ KV = KVShape(num_layers=3, num_kv_heads=2, head_dim=8, capacity=1200)
 
 def measured(size: int, ms: float, context: int = 512) -> Pass:
     """A pass that reads 100 MB, of a model of 50 M weights in two bytes each."""
-    return MACHINE.pass_of(Work(size=size, weight_bytes=90_000_000, kv_bytes=10_000_000, itemsize=2), context, [ms, ms, ms])
+    return MACHINE.pass_of(Work(size=size, num_weights=45_000_000, weight_bytes=90_000_000, kv_bytes=10_000_000), context, [ms, ms, ms])
 
 
 def pair(max_context: int, capacity: int = 1200) -> Any:
@@ -43,6 +44,12 @@ def pair(max_context: int, capacity: int = 1200) -> Any:
 
 def test_a_context_is_keys_and_values_of_every_layer_and_head() -> None:
     assert kv_bytes(KV, 512, 2) == 512 * 3 * 2 * 2 * 8 * 2
+
+
+def test_weights_are_as_many_bytes_as_they_take_in_memory_each_once_and_without_the_embeddings() -> None:
+    packed = torch.zeros(10, dtype=torch.uint8)
+    weights = {"model.lm_head.packed": packed, "model.head.packed": packed, "model.norm.weight": torch.zeros(4), "model.embed_tokens.weight": torch.zeros(99)}
+    assert weight_bytes(SimpleNamespace(weights=weights)) == 26  # type: ignore[arg-type]
 
 
 def test_ceilings_are_bytes_over_the_rate_and_two_operations_a_weight_and_token() -> None:

@@ -56,7 +56,7 @@ def test_weights_are_there_only_when_they_load(tmp_path: Path) -> None:
 def test_compiling_again_packs_weights_that_do_not_load_and_keeps_those_that_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = []
     monkeypatch.setattr(build, "load_model", lambda model, dtype: packed.append(model) or Odd())
-    bundle = SimpleNamespace(config=SimpleNamespace(dtype="bfloat16", device="cpu"))
+    bundle = SimpleNamespace(config=SimpleNamespace(dtype="bfloat16", device="cpu", compress=False))
     for _ in range(2):
         build._pack(bundle, tmp_path, "one", 0, 1)  # type: ignore[arg-type]
     (tmp_path / FILE_NAME).write_bytes(b"truncated")

@@ -54,8 +54,8 @@ def add_parser(verbs: Any) -> None:
         "--compress",
         action=argparse.BooleanOptionalAction,
         default=defaults.compress,
-        help="on a cpu, keep bfloat16 weights in three quarters of their bytes, and every bit of them: worth it where memory is waited for and the processor has "
-        "time to expand them (default: on processors with AMX)",
+        help="on a cpu, keep bfloat16 weights in three quarters of their bytes, and every bit of them: worth it where memory is waited for and the processor "
+        "has time to expand them (default: on processors with AMX, models of more than 8 MB)",
     )
     parser.set_defaults(run=run)
 

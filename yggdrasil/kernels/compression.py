@@ -1,7 +1,7 @@
 """Packed bf16 weights in three quarters of their bytes, and every bit of them.
 
-The upper byte of a bf16 number is its sign and the upper seven bits of its exponent. Of the 256 values that it can have, the weights of a panel have hardly more
-than sixteen: those get codes of four bits, and what has another one is written down behind. One panel (linear.py) becomes a row of bytes:
+The upper byte of a bf16 number is its sign and the upper seven bits of its exponent. Of the 256 values that it can have, the weights of a panel have hardly
+more than sixteen: those get codes of four bits, and what has another one is written down behind. One panel (linear.py) becomes a row of bytes:
 
     | 16 upper bytes, by code | number of escapes | 0 .. | tile 0 | tile 1 | ... | escapes | 0 .. |
       16                        4                   44     768      768            4 each
@@ -9,11 +9,11 @@ than sixteen: those get codes of four bits, and what has another one is written 
     a tile, 16 lines of 32 weights:   512 lower bytes, then 256 bytes of two codes each
     an escape:                        place of the weight in its panel << 8 | upper byte; places ascend
 
-A tile's lines go in fours. Sixty-four lower bytes are those of two lines as a vector interleaves them with upper ones: in every sixteen eight of the one line, then
-eight of the other. A byte of codes has one of the first two lines in its lower half, and that of the same place of the other two in its upper half.
+A tile's lines go in fours. Sixty-four lower bytes are those of two lines as a vector interleaves them with upper ones: in every sixteen eight of the one
+line, then eight of the other. A byte of codes has one of the first two lines in its lower half, and that of the same place of the other two in its upper half.
 
-That exponents can be coded and mantissas cannot is the observation of DFloat11 (Zhang et al., "70% Size, 100% Accuracy", 2025). *Departure*: codes of one length
-instead of Huffman's, for a vector looks up sixty-four of those at once, and that takes less time than the bytes they save take to arrive.
+That exponents can be coded and mantissas cannot is the observation of DFloat11 (Zhang et al., "70% Size, 100% Accuracy", 2025). *Departure*: codes of one
+length instead of Huffman's, for a vector looks up sixty-four of those at once, and that takes less time than the bytes they save take to arrive.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def compress_weight(packed: Tensor) -> Tensor:
     bytes_PW2 = packed.view(torch.uint8).reshape(len(packed), -1, 2)
     num_weights = bytes_PW2.shape[1]
     assert num_weights < 1 << 23, "a place and an upper byte are a positive int32"
-    parts = [_compress(part_PW2) for part_PW2 in bytes_PW2.split(max(1, WEIGHTS_AT_ONCE // max(1, num_weights)))]
+    parts = [_compress(part_PW2) for part_PW2 in torch.split(bytes_PW2, max(1, WEIGHTS_AT_ONCE // max(1, num_weights)))]
     width = max(part.shape[1] for part in parts)
     return torch.cat([functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
@@ -86,7 +86,7 @@ def _interleaved(values_PW: Tensor) -> Tensor:
 
 def _in_order(interleaved_PTGJB: Tensor) -> Tensor:
     """Undo `_interleaved`: (panels, weights)."""
-    return interleaved_PTGJB.unflatten(4, (LINE_WEIGHTS // 8, 2, 8)).transpose(4, 5).flatten(1)
+    return torch.unflatten(interleaved_PTGJB, 4, (LINE_WEIGHTS // 8, 2, 8)).transpose(4, 5).flatten(1)
 
 
 def decompress_weight(compressed: Tensor, steps: int) -> Tensor:
@@ -102,9 +102,9 @@ def decompress_weight(compressed: Tensor, steps: int) -> Tensor:
     num_panels, num_tiles = len(compressed), steps // LINES
     header, tiles, escapes = compressed.tensor_split([HEADER_BYTES, HEADER_BYTES + num_tiles * (LOWER_BYTES + CODE_BYTES)], dim=1)
     table_PC, counts_P = header[:, :CODES], header[:, CODES : CODES + 4].contiguous().view(torch.int32)
-    lower, codes = tiles.unflatten(1, (num_tiles, LOWER_BYTES + CODE_BYTES)).split([LOWER_BYTES, CODE_BYTES], dim=-1)
-    lower_PW = _in_order(lower.unflatten(-1, (LINES // 4, 2, 64)))
-    codes = codes.unflatten(-1, (LINES // 4, 64))
+    tiles_PTB = tiles.reshape(num_panels, num_tiles, LOWER_BYTES + CODE_BYTES)
+    lower_PW = _in_order(tiles_PTB[..., :LOWER_BYTES].reshape(num_panels, num_tiles, LINES // 4, 2, 64))
+    codes = tiles_PTB[..., LOWER_BYTES:].reshape(num_panels, num_tiles, LINES // 4, 64)
     code_PW = _in_order(torch.stack([codes & 15, codes >> 4], dim=-2))
     upper_PW = table_PC.gather(1, code_PW.long())
     escapes_PE = escapes.contiguous().view(torch.int32)

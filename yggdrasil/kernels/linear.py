@@ -7,9 +7,9 @@ consecutive k.
     step 0  [ c0 | c1 | ... | c15 ]   [ c16 | ... | c31 ]
     step 1  [ c0 | c1 | ... | c15 ]   ...
 
-The layout is the same on every processor, so packed weights can be stored; those in bf16 also compressed (compression.py). `linear.cpp` holds the operators: `ygg::packed_linear`, which
-`reference` specifies, and two that read one `x` once for several weights, `ygg::packed_linears` (outputs side by side) and `ygg::gated_linear`
-(`gated_reference`); compiler/fusion.py puts them into graphs.
+The layout is the same on every processor, so packed weights can be stored; those in bf16 also compressed (compression.py). `linear.cpp` holds the operators:
+`ygg::packed_linear`, which `reference` specifies, and two that read one `x` once for several weights, `ygg::packed_linears` (outputs side by side) and
+`ygg::gated_linear` (`gated_reference`); compiler/fusion.py puts them into graphs.
 """
 
 from __future__ import annotations
