@@ -280,9 +280,9 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     say(under_test.target.statement)
     itemsize = getattr(torch, pair.bundle.config.dtype).itemsize
     models = {"verify": under_test.target, "draft": bench_target(under_test.draft, 0)}
-    found, passes = measure_passes(pair, {kind: model.weight_bytes // itemsize for kind, model in models.items()}, options, say)
     [prompt] = beginnings(STORIES.test_texts, pair, 1)
-    host = host_json(record_timeline(pair, prompt))
+    host = host_json(record_timeline(pair, prompt))  # first, in a process that has done nothing but load a pair, as a user's
+    found, passes = measure_passes(pair, {kind: model.weight_bytes // itemsize for kind, model in models.items()}, options, say)
     prefill = prefill_json(next(each for each in passes["verify"] if each.size == pair.engine.target.prefill_chunk), found["tflop_per_s"])
     goals = [*verify_goals(passes["verify"], found["contexts"][1:] or found["contexts"]), *step_goals(prefill, host)]
     return {
