@@ -47,13 +47,13 @@ class PanelTiles {
  public:
   // Of a panel that begins at `panel` and has `num_tiles`, of which `at_once` are taken at once, at most kMostTiles.
   PanelTiles(const void* panel, bool is_compressed, int64_t num_tiles, int64_t at_once)
-      : next_(static_cast<const uint8_t*>(panel)), num_tiles_(num_tiles), at_once_(at_once), is_compressed_(is_compressed) {
+      : tile_(static_cast<const uint8_t*>(panel)), num_tiles_(num_tiles), at_once_(at_once), is_compressed_(is_compressed) {
     if (!is_compressed) return;
     uint32_t num_escapes;
     std::memcpy(table_, panel, sizeof table_);
-    std::memcpy(&num_escapes, next_ + sizeof table_, sizeof num_escapes);
-    next_ += kHeaderBytes;
-    escape_ = next_ + num_tiles * kCompressedTileBytes;
+    std::memcpy(&num_escapes, tile_ + sizeof table_, sizeof num_escapes);
+    tile_ += kHeaderBytes;
+    escape_ = tile_ + num_tiles * kCompressedTileBytes;
     last_escape_ = escape_ + 4 * int64_t(num_escapes);
   }
 
@@ -61,7 +61,7 @@ class PanelTiles {
   const Word* take() {
     const int64_t first = taken_;
     taken_ = std::min(taken_ + at_once_, num_tiles_);
-    if (!is_compressed_) return reinterpret_cast<const Word*>(next_) + first * kTileWords;
+    if (!is_compressed_) return reinterpret_cast<const Word*>(tile_) + first * kTileWords;
     while (expanded_ < taken_) expand();
     return slot(first);
   }
@@ -73,14 +73,14 @@ class PanelTiles {
       for (const int64_t due = taken_ + (part + 1) * tiles / parts; expanded_ < due;) expand();
     } else {
       const int64_t lines = tiles * kTileRows;
-      ask(next_ + taken_ * 4 * kTileWords, part * lines / parts, (part + 1) * lines / parts);
+      ask(tile_ + taken_ * 4 * kTileWords, part * lines / parts, (part + 1) * lines / parts);
     }
   }
 
   // Asks for the tile behind the next one.
   void ask_ahead() const {
     const int64_t bytes = is_compressed_ ? kCompressedTileBytes : 4 * kTileWords;
-    ask(next_ + (taken_ + 1) * bytes, 0, bytes / 64);
+    ask(tile_ + (taken_ + 1) * bytes, 0, bytes / 64);
   }
 
  private:
@@ -93,7 +93,7 @@ class PanelTiles {
 
   void expand() {
     Word* to = slot(expanded_);
-    const uint8_t* tile = next_ + expanded_ * kCompressedTileBytes;
+    const uint8_t* tile = tile_ + expanded_ * kCompressedTileBytes;
     const int64_t first = expanded_++ * kTileWeights, end = first + kTileWeights;
     expand_tile(tile, table_, to);
     for (uint32_t escape; escape_ < last_escape_; escape_ += sizeof escape) {
@@ -105,10 +105,10 @@ class PanelTiles {
     if (at_once_ > 1) ask(tile + kAhead * kCompressedTileBytes, 0, kCompressedTileBytes / 64);
   }
 
-  static constexpr int64_t kAhead = 4;
+  static constexpr int64_t kAhead = 4;  // tiles: one that is expanded now asks for the one that is expanded in the next chunk
   alignas(64) Word tiles_[2 * kMostTiles * kTileWords];
   uint8_t table_[16];
-  const uint8_t *next_, *escape_ = nullptr, *last_escape_ = nullptr;  // the first tile, the next escape, the end
+  const uint8_t *tile_, *escape_ = nullptr, *last_escape_ = nullptr;  // the first tile; the next escape and the end of them
   int64_t num_tiles_, at_once_, taken_ = 0, expanded_ = 0;
   bool is_compressed_;
 };
