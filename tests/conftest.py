@@ -13,6 +13,7 @@ import torch
 
 from yggdrasil.bundle import Bundle
 from yggdrasil.config import CompileConfig
+from yggdrasil.kernels.threads import set_num_threads
 from yggdrasil.pair import LoadedPair
 
 TINY = CompileConfig(
@@ -52,9 +53,9 @@ def one_thread() -> Iterator[None]:
     That the thread count changes no bit has tests of its own.
     """
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_num_threads(1)
     yield
-    torch.set_num_threads(num_threads)
+    set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")

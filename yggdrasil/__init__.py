@@ -28,14 +28,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig
     from yggdrasil.errors import YggError
+    from yggdrasil.kernels.threads import get_num_threads, set_num_threads
     from yggdrasil.pair import load_pair
     from yggdrasil.tree import TokenTree
 
-__all__ = ["CompileConfig", "GenerateConfig", "SamplingConfig", "TokenTree", "YggError", "load_pair"]
+__all__ = ["CompileConfig", "GenerateConfig", "SamplingConfig", "TokenTree", "YggError", "get_num_threads", "load_pair", "set_num_threads"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"CompileConfig": "config", "GenerateConfig": "config", "SamplingConfig": "config", "TokenTree": "tree", "YggError": "errors", "load_pair": "pair"}
+_HOMES = {
+    "CompileConfig": "config",
+    "GenerateConfig": "config",
+    "SamplingConfig": "config",
+    "TokenTree": "tree",
+    "YggError": "errors",
+    "get_num_threads": "kernels.threads",
+    "load_pair": "pair",
+    "set_num_threads": "kernels.threads",
+}
 
 
 def __getattr__(name: str) -> Any:

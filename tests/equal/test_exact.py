@@ -20,6 +20,7 @@ from yggdrasil.compiler.pool import GraphJob, compile_graphs
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine, check_request
 from yggdrasil.errors import ConfigError, ShapeNotCompiled, YggError
+from yggdrasil.kernels.threads import get_num_threads, set_num_threads
 from yggdrasil.kv import KVCache
 from yggdrasil.models.forward import DraftForward, TargetForward
 from yggdrasil.models.load import load_model, pack_linears_
@@ -179,12 +180,12 @@ def test_another_seed_writes_another_text(tiny: LoadedPair) -> None:
 
 def test_the_thread_count_changes_no_token(tiny: LoadedPair) -> None:
     one = decode(tiny, PROMPTS[0], Shape(4, 4, 16), num_tokens=16, sampling=SAMPLED)
-    num_threads = torch.get_num_threads()
+    num_threads = get_num_threads()
     try:
-        torch.set_num_threads(2)
+        set_num_threads(2)
         assert decode(tiny, PROMPTS[0], Shape(4, 4, 16), num_tokens=16, sampling=SAMPLED) == one
     finally:
-        torch.set_num_threads(num_threads)
+        set_num_threads(num_threads)
 
 
 def test_shapes_may_change_at_every_step(tiny: LoadedPair) -> None:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from yggdrasil.kernels.attention import reference
-from yggdrasil.layout import INDEX, PAGE_LEN, PATH, PREFIX
+from yggdrasil.kernels.threads import get_num_threads, set_num_threads
+from yggdrasil.layout import INDEX, PAGE_LEN, PATH, PREFIX, READ
 from yggdrasil.models.packing import empty_meta, pack_chain_, pack_nodes_
 from yggdrasil.tree import TokenTree
 
@@ -207,14 +208,14 @@ def test_row_bits_do_not_depend_on_width_slots_or_neighbours(dim: int, dtype: to
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_the_thread_count(dtype: torch.dtype) -> None:
-    attention, meta_NM, num_threads = Attention(21, dtype), meta_of("tree", 21), torch.get_num_threads()
+    attention, meta_NM, num_threads = Attention(21, dtype), meta_of("tree", 21), get_num_threads()
     try:
-        torch.set_num_threads(1)
+        set_num_threads(1)
         one = attention.run(meta_NM)[0]
-        torch.set_num_threads(3)
+        set_num_threads(3)
         three = attention.run(meta_NM)[0]
     finally:
-        torch.set_num_threads(num_threads)
+        set_num_threads(num_threads)
     assert torch.equal(one, three)
 
 
@@ -243,8 +244,10 @@ def test_packing_by_hand() -> None:
     tree.grow(torch.tensor([0]), torch.tensor([8]), torch.tensor([-1.0]))
     tree.grow(torch.tensor([1]), torch.tensor([9]), torch.tensor([-2.0]))
     pack_nodes_(meta_NM, tree, 1, 3, 10)
-    assert meta_NM.tolist() == [[8, 11, 0, 11, 10, 0, 1, -1], [9, 12, 0, 12, 10, 0, 1, 2], [0, 0, 0, -1, 0, -1, -1, -1], [0, 0, 0, -1, 0, -1, -1, -1]]
-    pack_chain_(meta_NM, [4, 5, 6], 20)
+    padding = [0, 0, 0, -1, 0, 0, -1, -1, -1]
+    assert meta_NM.tolist() == [[8, 11, 0, 11, 10, 1, 0, 1, -1], [9, 12, 0, 12, 10, 1, 0, 1, 2], padding, padding]
+    pack_chain_(meta_NM, [4, 5, 6], 20, num_read=1)
+    assert meta_NM[:, READ].tolist() == [0, 0, 1, 0]
     assert meta_NM[:, INDEX].tolist() == [20, 21, 22, -1]
     assert meta_NM[:, PREFIX].tolist() == [21, 22, 23, 0]
     assert (meta_NM[:, PATH:] == -1).all()

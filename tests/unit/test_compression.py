@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from yggdrasil.kernels import load_kernels
 from yggdrasil.kernels.compression import compress_weight, decompress_weight
 from yggdrasil.kernels.linear import PackedLinear, gated_reference, pack_weight, reference
+from yggdrasil.kernels.threads import get_num_threads, set_num_threads
 
 SHAPES = ((5, 3), (16, 32), (33, 70), (80, 320), (600, 352))  # (out_features, in_features)
 WIDTHS = (1, 2, 7, 16, 17, 32, 40, 48, 64, 100, 128, 200)  # every body of linear.cpp
@@ -116,14 +117,14 @@ def test_the_references_take_compressed_weights() -> None:
 
 def test_rows_do_not_depend_on_threads() -> None:
     compressed, x = compress_weight(pack_weight(spread(600, 352))), torch.randn(20, 352).bfloat16()
-    num_threads = torch.get_num_threads()
+    num_threads = get_num_threads()
     try:
-        torch.set_num_threads(1)
+        set_num_threads(1)
         one = torch.ops.ygg.packed_linear(x, compressed, None, 600)
-        torch.set_num_threads(3)
+        set_num_threads(3)
         assert torch.equal(torch.ops.ygg.packed_linear(x, compressed, None, 600), one)
     finally:
-        torch.set_num_threads(num_threads)
+        set_num_threads(num_threads)
 
 
 def test_a_layer_that_would_not_get_smaller_stays_packed() -> None:

@@ -40,6 +40,18 @@ for dtype in (torch.float32, torch.bfloat16):
     for width in (1, 2, 3, 4, 7, 8, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64):
         assert torch.equal(linear_triton.launch(x[:width], weight, bias), alone[:width]), width
         assert torch.equal(linear_triton.launch(x[64 - width :], weight, bias), alone[64 - width :]), width
+
+# rows that are read have their bits, whatever tiles are left out
+from yggdrasil.layout import READ
+from yggdrasil.models.packing import empty_meta
+
+x, weight, bias = inputs(40, 48, 256, torch.float32, True)
+whole = linear_triton.launch(x, weight, bias)
+meta_NM = empty_meta(40, 3)
+for read in ([3, 20], [39], list(range(16, 32)), []):
+    meta_NM[:, READ] = 0
+    meta_NM[read, READ] = 1
+    assert torch.equal(linear_triton.launch(x, weight, bias, meta_NM)[read], whole[read]), read
 print("equal")
 """
 
@@ -49,8 +61,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from yggdrasil.kernels import linear_triton
 
-tiles = {"ROWS": 16, "BLOCK_OUT": linear_triton.BLOCK_OUT, "BLOCK_K": linear_triton.BLOCK_K, "WIDEN": False}
-signature = {"x": "*bf16", "weight": "*bf16", "partial": "*fp32", **dict.fromkeys(("num_rows", "out_features", "in_features", "blocks_per_split"), "i32")}
+tiles = {"ROWS": 16, "BLOCK_OUT": linear_triton.BLOCK_OUT, "BLOCK_K": linear_triton.BLOCK_K, "WIDEN": False, "HAS_META": True, "READ_COLUMN": 5}
+sizes = ("num_rows", "out_features", "in_features", "blocks_per_split", "meta_width")
+signature = {"x": "*bf16", "weight": "*bf16", "meta": "*i32", "partial": "*fp32", **dict.fromkeys(sizes, "i32")}
 source = ASTSource(fn=linear_triton.multiply_kernel, signature={**signature, **dict.fromkeys(tiles, "constexpr")}, constexprs=tiles)
 print(*sorted(set(re.findall("w?g?mma[^ ]+m[0-9]+n[0-9]+k[0-9]+", compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))))
 """

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from yggdrasil.kernels import load_kernels
 from yggdrasil.kernels.linear import PackedLinear, gated_reference, pack_weight, packed_shape, reference, unpack_weight
+from yggdrasil.kernels.threads import get_num_threads, set_num_threads
+from yggdrasil.layout import READ
+from yggdrasil.models.packing import empty_meta
 
 DTYPES = (torch.bfloat16, torch.float32)
 SHAPES = ((1, 1), (5, 3), (16, 32), (17, 33), (48, 31), (100, 70), (256, 128), (33, 1000), (600, 352))  # (out_features, in_features)
@@ -86,16 +89,17 @@ def test_rows_are_bitwise_independent_of_width(out_features: int, in_features: i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_bitwise_independent_of_the_thread_count(dtype: torch.dtype) -> None:
-    packed, _ = layer(600, 352, dtype, bias=False)
-    x = torch.randn(20, 352).to(dtype)
-    num_threads = torch.get_num_threads()
+    packed, _ = layer(1200, 704, dtype, bias=False)
+    assert packed.nbytes > 2**20  # enough to be shared out
+    x = torch.randn(20, 704).to(dtype)
+    num_threads = get_num_threads()
     try:
-        torch.set_num_threads(1)
-        one = packed_linear(x, packed, None, 600)
-        torch.set_num_threads(3)
-        three = packed_linear(x, packed, None, 600)
+        set_num_threads(1)
+        one = packed_linear(x, packed, None, 1200)
+        set_num_threads(3)
+        three = packed_linear(x, packed, None, 1200)
     finally:
-        torch.set_num_threads(num_threads)
+        set_num_threads(num_threads)
     assert torch.equal(one, three)
 
 
@@ -175,13 +179,13 @@ def test_rows_of_a_gated_layer_are_bitwise_independent_of_width_and_threads(out_
     gate, up = layer(out_features, 352, dtype, bias=True), layer(out_features, 352, dtype, bias=True)
     x = torch.randn(max(WIDTHS), 352).to(dtype)
     alone = torch.cat([torch.ops.ygg.gated_linear(x[row : row + 1], *gate, *up, out_features) for row in range(len(x))])
-    num_threads = torch.get_num_threads()
+    num_threads = get_num_threads()
     try:
         for width, threads in zip(WIDTHS, (1, 2, 3) * len(WIDTHS), strict=False):
-            torch.set_num_threads(threads)
+            set_num_threads(threads)
             assert torch.equal(torch.ops.ygg.gated_linear(x[:width], *gate, *up, out_features), alone[:width]), f"width {width}, {threads} threads"
     finally:
-        torch.set_num_threads(num_threads)
+        set_num_threads(num_threads)
 
 
 def test_a_gated_layer_saturates_where_silu_does() -> None:
@@ -217,3 +221,28 @@ def test_packed_module_replaces_a_linear(bias: bool, dtype: torch.dtype) -> None
     shapes_only.load_state_dict(packed.state_dict())
     assert torch.equal(shapes_only(x), packed(x))
     assert shapes_only.to("meta")(x.to("meta")).shape == (2, 9, 50)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("read", ([], [0], [6], [2, 3, 4], [0, 5, 6], [1, 9, 20], list(range(21))))
+def test_rows_that_are_read_have_the_bits_of_the_whole_layer(read: list[int], dtype: torch.dtype) -> None:
+    x_1NI = torch.randn(1, 21, 96).to(dtype)
+    layer = PackedLinear.from_linear(nn.Linear(96, 50, dtype=dtype))
+    meta_NM = empty_meta(21, 3)
+    meta_NM[read, READ] = 1
+    assert torch.equal(layer(x_1NI, meta_NM)[0, read], layer(x_1NI)[0, read])
+
+
+def test_a_row_that_is_not_read_is_not_computed() -> None:
+    x = torch.full((4, 32), torch.nan)
+    x[1] = 0.0
+    layer = PackedLinear.from_linear(nn.Linear(32, 16))
+    meta_NM = empty_meta(4, 3)
+    meta_NM[1, READ] = 1
+    assert layer(x, meta_NM)[1].isfinite().all()
+
+
+def test_metadata_of_another_forward_is_refused() -> None:
+    layer = PackedLinear.from_linear(nn.Linear(32, 16))
+    with pytest.raises(RuntimeError, match="a row of metadata for every row of x"):
+        layer(torch.zeros(4, 32), empty_meta(3, 3))

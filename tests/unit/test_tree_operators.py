@@ -46,7 +46,7 @@ def test_packing_nodes_fills_what_the_plain_packing_fills(first: int, last: int)
 @pytest.mark.parametrize("lens", ((), (0,), (1,), (8,), (3, 0, 4), (1, 1, 1, 1)))
 def test_packing_chains_fills_what_the_plain_packing_fills(lens: tuple[int, ...]) -> None:
     meta_NM, plain_NM = empty_meta(8, MAX_DEPTH).fill_(99), empty_meta(8, MAX_DEPTH).fill_(98)
-    pieces = [Piece(2 * place, range(10 * place, 10 * place + count), 40 + place) for place, count in enumerate(lens)]
+    pieces = [Piece(2 * place, range(10 * place, 10 * place + count), 40 + place, (None, 0, 1)[place % 3] if count else 0) for place, count in enumerate(lens)]
     pack_chains_(meta_NM, pieces)
     pack_chains_plain_(plain_NM, pieces)
     assert torch.equal(meta_NM, plain_NM)

@@ -14,7 +14,6 @@
 // order of its path. So a query row's bits depend neither on where its keys lie, nor on the other tokens, nor on how many there are.
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/vec.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <bit>
@@ -24,7 +23,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "layout.h"
 #include "operators.h"
+#include "threads.h"
 #include "vectors.h"
 
 namespace {
@@ -35,7 +36,6 @@ constexpr int64_t kPage = 16;   // keys of a page
 constexpr int64_t kPages = 4;   // pages scored together
 constexpr int64_t kNear = 64;   // words of a sum whose values the nearest cache holds while lane after lane takes them
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-enum Column { kToken, kPosition, kRow, kIndex, kPrefix, kPath };  // layout.py says the same
 
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
@@ -519,7 +519,7 @@ at::Tensor run(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
   std::fill(call.out + real * num_heads * dim, call.out + num_tokens * num_heads * dim, Element(0));
   const std::vector<Lanes> blocks = blocks_of(call, real);
   const int64_t num_blocks = int64_t(blocks.size());
-  at::parallel_for(0, num_kv_heads * num_blocks, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(num_kv_heads * num_blocks, std::max<int64_t>(1, num_blocks / 4), [&](int64_t begin, int64_t end) {
     Block<Dtype>& block = block_of_thread<Dtype>();
     for (int64_t unit = begin; unit < end; ++unit) block.run(call, unit / num_blocks, blocks[unit % num_blocks], unit == begin);
   });

@@ -84,6 +84,9 @@ def kernel_library() -> ctypes.CDLL:
             _compile(temporary)
     # Its symbols are global, for compiled graphs call the operators' C entry points by name.
     library = ctypes.CDLL(str(folder / f"{LIBRARY_NAME}.so"), mode=ctypes.RTLD_GLOBAL)
+    library.ygg_num_threads.restype = ctypes.c_int64
+    library.ygg_set_num_threads.argtypes = (ctypes.c_int64,)
+    library.ygg_num_threads()  # settles it, before torch runs on one thread for a while
     for operator in (attention, candidates, linear):
         operator.register()
     return library

@@ -1,19 +1,21 @@
-// The `count` likeliest next tokens of every row with their log-probabilities: CPU body of `ygg::candidates`
+// The `count` likeliest next tokens of every row that is read, with their log-probabilities: CPU body of `ygg::candidates`
 // (specification: candidates.py, `reference`). Equal logits are ordered by token, so a tree never depends on luck. `ygg::greatest` is `max(dim=-1)`,
 // `ygg::follow` what greedy acceptance makes of it.
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "layout.h"
 #include "operators.h"
+#include "threads.h"
 #include "vectors.h"
 
 namespace {
@@ -63,20 +65,37 @@ void best(const float* row, int64_t vocab, int64_t count, float* values, int64_t
   }
 }
 
-}  // namespace
+constexpr int64_t kPiecePlaces = 16 << 10;  // fewer than this are read before another thread has begun
 
-std::tuple<at::Tensor, at::Tensor> ygg::candidates(const at::Tensor& logits, int64_t count) {
-  const int64_t rows = logits.size(0), vocab = logits.size(1);
-  TORCH_CHECK(count > 0 && count <= vocab, "candidates: count ", count, " is not in 1..", vocab);
-  const at::Tensor wide = logits.to(at::kFloat).contiguous();
-  at::Tensor log_probs = ygg::empty({rows, count}, wide.options());
-  at::Tensor tokens = ygg::empty({rows, count}, wide.options().dtype(at::kLong));
-  const float* from = wide.const_data_ptr<float>();
+// A row of numbers in fp32, in memory of the calling thread until its next call.
+template <class Dtype>
+const float* widened(const typename Dtype::Element* row, int64_t places) {
+  thread_local std::vector<float> wide;
+  wide.resize(places);
+  int64_t place = 0;
+  for (; place + ygg::kLanes <= places; place += ygg::kLanes) {
+    const ygg::Vec numbers = Dtype::widen_all(row + place);
+    std::memcpy(wide.data() + place, &numbers, sizeof numbers);
+  }
+  for (; place < places; ++place) wide[place] = Dtype::widen(row[place]);
+  return wide.data();
+}
+
+template <class Dtype>
+std::tuple<at::Tensor, at::Tensor> candidates_of_rows(const at::Tensor& logits, const at::Tensor& meta, int64_t count) {
+  const int64_t rows = logits.size(0), vocab = logits.size(1), meta_width = meta.size(1);
+  at::Tensor log_probs = ygg::empty({rows, count}, logits.options().dtype(at::kFloat));
+  at::Tensor tokens = ygg::empty({rows, count}, logits.options().dtype(at::kLong));
+  const auto* from = static_cast<const typename Dtype::Element*>(logits.const_data_ptr());
+  const int32_t* fields = meta.const_data_ptr<int32_t>();
   float* values = log_probs.mutable_data_ptr<float>();
   int64_t* ids = tokens.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+  std::fill_n(values, rows * count, -std::numeric_limits<float>::infinity());
+  std::fill_n(ids, rows * count, 0);
+  ygg::parallel_for(rows, std::max<int64_t>(1, kPiecePlaces / 4 / vocab), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      const float* row = from + r * vocab;
+      if (!fields[r * meta_width + ygg::kRead]) continue;
+      const float* row = widened<Dtype>(from + r * logits.stride(0), vocab);
       best(row, vocab, count, values + r * count, ids + r * count);
       const float normaliser = log_sum_exp(row, vocab);
       for (int64_t i = 0; i < count; ++i) values[r * count + i] -= normaliser;
@@ -85,9 +104,18 @@ std::tuple<at::Tensor, at::Tensor> ygg::candidates(const at::Tensor& logits, int
   return {log_probs, tokens};
 }
 
-namespace {
+}  // namespace
 
-constexpr int64_t kPlacesOfThread = 16 << 10;  // fewer than this are read before another thread has begun
+std::tuple<at::Tensor, at::Tensor> ygg::candidates(const at::Tensor& logits, const at::Tensor& meta, int64_t count) {
+  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1, "candidates: logits are (rows, V), a row after the other");
+  TORCH_CHECK(meta.is_contiguous() && meta.size(0) == logits.size(0), "candidates: a row of metadata for every row of logits");
+  TORCH_CHECK(count > 0 && count <= logits.size(1), "candidates: count ", count, " is not in 1..", logits.size(1));
+  if (logits.scalar_type() == at::kBFloat16) return candidates_of_rows<BFloat16>(logits, meta, count);
+  TORCH_CHECK(logits.scalar_type() == at::kFloat, "candidates: dtype ", logits.scalar_type(), " is neither float32 nor bfloat16");
+  return candidates_of_rows<Float32>(logits, meta, count);
+}
+
+namespace {
 
 // The greatest of a row, NaN where it has one, and its first place.
 template <class Dtype>
@@ -117,8 +145,8 @@ std::tuple<at::Tensor, at::Tensor> greatest_rows(const at::Tensor& scores) {
   const auto* from = static_cast<const typename Dtype::Element*>(scores.const_data_ptr());
   float* value = values.mutable_data_ptr<float>();
   int64_t* token = tokens.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, rows, std::max<int64_t>(1, kPlacesOfThread / places), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) std::tie(value[r], token[r]) = greatest_of<Dtype>(from + r * places, places);
+  ygg::parallel_for(rows, std::max<int64_t>(1, kPiecePlaces / places), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) std::tie(value[r], token[r]) = greatest_of<Dtype>(from + r * scores.stride(0), places);
   });
   return {values, tokens};
 }
@@ -127,7 +155,7 @@ std::tuple<at::Tensor, at::Tensor> greatest_rows(const at::Tensor& scores) {
 
 std::tuple<at::Tensor, at::Tensor> ygg::greatest(const at::Tensor& scores) {
   TORCH_CHECK(scores.dim() == 2 && scores.size(1) > 0, "greatest: scores are (rows, places)");
-  if (scores.scalar_type() == at::kBFloat16) return greatest_rows<ygg::BFloat16>(scores.contiguous());
+  if (scores.scalar_type() == at::kBFloat16 && scores.stride(1) == 1) return greatest_rows<ygg::BFloat16>(scores);
   return greatest_rows<ygg::Float32>(scores.to(at::kFloat).contiguous());
 }
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from yggdrasil.layout import READ
+
 __all__ = ["reference", "register", "traced"]
 
 
-def reference(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def reference(logits_NV: Tensor, meta_NM: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` best tokens of each row, best first, equal logits by token: the specification of `ygg::candidates`.
 
     Args:
-        logits_NV: (N, V), any floating dtype.
+        logits_NV: (N, V), float32 or bfloat16.
+        meta_NM: Metadata of the N tokens: a row that is not read has token 0 with log-probability -inf.
         count: C, 1..V.
 
     Returns:
@@ -22,11 +25,13 @@ def reference(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     log_probs_NV = torch.log_softmax(logits_NV.float(), dim=-1)
     order_NC = torch.sort(logits_NV.float(), dim=-1, descending=True, stable=True).indices[:, :count]
-    return log_probs_NV.gather(1, order_NC), order_NC
+    unread_N1 = meta_NM[:, READ, None] == 0
+    log_probs_NC = log_probs_NV.gather(1, order_NC)
+    return log_probs_NC.masked_fill(unread_N1, -torch.inf), order_NC.masked_fill(unread_N1, 0)
 
 
 def traced(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The same in operators that Inductor lowers itself, for CUDA; equal logits come in the device's order."""
+    """The same of every row, in operators that Inductor lowers itself, for CUDA; equal logits come in the device's order."""
     best = logits_NV.float().topk(count, dim=-1)
     return best.values - logits_NV.float().logsumexp(dim=-1, keepdim=True), best.indices
 
@@ -34,7 +39,7 @@ def traced(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def register() -> None:
     """Tell the compiler the operator's output shapes; called once, after the library is loaded."""
 
-    def fake(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def fake(logits: Tensor, meta: Tensor, count: int) -> tuple[Tensor, Tensor]:
         shape = (logits.shape[0], count)
         return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
 

@@ -59,9 +59,9 @@ void pack_tree_(const TreeArrays& tree, int32_t* to, int64_t max_words) {
   }
 }
 
-// Consecutive tokens of the only row.
-void pack_chain_(const at::Tensor& meta, at::IntArrayRef tokens, int64_t start_pos) {
-  pack_chains_(meta, tokens, {int64_t(tokens.size())}, {start_pos}, {0});
+// Consecutive tokens of the only row, of which the last `num_read` are read.
+void pack_chain_(const at::Tensor& meta, at::IntArrayRef tokens, int64_t start_pos, int64_t num_read) {
+  pack_chains_(meta, tokens, {int64_t(tokens.size())}, {start_pos}, {0}, {num_read});
 }
 
 }  // namespace
@@ -150,7 +150,7 @@ const Step::Said& Step::run(at::IntArrayRef tail, int64_t first, int64_t target_
   } else {
     const at::IntArrayRef chain = tail.slice(draft_len - first);
     const size_t head_size = draft_.bucket(int64_t(chain.size())), size = draft_.bucket(width);
-    pack_chain_(draft_.metas[head_size], chain, draft_len);
+    pack_chain_(draft_.metas[head_size], chain, draft_len, 1);
     const double begin = now_ms();
     const auto head = draft_.graphs[head_size]->run(draft_.metas[head_size]);
     const double end = now_ms();
@@ -176,7 +176,7 @@ const Step::Said& Step::run(at::IntArrayRef tail, int64_t first, int64_t target_
   const int64_t verified = int64_t(keep.size());
   const size_t size = target_.bucket(lag + verified);
   const at::Tensor& meta = target_.metas[size];
-  if (lag) pack_chain_(meta, tail.slice(target_len - first, lag), target_len);
+  if (lag) pack_chain_(meta, tail.slice(target_len - first, lag), target_len, 0);
   pack_nodes_(lag ? meta.narrow(0, lag, meta.size(0) - lag) : meta, token, node_depth, path, 0, verified, root_pos, 0);
   target_times.push_back(now_ms());
   auto [logits, hidden] = target_.graphs[size]->run(meta);

@@ -1,5 +1,6 @@
 // ygg::packed_linear: x W^T + b over a weight packed once, with rows that are bitwise independent of how many rows there are. ygg::packed_linears does several
 // weights of one x in one pass, their outputs side by side; ygg::gated_linear does silu(gate(x)) * up(x) in one pass, rounded once.
+// ygg::read_linear computes only the rows that metadata marks as read.
 //
 // A packed weight is a sequence of panels of 16 output columns. A panel holds one line of 16 words (64 bytes) per step of k; a word is 32 bits: one fp32
 // weight, or two bf16 weights of consecutive k. `x` is read in the same words, so one loop serves both dtypes; where the processor has no product of bf16 words,
@@ -14,20 +15,23 @@
 // Exactness: each output element is one accumulator that takes the steps in order, through one instruction sequence chosen when this file is compiled (and, for
 // AMX, once per process). Row blocks, panel groups and threads only decide which elements are computed side by side. Where the rows do not fill the last block,
 // the block moves up and computes some rows twice, to the same bits.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <numeric>
 #include <optional>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "compression.h"
+#include "layout.h"
 #include "operators.h"
+#include "threads.h"
 #include "vectors.h"
 
 namespace {
@@ -35,7 +39,8 @@ namespace {
 using namespace ygg;
 
 constexpr int kBf16Padding = 32;  // k of a bf16 weight is padded to this
-constexpr int64_t kMinThreadBytes = 512 << 10;  // one thread reads less than this from L2 faster than two share it
+constexpr int64_t kPieceBytes = 256 << 10;  // one thread reads less than two of these from L2 faster than two share them
+constexpr int64_t kGroup = 4;  // panels that are not shared out among threads: the most that a body takes side by side
 constexpr int64_t kRowsOfRead = kLanes < 16 ? 1 : 32;  // whose products take at least as long as reading their weights from L2
 
 struct Weight {
@@ -63,6 +68,8 @@ struct Product {
   int64_t rows, steps, row_len;
   std::vector<Weight> weights;
   bool is_gated;
+  int64_t number;                  // no other product of this process has it
+  int64_t end = 0;                 // no panel from here on is asked for ahead
   const Word* expanded = nullptr;  // panels from `first_expanded` on, for a body that reads them more than once
   int64_t first_expanded = 0;
 
@@ -187,15 +194,15 @@ void multiply_panels(float* out, int64_t stride, const Word* x, int64_t steps, c
   for (int r = 0; r < kRows; ++r) std::memcpy(out + r * stride, sums[r], sizeof sums[r]);
 }
 
-// kRows rows of the panels from `panel` on; those from `next` on, at most up to `end`, come after them.
+// kRows rows of the panels from `panel` on; those from `next` on come after them.
 template <class Dtype, int kRows, int kPanels>
-void compute_block(const Product& product, const Word* x, int64_t row, int64_t panel, int64_t next, int64_t end) {
+void compute_block(const Product& product, const Word* x, int64_t row, int64_t panel, int64_t next) {
   constexpr int kHeld = std::min(kPanels, held_panels(kRows));
   constexpr int64_t stride = kPanels * kColumns;
   alignas(64) float sums[kRows * stride];
   for (int p = 0; p < kPanels; p += kHeld) {
     const Word *weight[kHeld], *after[kHeld];
-    for (int h = 0; h < kHeld; ++h) weight[h] = product.panel(panel + p + h).words, after[h] = product.panel(std::min(next + p + h, end - 1)).words;
+    for (int h = 0; h < kHeld; ++h) weight[h] = product.panel(panel + p + h).words, after[h] = product.panel(std::min(next + p + h, product.end - 1)).words;
     multiply_panels<Dtype, kRows, kHeld>(sums + p * kColumns, stride, x, product.steps, weight, after);
   }
   if (product.is_gated) {
@@ -212,16 +219,18 @@ void compute_panels(const Product& product, const Word* x, int64_t panel, int64_
   for (; panel + kPanels <= end; panel += kPanels) {
     for (int64_t first = 0; first < product.rows; first += kRows) {
       const int64_t row = std::min(first, product.rows - kRows);
-      compute_block<Dtype, kRows, kPanels>(product, x + (is_wide(kRows) ? first : row) * row_words, row, panel, panel + kPanels, end);
+      compute_block<Dtype, kRows, kPanels>(product, x + (is_wide(kRows) ? first : row) * row_words, row, panel, panel + kPanels);
     }
   }
   if constexpr (kPanels > 1) compute_panels<Dtype, kRows, kPanels / 2>(product, x, panel, end);
 }
 
-// The rows of every wide block step after step, for the calling thread; kept until its next call.
+// The rows of every wide block step after step, for the calling thread; kept until it works on another product.
 template <class Dtype, int kRows>
 const Word* by_step(const Product& product) {
   thread_local std::vector<Word> lines;
+  thread_local int64_t number = 0;
+  if (std::exchange(number, product.number) == product.number) return lines.data();
   const int64_t row_words = product.steps * Dtype::kParts, blocks = (product.rows + kRows - 1) / kRows;
   lines.resize(blocks * kRows * row_words);
   Word* to = lines.data();
@@ -260,7 +269,6 @@ void compute_vectors(const Product& product, int64_t begin, int64_t end) {
 // The same where weights are compressed: some panels at a time are expanded for all rows.
 template <class Dtype>
 void compute_expanded(Product product, int64_t begin, int64_t end) {
-  constexpr int64_t kGroup = 4;
   const int64_t words = product.panel_words();
   thread_local std::vector<Word> panels;
   panels.resize(kGroup * words);
@@ -273,6 +281,7 @@ void compute_expanded(Product product, int64_t begin, int64_t end) {
     }
     product.expanded = panels.data();
     product.first_expanded = first;
+    product.end = last;
     compute_vectors<Dtype>(product, first, last);
   }
 }
@@ -441,7 +450,7 @@ const Word* tiled(const at::Tensor& x, int64_t rows, int64_t padded_features, in
   Word* tiles = workspace((rows + tile_rows - 1) / tile_rows * tile_rows * lines * kColumns);
   const char* from = static_cast<const char*>(x.const_data_ptr());
   char* to = reinterpret_cast<char*>(tiles);
-  at::parallel_for(0, rows, std::max<int64_t>(1, kMinThreadBytes / (lines * kLine + 1)), [&](int64_t begin, int64_t end) {
+  parallel_for(rows, std::max<int64_t>(1, kPieceBytes / (lines * kLine + 1)), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const char* row = from + r * row_bytes;
       char* line = to + (r / tile_rows * lines * tile_rows + r % tile_rows) * kLine;
@@ -462,7 +471,7 @@ const Word* widened(const at::Tensor& x, int64_t rows, int64_t padded_features) 
   Word* wide = workspace(rows * padded_features);
   const uint16_t* from = static_cast<const uint16_t*>(x.const_data_ptr());
   float* to = reinterpret_cast<float*>(wide);
-  at::parallel_for(0, rows, std::max<int64_t>(1, kMinThreadBytes / (padded_features * 4 + 1)), [&](int64_t begin, int64_t end) {
+  parallel_for(rows, std::max<int64_t>(1, kPieceBytes / (padded_features * 4 + 1)), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       for (int64_t i = 0; i < features; ++i) to[r * padded_features + i] = BFloat16::widen(from[r * features + i]);
       std::fill(to + r * padded_features + features, to + (r + 1) * padded_features, 0.0f);
@@ -493,15 +502,18 @@ Weight weight_of(const at::Tensor& x, const at::Tensor& packed, const std::optio
   return {static_cast<const char*>(packed.const_data_ptr()), panel_bytes, is_compressed, bias ? bias->const_data_ptr() : nullptr, out_features};
 }
 
-at::Tensor multiply(const at::Tensor& x, std::vector<Weight> weights, bool is_gated) {
-  const bool is_bf16 = x.scalar_type() == at::kBFloat16;
-  const int64_t padded_features = padded_len(x);
+// Room for what they give, uninitialised.
+at::Tensor outputs_of(const at::Tensor& x, const std::vector<Weight>& weights, bool is_gated) {
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = 0;
   for (const Weight& weight : weights) shape.back() = is_gated ? weight.out_features : shape.back() + weight.out_features;
-  at::Tensor out = empty(shape, x.options());
-  if (out.numel() == 0) return out;
-  const int64_t rows = out.numel() / shape.back();
+  return empty(shape, x.options());
+}
+
+void multiply_(const at::Tensor& out, const at::Tensor& x, std::vector<Weight> weights, bool is_gated) {
+  if (out.numel() == 0) return;
+  const bool is_bf16 = x.scalar_type() == at::kBFloat16;
+  const int64_t padded_features = padded_len(x), row_len = out.size(-1), rows = out.numel() / row_len;
   const at::Tensor plain = x.contiguous();
   const Word* words = static_cast<const Word*>(plain.const_data_ptr());
   if (is_bf16 && amx_granted()) {
@@ -511,19 +523,67 @@ at::Tensor multiply(const at::Tensor& x, std::vector<Weight> weights, bool is_ga
   } else if (padded_features != x.size(-1)) {
     words = tiled(plain, rows, padded_features, 1);
   }
-  const Product product{words, out.data_ptr(), rows, padded_features / (is_bf16 ? 2 : 1), shape.back(), std::move(weights), is_gated};
+  static std::atomic<int64_t> number{0};
+  Product product{words, out.data_ptr(), rows, padded_features / (is_bf16 ? 2 : 1), row_len, std::move(weights), is_gated, ++number};
+  const int64_t panels = product.end = product.num_panels();
   const int64_t panel_bytes = product.panel_words() * 4 * ((rows + kRowsOfRead - 1) / kRowsOfRead);
-  const int64_t unit = is_gated ? 2 : 1, grain = std::max<int64_t>(1, kMinThreadBytes / std::max<int64_t>(1, panel_bytes * unit));
-  at::parallel_for(0, product.num_panels() / unit, grain, [&](int64_t begin, int64_t end) {
-    is_bf16 ? compute<BFloat16>(product, begin * unit, end * unit) : compute<Float32>(product, begin * unit, end * unit);
+  const int64_t groups = (panels + kGroup - 1) / kGroup, least = std::max<int64_t>(1, kPieceBytes / std::max<int64_t>(1, panel_bytes * kGroup));
+  parallel_for(groups, least, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * kGroup, last = std::min(end * kGroup, panels);
+    is_bf16 ? compute<BFloat16>(product, first, last) : compute<Float32>(product, first, last);
   });
+}
+
+at::Tensor multiply(const at::Tensor& x, std::vector<Weight> weights, bool is_gated) {
+  const at::Tensor out = outputs_of(x, weights, is_gated);
+  multiply_(out, x, std::move(weights), is_gated);
   return out;
+}
+
+// Rows of a forward whose output is read.
+std::vector<int64_t> read_rows(const at::Tensor& meta) {
+  std::vector<int64_t> rows;
+  for (int64_t row = 0; row < meta.size(0); ++row)
+    if (meta.const_data_ptr<int32_t>()[row * meta.size(1) + kRead]) rows.push_back(row);
+  return rows;
+}
+
+// Between rows next to each other and rows anywhere.
+enum class Way { kGather, kScatter };
+void move_rows(Way way, const at::Tensor& anywhere, const at::Tensor& together, const std::vector<int64_t>& rows) {
+  const int64_t row_bytes = anywhere.size(-1) * anywhere.element_size();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    char* one = static_cast<char*>(anywhere.data_ptr()) + rows[i] * row_bytes;
+    char* other = static_cast<char*>(together.data_ptr()) + int64_t(i) * row_bytes;
+    way == Way::kGather ? std::memcpy(other, one, row_bytes) : std::memcpy(one, other, row_bytes);
+  }
 }
 
 }  // namespace
 
 at::Tensor ygg::packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t out_features) {
   return multiply(x, {weight_of(x, packed, bias, out_features)}, false);
+}
+
+at::Tensor ygg::read_linear(const at::Tensor& x, const at::Tensor& meta, const at::Tensor& packed,
+                            const std::optional<at::Tensor>& bias, int64_t out_features) {
+  const int64_t num_rows = x.numel() / x.size(-1);
+  TORCH_CHECK(meta.is_contiguous() && meta.size(0) == num_rows, "read_linear: a row of metadata for every row of x");
+  const std::vector<Weight> weights{weight_of(x, packed, bias, out_features)};
+  const at::Tensor out = outputs_of(x, weights, false);
+  const std::vector<int64_t> rows = read_rows(meta);
+  if (rows.empty()) return out;
+  const at::Tensor all = x.contiguous().view({num_rows, x.size(-1)}), all_out = out.view({num_rows, out_features});
+  const int64_t first = rows.front(), count = int64_t(rows.size());
+  if (rows.back() - first + 1 == count) {
+    multiply_(all_out.narrow(0, first, count), all.narrow(0, first, count), weights, false);
+    return out;
+  }
+  const at::Tensor together = empty({count, x.size(-1)}, x.options()), together_out = empty({count, out_features}, x.options());
+  move_rows(Way::kGather, all, together, rows);
+  multiply_(together_out, together, weights, false);
+  move_rows(Way::kScatter, all_out, together_out, rows);
+  return out;
 }
 
 at::Tensor ygg::packed_linears(const at::Tensor& x, at::ArrayRef<at::Tensor> packed, const std::vector<std::optional<at::Tensor>>& bias,

@@ -7,14 +7,15 @@ consecutive k.
     step 0  [ c0 | c1 | ... | c15 ]   [ c16 | ... | c31 ]
     step 1  [ c0 | c1 | ... | c15 ]   ...
 
-The layout is the same on every processor, so packed weights can be stored; those in bf16 also compressed (compression.py). `linear.cpp` holds the operators:
-`ygg::packed_linear`, which `reference` specifies, and two that read one `x` once for several weights, `ygg::packed_linears` (outputs side by side) and
-`ygg::gated_linear` (`gated_reference`); compiler/fusion.py puts them into graphs.
+The layout is the same on every processor, so packed weights can be stored; those in bf16 also compressed (compression.py).
+`linear.cpp` holds the operators: `ygg::packed_linear`, which `reference` specifies; `ygg::read_linear`, the same for the
+rows that metadata marks as read; and two that read one `x` once for several weights, `ygg::packed_linears` (outputs side by
+side) and `ygg::gated_linear` (`gated_reference`), which compiler/fusion.py puts into graphs.
 """
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +110,11 @@ def register() -> None:
     def fake_gated(x: Tensor, gate: Tensor, gate_bias: Tensor | None, up: Tensor, up_bias: Tensor | None, out_features: int) -> Tensor:
         return x.new_empty((*x.shape[:-1], out_features))
 
+    def fake_read(x: Tensor, meta: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+        return fake(x, packed, bias, out_features)
+
     torch.library.register_fake("ygg::packed_linear", fake)
+    torch.library.register_fake("ygg::read_linear", fake_read)
     torch.library.register_fake("ygg::packed_linears", fake_many)
     torch.library.register_fake("ygg::gated_linear", fake_gated)
 
@@ -137,6 +142,7 @@ class PackedLinear(nn.Module):
         True
     """
 
+    takes_meta: ClassVar = True  # as an output embedding, for the rows that are read
     packed: Tensor
     bias: Tensor | None
 
@@ -162,9 +168,16 @@ class PackedLinear(nn.Module):
         bias = None if linear.bias is None else torch.empty_like(linear.bias)
         return cls(linear.in_features, linear.out_features, torch.empty_like(packed), bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., in_features) -> (..., out_features), in the layer's dtype."""
-        out: Tensor = torch.ops.ygg.packed_linear(x, self.packed, self.bias, self.out_features)
+    def forward(self, x: Tensor, meta_NM: Tensor | None = None) -> Tensor:
+        """x: (..., in_features) -> (..., out_features), in the layer's dtype.
+
+        Args:
+            x: Rows.
+            meta_NM: Metadata of a forward's N rows: those that are not read are not computed.
+        """
+        weight = self.packed, self.bias, self.out_features
+        linear = torch.ops.ygg.packed_linear
+        out: Tensor = linear(x, *weight) if meta_NM is None else torch.ops.ygg.read_linear(x, meta_NM, *weight)
         return out
 
     def extra_repr(self) -> str:

@@ -15,13 +15,15 @@ The kernels are tested in Triton's interpreter; they have not run on a device ye
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 from torch.nn import functional
+
+from yggdrasil.layout import READ
 
 __all__ = ["OrderedLinear", "combine_kernel", "launch", "multiply_kernel", "num_splits", "reference", "register"]
 
@@ -54,15 +56,20 @@ def reference(x: Tensor, weight_OI: Tensor, bias: Tensor | None) -> Tensor:
 
 @triton.jit
 def multiply_kernel(
-    x, weight, partial, num_rows, out_features, in_features, blocks_per_split,
+    x, weight, meta, partial, num_rows, out_features, in_features, blocks_per_split, meta_width,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+    HAS_META: tl.constexpr, READ_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Rows `ROWS * program_id(0)`.., outputs `BLOCK_OUT * program_id(1)`.., the blocks of k of split `program_id(2)`: one tile of partial sums.
 
     Programs of one weight tile follow each other, so that more than `ROWS` rows find it in the cache. `WIDEN` multiplies in fp32, for an interpreter that
-    cannot multiply bf16.
+    cannot multiply bf16. With metadata, a tile of rows none of which is read is left out.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if HAS_META:
+        read_R = tl.load(meta + row * meta_width + READ_COLUMN, mask=row < num_rows, other=0)
+        if tl.max(read_R) == 0:
+            return
     column = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     split = tl.program_id(2)
     lane = tl.arange(0, BLOCK_K)
@@ -81,9 +88,16 @@ def multiply_kernel(
 
 
 @triton.jit
-def combine_kernel(partial, bias, out, num_rows, out_features, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """The partial sums of row `program_id(0)`, split after split, then the bias; rounded once."""
+def combine_kernel(
+    partial, bias, meta, out, num_rows, out_features, meta_width,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, HAS_META: tl.constexpr, READ_COLUMN: tl.constexpr,
+):  # fmt: skip
+    """The partial sums of row `program_id(0)`, split after split, then the bias; rounded once. Of a row that is read."""
     row = tl.program_id(0)
+    if HAS_META:
+        is_read = tl.load(meta + row * meta_width + READ_COLUMN)
+        if is_read == 0:
+            return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < out_features
     sum_O = tl.zeros((BLOCK,), tl.float32)
@@ -94,13 +108,14 @@ def combine_kernel(partial, bias, out, num_rows, out_features, SPLITS: tl.conste
     tl.store(out + row.to(tl.int64) * out_features + column, sum_O.to(out.dtype.element_ty), mask=mask)
 
 
-def launch(x: Tensor, weight_OI: Tensor, bias: Tensor | None, *, wrap: Callable[[Any], Any] = lambda kernel: kernel) -> Tensor:
+def launch(x: Tensor, weight_OI: Tensor, bias: Tensor | None, meta_NM: Tensor | None = None, *, wrap: Callable[[Any], Any] = lambda kernel: kernel) -> Tensor:
     """x W^T + bias with an order of summation that depends on the layer alone.
 
     Args:
         x: (..., in_features), bfloat16 or float32.
         weight_OI: (out_features, in_features), contiguous, in the dtype of `x`.
         bias: (out_features) in the dtype of `x`, or None.
+        meta_NM: Metadata of the rows: what comes out for one that is not read is not defined.
         wrap: Lets the compiler see the kernels.
 
     Returns:
@@ -114,22 +129,30 @@ def launch(x: Tensor, weight_OI: Tensor, bias: Tensor | None, *, wrap: Callable[
     num_rows, splits = rows.shape[0], num_splits(out_features, in_features)
     partial = torch.empty(splits, num_rows, out_features, dtype=torch.float32, device=x.device)
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
+    has_meta = meta_NM is not None
+    meta, meta_width = (meta_NM, meta_NM.shape[1]) if meta_NM is not None else (partial, 0)
     wrap(multiply_kernel)[(triton.cdiv(num_rows, ROWS), triton.cdiv(out_features, BLOCK_OUT), splits)](
-        rows, weight_OI, partial, num_rows, out_features, in_features, triton.cdiv(triton.cdiv(in_features, BLOCK_K), splits),
-        ROWS=ROWS, BLOCK_OUT=BLOCK_OUT, BLOCK_K=BLOCK_K, WIDEN=not x.is_cuda,
+        rows, weight_OI, meta, partial, num_rows, out_features, in_features,
+        triton.cdiv(triton.cdiv(in_features, BLOCK_K), splits), meta_width,
+        ROWS=ROWS, BLOCK_OUT=BLOCK_OUT, BLOCK_K=BLOCK_K, WIDEN=not x.is_cuda, HAS_META=has_meta, READ_COLUMN=READ,
     )  # fmt: skip
     wrap(combine_kernel)[(num_rows, triton.cdiv(out_features, BLOCK_COMBINED))](
-        partial, partial if bias is None else bias, out, num_rows, out_features, SPLITS=splits, HAS_BIAS=bias is not None, BLOCK=BLOCK_COMBINED
-    )
+        partial, partial if bias is None else bias, meta, out, num_rows, out_features, meta_width,
+        SPLITS=splits, HAS_BIAS=bias is not None, BLOCK=BLOCK_COMBINED, HAS_META=has_meta, READ_COLUMN=READ,
+    )  # fmt: skip
     return out.view(*x.shape[:-1], out_features)
 
 
 def register() -> None:
-    """Define `ygg::linear_cuda`, through which the compiler sees the kernels; once, before a graph is built for CUDA."""
+    """Define `ygg::linear_cuda` and `ygg::read_linear_cuda`, through which the compiler sees the kernels; once, before a graph is built for CUDA."""
 
     @torch.library.triton_op("ygg::linear_cuda", mutates_args=())
     def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return launch(x, weight, bias, wrap=torch.library.wrap_triton)
+
+    @torch.library.triton_op("ygg::read_linear_cuda", mutates_args=())
+    def _(x: Tensor, meta: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return launch(x, weight, bias, meta, wrap=torch.library.wrap_triton)
 
 
 class OrderedLinear(nn.Module):
@@ -139,11 +162,15 @@ class OrderedLinear(nn.Module):
         linear: Its weight and bias become this layer's own, the very parameters, so that tied weights stay tied and keep their names.
     """
 
+    takes_meta: ClassVar = True  # as an output embedding, for the rows that are read
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., in_features) -> (..., out_features), in the layer's dtype."""
-        out: Tensor = torch.ops.ygg.linear_cuda(x, self.weight, self.bias)
+    def forward(self, x: Tensor, meta_NM: Tensor | None = None) -> Tensor:
+        """x: (..., in_features) -> (..., out_features), in the layer's dtype; with metadata, of the rows that are read."""
+        weight = self.weight, self.bias
+        linear = torch.ops.ygg.linear_cuda
+        out: Tensor = linear(x, *weight) if meta_NM is None else torch.ops.ygg.read_linear_cuda(x, meta_NM, *weight)
         return out

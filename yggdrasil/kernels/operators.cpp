@@ -38,12 +38,13 @@ TORCH_LIBRARY_FRAGMENT(ygg, library) {
       .def("logits_and_hidden", &ygg::Step::logits_and_hidden)
       .def("address", [](const c10::intrusive_ptr<ygg::Step>& step) { return int64_t(reinterpret_cast<intptr_t>(step.get())); });
   library.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
+  library.def("read_linear(Tensor x, Tensor meta, Tensor packed, Tensor? bias, int out_features) -> Tensor");
   library.def("packed_linears(Tensor x, Tensor[] packed, Tensor?[] bias, int[] out_features) -> Tensor");
   library.def("gated_linear(Tensor x, Tensor gate, Tensor? gate_bias, Tensor up, Tensor? up_bias, int out_features) -> Tensor");
   library.def(
       "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor meta, Tensor pages, float scale) -> Tensor",
       {at::Tag::flexible_layout});
-  library.def("candidates(Tensor logits, int count) -> (Tensor log_probs, Tensor tokens)");
+  library.def("candidates(Tensor logits, Tensor meta, int count) -> (Tensor log_probs, Tensor tokens)");
   library.def("greatest(Tensor scores) -> (Tensor values, Tensor tokens)");
   library.def("follow(Tensor logits, Tensor parent, Tensor token) -> (int[] path, int[] tokens)");
   library.def(
@@ -52,7 +53,7 @@ TORCH_LIBRARY_FRAGMENT(ygg, library) {
       "()");
   library.def("last_gain(Tensor log_prob, int num_nodes, int width, Tensor prices) -> float");
   library.def("pack_nodes_(Tensor(a!) meta, Tensor token, Tensor depth, Tensor path, int first, int last, int root_pos, int row) -> ()");
-  library.def("pack_chains_(Tensor(a!) meta, int[] tokens, int[] lens, int[] start_positions, int[] rows) -> ()");
+  library.def("pack_chains_(Tensor(a!) meta, int[] tokens, int[] lens, int[] start_positions, int[] rows, int[] num_read) -> ()");
   library.def("root(int token, int capacity, int path_width) -> (Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path)");
   library.def(
       "prune(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path, int num_nodes, Tensor knots, int[] widths, float[] costs_ms) -> "
@@ -72,6 +73,7 @@ at::Tensor packed_linears_from_list(const at::Tensor& x, at::TensorList packed, 
 
 TORCH_LIBRARY_IMPL(ygg, CPU, library) {
   library.impl("packed_linear", &ygg::packed_linear);
+  library.impl("read_linear", &ygg::read_linear);
   library.impl("packed_linears", &packed_linears_from_list);
   library.impl("gated_linear", &ygg::gated_linear);
   library.impl("attend", &ygg::attend);
@@ -105,6 +107,13 @@ AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x, AtenTensorHandle
   });
 }
 
+AOTITorchError aoti_torch_cpu_read_linear(AtenTensorHandle x, AtenTensorHandle meta, AtenTensorHandle packed,
+                                          AtenTensorHandle* bias, int64_t out_features, AtenTensorHandle* out) {
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    *out = new_tensor_handle(ygg::read_linear(tensor(x), tensor(meta), tensor(packed), maybe(bias), out_features));
+  });
+}
+
 AOTITorchError aoti_torch_cpu_packed_linears(AtenTensorHandle x, const AtenTensorHandle* packed, int64_t num_packed, const AtenTensorHandle** bias,
                                              int64_t num_bias, const int64_t* out_features, int64_t num_out_features, AtenTensorHandle* out) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
@@ -131,9 +140,9 @@ AOTITorchError aoti_torch_cpu_attend(AtenTensorHandle query, AtenTensorHandle ke
   });
 }
 
-AOTITorchError aoti_torch_cpu_candidates(AtenTensorHandle logits, int64_t count, AtenTensorHandle* log_probs, AtenTensorHandle* tokens) {
+AOTITorchError aoti_torch_cpu_candidates(AtenTensorHandle logits, AtenTensorHandle meta, int64_t count, AtenTensorHandle* log_probs, AtenTensorHandle* tokens) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
-    auto [first, second] = ygg::candidates(tensor(logits), count);
+    auto [first, second] = ygg::candidates(tensor(logits), tensor(meta), count);
     *log_probs = new_tensor_handle(std::move(first));
     *tokens = new_tensor_handle(std::move(second));
   });

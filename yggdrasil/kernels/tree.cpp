@@ -12,18 +12,19 @@
 #include <tuple>
 #include <vector>
 
+#include "layout.h"
 #include "operators.h"
 
 namespace {
 
-enum Column { kToken, kPosition, kRow, kIndex, kPrefix, kPath };  // layout.py says the same
+using namespace ygg;
 
 struct Best {
   float log_prob;
   int64_t place;
 };
 
-// Rows from `first` on store nothing and see nothing.
+// Rows from `first` on store nothing, see nothing and are not read.
 void pad(at::Tensor& meta, int64_t first) {
   const int64_t meta_width = meta.size(1);
   for (int64_t row = first; row < meta.size(0); ++row) {
@@ -98,6 +99,7 @@ void ygg::grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const a
     fields[kRow] = 0;
     fields[kIndex] = int32_t(root_pos + node);
     fields[kPrefix] = int32_t(root_pos);
+    fields[kRead] = 1;
     std::copy_n(paths + node * path_width, path_width, fields + kPath);
     ++node;
   }
@@ -129,25 +131,29 @@ void ygg::pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor
   int32_t* fields = meta.mutable_data_ptr<int32_t>();
   for (int64_t node = first; node < last; ++node, fields += meta_width) {
     const int32_t columns[kPath] = {token.const_data_ptr<int32_t>()[node], int32_t(root_pos + depth.const_data_ptr<int32_t>()[node]), int32_t(row),
-                                    int32_t(root_pos + node), int32_t(root_pos)};
+                                    int32_t(root_pos + node), int32_t(root_pos), 1};
     std::copy_n(columns, int64_t(kPath), fields);
     std::copy_n(path.const_data_ptr<int32_t>() + node * path_width, path_width, fields + kPath);
   }
   pad(meta, last - first);
 }
 
-// Pieces of rows, one after another: consecutive tokens of one row, each of which sees everything of it up to itself.
-void ygg::pack_chains_(at::Tensor meta, at::IntArrayRef tokens, at::IntArrayRef lens, at::IntArrayRef start_positions, at::IntArrayRef rows) {
+// Pieces of rows, one after another: consecutive tokens of one row, each of which sees everything of it up to itself. Of
+// each piece the last `num_read` are read.
+void ygg::pack_chains_(at::Tensor meta, at::IntArrayRef tokens, at::IntArrayRef lens, at::IntArrayRef start_positions,
+                       at::IntArrayRef rows, at::IntArrayRef num_read) {
   const int64_t count = int64_t(tokens.size()), meta_width = meta.size(1);
   TORCH_CHECK(count <= meta.size(0), "pack_chains_: ", count, " tokens for ", meta.size(0), " rows");
-  TORCH_CHECK(lens.size() == start_positions.size() && lens.size() == rows.size(), "pack_chains_: as many lengths as starts and rows");
+  TORCH_CHECK(lens.size() == start_positions.size() && lens.size() == rows.size() && lens.size() == num_read.size(),
+              "pack_chains_: as many lengths as starts, rows and numbers of tokens that are read");
   int32_t* fields = meta.mutable_data_ptr<int32_t>();
   int64_t token = 0;
   for (size_t piece = 0; piece < lens.size(); ++piece) {
     TORCH_CHECK(token + lens[piece] <= count, "pack_chains_: more tokens in the lengths than there are");
     for (int64_t n = 0; n < lens[piece]; ++n, ++token, fields += meta_width) {
       const int32_t position = int32_t(start_positions[piece] + n);
-      const int32_t columns[kPath] = {int32_t(tokens[token]), position, int32_t(rows[piece]), position, position + 1};
+      const int32_t is_read = n >= lens[piece] - num_read[piece];
+      const int32_t columns[kPath] = {int32_t(tokens[token]), position, int32_t(rows[piece]), position, position + 1, is_read};
       std::copy_n(columns, int64_t(kPath), fields);
       std::fill(fields + kPath, fields + meta_width, -1);
     }

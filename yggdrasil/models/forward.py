@@ -47,8 +47,12 @@ class _TokenForward(nn.Module):
             [self.get_buffer(f"value_{layer}") for layer in range(self.num_layers)],
         )
         hidden: list[Tensor] = []
-        # What enters the output embedding is the last hidden state, whatever the architecture calls it.
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
+
+        def enter_head(head: nn.Module, args: tuple[Tensor]) -> tuple[Tensor, ...]:
+            hidden.append(args[0])  # the last hidden state, whatever the architecture calls it
+            return (args[0], meta_NM) if getattr(head, "takes_meta", False) else args
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(enter_head)
         try:
             with attend_with(context):
                 output = self.model(
@@ -60,7 +64,7 @@ class _TokenForward(nn.Module):
 
 
 class TargetForward(_TokenForward):
-    """N tokens to logits (N, V) and last hidden states (N, E)."""
+    """N tokens to logits (N, V), defined where they are read, and last hidden states (N, E)."""
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         return self.logits_and_hidden(meta_NM)
@@ -75,6 +79,8 @@ class DraftForward(_TokenForward):
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         logits_NV, _ = self.logits_and_hidden(meta_NM)
-        candidates = traced if logits_NV.is_cuda else torch.ops.ygg.candidates
-        log_probs_NC, tokens_NC = candidates(logits_NV, self.num_candidates)
+        if logits_NV.is_cuda:
+            log_probs_NC, tokens_NC = traced(logits_NV, self.num_candidates)
+        else:
+            log_probs_NC, tokens_NC = torch.ops.ygg.candidates(logits_NV, meta_NM, self.num_candidates)
         return tokens_NC, log_probs_NC

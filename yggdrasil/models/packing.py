@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from yggdrasil.layout import INDEX, PATH, POSITION, PREFIX, ROW, TOKEN
+from yggdrasil.layout import INDEX, PATH, POSITION, PREFIX, READ, ROW, TOKEN
 from yggdrasil.staging import send_, staged_like
 from yggdrasil.tree import TokenTree
 
@@ -26,15 +26,29 @@ class Piece(NamedTuple):
         row: Of the page table.
         tokens: Vocabulary ids.
         start_pos: Position of the first.
+        num_read: Of how many, the last ones, somebody reads the model's outputs; None for all.
     """
 
     row: int
     tokens: Sequence[int]
     start_pos: int
+    num_read: int | None = None
+
+    @property
+    def read_len(self) -> int:
+        """`num_read` as a number."""
+        return len(self.tokens) if self.num_read is None else self.num_read
+
+    def part(self, start: int, length: int) -> Piece:
+        """Some of its tokens, with as many of them read as in the whole."""
+        tokens = self.tokens[start : start + length]
+        num_unread = len(self.tokens) - self.read_len
+        num_read = len(tokens) - min(max(num_unread - start, 0), len(tokens))
+        return Piece(self.row, tokens, self.start_pos + start, num_read)
 
 
 def empty_meta(num_tokens: int, max_depth: int, *, device: str = "cpu") -> Tensor:
-    """(N, 5 + A) int32 of padding: nothing stored, nothing seen."""
+    """(N, 6 + A) int32 of padding: nothing stored, seen or read."""
     meta_NM = torch.zeros(num_tokens, PATH + max_depth + 1, dtype=torch.int32, device=device)
     _pad_(meta_NM, 0)
     return meta_NM
@@ -48,9 +62,9 @@ def _pad_(meta_NM: Tensor, first: int) -> None:
     meta_NM[first:, PATH:] = -1
 
 
-def pack_chain_(meta_NM: Tensor, tokens: Sequence[int], start_pos: int, *, row: int = 0) -> None:
+def pack_chain_(meta_NM: Tensor, tokens: Sequence[int], start_pos: int, *, row: int = 0, num_read: int | None = None) -> None:
     """Consecutive committed tokens: each sees everything up to itself. A prompt chunk, or a draft catching up."""
-    pack_chains_(meta_NM, [Piece(row, tokens, start_pos)])
+    pack_chains_(meta_NM, [Piece(row, tokens, start_pos, num_read)])
 
 
 def pack_chains_(meta_NM: Tensor, pieces: Sequence[Piece]) -> None:
@@ -59,9 +73,12 @@ def pack_chains_(meta_NM: Tensor, pieces: Sequence[Piece]) -> None:
     Cost: one host call; on CUDA one copy besides, and no sync.
     """
     tokens = [token for piece in pieces for token in piece.tokens]
-    lens, starts, rows = [len(piece.tokens) for piece in pieces], [piece.start_pos for piece in pieces], [piece.row for piece in pieces]
+    lens = [len(piece.tokens) for piece in pieces]
+    starts = [piece.start_pos for piece in pieces]
+    rows = [piece.row for piece in pieces]
+    num_read = [piece.read_len for piece in pieces]
     host_NM = meta_NM if meta_NM.is_cpu else staged_like(meta_NM)
-    torch.ops.ygg.pack_chains_(host_NM, tokens, lens, starts, rows)
+    torch.ops.ygg.pack_chains_(host_NM, tokens, lens, starts, rows, num_read)
     if host_NM is not meta_NM:
         send_(meta_NM, host_NM)
 
@@ -78,7 +95,8 @@ def pack_nodes_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_po
 def pack_chains_plain_(meta_NM: Tensor, pieces: Sequence[Piece]) -> None:
     """`pack_chains_`, operator by operator, for metadata on the host."""
     first = 0
-    for row, tokens, start_pos in pieces:
+    for piece in pieces:
+        row, tokens, start_pos, _ = piece
         last = first + len(tokens)
         meta_NM[first:last, TOKEN] = torch.tensor(tokens, dtype=torch.int32)
         position_N = torch.arange(start_pos, start_pos + len(tokens), dtype=torch.int32, device=meta_NM.device)
@@ -86,6 +104,8 @@ def pack_chains_plain_(meta_NM: Tensor, pieces: Sequence[Piece]) -> None:
         meta_NM[first:last, INDEX] = position_N
         meta_NM[first:last, PREFIX] = position_N + 1
         meta_NM[first:last, ROW] = row
+        meta_NM[first : last - piece.read_len, READ] = 0
+        meta_NM[last - piece.read_len : last, READ] = 1
         meta_NM[first:last, PATH:] = -1
         first = last
     _pad_(meta_NM, first)
@@ -100,4 +120,5 @@ def pack_nodes_plain_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, r
     meta_NM[:count, ROW] = row
     meta_NM[:count, INDEX] = torch.arange(root_pos + first, root_pos + last, dtype=torch.int32, device=meta_NM.device)
     meta_NM[:count, PREFIX] = root_pos
+    meta_NM[:count, READ] = 1
     meta_NM[:count, PATH:] = tree.path_NA[first:last]

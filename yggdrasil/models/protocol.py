@@ -34,11 +34,13 @@ class TokenGraphs(Protocol):
     graph_ms: float
 
     def meta(self, num_tokens: int) -> Tensor:
-        """The metadata buffer, (bucket, 5 + A) int32, of the smallest graph for `num_tokens`. Aliasing: the same one every time."""
+        """The metadata buffer, (bucket, 6 + A) int32, of the smallest graph for `num_tokens`. Aliasing: the same one every time."""
         ...
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         """Run the graph of that buffer: (logits, hidden) of a target, (tokens, log-probabilities) of a draft, padding rows included.
+
+        Rows that the metadata does not mark as read have a hidden state; their other outputs are not defined.
 
         Aliasing: on CUDA the next forward of this model, of whatever size, may write over the results.
         """

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from yggdrasil.kernels.threads import stay_alone
+
 __all__ = ["Side", "SideStream", "SideThread", "side_of"]
 
 Job = Callable[[], None]
@@ -78,8 +80,7 @@ def _nothing() -> None:
 
 
 def _work(jobs: SimpleQueue[tuple[object, Job] | None], ended: SimpleQueue[Any]) -> None:
-    torch.set_num_threads(1)
-    torch.get_num_threads()  # the first question settles a thread's number; unasked, it would take what is set when it first computes
+    stay_alone()
     ended.put((None, None))
     while (entry := jobs.get()) is not None:
         name, job = entry

@@ -275,7 +275,7 @@ class Batcher:
             if left <= room:
                 reaching.append(ticket)
             else:
-                pieces.append(Piece(row.row, ticket.state.tokens[row.target_len : row.target_len + room], row.target_len))
+                pieces.append(Piece(row.row, ticket.state.tokens[row.target_len : row.target_len + room], row.target_len, 0))
             room -= min(left, room)
         return reaching, pieces
 

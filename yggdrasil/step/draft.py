@@ -157,7 +157,7 @@ def prefill(model: TokenModel, tokens: list[int]) -> Tensor | None:
         start = model.cache.len
         chunk = tokens[start : start + model.prefill_chunk]
         meta_NM = model.meta(len(chunk))
-        pack_chain_(meta_NM, chunk, start)
+        pack_chain_(meta_NM, chunk, start, num_read=0)
         _, second_NX = model.forward(meta_NM)
         last = second_NX[len(chunk) - 1]
         model.cache.commit_(range(len(chunk)))
@@ -213,7 +213,7 @@ def head_draft(model: TokenModel, state: DecodeState) -> Head:
     lag = model.cache.len
     chain = state.tokens[lag:]
     meta_NM = model.meta(len(chain))
-    pack_chain_(meta_NM, chain, lag)
+    pack_chain_(meta_NM, chain, lag, num_read=1)
     tokens_NC, log_probs_NC = model.forward(meta_NM)
     model.cache.commit_(range(len(chain) - 1))
     return Head(state.root_pos, tokens_NC, log_probs_NC, len(chain) - 1)

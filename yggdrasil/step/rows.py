@@ -53,9 +53,10 @@ def run_pieces(model: TokenGraphs, pieces: Sequence[Piece], limit: int) -> Itera
     for piece in pieces:
         start = 0
         while start < len(piece.tokens):
-            part = piece.tokens[start : start + room]
-            batch.append(Piece(piece.row, part, piece.start_pos + start))
-            start, room = start + len(part), room - len(part)
+            part = piece.part(start, room)
+            batch.append(part)
+            start += len(part.tokens)
+            room -= len(part.tokens)
             if room == 0:
                 yield batch, _forward(model, batch)
                 batch, room = [], limit
@@ -82,7 +83,7 @@ def catch_up_rows_(model: TokenGraphs, rows: Sequence[Row]) -> None:
     Source: Nightjar section 4.2, "Prefill Cost Modeling".
     """
     lagging = [row for row in rows if row.lag > 1]
-    pieces = [Piece(row.row, row.state.tokens[row.draft_len : row.state.root_pos], row.draft_len) for row in lagging]
+    pieces = [Piece(row.row, row.state.tokens[row.draft_len : row.state.root_pos], row.draft_len, 0) for row in lagging]
     for _ in run_pieces(model, pieces, _limit(model, sum(len(piece.tokens) for piece in pieces))):
         pass
     for row in lagging:
@@ -106,7 +107,7 @@ def draft_rows(model: TokenGraphs, rows: Sequence[Row], gammas: Sequence[int], p
     """
     chains = [Chain(num_run=gamma) for gamma in gammas]
     live = [(row, chain) for row, chain in zip(rows, chains, strict=True) if chain.num_run]
-    pieces = [Piece(row.row, row.state.tokens[row.draft_len :], row.draft_len) for row, _ in live]
+    pieces = [Piece(row.row, row.state.tokens[row.draft_len :], row.draft_len, 1) for row, _ in live]
     depth = 0
     while live:
         for (_, chain), (token, log_prob) in zip(live, _guesses(model, pieces), strict=True):
@@ -166,17 +167,20 @@ def verify_rows(model: TokenGraphs, rows: Sequence[Row], chains: Sequence[Chain]
         model: The target; what it writes after the roots is provisional.
         rows: Those that emit. What of a row's text before its root the target lacks, the end of a prompt, runs in the same forward.
         chains: One a row.
-        prompts: Tokens of rows whose root this forward does not reach.
+        prompts: Tokens of rows whose root this forward does not reach; nobody reads their logits.
 
     Returns:
-        (N, V) logits, and where among the N each row's root stands; its chain follows.
+        (N, V) logits, defined for roots and chains, and where among the N each row's root stands; its chain follows.
 
     Raises:
         ShapeNotCompiled: more tokens than the menu's greatest graph.
 
     Cost: one graph. Aliasing: on CUDA overwritten by the next replay.
     """
-    pieces = [Piece(row.row, [*row.state.tokens[row.target_len :], *chain.tokens], row.target_len) for row, chain in zip(rows, chains, strict=True)]
+    pieces = [
+        Piece(row.row, [*row.state.tokens[row.target_len :], *chain.tokens], row.target_len, 1 + len(chain.tokens))
+        for row, chain in zip(rows, chains, strict=True)
+    ]
     ends = accumulate(len(piece.tokens) for piece in pieces)
     roots = [end - len(chain.tokens) - 1 for end, chain in zip(ends, chains, strict=True)]
     return _forward(model, [*pieces, *prompts])[0], roots

@@ -33,7 +33,7 @@ def verify(model: TokenModel, tree: TokenTree, tokens: Sequence[int]) -> tuple[T
     model.cache.reserve(last)
     meta_NM = model.meta(last)
     if lagging:
-        pack_chain_(meta_NM[:first], lagging, model.cache.len)
+        pack_chain_(meta_NM[:first], lagging, model.cache.len, num_read=0)
     pack_nodes_(meta_NM[first:], tree, 0, len(tree), root_pos)
     outputs = model.forward(meta_NM)
     if lagging:

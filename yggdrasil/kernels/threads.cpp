@@ -1,0 +1,171 @@
+// Bodies of threads.h.
+//
+//   caller    open a call, ring the partners, take pieces until none is left, close, wait until nobody is inside
+//   partner   wait for a ring, enter, take pieces while the call is open, leave
+//
+// A wait spins for microseconds and then sleeps, which gives the core to whatever needs it. A partner that comes too late
+// finds the call closed. Only one that lost its core within a piece is waited for: its result is needed.
+//
+// Not OpenMP: its threads spin at every barrier for milliseconds, and so hold the core that their partner needs as soon as
+// other processes run.
+#include "threads.h"
+
+#include <ATen/Parallel.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <vector>
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kMostThreads = 256, kPiecesOfThread = 8;
+constexpr auto kSpin = std::chrono::microseconds(100);  // longer than what lies between two operators of a graph
+constexpr int kLooks = 32;                              // between two looks at the clock
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// A number that a thread waits to see changed.
+class alignas(64) Bell {
+ public:
+  uint32_t read() const { return number_.load(); }
+
+  void ring() {
+    number_.fetch_add(1);
+    number_.notify_all();
+  }
+
+  // The number, as soon as it is not `seen`.
+  uint32_t wait(uint32_t seen) const {
+    const auto end = Clock::now() + kSpin;
+    do {
+      for (int look = 0; look < kLooks; ++look, relax())
+        if (const uint32_t number = read(); number != seen) return number;
+    } while (Clock::now() < end);
+    number_.wait(seen);
+    return read();
+  }
+
+ private:
+  std::atomic<uint32_t> number_{0};
+};
+
+// The pieces [next, end) that are left of a thread's share. Its owner takes the first, so that it reads the same weights in
+// every call as long as nobody is late; others take the last.
+class alignas(64) Share {
+ public:
+  void set(uint32_t next, uint32_t end) { range_.store(pack(next, end), std::memory_order_relaxed); }
+
+  // Whether there was one to take.
+  bool take(bool is_own, int64_t& piece) {
+    uint64_t range = range_.load(std::memory_order_relaxed);
+    for (;;) {
+      const uint32_t next = uint32_t(range);
+      const uint32_t end = uint32_t(range >> 32);
+      if (next >= end) return false;
+      const uint64_t left = is_own ? pack(next + 1, end) : pack(next, end - 1);
+      piece = is_own ? next : end - 1;
+      if (range_.compare_exchange_weak(range, left, std::memory_order_relaxed)) return true;
+    }
+  }
+
+ private:
+  static uint64_t pack(uint32_t next, uint32_t end) { return uint64_t(end) << 32 | next; }
+
+  std::atomic<uint64_t> range_{0};
+};
+
+class Pool {
+ public:
+  // Whether the calling thread may `run` now.
+  bool enter() { return !is_taken_.test_and_set(); }
+  void leave() { is_taken_.clear(); }
+
+  void run(int64_t count, int64_t pieces, int64_t threads, const ygg::Body& body) {
+    body_ = &body;
+    count_ = count;
+    pieces_ = pieces;
+    threads_ = threads;
+    for (int64_t t = 0; t < threads; ++t) shares_[t].set(t * pieces / threads, (t + 1) * pieces / threads);
+    is_open_.store(true);
+    for (int64_t t = 1; t < threads; ++t) bell_of(t).ring();
+    take_pieces(0);
+    is_open_.store(false);
+    for (uint32_t seen = left_.read(); inside_.load(); seen = left_.wait(seen)) {
+    }
+  }
+
+ private:
+  void take_pieces(int64_t thread) {
+    int64_t piece;
+    for (int64_t step = 0; step < threads_; ++step) {
+      Share& share = shares_[(thread + step) % threads_];
+      while (share.take(step == 0, piece)) (*body_)(piece * count_ / pieces_, (piece + 1) * count_ / pieces_);
+    }
+  }
+
+  // Of partner number `thread`, which begins when it is first rung and never ends.
+  Bell& bell_of(int64_t thread) {
+    while (int64_t(bells_.size()) < thread) {
+      Bell* bell = bells_.emplace_back(new Bell);
+      std::thread(&Pool::serve, this, bell, int64_t(bells_.size())).detach();
+    }
+    return *bells_[thread - 1];
+  }
+
+  void serve(Bell* bell, int64_t thread) {
+    for (uint32_t seen = 0;;) {
+      seen = bell->wait(seen);
+      inside_.fetch_add(1);  // before the look at `is_open_`: the caller closes first and then looks here
+      if (is_open_.load() && thread < threads_) take_pieces(thread);
+      if (inside_.fetch_sub(1) == 1 && !is_open_.load()) left_.ring();
+    }
+  }
+
+  std::atomic_flag is_taken_;
+  const ygg::Body* body_ = nullptr;
+  int64_t count_ = 0, pieces_ = 0, threads_ = 0;
+  Share shares_[kMostThreads];
+  std::atomic<bool> is_open_{false};
+  std::atomic<int64_t> inside_{0};  // partners that may be in a piece
+  Bell left_;                       // rung when the last of them is not any more
+  std::vector<Bell*> bells_;
+};
+
+Pool* pool = new Pool;  // never deleted: partners sleep in it until the process ends
+
+std::atomic<int64_t>& most_threads() {
+  static std::atomic<int64_t> count{std::min<int64_t>(at::get_num_threads(), kMostThreads)};
+  return count;
+}
+
+thread_local bool stays_alone = false;
+
+// A child process has the memory of the pool and none of its threads.
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+
+}  // namespace
+
+void ygg::parallel_for(int64_t count, int64_t least, const Body& body) {
+  if (count <= 0) return;
+  const int64_t threads = std::min(stays_alone ? 1 : most_threads().load(), count / least);
+  if (threads < 2 || !pool->enter()) return body(0, count);
+  pool->run(count, threads * std::min(count / least / threads, kPiecesOfThread), threads, body);
+  pool->leave();
+}
+
+int64_t ygg_num_threads() noexcept { return most_threads(); }
+
+void ygg_set_num_threads(int64_t count) noexcept { most_threads() = std::clamp<int64_t>(count, 1, kMostThreads); }
+
+void ygg_stay_alone() noexcept { stays_alone = true; }

@@ -1,0 +1,37 @@
+// The threads that our operators run on: the calling one and its partners, which spin for microseconds and then sleep.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+namespace ygg {
+
+// A function of a range of places [begin, end), which the caller of `parallel_for` owns.
+class Body {
+ public:
+  template <class Function>
+  Body(const Function& function)
+      : function_(std::addressof(function)), call_([](const void* given, int64_t begin, int64_t end) {
+          (*static_cast<const Function*>(given))(begin, end);
+        }) {}
+
+  void operator()(int64_t begin, int64_t end) const noexcept { call_(function_, begin, end); }
+
+ private:
+  const void* function_;
+  void (*call_)(const void*, int64_t, int64_t);
+};
+
+// Runs `body` over [0, count) in pieces of at least `least` places. Every thread has a share of neighbouring pieces, the
+// same in every call of that size, and takes from the others' shares when its own is done: the calling thread finishes
+// alone what its partners do not come for. A piece runs once, on any thread; no result may depend on which. One piece, a
+// call within a piece, and a call while another thread's is under way run on the calling thread alone.
+void parallel_for(int64_t count, int64_t least, const Body& body);
+
+}  // namespace ygg
+
+// For Python. Most threads of a call, the calling one included; at first as many as torch has.
+extern "C" int64_t ygg_num_threads() noexcept;
+extern "C" void ygg_set_num_threads(int64_t count) noexcept;
+// The calls of the calling thread run on it alone from now on.
+extern "C" void ygg_stay_alone() noexcept;
