@@ -33,7 +33,6 @@ from bench.workloads import STORIES, beginnings
 from yggdrasil.engine import Engine
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import equal_growth
-from yggdrasil.schedule.plan import SEQUENTIAL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,7 +63,7 @@ def arms_of(pair: LoadedPair, num_tokens: int) -> tuple[list[Arm], LoadedPair]:
         policy_arm(O5, pair, pair.policy(depth="predicted"), num_tokens),
         policy_arm(NO_PREDICTOR, pair, pair.policy(depth="fixed"), num_tokens),
     ]
-    if pair.plan.plan != SEQUENTIAL:
+    if pair.plan.greedy.plan is not None:
         arms.insert(-2, policy_arm(O4, pair, fixed_policy(pair, tree), num_tokens))
     return arms, eager
 
@@ -93,8 +92,7 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     rounds = interleave(arms, prompts, reference=PLAIN_ARM, tick=say)
     return {
         "target": under_test.target.to_json(),
-        "plan": pair.plan.plan.name,
-        "plans_ms_per_token_when_searched": {found.plan.name: round(found.ms_per_token, 3) for found in pair.plan.measured},
+        "plan": pair.plan.greedy.why(),
         "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm} | ({} if O4 in rounds.by_arm else {O4: None}),
         "factors": factors(rounds),
         "predictor_alone": ratio(rounds.later_tpots(NO_PREDICTOR), rounds.later_tpots(O5)),
@@ -107,7 +105,7 @@ def table(result: Mapping[str, Any]) -> str:
     lines = [f"{'arm':<28} {'ms/token':>9} {'AAL':>6} {'its own factor':>16}"]
     for name, arm in result["arms"].items():
         found = result["factors"].get(name)
-        figures = f"{arm['tpot_after_first_ms']['median']:>9.2f} {arm['aal']:>6.2f}" if arm else f"  the search found nothing better than {result['plan']}"
+        figures = f"{arm['tpot_after_first_ms']['median']:>9.2f} {arm['aal']:>6.2f}" if arm else f"  {result['plan']}"
         lines.append(f"{name:<28} {figures}" + (f" {found['median']:>8.2f} {found['ci95']} (paper {found['paper']})" if found else ""))
     alone = result["predictor_alone"]
     return "\n".join([*lines, f"O5 over {NO_PREDICTOR}: {alone['median']:.2f} {alone['ci95']}"])

@@ -93,6 +93,10 @@ class Plan:
         """The stages on "side", in order."""
         return tuple(place.stage for place in self.placements if place.resource == "side")
 
+    def helps(self, temperature: float) -> bool:
+        """Whether anything runs ahead of time at this temperature: at 0 there is no noise to draw."""
+        return any(stage != "noise" or temperature > 0 for stage in self.ahead)
+
     def form(self, stage: str) -> str:
         """Under which name the stage's milliseconds are measured: where it runs, and what ran ahead of time, change its work."""
         if stage in AHEAD:

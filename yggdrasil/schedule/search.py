@@ -14,7 +14,7 @@ from yggdrasil.schedule.stages import SYNCS, needs
 
 __all__ = ["LEAST_GAIN", "Span", "Timeline", "best_plan", "plans", "simulate"]
 
-LEAST_GAIN = 0.01  # of an iteration: less than this no plan is worth the work it does ahead of time
+LEAST_GAIN = 0.01  # of an iteration: a smaller prediction does not justify work ahead of time
 
 _TAILS = ("", "early", "late", "side")
 _NEXT_HEADS = ("", "main", "side")
