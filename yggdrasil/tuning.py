@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ def _plan(bundle: Bundle, engine: Engine, prompt: Sequence[int], acceptance: Acc
     )
     with progress.phase("search the plan", len(TEMPERATURES)):
         choice = choose_plans(work, tick=progress.advance)
-    return {"format": FORMAT, "shape": str(shape), **choice.to_json()}
+    return {"format": FORMAT, "shape": str(shape), **asdict(choice)}
 
 
 def _train_depth(

@@ -287,7 +287,7 @@ def predictor_file(bundle: Bundle, name: str) -> Path:
     return bundle.predictor_folder(bundle.dataset) / name
 
 
-NO_TRIAL = {"plan": {"name": "none", "placements": [["verify", "main"]]}, "gain95": None}
+NO_TRIAL = {"plan": {"name": "none", "placements": [{"stage": "verify", "resource": "main"}]}, "gain95": None}
 DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
     "truncated bundle.json": (lambda bundle: truncate(bundle.folder / "bundle.json"), "bundle.json: corrupt"),
     "bundle.json without a field": (

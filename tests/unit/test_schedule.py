@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -30,7 +28,7 @@ from yggdrasil.schedule.plan import SEQUENTIAL, Placement, Plan
 from yggdrasil.schedule.profile import NUM_STEPS, PROBES, Sample, StageProfile, Stay, fastest, profile_of
 from yggdrasil.schedule.search import best_plan, plans, simulate
 from yggdrasil.schedule.side import SideThread
-from yggdrasil.schedule.stages import AHEAD, MAIN, needs, stage_graph
+from yggdrasil.schedule.stages import AHEAD, MAIN, needs
 from yggdrasil.schedule.workload import Workload
 from yggdrasil.state import DecodeState
 
@@ -60,12 +58,16 @@ def spans(plan: Plan, profile: StageProfile) -> dict[tuple[str, str], tuple[floa
     return {(span.stage, span.lane): (span.start_ms, span.end_ms) for span in simulate(plan, profile).spans}
 
 
+def stage_graph(ahead: tuple[str, ...] = AHEAD) -> networkx.DiGraph[str]:
+    """From data to its reader."""
+    return networkx.DiGraph([(need, stage) for stage in (*MAIN, *ahead) for need in needs(stage, ahead)])
+
+
 def test_the_graph_is_acyclic_and_holds_the_stages_that_run() -> None:
     for ahead in ((), ("noise",), ("tail",), ("tail", "next_head"), AHEAD):
         graph = stage_graph(ahead)
         assert networkx.is_directed_acyclic_graph(graph)
         assert set(graph) == {*MAIN, *ahead}
-        assert [stage for stage, data in graph.nodes(data=True) if data["ahead"]] == [stage for stage in graph if stage in ahead]
 
 
 def test_the_main_stages_form_a_chain_up_to_the_walk() -> None:
@@ -92,13 +94,6 @@ def test_the_order_of_all_stages_is_topological() -> None:
         assert all(place[before] < place[after] for before, after in stage_graph(plan.ahead).edges)
 
 
-def test_a_graph_of_a_head_without_its_tail_is_refused() -> None:
-    with pytest.raises(ConfigError, match="next_head needs the KV of every leaf"):
-        stage_graph(("next_head",))
-    with pytest.raises(ConfigError, match="ahead: 'verify' is not allowed"):
-        stage_graph(("verify",))
-
-
 @pytest.mark.parametrize(
     ("order", "message"),
     [
@@ -121,7 +116,7 @@ def test_a_plan_that_is_not_valid_is_refused_by_name(order: tuple[str | tuple[st
 
 def test_a_plan_survives_json() -> None:
     for plan in plans():
-        assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+        assert Plan.from_json(json.loads(json.dumps(asdict(plan)))) == plan
     with pytest.raises(ConfigError, match="placements of policy: 0"):
         Plan.from_json({"name": "empty", "placements": []})
 
@@ -225,12 +220,12 @@ def search(trial: Trial | None, profile: StageProfile | None = PROFILE) -> PlanS
 
 
 def trial(gain95: tuple[float, float] | None) -> Trial:
-    return Trial(TAIL_SIDE, predicted_ms=20.0, plan_ms=19.5, step_ms=20.5, num_turns=12 if gain95 else 5, gain95=gain95)
+    return Trial(TAIL_SIDE, plan_ms=19.5, step_ms=20.5, num_turns=12 if gain95 else 5, gain95=gain95)
 
 
 def test_a_choice_survives_json_and_keeps_its_charts() -> None:
     chosen = PlanChoice(greedy=search(None, None), sampled=search(trial((0.01, 0.03))))
-    assert PlanChoice.from_json(json.loads(json.dumps(chosen.to_json()))) == chosen
+    assert PlanChoice.from_json(json.loads(json.dumps(asdict(chosen)))) == chosen
     assert [timeline.plan.name for timeline in chosen.sampled.timelines] == ["sequential", "tail side"]
     assert chosen.greedy.timelines == ()
 
@@ -243,7 +238,7 @@ def test_a_choice_survives_json_and_keeps_its_charts() -> None:
         (search(trial((-0.02, 0.09))), None, "gain -2.0% to +9.0%"),
         (search(trial(None)), None, "no plan: tail side had 5 of 6 turns"),
         (search(None), None, "no plan: none of 19 is predicted to gain 1%"),
-        (search(None, None), None, "no plan: no time to measure any, at 20 ms an iteration"),
+        (search(None, None), None, "no plan: too little time or context to measure any, at 20 ms an iteration"),
     ],
 )
 def test_a_plan_runs_only_if_the_whole_interval_of_its_gain_lies_above_zero(found: PlanSearch, plan: Plan | None, reason: str) -> None:
@@ -291,7 +286,7 @@ class Machine:
         return Workload(target=model, draft=model, step=self.stepper("step"), step_ms=expected_ms, prompt=[1, 2, 3], policy=policy, max_context=64)
 
     def tried(self, seconds: float = 10.0) -> Trial:
-        return try_plan(self.work(), TAIL_SIDE, 1.0, self.now + seconds)
+        return try_plan(self.work(), TAIL_SIDE, self.now + seconds)
 
 
 def jittered(ms: float, share: float = 0.1) -> Callable[[], float]:
@@ -432,10 +427,3 @@ def test_a_side_that_nobody_holds_ends_its_thread() -> None:
     del side
     worker.join(timeout=5)
     assert not worker.is_alive()
-
-
-def test_loading_a_plan_does_not_import_networkx() -> None:
-    """It costs a third of a second at every start."""
-    code = "import sys; sys.modules['networkx'] = None; import yggdrasil.schedule.plan as p; print(p.needs('say', ('noise',)), p.SEQUENTIAL.name)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["('verify',", "'noise')", "sequential"]
-    assert needs("say") == ("verify",)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from math import comb
 from statistics import median
@@ -15,26 +15,13 @@ from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.plan import SEQUENTIAL, Plan
 from yggdrasil.schedule.profile import NUM_STEPS, PROBES, StageProfile, profile_stages
 from yggdrasil.schedule.search import LEAST_GAIN, Timeline, best_plan, plans, simulate
-from yggdrasil.schedule.workload import OutOfTime, Step, Workload
+from yggdrasil.schedule.workload import NoRoom, Workload
 from yggdrasil.trace import Trace
 
-__all__ = [
-    "BUDGET_S",
-    "FORMAT",
-    "LEAST_TURNS",
-    "MOST_TURNS",
-    "TEMPERATURES",
-    "PlanChoice",
-    "PlanSearch",
-    "Trial",
-    "choose_plans",
-    "median_interval",
-    "search_plan",
-    "try_plan",
-]
+__all__ = ["BUDGET_S", "FORMAT", "LEAST_TURNS", "TEMPERATURES", "PlanChoice", "PlanSearch", "Trial", "choose_plans", "median_interval", "search_plan"]
 
 FORMAT = 2
-"""Of what `PlanChoice.to_json` writes."""
+"""Of a stored `PlanChoice`."""
 
 TEMPERATURES = (0.0, 1.0)
 """A greedy text and a sampled one: what runs ahead of time, and what it saves, differ."""
@@ -55,7 +42,6 @@ class Trial:
 
     Args:
         plan: Which.
-        predicted_ms: Of an iteration, by the simulation.
         plan_ms: Of an iteration by the plan, median over the turns.
         step_ms: Of an iteration without it.
         num_turns: Pairs of runs.
@@ -63,7 +49,6 @@ class Trial:
     """
 
     plan: Plan
-    predicted_ms: float
     plan_ms: float
     step_ms: float
     num_turns: int
@@ -82,7 +67,7 @@ class PlanSearch:
     Args:
         temperature: At which it was measured.
         step_ms: What an iteration was expected to take.
-        profile: Of every stage; None where there was no time to measure it.
+        profile: Of every stage; None where time or context did not suffice to measure it.
         trial: Of the plan with the best prediction; None where that was to run nothing ahead of time.
     """
 
@@ -107,34 +92,17 @@ class PlanSearch:
     def why(self) -> str:
         """The plan, or that there is none, and the reason in numbers."""
         if self.profile is None:
-            return f"no plan: no time to measure any, at {self.step_ms:.0f} ms an iteration"
-        if self.trial is None:
+            return f"no plan: too little time or context to measure any, at {self.step_ms:.0f} ms an iteration"
+        trial = self.trial
+        if trial is None:
             num_plans = len(plans(has_streams=bool(self.profile.device_ms))) - 1
             return f"no plan: none of {num_plans} is predicted to gain {LEAST_GAIN:.0%}"
-        trial = self.trial
         if trial.gain95 is None:
-            return f"no plan: {trial.plan.name} had {trial.num_turns} of {LEAST_TURNS} turns before time was up"
+            return f"no plan: {trial.plan.name} had {trial.num_turns} of {LEAST_TURNS} turns that an interval needs"
         low, high = trial.gain95
         measured = f"{trial.plan_ms:.3f} ms an iteration, {trial.step_ms:.3f} without it"
         gain = f"gain {low:+.1%} to {high:+.1%} (95 %, {trial.num_turns} turns)"
         return f"{'' if trial.gains else 'no plan: '}{trial.plan.name}: {measured}, {gain}"
-
-    @classmethod
-    def from_json(cls, payload: Mapping[str, Any]) -> PlanSearch:
-        """Raises ConfigError, KeyError or TypeError on what `asdict` did not give."""
-        profile, trial = payload["profile"], payload["trial"]
-        return cls(
-            temperature=payload["temperature"],
-            step_ms=payload["step_ms"],
-            profile=None if profile is None else StageProfile(**profile),
-            trial=None if trial is None else _trial(trial),
-        )
-
-
-def _trial(payload: Mapping[str, Any]) -> Trial:
-    interval = payload["gain95"]
-    gain95 = None if interval is None else (interval[0], interval[1])
-    return Trial(**{**payload, "plan": Plan.from_json(payload["plan"]), "gain95": gain95})
 
 
 @dataclass(frozen=True)
@@ -149,34 +117,33 @@ class PlanChoice:
     greedy: PlanSearch
     sampled: PlanSearch
 
-    def to_json(self) -> dict[str, Any]:
-        """The form that `from_json` reads."""
-        return {"greedy": _json(self.greedy), "sampled": _json(self.sampled)}
-
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> PlanChoice:
-        """Raises ConfigError, KeyError or TypeError on anything else."""
-        return cls(PlanSearch.from_json(payload["greedy"]), PlanSearch.from_json(payload["sampled"]))
+        """Of `asdict`. Raises ConfigError, KeyError or TypeError on anything else."""
+        return cls(*(_search(payload[kind]) for kind in ("greedy", "sampled")))
 
 
-def _json(search: PlanSearch) -> dict[str, Any]:
-    payload = asdict(search)
-    if search.trial is not None:
-        payload["trial"]["plan"] = search.trial.plan.to_json()
-    return payload
+def _search(payload: Mapping[str, Any]) -> PlanSearch:
+    profile, trial = payload["profile"], payload["trial"]
+    if profile is not None:
+        profile = StageProfile(**profile)
+    if trial is not None:
+        gain95 = trial["gain95"]
+        trial = Trial(**{**trial, "plan": Plan.from_json(trial["plan"]), "gain95": gain95 and (gain95[0], gain95[1])})
+    return PlanSearch(payload["temperature"], payload["step_ms"], profile, trial)
 
 
 def choose_plans(work: Workload, *, tick: Callable[[], None] = lambda: None) -> PlanChoice:
     """Search at every temperature, each with its share of the time.
 
     Args:
-        work: What is decoded meanwhile; its sampling is not used.
+        work: What is decoded meanwhile, at the temperature of each search.
         tick: Called after each of `TEMPERATURES`.
     """
     found = []
     for temperature in TEMPERATURES:
-        at_this = replace(work, sampling=SamplingConfig(temperature=temperature))
-        found.append(search_plan(at_this, BUDGET_S[work.draft.device] / len(TEMPERATURES)))
+        sampled = replace(work, sampling=SamplingConfig(temperature=temperature))
+        found.append(search_plan(sampled, BUDGET_S[work.draft.device] / len(TEMPERATURES)))
         tick()
     return PlanChoice(*found)
 
@@ -184,66 +151,46 @@ def choose_plans(work: Workload, *, tick: Callable[[], None] = lambda: None) -> 
 def search_plan(work: Workload, budget_s: float) -> PlanSearch:
     """Profile the stages, simulate every plan, and try the best one.
 
-    Nothing is begun that the time would not suffice for at the expected duration of an iteration.
-
-    Args:
-        work: What is decoded.
-        budget_s: Seconds.
+    A search for which the time would not suffice at the expected duration of an iteration is not begun.
 
     Source: Yggdrasil section 5.2. Departure: the paper runs the best by prediction; here it must gain where it runs.
     """
-    start = time.perf_counter()
-    found = PlanSearch(work.sampling.temperature, work.step_ms)
+    start, temperature = time.perf_counter(), work.sampling.temperature
     if LEAST_ITERATIONS * work.step_ms > budget_s * 1e3:
-        return found
+        return PlanSearch(temperature, work.step_ms)
+    work.prefill()
     try:
-        work.prefill()
-        found = replace(found, profile=profile_stages(work, start + budget_s * PROFILE_SHARE))
-    except OutOfTime:
-        return found
-    assert found.profile is not None
-    best = best_plan(found.profile)
-    if not best.helps(work.sampling.temperature):
-        return found
-    predicted_ms = simulate(best, found.profile).makespan_ms
-    return replace(found, trial=try_plan(work, best, predicted_ms, start + budget_s))
+        profile = profile_stages(work, start + budget_s * PROFILE_SHARE)
+    except NoRoom:
+        return PlanSearch(temperature, work.step_ms)
+    best = best_plan(profile)
+    trial = try_plan(work, best, start + budget_s) if best.helps(temperature) else None
+    return PlanSearch(temperature, work.step_ms, profile, trial)
 
 
-def try_plan(work: Workload, plan: Plan, predicted_ms: float, deadline: float) -> Trial:
-    """Run a plan and what runs without it in turns, either first as often, until the deadline.
+def try_plan(work: Workload, plan: Plan, deadline: float) -> Trial:
+    """Run a plan and what runs without it in turns, either first as often, until the deadline; a pair of runs that it breaks off does not count.
 
     Args:
         work: What is decoded; its prompt is in the caches.
         plan: What to try.
-        predicted_ms: For the record.
-        deadline: Of `time.perf_counter`; a pair of runs that it breaks off does not count.
+        deadline: Of `time.perf_counter`.
     """
-    arms = {"step": work.step, "plan": Executor(plan, work.target, work.draft, Trace()).step}
+    arms = {"plan": Executor(plan, work.target, work.draft, Trace()).step, "step": work.step}
     turns: list[dict[str, float]] = []
     try:
         while len(turns) < MOST_TURNS:
             order = sorted(arms, reverse=len(turns) % 2 == 0)
-            turns.append({name: _mean_ms(work, arms[name], deadline) for name in order})
-    except OutOfTime:
+            turns.append({arm: work.mean_ms(arms[arm], NUM_STEPS, deadline) for arm in order})
+    except NoRoom:
         pass
     gain95 = median_interval([1 - turn["plan"] / turn["step"] for turn in turns])
-    plan_ms, step_ms = (median(turn[name] for turn in turns) if turns else 0.0 for name in ("plan", "step"))
-    return Trial(plan, predicted_ms, plan_ms, step_ms, len(turns), gain95)
+    plan_ms, step_ms = (median(turn[arm] for turn in turns) if turns else 0.0 for arm in ("plan", "step"))
+    return Trial(plan, plan_ms, step_ms, len(turns), gain95)
 
 
-def _mean_ms(work: Workload, step: Step, deadline: float) -> float:
-    """Of an iteration behind the first. Only the run's ends wait for the device: what it does from one iteration into the next is part of a plan."""
-    run = work.iterations(step, NUM_STEPS, deadline)
-    next(run)
-    work.wait()
-    start = time.perf_counter()
-    num_steps = sum(1 for _ in run)
-    work.wait()
-    return (time.perf_counter() - start) * 1e3 / num_steps
-
-
-def median_interval(samples: list[float]) -> tuple[float, float] | None:
-    """The 95 % interval of a median: the sign test's, two order statistics as far from either end; exact for any distribution.
+def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % interval of a median by the sign test: two order statistics as far from either end; exact for any distribution.
 
     Returns:
         None for fewer than `LEAST_TURNS` samples, of which not even the extremes are an interval.

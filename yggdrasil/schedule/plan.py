@@ -104,14 +104,10 @@ class Plan:
         eased = next((earlier for earlier in _EASED.get(stage, ()) if earlier in self.ahead), None)
         return stage if eased is None else f"{stage} after {eased}"
 
-    def to_json(self) -> dict[str, Any]:
-        """The form that `from_json` reads."""
-        return {"name": self.name, "placements": [[place.stage, place.resource] for place in self.placements]}
-
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Plan:
-        """Raises ConfigError, KeyError or TypeError on what is not a valid plan."""
-        return cls(payload["name"], tuple(Placement(stage, resource) for stage, resource in payload["placements"]))
+        """Of `asdict`. Raises ConfigError, KeyError or TypeError on what is not a valid plan."""
+        return cls(payload["name"], tuple(Placement(**placement) for placement in payload["placements"]))
 
 
 SEQUENTIAL = Plan.of("sequential", MAIN)

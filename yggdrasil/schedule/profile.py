@@ -14,7 +14,7 @@ import torch
 from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.plan import Plan
 from yggdrasil.schedule.stages import MAIN
-from yggdrasil.schedule.workload import OutOfTime, Workload
+from yggdrasil.schedule.workload import NoRoom, Workload
 
 __all__ = ["BESIDE", "NUM_STEPS", "PROBES", "ROUNDS", "Clock", "Sample", "StageProfile", "Stay", "fastest", "profile_of", "profile_stages"]
 
@@ -55,13 +55,7 @@ class StageProfile:
 
 
 class Stay(NamedTuple):
-    """A stage on its thread, milliseconds of one clock.
-
-    Args:
-        entered_ms: When the thread came to it; on CUDA it then waits for the stages before, so that this one is timed alone.
-        start_ms: When its own work began.
-        end_ms: When its last call returned.
-    """
+    """A stage on its thread, milliseconds of one clock: on CUDA the thread comes to it, and waits for the stages before, before its own work starts."""
 
     entered_ms: float
     start_ms: float
@@ -141,7 +135,7 @@ def profile_stages(work: Workload, deadline: float) -> StageProfile:
         deadline: Of `time.perf_counter`; rounds after the first are run as far as time allows.
 
     Raises:
-        OutOfTime: not every probe could run once.
+        NoRoom: not every probe could run once.
 
     Cost: at most `ROUNDS * len(PROBES) * (NUM_STEPS + 1)` iterations.
     Source: Yggdrasil section 5.2, "profiling results of each stage"; both forms of a stage are kept.
@@ -151,7 +145,7 @@ def profile_stages(work: Workload, deadline: float) -> StageProfile:
         for _ in range(ROUNDS):
             for plan in PROBES:
                 runs.setdefault(plan.name, []).append(_run(work, plan, deadline))
-    except OutOfTime:
+    except NoRoom:
         if not all(runs.get(plan.name) for plan in PROBES):
             raise
     return profile_of(runs)

@@ -9,20 +9,19 @@ from dataclasses import dataclass, field
 import torch
 
 from yggdrasil.config import SamplingConfig
-from yggdrasil.errors import ConfigError
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.state import DecodeState, StepResult
 from yggdrasil.step.draft import prefill
 from yggdrasil.step.sampling import gumbel_noise
 
-__all__ = ["OutOfTime", "Step", "Workload"]
+__all__ = ["NoRoom", "Step", "Workload"]
 
 Step = Callable[[DecodeState, ShapePolicy], StepResult]
 
 
-class OutOfTime(Exception):
-    """The deadline comes before the end of the next iteration."""
+class NoRoom(Exception):
+    """The next iteration would end after the deadline, or after the end of the context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +37,6 @@ class Workload:
         policy: Best a fixed shape, so that every run does the same work.
         max_context: Most tokens of prompt and output together.
         sampling: Of the text; greedy when not given.
-
-    Raises:
-        ConfigError: the context has no room for two iterations after the prompt.
     """
 
     target: TokenModel
@@ -51,16 +47,6 @@ class Workload:
     policy: ShapePolicy
     max_context: int
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-
-    def __post_init__(self) -> None:
-        allowed = self._last_root - self.draft.max_depth - 1
-        if not 1 <= len(self.prompt) <= allowed:
-            allows = f"1 to {allowed} for a context of {self.max_context}"
-            raise ConfigError("prompt", f"{len(self.prompt)} tokens", allows)
-
-    @property
-    def _last_root(self) -> int:
-        return self.max_context - self.draft.max_depth - 1
 
     def prefill(self) -> None:
         """Put the prompt into both caches, where `iterations` finds it."""
@@ -77,21 +63,32 @@ class Workload:
             deadline: Of `time.perf_counter`.
 
         Yields:
-            Milliseconds of every iteration on the calling thread; `wait` for what it left to the device. Ends early at the end of the context.
+            Milliseconds of every iteration on the calling thread; `wait` for what it left to the device.
 
         Raises:
-            OutOfTime: before an iteration that would end after the deadline if it took as long as the last one.
+            NoRoom: before an iteration that would end too late if it took as long as the last one.
         """
         state, seconds = self._start(), self.step_ms / 1e3
+        last_root = self.max_context - self.draft.max_depth - 1
         for _ in range(num_steps + 1):
-            if len(state.tokens) > self._last_root:
-                return
             begin = time.perf_counter()
-            if begin + seconds > deadline:
-                raise OutOfTime
+            if begin + seconds > deadline or len(state.tokens) > last_root:
+                raise NoRoom
             step(state, self.policy)
             seconds = time.perf_counter() - begin
             yield seconds * 1e3
+
+    def mean_ms(self, step: Step, num_steps: int, deadline: float) -> float:
+        """Milliseconds of an iteration behind the first, the device's included. Only the ends of the run wait for the device: what it does from one
+        iteration into the next is part of a form. Arguments and errors as for `iterations`."""
+        run = self.iterations(step, num_steps, deadline)
+        next(run)
+        self.wait()
+        start = time.perf_counter()
+        for _ in run:
+            pass
+        self.wait()
+        return (time.perf_counter() - start) * 1e3 / num_steps
 
     def wait(self) -> None:
         """Until the device has done what it was given."""
