@@ -3,9 +3,9 @@
 Paper: Fig. 12. Arms, greedy, interleaved prompt by prompt, each with everything of the one before:
 
 - O1, latency-optimal trees, run eagerly: equal growth of W = 8, D = 16, its 64 best nodes verified, on uncompiled models;
-- O2, graph compilation: the same trees on our graphs, stages one after another (`Engine.step`);
+- O2, graph compilation: the same trees on our graphs, as they run without a plan (`Engine.fast_step`);
 - O3, verification pruning: the same W and D, K chosen by the objective at every step;
-- O4, scheduling: the same shapes under the plan that was searched for this pair; null where the search kept the stages one after another, and then
+- O4, scheduling: the same shapes under the plan that was searched for this pair; null where no plan was measured to gain, and then
   O5 runs so as well;
 - O5, depth prediction: D, and W with it, by the depth predictor, guarded, under that plan;
 - beside them, "Eq. 3, no predictor": O5 with the one shape that Eq. 3 prefers on calibration text. Like the paper's, O5's factor is over W = 8 and D = 16,
@@ -44,7 +44,7 @@ PAPER = {O2: 2.775, O3: 1.07, O4: 1.21, O5: 1.10}
 
 
 def unscheduled(pair: LoadedPair) -> LoadedPair:
-    """The pair with its stages one after another."""
+    """The pair without its plans."""
     engine = pair.engine
     return replace(pair, engine=Engine(engine.target, engine.draft, max_context=engine.max_context, eos_tokens=tuple(engine.eos_tokens)))
 

@@ -142,8 +142,8 @@ def choose_plans(work: Workload, *, tick: Callable[[], None] = lambda: None) -> 
     """
     found = []
     for temperature in TEMPERATURES:
-        sampled = replace(work, sampling=SamplingConfig(temperature=temperature))
-        found.append(search_plan(sampled, BUDGET_S[work.draft.device] / len(TEMPERATURES)))
+        decoded = replace(work, sampling=SamplingConfig(temperature=temperature))
+        found.append(search_plan(decoded, BUDGET_S[work.draft.device] / len(TEMPERATURES)))
         tick()
     return PlanChoice(*found)
 
