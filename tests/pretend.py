@@ -4,7 +4,8 @@ A `Pretended` tensor holds its values in an ordinary one, and every operator run
 shapes that depend on values, and copies between host and device unless the host's side is pinned and the copy may run behind. An assigned number is such a
 copy, from pageable memory, where it goes to a single element or through an index; into a slice it is a fill.
 
-Time is pretended too: the host's work takes none, a forward of a `DeviceModel` as long as it is to take on its stream, and a wait ends with what it is for.
+Time is pretended too: the host's work takes none, a forward of a `DeviceModel` as long as it is to take
+on its stream, and a wait ends with what it is for.
 
 To torch itself the tensors are on its "meta" device, which every build has.
 """

@@ -35,13 +35,10 @@ class Engine:
         draft: Guesses.
         max_context: Most tokens of prompt and output together.
         eos_tokens: Tokens that end a text.
-        greedy_plan: How `generate` runs the iterations of requests at temperature 0; without a plan, or with one that does nothing there, by `NativeStep`
-            where both models run in one call, else by `step`.
-        sampled_plan: The same of requests above temperature 0.
+        greedy_plan: How `generate` runs iterations at temperature 0; without a plan, or with one that does
+            nothing there, they run in one call where both models can, else by `step`.
+        sampled_plan: The same above temperature 0.
         trace: Where the milliseconds of stages go; a new one when not given.
-
-    Attributes:
-        trace: Milliseconds per stage.
 
     Example: a target that counts, and a draft that counts too. `load_pair().engine` is one over compiled models.
         >>> import torch
@@ -87,22 +84,11 @@ class Engine:
         self.max_context = max_context
         self.eos_tokens = frozenset(eos_tokens)
         self.trace = Trace() if trace is None else trace
-        self._native = NativeStep(target, draft, self.trace, self.step_shaped) if NativeStep.runs(target, draft) else None
+        in_one_call = NativeStep.runs(target, draft)
+        self._native = NativeStep(target, draft, self.trace, self.step_with) if in_one_call else None
         self._greedy = self._executor(greedy_plan, 0.0)
         self._sampled = self._executor(sampled_plan, 1.0)
         self._generating: DecodeState | None = None  # whose text the KV of both models holds, since `generate` began it
-
-    def _executor(self, plan: Plan | None, temperature: float) -> Executor | None:
-        return Executor(plan, self.target, self.draft, self.trace) if plan is not None and plan.helps(temperature) else None
-
-    def runner(self, temperature: float) -> Executor | NativeStep | Engine:
-        """Whose `step` runs the iterations of `generate` at this temperature."""
-        planned = self._sampled if temperature > 0 else self._greedy
-        return planned or self._native or self
-
-    def fast_step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
-        """`step`, as `generate` runs it; result for result the same."""
-        return self.runner(state.sampling.temperature).step(state, policy)
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
         """Emit one or more tokens: the specification of an iteration.
@@ -120,10 +106,10 @@ class Engine:
         began = time.perf_counter()
         with self.trace.stage("policy"):
             shape = policy.choose(state)
-        return self.step_shaped(state, policy, shape, began)
+        return self.step_with(state, policy, shape, began)
 
-    def step_shaped(self, state: DecodeState, policy: ShapePolicy, shape: Shape, began: float) -> StepResult:
-        """`step` behind the choice of a shape.
+    def step_with(self, state: DecodeState, policy: ShapePolicy, shape: Shape, began: float) -> StepResult:
+        """`step` with a shape that was chosen already.
 
         Args:
             state: The request.
@@ -149,6 +135,20 @@ class Engine:
         result = StepResult(accepted.tokens, drafted.shape, *sizes, root_pos, pruned.expected_emitted, lambda: pruned.tree, accepted.path, ms, caught_up)
         policy.observe(result)
         return result
+
+    def _executor(self, plan: Plan | None, temperature: float) -> Executor | None:
+        if plan is None or not plan.helps(temperature):
+            return None
+        return Executor(plan, self.target, self.draft, self.trace)
+
+    def runner(self, temperature: float) -> Executor | NativeStep | Engine:
+        """Whose `step` runs the iterations of `generate` at this temperature."""
+        planned = self._sampled if temperature > 0 else self._greedy
+        return planned or self._native or self
+
+    def fast_step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
+        """`step`, as `generate` runs it; result for result the same."""
+        return self.runner(state.sampling.temperature).step(state, policy)
 
     def generate(self, prompt: Sequence[int], policy: ShapePolicy, config: GenerateConfig) -> Iterator[StepResult]:
         """Decode one request, a step at a time, until the end of the text or the limit.

@@ -103,9 +103,10 @@ def host_milliseconds(engine: Engine, prompt: Sequence[int], policy: FixedShape,
 
 
 def decision_milliseconds(engine: Engine, prompt: Sequence[int], policy: ContextShape, *, num_tokens: int = 64) -> float:
-    """What choosing a shape by context costs a step, in its place: between forwards, with the caches of the processor full of weights.
+    """What choosing a shape by context costs a step, in its place, with the caches full of weights.
 
-    The choice alone: what surrounds it in a step is in every policy's host time. The median, for others on the machine only ever add to it.
+    The choice alone: what surrounds it in a step is in every policy's host time. The median, for others on
+    the machine only ever add to it.
     """
     samples: list[float] = []
     timed = copy(policy)

@@ -149,7 +149,10 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     plan = _parse(bundle.plan_path, bundle, PlanChoice.from_json, written=FORMAT)
     tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
     target, draft = bundle.load_models()
-    engine = Engine(target, draft, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens, greedy_plan=plan.greedy.plan, sampled_plan=plan.sampled.plan)
+    greedy = plan.greedy.plan
+    sampled = plan.sampled.plan
+    limits: dict[str, Any] = {"max_context": bundle.max_context, "eos_tokens": bundle.eos_tokens}
+    engine = Engine(target, draft, **limits, greedy_plan=greedy, sampled_plan=sampled)
     return LoadedPair(bundle, engine, tokenizer, dataset, measured.acceptance, depth, measured.latency, plan)
 
 
@@ -185,7 +188,10 @@ def _trained_depth(folder: Path, payload: dict[str, Any]) -> TrainedDepth:
 
 
 def _parse(path: Path, bundle: Bundle, parse: Callable[[dict[str, Any]], T], *, written: int = 1) -> T:
-    """Read an artifact of this fingerprint, in the format that is written today; the command that fixes it names the text it was calibrated on."""
+    """Read an artifact of this fingerprint, in the format that is written today.
+
+    The command that fixes it names the text it was calibrated on.
+    """
     payload = artifacts.load_json(path, bundle.command)
     calibration = str(payload.get("calibration", bundle.calibration))
     command = compile_command(bundle.name, bundle.models, bundle.config, calibration)

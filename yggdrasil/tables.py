@@ -26,12 +26,12 @@ def depth_table(pair: LoadedPair) -> str:
 
 
 def plan_table(pair: LoadedPair) -> str:
-    """For greedy and for sampled requests: the plan that runs, or that none does, and why; and what was predicted."""
+    """For greedy and for sampled requests: the plan that runs, or that none does, and why."""
     lines = ["plan of an iteration, and what it gains over the step that runs without one"]
     for search in (pair.plan.greedy, pair.plan.sampled):
         lines.append(f"  temperature {search.temperature}: {search.why()}")
         predicted = [f"{timeline.plan.name} {timeline.makespan_ms:.3f} ms" for timeline in search.timelines]
-        lines += [f"    predicted from the stages by themselves: {', '.join(predicted)}"] if predicted else []
+        lines += [f"    predicted from the stages: {', '.join(predicted)}"] if predicted else []
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""What is measured of a compiled pair and learnt from it: acceptance, latencies, execution plans, a depth predictor."""
+"""What is measured of a compiled pair and learnt: acceptance, latencies, plans, a depth predictor."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _typical_verify(policy: FixedShape) -> int:
 
 
 def _plan(bundle: Bundle, engine: Engine, prompt: Sequence[int], acceptance: AcceptanceTable, latency: LatencyModel, progress: Progress) -> dict[str, Any]:
-    """Search the execution plans of an iteration; they lie with the profile, for they are this machine's."""
+    """Search the plans of an iteration; they lie with the profile, for they are this machine's."""
     policy = _typical(bundle, acceptance, latency)
     verify = _typical_verify(policy)  # not left to pruning: every run must do the same work
     shape = replace(policy.shape, verify=verify)

@@ -175,14 +175,15 @@ LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
 @pytest.mark.parametrize("shape", (Shape(3, 3, 8, LEVELS), Shape(4, 4, 8, stop=TwoDeep())), ids=("static", "a rule of Python's"))
 def test_what_the_call_does_not_do_goes_by_stages(tiny: LoadedPair, engine: Engine, shape: Shape) -> None:
     policy, tokens = tiny.policy(shape=shape), tiny.tokenizer.encode(PROMPTS[0])
-    by_stages, taken = counted(engine.step_shaped)
+    by_stages, taken = counted(engine.step_with)
     expected = history(engine, fresh(engine, tokens), engine.step, policy)
     assert history(engine, fresh(engine, tokens), native(engine, by_stages).step, policy) == expected
     assert len(taken) == len(expected)
 
 
 def test_a_draft_that_lags_by_a_chunk_is_caught_up_by_stages(tiny: LoadedPair, engine: Engine) -> None:
-    state, (by_stages, taken) = fresh(engine, tiny.tokenizer.encode(PROMPTS[0])), counted(engine.step_shaped)
+    state = fresh(engine, tiny.tokenizer.encode(PROMPTS[0]))
+    by_stages, taken = counted(engine.step_with)
     runner, known = native(engine, by_stages), engine.draft.cache.len
     for _ in range(engine.draft.prefill_chunk + 1):
         runner.step(state, tiny.policy(shape=PLAIN))
@@ -196,7 +197,7 @@ def test_at_the_end_of_the_context_the_step_says_what_is_wrong(tiny: LoadedPair,
     capacity = engine.target.cache.shape.capacity
     state = fresh(engine, [5] * (capacity - 8))
     with pytest.raises(YggError, match="context is full"):
-        native(engine, engine.step_shaped).step(state, tiny.policy(shape=Shape(4, 4, 16)))
+        native(engine, engine.step_with).step(state, tiny.policy(shape=Shape(4, 4, 16)))
     assert len(state.tokens) == capacity - 8
 
 
@@ -217,7 +218,7 @@ def test_logits_that_are_not_finite_lose_the_step_not_the_text(tiny: LoadedPair,
 
 
 class Asked:
-    """A policy that counts how often it is asked for a shape and told of a step, and is otherwise another."""
+    """Another policy, and how often it is asked for a shape and shown a step."""
 
     def __init__(self, inner: ShapePolicy) -> None:
         self.inner, self.num_asked, self.num_told = inner, 0, 0
@@ -255,7 +256,7 @@ FALL_BACKS: dict[str, Callable[[LoadedPair], ShapePolicy]] = {
 @pytest.mark.parametrize("name", FALL_BACKS)
 @pytest.mark.parametrize("form", ("call", "stages", "plan"))
 def test_a_step_asks_the_policy_for_a_shape_once(tiny: LoadedPair, engine: Engine, form: str, name: str, sampling: SamplingConfig) -> None:
-    by_stages, taken = counted(engine.step_shaped)
+    by_stages, taken = counted(engine.step_with)
     trace = Trace()
     runner = {
         "call": NativeStep(engine.target, engine.draft, trace, by_stages),
@@ -287,7 +288,7 @@ def test_choosing_a_shape_is_part_of_a_step_by_stages(tiny: LoadedPair, engine: 
     """The guard charges a session for what its policy thinks."""
     policy, tokens = tiny.policy(shape=Shape(3, 3, 8, LEVELS)), tiny.tokenizer.encode(PROMPTS[0])
     monkeypatch.setattr(policy, "choose", lambda state: (time.sleep(0.05), Shape(3, 3, 8, LEVELS))[1])
-    for runner in (engine, native(engine, engine.step_shaped)):
+    for runner in (engine, native(engine, engine.step_with)):
         assert runner.step(fresh(engine, tokens), policy).ms > 50.0
 
 

@@ -1,11 +1,11 @@
-"""Choose a pair's plans on this machine: measure the stages, search, and try what the search found against what runs without it."""
+"""Choose a pair's plans on this machine: measure the stages, search, and try the best against the step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import accumulate, count
 from math import comb
 from statistics import median
 from typing import Any
@@ -18,7 +18,7 @@ from yggdrasil.schedule.search import LEAST_GAIN, Timeline, best_plan, plans, si
 from yggdrasil.schedule.workload import NoRoom, Workload
 from yggdrasil.trace import Trace
 
-__all__ = ["BUDGET_S", "FORMAT", "LEAST_TURNS", "TEMPERATURES", "PlanChoice", "PlanSearch", "Trial", "choose_plans", "median_interval", "search_plan"]
+__all__ = ["FORMAT", "TEMPERATURES", "PlanChoice", "PlanSearch", "Trial", "choose_plans", "search_plan"]
 
 FORMAT = 2
 """Of a stored `PlanChoice`."""
@@ -27,8 +27,8 @@ TEMPERATURES = (0.0, 1.0)
 """A greedy text and a sampled one: what runs ahead of time, and what it saves, differ."""
 
 BUDGET_S = {"cpu": 3.0, "cuda": 20.0}
-"""Of a search at all temperatures together, whatever the size of the models; where a forward ahead of time shares the cores with all else, little is to
-be found."""
+"""Of a search at all temperatures together, whatever the size of the models. A CPU gets less: where a
+forward ahead of time shares the cores with all else, there is little to find."""
 
 PROFILE_SHARE = 1 / 3  # of a search's time for the stages; the rest is for the trial
 MOST_TURNS = 31
@@ -92,13 +92,13 @@ class PlanSearch:
     def why(self) -> str:
         """The plan, or that there is none, and the reason in numbers."""
         if self.profile is None:
-            return f"no plan: too little time or context to measure any, at {self.step_ms:.0f} ms an iteration"
+            return f"no plan: no time or context to measure any, at {self.step_ms:.0f} ms an iteration"
         trial = self.trial
         if trial is None:
             num_plans = len(plans(has_streams=bool(self.profile.device_ms))) - 1
             return f"no plan: none of {num_plans} is predicted to gain {LEAST_GAIN:.0%}"
         if trial.gain95 is None:
-            return f"no plan: {trial.plan.name} had {trial.num_turns} of {LEAST_TURNS} turns that an interval needs"
+            return f"no plan: {trial.plan.name} had {trial.num_turns} turns, and needs {LEAST_TURNS}"
         low, high = trial.gain95
         measured = f"{trial.plan_ms:.3f} ms an iteration, {trial.step_ms:.3f} without it"
         gain = f"gain {low:+.1%} to {high:+.1%} (95 %, {trial.num_turns} turns)"
@@ -128,8 +128,9 @@ def _search(payload: Mapping[str, Any]) -> PlanSearch:
     if profile is not None:
         profile = StageProfile(**profile)
     if trial is not None:
-        gain95 = trial["gain95"]
-        trial = Trial(**{**trial, "plan": Plan.from_json(trial["plan"]), "gain95": gain95 and (gain95[0], gain95[1])})
+        interval = trial["gain95"]
+        gain95 = None if interval is None else (interval[0], interval[1])
+        trial = Trial(**{**trial, "plan": Plan.from_json(trial["plan"]), "gain95": gain95})
     return PlanSearch(payload["temperature"], payload["step_ms"], profile, trial)
 
 
@@ -153,7 +154,7 @@ def search_plan(work: Workload, budget_s: float) -> PlanSearch:
 
     A search for which the time would not suffice at the expected duration of an iteration is not begun.
 
-    Source: Yggdrasil section 5.2. Departure: the paper runs the best by prediction; here it must gain where it runs.
+    Source: Yggdrasil section 5.2. Departure: the paper runs the best by prediction; here it must gain.
     """
     start, temperature = time.perf_counter(), work.sampling.temperature
     if LEAST_ITERATIONS * work.step_ms > budget_s * 1e3:
@@ -169,7 +170,9 @@ def search_plan(work: Workload, budget_s: float) -> PlanSearch:
 
 
 def try_plan(work: Workload, plan: Plan, deadline: float) -> Trial:
-    """Run a plan and what runs without it in turns, either first as often, until the deadline; a pair of runs that it breaks off does not count.
+    """Run a plan and what runs without it in turns, either first as often, until the deadline.
+
+    A pair of runs that the deadline breaks off does not count.
 
     Args:
         work: What is decoded; its prompt is in the caches.
@@ -190,11 +193,12 @@ def try_plan(work: Workload, plan: Plan, deadline: float) -> Trial:
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % interval of a median by the sign test: two order statistics as far from either end; exact for any distribution.
+    """The 95 % interval of a median by the sign test: two order statistics as far from either end.
 
     Returns:
-        None for fewer than `LEAST_TURNS` samples, of which not even the extremes are an interval.
+        Exact for any distribution. None for fewer than `LEAST_TURNS`: not even their extremes are one.
     """
-    num, ordered = len(samples), sorted(samples)
-    place = next(place for place in count() if sum(comb(num, less) for less in range(place + 1)) > 0.025 * 2**num)
+    ordered = sorted(samples)
+    ways = accumulate(comb(len(samples), place) for place in count())  # with at most `place` below
+    place = next(place for place, num in enumerate(ways) if num > 0.025 * 2 ** len(samples))
     return (ordered[place - 1], ordered[-place]) if place else None

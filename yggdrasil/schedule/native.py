@@ -46,8 +46,8 @@ class NativeStep:
         target: Decides every token; its forwards are graphs of this process, as the draft's are.
         draft: Guesses.
         trace: Gets the milliseconds of every stage.
-        by_stages: `Engine.step_shaped`, for what the call does not do: static trees, stop rules and policies that are Python's alone, a draft that lags
-            by more than a chunk, the end of the context.
+        by_stages: `Engine.step_with`, for what the call does not do: static trees, stop rules and policies
+            that are Python's alone, a draft that lags by more than a chunk, the end of the context.
 
     Cost: of the host some ten operators' worth; sampling draws and filters in Python behind the call.
     """

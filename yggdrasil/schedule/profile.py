@@ -16,7 +16,7 @@ from yggdrasil.schedule.plan import Plan
 from yggdrasil.schedule.stages import MAIN
 from yggdrasil.schedule.workload import NoRoom, Workload
 
-__all__ = ["BESIDE", "NUM_STEPS", "PROBES", "ROUNDS", "Clock", "Sample", "StageProfile", "Stay", "fastest", "profile_of", "profile_stages"]
+__all__ = ["BESIDE", "NUM_STEPS", "PROBES", "Clock", "Sample", "StageProfile", "Stay", "profile_stages"]
 
 BESIDE = {"noise": "verify", "tail": "verify", "next_head": "walk"}
 """The stage of the calling thread that one on "side" mostly runs beside."""
@@ -55,7 +55,10 @@ class StageProfile:
 
 
 class Stay(NamedTuple):
-    """A stage on its thread, milliseconds of one clock: on CUDA the thread comes to it, and waits for the stages before, before its own work starts."""
+    """A stage on its thread, milliseconds of one clock.
+
+    On CUDA the thread waits for the stages before between entering it and starting its work.
+    """
 
     entered_ms: float
     start_ms: float
@@ -83,7 +86,7 @@ class Sample:
 
     @property
     def between_ms(self) -> float:
-        """What lies between the stages, where they run one after another: neither their work nor a wait for it."""
+        """What lies between stages that run one after another: neither their work nor a wait for it."""
         return self.ms - sum(stay.end_ms - stay.entered_ms for stay in self.stays.values())
 
 

@@ -55,11 +55,11 @@ class Workload:
             prefill(model, [*self.prompt[:-1]])
 
     def iterations(self, step: Step, num_steps: int, deadline: float) -> Iterator[float]:
-        """Decode the prompt from its start; the text, and so the work of the i-th iteration, is the same every time.
+        """Decode the prompt from its start: the text, and the work of an iteration, is always the same.
 
         Args:
             step: Runs an iteration.
-            num_steps: How many to run behind the first, which has no head ahead of time and should not count.
+            num_steps: How many to run behind the first, which has no head ahead of time.
             deadline: Of `time.perf_counter`.
 
         Yields:
@@ -79,8 +79,11 @@ class Workload:
             yield seconds * 1e3
 
     def mean_ms(self, step: Step, num_steps: int, deadline: float) -> float:
-        """Milliseconds of an iteration behind the first, the device's included. Only the ends of the run wait for the device: what it does from one
-        iteration into the next is part of a form. Arguments and errors as for `iterations`."""
+        """Milliseconds of an iteration behind the first, the device's included.
+
+        Only the ends of the run wait for the device: what it does from one iteration into the next is
+        part of a form. Arguments and errors as for `iterations`.
+        """
         run = self.iterations(step, num_steps, deadline)
         next(run)
         self.wait()
