@@ -239,7 +239,7 @@ def test_a_choice_survives_json_and_keeps_its_charts() -> None:
         (search(trial((-0.02, 0.09))), None, "gain -2.0% to +9.0%"),
         (search(trial(None)), None, "no plan: tail side had 5 turns, and needs 6"),
         (search(None), None, "no plan: none of 19 is predicted to gain 1%"),
-        (search(None, None), None, "no plan: no time or context to measure any, at 20 ms an iteration"),
+        (search(None, None), None, "did not suffice to measure any; an iteration was expected to take 20.00 ms"),
     ],
 )
 def test_a_plan_runs_only_if_its_whole_interval_is_a_gain(found: PlanSearch, plan: Plan | None, reason: str) -> None:

@@ -92,7 +92,8 @@ class PlanSearch:
     def why(self) -> str:
         """The plan, or that there is none, and the reason in numbers."""
         if self.profile is None:
-            return f"no plan: no time or context to measure any, at {self.step_ms:.0f} ms an iteration"
+            expected = f"an iteration was expected to take {self.step_ms:.2f} ms"
+            return f"no plan: time or context did not suffice to measure any; {expected}"
         trial = self.trial
         if trial is None:
             num_plans = len(plans(has_streams=bool(self.profile.device_ms))) - 1
