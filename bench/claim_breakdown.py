@@ -3,9 +3,9 @@
 Paper: Fig. 12. Arms, greedy, interleaved prompt by prompt, each with everything of the one before:
 
 - O1, latency-optimal trees, run eagerly: equal growth of W = 8, D = 16, its 64 best nodes verified, on uncompiled models;
-- O2, graph compilation: the same trees on our graphs, stages one after another (`Engine.step`);
+- O2, graph compilation: the same trees on our graphs, as they run without a plan (`Engine.fast_step`);
 - O3, verification pruning: the same W and D, K chosen by the objective at every step;
-- O4, scheduling: the same shapes under the plan that was searched for this pair; null where the search kept the stages one after another, and then
+- O4, scheduling: the same shapes under the plan that was searched for this pair; null where no plan was measured to gain, and then
   O5 runs so as well;
 - O5, depth prediction: D, and W with it, by the depth predictor, guarded, under that plan;
 - beside them, "Eq. 3, no predictor": O5 with the one shape that Eq. 3 prefers on calibration text. Like the paper's, O5's factor is over W = 8 and D = 16,
@@ -33,7 +33,6 @@ from bench.workloads import STORIES, beginnings
 from yggdrasil.engine import Engine
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import equal_growth
-from yggdrasil.schedule.plan import SEQUENTIAL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +44,7 @@ PAPER = {O2: 2.775, O3: 1.07, O4: 1.21, O5: 1.10}
 
 
 def unscheduled(pair: LoadedPair) -> LoadedPair:
-    """The pair with its stages one after another."""
+    """The pair without its plans."""
     engine = pair.engine
     return replace(pair, engine=Engine(engine.target, engine.draft, max_context=engine.max_context, eos_tokens=tuple(engine.eos_tokens)))
 
@@ -64,7 +63,7 @@ def arms_of(pair: LoadedPair, num_tokens: int) -> tuple[list[Arm], LoadedPair]:
         policy_arm(O5, pair, pair.policy(depth="predicted"), num_tokens),
         policy_arm(NO_PREDICTOR, pair, pair.policy(depth="fixed"), num_tokens),
     ]
-    if pair.plan.plan != SEQUENTIAL:
+    if pair.plan.greedy.plan is not None:
         arms.insert(-2, policy_arm(O4, pair, fixed_policy(pair, tree), num_tokens))
     return arms, eager
 
@@ -93,8 +92,7 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     rounds = interleave(arms, prompts, reference=PLAIN_ARM, tick=say)
     return {
         "target": under_test.target.to_json(),
-        "plan": pair.plan.plan.name,
-        "plans_ms_per_token_when_searched": {found.plan.name: round(found.ms_per_token, 3) for found in pair.plan.measured},
+        "plan": pair.plan.greedy.why(),
         "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm} | ({} if O4 in rounds.by_arm else {O4: None}),
         "factors": factors(rounds),
         "predictor_alone": ratio(rounds.later_tpots(NO_PREDICTOR), rounds.later_tpots(O5)),
@@ -107,7 +105,7 @@ def table(result: Mapping[str, Any]) -> str:
     lines = [f"{'arm':<28} {'ms/token':>9} {'AAL':>6} {'its own factor':>16}"]
     for name, arm in result["arms"].items():
         found = result["factors"].get(name)
-        figures = f"{arm['tpot_after_first_ms']['median']:>9.2f} {arm['aal']:>6.2f}" if arm else f"  the search found nothing better than {result['plan']}"
+        figures = f"{arm['tpot_after_first_ms']['median']:>9.2f} {arm['aal']:>6.2f}" if arm else f"  {result['plan']}"
         lines.append(f"{name:<28} {figures}" + (f" {found['median']:>8.2f} {found['ci95']} (paper {found['paper']})" if found else ""))
     alone = result["predictor_alone"]
     return "\n".join([*lines, f"O5 over {NO_PREDICTOR}: {alone['median']:.2f} {alone['ci95']}"])

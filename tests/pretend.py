@@ -4,6 +4,9 @@ A `Pretended` tensor holds its values in an ordinary one, and every operator run
 shapes that depend on values, and copies between host and device unless the host's side is pinned and the copy may run behind. An assigned number is such a
 copy, from pageable memory, where it goes to a single element or through an index; into a slice it is a fill.
 
+Time is pretended too: the host's work takes none, a forward of a `DeviceModel` as long as it is to take
+on its stream, and a wait ends with what it is for.
+
 To torch itself the tensors are on its "meta" device, which every build has.
 """
 
@@ -11,10 +14,12 @@ from __future__ import annotations
 
 import linecache
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -135,6 +140,84 @@ def _note(what: str) -> None:
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back  # type: ignore[assignment]
     _syncs.append(Sync(_stage, what, frame.f_code.co_filename if frame else "", frame.f_lineno if frame else 0))
+    Stream.current.synchronize()
+
+
+class Host:
+    """The clock of the host: it stands still but for `sleep` and for waits."""
+
+    now = 0.0
+
+    @staticmethod
+    def perf_counter() -> float:
+        return Host.now
+
+    @staticmethod
+    def sleep(seconds: float) -> None:
+        Host.now += seconds
+
+
+class Event:
+    """When a stream was done with what it had been given."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = max(Stream.current.done, Host.now)
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) * 1e3
+
+
+class Stream:
+    """Work that takes time, one piece after another; the host goes on unless it waits."""
+
+    current: Stream
+    all: list[Stream]
+
+    def __init__(self) -> None:
+        self.done = 0.0
+        Stream.all.append(self)
+
+    def give(self, ms: float) -> None:
+        self.done = max(self.done, Host.now) + ms / 1e3
+
+    def synchronize(self) -> None:
+        Host.now = max(Host.now, self.done)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.done = max(self.done, other.done)
+
+    def wait_event(self, event: Event) -> None:
+        self.done = max(self.done, event.at)
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record()
+        return event
+
+
+Stream.all = []
+Stream.current = Stream()
+
+
+@contextmanager
+def _on_stream(stream: Stream) -> Iterator[None]:
+    before, Stream.current = Stream.current, stream
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
+def _synchronize() -> None:
+    for stream in Stream.all:
+        stream.synchronize()
+
+
+CUDA: dict[str, Any] = {"Event": Event, "Stream": Stream, "current_stream": lambda: Stream.current, "stream": _on_stream, "synchronize": _synchronize}
+"""Of torch.cuda, what knows streams and time."""
 
 
 class _Bindings(TorchFunctionMode):
@@ -186,7 +269,13 @@ def pretended_device() -> Iterator[list[Sync]]:
     """A block in which "cuda" is a device; gives the syncs so far, which the block may clear."""
     _syncs.clear()
     _pinned.clear()
-    with _Bindings():
+    Stream.all = []
+    Stream.current = Stream()
+    with _Bindings(), ExitStack() as patched:
+        for name, ours in CUDA.items():
+            patched.enter_context(patch.object(torch.cuda, name, ours))
+        for name in ("perf_counter", "sleep"):
+            patched.enter_context(patch.object(time, name, getattr(Host, name)))
         yield _syncs
 
 
@@ -208,9 +297,14 @@ class DeviceModel:
 
     Metadata and outputs lie on the device. As with captured graphs, which share their memory, a forward writes over whatever the one before returned.
     The cache stays the host's: what moves in it is not of this record.
+
+    Args:
+        model: Does the work, at once.
+        forward_ms: What the device takes for a forward.
     """
 
-    def __init__(self, model: TokenModel) -> None:
+    def __init__(self, model: TokenModel, forward_ms: float = 0.0) -> None:
+        self._forward_ms = forward_ms
         self.cache, self.max_depth, self.prefill_chunk, self.widest = model.cache, model.max_depth, model.prefill_chunk, model.widest
         self.num_candidates, self.graph_ms, self.device = model.num_candidates, 0.0, "cuda"
         self._model = model
@@ -223,5 +317,6 @@ class DeviceModel:
         for tensor in self._last:
             tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
         self._last = self._model.forward(_host(meta_NM))
+        Stream.current.give(self._forward_ms)
         first, second = map(Pretended, self._last)
         return first, second

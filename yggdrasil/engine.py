@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig
@@ -13,8 +13,8 @@ from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.native import NativeStep
-from yggdrasil.schedule.plan import SEQUENTIAL, Plan
-from yggdrasil.state import PLAIN, DecodeState, StepResult, cut
+from yggdrasil.schedule.plan import Plan
+from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult, cut
 from yggdrasil.step.accept import accept
 from yggdrasil.step.commit import commit_, forget_unfinished_
 from yggdrasil.step.draft import catch_up_, draft, prefill
@@ -35,13 +35,10 @@ class Engine:
         draft: Guesses.
         max_context: Most tokens of prompt and output together.
         eos_tokens: Tokens that end a text.
-        plan: How `generate` runs its iterations; the sequential plan when not given.
+        greedy_plan: How `generate` runs iterations at temperature 0; without a plan, or with one that does
+            nothing there, they run in one call where both models can, else by `step`.
+        sampled_plan: The same above temperature 0.
         trace: Where the milliseconds of stages go; a new one when not given.
-
-    Attributes:
-        trace: Milliseconds per stage.
-        executor: What runs a plan that is not the sequential one.
-        fast_step: `step`, as `generate` runs it: by the executor, else in one call where both models run here, else itself.
 
     Example: a target that counts, and a draft that counts too. `load_pair().engine` is one over compiled models.
         >>> import torch
@@ -72,23 +69,26 @@ class Engine:
     """
 
     def __init__(
-        self, target: TokenModel, draft: TokenModel, *, max_context: int, eos_tokens: Sequence[int] = (), plan: Plan | None = None, trace: Trace | None = None
+        self,
+        target: TokenModel,
+        draft: TokenModel,
+        *,
+        max_context: int,
+        eos_tokens: Sequence[int] = (),
+        greedy_plan: Plan | None = None,
+        sampled_plan: Plan | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
         self.max_context = max_context
         self.eos_tokens = frozenset(eos_tokens)
         self.trace = Trace() if trace is None else trace
-        self.executor = None if plan in (None, SEQUENTIAL) else Executor(plan, target, draft, self.trace)
-        self.fast_step = self._fast_step()
+        in_one_call = NativeStep.runs(target, draft)
+        self._native = NativeStep(target, draft, self.trace, self.step_with) if in_one_call else None
+        self._greedy = self._executor(greedy_plan, 0.0)
+        self._sampled = self._executor(sampled_plan, 1.0)
         self._generating: DecodeState | None = None  # whose text the KV of both models holds, since `generate` began it
-
-    def _fast_step(self) -> Callable[[DecodeState, ShapePolicy], StepResult]:
-        if self.executor is not None:
-            return self.executor.step
-        if NativeStep.runs(self.target, self.draft):
-            return NativeStep(self.target, self.draft, self.trace, self.step).step
-        return self.step
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
         """Emit one or more tokens: the specification of an iteration.
@@ -103,10 +103,22 @@ class Engine:
         Cost: 1 + (D - 1) draft forwards and one target forward; the syncs are named in step/.
         Source: Yggdrasil sections 4 and 5.1, stages one after another.
         """
-        start, root_pos, stage = time.perf_counter(), state.root_pos, self.trace.stage
-        forget_unfinished_(self.target, self.draft, root_pos)
-        with stage("policy"):
+        began = time.perf_counter()
+        with self.trace.stage("policy"):
             shape = policy.choose(state)
+        return self.step_with(state, policy, shape, began)
+
+    def step_with(self, state: DecodeState, policy: ShapePolicy, shape: Shape, began: float) -> StepResult:
+        """`step` with a shape that was chosen already.
+
+        Args:
+            state: The request.
+            policy: What chose; it is not asked for a shape again.
+            shape: Its choice.
+            began: `time.perf_counter` before it chose: choosing is part of the step.
+        """
+        root_pos, stage = state.root_pos, self.trace.stage
+        forget_unfinished_(self.target, self.draft, root_pos)
         with stage("draft"):
             caught_up = shape.depth > 0 and catch_up_(self.draft, state)
             drafted = draft(self.draft, state, PLAIN if caught_up else shape, policy.platt)
@@ -118,11 +130,25 @@ class Engine:
             accepted = accept(pruned.tree, logits_KV, root_pos, state.sampling)
         with stage("commit"):
             commit_(state, self.target, self.draft, pruned, accepted, drafted.num_run, hidden_KE)
-        ms = (time.perf_counter() - start) * 1e3
+        ms = (time.perf_counter() - began) * 1e3
         sizes = len(drafted.tree), len(pruned.tree)
         result = StepResult(accepted.tokens, drafted.shape, *sizes, root_pos, pruned.expected_emitted, lambda: pruned.tree, accepted.path, ms, caught_up)
         policy.observe(result)
         return result
+
+    def _executor(self, plan: Plan | None, temperature: float) -> Executor | None:
+        if plan is None or not plan.helps(temperature):
+            return None
+        return Executor(plan, self.target, self.draft, self.trace)
+
+    def runner(self, temperature: float) -> Executor | NativeStep | Engine:
+        """Whose `step` runs the iterations of `generate` at this temperature."""
+        planned = self._sampled if temperature > 0 else self._greedy
+        return planned or self._native or self
+
+    def fast_step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
+        """`step`, as `generate` runs it; result for result the same."""
+        return self.runner(state.sampling.temperature).step(state, policy)
 
     def generate(self, prompt: Sequence[int], policy: ShapePolicy, config: GenerateConfig) -> Iterator[StepResult]:
         """Decode one request, a step at a time, until the end of the text or the limit.

@@ -18,7 +18,7 @@ from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import Arms, BestShape, ContextShape, DepthRule, FixedShape, ShapePolicy, StoppingShape
-from yggdrasil.schedule.choice import PlanChoice
+from yggdrasil.schedule.choice import FORMAT, PlanChoice
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.tokenizer import Tokenizer
 
@@ -72,7 +72,7 @@ class LoadedPair:
         acceptance: Calibrations by temperature.
         depth: The depth predictor.
         latency: Profile of this machine.
-        plan: The execution plan of the engine, and what the search found.
+        plan: The execution plans of the engine, and what the search found.
     """
 
     bundle: Bundle
@@ -146,10 +146,13 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     folder = bundle.predictor_folder(dataset)
     measured = load_measurements(bundle, dataset)
     depth = _parse(folder / "predictor.json", bundle, lambda payload: _trained_depth(folder, payload))
-    plan = _parse(bundle.plan_path, bundle, PlanChoice.from_json)
+    plan = _parse(bundle.plan_path, bundle, PlanChoice.from_json, written=FORMAT)
     tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
     target, draft = bundle.load_models()
-    engine = Engine(target, draft, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens, plan=plan.plan)
+    greedy = plan.greedy.plan
+    sampled = plan.sampled.plan
+    limits: dict[str, Any] = {"max_context": bundle.max_context, "eos_tokens": bundle.eos_tokens}
+    engine = Engine(target, draft, **limits, greedy_plan=greedy, sampled_plan=sampled)
     return LoadedPair(bundle, engine, tokenizer, dataset, measured.acceptance, depth, measured.latency, plan)
 
 
@@ -184,13 +187,18 @@ def _trained_depth(folder: Path, payload: dict[str, Any]) -> TrainedDepth:
     return TrainedDepth(predictor, rules, payload)
 
 
-def _parse(path: Path, bundle: Bundle, parse: Callable[[dict[str, Any]], T]) -> T:
-    """Read an artifact of this fingerprint; the command that mends it names the text it was calibrated on."""
+def _parse(path: Path, bundle: Bundle, parse: Callable[[dict[str, Any]], T], *, written: int = 1) -> T:
+    """Read an artifact of this fingerprint, in the format that is written today.
+
+    The command that fixes it names the text it was calibrated on.
+    """
     payload = artifacts.load_json(path, bundle.command)
     calibration = str(payload.get("calibration", bundle.calibration))
     command = compile_command(bundle.name, bundle.models, bundle.config, calibration)
     if payload.get("fingerprint") != bundle.folder.name:
         raise ArtifactError(path, f"stale: measured for fingerprint {payload.get('fingerprint')}, current is {bundle.folder.name}", command)
+    if (found := payload.get("format", 1)) != written:
+        raise ArtifactError(path, f"stale: written in format {found}, current is {written}", command)
     try:
         return parse(payload)
     except (KeyError, TypeError, ValueError, ConfigError) as error:

@@ -26,12 +26,13 @@ def depth_table(pair: LoadedPair) -> str:
 
 
 def plan_table(pair: LoadedPair) -> str:
-    """The representative plans, predicted and measured, and the winner."""
-    lines = ["plan of an iteration         predicted ms   measured ms   off by   ms per token"]
-    for run in pair.plan.measured:
-        name = run.plan.name + (" *" if run.plan == pair.plan.plan else "")
-        lines.append(f"  {name:<32} {run.predicted_ms:7.3f}       {run.iteration_ms:7.3f}   {run.error:6.1%}        {run.ms_per_token:7.3f}")
-    return "\n".join([*lines, f"  of {len(pair.plan.predicted_ms)} plans: {pair.plan.why()}"])
+    """For greedy and for sampled requests: the plan that runs, or that none does, and why."""
+    lines = ["plan of an iteration, and what it gains over the step that runs without one"]
+    for search in (pair.plan.greedy, pair.plan.sampled):
+        lines.append(f"  temperature {search.temperature}: {search.why()}")
+        predicted = [f"{timeline.plan.name} {timeline.makespan_ms:.3f} ms" for timeline in search.timelines]
+        lines += [f"    predicted from the stages: {', '.join(predicted)}"] if predicted else []
+    return "\n".join(lines)
 
 
 def _depth_line(row: Mapping[str, Any]) -> str:

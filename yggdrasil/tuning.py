@@ -1,9 +1,9 @@
-"""What is measured of a compiled pair and learnt from it: acceptance, latencies, an execution plan, a depth predictor."""
+"""What is measured of a compiled pair and learnt: acceptance, latencies, plans, a depth predictor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import ContextShape, FixedShape, best_shape
 from yggdrasil.progress import Progress
-from yggdrasil.schedule.choice import NUM_TICKS, choose_plan
-from yggdrasil.schedule.profile import Workload
+from yggdrasil.schedule.choice import FORMAT, TEMPERATURES, choose_plans
+from yggdrasil.schedule.workload import Workload
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.tokenizer import Tokenizer
 
@@ -140,13 +140,22 @@ def _typical_verify(policy: FixedShape) -> int:
 
 
 def _plan(bundle: Bundle, engine: Engine, prompt: Sequence[int], acceptance: AcceptanceTable, latency: LatencyModel, progress: Progress) -> dict[str, Any]:
-    """Search the execution plan of an iteration; it lies with the profile, for it is this machine's."""
+    """Search the plans of an iteration; they lie with the profile, for they are this machine's."""
     policy = _typical(bundle, acceptance, latency)
-    policy = replace(policy, shape=replace(policy.shape, verify=_typical_verify(policy)))  # every run must do the same work
-    work = Workload(target=engine.target, draft=engine.draft, prompt=prompt, policy=policy, max_context=bundle.max_context)
-    with progress.phase("search the plan", NUM_TICKS):
-        choice = choose_plan(work, tick=progress.advance)
-    return {"shape": str(policy.shape), **choice.to_json()}
+    verify = _typical_verify(policy)  # not left to pruning: every run must do the same work
+    shape = replace(policy.shape, verify=verify)
+    work = Workload(
+        target=engine.target,
+        draft=engine.draft,
+        step=engine.fast_step,
+        step_ms=latency.step_ms(shape.width, shape.depth, verify, len(prompt)),
+        prompt=prompt,
+        policy=replace(policy, shape=shape),
+        max_context=bundle.max_context,
+    )
+    with progress.phase("search the plan", len(TEMPERATURES)):
+        choice = choose_plans(work, tick=progress.advance)
+    return {"format": FORMAT, "shape": str(shape), **asdict(choice)}
 
 
 def _train_depth(

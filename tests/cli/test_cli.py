@@ -287,6 +287,7 @@ def predictor_file(bundle: Bundle, name: str) -> Path:
     return bundle.predictor_folder(bundle.dataset) / name
 
 
+NO_TRIAL = {"plan": {"name": "none", "placements": [{"stage": "verify", "resource": "main"}]}, "gain95": None}
 DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
     "truncated bundle.json": (lambda bundle: truncate(bundle.folder / "bundle.json"), "bundle.json: corrupt"),
     "bundle.json without a field": (
@@ -318,8 +319,12 @@ DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
     "truncated plan": (lambda bundle: truncate(bundle.plan_path), r"-plan\.json: corrupt"),
     "plan of another compilation": (lambda bundle: edit(bundle.plan_path, lambda payload: payload.update(fingerprint="0" * 12)), "stale: measured for"),
     "plan that is none": (
-        lambda bundle: edit(bundle.plan_path, lambda payload: payload["plan"].update(placements=[["verify", "main"]])),
+        lambda bundle: edit(bundle.plan_path, lambda payload: payload["greedy"].update(trial=NO_TRIAL)),
         r"-plan\.json: corrupt .*placements of policy",
+    ),
+    "plan of the former format": (
+        lambda bundle: edit(bundle.plan_path, lambda payload: payload.pop("format")),
+        r"-plan\.json: stale: written in format 1, current is 2",
     ),
     "predictor of another compilation": (
         lambda bundle: edit(predictor_file(bundle, "predictor.json"), lambda payload: payload.update(fingerprint="0" * 12)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,9 @@ from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import FixedShape, ShapePolicy
 from yggdrasil.policy.structures import LowConfidence, SmallGain
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
-from yggdrasil.schedule.native import NativeStep
+from yggdrasil.schedule.executor import Executor
+from yggdrasil.schedule.native import ByStages, NativeStep
+from yggdrasil.schedule.search import plans
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 from yggdrasil.step.draft import grow, grow_plain, head_draft, prefill
 from yggdrasil.step.platt import PlattScale
@@ -67,11 +70,11 @@ class Turns(FixedShape):
         return self.shapes[state.root_pos % len(self.shapes)]
 
 
-def never(state: DecodeState, policy: ShapePolicy) -> StepResult:
+def never(state: DecodeState, policy: ShapePolicy, shape: Shape, began: float) -> StepResult:
     raise AssertionError("the call was to do this")
 
 
-def native(engine: Engine, by_stages: Step = never) -> NativeStep:
+def native(engine: Engine, by_stages: ByStages = never) -> NativeStep:
     return NativeStep(engine.target, engine.draft, Trace(), by_stages)
 
 
@@ -142,7 +145,8 @@ def test_the_end_of_a_prompt_runs_beside_the_first_tree(tiny: LoadedPair, engine
 
 
 def test_generation_takes_the_call_and_accounts_for_its_stages_and_forwards(tiny: LoadedPair, engine: Engine) -> None:
-    assert isinstance(engine.fast_step.__self__, NativeStep)  # type: ignore[attr-defined]
+    assert isinstance(engine.runner(0.0), NativeStep)
+    assert engine.runner(0.8) is engine.runner(0.0)
     trace, state = Trace(), fresh(engine, tiny.tokenizer.encode(PROMPTS[0]))
     before = engine.draft.graph_ms, engine.target.graph_ms
     results = [NativeStep(engine.target, engine.draft, trace, never).step(state, tiny.policy(shape=SHAPES["set K"])) for _ in range(4)]
@@ -153,12 +157,12 @@ def test_generation_takes_the_call_and_accounts_for_its_stages_and_forwards(tiny
     assert sum(trace.total_ms.values()) < sum(result.ms for result in results)
 
 
-def counted(step: Step) -> tuple[Step, list[Shape]]:
+def counted(step: ByStages) -> tuple[ByStages, list[Shape]]:
     """The step, and the shapes that it was taken for."""
     taken: list[Shape] = []
 
-    def counting(state: DecodeState, policy: ShapePolicy) -> StepResult:
-        result = step(state, policy)
+    def counting(state: DecodeState, policy: ShapePolicy, shape: Shape, began: float) -> StepResult:
+        result = step(state, policy, shape, began)
         taken.append(result.shape)
         return result
 
@@ -171,14 +175,15 @@ LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
 @pytest.mark.parametrize("shape", (Shape(3, 3, 8, LEVELS), Shape(4, 4, 8, stop=TwoDeep())), ids=("static", "a rule of Python's"))
 def test_what_the_call_does_not_do_goes_by_stages(tiny: LoadedPair, engine: Engine, shape: Shape) -> None:
     policy, tokens = tiny.policy(shape=shape), tiny.tokenizer.encode(PROMPTS[0])
-    by_stages, taken = counted(engine.step)
+    by_stages, taken = counted(engine.step_with)
     expected = history(engine, fresh(engine, tokens), engine.step, policy)
     assert history(engine, fresh(engine, tokens), native(engine, by_stages).step, policy) == expected
     assert len(taken) == len(expected)
 
 
 def test_a_draft_that_lags_by_a_chunk_is_caught_up_by_stages(tiny: LoadedPair, engine: Engine) -> None:
-    state, (by_stages, taken) = fresh(engine, tiny.tokenizer.encode(PROMPTS[0])), counted(engine.step)
+    state = fresh(engine, tiny.tokenizer.encode(PROMPTS[0]))
+    by_stages, taken = counted(engine.step_with)
     runner, known = native(engine, by_stages), engine.draft.cache.len
     for _ in range(engine.draft.prefill_chunk + 1):
         runner.step(state, tiny.policy(shape=PLAIN))
@@ -192,7 +197,7 @@ def test_at_the_end_of_the_context_the_step_says_what_is_wrong(tiny: LoadedPair,
     capacity = engine.target.cache.shape.capacity
     state = fresh(engine, [5] * (capacity - 8))
     with pytest.raises(YggError, match="context is full"):
-        native(engine, engine.step).step(state, tiny.policy(shape=Shape(4, 4, 16)))
+        native(engine, engine.step_with).step(state, tiny.policy(shape=Shape(4, 4, 16)))
     assert len(state.tokens) == capacity - 8
 
 
@@ -210,6 +215,81 @@ def test_logits_that_are_not_finite_lose_the_step_not_the_text(tiny: LoadedPair,
     key[:, :, 0] = sound
     state.sampling = GREEDY
     assert history(engine, state, native(engine).step, policy) == history(engine, fresh(engine, tokens), engine.step, policy)
+
+
+class Asked:
+    """Another policy, and how often it is asked for a shape and shown a step."""
+
+    def __init__(self, inner: ShapePolicy) -> None:
+        self.inner, self.num_asked, self.num_told = inner, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def choose(self, state: DecodeState) -> Shape:
+        self.num_asked += 1
+        return self.inner.choose(state)
+
+    def observe(self, result: StepResult) -> None:
+        self.num_told += 1
+        self.inner.observe(result)
+
+
+def by_python(tiny: LoadedPair) -> ShapePolicy:
+    """A policy that only Python can ask for costs."""
+    policy = tiny.policy(shape=Shape(4, 4))
+    policy.__dict__["native_costs"] = None
+    return policy
+
+
+FALL_BACKS: dict[str, Callable[[LoadedPair], ShapePolicy]] = {
+    "the call itself": lambda tiny: tiny.policy(),
+    "static": lambda tiny: tiny.policy(shape=Shape(3, 3, 8, LEVELS)),
+    "a rule of Python's": lambda tiny: tiny.policy(shape=Shape(4, 4, 8, stop=TwoDeep())),
+    "costs of Python's": by_python,
+    "a draft that lags by a chunk": lambda tiny: tiny.policy(shape=Shape(4, 2)),
+    "the end of the context": lambda tiny: tiny.policy(shape=Shape(4, 4, 16)),
+}
+
+
+@pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
+@pytest.mark.parametrize("name", FALL_BACKS)
+@pytest.mark.parametrize("form", ("call", "stages", "plan"))
+def test_a_step_asks_the_policy_for_a_shape_once(tiny: LoadedPair, engine: Engine, form: str, name: str, sampling: SamplingConfig) -> None:
+    by_stages, taken = counted(engine.step_with)
+    trace = Trace()
+    runner = {
+        "call": NativeStep(engine.target, engine.draft, trace, by_stages),
+        "stages": Engine(engine.target, engine.draft, max_context=engine.max_context, trace=trace),
+        "plan": Executor(plans()[-1], engine.target, engine.draft, trace),
+    }[form]
+    policy, tokens = Asked(FALL_BACKS[name](tiny)), tiny.tokenizer.encode(PROMPTS[0])
+    if name == "the end of the context":
+        tokens = [5] * (engine.target.cache.shape.capacity - 8)
+    state = fresh(engine, tokens, sampling)
+    if name == "a draft that lags by a chunk":
+        state.tokens += [5] * engine.draft.prefill_chunk
+        prefill(engine.target, state.tokens[:-1])
+    if name == "the end of the context":
+        with pytest.raises(YggError, match="context is full"):
+            runner.step(state, policy)
+        assert policy.num_asked == 1
+        return
+    for num_steps in (1, 2, 3):
+        runner.step(state, policy)
+        assert (policy.num_asked, policy.num_told) == (num_steps, num_steps)
+    assert trace.count["policy"] == 3
+    if form == "call":
+        lagging = name == "a draft that lags by a chunk"
+        assert len(taken) == (0 if name == "the call itself" else 1 if lagging else 3)
+
+
+def test_choosing_a_shape_is_part_of_a_step_by_stages(tiny: LoadedPair, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard charges a session for what its policy thinks."""
+    policy, tokens = tiny.policy(shape=Shape(3, 3, 8, LEVELS)), tiny.tokenizer.encode(PROMPTS[0])
+    monkeypatch.setattr(policy, "choose", lambda state: (time.sleep(0.05), Shape(3, 3, 8, LEVELS))[1])
+    for runner in (engine, native(engine, engine.step_with)):
+        assert runner.step(fresh(engine, tokens), policy).ms > 50.0
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES.values() if shape.depth], ids=[name for name, shape in SHAPES.items() if shape.depth])

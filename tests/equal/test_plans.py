@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import pretend
 import pytest
 import torch
 from torch import Tensor
@@ -16,19 +20,25 @@ from torch import Tensor
 from yggdrasil.bundle import Bundle
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
-from yggdrasil.errors import ConfigError, YggError
+from yggdrasil.errors import ArtifactError, YggError
 from yggdrasil.models.protocol import TokenModel
+from yggdrasil.pair import load_pair
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
+from yggdrasil.schedule import choice as choice_module
 from yggdrasil.schedule import executor as executor_module
-from yggdrasil.schedule.choice import NUM_TICKS, PlanChoice, choose_plan
+from yggdrasil.schedule import profile as profile_module
+from yggdrasil.schedule.choice import LEAST_TURNS, Trial, search_plan, try_plan
 from yggdrasil.schedule.executor import Executor
+from yggdrasil.schedule.native import NativeStep
 from yggdrasil.schedule.plan import SEQUENTIAL, Plan
-from yggdrasil.schedule.profile import Workload, profile_stages
-from yggdrasil.schedule.search import plans
+from yggdrasil.schedule.profile import NUM_STEPS, profile_stages
+from yggdrasil.schedule.search import plans, simulate
 from yggdrasil.schedule.stages import STAGES
+from yggdrasil.schedule.workload import Workload
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 from yggdrasil.step.draft import prefill
 from yggdrasil.step.platt import PlattScale
+from yggdrasil.step.sampling import gumbel_noise
 from yggdrasil.tokenizer import Tokenizer
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
@@ -309,44 +319,154 @@ def test_without_room_for_a_head_ahead_of_time_the_next_iteration_drafts_it(engi
 def test_the_context_can_be_filled_to_its_last_token_by_a_plan(engine: Engine, prompts: list[list[int]], plan: Plan) -> None:
     prompt = (prompts[2] * 20)[: engine.max_context - 20]
     config = GenerateConfig(max_new_tokens=20, ignore_eos=True)
-    planned = Engine(engine.target, engine.draft, max_context=engine.max_context, plan=plan)
+    planned = Engine(engine.target, engine.draft, max_context=engine.max_context, greedy_plan=plan)
     texts = [[token for result in each.generate(prompt, Sequence(POLICIES["tree"]), config) for token in result.tokens] for each in (engine, planned)]
     assert texts[0] == texts[1]
     assert len(texts[1]) == 20
 
 
-def test_the_engine_runs_its_plan_and_is_the_sequential_one(engine: Engine) -> None:
-    assert Engine(engine.target, engine.draft, max_context=64, plan=SEQUENTIAL).executor is None
-    planned = Engine(engine.target, engine.draft, max_context=64, plan=MOST)
-    assert planned.executor is not None
-    assert planned.executor.plan == MOST
-    list(planned.generate([5, 6, 7], Sequence(POLICIES["tree"]), GenerateConfig(max_new_tokens=8, ignore_eos=True)))
-    assert planned.trace.count["next_head"] > 0
+def test_a_plan_runs_where_it_does_something_and_nowhere_else(engine: Engine) -> None:
+    noise = next(plan for plan in PLANS if plan.name == "noise side")
+    for plan, planned in ((None, []), (SEQUENTIAL, []), (noise, [0.8]), (MOST, [0.0, 0.8])):
+        each = Engine(engine.target, engine.draft, max_context=64, greedy_plan=plan, sampled_plan=plan)
+        assert [at for at in (0.0, 0.8) if isinstance(each.runner(at), Executor)] == planned
+    greedy = Engine(engine.target, engine.draft, max_context=64, greedy_plan=MOST)
+    config = GenerateConfig(max_new_tokens=8, ignore_eos=True)
+    list(greedy.generate([5, 6, 7], Sequence(POLICIES["tree"]), config))
+    assert greedy.trace.count["next_head"] > 0
 
 
-def test_a_plan_is_chosen_by_measurement_and_saved(engine: Engine, prompts: list[list[int]]) -> None:
-    work = Workload(target=engine.target, draft=engine.draft, prompt=prompts[0], policy=Sequence(POLICIES["tree"]), max_context=engine.max_context)
-    ticks: list[int] = []
-    chosen = choose_plan(work, num_steps=4, tick=lambda: ticks.append(1))
-    assert len(ticks) <= NUM_TICKS
-    assert chosen.plan in {measured.plan for measured in chosen.measured}
-    assert set(chosen.predicted_ms) == {plan.name for plan in plans(has_streams=False)}
-    assert PlanChoice.from_json(json.loads(json.dumps(chosen.to_json()))) == chosen
-    assert chosen.profile.host_ms["tail on side"] > 0
-    assert chosen.profile.host_ms["noise on main"] > 0
-    assert "head after next_head" in chosen.profile.host_ms
+def replan(bundle: Bundle, path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
+    """The bundle's plan file, changed, in another place."""
+    payload = json.loads(bundle.plan_path.read_text())
+    change(payload)
+    path.write_text(json.dumps(payload))
+    monkeypatch.setattr(Bundle, "plan_path", property(lambda self: path))
+
+
+@pytest.mark.parametrize("greedy", (None, (-0.02, 0.05), (0.02, 0.05)), ids=str)
+@pytest.mark.parametrize("sampled", (None, (-0.02, 0.05), (0.02, 0.05)), ids=str)
+def test_a_loaded_pair_runs_the_step_in_one_call_unless_a_plan_was_measured_to_gain(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, greedy: tuple[float, float] | None, sampled: tuple[float, float] | None
+) -> None:
+    def change(payload: dict[str, Any]) -> None:
+        for kind, gain95 in (("greedy", greedy), ("sampled", sampled)):
+            trial = Trial(MOST, plan_ms=1.0, step_ms=1.0, num_turns=9, gain95=gain95)
+            payload[kind]["trial"] = None if gain95 is None else asdict(trial)
+
+    replan(tiny_bundle, tmp_path / "plan.json", monkeypatch, change)
+    pair = load_pair(tiny_bundle.name)
+    config = GenerateConfig(max_new_tokens=8, ignore_eos=True)
+    for sampling, gain95 in ((GREEDY, greedy), (SAMPLED, sampled)):
+        runs = Executor if gain95 is not None and gain95[0] > 0 else NativeStep
+        assert type(pair.engine.runner(sampling.temperature)) is runs
+        pair.engine.trace.count.clear()
+        policy = pair.policy(shape=Shape(4, 4))
+        list(pair.engine.generate([5, 6, 7], policy, replace(config, sampling=sampling)))
+        assert ("walk" in pair.engine.trace.count) == (runs is Executor)
+
+
+def test_a_plan_file_of_the_former_format_is_stale(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(payload: dict[str, Any]) -> None:
+        kept = {name: payload[name] for name in ("fingerprint", "shape")}
+        payload.clear()
+        payload.update(kept, plan=asdict(SEQUENTIAL), profile={}, predicted_ms={}, measured=[])
+
+    replan(tiny_bundle, tmp_path / "plan.json", monkeypatch, change)
+    with pytest.raises(ArtifactError, match="plan.json: stale: written in format 1, current is 2; "):
+        load_pair(tiny_bundle.name)
+
+
+def work(engine: Engine, prompt: list[int], sampling: SamplingConfig = GREEDY, policy: Any = None) -> Workload:
+    shape = Sequence(POLICIES["tree"]) if policy is None else policy
+    return Workload(
+        target=engine.target,
+        draft=engine.draft,
+        step=engine.fast_step,
+        step_ms=1.0,
+        prompt=prompt,
+        policy=shape,
+        max_context=engine.max_context,
+        sampling=sampling,
+    )
+
+
+def test_the_tried_arms_are_the_plan_and_what_runs_without_one(engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice_module, "best_plan", lambda profile: MOST)
+    monkeypatch.setattr(choice_module, "MOST_TURNS", LEAST_TURNS)
+    ran: list[str] = []
+    for kind in (NativeStep, Executor):
+        run = kind.step
+        monkeypatch.setattr(kind, "step", lambda self, *args, run=run: (ran.append(type(self).__name__), run(self, *args))[1])
+    found = search_plan(work(engine, prompts[0], SAMPLED), budget_s=120.0)
+    assert found.trial is not None
+    assert (found.trial.plan, found.trial.num_turns) == (MOST, LEAST_TURNS)
+    in_trial = ran[-2 * LEAST_TURNS * (1 + NUM_STEPS) :]
+    assert Counter(in_trial) == {"NativeStep": len(in_trial) // 2, "Executor": len(in_trial) // 2}
+    assert found.profile is not None
+    assert found.profile.host_ms["tail on side"] > 0
+    assert found.profile.host_ms["noise on main"] > 0
+    assert "head after next_head" in found.profile.host_ms
 
 
 def test_greedy_decoding_measures_no_noise_and_no_gain_from_it(engine: Engine, prompts: list[list[int]]) -> None:
-    policy = Sequence(POLICIES["tree"])
-    work = Workload(target=engine.target, draft=engine.draft, prompt=prompts[0], policy=policy, max_context=engine.max_context, sampling=GREEDY)
-    profile = profile_stages(work, num_steps=3)
+    greedy = work(engine, prompts[0])
+    greedy.prefill()
+    profile = profile_stages(greedy, deadline=math.inf)
     assert profile.host_ms["noise on main"] == profile.host_ms["noise on side"] == profile.stretch_ms["noise"] == 0
     assert profile.host_ms["say after noise"] == profile.host_ms["say"]
     assert profile.host_ms["tail on main"] > 0
 
 
-def test_a_prompt_that_leaves_no_room_to_measure_is_refused(engine: Engine) -> None:
-    work = Workload(target=engine.target, draft=engine.draft, prompt=[5] * 250, policy=Sequence(POLICIES["tree"]), max_context=engine.max_context)
-    with pytest.raises(ConfigError, match="prompt: '250 tokens'"):
-        choose_plan(work)
+def test_a_context_without_room_to_measure_in_gets_no_plan(engine: Engine) -> None:
+    found = search_plan(work(engine, [5] * 250), budget_s=math.inf)
+    assert found.plan is None
+    assert "time or context did not suffice" in found.why()
+
+
+DRAFT_MS, TARGET_MS = 8.0, 16.0
+
+
+@dataclass
+class Slow(Sequence):
+    """A policy that keeps the host for a while."""
+
+    def choose(self, state: DecodeState) -> Shape:
+        time.sleep(DRAFT_MS / 1e3)
+        return super().choose(state)
+
+
+@pytest.fixture
+def device_work(engine: Engine, prompts: list[list[int]]) -> Iterator[Workload]:
+    """Iterations of 56 ms: 8 for the host, 4 draft forwards of 8 and a verification of 16 on a device."""
+    with pretend.pretended_device():
+        models = pretend.DeviceModel(engine.target, TARGET_MS), pretend.DeviceModel(engine.draft, DRAFT_MS)
+        on_device = Engine(*models, max_context=engine.max_context)
+        found = work(on_device, prompts[0], policy=Slow((Shape(4, 4, 4),)))
+        found.prefill()
+        yield found
+    gumbel_noise.cache_clear()  # it kept tensors of the device
+
+
+def test_an_iteration_on_a_device_is_charged_for_what_the_device_does(device_work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of its stages as well: what a stage waits for before it starts counts."""
+    monkeypatch.setattr(profile_module, "ROUNDS", 1)
+    sequential = Executor(SEQUENTIAL, device_work.target, device_work.draft, Trace())
+    for step in (device_work.step, sequential.step):
+        assert device_work.mean_ms(step, NUM_STEPS, math.inf) == pytest.approx(56.0)
+    profile = profile_stages(device_work, deadline=math.inf)
+    assert profile.device_ms["head"] == pytest.approx(DRAFT_MS)
+    assert profile.device_ms["grow"] == pytest.approx(3 * DRAFT_MS)
+    assert profile.device_ms["verify"] == pytest.approx(TARGET_MS)
+    assert (profile.host_ms["verify"], profile.overhead_ms) == pytest.approx((0.0, 0.0))  # it launches
+    assert simulate(SEQUENTIAL, profile).makespan_ms == pytest.approx(56.0)
+
+
+def test_on_a_device_a_plan_wins_where_it_hides_work(device_work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next head is drafted while the host chooses a shape: all of a run's but the last."""
+    monkeypatch.setattr(choice_module, "MOST_TURNS", LEAST_TURNS)
+    plan = next(plan for plan in PLANS if plan.name == "tail side, next_head side")
+    trial = try_plan(device_work, plan, math.inf)
+    assert (trial.step_ms, trial.plan_ms) == pytest.approx((56.0, 56.0 - 3 / 4 * DRAFT_MS))
+    assert trial.gain95 == pytest.approx((6 / 56, 6 / 56))
+    assert trial.gains

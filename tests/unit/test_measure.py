@@ -10,8 +10,9 @@ import pytest
 from torch import Tensor
 
 from yggdrasil import measure
-from yggdrasil.measure import ROUNDS, latency_curve
+from yggdrasil.measure import ROUNDS, decision_milliseconds, latency_curve
 from yggdrasil.models.packing import empty_meta
+from yggdrasil.state import PLAIN, DecodeState, Shape
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -51,3 +52,23 @@ def test_a_wider_graph_is_never_called_quicker(monkeypatch: pytest.MonkeyPatch) 
     found = curve(monkeypatch, {2: [0.010], 4: [0.030], 8: [0.020], 16: [0.040]})
     for row in found.ms:
         assert row == pytest.approx((10.0, 25.0, 25.0, 40.0))
+
+
+def test_a_decision_costs_what_choosing_takes_and_not_what_stands_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
+    seconds = itertools.cycle([0.002, 0.002, 0.900])  # others on the machine
+
+    class Choosing:
+        def choose(self, state: DecodeState) -> Shape:
+            clock.now += next(seconds)
+            return PLAIN
+
+    def generate(prompt: list[int], policy: Any, config: Any) -> Any:
+        for _ in range(config.max_new_tokens):
+            clock.now += 0.005
+            yield policy.choose(DecodeState(prompt))
+
+    engine: Any = SimpleNamespace(generate=generate)
+    policy: Any = Choosing()
+    assert decision_milliseconds(engine, [5], policy, num_tokens=9) == pytest.approx(2.0)

@@ -13,7 +13,7 @@ __all__ = ["add_parser", "run"]
 DESCRIPTION = """\
 pair       what was compiled, from what, and the shape that decoding will use
 profile    latency and predicted speedup against verified width (plots as PNG)
-plan       the stages of an iteration in the representative plans (Gantt charts as PNG), the winner and why
+plan       what greedy and sampled requests run by, and why (Gantt charts of an iteration's stages as PNG)
 predictor  the depth predictor on held-out text: scores, decisions, whether it is used (and a plot)
 step       the wall clock of one step after a prompt: every graph, and a name for all the time between graphs (PNG)
 tree       the tree that one step drafts, verifies and accepts after a prompt
@@ -79,8 +79,14 @@ def _show_plan(pair: Any, options: argparse.Namespace) -> None:
     from yggdrasil.tables import plan_table
 
     print(plan_table(pair))
-    path = options.out / f"{pair.bundle.name}-plan.png"
-    print(plot_plans(pair.plan.timelines, path, winner=pair.plan.plan, title=f"{pair.bundle.name}: one iteration, simulated from measured stages"))
+    charts = {}
+    for search in (pair.plan.greedy, pair.plan.sampled):
+        for timeline in search.timelines:
+            mark = " (runs)" if timeline.plan == search.plan else ""
+            charts[f"temperature {search.temperature}, {timeline.plan.name}{mark}"] = timeline
+    if charts:
+        title = f"{pair.bundle.name}: one iteration, simulated from measured stages"
+        print(plot_plans(charts, options.out / f"{pair.bundle.name}-plan.png", title=title))
 
 
 def _show_predictor(pair: Any, options: argparse.Namespace) -> None:

@@ -1,172 +1,205 @@
-"""Choose a pair's plan on this machine: measure the stages, search, and run what the search found against what it promised."""
+"""Choose a pair's plans on this machine: measure the stages, search, and try the best against the step."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import accumulate, count
+from math import comb
+from statistics import median
 from typing import Any
 
+from yggdrasil.config import SamplingConfig
+from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.plan import SEQUENTIAL, Plan
-from yggdrasil.schedule.profile import NUM_STEPS, PROBES, ROUNDS, Runs, Sample, StageProfile, Workload, fastest, profile_of
+from yggdrasil.schedule.profile import NUM_STEPS, PROBES, StageProfile, profile_stages
 from yggdrasil.schedule.search import LEAST_GAIN, Timeline, best_plan, plans, simulate
+from yggdrasil.schedule.workload import NoRoom, Workload
+from yggdrasil.trace import Trace
 
-__all__ = ["ATTEMPTS", "MAX_ERROR", "NUM_TICKS", "Measured", "PlanChoice", "choose_plan"]
+__all__ = ["FORMAT", "TEMPERATURES", "PlanChoice", "PlanSearch", "Trial", "choose_plans", "search_plan"]
 
-MAX_ERROR = 0.15
-"""Of a predicted iteration; a profile that is further off, as on a machine that does other things meanwhile, changes no plan."""
+FORMAT = 2
+"""Of a stored `PlanChoice`."""
 
-ATTEMPTS = 2
-"""Where a prediction fails, everything is measured once more, and of both times the faster counts."""
+TEMPERATURES = (0.0, 1.0)
+"""A greedy text and a sampled one: what runs ahead of time, and what it saves, differ."""
 
-NUM_TICKS = ATTEMPTS * ROUNDS * (len(PROBES) + 4)
-"""How often `choose_plan` ticks, at most."""
+BUDGET_S = {"cpu": 3.0, "cuda": 20.0}
+"""Of a search at all temperatures together, whatever the size of the models. A CPU gets less: where a
+forward ahead of time shares the cores with all else, there is little to find."""
+
+PROFILE_SHARE = 1 / 3  # of a search's time for the stages; the rest is for the trial
+MOST_TURNS = 31
+LEAST_TURNS = 6  # fewer have no 95 % interval: all of five agree by chance once in sixteen
+LEAST_ITERATIONS = (len(PROBES) + 2 * LEAST_TURNS) * (NUM_STEPS + 1)  # that a search needs to take a plan
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A plan that was simulated and then run.
+class Trial:
+    """A plan against what runs without it, in turns over the same text.
 
     Args:
         plan: Which.
-        predicted_ms: Of an iteration, by the simulation.
-        iteration_ms: Measured.
-        ms_per_token: Measured, over the same text for every plan.
+        plan_ms: Of an iteration by the plan, median over the turns.
+        step_ms: Of an iteration without it.
+        num_turns: Pairs of runs.
+        gain95: 95 % interval of the median over turns of 1 - plan / step; None of too few turns.
     """
 
     plan: Plan
-    predicted_ms: float
-    iteration_ms: float
-    ms_per_token: float
+    plan_ms: float
+    step_ms: float
+    num_turns: int
+    gain95: tuple[float, float] | None
 
     @property
-    def error(self) -> float:
-        """Relative distance of predicted from measured."""
-        return abs(self.predicted_ms / self.iteration_ms - 1)
+    def gains(self) -> bool:
+        """Whether the whole interval lies above zero."""
+        return self.gain95 is not None and self.gain95[0] > 0
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """What was found for requests of one kind.
+
+    Args:
+        temperature: At which it was measured.
+        step_ms: What an iteration was expected to take.
+        profile: Of every stage; None where time or context did not suffice to measure it.
+        trial: Of the plan with the best prediction; None where that was to run nothing ahead of time.
+    """
+
+    temperature: float
+    step_ms: float
+    profile: StageProfile | None = None
+    trial: Trial | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan to run."""
+        return self.trial.plan if self.trial is not None and self.trial.gains else None
+
+    @property
+    def timelines(self) -> tuple[Timeline, ...]:
+        """Simulated iterations: stages one after another, and the plan that was tried."""
+        if self.profile is None:
+            return ()
+        tried = [] if self.trial is None else [self.trial.plan]
+        return tuple(simulate(plan, self.profile) for plan in (SEQUENTIAL, *tried))
+
+    def why(self) -> str:
+        """The plan, or that there is none, and the reason in numbers."""
+        if self.profile is None:
+            expected = f"an iteration was expected to take {self.step_ms:.2f} ms"
+            return f"no plan: time or context did not suffice to measure any; {expected}"
+        trial = self.trial
+        if trial is None:
+            num_plans = len(plans(has_streams=bool(self.profile.device_ms))) - 1
+            return f"no plan: none of {num_plans} is predicted to gain {LEAST_GAIN:.0%}"
+        if trial.gain95 is None:
+            return f"no plan: {trial.plan.name} had {trial.num_turns} turns, and needs {LEAST_TURNS}"
+        low, high = trial.gain95
+        measured = f"{trial.plan_ms:.3f} ms an iteration, {trial.step_ms:.3f} without it"
+        gain = f"gain {low:+.1%} to {high:+.1%} (95 %, {trial.num_turns} turns)"
+        return f"{'' if trial.gains else 'no plan: '}{trial.plan.name}: {measured}, {gain}"
 
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """A pair's plan on a machine, and why.
+    """A pair's plans on a machine, and why.
 
     Args:
-        plan: The one to run.
-        profile: Of every stage.
-        predicted_ms: Milliseconds of an iteration for every plan of the search, by name.
-        measured: The representative plans: sequential, the best with only the tail ahead, the best with tail and next head
-            ahead, and the best by prediction.
+        greedy: For requests at temperature 0.
+        sampled: For all others.
     """
 
-    plan: Plan
-    profile: StageProfile
-    predicted_ms: Mapping[str, float]
-    measured: tuple[Measured, ...]
-
-    def of(self, name: str) -> Measured:
-        """What was measured of a representative plan."""
-        return next(measured for measured in self.measured if measured.plan.name == name)
-
-    @property
-    def timelines(self) -> tuple[Timeline, ...]:
-        """The simulated iterations of the representative plans."""
-        return tuple(simulate(measured.plan, self.profile) for measured in self.measured)
-
-    @property
-    def error(self) -> float:
-        """The greatest relative distance of predicted from measured iteration time, over the representative plans; above `MAX_ERROR` the profile is wrong."""
-        return max(measured.error for measured in self.measured)
-
-    def why(self) -> str:
-        """The winner and the reason, in numbers."""
-        sequential = self.of(SEQUENTIAL.name)
-        line = f"{self.plan.name}: {self.of(self.plan.name).iteration_ms:.2f} ms an iteration"
-        if self.plan != SEQUENTIAL:
-            return f"{line}, sequential {sequential.iteration_ms:.2f}; {self._ahead_costs(self.plan)}"
-        nearest = min((measured for measured in self.measured if measured.plan != SEQUENTIAL), key=lambda measured: measured.iteration_ms)
-        line += f"; the nearest, {nearest.plan.name}, took {nearest.iteration_ms:.2f}: {self._ahead_costs(nearest.plan)}"
-        if nearest.iteration_ms < sequential.iteration_ms:
-            line += f"; {self._why_not(sequential, nearest)}"
-        return line
-
-    def _why_not(self, sequential: Measured, faster: Measured) -> str:
-        """Why a plan that was measured to be faster than the sequential one is not the winner."""
-        if max(sequential.error, faster.error) > MAX_ERROR:
-            return f"not taken, as predictions were up to {self.error:.0%} off"
-        if faster.predicted_ms > sequential.predicted_ms * (1 - LEAST_GAIN):
-            return "not taken, as its stages promise no gain"
-        return f"a gain below {LEAST_GAIN:.0%} is not taken"
-
-    def _ahead_costs(self, plan: Plan) -> str:
-        """What the stages ahead of time cost, and what they save of the stages they ease."""
-        cost_ms = self.profile.host_ms if not self.profile.device_ms else self.profile.device_ms
-        spent = ", ".join(f"{plan.form(stage)} takes {cost_ms[plan.form(stage)]:.2f} ms" for stage in plan.ahead)
-        saved = sum(cost_ms[stage] - cost_ms[plan.form(stage)] for stage in SEQUENTIAL.order)
-        stretch = sum(self.profile.stretch_ms[stage] for stage in plan.beside)
-        slower = f", stretches the stages beside it by {stretch:.2f}" if plan.beside else ""
-        return f"{spent}{slower}, saves {f'{saved:.2f}' if saved > 0 else 'nothing'} elsewhere"
-
-    def to_json(self) -> dict[str, Any]:
-        """The form that `from_json` reads."""
-        return {
-            "plan": self.plan.to_json(),
-            "profile": self.profile.to_json(),
-            "predicted_ms": dict(self.predicted_ms),
-            "measured": [{**asdict(measured), "plan": measured.plan.to_json()} for measured in self.measured],
-        }
+    greedy: PlanSearch
+    sampled: PlanSearch
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> PlanChoice:
-        """Raises ConfigError, KeyError or TypeError on anything else."""
-        return cls(
-            plan=Plan.from_json(payload["plan"]),
-            profile=StageProfile.from_json(payload["profile"]),
-            predicted_ms=dict(payload["predicted_ms"]),
-            measured=tuple(Measured(**{**measured, "plan": Plan.from_json(measured["plan"])}) for measured in payload["measured"]),
-        )
+        """Of `asdict`. Raises ConfigError, KeyError or TypeError on anything else."""
+        return cls(*(_search(payload[kind]) for kind in ("greedy", "sampled")))
 
 
-def choose_plan(work: Workload, *, num_steps: int = NUM_STEPS, tick: Callable[[], None] = lambda: None) -> PlanChoice:
-    """Profile, search, and run the representative plans in turns.
+def _search(payload: Mapping[str, Any]) -> PlanSearch:
+    profile, trial = payload["profile"], payload["trial"]
+    if profile is not None:
+        profile = StageProfile(**profile)
+    if trial is not None:
+        interval = trial["gain95"]
+        gain95 = None if interval is None else (interval[0], interval[1])
+        trial = Trial(**{**trial, "plan": Plan.from_json(trial["plan"]), "gain95": gain95})
+    return PlanSearch(payload["temperature"], payload["step_ms"], profile, trial)
 
-    The best plan by prediction is taken if it is also measured to gain `LEAST_GAIN` over the sequential one, and both
-    predictions were right within `MAX_ERROR`.
+
+def choose_plans(work: Workload, *, tick: Callable[[], None] = lambda: None) -> PlanChoice:
+    """Search at every temperature, each with its share of the time.
 
     Args:
-        work: What is decoded meanwhile.
-        num_steps: Iterations of each run.
-        tick: Called after every run, at most `NUM_TICKS` times.
-
-    Cost: some 270 iterations; twice as many where the first predictions fail.
-    Source: Yggdrasil section 5.2.
+        work: What is decoded meanwhile, at the temperature of each search.
+        tick: Called after each of `TEMPERATURES`.
     """
-    probes: Runs = {}
-    arms: Runs = {}
-    for _ in range(ATTEMPTS):
-        work.run_in_turns(PROBES, probes, num_steps=num_steps, tick=tick)
-        profile = profile_of(probes)
-        predicted_ms = {plan.name: simulate(plan, profile).makespan_ms for plan in plans(has_streams=bool(profile.device_ms))}
-        best = best_plan(profile)
-        representatives = _representatives(profile, best)
-        work.run_in_turns(representatives, arms, num_steps=num_steps, tick=tick)
-        measured = tuple(_measured(plan, predicted_ms[plan.name], fastest(arms[plan.name])) for plan in representatives)
-        choice = PlanChoice(SEQUENTIAL, profile, predicted_ms, measured)
-        if max(choice.of(SEQUENTIAL.name).error, choice.of(best.name).error) <= MAX_ERROR:
-            break
-    return replace(choice, plan=_winner(choice.of(SEQUENTIAL.name), choice.of(best.name)))
+    found = []
+    for temperature in TEMPERATURES:
+        decoded = replace(work, sampling=SamplingConfig(temperature=temperature))
+        found.append(search_plan(decoded, BUDGET_S[work.draft.device] / len(TEMPERATURES)))
+        tick()
+    return PlanChoice(*found)
 
 
-def _winner(sequential: Measured, best: Measured) -> Plan:
-    """The best by prediction, if it was measured to be and the prediction of both was right; else the sequential plan."""
-    trusted = max(sequential.error, best.error) <= MAX_ERROR
-    return best.plan if trusted and best.iteration_ms <= sequential.iteration_ms * (1 - LEAST_GAIN) else SEQUENTIAL
+def search_plan(work: Workload, budget_s: float) -> PlanSearch:
+    """Profile the stages, simulate every plan, and try the best one.
+
+    A search for which the time would not suffice at the expected duration of an iteration is not begun.
+
+    Source: Yggdrasil section 5.2. Departure: the paper runs the best by prediction; here it must gain.
+    """
+    start, temperature = time.perf_counter(), work.sampling.temperature
+    if LEAST_ITERATIONS * work.step_ms > budget_s * 1e3:
+        return PlanSearch(temperature, work.step_ms)
+    work.prefill()
+    try:
+        profile = profile_stages(work, start + budget_s * PROFILE_SHARE)
+    except NoRoom:
+        return PlanSearch(temperature, work.step_ms)
+    best = best_plan(profile)
+    trial = try_plan(work, best, start + budget_s) if best.helps(temperature) else None
+    return PlanSearch(temperature, work.step_ms, profile, trial)
 
 
-def _representatives(profile: StageProfile, best: Plan) -> tuple[Plan, ...]:
-    """The plans to run, none twice."""
-    by_ahead = [[plan for plan in plans(has_streams=bool(profile.device_ms)) if plan.ahead == ahead] for ahead in (("tail",), ("tail", "next_head"))]
-    arms = [SEQUENTIAL, *(best_plan(profile, candidates) for candidates in by_ahead), best]
-    return tuple(plan for index, plan in enumerate(arms) if plan not in arms[:index])
+def try_plan(work: Workload, plan: Plan, deadline: float) -> Trial:
+    """Run a plan and what runs without it in turns, either first as often, until the deadline.
+
+    A pair of runs that the deadline breaks off does not count.
+
+    Args:
+        work: What is decoded; its prompt is in the caches.
+        plan: What to try.
+        deadline: Of `time.perf_counter`.
+    """
+    arms = {"plan": Executor(plan, work.target, work.draft, Trace()).step, "step": work.step}
+    turns: list[dict[str, float]] = []
+    try:
+        while len(turns) < MOST_TURNS:
+            order = sorted(arms, reverse=len(turns) % 2 == 0)
+            turns.append({arm: work.mean_ms(arms[arm], NUM_STEPS, deadline) for arm in order})
+    except NoRoom:
+        pass
+    gain95 = median_interval([1 - turn["plan"] / turn["step"] for turn in turns])
+    plan_ms, step_ms = (median(turn[arm] for turn in turns) if turns else 0.0 for arm in ("plan", "step"))
+    return Trial(plan, plan_ms, step_ms, len(turns), gain95)
 
 
-def _measured(plan: Plan, predicted_ms: float, samples: Sequence[Sample]) -> Measured:
-    spent_ms = sum(sample.ms - sample.clock_ms for sample in samples)
-    return Measured(plan, predicted_ms, spent_ms / len(samples), spent_ms / sum(sample.num_tokens for sample in samples))
+def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % interval of a median by the sign test: two order statistics as far from either end.
+
+    Returns:
+        Exact for any distribution. None for fewer than `LEAST_TURNS`: not even their extremes are one.
+    """
+    ordered = sorted(samples)
+    ways = accumulate(comb(len(samples), place) for place in count())  # with at most `place` below
+    place = next(place for place, num in enumerate(ways) if num > 0.025 * 2 ** len(samples))
+    return (ordered[place - 1], ordered[-place]) if place else None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from yggdrasil.drawing import load_matplotlib
 from yggdrasil.errors import ConfigError
-from yggdrasil.schedule.plan import Plan
 from yggdrasil.schedule.search import Timeline
 from yggdrasil.schedule.stages import STAGES
 
@@ -18,31 +17,30 @@ _LANES = ("host", "main", "side")
 _LABEL_SHARE = 0.045  # of the axis: a shorter bar has no room for its name
 
 
-def plot_plans(timelines: Sequence[Timeline], path: Path, *, winner: Plan | None = None, title: str = "") -> Path:
+def plot_plans(charts: Mapping[str, Timeline], path: Path, *, title: str = "") -> Path:
     """One chart for every timeline, lanes under each other, all on one millisecond axis.
 
     Args:
-        timelines: Of representative plans, such as `PlanChoice.timelines`.
+        charts: Timelines by their titles.
         path: A PNG file to write.
-        winner: Marked in its chart's title.
         title: Over all charts.
 
     Raises:
         ConfigError: matplotlib is not installed, or there is nothing to draw.
     """
-    if not timelines:
-        raise ConfigError("timelines", 0, "at least one")
+    if not charts:
+        raise ConfigError("charts", 0, "at least one")
     matplotlib = load_matplotlib()
     palette = matplotlib.colormaps["tab20"]
     colours = {stage: palette(index % 20) for index, stage in enumerate(STAGES)}
-    figure = matplotlib.figure.Figure(figsize=(11, 0.6 + 1.4 * len(timelines)), layout="constrained")
-    longest = max(timeline.makespan_ms for timeline in timelines)
-    for axes, timeline in zip(figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0], timelines, strict=True):
+    figure = matplotlib.figure.Figure(figsize=(11, 0.6 + 1.4 * len(charts)), layout="constrained")
+    longest = max(timeline.makespan_ms for timeline in charts.values())
+    rows = figure.subplots(len(charts), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, timeline) in zip(rows, charts.items(), strict=True):
         _draw(axes, timeline, colours, longest)
-        mark = " (chosen)" if timeline.plan == winner else ""
-        axes.set_title(f"{timeline.plan.name}{mark}: {timeline.makespan_ms:.2f} ms", fontsize=9, loc="left", fontweight="bold" if mark else "normal")
+        axes.set_title(f"{name}: {timeline.makespan_ms:.2f} ms", fontsize=9, loc="left")
     axes.set(xlim=(0, longest), xlabel="ms")
-    shown = {span.stage for timeline in timelines for span in timeline.spans}
+    shown = {span.stage for timeline in charts.values() for span in timeline.spans}
     handles = [matplotlib.patches.Patch(color=colours[stage], label=stage) for stage in STAGES if stage in shown]
     figure.legend(handles=handles, loc="outside right upper", fontsize=7)
     figure.suptitle(title, fontsize=10)

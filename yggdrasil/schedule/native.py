@@ -1,4 +1,4 @@
-"""The sequential plan in one host call, for a CPU.
+"""A step without a plan in one host call, for a CPU.
 
 Between two passes over a target's weights everything of Python's is cold: a step's eight calls take ten times what their work is. Here they are one call of
 kernels/graph.cpp, over the same operators in the same order; `Engine.step` is its specification, and a test holds both equal, result for result.
@@ -36,7 +36,7 @@ ARGUMENTS: tuple[Any, ...] = (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64
 
 STAGES = ("policy", "draft", "prune", "verify", "accept", "commit")
 
-Step = Callable[[DecodeState, ShapePolicy], StepResult]
+ByStages = Callable[[DecodeState, ShapePolicy, Shape, float], StepResult]
 
 
 class NativeStep:
@@ -46,13 +46,13 @@ class NativeStep:
         target: Decides every token; its forwards are graphs of this process, as the draft's are.
         draft: Guesses.
         trace: Gets the milliseconds of every stage.
-        by_stages: `Engine.step`, for what the call does not do: static trees, rules of stopping and policies that are Python's alone, a draft that lags by
-            more than a chunk, the end of the context.
+        by_stages: `Engine.step_with`, for what the call does not do: static trees, stop rules and policies
+            that are Python's alone, a draft that lags by more than a chunk, the end of the context.
 
     Cost: of the host some ten operators' worth; sampling draws and filters in Python behind the call.
     """
 
-    def __init__(self, target: TokenModel, draft: TokenModel, trace: Trace, by_stages: Step) -> None:
+    def __init__(self, target: TokenModel, draft: TokenModel, trace: Trace, by_stages: ByStages) -> None:
         self._target, self._draft, self._trace, self._by_stages = target, draft, trace, by_stages
         models = [argument for model in (target, draft) for argument in (*_graphs(model), model.cache.storage_PL2GSF)]
         self._told: tuple[object, object, object, object] = (None, None, None, None)
@@ -74,11 +74,13 @@ class NativeStep:
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
         """Emit one or more tokens; arguments, result and errors are those of `Engine.step`."""
-        start, target, draft, root_pos = time.perf_counter() * 1e3, self._target, self._draft, state.root_pos
+        began, target, draft, root_pos = time.perf_counter(), self._target, self._draft, state.root_pos
+        start = began * 1e3
         forget_unfinished_(target, draft, root_pos)
         shape, costs = policy.choose(state), policy.native_costs
         if costs is None or not self._holds(shape, costs, root_pos):
-            return self._by_stages(state, policy)
+            self._trace.note(STAGES[:1], (start, time.perf_counter() * 1e3))
+            return self._by_stages(state, policy, shape, began)
         self._follow_(policy, shape, costs)
         target_len, draft_len = target.cache.len, draft.cache.len if shape.depth else root_pos
         first, says = min(target_len, draft_len), state.sampling.temperature == 0

@@ -93,6 +93,10 @@ class Plan:
         """The stages on "side", in order."""
         return tuple(place.stage for place in self.placements if place.resource == "side")
 
+    def helps(self, temperature: float) -> bool:
+        """Whether anything runs ahead of time at this temperature: at 0 there is no noise to draw."""
+        return any(stage != "noise" or temperature > 0 for stage in self.ahead)
+
     def form(self, stage: str) -> str:
         """Under which name the stage's milliseconds are measured: where it runs, and what ran ahead of time, change its work."""
         if stage in AHEAD:
@@ -100,14 +104,10 @@ class Plan:
         eased = next((earlier for earlier in _EASED.get(stage, ()) if earlier in self.ahead), None)
         return stage if eased is None else f"{stage} after {eased}"
 
-    def to_json(self) -> dict[str, Any]:
-        """The form that `from_json` reads."""
-        return {"name": self.name, "placements": [[place.stage, place.resource] for place in self.placements]}
-
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Plan:
-        """Raises ConfigError, KeyError or TypeError on what is not a valid plan."""
-        return cls(payload["name"], tuple(Placement(stage, resource) for stage, resource in payload["placements"]))
+        """Of `asdict`. Raises ConfigError, KeyError or TypeError on what is not a valid plan."""
+        return cls(payload["name"], tuple(Placement(**placement) for placement in payload["placements"]))
 
 
 SEQUENTIAL = Plan.of("sequential", MAIN)

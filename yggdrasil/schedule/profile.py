@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from yggdrasil.config import SamplingConfig
-from yggdrasil.errors import ConfigError
-from yggdrasil.models.protocol import TokenModel
-from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.plan import Plan
 from yggdrasil.schedule.stages import MAIN
-from yggdrasil.state import DecodeState
-from yggdrasil.step.draft import prefill
-from yggdrasil.step.sampling import gumbel_noise
+from yggdrasil.schedule.workload import NoRoom, Workload
 
-__all__ = ["BESIDE", "NUM_STEPS", "PROBES", "ROUNDS", "Clock", "Runs", "Sample", "StageProfile", "Workload", "fastest", "profile_of", "profile_stages"]
+__all__ = ["BESIDE", "NUM_STEPS", "PROBES", "Clock", "Sample", "StageProfile", "Stay", "profile_stages"]
 
 BESIDE = {"noise": "verify", "tail": "verify", "next_head": "walk"}
 """The stage of the calling thread that one on "side" mostly runs beside."""
@@ -37,10 +31,7 @@ PROBES = (
 )
 """Plans that between them run every stage in every form; a form is measured in the first that has it."""
 
-Runs = dict[str, list[list["Sample"]]]
-"""Measured runs of plans, by their names."""
-
-NUM_STEPS = 8
+NUM_STEPS = 4  # that count, of a run
 ROUNDS = 3
 
 
@@ -62,19 +53,16 @@ class StageProfile:
     overhead_ms: float
     handover_ms: float
 
-    def to_json(self) -> dict[str, Any]:
-        """The form that `from_json` reads."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, payload: Mapping[str, Any]) -> StageProfile:
-        return cls(
-            host_ms=dict(payload["host_ms"]),
-            device_ms=dict(payload["device_ms"]),
-            stretch_ms=dict(payload["stretch_ms"]),
-            overhead_ms=payload["overhead_ms"],
-            handover_ms=payload["handover_ms"],
-        )
+class Stay(NamedTuple):
+    """A stage on its thread, milliseconds of one clock.
+
+    On CUDA the thread waits for the stages before between entering it and starting its work.
+    """
+
+    entered_ms: float
+    start_ms: float
+    end_ms: float
 
 
 @dataclass(frozen=True)
@@ -82,23 +70,24 @@ class Sample:
     """One measured iteration.
 
     Args:
-        ms: Of all of it.
-        num_tokens: What it emitted.
-        spans: Start and end of every stage on its thread, milliseconds of one clock.
+        ms: Of the calling thread.
+        stays: Of every stage.
         device_ms: Of every stage on its stream, on CUDA.
-        clock_ms: What reading the clocks took.
     """
 
     ms: float
-    num_tokens: int
-    spans: Mapping[str, tuple[float, float]]
+    stays: Mapping[str, Stay]
     device_ms: Mapping[str, float]
-    clock_ms: float
 
     def host_ms(self, stage: str) -> float:
         """Of a stage on its thread, 0 when it did not run."""
-        start, end = self.spans.get(stage, (0.0, 0.0))
-        return end - start
+        stay = self.stays.get(stage)
+        return 0.0 if stay is None else stay.end_ms - stay.start_ms
+
+    @property
+    def between_ms(self) -> float:
+        """What lies between stages that run one after another: neither their work nor a wait for it."""
+        return self.ms - sum(stay.end_ms - stay.entered_ms for stay in self.stays.values())
 
 
 class Clock:
@@ -109,9 +98,8 @@ class Clock:
         self._reset()
 
     def _reset(self) -> None:
-        self._spans: dict[str, tuple[float, float]] = {}
+        self._stays: dict[str, Stay] = {}
         self._events: dict[str, tuple[Any, Any]] = {}
-        self._clock_ms = 0.0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -123,85 +111,18 @@ class Clock:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
         start = time.perf_counter()
-        self._clock_ms += (start - entered) * 1e3
         yield
-        self._spans[name] = start * 1e3, time.perf_counter() * 1e3
+        self._stays[name] = Stay(entered * 1e3, start * 1e3, time.perf_counter() * 1e3)
         if self._on_device:
             end.record()
             self._events[name] = begin, end
 
-    def take(self, ms: float, num_tokens: int) -> Sample:
+    def take(self, ms: float) -> Sample:
         """The iteration since the last call, all of whose work is done."""
         device_ms = {name: begin.elapsed_time(end) for name, (begin, end) in self._events.items()}
-        sample = Sample(ms, num_tokens, self._spans, device_ms, self._clock_ms)
+        sample = Sample(ms, self._stays, device_ms)
         self._reset()
         return sample
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What is decoded while a plan is measured.
-
-    Args:
-        target: Its cache is used up.
-        draft: Its cache is used up.
-        prompt: At least one token.
-        policy: Best a fixed shape, so that every run does the same work.
-        max_context: Most tokens of prompt and output together.
-        sampling: Above temperature 0, else noise costs nothing anywhere and no plan will draw it ahead of time.
-    """
-
-    target: TokenModel
-    draft: TokenModel
-    prompt: Sequence[int]
-    policy: ShapePolicy
-    max_context: int
-    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=1.0))
-
-    def run(self, plan: Plan, num_steps: int) -> list[Sample]:
-        """Decode the prompt from its start by a plan; the text, and so the work of the i-th iteration, is the same every time.
-
-        Ends early at the end of the context. The first iteration is not counted: it has no head ahead of time.
-
-        Raises:
-            ConfigError: the context has no room for two iterations after the prompt.
-        """
-        self._check_room()
-        state, clock = self._start(), Clock(self.draft.device)
-        runner, samples = Executor(plan, self.target, self.draft, clock), []
-        for _ in range(num_steps + 1):
-            if len(state.tokens) > self._last_root:
-                break
-            start = time.perf_counter()
-            result = runner.step(state, self.policy)
-            if self.draft.device == "cuda":
-                torch.cuda.synchronize()  # sync: an iteration has a duration when all of it is done
-            samples.append(clock.take((time.perf_counter() - start) * 1e3, len(result.tokens)))
-        return samples[1:]
-
-    def run_in_turns(self, plans: Sequence[Plan], runs: Runs, *, num_steps: int, tick: Callable[[], None]) -> None:
-        """Run every plan `ROUNDS` times, one after another so that drift hits all alike; adds to `runs`, ticks after each."""
-        for _ in range(ROUNDS):
-            for plan in plans:
-                runs.setdefault(plan.name, []).append(self.run(plan, num_steps))
-                tick()
-
-    @property
-    def _last_root(self) -> int:
-        return self.max_context - self.draft.max_depth - 1
-
-    def _check_room(self) -> None:
-        allowed = self._last_root - self.draft.max_depth - 1
-        if not 1 <= len(self.prompt) <= allowed:
-            raise ConfigError("prompt", f"{len(self.prompt)} tokens", f"1 to {allowed} for a context of {self.max_context}")
-
-    def _start(self) -> DecodeState:
-        state = DecodeState(list(self.prompt), self.sampling)
-        for model in (self.target, self.draft):
-            model.cache.rollback_(0)
-            prefill(model, state.tokens[:-1])
-        gumbel_noise.cache_clear()  # the last run drew the noise of these very positions
-        return state
 
 
 def fastest(runs: Sequence[Sequence[Sample]]) -> list[Sample]:
@@ -209,20 +130,38 @@ def fastest(runs: Sequence[Sequence[Sample]]) -> list[Sample]:
     return [min(same, key=lambda sample: sample.ms) for same in zip(*runs, strict=False)]
 
 
-def profile_stages(work: Workload, *, num_steps: int = NUM_STEPS, tick: Callable[[], None] = lambda: None) -> StageProfile:
-    """Run the probe plans and read every stage's clock.
+def profile_stages(work: Workload, deadline: float) -> StageProfile:
+    """Run the probe plans in turns and read every stage's clock.
 
     Args:
         work: What is decoded.
-        num_steps: Iterations of each run.
-        tick: Called after every run, `ROUNDS * len(PROBES)` times.
+        deadline: Of `time.perf_counter`; rounds after the first are run as far as time allows.
 
-    Cost: `ROUNDS * len(PROBES) * (num_steps + 1)` iterations.
+    Raises:
+        NoRoom: not every probe could run once.
+
+    Cost: at most `ROUNDS * len(PROBES) * (NUM_STEPS + 1)` iterations.
     Source: Yggdrasil section 5.2, "profiling results of each stage"; both forms of a stage are kept.
     """
-    runs: Runs = {}
-    work.run_in_turns(PROBES, runs, num_steps=num_steps, tick=tick)
+    runs: dict[str, list[list[Sample]]] = {}
+    try:
+        for _ in range(ROUNDS):
+            for plan in PROBES:
+                runs.setdefault(plan.name, []).append(_run(work, plan, deadline))
+    except NoRoom:
+        if not all(runs.get(plan.name) for plan in PROBES):
+            raise
     return profile_of(runs)
+
+
+def _run(work: Workload, plan: Plan, deadline: float) -> list[Sample]:
+    clock = Clock(work.draft.device)
+    step = Executor(plan, work.target, work.draft, clock).step
+    samples = []
+    for ms in work.iterations(step, NUM_STEPS, deadline):
+        work.wait()
+        samples.append(clock.take(ms))
+    return samples[1:]
 
 
 def profile_of(runs: Mapping[str, Sequence[Sequence[Sample]]]) -> StageProfile:
@@ -239,13 +178,13 @@ def profile_of(runs: Mapping[str, Sequence[Sequence[Sample]]]) -> StageProfile:
         stage, earlier = form.split(" after ")
         if host_ms[f"{earlier} on main"] == 0:  # it had nothing to do, so it eased nothing
             host_ms[form], device_ms[form] = host_ms[stage], device_ms[stage]
-    delays_ms = [sample.spans["tail"][0] - sample.spans["grow"][1] for sample in samples["tail beside"] if "tail" in sample.spans]
-    between_ms = fmean(sample.ms - sample.clock_ms for sample in samples["sequential"]) - sum(host_ms[stage] for stage in MAIN)
+    beside = [sample.stays for sample in samples["tail beside"] if "tail" in sample.stays]
+    delays_ms = [stays["tail"].start_ms - stays["grow"].end_ms for stays in beside]
     return StageProfile(
         host_ms=host_ms,
         device_ms=device_ms if any(device_ms.values()) else {},
         stretch_ms=_stretch_ms(samples, host_ms),
-        overhead_ms=max(0.0, between_ms),
+        overhead_ms=max(0.0, fmean(sample.between_ms for sample in samples["sequential"])),
         handover_ms=max(0.0, fmean(delays_ms)) if delays_ms else 0.0,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -14,7 +14,7 @@ from yggdrasil.schedule.stages import SYNCS, needs
 
 __all__ = ["LEAST_GAIN", "Span", "Timeline", "best_plan", "plans", "simulate"]
 
-LEAST_GAIN = 0.01  # of an iteration: less than this no plan is worth the work it does ahead of time
+LEAST_GAIN = 0.01  # of an iteration: a smaller prediction does not justify work ahead of time
 
 _TAILS = ("", "early", "late", "side")
 _NEXT_HEADS = ("", "main", "side")
@@ -137,12 +137,12 @@ def _simulate_streams(plan: Plan, profile: StageProfile) -> Timeline:
     return Timeline(plan, tuple(spans), max(free.values()) + profile.overhead_ms)
 
 
-def best_plan(profile: StageProfile, candidates: Sequence[Plan] | None = None) -> Plan:
+def best_plan(profile: StageProfile) -> Plan:
     """The plan of least makespan; among those within `LEAST_GAIN` of it, the one with least ahead of time, then least on "side".
 
     Source: Yggdrasil section 5.2, "a simple grid search".
     """
-    timelines = [simulate(plan, profile) for plan in candidates or plans(has_streams=bool(profile.device_ms))]
+    timelines = [simulate(plan, profile) for plan in plans(has_streams=bool(profile.device_ms))]
     least = min(timeline.makespan_ms for timeline in timelines)
     near = [timeline for timeline in timelines if timeline.makespan_ms * (1 - LEAST_GAIN) <= least]
     return min(near, key=lambda timeline: (len(timeline.plan.ahead), len(timeline.plan.beside), timeline.makespan_ms)).plan

@@ -15,14 +15,8 @@ In brackets what may run ahead of time, before it is known to be needed:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
 
-from yggdrasil.errors import ConfigError
-
-if TYPE_CHECKING:
-    import networkx
-
-__all__ = ["AHEAD", "MAIN", "STAGES", "SYNCS", "needs", "stage_graph"]
+__all__ = ["AHEAD", "MAIN", "STAGES", "SYNCS", "needs"]
 
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "policy": (),
@@ -55,31 +49,8 @@ SYNCS = ("prune", "walk")
 
 
 def needs(stage: str, ahead: Collection[str] = ()) -> tuple[str, ...]:
-    """The stages whose results `stage` reads, when the stages `ahead` run ahead of time."""
-    return tuple(need for need in _NEEDS[stage] if need not in AHEAD or need in ahead)
-
-
-def stage_graph(ahead: Collection[str] = AHEAD) -> networkx.DiGraph[str]:
-    """The stages as a directed graph, from data to its reader; every node says whether it is `ahead` of time and whether it `syncs`.
-
-    Args:
-        ahead: Which stages run ahead of time.
-
-    Raises:
-        ConfigError: a stage that cannot, or next_head without the tail draft that its nodes stand on.
+    """The stages whose results `stage` reads, when the stages `ahead` run ahead of time.
 
     Source: Yggdrasil Fig. 9 and section 5.1. Departure: `noise` is ours, the host work of seeded sampling.
     """
-    import networkx
-
-    for stage in ahead:
-        if stage not in AHEAD:
-            raise ConfigError("ahead", stage, f"one of {AHEAD}")
-    if "next_head" in ahead and "tail" not in ahead:
-        raise ConfigError("ahead", tuple(ahead), "with tail: next_head needs the KV of every leaf")
-    graph: networkx.DiGraph[str] = networkx.DiGraph()
-    for stage in STAGES:
-        if stage in MAIN or stage in ahead:
-            graph.add_node(stage, ahead=stage in AHEAD, syncs=stage in SYNCS)
-            graph.add_edges_from((need, stage) for need in needs(stage, ahead))
-    return graph
+    return tuple(need for need in _NEEDS[stage] if need not in AHEAD or need in ahead)
