@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from yggdrasil.cli.compile import pair_name
 from yggdrasil.cli.heap import frozen_heap
 from yggdrasil.config import ServeConfig
-from yggdrasil.errors import ConfigError
+from yggdrasil.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from yggdrasil.serve.api import Serving
@@ -106,7 +106,7 @@ def _check_installed() -> None:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ConfigError(error.name or "fastapi", "not installed", "installed for serving", "pip install 'yggdrasil-decoding[serve]'") from None
+        raise UsageError(f"{error.name} is not installed, which serving needs", "pip install 'yggdrasil-decoding[serve]'") from None
 
 
 @contextmanager
