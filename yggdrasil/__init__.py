@@ -29,13 +29,22 @@ if TYPE_CHECKING:
     from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig
     from yggdrasil.errors import YggError
     from yggdrasil.pair import load_pair
+    from yggdrasil.tokenizer import TextStream
     from yggdrasil.tree import TokenTree
 
-__all__ = ["CompileConfig", "GenerateConfig", "SamplingConfig", "TokenTree", "YggError", "load_pair"]
+__all__ = ["CompileConfig", "GenerateConfig", "SamplingConfig", "TextStream", "TokenTree", "YggError", "load_pair"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"CompileConfig": "config", "GenerateConfig": "config", "SamplingConfig": "config", "TokenTree": "tree", "YggError": "errors", "load_pair": "pair"}
+_HOMES = {
+    "CompileConfig": "config",
+    "GenerateConfig": "config",
+    "SamplingConfig": "config",
+    "TextStream": "tokenizer",
+    "TokenTree": "tree",
+    "YggError": "errors",
+    "load_pair": "pair",
+}
 
 
 def __getattr__(name: str) -> Any:
