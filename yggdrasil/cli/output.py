@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 from yggdrasil.errors import UsageError
 
@@ -39,6 +39,9 @@ class _Guarded:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)  # libraries ask whether it is a terminal
 
     def write(self, text: str) -> int:
         with self._explained():
