@@ -145,11 +145,12 @@ class Engine:
             config: Limits, sampling and stop texts.
 
         Yields:
-            What every step did, with its tokens cut at the end of the text, behind the token that completes a stop text, and at the limit.
+            What every step did, with its tokens cut at the end of the text, behind the token that completes a stop
+            text, and at the limit.
 
         Raises:
-            ConfigError: at the call: a prompt that is no list of tokens, or one that the context cannot hold with the tokens asked for; stop texts that
-                nobody can read.
+            ConfigError: at the call: a prompt that is no list of tokens, or one that the context cannot hold with the
+                tokens asked for; stop texts without a tokenizer.
             YggError: another generation has begun on this engine since: its text took the place of this one's in the KV of both models.
         """
         tokens = checked_prompt(prompt)

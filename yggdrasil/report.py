@@ -102,7 +102,7 @@ class Run:
 
     @property
     def slowdown(self) -> float | None:
-        """How many times the milliseconds that the profile predicts for their shapes the steps took, in the median; None of fewer than ENOUGH_STEPS steps."""
+        """Milliseconds of the median step over what the profile predicts for its shape; None of few steps."""
         latency = self.pair.latency
         ratios = [
             result.ms / latency.step_ms(result.shape.width, result.shape.depth, result.verified, result.context_len)

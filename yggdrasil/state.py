@@ -42,7 +42,8 @@ class Shape:
         stop: Ends the growth early.
 
     Raises:
-        ConfigError: levels that are no tree: a parent that is not of the level before, a place taken twice, another width or depth than theirs.
+        ConfigError: levels that are no tree: a parent that is not of the level before, a place taken twice, another
+            width or depth than theirs.
     """
 
     width: int
@@ -56,19 +57,21 @@ class Shape:
             self._check_levels(self.levels)
 
     def _check_levels(self, levels: tuple[tuple[tuple[int, int], ...], ...]) -> None:
-        parents, num_nodes = range(1), 1
+        parents = range(1)
         for depth, level in enumerate(levels, start=1):
             for parent, rank in level:
                 if parent not in parents:
-                    raise ConfigError("levels", (parent, rank), f"under a node from {parents[0]} to {parents[-1]}, those of depth {depth - 1}")
+                    allowed = f"under a node from {parents[0]} to {parents[-1]}, those of depth {depth - 1}"
+                    raise ConfigError("levels", (parent, rank), allowed)
                 if rank < 0:
                     raise ConfigError("levels", (parent, rank), "a child of rank 0 or above")
             if not level or len(set(level)) < len(level):
                 raise ConfigError("levels", level, "at least one node a level, each at a place of its own")
-            parents, num_nodes = range(num_nodes, num_nodes + len(level)), num_nodes + len(level)
+            parents = range(parents.stop, parents.stop + len(level))
         shape = max(map(len, levels), default=1), len(levels)
         if (self.width, self.depth) != shape:
-            raise ConfigError("width and depth", (self.width, self.depth), f"{shape}, the widest level and the number of levels")
+            allowed = f"{shape}, the widest level and the number of levels"
+            raise ConfigError("width and depth", (self.width, self.depth), allowed)
 
     @property
     def num_nodes(self) -> int:

@@ -17,7 +17,9 @@ MOST_DECODED = 64  # by a step
 
 
 class Tokenizer:
-    """A Hugging Face `tokenizer.json`, read without transformers: its import costs seconds of every start. It neither truncates nor pads.
+    """A Hugging Face `tokenizer.json`, read without transformers: its import costs seconds of every start.
+
+    It neither truncates nor pads.
 
     Args:
         path: The file.
@@ -123,7 +125,7 @@ class TextStream:
         return "".join(self._add([token]) for token in tokens if not self.stopped)
 
     def take(self, tokens: Sequence[int]) -> list[int]:
-        """`push` where the tokens are wanted: those that belong to the text, none after the one that completes a stop text."""
+        """`push`, but returns tokens: those up to the one that completes a stop text."""
         before = self.num_tokens
         self.push(tokens)
         return list(tokens[: self.num_tokens - before])
@@ -174,7 +176,7 @@ class TextStream:
 
 
 def _keep_whole_(tokenizer: Any) -> None:
-    """Switch off what the file may ask for, meant for training: a prompt would lose its end, or get padding that the model reads."""
+    """Switch off what the file may ask for, meant for training: a prompt would lose its end, or get padding."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
 

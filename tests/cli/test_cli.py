@@ -160,7 +160,7 @@ def test_the_limit_has_the_names_that_others_give_it(option: str, capsys: Captur
     assert json.loads(capsys.readouterr().out)["num_tokens"] == 3
 
 
-def test_steps_that_take_several_times_their_profile_are_told_on_stderr(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_take_several_times_their_profile_are_noted_on_stderr(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "slowdown", 2.9)
     report = generate(capsys)
     monkeypatch.setattr(Run, "slowdown", 3.4)
@@ -170,7 +170,7 @@ def test_steps_that_take_several_times_their_profile_are_told_on_stderr(capsys: 
     assert re.fullmatch(r"ygg generate: the machine is busy: steps took 3\.4 times .*; end other programs, .*: ygg compile .*\n", err)
 
 
-def test_a_usual_pace_is_not_told(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_usual_pace_is_not_noted(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     for slowdown in (2.9, None):
         monkeypatch.setattr(Run, "slowdown", slowdown)
         generate(capsys)
@@ -179,7 +179,7 @@ def test_a_usual_pace_is_not_told(capsys: Capture, monkeypatch: pytest.MonkeyPat
 
 
 def test_bare_ygg_shows_help_and_that_is_no_error(capsys: Capture) -> None:
-    """As docker, cargo and gh do: nothing was asked for that failed. (git shows it too, and exits with 1.)"""
+    """As docker, cargo and gh do: nothing that was asked for failed. (git exits with 1.)"""
     assert main([]) == 0
     out, err = capsys.readouterr()
     assert "ygg generate" in out
@@ -269,7 +269,7 @@ def test_a_prompt_that_is_no_text_is_one_line(verb: str, words: tuple[bytes, ...
 
 
 def shell(script: str) -> tuple[int, str, str]:
-    """Exit code of `ygg`, standard output and standard error of a shell line in which `ygg` stands for the command."""
+    """Exit code of `ygg`, standard output and standard error of a shell line."""
     ygg = f"{shlex.quote(sys.executable)} -m yggdrasil"
     done = subprocess.run(["bash", "-c", script.replace("ygg", ygg) + "; exit ${PIPESTATUS[0]}"], capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr

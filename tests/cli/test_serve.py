@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 
+from yggdrasil import build
 from yggdrasil.bundle import Bundle
 from yggdrasil.cli import main
 from yggdrasil.cli.serve import _num_bytes
@@ -59,6 +61,26 @@ def test_a_port_in_use_is_found_out_before_anything_is_loaded(capsys: Capture) -
         port = str(listener.getsockname()[1])
         line = refused(capsys, "--pair", "nobody", "--port", port)
     assert f"--port: {port} is not allowed; it must be a free port of 127.0.0.1" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--policy", "nightingale"), "--policy: 'nightingale' .*one of nightjar, .*tiers:PATH"),
+        (("--policy", "fixed-9"), "--policy: 'fixed-9'"),
+        (("--policy", "tiers:nowhere.json"), "--policy: 'tiers:nowhere.json'"),
+        (("--max-batch", "1000"), "--max-batch: 1000 .*at most 64"),
+        (("--gamma-max", "1000"), "--gamma-max: 1000 .*at most"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_refused_before_anything_is_compiled(
+    arguments: tuple[str, ...], complaint: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YGG_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "compile_pair", lambda *args, **kwargs: pytest.fail("compiles"))
+    assert re.search(complaint, refused(capsys, "--port", "0", *arguments))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("package", ("fastapi", "uvicorn", "prometheus_client", "jinja2"))

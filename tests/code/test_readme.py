@@ -79,7 +79,8 @@ def programs() -> list[str]:
 
 @pytest.fixture(scope="module")
 def home(ygg_home: Path, tiny_bundle: Bundle, llama_folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An artifact root and working folder in which the README's names exist: the tiny pair is `mine` and the bundled one, knows `code`, and has models."""
+    """An artifact root and working folder with the README's names: the tiny pair is `mine` and the bundled one, and
+    knows `code`."""
     folder = tmp_path_factory.mktemp("readme")
     shutil.copytree(ygg_home / "compile_cache" / "kernels", folder / "compile_cache" / "kernels")
     for name in ("mine", BUNDLED):
@@ -109,7 +110,8 @@ def served(home: Path) -> Iterator[str]:
     """The port of the README's server, started by its own line."""
     (line,) = [line for line in verb_lines() if line[0] == "serve"]
     words = [*("0" if word == PORT else word for word in line), "--max-batch", "16"]  # the most that graphs so small hold
-    command, environment = [sys.executable, "-m", "yggdrasil", *words], {**os.environ, "YGG_HOME": str(home)}
+    command = [sys.executable, "-m", "yggdrasil", *words]
+    environment = {**os.environ, "YGG_HOME": str(home)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=home) as process:
         assert process.stderr is not None
         greeting = process.stderr.readline()

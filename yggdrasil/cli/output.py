@@ -16,7 +16,7 @@ __all__ = ["guarded_output"]
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
-    """A block that prints UTF-8 whatever the locale, for text leaves as the model wrote it, and everything by its end.
+    """A block that prints everything by its end, and in UTF-8 whatever the locale: text leaves as the model wrote it.
 
     Raises:
         UsageError: standard output is closed or cannot be written, to a full disk for example.
@@ -35,7 +35,7 @@ def guarded_output() -> Iterator[None]:
 
 
 class _Guarded:
-    """A stream whose errors are told from those of other files."""
+    """A stream whose errors are distinct from those of other files."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -60,7 +60,8 @@ class _Guarded:
             raise
         except OSError as error:
             self._drop()
-            raise UsageError(f"standard output cannot be written ({error.strerror}); send it elsewhere", "ygg ... > FILE") from None
+            problem = f"standard output cannot be written ({error.strerror}); send it elsewhere"
+            raise UsageError(problem, "ygg ... > FILE") from None
 
     def _drop(self) -> None:
         """Send what is still buffered nowhere: another flush, the interpreter's own at last, would fail as well."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from yggdrasil.cli.compile import pair_name
 from yggdrasil.cli.heap import frozen_heap
-from yggdrasil.config import ServeConfig
+from yggdrasil.config import CompileConfig, ServeConfig
 from yggdrasil.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -86,10 +86,18 @@ def run(options: argparse.Namespace) -> None:
     )
     _check_installed()
     with _listening(config.host, config.port) as listener:  # before the seconds that loading takes
-        serving, service = _serving(pair_name(options), config, options)
+        name = pair_name(options, lambda target, draft: _check_uncompiled(config))
+        serving, service = _serving(name, config, options)
         service.start()
         with frozen_heap():
             asyncio.run(_serve(serving, service, listener, config.drain_seconds))
+
+
+def _check_uncompiled(config: ServeConfig) -> None:
+    """Refuse what cannot work before minutes go into compiling a pair with the defaults."""
+    from yggdrasil.serve.opening import check_fits
+
+    check_fits(config, CompileConfig())
 
 
 def _num_bytes(text: str) -> int:
