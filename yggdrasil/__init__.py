@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from yggdrasil.errors import YggError
     from yggdrasil.kernels.threads import get_num_threads, set_num_threads
     from yggdrasil.pair import load_pair
+    from yggdrasil.tokenizer import TextStream
     from yggdrasil.tree import TokenTree
 
-__all__ = ["CompileConfig", "GenerateConfig", "SamplingConfig", "TokenTree", "YggError", "get_num_threads", "load_pair", "set_num_threads"]
+__all__ = ["CompileConfig", "GenerateConfig", "SamplingConfig", "TextStream", "TokenTree", "YggError", "get_num_threads", "load_pair", "set_num_threads"]
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ _HOMES = {
     "CompileConfig": "config",
     "GenerateConfig": "config",
     "SamplingConfig": "config",
+    "TextStream": "tokenizer",
     "TokenTree": "tree",
     "YggError": "errors",
     "get_num_threads": "kernels.threads",

@@ -36,7 +36,7 @@ from yggdrasil.progress import Progress
 from yggdrasil.tokenizer import load_tokenizer
 from yggdrasil.tuning import tune
 
-__all__ = ["bundled_arguments", "compile_pair", "resolved"]
+__all__ = ["bundled_arguments", "compile_pair", "planned_context", "resolved"]
 
 DEFAULT_MAX_CONTEXT = 2048
 LOCK_NAME = "compiling.lock"  # in the folder of the pair
@@ -64,8 +64,8 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
         RuntimeError: a graph could not be built.
     """
     with progress.phase("check the pair", 1):
+        texts = read_texts(calibration)  # before all files of the models are read
         bundle = _describe(target, draft, name, config, calibration)
-        texts = read_texts(calibration)
     with artifacts.one_at_a_time(bundle.folder.parent / LOCK_NAME, progress.phase("wait for another run", 1)) as waited:
         return (_compiled_meanwhile(bundle) if waited else None) or _compile(bundle, texts, progress)
 
@@ -169,6 +169,11 @@ def _max_context(config: CompileConfig, *models: Any) -> int:
     if config.max_context is not None and config.max_context > most:
         raise ConfigError("max_context", config.max_context, f"at most {most}: the models know {limit} positions, of which a tree needs {config.path_depth}")
     return config.max_context or min(DEFAULT_MAX_CONTEXT, most)
+
+
+def planned_context(target: str, draft: str) -> int:
+    """Most tokens of prompt and output together that a pair compiled with the defaults would hold."""
+    return _max_context(CompileConfig(), load_config(resolved(target)), load_config(resolved(draft)))
 
 
 def _model_files(model: str) -> list[Path]:

@@ -68,8 +68,10 @@ class GenerateConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:
-        _require(self.max_new_tokens is None or self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
-        _require(all(self.stop), "stop", self.stop, "non-empty texts")
+        limit = self.max_new_tokens
+        _require(limit is None or (isinstance(limit, int) and limit >= 1), "max_new_tokens", limit, "a whole number, at least 1")
+        is_texts = isinstance(self.stop, tuple | list) and all(isinstance(text, str) and text for text in self.stop)
+        _require(is_texts, "stop", self.stop, "a tuple of texts that are not empty")
 
 
 def default_verify_widths() -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from yggdrasil.errors import ConfigError
+from yggdrasil.errors import UsageError
 
 __all__ = ["load_matplotlib"]
 
@@ -13,7 +13,7 @@ def load_matplotlib() -> Any:
     """The `matplotlib` package, its figures and patches imported.
 
     Raises:
-        ConfigError: it is not installed.
+        UsageError: it is not installed.
 
     Cost: its import, a third of a second the first time.
     """
@@ -22,5 +22,5 @@ def load_matplotlib() -> Any:
         import matplotlib.figure
         import matplotlib.patches
     except ImportError:
-        raise ConfigError("matplotlib", "not installed", "installed for plots", "pip install 'yggdrasil-decoding[plots]'") from None
+        raise UsageError("matplotlib is not installed, which plots need", "pip install 'yggdrasil-decoding[plots]'") from None
     return matplotlib

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,9 +21,10 @@ from yggdrasil.step.commit import commit_, forget_unfinished_
 from yggdrasil.step.draft import catch_up_, draft, prefill
 from yggdrasil.step.prune import prune
 from yggdrasil.step.verify import verify
+from yggdrasil.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import Trace
 
-__all__ = ["Engine", "check_request"]
+__all__ = ["Engine", "check_request", "checked_prompt"]
 
 MOST_LEFT = 32  # a graph of so many tokens and a tree costs less than two graphs; a longer prompt would take the chunk's graph twice
 
@@ -35,6 +37,7 @@ class Engine:
         draft: Guesses.
         max_context: Most tokens of prompt and output together.
         eos_tokens: Tokens that end a text.
+        tokenizer: Reads what was emitted, for stop texts; without one they are refused.
         greedy_plan: How `generate` runs iterations at temperature 0; without a plan, or with one that does
             nothing there, they run in one call where both models can, else by `step`.
         sampled_plan: The same above temperature 0.
@@ -75,6 +78,7 @@ class Engine:
         *,
         max_context: int,
         eos_tokens: Sequence[int] = (),
+        tokenizer: Tokenizer | None = None,
         greedy_plan: Plan | None = None,
         sampled_plan: Plan | None = None,
         trace: Trace | None = None,
@@ -83,6 +87,7 @@ class Engine:
         self.draft = draft
         self.max_context = max_context
         self.eos_tokens = frozenset(eos_tokens)
+        self.tokenizer = tokenizer
         self.trace = Trace() if trace is None else trace
         in_one_call = NativeStep.runs(target, draft)
         self._native = NativeStep(target, draft, self.trace, self.step_with) if in_one_call else None
@@ -156,19 +161,27 @@ class Engine:
         Args:
             prompt: At least one token.
             policy: Chooses the shape of every step. Not asked where the request says plain: then the draft runs neither over the prompt nor after it.
-            config: Limits and sampling. Stop texts are the caller's business: close the iterator.
+            config: Limits, sampling and stop texts.
 
         Yields:
-            What every step did, with its tokens cut at the end of the text and at the limit.
+            What every step did, with its tokens cut at the end of the text, behind the token that completes a stop
+            text, and at the limit.
 
         Raises:
-            ConfigError: an empty prompt, or one that the context cannot hold with the tokens asked for.
+            ConfigError: at the call: a prompt that is no list of tokens, or one that the context cannot hold with the
+                tokens asked for; stop texts without a tokenizer.
             YggError: another generation has begun on this engine since: its text took the place of this one's in the KV of both models.
         """
-        limit = check_request(len(prompt), config, self.max_context)
+        tokens = checked_prompt(prompt)
+        limit = check_request(len(tokens), config, self.max_context)
+        if config.stop and self.tokenizer is None:
+            raise ConfigError("stop", config.stop, "left out for an engine without a tokenizer", "Engine(..., tokenizer=pair.tokenizer)")
+        return self._generate(tokens, plain_policy() if config.plain else policy, config, limit)
+
+    def _generate(self, prompt: list[int], policy: ShapePolicy, config: GenerateConfig, limit: int) -> Iterator[StepResult]:
         eos_tokens = frozenset[int]() if config.ignore_eos else self.eos_tokens
-        policy = plain_policy() if config.plain else policy
-        self._generating = state = DecodeState(list(prompt), config.sampling)
+        stream = TextStream(self.tokenizer, config.stop, prompt) if config.stop and self.tokenizer is not None else None
+        self._generating = state = DecodeState(prompt, config.sampling)
         self.target.cache.rollback_(0)
         self.draft.cache.rollback_(0)
         with self.trace.stage("prefill"):
@@ -181,8 +194,9 @@ class Engine:
             self._require_own_text(state)
             result = self.fast_step(state, policy)
             tokens = cut(result.tokens, room=limit - before, eos_tokens=eos_tokens)
+            tokens = tokens if stream is None else stream.take(tokens)
             yield result if tokens == result.tokens else replace(result, tokens=tokens)
-            if len(tokens) < len(result.tokens) or tokens[-1] in eos_tokens:
+            if len(tokens) < len(result.tokens) or tokens[-1] in eos_tokens or (stream is not None and stream.stopped):
                 return
 
     def _require_own_text(self, state: DecodeState) -> None:
@@ -193,6 +207,28 @@ class Engine:
         """How many tokens of a prompt's last chunk run beside the first tree: a few cost less there than a pass over the weights of their own."""
         left = root_pos % self.target.prefill_chunk
         return left if left <= min(MOST_LEFT, self.target.prefill_chunk - self.target.widest) else 0
+
+
+def checked_prompt(prompt: Sequence[int]) -> list[int]:
+    """The tokens of one prompt; raises ConfigError for a text, a batch, and what is no token."""
+    if isinstance(prompt, str | bytes):
+        raise ConfigError("prompt", prompt[:40], "a list of tokens", "pair.tokenizer.encode(text) makes one")
+    try:
+        entries = list(prompt)
+    except TypeError:
+        raise ConfigError("prompt", prompt, "a list of tokens") from None
+    tokens = []
+    for entry in entries:
+        try:
+            token = operator.index(entry)
+        except TypeError:
+            is_batch = isinstance(entry, Sequence) or getattr(entry, "ndim", 0) > 0
+            fix = "an engine decodes one prompt at a time; call it for each" if is_batch else ""
+            raise ConfigError("prompt", entry, "a list of tokens, which are whole numbers", fix) from None
+        if token < 0:
+            raise ConfigError("prompt", token, "a list of tokens, which are 0 or above")
+        tokens.append(token)
+    return tokens
 
 
 def check_request(prompt_len: int, config: GenerateConfig, max_context: int) -> int:

@@ -2,7 +2,8 @@
 
 ```
 YggError
-├── ConfigError        an option or a call: names the field, the value and what is allowed
+├── UsageError         a command line or a call that cannot be: what is wrong with it, and one that is right
+├── ConfigError        an option or an argument: names the field, the value and what is allowed
 ├── ModelMismatch      target and draft do not share a vocabulary: names both
 ├── UnsupportedModel   an architecture we would decode wrongly: names the feature
 ├── ArtifactError      a compiled file is missing, stale or corrupt: path, field, command
@@ -30,6 +31,7 @@ __all__ = [
     "ServiceEnded",
     "ShapeNotCompiled",
     "UnsupportedModel",
+    "UsageError",
     "YggError",
 ]
 
@@ -38,12 +40,24 @@ class YggError(Exception):
     """Base of every error that a user can cause and mend."""
 
 
+class UsageError(YggError):
+    """A command line that lacks something, or has what does not go together."""
+
+    def __init__(self, problem: str, command: str) -> None:
+        super().__init__(f"{problem}: {command}")
+
+
 class ConfigError(YggError, ValueError):
     """A value that is not allowed."""
 
     def __init__(self, field: str, value: object, allowed: str, fix: str = "") -> None:
         super().__init__(f"{field}: {value!r} is not allowed; it must be {allowed}" + (f"; {fix}" if fix else ""))
         self.field = field
+        self._rest = value, allowed, fix
+
+    def renamed(self, field: str) -> ConfigError:
+        """The same error where the field has another name, such as that of an option."""
+        return ConfigError(field, *self._rest)
 
 
 class ModelMismatch(YggError):

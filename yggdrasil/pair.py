@@ -152,7 +152,7 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     greedy = plan.greedy.plan
     sampled = plan.sampled.plan
     limits: dict[str, Any] = {"max_context": bundle.max_context, "eos_tokens": bundle.eos_tokens}
-    engine = Engine(target, draft, **limits, greedy_plan=greedy, sampled_plan=sampled)
+    engine = Engine(target, draft, **limits, tokenizer=tokenizer, greedy_plan=greedy, sampled_plan=sampled)
     return LoadedPair(bundle, engine, tokenizer, dataset, measured.acceptance, depth, measured.latency, plan)
 
 

@@ -11,6 +11,8 @@ from yggdrasil.policy.objective import speedup
 
 __all__ = ["plot_acceptance", "plot_latency", "plot_predictor"]
 
+RULE_COLOURS = {"fixed": "grey", "oracle": "black", "stopping": "tan"}  # the predictor's is its temperature's
+
 
 def _figure(title_left: str, title_right: str) -> tuple[Any, Any, Any]:
     figure = load_matplotlib().figure.Figure(figsize=(10, 4), layout="constrained")
@@ -78,14 +80,16 @@ def plot_predictor(pair: LoadedPair, folder: Path) -> Path:
         left.plot(depths, [row["brier"] for row in rows], "o-", color=colour, markersize=3, label=f"predictor, temperature {temperature}")
         left.plot(depths, [row["brier_constant"] for row in rows], ":", color=colour, label=f"constant, temperature {temperature}")
         ms = found["decisions"]["ms_per_token"]
-        places = [place + 0.27 * (bar - 1) for bar in range(3)]
-        for x, (name, value) in zip(places, ms.items(), strict=True):
-            right.bar(x, value, width=0.25, color={"fixed": "grey", "predicted": colour, "oracle": "black"}[name], alpha=0.8)
+        gap = 0.8 / len(ms)
+        for bar, (name, value) in enumerate(ms.items()):
+            x = place + gap * (bar - (len(ms) - 1) / 2)
+            right.bar(x, value, width=0.9 * gap, color=RULE_COLOURS.get(name, colour), alpha=0.8)
             right.text(x, value, f"{name}\n{value:.2f}", ha="center", va="bottom", fontsize=7)
     left.set(xlabel="depth d", ylabel="Brier score (less is better)")
     left.legend(fontsize=7)
     right.set_xticks(range(len(held_out)), [f"temperature {temperature}" for temperature in held_out])
-    right.set(ylabel="ms per token, by the profile", ylim=(0, 1.15 * max(found["decisions"]["ms_per_token"]["fixed"] for found in held_out.values())))
+    highest = max(value for found in held_out.values() for value in found["decisions"]["ms_per_token"].values())
+    right.set(ylabel="ms per token, by the profile", ylim=(0, 1.15 * highest))
     path = folder / f"{pair.bundle.name}-{pair.dataset}-predictor.png"
     figure.savefig(path, dpi=130)
     return path

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from yggdrasil.compilations import compilations, no_compilation
@@ -17,6 +16,8 @@ from yggdrasil.state import PLAIN, StepResult
 from yggdrasil.tokenizer import TextStream
 
 __all__ = ["Run"]
+
+ENOUGH_STEPS = 8  # for a median that a hiccup or two do not move
 
 
 class Run:
@@ -45,19 +46,17 @@ class Run:
         self._predicted: list[float] = []
 
     def steps(self) -> Iterator[tuple[str, StepResult | None]]:
-        """Yield the text that every step releases, with the step; at the end what was still held back, with None."""
+        """Yield the text that every step releases, with the step; at the end what was still held back, with None.
+
+        Nothing after a stop text is part of the answer.
+        """
         engine, stream = self.pair.engine, TextStream(self.pair.tokenizer, self.config.stop, self.prompt)
         self._before = dict(engine.trace.total_ms), engine.draft.graph_ms, engine.target.graph_ms
         start = time.perf_counter()
         with no_compilation():
             for result in engine.generate(self.prompt, self.policy, self.config):
-                now_ms, before = (time.perf_counter() - start) * 1e3, stream.num_tokens
-                text = stream.push(result.tokens)
-                told = replace(result, tokens=result.tokens[: stream.num_tokens - before])  # nothing after a stop text is part of the answer
-                self._enter(told, now_ms)
-                yield text, told
-                if stream.stopped:
-                    break
+                self._enter(result, (time.perf_counter() - start) * 1e3)
+                yield stream.push(result.tokens), result
         self.finish_reason = "stop" if stream.stopped or self._ended() else "length"
         rest = stream.finish()
         self.text = stream.text
@@ -102,10 +101,15 @@ class Run:
         return (self.total_ms - self.ttft_ms) / later if later else 0.0
 
     @property
-    def measured_speedup(self) -> float:
-        """Against plain decoding as it was measured when the pair was compiled, at this run's mean context."""
-        plain_ms = self.pair.latency.plain_ms(len(self.prompt) + self.num_tokens // 2)
-        return plain_ms / self.tpot_ms if self.tpot_ms else 0.0
+    def slowdown(self) -> float | None:
+        """Milliseconds of the median step over what the profile predicts for its shape; None of few steps."""
+        latency = self.pair.latency
+        ratios = [
+            result.ms / latency.step_ms(result.shape.width, result.shape.depth, result.verified, result.context_len)
+            for result in self.results
+            if not result.caught_up
+        ]
+        return median(ratios) if len(ratios) >= ENOUGH_STEPS else None
 
     def to_json(self) -> dict[str, Any]:
         """Every figure of the run; keys with units."""
@@ -129,7 +133,7 @@ class Run:
             "tpot_ms": self.tpot_ms,
             "tok_per_s": 1e3 / self.tpot_ms if self.tpot_ms else 0.0,
             "predicted_speedup": mean(self._predicted) if self._predicted else 0.0,
-            "measured_speedup": self.measured_speedup,
+            "slowdown": self.slowdown,
             "compilations": compilations(),
             "stages_ms": {name: total - stages.get(name, 0.0) for name, total in engine.trace.total_ms.items()},
             "graphs_ms": {"draft": engine.draft.graph_ms - in_draft, "target": engine.target.graph_ms - in_target},
@@ -152,7 +156,7 @@ class Run:
         return (
             f"{report['num_tokens']} tokens in {report['target_passes']} target passes: {report['aal']:.2f} tokens per pass\n"
             f"first token after {report['ttft_ms']:.0f} ms, then {report['tpot_ms']:.2f} ms per token ({report['tok_per_s']:.0f} tokens/s)\n"
-            f"speedup over plain decoding: predicted {report['predicted_speedup']:.2f}, measured {report['measured_speedup']:.2f}\n"
+            f"speedup over plain decoding that the profile predicts: {report['predicted_speedup']:.2f}; to measure it, run again with --plain\n"
             f"ms per step: {stages}\n"
             f"shapes: {report['speculation']}"
         )

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from yggdrasil.config import SamplingConfig
+from yggdrasil.errors import ConfigError
 from yggdrasil.tree import TokenTree
 
 __all__ = ["PLAIN", "DecodeState", "Head", "Row", "Shape", "StepResult", "StopRule", "cut"]
@@ -39,6 +40,10 @@ class Shape:
         levels: A static tree instead of equal growth: levels[d] holds the (parent node, rank among the parent's children) of
             every node at depth d + 1, in the order of their ids. W is then the widest level and D the number of levels.
         stop: Ends the growth early.
+
+    Raises:
+        ConfigError: levels that are no tree: a parent that is not of the level before, a place taken twice, another
+            width or depth than theirs.
     """
 
     width: int
@@ -46,6 +51,27 @@ class Shape:
     verify: int | None = None
     levels: tuple[tuple[tuple[int, int], ...], ...] | None = None
     stop: StopRule | None = None
+
+    def __post_init__(self) -> None:
+        if self.levels is not None:
+            self._check_levels(self.levels)
+
+    def _check_levels(self, levels: tuple[tuple[tuple[int, int], ...], ...]) -> None:
+        parents = range(1)
+        for depth, level in enumerate(levels, start=1):
+            for parent, rank in level:
+                if parent not in parents:
+                    allowed = f"under a node from {parents[0]} to {parents[-1]}, those of depth {depth - 1}"
+                    raise ConfigError("levels", (parent, rank), allowed)
+                if rank < 0:
+                    raise ConfigError("levels", (parent, rank), "a child of rank 0 or above")
+            if not level or len(set(level)) < len(level):
+                raise ConfigError("levels", level, "at least one node a level, each at a place of its own")
+            parents = range(parents.stop, parents.stop + len(level))
+        shape = max(map(len, levels), default=1), len(levels)
+        if (self.width, self.depth) != shape:
+            allowed = f"{shape}, the widest level and the number of levels"
+            raise ConfigError("width and depth", (self.width, self.depth), allowed)
 
     @property
     def num_nodes(self) -> int:

@@ -19,6 +19,8 @@ MOST_DECODED = 64  # by a step
 class Tokenizer:
     """A Hugging Face `tokenizer.json`, read without transformers: its import costs seconds of every start.
 
+    It neither truncates nor pads.
+
     Args:
         path: The file.
         command: What rebuilds it.
@@ -34,6 +36,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception for every cause
             raise ArtifactError(path, f"missing or corrupt ({error})", command) from None
+        _keep_whole_(self._tokenizer)
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +93,16 @@ class TextStream:
         text: Everything released so far.
         num_tokens: Tokens taken: none after the one that completed a stop text.
         stopped: Whether a stop text came.
+
+    Example: print text as it is decoded.
+        >>> from yggdrasil import GenerateConfig, TextStream, load_pair
+        >>> def write(prompt):
+        ...     pair = load_pair()
+        ...     tokens = pair.tokenizer.encode(prompt)
+        ...     stream = TextStream(pair.tokenizer, after=tokens)
+        ...     for result in pair.engine.generate(tokens, pair.policy(), GenerateConfig(max_new_tokens=64)):
+        ...         print(stream.push(result.tokens), end="")
+        ...     print(stream.finish())
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), after: Sequence[int] = ()) -> None:
@@ -110,6 +123,12 @@ class TextStream:
             return self._add(tokens)
         # One by one: of two stop texts in one step the one that is completed first counts, as if every token had come alone.
         return "".join(self._add([token]) for token in tokens if not self.stopped)
+
+    def take(self, tokens: Sequence[int]) -> list[int]:
+        """`push`, but returns tokens: those up to the one that completes a stop text."""
+        before = self.num_tokens
+        self.push(tokens)
+        return list(tokens[: self.num_tokens - before])
 
     def finish(self) -> str:
         """The rest: an unfinished character or a stop text that did not come."""
@@ -156,6 +175,12 @@ class TextStream:
         return next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0)
 
 
+def _keep_whole_(tokenizer: Any) -> None:
+    """Switch off what the file may ask for, meant for training: a prompt would lose its end, or get padding."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+
 @cache
 def _byte_of_letter() -> dict[str, int]:
     """The alphabet in which byte-level tokenizers spell bytes: printable Latin-1 stands for itself, the rest follows from U+0100 on."""
@@ -165,7 +190,7 @@ def _byte_of_letter() -> dict[str, int]:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The transformers fast tokenizer of a model folder or hub id.
+    """The transformers fast tokenizer of a model folder or hub id; it neither truncates nor pads.
 
     Raises:
         ConfigError: there is none, or it has no `tokenizer.json` form.
@@ -178,4 +203,5 @@ def load_tokenizer(name: str) -> Any:
         raise ConfigError("tokenizer", name, "a model with a tokenizer", str(error).strip().splitlines()[0]) from None
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError("tokenizer", name, "a fast tokenizer (tokenizer.json)")
+    _keep_whole_(tokenizer.backend_tokenizer)
     return tokenizer

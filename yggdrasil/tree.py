@@ -165,14 +165,16 @@ class TokenTree:
             log_probs: (W,) path log-probabilities, float, none above its parent's.
 
         Raises:
-            ConfigError: more nodes than the capacity, or lengths that differ.
+            ConfigError: more nodes than the capacity, lengths that differ, or on a CPU a parent that is not there.
 
-        Cost: seven small operators, no sync: the values are checked by `check`, not here.
+        Cost: seven small operators, no sync: on a device values are checked by `check`, not here.
         """
         width, first = len(parents), self._len
         self._require_room(width)
         if not width == len(tokens) == len(log_probs):
             raise ConfigError("lengths of parents, tokens and log_probs", (width, len(tokens), len(log_probs)), "equal")
+        if self.is_cpu:
+            self._require_parents(parents)
         new = slice(first, first + width)
         self._parent[new] = parents
         self._token[new] = tokens
@@ -193,6 +195,13 @@ class TokenTree:
         self._require_room(width)
         yield self._len, *self.arrays
         self._len += width
+
+    def _require_parents(self, parents: Tensor) -> None:
+        if parents.is_floating_point() or parents.dtype == torch.bool:
+            raise ConfigError("parents", str(parents.dtype), "integers")
+        strangers = parents[(parents < 0) | (parents >= self._len)]
+        if len(strangers):
+            raise ConfigError("parents", strangers.tolist(), f"ids of existing nodes, 0 to {self._len - 1}")
 
     def _require_room(self, width: int) -> None:
         if self._len + width > self.capacity:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import io
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,13 +20,16 @@ import pytest
 import tiny_pair
 from conftest import TINY
 
+import yggdrasil
 from yggdrasil import build, tuning
 from yggdrasil.artifacts import digest_file
 from yggdrasil.build import compile_pair
 from yggdrasil.bundle import Bundle, load_bundle
+from yggdrasil.cli import generate as generate_command
 from yggdrasil.cli import main
 from yggdrasil.compilations import compilations
 from yggdrasil.pair import load_pair
+from yggdrasil.report import Run
 
 KEYS = (
     "text", "token_ids", "num_tokens", "target_passes", "aal", "ttft_ms", "tpot_ms", "tok_per_s", "compilations", "stages_ms", "speculation", "seed", "device",
@@ -35,6 +40,12 @@ PNG = b"\x89PNG\r\n"
 
 pytestmark = pytest.mark.usefixtures("tiny_bundle")
 Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has nothing else to do, whatever else it does."""
+    monkeypatch.setattr(Run, "slowdown", 1.0)
 
 
 def generate(capture: Capture, *arguments: str) -> dict[str, Any]:
@@ -58,11 +69,12 @@ def test_json_has_every_key_and_the_figures_agree(capsys: Capture) -> None:
     assert set(report["stages_ms"]) >= {"prefill", "policy", "draft", "prune", "verify", "accept", "commit"}
     assert report["finish_reason"] == "length"
     assert report["text"].startswith(" there was a")
+    assert "measured_speedup" not in report  # nothing of this run measures plain decoding
 
 
 def test_a_loaded_pair_compiles_nothing_in_a_fresh_process(ygg_home: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "yggdrasil", "generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "8", "--json"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "yggdrasil", "generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "7", "--json"], capture_output=True, text=True, check=True
     )
     report = json.loads(done.stdout)
     assert report["compilations"] == 0
@@ -85,7 +97,7 @@ def test_collections_pass_over_the_loaded_pair_while_text_is_written(monkeypatch
 
 
 def test_the_heap_is_thawed_where_bindings_count_what_is_left_at_the_end(ygg_home: Path) -> None:
-    script = f"import sys, triton; from yggdrasil.cli import main; sys.exit(main(['generate', {PROMPT!r}, '--pair', 'tiny', '--max-new-tokens', '8']))"
+    script = f"import sys, triton; from yggdrasil.cli import main; sys.exit(main(['generate', {PROMPT!r}, '--pair', 'tiny', '--max-new-tokens', '7']))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr == ""
 
@@ -103,7 +115,7 @@ def test_the_same_seed_writes_the_same_text(capsys: Capture) -> None:
     assert generate(capsys, *options, "--seed", "3", "--plain")["token_ids"] == first
 
 
-def test_text_streams_to_stdout_and_nothing_else(capsys: Capture) -> None:
+def test_text_streams_to_stdout_and_nothing_else(capsys: Capture, quiet: None) -> None:
     text = generate(capsys)["text"]
     assert main(["generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "24"]) == 0
     assert capsys.readouterr() == (f"{text}\n", "")
@@ -115,7 +127,8 @@ def test_stats_and_trees_go_to_stderr(capsys: Capture) -> None:
     out, err = capsys.readouterr()
     assert out == f"{text}\n"
     assert "tokens per pass" in err
-    assert "predicted" in err
+    assert "the profile predicts" in err
+    assert "measured" not in err
     assert " *" in err
 
 
@@ -134,16 +147,186 @@ def test_a_dash_reads_the_prompt_from_stdin(capsys: Capture, monkeypatch: pytest
     assert json.loads(capsys.readouterr().out)["token_ids"] == expected
 
 
-@pytest.mark.parametrize("what", ("pair", "profile", "tree"))
+def test_unquoted_words_are_one_prompt_wherever_they_stand(capsys: Capture) -> None:
+    expected = generate(capsys)["token_ids"]
+    for words in (("Once", "upon", "a", "time", "--pair", "tiny"), ("--pair", "tiny", *PROMPT.split()), ("Once", "upon", "--pair", "tiny", "a", "time")):
+        assert main(["generate", "--json", *words, "-n", "24"]) == 0
+        assert json.loads(capsys.readouterr().out)["token_ids"] == expected
+
+
+@pytest.mark.parametrize("option", ("-n", "--max-tokens", "--max-new-tokens"))
+def test_the_limit_has_the_names_that_others_give_it(option: str, capsys: Capture) -> None:
+    assert main(["generate", PROMPT, "--pair", "tiny", option, "3", "--json", "--ignore-eos"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_tokens"] == 3
+
+
+def test_steps_that_take_several_times_their_profile_are_noted_on_stderr(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "slowdown", 2.9)
+    report = generate(capsys)
+    monkeypatch.setattr(Run, "slowdown", 3.4)
+    assert main(["generate", PROMPT, "--pair", "tiny", "-n", "24", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["text"] == report["text"]
+    assert re.fullmatch(r"ygg generate: the machine is busy: steps took 3\.4 times .*; end other programs, .*: ygg compile .*\n", err)
+
+
+def test_a_usual_pace_is_not_noted(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for slowdown in (2.9, None):
+        monkeypatch.setattr(Run, "slowdown", slowdown)
+        generate(capsys)
+        assert main(["generate", PROMPT, "--pair", "tiny", "-n", "8"]) == 0
+        assert capsys.readouterr().err == ""
+
+
+def test_bare_ygg_shows_help_and_that_is_no_error(capsys: Capture) -> None:
+    """As docker, cargo and gh do: nothing that was asked for failed. (git exits with 1.)"""
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert "ygg generate" in out
+    assert err == ""
+
+
+def test_version_is_the_package_s(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"ygg {yggdrasil.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "verb", "complaint"),
+    [
+        ("generate x --tempurature 1", "ygg generate", "there is no option --tempurature; did you mean --temperature?"),
+        ("generate x --temp 1", "ygg generate", "there is no option --temp"),
+        ("generate x --max-new 3", "ygg generate", "there is no option --max-new; did you mean --max-new-tokens?"),
+        ("generate x --jsn=1", "ygg generate", "there is no option --jsn; did you mean --json?"),
+        ("generate x -n many", "ygg generate", "--max-new-tokens: 'many' is not a whole number"),
+        ("generate x --top-p much", "ygg generate", "--top-p: 'much' is not a number"),
+        ("generate x --seed", "ygg generate", "--seed: a value is missing"),
+        ("compile a b c", "ygg compile", "'c' is one too many"),
+        ("show", "ygg show", "an argument is missing: what$"),
+        ("show plans", "ygg show", "'plans' is none of pair, profile, plan, .*; did you mean plan?"),
+        ("serve --prot 1", "ygg serve", "there is no option --prot; did you mean --port?"),
+        ("generat x", "ygg", "'generat' is none of .*; did you mean generate?"),
+    ],
+)
+def test_a_wrong_command_line_shows_the_verb_s_usage_and_the_nearest_word(words: str, verb: str, complaint: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"usage: {verb} [")
+    assert re.search(complaint.replace("?", r"\?"), lines[-1])
+    assert lines[-1].startswith(f"{verb}: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--draft", "b"), "--target is missing: ygg generate --target TARGET --draft b"),
+        (("--target", "a"), "--draft is missing: ygg generate --target a --draft DRAFT"),
+    ],
+)
+def test_half_a_pair_names_the_other_half(arguments: tuple[str, ...], complaint: str, capfd: Capture) -> None:
+    assert complaint in refused(capfd, "generate", PROMPT, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("-n", "100000"), "--max-new-tokens: 100000 .*at most 4"),
+        (("--predictor", "poems"), "--predictor: 'poems' is not allowed; it must be stories"),
+        (("--temperature", "nan"), "--temperature: nan"),
+        (("word " * 600,), r"prompt: '\d+ tokens' .*shorter than the context of 4"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_before_anything_is_compiled(
+    arguments: tuple[str, ...], complaint: str, llama_folders: tuple[str, str], capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YGG_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "compile_pair", lambda *args, **kwargs: pytest.fail("compiles"))
+    monkeypatch.setattr(build, "bundled_arguments", lambda: (*llama_folders, "tinystories"))
+    for models in ((), ("--target", llama_folders[0], "--draft", llama_folders[1])):
+        assert re.search(complaint, refused(capfd, "generate", PROMPT, *models, *arguments))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_calibration_file_that_is_not_there_is_refused_before_the_models_are_read(
+    llama_folders: tuple[str, str], capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_describe", lambda *args: pytest.fail("reads the models"))
+    assert "--calibration: " in refused(capfd, "compile", *llama_folders, "--name", "x", "--calibration", str(tmp_path / "no.txt"))
+
+
+@pytest.mark.parametrize("words", ((b"caf\xe9",), (b"fine", b"\xff"), (b"-",)))
+@pytest.mark.parametrize("verb", ("generate", "show tree"))
+def test_a_prompt_that_is_no_text_is_one_line(verb: str, words: tuple[bytes, ...], ygg_home: Path) -> None:
+    command = [sys.executable, "-m", "yggdrasil", *verb.split(), "--pair", "tiny", *words]
+    done = subprocess.run(command, input=b"caf\xe9", capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert re.fullmatch(rb"ygg \w+: prompt: b'\\x(e9|ff)' is not allowed; it must be text in UTF-8, which byte \d is not\n", done.stderr)
+
+
+def shell(script: str) -> tuple[int, str, str]:
+    """Exit code of `ygg`, standard output and standard error of a shell line."""
+    ygg = f"{shlex.quote(sys.executable)} -m yggdrasil"
+    done = subprocess.run(["bash", "-c", script.replace("ygg", ygg) + "; exit ${PIPESTATUS[0]}"], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("command", (f"generate {PROMPT} --pair tiny -n 200 --ignore-eos", "show pair --pair tiny", "--help", "--version"))
+def test_a_reader_that_goes_away_is_no_error(command: str, ygg_home: Path) -> None:
+    assert shell(f"ygg {command} | head -c 0") == (0, "", "")
+
+
+@pytest.mark.parametrize("buffered", (True, False))
+def test_standard_output_that_cannot_be_written_is_one_line(buffered: bool, ygg_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "" if buffered else "1")
+    for command in (f"generate {PROMPT} --pair tiny -n 8", f"generate {PROMPT} --pair tiny -n 8 --json", "show pair --pair tiny", "--version"):
+        code, out, err = shell(f"ygg {command} >&-")
+        assert (code, out) == (2, "")
+        assert re.fullmatch("ygg: standard output is closed; .*\n", err)
+        if Path("/dev/full").exists():
+            code, out, err = shell(f"ygg {command} > /dev/full")
+            assert (code, out) == (2, "")
+            assert re.fullmatch("ygg.*: standard output cannot be written .*\n", err)
+
+
+def test_text_is_written_in_utf_8_whatever_the_locale(ygg_home: Path, capsys: Capture) -> None:
+    text = generate(capsys, "--temperature", "2", "--seed", "5", "--ignore-eos")["text"]
+    assert not text.isascii()
+    options = ["--pair", "tiny", "-n", "24", "--temperature", "2", "--seed", "5", "--ignore-eos"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", "yggdrasil", "generate", PROMPT, *options], capture_output=True, env=environment, check=True)
+    assert done.stdout.decode() == f"{text}\n"
+
+
+SHOWN = {
+    "pair": (["target graphs [2, 4, 8, 16, 32]", "predicted speedup"], []),
+    "profile": (["context  tokens", "tiny-latency.png"], ["tiny-acceptance.png", "tiny-latency.png"]),
+    "plan": (["plan of an iteration", "sequential", "tiny-plan.png"], ["tiny-plan.png"]),
+    "predictor": (["depth predictor (stories)", "growth that stops", "tiny-stories-predictor.png"], ["tiny-stories-predictor.png"]),
+    "step": (["[verify ", "tiny-step.png"], ["tiny-step.png"]),
+    "tree": (["drafted", "*"], []),
+}
+
+
+@pytest.mark.parametrize("what", SHOWN)
 def test_show_prints_and_writes_pngs_to_out(what: str, capsys: Capture, tmp_path: Path) -> None:
     assert main(["show", what, "--pair", "tiny", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    expected = {"pair": ["target graphs [2, 4, 8, 16, 32]", "predicted speedup"], "profile": ["context  tokens", "tiny-latency.png"], "tree": ["drafted", "*"]}
-    for words in expected[what]:
+    expected, images = SHOWN[what]
+    for words in expected:
         assert words in out
-    images = sorted(path.name for path in tmp_path.iterdir())
-    assert images == (["tiny-acceptance.png", "tiny-latency.png"] if what == "profile" else [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == images
     assert all((tmp_path / name).read_bytes().startswith(PNG) for name in images)
+
+
+def test_everything_that_show_has_is_shown_here(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["show", "--help"])
+    assert f"{{{','.join(SHOWN)}}}" in capsys.readouterr().out
 
 
 def refused(capture: Capture, *arguments: str) -> str:
@@ -160,20 +343,20 @@ def refused(capture: Capture, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--temperature", "-1"), "temperature: -1.0"),
-        (("--temperature", "nan"), "temperature: nan"),
-        (("--top-p", "0"), "top_p: 0.0"),
-        (("--top-p", "nan"), "top_p: nan"),
-        (("--top-k", "-1"), "top_k: -1"),
-        (("--min-p", "-0.1"), "min_p: -0.1"),
-        (("--min-p", "nan"), "min_p: nan"),
-        (("--seed", "-1"), "seed: -1"),
-        (("--max-new-tokens", "0"), "max_new_tokens: 0"),
-        (("--max-new-tokens", "-5"), "max_new_tokens: -5"),
-        (("--max-new-tokens", "9999"), "max_new_tokens: 9999 .*at most .*256"),
-        (("--stop", ""), "stop: "),
-        (("--target", "a"), "--target and --draft"),
-        (("--target", "a", "--draft", "b"), "--pair: 'tiny' .*without --target and --draft"),
+        (("--temperature", "-1"), "--temperature: -1.0"),
+        (("--temperature", "nan"), "--temperature: nan"),
+        (("--top-p", "0"), "--top-p: 0.0"),
+        (("--top-p", "nan"), "--top-p: nan"),
+        (("--top-k", "-1"), "--top-k: -1"),
+        (("--min-p", "-0.1"), "--min-p: -0.1"),
+        (("--min-p", "nan"), "--min-p: nan"),
+        (("--seed", "-1"), "--seed: -1"),
+        (("--max-new-tokens", "0"), "--max-new-tokens: 0"),
+        (("--max-tokens", "-5"), "--max-new-tokens: -5"),
+        (("-n", "9999"), "--max-new-tokens: 9999 .*at most .*256"),
+        (("--stop", ""), "--stop: "),
+        (("--target", "a"), "--pair goes without --target and --draft: ygg generate --pair tiny"),
+        (("--target", "a", "--draft", "b"), "--pair goes without --target and --draft"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(arguments: tuple[str, ...], complaint: str, capfd: Capture) -> None:
@@ -181,9 +364,9 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(arguments: tuple[str, ...], 
 
 
 def test_a_prompt_that_is_missing_or_too_long_is_one_line(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "prompt: None" in refused(capfd, "generate", "--pair", "tiny")
+    assert "a prompt is missing: ygg generate" in refused(capfd, "generate", "--pair", "tiny")
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert "prompt: ''" in refused(capfd, "generate", "-", "--pair", "tiny")
+    assert "the prompt is empty" in refused(capfd, "generate", "-", "--pair", "tiny")
     assert "shorter than the context of 256 tokens" in refused(capfd, "generate", "fox " * 400, "--pair", "tiny")
 
 
@@ -220,11 +403,11 @@ def test_compile_refuses_a_wrong_folder_a_missing_tokenizer_and_another_vocabula
     line = refused(capfd, "compile", target, str(other), "--name", "mismatch")
     assert "384" in line
     assert "500" in line
-    assert "draft: None" in refused(capfd, "compile", target)
-    assert "name: 'a/b'" in refused(capfd, "compile", target, draft, "--name", "a/b")
-    assert "calibration: " in refused(capfd, "compile", target, draft, "--name", "x", "--calibration", str(tmp_path / "no.txt"))
-    assert "max_context: 1000" in refused(capfd, "compile", target, draft, "--name", "x", "--max-context", "1000")
-    assert "max_context: 4096" in refused(capfd, "compile", target, draft, "--name", "x", "--max-context", "4096")
+    assert f"the draft is missing: ygg compile {target} DRAFT" in refused(capfd, "compile", target)
+    assert "--name: 'a/b'" in refused(capfd, "compile", target, draft, "--name", "a/b")
+    assert "--calibration: " in refused(capfd, "compile", target, draft, "--name", "x", "--calibration", str(tmp_path / "no.txt"))
+    assert "--max-context: 1000" in refused(capfd, "compile", target, draft, "--name", "x", "--max-context", "1000")
+    assert "--max-context: 4096" in refused(capfd, "compile", target, draft, "--name", "x", "--max-context", "4096")
     assert sorted(path.name for path in (ygg_home / "compile_cache").iterdir()) == before
 
 
@@ -246,6 +429,7 @@ def test_the_name_of_a_pair_is_that_of_the_folder_wherever_one_stands(llama_fold
         raise Found(name)
 
     monkeypatch.setattr(build, "compile_pair", note)
+    monkeypatch.setattr(generate_command, "_check_uncompiled", lambda *arguments: None)  # the folders are empty
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
     for target in (".", "../mine/", str(tmp_path / "mine"), "org/mine"):
@@ -257,7 +441,7 @@ def test_the_name_of_a_pair_is_that_of_the_folder_wherever_one_stands(llama_fold
 
 
 def test_a_name_without_models_is_refused(capfd: Capture) -> None:
-    assert "--name: 'mine' is not allowed" in refused(capfd, "compile", "--name", "mine")
+    assert "ygg compile TARGET DRAFT --name mine" in refused(capfd, "compile", "--name", "mine")
 
 
 @pytest.fixture

@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 
+from yggdrasil import build
 from yggdrasil.bundle import Bundle
 from yggdrasil.cli import main
 from yggdrasil.cli.serve import _num_bytes
@@ -34,19 +36,18 @@ def refused(capture: Capture, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--max-batch", "0"), "max_batch: 0"),
-        (("--gamma-max", "-1"), "gamma_max: -1"),
-        (("--max-queue", "0"), "max_queue: 0"),
-        (("--kv-memory", "0MiB"), "kv_memory: 0"),
-        (("--target", "a"), "--target and --draft"),
-        (("--target", "a", "--draft", "b"), "--pair: 'nobody' .*without --target and --draft"),
+        (("--max-batch", "0"), "--max-batch: 0"),
+        (("--gamma-max", "-1"), "--gamma-max: -1"),
+        (("--max-queue", "0"), "--max-queue: 0"),
+        (("--kv-memory", "0MiB"), "--kv-memory: 0"),
+        (("--target", "a", "--draft", "b"), "--pair goes without --target and --draft"),
         ((), "no compiled pair named 'nobody'"),
         (("--host", "256.0.0.1"), "--host: '256.0.0.1'"),
-        (("--port", "65536"), "port: 65536"),
-        (("--port", "-1"), "port: -1"),
-        (("--drain-seconds", "-1"), "drain_seconds: -1.0"),
-        (("--drain-seconds", "nan"), "drain_seconds: nan"),
-        (("--tau-low", "1.5"), "tau_low: 1.5"),
+        (("--port", "65536"), "--port: 65536"),
+        (("--port", "-1"), "--port: -1"),
+        (("--drain-seconds", "-1"), "--drain-seconds: -1.0"),
+        (("--drain-seconds", "nan"), "--drain-seconds: nan"),
+        (("--tau-low", "1.5"), "--tau-low: 1.5"),
         (("--tau-low", "0.2", "--no-elastic"), "--tau-low: 0.2 .*; ygg serve --no-elastic, or"),
     ],
     ids=str,
@@ -62,11 +63,31 @@ def test_a_port_in_use_is_found_out_before_anything_is_loaded(capsys: Capture) -
     assert f"--port: {port} is not allowed; it must be a free port of 127.0.0.1" in line
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--policy", "nightingale"), "--policy: 'nightingale' .*one of nightjar, .*tiers:PATH"),
+        (("--policy", "fixed-9"), "--policy: 'fixed-9'"),
+        (("--policy", "tiers:nowhere.json"), "--policy: 'tiers:nowhere.json'"),
+        (("--max-batch", "1000"), "--max-batch: 1000 .*at most 64"),
+        (("--gamma-max", "1000"), "--gamma-max: 1000 .*at most"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_refused_before_anything_is_compiled(
+    arguments: tuple[str, ...], complaint: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YGG_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "compile_pair", lambda *args, **kwargs: pytest.fail("compiles"))
+    assert re.search(complaint, refused(capsys, "--port", "0", *arguments))
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("package", ("fastapi", "uvicorn", "prometheus_client", "jinja2"))
 def test_a_missing_package_names_the_command_that_installs_it(package: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     line = refused(capsys)
-    assert f"{package}: 'not installed'" in line
+    assert f"{package} is not installed, which serving needs" in line
     assert "pip install 'yggdrasil-decoding[serve]'" in line
 
 

@@ -1,20 +1,28 @@
-"""README and benchmarks' README say what the command lines do, and every result that is linked is there."""
+"""README and benchmarks' README say what the command lines do, the README's commands and programs run, and every result that is linked is there."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from yggdrasil import build
+from yggdrasil.bundle import BUNDLED, Bundle, load_bundle
+from yggdrasil.cli import main
 from yggdrasil.cli.main import _parser
 
 ROOT = Path(__file__).parents[2]
 README, BENCH_README = ROOT / "README.md", ROOT / "bench" / "README.md"
+PORT = "8123"  # of the README's server
 SCRIPTS = sorted(script.stem for script in (ROOT / "bench").glob("claim_*.py"))
 
 
@@ -63,6 +71,89 @@ def test_the_readme_shows_every_verb() -> None:
 def test_commands_of_the_readme_parse(line: list[str]) -> None:
     line = line[: line.index(">")] if ">" in line else line
     assert _parser().parse_args(line).verb == line[0]
+
+
+def programs() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def home(ygg_home: Path, tiny_bundle: Bundle, llama_folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact root and working folder with the README's names: the tiny pair is `mine` and the bundled one, and
+    knows `code`."""
+    folder = tmp_path_factory.mktemp("readme")
+    shutil.copytree(ygg_home / "compile_cache" / "kernels", folder / "compile_cache" / "kernels")
+    for name in ("mine", BUNDLED):
+        for store in ("compile_cache", "profiles", "predictors"):
+            shutil.copytree(ygg_home / store / "tiny", folder / store / name)
+        shutil.copytree(folder / "predictors" / name / "stories", folder / "predictors" / name / "code")
+        stored = folder / "compile_cache" / name / tiny_bundle.folder.name / "bundle.json"
+        stored.write_text(json.dumps({**json.loads(stored.read_text()), "name": name}))
+    (folder / "path" / "to").mkdir(parents=True)
+    for model, path in zip(("target", "draft"), llama_folders, strict=True):
+        (folder / "path" / "to" / model).symlink_to(path)
+    (folder / "code.txt").write_text("def add(a, b): return a + b")
+    return folder
+
+
+@pytest.fixture
+def at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, where a compilation ends after all its checks: the graphs are there."""
+    monkeypatch.setenv("YGG_HOME", str(home))
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(build, "_compile", lambda bundle, texts, progress: load_bundle(bundle.name))
+    return home
+
+
+@pytest.fixture(scope="module")
+def served(home: Path) -> Iterator[str]:
+    """The port of the README's server, started by its own line."""
+    (line,) = [line for line in verb_lines() if line[0] == "serve"]
+    words = [*("0" if word == PORT else word for word in line), "--max-batch", "16"]  # the most that graphs so small hold
+    command = [sys.executable, "-m", "yggdrasil", *words]
+    environment = {**os.environ, "YGG_HOME": str(home)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=home) as process:
+        assert process.stderr is not None
+        greeting = process.stderr.readline()
+        found = re.search(r"on http://127\.0\.0\.1:(\d+)\n", greeting)
+        try:
+            assert found is not None, greeting + process.stderr.read()
+            yield found[1]
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+@pytest.mark.parametrize("line", [line for line in verb_lines() if line[0] != "serve" and "cuda" not in line], ids=" ".join)
+def test_commands_of_the_readme_run(line: list[str], at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those under torchrun as in one process; `ygg serve` is the next test's."""
+    assert main(line) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert out.strip()
+    assert all(Path(name).is_file() for name in re.findall(r"\S+\.png", out))
+
+
+def test_requests_of_the_readme_are_answered_by_its_server(served: str) -> None:
+    requests = re.findall(r"^curl (?:.*\\\n)*.*$", README.read_text(), flags=re.MULTILINE)
+    assert requests
+    for request in requests:
+        done = subprocess.run(["bash", "-c", request.replace(PORT, served)], capture_output=True, text=True, check=True)
+        answer = json.loads(done.stdout)
+        assert answer["choices"][0]["text"], answer
+
+
+@pytest.mark.parametrize("program", [program for program in programs() if PORT not in program], ids=lambda program: program.splitlines()[0])
+def test_programs_of_the_readme_run(program: str, at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(program, str(README), "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.strip()
+
+
+def test_clients_of_the_readme_are_answered_by_its_server(served: str) -> None:
+    clients = [program for program in programs() if PORT in program]
+    assert clients
+    for client in clients:  # in a process of its own: it leaves its connection open
+        done = subprocess.run([sys.executable, "-c", client.replace(PORT, served)], capture_output=True, text=True, check=True)
+        assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("line", bench_lines(), ids=" ".join)

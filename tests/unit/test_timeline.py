@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from yggdrasil.errors import ConfigError
+from yggdrasil.errors import UsageError
 from yggdrasil.timeline import BETWEEN, Forwards, Interval, RecordedModel, Recorder, StepRecord, Timeline, gaps, host_pieces, plot_timeline, timeline_table
 
 
@@ -153,5 +153,5 @@ def test_forwards_that_ran_in_one_call_are_noted_by_the_graph_that_ran_them() ->
 def test_without_matplotlib_a_plot_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     step = StepRecord("W2 D1", 0.0, 1.0, (), ())
-    with pytest.raises(ConfigError, match=r"matplotlib: 'not installed' .*pip install 'yggdrasil-decoding\[plots\]'"):
+    with pytest.raises(UsageError, match=r"matplotlib is not installed, .*pip install 'yggdrasil-decoding\[plots\]'"):
         plot_timeline(step, tmp_path / "step.png")

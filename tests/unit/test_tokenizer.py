@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,20 @@ def test_a_missing_or_broken_tokenizer_names_its_path_and_the_command(tmp_path: 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer: .*must be a model with a tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_file_that_asks_for_truncation_and_padding_gets_neither(tmp_path: Path) -> None:
+    backend = tiny_pair.save_tokenizer(tmp_path).backend_tokenizer
+    whole = backend.encode(TEXT).ids
+    backend.enable_truncation(max_length=3)
+    backend.enable_padding(length=64, pad_id=0, pad_token=tiny_pair.END)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path / "tokenizer.json", "ygg compile").encode(TEXT) == whole
+    assert Tokenizer(tmp_path / "tokenizer.json", "ygg compile").encode("a") == backend.encode("a").ids[:1]
+    ours = load_tokenizer(str(tmp_path)).backend_tokenizer
+    assert ours.encode(TEXT).ids == whole
+    copied = tmp_path / "copied.json"  # as `ygg compile` writes it
+    copied.write_text(ours.to_str())
+    assert Tokenizer(copied, "ygg compile").encode(TEXT) == whole
+    stored = json.loads(copied.read_text())
+    assert (stored["truncation"], stored["padding"]) == (None, None)

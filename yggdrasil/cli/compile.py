@@ -7,11 +7,12 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yggdrasil.config import CompileConfig
-from yggdrasil.errors import ConfigError
+from yggdrasil.errors import ConfigError, UsageError
 from yggdrasil.launch import num_ranks
 
 if TYPE_CHECKING:
@@ -68,11 +69,11 @@ def run(options: argparse.Namespace) -> None:
         device=options.device, dtype=options.dtype, max_context=options.max_context, exact=options.exact, compress=options.compress, ranks=num_ranks()
     )
     if options.target is None and options.name is not None:
-        raise ConfigError("--name", options.name, "given with the models it is for", f"ygg compile TARGET DRAFT --name {options.name}")
+        raise UsageError("--name goes with the models it is for", f"ygg compile TARGET DRAFT --name {options.name}")
     if options.target is None:
         target, draft, name = bundled_arguments()
     elif options.draft is None:
-        raise ConfigError("draft", None, "a folder or hub id of a small model", "ygg compile TARGET DRAFT")
+        raise UsageError("the draft is missing", f"{shlex.join(['ygg', 'compile', options.target])} DRAFT")
     else:
         target, draft, name = options.target, options.draft, options.name or Path(resolved(options.target)).name
         _check_name(name, target, draft)
@@ -89,26 +90,33 @@ def _check_name(name: str, target: str, draft: str) -> None:
         raise ConfigError("name", name, allowed, f"{shlex.join(['ygg', 'compile', target, draft])} --name NAME")
 
 
-def pair_name(options: argparse.Namespace) -> str:
+def pair_name(options: argparse.Namespace, check: Callable[[str, str], None] = lambda target, draft: None) -> str:
     """The compiled pair that `--pair`, or `--target` and `--draft`, name; compiled first if need be, but for a name that nobody compiled.
 
+    Args:
+        options: Of the verb.
+        check: Called with target and draft before they are compiled, to refuse what could not work afterwards.
+
     Raises:
-        ConfigError: half of a pair, or two.
+        UsageError: half of a pair, or two.
     """
-    if (options.target is None) != (options.draft is None):
-        raise ConfigError("--target and --draft", (options.target, options.draft), "given together")
-    if options.pair is not None and options.target is not None:
-        raise ConfigError("--pair", options.pair, "given without --target and --draft")
+    verb = f"ygg {options.verb}"
+    if options.pair is not None and (options.target is not None or options.draft is not None):
+        raise UsageError("--pair goes without --target and --draft", f"{verb} --pair {options.pair}")
+    if options.target is not None and options.draft is None:
+        raise UsageError("--draft is missing", f"{verb} --target {options.target} --draft DRAFT")
+    if options.draft is not None and options.target is None:
+        raise UsageError("--target is missing", f"{verb} --target TARGET --draft {options.draft}")
     from yggdrasil.bundle import BUNDLED, is_compiled
 
     if options.target is not None:
-        return _compile_named(options.target, options.draft)
+        return _compile_named(options.target, options.draft, check)
     if options.pair in (None, BUNDLED) and not is_compiled(BUNDLED):
-        _compile_bundled()
+        _compile_bundled(check)
     return options.pair or BUNDLED
 
 
-def _compile_named(target: str, draft: str) -> str:
+def _compile_named(target: str, draft: str, check: Callable[[str, str], None]) -> str:
     """Under a name made of both models, unless that is done."""
     from yggdrasil.artifacts import digest
     from yggdrasil.build import resolved
@@ -117,14 +125,16 @@ def _compile_named(target: str, draft: str) -> str:
     name = f"{Path(target).resolve().name}-{digest(resolved(target), resolved(draft))}"
     name = re.sub(r"[^\w.-]", "-", name).lstrip("._-")  # one that `ygg compile --name` takes, for errors will say to run that
     if not is_compiled(name):
+        check(target, draft)
         _compile(target, draft, name, CompileConfig(ranks=num_ranks()), None)
     return name
 
 
-def _compile_bundled() -> None:
+def _compile_bundled(check: Callable[[str, str], None]) -> None:
     """With its defaults, for a first `ygg generate` or `ygg serve`."""
     from yggdrasil.build import bundled_arguments
 
+    check(*bundled_arguments()[:2])
     print("first run: compiling the bundled pair for this machine (a few minutes, once)", file=sys.stderr)
     _compile(*bundled_arguments(), CompileConfig(ranks=num_ranks()), None)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from yggdrasil.cli.compile import pair_name
 from yggdrasil.cli.heap import frozen_heap
+from yggdrasil.cli.prompt import prompt_of
 from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, SamplingConfig
 from yggdrasil.errors import ConfigError
 
@@ -21,22 +22,26 @@ __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
 Decode a prompt with speculation. The text is what the target alone would have written; --plain shows it.
-The prompt is an argument, or standard input when it is "-".
+The prompt is all words that are no options, or standard input when it is "-".
 
 A pair compiled for several GPUs: torchrun --nproc-per-node 2 -m yggdrasil generate ...
 """
+BUSY = 3.0  # times what the profile predicts of a run's steps
 
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
     sampling = SamplingConfig()
     parser = verbs.add_parser("generate", help="write text", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompt", nargs="?", help='the text to continue, or "-" for standard input')
+    parser.add_argument("prompt", nargs="*", default=[], help='the text to continue, or "-" for standard input')
     parser.add_argument("--pair", help="a pair compiled with `ygg compile` (default: the bundled pair)")
     parser.add_argument("--target", help="instead of --pair: folder or hub id of the target; compiled first if it is not yet")
     parser.add_argument("--draft", help="with --target: folder or hub id of the draft")
     parser.add_argument("--predictor", metavar="DATASET", help="calibration text whose depth predictor to use (default: the last one compiled)")
-    parser.add_argument("--max-new-tokens", type=int, help=f"most tokens to write (default: {DEFAULT_NEW_TOKENS}, or what the context leaves)")
+    parser.add_argument(
+        "-n", "--max-tokens", "--max-new-tokens", type=int, metavar="N", dest="max_new_tokens",
+        help=f"most tokens to write (default: {DEFAULT_NEW_TOKENS}, or what the context leaves)",
+    )  # fmt: skip
     parser.add_argument("--temperature", type=float, default=sampling.temperature, help="0 takes the likeliest token (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=sampling.top_k, help="keep the k likeliest tokens; 0 keeps all (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=sampling.top_p, help="keep this probability mass (default: %(default)s)")
@@ -47,7 +52,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the output before this text; may be repeated")
     parser.add_argument("--plain", action="store_true", help="decode without speculation")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of the text, for measuring")
-    parser.add_argument("--stats", action="store_true", help="print tokens per pass, milliseconds per stage, predicted against measured speedup")
+    parser.add_argument("--stats", action="store_true", help="print tokens per pass, milliseconds per stage, and the speedup that the profile predicts")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--show-tree", action="store_true", help="print the verified tree of every step, accepted nodes starred")
     parser.set_defaults(run=run)
@@ -57,8 +62,8 @@ def run(options: argparse.Namespace) -> None:
     """Generate once."""
     start = time.perf_counter()
     config = _config(options)
-    prompt = _prompt(options)
-    name = pair_name(options)
+    prompt = prompt_of(options.prompt)
+    name = pair_name(options, lambda target, draft: _check_uncompiled(options, config, prompt, target, draft))
     from yggdrasil.pair import load_pair  # torch costs a second: wrong options are told before
 
     pair = load_pair(name, dataset=options.predictor)
@@ -74,18 +79,39 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(outcome.to_json()))
     elif options.stats:
         print(outcome.summary(), file=sys.stderr)
+    if outcome.slowdown is not None and outcome.slowdown >= BUSY:
+        print(_busy_line(outcome.slowdown, pair.bundle.command), file=sys.stderr)
+
+
+def _check_uncompiled(options: argparse.Namespace, config: GenerateConfig, prompt: str, target: str, draft: str) -> None:
+    """Refuse what cannot work with this pair before minutes go into compiling it."""
+    from yggdrasil.build import planned_context
+    from yggdrasil.calibration import BUNDLED_TEXT
+    from yggdrasil.engine import check_request
+    from yggdrasil.tokenizer import load_tokenizer
+
+    if options.predictor not in (None, BUNDLED_TEXT):
+        raise ConfigError("predictor", options.predictor, f"{BUNDLED_TEXT} where the pair is not compiled yet")
+    num_tokens = len(load_tokenizer(target).backend_tokenizer.encode(prompt).ids)
+    check_request(num_tokens, config, planned_context(target, draft))
+
+
+def _busy_line(slowdown: float, command: str) -> str:
+    return (
+        f"ygg generate: the machine is busy: steps took {slowdown:.1f} times what its profile predicts; "
+        f"end other programs, or, where there are none, measure it again: {command}"
+    )
 
 
 def _stream(outcome: Run, options: argparse.Namespace, pair: LoadedPair) -> None:
     for text, result in outcome.steps():
         if not options.json:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            print(text, end="", flush=True)
         if options.show_tree and result is not None:
             labels = [pair.tokenizer.token_text(token) for token in result.tree.token_N.tolist()]
             print(f"\n{result.tree.render(labels, result.path)}", file=sys.stderr)
     if not options.json:
-        sys.stdout.write("\n")
+        print()
 
 
 def _config(options: argparse.Namespace) -> GenerateConfig:
@@ -93,10 +119,3 @@ def _config(options: argparse.Namespace) -> GenerateConfig:
     return GenerateConfig(
         max_new_tokens=options.max_new_tokens, stop=tuple(options.stop), ignore_eos=options.ignore_eos, plain=options.plain, sampling=sampling
     )
-
-
-def _prompt(options: argparse.Namespace) -> str:
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    if not prompt:
-        raise ConfigError("prompt", prompt, "a text, or - for standard input", 'ygg generate "Once upon a time"')
-    return str(prompt)

@@ -6,10 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import yggdrasil
 from yggdrasil.cli import compile as compile_command
 from yggdrasil.cli import generate as generate_command
 from yggdrasil.cli import serve as serve_command
 from yggdrasil.cli import show as show_command
+from yggdrasil.cli.output import guarded_output
+from yggdrasil.cli.parser import Parser
 from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.launch import num_ranks, rank
 
@@ -29,14 +32,10 @@ several GPUs (the target in one shard each, the draft on the first):
 SHARED = ("compile", "generate", "show")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ygg",
-        description="Speculative decoding with compiled token trees: the target's own text, sooner.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+def _parser() -> Parser:
+    parser = Parser(prog="ygg", description="Speculative decoding with compiled token trees: the target's own text, sooner.", epilog=EPILOG)
+    parser.add_argument("--version", action="version", version=f"ygg {yggdrasil.__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
     for command in (compile_command, generate_command, serve_command, show_command):
         command.add_parser(verbs)
     return parser
@@ -76,17 +75,34 @@ def _refuse(message: str) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    options = _parser().parse_args(arguments)
+    try:
+        with guarded_output():
+            return _run_verb(arguments)
+    except BrokenPipeError:  # the reader of our output went away: nothing is wrong
+        return 0
+
+
+def _run_verb(arguments: Sequence[str] | None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.verb is None:
+        parser.print_help()
+        return 0
     try:
         if num_ranks() > 1 and options.verb not in SHARED:
             raise ConfigError("WORLD_SIZE", num_ranks(), f"1 for this verb; several processes run {', '.join(SHARED)}", f"ygg {options.verb} ...")
         options.run(options)
+    except ConfigError as error:
+        return _refuse(f"ygg {options.verb}: {_in_words_of(options, error)}")
     except YggError as error:
         return _refuse(f"ygg {options.verb}: {error}")
     except KeyboardInterrupt:
         print(f"\nygg {options.verb}: interrupted; what was compiled is kept", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output went away: nothing is wrong
-        sys.stderr.close()
-        return 0
     return 0
+
+
+def _in_words_of(options: argparse.Namespace, error: ConfigError) -> ConfigError:
+    """The error under the option's name, where the field is an option of this verb."""
+    is_option = error.field != "prompt" and hasattr(options, error.field)
+    return error.renamed(f"--{error.field.replace('_', '-')}") if is_option else error

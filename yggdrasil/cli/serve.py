@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from yggdrasil.cli.compile import pair_name
 from yggdrasil.cli.heap import frozen_heap
-from yggdrasil.config import ServeConfig
-from yggdrasil.errors import ConfigError
+from yggdrasil.config import CompileConfig, ServeConfig
+from yggdrasil.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from yggdrasil.serve.api import Serving
@@ -86,10 +86,18 @@ def run(options: argparse.Namespace) -> None:
     )
     _check_installed()
     with _listening(config.host, config.port) as listener:  # before the seconds that loading takes
-        serving, service = _serving(pair_name(options), config, options)
+        name = pair_name(options, lambda target, draft: _check_uncompiled(config))
+        serving, service = _serving(name, config, options)
         service.start()
         with frozen_heap():
             asyncio.run(_serve(serving, service, listener, config.drain_seconds))
+
+
+def _check_uncompiled(config: ServeConfig) -> None:
+    """Refuse what cannot work before minutes go into compiling a pair with the defaults."""
+    from yggdrasil.serve.opening import check_fits
+
+    check_fits(config, CompileConfig())
 
 
 def _num_bytes(text: str) -> int:
@@ -106,7 +114,7 @@ def _check_installed() -> None:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ConfigError(error.name or "fastapi", "not installed", "installed for serving", "pip install 'yggdrasil-decoding[serve]'") from None
+        raise UsageError(f"{error.name} is not installed, which serving needs", "pip install 'yggdrasil-decoding[serve]'") from None
 
 
 @contextmanager

@@ -6,9 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from yggdrasil.cli.prompt import prompt_of
 from yggdrasil.errors import ConfigError
 
 __all__ = ["add_parser", "run"]
+
+PROMPT = "Once upon a time"
 
 DESCRIPTION = """\
 pair       what was compiled, from what, and the shape that decoding will use
@@ -24,7 +27,7 @@ def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = verbs.add_parser("show", help="look at a compiled pair", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("pair", "profile", "plan", "predictor", "step", "tree"))
-    parser.add_argument("prompt", nargs="?", default="Once upon a time", help="for step and tree: the text before the step (default: %(default)s)")
+    parser.add_argument("prompt", nargs="*", default=[], help=f"for step and tree: the text before the step (default: {PROMPT})")
     parser.add_argument("--pair", help="which compiled pair (default: the bundled one)")
     parser.add_argument("--predictor", metavar="DATASET", help="which calibration text's predictor (default: the last one compiled)")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for PNG files (default: the working directory)")
@@ -37,7 +40,8 @@ def run(options: argparse.Namespace) -> None:
     from yggdrasil.pair import load_pair
 
     if not options.out.is_dir():
-        raise ConfigError("--out", str(options.out), "an existing folder")
+        raise ConfigError("out", str(options.out), "an existing folder")
+    options.prompt = prompt_of(options.prompt or [PROMPT])
     pair = load_pair(options.pair or BUNDLED, dataset=options.predictor)
     show = {"pair": _show_pair, "profile": _show_profile, "plan": _show_plan, "predictor": _show_predictor, "step": _show_step, "tree": _show_tree}
     show[options.what](pair, options)

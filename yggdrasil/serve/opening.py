@@ -9,12 +9,12 @@ import torch
 
 from yggdrasil.bundle import Bundle, load_bundle
 from yggdrasil.compiler.model import CompiledModel
-from yggdrasil.config import ServeConfig
+from yggdrasil.config import CompileConfig, ServeConfig
 from yggdrasil.errors import ConfigError
 from yggdrasil.kv import KVStorage
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.pair import load_measurements
-from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
+from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy, policy_builder
 from yggdrasil.policy.gamma.prior import predicted_goodput
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.elastic import ElasticMemory, scarce_below
@@ -65,14 +65,7 @@ def open_service(name: str, config: ServeConfig, observer: Observer) -> OpenedSe
 def open_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
     """A batcher over the graphs of a bundle; raises as `open_service` does."""
     tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
-    chunk = bundle.config.prefill_chunk
-    if config.max_batch > chunk // 2:
-        raise ConfigError("max_batch", config.max_batch, f"at most {chunk // 2}, half of the pair's greatest graph", f"ygg serve --max-batch {chunk // 2}")
-    if config.gamma_max >= bundle.config.max_nodes:
-        most = bundle.config.max_nodes - 1
-        raise ConfigError(
-            "gamma_max", config.gamma_max, f"at most {most}, the room that the pair was compiled with for drafts", f"ygg serve --gamma-max {most}"
-        )
+    check_fits(config, bundle.config)
     # As many pages a row as a single request's cache has: graphs on CUDA know this width.
     pool = PagePool(_num_pages(bundle, config), num_rows=config.max_batch, max_indices=bundle.kv_target.capacity, device=bundle.config.device)
     target, draft, elastic = _load_models(bundle, pool, config)
@@ -88,6 +81,18 @@ def open_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
         elastic=elastic,
         acceptance=load_measurements(bundle, bundle.dataset).acceptance.nearest,
     )
+
+
+def check_fits(config: ServeConfig, compiled: CompileConfig) -> None:
+    """Raises ConfigError for what a pair compiled this way cannot serve; it need not be compiled yet."""
+    policy_builder(config.policy, config.gamma_max)
+    most = compiled.prefill_chunk // 2
+    if config.max_batch > most:
+        raise ConfigError("max_batch", config.max_batch, f"at most {most}, half of the pair's greatest graph", f"ygg serve --max-batch {most}")
+    most = compiled.max_nodes - 1
+    if config.gamma_max > most:
+        allowed = f"at most {most}, the room that the pair was compiled with for drafts"
+        raise ConfigError("gamma_max", config.gamma_max, allowed, f"ygg serve --gamma-max {most}")
 
 
 def _load_models(bundle: Bundle, pool: PagePool, config: ServeConfig) -> tuple[CompiledModel[KVStorage], CompiledModel[KVStorage], ElasticMemory | None]:

@@ -23,7 +23,7 @@ from yggdrasil.policy.gamma.protocol import GammaPolicy
 from yggdrasil.policy.gamma.tetris import Tetris
 from yggdrasil.policy.gamma.tiers import AdaptiveTiers, TierConfig
 
-__all__ = ["POLICIES", "PolicyParts", "gamma_policy", "predicted_goodput"]
+__all__ = ["POLICIES", "PolicyParts", "gamma_policy", "policy_builder", "predicted_goodput"]
 
 TETRIS_GAMMA, TETRIS_SHARE = 5, 0.6  # drafts 5 a row and verifies as many tokens as a fixed 3 would
 
@@ -73,28 +73,34 @@ POLICIES: Mapping[str, Callable[[PolicyParts], GammaPolicy]] = {
     "ada-bingreedy": lambda parts: AdaBinGreedy(parts.random),
     "tiers": lambda parts: AdaptiveTiers(TierConfig()),
 }
-"""Builders of the policies without an argument; `gamma_policy` also knows `fixed-N` and `tiers:PATH`."""
+"""Builders of the policies without an argument; `policy_builder` also knows `fixed-N` and `tiers:PATH`."""
 
 
 def gamma_policy(name: str, parts: PolicyParts) -> GammaPolicy:
-    """The policy of this name.
+    """The policy of this name; raises as `policy_builder` does."""
+    return policy_builder(name, parts.gamma_max)(parts)
+
+
+def policy_builder(name: str, gamma_max: int) -> Callable[[PolicyParts], GammaPolicy]:
+    """What makes the policy of this name, before there is a profile to make it of.
 
     Args:
-        name: One of POLICIES, "fixed-N" with N from 1 to `parts.gamma_max`, or "tiers:PATH" with a JSON file of `TierConfig`.
-        parts: What it is made of.
+        name: One of POLICIES, "fixed-N" with N from 1 to `gamma_max`, or "tiers:PATH" with a JSON file of `TierConfig`.
+        gamma_max: Greatest speculative length.
 
     Raises:
         ConfigError: No such policy, or its file cannot be used.
     """
     if name in POLICIES:
-        return POLICIES[name](parts)
+        return POLICIES[name]
     kind, _, argument = name.partition("-")
-    if kind == "fixed" and argument.isdecimal() and 1 <= int(argument) <= parts.gamma_max:
-        return FixedGamma(int(argument))
-    kind, _, argument = name.partition(":")
-    if kind == "tiers" and argument:
-        return AdaptiveTiers(_tier_config(Path(argument)))
-    raise ConfigError("policy", name, f"one of {', '.join(POLICIES)}, fixed-1 to fixed-{parts.gamma_max}, tiers:PATH")
+    if kind == "fixed" and argument.isdecimal() and 1 <= int(argument) <= gamma_max:
+        return lambda parts: FixedGamma(int(argument))
+    kind, _, path = name.partition(":")
+    if kind == "tiers" and path:
+        tiers = _tier_config(Path(path))
+        return lambda parts: AdaptiveTiers(tiers)
+    raise ConfigError("policy", name, f"one of {', '.join(POLICIES)}, fixed-1 to fixed-{gamma_max}, tiers:PATH")
 
 
 def _tier_config(path: Path) -> TierConfig:

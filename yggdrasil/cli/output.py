@@ -1,0 +1,71 @@
+"""Standard output as a file or a pipe that may be closed, full or of another encoding."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from yggdrasil.errors import UsageError
+
+__all__ = ["guarded_output"]
+
+
+@contextlib.contextmanager
+def guarded_output() -> Iterator[None]:
+    """A block that prints everything by its end, and in UTF-8 whatever the locale: text leaves as the model wrote it.
+
+    Raises:
+        UsageError: standard output is closed or cannot be written, to a full disk for example.
+        BrokenPipeError: the reader went away.
+    """
+    stream = sys.stdout
+    if stream is None:
+        raise UsageError("standard output is closed; send it somewhere", "ygg ... > /dev/null")
+    if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+        stream.reconfigure(encoding="utf-8")
+    with contextlib.redirect_stdout(_Guarded(stream)):
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+
+
+class _Guarded:
+    """A stream whose errors are distinct from those of other files."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)  # libraries ask whether it is a terminal
+
+    def write(self, text: str) -> int:
+        with self._explained():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._explained():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            self._drop()
+            raise
+        except OSError as error:
+            self._drop()
+            problem = f"standard output cannot be written ({error.strerror}); send it elsewhere"
+            raise UsageError(problem, "ygg ... > FILE") from None
+
+    def _drop(self) -> None:
+        """Send what is still buffered nowhere: another flush, the interpreter's own at last, would fail as well."""
+        with contextlib.suppress(OSError):  # a stream without a descriptor has no reader that could go away
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)

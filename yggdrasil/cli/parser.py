@@ -1,0 +1,61 @@
+"""An argument parser whose errors read like a person's."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+__all__ = ["Parser"]
+
+OPTION = re.compile(r"--?[A-Za-z]\S*$")
+PHRASES = (  # argparse's words, ours
+    (r"argument (?:\S+/)*(\S+): ", r"\1: "),
+    (r"invalid int value: (.*)", r"\1 is not a whole number"),
+    (r"invalid float value: (.*)", r"\1 is not a number"),
+    (r"expected one argument", r"a value is missing"),
+    (r"the following arguments are required: (.*)", r"an argument is missing: \1"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes options by their whole names only, and positional words anywhere among them.
+
+    A wrong option is an error of the verb that got it: with that verb's usage, and the nearest option there is.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **settings, "allow_abbrev": False})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse does, but nothing is left over."""
+        found, left = super().parse_known_args(args, namespace)
+        options = [word.partition("=")[0] for word in left if OPTION.match(word)]
+        if options:
+            self.error(f"there is no option {options[0]}{_nearest(options[0], list(self._option_string_actions))}")
+        if left and not isinstance(getattr(found, "prompt", None), list):
+            self.error(f"{' '.join(map(repr, left))} is one too many")
+        if left:
+            found.prompt = [*found.prompt, *left]  # argparse took the words up to an option alone
+        return found, []
+
+    def error(self, message: str) -> NoReturn:
+        """Print this parser's usage and one line; exit with 2."""
+        for theirs, ours in PHRASES:
+            message = re.sub(theirs, ours, message)
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            message = f"{value!r} is none of {', '.join(choices)}{_nearest(str(value), choices)}"
+            raise argparse.ArgumentError(action, message)
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    near = get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
