@@ -13,7 +13,6 @@ import torch
 
 from yggdrasil.bundle import Bundle
 from yggdrasil.config import CompileConfig
-from yggdrasil.kernels.threads import set_num_threads
 from yggdrasil.pair import LoadedPair
 
 TINY = CompileConfig(
@@ -53,9 +52,9 @@ def one_thread() -> Iterator[None]:
     That the thread count changes no bit has tests of its own.
     """
     num_threads = torch.get_num_threads()
-    set_num_threads(1)
+    torch.set_num_threads(1)  # ours begin with as many
     yield
-    set_num_threads(num_threads)
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError, ConfigError, ModelMismatch
 from yggdrasil.exactness import inexact_widths
 from yggdrasil.kernels import load_kernels
+from yggdrasil.kernels.threads import asked_threads
 from yggdrasil.kv import KVCache, KVShape
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.load import check_vocabularies, kv_shape, load_config, load_model, pack_linears_, shared_vocab
@@ -241,8 +242,11 @@ def _build_models(bundle: Bundle, progress: Progress) -> None:
 
 
 def _num_workers(bundle: Bundle) -> int:
-    """One for every core; on CUDA no more than the device has memory for: each holds the weights of both models, of one shard."""
-    cores = os.cpu_count() or 1
+    """One for every core, or every thread that was asked for; on CUDA no more than the device has memory for.
+
+    Each holds the weights of both models, of one shard.
+    """
+    cores = asked_threads() or len(os.sched_getaffinity(0))
     if bundle.config.device == "cpu":
         return cores
     weight_bytes = sum((folder / FILE_NAME).stat().st_size for folder in (bundle.target_weights(0), bundle.folder / "draft"))

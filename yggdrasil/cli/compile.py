@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from yggdrasil.cli.threads import add_threads, apply_threads
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ConfigError, UsageError
 from yggdrasil.launch import num_ranks
@@ -58,6 +59,7 @@ def add_parser(verbs: Any) -> None:
         help="on a cpu, keep bfloat16 weights in three quarters of their bytes, and every bit of them: worth it where memory is waited for and the processor "
         "has time to expand them (default: on processors with AMX, models of more than 8 MB)",
     )
+    add_threads(parser, ", and processes that build graphs; the pair is measured with as many")
     parser.set_defaults(run=run)
 
 
@@ -77,6 +79,7 @@ def run(options: argparse.Namespace) -> None:
     else:
         target, draft, name = options.target, options.draft, options.name or Path(resolved(options.target)).name
         _check_name(name, target, draft)
+    apply_threads(options)
     _report(*_compile(target, draft, name, config, options.calibration))
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from yggdrasil.cli.compile import pair_name
 from yggdrasil.cli.heap import frozen_heap
 from yggdrasil.cli.prompt import prompt_of
+from yggdrasil.cli.threads import add_threads, apply_threads
 from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, SamplingConfig
 from yggdrasil.errors import ConfigError
 
@@ -52,6 +53,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the output before this text; may be repeated")
     parser.add_argument("--plain", action="store_true", help="decode without speculation")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of the text, for measuring")
+    add_threads(parser, "; how many changes no text")
     parser.add_argument("--stats", action="store_true", help="print tokens per pass, milliseconds per stage, and the speedup that the profile predicts")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--show-tree", action="store_true", help="print the verified tree of every step, accepted nodes starred")
@@ -63,6 +65,7 @@ def run(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     config = _config(options)
     prompt = prompt_of(options.prompt)
+    apply_threads(options)
     name = pair_name(options, lambda target, draft: _check_uncompiled(options, config, prompt, target, draft))
     from yggdrasil.pair import load_pair  # torch costs a second: wrong options are told before
 
