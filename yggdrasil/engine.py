@@ -22,8 +22,9 @@ from yggdrasil.step.prune import prune
 from yggdrasil.step.verify import verify
 from yggdrasil.trace import Trace
 
-__all__ = ["Engine", "check_request"]
+__all__ = ["Engine", "check_request", "check_tokens"]
 
+ANY_TOKEN = 2**31  # ids that the metadata of a forward, int32, can hold
 MOST_LEFT = 32  # a graph of so many tokens and a tree costs less than two graphs; a longer prompt would take the chunk's graph twice
 
 
@@ -35,6 +36,7 @@ class Engine:
         draft: Guesses.
         max_context: Most tokens of prompt and output together.
         eos_tokens: Tokens that end a text.
+        vocab: V: the token ids of both models go from 0 up to this.
         plan: How `generate` runs its iterations; the sequential plan when not given.
         trace: Where the milliseconds of stages go; a new one when not given.
 
@@ -72,12 +74,21 @@ class Engine:
     """
 
     def __init__(
-        self, target: TokenModel, draft: TokenModel, *, max_context: int, eos_tokens: Sequence[int] = (), plan: Plan | None = None, trace: Trace | None = None
+        self,
+        target: TokenModel,
+        draft: TokenModel,
+        *,
+        max_context: int,
+        eos_tokens: Sequence[int] = (),
+        vocab: int = ANY_TOKEN,
+        plan: Plan | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
         self.max_context = max_context
         self.eos_tokens = frozenset(eos_tokens)
+        self.vocab = vocab
         self.trace = Trace() if trace is None else trace
         self.executor = None if plan in (None, SEQUENTIAL) else Executor(plan, target, draft, self.trace)
         self.fast_step = self._fast_step()
@@ -136,10 +147,11 @@ class Engine:
             What every step did, with its tokens cut at the end of the text and at the limit.
 
         Raises:
-            ConfigError: an empty prompt, or one that the context cannot hold with the tokens asked for.
+            ConfigError: an empty prompt, one that the context cannot hold, or an id beyond V.
             YggError: another generation has begun on this engine since: its text took the place of this one's in the KV of both models.
         """
         limit = check_request(len(prompt), config, self.max_context)
+        check_tokens(prompt, self.vocab)
         eos_tokens = frozenset[int]() if config.ignore_eos else self.eos_tokens
         policy = plain_policy() if config.plain else policy
         self._generating = state = DecodeState(list(prompt), config.sampling)
@@ -186,3 +198,10 @@ def check_request(prompt_len: int, config: GenerateConfig, max_context: int) -> 
             "max_new_tokens", config.max_new_tokens, f"at most {room}: the context holds {max_context} tokens and the prompt takes {prompt_len}", fix
         )
     return config.max_new_tokens
+
+
+def check_tokens(prompt: Sequence[int], vocab: int) -> None:
+    """Raises ConfigError at an id that the models have no embedding for: a forward would read beyond it."""
+    unknown = next((token for token in prompt if not 0 <= token < vocab), None)
+    if unknown is not None:
+        raise ConfigError("prompt", unknown, f"made of token ids from 0 to {vocab - 1}")

@@ -149,7 +149,7 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     plan = _parse(bundle.plan_path, bundle, PlanChoice.from_json)
     tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
     target, draft = bundle.load_models()
-    engine = Engine(target, draft, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens, plan=plan.plan)
+    engine = Engine(target, draft, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens, vocab=bundle.vocab, plan=plan.plan)
     return LoadedPair(bundle, engine, tokenizer, dataset, measured.acceptance, depth, measured.latency, plan)
 
 
