@@ -137,6 +137,7 @@ def _describe(target: str, draft: str, name: str, config: CompileConfig, calibra
         kv_target=kv_target,
         kv_draft=kv_draft,
         eos_tokens=_eos_tokens(target, tokenizer),
+        vocab=shared_vocab(target_config, draft_config),
         sources=tuple(file for files in sources for file in files),
         models=(target, draft),
         machine=machine,

@@ -136,6 +136,7 @@ class Bundle:
         kv_target: Cache of the target, of one rank's heads where several share it.
         kv_draft: Cache of the draft.
         eos_tokens: End-of-text ids.
+        vocab: V: both models have the token ids from 0 up to this.
         sources: Model files.
         models: Target and draft as they were named.
         machine: `machine_fields` at compilation.
@@ -150,6 +151,7 @@ class Bundle:
     kv_target: KVShape
     kv_draft: KVShape
     eos_tokens: tuple[int, ...]
+    vocab: int
     sources: tuple[SourceFile, ...]
     models: tuple[str, str]
     machine: dict[str, Any]
@@ -343,6 +345,7 @@ def _from_json(folder: Path, payload: dict[str, Any]) -> Bundle:
         kv_target=KVShape(**payload["kv_target"]),
         kv_draft=KVShape(**payload["kv_draft"]),
         eos_tokens=tuple(payload["eos_tokens"]),
+        vocab=int(payload["vocab"]),
         sources=tuple(SourceFile(**source) for source in payload["sources"]),
         models=(payload["models"][0], payload["models"][1]),
         machine=payload["machine"],

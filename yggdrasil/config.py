@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ __all__ = ["DEFAULT_NEW_TOKENS", "CompileConfig", "GenerateConfig", "SamplingCon
 
 T = TypeVar("T")
 
+HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?")
 DEFAULT_NEW_TOKENS = 256  # of a request that sets no limit, where the context leaves so many
 
 
@@ -173,6 +175,7 @@ class ServeConfig:
         persist_steps: So many steps have to find them scarce, and speculation off, before the draft leaves; the paper names no number, 8 was not tuned.
         host: Address to listen on.
         port: To listen on; 0 takes a free one.
+        allow_hosts: Names that clients may call the server by, besides this machine's own.
         drain_seconds: Running requests may take so long to finish after a signal.
     """
 
@@ -186,6 +189,7 @@ class ServeConfig:
     persist_steps: int = 8
     host: str = "127.0.0.1"
     port: int = 8000
+    allow_hosts: tuple[str, ...] = ()
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
@@ -196,6 +200,9 @@ class ServeConfig:
         _require(0 < self.tau_low < 1, "tau_low", self.tau_low, "between 0 and 1")
         _require(self.persist_steps >= 1, "persist_steps", self.persist_steps, "at least 1")
         _require(0 <= self.port < 2**16, "port", self.port, "from 0 to 65535")  # the resolver would take it modulo 65536
+        for name in self.allow_hosts:
+            is_name = HOST_NAME.fullmatch(name) is not None
+            _require(is_name, "allow_host", name, "a name alone, without scheme and port: gpu.example.org")
         _require(math.isfinite(self.drain_seconds) and self.drain_seconds >= 0, "drain_seconds", self.drain_seconds, "a finite number, 0 or above")
 
 

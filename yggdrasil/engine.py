@@ -24,8 +24,9 @@ from yggdrasil.step.verify import verify
 from yggdrasil.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import Trace
 
-__all__ = ["Engine", "check_request", "checked_prompt"]
+__all__ = ["Engine", "check_request", "check_tokens", "checked_prompt"]
 
+ANY_TOKEN = 2**31  # ids that the metadata of a forward, int32, can hold
 MOST_LEFT = 32  # a graph of so many tokens and a tree costs less than two graphs; a longer prompt would take the chunk's graph twice
 
 
@@ -37,6 +38,7 @@ class Engine:
         draft: Guesses.
         max_context: Most tokens of prompt and output together.
         eos_tokens: Tokens that end a text.
+        vocab: V: the token ids of both models go from 0 up to this.
         tokenizer: Reads what was emitted, for stop texts; without one they are refused.
         greedy_plan: How `generate` runs iterations at temperature 0; without a plan, or with one that does
             nothing there, they run in one call where both models can, else by `step`.
@@ -78,6 +80,7 @@ class Engine:
         *,
         max_context: int,
         eos_tokens: Sequence[int] = (),
+        vocab: int = ANY_TOKEN,
         tokenizer: Tokenizer | None = None,
         greedy_plan: Plan | None = None,
         sampled_plan: Plan | None = None,
@@ -87,6 +90,7 @@ class Engine:
         self.draft = draft
         self.max_context = max_context
         self.eos_tokens = frozenset(eos_tokens)
+        self.vocab = vocab
         self.tokenizer = tokenizer
         self.trace = Trace() if trace is None else trace
         in_one_call = NativeStep.runs(target, draft)
@@ -169,10 +173,11 @@ class Engine:
 
         Raises:
             ConfigError: at the call: a prompt that is no list of tokens, or one that the context cannot hold with the
-                tokens asked for; stop texts without a tokenizer.
+                tokens asked for; an id beyond V; stop texts without a tokenizer.
             YggError: another generation has begun on this engine since: its text took the place of this one's in the KV of both models.
         """
         tokens = checked_prompt(prompt)
+        check_tokens(tokens, self.vocab)
         limit = check_request(len(tokens), config, self.max_context)
         if config.stop and self.tokenizer is None:
             raise ConfigError("stop", config.stop, "left out for an engine without a tokenizer", "Engine(..., tokenizer=pair.tokenizer)")
@@ -248,3 +253,10 @@ def check_request(prompt_len: int, config: GenerateConfig, max_context: int) -> 
             "max_new_tokens", config.max_new_tokens, f"at most {room}: the context holds {max_context} tokens and the prompt takes {prompt_len}", fix
         )
     return config.max_new_tokens
+
+
+def check_tokens(prompt: Sequence[int], vocab: int) -> None:
+    """Raises ConfigError at an id that the models have no embedding for: a forward would read beyond it."""
+    unknown = next((token for token in prompt if not 0 <= token < vocab), None)
+    if unknown is not None:
+        raise ConfigError("prompt", unknown, f"made of token ids from 0 to {vocab - 1}")

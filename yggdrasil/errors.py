@@ -19,6 +19,7 @@ The command line prints the message on one line and exits with 2.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 
 __all__ = [
@@ -36,6 +37,12 @@ __all__ = [
 ]
 
 
+SHOWN = reprlib.Repr()  # of a value that is refused: a client may have sent megabytes
+SHOWN.maxstring = SHOWN.maxother = 300
+SHOWN.maxlong = 60
+SHOWN.maxlist = SHOWN.maxtuple = SHOWN.maxset = SHOWN.maxdict = 20
+
+
 class YggError(Exception):
     """Base of every error that a user can cause and mend."""
 
@@ -51,7 +58,8 @@ class ConfigError(YggError, ValueError):
     """A value that is not allowed."""
 
     def __init__(self, field: str, value: object, allowed: str, fix: str = "") -> None:
-        super().__init__(f"{field}: {value!r} is not allowed; it must be {allowed}" + (f"; {fix}" if fix else ""))
+        message = f"{field}: {SHOWN.repr(value)} is not allowed; it must be {allowed}"
+        super().__init__(f"{message}; {fix}" if fix else message)
         self.field = field
         self._rest = value, allowed, fix
 

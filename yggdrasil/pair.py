@@ -151,7 +151,7 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     target, draft = bundle.load_models()
     greedy = plan.greedy.plan
     sampled = plan.sampled.plan
-    limits: dict[str, Any] = {"max_context": bundle.max_context, "eos_tokens": bundle.eos_tokens}
+    limits: dict[str, Any] = {"max_context": bundle.max_context, "eos_tokens": bundle.eos_tokens, "vocab": bundle.vocab}
     engine = Engine(target, draft, **limits, tokenizer=tokenizer, greedy_plan=greedy, sampled_plan=sampled)
     return LoadedPair(bundle, engine, tokenizer, dataset, measured.acceptance, depth, measured.latency, plan)
 

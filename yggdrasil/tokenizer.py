@@ -12,6 +12,7 @@ from yggdrasil.errors import ArtifactError, ConfigError
 
 __all__ = ["TextStream", "Tokenizer", "load_tokenizer"]
 
+LONG_TEXT = 1 << 10  # characters
 CONTEXT = 16  # tokens that are decoded before others, for what these add within a text
 MOST_DECODED = 64  # by a step
 
@@ -45,8 +46,15 @@ class Tokenizer:
         return size
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids; `special_tokens` adds those that the tokenizer itself puts around a text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        """Token ids; `special_tokens` adds those that the tokenizer itself puts around a text.
+
+        Cost: some microseconds a character, during which other threads run if the text is long.
+        """
+        if len(text) < LONG_TEXT:
+            encoded = self._tokenizer.encode(text, add_special_tokens=special_tokens)
+        else:  # `encode` would hold the interpreter's lock for seconds a megabyte
+            [encoded] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:

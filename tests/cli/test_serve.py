@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -48,6 +49,8 @@ def refused(capture: Capture, *arguments: str) -> str:
         (("--drain-seconds", "-1"), "--drain-seconds: -1.0"),
         (("--drain-seconds", "nan"), "--drain-seconds: nan"),
         (("--tau-low", "1.5"), "--tau-low: 1.5"),
+        (("--allow-host", "http://gpu.example.org"), "--allow-host: 'http://gpu.example.org' .* a name alone"),
+        (("--allow-host", "gpu.example.org:8000"), "--allow-host: 'gpu.example.org:8000' .* a name alone"),
         (("--tau-low", "0.2", "--no-elastic"), "--tau-low: 0.2 .*; ygg serve --no-elastic, or"),
     ],
     ids=str,
@@ -116,9 +119,9 @@ def test_help_shows_the_defaults_of_the_config_and_imports_nothing_heavy() -> No
 
 
 @contextmanager
-def served(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def served(*arguments: str, environment: dict[str, str] | None = None, before: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process on the tiny pair, and its address."""
-    command = [sys.executable, "-W", "error", "-m", "yggdrasil", "serve", "--pair", "tiny", "--port", "0", *arguments]
+    command = [*before, sys.executable, "-W", "error", "-m", "yggdrasil", "serve", "--pair", "tiny", "--port", "0", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}) as process:
         assert process.stderr is not None
         try:
@@ -135,6 +138,16 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit code, and what else was printed."""
     out, err = process.communicate(timeout=30)
     return process.returncode, out + err
+
+
+UNFINISHED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\nExpect: 100-continue\r\n\r\n"
+
+
+def is_taking_requests(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 @pytest.mark.usefixtures("tiny_bundle")
@@ -182,3 +195,35 @@ class TestServer:
                 rest = [line for line in lines if line]
             assert rest[-1] == "data: [DONE]" or "shutting down" in rest[-1]  # it may have been done just then
             assert ended(process)[0] == 0
+
+    @pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)])
+    def test_a_second_signal_ends_it_at_once_in_a_line(self, numbers: tuple[signal.Signals, signal.Signals]) -> None:
+        with served("--max-batch", "2") as (process, url), socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as unfinished:
+            unfinished.sendall(UNFINISHED)  # which the first signal waits for
+            assert unfinished.recv(1000).startswith(b"HTTP/1.1 100")
+            process.send_signal(numbers[0])
+            while is_taking_requests(url):
+                time.sleep(0.01)
+            process.send_signal(numbers[1])
+            assert ended(process) == (128 + numbers[1], "ygg serve: ended at once; requests that were running are lost\n")
+
+    def test_idle_connections_of_all_descriptors_stop_nobody(self, tiny_bundle: Bundle) -> None:
+        limit = 'ulimit -n 220 && exec "$@"'
+        with served("--max-batch", "2", before=("bash", "-c", limit, "bash")) as (process, url):
+            port = httpx.URL(url).port
+            with ExitStack() as stack:
+                for _ in range(300):
+                    stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+                start = time.monotonic()
+                assert httpx.get(f"{url}/health", timeout=20).json() == {"status": "ok"}
+                assert time.monotonic() - start < 5
+                assert httpx.post(f"{url}/v1/completions", json={"prompt": "Once", "max_tokens": 3}, timeout=60).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert ended(process) == (0, "")
+
+    def test_a_name_of_another_site_is_refused_and_allow_host_adds_one(self) -> None:
+        with served("--max-batch", "2", "--allow-host", "gpu.example.org", "--allow-host", "other.example.org") as (process, url):
+            for host, status in (("evil.example", 421), ("gpu.example.org", 200), ("other.example.org:80", 200), ("localhost:1", 200)):
+                assert httpx.get(f"{url}/v1/models", headers={"Host": host}).status_code == status
+            process.send_signal(signal.SIGTERM)
+            assert ended(process) == (0, "")

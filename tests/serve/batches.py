@@ -73,7 +73,7 @@ class Bench:
         pool = pool_over(opened, num_pages or opened.pool.num_pages, num_rows or CONFIG.max_batch)
         return Batcher(
             opened.target, opened.draft, pool, policy, tokenizer=opened.tokenizer, max_context=opened.max_context, gamma_max=CONFIG.gamma_max,
-            eos_tokens=opened.eos_tokens,
+            eos_tokens=opened.eos_tokens, vocab=opened.vocab,
         )  # fmt: skip
 
     def reference(self, client: Client) -> list[int]:

@@ -20,8 +20,9 @@ from yggdrasil.bundle import bundled_models
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.errors import ConfigError, QueueFull, ServiceEnded
 from yggdrasil.serve.api import Serving, create_app
+from yggdrasil.serve.body import MAX_BODY_BYTES
 from yggdrasil.serve.chat import ChatTemplate, load_chat_template
-from yggdrasil.serve.gate import MAX_BODY_BYTES
+from yggdrasil.serve.connections import limited
 from yggdrasil.serve.metrics import Metrics
 from yggdrasil.serve.openai import NEUTRAL, CompletionRequest
 from yggdrasil.serve.replies import CompletionReply
@@ -30,6 +31,7 @@ from yggdrasil.tokenizer import TextStream, Tokenizer
 
 STORY = " there was a café ☕ by the sea, and the fox drank 🦊 tea with the crow. The end."
 CONTEXT = 128
+VOCAB = 4096
 
 
 @dataclass(eq=False)
@@ -128,6 +130,7 @@ class Running:
     url: str
     service: FakeService
     serving: Serving
+    web: uvicorn.Server
 
     def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=fields, timeout=10)
@@ -141,20 +144,20 @@ class Running:
 
 
 @contextmanager
-def server(**options: Any) -> Iterator[Running]:
+def server(most_connections: int = 100, **options: Any) -> Iterator[Running]:
     """A fake service behind a real server; leaves no row behind unless a test fails."""
     tokenizer = Tokenizer(bundled_models()[0] / "tokenizer.json", "ygg compile")
     service = FakeService(tokenizer)
     metrics = Metrics(token_bytes=1024, gamma_max=7)
     base = {"service": service, "tokenizer": tokenizer, "template": ChatTemplate(), "metrics": metrics}
-    serving = Serving(**{**base, "model": "tiny", "max_context": CONTEXT, "max_rows": 8, **options})
-    web = uvicorn.Server(uvicorn.Config(create_app(serving), port=0, log_level="critical", lifespan="off", ws="none"))
+    serving = Serving(**{**base, "model": "tiny", "max_context": CONTEXT, "vocab": VOCAB, "max_rows": 8, **options})
+    web = uvicorn.Server(uvicorn.Config(create_app(serving), http=limited(most_connections), port=0, log_level="critical", lifespan="off", ws="none"))
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
     eventually(lambda: web.started)
     port = web.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Running(f"http://127.0.0.1:{port}", service, serving)
+        yield Running(f"http://127.0.0.1:{port}", service, serving, web)
     finally:
         web.should_exit = True
         thread.join()

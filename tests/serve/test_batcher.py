@@ -274,7 +274,7 @@ def test_what_cannot_be_served_is_refused_before_it_waits(bench: Bench) -> None:
         batcher.ticket(client(bench, 0, 5).request())
     with pytest.raises(ConfigError, match="at most 252"):
         batcher.ticket(client(bench, 4, 300).request())
-    with pytest.raises(ConfigError, match="tokens from 0 to 383"):
+    with pytest.raises(ConfigError, match="token ids from 0 to 383"):
         batcher.ticket(Client([5, 384], GenerateConfig()).request())
     with pytest.raises(CapacityError, match="5 needed, 4 free"):
         batcher.ticket(client(bench, 60, 20).request())

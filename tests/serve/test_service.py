@@ -13,9 +13,10 @@ from batches import Bench, Client, Schedule
 from yggdrasil.config import GenerateConfig, ServeConfig
 from yggdrasil.errors import ArtifactError, ConfigError, QueueFull, ServiceEnded
 from yggdrasil.pair import LoadedPair
+from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.opening import open_service
-from yggdrasil.serve.request import Event, Observer, Request, StepReport
+from yggdrasil.serve.request import DEFECT, Event, Observer, Request, StepReport
 from yggdrasil.serve.service import Service
 
 PATIENCE_S = 60.0  # no test waits so long unless something hangs
@@ -109,7 +110,7 @@ def test_what_a_request_gets_wrong_is_said_at_once(bench: Bench) -> None:
         service.submit(Waiting([5], 10_000).request())
 
 
-def test_a_defect_ends_the_requests_in_flight_and_the_next_are_served(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_defect_ends_the_requests_of_its_step_and_the_next_are_served(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     batcher = bench.batcher(Schedule([2]))
     forward, broken = batcher.target.forward, Queue[None]()
     broken.put(None)
@@ -125,12 +126,76 @@ def test_a_defect_ends_the_requests_in_flight_and_the_next_are_served(bench: Ben
         asking = Waiting([5, 6], 4)
         service.submit(asking.request())
         assert asking.ended.wait(PATIENCE_S)
-        assert (asking.finish, asking.events[-1].error) == ("error", "internal error: a defect")
+        assert (asking.finish, asking.events[-1].error) == ("error", DEFECT)  # what is broken is for the log
         again = Waiting([5, 6], 4)
         service.submit(again.request())
         assert again.ended.wait(PATIENCE_S)
         assert again.tokens == bench.reference(again)
     assert "a step failed" in caplog.text
+
+
+def test_a_failing_forward_ends_only_the_requests_in_it(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    batcher = bench.batcher(Schedule([2]), num_rows=2)
+    clients = [Waiting([5 + place, 6], 12) for place in range(4)]
+    requests = [each.request() for each in clients]
+    forward = batcher.target.forward
+
+    def broken_for_the_first_two(meta_NM: object) -> object:
+        if not clients[0].ended.is_set():
+            raise RuntimeError("a defect at /some/path\n  frame #0")
+        return forward(meta_NM)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batcher.target, "forward", broken_for_the_first_two)
+        for request in requests:
+            batcher.submit(batcher.ticket(request))
+        with serving(batcher):
+            assert all(each.ended.wait(PATIENCE_S) for each in clients)
+    assert [each.finish for each in clients] == ["error", "error", "length", "length"]
+    assert all(each.tokens == bench.reference(each) for each in clients[2:])
+    assert caplog.text.count("a step failed") == 1
+
+
+def test_a_long_prompt_that_was_not_in_the_forward_lives_on(bench: Bench) -> None:
+    batcher = bench.batcher(Schedule([0]))
+    long, later = Waiting([7] * (2 * batcher.target.prefill_chunk), 3), Waiting([5, 6], 3)
+    for each in (long, later):
+        batcher.submit(batcher.ticket(each.request()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batcher.target, "forward", lambda meta_NM: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batcher.step()
+        batcher.fail()
+    batcher.check()
+    assert (long.finish, later.finish) == ("error", None)  # the chunk of the first one left no room
+    while batcher.step() is not None:
+        batcher.check()
+    assert later.tokens == bench.reference(later)
+
+
+def test_a_step_that_fails_before_its_forwards_ends_every_request(bench: Bench) -> None:
+    batcher = bench.batcher(Schedule([0]), num_rows=1)
+    clients = [Waiting([5, 6], 4), Waiting([6, 7], 4)]
+    for each in clients:
+        batcher.submit(batcher.ticket(each.request()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batcher, "_reserve_", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batcher.step()
+        batcher.fail()
+    assert [each.finish for each in clients] == ["error", "error"]
+    assert batcher.step() is None
+    batcher.check()
+
+
+def test_a_token_beyond_the_embedding_is_refused_whatever_the_tokenizer_has(bench: Bench) -> None:
+    vocab = bench.pair.bundle.vocab
+    for token in (-1, vocab):
+        asking = Waiting([5, token], 4)
+        with serving(bench.batcher(Schedule([0]))) as service, pytest.raises(ConfigError, match=f"prompt: {token} .* from 0 to {vocab - 1}"):
+            service.submit(asking.request())
+        with pytest.raises(ConfigError, match=f"prompt: {token} .* from 0 to {vocab - 1}"):
+            next(bench.pair.engine.generate(asking.prompt, plain_policy(), asking.config))
 
 
 def test_draining_finishes_what_was_asked(bench: Bench) -> None:

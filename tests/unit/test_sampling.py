@@ -207,3 +207,17 @@ def test_noise_is_drawn_for_the_accepted_path_alone_and_once(monkeypatch: pytest
     drawn.clear()
     accept_rows([Row(0, DecodeState([0] * 71, sampling))], [Chain([1, 2, 3, 4])], logits_KV, [0])
     assert drawn == [71]
+
+
+@pytest.mark.parametrize("temperature", (1e-30, 9.9e-31, 1e-38, 1e-45, 5e-324, 1e38, 1e300))
+@pytest.mark.parametrize("options", ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}), ids=str)
+def test_any_temperature_has_a_finite_score_and_a_tiny_one_is_greedy(temperature: float, options: dict[str, Any]) -> None:
+    logits_KV = torch.randn(6, 50) * 20
+    said = next_tokens(logits_KV, range(6), SamplingConfig(temperature=temperature, seed=3, **options))
+    if temperature < 1:
+        assert said == next_tokens(logits_KV, (), SamplingConfig())
+
+
+def test_equal_logits_at_a_tiny_temperature_are_drawn_from() -> None:
+    logits_KV = torch.tensor([[1e4, -3.0, 1e4, torch.finfo(torch.float32).min]]).expand(200, -1)
+    assert set(next_tokens(logits_KV, range(200), SamplingConfig(temperature=1e-38))) == {0, 2}

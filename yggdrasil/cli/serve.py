@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from yggdrasil.cli.compile import pair_name
 from yggdrasil.cli.heap import frozen_heap
+from yggdrasil.cli.threads import add_threads, apply_threads
 from yggdrasil.config import CompileConfig, ServeConfig
 from yggdrasil.errors import ConfigError, UsageError
 
@@ -32,6 +33,7 @@ The texts are what the target alone would have written. Metrics are at /metrics,
 """
 KEY_VARIABLE = "YGG_API_KEY"
 HANG_UP_SECONDS = 5
+WAITING_CONNECTIONS = 2048  # in the kernel's queue
 UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -62,9 +64,12 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--port", type=int, default=defaults.port, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", help=f"asked of clients, for all but /health (default: the variable {KEY_VARIABLE}, else none)")
     parser.add_argument("--model-name", metavar="NAME", help="what clients call the model (default: the pair's name)")
+    names = "answer to this name too, besides this machine's own; may be given again; with a key, to any"
+    parser.add_argument("--allow-host", action="append", metavar="NAME", help=names)
     parser.add_argument(
         "--drain-seconds", type=float, default=defaults.drain_seconds, metavar="S", help="running requests may take this long to finish (default: %(default)s)"
     )
+    add_threads(parser, "")
     parser.set_defaults(run=run)
 
 
@@ -82,10 +87,12 @@ def run(options: argparse.Namespace) -> None:
         tau_low=ServeConfig().tau_low if options.tau_low is None else options.tau_low,
         host=options.host,
         port=options.port,
+        allow_hosts=tuple(options.allow_host or ()),
         drain_seconds=options.drain_seconds,
     )
     _check_installed()
     with _listening(config.host, config.port) as listener:  # before the seconds that loading takes
+        apply_threads(options)
         name = pair_name(options, lambda target, draft: _check_uncompiled(config))
         serving, service = _serving(name, config, options)
         service.start()
@@ -141,6 +148,7 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
     from yggdrasil.bundle import load_bundle
     from yggdrasil.serve.api import Serving
     from yggdrasil.serve.chat import load_chat_template
+    from yggdrasil.serve.hosts import HostNames
     from yggdrasil.serve.metrics import Metrics
     from yggdrasil.serve.opening import open_service
 
@@ -154,8 +162,10 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
         metrics=metrics,
         model=options.model_name or bundle.name,
         max_context=opened.service.max_context,
+        vocab=bundle.vocab,
         max_rows=config.max_queue,
         api_key=os.environ.get(KEY_VARIABLE, "") if options.api_key is None else options.api_key,
+        hosts=HostNames([config.host, *config.allow_hosts]),
     )
     return serving, opened.service
 
@@ -164,16 +174,31 @@ async def _serve(serving: Serving, service: Service, listener: socket.socket, dr
     """Run the server; on a signal answer 503, let the service finish, then stop."""
     import uvicorn
 
+    from yggdrasil.serve import connections
     from yggdrasil.serve.api import create_app
 
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            listener.listen(WAITING_CONNECTIONS)  # the loop has set this to what it accepts at once
+
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield  # the signals are ours: uvicorn would stop listening before the service has finished, and die of the signal
 
-    settings = uvicorn.Config(create_app(serving), log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=HANG_UP_SECONDS)
+    settings = uvicorn.Config(
+        create_app(serving),
+        http=connections.limited(connections.raise_descriptor_limit()),
+        backlog=connections.ACCEPTED_AT_ONCE,
+        log_level="error",  # uvicorn warns of every malformed request, which costs a client nothing,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=HANG_UP_SECONDS,
+    )
     server = Server(settings)
-    loop, signalled = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    connections.log_errors_rarely(loop)
+    signalled = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signalled.set)
     running = asyncio.create_task(server.serve(sockets=[listener]))
@@ -182,12 +207,19 @@ async def _serve(serving: Serving, service: Service, listener: socket.socket, dr
     await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.remove_signal_handler(number)  # a second signal ends the process at once
+        loop.remove_signal_handler(number)
+        signal.signal(number, _end_at_once)
     serving.is_draining = True
     if not await _drained(service, drain_seconds):
         print(f"ygg serve: some requests did not finish within {drain_seconds:g} s and were ended", file=sys.stderr)
     server.should_exit = True
     await running
+
+
+def _end_at_once(number: int, frame: object) -> None:
+    """A second signal: nothing is waited for, not even threads."""
+    os.write(2, b"ygg serve: ended at once; requests that were running are lost\n")
+    os._exit(128 + number)
 
 
 async def _drained(service: Service, drain_seconds: float) -> bool:

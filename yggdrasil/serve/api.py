@@ -22,18 +22,20 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from yggdrasil.errors import YggError
+from yggdrasil.serve.body import read_body
 from yggdrasil.serve.chat import ChatTemplate
 from yggdrasil.serve.gate import Gate, answer_error
+from yggdrasil.serve.hosts import HostNames
 from yggdrasil.serve.metrics import CONTENT_TYPE_LATEST, Metrics
 from yggdrasil.serve.openai import ApiError, ChatRequest, CompletionRequest, WireRequest
+from yggdrasil.serve.prompts import PromptEncoder
 from yggdrasil.serve.replies import ChatReply, CompletionReply, Reply, merge
-from yggdrasil.serve.request import Event, Request
+from yggdrasil.serve.request import DEFECT, Event, Request
 from yggdrasil.tokenizer import Tokenizer
 
 __all__ = ["BatchService", "Rows", "Serving", "create_app"]
@@ -75,8 +77,10 @@ class Serving:
         metrics: Also the service's observer.
         model: Name that clients use.
         max_context: Most tokens of prompt and output together.
+        vocab: V: the token ids of both models go from 0 up to this.
         max_rows: Most choices of one HTTP request.
         api_key: Asked of clients; empty asks for none.
+        hosts: Names that clients without a key may call this server by.
 
     Attributes:
         is_draining: Set when no new requests are taken.
@@ -88,19 +92,26 @@ class Serving:
     metrics: Metrics
     model: str
     max_context: int
+    vocab: int
     max_rows: int
     api_key: str = ""
+    hosts: HostNames = field(default_factory=HostNames)
     is_draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def encoder(self) -> PromptEncoder:
+        """What turns prompts into tokens."""
+        return PromptEncoder(self.tokenizer, self.template, self.max_context, self.vocab)
 
 
 def create_app(serving: Serving) -> FastAPI:
     """The ASGI application."""
-    app = FastAPI(title="Yggdrasil", docs_url=None, redoc_url=None)
+    app = FastAPI(title="Yggdrasil", openapi_url=None, redirect_slashes=False)
     app.state.serving = serving
     app.include_router(router)
-    app.add_middleware(Gate, api_key=serving.api_key, metrics=serving.metrics)
-    for kind in (ApiError, YggError, RequestValidationError, HTTPException, Exception):
+    app.add_middleware(Gate, api_key=serving.api_key, hosts=serving.hosts, metrics=serving.metrics)
+    for kind in (ApiError, YggError, HTTPException, Exception):
         app.add_exception_handler(kind, partial(answer_error, metrics=serving.metrics))
     return app
 
@@ -186,11 +197,13 @@ async def _rows(http: HttpRequest) -> AsyncIterator[Rows]:
         rows.close()
 
 
-RowsOfRequest = Annotated[Rows, Depends(_rows)]
+CompletionBody = Annotated[CompletionRequest, Depends(read_body(CompletionRequest))]
+ChatBody = Annotated[ChatRequest, Depends(read_body(ChatRequest))]
+RowsOfRequest = Annotated[Rows, Depends(_rows)]  # after the body: it hears all that the client sends then
 
 
 @router.post("/v1/completions")
-async def completions(http: HttpRequest, body: CompletionRequest, rows: RowsOfRequest) -> Response:
+async def completions(http: HttpRequest, body: CompletionBody, rows: RowsOfRequest) -> Response:
     """Continue prompts."""
     serving = _serving(http)
     prompts = await _begin(serving, body, rows)
@@ -198,7 +211,7 @@ async def completions(http: HttpRequest, body: CompletionRequest, rows: RowsOfRe
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(http: HttpRequest, body: ChatRequest, rows: RowsOfRequest) -> Response:
+async def chat_completions(http: HttpRequest, body: ChatBody, rows: RowsOfRequest) -> Response:
     """Answer a conversation."""
     serving = _serving(http)
     prompts = await _begin(serving, body, rows)
@@ -207,8 +220,9 @@ async def chat_completions(http: HttpRequest, body: ChatRequest, rows: RowsOfReq
 
 async def _begin(serving: Serving, body: WireRequest, rows: Rows) -> list[list[int]]:
     _check_model(serving, body.model or serving.model)
-    prompts = await run_in_threadpool(body.prompts, serving.tokenizer, serving.template)  # megabytes of text take seconds
-    rows.submit(body.requests(prompts, max_context=serving.max_context, max_rows=serving.max_rows))
+    body.check_rows(serving.max_rows)
+    prompts = await run_in_threadpool(body.prompts, serving.encoder)  # megabytes of text take seconds
+    rows.submit(body.requests(prompts, max_context=serving.max_context))
     return prompts
 
 
@@ -237,7 +251,7 @@ async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[
         yield _sse(error.body)
     except Exception:
         logging.getLogger(__name__).exception("a stream failed")
-        yield _sse(ApiError(500, "internal error").body)
+        yield _sse(ApiError(500, DEFECT).body)
 
 
 def _sse(payload: dict[str, Any]) -> str:

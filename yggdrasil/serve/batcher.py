@@ -16,8 +16,8 @@ from itertools import groupby, islice
 
 from torch import Tensor
 
-from yggdrasil.engine import check_request
-from yggdrasil.errors import CapacityError, ConfigError, YggError
+from yggdrasil.engine import ANY_TOKEN, check_request, check_tokens
+from yggdrasil.errors import CapacityError, YggError
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import Piece
 from yggdrasil.models.protocol import TokenGraphs
@@ -27,7 +27,7 @@ from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.serve.elastic import ElasticMemory
 from yggdrasil.serve.pages import PagePool, pages_for
-from yggdrasil.serve.request import Event, FinishReason, Observer, Request, StepReport, TokenLogProb
+from yggdrasil.serve.request import DEFECT, Event, FinishReason, Observer, Request, StepReport, TokenLogProb
 from yggdrasil.serve.ticket import Ticket
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.accept import Accepted
@@ -50,6 +50,7 @@ class Batcher:
         max_context: Most tokens of prompt and output together.
         gamma_max: Greatest speculative length.
         eos_tokens: Tokens that end a text.
+        vocab: V: the token ids of both models go from 0 up to this.
         observer: Told about steps and finished requests.
         elastic: Lends the draft's room to the pool under load; None keeps the draft where it is.
         acceptance: Calibration of the pair by temperature, for policies that verify fewer guesses than were made.
@@ -70,6 +71,7 @@ class Batcher:
         max_context: int,
         gamma_max: int,
         eos_tokens: Collection[int] = (),
+        vocab: int = ANY_TOKEN,
         observer: Observer | None = None,
         elastic: ElasticMemory | None = None,
         acceptance: Callable[[float], Acceptance] = lambda temperature: UNCALIBRATED,
@@ -82,6 +84,7 @@ class Batcher:
         self.max_context = max_context
         self.gamma_max = gamma_max
         self.eos_tokens = frozenset(eos_tokens)
+        self.vocab = vocab
         self.observer = observer or Observer()
         self.elastic = elastic
         self.acceptance = acceptance
@@ -89,6 +92,7 @@ class Batcher:
         self.gamma = 0
         self._waiting: deque[Ticket] = deque()
         self._running: list[Ticket] = []  # in the order of admission
+        self._stepping: list[Ticket] = []  # those whose tokens the forwards of this step take
         self._free_rows = list(reversed(range(len(pool.table_BP))))
         self._lasting_pages = pool.num_pages  # those that are only lent cannot be promised
         self._turned_away: tuple[Ticket, int] | None = None  # and the free pages then: nothing to look up again before one more is free
@@ -114,8 +118,7 @@ class Batcher:
             CapacityError: more KV pages than there are.
         """
         limit = check_request(len(request.prompt), request.config, self.max_context)
-        if outside := [token for token in request.prompt if not 0 <= token < self.tokenizer.num_tokens]:
-            raise ConfigError("prompt", outside[0], f"tokens from 0 to {self.tokenizer.num_tokens - 1}")
+        check_tokens(request.prompt, self.vocab)
         if request.config.max_new_tokens is None:
             limit = max(1, min(limit, self.served_context - len(request.prompt)))
         needed = pages_for(len(request.prompt) + limit)
@@ -140,10 +143,15 @@ class Batcher:
         for ticket in [*self._running, *self._waiting]:
             self._finish_(ticket, "cancelled")
 
-    def fail(self, error: str) -> None:
-        """End every request with an error: what a step left half done is nobody's history."""
-        for ticket in [*self._running, *self._waiting]:
-            self._finish_(ticket, "error", error)
+    def fail(self) -> None:
+        """After a step that raised: end the requests of its forwards; what they left is nobody's history.
+
+        A step that did not come to its forwards ends every request: the next one would fail likewise.
+        """
+        for ticket in self._stepping or [*self._running, *self._waiting]:
+            if not ticket.is_finished:
+                self._finish_(ticket, "error", DEFECT)
+        self._stepping = []
 
     def check(self) -> None:
         """The books agree: pages, rows and requests."""
@@ -168,6 +176,7 @@ class Batcher:
         """
         if self.elastic is not None:
             self.elastic.advance_(gamma=self.gamma, num_waiting=len(self._waiting))
+        self._stepping = []
         self._admit_()
         if not self._running:
             if self.elastic is not None:
@@ -175,6 +184,7 @@ class Batcher:
             return None
         start, stage, before = time.perf_counter(), self.trace.stage, dict(self.trace.total_ms)
         decoding = self._reserve_()
+        self._stepping = list(decoding)
         load = self._load(decoding)
         with stage("policy"):
             gamma = self.policy.select(load) if decoding else 0
@@ -190,6 +200,7 @@ class Batcher:
         reaching, prompts = self._prompts(len(decoding) + sum(len(chain.tokens) for chain in chains))
         chains += [Chain() for _ in reaching]
         rows = [ticket.running for ticket in [*decoding, *reaching]]
+        self._stepping += [*reaching, *self._tickets_of(prompts)]
         prompt_tokens = sum(row.state.root_pos - row.target_len for row in rows) + sum(len(piece.tokens) for piece in prompts)
         with stage("verify"):
             logits_NV, roots = verify_rows(self.target, rows, chains, prompts)
@@ -279,6 +290,10 @@ class Batcher:
             room -= min(left, room)
         return reaching, pieces
 
+    def _tickets_of(self, prompts: Sequence[Piece]) -> list[Ticket]:
+        of_row = {ticket.running.row: ticket for ticket in self._running}
+        return [of_row[piece.row] for piece in prompts]
+
     @property
     def _num_prompt_tokens(self) -> int:
         """Of the running rows' prompts, roots included, that the target has not seen."""
@@ -313,9 +328,8 @@ class Batcher:
             ticket.request.on_event(Event(text, tokens, log_probs))
 
     def _commit_prompts_(self, prompts: Sequence[Piece]) -> None:
-        by_row = {ticket.running.row: ticket.running for ticket in self._running}
-        for piece in prompts:
-            row = by_row[piece.row]
+        for piece, ticket in zip(prompts, self._tickets_of(prompts), strict=True):
+            row = ticket.running
             row.target_len += len(piece.tokens)
             self._publish_(row)
 

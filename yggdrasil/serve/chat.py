@@ -68,14 +68,38 @@ def _compiled(source: str, origin: str) -> jinja2.Template:
     from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own escapes for HTML
+    extensions = ["jinja2.ext.loopcontrols", _generation_block()]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
         raise ConfigError("chat template", f"{origin}, line {error.lineno}", f"a Jinja template ({error.message})") from None
+
+
+def _generation_block() -> type[jinja2.ext.Extension]:
+    """`{% generation %}` marks the assistant's text for training; here its body is all that matters."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class GenerationBlock(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    return GenerationBlock
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = False) -> str:
+    """With transformers' arguments in their order; Jinja's own escapes for HTML."""
+    layout = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 
 def _raise_exception(message: str) -> None:
@@ -85,24 +109,56 @@ def _raise_exception(message: str) -> None:
 
 
 def load_chat_template(model: str) -> ChatTemplate:
-    """The template of a model folder, or of a hub id whose files are in the local cache; the plain one where there is none."""
-    settings = _settings(model)
-    source, path = settings.get("chat_template") or "", _file(model, "chat_template.jinja")
+    """The template of a folder, or of a hub id whose files are in the local cache; else the plain one.
+
+    Raises:
+        ConfigError: a file that is no JSON, a template that is none, or several without a default.
+    """
+    settings = _settings(model, "tokenizer_config.json")
+    older = _settings(model, "special_tokens_map.json")
+    source = _source(model, settings.get("chat_template"))
+    special_tokens = {**_special_tokens(older), **_special_tokens(settings)}
+    return ChatTemplate(source, special_tokens, f"the template of {model}")
+
+
+def _source(model: str, configured: Any) -> str:
+    """A file of its own comes first; of several templates by name, the one for requests without tools."""
+    path = _file(model, "chat_template.jinja") or _file(model, "additional_chat_templates/default.jinja")
     if path is not None:
-        source = path.read_text(encoding="utf-8")
-    elif not isinstance(source, str):  # several, by name
-        source = next((entry["template"] for entry in source if entry["name"] == "default"), "")
-    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in settings.items() if name.endswith("_token")}
-    return ChatTemplate(source, {name: text for name, text in texts.items() if isinstance(text, str)}, f"the template of {model}")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            allowed = f"UTF-8 ({error.reason} at byte {error.start})"
+            raise ConfigError("chat template", str(path), allowed) from None
+    if isinstance(configured, list):
+        configured = {entry["name"]: entry["template"] for entry in configured}
+    if isinstance(configured, dict):
+        if "default" not in configured:
+            allowed = "one, or several of which one is named default"
+            raise ConfigError("chat_template", sorted(configured), allowed)
+        configured = configured["default"]
+    return configured or ""
 
 
-def _settings(model: str) -> dict[str, Any]:
-    path = _file(model, "tokenizer_config.json")
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Texts of `bos_token` and the like, and of those that a model adds by name."""
+    added = settings.get("extra_special_tokens")
+    named = {**settings, **(added if isinstance(added, dict) else {})}
+    tokens = {name: value for name, value in named.items() if name.endswith("_token")}
+    texts = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _settings(model: str, name: str) -> dict[str, Any]:
+    """A JSON object among a model's files; empty where there is none."""
+    path = _file(model, name)
     try:
         settings = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
-    except ValueError as error:
-        raise ConfigError("tokenizer_config.json", str(path), f"JSON ({error})") from None
-    return dict(settings)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(name, str(path), f"JSON ({error})") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(name, str(path), "a JSON object")
+    return settings
 
 
 def _file(model: str, name: str) -> Path | None:

@@ -11,16 +11,23 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
-from yggdrasil.serve.chat import ChatTemplate
 from yggdrasil.serve.request import Request
 from yggdrasil.tokenizer import Tokenizer
 
-__all__ = ["ApiError", "ChatRequest", "CompletionRequest", "WireRequest"]
+if TYPE_CHECKING:
+    from yggdrasil.serve.prompts import PromptEncoder
+
+__all__ = ["UNKNOWN_FIELD", "ApiError", "ChatRequest", "CompletionRequest", "WireRequest", "check_text"]
+
+UNKNOWN_FIELD = "unknown_field"
+MOST_MESSAGE = 600  # characters of an error; what a client sent is part of it
+MOST_PARAM = 100
 
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")  # who asks, not what
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -46,12 +53,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 MAX_SEED = 2**63 - 1
 
 
+def _one_line(text: str, most: int) -> str:
+    """Its beginning, as UTF-8 can write it: a client may have sent megabytes, and half of a character."""
+    shown = " ".join(text[: most + 1].encode("utf-8", "backslashreplace").decode().split())
+    return shown if len(text) <= most else f"{shown[:most]}..."
+
+
 class ApiError(Exception):
     """An HTTP error in OpenAI's shape.
 
     Args:
         status: HTTP status code.
-        message: What is wrong and what would be right.
+        message: What is wrong and what would be right; a long one is cut.
         param: The field to blame.
         code: For programs.
         headers: Of the response.
@@ -59,7 +72,11 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+        self.status = status
+        self.message = _one_line(message, MOST_MESSAGE)
+        self.param = None if param is None else _one_line(param, MOST_PARAM)
+        self.code = code
+        self.headers = headers
 
     @property
     def body(self) -> dict[str, Any]:
@@ -69,13 +86,30 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def check_text(text: str, field: str) -> None:
+    """Raises ApiError at half of a surrogate pair, which JSON can escape and UTF-8 cannot write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        message = f"{field}: {half} at character {error.start} is half of a surrogate pair, no text"
+        raise ApiError(400, message, param=field) from None
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, fields: Any) -> Any:
-        return {name: value for name, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
+        if not isinstance(fields, dict):
+            return fields
+        given = {name: value for name, value in fields.items() if value is not None}
+        unknown = next((name for name in given if name not in cls.model_fields), None)
+        if unknown is not None:  # the first one: pydantic would collect all of them
+            shown = _one_line(unknown, MOST_PARAM)
+            raise PydanticCustomError(UNKNOWN_FIELD, "is not known", {"field": shown})
+        return given
 
 
 class _StreamOptions(_Strict):
@@ -111,7 +145,7 @@ class WireRequest(_Strict):
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    stop: str | Annotated[list[str], Field(max_length=4)] = []
+    stop: str | Annotated[list[str], Field(max_length=4, fail_fast=True)] = []
     ignore_eos: bool = False
     speculation: Literal["off", "auto"] | Annotated[int, Field(ge=1)] = "auto"
     stream: bool = False
@@ -149,19 +183,29 @@ class WireRequest(_Strict):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def prompts(self, tokenizer: Tokenizer, template: ChatTemplate) -> list[list[int]]:
-        """Every prompt as tokens."""
+    @property
+    def num_prompts(self) -> int:
+        """Prompts, each of which gets `n` choices."""
+        return 1
+
+    def check_rows(self, max_rows: int) -> None:
+        """Raises ApiError where more rows are asked for than can ever be queued."""
+        if self.num_prompts * self.n > max_rows:
+            asked = f"{self.num_prompts} prompts times n = {self.n} choices"
+            message = f"{asked}; at most {max_rows} are served at once"
+            raise ApiError(400, message, param="n")
+
+    def prompts(self, encoder: PromptEncoder) -> list[list[int]]:
+        """Every prompt as tokens; raises ApiError as the encoder does."""
         raise NotImplementedError
 
-    def requests(self, prompts: Sequence[Sequence[int]], *, max_context: int, max_rows: int) -> list[Request]:
+    def requests(self, prompts: Sequence[Sequence[int]], *, max_context: int) -> list[Request]:
         """`n` requests for every prompt, in the order of the choices' indices.
 
         Raises:
-            ApiError: more rows than can ever be queued, or a prompt and an output that the context does not hold.
+            ApiError: a prompt and an output that the context does not hold, or a stop text that is none.
             ConfigError: a sampling option that is not allowed.
         """
-        if len(prompts) * self.n > max_rows:
-            raise ApiError(400, f"{len(prompts)} prompts times n = {self.n} choices; at most {max_rows} are served at once", param="n")
         return [self._request(prompt, self._room(len(prompt), max_context), choice) for prompt in prompts for choice in range(self.n)]
 
     def _request(self, prompt: Sequence[int], max_new_tokens: int, choice: int) -> Request:
@@ -169,6 +213,8 @@ class WireRequest(_Strict):
         seed = secrets.randbits(63) if self.seed is None else (self.seed + choice) % (MAX_SEED + 1)
         sampling = SamplingConfig(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p, seed=seed)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        for text in stop:
+            check_text(text, "stop")
         config = GenerateConfig(max_new_tokens=max_new_tokens, stop=stop, ignore_eos=self.ignore_eos, sampling=sampling)
         speculation = {"auto": None, "off": 0}[self.speculation] if isinstance(self.speculation, str) else self.speculation
         return Request(prompt=prompt, config=config, speculation=speculation, num_top=self.num_top)
@@ -212,21 +258,27 @@ class CompletionRequest(WireRequest):
         """As `logprobs` says."""
         return self.logprobs
 
-    def prompts(self, tokenizer: Tokenizer, template: ChatTemplate) -> list[list[int]]:
+    @property
+    def num_prompts(self) -> int:
+        """One, or as many as the list has."""
+        return len(self._several)
+
+    @property
+    def _several(self) -> Sequence[Any]:
+        is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else self.prompt
+
+    def prompts(self, encoder: PromptEncoder) -> list[list[int]]:
         """Texts are encoded; token ids are checked against the vocabulary."""
-        several: Any = self.prompt if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int) else [self.prompt]
-        prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in several]
-        unknown = next((token for prompt in prompts for token in prompt if not 0 <= token < tokenizer.num_tokens), None)
-        if unknown is not None:
-            raise ApiError(400, f"prompt: {unknown} is no token; ids go from 0 to {tokenizer.num_tokens - 1}", param="prompt")
-        return prompts
+        return [encoder.tokens(prompt, "prompt") for prompt in self._several]
 
     def echoed(self, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
         """What precedes the text of every choice."""
         if not self.echo:
             return []
-        given = self.prompt if isinstance(self.prompt, list) else [self.prompt]
-        return [given[row] if isinstance(given[row], str) else tokenizer.decode(tokens) for row, tokens in enumerate(prompts) for _ in range(self.n)]  # type: ignore[misc]
+        pairs = zip(self._several, prompts, strict=True)
+        texts = [given if isinstance(given, str) else tokenizer.decode(tokens) for given, tokens in pairs]
+        return [text for text in texts for _ in range(self.n)]
 
 
 class ChatRequest(WireRequest):
@@ -257,7 +309,7 @@ class ChatRequest(WireRequest):
         """As `top_logprobs` says, if `logprobs` is set."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def prompts(self, tokenizer: Tokenizer, template: ChatTemplate) -> list[list[int]]:
+    def prompts(self, encoder: PromptEncoder) -> list[list[int]]:
         """The conversation through the template; a model's own template writes the special tokens itself."""
-        text = template.render([message.rendered() for message in self.messages])
-        return [tokenizer.encode(text, special_tokens=not template.is_own)]
+        text = encoder.template.render([message.rendered() for message in self.messages])
+        return [encoder.encode(text, "messages", special_tokens=not encoder.template.is_own)]

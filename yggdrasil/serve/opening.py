@@ -78,6 +78,7 @@ def open_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
         max_context=bundle.max_context,
         gamma_max=config.gamma_max,
         eos_tokens=bundle.eos_tokens,
+        vocab=bundle.vocab,
         elastic=elastic,
         acceptance=load_measurements(bundle, bundle.dataset).acceptance.nearest,
     )

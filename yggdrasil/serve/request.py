@@ -8,8 +8,9 @@ from typing import Literal
 
 from yggdrasil.config import GenerateConfig
 
-__all__ = ["Event", "FinishReason", "Observer", "Request", "RequestReport", "StepReport", "TokenLogProb"]
+__all__ = ["DEFECT", "Event", "FinishReason", "Observer", "Request", "RequestReport", "StepReport", "TokenLogProb"]
 
+DEFECT = "internal error; the server's log has more"  # an exception's own words can hold paths and a stack
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 

@@ -178,12 +178,12 @@ class Service(Observer):
             self._inbox.popleft()()
 
     def _step(self) -> bool:
-        """One step; whether there was anything to do. A defect of ours ends the requests in flight, not the server."""
+        """One step; whether there was anything to do. A defect ends the requests in it, not the server."""
         try:
             return self._batcher.step() is not None
-        except Exception as error:
-            logging.getLogger(__name__).exception("a step failed; the requests in flight end with an error")
-            self._batcher.fail(f"internal error: {error}")
+        except Exception:
+            logging.getLogger(__name__).exception("a step failed; the requests in it end with an error")
+            self._batcher.fail()
             return True
 
     def _rest(self) -> None:

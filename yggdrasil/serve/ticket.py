@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from yggdrasil.kernels.threads import one_torch_thread
 from yggdrasil.serve.request import FinishReason, Request, RequestReport, TokenLogProb
 from yggdrasil.state import DecodeState, Row, cut
 from yggdrasil.tokenizer import TextStream
@@ -65,6 +66,7 @@ class Ticket:
         text = self.stream.push(tokens)
         return text, tokens[: self.stream.num_tokens - before]
 
+    @one_torch_thread()
     def log_probs(self, tokens: Sequence[int], logits_NV: Tensor) -> list[TokenLogProb]:
         """What the target gave the emitted tokens before temperature and filters, when the request wants it."""
         if self.request.num_top is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
+from yggdrasil.kernels.threads import one_torch_thread
 from yggdrasil.staging import upload
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 BROKEN = "the target's logits are not finite: the weights or the input are broken"
+COLDEST = 1e-30  # below it a quotient of float32 logits may overflow
 SHARE_BITS = 40  # the likeliest token has 2**40 shares: those of 2**22 tokens fit an int64, and a token loses at most one
 
 
@@ -63,6 +65,7 @@ def next_tokens(logits_KV: Tensor, positions: Sequence[int], sampling: SamplingC
     return told(choose_tokens(logits_KV, list(rows), row_K, sampling))[0]
 
 
+@one_torch_thread()
 def next_token(logits_1V: Tensor, position: int, sampling: SamplingConfig) -> int:
     """The target's own token after one node, sampled on the host: bit for bit that of `next_tokens`.
 
@@ -81,6 +84,7 @@ def next_token(logits_1V: Tensor, position: int, sampling: SamplingConfig) -> in
     return token
 
 
+@one_torch_thread()
 def choose_tokens(logits_KV: Tensor, positions: Sequence[int], position_K: Tensor, sampling: SamplingConfig) -> Said:
     """The target's own token after every node, where the logits are.
 
@@ -149,7 +153,7 @@ def process_logits(logits_KV: Tensor, sampling: SamplingConfig) -> Tensor:
         (K, V) float32 logits whose softmax is the distribution that is sampled. Every row has the bits that it has by itself: on a CPU sums run row by row,
         on a device, where the order of a sum follows the number of rows and where they begin, none is taken of floating-point numbers.
     """
-    logits_KV = logits_KV / sampling.temperature
+    logits_KV = _over_temperature(logits_KV, sampling.temperature)
     vocab = logits_KV.shape[-1]
     if 0 < sampling.top_k < vocab:
         least = logits_KV.topk(sampling.top_k, dim=-1).values[:, -1:]
@@ -162,6 +166,14 @@ def process_logits(logits_KV: Tensor, sampling: SamplingConfig) -> Tensor:
         share_KV = logits_KV.softmax(dim=-1) if logits_KV.is_cpu else (logits_KV - logits_KV.amax(dim=-1, keepdim=True)).exp()
         logits_KV = logits_KV.masked_fill(share_KV < sampling.min_p * share_KV.amax(dim=-1, keepdim=True), -torch.inf)
     return logits_KV
+
+
+def _over_temperature(logits_KV: Tensor, temperature: float) -> Tensor:
+    """The quotient; near 0 of the distances to the largest logit: the same distribution, and finite."""
+    if temperature < COLDEST:
+        logits_KV = logits_KV - logits_KV.amax(dim=-1, keepdim=True)
+        temperature = max(temperature, torch.finfo(torch.float32).tiny)  # one below it may count as 0
+    return logits_KV / temperature
 
 
 def _beyond(ordered_KV: Tensor, top_p: float) -> Tensor:

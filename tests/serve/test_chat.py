@@ -1,0 +1,82 @@
+"""Chat templates as models have them: the dialect of transformers, found where models keep them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from yggdrasil.errors import ConfigError
+from yggdrasil.serve.chat import ChatTemplate, load_chat_template
+
+MESSAGES = [{"role": "user", "content": "café <b> & 'x'"}, {"role": "assistant", "content": "ja"}]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages | tojson }}",
+        "{{ messages | tojson(ensure_ascii=True) }}",
+        "{{ messages | tojson(indent=2, ensure_ascii=False, sort_keys=True) }}",
+        "{{ messages[0] | tojson(separators=(',', ':')) }}",
+        "{% for m in messages %}{% generation %}\n{{ m.content }}{% endgeneration %}\n-{% endfor %}",
+        "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}",
+        "{%- generation -%} x {%- endgeneration -%} y",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + loop.index %}{% endfor %}{{ ns.n }}",
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% continue %}!{% endfor %}",
+        "{{ strftime_now('%Y') | length }}",
+        "{{ dict(a=1) | tojson }}{{ add_generation_prompt }}{{ tools is none }}{{ documents is none }}",
+    ],
+)
+def test_a_template_renders_as_in_transformers(source: str) -> None:
+    theirs = _compile_jinja_template(source).render(messages=MESSAGES, add_generation_prompt=True, tools=None, documents=None)
+    assert ChatTemplate(source).render(MESSAGES) == theirs
+
+
+def test_a_template_that_raises_says_so_in_a_line() -> None:
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        ChatTemplate("{{ raise_exception('roles must alternate') }}").render(MESSAGES)
+
+
+@pytest.mark.parametrize("value", ("<s>", {"content": "<s>", "lstrip": False}, {"__type": "AddedToken", "content": "<s>"}), ids=("text", "dict", "added token"))
+@pytest.mark.parametrize("name", ("special_tokens_map.json", "tokenizer_config.json"))
+def test_special_tokens_are_found_where_models_keep_them(tmp_path: Path, name: str, value: Any) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}|{{ eos_token }}|{{ image_token }}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": None, "extra_special_tokens": {"image_token": "<image>"}}))
+    settings = {"bos_token": value, "eos_token": "</s>", "extra_special_tokens": {"image_token": "<image>"}}
+    (tmp_path / name).write_text(json.dumps(settings))
+    assert load_chat_template(str(tmp_path)).render([]) == "<s>|</s>|<image>"
+
+
+def test_the_tokenizer_s_own_settings_come_before_the_older_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<new>", "chat_template": "{{ bos_token }}{{ eos_token }}"}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<old>", "eos_token": "<end>"}))
+    assert load_chat_template(str(tmp_path)).render([]) == "<new><end>"
+
+
+def test_several_templates_need_one_for_conversations(tmp_path: Path) -> None:
+    for named in ({"default": "plain", "tool_use": "tools"}, [{"name": "rag", "template": "rag"}, {"name": "default", "template": "plain"}]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+        assert load_chat_template(str(tmp_path)).render([]) == "plain"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": {"tool_use": "tools"}}))
+    with pytest.raises(ConfigError, match=r"\['tool_use'\] .* one is named default"):
+        load_chat_template(str(tmp_path))
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (tmp_path / "additional_chat_templates" / "default.jinja").write_text("of its own")
+    assert load_chat_template(str(tmp_path)).render([]) == "of its own"
+
+
+@pytest.mark.parametrize("content", (b"{", b"[1]", b"[" * 100_000, b'{"a": "\xff"}'), ids=("cut", "a list", "deep", "bytes"))
+@pytest.mark.parametrize("name", ("special_tokens_map.json", "tokenizer_config.json"))
+def test_a_broken_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=name):
+        load_chat_template(str(tmp_path))
+    (tmp_path / name).unlink()
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load_chat_template(str(tmp_path))

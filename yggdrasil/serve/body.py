@@ -1,0 +1,107 @@
+"""From the bytes of a body to a request, without holding up the other clients.
+
+Python parses JSON while nothing else runs, in time that follows the number of values more than that of bytes:
+4 MiB of brackets take seconds. So values are counted before, and a large body is parsed in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import Request as HttpRequest
+from pydantic import ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from yggdrasil.serve.openai import UNKNOWN_FIELD, ApiError, WireRequest
+
+__all__ = ["MAX_BODY_BYTES", "MOST_VALUES", "read_body"]
+
+MAX_BODY_BYTES = 4 << 20
+# by the separator that stands at every value of a kind; as many values as 64 prompts of 4096 tokens have
+MOST_VALUES = {b"[": 1 << 13, b"{": 1 << 13, b":": 1 << 15, b",": 1 << 18}
+NAMES = {b"[": "lists", b"{": "objects", b":": "fields", b",": "values"}
+SMALL_BYTES = 1 << 16  # read in less time than a thread takes to wake on a busy machine
+
+Wire = TypeVar("Wire", bound=WireRequest)
+
+
+def read_body(kind: type[Wire]) -> Callable[[HttpRequest], Awaitable[Wire]]:
+    """A dependency of a route: the body as a request of this kind.
+
+    Raises:
+        ApiError: a body that is not JSON, has too many values, or a field that is not allowed.
+    """
+
+    async def read(http: HttpRequest) -> Wire:
+        if not _is_json(http.headers.get("content-type", "")):
+            raise ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+        try:
+            body = await http.body()
+        except ClientDisconnect:
+            raise ApiError(499, "the client has gone") from None
+        if len(body) <= SMALL_BYTES:
+            return _parsed(body, kind)
+        return await run_in_threadpool(_parsed, body, kind)
+
+    return read
+
+
+def _is_json(content_type: str) -> bool:
+    """A page of another site can send any other type here without asking first."""
+    media_type = content_type.partition(";")[0].strip().lower()
+    return re.fullmatch(r"application/(json|.+\+json)", media_type) is not None
+
+
+def _parsed(body: bytes, kind: type[Wire]) -> Wire:
+    _check_counts(body)
+    try:
+        fields = json.loads(body.decode())
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is no JSON: byte {error.start} is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ApiError(400, f"the body is no JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except ValueError:  # an integer of thousands of digits
+        raise ApiError(400, "the body has a number with too many digits") from None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _check_counts(body: bytes) -> None:
+    if all(body.count(separator) <= most for separator, most in MOST_VALUES.items()):
+        return
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quotation mark is one of a pair
+    most_strings = sum(MOST_VALUES.values())  # each stands before a separator or the end of what holds it
+    if unescaped.count(b'"') > 2 * most_strings:
+        raise _too_many(most_strings, "strings")
+    outside = b"".join(unescaped.split(b'"')[::2])
+    for separator, most in MOST_VALUES.items():
+        if outside.count(separator) > most:
+            raise _too_many(most, NAMES[separator])
+
+
+def _too_many(most: int, name: str) -> ApiError:
+    message = f"the body has more than {most} {name}; send fewer, in several requests"
+    return ApiError(400, message, code="too_many_values")
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    """The first field that pydantic complains of, with all that it could have been."""
+    errors = error.errors(include_url=False, include_input=False)
+    first = errors[0]
+    path = [str(part) for part in first["loc"]]
+    if first["type"] == UNKNOWN_FIELD:
+        path.append(first["ctx"]["field"])
+        message = f"{'.'.join(path)} is not a field that this server knows; leave it out"
+        return ApiError(400, message, param=path[0], code="unknown_parameter")
+    complaints = [entry["msg"] for entry in errors if list(map(str, entry["loc"][:1])) == path[:1]]
+    return ApiError(400, f"{'.'.join(path)}: {' or '.join(dict.fromkeys(complaints))}", param=path[0])

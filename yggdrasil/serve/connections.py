@@ -1,0 +1,151 @@
+"""What a client may hold without sending a request: a connection, and that only for a while.
+
+uvicorn waits for headers without end, takes connections until no descriptor is free, and then logs every
+attempt. Here a connection has deadlines, and there are never more than a limit:
+
+```
+accepted --(HEAD_SECONDS)--> request --> response --(keep-alive)--> request ...
+    |                                        |
+    +-- the longest waiting one goes         +-- goes when the client reads nothing for STALL_SECONDS
+        where the limit is reached
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import time
+from typing import Any, ClassVar
+
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+__all__ = ["ACCEPTED_AT_ONCE", "Connection", "limited", "log_errors_rarely", "raise_descriptor_limit"]
+
+HEAD_SECONDS = 10.0  # from the connection, or the last response, to the end of a request's headers
+STALL_SECONDS = 60.0
+MOST_CONNECTIONS = 4096  # some 30 KB each
+ACCEPTED_AT_ONCE = 64  # before the loop learns that there is no room for them
+OWN_DESCRIPTORS = 64 + ACCEPTED_AT_ONCE  # files, libraries, the loop's own
+BUSY = b'{"error":{"message":"too many connections; try again later","type":"server_error"}}'
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process have all descriptors that it may; returns the most connections that these allow."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (OSError, ValueError):  # macOS refuses its own "unlimited"
+            pass
+    if soft == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return max(1, min(MOST_CONNECTIONS, soft - OWN_DESCRIPTORS))
+
+
+def log_errors_rarely(loop: asyncio.AbstractEventLoop) -> None:
+    """Where descriptors run out all the same, log it once a second: the loop would at every attempt."""
+    said = -1.0
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal said
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in NO_DESCRIPTOR:
+            return loop.default_exception_handler(context)
+        if time.monotonic() - said >= 1:
+            said = time.monotonic()
+            logging.getLogger(__name__).warning("no connection can be accepted now: %s", error.strerror)
+
+    loop.set_exception_handler(handle)
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection with deadlines and a limit; `limited` makes the class of one server.
+
+    Attributes:
+        most: Connections at once.
+        waiting: Those that wait for headers, the longest first.
+    """
+
+    most: ClassVar[int]
+    waiting: ClassVar[dict[Connection, None]]
+    _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+        if len(self.connections) > self.most:
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_served:
+            self._stop_waiting()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._is_served and not self.transport.is_closing():  # else the next request was there already
+            self._wait_for_head()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_timer = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+        super().resume_writing()
+
+    @property
+    def _is_served(self) -> bool:
+        """Whether a request has come whose answer has not gone."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait_for_head(self) -> None:
+        self.waiting[self] = None
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+            del self.waiting[self]
+
+    def _make_room(self) -> None:
+        """One too many: the longest waiting one goes; if all others are served, this one gets a 503."""
+        oldest = next(iter(self.waiting))
+        if oldest is self:
+            self.app = _busy
+        else:
+            oldest._stop_waiting()
+            self.connections.discard(oldest)  # now: many more may come before the loop gets to close it
+            oldest.transport.abort()
+
+
+def limited(most: int) -> type[Connection]:
+    """The connections of one server, so many at once."""
+
+    class Limited(Connection):
+        waiting: ClassVar[dict[Connection, None]] = {}
+
+    Limited.most = most
+    return Limited
+
+
+async def _busy(scope: Scope, receive: Receive, send: Send) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(BUSY)).encode())]
+    headers += [(b"connection", b"close"), (b"retry-after", b"5")]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": BUSY})

@@ -1,0 +1,50 @@
+"""Which names a server answers to.
+
+A page of any site can have its own name resolve to this machine (DNS rebinding); a browser then sends the
+page's requests here and gives it the answers. It cannot change the Host header, which has the page's name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+__all__ = ["HostNames"]
+
+
+class HostNames:
+    """The names of this machine, and more that its operator allows. Any address is: only names are rebound.
+
+    Args:
+        names: Besides `localhost` and what this machine calls itself.
+
+    >>> names = HostNames(["gpu.example.org"])
+    >>> [names.allow(host) for host in ("localhost:8000", "[::1]:8000", "10.0.0.7", "GPU.example.org.")]
+    [True, True, True, True]
+    >>> [names.allow(host) for host in ("evil.example", "user@localhost", "[::1")]
+    [False, False, False]
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        own = socket.gethostname()
+        self._names = {name.lower().rstrip(".") for name in ("localhost", own, f"{own}.local", *names)}
+
+    def allow(self, host: str) -> bool:
+        """Whether a Host header, with or without a port, names this server."""
+        try:
+            split = urlsplit(f"//{host}")
+            name = (split.hostname or "").rstrip(".")
+        except ValueError:  # a bracket that does not close
+            return False
+        is_own = name in self._names or name.endswith(".localhost") or _is_address(name)
+        return is_own and split.username is None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
