@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from yggdrasil import artifacts
-from yggdrasil.bundle import BUNDLED, Bundle, compile_command, load_bundle
+from yggdrasil.bundle import BUNDLED, MALFORMED, Bundle, compile_command, load_bundle
 from yggdrasil.config import CompileConfig
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ArtifactError, ConfigError
@@ -22,7 +22,7 @@ from yggdrasil.schedule.choice import PlanChoice
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.tokenizer import Tokenizer
 
-__all__ = ["LoadedPair", "Measurements", "TrainedDepth", "load_measurements", "load_pair"]
+__all__ = ["LoadedPair", "Measurements", "TrainedDepth", "load_decisions", "load_measurements", "load_pair"]
 
 T = TypeVar("T")
 
@@ -143,11 +143,9 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     """
     bundle = load_bundle(name)
     dataset = dataset or bundle.dataset
-    folder = bundle.predictor_folder(dataset)
     measured = load_measurements(bundle, dataset)
-    depth = _parse(folder / "predictor.json", bundle, lambda payload: _trained_depth(folder, payload))
-    plan = _parse(bundle.plan_path, bundle, PlanChoice.from_json)
-    tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
+    depth, plan = load_decisions(bundle, dataset)
+    tokenizer = Tokenizer(bundle.tokenizer_path, bundle.command)
     target, draft = bundle.load_models()
     engine = Engine(target, draft, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens, plan=plan.plan)
     return LoadedPair(bundle, engine, tokenizer, dataset, measured.acceptance, depth, measured.latency, plan)
@@ -164,6 +162,13 @@ def load_measurements(bundle: Bundle, dataset: str) -> Measurements:
         raise ArtifactError(folder, f"no predictor named {dataset!r} (there are: {', '.join(bundle.datasets) or 'none'})", _other_text(bundle, dataset))
     latency, switching = _parse(bundle.profile_path, bundle, lambda payload: (LatencyModel.from_json(payload), SwitchTable.from_json(payload["switching"])))
     return Measurements(latency, _parse(folder / "acceptance.json", bundle, AcceptanceTable.from_json), switching)
+
+
+def load_decisions(bundle: Bundle, dataset: str) -> tuple[TrainedDepth, PlanChoice]:
+    """The depth predictor of one calibration text, and the execution plan; raises as `load_measurements` does."""
+    folder = bundle.predictor_folder(dataset)
+    depth = _parse(folder / "predictor.json", bundle, lambda payload: _trained_depth(folder, payload))
+    return depth, _parse(bundle.plan_path, bundle, PlanChoice.from_json)
 
 
 def _other_text(bundle: Bundle, dataset: str) -> str:
@@ -193,5 +198,5 @@ def _parse(path: Path, bundle: Bundle, parse: Callable[[dict[str, Any]], T]) -> 
         raise ArtifactError(path, f"stale: measured for fingerprint {payload.get('fingerprint')}, current is {bundle.folder.name}", command)
     try:
         return parse(payload)
-    except (KeyError, TypeError, ValueError, ConfigError) as error:
+    except MALFORMED as error:
         raise ArtifactError(path, f"corrupt ({error})", command) from None

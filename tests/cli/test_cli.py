@@ -18,8 +18,8 @@ import pytest
 import tiny_pair
 from conftest import TINY
 
-from yggdrasil import build, tuning
-from yggdrasil.artifacts import digest_file
+from yggdrasil import artifacts, build, tuning
+from yggdrasil.artifacts import digest_file, save_json
 from yggdrasil.build import compile_pair
 from yggdrasil.bundle import Bundle, load_bundle
 from yggdrasil.cli import main
@@ -275,8 +275,9 @@ def truncate(path: Path) -> None:
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     payload = json.loads(path.read_text())
+    del payload[artifacts.SEAL]  # what else reads it is to notice
     change(payload)
-    path.write_text(json.dumps(payload))
+    save_json(path, payload)
 
 
 def snapshot(root: Path) -> dict[str, str]:
@@ -428,7 +429,7 @@ class Phases(tiny_pair.SilentProgress):
 def held(home: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that compiles the pair: it has the lock until its standard input is closed."""
     script = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
-    path = home / "compile_cache" / "tiny" / build.LOCK_NAME
+    path = home / "compile_cache" / "tiny" / artifacts.LOCK_NAME
     with subprocess.Popen([sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"

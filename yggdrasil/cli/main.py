@@ -8,8 +8,11 @@ from collections.abc import Sequence
 
 from yggdrasil.cli import compile as compile_command
 from yggdrasil.cli import generate as generate_command
+from yggdrasil.cli import list as list_command
+from yggdrasil.cli import rm as rm_command
 from yggdrasil.cli import serve as serve_command
 from yggdrasil.cli import show as show_command
+from yggdrasil.cli import verify as verify_command
 from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.launch import num_ranks, rank
 
@@ -37,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for command in (compile_command, generate_command, serve_command, show_command):
+    for command in (compile_command, generate_command, serve_command, show_command, list_command, verify_command, rm_command):
         command.add_parser(verbs)
     return parser
 

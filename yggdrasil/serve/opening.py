@@ -64,7 +64,7 @@ def open_service(name: str, config: ServeConfig, observer: Observer) -> OpenedSe
 
 def open_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
     """A batcher over the graphs of a bundle; raises as `open_service` does."""
-    tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
+    tokenizer = Tokenizer(bundle.tokenizer_path, bundle.command)
     chunk = bundle.config.prefill_chunk
     if config.max_batch > chunk // 2:
         raise ConfigError("max_batch", config.max_batch, f"at most {chunk // 2}, half of the pair's greatest graph", f"ygg serve --max-batch {chunk // 2}")
