@@ -52,12 +52,14 @@ __all__ = [
 OPERATORS = "kernels"  # the folder of the compile cache that belongs to no pair
 LOCK_NAME = "compiling.lock"  # in the folder of a pair
 CPUINFO = Path("/proc/cpuinfo")
-CHECKOUT = Path(__file__).resolve().parent.parent  # where the package lies; a source checkout when compile_cache/ is there, too
+CHECKOUT = Path(__file__).resolve().parent.parent  # a source checkout where compile_cache/ lies next to the package
 SEAL = "digest"  # the key of a JSON artifact's digest over all others
 
 
 def root() -> Path:
     """The artifact root: `YGG_HOME`, else the source checkout that this package runs from, else `~/.cache/yggdrasil`.
+
+    The working folder does not matter: what was compiled once is found from everywhere.
 
     Raises:
         ConfigError: `YGG_HOME` is no folder, or it is not set and this user has no home folder.
@@ -71,7 +73,7 @@ def root() -> Path:
 
 def _given_root(home: str) -> Path:
     folder = _home_folder() / home[2:] if home.startswith("~/") else Path(home)
-    if os.path.lexists(folder) and not folder.is_dir():
+    if os.path.lexists(folder) and not os.path.isdir(folder):
         raise ConfigError("YGG_HOME", home, "a folder, or a path where one can be made", "YGG_HOME=FOLDER ygg ...")
     return folder.resolve()
 
@@ -80,7 +82,7 @@ def _home_folder() -> Path:
     try:
         return Path.home()
     except RuntimeError:
-        raise ConfigError("HOME", os.environ.get("HOME"), "your home folder", "or name a folder for compiled pairs: YGG_HOME=FOLDER ygg ...") from None
+        raise ConfigError("HOME", os.environ.get("HOME"), "your home folder, or YGG_HOME a folder for compiled pairs", "YGG_HOME=FOLDER ygg ...") from None
 
 
 def compile_cache() -> Path:
@@ -106,8 +108,8 @@ def pair_folders(name: str) -> list[Path]:
 def pair_names() -> list[str]:
     """Every pair of which there is anything, compiled to the end or not."""
     stores = (compile_cache(), profiles(), predictors())
-    names = {path.name for store in stores for path in store.glob("*") if path.is_dir() and not path.name.startswith(".")}
-    return sorted(names - {OPERATORS})
+    folders = [path for store in stores for path in store.glob("[!.]*") if os.path.isdir(path)]
+    return sorted({path.name for path in folders} - {OPERATORS})
 
 
 @cache
@@ -174,7 +176,8 @@ def load_json(path: Path, command: str) -> dict[str, Any]:
     """Read what `save_json` wrote.
 
     Raises:
-        ArtifactError: missing, unreadable, not an object, or not the content that was written; names the path and the command that rebuilds it.
+        ArtifactError: missing, unreadable, not an object, or not the content that was written; names the path and
+            the command that rebuilds it.
     """
     try:
         payload = json.loads(path.read_bytes())
@@ -222,7 +225,7 @@ def one_at_a_time(lock: Path, waiting: AbstractContextManager[Any]) -> Iterator[
     Gives whether it had to wait: then another process may have done the work.
     """
     storage.make_folder(lock.parent)
-    with lock.open("w") as file:  # closing it, or the end of this process, unlocks
+    with os.fdopen(os.open(lock, os.O_WRONLY | os.O_CREAT, 0o644), "w") as file:  # closing it, or the end of this process, unlocks
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             waited = False

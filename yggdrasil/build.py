@@ -36,6 +36,7 @@ from yggdrasil.models.sharding import check_divisible, shard_
 from yggdrasil.pair import load_measurements
 from yggdrasil.progress import Progress
 from yggdrasil.tokenizer import load_tokenizer
+from yggdrasil.trust import check_trusted
 from yggdrasil.tuning import tune
 
 __all__ = ["bundled_arguments", "compile_pair", "resolved"]
@@ -93,6 +94,7 @@ def _compiled_meanwhile(bundle: Bundle) -> Bundle | None:
 
 
 def _compile(bundle: Bundle, texts: Sequence[str], progress: Progress) -> Bundle:
+    _check_compiler_cache(bundle.command)
     with progress.phase("compile operators", 1):
         build_kernels()
         load_kernels(bundle.command)
@@ -104,6 +106,13 @@ def _compile(bundle: Bundle, texts: Sequence[str], progress: Progress) -> Bundle
     tune(bundle, models, texts, progress)
     _remove_outdated(bundle, progress)
     return bundle
+
+
+def _check_compiler_cache(command: str) -> None:
+    """Inductor takes compiled code from a folder whose name others can guess: raises ArtifactError where they own or write it."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    check_trusted([Path(cache_dir())], f"TORCHINDUCTOR_CACHE_DIR=FOLDER {command}")
 
 
 def _remove_outdated(bundle: Bundle, progress: Progress) -> None:
@@ -207,7 +216,8 @@ def _known_sources(name: str) -> list[KnownFile]:
 
 def _model_files(model: str) -> list[Path]:
     folder = Path(model)
-    return sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin") and path.is_file()) if folder.is_dir() else []
+    entries = folder.iterdir() if folder.is_dir() else []
+    return sorted(path for path in entries if path.suffix in (".json", ".safetensors", ".bin") and path.is_file())
 
 
 def _origin(model: str, files: Sequence[KnownFile]) -> list[str]:
@@ -233,7 +243,7 @@ def _eos_tokens(target: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _build_models(bundle: Bundle, progress: Progress) -> dict[str, str]:
-    """Pack and compile what is not there with every byte that was written; returns the digests of all files."""
+    """Pack and compile what is not there with every byte that was written; returns digests of all files."""
     config, vocab = bundle.config, shared_vocab(*(load_config(model) for model in bundle.models))
     draft_folder = bundle.folder / "draft"
     kinds: list[tuple[str, str, Path, Menu, KVShape, int, int]] = [

@@ -1,9 +1,9 @@
 """A compiled pair on disk, when it is stale, and the models that are loaded from it.
 
 ```
-compile_cache/<pair>/current.json                       which fingerprint is current, and the command that compiles the pair
-compile_cache/<pair>/<fingerprint>/bundle.json          what was compiled, from what, for which machine; a digest of every file below
-                                  /verified.json        size and time of these files when they last had their digests
+compile_cache/<pair>/current.json                       which fingerprint is current, and the pair's command
+compile_cache/<pair>/<fingerprint>/bundle.json          what was compiled, from what, for which machine; digests
+                                  /verified.json        size and time of every file when it last had its digest
                                   /tokenizer.json
                                   /target/tokens_*.pt2, weights.safetensors
                                   /target-0-of-2/weights.safetensors, ...        instead, where several ranks share the target
@@ -61,7 +61,8 @@ __all__ = [
 FORMAT = 7
 BUNDLED = "tinystories"
 BESIDE_GRAPHS = ("commit_triton.py", "migrate.py", "migrate_triton.py")  # kernels that no graph calls
-MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, ConfigError)  # what reading other JSON than ours raises
+# what reading other JSON than ours raises
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, ConfigError)
 S = TypeVar("S", bound=KVStorage)
 
 
@@ -210,9 +211,9 @@ class Bundle:
 
         Cost: `Ledger.check`.
         """
-        others = {str((self.target_weights(other) / FILE_NAME).relative_to(self.folder)) for other in range(self.config.ranks) if other != rank}
-        names = [name for name in self.files if name not in others]
-        check_trusted([self.folder / name for name in names], self.command)
+        shards = [self.target_weights(each) / FILE_NAME for each in range(self.config.ranks) if each != rank]
+        names = [name for name in self.files if self.folder / name not in shards]
+        check_trusted([self.folder / name for name in names], f"YGG_HOME=FOLDER {self.command}")
         Ledger(self.folder).check({name: self.digests.get(name, "none") for name in names}, self.command)
 
     def load_models(self) -> tuple[CompiledModel[KVCache], CompiledModel[KVCache]]:
@@ -301,8 +302,14 @@ def known_pairs() -> Sequence[str]:
 
 
 def is_compiled(name: str) -> bool:
-    """Whether a pair of this name was compiled to the end."""
-    return os.path.exists(artifacts.compile_cache() / name / "current.json")
+    """Whether a pair of this name was compiled to the end, or this user may not look: reading it gives the reason."""
+    try:
+        os.stat(artifacts.compile_cache() / name / "current.json")
+    except PermissionError:
+        return True
+    except (OSError, ValueError):  # ValueError: a name that no file can have
+        return False
+    return True
 
 
 def load_bundle(name: str) -> Bundle:
@@ -342,7 +349,7 @@ def read_bundle(name: str) -> Bundle:
 
 
 def check_current(bundle: Bundle) -> None:
-    """Raises ArtifactError where this machine, this package or the model files are not those that the pair was compiled for."""
+    """Raises ArtifactError where machine, package or model files are not those that the pair was compiled for."""
     artifacts.check_fingerprint(bundle.folder / "bundle.json", bundle.machine, machine_fields(), bundle.command)
     for source in bundle.sources:
         if source.changed():

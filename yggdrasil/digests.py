@@ -77,7 +77,7 @@ def _size_and_time(path: Path) -> tuple[str, int, int]:
 class Ledger:
     """The digests of the files of one build, as they were written, in a `verified.json` next to them.
 
-    It also has size and time at which a file last had its digest, so that a start reads nothing that has not been touched.
+    It also has size and time at which a file last had its digest: a start reads only what has been touched since.
 
     Args:
         folder: Of the build.
@@ -85,13 +85,14 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.path = folder / LEDGER_NAME
         self._lock = Lock()
         self._known = {name: KnownFile(str(folder / name), *entry) for name, entry in self._load().items()}
 
     def _load(self) -> dict[str, tuple[int, int, str]]:
         """Nothing where it is missing or damaged: then all is read again, or built again."""
         try:
-            entries = artifacts.load_json(self.folder / LEDGER_NAME, "")["files"]
+            entries = artifacts.load_json(self.path, "")["files"]
             return {name: (entry["size"], entry["mtime_ns"], entry["digest"]) for name, entry in entries.items()}
         except (ArtifactError, AttributeError, KeyError, TypeError):
             return {}
@@ -121,7 +122,7 @@ class Ledger:
         Raises:
             ArtifactError: names the first one that is missing, unreadable or changed.
 
-        Cost: reads what is new since the last time. Where this user cannot write the ledger that is all, every time.
+        Cost: reads what was touched since the last time; reads it every time where this user cannot write the ledger.
         """
         try:
             files = read_files([self.folder / name for name in expected], known=() if full else self._known.values())
@@ -141,4 +142,4 @@ class Ledger:
             entries = {}
             for name, file in self._known.items():
                 entries[name] = {key: value for key, value in asdict(file).items() if key != "path"}
-            artifacts.save_json(self.folder / LEDGER_NAME, {"files": entries})
+            artifacts.save_json(self.path, {"files": entries})

@@ -34,7 +34,7 @@ class StoredPair:
 
 
 def stored_pairs() -> Iterator[StoredPair]:
-    """Every pair in the store, by name. Cost: reads model files that changed since they were compiled; no graphs and no weights."""
+    """Every pair in the store, by name. Cost: reads model files that changed since they were compiled."""
     for name in artifacts.pair_names():
         num_bytes = sum(storage.size_bytes(folder) for folder in artifacts.pair_folders(name))
         models = None

@@ -165,7 +165,7 @@ def load_measurements(bundle: Bundle, dataset: str) -> Measurements:
 
 
 def load_decisions(bundle: Bundle, dataset: str) -> tuple[TrainedDepth, PlanChoice]:
-    """The depth predictor of one calibration text, and the execution plan; raises as `load_measurements` does."""
+    """The depth predictor of a calibration text, and the execution plan; raises as `load_measurements` does."""
     folder = bundle.predictor_folder(dataset)
     depth = _parse(folder / "predictor.json", bundle, lambda payload: _trained_depth(folder, payload))
     return depth, _parse(bundle.plan_path, bundle, PlanChoice.from_json)

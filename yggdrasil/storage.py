@@ -1,6 +1,7 @@
-"""How files of the store are written: whole or not at all, as readable as their folder, swept where their writer died.
+"""How files of the store are written: whole or not at all, as readable as their folder, swept after a dead writer.
 
-A temporary is named `.<name>.<8 random characters>` until it is whole. Its writer holds a lock on it, which ends with the process.
+A temporary is named `.<name>.<8 random characters>` until it is whole. Its writer holds a lock on it, which ends with
+the process.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
 YOUNG_S = 60.0  # a temporary has no lock yet in the moment after it was made
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+PRINTED = re.compile(r"\[Errno (\d+)\] [^:\n]+: '([^'\n]+)'")  # an OSError in a traceback
 BLOCKED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EIO)
 
 
@@ -38,7 +40,7 @@ def make_folder(path: Path) -> None:
 
 
 def _settle_mode_(path: Path, folder_mode: int) -> None:
-    """Let whoever may read a folder read what will be in it, whatever mode a library wrote it with; others never write it."""
+    """Make what comes into a folder as readable as the folder, and never writable by others, whatever mode a library gave it."""
     is_folder = path.is_dir()
     path.chmod(folder_mode & (FOLDER_MODE if is_folder else FOLDER_MODE & ~0o111))
     for child in sorted(path.iterdir()) if is_folder else ():
@@ -63,13 +65,13 @@ def remove(path: Path) -> None:
 
 def size_bytes(path: Path) -> int:
     """Bytes of a file, or of all files below a folder; 0 where there is nothing."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.lstat().st_size for file in files if file.is_file())
+    files = path.rglob("*") if os.path.isdir(path) else [path]
+    return sum(file.lstat().st_size for file in files if os.path.isfile(file))
 
 
 @contextmanager
 def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
-    """A folder to fill, next to where its content will stand; it goes at the end, or is swept where this process does not reach it."""
+    """A folder to fill, next to where its content will stand; it goes at the end, or is swept after this process."""
     make_folder(folder)
     temporary = Path(tempfile.mkdtemp(dir=folder, prefix=f".{name}."))
     try:
@@ -81,7 +83,7 @@ def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
 
 @contextmanager
 def owned(path: Path) -> Iterator[None]:
-    """A block in which no other process has this file or folder; raises BlockingIOError where one has it already."""
+    """A block in which no other process has this file or folder; raises BlockingIOError where one has it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,8 +139,13 @@ def _scratch() -> Path:
         _remove_abandoned(abandoned, YOUNG_S)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # open, and locked, until this process ends
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_remove_scratch, folder, os.getpid())
     return folder
+
+
+def _remove_scratch(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not at the end of a forked child
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -149,8 +156,8 @@ def store_errors(root: Path) -> Iterator[None]:
         root: Of the store.
 
     Raises:
-        StoreError: a disk is full, read-only or closed to this user, or something else stands in a folder's place; found in the error, in
-            what caused it, or in what a compiler or a library wrote about it.
+        StoreError: a disk is full, read-only or closed to this user, or something else stands in a folder's
+            place; found in the error, in what caused it, or in what a compiler or a library wrote about it.
     """
     try:
         yield
@@ -170,11 +177,20 @@ def _storage_problem(error: BaseException | None, root: Path) -> tuple[Path, int
             path = root if error.filename is None else Path(os.fsdecode(error.filename))
             if error.errno in (*FULL, *CLOSED, *BLOCKED) and _is_ours(path, root):
                 return path, error.errno
-        else:
-            for code in (*FULL, *CLOSED):
-                if os.strerror(code) in str(error):
-                    return root, code
+        elif (problem := _reported_problem(str(error), root)) is not None:
+            return problem
         error = error.__cause__ or error.__context__
+    return None
+
+
+def _reported_problem(text: str, root: Path) -> tuple[Path, int] | None:
+    """The same from what a compiler, a library or another process printed."""
+    for code in (*FULL, errno.EROFS):
+        if os.strerror(code) in text:
+            return root, code
+    for number, name in PRINTED.findall(text):
+        if int(number) in (*CLOSED, *BLOCKED) and _is_ours(Path(name), root):
+            return Path(name), int(number)
     return None
 
 
@@ -185,7 +201,8 @@ def _is_ours(path: Path, root: Path) -> bool:
 
 def _remedy(code: int, root: Path) -> str:
     if code in FULL:
-        return f"make room in {root} and {tempfile.gettempdir()}, or set YGG_HOME and TMPDIR to folders that have it, and run the command again"
+        places = f"{root} and {tempfile.gettempdir()}"
+        return f"make room in {places}, or set YGG_HOME and TMPDIR to folders that have it, and run the command again"
     if code in CLOSED:
         return "set YGG_HOME to a folder that you can write: `YGG_HOME=FOLDER ygg compile ...`"
     return "move away what stands there, or set YGG_HOME to another folder: `YGG_HOME=FOLDER ygg compile ...`"

@@ -1,8 +1,9 @@
 """Native code is loaded only from files that nobody else can change.
 
-A file counts when it, and every folder above it, belongs to this user or to root, and no other user can write it. Folders where only the
-owner of an entry can remove it (sticky, as /tmp is) count as closed. Group-writable is open to others, except for a group of one: root's,
-or the one that has this user's name and no other member, as Debian and Fedora give to every user.
+A file counts when it, and every folder above it, belongs to this user or to root, and no other user can write it.
+Folders where only the owner of an entry can remove it (sticky, as /tmp is) count as closed. Group-writable is open to
+others, except for a group of one: root's, or the one that has this user's name and no other member, as Debian and
+Fedora give to every user.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def check_trusted(paths: Iterable[Path], command: str) -> None:
     """Look at files that will run, and at every folder that leads to them, links followed.
 
     Args:
-        paths: Files; those that are not there are for others to miss.
-        command: What builds them, for an owner who is somebody else.
+        paths: Files; what is missing or cannot be reached is for their reader to report.
+        command: What builds them elsewhere, for an owner who is somebody else.
 
     Raises:
         ArtifactError: names the first one that others own or can write, and the command that closes it.
@@ -36,15 +37,17 @@ def check_trusted(paths: Iterable[Path], command: str) -> None:
     for path in sorted({each for file in real for each in (file, *file.parents)}):
         try:
             status = path.stat()
-        except FileNotFoundError:
+        except OSError:
             continue
         _check(path, status, command)
 
 
 def _check(path: Path, status: os.stat_result, command: str) -> None:
-    if status.st_uid not in (0, os.geteuid(), os.stat("/").st_uid):  # the owner of / is root, whatever its number is in a container
-        problem = f"it belongs to {_user_name(status.st_uid)}, and compiled code is loaded only from files of your own or of root"
-        raise ArtifactError(path, problem, f"YGG_HOME=FOLDER {command}")
+    root_uid = os.stat("/").st_uid  # in a container root may have another number
+    if status.st_uid not in (0, root_uid, os.geteuid()):
+        owner = _user_name(status.st_uid)
+        problem = f"it belongs to {owner}, and compiled code is loaded only from files of your own or of root"
+        raise ArtifactError(path, problem, command)
     if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:
         return
     writers = [who for who, bit in (("everybody", stat.S_IWOTH), ("its group", stat.S_IWGRP)) if status.st_mode & bit]

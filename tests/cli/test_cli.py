@@ -309,7 +309,7 @@ DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
     "missing weights": (lambda bundle: (bundle.folder / "draft" / "weights.safetensors").unlink(), "weights.safetensors: missing"),
     "truncated graph": (lambda bundle: truncate(bundle.folder / "target" / "tokens_4.pt2"), r"tokens_4\.pt2: corrupt"),
     "missing graph": (lambda bundle: (bundle.folder / "draft" / "tokens_4.pt2").unlink(), r"tokens_4\.pt2: "),
-    "missing tokenizer": (lambda bundle: (bundle.folder / "tokenizer.json").unlink(), "tokenizer.json: missing or corrupt"),
+    "missing tokenizer": (lambda bundle: (bundle.folder / "tokenizer.json").unlink(), "tokenizer.json: missing;"),
     "truncated profile": (lambda bundle: truncate(bundle.profile_path), r"\.json: corrupt"),
     "profile of another compilation": (lambda bundle: edit(bundle.profile_path, lambda payload: payload.update(fingerprint="0" * 12)), "stale: measured for"),
     "calibration without a table": (

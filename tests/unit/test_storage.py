@@ -1,4 +1,4 @@
-"""Files are written whole, by umask; what a dead process left is swept; a store that cannot be written is one line."""
+"""Files are written whole, by umask; what a dead process left is swept; a closed store is one line."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def compiler(path: Path) -> Exception:
 
 
 def in_a_worker(path: Path) -> Exception:
-    return RuntimeError("the graph of 4 tokens could not be built:\nPermissionError: [Errno 13] Permission denied: '/store'")
+    return RuntimeError(f"the graph could not be built:\nPermissionError: [Errno 13] Permission denied: '{path}/x'")
 
 
 def wrapped(path: Path) -> Exception:
@@ -131,7 +131,13 @@ def test_a_store_that_cannot_be_written_is_one_line_with_a_remedy(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "error", (RuntimeError("a bug of ours"), PermissionError(errno.EACCES, "Permission denied", "/models/theirs"), ConfigError("a", 1, "2"))
+    "error",
+    (
+        RuntimeError("a bug of ours"),
+        RuntimeError("g++: Permission denied"),
+        PermissionError(errno.EACCES, "Permission denied", "/models/theirs"),
+        ConfigError("a", 1, "2"),
+    ),
 )
 def test_other_errors_stay_what_they_are(tmp_path: Path, error: Exception) -> None:
     with pytest.raises(type(error)) as raised, store_errors(tmp_path / "store"):

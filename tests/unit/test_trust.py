@@ -86,4 +86,4 @@ def test_what_belongs_to_somebody_else_is_refused(library: Path, monkeypatch: py
 
     monkeypatch.setattr(Path, "stat", foreign)
     with pytest.raises(ArtifactError, match=r"lib\.so: it belongs to user 54321.*run `YGG_HOME=FOLDER ygg compile`"):
-        check_trusted([library], "ygg compile")
+        check_trusted([library], "YGG_HOME=FOLDER ygg compile")

@@ -13,6 +13,7 @@ import torch
 from yggdrasil import artifacts, storage
 from yggdrasil.compilations import count_compilation
 from yggdrasil.digests import Ledger
+from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels import attention, candidates, linear
 from yggdrasil.trust import check_trusted
 
@@ -96,7 +97,7 @@ def load_kernels(command: str = "ygg compile") -> None:
         path = library_path()
         if not path.parent.exists():
             build_kernels()
-        check_trusted([path], command)
+        check_trusted([path], f"YGG_HOME=FOLDER {command}")
         check_kernels(command)
     kernel_library()
 
@@ -104,7 +105,9 @@ def load_kernels(command: str = "ygg compile") -> None:
 def check_kernels(command: str, *, full: bool = False) -> None:
     """Raises ArtifactError where the library is not the one that was written; `full` reads it whatever its size and time are."""
     ledger = Ledger(library_path().parent)
-    digests = ledger.digests([LIBRARY_FILE]) or {LIBRARY_FILE: "unknown"}
+    digests = ledger.digests([LIBRARY_FILE])
+    if not digests:
+        raise ArtifactError(ledger.path, "missing or corrupt (it has no digest of the operators)", command)
     ledger.check(digests, command, full=full)
 
 
