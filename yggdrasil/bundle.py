@@ -303,8 +303,9 @@ def known_pairs() -> Sequence[str]:
 
 def is_compiled(name: str) -> bool:
     """Whether a pair of this name was compiled to the end, or this user may not look: reading it gives the reason."""
+    current = artifacts.compile_cache() / name / "current.json"
     try:
-        os.stat(artifacts.compile_cache() / name / "current.json")
+        os.stat(current)
     except PermissionError:
         return True
     except (OSError, ValueError):  # ValueError: a name that no file can have

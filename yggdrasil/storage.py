@@ -29,6 +29,7 @@ YOUNG_S = 60.0  # a temporary has no lock yet in the moment after it was made
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 PRINTED = re.compile(r"\[Errno (\d+)\] [^:\n]+: '([^'\n]+)'")  # an OSError in a traceback
+UNPACKING_FAILED = "write callback failed"  # torch's zip library on a full disk
 BLOCKED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EIO)
 
 
@@ -188,6 +189,8 @@ def _reported_problem(text: str, root: Path) -> tuple[Path, int] | None:
     for code in (*FULL, errno.EROFS):
         if os.strerror(code) in text:
             return root, code
+    if UNPACKING_FAILED in text:
+        return root, errno.ENOSPC
     for number, name in PRINTED.findall(text):
         if int(number) in (*CLOSED, *BLOCKED) and _is_ours(Path(name), root):
             return Path(name), int(number)
@@ -201,7 +204,7 @@ def _is_ours(path: Path, root: Path) -> bool:
 
 def _remedy(code: int, root: Path) -> str:
     if code in FULL:
-        places = f"{root} and {tempfile.gettempdir()}"
+        places = " and ".join(dict.fromkeys((str(root), tempfile.gettempdir())))
         return f"make room in {places}, or set YGG_HOME and TMPDIR to folders that have it, and run the command again"
     if code in CLOSED:
         return "set YGG_HOME to a folder that you can write: `YGG_HOME=FOLDER ygg compile ...`"

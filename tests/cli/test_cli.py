@@ -281,7 +281,9 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def snapshot(root: Path) -> dict[str, str]:
-    return {str(path.relative_to(root)): digest_file(path) for path in sorted(root.rglob("*")) if path.is_file()}
+    """Digests by path, but of what only remembers when files were read."""
+    files = [path for path in sorted(root.rglob("*")) if path.is_file() and path.name != "verified.json"]
+    return {str(path.relative_to(root)): digest_file(path) for path in files}
 
 
 def predictor_file(bundle: Bundle, name: str) -> Path:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny_pair
@@ -142,8 +144,12 @@ def test_a_vocabulary_smaller_than_the_tokenizer_s_is_refused() -> None:
 
 
 def test_a_pair_that_this_user_may_not_read_is_not_called_unknown(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(path: object, **_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    stat = os.stat
+
+    def closed(path: Any, **options: Any) -> os.stat_result:
+        if Path(path).name == "current.json":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "read_bytes", closed)

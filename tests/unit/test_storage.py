@@ -103,6 +103,10 @@ def compiler(path: Path) -> Exception:
     return RuntimeError("C++ compile error\nfatal error: error writing to /tmp/x.s: No space left on device")
 
 
+def unpacking(path: Path) -> Exception:
+    return RuntimeError("Failed to extract zip file a.so to destination file b.so, mz_zip error string: write callback failed")
+
+
 def in_a_worker(path: Path) -> Exception:
     return RuntimeError(f"the graph could not be built:\nPermissionError: [Errno 13] Permission denied: '{path}/x'")
 
@@ -120,6 +124,7 @@ def wrapped(path: Path) -> Exception:
         (read_only, "read-only file system.; set YGG_HOME to a folder that you can write"),
         (closed_above, "permission denied.; set YGG_HOME"),
         (compiler, "no space left on device.; make room in "),
+        (unpacking, "no space left on device.; make room in "),
         (in_a_worker, "permission denied.; set YGG_HOME"),
         (wrapped, "no space left on device.; make room in "),
         (lambda path: FileExistsError(errno.EEXIST, "File exists", str(path)), "file exists.; move away"),
