@@ -21,7 +21,7 @@ from pathlib import Path
 
 from yggdrasil.errors import StoreError, YggError
 
-__all__ = ["make_folder", "put", "remove", "scratch_for_graphs", "size_bytes", "store_errors", "sweep", "temporary_folder"]
+__all__ = ["make_folder", "owned", "put", "remove", "scratch_for_graphs", "size_bytes", "store_errors", "sweep", "temporary_folder"]
 
 FOLDER_MODE = 0o755  # before umask: what is loaded as code must not be writable by others
 TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
@@ -180,7 +180,7 @@ def _storage_problem(error: BaseException | None, root: Path) -> tuple[Path, int
                 return path, error.errno
         elif (problem := _reported_problem(str(error), root)) is not None:
             return problem
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
 
 
