@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import json
 import os
 import platform
 import subprocess
@@ -320,5 +321,5 @@ def _commit() -> str | None:
 def save_result(claim: str, payload: Mapping[str, Any], *, rehearsal: bool = False) -> Path:
     """Write `<claim>.json` into `bench/results`, or the folder that `YGG_BENCH_RESULTS` names; a rehearsal goes to the artifact root and replaces no result."""
     folder = artifacts.root() / "bench_results" if rehearsal else Path(os.environ.get("YGG_BENCH_RESULTS", RESULTS))
-    artifacts.save_json(folder / f"{claim}.json", payload)
+    artifacts.save_bytes(folder / f"{claim}.json", (json.dumps(payload, indent=1) + "\n").encode())
     return folder / f"{claim}.json"

@@ -16,17 +16,18 @@ import json
 import os
 import platform
 import re
-import shutil
-import tempfile
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from yggdrasil.errors import ArtifactError
+from yggdrasil import storage
+from yggdrasil.errors import ArtifactError, ConfigError
 
 __all__ = [
+    "LOCK_NAME",
     "OPERATORS",
     "atomic_directory",
     "check_fingerprint",
@@ -37,27 +38,51 @@ __all__ = [
     "load_json",
     "machine_name",
     "one_at_a_time",
+    "pair_folders",
+    "pair_names",
     "predictors",
     "profiles",
     "root",
     "save_bytes",
     "save_json",
+    "unreadable",
 ]
 
 
 OPERATORS = "kernels"  # the folder of the compile cache that belongs to no pair
+LOCK_NAME = "compiling.lock"  # in the folder of a pair
 CPUINFO = Path("/proc/cpuinfo")
+CHECKOUT = Path(__file__).resolve().parent.parent  # a source checkout where compile_cache/ lies next to the package
+SEAL = "digest"  # the key of a JSON artifact's digest over all others
 
 
 def root() -> Path:
-    """The artifact root: `YGG_HOME`, else the nearest parent with a `compile_cache/` folder, else `~/.cache/yggdrasil`."""
+    """The artifact root: `YGG_HOME`, else the source checkout that this package runs from, else `~/.cache/yggdrasil`.
+
+    The working folder does not matter: what was compiled once is found from everywhere.
+
+    Raises:
+        ConfigError: `YGG_HOME` is no folder, or it is not set and this user has no home folder.
+    """
     if home := os.environ.get("YGG_HOME"):
-        return Path(home).expanduser().resolve()
-    here = Path.cwd()
-    for folder in (here, *here.parents):
-        if (folder / "compile_cache").is_dir():
-            return folder
-    return Path.home() / ".cache" / "yggdrasil"
+        return _given_root(home)
+    if (CHECKOUT / "pyproject.toml").is_file() and (CHECKOUT / "compile_cache").is_dir():
+        return CHECKOUT
+    return _home_folder() / ".cache" / "yggdrasil"
+
+
+def _given_root(home: str) -> Path:
+    folder = _home_folder() / home[2:] if home.startswith("~/") else Path(home)
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise ConfigError("YGG_HOME", home, "a folder, or a path where one can be made", "YGG_HOME=FOLDER ygg ...")
+    return folder.resolve()
+
+
+def _home_folder() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise ConfigError("HOME", os.environ.get("HOME"), "your home folder, or YGG_HOME a folder for compiled pairs", "YGG_HOME=FOLDER ygg ...") from None
 
 
 def compile_cache() -> Path:
@@ -73,6 +98,18 @@ def profiles() -> Path:
 def predictors() -> Path:
     """Calibrations by pair and data set."""
     return root() / "predictors"
+
+
+def pair_folders(name: str) -> list[Path]:
+    """Where all that belongs to a pair lies: its builds, its latencies, its calibrations."""
+    return [store / name for store in (compile_cache(), profiles(), predictors())]
+
+
+def pair_names() -> list[str]:
+    """Every pair of which there is anything, compiled to the end or not."""
+    stores = (compile_cache(), profiles(), predictors())
+    folders = [path for store in stores for path in store.glob("[!.]*") if os.path.isdir(path)]
+    return sorted({path.name for path in folders} - {OPERATORS})
 
 
 @cache
@@ -123,56 +160,58 @@ def digest_file(path: Path) -> str:
 
 
 def save_json(path: Path, payload: Mapping[str, Any]) -> None:
-    """Write JSON whole or not at all."""
-    save_bytes(path, (json.dumps(payload, indent=1) + "\n").encode())
+    """Write a JSON artifact whole or not at all, with a digest over its content that `load_json` checks."""
+    content = json.loads(json.dumps(payload))  # keys and tuples as they will be read
+    save_bytes(path, (json.dumps({**content, SEAL: digest(content)}, indent=1) + "\n").encode())
 
 
 def save_bytes(path: Path, content: bytes) -> None:
     """Write to a temporary name, then rename: a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)  # mkstemp is private; an artifact is not
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with storage.temporary_folder(path.parent, path.name) as temporary:
+        (temporary / path.name).write_bytes(content)
+        storage.put(temporary / path.name, path)
 
 
 def load_json(path: Path, command: str) -> dict[str, Any]:
-    """Read a JSON artifact.
+    """Read what `save_json` wrote.
 
     Raises:
-        ArtifactError: missing, truncated or not an object; names the path and the command that rebuilds it.
+        ArtifactError: missing, unreadable, not an object, or not the content that was written; names the path and
+            the command that rebuilds it.
     """
     try:
-        payload = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ArtifactError(path, "missing", command) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        payload = json.loads(path.read_bytes())
+    except OSError as error:
+        raise unreadable(path, error, command) from None
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(path, f"corrupt ({error})", command) from None
     if not isinstance(payload, dict):
         raise ArtifactError(path, "corrupt (not a JSON object)", command)
+    if payload.pop(SEAL, None) != digest(payload):
+        raise ArtifactError(path, "corrupt, or written by another version (its digest does not fit)", command)
     return payload
+
+
+def unreadable(path: Path, error: OSError, command: str) -> ArtifactError:
+    """The error for a file that cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        return ArtifactError(path, "missing", command)
+    if isinstance(error, PermissionError):
+        return ArtifactError(path, "cannot be read (permission denied)", f"chmod a+rX {shlex.quote(str(path))}")
+    if isinstance(error, (IsADirectoryError, NotADirectoryError)):
+        return ArtifactError(path, "corrupt (it is not a file)", command)
+    return ArtifactError(path, f"cannot be read ({os.strerror(error.errno or 0).lower()})", command)
 
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Fill a temporary directory that takes its name only when the block ends well; another writer's result wins."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        try:
-            temporary.rename(path)
-        except OSError:
-            if not path.is_dir():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with storage.temporary_folder(path.parent, path.name) as temporary:
+        whole = temporary / path.name
+        whole.mkdir()
+        yield whole
+        if not path.is_dir():
+            storage.put(whole, path)
 
 
 @contextmanager
@@ -185,8 +224,8 @@ def one_at_a_time(lock: Path, waiting: AbstractContextManager[Any]) -> Iterator[
 
     Gives whether it had to wait: then another process may have done the work.
     """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:  # closing it, or the end of this process, unlocks
+    storage.make_folder(lock.parent)
+    with os.fdopen(os.open(lock, os.O_WRONLY | os.O_CREAT, 0o644), "w") as file:  # closing it, or the end of this process, unlocks
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             waited = False

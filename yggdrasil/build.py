@@ -6,27 +6,29 @@ together with the bundle at the very end, so that until then a pair that was com
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from yggdrasil import artifacts
-from yggdrasil.bundle import BUNDLED, Bundle, SourceFile, bundled_models, load_bundle, machine_fields
+from yggdrasil import artifacts, storage
+from yggdrasil.bundle import BUNDLED, MALFORMED, Bundle, bundled_models, load_bundle, machine_fields
 from yggdrasil.calibration import BUNDLED_TEXT, CALIBRATION_TEXT, read_texts
 from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
-from yggdrasil.compiler.graphs import has_graph
 from yggdrasil.compiler.model import CompiledModel, graph_path
 from yggdrasil.compiler.pool import GraphJob, compile_graphs
-from yggdrasil.compiler.weights import FILE_NAME, has_weights, save_weights
+from yggdrasil.compiler.weights import FILE_NAME, save_weights
 from yggdrasil.config import CompileConfig
+from yggdrasil.digests import KnownFile, Ledger, read_files
 from yggdrasil.errors import ArtifactError, ConfigError, ModelMismatch
 from yggdrasil.exactness import inexact_widths
-from yggdrasil.kernels import load_kernels
+from yggdrasil.kernels import build_kernels, load_kernels
 from yggdrasil.kernels.threads import asked_threads
 from yggdrasil.kv import KVCache, KVShape
 from yggdrasil.layout import PAGE_LEN
@@ -35,12 +37,12 @@ from yggdrasil.models.sharding import check_divisible, shard_
 from yggdrasil.pair import load_measurements
 from yggdrasil.progress import Progress
 from yggdrasil.tokenizer import load_tokenizer
+from yggdrasil.trust import check_trusted
 from yggdrasil.tuning import tune
 
 __all__ = ["bundled_arguments", "compile_pair", "planned_context", "resolved"]
 
 DEFAULT_MAX_CONTEXT = 2048
-LOCK_NAME = "compiling.lock"  # in the folder of the pair
 HARDWARE = ("cpu_flags", "compute_capability")  # of `machine_fields`
 CACHED_BYTES = 8 << 20  # weights that stay in a processor's caches are not waited for: a draft of 1.8 MB took a tenth longer compressed
 WORKER_BYTES = 3 * 2**29  # a CUDA context, its libraries, two pages of KV
@@ -62,13 +64,24 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
 
     Raises:
         ConfigError, ModelMismatch, UnsupportedModel: before anything is written.
+        StoreError: what is built cannot be written; what was there before stays.
         RuntimeError: a graph could not be built.
     """
     with progress.phase("check the pair", 1):
         texts = read_texts(calibration)  # before all files of the models are read
         bundle = _describe(target, draft, name, config, calibration)
-    with artifacts.one_at_a_time(bundle.folder.parent / LOCK_NAME, progress.phase("wait for another run", 1)) as waited:
+    lock = bundle.folder.parent / artifacts.LOCK_NAME
+    wait = progress.phase("wait for another run", 1)
+    with storage.store_errors(artifacts.root()), artifacts.one_at_a_time(lock, wait) as waited:
+        storage.sweep(_folders(name))
         return (_compiled_meanwhile(bundle) if waited else None) or _compile(bundle, texts, progress)
+
+
+def _folders(name: str) -> list[Path]:
+    """Every folder that a compilation of this pair writes to."""
+    stores = artifacts.pair_folders(name)
+    below = [folder for store in stores for folder in store.rglob("*") if folder.is_dir()]
+    return [*stores, *below, artifacts.compile_cache() / artifacts.OPERATORS]
 
 
 def _compiled_meanwhile(bundle: Bundle) -> Bundle | None:
@@ -78,18 +91,29 @@ def _compiled_meanwhile(bundle: Bundle) -> Bundle | None:
         load_measurements(done, done.dataset)
     except ArtifactError:
         return None  # it broke off, or compiled something else
-    return done if replace(done, inexact_widths=()) == bundle else None
+    return done if replace(done, inexact_widths=(), digests={}) == bundle else None
 
 
 def _compile(bundle: Bundle, texts: Sequence[str], progress: Progress) -> Bundle:
+    _check_compiler_cache(bundle.command)
     with progress.phase("compile operators", 1):
-        load_kernels()
-    _build_models(bundle, progress)
+        build_kernels()
+        load_kernels(bundle.command)
+    bundle = replace(bundle, digests=_build_models(bundle, progress))
+    for rank in range(bundle.config.ranks):
+        bundle.check_files(rank)
     models = bundle.load_models()
     bundle = replace(bundle, inexact_widths=_check_exactness(models[0], progress))
     tune(bundle, models, texts, progress)
     _remove_outdated(bundle, progress)
     return bundle
+
+
+def _check_compiler_cache(command: str) -> None:
+    """Inductor takes compiled code from a folder whose name others can guess: raises ArtifactError where they own or write it."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    check_trusted([Path(cache_dir())], f"TORCHINDUCTOR_CACHE_DIR=FOLDER {command}")
 
 
 def _remove_outdated(bundle: Bundle, progress: Progress) -> None:
@@ -105,10 +129,10 @@ def _remove_outdated(bundle: Bundle, progress: Progress) -> None:
 def _is_outdated(path: Path, machine: Mapping[str, Any]) -> bool:
     """A folder of artifacts may be shared: what another processor runs stays."""
     try:
-        built_for = artifacts.load_json(path, "").get("machine", {})
-    except ArtifactError:
+        built_for = json.loads(path.read_bytes())["machine"]  # of any version, those before digests too
+        return built_for != machine and all(built_for[field] == machine[field] for field in HARDWARE)
+    except (OSError, *MALFORMED):
         return False
-    return built_for != machine and all(built_for.get(field) == machine[field] for field in HARDWARE)
 
 
 def _describe(target: str, draft: str, name: str, config: CompileConfig, calibration: Path) -> Bundle:
@@ -124,7 +148,7 @@ def _describe(target: str, draft: str, name: str, config: CompileConfig, calibra
     assert config.max_context is not None
     capacity = (config.max_context + config.max_nodes + PAGE_LEN - 1) // PAGE_LEN * PAGE_LEN
     kv_target, kv_draft = _of_a_rank(kv_shape(target_config, capacity), config.ranks), kv_shape(draft_config, capacity)
-    sources = [[SourceFile.of(path) for path in _model_files(model)] for model in (target, draft)]
+    sources = _sources((target, draft), name)
     origins = [_origin(model, files) for model, files in zip((target, draft), sources, strict=True)]
     machine = machine_fields()
     fingerprint = artifacts.digest(*origins, asdict(kv_target), asdict(kv_draft), config.lowering, machine)
@@ -178,12 +202,32 @@ def planned_context(target: str, draft: str) -> int:
     return _max_context(CompileConfig(), load_config(resolved(target)), load_config(resolved(draft)))
 
 
+def _sources(models: Sequence[str], name: str) -> list[list[KnownFile]]:
+    """The files of each model; what an earlier build of this pair was made from is not read again."""
+    paths = [_model_files(model) for model in models]
+    try:
+        files = read_files([path.resolve() for folder in paths for path in folder], known=_known_sources(name))
+    except OSError as error:
+        raise artifacts.unreadable(Path(error.filename or models[0]), error, "ygg compile TARGET DRAFT") from None
+    first = len(paths[0])
+    return [files[:first], files[first:]]
+
+
+def _known_sources(name: str) -> list[KnownFile]:
+    known = []
+    for path in (artifacts.compile_cache() / name).glob("*/bundle.json"):
+        with suppress(ArtifactError, *MALFORMED):
+            known += [KnownFile(**source) for source in artifacts.load_json(path, "")["sources"]]
+    return known
+
+
 def _model_files(model: str) -> list[Path]:
     folder = Path(model)
-    return sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin")) if folder.is_dir() else []
+    entries = folder.iterdir() if folder.is_dir() else []
+    return sorted(path for path in entries if path.suffix in (".json", ".safetensors", ".bin") and path.is_file())
 
 
-def _origin(model: str, files: Sequence[SourceFile]) -> list[str]:
+def _origin(model: str, files: Sequence[KnownFile]) -> list[str]:
     """What tells a model from every other: the bytes of a folder, the commit of a hub id."""
     from transformers.utils.hub import cached_file
 
@@ -205,7 +249,8 @@ def _eos_tokens(target: str, tokenizer: Any) -> tuple[int, ...]:
     return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
 
 
-def _build_models(bundle: Bundle, progress: Progress) -> None:
+def _build_models(bundle: Bundle, progress: Progress) -> dict[str, str]:
+    """Pack and compile what is not there with every byte that was written; returns digests of all files."""
     config, vocab = bundle.config, shared_vocab(*(load_config(model) for model in bundle.models))
     draft_folder = bundle.folder / "draft"
     kinds: list[tuple[str, str, Path, Menu, KVShape, int, int]] = [
@@ -213,12 +258,17 @@ def _build_models(bundle: Bundle, progress: Progress) -> None:
         ("draft", bundle.models[1], draft_folder, draft_menu(config), bundle.kv_draft, config.num_candidates, 1),
     ]
     with progress.phase("pack weights", config.ranks + 1):
-        for rank in range(config.ranks):
-            _pack(bundle, bundle.target_weights(rank), bundle.models[0], rank, config.ranks)
+        ledger = Ledger(bundle.folder)
+        whole = ledger.whole(bundle.files)
+        shards = [(bundle.target_weights(rank), bundle.models[0], rank, config.ranks) for rank in range(config.ranks)]
+        for folder, model, rank, ranks in [*shards, (draft_folder, bundle.models[1], 0, 1)]:
+            name = str((folder / FILE_NAME).relative_to(bundle.folder))
+            if name not in whole:
+                _pack(bundle, folder, model, rank, ranks)
+                ledger.record(name)
             progress.advance()
-        _pack(bundle, draft_folder, bundle.models[1], 0, 1)
-        progress.advance()
-        artifacts.save_bytes(bundle.folder / "tokenizer.json", load_tokenizer(bundle.models[0]).backend_tokenizer.to_str(pretty=True).encode())
+        artifacts.save_bytes(bundle.tokenizer_path, load_tokenizer(bundle.models[0]).backend_tokenizer.to_str(pretty=True).encode())
+        ledger.record(str(bundle.tokenizer_path.relative_to(bundle.folder)))
     jobs = [
         GraphJob(
             model=model,
@@ -237,9 +287,16 @@ def _build_models(bundle: Bundle, progress: Progress) -> None:
         for kind, model, weights, menu, kv, num_candidates, ranks in kinds
         for size in menu.sizes
     ]
-    missing = [job for job in jobs if not has_graph(Path(job.path))]
+    names = {job.path: str(Path(job.path).relative_to(bundle.folder)) for job in jobs}
+    missing = [job for job in jobs if names[job.path] not in whole]
+
+    def note(job: GraphJob) -> None:
+        ledger.record(names[job.path])
+        progress.advance()
+
     with progress.phase("compile graphs", len(missing)):
-        compile_graphs(missing, num_workers=_num_workers(bundle), on_done=lambda job: progress.advance())
+        compile_graphs(missing, num_workers=_num_workers(bundle), on_done=note)
+    return ledger.digests(bundle.files)
 
 
 def _num_workers(bundle: Bundle) -> int:
@@ -255,16 +312,14 @@ def _num_workers(bundle: Bundle) -> int:
 
 
 def _pack(bundle: Bundle, folder: Path, model: str, rank: int, ranks: int) -> None:
-    if not has_weights(folder):
-        loaded = load_model(model, dtype=getattr(torch, bundle.config.dtype))
-        if ranks > 1:
-            shard_(loaded, rank, ranks)
-        if bundle.config.device == "cpu":
-            pack_linears_(loaded, compress=_compresses(bundle.config, loaded))
-        with artifacts.atomic_directory(folder / "packing") as temporary:
-            save_weights(loaded, temporary)
-        (folder / "packing" / FILE_NAME).rename(folder / FILE_NAME)
-        (folder / "packing").rmdir()
+    loaded = load_model(model, dtype=getattr(torch, bundle.config.dtype))
+    if ranks > 1:
+        shard_(loaded, rank, ranks)
+    if bundle.config.device == "cpu":
+        pack_linears_(loaded, compress=_compresses(bundle.config, loaded))
+    with storage.temporary_folder(folder, FILE_NAME) as temporary:
+        save_weights(loaded, temporary)
+        storage.put(temporary / FILE_NAME, folder / FILE_NAME)
 
 
 def _compresses(config: CompileConfig, model: torch.nn.Module) -> bool:

@@ -1,8 +1,9 @@
 """A compiled pair on disk, when it is stale, and the models that are loaded from it.
 
 ```
-compile_cache/<pair>/current.json                       which fingerprint is current
-compile_cache/<pair>/<fingerprint>/bundle.json          what was compiled, from what, for which machine
+compile_cache/<pair>/current.json                       which fingerprint is current, and the pair's command
+compile_cache/<pair>/<fingerprint>/bundle.json          what was compiled, from what, for which machine; digests
+                                  /verified.json        size and time of every file when it last had its digest
                                   /tokenizer.json
                                   /target/tokens_*.pt2, weights.safetensors
                                   /target-0-of-2/weights.safetensors, ...        instead, where several ranks share the target
@@ -16,9 +17,10 @@ predictors/<pair>/<dataset>/acceptance.json             calibrated acceptance
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,33 +30,39 @@ from torch import Tensor
 
 from yggdrasil import artifacts
 from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
-from yggdrasil.compiler.model import CompiledModel
-from yggdrasil.compiler.weights import load_weights
+from yggdrasil.compiler.model import CompiledModel, graph_path
+from yggdrasil.compiler.weights import FILE_NAME, load_weights
 from yggdrasil.config import CompileConfig, from_dict
-from yggdrasil.errors import ArtifactError
+from yggdrasil.digests import KnownFile, Ledger
+from yggdrasil.errors import ArtifactError, ConfigError
 from yggdrasil.kernels import load_cuda_kernels, load_kernels
 from yggdrasil.kv import KVCache, KVShape, KVStorage
 from yggdrasil.launch import num_ranks
 from yggdrasil.layout import PAGE_LEN
+from yggdrasil.trust import check_trusted
 
 __all__ = [
     "BESIDE_GRAPHS",
     "BUNDLED",
     "FORMAT",
+    "MALFORMED",
     "Bundle",
-    "SourceFile",
     "bundled_models",
+    "check_current",
     "compile_command",
     "graph_sources",
     "is_compiled",
     "known_pairs",
     "load_bundle",
     "machine_fields",
+    "read_bundle",
 ]
 
-FORMAT = 6
+FORMAT = 7
 BUNDLED = "tinystories"
 BESIDE_GRAPHS = ("commit_triton.py", "migrate.py", "migrate_triton.py")  # kernels that no graph calls
+# what reading other JSON than ours raises
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, ConfigError)
 S = TypeVar("S", bound=KVStorage)
 
 
@@ -62,38 +70,6 @@ def bundled_models() -> tuple[Path, Path]:
     """Folders of the target and the draft that ship with the package."""
     folder = Path(__file__).parent / "pairs" / BUNDLED
     return folder / "target", folder / "draft"
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A model file as it was compiled; size and time spare hashing it at every start.
-
-    Args:
-        path: Absolute.
-        size: Bytes.
-        mtime_ns: Modification time.
-        digest: Of its bytes.
-    """
-
-    path: str
-    size: int
-    mtime_ns: int
-    digest: str
-
-    @classmethod
-    def of(cls, path: Path) -> SourceFile:
-        stat = path.stat()
-        return cls(str(path.resolve()), stat.st_size, stat.st_mtime_ns, artifacts.digest_file(path))
-
-    def changed(self) -> bool:
-        """Whether the file is there with other bytes; a bundle does not need files that are gone."""
-        try:
-            stat = Path(self.path).stat()
-        except OSError:
-            return False
-        if (stat.st_size, stat.st_mtime_ns) == (self.size, self.mtime_ns):
-            return False
-        return artifacts.digest_file(Path(self.path)) != self.digest
 
 
 def machine_fields() -> dict[str, Any]:
@@ -140,6 +116,7 @@ class Bundle:
         sources: Model files.
         models: Target and draft as they were named.
         machine: `machine_fields` at compilation.
+        digests: Of every file of the build, by its path in the folder.
         inexact_widths: Target graphs whose logits differ in some bit from plain decoding's, measured; text may then part where two tokens are nearly as likely.
     """
 
@@ -152,9 +129,10 @@ class Bundle:
     kv_draft: KVShape
     eos_tokens: tuple[int, ...]
     vocab: int
-    sources: tuple[SourceFile, ...]
+    sources: tuple[KnownFile, ...]
     models: tuple[str, str]
     machine: dict[str, Any]
+    digests: dict[str, str] = field(default_factory=dict)
     inexact_widths: tuple[int, ...] = ()
 
     @property
@@ -174,6 +152,10 @@ class Bundle:
     def profile_path(self) -> Path:
         gpu = torch.cuda.get_device_name() if self.config.device == "cuda" else ""
         return artifacts.profiles() / self.name / f"{artifacts.machine_name(gpu)}.json"
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / "tokenizer.json"
 
     @property
     def plan_path(self) -> Path:
@@ -209,7 +191,32 @@ class Bundle:
         payload = asdict(self)
         del payload["folder"]
         artifacts.save_json(self.folder / "bundle.json", payload)
-        artifacts.save_json(self.folder.parent / "current.json", {"fingerprint": self.folder.name})
+        artifacts.save_json(self.folder.parent / "current.json", {"fingerprint": self.folder.name, "command": self.command})
+
+    @property
+    def files(self) -> list[str]:
+        """Everything in the folder that a digest is kept of."""
+        shards = [self.target_weights(rank) for rank in range(self.config.ranks)]
+        graphs = [graph_path(self.folder / "target", size) for size in target_menu(self.config).sizes]
+        graphs += [graph_path(self.folder / "draft", size) for size in draft_menu(self.config).sizes]
+        paths = [self.tokenizer_path, *(folder / FILE_NAME for folder in (*shards, self.folder / "draft")), *graphs]
+        return [str(path.relative_to(self.folder)) for path in paths]
+
+    def check_files(self, rank: int) -> None:
+        """Look at what a process loads from the folder, before it does.
+
+        Args:
+            rank: Of the process: shards of the target for others it does not read.
+
+        Raises:
+            ArtifactError: a file is missing or damaged, or others can write it.
+
+        Cost: `Ledger.check`.
+        """
+        shards = [self.target_weights(each) / FILE_NAME for each in range(self.config.ranks) if each != rank]
+        names = [name for name in self.files if self.folder / name not in shards]
+        check_trusted([self.folder / name for name in names], f"YGG_HOME=FOLDER {self.command}")
+        Ledger(self.folder).check({name: self.digests.get(name, "none") for name in names}, self.command)
 
     def load_models(self) -> tuple[CompiledModel[KVCache], CompiledModel[KVCache]]:
         """Target and draft for one request at a time, every graph of the menus loaded and bound to one copy of the weights."""
@@ -261,7 +268,7 @@ class Bundle:
         return self.folder / ("target" if ranks == 1 else f"target-{rank}-of-{ranks}")
 
     def _arguments(self, kind: str, menu: Menu, weights: dict[str, Tensor], num_candidates: int) -> dict[str, Any]:
-        load_kernels()
+        load_kernels(self.command)
         if self.config.device == "cuda":
             load_cuda_kernels()
         return {
@@ -297,33 +304,59 @@ def known_pairs() -> Sequence[str]:
 
 
 def is_compiled(name: str) -> bool:
-    """Whether a pair of this name was compiled to the end."""
-    return (artifacts.compile_cache() / name / "current.json").exists()
+    """Whether a pair of this name was compiled to the end, or this user may not look: reading it gives the reason."""
+    current = artifacts.compile_cache() / name / "current.json"
+    try:
+        os.stat(current)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):  # ValueError: a name that no file can have
+        return False
+    return True
 
 
 def load_bundle(name: str) -> Bundle:
-    """The current bundle of a pair, checked against this machine and the model files.
+    """The current bundle of a pair, checked against this machine, the model files and the digests of its own.
 
     Raises:
         ArtifactError: unknown, corrupt or stale; names the field and the command.
+
+    Cost: files that changed since they were last read are read.
+    """
+    bundle = read_bundle(name)
+    check_current(bundle)
+    _check_ranks(bundle)
+    bundle.check_files(rank=0)
+    return bundle
+
+
+def read_bundle(name: str) -> Bundle:
+    """What was compiled last under a name, whether or not it can still be used.
+
+    Raises:
+        ArtifactError: unknown or corrupt.
     """
     current = artifacts.compile_cache() / name / "current.json"
     hint = f"ygg compile TARGET DRAFT --name {name}" if name != BUNDLED else "ygg compile"
     if not is_compiled(name):
         known = ", ".join(known_pairs()) or "none yet"
         raise ArtifactError(current.parent, f"no compiled pair named {name!r} (there are: {known})", hint)
-    folder = current.parent / str(artifacts.load_json(current, hint).get("fingerprint"))
+    pointer = artifacts.load_json(current, hint)
+    hint = str(pointer.get("command", hint))
+    folder = current.parent / str(pointer.get("fingerprint"))
     payload = artifacts.load_json(folder / "bundle.json", hint)
     try:
-        bundle = _from_json(folder, payload)
-    except (KeyError, TypeError, ValueError) as error:
+        return _from_json(folder, payload)
+    except MALFORMED as error:
         raise ArtifactError(folder / "bundle.json", f"corrupt ({error})", hint) from None
-    artifacts.check_fingerprint(folder / "bundle.json", bundle.machine, machine_fields(), bundle.command)
+
+
+def check_current(bundle: Bundle) -> None:
+    """Raises ArtifactError where machine, package or model files are not those that the pair was compiled for."""
+    artifacts.check_fingerprint(bundle.folder / "bundle.json", bundle.machine, machine_fields(), bundle.command)
     for source in bundle.sources:
         if source.changed():
-            raise ArtifactError(folder, f"stale: {source.path} has changed since it was compiled", bundle.command)
-    _check_ranks(bundle)
-    return bundle
+            raise ArtifactError(bundle.folder, f"stale: {source.path} has changed since it was compiled", bundle.command)
 
 
 def _check_ranks(bundle: Bundle) -> None:
@@ -346,8 +379,9 @@ def _from_json(folder: Path, payload: dict[str, Any]) -> Bundle:
         kv_draft=KVShape(**payload["kv_draft"]),
         eos_tokens=tuple(payload["eos_tokens"]),
         vocab=int(payload["vocab"]),
-        sources=tuple(SourceFile(**source) for source in payload["sources"]),
+        sources=tuple(KnownFile(**source) for source in payload["sources"]),
         models=(payload["models"][0], payload["models"][1]),
-        machine=payload["machine"],
+        machine=dict(payload["machine"]),
+        digests=dict(payload["digests"]),
         inexact_widths=tuple(payload["inexact_widths"]),
     )

@@ -7,6 +7,7 @@ YggError
 ├── ModelMismatch      target and draft do not share a vocabulary: names both
 ├── UnsupportedModel   an architecture we would decode wrongly: names the feature
 ├── ArtifactError      a compiled file is missing, stale or corrupt: path, field, command
+├── StoreError         a file cannot be written: path, reason, remedy
 ├── ShapeNotCompiled   more tokens than the menu of static graphs holds: names the menu
 ├── CapacityError      the context or a pool is full: needed and free
 ├── QueueFull          a server has more waiting requests than it holds: how many, and when to try again
@@ -31,6 +32,7 @@ __all__ = [
     "RankLost",
     "ServiceEnded",
     "ShapeNotCompiled",
+    "StoreError",
     "UnsupportedModel",
     "UsageError",
     "YggError",
@@ -87,6 +89,14 @@ class ArtifactError(YggError):
 
     def __init__(self, path: object, problem: str, command: str) -> None:
         super().__init__(f"{path}: {problem}; run `{command}`")
+        self.problem = f"{problem}; run `{command}`"
+
+
+class StoreError(YggError):
+    """A file that cannot be written."""
+
+    def __init__(self, path: object, problem: str, fix: str) -> None:
+        super().__init__(f"{path}: cannot be written ({problem}); {fix}")
 
 
 class ShapeNotCompiled(YggError):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from yggdrasil import artifacts
-from yggdrasil.bundle import BUNDLED, Bundle, compile_command, load_bundle
+from yggdrasil.bundle import BUNDLED, MALFORMED, Bundle, compile_command, load_bundle
 from yggdrasil.config import CompileConfig
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ArtifactError, ConfigError
@@ -18,11 +18,11 @@ from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import Arms, BestShape, ContextShape, DepthRule, FixedShape, ShapePolicy, StoppingShape
-from yggdrasil.schedule.choice import FORMAT, PlanChoice
+from yggdrasil.schedule.choice import PlanChoice
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.tokenizer import Tokenizer
 
-__all__ = ["LoadedPair", "Measurements", "TrainedDepth", "load_measurements", "load_pair"]
+__all__ = ["LoadedPair", "Measurements", "TrainedDepth", "load_decisions", "load_measurements", "load_pair"]
 
 T = TypeVar("T")
 
@@ -143,11 +143,9 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     """
     bundle = load_bundle(name)
     dataset = dataset or bundle.dataset
-    folder = bundle.predictor_folder(dataset)
     measured = load_measurements(bundle, dataset)
-    depth = _parse(folder / "predictor.json", bundle, lambda payload: _trained_depth(folder, payload))
-    plan = _parse(bundle.plan_path, bundle, PlanChoice.from_json, written=FORMAT)
-    tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
+    depth, plan = load_decisions(bundle, dataset)
+    tokenizer = Tokenizer(bundle.tokenizer_path, bundle.command)
     target, draft = bundle.load_models()
     greedy = plan.greedy.plan
     sampled = plan.sampled.plan
@@ -167,6 +165,13 @@ def load_measurements(bundle: Bundle, dataset: str) -> Measurements:
         raise ArtifactError(folder, f"no predictor named {dataset!r} (there are: {', '.join(bundle.datasets) or 'none'})", _other_text(bundle, dataset))
     latency, switching = _parse(bundle.profile_path, bundle, lambda payload: (LatencyModel.from_json(payload), SwitchTable.from_json(payload["switching"])))
     return Measurements(latency, _parse(folder / "acceptance.json", bundle, AcceptanceTable.from_json), switching)
+
+
+def load_decisions(bundle: Bundle, dataset: str) -> tuple[TrainedDepth, PlanChoice]:
+    """The depth predictor of a calibration text, and the execution plan; raises as `load_measurements` does."""
+    folder = bundle.predictor_folder(dataset)
+    depth = _parse(folder / "predictor.json", bundle, lambda payload: _trained_depth(folder, payload))
+    return depth, _parse(bundle.plan_path, bundle, PlanChoice.from_json, written=FORMAT)
 
 
 def _other_text(bundle: Bundle, dataset: str) -> str:
@@ -201,5 +206,5 @@ def _parse(path: Path, bundle: Bundle, parse: Callable[[dict[str, Any]], T], *, 
         raise ArtifactError(path, f"stale: written in format {found}, current is {written}", command)
     try:
         return parse(payload)
-    except (KeyError, TypeError, ValueError, ConfigError) as error:
+    except MALFORMED as error:
         raise ArtifactError(path, f"corrupt ({error})", command) from None

@@ -48,7 +48,7 @@ def tune(bundle: Bundle, models: tuple[CompiledModel[KVCache], CompiledModel[KVC
         ConfigError: no text has two tokens.
     """
     engine = Engine(*models, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens)
-    prompts = beginnings(texts[: bundle.config.calibration_texts], Tokenizer(bundle.folder / "tokenizer.json", bundle.command), bundle.calibration)
+    prompts = beginnings(texts[: bundle.config.calibration_texts], Tokenizer(bundle.tokenizer_path, bundle.command), bundle.calibration)
     traces = _collect(bundle, engine, prompts, progress)
     acceptance = _calibrate(traces, progress)
     profile = _profile(bundle, models, engine, prompts[0], acceptance, progress)

@@ -21,8 +21,8 @@ import tiny_pair
 from conftest import TINY
 
 import yggdrasil
-from yggdrasil import build, tuning
-from yggdrasil.artifacts import digest_file
+from yggdrasil import artifacts, build, tuning
+from yggdrasil.artifacts import digest_file, save_json
 from yggdrasil.build import compile_pair
 from yggdrasil.bundle import Bundle, load_bundle
 from yggdrasil.cli import generate as generate_command
@@ -459,12 +459,15 @@ def truncate(path: Path) -> None:
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     payload = json.loads(path.read_text())
+    del payload[artifacts.SEAL]  # what else reads it is to notice
     change(payload)
-    path.write_text(json.dumps(payload))
+    save_json(path, payload)
 
 
 def snapshot(root: Path) -> dict[str, str]:
-    return {str(path.relative_to(root)): digest_file(path) for path in sorted(root.rglob("*")) if path.is_file()}
+    """Digests by path, but of what only remembers when files were read."""
+    files = [path for path in sorted(root.rglob("*")) if path.is_file() and path.name != "verified.json"]
+    return {str(path.relative_to(root)): digest_file(path) for path in files}
 
 
 def predictor_file(bundle: Bundle, name: str) -> Path:
@@ -493,7 +496,7 @@ DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
     "missing weights": (lambda bundle: (bundle.folder / "draft" / "weights.safetensors").unlink(), "weights.safetensors: missing"),
     "truncated graph": (lambda bundle: truncate(bundle.folder / "target" / "tokens_4.pt2"), r"tokens_4\.pt2: corrupt"),
     "missing graph": (lambda bundle: (bundle.folder / "draft" / "tokens_4.pt2").unlink(), r"tokens_4\.pt2: "),
-    "missing tokenizer": (lambda bundle: (bundle.folder / "tokenizer.json").unlink(), "tokenizer.json: missing or corrupt"),
+    "missing tokenizer": (lambda bundle: (bundle.folder / "tokenizer.json").unlink(), "tokenizer.json: missing;"),
     "truncated profile": (lambda bundle: truncate(bundle.profile_path), r"\.json: corrupt"),
     "profile of another compilation": (lambda bundle: edit(bundle.profile_path, lambda payload: payload.update(fingerprint="0" * 12)), "stale: measured for"),
     "calibration without a table": (
@@ -617,7 +620,7 @@ class Phases(tiny_pair.SilentProgress):
 def held(home: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that compiles the pair: it has the lock until its standard input is closed."""
     script = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
-    path = home / "compile_cache" / "tiny" / build.LOCK_NAME
+    path = home / "compile_cache" / "tiny" / artifacts.LOCK_NAME
     with subprocess.Popen([sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"

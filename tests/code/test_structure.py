@@ -16,7 +16,7 @@ import yggdrasil
 PACKAGE = Path(yggdrasil.__file__).parent
 ROOT = PACKAGE.parent
 GROUPS = (  # a module imports from its own group and from those before it
-    ("errors", "artifacts", "config", "compilations", "drawing", "launch", "layout", "progress", "staging", "tokenizer"),
+    ("errors", "artifacts", "config", "compilations", "digests", "drawing", "launch", "layout", "progress", "staging", "storage", "tokenizer", "trust"),
     ("tree", "kv", "state", "trace"),
     ("kernels",),
     ("models",),
@@ -25,7 +25,7 @@ GROUPS = (  # a module imports from its own group and from those before it
     ("compiler",),
     ("schedule",),
     ("engine",),
-    ("bundle", "pair", "report", "tables", "plots", "measure", "timeline", "exactness", "ranks"),
+    ("bundle", "inventory", "pair", "report", "tables", "plots", "measure", "timeline", "exactness", "ranks"),
     ("calibration", "depth_training", "tuning", "build"),
     ("serve",),
     ("cli",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -10,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from yggdrasil import artifacts
-from yggdrasil.artifacts import atomic_directory, check_fingerprint, digest, digest_file, load_json, save_json
+from yggdrasil.artifacts import atomic_directory, check_fingerprint, digest, digest_file, load_json, save_json, unreadable
 from yggdrasil.compilations import compilations, count_compilation, no_compilation
-from yggdrasil.errors import ArtifactError
+from yggdrasil.errors import ArtifactError, ConfigError
 
 
 def test_json_comes_back(tmp_path: Path) -> None:
@@ -40,7 +41,17 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(None, "missing"), ("", "corrupt"), ('{"format": 1, "mod', "corrupt"), ("[1, 2]", "corrupt .not a JSON object"), (b"\xff\xfe\x00", "corrupt")],
+    [
+        (None, "missing"),
+        ("", "corrupt"),
+        ('{"format": 1, "mod', "corrupt"),
+        ("[1, 2]", "corrupt .not a JSON object"),
+        (b"\xff\xfe\x00", "corrupt"),
+        ('{"a": ' + "[" * 100_000, "corrupt .*recursion"),
+        ('{"a": ' + "9" * 5000 + "}", "corrupt .*digits"),
+        ('{"format": 1}', "corrupt, or written by another version"),
+        ('{"format": 1, "digest": ["no", {"text": 1}]}', "corrupt, or written by another version"),
+    ],
 )
 def test_load_names_the_path_the_problem_and_the_command(tmp_path: Path, content: str | bytes | None, problem: str) -> None:
     path = tmp_path / "bundle.json"
@@ -48,6 +59,34 @@ def test_load_names_the_path_the_problem_and_the_command(tmp_path: Path, content
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ArtifactError, match=rf"bundle\.json: {problem}.*; run `ygg compile A B --name c`"):
         load_json(path, "ygg compile A B --name c")
+
+
+def test_every_changed_byte_of_a_json_artifact_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    save_json(path, {"latency_ms": [1.5, 2.5], "name": "x"})
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            assert load_json(path, "c") == {"latency_ms": [1.5, 2.5], "name": "x"}  # a blank between values
+        except ArtifactError as error:
+            assert "corrupt" in str(error)
+
+
+def test_a_folder_in_a_file_s_place_is_named_and_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    (path / "deep" / "er").mkdir(parents=True)
+    with pytest.raises(ArtifactError, match=r"a\.json: corrupt .it is not a file.*; run `ygg compile`"):
+        load_json(path, "ygg compile")
+    save_json(path, {"a": 1})
+    assert load_json(path, "") == {"a": 1}
+    with pytest.raises(ArtifactError, match="corrupt .it is not a file"):
+        load_json(path / "below", "")
+
+
+def test_what_cannot_be_read_is_not_called_missing() -> None:
+    error = PermissionError(errno.EACCES, "Permission denied")
+    assert str(unreadable(Path("/store/a b"), error, "ygg compile")).endswith("cannot be read (permission denied); run `chmod a+rX '/store/a b'`")
 
 
 def test_fingerprint_names_the_first_field_that_differs() -> None:
@@ -82,17 +121,42 @@ def test_another_writer_s_directory_wins(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
 
 
-def test_root_is_ygg_home_else_the_nearest_store_else_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_is_ygg_home_else_the_checkout_of_this_package_else_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YGG_HOME", str(tmp_path / "home"))
     assert artifacts.root() == tmp_path / "home"
     assert artifacts.compile_cache() == tmp_path / "home" / "compile_cache"
     monkeypatch.delenv("YGG_HOME")
-    (tmp_path / "checkout" / "compile_cache").mkdir(parents=True)
-    (tmp_path / "checkout" / "deep" / "er").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "checkout" / "deep" / "er")
-    assert artifacts.root() == tmp_path / "checkout"
+    monkeypatch.setattr(artifacts, "CHECKOUT", tmp_path)
+    (tmp_path / "compile_cache").mkdir()
+    assert artifacts.root() == Path.home() / ".cache" / "yggdrasil"  # site-packages may hold anything
+    (tmp_path / "pyproject.toml").touch()
+    assert artifacts.root() == tmp_path
+
+
+def test_the_store_does_not_depend_on_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("YGG_HOME")
+    before = artifacts.root()
+    (tmp_path / "compile_cache").mkdir()
+    (tmp_path / "pyproject.toml").touch()
     monkeypatch.chdir(tmp_path)
-    assert artifacts.root() == Path.home() / ".cache" / "yggdrasil"
+    assert artifacts.root() == before != tmp_path
+
+
+def test_a_root_that_cannot_be_is_refused_with_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("YGG_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="YGG_HOME: '.*/file' is not allowed; it must be a folder"):
+        artifacts.root()
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(artifacts, "CHECKOUT", tmp_path)
+    for home in ("", "~/store"):
+        monkeypatch.setenv("YGG_HOME", home)
+        with pytest.raises(ConfigError, match="HOME: .* is not allowed; it must be your home folder, or .*; YGG_HOME=FOLDER"):
+            artifacts.root()
 
 
 def test_digests_depend_on_every_part_and_on_the_order(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny_pair
@@ -12,10 +15,10 @@ import torch
 from conftest import TINY
 
 from yggdrasil import artifacts, build
-from yggdrasil.bundle import BESIDE_GRAPHS, graph_sources
+from yggdrasil.bundle import BESIDE_GRAPHS, Bundle, graph_sources, is_compiled, read_bundle
 from yggdrasil.calibration import CALIBRATION_TEXT, beginnings
 from yggdrasil.config import CompileConfig
-from yggdrasil.errors import ConfigError, ModelMismatch
+from yggdrasil.errors import ArtifactError, ConfigError, ModelMismatch
 from yggdrasil.models.load import check_vocabularies, shared_vocab
 from yggdrasil.tokenizer import Tokenizer
 
@@ -41,6 +44,12 @@ def test_a_new_commit_of_a_draft_on_the_hub_is_another_pair_beside_a_target_in_a
     assert fingerprint(llama_folders[0], "org/draft") == before
     hub["org/draft"] = "2" * 40
     assert fingerprint(llama_folders[0], "org/draft") != before != fingerprint(*llama_folders)
+
+
+def test_model_files_of_an_earlier_build_are_not_read_again(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "digest_file", lambda path: pytest.fail(f"{path} was read"))
+    target, draft = build._sources(tiny_bundle.models, "tiny")
+    assert (*target, *draft) == tiny_bundle.sources
 
 
 def test_exchanged_models_are_another_pair(llama_folders: tuple[str, str]) -> None:
@@ -132,3 +141,22 @@ def test_a_vocabulary_smaller_than_the_tokenizer_s_is_refused() -> None:
     with pytest.raises(ModelMismatch, match="the target has 400 tokens, the draft has 384 tokens"):
         check_vocabularies(*sizes, 385)
     assert shared_vocab(*sizes) == 384
+
+
+def test_a_pair_that_this_user_may_not_read_is_not_called_unknown(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = os.stat
+
+    def closed(path: Any, **options: Any) -> os.stat_result:
+        if Path(path).name == "current.json":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", closed)
+        patched.setattr("os.stat", closed)
+        assert is_compiled("tiny")
+        with pytest.raises(ArtifactError, match=r"current\.json: cannot be read .permission denied.; run `chmod a\+rX "):
+            read_bundle("tiny")
+    assert not is_compiled("nobody")
+    assert not is_compiled("x" * 300)
+    assert not is_compiled("nul\0")

@@ -1,4 +1,4 @@
-"""The weight file: what is written comes back, and what does not load is written again."""
+"""The weight file: what is written comes back, to everyone who may read its folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from yggdrasil import build
-from yggdrasil.compiler.weights import FILE_NAME, has_weights, load_weights, save_weights
+from yggdrasil.compiler.weights import FILE_NAME, load_weights, save_weights
+from yggdrasil.errors import ArtifactError
 
 
 class Odd(nn.Module):
@@ -44,23 +45,19 @@ def test_every_tensor_comes_back_as_it_was(tmp_path: Path) -> None:
     assert loaded["model.tied"].data_ptr() == loaded["model.weight"].data_ptr()
 
 
-def test_weights_are_there_only_when_they_load(tmp_path: Path) -> None:
-    assert not has_weights(tmp_path)
-    save_weights(Odd(), tmp_path)
-    assert has_weights(tmp_path)
-    path = tmp_path / FILE_NAME
-    path.write_bytes(path.read_bytes()[:-1])
-    assert not has_weights(tmp_path)
-
-
-def test_compiling_again_packs_weights_that_do_not_load_and_keeps_those_that_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = []
-    monkeypatch.setattr(build, "load_model", lambda model, dtype: packed.append(model) or Odd())
+def test_weights_are_as_readable_as_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "load_model", lambda model, dtype: Odd())
     bundle = SimpleNamespace(config=SimpleNamespace(dtype="bfloat16", device="cpu", compress=False))
-    for _ in range(2):
+    for mode, expected in ((0o755, 0o644), (0o700, 0o600), (0o777, 0o644)):
+        tmp_path.chmod(mode)
         build._pack(bundle, tmp_path, "one", 0, 1)  # type: ignore[arg-type]
-    (tmp_path / FILE_NAME).write_bytes(b"truncated")
-    build._pack(bundle, tmp_path, "another", 0, 1)  # type: ignore[arg-type]
-    assert packed == ["one", "another"]
-    assert has_weights(tmp_path)
+        assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == expected
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_damaged_weights_are_named_with_the_command(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"weights\.safetensors: missing; run `ygg compile`"):
+        load_weights(tmp_path, "cpu", "ygg compile")
+    (tmp_path / FILE_NAME).write_bytes(b"truncated")
+    with pytest.raises(ArtifactError, match=r"weights\.safetensors: corrupt .*; run `ygg compile`"):
+        load_weights(tmp_path, "cpu", "ygg compile")

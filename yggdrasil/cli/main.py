@@ -9,8 +9,11 @@ from collections.abc import Sequence
 import yggdrasil
 from yggdrasil.cli import compile as compile_command
 from yggdrasil.cli import generate as generate_command
+from yggdrasil.cli import list as list_command
+from yggdrasil.cli import rm as rm_command
 from yggdrasil.cli import serve as serve_command
 from yggdrasil.cli import show as show_command
+from yggdrasil.cli import verify as verify_command
 from yggdrasil.cli.output import guarded_output
 from yggdrasil.cli.parser import Parser
 from yggdrasil.errors import ConfigError, YggError
@@ -30,13 +33,14 @@ several GPUs (the target in one shard each, the draft on the first):
   torchrun --nproc-per-node 2 -m yggdrasil generate --pair mine "Hello"
 """
 SHARED = ("compile", "generate", "show")
+VERBS = (compile_command, generate_command, serve_command, show_command, list_command, verify_command, rm_command)
 
 
 def _parser() -> Parser:
     parser = Parser(prog="ygg", description="Speculative decoding with compiled token trees: the target's own text, sooner.", epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"ygg {yggdrasil.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
-    for command in (compile_command, generate_command, serve_command, show_command):
+    for command in VERBS:
         command.add_parser(verbs)
     return parser
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from yggdrasil import storage
 from yggdrasil.compilations import count_compilation
 from yggdrasil.compiler.fusion import fuse_linears_
 from yggdrasil.compiler.reuse import evaluate_sines_once_
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels.shims import c_shims
 
-__all__ = ["LoadedGraph", "ReplayedGraph", "compile_graph", "full_precision", "has_graph"]
+__all__ = ["LoadedGraph", "ReplayedGraph", "compile_graph", "full_precision"]
 
 INDUCTOR_OPTIONS = {
     "aot_inductor.package_constants_in_so": False,  # weights and KV stay the caller's: one copy for the whole menu
@@ -72,11 +73,6 @@ def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path, *, exact: bool
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
 
 
-def has_graph(path: Path) -> bool:
-    """Whether a package is there to its end, where its directory stands. Cost: reads that alone."""
-    return path.exists() and zipfile.is_zipfile(path)
-
-
 def _separate_buffers_(module: nn.Module) -> None:
     """Give every buffer a storage of its own, with its strides: views of one storage look like aliases to the compiler, which then copies whole caches."""
     for name, buffer in module.named_buffers(recurse=False):
@@ -97,12 +93,14 @@ class LoadedGraph:
 
     Raises:
         ArtifactError: the package does not load, or asks for a constant that is not there.
+        StoreError: the folder for temporary files, where it is unpacked, is full or closed.
     """
 
     def __init__(self, path: Path, constants: dict[str, Tensor], command: str) -> None:
         device_index = next(iter(constants.values())).device.index
         try:
-            self.native: Any = torch.classes.ygg.Graph(str(path), -1 if device_index is None else device_index, constants)
+            with storage.store_errors(Path(tempfile.gettempdir())), storage.scratch_for_graphs():
+                self.native: Any = torch.classes.ygg.Graph(str(path), -1 if device_index is None else device_index, constants)
         except RuntimeError as error:
             raise ArtifactError(path, f"corrupt ({str(error).strip().splitlines()[0]})", command) from None
 

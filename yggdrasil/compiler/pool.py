@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import os
 import queue
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from yggdrasil import storage
 from yggdrasil.compilations import count_compilation
 from yggdrasil.compiler.graphs import compile_graph
 from yggdrasil.compiler.weights import load_weights
@@ -35,8 +35,6 @@ from yggdrasil.models.sharding import shard_
 __all__ = ["GraphJob", "compile_graphs", "run_job"]
 
 GROWTH_TOKENS = 8  # graphs of a draft up to this size run many times a step
-
-UNFINISHED = ".building."
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,11 @@ def run_job(job: GraphJob) -> None:
     """Build one graph in this process; the package appears whole or not at all."""
     module = _module(job.model, job.weights, job.num_candidates, job.vocab, job.dtype, job.device, job.kv, job.exact, job.ranks)
     path = Path(job.path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
-        temporary = Path(folder) / path.name
+    with storage.temporary_folder(path.parent, path.name) as folder:
+        temporary = folder / path.name
         meta_NM, is_small = empty_meta(job.num_tokens, job.max_depth, device=job.device), job.num_candidates > 0 and job.num_tokens <= GROWTH_TOKENS
         compile_graph(module, meta_NM, temporary, exact=job.exact, is_small=is_small)
-        os.replace(temporary, path)
+        storage.put(temporary, path)
 
 
 def compile_graphs(jobs: Sequence[GraphJob], *, num_workers: int, on_done: Callable[[GraphJob], None]) -> None:
@@ -140,14 +137,7 @@ def compile_graphs(jobs: Sequence[GraphJob], *, num_workers: int, on_done: Calla
         threads.shutdown()
         for worker in workers:
             worker.close()
-        _remove_unfinished({Path(job.path).parent for job in jobs})
-
-
-def _remove_unfinished(folders: Iterable[Path]) -> None:
-    """A killed worker cannot clean up after itself."""
-    for folder in folders:
-        for leftover in folder.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        storage.sweep({Path(job.path).parent for job in jobs}, older_than_s=0)  # a killed worker cannot clean up after itself
 
 
 class _Worker:

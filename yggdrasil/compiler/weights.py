@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from yggdrasil.artifacts import unreadable
 from yggdrasil.errors import ArtifactError
 
-__all__ = ["FILE_NAME", "has_weights", "load_weights", "save_weights"]
+__all__ = ["FILE_NAME", "load_weights", "save_weights"]
 
 FILE_NAME = "weights.safetensors"
 
@@ -46,7 +47,7 @@ def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
         command: What rebuilds it.
 
     Raises:
-        ArtifactError: missing or truncated.
+        ArtifactError: missing, unreadable or truncated.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -55,20 +56,11 @@ def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
         with safe_open(path, framework="pt", device=_current(device)) as file:
             tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             aliases = file.metadata() or {}
-    except FileNotFoundError:
-        raise ArtifactError(path, "missing", command) from None
+    except OSError as error:
+        raise unreadable(path, error, command) from None
     except SafetensorError as error:
         raise ArtifactError(path, f"corrupt ({error})", command) from None
     return {**tensors, **{name: tensors[first] for name, first in aliases.items()}}
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether `load_weights` would load what is there. Cost: maps the file, reads its header alone."""
-    try:
-        load_weights(folder, "cpu", command="")
-    except ArtifactError:
-        return False
-    return True
 
 
 def _current(device: str) -> str:

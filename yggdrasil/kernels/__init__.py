@@ -1,5 +1,5 @@
 """Our few operators; each has a torch reference, a C++ body for the CPU and, where it pays, a Triton body for CUDA, side by side."""
 
-from yggdrasil.kernels.build import is_built, kernel_library, load_cuda_kernels, load_kernels
+from yggdrasil.kernels.build import build_kernels, check_kernels, kernel_library, library_path, load_cuda_kernels, load_kernels
 
-__all__ = ["is_built", "kernel_library", "load_cuda_kernels", "load_kernels"]
+__all__ = ["build_kernels", "check_kernels", "kernel_library", "library_path", "load_cuda_kernels", "load_kernels"]

@@ -10,28 +10,28 @@ from pathlib import Path
 
 import torch
 
-from yggdrasil import artifacts
+from yggdrasil import artifacts, storage
 from yggdrasil.compilations import count_compilation
+from yggdrasil.digests import Ledger
+from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels import attention, candidates, linear
+from yggdrasil.trust import check_trusted
 
-__all__ = ["is_built", "kernel_library", "load_cuda_kernels", "load_kernels"]
+__all__ = ["build_kernels", "check_kernels", "kernel_library", "library_path", "load_cuda_kernels", "load_kernels"]
 
 LIBRARY_NAME = "ygg_kernels"
+LIBRARY_FILE = f"{LIBRARY_NAME}.so"
 
 
 def _sources() -> list[Path]:
     return sorted(Path(__file__).parent.glob("*.cpp"))
 
 
-def _folder() -> Path:
+def library_path() -> Path:
+    """Where the shared library for these sources, this torch and this processor lies in the compile cache."""
     headers = Path(__file__).parent.glob("*.h")
     sources = [path.read_text() for path in sorted([*_sources(), *headers, Path(__file__)])]  # this file has the compiler's options
-    return artifacts.compile_cache() / artifacts.OPERATORS / artifacts.digest(sources, torch.__version__, artifacts.cpu_flags())
-
-
-def is_built() -> bool:
-    """Whether the shared library for these sources, this torch and this processor is in the compile cache."""
-    return (_folder() / f"{LIBRARY_NAME}.so").exists()
+    return artifacts.compile_cache() / artifacts.OPERATORS / artifacts.digest(sources, torch.__version__, artifacts.cpu_flags()) / LIBRARY_FILE
 
 
 def _compile(folder: Path) -> None:
@@ -61,29 +61,65 @@ def _longest_first(sources: list[Path]) -> list[Path]:
     return sorted(sources, key=lambda path: (path.stem != "operators", -path.stat().st_size))
 
 
-def load_kernels() -> None:
-    """Make `torch.ops.ygg` available, compiling the library first if this machine has not yet.
-
-    With models on CUDA, too: metadata of text is filled in on the host, by the same operators.
+def build_kernels() -> None:
+    """Compile the library, unless it is there with every byte that was written, or this process runs it already.
 
     Raises:
         RuntimeError: the C++ compiler failed; its output is in the message.
 
+    Cost: reads the library, or about 20 s where it compiles.
+    """
+    folder = library_path().parent
+    if not _is_loaded() and LIBRARY_FILE not in Ledger(folder).whole([LIBRARY_FILE]):
+        if folder.exists():
+            storage.remove(folder)
+        with artifacts.atomic_directory(folder) as temporary:
+            count_compilation()
+            _compile(temporary)
+            Ledger(temporary).record(LIBRARY_FILE)
+
+
+def load_kernels(command: str = "ygg compile") -> None:
+    """Make `torch.ops.ygg` available, compiling the library first if this machine has not yet.
+
+    With models on CUDA, too: metadata of text is filled in on the host, by the same operators.
+
+    Args:
+        command: What rebuilds the library.
+
+    Raises:
+        ArtifactError: the library is damaged, or others can write it.
+        RuntimeError: the C++ compiler failed; its output is in the message.
+
     Cost: about 20 s where it compiles.
     """
+    if not _is_loaded():
+        path = library_path()
+        if not path.parent.exists():
+            build_kernels()
+        check_trusted([path], f"YGG_HOME=FOLDER {command}")
+        check_kernels(command)
     kernel_library()
+
+
+def check_kernels(command: str, *, full: bool = False) -> None:
+    """Raises ArtifactError where the library is not the one that was written; `full` reads it whatever its size and time are."""
+    ledger = Ledger(library_path().parent)
+    digests = ledger.digests([LIBRARY_FILE])
+    if not digests:
+        raise ArtifactError(ledger.path, "missing or corrupt (it has no digest of the operators)", command)
+    ledger.check(digests, command, full=full)
+
+
+def _is_loaded() -> bool:
+    return kernel_library.cache_info().currsize > 0
 
 
 @cache
 def kernel_library() -> ctypes.CDLL:
     """The library of `load_kernels`, for its C entry points."""
-    folder = _folder()
-    if not is_built():
-        with artifacts.atomic_directory(folder) as temporary:
-            count_compilation()
-            _compile(temporary)
     # Its symbols are global, for compiled graphs call the operators' C entry points by name.
-    library = ctypes.CDLL(str(folder / f"{LIBRARY_NAME}.so"), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)
     library.ygg_num_threads.restype = ctypes.c_int64
     library.ygg_set_num_threads.argtypes = (ctypes.c_int64,)
     library.ygg_num_threads()  # settles it, before torch runs on one thread for a while

@@ -64,6 +64,7 @@ def follow_run() -> None:
 
 def load_shard(bundle: Bundle) -> CompiledModel[KVCache]:
     """This rank's shard of the target, with the keys and values of its own heads."""
-    load_kernels()
+    bundle.check_files(rank())
+    load_kernels(bundle.command)
     cache = KVCache(bundle.kv_target, dtype=bundle.dtype, device=bundle.config.device)
     return CompiledModel(**bundle.target_arguments(rank()), cache=cache)

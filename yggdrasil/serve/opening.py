@@ -64,7 +64,7 @@ def open_service(name: str, config: ServeConfig, observer: Observer) -> OpenedSe
 
 def open_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
     """A batcher over the graphs of a bundle; raises as `open_service` does."""
-    tokenizer = Tokenizer(bundle.folder / "tokenizer.json", bundle.command)
+    tokenizer = Tokenizer(bundle.tokenizer_path, bundle.command)
     check_fits(config, bundle.config)
     # As many pages a row as a single request's cache has: graphs on CUDA know this width.
     pool = PagePool(_num_pages(bundle, config), num_rows=config.max_batch, max_indices=bundle.kv_target.capacity, device=bundle.config.device)

@@ -1,0 +1,45 @@
+"""`ygg rm`: remove a pair from the store."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from typing import Any
+
+from yggdrasil import artifacts, storage
+from yggdrasil.errors import ConfigError
+
+__all__ = ["add_parser", "run"]
+
+DESCRIPTION = """\
+Remove all that was compiled and measured for a pair: graphs, weights, profiles and predictors. The models it was made
+from stay, and so do our operators, which all pairs share. Nothing is asked; `ygg list` shows the names.
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = verbs.add_parser("rm", help="remove a compiled pair", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", metavar="NAME", help="of the pair")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Remove one pair and report what that freed."""
+    name = options.name
+    known = artifacts.pair_names()
+    if name not in known:
+        raise ConfigError("NAME", name, f"a pair in {artifacts.root()}: {', '.join(known) or 'there is none'}", "ygg list")
+    with storage.store_errors(artifacts.root()), ExitStack() as locks:
+        lock = artifacts.compile_cache() / name / artifacts.LOCK_NAME
+        if lock.is_file():
+            try:
+                locks.enter_context(storage.owned(lock))
+            except BlockingIOError:
+                raise ConfigError("NAME", name, "a pair that is not being compiled", "end that `ygg compile` first") from None
+        folders = [folder for folder in artifacts.pair_folders(name) if folder.exists()]
+        freed = sum(storage.size_bytes(folder) for folder in folders)
+        for folder in folders:
+            storage.remove(folder)
+            print(f"removed {folder}")
+    print(f"freed {freed / 1e6:.1f} MB")

@@ -1,0 +1,37 @@
+"""`ygg verify`: read every artifact of a pair in full."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+__all__ = ["add_parser", "run"]
+
+DESCRIPTION = """\
+Read all that was compiled and measured for a pair, and compare it with the digests that were written with it: one line
+for every file that is whole. At the first that is not, one line names it and the command that builds it again.
+
+A start reads only files whose size or time has changed since they were last read; after trouble with a disk or with a
+copy, this reads everything.
+
+  ygg verify              the bundled pair
+  ygg verify mine
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = verbs.add_parser(
+        "verify", help="check every byte of a compiled pair", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of the pair (default: the bundled one)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Check one pair."""
+    from yggdrasil.bundle import BUNDLED
+    from yggdrasil.inventory import verified_files
+
+    for path in verified_files(options.name or BUNDLED):
+        print(f"whole  {path.stat().st_size / 1e6:9.1f} MB  {path}")

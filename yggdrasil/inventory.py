@@ -1,0 +1,80 @@
+"""What the store holds: which pairs, whether they can be used, whether every byte is as it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from yggdrasil import artifacts, storage
+from yggdrasil.bundle import Bundle, check_current, is_compiled, read_bundle
+from yggdrasil.digests import Ledger
+from yggdrasil.errors import ArtifactError
+from yggdrasil.kernels import check_kernels, library_path
+from yggdrasil.pair import load_decisions, load_measurements
+
+__all__ = ["StoredPair", "stored_pairs", "verified_files"]
+
+
+@dataclass(frozen=True)
+class StoredPair:
+    """A pair as it lies in the store.
+
+    Args:
+        name: Of the pair.
+        num_bytes: Of all its builds and measurements.
+        models: Target and draft as they were named; None where that cannot be read.
+        problem: Why it cannot be used on this machine, and what to run; None where it can.
+    """
+
+    name: str
+    num_bytes: int
+    models: tuple[str, str] | None
+    problem: str | None
+
+
+def stored_pairs() -> Iterator[StoredPair]:
+    """Every pair in the store, by name. Cost: reads model files that changed since they were compiled."""
+    for name in artifacts.pair_names():
+        num_bytes = sum(storage.size_bytes(folder) for folder in artifacts.pair_folders(name))
+        models = None
+        try:
+            if not is_compiled(name):
+                raise ArtifactError(name, "not compiled to the end", f"ygg compile TARGET DRAFT --name {name}")
+            bundle = read_bundle(name)
+            models = bundle.models
+            check_current(bundle)
+        except ArtifactError as error:
+            yield StoredPair(name, num_bytes, models, error.problem)
+        else:
+            yield StoredPair(name, num_bytes, models, None)
+
+
+def verified_files(name: str) -> Iterator[Path]:
+    """Read every artifact of a pair in full; gives those that are whole.
+
+    Raises:
+        ArtifactError: at the first that is not, or where the pair is not compiled for this machine.
+    """
+    bundle = read_bundle(name)
+    check_current(bundle)
+    yield from (bundle.folder.parent / "current.json", bundle.folder / "bundle.json")
+    for rank in range(bundle.config.ranks):
+        bundle.check_files(rank)
+    Ledger(bundle.folder).check(bundle.digests, bundle.command, full=True)
+    yield from (bundle.folder / file for file in bundle.files)
+    check_kernels(bundle.command, full=True)
+    yield library_path()
+    yield from (bundle.profile_path, bundle.plan_path)
+    for dataset in _calibrations(bundle):
+        load_measurements(bundle, dataset)
+        load_decisions(bundle, dataset)
+        yield from (bundle.predictor_folder(dataset) / file for file in ("acceptance.json", "predictor.json", "predictor.safetensors"))
+
+
+def _calibrations(bundle: Bundle) -> list[str]:
+    """The text that is used by default, and others that this very build was calibrated on."""
+    others = [dataset for dataset in bundle.datasets if dataset != bundle.dataset]
+    paths = {dataset: bundle.predictor_folder(dataset) / "acceptance.json" for dataset in others}
+    current = [dataset for dataset, path in paths.items() if artifacts.load_json(path, bundle.command).get("fingerprint") == bundle.folder.name]
+    return [bundle.dataset, *current]
