@@ -26,7 +26,10 @@ class SilentProgress:
     def phase(self, name: str, total: int) -> Iterator[None]:
         yield
 
-    def advance(self) -> None:
+    def advance(self, count: int = 1) -> None:
+        pass
+
+    def note(self, line: str) -> None:
         pass
 
 

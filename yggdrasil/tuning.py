@@ -10,12 +10,14 @@ import torch
 
 from yggdrasil import artifacts
 from yggdrasil.bundle import Bundle
-from yggdrasil.calibration import PROMPT_LEN, Traces, beginnings, collect_traces
+from yggdrasil.calibration import PROMPT_LEN, Traces, beginnings, drafted_traces, write_texts
+from yggdrasil.calibration_size import CalibrationSize, PassClock, largest_within, seconds_of
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import CompileConfig
 from yggdrasil.depth_training import evaluate, fit_predictor, held_out
 from yggdrasil.engine import Engine
-from yggdrasil.kv import KVCache
+from yggdrasil.kv import KVCache, KVShape, KVStorage
+from yggdrasil.layout import PAGE_LEN
 from yggdrasil.measure import ROUNDS, curve_json, decision_milliseconds, host_milliseconds, latency_curve, switching_costs
 from yggdrasil.policy.acceptance import AcceptanceTable, fit_acceptance
 from yggdrasil.policy.gamma.switching import SwitchTable
@@ -27,11 +29,10 @@ from yggdrasil.schedule.profile import Workload
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.tokenizer import Tokenizer
 
-__all__ = ["tune"]
+__all__ = ["CALIBRATION_TEMPERATURES", "collect", "tune"]
 
 CALIBRATION_TEMPERATURES = (0.0, 1.0)
 REFERENCE_WIDTH = 4
-WRITING_CHOICE = 3  # texts are written with the third of the verified widths
 SWITCH_ROWS, MAX_LAG = 16, 1024  # how far the cost of bringing the draft back is measured
 
 
@@ -49,7 +50,7 @@ def tune(bundle: Bundle, models: tuple[CompiledModel[KVCache], CompiledModel[KVC
     """
     engine = Engine(*models, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens)
     prompts = beginnings(texts[: bundle.config.calibration_texts], Tokenizer(bundle.folder / "tokenizer.json", bundle.command), bundle.calibration)
-    traces = _collect(bundle, engine, prompts, progress)
+    traces = collect(bundle, models, prompts, progress)
     acceptance = _calibrate(traces, progress)
     profile = _profile(bundle, models, engine, prompts[0], acceptance, progress)
     latency = LatencyModel.from_json(profile)
@@ -58,27 +59,67 @@ def tune(bundle: Bundle, models: tuple[CompiledModel[KVCache], CompiledModel[KVC
     _save(bundle, acceptance, profile, plan, predictor, report)
 
 
-def _collect(bundle: Bundle, engine: Engine, prompts: Sequence[Sequence[int]], progress: Progress) -> list[Traces]:
-    """Traces at every calibration temperature."""
+def collect(
+    bundle: Bundle, models: tuple[CompiledModel[KVCache], CompiledModel[KVCache]], prompts: Sequence[Sequence[int]], progress: Progress
+) -> list[Traces]:
+    """Traces at every calibration temperature, as many as the budget allows."""
+    whole = _whole_size(bundle, len(prompts))
+    tree_len = max(1 + max(whole.widths) * (whole.max_depth - 1), whole.max_depth)
+    target, target_rows = _target_rows(bundle, models[0], len(prompts) * len(CALIBRATION_TEMPERATURES), PROMPT_LEN + whole.num_written)
+    draft = bundle.load_draft(_pages_of_rows(bundle, bundle.kv_draft, len(prompts), PROMPT_LEN + whole.num_tokens + tree_len), models[1].weights)
+    size, seconds = _affordable(bundle, whole, prompts, PassClock(target, target_rows), PassClock(draft, len(prompts)), target_rows, progress)
+    prompts, budget_s = prompts[: size.num_texts], bundle.config.calibration_budget_s
+    num_trees = len(CALIBRATION_TEMPERATURES) * size.num_roots
+    progress.note(f"calibration on {size.num_texts} texts and {num_trees} trees takes about {seconds:.0f} s of a budget of {budget_s:g} s")
+    prompt_tokens = sum(map(len, prompts))
+    num_written = prompt_tokens + size.num_texts * (size.num_written - 1)
+    with progress.phase("write texts", len(CALIBRATION_TEMPERATURES) * num_written):
+        texts = write_texts(target, prompts, CALIBRATION_TEMPERATURES, num_tokens=size.num_written, num_rows=target_rows, tick=progress.advance)
+    num_drafted = num_written + size.num_texts + size.num_tree_tokens
+    with progress.phase("draft trees", len(CALIBRATION_TEMPERATURES) * num_drafted):
+        return [drafted_traces(draft, texts[temperature], temperature, size, tick=progress.advance) for temperature in CALIBRATION_TEMPERATURES]
+
+
+def _whole_size(bundle: Bundle, num_texts: int) -> CalibrationSize:
+    """What is collected where time does not matter."""
     config = bundle.config
-    num_tokens = max(1, min(config.calibration_tokens, bundle.max_context - PROMPT_LEN - config.max_depth))
-    # Nothing is measured yet, but the menu knows whether a wide pass is cheap here.
-    writing = Shape(_reference_width(config), min(6, config.max_depth), config.verify_widths[:WRITING_CHOICE][-1])
-    with progress.phase("collect traces", 2 * len(prompts) * len(CALIBRATION_TEMPERATURES)):
-        return [
-            collect_traces(
-                engine,
-                prompts,
-                temperature=temperature,
-                num_tokens=num_tokens,
-                widths=config.widths,
-                reference_width=_reference_width(config),
-                max_depth=config.max_depth,
-                writing=writing,
-                tick=progress.advance,
-            )
-            for temperature in CALIBRATION_TEMPERATURES
-        ]
+    return CalibrationSize(
+        num_texts=num_texts,
+        num_tokens=max(1, min(config.calibration_tokens, bundle.max_context - PROMPT_LEN - config.max_depth)),
+        max_depth=config.max_depth,
+        widths=config.widths,
+        reference_width=_reference_width(config),
+    )
+
+
+def _affordable(
+    bundle: Bundle, whole: CalibrationSize, prompts: Sequence[Sequence[int]], target: PassClock, draft: PassClock, target_rows: int, progress: Progress
+) -> tuple[CalibrationSize, float]:
+    """The largest size within the budget, by passes that are timed now, and the seconds it will take."""
+
+    def seconds(size: CalibrationSize) -> float:
+        return seconds_of(size, [len(prompt) for prompt in prompts], len(CALIBRATION_TEMPERATURES), target, draft, target_rows)
+
+    with progress.phase("time calibration passes", 1):
+        size = largest_within(whole, seconds, bundle.config.calibration_budget_s)
+        return size, seconds(size)
+
+
+def _target_rows(bundle: Bundle, target: CompiledModel[KVCache], num_texts: int, row_len: int) -> tuple[CompiledModel[KVCache] | CompiledModel[KVStorage], int]:
+    """The target over pages of a row for every text that one forward holds a token of, and how many; over its own single row where ranks share it."""
+    if bundle.config.ranks > 1:
+        target.cache.rollback_(0)
+        return target, 1
+    num_rows = min(num_texts, target.prefill_chunk)
+    return bundle.load_target(_pages_of_rows(bundle, bundle.kv_target, num_rows, row_len)), num_rows
+
+
+def _pages_of_rows(bundle: Bundle, kv: KVShape, num_rows: int, row_len: int) -> KVStorage:
+    """Storage for rows of so many indices, each with pages of its own."""
+    pages = -(-row_len // PAGE_LEN)
+    pages_BP = torch.zeros(num_rows, kv.num_pages, dtype=torch.int32)
+    pages_BP[:, :pages] = torch.arange(num_rows * pages, dtype=torch.int32).view(num_rows, pages)
+    return bundle.paged_storage(kv, pages_BP.to(bundle.config.device), num_rows * pages)
 
 
 def _reference_width(config: CompileConfig) -> int:
