@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from yggdrasil.compiler.pool import GraphJob, compile_graphs
 from yggdrasil.compiler.weights import FILE_NAME, has_weights, save_weights
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError, ConfigError, ModelMismatch
-from yggdrasil.exactness import inexact_widths
+from yggdrasil.exactness import NUM_PLAIN, inexact_widths
 from yggdrasil.kernels import load_kernels
 from yggdrasil.kv import KVCache, KVShape
 from yggdrasil.layout import PAGE_LEN
@@ -63,8 +64,8 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
         ConfigError, ModelMismatch, UnsupportedModel: before anything is written.
         RuntimeError: a graph could not be built.
     """
-    with progress.phase("check the pair", 1):
-        bundle = _describe(target, draft, name, config, calibration)
+    with progress.phase("check the pair", max(1, sum(len(_model_files(resolved(model))) for model in (target, draft)))):
+        bundle = _describe(target, draft, name, config, calibration, progress.advance)
         texts = read_texts(calibration)
     with artifacts.one_at_a_time(bundle.folder.parent / LOCK_NAME, progress.phase("wait for another run", 1)) as waited:
         return (_compiled_meanwhile(bundle) if waited else None) or _compile(bundle, texts, progress)
@@ -110,8 +111,8 @@ def _is_outdated(path: Path, machine: Mapping[str, Any]) -> bool:
     return built_for != machine and all(built_for.get(field) == machine[field] for field in HARDWARE)
 
 
-def _describe(target: str, draft: str, name: str, config: CompileConfig, calibration: Path) -> Bundle:
-    """Check everything that can be wrong with the input, and settle what is to be built."""
+def _describe(target: str, draft: str, name: str, config: CompileConfig, calibration: Path, tick: Callable[[], None] = lambda: None) -> Bundle:
+    """Check everything that can be wrong with the input, and settle what is to be built; ticks after every file of the models."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda", "cpu on this machine: torch sees no CUDA device", "ygg compile TARGET DRAFT --device cpu")
     target, draft = resolved(target), resolved(draft)
@@ -123,7 +124,7 @@ def _describe(target: str, draft: str, name: str, config: CompileConfig, calibra
     assert config.max_context is not None
     capacity = (config.max_context + config.max_nodes + PAGE_LEN - 1) // PAGE_LEN * PAGE_LEN
     kv_target, kv_draft = _of_a_rank(kv_shape(target_config, capacity), config.ranks), kv_shape(draft_config, capacity)
-    sources = [[SourceFile.of(path) for path in _model_files(model)] for model in (target, draft)]
+    sources = [_sources(model, tick) for model in (target, draft)]
     origins = [_origin(model, files) for model, files in zip((target, draft), sources, strict=True)]
     machine = machine_fields()
     fingerprint = artifacts.digest(*origins, asdict(kv_target), asdict(kv_draft), config.lowering, machine)
@@ -176,6 +177,18 @@ def _model_files(model: str) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin")) if folder.is_dir() else []
 
 
+def _sources(model: str, tick: Callable[[], None]) -> list[SourceFile]:
+    """Digests of gigabytes, as many files at a time as there are cores."""
+
+    def source(path: Path) -> SourceFile:
+        found = SourceFile.of(path)
+        tick()
+        return found
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(source, _model_files(model)))
+
+
 def _origin(model: str, files: Sequence[SourceFile]) -> list[str]:
     """What tells a model from every other: the bytes of a folder, the commit of a hub id."""
     from transformers.utils.hub import cached_file
@@ -205,13 +218,10 @@ def _build_models(bundle: Bundle, progress: Progress) -> None:
         ("target", bundle.models[0], bundle.target_weights(0), target_menu(config), bundle.kv_target, 0, config.ranks),
         ("draft", bundle.models[1], draft_folder, draft_menu(config), bundle.kv_draft, config.num_candidates, 1),
     ]
-    with progress.phase("pack weights", config.ranks + 1):
-        for rank in range(config.ranks):
-            _pack(bundle, bundle.target_weights(rank), bundle.models[0], rank, config.ranks)
-            progress.advance()
-        _pack(bundle, draft_folder, bundle.models[1], 0, 1)
-        progress.advance()
-        artifacts.save_bytes(bundle.folder / "tokenizer.json", load_tokenizer(bundle.models[0]).backend_tokenizer.to_str(pretty=True).encode())
+    for rank in range(config.ranks):
+        _pack(bundle, bundle.target_weights(rank), bundle.models[0], rank, config.ranks, progress)
+    _pack(bundle, draft_folder, bundle.models[1], 0, 1, progress)
+    artifacts.save_bytes(bundle.folder / "tokenizer.json", load_tokenizer(bundle.models[0]).backend_tokenizer.to_str(pretty=True).encode())
     jobs = [
         GraphJob(
             model=model,
@@ -244,17 +254,21 @@ def _num_workers(bundle: Bundle) -> int:
     return max(1, min(cores, torch.cuda.mem_get_info()[0] // (weight_bytes + WORKER_BYTES)))
 
 
-def _pack(bundle: Bundle, folder: Path, model: str, rank: int, ranks: int) -> None:
-    if not has_weights(folder):
+def _pack(bundle: Bundle, folder: Path, model: str, rank: int, ranks: int, progress: Progress) -> None:
+    """Unless they are there."""
+    if has_weights(folder):
+        return
+    with progress.phase(f"load {folder.name}", 1):
         loaded = load_model(model, dtype=getattr(torch, bundle.config.dtype))
         if ranks > 1:
             shard_(loaded, rank, ranks)
-        if bundle.config.device == "cpu":
-            pack_linears_(loaded, compress=_compresses(bundle.config, loaded))
-        with artifacts.atomic_directory(folder / "packing") as temporary:
-            save_weights(loaded, temporary)
-        (folder / "packing" / FILE_NAME).rename(folder / FILE_NAME)
-        (folder / "packing").rmdir()
+    if bundle.config.device == "cpu":
+        with progress.phase(f"pack {folder.name}", sum(type(module) is torch.nn.Linear for module in loaded.modules())):
+            pack_linears_(loaded, compress=_compresses(bundle.config, loaded), tick=progress.advance)
+    with progress.phase(f"store {folder.name}", 1), artifacts.atomic_directory(folder / "packing") as temporary:
+        save_weights(loaded, temporary)
+    (folder / "packing" / FILE_NAME).rename(folder / FILE_NAME)
+    (folder / "packing").rmdir()
 
 
 def _compresses(config: CompileConfig, model: torch.nn.Module) -> bool:
@@ -265,8 +279,8 @@ def _compresses(config: CompileConfig, model: torch.nn.Module) -> bool:
 
 
 def _check_exactness(target: CompiledModel[KVCache], progress: Progress) -> tuple[int, ...]:
-    with progress.phase("check exactness", 1):
-        return inexact_widths(target, target.menu.sizes)
+    with progress.phase("check exactness", NUM_PLAIN + len(target.menu.sizes)):
+        return inexact_widths(target, target.menu.sizes, progress.advance)
 
 
 def bundled_arguments() -> tuple[str, str, str]:

@@ -138,7 +138,7 @@ class CompileConfig:
         _require(self.calibration_texts >= 1, "calibration_texts", self.calibration_texts, "at least 1")
         _require(self.calibration_tokens >= 1, "calibration_tokens", self.calibration_tokens, "at least 1")
         budget_s = self.calibration_budget_s
-        _require(math.isfinite(budget_s) and budget_s > 0, "calibration_budget", budget_s, "a finite number of seconds above 0")
+        _require(math.isfinite(budget_s) and budget_s > 0, "calibration_budget_s", budget_s, "a finite number of seconds above 0")
 
     @property
     def lowering(self) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from yggdrasil.calibration import PROMPT_LEN, Traces, beginnings, drafted_traces
 from yggdrasil.calibration_size import CalibrationSize, PassClock, largest_within, seconds_of
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import CompileConfig
-from yggdrasil.depth_training import evaluate, fit_predictor, held_out
+from yggdrasil.depth_training import FOLDS, evaluate, fit_predictor, held_out
 from yggdrasil.engine import Engine
 from yggdrasil.kv import KVCache, KVShape, KVStorage
 from yggdrasil.layout import PAGE_LEN
-from yggdrasil.measure import ROUNDS, curve_json, decision_milliseconds, host_milliseconds, latency_curve, switching_costs
+from yggdrasil.measure import HOST_RUNS, ROUNDS, curve_json, decision_milliseconds, host_milliseconds, latency_curve, switch_grid, switching_costs
 from yggdrasil.policy.acceptance import AcceptanceTable, fit_acceptance
 from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.latency import LatencyModel
@@ -142,18 +142,18 @@ def _profile(
 ) -> dict[str, Any]:
     """What `LatencyModel.from_json` reads, and the table of switching costs."""
     contexts = sorted({min(64, bundle.max_context // 2), 512, bundle.max_context - bundle.config.prefill_chunk} & set(range(1, bundle.max_context)))
-    with progress.phase("measure latencies", 2 * ROUNDS + 1):
+    with progress.phase("measure latencies", ROUNDS * len(contexts) * sum(len(model.menu.sizes) for model in models)):
         draft = latency_curve(models[1], contexts, progress.advance)
         verify = latency_curve(models[0], contexts, progress.advance)
-        switching = _switching(bundle)
-        progress.advance()
+    switching = _switching(bundle, progress)
     latency = LatencyModel(draft, verify, 0.0, 0.0, 0.0)
-    host = host_milliseconds(engine, prompt, _typical(bundle, acceptance, latency))
+    with progress.phase("measure the host", HOST_RUNS):
+        host = host_milliseconds(engine, prompt, _typical(bundle, acceptance, latency), tick=progress.advance)
     curves = {"draft": curve_json(draft), "verify": curve_json(verify), "switching": switching.to_json()}
     return {"machine": bundle.machine, **curves, **host}
 
 
-def _switching(bundle: Bundle) -> SwitchTable:
+def _switching(bundle: Bundle, progress: Progress) -> SwitchTable:
     """Every row reads the same pages: latency does not depend on what they hold."""
     if bundle.config.ranks > 1:
         return SwitchTable((1,), (1,), ((0.0,),))  # nothing is served over several ranks
@@ -162,7 +162,10 @@ def _switching(bundle: Bundle) -> SwitchTable:
     target = bundle.load_target(bundle.paged_storage(bundle.kv_target, pages_BP, pages_BP.shape[1]))
     weights = bundle.load_draft_weights(bundle.config.device)
     draft = bundle.load_draft(bundle.paged_storage(bundle.kv_draft, pages_BP, pages_BP.shape[1]), weights)
-    return switching_costs(draft, target, max_lag, min(SWITCH_ROWS, target.prefill_chunk))
+    num_rows = min(SWITCH_ROWS, target.prefill_chunk)
+    lags, batch_sizes = switch_grid(max_lag, num_rows)
+    with progress.phase("measure catching up", len(lags) * len(batch_sizes)):
+        return switching_costs(draft, target, max_lag, num_rows, progress.advance)
 
 
 def _typical(bundle: Bundle, acceptance: AcceptanceTable, latency: LatencyModel) -> FixedShape:
@@ -195,9 +198,11 @@ def _train_depth(
 ) -> tuple[bytes, dict[str, Any]]:
     """Fit the depth predictor and judge it on held-out texts with what it costs: its weights, and the report."""
     config = bundle.config
-    with progress.phase("train depth predictor", 1):
-        judged = held_out(traces, config.max_depth)
+    may_stop = config.device == "cpu"  # elsewhere the host would wait for the draft after every step
+    with progress.phase("train depth predictor", FOLDS + 2 + len(traces)):
+        judged = held_out(traces, config.max_depth, progress.advance)
         predictor = fit_predictor(traces, config.max_depth, trust={each.trace.temperature: each.trust for each in judged})
+        progress.advance()
         policy = ContextShape(
             shape=PLAIN,
             acceptance=acceptance.nearest(0.0),
@@ -208,10 +213,12 @@ def _train_depth(
             temperature=0.0,
         )
         cost_ms = decision_milliseconds(engine, prompt, policy, num_tokens=min(64, bundle.max_context - len(prompt)))
-    may_stop = config.device == "cpu"  # elsewhere the host would wait for the draft after every step
-    held_out_by_temperature = {
-        str(each.trace.temperature): evaluate(each, latency, config.verify_widths, decision_ms=cost_ms, may_stop=may_stop) for each in judged
-    }
+        progress.advance()
+        held_out_by_temperature = {}
+        for each in judged:
+            found = evaluate(each, latency, config.verify_widths, decision_ms=cost_ms, may_stop=may_stop)
+            held_out_by_temperature[str(each.trace.temperature)] = found
+            progress.advance()
     return predictor.to_bytes(), {"reference_width": _reference_width(config), "decision_ms": cost_ms, "held_out": held_out_by_temperature}
 
 

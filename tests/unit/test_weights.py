@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny_pair
 import torch
 from torch import nn
 
@@ -58,9 +59,9 @@ def test_compiling_again_packs_weights_that_do_not_load_and_keeps_those_that_do(
     monkeypatch.setattr(build, "load_model", lambda model, dtype: packed.append(model) or Odd())
     bundle = SimpleNamespace(config=SimpleNamespace(dtype="bfloat16", device="cpu", compress=False))
     for _ in range(2):
-        build._pack(bundle, tmp_path, "one", 0, 1)  # type: ignore[arg-type]
+        build._pack(bundle, tmp_path, "one", 0, 1, tiny_pair.SilentProgress())  # type: ignore[arg-type]
     (tmp_path / FILE_NAME).write_bytes(b"truncated")
-    build._pack(bundle, tmp_path, "another", 0, 1)  # type: ignore[arg-type]
+    build._pack(bundle, tmp_path, "another", 0, 1, tiny_pair.SilentProgress())  # type: ignore[arg-type]
     assert packed == ["one", "another"]
     assert has_weights(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
