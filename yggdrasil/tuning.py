@@ -29,7 +29,7 @@ from yggdrasil.schedule.profile import Workload
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.tokenizer import Tokenizer
 
-__all__ = ["CALIBRATION_TEMPERATURES", "collect", "tune"]
+__all__ = ["CALIBRATION_TEMPERATURES", "calibrate", "collect", "save_learnt", "train_depth", "tune", "whole_size"]
 
 CALIBRATION_TEMPERATURES = (0.0, 1.0)
 REFERENCE_WIDTH = 4
@@ -51,11 +51,11 @@ def tune(bundle: Bundle, models: tuple[CompiledModel[KVCache], CompiledModel[KVC
     engine = Engine(*models, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens)
     prompts = beginnings(texts[: bundle.config.calibration_texts], Tokenizer(bundle.folder / "tokenizer.json", bundle.command), bundle.calibration)
     traces = collect(bundle, models, prompts, progress)
-    acceptance = _calibrate(traces, progress)
+    acceptance = calibrate(traces, progress)
     profile = _profile(bundle, models, engine, prompts[0], acceptance, progress)
     latency = LatencyModel.from_json(profile)
     plan = _plan(bundle, engine, prompts[0], acceptance, latency, progress)
-    predictor, report = _train_depth(bundle, engine, prompts[0], traces, acceptance, latency, progress)
+    predictor, report = train_depth(bundle, engine, prompts[0], traces, acceptance, latency, progress)
     _save(bundle, acceptance, profile, plan, predictor, report)
 
 
@@ -63,7 +63,7 @@ def collect(
     bundle: Bundle, models: tuple[CompiledModel[KVCache], CompiledModel[KVCache]], prompts: Sequence[Sequence[int]], progress: Progress
 ) -> list[Traces]:
     """Traces at every calibration temperature, as many as the budget allows."""
-    whole = _whole_size(bundle, len(prompts))
+    whole = whole_size(bundle, len(prompts))
     tree_len = max(1 + max(whole.widths) * (whole.max_depth - 1), whole.max_depth)
     target, target_rows = _target_rows(bundle, models[0], len(prompts) * len(CALIBRATION_TEMPERATURES), PROMPT_LEN + whole.num_written)
     draft = bundle.load_draft(_pages_of_rows(bundle, bundle.kv_draft, len(prompts), PROMPT_LEN + whole.num_tokens + tree_len), models[1].weights)
@@ -80,7 +80,7 @@ def collect(
         return [drafted_traces(draft, texts[temperature], temperature, size, tick=progress.advance) for temperature in CALIBRATION_TEMPERATURES]
 
 
-def _whole_size(bundle: Bundle, num_texts: int) -> CalibrationSize:
+def whole_size(bundle: Bundle, num_texts: int) -> CalibrationSize:
     """What is collected where time does not matter."""
     config = bundle.config
     return CalibrationSize(
@@ -127,7 +127,8 @@ def _reference_width(config: CompileConfig) -> int:
     return max((width for width in config.widths if width <= REFERENCE_WIDTH), default=config.widths[0])
 
 
-def _calibrate(traces: Sequence[Traces], progress: Progress) -> AcceptanceTable:
+def calibrate(traces: Sequence[Traces], progress: Progress) -> AcceptanceTable:
+    """From drafted trees to acceptance by temperature."""
     with progress.phase("calibrate acceptance", 1):
         return AcceptanceTable({trace.temperature: fit_acceptance(trace.sampled, trace.platt) for trace in traces})
 
@@ -193,7 +194,7 @@ def _plan(bundle: Bundle, engine: Engine, prompt: Sequence[int], acceptance: Acc
     return {"shape": str(policy.shape), **choice.to_json()}
 
 
-def _train_depth(
+def train_depth(
     bundle: Bundle, engine: Engine, prompt: Sequence[int], traces: Sequence[Traces], acceptance: AcceptanceTable, latency: LatencyModel, progress: Progress
 ) -> tuple[bytes, dict[str, Any]]:
     """Fit the depth predictor and judge it on held-out texts with what it costs: its weights, and the report."""
@@ -222,15 +223,20 @@ def _train_depth(
     return predictor.to_bytes(), {"reference_width": _reference_width(config), "decision_ms": cost_ms, "held_out": held_out_by_temperature}
 
 
-def _save(bundle: Bundle, acceptance: AcceptanceTable, profile: dict[str, Any], plan: dict[str, Any], predictor: bytes, report: dict[str, Any]) -> None:
-    """Write what was measured, then the bundle: these files belong to the pair, not to a fingerprint, and half of them would break an earlier one."""
-    mark = {"fingerprint": bundle.folder.name}
-    text = {**mark, "dataset": bundle.dataset, "calibration": bundle.calibration}
+def save_learnt(bundle: Bundle, acceptance: AcceptanceTable, predictor: bytes, report: dict[str, Any]) -> None:
+    """Write what was learnt from the bundle's calibration text."""
+    text = {"fingerprint": bundle.folder.name, "dataset": bundle.dataset, "calibration": bundle.calibration}
     by_temperature = {str(temperature): calibrated.to_json() for temperature, calibrated in acceptance.by_temperature.items()}
     folder = bundle.predictor_folder(bundle.dataset)
     artifacts.save_json(folder / "acceptance.json", {**text, "by_temperature": by_temperature})
     artifacts.save_bytes(folder / "predictor.safetensors", predictor)
     artifacts.save_json(folder / "predictor.json", {**text, "weights_digest": artifacts.digest_file(folder / "predictor.safetensors"), **report})
+
+
+def _save(bundle: Bundle, acceptance: AcceptanceTable, profile: dict[str, Any], plan: dict[str, Any], predictor: bytes, report: dict[str, Any]) -> None:
+    """Write what was measured, then the bundle: these files belong to the pair, not to a fingerprint, and half of them would break an earlier one."""
+    mark = {"fingerprint": bundle.folder.name}
+    save_learnt(bundle, acceptance, predictor, report)
     artifacts.save_json(bundle.profile_path, {**mark, **profile})
     artifacts.save_json(bundle.plan_path, {**mark, **plan})
     bundle.save()
