@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from yggdrasil.config import SamplingConfig
 from yggdrasil.models.packing import Piece, pack_chains_
 from yggdrasil.models.protocol import TokenGraphs
+from yggdrasil.step.sampling import next_token
 
-__all__ = ["EVERY", "FEWEST_TEXTS", "STEP", "CalibrationSize", "PassClock", "largest_within", "seconds_of"]
+__all__ = ["EVERY", "FEWEST_ROOTS", "FEWEST_TEXTS", "STEP", "CalibrationSize", "PassClock", "largest_within", "seconds_of", "seconds_of_sampling"]
 
 STEP = 2  # trees stand at every so many positions: neighbours see nearly the same text and would say nearly the same
 EVERY = 4  # and at every so many of those they are of all widths, at the others of the reference width
@@ -79,6 +83,9 @@ class PassClock:
         model: Over pages of `num_rows` rows, whose first index each is written to.
         num_rows: Rows of its page table.
         now: The clock.
+
+    Attributes:
+        num_columns: Of the first output: of a target V.
     """
 
     def __init__(self, model: TokenGraphs, num_rows: int, now: Callable[[], float] = time.perf_counter) -> None:
@@ -86,6 +93,7 @@ class PassClock:
         self._num_rows = num_rows
         self._now = now
         self._seconds: dict[int, float] = {}
+        self.num_columns = 0
 
     def __call__(self, num_tokens: int) -> float:
         """Of so many tokens, in as few forwards as hold them."""
@@ -103,29 +111,53 @@ class PassClock:
         meta_NM = self._model.meta(size)
         pack_chains_(meta_NM, [Piece(row, [0], 0) for row in range(min(size, self._num_rows))])
         start = self._now()
-        _, second_NX = self._model.forward(meta_NM)
+        first_NX, second_NX = self._model.forward(meta_NM)
         second_NX[0].tolist()  # sync: a pass is over when its result is there
+        self.num_columns = first_NX.shape[1]
         return self._now() - start
 
 
-def seconds_of(size: CalibrationSize, prompt_lens: Sequence[int], num_temperatures: int, target: PassClock, draft: PassClock, target_rows: int) -> float:
+def seconds_of_sampling(vocab: int, now: Callable[[], float] = time.perf_counter) -> float:
+    """What it takes to sample one token of so many: noise is drawn for each of them."""
+    logits_1V, sampling = torch.zeros(1, vocab), SamplingConfig(temperature=1.0)
+    times = []
+    for position in range(1 + TIMED_PASSES):
+        start = now()
+        next_token(logits_1V, position, sampling)
+        times.append(now() - start)
+    return min(times)
+
+
+def seconds_of(
+    size: CalibrationSize,
+    prompt_lens: Sequence[int],
+    temperatures: Sequence[float],
+    target: PassClock,
+    draft: PassClock,
+    *,
+    target_rows: int,
+    sampling_s: float,
+) -> float:
     """What collecting traces will take.
 
     Args:
         size: How much.
         prompt_lens: Of at least as many prompts as there are texts.
-        num_temperatures: Temperatures.
+        temperatures: Of the texts.
         target: Its forwards.
         draft: Its forwards.
         target_rows: Texts that are written together.
+        sampling_s: Seconds to sample one token.
     """
     prompts = sum(prompt_lens[: size.num_texts])
-    whole, rest = divmod(size.num_texts * num_temperatures, target_rows)
-    writing = target(prompts * num_temperatures) + size.num_written * (whole * target(target_rows) + (target(rest) if rest else 0.0))
+    whole, rest = divmod(size.num_texts * len(temperatures), target_rows)
+    num_sampled = size.num_texts * sum(temperature > 0 for temperature in temperatures)
+    step = whole * target(target_rows) + (target(rest) if rest else 0.0) + num_sampled * sampling_s
+    writing = target(prompts * len(temperatures)) + size.num_written * step
     texts = draft(prompts + size.num_texts * size.num_written)
     together = size.num_texts * size.reference_width  # nodes that wait for a forward
     trees = size.num_tree_tokens / together * draft(together) if size.num_tree_tokens else 0.0
-    return writing + num_temperatures * (texts + trees)
+    return writing + len(temperatures) * (texts + trees)
 
 
 def largest_within(whole: CalibrationSize, seconds: Callable[[CalibrationSize], float], budget_s: float) -> CalibrationSize:

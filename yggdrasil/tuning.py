@@ -11,7 +11,7 @@ import torch
 from yggdrasil import artifacts
 from yggdrasil.bundle import Bundle
 from yggdrasil.calibration import PROMPT_LEN, Traces, beginnings, drafted_traces, write_texts
-from yggdrasil.calibration_size import CalibrationSize, PassClock, largest_within, seconds_of
+from yggdrasil.calibration_size import CalibrationSize, PassClock, largest_within, seconds_of, seconds_of_sampling
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import CompileConfig
 from yggdrasil.depth_training import FOLDS, evaluate, fit_predictor, held_out
@@ -68,7 +68,8 @@ def collect(
     target, target_rows = _target_rows(bundle, models[0], len(prompts) * len(CALIBRATION_TEMPERATURES), PROMPT_LEN + whole.num_written)
     draft = bundle.load_draft(_pages_of_rows(bundle, bundle.kv_draft, len(prompts), PROMPT_LEN + whole.num_tokens + tree_len), models[1].weights)
     size, seconds = _affordable(bundle, whole, prompts, PassClock(target, target_rows), PassClock(draft, len(prompts)), target_rows, progress)
-    prompts, budget_s = prompts[: size.num_texts], bundle.config.calibration_budget_s
+    prompts = prompts[: size.num_texts]
+    budget_s = bundle.config.calibration_budget_s
     num_trees = len(CALIBRATION_TEMPERATURES) * size.num_roots
     progress.note(f"calibration on {size.num_texts} texts and {num_trees} trees takes about {seconds:.0f} s of a budget of {budget_s:g} s")
     prompt_tokens = sum(map(len, prompts))
@@ -98,9 +99,12 @@ def _affordable(
     """The largest size within the budget, by passes that are timed now, and the seconds it will take."""
 
     def seconds(size: CalibrationSize) -> float:
-        return seconds_of(size, [len(prompt) for prompt in prompts], len(CALIBRATION_TEMPERATURES), target, draft, target_rows)
+        lens = [len(prompt) for prompt in prompts]
+        return seconds_of(size, lens, CALIBRATION_TEMPERATURES, target, draft, target_rows=target_rows, sampling_s=sampling_s)
 
     with progress.phase("time calibration passes", 1):
+        target(target_rows)
+        sampling_s = seconds_of_sampling(target.num_columns)
         size = largest_within(whole, seconds, bundle.config.calibration_budget_s)
         return size, seconds(size)
 

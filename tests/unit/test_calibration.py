@@ -27,22 +27,6 @@ def prompts(tiny: LoadedPair) -> list[list[int]]:
     return beginnings(tiny_pair.stories(5, seed=7), tiny.tokenizer, "")
 
 
-class Counting(tiny_pair.SilentProgress):
-    """Adds up what is reported of every phase."""
-
-    def __init__(self) -> None:
-        self.totals: dict[str, int] = {}
-        self.done: dict[str, int] = {}
-
-    def phase(self, name: str, total: int):  # type: ignore[no-untyped-def]
-        self.totals[name] = total
-        self.done[name] = 0
-        return super().phase(name, total)
-
-    def advance(self, count: int = 1) -> None:
-        self.done[list(self.totals)[-1]] += count
-
-
 def test_batches_collect_what_one_text_and_one_tree_at_a_time_collect(tiny: LoadedPair, prompts: list[list[int]]) -> None:
     size = CalibrationSize(num_texts=5, num_tokens=tiny.bundle.config.calibration_tokens, max_depth=4, widths=(1, 4), reference_width=4)
     found = collect(tiny.bundle, (tiny.engine.target, tiny.engine.draft), prompts, tiny_pair.SilentProgress())
@@ -57,7 +41,7 @@ def test_batches_collect_what_one_text_and_one_tree_at_a_time_collect(tiny: Load
 
 
 def test_progress_of_calibration_reaches_exactly_its_total(tiny: LoadedPair, prompts: list[list[int]]) -> None:
-    progress = Counting()
+    progress = tiny_pair.CountedProgress()
     collect(tiny.bundle, (tiny.engine.target, tiny.engine.draft), prompts, progress)
     assert {"write texts", "draft trees"} < set(progress.totals)
     for name in ("write texts", "draft trees"):
@@ -134,7 +118,8 @@ def test_seconds_of_a_calibration_by_hand() -> None:
     writing = 0.16 + 7 * 2 * 0.02  # prompts of 12 tokens in two chunks, 7 tokens of four texts, two at a time
     texts = 2 * 3 * 0.08  # 6 + 14 tokens at each of two temperatures: two chunks, and the rest in a third
     trees = 2 * (4 * 2 + 1) * 2 / 4 * 0.08  # four trees of width two and one of width one, two levels run of each, four nodes a forward
-    assert seconds_of(size, [3, 3], 2, clocks[0], clocks[1], 2) == pytest.approx(writing + texts + trees)
+    found = seconds_of(size, [3, 3], (0.0, 1.0), clocks[0], clocks[1], target_rows=2, sampling_s=0.5)
+    assert found == pytest.approx(writing + texts + trees + 7 * 2 * 0.5), "every token of the sampled texts costs its noise, too"
 
 
 def test_the_budget_is_kept_where_it_can_be() -> None:

@@ -13,25 +13,29 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 __all__ = ["RichProgress"]
 
 LOG_EVERY_S = 10.0
+BEGUN_S = 3.0  # after so long a phase is announced: one that ends or fails before needs no line of its own for that
 
 
 class RichProgress:
-    """Draws a bar a phase on a terminal, with the time left; elsewhere prints a line when a phase begins, every ten seconds, and when it ends.
+    """Draws a bar a phase on a terminal, with the time left; elsewhere prints a line when a phase has begun, every ten seconds, and when it ends.
 
     Args:
         log_every_s: Seconds between two lines of a phase.
+        begun_s: Seconds after which a phase is announced.
     """
 
-    def __init__(self, log_every_s: float = LOG_EVERY_S) -> None:
+    def __init__(self, log_every_s: float = LOG_EVERY_S, begun_s: float = BEGUN_S) -> None:
         self._console = Console(stderr=True)
         self._log_every_s = log_every_s
+        self._begun_s = begun_s
         self._phase: _Bar | _Log | None = None
 
     @contextmanager
     def phase(self, name: str, total: int) -> Iterator[None]:
         """A block during which `advance` counts up to `total`."""
         start = time.perf_counter()
-        with (_bar if self._console.is_terminal else _log)(self._console, name, total, self._log_every_s) as phase:
+        shown = _bar(self._console, name, total) if self._console.is_terminal else _log(self._console, name, total, self._begun_s, self._log_every_s)
+        with shown as phase:
             self._phase = phase
             try:
                 yield
@@ -58,7 +62,7 @@ class _Bar:
 
 
 @contextmanager
-def _bar(console: Console, name: str, total: int, log_every_s: float) -> Iterator[_Bar]:
+def _bar(console: Console, name: str, total: int) -> Iterator[_Bar]:
     columns = (TextColumn("{task.description:<22}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         yield _Bar(bars, bars.add_task(name, total=total))
@@ -85,15 +89,17 @@ class _Log:
 
 
 @contextmanager
-def _log(console: Console, name: str, total: int, log_every_s: float) -> Iterator[_Log]:
+def _log(console: Console, name: str, total: int, begun_s: float, every_s: float) -> Iterator[_Log]:
     """Lines come from a thread of their own: what takes long need not advance meanwhile."""
     log, is_over = _Log(name, total), threading.Event()
 
     def repeat() -> None:
-        while not is_over.wait(log_every_s):
+        if is_over.wait(begun_s):
+            return
+        console.print(f"{name} ...", highlight=False, markup=False, soft_wrap=True)
+        while not is_over.wait(every_s):
             console.print(log.line(), highlight=False, markup=False, soft_wrap=True)
 
-    console.print(f"{name} ...", highlight=False, markup=False)
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
     try:
