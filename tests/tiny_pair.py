@@ -26,8 +26,28 @@ class SilentProgress:
     def phase(self, name: str, total: int) -> Iterator[None]:
         yield
 
-    def advance(self) -> None:
+    def advance(self, count: int = 1) -> None:
         pass
+
+    def note(self, line: str) -> None:
+        pass
+
+
+class CountedProgress(SilentProgress):
+    """Adds up how far every phase came, and of how much."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, int] = {}
+        self.done: dict[str, int] = {}
+
+    @contextmanager
+    def phase(self, name: str, total: int) -> Iterator[None]:
+        self.totals[name] = total
+        self.done[name] = 0
+        yield
+
+    def advance(self, count: int = 1) -> None:
+        self.done[list(self.totals)[-1]] += count
 
 
 def stories(count: int, seed: int = 0) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from yggdrasil.compiler.weights import FILE_NAME, save_weights
 from yggdrasil.config import CompileConfig
 from yggdrasil.digests import KnownFile, Ledger, read_files
 from yggdrasil.errors import ArtifactError, ConfigError, ModelMismatch
-from yggdrasil.exactness import inexact_widths
+from yggdrasil.exactness import NUM_PLAIN, inexact_widths
 from yggdrasil.kernels import build_kernels, load_kernels
 from yggdrasil.kernels.threads import asked_threads
 from yggdrasil.kv import KVCache, KVShape
@@ -67,9 +67,10 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
         StoreError: what is built cannot be written; what was there before stays.
         RuntimeError: a graph could not be built.
     """
-    with progress.phase("check the pair", 1):
+    num_files = sum(len(_model_files(resolved(model))) for model in (target, draft))
+    with progress.phase("check the pair", max(1, num_files)):
         texts = read_texts(calibration)  # before all files of the models are read
-        bundle = _describe(target, draft, name, config, calibration)
+        bundle = _describe(target, draft, name, config, calibration, progress.advance)
     lock = bundle.folder.parent / artifacts.LOCK_NAME
     wait = progress.phase("wait for another run", 1)
     with storage.store_errors(artifacts.root()), artifacts.one_at_a_time(lock, wait) as waited:
@@ -135,8 +136,8 @@ def _is_outdated(path: Path, machine: Mapping[str, Any]) -> bool:
         return False
 
 
-def _describe(target: str, draft: str, name: str, config: CompileConfig, calibration: Path) -> Bundle:
-    """Check everything that can be wrong with the input, and settle what is to be built."""
+def _describe(target: str, draft: str, name: str, config: CompileConfig, calibration: Path, tick: Callable[[], None] = lambda: None) -> Bundle:
+    """Check everything that can be wrong with the input, and settle what is to be built; ticks after every file of the models."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda", "cpu on this machine: torch sees no CUDA device", "ygg compile TARGET DRAFT --device cpu")
     target, draft = resolved(target), resolved(draft)
@@ -148,7 +149,7 @@ def _describe(target: str, draft: str, name: str, config: CompileConfig, calibra
     assert config.max_context is not None
     capacity = (config.max_context + config.max_nodes + PAGE_LEN - 1) // PAGE_LEN * PAGE_LEN
     kv_target, kv_draft = _of_a_rank(kv_shape(target_config, capacity), config.ranks), kv_shape(draft_config, capacity)
-    sources = _sources((target, draft), name)
+    sources = _sources((target, draft), name, tick)
     origins = [_origin(model, files) for model, files in zip((target, draft), sources, strict=True)]
     machine = machine_fields()
     fingerprint = artifacts.digest(*origins, asdict(kv_target), asdict(kv_draft), config.lowering, machine)
@@ -202,11 +203,11 @@ def planned_context(target: str, draft: str) -> int:
     return _max_context(CompileConfig(), load_config(resolved(target)), load_config(resolved(draft)))
 
 
-def _sources(models: Sequence[str], name: str) -> list[list[KnownFile]]:
+def _sources(models: Sequence[str], name: str, tick: Callable[[], None]) -> list[list[KnownFile]]:
     """The files of each model; what an earlier build of this pair was made from is not read again."""
     paths = [_model_files(model) for model in models]
     try:
-        files = read_files([path.resolve() for folder in paths for path in folder], known=_known_sources(name))
+        files = read_files([path.resolve() for folder in paths for path in folder], known=_known_sources(name), tick=tick)
     except OSError as error:
         raise artifacts.unreadable(Path(error.filename or models[0]), error, "ygg compile TARGET DRAFT") from None
     first = len(paths[0])
@@ -257,18 +258,16 @@ def _build_models(bundle: Bundle, progress: Progress) -> dict[str, str]:
         ("target", bundle.models[0], bundle.target_weights(0), target_menu(config), bundle.kv_target, 0, config.ranks),
         ("draft", bundle.models[1], draft_folder, draft_menu(config), bundle.kv_draft, config.num_candidates, 1),
     ]
-    with progress.phase("pack weights", config.ranks + 1):
-        ledger = Ledger(bundle.folder)
-        whole = ledger.whole(bundle.files)
-        shards = [(bundle.target_weights(rank), bundle.models[0], rank, config.ranks) for rank in range(config.ranks)]
-        for folder, model, rank, ranks in [*shards, (draft_folder, bundle.models[1], 0, 1)]:
-            name = str((folder / FILE_NAME).relative_to(bundle.folder))
-            if name not in whole:
-                _pack(bundle, folder, model, rank, ranks)
-                ledger.record(name)
-            progress.advance()
-        artifacts.save_bytes(bundle.tokenizer_path, load_tokenizer(bundle.models[0]).backend_tokenizer.to_str(pretty=True).encode())
-        ledger.record(str(bundle.tokenizer_path.relative_to(bundle.folder)))
+    ledger = Ledger(bundle.folder)
+    whole = ledger.whole(bundle.files)
+    shards = [(bundle.target_weights(rank), bundle.models[0], rank, config.ranks) for rank in range(config.ranks)]
+    for folder, model, rank, ranks in [*shards, (draft_folder, bundle.models[1], 0, 1)]:
+        weights_name = str((folder / FILE_NAME).relative_to(bundle.folder))
+        if weights_name not in whole:
+            _pack(bundle, folder, model, rank, ranks, progress)
+            ledger.record(weights_name)
+    artifacts.save_bytes(bundle.tokenizer_path, load_tokenizer(bundle.models[0]).backend_tokenizer.to_str(pretty=True).encode())
+    ledger.record(str(bundle.tokenizer_path.relative_to(bundle.folder)))
     jobs = [
         GraphJob(
             model=model,
@@ -311,13 +310,15 @@ def _num_workers(bundle: Bundle) -> int:
     return max(1, min(cores, torch.cuda.mem_get_info()[0] // (weight_bytes + WORKER_BYTES)))
 
 
-def _pack(bundle: Bundle, folder: Path, model: str, rank: int, ranks: int) -> None:
-    loaded = load_model(model, dtype=getattr(torch, bundle.config.dtype))
-    if ranks > 1:
-        shard_(loaded, rank, ranks)
+def _pack(bundle: Bundle, folder: Path, model: str, rank: int, ranks: int, progress: Progress) -> None:
+    with progress.phase(f"load {folder.name}", 1):
+        loaded = load_model(model, dtype=getattr(torch, bundle.config.dtype))
+        if ranks > 1:
+            shard_(loaded, rank, ranks)
     if bundle.config.device == "cpu":
-        pack_linears_(loaded, compress=_compresses(bundle.config, loaded))
-    with storage.temporary_folder(folder, FILE_NAME) as temporary:
+        with progress.phase(f"pack {folder.name}", sum(type(module) is torch.nn.Linear for module in loaded.modules())):
+            pack_linears_(loaded, compress=_compresses(bundle.config, loaded), tick=progress.advance)
+    with progress.phase(f"store {folder.name}", 1), storage.temporary_folder(folder, FILE_NAME) as temporary:
         save_weights(loaded, temporary)
         storage.put(temporary / FILE_NAME, folder / FILE_NAME)
 
@@ -330,8 +331,8 @@ def _compresses(config: CompileConfig, model: torch.nn.Module) -> bool:
 
 
 def _check_exactness(target: CompiledModel[KVCache], progress: Progress) -> tuple[int, ...]:
-    with progress.phase("check exactness", 1):
-        return inexact_widths(target, target.menu.sizes)
+    with progress.phase("check exactness", NUM_PLAIN + len(target.menu.sizes)):
+        return inexact_widths(target, target.menu.sizes, progress.advance)
 
 
 def bundled_arguments() -> tuple[str, str, str]:

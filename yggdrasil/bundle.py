@@ -290,6 +290,8 @@ def compile_command(name: str, models: tuple[str, str], config: CompileConfig, c
     words += [word for field in ("dtype", "device") if (value := getattr(config, field)) != getattr(defaults, field) for word in (f"--{field}", value)]
     words += [] if config.exact else ["--no-exact"]
     words += ["--calibration", calibration] if calibration else []
+    budget_s = config.calibration_budget_s
+    words += ["--calibration-budget", f"{budget_s:g}"] if budget_s != defaults.calibration_budget_s else []
     words += ["--max-context", str(config.max_context)] if name != BUNDLED else []
     return shlex.join(words)
 

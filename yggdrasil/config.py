@@ -102,6 +102,8 @@ class CompileConfig:
         num_candidates: Children a node can have, C; at least the greatest width.
         calibration_texts: Texts used to calibrate acceptance and to train the depth predictor, the first ones of the file.
         calibration_tokens: Tokens decoded after the beginning of each.
+        calibration_budget_s: Most seconds that writing these texts and drafting along them may take, by an estimate from a few timed passes. Where all of
+            it would take longer there are fewer trees, then fewer texts.
         exact: Linear layers add in one order whatever the graph, so that speculation writes what plain decoding writes, to the bit. A CPU has no other.
         compress: Keep bf16 weights in three quarters of their bytes, and every bit of them. None does so on a CPU with AMX, which expands them while it waits
             for memory, for a model that no cache holds.
@@ -118,6 +120,7 @@ class CompileConfig:
     num_candidates: int = 8
     calibration_texts: int = 64
     calibration_tokens: int = 20
+    calibration_budget_s: float = 120.0
     exact: bool = True
     compress: bool | None = None
 
@@ -138,6 +141,8 @@ class CompileConfig:
         _require(self.num_candidates >= self.widths[-1], "num_candidates", self.num_candidates, f"at least the greatest width, {self.widths[-1]}")
         _require(self.calibration_texts >= 1, "calibration_texts", self.calibration_texts, "at least 1")
         _require(self.calibration_tokens >= 1, "calibration_tokens", self.calibration_tokens, "at least 1")
+        budget_s = self.calibration_budget_s
+        _require(math.isfinite(budget_s) and budget_s > 0, "calibration_budget_s", budget_s, "a finite number of seconds above 0")
 
     @property
     def lowering(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from yggdrasil.policy.depth import LAYERS, Array, DepthPredictor
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.structures import last_gain_plain
 
-__all__ = ["HeldOut", "accepted_lengths", "calibration_error", "decision_quality", "evaluate", "fit_predictor", "held_out"]
+__all__ = ["FOLDS", "HeldOut", "accepted_lengths", "calibration_error", "decision_quality", "evaluate", "fit_predictor", "held_out"]
 
 HIDDEN = (64, 64)
 WEIGHT_DECAY = 10.0  # a few thousand positions of a few dozen texts: less overfits the texts (bench/LOG.md)
@@ -103,10 +103,15 @@ def fit_predictor(
     return DepthPredictor(predictor.weights, means, trust or dict.fromkeys(means, 1.0))
 
 
-def held_out(traces: Sequence[Traces], max_depth: int) -> list[HeldOut]:
+def held_out(traces: Sequence[Traces], max_depth: int, tick: Callable[[], None] = lambda: None) -> list[HeldOut]:
     """Cross-validate: of every position, what a predictor says that was trained without its text.
 
     One text alone is judged by the predictor trained on it: there is no other.
+
+    Args:
+        traces: By temperature, of the same texts.
+        max_depth: D, heads.
+        tick: Called after every fold, at most `FOLDS` times.
     """
     from sklearn.model_selection import GroupKFold
 
@@ -124,6 +129,7 @@ def held_out(traces: Sequence[Traces], max_depth: int) -> list[HeldOut]:
             each.survival_ND[test] = predictor.survivals(each.trace.inputs_NX[test])
             each.growth_ND[test] = each.survival_ND[test].cumsum(axis=1) / predictor.mean_survival[each.trace.temperature].cumsum()
             each.constant_ND[test] = _labels(each.trace, max_depth)[_others(each.fold_N, fold)].mean(axis=0)
+        tick()
     return found
 
 

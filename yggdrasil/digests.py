@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -45,12 +45,13 @@ class KnownFile:
         return now.digest != self.digest
 
 
-def read_files(paths: Sequence[Path], *, known: Iterable[KnownFile] = ()) -> list[KnownFile]:
+def read_files(paths: Sequence[Path], *, known: Iterable[KnownFile] = (), tick: Callable[[], None] = lambda: None) -> list[KnownFile]:
     """The digests of files, in order.
 
     Args:
         paths: Absolute.
         known: Files that were read before; where size and time are still the same they are not read again.
+        tick: Called after every file.
 
     Raises:
         OSError: one of them cannot be read.
@@ -63,7 +64,9 @@ def read_files(paths: Sequence[Path], *, known: Iterable[KnownFile] = ()) -> lis
     if unread:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
             digests = threads.map(lambda key: artifacts.digest_file(Path(key[0])), unread)
-            before |= {key: KnownFile(*key, digest) for key, digest in zip(unread, digests, strict=True)}
+            for key, digest in zip(unread, digests, strict=True):
+                before[key] = KnownFile(*key, digest)
+                tick()
     return [before[key] for key in keys]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,13 +11,14 @@ from yggdrasil.models.packing import pack_chain_, pack_nodes_
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.tree import TokenTree
 
-__all__ = ["inexact_widths"]
+__all__ = ["NUM_PLAIN", "inexact_widths"]
 
 PREFIX_LEN = 40  # beyond two pages and one block of keys
 PATH_LEN = 12
+NUM_PLAIN = PREFIX_LEN + PATH_LEN  # tokens that are decoded plainly, where the context holds them
 
 
-def inexact_widths(model: TokenModel, widths: tuple[int, ...]) -> tuple[int, ...]:
+def inexact_widths(model: TokenModel, widths: tuple[int, ...], tick: Callable[[], None] = lambda: None) -> tuple[int, ...]:
     """The graphs whose logits differ in any bit from those of the smallest, which decodes plainly.
 
     A text is decoded plainly; then its last tokens run through every graph as a chain, and as a path through a tree with a sibling beside every node.
@@ -23,6 +26,7 @@ def inexact_widths(model: TokenModel, widths: tuple[int, ...]) -> tuple[int, ...
     Args:
         model: A target; its cache is left empty.
         widths: Token counts of its graphs, ascending.
+        tick: Called after every token that is decoded plainly, `NUM_PLAIN` at most, and after every width.
 
     Cost: some sixty forwards of the smallest graph and two of every other.
     """
@@ -34,10 +38,15 @@ def inexact_widths(model: TokenModel, widths: tuple[int, ...]) -> tuple[int, ...
     for token in text:
         expected.append(_chain(model, [token], widths[0])[0].clone())
         model.cache.commit_([0])
+        tick()
     model.cache.rollback_(prefix_len)
-    differing = tuple(width for width in widths if not _agrees(model, text[prefix_len:], torch.stack(expected[prefix_len:]), width))
+    differing = []
+    for width in widths:
+        if not _agrees(model, text[prefix_len:], torch.stack(expected[prefix_len:]), width):
+            differing.append(width)
+        tick()
     model.cache.rollback_(0)
-    return differing
+    return tuple(differing)
 
 
 def _agrees(model: TokenModel, text: list[int], expected_LV: Tensor, width: int) -> bool:

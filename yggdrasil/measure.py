@@ -25,10 +25,16 @@ from yggdrasil.step.draft import prefill
 from yggdrasil.step.rows import Chain, catch_up_rows_, verify_rows
 from yggdrasil.timeline import RecordedModel
 
-__all__ = ["ROUNDS", "curve_json", "decision_milliseconds", "host_milliseconds", "latency_curve", "switching_costs"]
+__all__ = ["HOST_RUNS", "ROUNDS", "curve_json", "decision_milliseconds", "host_milliseconds", "latency_curve", "switch_grid", "switching_costs"]
 
 ROUNDS = 9
+LEAST_ROUNDS = 3
+CURVE_SECONDS = 15.0  # of a large model's curve: no round is begun later
+HOST_RUNS = 4
+RUN_SECONDS = 3.0  # of a text that is decoded to be measured: no step is begun later
 SWITCH_ROUNDS = 3
+SWITCH_SECONDS = 0.5  # of a lag and batch size: no round is begun later
+SWITCH_CHUNKS = 8  # of a lag and batch size that is measured: more of them take time in proportion
 LAGS = (2, 16, 64, 256)
 
 
@@ -42,10 +48,15 @@ def latency_curve(model: CompiledModel[Any], contexts: Sequence[int], tick: Call
     Args:
         model: Its cache is left empty.
         contexts: Context lengths.
-        tick: Called after every round.
+        tick: Called after every forward, at most `ROUNDS` times for each graph and context.
+
+    Cost: `ROUNDS` rounds; of a model that is slow as few as `LEAST_ROUNDS`.
     """
+    begin = time.perf_counter()
     samples: dict[tuple[int, int], list[float]] = {place: [] for place in product(contexts, model.menu.sizes)}
-    for _ in range(ROUNDS):
+    for done in range(ROUNDS):
+        if done >= LEAST_ROUNDS and time.perf_counter() - begin > CURVE_SECONDS:
+            break
         for (context, size), found in samples.items():
             meta_NM = model.meta(size)
             pack_chain_(meta_NM, [0] * size, max(0, min(context, model.cache.shape.capacity - size)))
@@ -54,8 +65,8 @@ def latency_curve(model: CompiledModel[Any], contexts: Sequence[int], tick: Call
             model.forward(meta_NM)
             _wait(model.device)
             found.append((time.perf_counter() - start) * 1e3)
-        tick()
-    quartiles = {place: sorted(found)[ROUNDS // 4] for place, found in samples.items()}
+            tick()
+    quartiles = {place: sorted(found)[len(found) // 4] for place, found in samples.items()}
     rows = [_rising([quartiles[context, size] for size in model.menu.sizes]) for context in contexts]
     return Curve(tuple(contexts), model.menu.sizes, tuple(rows))
 
@@ -72,24 +83,28 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()  # sync: a latency is the time until the result is there
 
 
-def host_milliseconds(engine: Engine, prompt: Sequence[int], policy: FixedShape, *, num_tokens: int = 48) -> dict[str, float]:
+def host_milliseconds(
+    engine: Engine, prompt: Sequence[int], policy: FixedShape, *, num_tokens: int = 48, tick: Callable[[], None] = lambda: None
+) -> dict[str, float]:
     """What a step costs outside the graphs: per growth step, per speculative step, per plain step.
 
     Args:
         engine: Both models compiled.
         prompt: Any.
         policy: A speculative shape; plain decoding runs in turn with it.
-        num_tokens: Tokens of each run.
+        num_tokens: Tokens of each run, fewer of a model that is slow.
+        tick: Called after every run, `HOST_RUNS` times.
     """
     # On CUDA a forward only launches: to tell the host's share, whoever runs it here waits for its result.
     engine = Engine(*(RecordedModel(model, "", []) for model in (engine.target, engine.draft)), max_context=engine.max_context)
     samples: dict[str, list[float]] = {"growth_host_ms": [], "step_host_ms": [], "plain_host_ms": []}
-    for chosen in (policy, plain_policy()) * 2:
+    for chosen in (policy, plain_policy()) * (HOST_RUNS // 2):
         state = DecodeState(list(prompt))
         for model in (engine.target, engine.draft):
             model.cache.rollback_(0)
             prefill(model, state.tokens[:-1])
-        while len(state.emitted) < num_tokens:
+        begin = time.perf_counter()
+        while len(state.emitted) < num_tokens and time.perf_counter() - begin < RUN_SECONDS:
             before = _clock(engine)
             result = engine.fast_step(state, chosen)
             after = _clock(engine)
@@ -99,6 +114,7 @@ def host_milliseconds(engine: Engine, prompt: Sequence[int], policy: FixedShape,
             else:
                 samples["growth_host_ms"].append((drafting - in_draft) / result.shape.depth)
                 samples["step_host_ms"].append(wall - drafting - in_target)
+        tick()
     return {name: median(values) for name, values in samples.items()}
 
 
@@ -119,9 +135,17 @@ def decision_milliseconds(engine: Engine, prompt: Sequence[int], policy: Context
 
     timed.choose = choose  # type: ignore[method-assign]
     config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True)
-    list(engine.generate(prompt, policy, config))  # builds the arms, once for a process
-    list(engine.generate(prompt, timed, config))
+    _run(engine, prompt, policy, config)  # builds the arms, once for a process
+    _run(engine, prompt, timed, config)
     return median(samples)
+
+
+def _run(engine: Engine, prompt: Sequence[int], policy: ContextShape, config: GenerateConfig) -> None:
+    """Decode to the end, or until `RUN_SECONDS` are over."""
+    begin = time.perf_counter()
+    for _ in engine.generate(prompt, policy, config):
+        if time.perf_counter() - begin > RUN_SECONDS:
+            return
 
 
 def _clock(engine: Engine) -> tuple[float, float, float, float]:
@@ -129,7 +153,12 @@ def _clock(engine: Engine) -> tuple[float, float, float, float]:
     return now, engine.trace.total_ms["draft"], engine.draft.graph_ms, engine.target.graph_ms
 
 
-def switching_costs(draft: TokenGraphs, target: TokenGraphs, max_lag: int, num_rows: int) -> SwitchTable:
+def switch_grid(max_lag: int, num_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The lags and batch sizes of `switching_costs`."""
+    return (*(lag for lag in LAGS if lag < max_lag), max_lag), tuple(2**power for power in range(num_rows.bit_length()))
+
+
+def switching_costs(draft: TokenGraphs, target: TokenGraphs, max_lag: int, num_rows: int, tick: Callable[[], None] = lambda: None) -> SwitchTable:
     """c_prefill over a grid of lags and geometric batch sizes: what a step with the draft's catching up takes longer than the same step without.
 
     The difference T_SD - T_base is taken inside one step: a forward of the target, which leaves the processor's caches full of its weights, then the
@@ -140,18 +169,28 @@ def switching_costs(draft: TokenGraphs, target: TokenGraphs, max_lag: int, num_r
         target: Over the same.
         max_lag: Longest lag that the pages hold.
         num_rows: Greatest batch size.
+        tick: Called after every lag and batch size.
 
+    Cost: of every lag the batch sizes up to `SWITCH_CHUNKS` full graphs of the draft; what takes more of them is in proportion to these.
     Source: Nightjar section 4.2, "Prefill Cost Modeling".
     """
-    lags = [lag for lag in LAGS if lag < max_lag] + [max_lag]
-    batch_sizes = [2**power for power in range(num_rows.bit_length())]
-    rows = [[_catch_up_ms(draft, target, lag, batch_size) / 1e3 for batch_size in batch_sizes] for lag in lags]
-    return SwitchTable(tuple(lags), tuple(batch_sizes), tuple(map(tuple, rows)))
+    lags, batch_sizes = switch_grid(max_lag, num_rows)
+    rows = []
+    for lag in lags:
+        measured: dict[int, float] = {}
+        for batch_size in batch_sizes:
+            if not measured or lag * batch_size <= SWITCH_CHUNKS * draft.prefill_chunk:
+                measured[batch_size] = _catch_up_ms(draft, target, lag, batch_size) / 1e3
+            tick()
+        most = max(measured)
+        rows.append(tuple(measured.get(batch_size, measured[most] * batch_size / most) for batch_size in batch_sizes))
+    return SwitchTable(lags, batch_sizes, tuple(rows))
 
 
 def _catch_up_ms(draft: TokenGraphs, target: TokenGraphs, lag: int, batch_size: int) -> float:
-    samples = []
-    for _ in range(SWITCH_ROUNDS):
+    samples: list[float] = []
+    begin = time.perf_counter()
+    while len(samples) < SWITCH_ROUNDS and (not samples or time.perf_counter() - begin < SWITCH_SECONDS):
         rows = [Row(place, DecodeState([0] * (lag + 1)), target_len=lag) for place in range(batch_size)]
         verify_rows(target, rows, [Chain()] * batch_size, ())
         _wait(target.device)

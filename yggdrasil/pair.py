@@ -18,7 +18,7 @@ from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import Arms, BestShape, ContextShape, DepthRule, FixedShape, ShapePolicy, StoppingShape
-from yggdrasil.schedule.choice import PlanChoice
+from yggdrasil.schedule.choice import FORMAT, PlanChoice
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.tokenizer import Tokenizer
 

@@ -669,6 +669,22 @@ def test_another_calibration_text_gives_another_predictor_of_the_same_graphs(cop
     generate(capsys, "--predictor", "stories")
 
 
+def test_every_phase_of_more_than_one_step_advances_and_never_past_its_total(copied: Path, ygg_home: Path, llama_folders: tuple[str, str]) -> None:
+    calibration, progress = tiny_pair.save_calibration(ygg_home / "stories.txt"), tiny_pair.CountedProgress()
+    compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
+    counted = {name for name, total in progress.totals.items() if total > 1}
+    assert {"check the pair", "check exactness", "write texts", "draft trees", "measure latencies", "measure the host", "train depth predictor"} < counted
+    for name in counted:
+        assert 0 < progress.done[name] <= progress.totals[name], name
+    assert progress.done["write texts"] == progress.totals["write texts"]
+    assert progress.done["draft trees"] == progress.totals["draft trees"]
+
+
+@pytest.mark.parametrize("budget", ("0", "-5", "nan"))
+def test_a_calibration_without_a_budget_is_refused_before_it_begins(budget: str, capfd: Capture) -> None:
+    assert f"calibration_budget_s: {float(budget)}" in refused(capfd, "compile", "--calibration-budget", budget)
+
+
 def test_an_unknown_predictor_is_refused_with_the_known_ones(copied: Path, capfd: Capture) -> None:
     line = refused(capfd, "generate", PROMPT, "--pair", "tiny", "--predictor", "poems")
     assert "no predictor named 'poems' (there are: stories)" in line

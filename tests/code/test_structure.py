@@ -26,7 +26,7 @@ GROUPS = (  # a module imports from its own group and from those before it
     ("schedule",),
     ("engine",),
     ("bundle", "inventory", "pair", "report", "tables", "plots", "measure", "timeline", "exactness", "ranks"),
-    ("calibration", "depth_training", "tuning", "build"),
+    ("calibration", "calibration_size", "depth_training", "tuning", "build"),
     ("serve",),
     ("cli",),
     ("__main__",),

@@ -15,7 +15,7 @@ import torch
 from conftest import TINY
 
 from yggdrasil import artifacts, build
-from yggdrasil.bundle import BESIDE_GRAPHS, Bundle, graph_sources, is_compiled, read_bundle
+from yggdrasil.bundle import BESIDE_GRAPHS, Bundle, compile_command, graph_sources, is_compiled, read_bundle
 from yggdrasil.calibration import CALIBRATION_TEXT, beginnings
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError, ConfigError, ModelMismatch
@@ -118,6 +118,13 @@ def test_a_calibration_text_without_two_tokens_is_refused_by_its_path(llama_fold
     tokenizer = Tokenizer(Path(llama_folders[0]) / "tokenizer.json", "ygg compile")
     with pytest.raises(ConfigError, match=r"calibration: '.*calibration\.jsonl' .*; ygg compile TARGET DRAFT --calibration FILE"):
         beginnings(["O"], tokenizer, "")
+
+
+def test_another_budget_of_calibration_is_in_the_command_and_compiles_no_graph_again() -> None:
+    config = replace(TINY, calibration_budget_s=30.0)
+    assert compile_command("pair", ("target", "draft"), config, "").endswith("--calibration-budget 30 --max-context 256")
+    assert "budget" not in compile_command("pair", ("target", "draft"), TINY, "")
+    assert config.lowering == TINY.lowering
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from yggdrasil import measure
-from yggdrasil.measure import ROUNDS, decision_milliseconds, latency_curve
+from yggdrasil.measure import CURVE_SECONDS, LEAST_ROUNDS, ROUNDS, decision_milliseconds, latency_curve
 from yggdrasil.models.packing import empty_meta
 from yggdrasil.state import PLAIN, DecodeState, Shape
 
@@ -26,16 +26,21 @@ class Clocked:
         self.menu = SimpleNamespace(sizes=tuple(seconds))
         self._seconds = {size: itertools.cycle(values) for size, values in seconds.items()}
         self.now = 0.0
+        self.num_forwards = 0
 
     def meta(self, num_tokens: int) -> Tensor:
         return empty_meta(num_tokens, 3)
 
     def forward(self, meta_NM: Tensor) -> None:
+        self.num_forwards += 1
         self.now += next(self._seconds[len(meta_NM)])
 
 
 def curve(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, list[float]]) -> Any:
-    model: Any = Clocked(seconds)
+    return timed(monkeypatch, Clocked(seconds))
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, model: Any) -> Any:
     monkeypatch.setattr(measure.time, "perf_counter", lambda: model.now)
     return latency_curve(model, (0, 32))
 
@@ -72,3 +77,29 @@ def test_a_decision_costs_what_choosing_takes_and_not_what_stands_around_it(monk
     engine: Any = SimpleNamespace(generate=generate)
     policy: Any = Choosing()
     assert decision_milliseconds(engine, [5], policy, num_tokens=9) == pytest.approx(2.0)
+
+
+def test_a_slow_model_gets_fewer_rounds_and_a_curve_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Clocked({2: [0.1 * CURVE_SECONDS, 0.12 * CURVE_SECONDS], 4: [0.2 * CURVE_SECONDS]})
+    found = timed(monkeypatch, model)
+    assert model.num_forwards == LEAST_ROUNDS * 2 * 2
+    for row in found.ms:
+        assert row == pytest.approx((100 * CURVE_SECONDS, 200 * CURVE_SECONDS), rel=0.2)
+
+
+def test_a_quick_model_gets_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Clocked({2: [0.001], 4: [0.002]})
+    timed(monkeypatch, model)
+    assert model.num_forwards == ROUNDS * 2 * 2
+
+
+def test_catching_up_over_many_full_graphs_takes_time_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(measure, "_catch_up_ms", lambda draft, target, lag, batch_size: seen.append((lag, batch_size)) or 1e3 * lag * batch_size)
+    ticks: list[None] = []
+    draft: Any = SimpleNamespace(prefill_chunk=16)
+    table = measure.switching_costs(draft, draft, max_lag=200, num_rows=8, tick=lambda: ticks.append(None))
+    assert (table.lags, table.batch_sizes) == ((2, 16, 64, 200), (1, 2, 4, 8))
+    assert table.seconds == tuple(tuple(float(lag * batch_size) for batch_size in table.batch_sizes) for lag in table.lags)
+    assert {pair for pair in seen if pair[0] >= 64} == {(64, 1), (64, 2), (200, 1)}, "eight graphs of 16 tokens, but one batch size of every lag"
+    assert len(ticks) == 16

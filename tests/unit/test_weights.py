@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny_pair
 import torch
 from torch import nn
 
@@ -50,7 +51,7 @@ def test_weights_are_as_readable_as_their_folder(tmp_path: Path, monkeypatch: py
     bundle = SimpleNamespace(config=SimpleNamespace(dtype="bfloat16", device="cpu", compress=False))
     for mode, expected in ((0o755, 0o644), (0o700, 0o600), (0o777, 0o644)):
         tmp_path.chmod(mode)
-        build._pack(bundle, tmp_path, "one", 0, 1)  # type: ignore[arg-type]
+        build._pack(bundle, tmp_path, "one", 0, 1, tiny_pair.SilentProgress())  # type: ignore[arg-type]
         assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == expected
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 

@@ -42,6 +42,13 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("draft", nargs="?", help="folder or hub id of a small model with the same tokenizer")
     parser.add_argument("--name", help="name of the pair (default: the target's folder name)")
     parser.add_argument("--calibration", type=Path, metavar="FILE", help='text to calibrate acceptance on: plain, or .jsonl with a "text" a line')
+    parser.add_argument(
+        "--calibration-budget",
+        type=float,
+        default=defaults.calibration_budget_s,
+        metavar="SECONDS",
+        help="most seconds for writing calibration text and drafting along it; a large pair gets fewer trees and texts (default: %(default)g)",
+    )
     parser.add_argument("--device", default=defaults.device, help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--dtype", default=defaults.dtype, help="bfloat16 or float32 (default: %(default)s)")
     parser.add_argument("--max-context", type=int, help="most tokens of prompt and output together (default: the models' limit, at most 2048)")
@@ -68,7 +75,13 @@ def run(options: argparse.Namespace) -> None:
     from yggdrasil.build import bundled_arguments, resolved
 
     config = CompileConfig(
-        device=options.device, dtype=options.dtype, max_context=options.max_context, exact=options.exact, compress=options.compress, ranks=num_ranks()
+        device=options.device,
+        dtype=options.dtype,
+        max_context=options.max_context,
+        exact=options.exact,
+        compress=options.compress,
+        calibration_budget_s=options.calibration_budget,
+        ranks=num_ranks(),
     )
     if options.target is None and options.name is not None:
         raise UsageError("--name goes with the models it is for", f"ygg compile TARGET DRAFT --name {options.name}")

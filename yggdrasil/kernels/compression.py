@@ -18,9 +18,10 @@ length instead of Huffman's, for a vector looks up sixty-four of those at once, 
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 __all__ = ["compress_weight", "decompress_weight"]
 
@@ -30,7 +31,8 @@ LINES, LINE_WEIGHTS = 16, 32  # of a tile
 TILE_WEIGHTS = LINES * LINE_WEIGHTS
 LOWER_BYTES, CODE_BYTES = TILE_WEIGHTS, TILE_WEIGHTS // 2
 ESCAPES_STEP = 16  # their room is a multiple of it: 64 bytes
-WEIGHTS_AT_ONCE = 1 << 22  # counting and looking up take some thirty bytes a weight
+
+Bytes = npt.NDArray[np.uint8]
 
 
 def compress_weight(packed: Tensor) -> Tensor:
@@ -42,46 +44,44 @@ def compress_weight(packed: Tensor) -> Tensor:
     Returns:
         (panels, bytes) uint8, the header, tiles and escapes of a panel in every row. How wide it is depends on the panel with the most escapes.
 
-    Cost: some ten operators over every weight; a new tensor.
+    Cost: some ten passes over every weight, a panel at a time: what one pass writes the next one reads from the nearest caches. A new tensor.
     """
-    bytes_PW2 = packed.view(torch.uint8).reshape(len(packed), -1, 2)
+    bytes_PW2 = packed.view(torch.uint8).reshape(len(packed), -1, 2).numpy()
     num_weights = bytes_PW2.shape[1]
     assert num_weights < 1 << 23, "a place and an upper byte are a positive int32"
-    parts = [_compress(part_PW2) for part_PW2 in torch.split(bytes_PW2, max(1, WEIGHTS_AT_ONCE // max(1, num_weights)))]
-    width = max(part.shape[1] for part in parts)
-    return torch.cat([functional.pad(part, (0, width - part.shape[1])) for part in parts])
+    panels = [_compress(bytes_W2) for bytes_W2 in bytes_PW2]
+    escapes_at = HEADER_BYTES + num_weights // TILE_WEIGHTS * (LOWER_BYTES + CODE_BYTES)
+    room = -(-max((len(escapes) for *_, escapes in panels), default=0) // ESCAPES_STEP) * ESCAPES_STEP
+    compressed = np.zeros((len(panels), escapes_at + 4 * room), dtype=np.uint8)
+    for row, (codes, tiles, escapes) in zip(compressed, panels, strict=True):
+        row[:CODES] = codes
+        row[CODES : CODES + 4].view(np.int32)[:] = len(escapes)
+        row[HEADER_BYTES:escapes_at] = tiles
+        row[escapes_at:].view(np.int32)[: len(escapes)] = escapes
+    return torch.from_numpy(compressed)
 
 
-def _compress(bytes_PW2: Tensor) -> Tensor:
-    lower_PW, upper_PW = bytes_PW2.unbind(-1)
-    num_panels, place_PW = len(lower_PW), upper_PW.long()
-    counts_PU = torch.zeros(num_panels, 256, dtype=torch.int32).scatter_add_(1, place_PW, torch.ones((), dtype=torch.int32).expand_as(place_PW))
-    table_PC = counts_PU.sort(dim=1, descending=True, stable=True).indices[:, :CODES]
-    code_PU = torch.full((num_panels, 256), CODES, dtype=torch.uint8).scatter_(1, table_PC, torch.arange(CODES, dtype=torch.uint8).expand_as(table_PC))
-    code_PW = code_PU.gather(1, place_PW)
-    is_escape_PW = code_PW == CODES
-    counts_P = is_escape_PW.sum(1, dtype=torch.int32)
-    first_TGB, second_TGB = _interleaved(code_PW.masked_fill(is_escape_PW, 0)).unbind(-2)
-    tiles = torch.cat([_interleaved(lower_PW).flatten(-3), (first_TGB | second_TGB << 4).flatten(-2)], dim=-1).flatten(1)
-    header = torch.cat([table_PC.byte(), counts_P[:, None].contiguous().view(torch.uint8)], dim=1)
-    header = functional.pad(header, (0, HEADER_BYTES - header.shape[1]))
-    return torch.cat([header, tiles, _escapes(is_escape_PW, counts_P, upper_PW).view(torch.uint8)], dim=1)
+def _compress(bytes_W2: Bytes) -> tuple[Bytes, Bytes, npt.NDArray[np.int32]]:
+    """The upper bytes that have codes, the tiles and the escapes of one panel."""
+    lower_W, upper_W = np.ascontiguousarray(bytes_W2.T)
+    by_frequency = np.argsort(-np.bincount(upper_W, minlength=256), kind="stable").astype(np.uint8)
+    code_of, is_rare = bytearray(256), bytearray(b"\1" * 256)
+    for code, upper in enumerate(by_frequency[:CODES].tolist()):
+        code_of[upper], is_rare[upper] = code, 0
+    upper = upper_W.tobytes()
+    code_W = np.frombuffer(upper.translate(code_of), dtype=np.uint8)  # the code of what has none is 0
+    place_E = np.flatnonzero(np.frombuffer(upper.translate(is_rare), dtype=np.uint8))
+    codes_TG2B = _interleaved(code_W)
+    lower_TB = _interleaved(lower_W).reshape(-1, LOWER_BYTES)
+    code_TB = (codes_TG2B[:, :, 0] | codes_TG2B[:, :, 1] << 4).reshape(-1, CODE_BYTES)
+    escapes_E = (place_E << 8 | upper_W[place_E]).astype(np.int32)
+    return by_frequency[:CODES], np.concatenate([lower_TB, code_TB], axis=1).ravel(), escapes_E
 
 
-def _escapes(is_escape_PW: Tensor, counts_P: Tensor, upper_PW: Tensor) -> Tensor:
-    """(panels, room) int32, zero behind the last one."""
-    panel, place = is_escape_PW.nonzero(as_tuple=True)
-    room = -(-int(counts_P.max()) // ESCAPES_STEP) * ESCAPES_STEP
-    escapes = torch.zeros(len(counts_P), room, dtype=torch.int32)
-    before_P = counts_P.cumsum(0) - counts_P
-    escapes[panel, torch.arange(len(panel)) - before_P[panel]] = (place << 8 | upper_PW[panel, place]).int()
-    return escapes
-
-
-def _interleaved(values_PW: Tensor) -> Tensor:
-    """Values of weights in the order of a tile's lower bytes: (panels, tiles, fours of lines, pairs of lines, 64)."""
-    lines_PTGJHLW = values_PW.view(len(values_PW), -1, LINES // 4, 2, 2, LINE_WEIGHTS // 8, 8)
-    return lines_PTGJHLW.transpose(4, 5).flatten(4)
+def _interleaved(value_W: Bytes) -> Bytes:
+    """Values of a panel's weights in the order of its tiles' lower bytes: (tiles, fours of lines, pairs of lines, 64)."""
+    eights_TGJHL = value_W.view(np.uint64).reshape(-1, LINES // 4, 2, 2, LINE_WEIGHTS // 8)
+    return np.ascontiguousarray(eights_TGJHL.swapaxes(3, 4)).view(np.uint8).reshape(-1, LINES // 4, 2, 64)
 
 
 def _in_order(interleaved_PTGJB: Tensor) -> Tensor:

@@ -94,14 +94,21 @@ def load_model(name: str, *, dtype: torch.dtype) -> Any:
     return model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
 
 
-def pack_linears_(model: nn.Module, *, compress: bool = False) -> None:
+def pack_linears_(model: nn.Module, *, compress: bool = False, tick: Callable[[], None] = lambda: None) -> None:
     """Replace every `nn.Linear` by one that reads a packed copy: the summation order then depends on nothing but the layer. For the CPU.
 
     Args:
         model: Changed in place.
         compress: Keep bf16 weights in three quarters of their bytes (kernels/compression.py).
+        tick: Called after every layer.
     """
-    _replace_linears_(model, lambda name, linear: PackedLinear.from_linear(linear, compress=compress))
+
+    def pack(name: str, linear: nn.Linear) -> nn.Module:
+        packed = PackedLinear.from_linear(linear, compress=compress)
+        tick()
+        return packed
+
+    _replace_linears_(model, pack)
 
 
 def outline_linears_(model: nn.Module, stored: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,89 @@
+"""Calibration traces collected one text and one tree at a time: the specification of yggdrasil/calibration.py, which does it in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from yggdrasil.calibration import Traces
+from yggdrasil.calibration_size import EVERY, CalibrationSize
+from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.engine import Engine
+from yggdrasil.models.packing import pack_chain_
+from yggdrasil.models.protocol import TokenModel
+from yggdrasil.policy.acceptance import TreeRecord, fit_platt
+from yggdrasil.policy.depth import Array, inputs_of
+from yggdrasil.policy.uncalibrated import uncalibrated_policy
+from yggdrasil.state import DecodeState, Shape
+from yggdrasil.step.draft import draft
+from yggdrasil.step.platt import PlattScale
+
+__all__ = ["collect_one_by_one"]
+
+
+def collect_one_by_one(engine: Engine, prompts: Sequence[Sequence[int]], temperature: float, size: CalibrationSize, writing: Shape) -> Traces:
+    """What `write_texts` and `drafted_traces` give for one temperature.
+
+    Args:
+        engine: The pair.
+        prompts: Token lists of at least two tokens.
+        temperature: Of the target.
+        size: How much.
+        writing: Shape with which the text is written: it changes how long that takes and nothing else.
+    """
+    texts = [_write(engine, prompt, SamplingConfig(temperature=temperature, seed=seed), size.num_written, writing) for seed, prompt in enumerate(prompts)]
+    edges = [_edges(engine.draft, text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
+    platt = fit_platt(*map(np.concatenate, zip(*edges, strict=True)))
+    inputs: list[Array] = []
+    deep: list[TreeRecord] = []
+    others: list[TreeRecord] = []
+    text_N: list[int] = []
+    for index, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
+        ends = size.root_ends(index, len(prompt))
+        inputs.append(inputs_of(_outputs(engine.target, text)[1], temperature)[[end - 2 for end in ends]])
+        engine.draft.cache.rollback_(0)
+        for end in ends:
+            deep.append(_record(engine, text, end, Shape(size.reference_width, size.max_depth), platt))
+            if len(deep) % EVERY == 1:
+                others += [_record(engine, text, end, Shape(width, size.max_depth), platt) for width in size.widths if width != size.reference_width]
+        text_N += [index] * len(ends)
+    return Traces(temperature, np.concatenate(inputs), np.array(text_N), tuple(deep), tuple(others), platt)
+
+
+def _write(engine: Engine, prompt: Sequence[int], sampling: SamplingConfig, num_tokens: int, shape: Shape) -> list[int]:
+    config = GenerateConfig(max_new_tokens=num_tokens, sampling=sampling, ignore_eos=True)
+    return [*prompt, *(token for result in engine.generate(prompt, uncalibrated_policy(shape), config) for token in result.tokens)]
+
+
+def _edges(draft_model: TokenModel, text: Sequence[int], start: int) -> tuple[Array, npt.NDArray[np.bool_]]:
+    tokens_LC, log_probs_LC = _outputs(draft_model, text)
+    is_next_MC = tokens_LC[start - 1 : -1] == torch.tensor(text[start:])[:, None]
+    return log_probs_LC[start - 1 : -1].numpy(), is_next_MC.numpy()
+
+
+def _outputs(model: TokenModel, text: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both outputs of a model for every token, (L, ...) each."""
+    model.cache.rollback_(0)
+    first: list[torch.Tensor] = []
+    second: list[torch.Tensor] = []
+    for start in range(0, len(text), model.prefill_chunk):
+        chunk = text[start : start + model.prefill_chunk]
+        meta_NM = model.meta(len(chunk))
+        pack_chain_(meta_NM, chunk, start)
+        for outputs, output in zip((first, second), model.forward(meta_NM), strict=True):
+            outputs.append(output[: len(chunk)].clone())
+        model.cache.commit_(range(len(chunk)))
+    model.cache.rollback_(0)
+    return torch.cat(first), torch.cat(second)
+
+
+def _record(engine: Engine, text: Sequence[int], end: int, shape: Shape, platt: PlattScale) -> TreeRecord:
+    state = DecodeState(list(text[:end]))
+    engine.draft.cache.rollback_(min(engine.draft.cache.len, end - 1))
+    tree = draft(engine.draft, state, shape, platt).tree
+    follows = torch.tensor([text[end + depth] if end + depth < len(text) else -1 for depth in tree.depth_N.tolist()])
+    path = set(tree.walk(follows))
+    return TreeRecord(shape.width, tuple(tree.log_prob_N.tolist()), tuple(node in path for node in range(len(tree))))

@@ -1,0 +1,132 @@
+"""Grow the trees of many rows together: each forward runs the newest nodes of as many trees as its graph holds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from yggdrasil.layout import ROW
+from yggdrasil.models.packing import empty_meta
+from yggdrasil.models.protocol import TokenGraphs
+from yggdrasil.step.draft import Frontier, grow_fused_, grow_plain_
+from yggdrasil.step.platt import PlattScale
+from yggdrasil.tree import TokenTree
+
+__all__ = ["Seed", "grow_forest"]
+
+
+@dataclass(frozen=True)
+class Seed:
+    """A tree to be grown, to its full depth.
+
+    Args:
+        row: Of the page table; the draft's KV of its text lies there up to the root.
+        root: The last token of the text.
+        root_pos: Its position.
+        width: W.
+        depth: D.
+        tokens_1C: Candidates of the root.
+        log_probs_1C: Their log-probabilities.
+        platt: What the draft's probability of a child is worth.
+    """
+
+    row: int
+    root: int
+    root_pos: int
+    width: int
+    depth: int
+    tokens_1C: Tensor
+    log_probs_1C: Tensor
+    platt: PlattScale
+
+
+class _Growing:
+    """A tree under way, and the seeds that its row grows after it."""
+
+    def __init__(self, model: TokenGraphs, seed: Seed, later: Iterator[Seed]) -> None:
+        num_nodes = 1 + seed.width * seed.depth
+        num_candidates = 1 if seed.width == 1 else model.num_candidates  # of a chain the best alone, as in `grow`
+        self.seed = seed
+        self.later = later
+        self.tree = TokenTree.root(seed.root, num_nodes, max_depth=model.max_depth, device=model.device)
+        self.candidates = seed.tokens_1C, seed.log_probs_1C  # of the nodes that were run last
+        self._frontier = Frontier(num_nodes, num_candidates, model.device, seed.platt)
+        self._grow_ = grow_fused_ if model.device == "cpu" else grow_plain_
+
+    @property
+    def wants_forward(self) -> bool:
+        """Whether nodes that are still to be attached may stand under the next ones: leaves are not run."""
+        return len(self.tree) + self.seed.width < 1 + self.seed.width * self.seed.depth
+
+    def grow_(self, meta_WM: Tensor) -> None:
+        """Attach W nodes, and describe their forward."""
+        self._grow_(self._frontier, self.tree, *self.candidates, self.seed.width, meta_WM, self.seed.root_pos)
+        meta_WM[:, ROW] = self.seed.row
+
+
+def grow_forest(model: TokenGraphs, rows: Iterable[Iterable[Seed]]) -> Iterator[tuple[Seed, TokenTree]]:
+    """The trees of many rows, each the one that `grow` gives for its row alone.
+
+    Args:
+        model: The draft, over pages of its rows. What a tree writes behind its root is provisional, and overwrites the text there.
+        rows: The seeds of every row; a row grows one tree at a time. So roots of a row go from the last to the first.
+
+    Yields:
+        Every seed with its tree, as they are finished.
+
+    Cost: D - 1 forwards of W nodes a tree, packed into forwards of up to `model.prefill_chunk` tokens; no sync.
+    """
+    waiting = deque[_Growing]()
+    for seeds in rows:
+        yield from _next_of_row(model, iter(seeds), waiting)
+    while waiting:
+        batch = _most(waiting, model.prefill_chunk)
+        _forward_(model, batch)
+        for growing in batch:
+            if growing.wants_forward:
+                waiting.append(growing)
+            else:
+                yield _finished(model, growing)
+                yield from _next_of_row(model, growing.later, waiting)
+
+
+def _next_of_row(model: TokenGraphs, seeds: Iterator[Seed], waiting: deque[_Growing]) -> Iterator[tuple[Seed, TokenTree]]:
+    """Enter a row's next tree that needs a forward; those of depth one are finished at once."""
+    for seed in seeds:
+        growing = _Growing(model, seed, seeds)
+        if growing.wants_forward:
+            waiting.append(growing)
+            return
+        yield _finished(model, growing)
+
+
+def _most(waiting: deque[_Growing], limit: int) -> list[_Growing]:
+    """Take as many from the left as one forward holds."""
+    batch = [waiting.popleft()]
+    room = limit - batch[0].seed.width
+    while waiting and waiting[0].seed.width <= room:
+        batch.append(waiting.popleft())
+        room -= batch[-1].seed.width
+    return batch
+
+
+def _forward_(model: TokenGraphs, batch: Sequence[_Growing]) -> None:
+    """Grow every tree by a step and run the new nodes of all."""
+    widths = [growing.seed.width for growing in batch]
+    num_tokens = sum(widths)
+    meta_NM = model.meta(num_tokens)
+    meta_NM[num_tokens:] = empty_meta(len(meta_NM) - num_tokens, model.max_depth, device=model.device)
+    for growing, meta_WM in zip(batch, torch.split(meta_NM[:num_tokens], widths), strict=True):
+        growing.grow_(meta_WM)
+    parts = [torch.split(output[:num_tokens].clone(), widths) for output in model.forward(meta_NM)]  # on CUDA the next replay writes over them
+    for growing, *candidates in zip(batch, *parts, strict=True):
+        growing.candidates = candidates[0], candidates[1]
+
+
+def _finished(model: TokenGraphs, growing: _Growing) -> tuple[Seed, TokenTree]:
+    growing.grow_(empty_meta(growing.seed.width, model.max_depth, device=model.device))
+    return growing.seed, growing.tree
