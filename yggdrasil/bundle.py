@@ -52,7 +52,7 @@ __all__ = [
     "machine_fields",
 ]
 
-FORMAT = 6
+FORMAT = 7
 BUNDLED = "tinystories"
 BESIDE_GRAPHS = ("commit_triton.py", "migrate.py", "migrate_triton.py")  # kernels that no graph calls
 S = TypeVar("S", bound=KVStorage)
@@ -135,10 +135,12 @@ class Bundle:
         calibration: Its path when it is not the bundled one, else empty.
         kv_target: Cache of the target, of one rank's heads where several share it.
         kv_draft: Cache of the draft.
+        vocab: V of the pair: a token id is below it.
         eos_tokens: End-of-text ids.
         sources: Model files.
         models: Target and draft as they were named.
         machine: `machine_fields` at compilation.
+        notes: What a user should know of these models, a sentence each.
         inexact_widths: Target graphs whose logits differ in some bit from plain decoding's, measured; text may then part where two tokens are nearly as likely.
     """
 
@@ -149,10 +151,12 @@ class Bundle:
     calibration: str
     kv_target: KVShape
     kv_draft: KVShape
+    vocab: int
     eos_tokens: tuple[int, ...]
     sources: tuple[SourceFile, ...]
     models: tuple[str, str]
     machine: dict[str, Any]
+    notes: tuple[str, ...] = ()
     inexact_widths: tuple[int, ...] = ()
 
     @property
@@ -312,6 +316,9 @@ def load_bundle(name: str) -> Bundle:
         raise ArtifactError(current.parent, f"no compiled pair named {name!r} (there are: {known})", hint)
     folder = current.parent / str(artifacts.load_json(current, hint).get("fingerprint"))
     payload = artifacts.load_json(folder / "bundle.json", hint)
+    stored = payload.get("machine")
+    if isinstance(stored, dict):  # what another version wrote lacks fields, and is stale rather than corrupt
+        artifacts.check_fingerprint(folder / "bundle.json", stored, {"format": FORMAT}, hint)
     try:
         bundle = _from_json(folder, payload)
     except (KeyError, TypeError, ValueError) as error:
@@ -342,9 +349,11 @@ def _from_json(folder: Path, payload: dict[str, Any]) -> Bundle:
         calibration=payload["calibration"],
         kv_target=KVShape(**payload["kv_target"]),
         kv_draft=KVShape(**payload["kv_draft"]),
+        vocab=int(payload["vocab"]),
         eos_tokens=tuple(payload["eos_tokens"]),
         sources=tuple(SourceFile(**source) for source in payload["sources"]),
         models=(payload["models"][0], payload["models"][1]),
         machine=payload["machine"],
+        notes=tuple(payload["notes"]),
         inexact_widths=tuple(payload["inexact_widths"]),
     )

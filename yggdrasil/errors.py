@@ -5,6 +5,7 @@ YggError
 ├── ConfigError        an option or a call: names the field, the value and what is allowed
 ├── ModelMismatch      target and draft do not share a vocabulary: names both
 ├── UnsupportedModel   an architecture we would decode wrongly: names the feature
+├── BrokenCheckpoint   a model's files are not whole, or do not fit its configuration: path, problem, remedy
 ├── ArtifactError      a compiled file is missing, stale or corrupt: path, field, command
 ├── ShapeNotCompiled   more tokens than the menu of static graphs holds: names the menu
 ├── CapacityError      the context or a pool is full: needed and free
@@ -22,6 +23,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "ArtifactError",
+    "BrokenCheckpoint",
     "CapacityError",
     "ConfigError",
     "ModelMismatch",
@@ -31,7 +33,14 @@ __all__ = [
     "ShapeNotCompiled",
     "UnsupportedModel",
     "YggError",
+    "first_line",
 ]
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error tells in its first line; its class where it has no text."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 class YggError(Exception):
@@ -58,6 +67,13 @@ class UnsupportedModel(YggError):
 
     def __init__(self, model: str, feature: str) -> None:
         super().__init__(f"{model}: {feature} is not supported; supported are decoder-only models with full causal attention and heads of 16, 32, ... features")
+
+
+class BrokenCheckpoint(YggError):
+    """Files of a model that cannot be used as they are."""
+
+    def __init__(self, path: object, problem: str, remedy: str = "download the model again") -> None:
+        super().__init__(f"{path}: {problem}; {remedy}")
 
 
 class ArtifactError(YggError):

@@ -16,6 +16,8 @@ from yggdrasil.compiler.weights import FILE_NAME, has_weights, load_weights, sav
 class Odd(nn.Module):
     """Odd sizes, several dtypes, a scalar, nothing at all, and a tied pair."""
 
+    config = None
+
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.randn(3).bfloat16())
@@ -54,13 +56,18 @@ def test_weights_are_there_only_when_they_load(tmp_path: Path) -> None:
 
 
 def test_compiling_again_packs_weights_that_do_not_load_and_keeps_those_that_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = []
+    packed, proved = [], []
     monkeypatch.setattr(build, "load_model", lambda model, dtype: packed.append(model) or Odd())
-    bundle = SimpleNamespace(config=SimpleNamespace(dtype="bfloat16", device="cpu", compress=False))
+    monkeypatch.setattr(build, "kv_shape", lambda config, capacity: None)
+    monkeypatch.setattr(build, "expected_passages", lambda model, *others: [model])
+    monkeypatch.setattr(build, "check_forward", lambda model, loaded, kv, passages, num_positions: proved.append((model, passages)))
+    config = SimpleNamespace(device="cpu", compress=False, path_depth=5)
+    bundle = SimpleNamespace(config=config, dtype=torch.bfloat16, models=("one", "another"), vocab=384, max_context=128)
     for _ in range(2):
-        build._pack(bundle, tmp_path, "one", 0, 1)  # type: ignore[arg-type]
+        build._pack(bundle, tmp_path, 0, 0, 1)  # type: ignore[arg-type]
     (tmp_path / FILE_NAME).write_bytes(b"truncated")
-    build._pack(bundle, tmp_path, "another", 0, 1)  # type: ignore[arg-type]
+    build._pack(bundle, tmp_path, 1, 0, 1)  # type: ignore[arg-type]
     assert packed == ["one", "another"]
+    assert proved == [("one", ["one"]), ("another", ["another"])]  # once for all runs that find the weights
     assert has_weights(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
