@@ -65,7 +65,8 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
         The bundle, saved and current. Where another process is compiling a pair of this name it is waited for, and if it was this very pair, that is it.
 
     Raises:
-        ConfigError, ModelMismatch, UnsupportedModel: before anything is written.
+        ConfigError, BrokenCheckpoint, ModelMismatch, UnsupportedModel: before anything is written, as far as configurations and the headers of weight
+            files tell; what shows only in a model as it runs, before its weights are written and a graph is built.
         RuntimeError: a graph could not be built.
     """
     with progress.phase("check the pair", 1):
@@ -238,11 +239,11 @@ def _build_models(bundle: Bundle, progress: Progress) -> None:
         ("draft", bundle.models[1], draft_folder, draft_menu(config), bundle.kv_draft, config.num_candidates, 1),
     ]
     with progress.phase("prove and pack the models", config.ranks + 1):
+        _pack(bundle, draft_folder, 1, 0, 1)  # the small one first: where it is refused, no large file was written for nothing
+        progress.advance()
         for rank in range(config.ranks):
             _pack(bundle, bundle.target_weights(rank), 0, rank, config.ranks)
             progress.advance()
-        _pack(bundle, draft_folder, 1, 0, 1)
-        progress.advance()
         artifacts.save_bytes(bundle.folder / "tokenizer.json", load_tokenizer(bundle.models[0]).backend_tokenizer.to_str(pretty=True).encode())
     jobs = [
         GraphJob(

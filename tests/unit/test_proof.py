@@ -10,8 +10,11 @@ import transformers as t
 from torch import nn
 
 from yggdrasil.errors import UnsupportedModel
+from yggdrasil.kv import KVCache
 from yggdrasil.models.attention import IMPLEMENTATION, register_attention
+from yggdrasil.models.forward import TargetForward
 from yggdrasil.models.load import pack_linears_
+from yggdrasil.models.packing import empty_meta
 from yggdrasil.models.proof import TOLERANCE, check_forward, deviation, expected_passages
 from yggdrasil.models.rope import FROZEN, freeze_ropes_
 from yggdrasil.models.support import kv_shape
@@ -159,6 +162,14 @@ def test_frozen_rotary_embeddings_are_transformers_own_at_every_position(kind: s
         freeze_ropes_(model)
         assert model.model.rotary_emb.rope_type == FROZEN
         assert torch.equal(model(input_ids=tokens, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("kind", ("longrope", "dynamic"))
+def test_a_model_with_such_rotary_embeddings_is_one_static_graph(kind: str, kernels: None) -> None:
+    model = built(rope_llama(kind))
+    cache = KVCache(kv_shape(model.config, 32), dtype=torch.float32, device="cpu")
+    graph = torch.export.export(TargetForward(model, cache, 96), (empty_meta(4, 5),), strict=False).graph
+    assert [node for node in graph.nodes if "copy_" in str(node.target)] == []  # frequencies that a forward writes
 
 
 def test_a_deviation_is_of_the_worst_token_in_spreads_of_its_logits() -> None:

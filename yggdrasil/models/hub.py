@@ -72,6 +72,7 @@ def read_json(name: str, file: str) -> dict[str, Any] | None:
 
     Raises:
         BrokenCheckpoint: it is there and is no JSON object.
+        ConfigError: the hub does not answer, and whether there is one was not looked up before.
     """
     path = _find(name, file)
     if path is None:
@@ -91,5 +92,8 @@ def _find(name: str, file: str) -> Path | None:
         return path if path.is_file() else None
     from transformers.utils.hub import cached_file
 
-    found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    try:
+        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise ConfigError("model", name, f"one whose {file} the hub gives", hub_reason(error)) from None
     return None if found is None else Path(found)
