@@ -1,10 +1,13 @@
 """Is every causal LM of transformers either computed right or refused in one line?
 
-Each architecture is built small, with random weights, from a shrunk copy of its own default configuration. What `ygg compile` accepts, from the
-configuration and by its proof, is then judged independently: a text in pieces and a branching tree, node by node, against transformers' eager forward
+Each architecture is built small, with random weights, from a shrunk copy of its own default configuration.
+What `ygg compile` accepts, from the
+configuration and by its proof, is then judged independently: a text in pieces and a branching tree, node by
+node, against transformers' eager forward
 over the path to that node, in fp32.
 
-Refuted by one architecture that is accepted and differs, or that fails otherwise than by a refusal: the exit code is 1.
+Refuted by one architecture that is accepted and differs, or that fails otherwise than by a refusal: the
+exit code is 1.
 """
 
 from __future__ import annotations
@@ -206,7 +209,10 @@ def measure(names: Iterable[str], say: Say) -> list[Row]:
 
 
 def main() -> int:
-    """Judge all, save the table; the last line of standard output is the result as JSON. Returns 1 where one is wrong."""
+    """Judge all, save the table; the last line of standard output is the result as JSON.
+
+    Returns 1 where one is wrong.
+    """
     parser = argparse.ArgumentParser(prog="bench.architectures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON document on standard output")
     parser.add_argument("--quick", action="store_true", help=f"a rehearsal: {len(QUICK)} architectures, kept out of bench/results")

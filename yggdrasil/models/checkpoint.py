@@ -38,7 +38,8 @@ def check_weights(folder: Path, config: Any) -> None:
         config: Its transformers configuration.
 
     Raises:
-        BrokenCheckpoint: names the first file that is missing or cut off, or the first tensor of another shape.
+        BrokenCheckpoint: names the first file that is missing or cut off, or the first tensor of another
+            shape.
         ConfigError: transformers cannot build what the configuration describes.
     """
     expected = _expected_shapes(folder, config)

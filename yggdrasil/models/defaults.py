@@ -44,7 +44,8 @@ PROCESSORS: Final = {
 
 
 def end_tokens(name: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a text: generation_config.json's; where it names none, those of config.json and of the tokenizer.
+    """Ids that end a text: generation_config.json's; where it names none, those of config.json and of the
+    tokenizer.
 
     Raises:
         BrokenCheckpoint: generation_config.json does not read, or its end tokens are no ids.

@@ -21,7 +21,8 @@ CONNECT_SECONDS = 3.0
 
 
 def check_name(name: str) -> None:
-    """Settle where `name` is looked up. Where the hub does not answer, only what was downloaded before is looked at: retries would take half a minute a file.
+    """Settle where `name` is looked up. Where the hub does not answer, only what was downloaded before is
+    looked at: retries would take half a minute a file.
 
     Raises:
         ConfigError: it is neither a folder nor what an id on the hub looks like.

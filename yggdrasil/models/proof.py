@@ -1,4 +1,5 @@
-"""Is our forward the model's? Every layer reaches the tree attention once, and logits are those of transformers' own eager forward.
+"""Is our forward the model's? Every layer reaches the tree attention once, and logits are those of
+transformers' own eager forward.
 
 ```
 passage    t0 t1 ... t15 | t16 t17 ... t23        at position 0, and at the last positions of the context
@@ -6,7 +7,8 @@ expected   one forward of all tokens by transformers, with its own attention
 ours       a chain       | a path through a tree with a sibling before every node
 ```
 
-What mixes tokens anywhere but in attention, a convolution for one, differs in the tree: a node's neighbours are not the tokens before it.
+What mixes tokens anywhere but in attention, a convolution for one, differs in the tree: a node's neighbours
+are not the tokens before it.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ PATH_LEN = 8
 PASSAGE_LEN = PREFIX_LEN + PATH_LEN
 CAPACITY = (PASSAGE_LEN + PATH_LEN + PAGE_LEN - 1) // PAGE_LEN * PAGE_LEN
 
-TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Most that a token's logits may differ, in standard deviations of them over the vocabulary.
 
-Over the architectures of `bench/architectures.py` rounding takes 1e-6 of it in fp32 and 0.01 to 0.05 in bf16; another function takes 0.5 and more.
+Over the architectures of `bench/architectures.py`, of 2 to 48 layers, rounding takes 1e-6 to 1e-5 of them
+in fp32 and 0.01 to 0.07 in bf16; another function
+takes 0.5 and more.
 """
 
 

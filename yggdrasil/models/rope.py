@@ -10,9 +10,11 @@ FROZEN = "frozen"
 
 
 def freeze_ropes_(model: nn.Module) -> None:
-    """Keep the frequencies of short texts, in place; the context ends before they would change (`support.context_limits`).
+    """Keep the frequencies of short texts, in place; the context ends before they would change
+    (`support.context_limits`).
 
-    A token's embedding must not depend on what runs in the same forward, and a choice by the data is no static graph.
+    A token's embedding must not depend on what runs in the same forward, and a choice by the data is no
+    static graph.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
