@@ -26,14 +26,18 @@ from yggdrasil.compiler.pool import GraphJob, compile_graphs
 from yggdrasil.compiler.weights import FILE_NAME, save_weights
 from yggdrasil.config import CompileConfig
 from yggdrasil.digests import KnownFile, Ledger, read_files
-from yggdrasil.errors import ArtifactError, ConfigError, ModelMismatch
+from yggdrasil.errors import ArtifactError, BrokenCheckpoint, ConfigError, ModelMismatch, UnsupportedModel
 from yggdrasil.exactness import NUM_PLAIN, inexact_widths
 from yggdrasil.kernels import build_kernels, load_kernels
 from yggdrasil.kernels.threads import asked_threads
 from yggdrasil.kv import KVCache, KVShape
 from yggdrasil.layout import PAGE_LEN
-from yggdrasil.models.load import check_vocabularies, kv_shape, load_config, load_model, pack_linears_, shared_vocab
+from yggdrasil.models.checkpoint import check_weights
+from yggdrasil.models.defaults import end_tokens, unapplied_defaults
+from yggdrasil.models.load import check_vocabularies, load_config, load_model, pack_linears_, shared_vocab
+from yggdrasil.models.proof import check_forward, expected_passages
 from yggdrasil.models.sharding import check_divisible, shard_
+from yggdrasil.models.support import context_limits, kv_shape
 from yggdrasil.pair import load_measurements
 from yggdrasil.progress import Progress
 from yggdrasil.tokenizer import load_tokenizer
@@ -43,6 +47,7 @@ from yggdrasil.tuning import tune
 __all__ = ["bundled_arguments", "compile_pair", "planned_context", "resolved"]
 
 DEFAULT_MAX_CONTEXT = 2048
+LEAST_CONTEXT = 32  # that `CompileConfig` takes
 HARDWARE = ("cpu_flags", "compute_capability")  # of `machine_fields`
 CACHED_BYTES = 8 << 20  # weights that stay in a processor's caches are not waited for: a draft of 1.8 MB took a tenth longer compressed
 WORKER_BYTES = 3 * 2**29  # a CUDA context, its libraries, two pages of KV
@@ -63,7 +68,8 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
         The bundle, saved and current. Where another process is compiling a pair of this name it is waited for, and if it was this very pair, that is it.
 
     Raises:
-        ConfigError, ModelMismatch, UnsupportedModel: before anything is written.
+        ConfigError, BrokenCheckpoint, ModelMismatch, UnsupportedModel: before anything is written, as far as configurations and the headers of weight
+            files tell; what shows only in a model as it runs, before its weights are written and a graph is built.
         StoreError: what is built cannot be written; what was there before stays.
         RuntimeError: a graph could not be built.
     """
@@ -145,7 +151,12 @@ def _describe(target: str, draft: str, name: str, config: CompileConfig, calibra
     check_divisible(target_config, config.ranks)
     tokenizer = load_tokenizer(target)
     check_vocabularies(target_config, draft_config, _common_ids(tokenizer, draft))
-    config = replace(config, max_context=_max_context(config, target_config, draft_config))
+    notes = (*_absent_tokens(target, tokenizer, target_config.vocab_size), *filter(None, [unapplied_defaults(target)]))
+    eos_tokens = end_tokens(target, target_config, tokenizer)
+    config = replace(config, max_context=_max_context(config, {target: target_config, draft: draft_config}))
+    for model, its_config in ((target, target_config), (draft, draft_config)):
+        if Path(model).is_dir():
+            check_weights(Path(model), its_config)
     assert config.max_context is not None
     capacity = (config.max_context + config.max_nodes + PAGE_LEN - 1) // PAGE_LEN * PAGE_LEN
     kv_target, kv_draft = _of_a_rank(kv_shape(target_config, capacity), config.ranks), kv_shape(draft_config, capacity)
@@ -161,11 +172,12 @@ def _describe(target: str, draft: str, name: str, config: CompileConfig, calibra
         calibration="" if calibration == CALIBRATION_TEXT else str(calibration.resolve()),
         kv_target=kv_target,
         kv_draft=kv_draft,
-        eos_tokens=_eos_tokens(target, tokenizer),
         vocab=shared_vocab(target_config, draft_config),
+        eos_tokens=eos_tokens,
         sources=tuple(file for files in sources for file in files),
         models=(target, draft),
         machine=machine,
+        notes=notes,
     )
 
 
@@ -190,17 +202,48 @@ def _common_ids(tokenizer: Any, draft: str) -> int | None:
     return num_ids
 
 
-def _max_context(config: CompileConfig, *models: Any) -> int:
-    limit = min(getattr(model, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT + config.path_depth for model in models)
-    most = (limit - config.path_depth) // PAGE_LEN * PAGE_LEN  # a tree's nodes stand up to so many positions past the text
+def _absent_tokens(target: str, tokenizer: Any, vocab: int) -> list[str]:
+    """A note on special tokens that the tokenizer has and the target has not, as after a fine-tuning that added one for padding: no text stands for them.
+
+    Raises:
+        BrokenCheckpoint: it lacks tokens that text is made of.
+    """
+    absent = {token: text for text, token in tokenizer.get_vocab().items() if token >= vocab}
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    if words := sorted(absent.keys() - special):
+        lacking = f"{len(words)} tokens of its tokenizer have no embedding, the first is {absent[words[0]]!r} ({words[0]}); the model has {vocab}"
+        raise BrokenCheckpoint(target, lacking, "call resize_token_embeddings and train them, or take the tokenizer that the model was trained with")
+    if not absent:
+        return []
+    named = ", ".join(f"{absent[token]!r} ({token})" for token in sorted(absent))
+    return [f"the target has no embedding for special tokens of its tokenizer: {named}; a prompt that contains one is refused"]
+
+
+def _max_context(config: CompileConfig, models: Mapping[str, Any]) -> int:
+    limit = min(getattr(model, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT + config.path_depth for model in models.values())
+    most = _longest(limit, config)
     if config.max_context is not None and config.max_context > most:
         raise ConfigError("max_context", config.max_context, f"at most {most}: the models know {limit} positions, of which a tree needs {config.path_depth}")
-    return config.max_context or min(DEFAULT_MAX_CONTEXT, most)
+    settled = config.max_context or min(DEFAULT_MAX_CONTEXT, most)
+    limits = [(each.num_positions, name, each.reason) for name, model in models.items() for each in context_limits(model)]
+    num_positions, name, reason = min(limits, default=(settled + config.path_depth, "", ""))
+    longest = _longest(num_positions, config)
+    if longest < LEAST_CONTEXT:
+        raise UnsupportedModel(name, reason)
+    if settled > longest:
+        why = f"{name} has {reason}, of which a tree needs {config.path_depth}"
+        raise ConfigError("max_context", settled, f"at most {longest}: {why}", f"add --max-context {longest}")
+    return settled
+
+
+def _longest(num_positions: int, config: CompileConfig) -> int:
+    """The longest context, in whole pages, after which a tree's nodes still stand within so many positions."""
+    return (num_positions - config.path_depth) // PAGE_LEN * PAGE_LEN
 
 
 def planned_context(target: str, draft: str) -> int:
     """Most tokens of prompt and output together that a pair compiled with the defaults would hold."""
-    return _max_context(CompileConfig(), load_config(resolved(target)), load_config(resolved(draft)))
+    return _max_context(CompileConfig(), {model: load_config(model) for model in (resolved(target), resolved(draft))})
 
 
 def _sources(models: Sequence[str], name: str, tick: Callable[[], None]) -> list[list[KnownFile]]:
@@ -239,20 +282,9 @@ def _origin(model: str, files: Sequence[KnownFile]) -> list[str]:
     return [model, Path(config_path).parent.name]
 
 
-def _eos_tokens(target: str, tokenizer: Any) -> tuple[int, ...]:
-    from transformers import GenerationConfig
-
-    try:
-        eos = GenerationConfig.from_pretrained(target).eos_token_id
-    except OSError:
-        eos = None
-    eos = tokenizer.eos_token_id if eos is None else eos
-    return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-
-
 def _build_models(bundle: Bundle, progress: Progress) -> dict[str, str]:
     """Pack and compile what is not there with every byte that was written; returns digests of all files."""
-    config, vocab = bundle.config, shared_vocab(*(load_config(model) for model in bundle.models))
+    config = bundle.config
     draft_folder = bundle.folder / "draft"
     kinds: list[tuple[str, str, Path, Menu, KVShape, int, int]] = [
         ("target", bundle.models[0], bundle.target_weights(0), target_menu(config), bundle.kv_target, 0, config.ranks),
@@ -260,11 +292,12 @@ def _build_models(bundle: Bundle, progress: Progress) -> dict[str, str]:
     ]
     ledger = Ledger(bundle.folder)
     whole = ledger.whole(bundle.files)
-    shards = [(bundle.target_weights(rank), bundle.models[0], rank, config.ranks) for rank in range(config.ranks)]
-    for folder, model, rank, ranks in [*shards, (draft_folder, bundle.models[1], 0, 1)]:
+    shards = [(bundle.target_weights(rank), 0, rank, config.ranks) for rank in range(config.ranks)]
+    # the small one first: where it is refused, no large file was written for nothing
+    for folder, which, rank, ranks in [(draft_folder, 1, 0, 1), *shards]:
         weights_name = str((folder / FILE_NAME).relative_to(bundle.folder))
         if weights_name not in whole:
-            _pack(bundle, folder, model, rank, ranks, progress)
+            _pack(bundle, folder, which, rank, ranks, progress)
             ledger.record(weights_name)
     artifacts.save_bytes(bundle.tokenizer_path, load_tokenizer(bundle.models[0]).backend_tokenizer.to_str(pretty=True).encode())
     ledger.record(str(bundle.tokenizer_path.relative_to(bundle.folder)))
@@ -273,7 +306,7 @@ def _build_models(bundle: Bundle, progress: Progress) -> dict[str, str]:
             model=model,
             weights=str(weights),
             num_candidates=num_candidates,
-            vocab=vocab,
+            vocab=bundle.vocab,
             dtype=config.dtype,
             device=config.device,
             kv=kv,
@@ -310,14 +343,25 @@ def _num_workers(bundle: Bundle) -> int:
     return max(1, min(cores, torch.cuda.mem_get_info()[0] // (weight_bytes + WORKER_BYTES)))
 
 
-def _pack(bundle: Bundle, folder: Path, model: str, rank: int, ranks: int, progress: Progress) -> None:
-    with progress.phase(f"load {folder.name}", 1):
-        loaded = load_model(model, dtype=getattr(torch, bundle.config.dtype))
-        if ranks > 1:
+def _pack(bundle: Bundle, folder: Path, which: int, rank: int, ranks: int, progress: Progress) -> None:
+    """Write the packed weights of the target (0) or the draft (1), once its forward is proved right."""
+    name = bundle.models[which]
+    config = bundle.config
+    num_positions = bundle.max_context + config.path_depth
+    with progress.phase(f"load {folder.name}", 2):
+        loaded = load_model(name, dtype=bundle.dtype)
+        progress.advance()
+        passages = expected_passages(name, loaded, bundle.vocab, num_positions) if rank == 0 else []
+        whole = kv_shape(loaded.config, 0)
+        if ranks > 1:  # before it is shared out: a shard alone computes nothing
+            check_forward(name, loaded, whole, passages, num_positions)
             shard_(loaded, rank, ranks)
-    if bundle.config.device == "cpu":
+    if config.device == "cpu":
         with progress.phase(f"pack {folder.name}", sum(type(module) is torch.nn.Linear for module in loaded.modules())):
-            pack_linears_(loaded, compress=_compresses(bundle.config, loaded), tick=progress.advance)
+            pack_linears_(loaded, compress=_compresses(config, loaded), tick=progress.advance)
+    if ranks == 1:
+        with progress.phase(f"prove {folder.name}", 1):
+            check_forward(name, loaded, whole, passages, num_positions)
     with progress.phase(f"store {folder.name}", 1), storage.temporary_folder(folder, FILE_NAME) as temporary:
         save_weights(loaded, temporary)
         storage.put(temporary / FILE_NAME, folder / FILE_NAME)

@@ -117,6 +117,7 @@ class Bundle:
         models: Target and draft as they were named.
         machine: `machine_fields` at compilation.
         digests: Of every file of the build, by its path in the folder.
+        notes: What a user should know of these models, a sentence each.
         inexact_widths: Target graphs whose logits differ in some bit from plain decoding's, measured; text may then part where two tokens are nearly as likely.
     """
 
@@ -133,6 +134,7 @@ class Bundle:
     models: tuple[str, str]
     machine: dict[str, Any]
     digests: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     inexact_widths: tuple[int, ...] = ()
 
     @property
@@ -347,6 +349,9 @@ def read_bundle(name: str) -> Bundle:
     hint = str(pointer.get("command", hint))
     folder = current.parent / str(pointer.get("fingerprint"))
     payload = artifacts.load_json(folder / "bundle.json", hint)
+    stored = payload.get("machine")
+    if isinstance(stored, dict):  # what another version wrote lacks fields, and is stale rather than corrupt
+        artifacts.check_fingerprint(folder / "bundle.json", stored, {"format": FORMAT}, hint)
     try:
         return _from_json(folder, payload)
     except MALFORMED as error:
@@ -385,5 +390,6 @@ def _from_json(folder: Path, payload: dict[str, Any]) -> Bundle:
         models=(payload["models"][0], payload["models"][1]),
         machine=dict(payload["machine"]),
         digests=dict(payload["digests"]),
+        notes=tuple(payload["notes"]),
         inexact_widths=tuple(payload["inexact_widths"]),
     )

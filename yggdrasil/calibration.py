@@ -139,7 +139,7 @@ def write_texts(
 
 
 def _write(target: TokenGraphs, rows: Sequence[Row], num_tokens: int, tick: Callable[[int], None]) -> list[Written]:
-    prompts = [Piece(row.row, row.state.tokens[:-1], 0) for row in rows]
+    prompts = [Piece(row.row, row.state.tokens[:-1], 0, 0) for row in rows]
     last = {row: hidden_LE[-1].clone() for row, _, hidden_LE in _outputs(target, prompts, tick)}
     hidden = [[last[row.row]] for row in rows]
     for _ in range(num_tokens):
@@ -172,9 +172,13 @@ def _outputs(model: TokenGraphs, pieces: Sequence[Piece], tick: Callable[[int], 
 
 
 def _candidates(draft: TokenGraphs, texts: Sequence[Written], tick: Callable[[int], None]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The draft's candidates after every token of every text and their log-probabilities, (L, C) each."""
+    """The draft's candidates after every token of every text and their log-probabilities, (L, C) each.
+
+    Those after the prompt's tokens but the last are not computed.
+    """
+    pieces = [Piece(row, text.tokens, 0, len(text.tokens) - text.prompt_len + 1) for row, text in enumerate(texts)]
     parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in texts]
-    for row, tokens_LC, log_probs_LC in _outputs(draft, [Piece(row, text.tokens, 0) for row, text in enumerate(texts)], tick):
+    for row, tokens_LC, log_probs_LC in _outputs(draft, pieces, tick):
         parts[row].append((tokens_LC.clone(), log_probs_LC.clone()))
     return [(torch.cat([tokens_LC for tokens_LC, _ in of_row]), torch.cat([log_probs_LC for _, log_probs_LC in of_row])) for of_row in parts]
 

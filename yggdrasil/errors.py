@@ -6,6 +6,7 @@ YggError
 ├── ConfigError        an option or an argument: names the field, the value and what is allowed
 ├── ModelMismatch      target and draft do not share a vocabulary: names both
 ├── UnsupportedModel   an architecture we would decode wrongly: names the feature
+├── BrokenCheckpoint   a model's files are not whole, or do not fit its configuration: path, problem, remedy
 ├── ArtifactError      a compiled file is missing, stale or corrupt: path, field, command
 ├── StoreError         a file cannot be written: path, reason, remedy
 ├── ShapeNotCompiled   more tokens than the menu of static graphs holds: names the menu
@@ -25,6 +26,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "ArtifactError",
+    "BrokenCheckpoint",
     "CapacityError",
     "ConfigError",
     "ModelMismatch",
@@ -36,6 +38,7 @@ __all__ = [
     "UnsupportedModel",
     "UsageError",
     "YggError",
+    "first_line",
 ]
 
 
@@ -43,6 +46,12 @@ SHOWN = reprlib.Repr()  # of a value that is refused: a client may have sent meg
 SHOWN.maxstring = SHOWN.maxother = 300
 SHOWN.maxlong = 60
 SHOWN.maxlist = SHOWN.maxtuple = SHOWN.maxset = SHOWN.maxdict = 20
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error tells in its first line; its class where it has no text."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 class YggError(Exception):
@@ -82,6 +91,13 @@ class UnsupportedModel(YggError):
 
     def __init__(self, model: str, feature: str) -> None:
         super().__init__(f"{model}: {feature} is not supported; supported are decoder-only models with full causal attention and heads of 16, 32, ... features")
+
+
+class BrokenCheckpoint(YggError):
+    """Files of a model that cannot be used as they are."""
+
+    def __init__(self, path: object, problem: str, remedy: str = "download the model again") -> None:
+        super().__init__(f"{path}: {problem}; {remedy}")
 
 
 class ArtifactError(YggError):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from yggdrasil.models.packing import pack_chain_, pack_nodes_
+from yggdrasil.models.proof import sibling_tree
 from yggdrasil.models.protocol import TokenModel
-from yggdrasil.tree import TokenTree
 
 __all__ = ["NUM_PLAIN", "inexact_widths"]
 
@@ -69,12 +69,7 @@ def _chain(model: TokenModel, tokens: list[int], width: int) -> Tensor:
 
 def _path(model: TokenModel, tokens: list[int], width: int) -> Tensor:
     """Logits of a path whose nodes each have an earlier sibling, so that its KV lies in every second slot."""
-    tree = TokenTree.root(tokens[0], 2 * len(tokens) - 1, max_depth=model.max_depth, device=model.device)
-    nodes = [0]
-    for depth, token in enumerate(tokens[1:], 1):
-        sibling = token - 1 if token else 1
-        tree.grow(*(torch.tensor(column, device=model.device) for column in ([nodes[-1]] * 2, [sibling, token], [-float(depth)] * 2)))
-        nodes.append(len(tree) - 1)
+    tree, nodes = sibling_tree(tokens, max_depth=model.max_depth, device=model.device)
     model.cache.reserve(len(tree))
     meta_NM = model.meta(width)
     pack_nodes_(meta_NM, tree, 0, len(tree), model.cache.len)

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from yggdrasil.errors import ArtifactError, ConfigError
+from yggdrasil.errors import ArtifactError, ConfigError, UnsupportedModel, first_line
 
 __all__ = ["TextStream", "Tokenizer", "load_tokenizer"]
 
@@ -201,14 +201,17 @@ def load_tokenizer(name: str) -> Any:
     """The transformers fast tokenizer of a model folder or hub id; it neither truncates nor pads.
 
     Raises:
-        ConfigError: there is none, or it has no `tokenizer.json` form.
+        ConfigError: there is none, it does not read, or it has no `tokenizer.json` form.
+        UnsupportedModel: it is code that comes with the model.
     """
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError("tokenizer", name, "a model with a tokenizer", str(error).strip().splitlines()[0]) from None
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # the library below raises a bare Exception for a file that it cannot read
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModel(name, "a tokenizer that brings code of its own to run") from None
+        raise ConfigError("tokenizer", name, "a model with a tokenizer", first_line(error)) from None
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError("tokenizer", name, "a fast tokenizer (tokenizer.json)")
     _keep_whole_(tokenizer.backend_tokenizer)

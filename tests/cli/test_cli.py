@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -539,6 +540,31 @@ def test_a_damaged_artifact_is_one_line_that_says_what_to_run_and_nothing_is_tou
     assert re.search(complaint, line), line
     assert "; run `ygg compile " in line
     assert snapshot(copied) == before
+
+
+def test_notes_on_a_pair_are_shown_and_are_lines_on_stderr_when_it_is_compiled(
+    copied: Path, llama_folders: tuple[str, str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = replace(load_bundle("tiny"), notes=("one thing", "another"))
+    noted.save()
+    assert main(["show", "pair", "--pair", "tiny"]) == 0
+    assert "  note: one thing\n  note: another\n" in capsys.readouterr().out
+    monkeypatch.setattr(build, "compile_pair", lambda *models, **options: noted)
+    assert main(["compile", *llama_folders, "--name", "tiny"]) == 0
+    told = capsys.readouterr().err
+    assert "ygg compile: note: one thing\nygg compile: note: another\n" in told
+
+
+def test_a_model_that_would_be_decoded_wrongly_is_refused_by_name_and_leaves_no_pair(ygg_home: Path, capfd: Capture, tmp_path: Path) -> None:
+    import transformers as t
+
+    sizes = {"vocab_size": tiny_pair.VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    t.DiffLlamaForCausalLM(t.DiffLlamaConfig(**sizes, num_key_value_heads=2)).save_pretrained(tmp_path / "diff")
+    tiny_pair.save_tokenizer(tmp_path / "diff")
+    assert main(["compile", str(tmp_path / "diff"), str(tmp_path / "diff"), "--name", "diff"]) == 2
+    line = capfd.readouterr().err.splitlines()[-1]  # after the phases that went well
+    assert "DiffLlamaForCausalLM, whose layer 0 asks for attention 2 times in a forward, is not supported" in line
+    assert [path.name for path in (ygg_home / "compile_cache" / "diff").rglob("*") if path.suffix in (".safetensors", ".pt2")] == []
 
 
 def test_weights_that_changed_since_compilation_are_stale(copied: Path, capfd: Capture, tmp_path: Path) -> None:

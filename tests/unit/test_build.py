@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +17,10 @@ import torch
 from conftest import TINY
 
 from yggdrasil import artifacts, build
-from yggdrasil.bundle import BESIDE_GRAPHS, Bundle, compile_command, graph_sources, is_compiled, read_bundle
+from yggdrasil.bundle import BESIDE_GRAPHS, Bundle, compile_command, graph_sources, is_compiled, load_bundle, read_bundle
 from yggdrasil.calibration import CALIBRATION_TEXT, beginnings
 from yggdrasil.config import CompileConfig
-from yggdrasil.errors import ArtifactError, ConfigError, ModelMismatch
+from yggdrasil.errors import ArtifactError, BrokenCheckpoint, ConfigError, ModelMismatch
 from yggdrasil.models.load import check_vocabularies, shared_vocab
 from yggdrasil.tokenizer import Tokenizer
 
@@ -167,3 +169,53 @@ def test_a_pair_that_this_user_may_not_read_is_not_called_unknown(tiny_bundle: B
     assert not is_compiled("nobody")
     assert not is_compiled("x" * 300)
     assert not is_compiled("nul\0")
+
+
+def with_tokens(folder: str, copy: Path, tokens: list[str], *, special: bool) -> str:
+    """The model with tokens of its tokenizer that its embeddings have no row for."""
+    shutil.copytree(folder, copy)
+    tokenizer = build.load_tokenizer(str(copy))
+    tokenizer.add_tokens(tokens, special_tokens=special)
+    tokenizer.save_pretrained(copy)
+    return str(copy)
+
+
+def test_special_tokens_without_an_embedding_are_a_note(tmp_path: Path, llama_folders: tuple[str, str]) -> None:
+    folders = [with_tokens(folder, tmp_path / name, ["[PAD]"], special=True) for folder, name in zip(llama_folders, ("target", "draft"), strict=True)]
+    bundle = build._describe(*folders, "pair", TINY, CALIBRATION_TEXT)  # type: ignore[arg-type]
+    assert bundle.vocab == tiny_pair.VOCAB
+    assert bundle.notes == ("the target has no embedding for special tokens of its tokenizer: '[PAD]' (384); a prompt that contains one is refused",)
+
+
+def test_words_without_an_embedding_are_refused(tmp_path: Path, llama_folders: tuple[str, str]) -> None:
+    folders = [with_tokens(folder, tmp_path / name, ["blob", "gizmo"], special=False) for folder, name in zip(llama_folders, ("target", "draft"), strict=True)]
+    with pytest.raises(BrokenCheckpoint, match=r"2 tokens of its tokenizer have no embedding, the first is 'blob' \(384\); the model has 384; "):
+        build._describe(*folders, "pair", TINY, CALIBRATION_TEXT)  # type: ignore[arg-type]
+
+
+def test_special_tokens_that_the_draft_alone_lacks_are_a_mismatch() -> None:
+    with pytest.raises(ModelMismatch, match="the target has 385 tokens, the draft has 384 tokens"):
+        check_vocabularies(SimpleNamespace(vocab_size=385), SimpleNamespace(vocab_size=384), 385)  # the target may write what the draft cannot read
+
+
+def test_sampling_defaults_of_the_target_are_a_note_and_end_tokens_of_its_config_are_taken(tmp_path: Path, llama_folders: tuple[str, str]) -> None:
+    target = Path(shutil.copytree(llama_folders[0], tmp_path / "target"))
+    (target / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.2}))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "eos_token_id": [7, 9]}))
+    bundle = build._describe(str(target), llama_folders[1], "pair", TINY, CALIBRATION_TEXT)
+    assert bundle.eos_tokens == (7, 9, 0)
+    assert ["repetition_penalty=1.2" in note for note in bundle.notes] == [True]
+
+
+def test_a_bundle_comes_back_with_its_vocabulary_and_its_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama_folders: tuple[str, str]) -> None:
+    monkeypatch.setenv("YGG_HOME", str(tmp_path))
+    bundle = replace(build._describe(*llama_folders, "pair", TINY, CALIBRATION_TEXT), notes=("one", "two"))
+    bundle.save()
+    assert load_bundle("pair") == bundle
+    path = bundle.folder / "bundle.json"
+    payload = json.loads(path.read_text())
+    del payload["vocab"]
+    path.write_text(json.dumps({**payload, "machine": {**payload["machine"], "format": 6}}))
+    with pytest.raises(ArtifactError, match="stale: format was 6 and is now"):
+        load_bundle("pair")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny_pair
@@ -12,11 +13,13 @@ from torch import nn
 
 from yggdrasil import build
 from yggdrasil.compiler.weights import FILE_NAME, load_weights, save_weights
-from yggdrasil.errors import ArtifactError
+from yggdrasil.errors import ArtifactError, UnsupportedModel
 
 
 class Odd(nn.Module):
     """Odd sizes, several dtypes, a scalar, nothing at all, and a tied pair."""
+
+    config = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,13 +49,40 @@ def test_every_tensor_comes_back_as_it_was(tmp_path: Path) -> None:
     assert loaded["model.tied"].data_ptr() == loaded["model.weight"].data_ptr()
 
 
-def test_weights_are_as_readable_as_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def packing(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    """A bundle whose models are stand-ins, and a list of those whose forward was proved."""
+    proved: list[Any] = []
     monkeypatch.setattr(build, "load_model", lambda model, dtype: Odd())
-    bundle = SimpleNamespace(config=SimpleNamespace(dtype="bfloat16", device="cpu", compress=False))
+    monkeypatch.setattr(build, "kv_shape", lambda config, capacity: None)
+    monkeypatch.setattr(build, "expected_passages", lambda model, *others: [model])
+    monkeypatch.setattr(build, "check_forward", lambda model, loaded, kv, passages, num_positions: proved.append((model, passages)))
+    config = SimpleNamespace(device="cpu", compress=False, path_depth=5)
+    models = ("one", "another")
+    bundle = SimpleNamespace(config=config, dtype=torch.bfloat16, models=models, vocab=384, max_context=128)
+    return bundle, proved
+
+
+def test_weights_are_as_readable_as_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, _ = packing(monkeypatch)
     for mode, expected in ((0o755, 0o644), (0o700, 0o600), (0o777, 0o644)):
         tmp_path.chmod(mode)
-        build._pack(bundle, tmp_path, "one", 0, 1, tiny_pair.SilentProgress())  # type: ignore[arg-type]
+        build._pack(bundle, tmp_path, 0, 0, 1, tiny_pair.SilentProgress())
         assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == expected
+
+
+def test_a_model_is_proved_before_its_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, proved = packing(monkeypatch)
+    for which in (0, 1):
+        build._pack(bundle, tmp_path, which, 0, 1, tiny_pair.SilentProgress())
+    assert proved == [("one", ["one"]), ("another", ["another"])]
+
+    def refuse(*given: Any) -> None:
+        raise UnsupportedModel("one", "another forward")
+
+    monkeypatch.setattr(build, "check_forward", refuse)
+    with pytest.raises(UnsupportedModel):
+        build._pack(bundle, tmp_path / "refused", 0, 0, 1, tiny_pair.SilentProgress())
+    assert not (tmp_path / "refused").exists()
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
 

@@ -162,6 +162,8 @@ def _compile(target: str, draft: str, name: str, config: CompileConfig, calibrat
 
     start = time.perf_counter()
     bundle = compile_pair(target, draft, name=name, config=config, calibration=calibration or CALIBRATION_TEXT, progress=RichProgress())
+    for note in bundle.notes:
+        print(f"ygg compile: note: {note}", file=sys.stderr)
     return bundle, time.perf_counter() - start
 
 

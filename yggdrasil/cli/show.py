@@ -57,6 +57,8 @@ def _show_pair(pair: Any, options: argparse.Namespace) -> None:
     print(f"  {config.dtype} on {config.device}, context {bundle.max_context}, weights {megabytes[0]:.1f} + {megabytes[1]:.1f} MB{ranks}")
     print(f"  target graphs {list(pair.engine.target.menu.sizes)}, draft graphs {list(pair.engine.draft.menu.sizes)} tokens")
     print(f"  {bundle.exactness}")
+    for note in bundle.notes:
+        print(f"  note: {note}")
     print(f"  calibrated on {pair.dataset} (--predictor chooses among: {', '.join(bundle.datasets)})")
     for temperature, acceptance in pair.acceptance.by_temperature.items():
         shape, gain = best_shape(acceptance, pair.latency, widths=config.widths, verify_widths=config.verify_widths, context_len=256)

@@ -11,9 +11,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-__all__ = ["IMPLEMENTATION", "ForwardContext", "NoCache", "attend_with", "register_attention"]
+__all__ = ["IMPLEMENTATION", "AttentionCall", "ForwardContext", "NoCache", "attend_with", "recorded_calls", "register_attention"]
 
 IMPLEMENTATION: Final = "yggdrasil"
+CHANGING: Final = ("attention_mask", "block_indices", "dropout", "indices", "position_bias", "s_aux", "sinks", "sliding_window", "softcap")
+"""Options of transformers' attention functions that, when they are set, change what is attended to, or how much."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,38 @@ class ForwardContext:
     values: list[Tensor]
 
 
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's request for attention.
+
+    Args:
+        layer: Its index.
+        query: Shape, (1, heads, N, F).
+        key: Shape, (1, G, N, F).
+        value: Shape.
+        options: Those of CHANGING that are set.
+    """
+
+    layer: int
+    query: torch.Size
+    key: torch.Size
+    value: torch.Size
+    options: dict[str, Any]
+
+
 _current: ContextVar[ForwardContext] = ContextVar("yggdrasil_forward")
+_calls: ContextVar[list[AttentionCall] | None] = ContextVar("yggdrasil_calls", default=None)
+
+
+@contextmanager
+def recorded_calls() -> Iterator[list[AttentionCall]]:
+    """The calls of the attention layers in this block, as they come."""
+    calls: list[AttentionCall] = []
+    token = _calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
 
 
 @contextmanager
@@ -58,9 +91,17 @@ class NoCache:
         return 0
 
 
+def _is_set(option: object) -> bool:
+    return isinstance(option, Tensor) or bool(option)
+
+
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
     context = _current.get()
     layer: int = module.layer_idx  # type: ignore[assignment]
+    calls = _calls.get()
+    if calls is not None:
+        options = {**kwargs, "attention_mask": attention_mask}
+        calls.append(AttentionCall(layer, query.shape, key.shape, value.shape, {name: options[name] for name in CHANGING if _is_set(options.get(name))}))
     scale = kwargs.get("scaling")
     if scale is None:
         scale = query.shape[-1] ** -0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from yggdrasil.kernels.candidates import traced
 from yggdrasil.kv import KVStorage
 from yggdrasil.layout import POSITION, TOKEN
 from yggdrasil.models.attention import ForwardContext, NoCache, attend_with
+from yggdrasil.models.rope import freeze_ropes_
 
 __all__ = ["DraftForward", "TargetForward"]
 
@@ -22,15 +24,18 @@ class _TokenForward(nn.Module):
     the menu write one cache.
 
     Args:
-        model: The transformers model, prepared.
+        model: The transformers model, prepared; its rotary embeddings are frozen, in place.
         cache: Whose layers become buffers.
         vocab: V of the pair; the model's own logits beyond it are padding and left out.
     """
 
     def __init__(self, model: Any, cache: KVStorage, vocab: int) -> None:
         super().__init__()
+        freeze_ropes_(model)
         self.model = model
         self.vocab = vocab
+        # transformers renamed the argument: versions that know the new name warn of the old one, those before know the old one alone.
+        self.cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self.num_layers = cache.shape.num_layers
         self.register_buffer("pages", cache.pages_BP)
         for layer in range(self.num_layers):
@@ -55,9 +60,8 @@ class _TokenForward(nn.Module):
         hook = self.model.get_output_embeddings().register_forward_pre_hook(enter_head)
         try:
             with attend_with(context):
-                output = self.model(
-                    input_ids=meta_NM[None, :, TOKEN].long(), position_ids=meta_NM[None, :, POSITION].long(), past_key_values=NoCache(), use_cache=True
-                )
+                token_1N, position_1N = meta_NM[None, :, TOKEN].long(), meta_NM[None, :, POSITION].long()
+                output = self.model(input_ids=token_1N, position_ids=position_1N, use_cache=True, **{self.cache_argument: NoCache()})
         finally:
             hook.remove()
         return output.logits[0, :, : self.vocab], hidden[0][0]

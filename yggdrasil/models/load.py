@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from yggdrasil.errors import ConfigError, ModelMismatch, UnsupportedModel
+from yggdrasil.errors import BrokenCheckpoint, ConfigError, ModelMismatch, UnsupportedModel, first_line
 from yggdrasil.kernels.linear import PackedLinear
-from yggdrasil.kv import KVShape
 from yggdrasil.models.attention import IMPLEMENTATION, register_attention
+from yggdrasil.models.checkpoint import check_pointers
+from yggdrasil.models.hub import check_name, hub_reason
+from yggdrasil.models.support import check_supported
 
-__all__ = [
-    "check_supported",
-    "check_vocabularies",
-    "kv_shape",
-    "load_config",
-    "load_model",
-    "order_linears_",
-    "outline_linears_",
-    "pack_linears_",
-    "shared_vocab",
-]
-
-HEAD_DIM_STEP = 16  # lanes of the attention operator
+__all__ = ["check_vocabularies", "load_config", "load_model", "order_linears_", "outline_linears_", "pack_linears_", "shared_vocab"]
 
 
 def load_config(name: str) -> Any:
@@ -33,41 +27,23 @@ def load_config(name: str) -> Any:
 
     Raises:
         ConfigError: no such folder and no such model on the hub.
+        BrokenCheckpoint: files of the folder were never fetched.
         UnsupportedModel: an architecture that this runtime would decode wrongly.
     """
     from transformers import AutoConfig
 
+    check_name(name)
+    if Path(name).is_dir():
+        check_pointers(Path(name))
     try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # a configuration is checked by code of its architecture, which raises what it likes
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModel(name, "a model that brings code of its own to run") from None
+        reason = first_line(error) if Path(name).is_dir() else hub_reason(error)
         raise ConfigError("model", name, "a folder with a config.json that transformers reads, or the id of a model on the hub", reason) from None
     check_supported(name, config)
     return config
-
-
-def check_supported(name: str, config: Any) -> None:
-    """Raises UnsupportedModel for what the tree attention does not express; called before anything is loaded."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(name, "an encoder-decoder")
-    layers = getattr(config, "layer_types", None) or []
-    if any(kind != "full_attention" for kind in layers):
-        raise UnsupportedModel(name, f"layer type {next(kind for kind in layers if kind != 'full_attention')!r}")
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True):
-        raise UnsupportedModel(name, f"a sliding window of {window} tokens")
-    for field in ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"):
-        if getattr(config, field, None):
-            raise UnsupportedModel(name, f"a mixture of experts ({field} = {getattr(config, field)})")
-    if getattr(config, "attn_logit_softcapping", None):
-        raise UnsupportedModel(name, "soft-capped attention scores")
-    if hasattr(config, "text_config"):
-        raise UnsupportedModel(name, "a multimodal model")
-    if not hasattr(config, "num_attention_heads"):
-        raise UnsupportedModel(name, f"an architecture without attention heads ({config.model_type})")
-    head_dim = kv_shape(config, 0).head_dim
-    if head_dim % HEAD_DIM_STEP:
-        raise UnsupportedModel(name, f"a head dimension of {head_dim}, which is no multiple of {HEAD_DIM_STEP},")
 
 
 def load_model(name: str, *, dtype: torch.dtype) -> Any:
@@ -75,6 +51,7 @@ def load_model(name: str, *, dtype: torch.dtype) -> Any:
 
     Raises:
         ConfigError: not a loadable causal LM.
+        BrokenCheckpoint: the checkpoint lacks tensors, or has some that its configuration has no place for.
         UnsupportedModel: an architecture that this runtime would decode wrongly.
     """
     from transformers import AutoModelForCausalLM
@@ -84,14 +61,54 @@ def load_model(name: str, *, dtype: torch.dtype) -> Any:
     config = load_config(name)
     register_attention()
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION)
-    except (OSError, ValueError) as error:
-        raise ConfigError("model", name, "a causal LM that transformers loads", str(error).strip().splitlines()[0]) from None
-    if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
+        with _errors_alone():  # what else there is to report is an error here
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=dtype,
+                attn_implementation=IMPLEMENTATION,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        raise ConfigError("model", name, "a causal LM that transformers loads", first_line(error)) from None
+    model, found = loaded
+    _check_whole(name, model, found)
+    if model.get_output_embeddings() is None:
         raise UnsupportedModel(name, "a model without an output embedding")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(name, f"{type(model).__name__}, whose attention cannot be replaced,")
-    return model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
+    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _errors_alone() -> Iterator[None]:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _check_whole(name: str, model: nn.Module, found: Mapping[str, Any]) -> None:
+    """Raises BrokenCheckpoint where a tensor of the model has no value in the checkpoint, or a value has no place: transformers fills the first at random."""
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise BrokenCheckpoint(name, f"{len(missing)} of the model's tensors are missing, the first is {missing[0]}")
+    mismatched = sorted(found["mismatched_keys"])
+    if mismatched:
+        tensor, stored, expected = mismatched[0]
+        raise BrokenCheckpoint(name, f"{tensor} is {list(stored)}, where config.json makes it {list(expected)}")
+    biases = sorted(tensor for tensor in found["unexpected_keys"] if _is_bias(model, tensor))
+    if biases:
+        raise BrokenCheckpoint(name, f"{len(biases)} biases that config.json has no place for, the first is {biases[0]}", "correct config.json")
+
+
+def _is_bias(model: nn.Module, tensor: str) -> bool:
+    layer, _, kind = tensor.rpartition(".")
+    return kind == "bias" and isinstance(dict(model.named_modules()).get(layer), nn.Linear)
 
 
 def pack_linears_(model: nn.Module, *, compress: bool = False, tick: Callable[[], None] = lambda: None) -> None:
@@ -133,17 +150,6 @@ def _replace_linears_(model: nn.Module, make: Callable[[str, nn.Linear], nn.Modu
         if type(module) is nn.Linear:
             parent = model.get_submodule(name.rpartition(".")[0])
             setattr(parent, name.rpartition(".")[2], make(name, module))
-
-
-def kv_shape(config: Any, capacity: int) -> KVShape:
-    """The cache that a model of this configuration needs."""
-    heads = config.num_attention_heads
-    return KVShape(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        capacity=capacity,
-    )
 
 
 def check_vocabularies(target: Any, draft: Any, num_ids: int | None) -> None:

@@ -1,0 +1,111 @@
+"""Is a folder a whole checkpoint, of the shapes that its configuration names? Read from names, sizes and headers, before anything is loaded or built."""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from yggdrasil.errors import BrokenCheckpoint, ConfigError, first_line
+from yggdrasil.models.hub import read_json
+
+__all__ = ["check_pointers", "check_weights"]
+
+POINTER = b"version https://git-lfs"
+INDEX = ".index.json"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
+MOST_HEADER_BYTES = 100_000_000  # the library's own limit
+
+
+def check_pointers(folder: Path) -> None:
+    """Raises BrokenCheckpoint for a file that stands for one that Git LFS did not fetch."""
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        with path.open("rb") as file:
+            if file.read(len(POINTER)) == POINTER:
+                raise BrokenCheckpoint(path, "a Git LFS pointer, not the file itself", "git lfs pull")
+
+
+def check_weights(folder: Path, config: Any) -> None:
+    """Whether every file of weights is there to its end, and has tensors of the configured shapes.
+
+    Args:
+        folder: Of the model.
+        config: Its transformers configuration.
+
+    Raises:
+        BrokenCheckpoint: names the first file that is missing or cut off, or the first tensor of another
+            shape.
+        ConfigError: transformers cannot build what the configuration describes.
+    """
+    expected = _expected_shapes(folder, config)
+    for path in _weight_files(folder):
+        for name, shape in _stored_shapes(path):
+            if name in expected and shape != expected[name]:
+                sizes = [" x ".join(map(str, each)) or "a number" for each in (shape, expected[name])]
+                raise BrokenCheckpoint(path, f"{name} is {sizes[0]}, where config.json makes it {sizes[1]}")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            return [folder / name]
+        index = read_json(str(folder), name + INDEX)
+        if index is not None:
+            return _shards(folder / (name + INDEX), index)
+    raise BrokenCheckpoint(folder, f"no weights: it has neither {' nor '.join(WEIGHTS)}, nor an index of several")
+
+
+def _shards(path: Path, index: dict[str, Any]) -> list[Path]:
+    named = index.get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise BrokenCheckpoint(path, "it has no weight_map from tensors to files")
+    shards = [path.parent / name for name in sorted(set(named.values()))]
+    missing = [shard for shard in shards if not shard.is_file()]
+    if missing:
+        raise BrokenCheckpoint(path.parent, f"{missing[0].name} is missing, {len(missing)} of the {len(shards)} files that {path.name} names")
+    return shards
+
+
+def _stored_shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes that a file's header tells; none for a pickle, of which only the end can be checked."""
+    if path.suffix == ".safetensors":
+        header = _header(path)
+        yield from ((name, tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__")
+        return
+    with path.open("rb") as file:
+        if file.read(2) == b"PK" and not zipfile.is_zipfile(path):
+            raise BrokenCheckpoint(path, "cut off: the directory at its end is missing")
+
+
+def _header(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_len = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_len > min(MOST_HEADER_BYTES, size - 8):
+            raise BrokenCheckpoint(path, f"cut off within its header, at {size} bytes")
+        try:
+            header: dict[str, Any] = json.loads(file.read(header_len))
+            ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+            assert all(math.prod(entry["shape"]) >= 0 for name, entry in header.items() if name != "__metadata__")
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+            raise BrokenCheckpoint(path, "its header is no header of safetensors") from None
+    needed = 8 + header_len + max(ends, default=0)
+    if size < needed:
+        raise BrokenCheckpoint(path, f"cut off: {size} bytes of {needed}")
+    return header
+
+
+def _expected_shapes(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    except Exception as error:  # whatever a model's constructor makes of sizes that do not fit together
+        raise ConfigError("model", str(folder), "one that transformers can build from its config.json", first_line(error)) from None
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
