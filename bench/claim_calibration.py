@@ -30,7 +30,7 @@ from yggdrasil.state import Shape
 from yggdrasil.tuning import CALIBRATION_TEMPERATURES, calibrate, collect, save_learnt, train_depth, whole_size
 
 ONE_BY_ONE, BATCHED = "one by one", "in batches"
-WRITING = Shape(4, 6, 12)  # with which texts are written one by one
+WRITING_DEPTH = 6  # of the trees with which texts are written one by one
 LEAST_RATIO = 0.99
 
 Prompts = Sequence[Sequence[int]]
@@ -39,7 +39,8 @@ Prompts = Sequence[Sequence[int]]
 def collected_one_by_one(pair: LoadedPair, prompts: Prompts) -> list[Traces]:
     """All that the configuration asks for, whatever it takes."""
     size = whole_size(pair.bundle, len(prompts))
-    return [collect_one_by_one(pair.engine, prompts, temperature, size, WRITING) for temperature in CALIBRATION_TEMPERATURES]
+    writing = Shape(size.reference_width, min(WRITING_DEPTH, size.max_depth), pair.bundle.config.verify_widths[:3][-1])
+    return [collect_one_by_one(pair.engine, prompts, temperature, size, writing) for temperature in CALIBRATION_TEMPERATURES]
 
 
 def collected_in_batches(pair: LoadedPair, prompts: Prompts) -> list[Traces]:

@@ -119,7 +119,8 @@ class PassClock:
 
 def seconds_of_sampling(vocab: int, now: Callable[[], float] = time.perf_counter) -> float:
     """What it takes to sample one token of so many: noise is drawn for each of them."""
-    logits_1V, sampling = torch.zeros(1, vocab), SamplingConfig(temperature=1.0)
+    logits_1V = torch.zeros(1, vocab)
+    sampling = SamplingConfig(temperature=1.0)
     times = []
     for position in range(1 + TIMED_PASSES):
         start = now()

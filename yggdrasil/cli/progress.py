@@ -91,7 +91,8 @@ class _Log:
 @contextmanager
 def _log(console: Console, name: str, total: int, begun_s: float, every_s: float) -> Iterator[_Log]:
     """Lines come from a thread of their own: what takes long need not advance meanwhile."""
-    log, is_over = _Log(name, total), threading.Event()
+    log = _Log(name, total)
+    is_over = threading.Event()
 
     def repeat() -> None:
         if is_over.wait(begun_s):

@@ -65,9 +65,11 @@ def _compress(bytes_W2: Bytes) -> tuple[Bytes, Bytes, npt.NDArray[np.int32]]:
     """The upper bytes that have codes, the tiles and the escapes of one panel."""
     lower_W, upper_W = np.ascontiguousarray(bytes_W2.T)
     by_frequency = np.argsort(-np.bincount(upper_W, minlength=256), kind="stable").astype(np.uint8)
-    code_of, is_rare = bytearray(256), bytearray(b"\1" * 256)
+    code_of = bytearray(256)
+    is_rare = bytearray(b"\1" * 256)
     for code, upper in enumerate(by_frequency[:CODES].tolist()):
-        code_of[upper], is_rare[upper] = code, 0
+        code_of[upper] = code
+        is_rare[upper] = 0
     upper = upper_W.tobytes()
     code_W = np.frombuffer(upper.translate(code_of), dtype=np.uint8)  # the code of what has none is 0
     place_E = np.flatnonzero(np.frombuffer(upper.translate(is_rare), dtype=np.uint8))

@@ -124,7 +124,7 @@ def _forward_(model: TokenGraphs, batch: Sequence[_Growing]) -> None:
         growing.grow_(meta_WM)
     parts = [torch.split(output[:num_tokens].clone(), widths) for output in model.forward(meta_NM)]  # on CUDA the next replay writes over them
     for growing, *candidates in zip(batch, *parts, strict=True):
-        growing.candidates = candidates[0], candidates[1]
+        growing.candidates = (candidates[0], candidates[1])
 
 
 def _finished(model: TokenGraphs, growing: _Growing) -> tuple[Seed, TokenTree]:
