@@ -85,10 +85,44 @@ class alignas(64) Share {
   std::atomic<uint64_t> range_{0};
 };
 
+// Whether partners help. What they take spares the caller time, and what they hold when they lose their core costs it
+// some: an account of both, which is spent where another process wants the cores. Then the caller works alone for a while.
+class Account {
+ public:
+  bool is_open() {
+    if (balance_ >= Clock::duration(0)) return true;
+    if (Clock::now() < closed_until_) return false;
+    balance_ = kTrial;
+    return true;
+  }
+
+  // After a call of `pieces`, of which the caller took `own` in `worked` and then `waited` for the others.
+  void enter(int64_t own, int64_t pieces, Clock::duration worked, Clock::duration waited) {
+    const Clock::duration spared = own ? worked / own * (pieces - own) : Clock::duration(0);
+    balance_ = std::min(balance_ + spared - waited, Clock::duration(kMost));
+    if (balance_ == kMost) pause_ = kFirstPause;
+    if (balance_ >= Clock::duration(0)) return;
+    closed_until_ = Clock::now() + pause_;
+    pause_ = std::min(2 * pause_, Clock::duration(kLongestPause));
+  }
+
+ private:
+  static constexpr Clock::duration kMost = std::chrono::milliseconds(5), kTrial = std::chrono::milliseconds(1);
+  static constexpr Clock::duration kFirstPause = std::chrono::milliseconds(20), kLongestPause = std::chrono::milliseconds(320);
+
+  Clock::duration balance_ = kMost, pause_ = kFirstPause;
+  Clock::time_point closed_until_;
+};
+
 class Pool {
  public:
   // Whether the calling thread may `run` now.
-  bool enter() { return !is_taken_.test_and_set(); }
+  bool enter() {
+    if (is_taken_.test_and_set()) return false;
+    if (account_.is_open()) return true;
+    leave();
+    return false;
+  }
   void leave() { is_taken_.clear(); }
 
   void run(int64_t count, int64_t pieces, int64_t threads, const ygg::Body& body) {
@@ -98,20 +132,25 @@ class Pool {
     threads_ = threads;
     for (int64_t t = 0; t < threads; ++t) shares_[t].set(t * pieces / threads, (t + 1) * pieces / threads);
     is_open_.store(true);
+    const auto start = Clock::now();
     for (int64_t t = 1; t < threads; ++t) bell_of(t).ring();
-    take_pieces(0);
+    const int64_t own = take_pieces(0);
+    const auto done = Clock::now();
     is_open_.store(false);
     for (uint32_t seen = left_.read(); inside_.load(); seen = left_.wait(seen)) {
     }
+    account_.enter(own, pieces, done - start, Clock::now() - done);
   }
 
  private:
-  void take_pieces(int64_t thread) {
-    int64_t piece;
+  // Returns how many it took.
+  int64_t take_pieces(int64_t thread) {
+    int64_t piece, taken = 0;
     for (int64_t step = 0; step < threads_; ++step) {
       Share& share = shares_[(thread + step) % threads_];
-      while (share.take(step == 0, piece)) (*body_)(piece * count_ / pieces_, (piece + 1) * count_ / pieces_);
+      for (; share.take(step == 0, piece); ++taken) (*body_)(piece * count_ / pieces_, (piece + 1) * count_ / pieces_);
     }
+    return taken;
   }
 
   // Of partner number `thread`, which begins when it is first rung and never ends.
@@ -133,6 +172,7 @@ class Pool {
   }
 
   std::atomic_flag is_taken_;
+  Account account_;
   const ygg::Body* body_ = nullptr;
   int64_t count_ = 0, pieces_ = 0, threads_ = 0;
   Share shares_[kMostThreads];
