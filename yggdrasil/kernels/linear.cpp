@@ -39,7 +39,7 @@ namespace {
 using namespace ygg;
 
 constexpr int kBf16Padding = 32;  // k of a bf16 weight is padded to this
-constexpr int64_t kPieceBytes = 256 << 10;  // one thread reads less than two of these from L2 faster than two share them
+constexpr int64_t kPieceBytes = 64 << 10;  // one thread reads less than two of these from L2 faster than two share them
 constexpr int64_t kGroup = 4;  // panels that are not shared out among threads: the most that a body takes side by side
 constexpr int64_t kRowsOfRead = kLanes < 16 ? 1 : 32;  // whose products take at least as long as reading their weights from L2
 

@@ -24,7 +24,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kMostThreads = 256, kPiecesOfThread = 8;
-constexpr auto kSpin = std::chrono::microseconds(100);  // longer than what lies between two operators of a graph
+constexpr auto kSpin = std::chrono::microseconds(200);  // longer than what lies between two operators of a graph, or two forwards
 constexpr int kLooks = 32;                              // between two looks at the clock
 
 void relax() {
@@ -98,7 +98,8 @@ class Account {
 
   // After a call of `pieces`, of which the caller took `own` in `worked` and then `waited` for the others.
   void enter(int64_t own, int64_t pieces, Clock::duration worked, Clock::duration waited) {
-    const Clock::duration spared = own ? worked / own * (pieces - own) : Clock::duration(0);
+    const Clock::duration piece = own ? std::min(worked, Clock::duration(kMostWorked)) / own : Clock::duration(0);
+    const Clock::duration spared = piece * (pieces - own);
     balance_ = std::min(balance_ + spared - waited, Clock::duration(kMost));
     if (balance_ == kMost) pause_ = kFirstPause;
     if (balance_ >= Clock::duration(0)) return;
@@ -108,6 +109,7 @@ class Account {
 
  private:
   static constexpr Clock::duration kMost = std::chrono::milliseconds(5), kTrial = std::chrono::milliseconds(1);
+  static constexpr Clock::duration kMostWorked = std::chrono::milliseconds(1);  // of a call; the rest another process had
   static constexpr Clock::duration kFirstPause = std::chrono::milliseconds(20), kLongestPause = std::chrono::milliseconds(320);
 
   Clock::duration balance_ = kMost, pause_ = kFirstPause;
