@@ -16,6 +16,7 @@ from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import CompileConfig
 from yggdrasil.depth_training import FOLDS, evaluate, fit_predictor, held_out
 from yggdrasil.engine import Engine
+from yggdrasil.kernels.threads import get_num_threads
 from yggdrasil.kv import KVCache, KVShape, KVStorage
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.measure import HOST_RUNS, ROUNDS, curve_json, decision_milliseconds, host_milliseconds, latency_curve, switch_grid, switching_costs
@@ -155,7 +156,7 @@ def _profile(
     with progress.phase("measure the host", HOST_RUNS):
         host = host_milliseconds(engine, prompt, _typical(bundle, acceptance, latency), tick=progress.advance)
     curves = {"draft": curve_json(draft), "verify": curve_json(verify), "switching": switching.to_json()}
-    return {"machine": bundle.machine, **curves, **host}
+    return {"machine": bundle.machine, "threads": get_num_threads(), **curves, **host}
 
 
 def _switching(bundle: Bundle, progress: Progress) -> SwitchTable:

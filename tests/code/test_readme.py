@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from yggdrasil import build
+from yggdrasil import artifacts, build
 from yggdrasil.bundle import BUNDLED, Bundle, load_bundle
 from yggdrasil.cli import main
 from yggdrasil.cli.main import _parser
@@ -88,7 +88,7 @@ def home(ygg_home: Path, tiny_bundle: Bundle, llama_folders: tuple[str, str], tm
             shutil.copytree(ygg_home / store / "tiny", folder / store / name)
         shutil.copytree(folder / "predictors" / name / "stories", folder / "predictors" / name / "code")
         stored = folder / "compile_cache" / name / tiny_bundle.folder.name / "bundle.json"
-        stored.write_text(json.dumps({**json.loads(stored.read_text()), "name": name}))
+        artifacts.save_json(stored, {**artifacts.load_json(stored, ""), "name": name})
     (folder / "path" / "to").mkdir(parents=True)
     for model, path in zip(("target", "draft"), llama_folders, strict=True):
         (folder / "path" / "to" / model).symlink_to(path)

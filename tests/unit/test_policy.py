@@ -44,8 +44,8 @@ def test_curve_is_linear_between_contexts_and_clamped_outside() -> None:
 def test_curve_and_latency_survive_json() -> None:
     payload = json.loads(json.dumps(curve_json(CURVE)))
     assert Curve.from_json(payload) == CURVE
-    model = {"draft": payload, "verify": payload, "growth_host_ms": 0.5, "step_host_ms": 1.0, "plain_host_ms": 0.25}
-    assert LatencyModel.from_json(model) == LatencyModel(CURVE, CURVE, 0.5, 1.0, 0.25)
+    model = {"draft": payload, "verify": payload, "growth_host_ms": 0.5, "step_host_ms": 1.0, "plain_host_ms": 0.25, "threads": 2}
+    assert LatencyModel.from_json(model) == LatencyModel(CURVE, CURVE, 0.5, 1.0, 0.25, 2)
 
 
 def test_step_milliseconds_by_hand() -> None:

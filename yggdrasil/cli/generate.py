@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from yggdrasil.cli.compile import pair_name
 from yggdrasil.cli.heap import frozen_heap
 from yggdrasil.cli.prompt import prompt_of
-from yggdrasil.cli.threads import add_threads, apply_threads
+from yggdrasil.cli.threads import add_threads, apply_threads, note_threads
 from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, SamplingConfig
 from yggdrasil.errors import ConfigError
 
@@ -27,7 +27,6 @@ The prompt is all words that are no options, or standard input when it is "-".
 
 A pair compiled for several GPUs: torchrun --nproc-per-node 2 -m yggdrasil generate ...
 """
-BUSY = 3.0  # times what the profile predicts of a run's steps
 
 
 def add_parser(verbs: Any) -> None:
@@ -70,7 +69,9 @@ def run(options: argparse.Namespace) -> None:
     from yggdrasil.pair import load_pair  # torch costs a second: wrong options are told before
 
     pair = load_pair(name, dataset=options.predictor)
+    note_threads(pair.latency, pair.bundle.command)
     from yggdrasil.engine import check_request  # after the pair: torch is imported by then
+    from yggdrasil.policy.latency import BUSY_FACTOR
     from yggdrasil.report import Run
 
     tokens = pair.tokenizer.encode(prompt)
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(outcome.to_json()))
     elif options.stats:
         print(outcome.summary(), file=sys.stderr)
-    if outcome.slowdown is not None and outcome.slowdown >= BUSY:
+    if outcome.slowdown is not None and outcome.slowdown >= BUSY_FACTOR:
         print(_busy_line(outcome.slowdown, pair.bundle.command), file=sys.stderr)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from yggdrasil.cli.compile import pair_name
 from yggdrasil.cli.heap import frozen_heap
-from yggdrasil.cli.threads import add_threads, apply_threads
+from yggdrasil.cli.threads import add_threads, apply_threads, note_threads
 from yggdrasil.config import CompileConfig, ServeConfig
 from yggdrasil.errors import ConfigError, UsageError
 
@@ -155,6 +155,7 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
     bundle = load_bundle(name)
     metrics = Metrics(token_bytes=bundle.kv_target.token_bytes(getattr(torch, bundle.config.dtype)), gamma_max=config.gamma_max)
     opened = open_service(name, config, metrics)
+    note_threads(opened.latency, bundle.command)
     serving = Serving(
         service=opened.service,
         tokenizer=opened.tokenizer,

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from typing import TYPE_CHECKING
 
-__all__ = ["add_threads", "apply_threads"]
+if TYPE_CHECKING:
+    from yggdrasil.policy.latency import LatencyModel
+
+__all__ = ["add_threads", "apply_threads", "note_threads"]
 
 
 def add_threads(parser: argparse.ArgumentParser, what: str) -> None:
@@ -22,3 +27,18 @@ def apply_threads(options: argparse.Namespace) -> None:
         from yggdrasil.kernels.threads import set_num_threads  # imports torch
 
         set_num_threads(options.threads)
+
+
+def note_threads(latency: LatencyModel, command: str) -> None:
+    """A line on standard error where the pair was measured with another number: shapes may then not be the best.
+
+    Args:
+        latency: The profile.
+        command: What compiles the pair.
+    """
+    from yggdrasil.kernels.threads import get_num_threads
+
+    count = get_num_threads()
+    if latency.num_threads not in (0, count):
+        measured = f"measured with {latency.num_threads} threads, this run has {count}: the text is the same, the speed not the best"
+        print(f"ygg: the pair was {measured}; `{command} --threads {count}` measures it again", file=sys.stderr)

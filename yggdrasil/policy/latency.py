@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Curve", "LatencyModel"]
+__all__ = ["BUSY_FACTOR", "Curve", "LatencyModel"]
+
+BUSY_FACTOR = 3.0  # times what the profile predicts: another process wants the machine
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class LatencyModel:
         growth_host_ms: Host time of one growth step outside the draft's graph.
         step_host_ms: Host time of a speculative step outside graphs and growth.
         plain_host_ms: Host time of a plain step outside the graph.
+        num_threads: Of the operators that were measured; 0 where nothing was.
 
     Source: Yggdrasil Fig. 5 and Eq. 3.
     """
@@ -96,6 +99,7 @@ class LatencyModel:
     growth_host_ms: float
     step_host_ms: float
     plain_host_ms: float
+    num_threads: int = 0
 
     def plain_ms(self, context_len: int) -> float:
         """One token without speculation: T_verify(1) and the host."""
@@ -120,4 +124,5 @@ class LatencyModel:
             growth_host_ms=payload["growth_host_ms"],
             step_host_ms=payload["step_host_ms"],
             plain_host_ms=payload["plain_host_ms"],
+            num_threads=payload["threads"],
         )

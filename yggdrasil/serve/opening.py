@@ -16,7 +16,9 @@ from yggdrasil.layout import PAGE_LEN
 from yggdrasil.pair import load_measurements
 from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy, policy_builder
 from yggdrasil.policy.gamma.prior import predicted_goodput
+from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.serve.batcher import Batcher
+from yggdrasil.serve.busy import BusyWatch
 from yggdrasil.serve.elastic import ElasticMemory, scarce_below
 from yggdrasil.serve.pages import PagePool, pages_for
 from yggdrasil.serve.request import Observer
@@ -37,11 +39,13 @@ class OpenedService(NamedTuple):
         service: Takes requests.
         tokenizer: Of the pair.
         bundle: What was compiled.
+        latency: Its profile.
     """
 
     service: Service
     tokenizer: Tokenizer
     bundle: Bundle
+    latency: LatencyModel
 
 
 def open_service(name: str, config: ServeConfig, observer: Observer) -> OpenedService:
@@ -58,8 +62,10 @@ def open_service(name: str, config: ServeConfig, observer: Observer) -> OpenedSe
     """
     bundle = load_bundle(name)
     batcher = open_batcher(bundle, config)
-    service = Service(batcher, max_queue=config.max_queue, policy_name=config.policy, observer=observer)
-    return OpenedService(service, batcher.tokenizer, bundle)
+    latency = load_measurements(bundle, bundle.dataset).latency
+    watch = BusyWatch(observer, latency)
+    service = Service(batcher, max_queue=config.max_queue, policy_name=config.policy, observer=watch)
+    return OpenedService(service, batcher.tokenizer, bundle, latency)
 
 
 def open_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
