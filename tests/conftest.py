@@ -53,7 +53,9 @@ def one_thread() -> Iterator[None]:
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # ours begin with as many
-    yield
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OMP_NUM_THREADS", "1")  # of the processes that tests start
+        yield
     torch.set_num_threads(num_threads)
 
 

@@ -51,7 +51,7 @@ def read_files(paths: Sequence[Path], *, known: Iterable[KnownFile] = (), tick: 
     Args:
         paths: Absolute.
         known: Files that were read before; where size and time are still the same they are not read again.
-        tick: Called after every file.
+        tick: Called for every file.
 
     Raises:
         OSError: one of them cannot be read.
@@ -61,6 +61,8 @@ def read_files(paths: Sequence[Path], *, known: Iterable[KnownFile] = (), tick: 
     before = {(file.path, file.size, file.mtime_ns): file for file in known}
     keys = [_size_and_time(path) for path in paths]
     unread = [key for key in keys if key not in before]
+    for _ in range(len(keys) - len(unread)):
+        tick()
     if unread:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
             digests = threads.map(lambda key: artifacts.digest_file(Path(key[0])), unread)
