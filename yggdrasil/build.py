@@ -29,7 +29,6 @@ from yggdrasil.digests import KnownFile, Ledger, read_files
 from yggdrasil.errors import ArtifactError, BrokenCheckpoint, ConfigError, ModelMismatch, UnsupportedModel
 from yggdrasil.exactness import NUM_PLAIN, inexact_widths
 from yggdrasil.kernels import build_kernels, load_kernels
-from yggdrasil.kernels.threads import asked_threads
 from yggdrasil.kv import KVCache, KVShape
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.checkpoint import check_weights
@@ -53,7 +52,9 @@ CACHED_BYTES = 8 << 20  # weights that stay in a processor's caches are not wait
 WORKER_BYTES = 3 * 2**29  # a CUDA context, its libraries, two pages of KV
 
 
-def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, calibration: Path = CALIBRATION_TEXT, progress: Progress) -> Bundle:
+def compile_pair(
+    target: str, draft: str, *, name: str, config: CompileConfig, calibration: Path = CALIBRATION_TEXT, num_workers: int | None = None, progress: Progress
+) -> Bundle:
     """Lower, measure and calibrate a pair; weights and graphs of an earlier, interrupted run are kept. An earlier pair of this name stays until the end.
 
     Args:
@@ -62,6 +63,7 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
         name: Of the pair.
         config: Menu, dtype, device, limits.
         calibration: Text of the domain: a `.jsonl` with a "text" in every line, or plain text.
+        num_workers: Most processes that build graphs; None for one on every core.
         progress: Told about every phase.
 
     Returns:
@@ -81,7 +83,7 @@ def compile_pair(target: str, draft: str, *, name: str, config: CompileConfig, c
     wait = progress.phase("wait for another run", 1)
     with storage.store_errors(artifacts.root()), artifacts.one_at_a_time(lock, wait) as waited:
         storage.sweep(_folders(name))
-        return (_compiled_meanwhile(bundle) if waited else None) or _compile(bundle, texts, progress)
+        return (_compiled_meanwhile(bundle) if waited else None) or _compile(bundle, texts, num_workers, progress)
 
 
 def _folders(name: str) -> list[Path]:
@@ -101,12 +103,12 @@ def _compiled_meanwhile(bundle: Bundle) -> Bundle | None:
     return done if replace(done, inexact_widths=(), digests={}) == bundle else None
 
 
-def _compile(bundle: Bundle, texts: Sequence[str], progress: Progress) -> Bundle:
+def _compile(bundle: Bundle, texts: Sequence[str], num_workers: int | None, progress: Progress) -> Bundle:
     _check_compiler_cache(bundle.command)
     with progress.phase("compile operators", 1):
         build_kernels()
         load_kernels(bundle.command)
-    bundle = replace(bundle, digests=_build_models(bundle, progress))
+    bundle = replace(bundle, digests=_build_models(bundle, num_workers, progress))
     for rank in range(bundle.config.ranks):
         bundle.check_files(rank)
     models = bundle.load_models()
@@ -282,7 +284,7 @@ def _origin(model: str, files: Sequence[KnownFile]) -> list[str]:
     return [model, Path(config_path).parent.name]
 
 
-def _build_models(bundle: Bundle, progress: Progress) -> dict[str, str]:
+def _build_models(bundle: Bundle, num_workers: int | None, progress: Progress) -> dict[str, str]:
     """Pack and compile what is not there with every byte that was written; returns digests of all files."""
     config = bundle.config
     draft_folder = bundle.folder / "draft"
@@ -327,16 +329,16 @@ def _build_models(bundle: Bundle, progress: Progress) -> dict[str, str]:
         progress.advance()
 
     with progress.phase("compile graphs", len(missing)):
-        compile_graphs(missing, num_workers=_num_workers(bundle), on_done=note)
+        compile_graphs(missing, num_workers=_num_workers(bundle, num_workers), on_done=note)
     return ledger.digests(bundle.files)
 
 
-def _num_workers(bundle: Bundle) -> int:
-    """One for every core, or every thread that was asked for; on CUDA no more than the device has memory for.
+def _num_workers(bundle: Bundle, most: int | None) -> int:
+    """One for every core, at most as many as allowed; on CUDA no more than the device has memory for.
 
     Each holds the weights of both models, of one shard.
     """
-    cores = asked_threads() or len(os.sched_getaffinity(0))
+    cores = most or os.cpu_count() or 1
     if bundle.config.device == "cpu":
         return cores
     weight_bytes = sum((folder / FILE_NAME).stat().st_size for folder in (bundle.target_weights(0), bundle.folder / "draft"))

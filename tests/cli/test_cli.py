@@ -676,7 +676,7 @@ def test_a_second_compilation_goes_on_where_the_first_broke_off(copied: Path, yg
 
 def test_a_compilation_alone_waits_for_nobody(copied: Path, ygg_home: Path, llama_folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     calibration, progress = tiny_pair.save_calibration(ygg_home / "stories.txt"), Phases()
-    monkeypatch.setattr(build, "_compile", lambda bundle, texts, progress: bundle)
+    monkeypatch.setattr(build, "_compile", lambda bundle, texts, num_workers, progress: bundle)
     compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
     compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
     assert progress.names == 2 * ["check the pair"]
@@ -715,3 +715,30 @@ def test_an_unknown_predictor_is_refused_with_the_known_ones(copied: Path, capfd
     line = refused(capfd, "generate", PROMPT, "--pair", "tiny", "--predictor", "poems")
     assert "no predictor named 'poems' (there are: stories)" in line
     assert "--calibration poems.txt" in line
+
+
+@pytest.fixture
+def threads_restored() -> Iterator[None]:
+    """For tests that set the process's number of threads."""
+    before = yggdrasil.get_num_threads()
+    yield
+    yggdrasil.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads_restored")
+def test_the_number_of_threads_changes_no_text_and_is_noted_where_the_profile_has_another(tiny_bundle: Bundle, capfd: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for count in ("1", "3"):
+        assert main(["generate", PROMPT, "--pair", "tiny", "-n", "24", "--threads", count]) == 0
+        assert yggdrasil.get_num_threads() == int(count)
+        shown = capfd.readouterr()
+        texts.append(shown.out)
+        assert ("the pair was measured with 1 threads, this run has 3" in shown.err) == (count == "3")
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("verb", (["generate", PROMPT], ["serve"]))
+@pytest.mark.parametrize("count", ("0", "1000"))
+def test_a_number_of_threads_that_cannot_be_is_refused(tiny_bundle: Bundle, capfd: pytest.CaptureFixture[str], verb: list[str], count: str) -> None:
+    line = refused(capfd, *verb, "--pair", "tiny", "--threads", count)
+    assert f"--threads: {count} is not allowed; it must be from 1 to 256" in line

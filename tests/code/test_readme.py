@@ -101,7 +101,7 @@ def at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same, where a compilation ends after all its checks: the graphs are there."""
     monkeypatch.setenv("YGG_HOME", str(home))
     monkeypatch.chdir(home)
-    monkeypatch.setattr(build, "_compile", lambda bundle, texts, progress: load_bundle(bundle.name))
+    monkeypatch.setattr(build, "_compile", lambda bundle, texts, num_workers, progress: load_bundle(bundle.name))
     return home
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -17,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from yggdrasil import artifacts
 from yggdrasil.bundle import Bundle
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
@@ -338,9 +338,9 @@ def test_a_plan_runs_where_it_does_something_and_nowhere_else(engine: Engine) ->
 
 def replan(bundle: Bundle, path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
     """The bundle's plan file, changed, in another place."""
-    payload = json.loads(bundle.plan_path.read_text())
+    payload = artifacts.load_json(bundle.plan_path, "")
     change(payload)
-    path.write_text(json.dumps(payload))
+    artifacts.save_json(path, payload)
     monkeypatch.setattr(Bundle, "plan_path", property(lambda self: path))
 
 

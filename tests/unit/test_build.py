@@ -64,12 +64,13 @@ def test_workers_on_cuda_are_as_many_as_shards_of_the_target_fit(tmp_path: Path,
     for folder, size in ((bundle.target_weights(0), shard_bytes), (bundle.target_weights(1), shard_bytes), (tmp_path / "draft", draft_bytes)):
         folder.mkdir()
         (folder / "weights.safetensors").write_bytes(bytes(size))
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(64)))
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
     free = 5 * (build.WORKER_BYTES + shard_bytes + draft_bytes)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free, 10 * free))
-    assert build._num_workers(bundle) == 5
+    assert build._num_workers(bundle, None) == 5
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free - 1, 10 * free))
-    assert build._num_workers(bundle) == 4
+    assert build._num_workers(bundle, None) == 4
+    assert build._num_workers(bundle, 3) == 3
 
 
 @pytest.mark.parametrize(("asked", "flags", "width", "expected"), [

@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
         target, draft, name = options.target, options.draft, options.name or Path(resolved(options.target)).name
         _check_name(name, target, draft)
     apply_threads(options)
-    _report(*_compile(target, draft, name, config, options.calibration))
+    _report(*_compile(target, draft, name, config, options.calibration, options.threads))
 
 
 def _check_name(name: str, target: str, draft: str) -> None:
@@ -126,13 +126,13 @@ def pair_name(options: argparse.Namespace, check: Callable[[str, str], None] = l
     from yggdrasil.bundle import BUNDLED, is_compiled
 
     if options.target is not None:
-        return _compile_named(options.target, options.draft, check)
+        return _compile_named(options.target, options.draft, options.threads, check)
     if options.pair in (None, BUNDLED) and not is_compiled(BUNDLED):
-        _compile_bundled(check)
+        _compile_bundled(options.threads, check)
     return options.pair or BUNDLED
 
 
-def _compile_named(target: str, draft: str, check: Callable[[str, str], None]) -> str:
+def _compile_named(target: str, draft: str, threads: int | None, check: Callable[[str, str], None]) -> str:
     """Under a name made of both models, unless that is done."""
     from yggdrasil.artifacts import digest
     from yggdrasil.build import resolved
@@ -142,26 +142,26 @@ def _compile_named(target: str, draft: str, check: Callable[[str, str], None]) -
     name = re.sub(r"[^\w.-]", "-", name).lstrip("._-")  # one that `ygg compile --name` takes, for errors will say to run that
     if not is_compiled(name):
         check(target, draft)
-        _compile(target, draft, name, CompileConfig(ranks=num_ranks()), None)
+        _compile(target, draft, name, CompileConfig(ranks=num_ranks()), None, threads)
     return name
 
 
-def _compile_bundled(check: Callable[[str, str], None]) -> None:
+def _compile_bundled(threads: int | None, check: Callable[[str, str], None]) -> None:
     """With its defaults, for a first `ygg generate` or `ygg serve`."""
     from yggdrasil.build import bundled_arguments
 
     check(*bundled_arguments()[:2])
     print("first run: compiling the bundled pair for this machine (a few minutes, once)", file=sys.stderr)
-    _compile(*bundled_arguments(), CompileConfig(ranks=num_ranks()), None)
+    _compile(*bundled_arguments(), CompileConfig(ranks=num_ranks()), None, threads)
 
 
-def _compile(target: str, draft: str, name: str, config: CompileConfig, calibration: Path | None) -> tuple[Bundle, float]:
+def _compile(target: str, draft: str, name: str, config: CompileConfig, calibration: Path | None, threads: int | None) -> tuple[Bundle, float]:
     from yggdrasil.build import compile_pair
     from yggdrasil.calibration import CALIBRATION_TEXT
     from yggdrasil.cli.progress import RichProgress
 
     start = time.perf_counter()
-    bundle = compile_pair(target, draft, name=name, config=config, calibration=calibration or CALIBRATION_TEXT, progress=RichProgress())
+    bundle = compile_pair(target, draft, name=name, config=config, calibration=calibration or CALIBRATION_TEXT, num_workers=threads, progress=RichProgress())
     for note in bundle.notes:
         print(f"ygg compile: note: {note}", file=sys.stderr)
     return bundle, time.perf_counter() - start

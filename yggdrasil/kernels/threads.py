@@ -10,16 +10,9 @@ import torch
 from yggdrasil.errors import ConfigError
 from yggdrasil.kernels.build import kernel_library
 
-__all__ = ["MOST_THREADS", "asked_threads", "get_num_threads", "one_torch_thread", "set_num_threads", "stay_alone"]
+__all__ = ["MOST_THREADS", "get_num_threads", "one_torch_thread", "set_num_threads", "stay_alone"]
 
 MOST_THREADS = 256  # kernels/threads.cpp has room for no more
-
-_asked: int | None = None
-
-
-def asked_threads() -> int | None:
-    """What `set_num_threads` was last asked for; None where nobody asked."""
-    return _asked
 
 
 def get_num_threads() -> int:
@@ -38,8 +31,6 @@ def set_num_threads(count: int) -> None:
     """
     if not 1 <= count <= MOST_THREADS:
         raise ConfigError("threads", count, f"from 1 to {MOST_THREADS}")
-    global _asked
-    _asked = count
     torch.set_num_threads(count)
     if kernel_library.cache_info().currsize:  # else it begins with torch's number when it is loaded
         kernel_library().ygg_set_num_threads(count)

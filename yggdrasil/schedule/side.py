@@ -39,7 +39,7 @@ def side_of(device: str) -> Side:
 
 
 class SideThread:
-    """A worker thread whose operators run on that thread alone, not on OpenMP's team: the team is the calling thread's.
+    """A worker thread whose operators run on that thread alone: their partners are the calling thread's.
 
     Cost: a job costs the calling thread a few microseconds, and starts tens of microseconds later.
     """
