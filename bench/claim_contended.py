@@ -38,6 +38,7 @@ LEAST_OF_IDLE, LEAST_OF_ONE, LEAST_OF_EARLIER = 0.35, 0.8, 0.99
 LOADED = 2  # processes next to which LEAST_OF_IDLE is wanted
 EARLIER_LOADED_PROMPTS = 2  # next to a busy process it may take a hundred times as long
 PROMPT_CHARACTERS = 80
+REPEATS = {BUNDLED: 4, PAIR_NAME: 1}  # a tenth of a second is one or two turns of the scheduler
 PAUSE_S = 0.05  # between two arms, in which the threads of the last one go to sleep
 BUSY = "while True: pass"
 ROOT = Path(__file__).parent.parent
@@ -114,6 +115,7 @@ def measure_load(arms: Mapping[str, Decoder], prompts: Sequence[str], load: int)
 
 def measure_pair(name: str, options: argparse.Namespace, prompts: Sequence[str], say: Say) -> dict[str, Any]:
     """One pair at every load, and what of the claim held."""
+    prompts = [*prompts] * REPEATS[name]
     with ExitStack() as stack:
         settings: dict[str, dict[str, str]] = {ALL: {}, ONE: {"OMP_NUM_THREADS": "1"}}
         if options.earlier:
@@ -176,7 +178,7 @@ def main() -> None:
     pairs = {name: measure_pair(name, options, prompts, say) for name in ((BUNDLED,) if options.quick else (BUNDLED, PAIR_NAME))}
     for found in pairs.values():
         found["held"] = held(found)
-    settings = {"prompts": options.prompts, "tokens": options.tokens, "rehearsal": options.quick}
+    settings = {"prompts": options.prompts, "repeats": REPEATS, "tokens": options.tokens, "rehearsal": options.quick}
     result = {"claim": CLAIM, "settings": settings, "environment": record, "pairs": pairs}
     say(table(result))
     report(CLAIM, result, options, say)
