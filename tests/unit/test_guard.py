@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from yggdrasil.policy.acceptance import Acceptance
-from yggdrasil.policy.guard import SHARE, START_STEPS, Guard
+from yggdrasil.policy.guard import ANSWER_STEPS, MEASURED_STEPS, SHARE, START_STEPS, Guard
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import FixedShape
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
@@ -100,3 +100,25 @@ def test_the_verified_width_is_the_inner_policy_s() -> None:
     policy = guard()
     assert policy.verify_costs(SPECULATIVE, 9, 0, 0) == ([5], [1.0])
     assert policy.knots is policy.inner.knots
+
+
+def test_on_a_busy_machine_where_every_step_is_slow_speculation_goes_on() -> None:
+    policy = guard()
+    _, _, speculated = run(policy, 300, emitted=3, plain_ms=4 * PLAIN_MS, step_ms=4 * STEP_MS)
+    assert speculated[:30].count(False) <= ANSWER_STEPS
+    assert speculated.count(False) <= ANSWER_STEPS * (1 + 300 // MEASURED_STEPS)
+
+
+def test_a_machine_that_becomes_busy_does_not_stop_a_winning_session() -> None:
+    policy = guard()
+    run(policy, 100, emitted=3)
+    _, _, speculated = run(policy, 200, emitted=3, plain_ms=5 * PLAIN_MS, step_ms=5 * STEP_MS)
+    assert speculated.count(False) <= ANSWER_STEPS * (1 + 200 // MEASURED_STEPS)
+
+
+def test_a_profile_that_is_wrong_about_speculative_steps_alone_hides_no_loss() -> None:
+    """Steps take four times what the profile has, plain ones do not: 20 ms a token instead of 10."""
+    spent, tokens, speculated = run(guard(), 400, emitted=3, step_ms=4 * STEP_MS)
+    assert sum(speculated) < 20
+    surplus = 2 * 4 * STEP_MS  # of the two steps before plain ones were asked
+    assert spent <= 1.03 * tokens * PLAIN_MS + START_STEPS * PLAIN_MS + surplus

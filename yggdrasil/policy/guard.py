@@ -18,6 +18,9 @@ PROBE_STEPS = 0.25  # plain steps' worth at which a stopped session tries again
 SHARE = 0.0075  # of the time that passes becomes credit: what trying again may cost
 MOST_STEPS = 16.0  # plain steps' worth that a winning session can save up for a losing passage
 PLAIN_MEMORY = 0.8
+SLOWER = 1.25  # times the pace of plain steps: more is a question of whose fault it is
+MEASURED_STEPS = 64  # speculative steps after which a plain step's pace is too old an answer
+ANSWER_STEPS = 2  # plain steps that give a new one
 
 
 @dataclass
@@ -28,6 +31,9 @@ class Guard:
     its tokens; a small share of all time passing is earned as well, so an exhausted session probes again, the later the more
     it lost. What a session can lose against plain decoding is therefore START_STEPS steps and SHARE of its time, whatever
     the draft does. Before it probes, a draft that has fallen behind is caught up, a chunk a step; that is paid for as well.
+
+    Where speculative steps take longer than the profile has them, the machine is busy, or the profile is wrong about them.
+    Two plain steps tell: until then the surplus is not paid for.
 
     Args:
         inner: Decides while there is credit.
@@ -42,9 +48,11 @@ class Guard:
     _credit_ms: float | None = field(default=None, init=False, repr=False)
     _plain_over_profile: float = field(default=1.0, init=False, repr=False)
     _slowness: dict[bool, float] = field(default_factory=dict, init=False, repr=False)
+    _since_plain: int = field(default=MEASURED_STEPS, init=False, repr=False)
+    _asking: int = field(default=0, init=False, repr=False)
 
     def choose(self, state: DecodeState) -> Shape:
-        return self.inner.choose(state) if self.speculating else PLAIN
+        return self.inner.choose(state) if self.speculating and not self._asking else PLAIN
 
     @property
     def platt(self) -> PlattScale:
@@ -83,10 +91,30 @@ class Guard:
         settled = min(slowness, self._slowness.get(is_plain, 1.0))
         self._slowness[is_plain] = slowness
         if is_plain:
-            self._remember(settled)
-        elif True not in self._slowness:  # a machine faster than its profile decodes plainly faster as well
-            self._remember(min(1.0, settled))
+            self._answer(settled)
+        else:
+            settled = self._unquestioned(settled)
+            if True not in self._slowness:  # a machine faster than its profile decodes plainly faster as well
+                self._remember(min(1.0, settled))
         return settled * predicted_ms
+
+    def _unquestioned(self, slowness: float) -> float:
+        """What of a speculative step's slowness is paid for: all, once plain steps have shown their own pace."""
+        self._since_plain += 1
+        most = SLOWER * self._plain_over_profile
+        if slowness <= most or self._since_plain <= MEASURED_STEPS:
+            return slowness
+        self._asking = ANSWER_STEPS
+        return most
+
+    def _answer(self, slowness: float) -> None:
+        self._since_plain = 0
+        if self._asking:
+            self._asking -= 1
+            if not self._asking:
+                self._plain_over_profile = slowness
+        else:
+            self._remember(slowness)
 
     def _remember(self, slowness: float) -> None:
         self._plain_over_profile += (1 - PLAIN_MEMORY) * (slowness - self._plain_over_profile)
