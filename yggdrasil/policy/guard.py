@@ -33,7 +33,7 @@ class Guard:
     the draft does. Before it probes, a draft that has fallen behind is caught up, a chunk a step; that is paid for as well.
 
     Where speculative steps take longer than the profile has them, the machine is busy, or the profile is wrong about them.
-    Two plain steps tell: until then the surplus is not paid for.
+    Two plain steps decide which: until then the surplus does not count.
 
     Args:
         inner: Decides while there is credit.
@@ -99,7 +99,7 @@ class Guard:
         return settled * predicted_ms
 
     def _unquestioned(self, slowness: float) -> float:
-        """What of a speculative step's slowness is paid for: all, once plain steps have shown their own pace."""
+        """What of a speculative step's slowness counts: all, once plain steps have shown their own pace."""
         self._since_plain += 1
         most = SLOWER * self._plain_over_profile
         if slowness <= most or self._since_plain <= MEASURED_STEPS:
