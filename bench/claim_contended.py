@@ -1,6 +1,6 @@
 """How fast is generation next to other programs that want the processor?
 
-Beside 0, 1, 2 and 4 processes that never rest, the bundled pair and the one at real size decode held-out prompts, greedily
+Next to 0, 1, 2 and 4 processes that never rest, the bundled pair and the one at real size decode held-out prompts, greedily
 and by the default policy, each arm in a process of its own and one after the other: with all threads, with one, and, with
 `--earlier`, the package of another checkout, which has compiled both pairs in its own artifact root.
 

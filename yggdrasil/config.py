@@ -180,7 +180,7 @@ class ServeConfig:
         persist_steps: So many steps have to find them scarce, and speculation off, before the draft leaves; the paper names no number, 8 was not tuned.
         host: Address to listen on.
         port: To listen on; 0 takes a free one.
-        allow_hosts: Names that clients may call the server by, besides this machine's own.
+        allow_hosts: More names that clients may call the server by.
         drain_seconds: Running requests may take so long to finish after a signal.
     """
 

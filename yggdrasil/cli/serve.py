@@ -64,7 +64,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--port", type=int, default=defaults.port, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", help=f"asked of clients, for all but /health (default: the variable {KEY_VARIABLE}, else none)")
     parser.add_argument("--model-name", metavar="NAME", help="what clients call the model (default: the pair's name)")
-    names = "answer to this name too, besides this machine's own; may be given again; with a key, to any"
+    names = "answer to this name too, not only this machine's own; may be given again; with a key, to any"
     parser.add_argument("--allow-host", action="append", metavar="NAME", help=names)
     parser.add_argument(
         "--drain-seconds", type=float, default=defaults.drain_seconds, metavar="S", help="running requests may take this long to finish (default: %(default)s)"

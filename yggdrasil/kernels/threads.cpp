@@ -85,25 +85,25 @@ class alignas(64) Share {
   std::atomic<uint64_t> range_{0};
 };
 
-// Whether partners help. What they take spares the caller time, and what they hold when they lose their core costs it
-// some: an account of both, which is spent where another process wants the cores. Then the caller works alone for a while.
-class Account {
+// Whether partners help: the time that they save the caller, less the time that it waits for one that lost its core. Where
+// other processes want the cores this falls below zero, and the caller works alone for a while.
+class Benefit {
  public:
-  bool is_open() {
+  bool is_positive() {
     if (balance_ >= Clock::duration(0)) return true;
-    if (Clock::now() < closed_until_) return false;
+    if (Clock::now() < alone_until_) return false;
     balance_ = kTrial;
     return true;
   }
 
   // After a call of `pieces`, of which the caller took `own` in `worked` and then `waited` for the others.
-  void enter(int64_t own, int64_t pieces, Clock::duration worked, Clock::duration waited) {
+  void observe(int64_t own, int64_t pieces, Clock::duration worked, Clock::duration waited) {
     const Clock::duration piece = own ? std::min(worked, Clock::duration(kMostWorked)) / own : Clock::duration(0);
-    const Clock::duration spared = piece * (pieces - own);
-    balance_ = std::min(balance_ + spared - waited, Clock::duration(kMost));
+    const Clock::duration saved = piece * (pieces - own);
+    balance_ = std::min(balance_ + saved - waited, Clock::duration(kMost));
     if (balance_ == kMost) pause_ = kFirstPause;
     if (balance_ >= Clock::duration(0)) return;
-    closed_until_ = Clock::now() + pause_;
+    alone_until_ = Clock::now() + pause_;
     pause_ = std::min(2 * pause_, Clock::duration(kLongestPause));
   }
 
@@ -113,7 +113,7 @@ class Account {
   static constexpr Clock::duration kFirstPause = std::chrono::milliseconds(20), kLongestPause = std::chrono::milliseconds(320);
 
   Clock::duration balance_ = kMost, pause_ = kFirstPause;
-  Clock::time_point closed_until_;
+  Clock::time_point alone_until_;
 };
 
 class Pool {
@@ -121,7 +121,7 @@ class Pool {
   // Whether the calling thread may `run` now.
   bool enter() {
     if (is_taken_.test_and_set()) return false;
-    if (account_.is_open()) return true;
+    if (benefit_.is_positive()) return true;
     leave();
     return false;
   }
@@ -141,7 +141,7 @@ class Pool {
     is_open_.store(false);
     for (uint32_t seen = left_.read(); inside_.load(); seen = left_.wait(seen)) {
     }
-    account_.enter(own, pieces, done - start, Clock::now() - done);
+    benefit_.observe(own, pieces, done - start, Clock::now() - done);
   }
 
  private:
@@ -174,7 +174,7 @@ class Pool {
   }
 
   std::atomic_flag is_taken_;
-  Account account_;
+  Benefit benefit_;
   const ygg::Body* body_ = nullptr;
   int64_t count_ = 0, pieces_ = 0, threads_ = 0;
   Share shares_[kMostThreads];

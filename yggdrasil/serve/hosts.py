@@ -18,7 +18,7 @@ class HostNames:
     """The names of this machine, and more that its operator allows. Any address is: only names are rebound.
 
     Args:
-        names: Besides `localhost` and what this machine calls itself.
+        names: More than `localhost` and what this machine calls itself.
 
     >>> names = HostNames(["gpu.example.org"])
     >>> [names.allow(host) for host in ("localhost:8000", "[::1]:8000", "10.0.0.7", "GPU.example.org.")]
