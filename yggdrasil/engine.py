@@ -230,8 +230,6 @@ def checked_prompt(prompt: Sequence[int]) -> list[int]:
             is_batch = isinstance(entry, Sequence) or getattr(entry, "ndim", 0) > 0
             fix = "an engine decodes one prompt at a time; call it for each" if is_batch else ""
             raise ConfigError("prompt", entry, "a list of tokens, which are whole numbers", fix) from None
-        if token < 0:
-            raise ConfigError("prompt", token, "a list of tokens, which are 0 or above")
         tokens.append(token)
     return tokens
 

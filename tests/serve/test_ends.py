@@ -23,7 +23,7 @@ from yggdrasil.serve.ticket import Ticket
 from yggdrasil.state import Shape, StepResult, cut
 from yggdrasil.step.accept import Accepted
 from yggdrasil.step.rows import Chain
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
 
@@ -74,11 +74,12 @@ class Scripted:
         """As the engine cuts them."""
         room, ends, tree = self.config.max_new_tokens, () if self.config.ignore_eos else (END,), TokenTree.root(END, capacity=1)
         assert room is not None
+        stream = TextStream(self.tokenizer, self.config.stop, self.prompt)
         for said in steps:
-            tokens = cut(said, room=room, eos_tokens=ends)
+            tokens = stream.take(cut(said, room=room, eos_tokens=ends))
             room -= len(tokens)
             yield StepResult(tokens, Shape(1, len(said) - 1), len(said), len(said), 0, 1.0, lambda: tree, list(range(len(said))))
-            if room == 0 or tokens[-1] in ends:
+            if room == 0 or tokens[-1] in ends or stream.stopped:
                 return
 
 

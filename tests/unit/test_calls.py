@@ -65,7 +65,7 @@ def test_an_engine_without_a_tokenizer_refuses_stop_texts(tiny: LoadedPair) -> N
         ([PROMPT, PROMPT], "one prompt at a time"),
         ([5, 6.0], r"prompt: 6\.0 .*whole numbers"),
         ([5, None], "prompt: None .*whole numbers"),
-        ([5, -1], "prompt: -1 .*0 or above"),
+        ([5, -1], "prompt: -1 .*made of token ids from 0 to"),
         ([], "at least one token"),
     ],
     ids=str,
