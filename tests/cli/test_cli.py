@@ -733,7 +733,7 @@ def test_the_number_of_threads_changes_no_text_and_is_noted_where_the_profile_ha
         assert yggdrasil.get_num_threads() == int(count)
         shown = capfd.readouterr()
         texts.append(shown.out)
-        assert ("the pair was measured with 1 threads, this run has 3" in shown.err) == (count == "3")
+        assert ("the pair was measured with --threads 1, this run has 3" in shown.err) == (count == "3")
     assert texts[0] == texts[1]
 
 
