@@ -28,13 +28,13 @@ from yggdrasil.timeline import RecordedModel
 __all__ = ["HOST_RUNS", "ROUNDS", "curve_json", "decision_milliseconds", "host_milliseconds", "latency_curve", "switch_grid", "switching_costs"]
 
 ROUNDS = 9
-LEAST_ROUNDS = 3
-CURVE_SECONDS = 15.0  # of a large model's curve: no round is begun later
+LEAST_ROUNDS = 2
+CURVE_SECONDS = 10.0  # of a large model's curve: no round is begun later
 HOST_RUNS = 4
-RUN_SECONDS = 3.0  # of a text that is decoded to be measured: no step is begun later
+RUN_SECONDS = 2.0  # of a text that is decoded to be measured: no step is begun later
 SWITCH_ROUNDS = 3
 SWITCH_SECONDS = 0.5  # of a lag and batch size: no round is begun later
-SWITCH_CHUNKS = 8  # of a lag and batch size that is measured: more of them take time in proportion
+SWITCH_CHUNKS = 4  # of a lag and batch size that is measured: more of them take time in proportion
 LAGS = (2, 16, 64, 256)
 
 

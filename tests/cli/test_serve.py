@@ -208,11 +208,11 @@ class TestServer:
             assert ended(process) == (128 + numbers[1], "ygg serve: ended at once; requests that were running are lost\n")
 
     def test_idle_connections_of_all_descriptors_stop_nobody(self, tiny_bundle: Bundle) -> None:
-        limit = 'ulimit -n 220 && exec "$@"'
+        limit = 'ulimit -n 400 && exec "$@"'
         with served("--max-batch", "2", before=("bash", "-c", limit, "bash")) as (process, url):
             port = httpx.URL(url).port
             with ExitStack() as stack:
-                for _ in range(300):
+                for _ in range(600):
                     stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
                 start = time.monotonic()
                 assert httpx.get(f"{url}/health", timeout=20).json() == {"status": "ok"}

@@ -217,10 +217,7 @@ def test_packed_module_replaces_a_linear(bias: bool, dtype: torch.dtype) -> None
     packed = PackedLinear.from_linear(linear)
     x = torch.randn(2, 9, 70).to(dtype)
     assert_close(packed(x), linear(x).detach(), 70)
-    shapes_only = PackedLinear.like(linear, packed.packed)
-    shapes_only.load_state_dict(packed.state_dict())
-    assert torch.equal(shapes_only(x), packed(x))
-    assert shapes_only.to("meta")(x.to("meta")).shape == (2, 9, 50)
+    assert packed.to("meta")(x.to("meta")).shape == (2, 9, 50)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))

@@ -1,7 +1,7 @@
 """Build the graphs of a menu in worker processes: `python -m yggdrasil.compiler.pool` is one worker.
 
-A worker reads a job a line from standard input, builds it, and answers with a line; it keeps the model it loaded, so one
-worker pays the imports and the load once. The parent hands jobs out one at a time, so the workers finish together.
+A worker reads a job a line from standard input, builds it, and answers with a line; it keeps its model, of which it has no
+weights, so the imports and the model take time once. The parent hands jobs out one at a time, so the workers finish together.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from yggdrasil.compiler.weights import load_weights
 from yggdrasil.kernels import load_cuda_kernels, load_kernels
 from yggdrasil.kv import KVShape, KVStorage
 from yggdrasil.models.forward import DraftForward, TargetForward
-from yggdrasil.models.load import load_model, order_linears_, outline_linears_
+from yggdrasil.models.load import order_linears_, outline_model
 from yggdrasil.models.packing import empty_meta
-from yggdrasil.models.sharding import shard_
 
 __all__ = ["GraphJob", "compile_graphs", "run_job"]
 
@@ -73,12 +72,9 @@ class GraphJob:
 @lru_cache(maxsize=2)
 def _module(model: str, weights: str, num_candidates: int, vocab: int, dtype: str, device: str, kv: KVShape, exact: bool, ranks: int) -> torch.nn.Module:
     load_kernels()
-    loaded = load_model(model, dtype=getattr(torch, dtype))
-    if ranks > 1:
-        shard_(loaded, 0, ranks)
-    if device == "cpu":
-        outline_linears_(loaded, {name.removeprefix("model."): tensor for name, tensor in load_weights(Path(weights), device, command="").items()})
-    else:
+    stored = {name.removeprefix("model."): tensor for name, tensor in load_weights(Path(weights), device, command="").items()}
+    loaded = outline_model(model, stored, dtype=getattr(torch, dtype), ranks=ranks)
+    if device == "cuda":
         load_cuda_kernels()
         if exact:
             order_linears_(loaded)

@@ -127,8 +127,8 @@ class PackedLinear(nn.Module):
     Args:
         in_features: length of an input row.
         out_features: length of an output row.
-        packed: the weight, from `pack_weight` or `compress_weight`; a buffer.
-        bias: (out_features), or None; a buffer.
+        packed: the weight, from `pack_weight` or `compress_weight`.
+        bias: (out_features), or None.
 
     Cost: one operator, which reads `packed` once from memory for any number of rows; no gradient.
 
@@ -145,15 +145,13 @@ class PackedLinear(nn.Module):
     """
 
     takes_meta: ClassVar = True  # as an output embedding, for the rows that are read
-    packed: Tensor
-    bias: Tensor | None
-
     def __init__(self, in_features: int, out_features: int, packed: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        self.register_buffer("packed", packed)
-        self.register_buffer("bias", bias)
+        # Parameters: of buffers, which a graph may write to, Inductor makes copies.
+        self.packed = nn.Parameter(packed, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, compress: bool = False) -> Self:
@@ -165,10 +163,9 @@ class PackedLinear(nn.Module):
         return cls(linear.in_features, linear.out_features, packed, None if linear.bias is None else linear.bias.detach().clone())
 
     @classmethod
-    def like(cls, linear: nn.Linear, packed: Tensor) -> Self:
-        """As `linear` was packed before, without values: for a compiler that reads shapes only."""
-        bias = None if linear.bias is None else torch.empty_like(linear.bias)
-        return cls(linear.in_features, linear.out_features, torch.empty_like(packed), bias)
+    def like(cls, linear: nn.Linear) -> Self:
+        """In the place of `linear`; its packed weight is still to be set."""
+        return cls(linear.in_features, linear.out_features, torch.empty(0, device="meta"), linear.bias)
 
     def forward(self, x: Tensor, meta_NM: Tensor | None = None) -> Tensor:
         """x: (..., in_features) -> (..., out_features), in the layer's dtype.

@@ -17,9 +17,10 @@ from yggdrasil.kernels.linear import PackedLinear
 from yggdrasil.models.attention import IMPLEMENTATION, register_attention
 from yggdrasil.models.checkpoint import check_pointers
 from yggdrasil.models.hub import check_name, hub_reason
+from yggdrasil.models.sharding import shard_
 from yggdrasil.models.support import check_supported
 
-__all__ = ["check_vocabularies", "load_config", "load_model", "order_linears_", "outline_linears_", "pack_linears_", "shared_vocab"]
+__all__ = ["check_vocabularies", "load_config", "load_model", "order_linears_", "outline_model", "pack_linears_", "shared_vocab"]
 
 
 def load_config(name: str) -> Any:
@@ -128,14 +129,37 @@ def pack_linears_(model: nn.Module, *, compress: bool = False, tick: Callable[[]
     _replace_linears_(model, pack)
 
 
-def outline_linears_(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Replace every `nn.Linear` as `pack_linears_` did in another process, without values: for a compiler that reads shapes only.
+def outline_model(name: str, stored: Mapping[str, Tensor], *, dtype: torch.dtype, ranks: int = 1) -> Any:
+    """The model that `stored` was taken from, with uninitialised weights: for a compiler, which reads shapes only.
+
+    No weight is read, and memory that nobody touches is never given: a process that builds graphs of a large
+    model stays small.
 
     Args:
-        model: Changed in place.
-        stored: The packed weights by the name of their buffer, such as "lm_head.packed".
+        name: Folder or hub id.
+        stored: Its parameters and buffers by name, tied ones as one tensor; packed layers have a "packed".
+        dtype: Of the model.
+        ranks: Into so many shards the model is split; `stored` is one of them.
     """
-    _replace_linears_(model, lambda name, linear: PackedLinear.like(linear, stored[f"{name}.packed"]))
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    config = load_config(name)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=False
+        )  # type: ignore[no-untyped-call]
+    if ranks > 1:
+        shard_(model, 0, ranks)
+    packed = {layer.removesuffix(".packed") for layer in stored if layer.endswith(".packed")}
+    _replace_linears_(model, lambda layer, linear: PackedLinear.like(linear) if layer in packed else linear)
+    outlines = {id(tensor): torch.empty_like(tensor) for tensor in stored.values()}
+    for layer, module in model.named_modules():
+        for child, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            outline = outlines[id(stored[f"{layer}.{child}".removeprefix(".")])]
+            is_parameter = isinstance(tensor, nn.Parameter)
+            setattr(module, child, nn.Parameter(outline, requires_grad=False) if is_parameter else outline)
+    return model.eval()
 
 
 def order_linears_(model: nn.Module) -> None:

@@ -28,8 +28,9 @@ __all__ = ["ACCEPTED_AT_ONCE", "Connection", "limited", "log_errors_rarely", "ra
 HEAD_SECONDS = 10.0  # from the connection, or the last response, to the end of a request's headers
 STALL_SECONDS = 60.0
 MOST_CONNECTIONS = 4096  # some 30 KB each
-ACCEPTED_AT_ONCE = 64  # before the loop learns that there is no room for them
-OWN_DESCRIPTORS = 64 + ACCEPTED_AT_ONCE  # files, libraries, the loop's own
+ACCEPTED_AT_ONCE = 64
+OWN_DESCRIPTORS = 64  # files, libraries, the loop's own
+TURNS_TO_CLOSE = 3  # of the loop, from accepting one connection too many to closing another: it accepts in each
 BUSY = b'{"error":{"message":"too many connections; try again later","type":"server_error"}}'
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -45,7 +46,7 @@ def raise_descriptor_limit() -> int:
             pass
     if soft == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
-    return max(1, min(MOST_CONNECTIONS, soft - OWN_DESCRIPTORS))
+    return max(1, min(MOST_CONNECTIONS, soft - OWN_DESCRIPTORS - TURNS_TO_CLOSE * ACCEPTED_AT_ONCE))
 
 
 def log_errors_rarely(loop: asyncio.AbstractEventLoop) -> None:
