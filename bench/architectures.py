@@ -34,8 +34,27 @@ from yggdrasil.models.proof import check_forward, deviation, expected_passages
 from yggdrasil.models.support import check_supported, context_limits, kv_shape
 from yggdrasil.tree import TokenTree
 
-EQUAL, REFUSED, NOT_BUILT, WRONG = "equal", "refused", "not built small", "WRONG"
-QUICK = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "gpt2", "starcoder2", "diffllama", "bert", "lfm2", "bloom")
+EQUAL = "equal"
+REFUSED = "refused"
+NOT_BUILT = "not built small"
+WRONG = "WRONG"
+QUICK = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt_neox",
+    "gpt2",
+    "starcoder2",
+    "diffllama",
+    "bert",
+    "lfm2",
+    "bloom",
+)
 POSITIONS = 128
 PIECES = (16, 1, 5, 9)  # tokens of the text that run together
 PARENTS = (0, 0, 1, 1, 2, 3, 3, 6, 7)  # of the nodes after the root
@@ -50,10 +69,24 @@ SMALL: Mapping[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "attention_hidden_size"), 64),
-    **dict.fromkeys(("intermediate_size", "n_inner", "d_ff", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), 96),
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "n_embd",
+            "d_model",
+            "word_embed_proj_dim",
+            "embedding_size",
+            "attention_hidden_size",
+        ),
+        64,
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), 96
+    ),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4
+    ),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 256),
     **dict.fromkeys(("head_dim", "kv_channels"), 16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
@@ -87,14 +120,23 @@ def architectures() -> dict[str, tuple[Any, Any]]:
     """Configuration and model class of every causal LM, by model type."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    found = {config.model_type: (config, MODEL_FOR_CAUSAL_LM_MAPPING[config]) for config in MODEL_FOR_CAUSAL_LM_MAPPING}
-    return {name: (config, model[0] if isinstance(model, tuple) else model) for name, (config, model) in sorted(found.items())}
+    found = {
+        config.model_type: (config, MODEL_FOR_CAUSAL_LM_MAPPING[config])
+        for config in MODEL_FOR_CAUSAL_LM_MAPPING
+    }
+    return {
+        name: (config, model[0] if isinstance(model, tuple) else model)
+        for name, (config, model) in sorted(found.items())
+    }
 
 
 def shrunk(config_class: Any) -> Any:
-    """A small configuration, with one layer of every kind; the default one where the class takes no such sizes."""
+    """A small configuration, with one layer of every kind; the default one where the class takes no such
+    sizes.
+    """
     default = config_class()
-    fields, aliases = default.to_dict(), config_class.attribute_map
+    fields = default.to_dict()
+    aliases = config_class.attribute_map
     small = {name: value for name, value in SMALL.items() if name in fields or aliases.get(name) in fields}
     small = {name: value for name, value in small.items() if aliases.get(name) not in small}
     if "multi_query" in fields:
@@ -124,7 +166,11 @@ def judge(config_class: Any, model_class: Any) -> Row:
         differs = _largest_deviation(model, num_positions)
     except YggError as error:
         is_line = "\n" not in str(error)
-        return Row(**row, outcome=REFUSED if is_line else WRONG, detail=str(error).partition(" is not supported")[0])
+        return Row(
+            **row,
+            outcome=REFUSED if is_line else WRONG,
+            detail=str(error).partition(" is not supported")[0],
+        )
     except Exception as error:
         return Row(**row, outcome=WRONG, detail=f"{type(error).__name__}: {first_line(error)}")
     return Row(**row, outcome=EQUAL if differs <= MOST_DEVIATION else WRONG, deviation=differs)
@@ -141,7 +187,11 @@ def _built(model_class: Any, config: Any) -> Any:
     if num_weights > MOST_WEIGHTS:
         return f"{num_weights / 1e6:.0f} M weights"
     torch.manual_seed(0)
-    model = model_class._from_config(config, dtype=torch.float32, attn_implementation=IMPLEMENTATION).eval().requires_grad_(False)
+    model = (
+        model_class._from_config(config, dtype=torch.float32, attn_implementation=IMPLEMENTATION)
+        .eval()
+        .requires_grad_(False)
+    )
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.mul_(GAIN)
@@ -150,11 +200,14 @@ def _built(model_class: Any, config: Any) -> Any:
 
 @torch.no_grad()
 def _largest_deviation(model: Any, num_positions: int) -> float:
-    kv, vocab = kv_shape(model.config, 64), model.config.vocab_size
+    kv = kv_shape(model.config, 64)
+    vocab = model.config.vocab_size
     passages = expected_passages(model.config.model_type, model, vocab, num_positions)
     text = [(37 * place + 5) % vocab for place in range(sum(PIECES))]
     tree = _tree(vocab)
-    expected = [_own_rows(model, text)] + [_own_rows(model, text + _path_tokens(tree, node))[-1:] for node in range(len(tree))]
+    expected = [_own_rows(model, text)] + [
+        _own_rows(model, text + _path_tokens(tree, node))[-1:] for node in range(len(tree))
+    ]
     check_forward(model.config.model_type, model, kv, passages, num_positions)
     cache = KVCache(kv, dtype=torch.float32, device="cpu")
     forward = TargetForward(model, cache, vocab)
@@ -173,7 +226,9 @@ def _largest_deviation(model: Any, num_positions: int) -> float:
 def _tree(vocab: int) -> TokenTree:
     tree = TokenTree.root(3, 1 + len(PARENTS), max_depth=MAX_DEPTH)
     for node, parent in enumerate(PARENTS, 1):
-        tree.grow(torch.tensor([parent]), torch.tensor([(11 * node + 2) % vocab]), torch.tensor([-float(node)]))
+        tree.grow(
+            torch.tensor([parent]), torch.tensor([(11 * node + 2) % vocab]), torch.tensor([-float(node)])
+        )
     return tree
 
 
@@ -201,7 +256,8 @@ def measure(names: Iterable[str], say: Say) -> list[Row]:
     transformers.utils.logging.set_verbosity_error()
     load_kernels()
     register_attention()
-    known, rows = architectures(), []
+    known = architectures()
+    rows = []
     for name in names:
         rows.append(judge(*known[name]))
         say(line(rows[-1]))
@@ -213,15 +269,30 @@ def main() -> int:
 
     Returns 1 where one is wrong.
     """
-    parser = argparse.ArgumentParser(prog="bench.architectures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print nothing but the JSON document on standard output")
-    parser.add_argument("--quick", action="store_true", help=f"a rehearsal: {len(QUICK)} architectures, kept out of bench/results")
+    parser = argparse.ArgumentParser(
+        prog="bench.architectures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print nothing but the JSON document on standard output"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"a rehearsal: {len(QUICK)} architectures, kept out of bench/results",
+    )
     options = parser.parse_args()
     say = sayer(options)
     rows = measure(QUICK if options.quick else architectures(), say)
     counts = Counter(row.outcome for row in rows)
     say(", ".join(f"{counts[outcome]} {outcome}" for outcome in (EQUAL, REFUSED, NOT_BUILT, WRONG)))
-    result = {"claim": "architectures", "environment": environment(), "counts": dict(counts), "architectures": [asdict(row) for row in rows]}
+    result = {
+        "claim": "architectures",
+        "environment": environment(),
+        "counts": dict(counts),
+        "architectures": [asdict(row) for row in rows],
+    }
     say(f"written to {save_result('architectures', result, rehearsal=options.quick)}")
     print(json.dumps(result), flush=True)
     return 1 if counts[WRONG] else 0

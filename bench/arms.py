@@ -16,28 +16,51 @@ from yggdrasil.engine import Engine
 from yggdrasil.kv import KVCache
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.shape import FixedShape, ShapePolicy
-from yggdrasil.report import Run
+from yggdrasil.report.run import Run
 from yggdrasil.state import PLAIN, Shape
 
-__all__ = ["PLAIN_ARM", "arm_summary", "fixed_policy", "geometric_means", "our_arm", "plain_arm", "policy_arm", "ratios_to", "uncaptured"]
+__all__ = [
+    "PLAIN_ARM",
+    "arm_summary",
+    "fixed_policy",
+    "geometric_means",
+    "our_arm",
+    "plain_arm",
+    "policy_arm",
+    "ratios_to",
+    "uncaptured",
+]
 
 PLAIN_ARM = "plain"
 
 
 def fixed_policy(pair: LoadedPair, shape: Shape, *, temperature: float = 0.0) -> FixedShape:
     """Always this shape, unguarded; K by the objective where the shape leaves it open."""
-    return FixedShape(shape, pair.acceptance.nearest(temperature), pair.latency, pair.bundle.config.verify_widths)
+    return FixedShape(
+        shape, pair.acceptance.nearest(temperature), pair.latency, pair.bundle.config.verify_widths
+    )
 
 
-def policy_arm(name: str, pair: LoadedPair, policy: ShapePolicy, num_tokens: int, *, temperature: float = 0.0, num_prompts: int | None = None) -> Arm:
-    """Our engine under one policy; its tokens must equal plain decoding's, greedy or sampled with the prompt's own seed.
+def policy_arm(
+    name: str,
+    pair: LoadedPair,
+    policy: ShapePolicy,
+    num_tokens: int,
+    *,
+    temperature: float = 0.0,
+    num_prompts: int | None = None,
+) -> Arm:
+    """Our engine under one policy; its tokens must equal plain decoding's, greedy or sampled with the
+    prompt's own seed.
 
-    Where the compiler measured graphs that round differently, texts are compared instead: such a pair promises no more.
-    """
+    Where the compiler measured graphs that round differently, texts are compared instead: such a pair
+    promises no more."""
 
     def generate(prompt: Sequence[int]) -> Generation:
         sampling = SamplingConfig(temperature=temperature, seed=sum(prompt))
-        config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True, plain=name == PLAIN_ARM, sampling=sampling)
+        config = GenerateConfig(
+            max_new_tokens=num_tokens, ignore_eos=True, plain=name == PLAIN_ARM, sampling=sampling
+        )
         start = time.perf_counter()
         run = Run(pair, prompt, config, policy=policy).complete()
         total_ms = (time.perf_counter() - start) * 1e3
@@ -48,7 +71,8 @@ def policy_arm(name: str, pair: LoadedPair, policy: ShapePolicy, num_tokens: int
             first_ms=run.ttft_ms,
             first_tokens=len(run.results[0].tokens),
             target_passes=len(run.results),  # prefill emits nothing and is not counted
-            detail={key: report[key] for key in ("predicted_speedup", "stages_ms", "graphs_ms")} | {"shapes": Counter(str(each.shape) for each in run.results)},
+            detail={key: report[key] for key in ("predicted_speedup", "stages_ms", "graphs_ms")}
+            | {"shapes": Counter(str(each.shape) for each in run.results)},
         )
 
     return Arm(name=name, generate=generate, exact=not pair.bundle.inexact_widths, num_prompts=num_prompts)
@@ -56,7 +80,9 @@ def policy_arm(name: str, pair: LoadedPair, policy: ShapePolicy, num_tokens: int
 
 def our_arm(name: str, pair: LoadedPair, num_tokens: int, temperature: float, shape: Shape | None) -> Arm:
     """Our engine under one shape, or under the pair's default policy."""
-    return policy_arm(name, pair, pair.policy(temperature=temperature, shape=shape), num_tokens, temperature=temperature)
+    return policy_arm(
+        name, pair, pair.policy(temperature=temperature, shape=shape), num_tokens, temperature=temperature
+    )
 
 
 def plain_arm(pair: LoadedPair, num_tokens: int, *, temperature: float = 0.0) -> Arm:
@@ -65,8 +91,11 @@ def plain_arm(pair: LoadedPair, num_tokens: int, *, temperature: float = 0.0) ->
 
 
 def uncaptured(pair: LoadedPair) -> LoadedPair:
-    """A pair on CUDA whose graphs launch their kernels one by one: what capturing them is worth. It has caches of its own."""
-    bundle, engine = pair.bundle, pair.engine
+    """A pair on CUDA whose graphs launch their kernels one by one: what capturing them is worth. It has
+    caches of its own.
+    """
+    bundle = pair.bundle
+    engine = pair.engine
     models = [
         CompiledModel(
             bundle.folder / kind,
@@ -81,7 +110,9 @@ def uncaptured(pair: LoadedPair) -> LoadedPair:
         )
         for kind, model in (("target", engine.target), ("draft", engine.draft))
     ]
-    return replace(pair, engine=Engine(*models, max_context=engine.max_context, eos_tokens=tuple(engine.eos_tokens)))
+    return replace(
+        pair, engine=Engine(*models, max_context=engine.max_context, eos_tokens=tuple(engine.eos_tokens))
+    )
 
 
 def arm_summary(rounds: Rounds, name: str) -> dict[str, Any]:
@@ -108,14 +139,24 @@ def arm_summary(rounds: Rounds, name: str) -> dict[str, Any]:
 def _per_pass(done: Sequence[Generation], key: str) -> dict[str, float]:
     """Median milliseconds of every stage per target forward; prefill per prompt."""
     return {
-        stage: round(median(each.detail[key].get(stage, 0.0) / (1 if stage == "prefill" else each.target_passes) for each in done), 4)
+        stage: round(
+            median(
+                each.detail[key].get(stage, 0.0) / (1 if stage == "prefill" else each.target_passes)
+                for each in done
+            ),
+            4,
+        )
         for stage in done[0].detail[key]
     }
 
 
 def ratios_to(rounds: Rounds, name: str) -> dict[str, dict[str, Any]]:
     """How many times faster than every other arm one arm decodes, prompt by prompt, prefill left out."""
-    return {other: ratio(rounds.later_tpots(other), rounds.later_tpots(name)) for other in rounds.by_arm if other != name}
+    return {
+        other: ratio(rounds.later_tpots(other), rounds.later_tpots(name))
+        for other in rounds.by_arm
+        if other != name
+    }
 
 
 def geometric_means(ratios: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""What every figure's script does besides measuring: options, a table, a JSON line, a saved result and a drawing of it."""
+"""What every figure's script does besides measuring: options, a table, a JSON line, a saved result and a
+drawing of it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Claim", "Say", "bars", "report", "save_figure", "sayer", "script_parser"]
 
 Say = Callable[[str], None]
-QUICK_PROMPTS, QUICK_TOKENS = 2, 16
+QUICK_PROMPTS = 2
+QUICK_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +58,25 @@ class Claim:
 
         options = self._parser().parse_args()
         if options.quick:
-            options.prompts, options.tokens = QUICK_PROMPTS, QUICK_TOKENS
+            options.prompts = QUICK_PROMPTS
+            options.tokens = QUICK_TOKENS
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         say = sayer(options)
-        settings = {"prompts": options.prompts, "tokens": options.tokens, "rehearsal": options.quick, "device": options.device}
+        settings = {
+            "prompts": options.prompts,
+            "tokens": options.tokens,
+            "rehearsal": options.quick,
+            "device": options.device,
+        }
         question = " ".join(str(self.doc).split("\n\n", 1)[0].split())
-        result = {"claim": self.name, "question": question, "settings": settings, "environment": environment(), **self.measure(options, say)}
+        result = {
+            "claim": self.name,
+            "question": question,
+            "settings": settings,
+            "environment": environment(),
+            **self.measure(options, say),
+        }
         say(self.table(result))
         path = save_result(self.name, result, rehearsal=options.quick)
         say(f"written to {path}")
@@ -70,8 +85,12 @@ class Claim:
 
     def _parser(self) -> argparse.ArgumentParser:
         parser = script_parser(self.name, self.doc, f"{QUICK_PROMPTS} prompts of {QUICK_TOKENS} tokens")
-        parser.add_argument("--prompts", type=int, default=self.prompts, help="held-out prompts (default: %(default)s)")
-        parser.add_argument("--tokens", type=int, default=self.tokens, help="new tokens per prompt (default: %(default)s)")
+        parser.add_argument(
+            "--prompts", type=int, default=self.prompts, help="held-out prompts (default: %(default)s)"
+        )
+        parser.add_argument(
+            "--tokens", type=int, default=self.tokens, help="new tokens per prompt (default: %(default)s)"
+        )
         add_options(parser, devices=self.devices)
         return parser
 
@@ -84,9 +103,15 @@ def script_parser(name: str, doc: str | None, rehearsal: str) -> argparse.Argume
         doc: The script's docstring.
         rehearsal: What `--quick` leaves of the claim.
     """
-    parser = argparse.ArgumentParser(prog=f"bench.claim_{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print nothing but the JSON document on standard output")
-    parser.add_argument("--quick", action="store_true", help=f"a rehearsal: {rehearsal}, kept out of bench/results")
+    parser = argparse.ArgumentParser(
+        prog=f"bench.claim_{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print nothing but the JSON document on standard output"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"a rehearsal: {rehearsal}, kept out of bench/results"
+    )
     return parser
 
 
@@ -119,7 +144,9 @@ def bars(axes: Any, groups: Sequence[str], heights: Mapping[str, Sequence[float]
     width = 0.8 / len(heights)
     for index, (series, values) in enumerate(heights.items()):
         places = [group + (index - (len(heights) - 1) / 2) * width for group in range(len(groups))]
-        axes.bar_label(axes.bar(places, values, width, label=series), fmt="%.2f", fontsize=5, rotation=90, padding=2)
+        axes.bar_label(
+            axes.bar(places, values, width, label=series), fmt="%.2f", fontsize=5, rotation=90, padding=2
+        )
     axes.set_xticks(range(len(groups)), groups)
     axes.margins(y=0.15)
     axes.set_ylabel(ylabel)

@@ -1,26 +1,32 @@
-"""Which policy of speculative lengths loses least while it learns, and does the regret of Nightjar grow as its Theorem 1 says?
+"""Which policy of speculative lengths loses least while it learns, and does the regret of Nightjar grow as
+its Theorem 1 says?
 
-Synthetic bandits, no model: a step of B rows takes gamma draft forwards and a verification that is flat up to KNEE tokens (memory bound) and linear
-beyond (compute bound), with log-normal noise; every draft token is accepted with one probability. Policies that start from a prior or
-from offline measurements all get the same wrong one: a later knee, a quicker draft, another acceptance. Four settings:
+Synthetic bandits, no model: a step of B rows takes gamma draft forwards and a verification that is flat up
+to KNEE tokens (memory bound) and linear beyond (compute bound), with log-normal noise; every draft token is
+accepted with one probability. Policies that start from a prior or from offline measurements all get the
+same wrong one: a later knee, a quicker draft, another acceptance. Four settings:
 
 - stationary: B stays a while, then jumps among 1, 4, 16 and 64;
 - switching: the same, and running the draft after steps without it costs the time to catch its KV up;
 - drifting: acceptance alternates between phases in which speculation pays and phases in which it does not;
 - traffic: every B from 1 to 64 as the load wanders, acceptance drifts slowly, switching costs.
 
-Arms: Nightjar's variant ("nightjar"), Algorithm 1 as printed ("nightjar-printed") and every baseline of the paper. Regret is the expected goodput of
-the best arm of each step, which never pays for switching, less that of the chosen one. So where switching costs, nobody can reach zero: the
-row "best arm, paying" follows the best arm of each step and pays. The exponent x of R(T) ~ T^x is fitted to the last nine tenths of the curve.
+Arms: Nightjar's variant ("nightjar"), Algorithm 1 as printed ("nightjar-printed") and every baseline of the
+paper. Regret is the expected goodput of the best arm of each step, which never pays for switching, less
+that of the chosen one. So where switching costs, nobody can reach zero: the row "best arm, paying" follows
+the best arm of each step and pays. The exponent x of R(T) ~ T^x is fitted to the last nine tenths of the
+curve.
 
-This world has no graphs, so the variant corrects times by arm here; where it serves it corrects them by graph, and leaves drafts out to fill one.
+This world has no graphs, so the variant corrects times by arm here; where it serves it corrects them by
+graph, and leaves drafts out to fill one.
 
-What flatters the variant: its model is of the same kind as this world (acceptance the same at all batch sizes, one time per arm), and rows accept
-independently of each other; requests do not. The other bandits assume nothing of the sort.
+What flatters the variant: its model is of the same kind as this world (acceptance the same at all batch
+sizes, one time per arm), and rows accept independently of each other; requests do not. The other bandits
+assume nothing of the sort.
 
-Refuted if: the variant's exponent in the stationary setting is above 0.6 (Theorem 1: 0.5 and a logarithm); the printed algorithm's is not within 0.1 of
-the 0.75 that its bins predict; another policy has less regret than the variant in some setting; a selection takes 20 microseconds or more in the median.
-"""
+Refuted if: the variant's exponent in the stationary setting is above 0.6 (Theorem 1: 0.5 and a logarithm);
+the printed algorithm's is not within 0.1 of the 0.75 that its bins predict; another policy has less regret
+than the variant in some setting; a selection takes 20 microseconds or more in the median."""
 
 from __future__ import annotations
 
@@ -38,26 +44,46 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from bench.harness import environment, save_result
-from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
 from yggdrasil.policy.gamma.prior import GoodputPrior
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
+from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy
 
 __all__ = ["SETTINGS", "Run", "World", "measure", "simulate"]
 
 POLICIES = (
-    *("nightjar", "nightjar-printed", "ada-bingreedy", "banditspec", "linucb", "lints", "dsd", "tiers", "tetris"),
+    *(
+        "nightjar",
+        "nightjar-printed",
+        "ada-bingreedy",
+        "banditspec",
+        "linucb",
+        "lints",
+        "dsd",
+        "tiers",
+        "tetris",
+    ),
     *("off", "fixed-1", "fixed-3", "fixed-5"),
 )
 ORACLE = "best arm, paying"
-GAMMA_MAX, MAX_BATCH, MENU_TOKENS = 7, 64, 256
+GAMMA_MAX = 7
+MAX_BATCH = 64
+MENU_TOKENS = 256
 MENU = (1, 2, 8, 12, 16, 32, 64, 128, MENU_TOKENS)
-FLAT_S, KNEE, PER_TOKEN_S, DRAFT_S, DRAFT_PER_ROW_S, HOST_S = 0.020, 64, 0.0002, 0.0015, 0.00001, 0.0005
+FLAT_S = 0.020
+KNEE = 64
+PER_TOKEN_S = 0.0002
+DRAFT_S = 0.0015
+DRAFT_PER_ROW_S = 0.00001
+HOST_S = 0.0005
 TIME_NOISE = 0.05
 MOST_LAG = 256  # rows come and go
-STEPS, SEEDS = 20_000, 5
-QUICK_STEPS, QUICK_SEEDS = 1_000, 2
+STEPS = 20_000
+SEEDS = 5
+QUICK_STEPS = 1_000
+QUICK_SEEDS = 2
 TAIL = 0.1  # the fit of the exponent leaves out the first tenth
-PREDICTED, BOUND = (0.65, 0.85), 0.6
+PREDICTED = (0.65, 0.85)
+BOUND = 0.6
 MOST_SELECT_US = 20.0
 
 Array = npt.NDArray[np.float64]
@@ -92,7 +118,8 @@ class Run:
     Args:
         regret: Expected tokens per second lost, step by step.
         regret_share: Their sum over the sum of the best arms' goodput.
-        speed: Time that the best arm of each step would have taken for the step's expected tokens, over the time taken: 1 at best.
+        speed: Time that the best arm of each step would have taken for the step's expected tokens, over the
+            time taken: 1 at best.
     """
 
     regret: Array
@@ -113,7 +140,9 @@ def expected_emitted(rate: float, gamma: float) -> float:
 
 
 def wrong_prior(widths: tuple[int, ...] = ()) -> GoodputPrior:
-    """Half the compute-bound slope, a draft of 0.7 times the time, acceptance 0.6; graphs of these widths, of which the world has none."""
+    """Half the compute-bound slope, a draft of 0.7 times the time, acceptance 0.6; graphs of these widths,
+    of which the world has none.
+    """
 
     return GoodputPrior(
         drafting=lambda batch_size, gamma: 0.7 * gamma * (DRAFT_S + DRAFT_PER_ROW_S * batch_size),
@@ -131,7 +160,10 @@ def most_gamma(batch_size: int) -> int:
 @cache
 def best_gamma(batch_size: int, rate: float) -> int:
     """The arm with the greatest expected goodput."""
-    return max(range(most_gamma(batch_size) + 1), key=lambda gamma: expected_emitted(rate, gamma) / step_s(batch_size, gamma, batch_size * gamma))
+    return max(
+        range(most_gamma(batch_size) + 1),
+        key=lambda gamma: expected_emitted(rate, gamma) / step_s(batch_size, gamma, batch_size * gamma),
+    )
 
 
 @cache
@@ -145,7 +177,12 @@ class Oracle:
     """Runs the best arm of every step; it alone sees the world."""
 
     def __init__(self, world: World) -> None:
-        self._arms = iter([best_gamma(batch_size, float(rate)) for batch_size, rate in zip(world.batch_sizes, world.acceptance, strict=True)])
+        self._arms = iter(
+            [
+                best_gamma(batch_size, float(rate))
+                for batch_size, rate in zip(world.batch_sizes, world.acceptance, strict=True)
+            ]
+        )
 
     def select(self, load: Load) -> int:
         return next(self._arms)
@@ -166,49 +203,76 @@ def simulate(policy: GammaPolicy, world: World) -> Run:
     random = np.random.default_rng(world.seed)
     noise = np.exp(TIME_NOISE * random.standard_normal(len(world.batch_sizes)))
     draws = (random.geometric(1 - np.repeat(world.acceptance, world.batch_sizes)) - 1).tolist()
-    regret, best_goodput, best_s, taken_s = np.zeros(len(noise)), 0.0, 0.0, 0.0
+    regret = np.zeros(len(noise))
+    best_goodput = 0.0
+    best_s = 0.0
+    taken_s = 0.0
     first = previous = lag = 0
-    for step, (batch_size, rate) in enumerate(zip(world.batch_sizes, world.acceptance.tolist(), strict=True)):
+    for step, (batch_size, rate) in enumerate(
+        zip(world.batch_sizes, world.acceptance.tolist(), strict=True)
+    ):
         load = Load(batch_size, most_gamma(batch_size), previous, lag)
         gamma = policy.select(load)
-        values = [[rate ** (index + 1) for index in range(gamma)]] * batch_size  # of all rows the same: nobody has anything to pick
+        # of all rows the same: nobody has anything to pick
+        values = [[rate ** (index + 1) for index in range(gamma)]] * batch_size
         verified = policy.verified(load, gamma, values)
-        even, more = divmod(verified, batch_size)  # the likeliest draft tokens are the first ones of every row
+        # the likeliest draft tokens are the first ones of every row
+        even, more = divmod(verified, batch_size)
         restart = world.switching_s(lag, batch_size) if gamma and not previous else 0.0
         seconds = step_s(batch_size, gamma, verified) + restart
-        tokens = more * expected_emitted(rate, even + 1) + (batch_size - more) * expected_emitted(rate, even)
+        tokens = more * expected_emitted(rate, even + 1) + (batch_size - more) * expected_emitted(
+            rate, even
+        )
         best = best_tok_per_s(batch_size, rate)
         regret[step] = best - tokens / seconds
-        best_goodput, best_s, taken_s = best_goodput + best, best_s + tokens / best, taken_s + seconds
+        best_goodput = best_goodput + best
+        best_s = best_s + tokens / best
+        taken_s = taken_s + seconds
         drafted = [even + 1] * more + [even] * (batch_size - more)
         emitted = [1 + min(pair) for pair in zip(draws[first : first + batch_size], drafted, strict=True)]
-        policy.observe(Outcome(load, gamma, drafted, emitted, seconds * float(noise[step]), restart * float(noise[step])))
-        first, previous, lag = first + batch_size, gamma, 0 if gamma else min(lag + 1, MOST_LAG)
+        policy.observe(
+            Outcome(
+                load, gamma, drafted, emitted, seconds * float(noise[step]), restart * float(noise[step])
+            )
+        )
+        first = first + batch_size
+        previous = gamma
+        lag = 0 if gamma else min(lag + 1, MOST_LAG)
     return Run(regret=regret, regret_share=float(regret.sum()) / best_goodput, speed=best_s / taken_s)
 
 
 def jumping_sizes(random: np.random.Generator, num_steps: int) -> list[int]:
     """Sizes that stay for 50 steps in the mean."""
     jumps = random.random(num_steps) < 1 / 50
-    return [int(size) for size in random.choice([1, 4, 16, 64], num_steps)[np.maximum.accumulate(np.where(jumps, np.arange(num_steps), 0))]]
+    return [
+        int(size)
+        for size in random.choice([1, 4, 16, 64], num_steps)[
+            np.maximum.accumulate(np.where(jumps, np.arange(num_steps), 0))
+        ]
+    ]
 
 
 def wandering_sizes(random: np.random.Generator, num_steps: int) -> list[int]:
     """A load that wanders between 1 and MAX_BATCH, evenly in its logarithm, reflected at both ends."""
-    walk = np.abs((6.0 * random.random() + np.cumsum(0.04 * random.standard_normal(num_steps)) + 6.0) % 12.0 - 6.0)
+    walk = np.abs(
+        (6.0 * random.random() + np.cumsum(0.04 * random.standard_normal(num_steps)) + 6.0) % 12.0 - 6.0
+    )
     return [min(int(size), MAX_BATCH) for size in np.rint(2.0**walk)]
 
 
 def world_of(setting: str, seed: int, num_steps: int) -> World:
     """One of SETTINGS."""
-    random, times = np.random.default_rng([seed, 1]), np.arange(num_steps)
+    random = np.random.default_rng([seed, 1])
+    times = np.arange(num_steps)
     sizes = wandering_sizes(random, num_steps) if setting == "traffic" else jumping_sizes(random, num_steps)
     acceptance = np.full(num_steps, 0.7)
     if setting == "drifting":
         acceptance = np.where(times // (num_steps // 8) % 2 == 0, 0.8, 0.05)
     if setting == "traffic":
         acceptance = np.round(0.5 + 0.3 * np.sin(2 * np.pi * times / (num_steps // 3)), 2)
-    return World(batch_sizes=sizes, acceptance=acceptance, switching=setting in ("switching", "traffic"), seed=seed)
+    return World(
+        batch_sizes=sizes, acceptance=acceptance, switching=setting in ("switching", "traffic"), seed=seed
+    )
 
 
 SETTINGS = ("stationary", "switching", "drifting", "traffic")
@@ -218,7 +282,9 @@ def policy_in(name: str, world: World, widths: tuple[int, ...] = ()) -> GammaPol
     """A new policy that has seen nothing of this world, but knows graphs of these widths."""
     if name == ORACLE:
         return Oracle(world)
-    return gamma_policy(name, PolicyParts(GAMMA_MAX, MAX_BATCH, wrong_prior(widths), world.switching_s, seed=world.seed))
+    return gamma_policy(
+        name, PolicyParts(GAMMA_MAX, MAX_BATCH, wrong_prior(widths), world.switching_s, seed=world.seed)
+    )
 
 
 def exponent(regret: Array) -> float:
@@ -238,7 +304,11 @@ def measure_setting(setting: str, num_steps: int, num_seeds: int, say: Say) -> d
     grid = np.unique(np.geomspace(10, num_steps, 80).astype(int)) - 1
     policies = {name: _summary(runs[name], grid) for name in runs}
     losses = {name: found["regret_share"]["median"] for name, found in policies.items() if name != ORACLE}
-    return {"policies": policies, "curve_steps": (grid + 1).tolist(), "least_regret": min(losses, key=lambda name: losses[name])}
+    return {
+        "policies": policies,
+        "curve_steps": (grid + 1).tolist(),
+        "least_regret": min(losses, key=lambda name: losses[name]),
+    }
 
 
 def _summary(runs: Sequence[Run], grid: npt.NDArray[np.int64]) -> dict[str, Any]:
@@ -251,13 +321,20 @@ def _summary(runs: Sequence[Run], grid: npt.NDArray[np.int64]) -> dict[str, Any]
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": round(float(np.median(values)), 4), "least": round(min(values), 4), "most": round(max(values), 4)}
+    return {
+        "median": round(float(np.median(values)), 4),
+        "least": round(min(values), 4),
+        "most": round(max(values), 4),
+    }
 
 
 def selection_us(name: str, num_steps: int) -> dict[str, float]:
-    """Microseconds of `select` in the traffic setting with a server's graphs to choose from, the first half of the steps left out."""
+    """Microseconds of `select` in the traffic setting with a server's graphs to choose from, the first half
+    of the steps left out.
+    """
     world = world_of("traffic", 0, num_steps)
-    policy, taken = policy_in(name, world, MENU), []
+    policy = policy_in(name, world, MENU)
+    taken = []
     select = policy.select
 
     def timed(load: Load) -> int:
@@ -269,18 +346,26 @@ def selection_us(name: str, num_steps: int) -> dict[str, float]:
     policy.select = timed  # type: ignore[method-assign]
     simulate(policy, world)
     settled = taken[num_steps // 2 :]
-    return {"median": round(float(np.median(settled)), 2), "p99": round(float(np.percentile(settled, 99)), 2)}
+    return {
+        "median": round(float(np.median(settled)), 2),
+        "p99": round(float(np.percentile(settled, 99)), 2),
+    }
 
 
 def measure(num_steps: int, num_seeds: int, say: Say) -> dict[str, Any]:
     """All settings, the cost of selecting, and what of the claim held."""
     settings = {setting: measure_setting(setting, num_steps, num_seeds, say) for setting in SETTINGS}
     costs = {name: selection_us(name, num_steps // 2) for name in POLICIES}
-    found = {name: settings["stationary"]["policies"][name]["exponent"]["median"] for name in ("nightjar", "nightjar-printed")}
+    found = {
+        name: settings["stationary"]["policies"][name]["exponent"]["median"]
+        for name in ("nightjar", "nightjar-printed")
+    }
     held = {
         "variant_exponent_at_most_0.6": found["nightjar"] <= BOUND,
         "printed_exponent_near_0.75": PREDICTED[0] <= found["nightjar-printed"] <= PREDICTED[1],
-        "variant_has_least_regret": {setting: settings[setting]["least_regret"] == "nightjar" for setting in SETTINGS},
+        "variant_has_least_regret": {
+            setting: settings[setting]["least_regret"] == "nightjar" for setting in SETTINGS
+        },
         "selection_below_20_us": all(cost["median"] < MOST_SELECT_US for cost in costs.values()),
     }
     return {"settings": settings, "selection_us": costs, "held": held}
@@ -290,13 +375,23 @@ def table(result: Mapping[str, Any]) -> str:
     """Setting by setting."""
     lines = []
     for setting, found in result["settings"].items():
-        lines.append(f"{setting:<20} {'regret %':>9} {'(least-most)':>15} {'exponent':>9} {'(least-most)':>14} {'speed':>8}")
-        for name, row in sorted(found["policies"].items(), key=lambda item: item[1]["regret_share"]["median"]):
-            share, x, speed = row["regret_share"], row["exponent"], row["speed_over_best_arm"]["median"]
-            shares, xs = f"({100 * share['least']:.2f}-{100 * share['most']:.2f})", f"({x['least']:.2f}-{x['most']:.2f})"
-            lines.append(f"  {name:<18} {100 * share['median']:>9.2f} {shares:>15} {x['median']:>9.2f} {xs:>14} {speed:>8.3f}")
+        lines.append(
+            f"{setting:<20} {'regret %':>9} {'(least-most)':>15} {'exponent':>9} {'(least-most)':>14} {'speed':>8}"
+        )
+        for name, row in sorted(
+            found["policies"].items(), key=lambda item: item[1]["regret_share"]["median"]
+        ):
+            share = row["regret_share"]
+            x = row["exponent"]
+            speed = row["speed_over_best_arm"]["median"]
+            shares = f"({100 * share['least']:.2f}-{100 * share['most']:.2f})"
+            xs = f"({x['least']:.2f}-{x['most']:.2f})"
+            lines.append(
+                f"  {name:<18} {100 * share['median']:>9.2f} {shares:>15} {x['median']:>9.2f} {xs:>14} {speed:>8.3f}"
+            )
     lines.append(
-        "microseconds of a selection, median and p99: " + ", ".join(f"{name} {us['median']}/{us['p99']}" for name, us in result["selection_us"].items())
+        "microseconds of a selection, median and p99: "
+        + ", ".join(f"{name} {us['median']}/{us['p99']}" for name, us in result["selection_us"].items())
     )
     return "\n".join([*lines, f"held: {result['held']}"])
 
@@ -310,10 +405,19 @@ def draw(result: Mapping[str, Any]) -> Figure:
         for place, name in enumerate(POLICIES):
             curve = np.array(found["policies"][name]["curve_tok_per_s"])
             bold = name.startswith("nightjar")
-            axes.plot(steps, curve, color=f"C{place % 10}", linewidth=2.2 if bold else 0.9, linestyle="-" if place < 10 else "--", label=name)
+            axes.plot(
+                steps,
+                curve,
+                color=f"C{place % 10}",
+                linewidth=2.2 if bold else 0.9,
+                linestyle="-" if place < 10 else "--",
+                label=name,
+            )
         last = float(found["policies"]["nightjar-printed"]["curve_tok_per_s"][-1])
         for slope in (0.5, 0.75):
-            axes.plot(steps, last * (steps / steps[-1]) ** slope, color="grey", linestyle=":", linewidth=0.8)
+            axes.plot(
+                steps, last * (steps / steps[-1]) ** slope, color="grey", linestyle=":", linewidth=0.8
+            )
         axes.set(xscale="log", yscale="log", xlabel="steps", title=setting)
     every_axes[0].set_ylabel("cumulative regret, tokens/s (dotted: slopes 1/2, 3/4)")
     every_axes[-1].legend(fontsize=6)
@@ -322,16 +426,32 @@ def draw(result: Mapping[str, Any]) -> Figure:
 
 def main() -> None:
     """Measure and report; the last line of standard output is the result as JSON."""
-    parser = argparse.ArgumentParser(prog="bench.claim_bandits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print nothing but the JSON document on standard output")
-    parser.add_argument("--quick", action="store_true", help=f"a rehearsal of {QUICK_STEPS} steps, kept out of bench/results")
+    parser = argparse.ArgumentParser(
+        prog="bench.claim_bandits",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print nothing but the JSON document on standard output"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"a rehearsal of {QUICK_STEPS} steps, kept out of bench/results",
+    )
     options = parser.parse_args()
     num_steps, num_seeds = (QUICK_STEPS, QUICK_SEEDS) if options.quick else (STEPS, SEEDS)
     say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     question = " ".join(str(__doc__).split("\n\n", 1)[0].split())
     settings = {"steps": num_steps, "seeds": num_seeds, "rehearsal": options.quick}
     measured = measure(num_steps, num_seeds, say)
-    result = {"claim": "bandits", "question": question, "run": settings, "environment": environment(), **measured}
+    result = {
+        "claim": "bandits",
+        "question": question,
+        "run": settings,
+        "environment": environment(),
+        **measured,
+    }
     say(table(result))
     path = save_result("bandits", result, rehearsal=options.quick)
     draw(result).savefig(path.with_suffix(".png"), dpi=130)

@@ -2,19 +2,21 @@
 
 Paper: Fig. 12. Arms, greedy, interleaved prompt by prompt, each with everything of the one before:
 
-- O1, latency-optimal trees, run eagerly: equal growth of W = 8, D = 16, its 64 best nodes verified, on uncompiled models;
+- O1, latency-optimal trees, run eagerly: equal growth of W = 8, D = 16, its 64 best nodes verified, on
+  uncompiled models;
 - O2, graph compilation: the same trees on our graphs, as they run without a plan (`Engine.fast_step`);
 - O3, verification pruning: the same W and D, K chosen by the objective at every step;
-- O4, scheduling: the same shapes under the plan that was searched for this pair; null where no plan was measured to gain, and then
-  O5 runs so as well;
+- O4, scheduling: the same shapes under the plan that was searched for this pair; null where no plan was
+  measured to gain, and then O5 runs so as well;
 - O5, depth prediction: D, and W with it, by the depth predictor, guarded, under that plan;
-- beside them, "Eq. 3, no predictor": O5 with the one shape that Eq. 3 prefers on calibration text. Like the paper's, O5's factor is over W = 8 and D = 16,
-  which no one who has a profile would run; its ratio to this arm is what the predictor alone brings.
+- beside them, "Eq. 3, no predictor": O5 with the one shape that Eq. 3 prefers on calibration text. Like the
+  paper's, O5's factor is over W = 8 and D = 16, which no one who has a profile would run; its ratio to this
+  arm is what the predictor alone brings.
 
-The factor of an optimisation is the time per token without it over that with it, prompt by prompt, prefill left out, with the bootstrap 95 %
-interval of the median. O1 takes part in the first prompts only; its sums differ in order, so its texts are compared, not asserted, and it is
-asserted instead that its trees write what eager plain decoding writes. Refuted, optimisation by optimisation, by an interval below 1.
-"""
+The factor of an optimisation is the time per token without it over that with it, prompt by prompt, prefill
+left out, with the bootstrap 95 % interval of the median. O1 takes part in the first prompts only; its sums
+differ in order, so its texts are compared, not asserted, and it is asserted instead that its trees write
+what eager plain decoding writes. Refuted, optimisation by optimisation, by an interval below 1."""
 
 from __future__ import annotations
 
@@ -37,16 +39,26 @@ from yggdrasil.policy.structures import equal_growth
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-O1, O2, O3, O4, O5 = "O1 eager trees", "O2 + compiled graphs", "O3 + verification pruning", "O4 + scheduling", "O5 + depth predictor"
+O1 = "O1 eager trees"
+O2 = "O2 + compiled graphs"
+O3 = "O3 + verification pruning"
+O4 = "O4 + scheduling"
+O5 = "O5 + depth predictor"
 NO_PREDICTOR = "Eq. 3, no predictor"
-EAGER_PROMPTS, EAGER_CHECK_TOKENS = 3, 16
+EAGER_PROMPTS = 3
+EAGER_CHECK_TOKENS = 16
 PAPER = {O2: 2.775, O3: 1.07, O4: 1.21, O5: 1.10}
 
 
 def unscheduled(pair: LoadedPair) -> LoadedPair:
     """The pair without its plans."""
     engine = pair.engine
-    return replace(pair, engine=Engine(engine.target, engine.draft, max_context=engine.max_context, eos_tokens=tuple(engine.eos_tokens)))
+    return replace(
+        pair,
+        engine=Engine(
+            engine.target, engine.draft, max_context=engine.max_context, eos_tokens=tuple(engine.eos_tokens)
+        ),
+    )
 
 
 def arms_of(pair: LoadedPair, num_tokens: int) -> tuple[list[Arm], LoadedPair]:
@@ -54,10 +66,14 @@ def arms_of(pair: LoadedPair, num_tokens: int) -> tuple[list[Arm], LoadedPair]:
     config = pair.bundle.config
     tree = equal_growth(config.widths[-1], config.max_depth)
     whole = replace(tree, verify=config.verify_widths[-1])
-    eager, stepwise = replace(pair, engine=eager_engine(pair.bundle)), unscheduled(pair)
+    eager = replace(pair, engine=eager_engine(pair.bundle))
+    stepwise = unscheduled(pair)
     arms = [
         plain_arm(stepwise, num_tokens),
-        replace(policy_arm(O1, eager, fixed_policy(pair, whole), num_tokens, num_prompts=EAGER_PROMPTS), exact=False),
+        replace(
+            policy_arm(O1, eager, fixed_policy(pair, whole), num_tokens, num_prompts=EAGER_PROMPTS),
+            exact=False,
+        ),
         policy_arm(O2, stepwise, fixed_policy(pair, whole), num_tokens),
         policy_arm(O3, stepwise, fixed_policy(pair, tree), num_tokens),
         policy_arm(O5, pair, pair.policy(depth="predicted"), num_tokens),
@@ -78,7 +94,14 @@ def assert_eager_texts(eager: LoadedPair, pair: LoadedPair, prompt: Sequence[int
 def factors(rounds: Rounds) -> dict[str, Any]:
     """Of every optimisation, over the arm before it."""
     steps = [name for name in (O1, O2, O3, O4, O5) if name in rounds.by_arm]
-    return {name: {**ratio(rounds.later_tpots(before), rounds.later_tpots(name)), "over": before, "paper": PAPER[name]} for before, name in pairwise(steps)}
+    return {
+        name: {
+            **ratio(rounds.later_tpots(before), rounds.later_tpots(name)),
+            "over": before,
+            "paper": PAPER[name],
+        }
+        for before, name in pairwise(steps)
+    }
 
 
 def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
@@ -93,10 +116,15 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     return {
         "target": under_test.target.to_json(),
         "plan": pair.plan.greedy.why(),
-        "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm} | ({} if O4 in rounds.by_arm else {O4: None}),
+        "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm}
+        | ({} if O4 in rounds.by_arm else {O4: None}),
         "factors": factors(rounds),
         "predictor_alone": ratio(rounds.later_tpots(NO_PREDICTOR), rounds.later_tpots(O5)),
-        "over_plain": {name: ratio(rounds.later_tpots(PLAIN_ARM), rounds.later_tpots(name)) for name in rounds.by_arm if name != PLAIN_ARM},
+        "over_plain": {
+            name: ratio(rounds.later_tpots(PLAIN_ARM), rounds.later_tpots(name))
+            for name in rounds.by_arm
+            if name != PLAIN_ARM
+        },
     }
 
 
@@ -105,8 +133,15 @@ def table(result: Mapping[str, Any]) -> str:
     lines = [f"{'arm':<28} {'ms/token':>9} {'AAL':>6} {'its own factor':>16}"]
     for name, arm in result["arms"].items():
         found = result["factors"].get(name)
-        figures = f"{arm['tpot_after_first_ms']['median']:>9.2f} {arm['aal']:>6.2f}" if arm else f"  {result['plan']}"
-        lines.append(f"{name:<28} {figures}" + (f" {found['median']:>8.2f} {found['ci95']} (paper {found['paper']})" if found else ""))
+        figures = (
+            f"{arm['tpot_after_first_ms']['median']:>9.2f} {arm['aal']:>6.2f}"
+            if arm
+            else f"  {result['plan']}"
+        )
+        lines.append(
+            f"{name:<28} {figures}"
+            + (f" {found['median']:>8.2f} {found['ci95']} (paper {found['paper']})" if found else "")
+        )
     alone = result["predictor_alone"]
     return "\n".join([*lines, f"O5 over {NO_PREDICTOR}: {alone['median']:.2f} {alone['ci95']}"])
 
@@ -115,12 +150,19 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     """Milliseconds per token, falling from arm to arm, every factor with its interval."""
     left, right = figure.subplots(1, 2)
     arms = [name for name in (PLAIN_ARM, O1, O2, O3, O4, O5, NO_PREDICTOR) if result["arms"].get(name)]
-    left.bar_label(left.barh(arms, [result["arms"][name]["tpot_after_first_ms"]["median"] for name in arms]), fmt="%.1f", fontsize=7)
+    left.bar_label(
+        left.barh(arms, [result["arms"][name]["tpot_after_first_ms"]["median"] for name in arms]),
+        fmt="%.1f",
+        fontsize=7,
+    )
     left.invert_yaxis()
     left.set(title="optimisations, one after another (paper: Fig. 12)", xlabel="ms per token")
     found = result["factors"]
     medians = [each["median"] for each in found.values()]
-    errors = [[each["median"] - each["ci95"][0] for each in found.values()], [each["ci95"][1] - each["median"] for each in found.values()]]
+    errors = [
+        [each["median"] - each["ci95"][0] for each in found.values()],
+        [each["ci95"][1] - each["median"] for each in found.values()],
+    ]
     right.errorbar(medians, list(found), xerr=errors, fmt="o", capsize=3, label="ours, 95 %")
     right.plot([each["paper"] for each in found.values()], list(found), "kx", label="paper")
     right.axvline(1.0, color="grey", linewidth=0.8)
@@ -129,7 +171,17 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     right.legend(fontsize=7)
 
 
-CLAIM = Claim(name="breakdown", doc=__doc__, prompts=12, tokens=64, measure=measure, table=table, draw=draw, size=(12, 3.5), devices=("cpu", "cuda"))
+CLAIM = Claim(
+    name="breakdown",
+    doc=__doc__,
+    prompts=12,
+    tokens=64,
+    measure=measure,
+    table=table,
+    draw=draw,
+    size=(12, 3.5),
+    devices=("cpu", "cuda"),
+)
 
 if __name__ == "__main__":
     CLAIM.main()

@@ -1,11 +1,13 @@
-"""Does a pair that was calibrated in batches decode as fast as one that was calibrated one text and one tree at a time?
+"""Does a pair that was calibrated in batches decode as fast as one that was calibrated one text and one
+tree at a time?
 
-On the same graphs and with the same latencies: traces collected one by one (bench/one_by_one.py) and in batches within the budget of `ygg compile`; from
-each an acceptance table and a depth predictor. Interleaved on held-out text, greedy and sampled: plain decoding and the default policy over each. The scaled
-pair and the small one that computes the same function.
+On the same graphs and with the same latencies: traces collected one by one (bench/one_by_one.py) and in
+batches within the budget of `ygg compile`; from each an acceptance table and a depth predictor. Interleaved
+on held-out text, greedy and sampled: plain decoding and the default policy over each. The scaled pair and
+the small one that computes the same function.
 
-Refuted if on either pair, at either temperature, batches lose more than 1 % of the milliseconds per token, in the median over prompts.
-"""
+Refuted if on either pair, at either temperature, batches lose more than 1 % of the milliseconds per token,
+in the median over prompts."""
 
 from __future__ import annotations
 
@@ -23,13 +25,21 @@ from bench.harness import interleave
 from bench.one_by_one import collect_one_by_one
 from bench.subject import subject
 from bench.workloads import STORIES, beginnings
-from yggdrasil.calibration import Traces
 from yggdrasil.cli.progress import RichProgress
+from yggdrasil.offline.traces import Traces
+from yggdrasil.offline.tuning import (
+    CALIBRATION_TEMPERATURES,
+    calibrate,
+    collect,
+    save_learnt,
+    train_depth,
+    whole_size,
+)
 from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.state import Shape
-from yggdrasil.tuning import CALIBRATION_TEMPERATURES, calibrate, collect, save_learnt, train_depth, whole_size
 
-ONE_BY_ONE, BATCHED = "one by one", "in batches"
+ONE_BY_ONE = "one by one"
+BATCHED = "in batches"
 WRITING_DEPTH = 6  # of the trees with which texts are written one by one
 LEAST_RATIO = 0.99
 
@@ -39,8 +49,13 @@ Prompts = Sequence[Sequence[int]]
 def collected_one_by_one(pair: LoadedPair, prompts: Prompts) -> list[Traces]:
     """All that the configuration asks for, whatever it takes."""
     size = whole_size(pair.bundle, len(prompts))
-    writing = Shape(size.reference_width, min(WRITING_DEPTH, size.max_depth), pair.bundle.config.verify_widths[:3][-1])
-    return [collect_one_by_one(pair.engine, prompts, temperature, size, writing) for temperature in CALIBRATION_TEMPERATURES]
+    writing = Shape(
+        size.reference_width, min(WRITING_DEPTH, size.max_depth), pair.bundle.config.verify_widths[:3][-1]
+    )
+    return [
+        collect_one_by_one(pair.engine, prompts, temperature, size, writing)
+        for temperature in CALIBRATION_TEMPERATURES
+    ]
 
 
 def collected_in_batches(pair: LoadedPair, prompts: Prompts) -> list[Traces]:
@@ -49,17 +64,25 @@ def collected_in_batches(pair: LoadedPair, prompts: Prompts) -> list[Traces]:
     return collect(pair.bundle, models, prompts, RichProgress())
 
 
-def learnt(name: str, pair: LoadedPair, collector: Callable[[LoadedPair, Prompts], list[Traces]]) -> tuple[LoadedPair, dict[str, Any]]:
+def learnt(
+    name: str, pair: LoadedPair, collector: Callable[[LoadedPair, Prompts], list[Traces]]
+) -> tuple[LoadedPair, dict[str, Any]]:
     """The pair with what one collector's traces teach, and what collecting them took."""
     prompts = beginnings(STORIES.calibration_texts, pair, pair.bundle.config.calibration_texts)
     start = time.perf_counter()
     traces = collector(pair, prompts)
     seconds = time.perf_counter() - start
     acceptance = calibrate(traces, RichProgress())
-    predictor, report = train_depth(pair.bundle, pair.engine, prompts[0], traces, acceptance, pair.latency, RichProgress())
+    predictor, report = train_depth(
+        pair.bundle, pair.engine, prompts[0], traces, acceptance, pair.latency, RichProgress()
+    )
     bundle = replace(pair.bundle, dataset=f"claim-{name.replace(' ', '-')}")
     save_learnt(bundle, acceptance, predictor, report)
-    found = {"seconds": round(seconds, 2), "trees": sum(len(trace.deep) for trace in traces), "texts": len(set(traces[0].text_N.tolist()))}
+    found = {
+        "seconds": round(seconds, 2),
+        "trees": sum(len(trace.deep) for trace in traces),
+        "texts": len(set(traces[0].text_N.tolist())),
+    }
     return load_pair(bundle.name, dataset=bundle.dataset), found
 
 
@@ -67,15 +90,31 @@ def measure_pair(pair: LoadedPair, options: argparse.Namespace, say: Say) -> dic
     """Both calibrations of one pair, then decoding at every calibrated temperature."""
     collectors = {ONE_BY_ONE: collected_one_by_one, BATCHED: collected_in_batches}
     pairs = {name: learnt(name, pair, collector) for name, collector in collectors.items()}
-    found: dict[str, Any] = {"collected": {name: cost for name, (_, cost) in pairs.items()}, "temperatures": {}}
+    found: dict[str, Any] = {
+        "collected": {name: cost for name, (_, cost) in pairs.items()},
+        "temperatures": {},
+    }
     say(f"{pair.bundle.name}: {found['collected']}")
     for temperature in CALIBRATION_TEMPERATURES:
         arms = [plain_arm(pair, options.tokens, temperature=temperature)]
         for name, (calibrated, _) in pairs.items():
-            arms.append(policy_arm(name, calibrated, calibrated.policy(temperature=temperature), options.tokens, temperature=temperature))
-        rounds = interleave(arms, beginnings(STORIES.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=say)
+            arms.append(
+                policy_arm(
+                    name,
+                    calibrated,
+                    calibrated.policy(temperature=temperature),
+                    options.tokens,
+                    temperature=temperature,
+                )
+            )
+        rounds = interleave(
+            arms, beginnings(STORIES.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=say
+        )
         ratio = ratios_to(rounds, BATCHED)[ONE_BY_ONE]
-        summary = {"arms": {name: arm_summary(rounds, name) for name in rounds.by_arm}, "batched_over_one_by_one": ratio}
+        summary = {
+            "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm},
+            "batched_over_one_by_one": ratio,
+        }
         found["temperatures"][f"{temperature:g}"] = {**summary, "held": ratio["median"] >= LEAST_RATIO}
     return found
 
@@ -85,7 +124,10 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     under_test = subject(options)
     say(under_test.target.statement)
     pairs = {pair.bundle.name: pair for pair in (under_test.pair(), under_test.twin())}
-    return {"target": under_test.target.to_json(), "pairs": {name: measure_pair(pair, options, say) for name, pair in pairs.items()}}
+    return {
+        "target": under_test.target.to_json(),
+        "pairs": {name: measure_pair(pair, options, say) for name, pair in pairs.items()},
+    }
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -93,9 +135,13 @@ def table(result: Mapping[str, Any]) -> str:
     lines = [f"{'pair':<24}{'temperature':<12}{ONE_BY_ONE:>14}{BATCHED:>14}   batches over one by one"]
     for name, pair in result["pairs"].items():
         for temperature, found in pair["temperatures"].items():
-            cells = "".join(f"{found['arms'][arm]['tpot_ms']['median']:>11.3f} ms" for arm in (ONE_BY_ONE, BATCHED))
+            cells = "".join(
+                f"{found['arms'][arm]['tpot_ms']['median']:>11.3f} ms" for arm in (ONE_BY_ONE, BATCHED)
+            )
             ratio = found["batched_over_one_by_one"]
-            lines.append(f"{name:<24}{temperature:<12}{cells}   {ratio['median']:.3f} {ratio['ci95']}{'' if found['held'] else '  REFUTED'}")
+            lines.append(
+                f"{name:<24}{temperature:<12}{cells}   {ratio['median']:.3f} {ratio['ci95']}{'' if found['held'] else '  REFUTED'}"
+            )
         costs = [f"{cost['seconds']:.0f} s {arm}" for arm, cost in pair["collected"].items()]
         lines.append(f"{name}: collected in {', '.join(costs)}")
     return "\n".join(lines)
@@ -103,13 +149,24 @@ def table(result: Mapping[str, Any]) -> str:
 
 def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     """Milliseconds per token under both calibrations."""
-    places = [(name, temperature) for name, pair in result["pairs"].items() for temperature in pair["temperatures"]]
+    places = [
+        (name, temperature)
+        for name, pair in result["pairs"].items()
+        for temperature in pair["temperatures"]
+    ]
     arms = [result["pairs"][name]["temperatures"][temperature]["arms"] for name, temperature in places]
     heights = {arm: [each[arm]["tpot_ms"]["median"] for each in arms] for arm in (ONE_BY_ONE, BATCHED)}
-    bars(figure.subplots(), [f"{name}, T = {temperature}" for name, temperature in places], heights, ylabel="ms per token")
+    bars(
+        figure.subplots(),
+        [f"{name}, T = {temperature}" for name, temperature in places],
+        heights,
+        ylabel="ms per token",
+    )
 
 
-CLAIM = Claim(name="calibration", doc=__doc__, prompts=20, tokens=64, measure=measure, table=table, draw=draw)
+CLAIM = Claim(
+    name="calibration", doc=__doc__, prompts=20, tokens=64, measure=measure, table=table, draw=draw
+)
 
 if __name__ == "__main__":
     CLAIM.main()

@@ -1,12 +1,13 @@
 """How fast is generation next to other programs that want the processor?
 
-Next to 0, 1, 2 and 4 processes that never rest, the bundled pair and the one at real size decode held-out prompts, greedily
-and by the default policy, each arm in a process of its own and one after the other: with all threads, with one, and, with
-`--earlier`, the package of another checkout, which has compiled both pairs in its own artifact root.
+Next to 0, 1, 2 and 4 processes that never rest, the bundled pair and the one at real size decode held-out
+prompts, greedily and by the default policy, each arm in a process of its own and one after the other: with
+all threads, with one, and, with `--earlier`, the package of another checkout, which has compiled both pairs
+in its own artifact root.
 
-Refuted where, with all threads, generation next to two processes is below 0.35 of its speed next to none; where it is below
-0.8 of the speed of one thread next to as many; where, next to none, it is below 0.99 of the earlier checkout's; or where two
-arms write different tokens.
+Refuted where, with all threads, generation next to two processes is below 0.35 of its speed next to none;
+where it is below 0.8 of the speed of one thread next to as many; where, next to none, it is below 0.99 of
+the earlier checkout's; or where two arms write different tokens.
 
 Run with `python -m bench.claim_contended [--quick] [--json] [--earlier CHECKOUT --earlier-home YGG_HOME]`.
 """
@@ -29,12 +30,16 @@ from bench.harness import TextMismatchError, environment, ratio, spread
 from bench.pair import TEST_TEXT
 from bench.subject import PAIR_NAME
 from yggdrasil.bundle import BUNDLED
-from yggdrasil.calibration import read_texts
+from yggdrasil.offline.traces import read_texts
 
 CLAIM = "contended"
-ALL, ONE, EARLIER = "all threads", "one thread", "earlier"
+ALL = "all threads"
+ONE = "one thread"
+EARLIER = "earlier"
 LOADS = (0, 1, 2, 4)
-LEAST_OF_IDLE, LEAST_OF_ONE, LEAST_OF_EARLIER = 0.35, 0.8, 0.99
+LEAST_OF_IDLE = 0.35
+LEAST_OF_ONE = 0.8
+LEAST_OF_EARLIER = 0.99
 LOADED = 2  # processes next to which LEAST_OF_IDLE is wanted
 EARLIER_LOADED_PROMPTS = 2  # next to a busy process it may take a hundred times as long
 PROMPT_CHARACTERS = 80
@@ -56,7 +61,9 @@ class Decoder:
     def __init__(self, pair: str, num_tokens: int, environment: Mapping[str, str]) -> None:
         command = [sys.executable, str(ROOT / "bench" / "contended_decoder.py"), pair, str(num_tokens)]
         env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=env)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=env
+        )
         self._answer()
 
     def decode(self, prompt: str) -> dict[str, Any]:
@@ -109,11 +116,15 @@ def measure_load(arms: Mapping[str, Decoder], prompts: Sequence[str], load: int)
                 answers[name] = arms[name].decode(prompt)
                 rates[name].append(len(answers[name]["tokens"]) / answers[name]["ms"] * 1e3)
             if any(answer["tokens"] != answers[ALL]["tokens"] for answer in answers.values()):
-                raise TextMismatchError(f"arms differ on prompt {index} next to {load} processes: no speed is reported")
+                raise TextMismatchError(
+                    f"arms differ on prompt {index} next to {load} processes: no speed is reported"
+                )
     return rates
 
 
-def measure_pair(name: str, options: argparse.Namespace, prompts: Sequence[str], say: Say) -> dict[str, Any]:
+def measure_pair(
+    name: str, options: argparse.Namespace, prompts: Sequence[str], say: Say
+) -> dict[str, Any]:
     """One pair at every load, and what of the claim held."""
     prompts = [*prompts] * REPEATS[name]
     with ExitStack() as stack:
@@ -127,9 +138,14 @@ def measure_pair(name: str, options: argparse.Namespace, prompts: Sequence[str],
         rates = {}
         for load in LOADS:
             rates[load] = measure_load(arms, prompts, load)
-            say(f"{name}, next to {load}: " + ", ".join(f"{arm} {spread(each)['median']:.0f}" for arm, each in rates[load].items()))
+            say(
+                f"{name}, next to {load}: "
+                + ", ".join(f"{arm} {spread(each)['median']:.0f}" for arm, each in rates[load].items())
+            )
     return {
-        "tok_per_s": {str(load): {arm: spread(each) for arm, each in by_arm.items()} for load, by_arm in rates.items()},
+        "tok_per_s": {
+            str(load): {arm: spread(each) for arm, each in by_arm.items()} for load, by_arm in rates.items()
+        },
         "of_idle": {str(load): ratio(rates[load][ALL], rates[0][ALL]) for load in LOADS},
         "of_one_thread": {str(load): ratio(rates[load][ALL], rates[load][ONE]) for load in LOADS},
         "of_earlier": ratio(rates[0][ALL], rates[0][EARLIER]) if options.earlier else None,
@@ -140,9 +156,14 @@ def held(found: Mapping[str, Any]) -> dict[str, bool | None]:
     """Every part of the claim, None where it was not measured."""
     earlier = found["of_earlier"]
     return {
-        f"next to {LOADED}: at least {LEAST_OF_IDLE} of idle": found["of_idle"][str(LOADED)]["median"] >= LEAST_OF_IDLE,
-        f"at least {LEAST_OF_ONE} of one thread": all(each["median"] >= LEAST_OF_ONE for each in found["of_one_thread"].values()),
-        f"idle: at least {LEAST_OF_EARLIER} of the earlier checkout": None if earlier is None else earlier["median"] >= LEAST_OF_EARLIER,
+        f"next to {LOADED}: at least {LEAST_OF_IDLE} of idle": found["of_idle"][str(LOADED)]["median"]
+        >= LEAST_OF_IDLE,
+        f"at least {LEAST_OF_ONE} of one thread": all(
+            each["median"] >= LEAST_OF_ONE for each in found["of_one_thread"].values()
+        ),
+        f"idle: at least {LEAST_OF_EARLIER} of the earlier checkout": None
+        if earlier is None
+        else earlier["median"] >= LEAST_OF_EARLIER,
     }
 
 
@@ -150,13 +171,27 @@ def table(result: Mapping[str, Any]) -> str:
     """Pair by pair and load by load."""
     lines = []
     for name, found in result["pairs"].items():
-        lines.append(f"{name}: tokens/s" + "".join(f"{arm:>14}" for arm in found["tok_per_s"]["0"]) + "   of idle   of one thread")
+        lines.append(
+            f"{name}: tokens/s"
+            + "".join(f"{arm:>14}" for arm in found["tok_per_s"]["0"])
+            + "   of idle   of one thread"
+        )
         for load, by_arm in found["tok_per_s"].items():
-            of_idle, of_one = found["of_idle"][load]["median"], found["of_one_thread"][load]["median"]
-            lines.append(f"  next to {load:<12}" + "".join(f"{each['median']:>14.0f}" for each in by_arm.values()) + f"{of_idle:>10.2f}{of_one:>16.2f}")
+            of_idle = found["of_idle"][load]["median"]
+            of_one = found["of_one_thread"][load]["median"]
+            lines.append(
+                f"  next to {load:<12}"
+                + "".join(f"{each['median']:>14.0f}" for each in by_arm.values())
+                + f"{of_idle:>10.2f}{of_one:>16.2f}"
+            )
         if found["of_earlier"] is not None:
-            lines.append(f"  idle, of the earlier checkout: {found['of_earlier']['median']:.3f} {found['of_earlier']['ci95']}")
-        lines += [f"  {'not measured' if is_held is None else 'held' if is_held else 'MISSED'}: {part}" for part, is_held in found["held"].items()]
+            lines.append(
+                f"  idle, of the earlier checkout: {found['of_earlier']['median']:.3f} {found['of_earlier']['ci95']}"
+            )
+        lines += [
+            f"  {'not measured' if is_held is None else 'held' if is_held else 'MISSED'}: {part}"
+            for part, is_held in found["held"].items()
+        ]
     return "\n".join(lines)
 
 
@@ -164,21 +199,34 @@ def main() -> None:
     """Measure and report; the last line of standard output is the result as JSON."""
     parser = script_parser(CLAIM, __doc__, "the bundled pair with 2 prompts of 32 tokens")
     parser.add_argument("--prompts", type=int, default=12, help="held-out prompts (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=96, help="new tokens per prompt (default: %(default)s)")
-    parser.add_argument("--earlier", type=Path, metavar="CHECKOUT", help="a checkout of the package to compare with")
+    parser.add_argument(
+        "--tokens", type=int, default=96, help="new tokens per prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--earlier", type=Path, metavar="CHECKOUT", help="a checkout of the package to compare with"
+    )
     parser.add_argument("--earlier-home", type=Path, metavar="YGG_HOME", help="its artifact root")
     options = parser.parse_args()
     if (options.earlier is None) != (options.earlier_home is None):
         parser.error("--earlier and --earlier-home: give both")
     if options.quick:
-        options.prompts, options.tokens = 2, 32
+        options.prompts = 2
+        options.tokens = 32
     say = sayer(options)
     prompts = [text[:PROMPT_CHARACTERS] for text in read_texts(TEST_TEXT)[: options.prompts]]
     record = environment()
-    pairs = {name: measure_pair(name, options, prompts, say) for name in ((BUNDLED,) if options.quick else (BUNDLED, PAIR_NAME))}
+    pairs = {
+        name: measure_pair(name, options, prompts, say)
+        for name in ((BUNDLED,) if options.quick else (BUNDLED, PAIR_NAME))
+    }
     for found in pairs.values():
         found["held"] = held(found)
-    settings = {"prompts": options.prompts, "repeats": REPEATS, "tokens": options.tokens, "rehearsal": options.quick}
+    settings = {
+        "prompts": options.prompts,
+        "repeats": REPEATS,
+        "tokens": options.tokens,
+        "rehearsal": options.quick,
+    }
     result = {"claim": CLAIM, "settings": settings, "environment": record, "pairs": pairs}
     say(table(result))
     report(CLAIM, result, options, say)

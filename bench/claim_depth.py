@@ -1,14 +1,16 @@
-"""Where should a tree's depth come from: the calibration text, the context before drafting, or the tree while it grows?
+"""Where should a tree's depth come from: the calibration text, the context before drafting, or the tree
+while it grows?
 
-Not a figure of the paper, which predicts D: on a GPU nobody can wait for the draft. Greedy, unguarded, interleaved, on every kind of text, for a
-target of real size and for the bundled one, whose verification costs little more than its draft:
+Not a figure of the paper, which predicts D: on a GPU nobody can wait for the draft. Greedy, unguarded,
+interleaved, on every kind of text, for a target of real size and for the bundled one, whose verification
+costs little more than its draft:
 
 - fixed: W and D by Eq. 3 on calibration text;
 - predicted: W and D by Eq. 3 under the depth predictor;
 - stopping: W by Eq. 3, growth that stops where a step is worth less than its time.
 
-Refuted where the rule that `ygg compile` chose on texts held out from the predictor is slower than one of the others with the whole interval of the ratio.
-"""
+Refuted where the rule that `ygg compile` chose on texts held out from the predictor is slower than one of
+the others with the whole interval of the ratio."""
 
 from __future__ import annotations
 
@@ -30,12 +32,23 @@ RULES: tuple[DepthRule, ...] = get_args(DepthRule)
 SIZES = ("real size", "bundled size")
 
 
-def measure_pair(pair: LoadedPair, workload: Workload, options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure_pair(
+    pair: LoadedPair, workload: Workload, options: argparse.Namespace, say: Say
+) -> dict[str, Any]:
     """The three rules and plain decoding on one kind of text."""
-    arms = [plain_arm(pair, options.tokens), *(policy_arm(rule, pair, pair.policy(depth=rule, guard=False), options.tokens) for rule in RULES)]
-    rounds = interleave(arms, beginnings(workload.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=say)
+    arms = [
+        plain_arm(pair, options.tokens),
+        *(policy_arm(rule, pair, pair.policy(depth=rule, guard=False), options.tokens) for rule in RULES),
+    ]
+    rounds = interleave(
+        arms, beginnings(workload.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=say
+    )
     chosen = pair.depth.rule(0.0)
-    return {"chosen": chosen, "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm}, "chosen_over": ratios_to(rounds, chosen)}
+    return {
+        "chosen": chosen,
+        "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm},
+        "chosen_over": ratios_to(rounds, chosen),
+    }
 
 
 def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
@@ -47,17 +60,35 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
         for size, pair in zip(SIZES, (under_test.pair, under_test.twin), strict=True):
             found[f"{name}, {size}"] = measure_pair(pair(workload), workload, options, say)
             say(f"{name}, {size}: {found[f'{name}, {size}']['chosen_over']}")
-    refuted = [f"{name}: {rule}" for name, each in found.items() for rule in RULES if rule in each["chosen_over"] and each["chosen_over"][rule]["ci95"][1] < 1]
+    refuted = [
+        f"{name}: {rule}"
+        for name, each in found.items()
+        for rule in RULES
+        if rule in each["chosen_over"] and each["chosen_over"][rule]["ci95"][1] < 1
+    ]
     return {"target": under_test.target.to_json(), "texts": found, "refuted_by": refuted}
 
 
 def table(result: Mapping[str, Any]) -> str:
     """Milliseconds per token and AAL of every rule, and what the chosen one is over the others."""
-    lines = [f"{'ms per token, AAL':<24}" + "".join(f"{name:>16}" for name in (PLAIN_ARM, *RULES)) + "   chosen, over the others"]
+    lines = [
+        f"{'ms per token, AAL':<24}"
+        + "".join(f"{name:>16}" for name in (PLAIN_ARM, *RULES))
+        + "   chosen, over the others"
+    ]
     for name, found in result["texts"].items():
-        cells = [f"{found['arms'][arm]['tpot_after_first_ms']['median']:.2f}, {found['arms'][arm]['aal']:.2f}" for arm in (PLAIN_ARM, *RULES)]
-        over = ", ".join(f"{rule} {found['chosen_over'][rule]['median']:.2f} {found['chosen_over'][rule]['ci95']}" for rule in RULES if rule != found["chosen"])
-        lines.append(f"{name:<24}" + "".join(f"{cell:>16}" for cell in cells) + f"   {found['chosen']}: {over}")
+        cells = [
+            f"{found['arms'][arm]['tpot_after_first_ms']['median']:.2f}, {found['arms'][arm]['aal']:.2f}"
+            for arm in (PLAIN_ARM, *RULES)
+        ]
+        over = ", ".join(
+            f"{rule} {found['chosen_over'][rule]['median']:.2f} {found['chosen_over'][rule]['ci95']}"
+            for rule in RULES
+            if rule != found["chosen"]
+        )
+        lines.append(
+            f"{name:<24}" + "".join(f"{cell:>16}" for cell in cells) + f"   {found['chosen']}: {over}"
+        )
     return "\n".join(lines)
 
 
@@ -66,7 +97,10 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     texts = result["texts"]
 
     def speed(found: Mapping[str, Any], rule: str) -> float:
-        return float(found["arms"][PLAIN_ARM]["tpot_after_first_ms"]["median"] / found["arms"][rule]["tpot_after_first_ms"]["median"])
+        return float(
+            found["arms"][PLAIN_ARM]["tpot_after_first_ms"]["median"]
+            / found["arms"][rule]["tpot_after_first_ms"]["median"]
+        )
 
     axes = figure.subplots()
     bars(

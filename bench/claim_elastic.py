@@ -1,15 +1,19 @@
-"""Does lending the draft's room to KV pages raise throughput where pages bind, and cost nothing where they do not?
+"""Does lending the draft's room to KV pages raise throughput where pages bind, and cost nothing where they
+do not?
 
-A target of real size with a draft of a seventeenth of it, both function-preserving inflations, one batcher in this process, and a budget of KV pages that
-binds before the batch is full. Text is sampled on a kind that the models were not trained on, so that speculation stops paying in large batches.
+A target of real size with a draft of a seventeenth of it, both function-preserving inflations, one batcher
+in this process, and a budget of KV pages that binds before the batch is full. Text is sampled on a kind
+that the models were not trained on, so that speculation stops paying in large batches.
 
-- Rates (paper: Fig. 13): Poisson arrivals at fractions of what the budget was measured to bear without speculation and without the room; Nightjar with
-  elastic memory and without, one after another on the same arrivals, there and back again.
+- Rates (paper: Fig. 13): Poisson arrivals at fractions of what the budget was measured to bear without
+  speculation and without the room; Nightjar with elastic memory and without, one after another on the same
+  arrivals, there and back again.
 - Threshold (paper: Fig. 14): the same at the greatest rate over tau_low.
-- Operations (paper: Table 6): expansion, contraction with every lent page in use, the reload's dispatch, and the time until the draft is whole.
+- Operations (paper: Table 6): expansion, contraction with every lent page in use, the reload's dispatch,
+  and the time until the draft is whole.
 
-Refuted if at the greatest rate throughput with elastic memory is below 1.05 times that without, if at the smallest it is more than 1 % below, or if
-the texts differ.
+Refuted if at the greatest rate throughput with elastic memory is below 1.05 times that without, if at the
+smallest it is more than 1 % below, or if the texts differ.
 
 Run with `python -m bench.claim_elastic [--seconds 12] [--rounds 2] [--json]`.
 """
@@ -36,10 +40,10 @@ from bench.workloads import WORKLOADS
 from yggdrasil.bundle import bundled_models
 from yggdrasil.config import SamplingConfig, ServeConfig
 from yggdrasil.layout import PAGE_LEN
-from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
+from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.elastic import ElasticMemory, scarce_below
-from yggdrasil.serve.opening import open_batcher, policy_parts
+from yggdrasil.serve.load import open_batcher, policy_parts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +54,8 @@ MIN_DRAFT_PARAMETERS = 15_000_000
 FRACTIONS = (0.3, 0.8, 1.2, 1.6)
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 OUTPUT_TOKENS = (64, 192)
-MAX_BATCH, GAMMA_MAX = 48, 4
+MAX_BATCH = 48
+GAMMA_MAX = 4
 BASE_PAGES = 256
 BURST = 64
 OPERATIONS = 20
@@ -68,12 +73,25 @@ class Stand:
             pair = under_test.pair()
         else:
             draft = bench_target(bundled_models()[1].resolve(), options.draft_parameters)
-            pair = compiled_pair(self.target.folder, draft.folder, name=PAIR_NAME, remeasure=options.remeasure, config=under_test.config)
+            pair = compiled_pair(
+                self.target.folder,
+                draft.folder,
+                name=PAIR_NAME,
+                remeasure=options.remeasure,
+                config=under_test.config,
+            )
         workload = WORKLOADS["wiki"]
-        self.texts = [pair.tokenizer.encode(text) for text in (*workload.test_texts, *workload.validation_texts)]
+        self.texts = [
+            pair.tokenizer.encode(text) for text in (*workload.test_texts, *workload.validation_texts)
+        ]
         bundle = pair.bundle
         del pair
-        config = ServeConfig(policy="off", gamma_max=GAMMA_MAX, max_batch=MAX_BATCH, kv_memory_bytes=options.pages * bundle.page_bytes)
+        config = ServeConfig(
+            policy="off",
+            gamma_max=GAMMA_MAX,
+            max_batch=MAX_BATCH,
+            kv_memory_bytes=options.pages * bundle.page_bytes,
+        )
         self.batcher: Batcher = open_batcher(bundle, config)
         self.parts: PolicyParts = policy_parts(bundle, config)
         assert self.batcher.elastic is not None
@@ -89,11 +107,21 @@ class Stand:
     def arrivals(self, *, rate: float, seconds: float, seed: int) -> list[Arrival]:
         return poisson(self.texts, rate=rate, seconds=seconds, seed=seed, output_tokens=OUTPUT_TOKENS)
 
-    def run(self, arm: str, policy: str, arrivals: Sequence[Arrival], *, share: float = ServeConfig().tau_low, seed: int = 0) -> Replay:
+    def run(
+        self,
+        arm: str,
+        policy: str,
+        arrivals: Sequence[Arrival],
+        *,
+        share: float = ServeConfig().tau_low,
+        seed: int = 0,
+    ) -> Replay:
         """One arm over some arrivals; the draft is in when it begins and when it ends."""
         self.batcher.elastic = self.elastic if arm == "elastic" else None
         self.elastic.low_pages = scarce_below(share, self.elastic.base_pages)
-        parts = PolicyParts(self.parts.gamma_max, self.parts.max_batch, self.parts.prior, self.parts.switching_cost, seed)
+        parts = PolicyParts(
+            self.parts.gamma_max, self.parts.max_batch, self.parts.prior, self.parts.switching_cost, seed
+        )
         done = replay(self.batcher, gamma_policy(policy, parts), arrivals, sampling=SAMPLING)
         assert self.batcher.step() is None
         assert self.elastic.is_draft_in
@@ -107,23 +135,38 @@ def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[d
         arrivals = stand.arrivals(rate=fraction * stand.capacity, seconds=options.seconds, seed=index)
         rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
         for turn in range(options.rounds):
-            runs = {arm: stand.run(arm, "nightjar", arrivals, seed=turn) for arm in (ARMS if turn % 2 == 0 else reversed(ARMS))}
+            runs = {
+                arm: stand.run(arm, "nightjar", arrivals, seed=turn)
+                for arm in (ARMS if turn % 2 == 0 else reversed(ARMS))
+            }
             same_texts(runs)
             for arm, run in runs.items():
                 rounds[arm].append(figures(run))
         for arm in ARMS:
-            rows.append({"fraction": fraction, "rate": round(fraction * stand.capacity, 3), "arm": arm, "rounds": rounds[arm]})
+            rows.append(
+                {
+                    "fraction": fraction,
+                    "rate": round(fraction * stand.capacity, 3),
+                    "arm": arm,
+                    "rounds": rounds[arm],
+                }
+            )
             say(line(f"{fraction:g} of capacity, {arm}", rounds[arm]))
     return rows
 
 
 def measure_thresholds(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
     """The greatest rate over tau_low, in turn."""
-    arrivals = stand.arrivals(rate=FRACTIONS[-1] * stand.capacity, seconds=options.seconds, seed=len(FRACTIONS) - 1)
+    arrivals = stand.arrivals(
+        rate=FRACTIONS[-1] * stand.capacity, seconds=options.seconds, seed=len(FRACTIONS) - 1
+    )
     rounds: dict[float, list[dict[str, Any]]] = {share: [] for share in SHARES}
     for turn in range(options.rounds):
         order = SHARES if turn % 2 == 0 else reversed(SHARES)
-        runs = {f"tau_low {share:g}": stand.run("elastic", "nightjar", arrivals, share=share, seed=turn) for share in order}
+        runs = {
+            f"tau_low {share:g}": stand.run("elastic", "nightjar", arrivals, share=share, seed=turn)
+            for share in order
+        }
         same_texts(runs)
         for share in SHARES:
             rounds[share].append(figures(runs[f"tau_low {share:g}"]))
@@ -141,8 +184,11 @@ def figures(run: Replay) -> dict[str, Any]:
 
 def measure_operations(stand: Stand, say: Say) -> dict[str, Any]:
     """What a change of tenant costs with every lent page in use, over and over, on an otherwise empty pool."""
-    elastic, pool = stand.elastic, stand.elastic.pool
-    page_bytes = PAGE_LEN * stand.elastic.target.shape.token_bytes(stand.elastic.target.storage_PL2GSF.dtype)
+    elastic = stand.elastic
+    pool = stand.elastic.pool
+    page_bytes = PAGE_LEN * stand.elastic.target.shape.token_bytes(
+        stand.elastic.target.storage_PL2GSF.dtype
+    )
     times: dict[str, list[float]] = {"expand": [], "contract": [], "dispatch reload": [], "reload": []}
     longest = pool.table_BP.shape[1]
     for _ in range(OPERATIONS):
@@ -181,7 +227,8 @@ def _take(pool: Any, pages: int, longest: int, row: int) -> int:
     while pages:
         count = min(pages, longest)
         pool.extend_(row, count * PAGE_LEN)
-        pages, row = pages - count, row + 1
+        pages = pages - count
+        row = row + 1
     return row
 
 
@@ -203,7 +250,12 @@ def verdict(rates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Throughput with elastic memory over that without, by rate: the mean of the turns, and of every turn."""
     found = {}
     for fraction in FRACTIONS:
-        ours, theirs = ([run["tok_per_s"] for run in row["rounds"]] for arm in ARMS for row in rates if row["fraction"] == fraction and row["arm"] == arm)
+        ours, theirs = (
+            [run["tok_per_s"] for run in row["rounds"]]
+            for arm in ARMS
+            for row in rates
+            if row["fraction"] == fraction and row["arm"] == arm
+        )
         found[str(fraction)] = {
             "throughput_over_static": round(mean(ours) / mean(theirs), 4),
             "turns": [round(one / other, 4) for one, other in zip(ours, theirs, strict=True)],
@@ -216,31 +268,70 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     left, middle, right = figure.subplots(1, 3)
     for arm in ARMS:
         rows = [row for row in result["rates"] if row["arm"] == arm]
-        left.plot([row["rate"] for row in rows], [mean(run["tok_per_s"] for run in row["rounds"]) for row in rows], "o-", label=arm)
+        left.plot(
+            [row["rate"] for row in rows],
+            [mean(run["tok_per_s"] for run in row["rounds"]) for row in rows],
+            "o-",
+            label=arm,
+        )
     left.set(xlabel="requests/s", ylabel="tokens/s", title="throughput by rate (paper: Fig. 13)")
     left.legend()
     rows = result["thresholds"]
-    middle.plot([row["tau_low"] for row in rows], [mean(run["tok_per_s"] for run in row["rounds"]) for row in rows], "o-")
-    middle.set(xlabel="tau_low, share of the pages", ylabel="tokens/s", title="sensitivity to tau_low (paper: Fig. 14)")
+    middle.plot(
+        [row["tau_low"] for row in rows],
+        [mean(run["tok_per_s"] for run in row["rounds"]) for row in rows],
+        "o-",
+    )
+    middle.set(
+        xlabel="tau_low, share of the pages",
+        ylabel="tokens/s",
+        title="sensitivity to tau_low (paper: Fig. 14)",
+    )
     names = ("expand_ms", "contract_ms", "dispatch_reload_ms", "reload_ms")
-    right.bar_label(right.bar(names, [result["operations"][name] for name in names]), fmt="%.3g", fontsize=8)
+    right.bar_label(
+        right.bar(names, [result["operations"][name] for name in names]), fmt="%.3g", fontsize=8
+    )
     right.set(yscale="log", ylabel="ms", title="operations (paper: Table 6)")
     right.tick_params(axis="x", rotation=20)
 
 
 def main() -> None:
     """Measure, report, save."""
-    parser = argparse.ArgumentParser(prog="bench.claim_elastic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=12.0, help="arrivals at every rate (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="bench.claim_elastic",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=12.0, help="arrivals at every rate (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="turns of all arms (default: %(default)s)")
-    parser.add_argument("--pages", type=int, default=BASE_PAGES, help="KV pages of the budget, without the draft's room (default: %(default)s)")
+    parser.add_argument(
+        "--pages",
+        type=int,
+        default=BASE_PAGES,
+        help="KV pages of the budget, without the draft's room (default: %(default)s)",
+    )
     add_options(parser)
-    parser.add_argument("--draft-parameters", type=int, default=MIN_DRAFT_PARAMETERS, metavar="N", help="inflate the draft to so many (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a rehearsal of seconds, kept out of bench/results")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON document on the last line of standard output")
+    parser.add_argument(
+        "--draft-parameters",
+        type=int,
+        default=MIN_DRAFT_PARAMETERS,
+        metavar="N",
+        help="inflate the draft to so many (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a rehearsal of seconds, kept out of bench/results"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the result as one JSON document on the last line of standard output",
+    )
     options = parser.parse_args()
     if options.quick:
-        options.seconds, options.rounds = 3.0, 1
+        options.seconds = 3.0
+        options.rounds = 1
     say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     stand = Stand(options, say)
     operations = measure_operations(stand, say)

@@ -1,12 +1,16 @@
-"""Is the text of speculative decoding the text of plain decoding, token for token, in both dtypes and with sampling?
+"""Is the text of speculative decoding the text of plain decoding, token for token, in both dtypes and with
+sampling?
 
 On the bundled pair, prompts of 1 to 150 tokens of stories, encyclopedia and code, end of text ignored:
 
-- float32, greedy: trees against plain decoding, and plain decoding against transformers' `generate` (the first prompts only: it is slow);
-- float32 and bfloat16, temperature 0.8 with top-p 0.95 and a seed per prompt: trees against plain decoding with that seed;
+- float32, greedy: trees against plain decoding, and plain decoding against transformers' `generate` (the
+  first prompts only: it is slow);
+- float32 and bfloat16, temperature 0.8 with top-p 0.95 and a seed per prompt: trees against plain decoding
+  with that seed;
 - bfloat16, greedy: trees against plain decoding;
 
-each over the default policy and a wide and deep tree that verifies all its nodes. Refuted by a single token.
+each over the default policy and a wide and deep tree that verifies all its nodes. Refuted by a single
+token.
 
 Run with `python -m bench.claim_exact [--prompts 200] [--tokens 256] [--quick] [--json]`.
 """
@@ -23,19 +27,20 @@ import torch
 from bench.claim import Say, report, sayer, script_parser
 from bench.harness import environment
 from bench.workloads import WORKLOADS
-from yggdrasil.build import compile_pair
 from yggdrasil.bundle import BUNDLED, bundled_models, is_compiled
 from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig
+from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.pair import LoadedPair, load_pair
-from yggdrasil.report import Run
+from yggdrasil.report.run import Run
 from yggdrasil.state import PLAIN, Shape
 
 CLAIM = "exact"
 SHAPES = {"default": None, "tree": Shape(8, 7, 57)}
 TRANSFORMERS_PROMPTS = 30
 LONGEST_PROMPT = 150
-QUICK_PROMPTS, QUICK_TOKENS = 3, 16
+QUICK_PROMPTS = 3
+QUICK_TOKENS = 16
 DTYPES = ("float32", "bfloat16")
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
@@ -45,19 +50,27 @@ def pair_in(dtype: str) -> LoadedPair:
     name = BUNDLED if dtype == CompileConfig().dtype else f"{BUNDLED}-{dtype}"
     if not is_compiled(name):
         target, draft = bundled_models()
-        compile_pair(str(target), str(draft), name=name, config=CompileConfig(dtype=dtype), progress=RichProgress())
+        compile_pair(
+            str(target), str(draft), name=name, config=CompileConfig(dtype=dtype), progress=RichProgress()
+        )
     return load_pair(name)
 
 
 def mixed_texts(count: int) -> list[tuple[str, str]]:
     """Test and validation texts with their kinds, the kinds in turn."""
-    kinds = [[(kind, text) for text in (*workload.test_texts, *workload.validation_texts)] for kind, workload in WORKLOADS.items()]
+    kinds = [
+        [(kind, text) for text in (*workload.test_texts, *workload.validation_texts)]
+        for kind, workload in WORKLOADS.items()
+    ]
     return [each for same_place in zip_longest(*kinds) for each in same_place if each is not None][:count]
 
 
 def prompts_of(pair: LoadedPair, count: int) -> list[list[int]]:
     """Beginnings of the mixed texts, of every length up to the longest."""
-    return [pair.tokenizer.encode(text)[: 1 + 37 * index % LONGEST_PROMPT] for index, (_, text) in enumerate(mixed_texts(count))]
+    return [
+        pair.tokenizer.encode(text)[: 1 + 37 * index % LONGEST_PROMPT]
+        for index, (_, text) in enumerate(mixed_texts(count))
+    ]
 
 
 def settings_of(options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -78,13 +91,19 @@ def settings_of(options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -
     }
 
 
-def texts(pair: LoadedPair, prompts: Sequence[Sequence[int]], num_tokens: int, shape: Shape | None, sampled: bool) -> list[list[int]]:
+def texts(
+    pair: LoadedPair, prompts: Sequence[Sequence[int]], num_tokens: int, shape: Shape | None, sampled: bool
+) -> list[list[int]]:
     """What the engine writes after every prompt under one shape."""
     written = []
     for seed, prompt in enumerate(prompts):
         sampling = SamplingConfig(seed=seed, **SAMPLED) if sampled else SamplingConfig()
         config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True, sampling=sampling)
-        written.append(Run(pair, prompt, config, policy=pair.policy(temperature=sampling.temperature, shape=shape)).complete().token_ids)
+        written.append(
+            Run(pair, prompt, config, policy=pair.policy(temperature=sampling.temperature, shape=shape))
+            .complete()
+            .token_ids
+        )
     return written
 
 
@@ -94,19 +113,41 @@ def transformers_texts(prompts: Sequence[Sequence[int]], num_tokens: int) -> lis
 
     model = AutoModelForCausalLM.from_pretrained(bundled_models()[0], dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    settings: dict[str, Any] = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}
-    return [model.generate(torch.tensor([list(prompt)]), **settings)[0, len(prompt) :].tolist() for prompt in prompts]
+    settings: dict[str, Any] = {
+        "max_new_tokens": num_tokens,
+        "min_new_tokens": num_tokens,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    return [
+        model.generate(torch.tensor([list(prompt)]), **settings)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
 
 
-def compare(name: str, ours: Sequence[Sequence[int]], reference: Sequence[Sequence[int]], say: Say) -> dict[str, Any]:
+def compare(
+    name: str, ours: Sequence[Sequence[int]], reference: Sequence[Sequence[int]], say: Say
+) -> dict[str, Any]:
     """Count texts that differ, and say which."""
-    apart = [index for index, (one, other) in enumerate(zip(ours, reference, strict=True)) if list(one) != list(other)]
+    apart = [
+        index
+        for index, (one, other) in enumerate(zip(ours, reference, strict=True))
+        if list(one) != list(other)
+    ]
     tokens = sum(len(text) for text in ours)
     say(f"{name:<44} {len(ours)} prompts, {tokens} tokens, {len(apart)} texts differ")
-    return {"comparison": name, "prompts": len(ours), "tokens": tokens, "texts_that_differ": len(apart), "which": apart}
+    return {
+        "comparison": name,
+        "prompts": len(ours),
+        "tokens": tokens,
+        "texts_that_differ": len(apart),
+        "which": apart,
+    }
 
 
-def comparisons(pair: LoadedPair, dtype: str, prompts: Sequence[Sequence[int]], num_tokens: int, say: Say) -> list[dict[str, Any]]:
+def comparisons(
+    pair: LoadedPair, dtype: str, prompts: Sequence[Sequence[int]], num_tokens: int, say: Say
+) -> list[dict[str, Any]]:
     """All of one dtype's, greedy and sampled; in float32 greedy text is transformers' too."""
     rows = []
     for sampled in (False, True):
@@ -114,8 +155,23 @@ def comparisons(pair: LoadedPair, dtype: str, prompts: Sequence[Sequence[int]], 
         kind = f"{dtype}, {'temperature 0.8' if sampled else 'greedy'}"
         if dtype == "float32" and not sampled:
             few = prompts[:TRANSFORMERS_PROMPTS]
-            rows.append(compare(f"{kind}: plain against transformers", plain[: len(few)], transformers_texts(few, num_tokens), say))
-        rows += [compare(f"{kind}: {name} against plain", texts(pair, prompts, num_tokens, shape, sampled), plain, say) for name, shape in SHAPES.items()]
+            rows.append(
+                compare(
+                    f"{kind}: plain against transformers",
+                    plain[: len(few)],
+                    transformers_texts(few, num_tokens),
+                    say,
+                )
+            )
+        rows += [
+            compare(
+                f"{kind}: {name} against plain",
+                texts(pair, prompts, num_tokens, shape, sampled),
+                plain,
+                say,
+            )
+            for name, shape in SHAPES.items()
+        ]
     return rows
 
 
@@ -126,19 +182,29 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
         pair = pair_in(dtype)
         prompts = prompts_of(pair, options.prompts)
         rows += comparisons(pair, dtype, prompts, options.tokens, say)
-    return {"claim": CLAIM, "environment": environment(), "settings": settings_of(options, prompts), "comparisons": rows}
+    return {
+        "claim": CLAIM,
+        "environment": environment(),
+        "settings": settings_of(options, prompts),
+        "comparisons": rows,
+    }
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = script_parser(CLAIM, __doc__, f"{QUICK_PROMPTS} prompts of {QUICK_TOKENS} tokens")
-    parser.add_argument("--prompts", type=int, default=200, help="of all kinds of text together (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=256, help="new tokens per prompt (default: %(default)s)")
+    parser.add_argument(
+        "--prompts", type=int, default=200, help="of all kinds of text together (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=256, help="new tokens per prompt (default: %(default)s)"
+    )
     options = parser.parse_args()
     if options.prompts < 1 or options.tokens < 1:
         parser.error("--prompts and --tokens must be at least 1")
     if options.quick:
-        options.prompts, options.tokens = QUICK_PROMPTS, QUICK_TOKENS
+        options.prompts = QUICK_PROMPTS
+        options.tokens = QUICK_TOKENS
     return options
 
 

@@ -1,12 +1,13 @@
 """What do linear layers of one order of summation cost on a GPU, and what do they buy?
 
-Two pairs of the same models, compiled with `--exact` (the default there) and with `--no-exact`, whose linear layers are cuBLAS's. Arms, greedy,
-interleaved prompt by prompt: plain decoding and the default policy on each. Of every pair it is also said which graphs round differently from plain
-decoding, as `ygg compile` measured it, and on how many prompts its tree writes its own plain text.
+Two pairs of the same models, compiled with `--exact` (the default there) and with `--no-exact`, whose
+linear layers are cuBLAS's. Arms, greedy, interleaved prompt by prompt: plain decoding and the default
+policy on each. Of every pair it is also said which graphs round differently from plain decoding, as `ygg
+compile` measured it, and on how many prompts its tree writes its own plain text.
 
-The price is the time per token with exact linear layers over that without, prompt by prompt, prefill left out, with the bootstrap 95 % interval of the
-median. Refuted if the exact pair has a graph that rounds differently, or if plain decoding or the default policy pays more than 3 %.
-"""
+The price is the time per token with exact linear layers over that without, prompt by prompt, prefill left
+out, with the bootstrap 95 % interval of the median. Refuted if the exact pair has a graph that rounds
+differently, or if plain decoding or the default policy pays more than 3 %."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from yggdrasil.state import PLAIN
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TREE, CUBLAS_PLAIN, CUBLAS_TREE = "tree", "plain, cuBLAS", "tree, cuBLAS"
+TREE = "tree"
+CUBLAS_PLAIN = "plain, cuBLAS"
+CUBLAS_TREE = "tree, cuBLAS"
 MOST = 1.03
 
 
@@ -42,39 +45,90 @@ def arms_of(exact: LoadedPair, inexact: LoadedPair, num_tokens: int) -> list[Arm
 def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     """Both pairs on stories."""
     under_test = subject(options)
-    exact, inexact = under_test.pair(), under_test.inexact()
+    exact = under_test.pair()
+    inexact = under_test.inexact()
     say(under_test.target.statement)
     arms = arms_of(exact, inexact, options.tokens)
-    rounds = interleave(arms, beginnings(STORIES.test_texts, exact, options.prompts), reference=PLAIN_ARM, tick=say)
-    price = {name: ratio(rounds.later_tpots(name), rounds.later_tpots(other)) for name, other in ((PLAIN_ARM, CUBLAS_PLAIN), (TREE, CUBLAS_TREE))}
+    rounds = interleave(
+        arms, beginnings(STORIES.test_texts, exact, options.prompts), reference=PLAIN_ARM, tick=say
+    )
+    price = {
+        name: ratio(rounds.later_tpots(name), rounds.later_tpots(other))
+        for name, other in ((PLAIN_ARM, CUBLAS_PLAIN), (TREE, CUBLAS_TREE))
+    }
     return {
         "target": under_test.target.to_json(),
-        "graphs_that_round_differently": {"exact": list(exact.bundle.inexact_widths), "cuBLAS": list(inexact.bundle.inexact_widths)},
-        "tree_writes_plain_text": {"exact": rounds.agreement(TREE, PLAIN_ARM), "cuBLAS": rounds.agreement(CUBLAS_TREE, CUBLAS_PLAIN)},
+        "graphs_that_round_differently": {
+            "exact": list(exact.bundle.inexact_widths),
+            "cuBLAS": list(inexact.bundle.inexact_widths),
+        },
+        "tree_writes_plain_text": {
+            "exact": rounds.agreement(TREE, PLAIN_ARM),
+            "cuBLAS": rounds.agreement(CUBLAS_TREE, CUBLAS_PLAIN),
+        },
         "arms": {arm.name: arm_summary(rounds, arm.name) for arm in arms},
         "price": price,
         "goals": {
-            "exact": {"wanted": 0, "measured": len(exact.bundle.inexact_widths), "reached": not exact.bundle.inexact_widths},
-            **{name: {"wanted": MOST, "measured": found["median"], "reached": found["median"] <= MOST} for name, found in price.items()},
+            "exact": {
+                "wanted": 0,
+                "measured": len(exact.bundle.inexact_widths),
+                "reached": not exact.bundle.inexact_widths,
+            },
+            **{
+                name: {"wanted": MOST, "measured": found["median"], "reached": found["median"] <= MOST}
+                for name, found in price.items()
+            },
         },
     }
 
 
 def table(result: Mapping[str, Any]) -> str:
     """Arms, prices, goals."""
-    lines = [f"{name:<16} {arm['tpot_after_first_ms']['median']:>9.3f} ms/token, AAL {arm['aal']:.2f}" for name, arm in result["arms"].items()]
-    lines += [f"price of exactness, {name}: {found['median']:.3f} {found['ci95']}" for name, found in result["price"].items()]
-    lines += [f"graphs that round differently, {name}: {widths or 'none'}" for name, widths in result["graphs_that_round_differently"].items()]
-    return "\n".join([*lines, *(f"{'reached' if goal['reached'] else 'MISSED '} {name}" for name, goal in result["goals"].items())])
+    lines = [
+        f"{name:<16} {arm['tpot_after_first_ms']['median']:>9.3f} ms/token, AAL {arm['aal']:.2f}"
+        for name, arm in result["arms"].items()
+    ]
+    lines += [
+        f"price of exactness, {name}: {found['median']:.3f} {found['ci95']}"
+        for name, found in result["price"].items()
+    ]
+    lines += [
+        f"graphs that round differently, {name}: {widths or 'none'}"
+        for name, widths in result["graphs_that_round_differently"].items()
+    ]
+    return "\n".join(
+        [
+            *lines,
+            *(
+                f"{'reached' if goal['reached'] else 'MISSED '} {name}"
+                for name, goal in result["goals"].items()
+            ),
+        ]
+    )
 
 
 def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     """Milliseconds per token, pair by pair."""
     ms = {name: arm["tpot_after_first_ms"]["median"] for name, arm in result["arms"].items()}
-    bars(figure.subplots(), ("plain", "tree"), {"exact": [ms[PLAIN_ARM], ms[TREE]], "cuBLAS": [ms[CUBLAS_PLAIN], ms[CUBLAS_TREE]]}, ylabel="ms per token")
+    bars(
+        figure.subplots(),
+        ("plain", "tree"),
+        {"exact": [ms[PLAIN_ARM], ms[TREE]], "cuBLAS": [ms[CUBLAS_PLAIN], ms[CUBLAS_TREE]]},
+        ylabel="ms per token",
+    )
 
 
-CLAIM = Claim(name="exact_price", doc=__doc__, prompts=12, tokens=64, measure=measure, table=table, draw=draw, size=(6, 4), devices=("cuda",))
+CLAIM = Claim(
+    name="exact_price",
+    doc=__doc__,
+    prompts=12,
+    tokens=64,
+    measure=measure,
+    table=table,
+    draw=draw,
+    size=(6, 4),
+    devices=("cuda",),
+)
 
 if __name__ == "__main__":
     CLAIM.main()

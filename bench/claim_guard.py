@@ -1,14 +1,15 @@
 """Does a user lose anything when the draft is of no use?
 
-Two ways for a pair to be promised more than it gets, both with the calibration that the intact pair earned on stories:
+Two ways for a pair to be promised more than it gets, both with the calibration that the intact pair earned
+on stories:
 
 - a shuffled draft: the rows of its embedding are permuted in memory, so that it guesses nothing right;
 - another domain: prompts of code.
 
-Arms, greedy, interleaved: plain decoding; the default policy, new for every prompt as for every request, so that each must find out for itself;
-the same without its guard. Wall clock of the whole call, prefill of the draft included. Refuted if the default policy takes more than 1.03 times as
-long as plain decoding in the median, or if a text is not plain decoding's.
-"""
+Arms, greedy, interleaved: plain decoding; the default policy, new for every prompt as for every request, so
+that each must find out for itself; the same without its guard. Wall clock of the whole call, prefill of the
+draft included. Refuted if the default policy takes more than 1.03 times as long as plain decoding in the
+median, or if a text is not plain decoding's."""
 
 from __future__ import annotations
 
@@ -27,13 +28,16 @@ from bench.subject import subject
 from bench.workloads import STORIES, WORKLOADS, beginnings
 from yggdrasil.pair import LoadedPair
 
-GUARDED, UNGUARDED = "guarded", "unguarded"
+GUARDED = "guarded"
+UNGUARDED = "unguarded"
 ALLOWED = 1.03
 
 
 def shuffle_draft_(pair: LoadedPair) -> None:
     """Permute the draft's embedding in memory; the file keeps its rows."""
-    embedding = next(tensor for name, tensor in pair.engine.draft.weights.items() if name.endswith("embed_tokens.weight"))
+    embedding = next(
+        tensor for name, tensor in pair.engine.draft.weights.items() if name.endswith("embed_tokens.weight")
+    )
     embedding.copy_(embedding[torch.randperm(len(embedding), generator=torch.Generator().manual_seed(0))])
 
 
@@ -46,23 +50,38 @@ def fresh_arm(name: str, pair: LoadedPair, num_tokens: int) -> Arm:
     return Arm(name=name, generate=generate)
 
 
-def measure_case(pair: LoadedPair, prompts: Sequence[Sequence[int]], num_tokens: int, say: Say) -> dict[str, Any]:
+def measure_case(
+    pair: LoadedPair, prompts: Sequence[Sequence[int]], num_tokens: int, say: Say
+) -> dict[str, Any]:
     """The three arms."""
-    arms = [plain_arm(pair, num_tokens), fresh_arm(GUARDED, pair, num_tokens), fresh_arm(UNGUARDED, pair, num_tokens)]
+    arms = [
+        plain_arm(pair, num_tokens),
+        fresh_arm(GUARDED, pair, num_tokens),
+        fresh_arm(UNGUARDED, pair, num_tokens),
+    ]
     rounds = interleave(arms, prompts, reference=PLAIN_ARM, tick=say)
     over = {name: ratio(rounds.tpots(name), rounds.tpots(PLAIN_ARM)) for name in (GUARDED, UNGUARDED)}
-    return {"arms": {name: arm_summary(rounds, name) for name in rounds.by_arm}, "time_over_plain": over, "held": over[GUARDED]["median"] <= ALLOWED}
+    return {
+        "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm},
+        "time_over_plain": over,
+        "held": over[GUARDED]["median"] <= ALLOWED,
+    }
 
 
 def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     """Both cases."""
     under_test = subject(options)
     say(under_test.target.statement)
-    shuffled, intact = under_test.pair(), replace(under_test, remeasure=False).pair()
+    shuffled = under_test.pair()
+    intact = replace(under_test, remeasure=False).pair()
     shuffle_draft_(shuffled)
     cases = {
-        "shuffled draft": measure_case(shuffled, beginnings(STORIES.test_texts, shuffled, options.prompts), options.tokens, say),
-        "code, calibrated on stories": measure_case(intact, beginnings(WORKLOADS["code"].test_texts, intact, options.prompts), options.tokens, say),
+        "shuffled draft": measure_case(
+            shuffled, beginnings(STORIES.test_texts, shuffled, options.prompts), options.tokens, say
+        ),
+        "code, calibrated on stories": measure_case(
+            intact, beginnings(WORKLOADS["code"].test_texts, intact, options.prompts), options.tokens, say
+        ),
     }
     return {"target": under_test.target.to_json(), "allowed": ALLOWED, "cases": cases}
 
@@ -74,18 +93,25 @@ def table(result: Mapping[str, Any]) -> str:
         lines.append(f"{case:<30} {'ms/token':>9} {'AAL':>6} {'time over plain':>16}")
         for name, arm in found["arms"].items():
             over = found["time_over_plain"].get(name)
-            lines.append(f"  {name:<28} {arm['tpot_ms']['median']:>9.2f} {arm['aal']:>6.2f}" + (f" {over['median']:>9.3f} {over['ci95']}" if over else ""))
+            lines.append(
+                f"  {name:<28} {arm['tpot_ms']['median']:>9.2f} {arm['aal']:>6.2f}"
+                + (f" {over['median']:>9.3f} {over['ci95']}" if over else "")
+            )
         lines.append(f"  {'held' if found['held'] else 'MISSED'}: at most {result['allowed']}")
     return "\n".join(lines)
 
 
 def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     """Time over plain decoding."""
-    axes, cases = figure.subplots(), result["cases"]
+    axes = figure.subplots()
+    cases = result["cases"]
     bars(
         axes,
         list(cases),
-        {name: [found["time_over_plain"][name]["median"] for found in cases.values()] for name in (GUARDED, UNGUARDED)},
+        {
+            name: [found["time_over_plain"][name]["median"] for found in cases.values()]
+            for name in (GUARDED, UNGUARDED)
+        },
         ylabel="time, in plain decoding's",
     )
     axes.axhline(1.0, color="grey", linewidth=0.8)
@@ -93,7 +119,9 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     axes.set_title("what a useless draft costs")
 
 
-CLAIM = Claim(name="guard", doc=__doc__, prompts=10, tokens=128, measure=measure, table=table, draw=draw, size=(7, 4))
+CLAIM = Claim(
+    name="guard", doc=__doc__, prompts=10, tokens=128, measure=measure, table=table, draw=draw, size=(7, 4)
+)
 
 if __name__ == "__main__":
     CLAIM.main()

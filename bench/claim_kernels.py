@@ -1,19 +1,21 @@
 """How near do the CUDA kernels run to the rate at which the device copies memory?
 
-Measured in turn, so that drift hits all alike, each as a CUDA graph and with events: a device-to-device copy; migration of KV pages, by the kernel and by two
-torch operators; tree attention over all layers of one model at three contexts and widths from 1 to 64, at the heads of Llama-2-7B and with four query heads a
-KV head; commit of an accepted path. The layers' KV together exceeds the device's cache by far, so attention reads memory as it does in a decoding step. A copy
-and a migration are charged for what they read and for what they write; attention for the keys and values of the context alone.
+Measured in turn, so that drift hits all alike, each as a CUDA graph and with events: a device-to-device
+copy; migration of KV pages, by the kernel and by two torch operators; tree attention over all layers of one
+model at three contexts and widths from 1 to 64, at the heads of Llama-2-7B and with four query heads a KV
+head; commit of an accepted path. The layers' KV together exceeds the device's cache by far, so attention
+reads memory as it does in a decoding step. A copy and a migration are charged for what they read and for
+what they write; attention for the keys and values of the context alone.
 
-Before anything is timed, the kernels must agree: migrated and committed bytes with the plain operators, and a token's attention with itself, to the bit, alone
-and in the widest tree.
+Before anything is timed, the kernels must agree: migrated and committed bytes with the plain operators, and
+a token's attention with itself, to the bit, alone and in the widest tree.
 
-Refuted if a goal of the table is missed: migration below 0.85 of the copy's rate, attention below the share of it that `LEAST_ATTENTION_SHARE` states, or a
-commit above 10 us.
+Refuted if a goal of the table is missed: migration below 0.85 of the copy's rate, attention below the share
+of it that `LEAST_ATTENTION_SHARE` states, or a commit above 10 us.
 
-Run with `python -m bench.claim_kernels [--quick] [--json] [--tune]` on a machine with CUDA; without a device it says so and exits with 2. `--tune` times the
-attention kernel's candidates too, for whoever edits `CONFIGS` in yggdrasil/kernels/attention_triton.py.
-"""
+Run with `python -m bench.claim_kernels [--quick] [--json] [--tune]` on a machine with CUDA; without a
+device it says so and exits with 2. `--tune` times the attention kernel's candidates too, for whoever edits
+`CONFIGS` in yggdrasil/kernels/attention_triton.py."""
 
 from __future__ import annotations
 
@@ -40,9 +42,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CLAIM = "kernels"
-WIDTHS, QUICK_WIDTHS = (1, 2, 4, 8, 16, 32, 64), (1, 16)
-CONTEXTS, QUICK_CONTEXTS = (512, 2048, 8192), (512,)
-ROUNDS, QUICK_ROUNDS = 21, 2
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+QUICK_WIDTHS = (1, 16)
+CONTEXTS = (512, 2048, 8192)
+QUICK_CONTEXTS = (512,)
+ROUNDS = 21
+QUICK_ROUNDS = 2
 MAX_DEPTH = 16  # of the default configuration: it sets the width of the metadata
 LEVEL = 8  # nodes of a level of the trees
 COPY_BYTES = 2**30
@@ -90,17 +95,38 @@ class Subject:
     def __init__(self, model: Heads, context: int) -> None:
         self.model = model
         num_pages = (context + max(WIDTHS)) // PAGE_LEN + 1
-        self.storage_PL2GSF = torch.randn(num_pages, model.layers, 2, model.kv_heads, PAGE_LEN, model.dim, dtype=torch.bfloat16, device="cuda")
+        self.storage_PL2GSF = torch.randn(
+            num_pages,
+            model.layers,
+            2,
+            model.kv_heads,
+            PAGE_LEN,
+            model.dim,
+            dtype=torch.bfloat16,
+            device="cuda",
+        )
         self.pages_BP = torch.randperm(num_pages, device="cuda").to(torch.int32)[None]
 
     def arguments(self, width: int, context: int) -> list[list[Any]]:
         """Of `launch`, layer by layer, for a tree of `width` nodes behind `context` tokens."""
         model = self.model
         query = torch.randn(1, model.heads, width, model.dim, dtype=torch.bfloat16, device="cuda")
-        key, value = (torch.randn(1, model.kv_heads, width, model.dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        key, value = (
+            torch.randn(1, model.kv_heads, width, model.dim, dtype=torch.bfloat16, device="cuda")
+            for _ in range(2)
+        )
         meta_NM = tree_meta(width, context).cuda()
         return [
-            [query, key, value, self.storage_PL2GSF[:, layer, 0], self.storage_PL2GSF[:, layer, 1], meta_NM, self.pages_BP, model.dim**-0.5]
+            [
+                query,
+                key,
+                value,
+                self.storage_PL2GSF[:, layer, 0],
+                self.storage_PL2GSF[:, layer, 1],
+                meta_NM,
+                self.pages_BP,
+                model.dim**-0.5,
+            ]
             for layer in range(model.layers)
         ]
 
@@ -122,7 +148,8 @@ def tree_meta(width: int, context: int) -> Tensor:
     tree = TokenTree.root(0, width, max_depth=MAX_DEPTH)
     parent = 0
     while len(tree) < width:
-        first, count = len(tree), min(LEVEL, width - len(tree))
+        first = len(tree)
+        count = min(LEVEL, width - len(tree))
         tree.grow(torch.full((count,), parent), torch.arange(count), torch.full((count,), -float(first)))
         parent = first
     meta_NM = empty_meta(width, MAX_DEPTH)
@@ -140,7 +167,8 @@ def captured(run: Callable[[], None]) -> Sampler:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
 
     def sample() -> float:
         torch.cuda.synchronize()
@@ -156,7 +184,9 @@ def captured(run: Callable[[], None]) -> Sampler:
 def moves(num_pages: int) -> tuple[Tensor, Tensor]:
     """The pages at the end to random others: what contraction of the pool does."""
     count = int(num_pages * MOVED_SHARE)
-    return torch.arange(num_pages - count, num_pages, device="cuda"), torch.randperm(num_pages - count, device="cuda")[:count]
+    return torch.arange(num_pages - count, num_pages, device="cuda"), torch.randperm(
+        num_pages - count, device="cuda"
+    )[:count]
 
 
 def storage_samplers(storage_PL2GSF: Tensor) -> tuple[dict[Any, Sampler], int]:
@@ -165,7 +195,8 @@ def storage_samplers(storage_PL2GSF: Tensor) -> tuple[dict[Any, Sampler], int]:
 
     source_M, target_M = moves(len(storage_PL2GSF))
     copied = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    other, committed = torch.empty_like(copied), torch.tensor(COMMITTED, dtype=torch.int32, device="cuda") + 100
+    other = torch.empty_like(copied)
+    committed = torch.tensor(COMMITTED, dtype=torch.int32, device="cuda") + 100
     samplers = {
         "copy": captured(lambda: other.copy_(copied)),
         "migration": captured(lambda: move_pages_(storage_PL2GSF, source_M, target_M)),
@@ -176,23 +207,31 @@ def storage_samplers(storage_PL2GSF: Tensor) -> tuple[dict[Any, Sampler], int]:
 
 
 def assert_exact(subject: Subject, context: int) -> None:
-    """Raises AssertionError where a kernel does not do what its plain form does: its speed is not worth reporting."""
+    """Raises AssertionError where a kernel does not do what its plain form does: its speed is not worth
+    reporting.
+    """
     from yggdrasil.kernels.attention_triton import launch
     from yggdrasil.kernels.commit_triton import launch_ as commit_
 
-    wide, alone = subject.arguments(max(WIDTHS), context)[0], subject.arguments(1, context)[0]
+    wide = subject.arguments(max(WIDTHS), context)[0]
+    alone = subject.arguments(1, context)[0]
     for index in range(3):
         alone[index] = wide[index][:, :, :1].clone()
-    assert torch.equal(launch(*wide)[:, :1], launch(*alone)), "the root's attention depends on the tree behind it"
+    assert torch.equal(launch(*wide)[:, :1], launch(*alone)), (
+        "the root's attention depends on the tree behind it"
+    )
     storage = subject.storage_PL2GSF[:8].clone()
-    plain, (source_M, target_M) = storage.clone(), moves(len(storage))
+    plain = storage.clone()
+    (source_M, target_M) = moves(len(storage))
     move_pages_(storage, source_M, target_M)
     move_pages_plain_(plain, source_M, target_M)
     assert torch.equal(storage, plain), "migration moved other bytes than the plain operators"
     sources = torch.tensor(COMMITTED, device="cuda") + 30
     commit_(storage, sources.to(torch.int32), 30)
     targets = torch.arange(30, 30 + len(sources), device="cuda")
-    plain[targets // PAGE_LEN, :, :, :, targets % PAGE_LEN] = plain[sources // PAGE_LEN, :, :, :, sources % PAGE_LEN]
+    plain[targets // PAGE_LEN, :, :, :, targets % PAGE_LEN] = plain[
+        sources // PAGE_LEN, :, :, :, sources % PAGE_LEN
+    ]
     assert torch.equal(storage, plain), "commit moved other bytes than the plain operators"
 
 
@@ -201,29 +240,51 @@ def gb_per_s(num_bytes: int, samples_ms: Sequence[float]) -> dict[str, float]:
     return spread([num_bytes / ms / 1e6 for ms in samples_ms])
 
 
-def attention_json(model: Heads, context: int, width: int, samples_ms: Sequence[float], copy_gb_per_s: float) -> dict[str, Any]:
+def attention_json(
+    model: Heads, context: int, width: int, samples_ms: Sequence[float], copy_gb_per_s: float
+) -> dict[str, Any]:
     """One width at one context beside the rate of a copy."""
     rate = gb_per_s(model.kv_bytes(context), samples_ms)
     layer_us = {name: round(1e3 * ms / model.layers, 3) for name, ms in spread(samples_ms).items()}
-    return {"heads": model.name, "context": context, "width": width, "layer_us": layer_us, "gb_per_s": rate, "share": round(rate["median"] / copy_gb_per_s, 4)}
+    return {
+        "heads": model.name,
+        "context": context,
+        "width": width,
+        "layer_us": layer_us,
+        "gb_per_s": rate,
+        "share": round(rate["median"] / copy_gb_per_s, 4),
+    }
 
 
-def goals(migration_share: float, attention: Sequence[Mapping[str, Any]], commit_us: float) -> list[dict[str, Any]]:
+def goals(
+    migration_share: float, attention: Sequence[Mapping[str, Any]], commit_us: float
+) -> list[dict[str, Any]]:
     """What the kernels shall attain; attention at its worst width."""
     found = [at_least("migration over copy", migration_share, LEAST_MIGRATION_SHARE)]
     for context, limit in LEAST_ATTENTION_SHARE.items():
         for name in dict.fromkeys(each["heads"] for each in attention):
-            shares = [each["share"] for each in attention if (each["heads"], each["context"]) == (name, context)]
+            shares = [
+                each["share"] for each in attention if (each["heads"], each["context"]) == (name, context)
+            ]
             if shares:
-                found.append(at_least(f"attention over copy, {name}, context {context}", min(shares), limit))
+                found.append(
+                    at_least(f"attention over copy, {name}, context {context}", min(shares), limit)
+                )
     return [*found, at_most("us of a commit", commit_us, MOST_COMMIT_US)]
 
 
-def tuned(subjects: Sequence[Subject], contexts: Sequence[int], widths: Sequence[int]) -> list[dict[str, Any]]:
+def tuned(
+    subjects: Sequence[Subject], contexts: Sequence[int], widths: Sequence[int]
+) -> list[dict[str, Any]]:
     """Every candidate of the menu over one layer of all models, contexts and widths, the fastest first."""
     from yggdrasil.kernels.attention_triton import tune
 
-    cases = [subject.arguments(width, context)[0] for subject in subjects for context in contexts for width in widths]
+    cases = [
+        subject.arguments(width, context)[0]
+        for subject in subjects
+        for context in contexts
+        for width in widths
+    ]
     return [{**asdict(config), "ms": round(ms, 4)} for config, ms in tune(cases)]
 
 
@@ -234,12 +295,18 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     for subject in subjects:
         assert_exact(subject, max(contexts))
     samplers, moved_bytes = storage_samplers(subjects[0].storage_PL2GSF)
-    keys = [(subject.model, context, width) for subject in subjects for context in contexts for width in widths]
+    keys = [
+        (subject.model, context, width) for subject in subjects for context in contexts for width in widths
+    ]
     of = {subject.model: subject for subject in subjects}
-    samplers |= {(model, context, width): of[model].sampler(width, context) for model, context, width in keys}
+    samplers |= {
+        (model, context, width): of[model].sampler(width, context) for model, context, width in keys
+    }
     samples = in_turns(samplers, QUICK_ROUNDS if options.quick else ROUNDS, say)
     copy = gb_per_s(2 * COPY_BYTES, samples["copy"])
-    migration = {name: gb_per_s(2 * moved_bytes, samples[name]) for name in ("migration", "migration, torch")}
+    migration = {
+        name: gb_per_s(2 * moved_bytes, samples[name]) for name in ("migration", "migration, torch")
+    }
     attention = [attention_json(*key, samples[key], copy["median"]) for key in keys]
     commit_us = spread([1e3 * ms for ms in samples["commit"]])
     return {
@@ -256,17 +323,30 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
 def table(result: Mapping[str, Any]) -> str:
     """Rates, attention by width, goals, candidates if they were timed."""
     lines = [f"copy {result['copy_gb_per_s']['median']:.0f} GB/s"]
-    lines += [f"{name} {rate['median']:.0f} GB/s, {result['migrated_bytes'] / 1e6:.0f} MB" for name, rate in result["migration_gb_per_s"].items()]
+    lines += [
+        f"{name} {rate['median']:.0f} GB/s, {result['migrated_bytes'] / 1e6:.0f} MB"
+        for name, rate in result["migration_gb_per_s"].items()
+    ]
     lines.append(f"commit {result['commit_us']['median']:.1f} us")
-    lines.append(f"{'attention':<12}{'context':>9}{'width':>7}{'us/layer':>10}{'p10':>9}{'p90':>9}{'GB/s':>8}{'of copy':>9}")
+    lines.append(
+        f"{'attention':<12}{'context':>9}{'width':>7}{'us/layer':>10}{'p10':>9}{'p90':>9}{'GB/s':>8}{'of copy':>9}"
+    )
     lines += [_attention_line(each) for each in result["attention"]]
-    lines += [f"{'reached' if goal['reached'] else 'MISSED '} {goal['goal']}: {goal['measured']:.3f}, wanted {goal['wanted']}" for goal in result["goals"]]
-    lines += [f"{each['ms']:>10.3f} ms  {', '.join(f'{name} {value}' for name, value in each.items() if name != 'ms')}" for each in result["tune"] or ()]
+    lines += [
+        f"{'reached' if goal['reached'] else 'MISSED '} {goal['goal']}: {goal['measured']:.3f}, wanted {goal['wanted']}"
+        for goal in result["goals"]
+    ]
+    lines += [
+        f"{each['ms']:>10.3f} ms  {', '.join(f'{name} {value}' for name, value in each.items() if name != 'ms')}"
+        for each in result["tune"] or ()
+    ]
     return "\n".join(lines)
 
 
 def _attention_line(each: Mapping[str, Any]) -> str:
-    times = "".join(f"{each['layer_us'][name]:>{width}.2f}" for name, width in (("median", 10), ("p10", 9), ("p90", 9)))
+    times = "".join(
+        f"{each['layer_us'][name]:>{width}.2f}" for name, width in (("median", 10), ("p10", 9), ("p90", 9))
+    )
     return f"{each['heads']:<12}{each['context']:>9}{each['width']:>7}{times}{each['gb_per_s']['median']:>8.0f}{each['share']:>9.2f}"
 
 
@@ -286,18 +366,39 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and report; the last line of standard output is the result as JSON."""
-    parser = argparse.ArgumentParser(prog="bench.claim_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print nothing but the JSON document on standard output")
-    parser.add_argument("--quick", action="store_true", help="a rehearsal: one context, two widths, two rounds, kept out of bench/results")
-    parser.add_argument("--tune", action="store_true", help="time the attention kernel's candidates too; minutes")
+    parser = argparse.ArgumentParser(
+        prog="bench.claim_kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print nothing but the JSON document on standard output"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a rehearsal: one context, two widths, two rounds, kept out of bench/results",
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="time the attention kernel's candidates too; minutes"
+    )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print(f"bench.claim_kernels needs a CUDA device, and torch {torch.__version__} sees none: nothing was measured", file=sys.stderr)
+        print(
+            f"bench.claim_kernels needs a CUDA device, and torch {torch.__version__} sees none: nothing was measured",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     question = " ".join(str(__doc__).split("\n\n", 1)[0].split())
     settings = {"rehearsal": options.quick}
-    result = {"claim": CLAIM, "question": question, "settings": settings, "environment": environment(), **measure(options, say)}
+    result = {
+        "claim": CLAIM,
+        "question": question,
+        "settings": settings,
+        "environment": environment(),
+        **measure(options, say),
+    }
     say(table(result))
     path = save_result(CLAIM, result, rehearsal=options.quick)
     say(f"written to {path}")

@@ -1,13 +1,14 @@
-"""Does a long text cost what its context costs and nothing more: no recompilation, no stall, and the same tokens as plain decoding?
+"""Does a long text cost what its context costs and nothing more: no recompilation, no stall, and the same
+tokens as plain decoding?
 
-The bundled pair with its position limit raised, so that its context holds 4096 tokens: it was trained on texts of 1024, so what it writes there
-is no good text, but real weights run through real graphs. A prompt of 3000 tokens of held-out stories is prefilled in chunks, then the default
-policy and plain decoding write on to the end of the context, end of text ignored. Shapes and contexts differ from step to step, so a step
+The bundled pair with its position limit raised, so that its context holds 4096 tokens: it was trained on
+texts of 1024, so what it writes there is no good text, but real weights run through real graphs. A prompt
+of 3000 tokens of held-out stories is prefilled in chunks, then the default policy and plain decoding write
+on to the end of the context, end of text ignored. Shapes and contexts differ from step to step, so a step
 is judged against the median of the steps around it.
 
-Refuted if anything compiles, if a step takes 20 ms more than the steps around it, or if the two write different tokens. `--prompts` and
-`--target-parameters` are of no consequence.
-"""
+Refuted if anything compiles, if a step takes 20 ms more than the steps around it, or if the two write
+different tokens. `--prompts` and `--target-parameters` are of no consequence."""
 
 from __future__ import annotations
 
@@ -24,18 +25,19 @@ from matplotlib.figure import Figure
 
 from bench.claim import Claim, Say
 from bench.workloads import STORIES
-from yggdrasil import artifacts
-from yggdrasil.build import compile_pair
 from yggdrasil.bundle import bundled_models
 from yggdrasil.cli.progress import RichProgress
-from yggdrasil.compilations import compilations, no_compilation
 from yggdrasil.config import CompileConfig, GenerateConfig
 from yggdrasil.errors import ArtifactError
+from yggdrasil.kernels.compilations import compilations, no_compilation
+from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.state import PLAIN, Shape
+from yggdrasil.store import artifacts
 
 PAIR_NAME = "tinystories-4096"
-CONTEXT, PROMPT_LEN = 4096, 3000
+CONTEXT = 4096
+PROMPT_LEN = 3000
 MENU = CompileConfig(max_context=CONTEXT, widths=(1, 4), verify_widths=(8, 16, 32))
 MOST_STALL_MS = 20.0
 AROUND = 15  # steps on either side that a step is judged by
@@ -59,14 +61,17 @@ def _with_positions(model: Path, folder: Path) -> Path:
         with artifacts.atomic_directory(folder) as temporary:
             shutil.copytree(model, temporary, dirs_exist_ok=True)
             config = json.loads((temporary / "config.json").read_text())
-            (temporary / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT + 2 * MENU.path_depth}))
+            (temporary / "config.json").write_text(
+                json.dumps({**config, "max_position_embeddings": CONTEXT + 2 * MENU.path_depth})
+            )
     return folder
 
 
 def run(pair: LoadedPair, prompt: Sequence[int], num_tokens: int, shape: Shape | None) -> dict[str, Any]:
     """One generation: tokens, the prompt's milliseconds, and context and milliseconds of every step."""
     config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True, plain=shape is PLAIN)
-    before, start = compilations(), time.perf_counter()
+    before = compilations()
+    start = time.perf_counter()
     tokens: list[int] = []
     steps: list[tuple[int, float]] = []
     with no_compilation():
@@ -75,19 +80,29 @@ def run(pair: LoadedPair, prompt: Sequence[int], num_tokens: int, shape: Shape |
                 first_ms = (time.perf_counter() - start) * 1e3 - result.ms
             tokens += result.tokens
             steps.append((result.context_len, result.ms))
-    return {"token_ids": tokens, "prefill_ms": first_ms, "steps": steps, "compilations": compilations() - before}
+    return {
+        "token_ids": tokens,
+        "prefill_ms": first_ms,
+        "steps": steps,
+        "compilations": compilations() - before,
+    }
 
 
 def stalls(steps: Sequence[tuple[int, float]]) -> list[float]:
     """How many milliseconds every step took beyond the median of the steps around it."""
     times = [ms for _, ms in steps]
-    return [ms - median(times[max(0, place - AROUND) : place + AROUND + 1]) for place, ms in enumerate(times)]
+    return [
+        ms - median(times[max(0, place - AROUND) : place + AROUND + 1]) for place, ms in enumerate(times)
+    ]
 
 
 def by_context(steps: Sequence[tuple[int, float]], width: int = 256) -> dict[str, float]:
     """Median milliseconds of the steps of every `width` tokens of context."""
     places = sorted({context // width for context, _ in steps})
-    return {str(place * width): round(median(ms for context, ms in steps if context // width == place), 3) for place in places}
+    return {
+        str(place * width): round(median(ms for context, ms in steps if context // width == place), 3)
+        for place in places
+    }
 
 
 def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
@@ -95,11 +110,18 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     pair = long_pair()
     text = " ".join(STORIES.test_texts)
     prompt = pair.tokenizer.encode(text)[:PROMPT_LEN]
-    num_tokens = min(options.tokens, pair.bundle.max_context - len(prompt) - 2 * pair.bundle.config.path_depth)
+    num_tokens = min(
+        options.tokens, pair.bundle.max_context - len(prompt) - 2 * pair.bundle.config.path_depth
+    )
     arms: dict[str, Any] = {}
     for _ in range(2):
-        arms = {name: run(pair, prompt, num_tokens, shape) for name, shape in (("speculative", None), ("plain", PLAIN))}
-    assert arms["speculative"]["token_ids"] == arms["plain"]["token_ids"], "speculation wrote other tokens than plain decoding"
+        arms = {
+            name: run(pair, prompt, num_tokens, shape)
+            for name, shape in (("speculative", None), ("plain", PLAIN))
+        }
+    assert arms["speculative"]["token_ids"] == arms["plain"]["token_ids"], (
+        "speculation wrote other tokens than plain decoding"
+    )
     return {
         "context": pair.bundle.max_context,
         "prompt_tokens": len(prompt),
@@ -124,13 +146,18 @@ def _summary(arm: Mapping[str, Any], prompt_len: int) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> str:
     """A line for each arm, and its steps by context."""
-    lines = [f"{result['prompt_tokens']} tokens of prompt, {result['new_tokens']} new ones, context {result['context']}, same tokens"]
+    lines = [
+        f"{result['prompt_tokens']} tokens of prompt, {result['new_tokens']} new ones, context {result['context']}, same tokens"
+    ]
     for name, arm in result["arms"].items():
         lines.append(
             f"{name:<12} prefill {arm['prefill_tok_per_s']:.0f} tokens/s, {arm['tokens_per_step']:.2f} tokens a step, compiled {arm['compilations']}, "
             f"longest stall {arm['longest_stall_ms']:.2f} ms"
         )
-        lines.append("  ms per step from context " + ", ".join(f"{context}: {ms:.2f}" for context, ms in arm["step_ms_by_context"].items()))
+        lines.append(
+            "  ms per step from context "
+            + ", ".join(f"{context}: {ms:.2f}" for context, ms in arm["step_ms_by_context"].items())
+        )
     return "\n".join(lines)
 
 
@@ -143,7 +170,16 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     axes.legend()
 
 
-CLAIM = Claim(name="long", doc=__doc__, prompts=1, tokens=CONTEXT, measure=measure, table=table, draw=draw, size=(8, 4))
+CLAIM = Claim(
+    name="long",
+    doc=__doc__,
+    prompts=1,
+    tokens=CONTEXT,
+    measure=measure,
+    table=table,
+    draw=draw,
+    size=(8, 4),
+)
 
 if __name__ == "__main__":
     CLAIM.main()

@@ -1,8 +1,8 @@
 """Does the menu share one copy of the weights, however many graphs it has?
 
-Resident memory of a process that has imported everything, then loaded a pair and decoded 64 tokens through every graph, less
-what it had after the imports; against the bytes of the two models' files and caches. Refuted at 1.3 times the weights plus the
-caches or more.
+Resident memory of a process that has imported everything, then loaded a pair and decoded 64 tokens through
+every graph, less what it had after the imports; against the bytes of the two models' files and caches.
+Refuted at 1.3 times the weights plus the caches or more.
 
 Run with `python -m bench.claim_memory [--pair NAME] [--quick] [--json]`.
 """
@@ -21,10 +21,11 @@ from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import GenerateConfig
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.pair import LoadedPair, load_pair
-from yggdrasil.report import Run
+from yggdrasil.report.run import Run
 
 CLAIM = "memory"
-TOKENS, QUICK_TOKENS = 64, 8
+TOKENS = 64
+QUICK_TOKENS = 8
 
 
 def resident_bytes() -> int:
@@ -48,7 +49,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for model in models:
         assert isinstance(model, CompiledModel)
         touch(model)
-    Run(pair, pair.tokenizer.encode("Once upon a time"), GenerateConfig(max_new_tokens=options.tokens, ignore_eos=True)).complete()
+    Run(
+        pair,
+        pair.tokenizer.encode("Once upon a time"),
+        GenerateConfig(max_new_tokens=options.tokens, ignore_eos=True),
+    ).complete()
     grown = resident_bytes() - before
     weights = sum(model.weight_bytes for model in models if isinstance(model, CompiledModel))
     caches = sum(model.cache.storage_PL2GSF.nbytes for model in models)
@@ -77,10 +82,13 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     """Measure and report; the last line of standard output is the result as JSON."""
     parser = script_parser(CLAIM, __doc__, f"{QUICK_TOKENS} tokens instead of {TOKENS}")
-    parser.add_argument("--pair", default=BUNDLED, metavar="NAME", help="a compiled pair (default: %(default)s)")
+    parser.add_argument(
+        "--pair", default=BUNDLED, metavar="NAME", help="a compiled pair (default: %(default)s)"
+    )
     options = parser.parse_args()
     options.tokens = QUICK_TOKENS if options.quick else TOKENS
-    say, result = sayer(options), measure(options)
+    say = sayer(options)
+    result = measure(options)
     say(table(result))
     report(f"{CLAIM}_{options.pair}", result, options, say)
 

@@ -1,23 +1,31 @@
-"""Is our speculative decoding the fastest among the runtimes that decode on a CPU, and is our plain decoding as fast as theirs?
+"""Is our speculative decoding the fastest among the runtimes that decode on a CPU, and is our plain
+decoding as fast as theirs?
 
-Arms, interleaved prompt by prompt, greedy, bf16 weights, the same checkpoints, prompts, threads and number of new tokens:
+Arms, interleaved prompt by prompt, greedy, bf16 weights, the same checkpoints, prompts, threads and number
+of new tokens:
 
-- transformers: `generate`, eager; with a static cache, for which it compiles the forward of one token (as it does by itself, and with Inductor's freezing on
-  top, which packs the weights); assisted, with its defaults and with constant draft lengths;
-- OpenVINO GenAI: plain with its paged and with its stateful (SDPA) attention; with `draft_model`, which needs the paged one. Latency hint, one stream;
-- llama.cpp, where `--llama-cpp` names its binaries: `llama-server`, plain and with `--model-draft`. Its keys and values are in f16, its default;
-- ours: plain, the best chain as tuned on validation text, and the tree of the default policy, which is "speculative" in the ratios.
+- transformers: `generate`, eager; with a static cache, for which it compiles the forward of one token (as
+  it does by itself, and with Inductor's freezing on top, which packs the weights); assisted, with its
+  defaults and with constant draft lengths;
+- OpenVINO GenAI: plain with its paged and with its stateful (SDPA) attention; with `draft_model`, which
+  needs the paged one. Latency hint, one stream;
+- llama.cpp, where `--llama-cpp` names its binaries: `llama-server`, plain and with `--model-draft`. Its
+  keys and values are in f16, its default;
+- ours: plain, the best chain as tuned on validation text, and the tree of the default policy, which is
+  "speculative" in the ratios.
 
-Peers draft 3, 5, 8, 12 or 16 tokens; the best length on the very test prompts counts, which flatters them. So does timing: our clock and transformers' run
-around the whole call, OpenVINO's in its own process, llama.cpp's is what its server reports without HTTP. No runtime remembers a prompt it has seen.
+Peers draft 3, 5, 8, 12 or 16 tokens; the best length on the very test prompts counts, which flatters them.
+So does timing: our clock and transformers' run around the whole call, OpenVINO's in its own process,
+llama.cpp's is what its server reports without HTTP. No runtime remembers a prompt it has seen.
 
-Refuted if an arm of ours writes another text than our plain decoding (then no speed is reported), or if a goal is missed: speculative 1.6 times the best
-speculative arm of any peer and 3.0 times our plain; faster than the fastest arm of every peer, and on no prompt slower than our plain; our plain 0.95 times
+Refuted if an arm of ours writes another text than our plain decoding (then no speed is reported), or if a
+goal is missed: speculative 1.6 times the best speculative arm of any peer and 3.0 times our plain; faster
+than the fastest arm of every peer, and on no prompt slower than our plain; our plain 0.95 times
 llama.cpp's.
 
-Peers sum in another order than we do, so their texts are compared and not asserted: a speculative arm's with the same runtime's plain text, and all with ours.
-OpenVINO's environment and models are made under the artifact root the first time, by pip and optimum-intel.
-"""
+Peers sum in another order than we do, so their texts are compared and not asserted: a speculative arm's
+with the same runtime's plain text, and all with ours. OpenVINO's environment and models are made under the
+artifact root the first time, by pip and optimum-intel."""
 
 from __future__ import annotations
 
@@ -34,14 +42,21 @@ from typing import Any
 import torch
 
 from bench.arms import PLAIN_ARM, arm_summary
-from bench.claim_single_stream import CHAIN_ARM, TREE_ARM, TUNING_PROMPTS, TUNING_TOKENS, our_arms, tune_chain
+from bench.claim_single_stream import (
+    CHAIN_ARM,
+    TREE_ARM,
+    TUNING_PROMPTS,
+    TUNING_TOKENS,
+    our_arms,
+    tune_chain,
+)
 from bench.harness import MemoryStream, Rounds, environment, interleave, ratio, save_result, spread
 from bench.llama_cpp_peer import llama_cpp_peer
 from bench.openvino_arms import openvino_peer
 from bench.peers import Peer, PeerError, transformers_peer
 from bench.subject import DRAFTS, Subject, add_options, subject
 from bench.workloads import WORKLOADS, beginnings
-from yggdrasil import artifacts
+from yggdrasil.store import artifacts
 
 CLAIM = "peers"
 ASSISTANT_TOKENS = (3, 5, 8, 12, 16)
@@ -54,10 +69,18 @@ def subject_of(options: argparse.Namespace) -> Subject:
         return subject(options, options.draft)
     folder = Path(options.draft).resolve()
     known = subject(options)
-    return Subject(target=known.target, source=known.source, draft=folder, draft_name=folder.name, remeasure=options.remeasure)
+    return Subject(
+        target=known.target,
+        source=known.source,
+        draft=folder,
+        draft_name=folder.name,
+        remeasure=options.remeasure,
+    )
 
 
-def peers_of(options: argparse.Namespace, under_test: Subject, stack: ExitStack, say: Callable[[str], None]) -> list[Peer]:
+def peers_of(
+    options: argparse.Namespace, under_test: Subject, stack: ExitStack, say: Callable[[str], None]
+) -> list[Peer]:
     """Every peer that was asked for, ready to decode until the stack is closed."""
     models = under_test.target.folder, with_tokenizer(under_test.draft, under_test.target.folder)
     lengths: dict[str, Any] = {"num_tokens": options.tokens, "assistant_tokens": ASSISTANT_TOKENS}
@@ -71,10 +94,16 @@ def peers_of(options: argparse.Namespace, under_test: Subject, stack: ExitStack,
 
 
 def with_tokenizer(draft: Path, target: Path) -> Path:
-    """The draft's folder, or a copy of it with the target's tokenizer where it has none: OpenVINO and llama.cpp want one in every model."""
+    """The draft's folder, or a copy of it with the target's tokenizer where it has none: OpenVINO and
+    llama.cpp want one in every model.
+    """
     if any(draft.glob("tokenizer*")):
         return draft
-    folder = artifacts.root() / "bench_models" / f"{draft.name}-{artifacts.digest(artifacts.digest_file(draft / 'model.safetensors'))}"
+    folder = (
+        artifacts.root()
+        / "bench_models"
+        / f"{draft.name}-{artifacts.digest(artifacts.digest_file(draft / 'model.safetensors'))}"
+    )
     if not folder.exists():
         with artifacts.atomic_directory(folder) as temporary:
             for path in (*draft.iterdir(), *target.glob("tokenizer*")):
@@ -83,8 +112,11 @@ def with_tokenizer(draft: Path, target: Path) -> Path:
 
 
 def ratios(rounds: Rounds, peers: Sequence[Peer]) -> dict[str, Any]:
-    """How many times faster we are, prompt by prompt: against our own plain decoding, against the best of every peer, and against the best drafting of any."""
-    plain, tree = rounds.tpots(PLAIN_ARM), rounds.tpots(TREE_ARM)
+    """How many times faster we are, prompt by prompt: against our own plain decoding, against the best of
+    every peer, and against the best drafting of any.
+    """
+    plain = rounds.tpots(PLAIN_ARM)
+    tree = rounds.tpots(TREE_ARM)
 
     def over_fastest(ours: Sequence[float], names: Sequence[str]) -> dict[str, Any]:
         fastest = rounds.fastest(names)
@@ -93,9 +125,14 @@ def ratios(rounds: Rounds, peers: Sequence[Peer]) -> dict[str, Any]:
     plain_names = {peer.name: [arm.name for arm in peer.plain] for peer in peers}
     all_names = {peer.name: [arm.name for arm in peer.arms] for peer in peers}
     return {
-        "speculative_over_plain": {**ratio(plain, tree), "least": round(min(one / other for one, other in zip(plain, tree, strict=True)), 4)},
+        "speculative_over_plain": {
+            **ratio(plain, tree),
+            "least": round(min(one / other for one, other in zip(plain, tree, strict=True)), 4),
+        },
         "chain_over_plain": ratio(plain, rounds.tpots(CHAIN_ARM)),
-        "speculative_over_best_peer_speculative": over_fastest(tree, [arm.name for peer in peers for arm in peer.speculative]),
+        "speculative_over_best_peer_speculative": over_fastest(
+            tree, [arm.name for peer in peers for arm in peer.speculative]
+        ),
         "speculative_over_peer": {name: over_fastest(tree, names) for name, names in all_names.items()},
         "plain_over_peer_plain": {name: over_fastest(plain, names) for name, names in plain_names.items()},
     }
@@ -105,17 +142,29 @@ def goals(found: Mapping[str, Any]) -> dict[str, Any]:
     """What the claim needs, what was measured, and whether that is enough; llama.cpp's only where it ran."""
     plain_over = {name: over["median"] for name, over in found["plain_over_peer_plain"].items()}
     wanted = {
-        "speculative_over_best_peer_speculative": (1.6, found["speculative_over_best_peer_speculative"]["median"]),
+        "speculative_over_best_peer_speculative": (
+            1.6,
+            found["speculative_over_best_peer_speculative"]["median"],
+        ),
         "speculative_over_plain": (3.0, found["speculative_over_plain"]["median"]),
-        "speculative_over_every_peer": (1.0, min(over["median"] for over in found["speculative_over_peer"].values())),
+        "speculative_over_every_peer": (
+            1.0,
+            min(over["median"] for over in found["speculative_over_peer"].values()),
+        ),
         "speculative_over_plain_on_every_prompt": (1.0, found["speculative_over_plain"]["least"]),
         "plain_over_llama_cpp_plain": (0.95, plain_over.get(LLAMA_CPP)),
     }
-    return {name: {"wanted": limit, "measured": value, "reached": value >= limit} for name, (limit, value) in wanted.items() if value is not None}
+    return {
+        name: {"wanted": limit, "measured": value, "reached": value >= limit}
+        for name, (limit, value) in wanted.items()
+        if value is not None
+    }
 
 
 def arms_summary(rounds: Rounds, peers: Sequence[Peer], weight_bytes: int) -> dict[str, Any]:
-    """Figures of every arm; a peer's with its text against its own plain arm's, a plain arm's with its share of the roofline."""
+    """Figures of every arm; a peer's with its text against its own plain arm's, a plain arm's with its
+    share of the roofline.
+    """
     own_plain = {arm.name: peer.plain[0].name for peer in peers for arm in peer.arms}
     plain = {PLAIN_ARM, *(arm.name for peer in peers for arm in peer.plain)}
     summary = {name: arm_summary(rounds, name) for name in rounds.by_arm}
@@ -126,33 +175,53 @@ def arms_summary(rounds: Rounds, peers: Sequence[Peer], weight_bytes: int) -> di
 
 
 def share_of_roofline(rounds: Rounds, name: str, weight_bytes: int) -> dict[str, float]:
-    """The time in which the memory delivers the weights once, by the time per token after the first; rates are those of the same rounds."""
+    """The time in which the memory delivers the weights once, by the time per token after the first; rates
+    are those of the same rounds.
+    """
     ceilings_ms = (weight_bytes / rate / 1e6 for rate in rounds.stream_gb_per_s)
-    return spread([ceiling / tpot for ceiling, tpot in zip(ceilings_ms, rounds.later_tpots(name), strict=True)])
+    return spread(
+        [ceiling / tpot for ceiling, tpot in zip(ceilings_ms, rounds.later_tpots(name), strict=True)]
+    )
 
 
 def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """Build what is missing, measure, and return the result document."""
-    under_test, workload = subject_of(options), WORKLOADS[options.text]
+    under_test = subject_of(options)
+    workload = WORKLOADS[options.text]
     target = under_test.target
     say(target.statement)
     with ExitStack() as stack:
         peers = peers_of(options, under_test, stack, say)
         pair = under_test.pair(workload)
-        record, stream = environment(), MemoryStream()
+        record = environment()
+        stream = MemoryStream()
         tuning_prompts = beginnings(workload.validation_texts, pair, options.tuning_prompts)
-        depth, tuning = tune_chain(pair, tuning_prompts, min(TUNING_TOKENS, options.tokens), temperature=0.0)
+        depth, tuning = tune_chain(
+            pair, tuning_prompts, min(TUNING_TOKENS, options.tokens), temperature=0.0
+        )
         say(f"best chain on validation text: D={depth} (ms per token: {tuning})")
         arms = [*our_arms(pair, options.tokens, 0.0, depth), *(arm for peer in peers for arm in peer.arms)]
         prompts = beginnings(workload.test_texts, pair, options.prompts)
-        rounds = interleave(arms, prompts, reference=PLAIN_ARM, stream=stream, tick=partial(print, file=sys.stderr))
+        rounds = interleave(
+            arms, prompts, reference=PLAIN_ARM, stream=stream, tick=partial(print, file=sys.stderr)
+        )
     found = ratios(rounds, peers)
     return {
         "claim": CLAIM,
         "question": str(__doc__).split("\n", 1)[0],
         "target": target.to_json(),
-        "settings": {"tokens": options.tokens, "prompts": options.prompts, "text": options.text, "draft": under_test.draft_name, "rehearsal": options.quick},
-        "models": {"pair": pair.bundle.name, "dtype": pair.bundle.config.dtype, "fingerprint": pair.bundle.folder.name},
+        "settings": {
+            "tokens": options.tokens,
+            "prompts": options.prompts,
+            "text": options.text,
+            "draft": under_test.draft_name,
+            "rehearsal": options.quick,
+        },
+        "models": {
+            "pair": pair.bundle.name,
+            "dtype": pair.bundle.config.dtype,
+            "fingerprint": pair.bundle.folder.name,
+        },
         "environment": record,
         "peers": {peer.name: peer.record for peer in peers},
         "chain_depth": depth,
@@ -166,19 +235,30 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str
 
 def table(result: Mapping[str, Any]) -> str:
     """The result for a person."""
-    lines = [f"{'arm':<30} {'ms/token':>9} {'p10':>7} {'p90':>7} {'decoding':>9} {'tok/s':>7} {'AAL':>5} {'own plain':>10} {'our plain':>10} {'roofline':>9}"]
+    lines = [
+        f"{'arm':<30} {'ms/token':>9} {'p10':>7} {'p90':>7} {'decoding':>9} {'tok/s':>7} {'AAL':>5} {'own plain':>10} {'our plain':>10} {'roofline':>9}"
+    ]
     for name, arm in result["arms"].items():
-        tpot, texts = arm["tpot_ms"], [f"{same['equal_prompts']} of {same['prompts']}" for same in (arm["same_text_as_own_plain"], arm["same_text_as_plain"])]
+        tpot = arm["tpot_ms"]
+        texts = [
+            f"{same['equal_prompts']} of {same['prompts']}"
+            for same in (arm["same_text_as_own_plain"], arm["same_text_as_plain"])
+        ]
         share = f"{arm['share_of_roofline']['median']:.0%}" if arm["share_of_roofline"] else ""
         figures = f"{tpot['median']:>9.2f} {tpot['p10']:>7.2f} {tpot['p90']:>7.2f} {arm['tpot_after_first_ms']['median']:>9.2f} {arm['tok_per_s']:>7.1f}"
         lines.append(f"{name:<30} {figures} {arm['aal']:>5.2f} {texts[0]:>10} {texts[1]:>10} {share:>9}")
-    lines.append(f"roofline: {result['target']['weight_bytes_per_pass'] / 1e6:.0f} MB of weights at {result['stream_gb_per_s']['median']:.1f} GB/s")
+    lines.append(
+        f"roofline: {result['target']['weight_bytes_per_pass'] / 1e6:.0f} MB of weights at {result['stream_gb_per_s']['median']:.1f} GB/s"
+    )
     for name, found in result["ratios"].items():
         if "median" in found:
             lines.append(_ratio_line(name, found))
         else:
             lines += [_ratio_line(f"{name}, {peer}", over) for peer, over in found.items()]
-    lines += [f"{'reached' if goal['reached'] else 'MISSED '} {name}: {goal['measured']:.2f} of {goal['wanted']}" for name, goal in result["goals"].items()]
+    lines += [
+        f"{'reached' if goal['reached'] else 'MISSED '} {name}: {goal['measured']:.2f} of {goal['wanted']}"
+        for name, goal in result["goals"].items()
+    ]
     return "\n".join(lines)
 
 
@@ -194,24 +274,52 @@ def result_name(draft_name: str, text: str) -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="bench.claim_peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print nothing but the JSON document on standard output")
+    parser = argparse.ArgumentParser(
+        prog="bench.claim_peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print nothing but the JSON document on standard output"
+    )
     parser.add_argument("--prompts", type=int, default=20, help="held-out prompts (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens per prompt (default: %(default)s)")
-    parser.add_argument("--draft", default="bundled", metavar="NAME|PATH", help=f"{', '.join(DRAFTS)}, or the folder of one (default: %(default)s)")
-    parser.add_argument("--text", choices=WORKLOADS, default="stories", help="kind of prompts (default: %(default)s)")
-    parser.add_argument("--llama-cpp", type=Path, metavar="PATH", help="folder with llama-server; the source with convert_hf_to_gguf.py around it")
-    parser.add_argument("--no-openvino", action="store_true", help="leave OpenVINO out: nothing is installed")
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="new tokens per prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--draft",
+        default="bundled",
+        metavar="NAME|PATH",
+        help=f"{', '.join(DRAFTS)}, or the folder of one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--text", choices=WORKLOADS, default="stories", help="kind of prompts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--llama-cpp",
+        type=Path,
+        metavar="PATH",
+        help="folder with llama-server; the source with convert_hf_to_gguf.py around it",
+    )
+    parser.add_argument(
+        "--no-openvino", action="store_true", help="leave OpenVINO out: nothing is installed"
+    )
     add_options(parser, devices=("cpu",))
-    parser.add_argument("--quick", action="store_true", help="a rehearsal: 2 prompts of 16 tokens, result kept out of bench/results")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a rehearsal: 2 prompts of 16 tokens, result kept out of bench/results",
+    )
     options = parser.parse_args(arguments)
     if options.prompts < 1 or options.tokens < 2:
         parser.error("--prompts must be at least 1, --tokens at least 2")
     if options.draft not in DRAFTS and not Path(options.draft, "config.json").is_file():
-        parser.error(f"--draft {options.draft}: neither one of {', '.join(DRAFTS)} nor the folder of a model")
+        parser.error(
+            f"--draft {options.draft}: neither one of {', '.join(DRAFTS)} nor the folder of a model"
+        )
     options.tuning_prompts = TUNING_PROMPTS
     if options.quick:
-        options.prompts, options.tokens, options.tuning_prompts = 2, 16, 1
+        options.prompts = 2
+        options.tokens = 16
+        options.tuning_prompts = 1
     return options
 
 

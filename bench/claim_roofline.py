@@ -1,16 +1,18 @@
-"""How near do the compiled graphs run to what this machine's memory and arithmetic allow, and what does the host add to them?
+"""How near do the compiled graphs run to what this machine's memory and arithmetic allow, and what does the
+host add to them?
 
-Measured in turn, so that drift hits all alike: the rate at which memory is read, the throughput of `torch.mm` on large matrices (in the
-pair's dtype, or in float32 where the processor multiplies that faster), and every graph of both menus at three contexts, the last as long
-as the pair's context. A pass reads the weights, as many bytes as they take in memory (compressed ones three quarters), and the KV of the
-context: its memory ceiling is those bytes at the measured rate, its compute ceiling two operations a weight and token at the measured
-throughput. One token runs as the graph of two, so T(1) is T(2). The host's share comes from the steps of the default policy on one
-held-out prompt (`yggdrasil/timeline.py`). The draft's weights fit the processor's caches, where they may be read faster than memory.
+Measured in turn, so that drift hits all alike: the rate at which memory is read, the throughput of
+`torch.mm` on large matrices (in the pair's dtype, or in float32 where the processor multiplies that
+faster), and every graph of both menus at three contexts, the last as long as the pair's context. A pass
+reads the weights, as many bytes as they take in memory (compressed ones three quarters), and the KV of the
+context: its memory ceiling is those bytes at the measured rate, its compute ceiling two operations a weight
+and token at the measured throughput. One token runs as the graph of two, so T(1) is T(2). The host's share
+comes from the steps of the default policy on one held-out prompt (`yggdrasil/report/timeline.py`). The
+draft's weights fit the processor's caches, where they may be read faster than memory.
 
-Refuted if a goal of the table is missed: verification that grows faster with its width, or is farther from the memory's ceiling, than the
-goals say; a prefill chunk below 0.6 of the matrix throughput; a growth step above 0.2 ms; a host above 0.4 ms per step. `--prompts` and
-`--tokens` are of no consequence.
-"""
+Refuted if a goal of the table is missed: verification that grows faster with its width, or is farther from
+the memory's ceiling, than the goals say; a prefill chunk below 0.6 of the matrix throughput; a growth step
+above 0.2 ms; a host above 0.4 ms per step. `--prompts` and `--tokens` are of no consequence."""
 
 from __future__ import annotations
 
@@ -31,15 +33,19 @@ from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.kv import KVShape
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.pair import LoadedPair
-from yggdrasil.timeline import Timeline, record_timeline
+from yggdrasil.report.timeline import Timeline, record_timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CONTEXTS = (64, 512)
-ROUNDS, QUICK_ROUNDS = 21, 2
-PROBE, PROBE_ROUNDS = (512, 512, 512), 6  # the first ones are slower
-MATRICES = ((2048, 2048, 2048), (4096, 4096, 4096), (1024, 4096, 4096), (8192, 1024, 4096))  # rows, depth, columns
+ROUNDS = 21
+QUICK_ROUNDS = 2
+# the first ones are slower
+PROBE = (512, 512, 512)
+PROBE_ROUNDS = 6
+# rows, depth, columns
+MATRICES = ((2048, 2048, 2048), (4096, 4096, 4096), (1024, 4096, 4096), (8192, 1024, 4096))
 GROWTH_OF_VERIFY = {8: 1.10, 16: 1.3, 32: 2.1}  # T(W) over T(2), at most
 MOST_OVER_MEMORY = 1.15  # T(1) over its memory ceiling
 LEAST_PREFILL_SHARE = 0.6  # of the matrix throughput
@@ -80,7 +86,11 @@ class Pass:
         return self.compute_ms / self.ms["median"]
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "memory_share": round(self.memory_share, 4), "compute_share": round(self.compute_share, 4)}
+        return {
+            **asdict(self),
+            "memory_share": round(self.memory_share, 4),
+            "compute_share": round(self.compute_share, 4),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +149,23 @@ def kv_bytes(kv: KVShape, context: int, bytes_each: int) -> int:
 
 
 def weight_bytes(model: CompiledModel) -> int:
-    """Of all weights that a pass reads, as they lie in memory: everything but the table of embeddings, of which it reads a row per token."""
-    read = {tensor.data_ptr(): tensor.nbytes for name, tensor in model.weights.items() if "embed" not in name}
+    """Of all weights that a pass reads, as they lie in memory: everything but the table of embeddings, of
+    which it reads a row per token.
+    """
+    read = {
+        tensor.data_ptr(): tensor.nbytes for name, tensor in model.weights.items() if "embed" not in name
+    }
     return sum(read.values())
 
 
 def contexts_of(pair: LoadedPair, quick: bool) -> list[int]:
-    """Those of `CONTEXTS` that the pair holds, and the longest behind which every graph has room; the shortest alone in a rehearsal."""
-    room = min(kv.capacity - pair.bundle.config.prefill_chunk for kv in (pair.bundle.kv_target, pair.bundle.kv_draft))
+    """Those of `CONTEXTS` that the pair holds, and the longest behind which every graph has room; the
+    shortest alone in a rehearsal.
+    """
+    room = min(
+        kv.capacity - pair.bundle.config.prefill_chunk
+        for kv in (pair.bundle.kv_target, pair.bundle.kv_draft)
+    )
     longest = min(pair.bundle.max_context, room)
     return [*(context for context in CONTEXTS if context < longest), longest][: 1 if quick else None]
 
@@ -166,7 +185,8 @@ def forward_sampler(model: CompiledModel, size: int, context: int) -> Sampler:
 
 def matrix_sampler(rows: int, depth: int, columns: int, dtype: torch.dtype) -> Sampler:
     """TFLOP/s of one product of matrices of this size."""
-    left, right = torch.randn(rows, depth, dtype=dtype), torch.randn(depth, columns, dtype=dtype)
+    left = torch.randn(rows, depth, dtype=dtype)
+    right = torch.randn(depth, columns, dtype=dtype)
 
     def sample() -> float:
         start = time.perf_counter()
@@ -177,12 +197,16 @@ def matrix_sampler(rows: int, depth: int, columns: int, dtype: torch.dtype) -> S
 
 
 def matrix_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What `torch.mm` multiplies fastest here: the pair's dtype, or float32 where the processor has no products of that (300 times as long on Zen 3)."""
+    """What `torch.mm` multiplies fastest here: the pair's dtype, or float32 where the processor has no
+    products of that (300 times as long on Zen 3).
+    """
     samplers = {candidate: matrix_sampler(*PROBE, candidate) for candidate in (dtype, torch.float32)}
     return max(samplers, key=lambda candidate: max(samplers[candidate]() for _ in range(PROBE_ROUNDS)))
 
 
-def in_turns(samplers: Mapping[Any, Sampler], rounds: int, tick: Callable[[str], None]) -> dict[Any, list[float]]:
+def in_turns(
+    samplers: Mapping[Any, Sampler], rounds: int, tick: Callable[[str], None]
+) -> dict[Any, list[float]]:
     """So many samples of each, one after another, after a round that is not counted."""
     samples: dict[Any, list[float]] = {name: [] for name in samplers}
     for index in range(rounds + 1):
@@ -195,13 +219,22 @@ def in_turns(samplers: Mapping[Any, Sampler], rounds: int, tick: Callable[[str],
 
 
 def verify_goals(passes: Sequence[Pass], contexts: Sequence[int]) -> list[dict[str, Any]]:
-    """What the target's graphs shall attain at these contexts: ratios over the narrowest graph, and that graph over its memory ceiling."""
+    """What the target's graphs shall attain at these contexts: ratios over the narrowest graph, and that
+    graph over its memory ceiling.
+    """
     goals = []
     for context in contexts:
         ms = {each.size: each.ms["median"] for each in passes if each.context == context}
         narrow = next(each for each in passes if (each.size, each.context) == (2, context))
-        goals += [at_most(f"T({size})/T(2) at context {context}", ms[size] / ms[2], limit) for size, limit in GROWTH_OF_VERIFY.items()]
-        goals.append(at_most(f"T(1) over bytes / rate at context {context}", 1 / narrow.memory_share, MOST_OVER_MEMORY))
+        goals += [
+            at_most(f"T({size})/T(2) at context {context}", ms[size] / ms[2], limit)
+            for size, limit in GROWTH_OF_VERIFY.items()
+        ]
+        goals.append(
+            at_most(
+                f"T(1) over bytes / rate at context {context}", 1 / narrow.memory_share, MOST_OVER_MEMORY
+            )
+        )
     return goals
 
 
@@ -215,12 +248,22 @@ def step_goals(prefill: Mapping[str, Any], host: Mapping[str, Any]) -> list[dict
 
 def at_most(name: str, measured: float, limit: float) -> dict[str, Any]:
     """A goal from above."""
-    return {"goal": name, "wanted": f"<= {limit}", "measured": round(measured, 4), "reached": measured <= limit}
+    return {
+        "goal": name,
+        "wanted": f"<= {limit}",
+        "measured": round(measured, 4),
+        "reached": measured <= limit,
+    }
 
 
 def at_least(name: str, measured: float, limit: float) -> dict[str, Any]:
     """A goal from below."""
-    return {"goal": name, "wanted": f">= {limit}", "measured": round(measured, 4), "reached": measured >= limit}
+    return {
+        "goal": name,
+        "wanted": f">= {limit}",
+        "measured": round(measured, 4),
+        "reached": measured >= limit,
+    }
 
 
 def host_json(timeline: Timeline) -> dict[str, Any]:
@@ -231,7 +274,10 @@ def host_json(timeline: Timeline) -> dict[str, Any]:
         "step_ms": round(timeline.total_ms, 4),
         "host_ms": round(timeline.host_ms, 4),
         "growth_step_ms": None if timeline.growth_step_ms is None else round(timeline.growth_step_ms, 4),
-        "pieces": [{"name": name, "is_graph": is_graph, "ms": round(ms, 4)} for name, is_graph, ms in timeline.pieces_ms()],
+        "pieces": [
+            {"name": name, "is_graph": is_graph, "ms": round(ms, 4)}
+            for name, is_graph, ms in timeline.pieces_ms()
+        ],
     }
 
 
@@ -248,20 +294,37 @@ def prefill_json(chunk: Pass, tflop_per_s: float) -> dict[str, float]:
 
 
 def graph_samplers(models: Mapping[str, CompiledModel], contexts: Sequence[int]) -> dict[Any, Sampler]:
-    """Every graph at every context, by (kind, context, size); those of one model together, as they run in a step."""
-    return {(kind, context, size): forward_sampler(model, size, context) for kind, model in models.items() for context in contexts for size in model.menu.sizes}
+    """Every graph at every context, by (kind, context, size); those of one model together, as they run in a
+    step.
+    """
+    return {
+        (kind, context, size): forward_sampler(model, size, context)
+        for kind, model in models.items()
+        for context in contexts
+        for size in model.menu.sizes
+    }
 
 
-def measure_passes(pair: LoadedPair, num_weights: Mapping[str, int], options: argparse.Namespace, say: Say) -> tuple[dict[str, Any], dict[str, list[Pass]]]:
+def measure_passes(
+    pair: LoadedPair, num_weights: Mapping[str, int], options: argparse.Namespace, say: Say
+) -> tuple[dict[str, Any], dict[str, list[Pass]]]:
     """Both ceilings, and every graph of both models beside them."""
     models: dict[str, Any] = {"verify": pair.engine.target, "draft": pair.engine.draft}
-    dtype, contexts, matrices = getattr(torch, pair.bundle.config.dtype), contexts_of(pair, options.quick), MATRICES[: 1 if options.quick else None]
+    dtype = getattr(torch, pair.bundle.config.dtype)
+    contexts = contexts_of(pair, options.quick)
+    matrices = MATRICES[: 1 if options.quick else None]
     multiplied = matrix_dtype(dtype)
-    ceilings: dict[Any, Sampler] = {"memory": MemoryStream().gb_per_s, **{shape: matrix_sampler(*shape, multiplied) for shape in matrices}}
+    ceilings: dict[Any, Sampler] = {
+        "memory": MemoryStream().gb_per_s,
+        **{shape: matrix_sampler(*shape, multiplied) for shape in matrices},
+    }
     graphs = graph_samplers(models, contexts)
     samples = in_turns(ceilings | graphs, QUICK_ROUNDS if options.quick else ROUNDS, say)
-    memory, throughput = spread(samples["memory"]), {shape: spread(samples[shape]) for shape in matrices}
-    machine = Machine(gb_per_s=memory["median"], tflop_per_s=max(each["median"] for each in throughput.values()))
+    memory = spread(samples["memory"])
+    throughput = {shape: spread(samples[shape]) for shape in matrices}
+    machine = Machine(
+        gb_per_s=memory["median"], tflop_per_s=max(each["median"] for each in throughput.values())
+    )
     passes: dict[str, list[Pass]] = {kind: [] for kind in models}
     for kind, context, size in graphs:
         model = models[kind]
@@ -269,7 +332,12 @@ def measure_passes(pair: LoadedPair, num_weights: Mapping[str, int], options: ar
         work = Work(size=size, num_weights=num_weights[kind], weight_bytes=weight_bytes(model), kv_bytes=kv)
         passes[kind].append(machine.pass_of(work, context, samples[kind, context, size]))
     names = {"x".join(map(str, shape)): found for shape, found in throughput.items()}
-    rates = {"memory_gb_per_s": memory, "mm_dtype": str(multiplied), "mm_tflop_per_s": names, "tflop_per_s": machine.tflop_per_s}
+    rates = {
+        "memory_gb_per_s": memory,
+        "mm_dtype": str(multiplied),
+        "mm_tflop_per_s": names,
+        "tflop_per_s": machine.tflop_per_s,
+    }
     return {**rates, "contexts": contexts}, passes
 
 
@@ -281,10 +349,19 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     itemsize = getattr(torch, pair.bundle.config.dtype).itemsize
     models = {"verify": under_test.target, "draft": bench_target(under_test.draft, 0)}
     [prompt] = beginnings(STORIES.test_texts, pair, 1)
-    host = host_json(record_timeline(pair, prompt))  # first, in a process that has done nothing but load a pair, as a user's
-    found, passes = measure_passes(pair, {kind: model.weight_bytes // itemsize for kind, model in models.items()}, options, say)
-    prefill = prefill_json(next(each for each in passes["verify"] if each.size == pair.engine.target.prefill_chunk), found["tflop_per_s"])
-    goals = [*verify_goals(passes["verify"], found["contexts"][1:] or found["contexts"]), *step_goals(prefill, host)]
+    # first, in a process that has done nothing but load a pair, as a user's
+    host = host_json(record_timeline(pair, prompt))
+    found, passes = measure_passes(
+        pair, {kind: model.weight_bytes // itemsize for kind, model in models.items()}, options, say
+    )
+    prefill = prefill_json(
+        next(each for each in passes["verify"] if each.size == pair.engine.target.prefill_chunk),
+        found["tflop_per_s"],
+    )
+    goals = [
+        *verify_goals(passes["verify"], found["contexts"][1:] or found["contexts"]),
+        *step_goals(prefill, host),
+    ]
     return {
         "target": under_test.target.to_json(),
         **found,
@@ -297,18 +374,29 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> str:
     """Ceilings, graphs beside them, the host's pieces, goals."""
-    lines = [f"memory {result['memory_gb_per_s']['median']:.1f} GB/s, torch.mm {result['tflop_per_s']:.3f} TFLOP/s (best of {list(result['mm_tflop_per_s'])})"]
+    lines = [
+        f"memory {result['memory_gb_per_s']['median']:.1f} GB/s, torch.mm {result['tflop_per_s']:.3f} TFLOP/s (best of {list(result['mm_tflop_per_s'])})"
+    ]
     for kind in ("verify", "draft"):
         lines.append(
             f"{'T_' + kind + ', context':<18}{'tokens':>7}{'ms':>10}{'p10':>10}{'p90':>10}{'MB':>9}{'memory':>9}{'of it':>7}{'compute':>9}{'of it':>7}"
         )
         lines += [_pass_line(each) for each in result[kind]]
-    prefill, host = result["prefill"], result["host"]
+    prefill = result["prefill"]
+    host = result["host"]
     rates = f"{prefill['tok_per_s']:.0f} tokens/s, {prefill['tflop_per_s']:.3f} TFLOP/s, {prefill['share']:.2f} of torch.mm"
     lines.append(f"prefill of {prefill['tokens']} tokens at context {prefill['context']}: {rates}")
-    lines.append(f"step: {host['shape']}, {host['step_ms']:.3f} ms, host {host['host_ms']:.3f} ms, medians of {host['steps']} steps:")
-    lines += [f"  {'[' + piece['name'] + ']' if piece['is_graph'] else piece['name']:<18}{piece['ms']:>9.3f}" for piece in host["pieces"]]
-    lines += [f"{'reached' if goal['reached'] else 'MISSED '} {goal['goal']}: {goal['measured']:.3f}, wanted {goal['wanted']}" for goal in result["goals"]]
+    lines.append(
+        f"step: {host['shape']}, {host['step_ms']:.3f} ms, host {host['host_ms']:.3f} ms, medians of {host['steps']} steps:"
+    )
+    lines += [
+        f"  {'[' + piece['name'] + ']' if piece['is_graph'] else piece['name']:<18}{piece['ms']:>9.3f}"
+        for piece in host["pieces"]
+    ]
+    lines += [
+        f"{'reached' if goal['reached'] else 'MISSED '} {goal['goal']}: {goal['measured']:.3f}, wanted {goal['wanted']}"
+        for goal in result["goals"]
+    ]
     return "\n".join(lines)
 
 
@@ -324,10 +412,32 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
         for context in result["contexts"]:
             passes = [each for each in result[kind] if each["context"] == context]
             sizes = [each["size"] for each in passes]
-            errors = [[abs(each["ms"]["median"] - each["ms"][edge]) for each in passes] for edge in ("p10", "p90")]
-            bars = axes.errorbar(sizes, [each["ms"]["median"] for each in passes], errors, fmt="o-", markersize=3, capsize=2, label=f"context {context}")
-            axes.plot(sizes, [each["memory_ms"] for each in passes], "--", linewidth=0.8, color=bars.lines[0].get_color())
-        axes.plot(sizes, [each["compute_ms"] for each in passes], "k:", linewidth=1, label="products at the rate of torch.mm")
+            errors = [
+                [abs(each["ms"]["median"] - each["ms"][edge]) for each in passes] for edge in ("p10", "p90")
+            ]
+            bars = axes.errorbar(
+                sizes,
+                [each["ms"]["median"] for each in passes],
+                errors,
+                fmt="o-",
+                markersize=3,
+                capsize=2,
+                label=f"context {context}",
+            )
+            axes.plot(
+                sizes,
+                [each["memory_ms"] for each in passes],
+                "--",
+                linewidth=0.8,
+                color=bars.lines[0].get_color(),
+            )
+        axes.plot(
+            sizes,
+            [each["compute_ms"] for each in passes],
+            "k:",
+            linewidth=1,
+            label="products at the rate of torch.mm",
+        )
         axes.plot([], [], "k--", linewidth=0.8, label="weights and KV at the memory's rate")
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -335,7 +445,16 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
         axes.legend(fontsize=7)
 
 
-CLAIM = Claim(name="roofline", doc=__doc__, prompts=1, tokens=0, measure=measure, table=table, draw=draw, size=(11, 4.5))
+CLAIM = Claim(
+    name="roofline",
+    doc=__doc__,
+    prompts=1,
+    tokens=0,
+    measure=measure,
+    table=table,
+    draw=draw,
+    size=(11, 4.5),
+)
 
 if __name__ == "__main__":
     CLAIM.main()

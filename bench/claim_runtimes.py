@@ -1,16 +1,19 @@
-"""What is static compilation worth to one token of plain decoding, and is our plain baseline the fastest of the runtimes?
+"""What is static compilation worth to one token of plain decoding, and is our plain baseline the fastest of
+the runtimes?
 
-Paper: Fig. 4. The target alone decodes, one token at a time, greedy, bf16, arms interleaved prompt by prompt:
+Paper: Fig. 4. The target alone decodes, one token at a time, greedy, bf16, arms interleaved prompt by
+prompt:
 
 - eager: transformers, static cache;
 - compiled, dynamic shapes: `torch.compile` (Inductor), the cache grows by a token at every step;
 - compiled, static shapes: `torch.compile(dynamic=False)` over a static cache;
 - plain: our graphs, compiled ahead of time with frozen shapes over packed weights;
-- CUDA graphs: only with a GPU, else null in the result: then our graphs are replayed as CUDA graphs and `plain` is that arm.
+- CUDA graphs: only with a GPU, else null in the result: then our graphs are replayed as CUDA graphs and
+  `plain` is that arm.
 
-Prefill is left out: it runs eagerly in the transformers arms. Transformers sums in another order, so texts are compared, not asserted.
-Refuted if static shapes are not faster than eager, or if `plain` is not the fastest arm.
-"""
+Prefill is left out: it runs eagerly in the transformers arms. Transformers sums in another order, so texts
+are compared, not asserted. Refuted if static shapes are not faster than eager, or if `plain` is not the
+fastest arm."""
 
 from __future__ import annotations
 
@@ -29,26 +32,36 @@ from bench.harness import Arm, Generation, interleave
 from bench.peers import EAGER
 from bench.subject import subject
 from bench.workloads import STORIES, beginnings
-from yggdrasil.calibration import PROMPT_LEN
+from yggdrasil.offline.traces import PROMPT_LEN
 
-DYNAMIC, STATIC, CUDA = "compiled, dynamic shapes", "compiled, static shapes", "CUDA graphs"
+DYNAMIC = "compiled, dynamic shapes"
+STATIC = "compiled, static shapes"
+CUDA = "CUDA graphs"
 
 
-def transformers_arm(name: str, model: Any, forward: Callable[..., Any], new_cache: Callable[[], Any], num_tokens: int) -> Arm:
+def transformers_arm(
+    name: str, model: Any, forward: Callable[..., Any], new_cache: Callable[[], Any], num_tokens: int
+) -> Arm:
     """Greedy decoding, a token at a time through `forward`; the prompt runs eagerly."""
 
     @torch.inference_mode()
     def generate(prompt: Sequence[int]) -> Generation:
         cache = new_cache()
         start = time.perf_counter()
-        token = model(torch.tensor([list(prompt)]), past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        token = (
+            model(torch.tensor([list(prompt)]), past_key_values=cache, use_cache=True)
+            .logits[:, -1:]
+            .argmax(-1)
+        )
         first_ms = (time.perf_counter() - start) * 1e3
         tokens = [token.item()]
         while len(tokens) < num_tokens:
             token = forward(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
             tokens.append(token.item())
         total_ms = (time.perf_counter() - start) * 1e3
-        return Generation(token_ids=tokens, total_ms=total_ms, first_ms=first_ms, first_tokens=1, target_passes=num_tokens)
+        return Generation(
+            token_ids=tokens, total_ms=total_ms, first_ms=first_ms, first_tokens=1, target_passes=num_tokens
+        )
 
     return Arm(name=name, generate=generate, exact=False)
 
@@ -64,7 +77,13 @@ def transformers_arms(folder: Any, num_tokens: int) -> list[Arm]:
 
     return [
         transformers_arm(EAGER, model, model, emptied, num_tokens),
-        transformers_arm(DYNAMIC, model, torch.compile(model.__call__, dynamic=True), lambda: DynamicCache(config=model.config), num_tokens),
+        transformers_arm(
+            DYNAMIC,
+            model,
+            torch.compile(model.__call__, dynamic=True),
+            lambda: DynamicCache(config=model.config),
+            num_tokens,
+        ),
         transformers_arm(STATIC, model, torch.compile(model.__call__, dynamic=False), emptied, num_tokens),
     ]
 
@@ -75,15 +94,20 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     pair = under_test.pair()
     say(under_test.target.statement)
     arms = [plain_arm(pair, options.tokens), *transformers_arms(under_test.target.folder, options.tokens)]
-    rounds = interleave(arms, beginnings(STORIES.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=say)
+    rounds = interleave(
+        arms, beginnings(STORIES.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=say
+    )
     ratios = ratios_to(rounds, PLAIN_ARM)
     return {
         "target": under_test.target.to_json(),
         "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm} | {CUDA: None},
-        "cuda_graphs": "not measured: no GPU" if pair.bundle.config.device == "cpu" else "the plain arm replays CUDA graphs",
+        "cuda_graphs": "not measured: no GPU"
+        if pair.bundle.config.device == "cpu"
+        else "the plain arm replays CUDA graphs",
         "plain_over": ratios,
         "static_over_eager": round(ratios[EAGER]["median"] / ratios[STATIC]["median"], 3),
-        "reached": ratios[EAGER]["median"] > ratios[STATIC]["median"] and all(found["median"] > 1 for found in ratios.values()),
+        "reached": ratios[EAGER]["median"] > ratios[STATIC]["median"]
+        and all(found["median"] > 1 for found in ratios.values()),
     }
 
 
@@ -94,9 +118,11 @@ def table(result: Mapping[str, Any]) -> str:
         if arm is None:
             lines.append(f"{name:<28} {result['cuda_graphs']}")
             continue
-        tpot, found = arm["tpot_after_first_ms"], result["plain_over"].get(name)
+        tpot = arm["tpot_after_first_ms"]
+        found = result["plain_over"].get(name)
         lines.append(
-            f"{name:<28} {tpot['median']:>9.2f} {tpot['p10']:>8.2f} {tpot['p90']:>8.2f}" + (f" {found['median']:>11.2f} {found['ci95']}" if found else "")
+            f"{name:<28} {tpot['median']:>9.2f} {tpot['p10']:>8.2f} {tpot['p90']:>8.2f}"
+            + (f" {found['median']:>11.2f} {found['ci95']}" if found else "")
         )
     return "\n".join(lines)
 
@@ -107,12 +133,28 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     order = [EAGER, DYNAMIC, STATIC, PLAIN_ARM]
     axes = figure.subplots()
     medians = [arms[name]["median"] for name in order]
-    errors = [[arms[name]["median"] - arms[name]["p10"] for name in order], [arms[name]["p90"] - arms[name]["median"] for name in order]]
-    axes.bar_label(axes.bar(["eager", DYNAMIC, STATIC, "ahead of time, packed"], medians, yerr=errors, capsize=3), fmt="%.2f", label_type="center")
+    errors = [
+        [arms[name]["median"] - arms[name]["p10"] for name in order],
+        [arms[name]["p90"] - arms[name]["median"] for name in order],
+    ]
+    axes.bar_label(
+        axes.bar(["eager", DYNAMIC, STATIC, "ahead of time, packed"], medians, yerr=errors, capsize=3),
+        fmt="%.2f",
+        label_type="center",
+    )
     axes.set(title="runtimes of plain decoding (paper: Fig. 4)", ylabel="ms per token")
 
 
-CLAIM = Claim(name="runtimes", doc=__doc__, prompts=10, tokens=48, measure=measure, table=table, draw=draw, size=(8, 4))
+CLAIM = Claim(
+    name="runtimes",
+    doc=__doc__,
+    prompts=10,
+    tokens=48,
+    measure=measure,
+    table=table,
+    draw=draw,
+    size=(8, 4),
+)
 
 if __name__ == "__main__":
     CLAIM.main()

@@ -1,9 +1,10 @@
-"""How much does time per token depend on width, depth and verified width, and how near the best fixed shape is the default policy?
+"""How much does time per token depend on width, depth and verified width, and how near the best fixed shape
+is the default policy?
 
-Paper: Fig. 13. Every combination of D, W and K of a coarse grid that is a tree (K at most 1 + W * D nodes) on a few prompts, greedy, interleaved with
-plain decoding and the default policy. Refuted if the default policy takes more than 1.1 times as long per token as the best cell, which was
-picked on the very prompts it is judged on.
-"""
+Paper: Fig. 13. Every combination of D, W and K of a coarse grid that is a tree (K at most 1 + W * D nodes)
+on a few prompts, greedy, interleaved with plain decoding and the default policy. Refuted if the default
+policy takes more than 1.1 times as long per token as the best cell, which was picked on the very prompts it
+is judged on."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import equal_growth
 from yggdrasil.state import Shape
 
-DEPTHS, VERIFY_WIDTHS = (2, 4, 6, 8, 12, 16), (4, 8, 16, 32, 64)
+DEPTHS = (2, 4, 6, 8, 12, 16)
+VERIFY_WIDTHS = (4, 8, 16, 32, 64)
 OURS = "default policy"
 
 
@@ -33,7 +35,12 @@ def grid(pair: LoadedPair, *, coarse: bool) -> list[Shape]:
     config = pair.bundle.config
     depths = [depth for depth in DEPTHS if depth <= config.max_depth][:: 3 if coarse else 1]
     widths = [width for width in VERIFY_WIDTHS if width in config.verify_widths][:: 2 if coarse else 1]
-    cells = [equal_growth(width, depth, verify) for verify in widths for width in config.widths for depth in depths]
+    cells = [
+        equal_growth(width, depth, verify)
+        for verify in widths
+        for width in config.widths
+        for depth in depths
+    ]
     return [cell for cell in cells if cell.verify is not None and cell.verify <= cell.num_nodes]
 
 
@@ -44,12 +51,17 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     say(under_test.target.statement)
     cells = {str(shape): shape for shape in grid(pair, coarse=options.quick)}
     arms = [plain_arm(pair, options.tokens), policy_arm(OURS, pair, pair.policy(), options.tokens)]
-    arms += [policy_arm(name, pair, fixed_policy(pair, shape), options.tokens) for name, shape in cells.items()]
+    arms += [
+        policy_arm(name, pair, fixed_policy(pair, shape), options.tokens) for name, shape in cells.items()
+    ]
     say(f"{len(cells)} shapes")
     rounds = interleave(arms, beginnings(STORIES.test_texts, pair, options.prompts), reference=PLAIN_ARM)
     tpot_ms = {name: round(median(rounds.later_tpots(name)), 3) for name in rounds.by_arm}
     best = min(cells, key=lambda name: tpot_ms[name])
-    rows = [{"width": shape.width, "depth": shape.depth, "verify": shape.verify, "tpot_ms": tpot_ms[name]} for name, shape in cells.items()]
+    rows = [
+        {"width": shape.width, "depth": shape.depth, "verify": shape.verify, "tpot_ms": tpot_ms[name]}
+        for name, shape in cells.items()
+    ]
     return {
         "target": under_test.target.to_json(),
         "cells": rows,
@@ -67,7 +79,14 @@ def _axes_of(result: Mapping[str, Any]) -> tuple[list[int], ...]:
 
 
 def _cell(result: Mapping[str, Any], depth: int, width: int, verify: int) -> float:
-    return next((row["tpot_ms"] for row in result["cells"] if (row["depth"], row["width"], row["verify"]) == (depth, width, verify)), math.nan)
+    return next(
+        (
+            row["tpot_ms"]
+            for row in result["cells"]
+            if (row["depth"], row["width"], row["verify"]) == (depth, width, verify)
+        ),
+        math.nan,
+    )
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -76,9 +95,17 @@ def table(result: Mapping[str, Any]) -> str:
     lines = []
     for verify in verify_widths:
         lines.append(f"K = {verify:<4}" + "".join(f"{f'W = {width}':>9}" for width in widths))
-        lines += [f"D = {depth:<4}" + "".join(f"{_cell(result, depth, width, verify):>9.2f}" for width in widths) for depth in depths]
+        lines += [
+            f"D = {depth:<4}" + "".join(f"{_cell(result, depth, width, verify):>9.2f}" for width in widths)
+            for depth in depths
+        ]
     best = f"best cell {result['best_cell']}: {result['best_cell_ms']:.2f}"
-    return "\n".join([*lines, f"ms per token; plain {result['plain_ms']:.2f}, default policy {result['default_policy_ms']:.2f}, {best}"])
+    return "\n".join(
+        [
+            *lines,
+            f"ms per token; plain {result['plain_ms']:.2f}, default policy {result['default_policy_ms']:.2f}, {best}",
+        ]
+    )
 
 
 def draw(figure: Figure, result: Mapping[str, Any]) -> None:
@@ -88,21 +115,36 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     grid_axes = figure.subplots(1, len(verify_widths), squeeze=False, sharey=True)[0]
     for axes, verify in zip(grid_axes, verify_widths, strict=True):
         values = [[_cell(result, depth, width, verify) for width in widths] for depth in depths]
-        image = axes.imshow(values, vmin=min(times), vmax=max(times), cmap="viridis_r", aspect="auto", origin="lower")
+        image = axes.imshow(
+            values, vmin=min(times), vmax=max(times), cmap="viridis_r", aspect="auto", origin="lower"
+        )
         for row, line in enumerate(values):
             for column, value in enumerate(line):
                 if not math.isnan(value):
                     colour = "white" if value > (min(times) + max(times)) / 2 else "black"
-                    axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=6, color=colour)
+                    axes.text(
+                        column, row, f"{value:.1f}", ha="center", va="center", fontsize=6, color=colour
+                    )
         axes.set_xticks(range(len(widths)), widths)
         axes.set_yticks(range(len(depths)), depths)
         axes.set(title=f"K = {verify}", xlabel="width W")
     grid_axes[0].set_ylabel("depth D")
     figure.colorbar(image, ax=list(grid_axes), label="ms per token")
-    figure.suptitle(f"time per token by shape (paper: Fig. 13); plain {result['plain_ms']:.1f}, default policy {result['default_policy_ms']:.1f}")
+    figure.suptitle(
+        f"time per token by shape (paper: Fig. 13); plain {result['plain_ms']:.1f}, default policy {result['default_policy_ms']:.1f}"
+    )
 
 
-CLAIM = Claim(name="sensitivity", doc=__doc__, prompts=3, tokens=48, measure=measure, table=table, draw=draw, size=(13, 3.5))
+CLAIM = Claim(
+    name="sensitivity",
+    doc=__doc__,
+    prompts=3,
+    tokens=48,
+    measure=measure,
+    table=table,
+    draw=draw,
+    size=(13, 3.5),
+)
 
 if __name__ == "__main__":
     CLAIM.main()

@@ -1,26 +1,34 @@
-"""Does the bandit serve changing load at least as well as the best fixed speculative length, and better than every other policy?
+"""Does the bandit serve changing load at least as well as the best fixed speculative length, and better
+than every other policy?
 
-Every arm has a batcher of its own over the scaled pair in this process. All serve the same open-loop arrivals, greedily, end of text ignored so that every
-policy writes the same. They take turns: whose time is furthest behind takes the next step, and time is what the own steps took, so that each has the machine to
-itself and a slow second of it is everybody's. (One after another they cannot be compared here: the machine changes its pace by two within minutes.)
+Every arm has a batcher of its own over the scaled pair in this process. All serve the same open-loop
+arrivals, greedily, end of text ignored so that every policy writes the same. They take turns: whose time is
+furthest behind takes the next step, and time is what the own steps took, so that each has the machine to
+itself and a slow second of it is everybody's. (One after another they cannot be compared here: the machine
+changes its pace by two within minutes.)
 
-- Rates (paper: Figs. 9 and 15): Poisson arrivals at fractions of what decoding without speculation was measured to sustain a moment before; arms: every
-  fixed gamma, none, and Nightjar.
-- Trace (paper: Tables 4 and 5, Figs. 10 to 12): a part of a production trace whose rate more than doubles and falls again, pressed into less
-  than a minute, its mean rate at `--load` of what a gamma of 2 was measured to sustain before the round, one after another where there are several: arms that
-  all keep up all write what arrives, and cannot differ in throughput, so the verdict says what share of that the best fixed length wrote; arms: all policies.
+- Rates (paper: Figs. 9 and 15): Poisson arrivals at fractions of what decoding without speculation was
+  measured to sustain a moment before; arms: every fixed gamma, none, and Nightjar.
+- Trace (paper: Tables 4 and 5, Figs. 10 to 12): a part of a production trace whose rate more than doubles
+  and falls again, pressed into less than a minute, its mean rate at `--load` of what a gamma of 2 was
+  measured to sustain before the round, one after another where there are several: arms that all keep up all
+  write what arrives, and cannot differ in throughput, so the verdict says what share of that the best fixed
+  length wrote; arms: all policies.
 - Switching: c_prefill by the profile's table beside what catching the draft up took.
 
-Each run starts with a policy that knows nothing but the profile, and its `pace` tells how fast the machine was. Latencies count from a request's
-arrival. Refuted if at some rate Nightjar's throughput is more than 2 % below the best fixed gamma's, if on the trace at some load it is not above
-1.05 times the best fixed gamma's or not above every baseline's, if at the greatest rate it is more than 1 % below decoding without speculation, or if a
-text differs between policies. Ratios are medians over the rounds, whose arrivals differ.
+Each run starts with a policy that knows nothing but the profile, and its `pace` tells how fast the machine
+was. Latencies count from a request's arrival. Refuted if at some rate Nightjar's throughput is more than 2
+% below the best fixed gamma's, if on the trace at some load it is not above 1.05 times the best fixed
+gamma's or not above every baseline's, if at the greatest rate it is more than 1 % below decoding without
+speculation, or if a text differs between policies. Ratios are medians over the rounds, whose arrivals
+differ.
 
-Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 25] [--rounds 3] [--json]`. `--part trace` is the trace alone, in files of
-that name. `--clock profile` takes the small pair that computes the same function and lets every step take what the profile of the scaled one says,
-into files named `_profile`: no neighbour disturbs it at all. What it cannot say is what the profile leaves out (the host's work for every row) or how a
-policy copes with a profile that is wrong; Nightjar starts from the same profile, though for one typical context.
-"""
+Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 25] [--rounds 3] [--json]`. `--part
+trace` is the trace alone, in files of that name. `--clock profile` takes the small pair that computes the
+same function and lets every step take what the profile of the scaled one says, into files named `_profile`:
+no neighbour disturbs it at all. What it cannot say is what the profile leaves out (the host's work for
+every row) or how a policy copes with a profile that is wrong; Nightjar starts from the same profile, though
+for one typical context."""
 
 from __future__ import annotations
 
@@ -36,13 +44,23 @@ from typing import TYPE_CHECKING, Any
 from bench.claim import Say, save_figure
 from bench.harness import environment, save_result
 from bench.make_trace import read_trace
-from bench.serving import Arrival, Clock, OwnClock, ProfileClock, Replay, in_turns, poisson, same_texts, traced
+from bench.serving import (
+    Arrival,
+    Clock,
+    OwnClock,
+    ProfileClock,
+    Replay,
+    in_turns,
+    poisson,
+    same_texts,
+    traced,
+)
 from bench.subject import add_options, subject
 from bench.workloads import STORIES
 from yggdrasil.config import GenerateConfig, ServeConfig
-from yggdrasil.policy.gamma.catalog import PolicyParts, gamma_policy
+from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy
 from yggdrasil.serve.batcher import Batcher
-from yggdrasil.serve.opening import open_batcher, policy_parts
+from yggdrasil.serve.load import open_batcher, policy_parts
 from yggdrasil.serve.request import Observer, Request
 
 if TYPE_CHECKING:
@@ -51,17 +69,33 @@ if TYPE_CHECKING:
 
 CLAIM = "serving"
 CONFIG = ServeConfig(policy="off", max_batch=48, gamma_max=7)
-OURS, OFF = "nightjar", "off"
+OURS = "nightjar"
+OFF = "off"
 FIXED = (OFF, "fixed-1", "fixed-2", "fixed-3", "fixed-5", "fixed-7")
-POLICIES = (*FIXED, OURS, "nightjar-printed", "banditspec", "dsd", "tetris", "linucb", "lints", "ada-bingreedy", "tiers")
+POLICIES = (
+    *FIXED,
+    OURS,
+    "nightjar-printed",
+    "banditspec",
+    "dsd",
+    "tetris",
+    "linucb",
+    "lints",
+    "ada-bingreedy",
+    "tiers",
+)
 FRACTIONS = (0.3, 0.8, 1.5)
 CAPACITY_REQUESTS = 128
 BIN_S = 3.0
-NUM_PAGES = 700  # of every batcher: 48 rows of 192 tokens take 624, and what is measured of switching 16 of 520
+# of every batcher: 48 rows of 192 tokens take 624, and what is measured of switching 16 of 520
+NUM_PAGES = 700
 OTHER_TEXTS = 17  # by so many the prompts move on from round to round
 PARTS = ("rates", "trace")
 ROWS = {"rates": 1, "trace": 2}  # of drawings
-LAGS, BATCH_SIZES, SWITCH_TURNS, MOST_STEPS = (32, 128, 512), (1, 4, 16), 3, 400
+LAGS = (32, 128, 512)
+BATCH_SIZES = (1, 4, 16)
+SWITCH_TURNS = 3
+MOST_STEPS = 400
 
 Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
 """By policy the figures of every round."""
@@ -75,8 +109,11 @@ class Stand:
         self.target = under_test.target.to_json()
         pair = under_test.pair()
         self.parts: PolicyParts = policy_parts(pair.bundle, CONFIG)
-        self.texts = [pair.tokenizer.encode(text) for text in (*STORIES.test_texts, *STORIES.validation_texts)]
-        self._latency, self._on_profile = pair.latency, options.clock == "profile"
+        self.texts = [
+            pair.tokenizer.encode(text) for text in (*STORIES.test_texts, *STORIES.validation_texts)
+        ]
+        self._latency = pair.latency
+        self._on_profile = options.clock == "profile"
         self._bundle = under_test.twin().bundle if self._on_profile else pair.bundle
         self._say = say
         self._arms: dict[str, tuple[Batcher, Clock]] = {}
@@ -84,11 +121,16 @@ class Stand:
     def arm(self, policy: str) -> tuple[Batcher, Clock]:
         """The policy's batcher, its graphs warm, and the time that it lives in."""
         if policy not in self._arms:
-            batcher = open_batcher(self._bundle, replace(CONFIG, kv_memory_bytes=NUM_PAGES * self._bundle.page_bytes))
+            batcher = open_batcher(
+                self._bundle, replace(CONFIG, kv_memory_bytes=NUM_PAGES * self._bundle.page_bytes)
+            )
             for model in (batcher.target, batcher.draft):
                 for size in model.sizes:
                     model.forward(model.meta(size))  # of nothing: a first call is slower
-            self._arms[policy] = batcher, ProfileClock(batcher, self._latency) if self._on_profile else OwnClock()
+            self._arms[policy] = (
+                batcher,
+                ProfileClock(batcher, self._latency) if self._on_profile else OwnClock(),
+            )
         return self._arms[policy]
 
     def _burst(self, num_requests: int) -> list[Arrival]:
@@ -101,21 +143,34 @@ class Stand:
         return sustained
 
     def run(self, policies: Sequence[str], arrivals: Sequence[Arrival], seed: int = 0) -> dict[str, Replay]:
-        """Policies that know nothing but the profile, over the same arrivals in turns; they all write the same."""
+        """Policies that know nothing but the profile, over the same arrivals in turns; they all write the
+        same.
+        """
         parts = replace(self.parts, seed=seed)
-        runs = in_turns({name: self.arm(name) for name in policies}, {name: gamma_policy(name, parts) for name in policies}, arrivals)
+        runs = in_turns(
+            {name: self.arm(name) for name in policies},
+            {name: gamma_policy(name, parts) for name in policies},
+            arrivals,
+        )
         same_texts(runs)
         return runs
 
     def figures(self, run: Replay) -> dict[str, Any]:
-        """The run's, and the machine's pace in it: the time of its steps over the profile's prediction for the same graphs.
+        """The run's, and the machine's pace in it: the time of its steps over the profile's prediction for
+        the same graphs.
 
-        Tokens/s times pace are what the run would have written on the machine of the profile, if it was full and the profile has the graphs' proportions right.
-        """
+        Tokens/s times pace are what the run would have written on the machine of the profile, if it was
+        full and the profile has the graphs' proportions right."""
         steps = [report for _, report in run.steps if report.batch_size]
         prior = self.parts.prior
-        predicted_s = sum(prior.seconds(step.batch_size, step.gamma, sum(step.drafted), step.prompt_tokens) for step in steps)
-        return {**run.to_json(), "pace": round(sum(step.total_ms - step.catch_up_ms for step in steps) / 1e3 / predicted_s, 3)}
+        predicted_s = sum(
+            prior.seconds(step.batch_size, step.gamma, sum(step.drafted), step.prompt_tokens)
+            for step in steps
+        )
+        return {
+            **run.to_json(),
+            "pace": round(sum(step.total_ms - step.catch_up_ms for step in steps) / 1e3 / predicted_s, 3),
+        }
 
 
 def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
@@ -126,11 +181,24 @@ def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[d
         capacity = stand.capacity(OFF)
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
         for turn in range(options.rounds):
-            arrivals = poisson(stand.texts, rate=fraction * capacity, seconds=options.seconds, seed=index + len(FRACTIONS) * turn)
+            arrivals = poisson(
+                stand.texts,
+                rate=fraction * capacity,
+                seconds=options.seconds,
+                seed=index + len(FRACTIONS) * turn,
+            )
             for name, run in stand.run(arms, arrivals, seed=turn).items():
                 rounds[name].append(stand.figures(run))
         for name, figures in rounds.items():
-            rows.append({"fraction": fraction, "rate": round(fraction * capacity, 3), "policy": name, **typical(figures), "rounds": figures})
+            rows.append(
+                {
+                    "fraction": fraction,
+                    "rate": round(fraction * capacity, 3),
+                    "policy": name,
+                    **typical(figures),
+                    "rounds": figures,
+                }
+            )
             say(line(rows[-1]))
     return rows
 
@@ -139,14 +207,19 @@ def typical(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The median of every figure over the rounds."""
     first = figures[0]
     return {
-        key: typical([each[key] for each in figures]) if isinstance(first[key], Mapping) else round(median(each[key] for each in figures), 4) for key in first
+        key: typical([each[key] for each in figures])
+        if isinstance(first[key], Mapping)
+        else round(median(each[key] for each in figures), 4)
+        for key in first
     }
 
 
 def measure_trace(stand: Stand, load: float, options: argparse.Namespace, say: Say) -> dict[str, Any]:
     """All policies on the trace at one load, as often as asked for, each time with other prompts."""
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
-    capacities, offered, timelines = [], [], {}
+    capacities = []
+    offered = []
+    timelines = {}
     for turn in range(options.rounds):
         capacities.append(capacity := stand.capacity("fixed-2"))
         texts = stand.texts[turn * OTHER_TEXTS :] + stand.texts[: turn * OTHER_TEXTS]
@@ -155,10 +228,24 @@ def measure_trace(stand: Stand, load: float, options: argparse.Namespace, say: S
         for name, run in stand.run(POLICIES, arrivals, seed=turn).items():
             rounds[name].append(stand.figures(run))
             timelines[name] = run.timeline(BIN_S)
-            say(line({"policy": name, "rate": round(len(arrivals) / options.trace_seconds, 2), **rounds[name][-1]}))
+            say(
+                line(
+                    {
+                        "policy": name,
+                        "rate": round(len(arrivals) / options.trace_seconds, 2),
+                        **rounds[name][-1],
+                    }
+                )
+            )
     sizes = {"seconds": options.trace_seconds, "bin_s": BIN_S}
     measured = {"capacity_requests_per_s": capacities, "offered_tok_per_s": offered}
-    return {"load": load, **{name: [round(each, 3) for each in found] for name, found in measured.items()}, **sizes, "rounds": rounds, "timelines": timelines}
+    return {
+        "load": load,
+        **{name: [round(each, 3) for each in found] for name, found in measured.items()},
+        **sizes,
+        "rounds": rounds,
+        "timelines": timelines,
+    }
 
 
 def measure_switching(stand: Stand, say: Say) -> list[dict[str, Any]]:
@@ -168,22 +255,41 @@ def measure_switching(stand: Stand, say: Say) -> list[dict[str, Any]]:
         for batch_size in BATCH_SIZES:
             measured = median(_catch_up_ms(stand, lag, batch_size, turn) for turn in range(SWITCH_TURNS))
             predicted = stand.parts.switching_cost(lag, batch_size) * 1e3
-            rows.append({"lag": lag, "batch_size": batch_size, "predicted_ms": round(predicted, 3), "measured_ms": round(measured, 3)})
+            rows.append(
+                {
+                    "lag": lag,
+                    "batch_size": batch_size,
+                    "predicted_ms": round(predicted, 3),
+                    "measured_ms": round(measured, 3),
+                }
+            )
         say(
             f"c_prefill over a lag of {lag}: "
-            + ", ".join(f"B {row['batch_size']} {row['predicted_ms']}/{row['measured_ms']} ms" for row in rows if row["lag"] == lag)
+            + ", ".join(
+                f"B {row['batch_size']} {row['predicted_ms']}/{row['measured_ms']} ms"
+                for row in rows
+                if row["lag"] == lag
+            )
         )
     return rows
 
 
 def _catch_up_ms(stand: Stand, lag: int, batch_size: int, turn: int) -> float:
     """Prompts of `lag` tokens are computed without the draft; then it comes back for all of them at once."""
-    (batcher, _), texts = stand.arm(OURS), stand.texts
-    batcher.policy, batcher.observer = gamma_policy(OFF, stand.parts), Observer()
+    (batcher, _) = stand.arm(OURS)
+    texts = stand.texts
+    batcher.policy = gamma_policy(OFF, stand.parts)
+    batcher.observer = Observer()
     batcher.pool.flush_()
     stream = [token for text in texts[turn:] for token in text]
     tickets = [
-        batcher.ticket(Request(prompt=stream[row * 7 :][:lag], config=GenerateConfig(max_new_tokens=MOST_STEPS, ignore_eos=True))) for row in range(batch_size)
+        batcher.ticket(
+            Request(
+                prompt=stream[row * 7 :][:lag],
+                config=GenerateConfig(max_new_tokens=MOST_STEPS, ignore_eos=True),
+            )
+        )
+        for row in range(batch_size)
     ]
     for ticket in tickets:
         batcher.submit(ticket)
@@ -211,16 +317,29 @@ def verdict_of_rates(rates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     by_rate = {}
     for fraction in FRACTIONS:
         rounds = {row["policy"]: row["rounds"] for row in rates if row["fraction"] == fraction}
-        by_rate[str(fraction)] = {**against(rounds, FIXED, "fixed"), "throughput_over_off": over(rounds, OFF, _throughput)}
+        by_rate[str(fraction)] = {
+            **against(rounds, FIXED, "fixed"),
+            "throughput_over_off": over(rounds, OFF, _throughput),
+        }
     return by_rate
 
 
 def verdict_of_trace(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """The goals on the trace with what was measured, and how much of what arrived the best fixed length could write meanwhile."""
+    """The goals on the trace with what was measured, and how much of what arrived the best fixed length
+    could write meanwhile.
+    """
     rounds = trace["rounds"]
     fixed = against(rounds, FIXED, "fixed")
-    shares = [_throughput(run) / offered for run, offered in zip(rounds[fixed["best_fixed"]], trace["offered_tok_per_s"], strict=True)]
-    kept_up = {"best_fixed_of_offered": {"median": round(median(shares), 4), "rounds": [round(share, 4) for share in shares]}}
+    shares = [
+        _throughput(run) / offered
+        for run, offered in zip(rounds[fixed["best_fixed"]], trace["offered_tok_per_s"], strict=True)
+    ]
+    kept_up = {
+        "best_fixed_of_offered": {
+            "median": round(median(shares), 4),
+            "rounds": [round(share, 4) for share in shares],
+        }
+    }
     return {**fixed, **kept_up, **against(rounds, [name for name in POLICIES if name != OURS], "baseline")}
 
 
@@ -238,7 +357,10 @@ def against(rounds: Rounds, others: Sequence[str], kind: str) -> dict[str, Any]:
 
 def over(rounds: Rounds, other: str, figure: Callable[[Mapping[str, Any]], float]) -> dict[str, Any]:
     """Nightjar's figure over another policy's, in every round and in the median."""
-    each = [round(figure(ours) / figure(theirs), 4) for ours, theirs in zip(rounds[OURS], rounds[other], strict=True)]
+    each = [
+        round(figure(ours) / figure(theirs), 4)
+        for ours, theirs in zip(rounds[OURS], rounds[other], strict=True)
+    ]
     return {"median": round(median(each), 4), "rounds": each}
 
 
@@ -263,9 +385,17 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 def _draw_rates(left: Axes, right: Axes, rates: Sequence[Mapping[str, Any]]) -> None:
     for name in (*FIXED, OURS):
         rows = [row for row in rates if row["policy"] == name]
-        at, width = [row["rate"] for row in rows], 2.5 if name == OURS else 1
+        at = [row["rate"] for row in rows]
+        width = 2.5 if name == OURS else 1
         left.plot(at, [row["tok_per_s"] for row in rows], "o-", markersize=3, linewidth=width, label=name)
-        right.plot(at, [row["latency_ms"]["mean"] / 1e3 for row in rows], "o-", markersize=3, linewidth=width, label=name)
+        right.plot(
+            at,
+            [row["latency_ms"]["mean"] / 1e3 for row in rows],
+            "o-",
+            markersize=3,
+            linewidth=width,
+            label=name,
+        )
     left.set(xlabel="requests/s", ylabel="tokens/s", title="throughput by rate (paper: Figs. 9, 15)")
     right.set(xlabel="requests/s", ylabel="mean latency, s", yscale="log", title="latency by rate")
     left.legend(fontsize=7)
@@ -285,42 +415,92 @@ def _draw_trace(speed: Axes, length: Axes, load: Axes, totals: Axes, trace: Mapp
     load.set(xlabel="s", ylabel="rows", title=f"running rows under {OURS} (load: paper Fig. 10)")
     speed.legend(fontsize=7)
     heights = [median(run["tok_per_s"] for run in trace["rounds"][name]) for name in POLICIES]
-    totals.bar_label(totals.bar(POLICIES, heights, color=["C3" if name == OURS else "C0" for name in POLICIES]), fmt="%.0f", fontsize=7)
+    totals.bar_label(
+        totals.bar(POLICIES, heights, color=["C3" if name == OURS else "C0" for name in POLICIES]),
+        fmt="%.0f",
+        fontsize=7,
+    )
     totals.set(ylabel="tokens/s", title="all policies on the trace (paper: Table 4, Fig. 12)")
     totals.tick_params(axis="x", rotation=75)
 
 
 def main() -> None:
     """Measure, report, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=12.0, help="arrivals at every rate (default: %(default)s)")
-    parser.add_argument("--trace-seconds", type=float, default=25.0, help="the trace is pressed into so many (default: %(default)s)")
-    parser.add_argument("--load", type=float, nargs="+", default=[1.6], help="mean rates of the trace, in what a gamma of 2 sustains (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=12.0, help="arrivals at every rate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--trace-seconds",
+        type=float,
+        default=25.0,
+        help="the trace is pressed into so many (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--load",
+        type=float,
+        nargs="+",
+        default=[1.6],
+        help="mean rates of the trace, in what a gamma of 2 sustains (default: %(default)s)",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of all policies (default: %(default)s)")
     parser.add_argument("--part", choices=PARTS, help="only this (default: both, and switching)")
-    parser.add_argument("--clock", choices=("own", "profile"), default="own", help="what time is (default: %(default)s)")
+    parser.add_argument(
+        "--clock", choices=("own", "profile"), default="own", help="what time is (default: %(default)s)"
+    )
     add_options(parser)
-    parser.add_argument("--quick", action="store_true", help="a rehearsal of seconds, kept out of bench/results")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON document on the last line of standard output")
+    parser.add_argument(
+        "--quick", action="store_true", help="a rehearsal of seconds, kept out of bench/results"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the result as one JSON document on the last line of standard output",
+    )
     options = parser.parse_args()
     if options.quick:
-        options.seconds, options.trace_seconds, options.rounds = 3.0, 5.0, 1
+        options.seconds = 3.0
+        options.trace_seconds = 5.0
+        options.rounds = 1
     say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     stand = Stand(options, say)
     settings = {name: value for name, value in vars(options).items() if name != "json"}
-    result: dict[str, Any] = {"claim": CLAIM, "settings": settings, "environment": environment(), "target": stand.target, "verdict": {}}
+    result: dict[str, Any] = {
+        "claim": CLAIM,
+        "settings": settings,
+        "environment": environment(),
+        "target": stand.target,
+        "verdict": {},
+    }
     if options.part != "trace":
         result["rates"] = measure_rates(stand, options, say)
         result["verdict"]["rates"] = verdict_of_rates(result["rates"])
     if options.part != "rates":
         result["trace"] = [measure_trace(stand, load, options, say) for load in options.load]
-        result["verdict"]["trace"] = {str(trace["load"]): verdict_of_trace(trace) for trace in result["trace"]}
+        result["verdict"]["trace"] = {
+            str(trace["load"]): verdict_of_trace(trace) for trace in result["trace"]
+        }
     if options.part is None and options.clock == "own":
         result["switching"] = measure_switching(stand, say)
     path = save_result(
-        "_".join([CLAIM, *([options.part] if options.part else []), *(["profile"] if options.clock == "profile" else [])]), result, rehearsal=options.quick
+        "_".join(
+            [
+                CLAIM,
+                *([options.part] if options.part else []),
+                *(["profile"] if options.clock == "profile" else []),
+            ]
+        ),
+        result,
+        rehearsal=options.quick,
     )
-    save_figure(lambda figure: draw(figure, result), path.with_suffix(".png"), (12, 3.7 * sum(ROWS[part] for part in PARTS if part in result)), say)
+    save_figure(
+        lambda figure: draw(figure, result),
+        path.with_suffix(".png"),
+        (12, 3.7 * sum(ROWS[part] for part in PARTS if part in result)),
+        say,
+    )
     say(json.dumps(result["verdict"], indent=1))
     if options.json:
         print(json.dumps(result))

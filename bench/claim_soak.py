@@ -1,12 +1,14 @@
 """Does the server stay whole under more load than it can bear, from clients that misbehave?
 
-`ygg serve` on the bundled pair in a process of its own; open-loop arrivals at 1.2 times the rate at which it was measured to finish requests.
-Clients: streaming and not; greedy and seeded; completions and chat; some go away in the middle, some give up waiting, some send broken JSON, unknown
-models, prompts that are too long or bodies that are too large. For minutes: resident memory, free pages, requests in flight.
+`ygg serve` on the bundled pair in a process of its own; open-loop arrivals at 1.2 times the rate at which
+it was measured to finish requests. Clients: streaming and not; greedy and seeded; completions and chat;
+some go away in the middle, some give up waiting, some send broken JSON, unknown models, prompts that are
+too long or bodies that are too large. For minutes: resident memory, free pages, requests in flight.
 
-Refuted by a completed text that is not the one that the engine writes for the same request alone and plainly; by a page that is not given back or a
-request that is still there after the last client has left; by resident memory that grows by more than 5 % after the first quarter; by an answer to
-a broken request that is not a 4xx with OpenAI's error body.
+Refuted by a completed text that is not the one that the engine writes for the same request alone and
+plainly; by a page that is not given back or a request that is still there after the last client has left;
+by resident memory that grows by more than 5 % after the first quarter; by an answer to a broken request
+that is not a 4xx with OpenAI's error body.
 
 Run with `python -m bench.claim_soak [--minutes 30] [--json]`.
 """
@@ -35,12 +37,15 @@ from bench.workloads import WORKLOADS
 from yggdrasil.bundle import BUNDLED
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.pair import LoadedPair, load_pair
-from yggdrasil.report import Run
+from yggdrasil.report.run import Run
 from yggdrasil.serve.chat import ChatTemplate, load_chat_template
 
 CLAIM = "soak"
 OVERLOAD = 1.2
-BREAKING, LEAVING, IMPATIENT = 0.1, 0.2, 0.3  # the share of clients up to which they do so; the others stay
+# the share of clients up to which they do so; the others stay
+BREAKING = 0.1
+LEAVING = 0.2
+IMPATIENT = 0.3
 STAYING = 1 - IMPATIENT  # only those are counted as load
 NUM_ASKS = 60  # different good requests; which one is sent is drawn
 CHATTING = (1, 2)  # of every four: a greedy one and a sampled one
@@ -77,21 +82,32 @@ class Ask:
 
 
 def asks(pair: LoadedPair) -> list[Ask]:
-    """Prompts of three kinds of text, completions and chat, greedy and sampled, with and without speculation."""
-    kinds, template = [workload.test_texts for workload in WORKLOADS.values()], load_chat_template(pair.bundle.models[0])
+    """Prompts of three kinds of text, completions and chat, greedy and sampled, with and without
+    speculation.
+    """
+    kinds = [workload.test_texts for workload in WORKLOADS.values()]
+    template = load_chat_template(pair.bundle.models[0])
     made = []
     for index in range(NUM_ASKS):
         text = kinds[index % 3][index // 3][: 20 + 11 * (index % 30)]
-        sampling = SamplingConfig() if index % 2 else SamplingConfig(temperature=0.8, top_p=0.95, seed=index)
+        sampling = (
+            SamplingConfig() if index % 2 else SamplingConfig(temperature=0.8, top_p=0.95, seed=index)
+        )
         num_tokens = 4 + 7 * (index % 14)
-        config = GenerateConfig(max_new_tokens=num_tokens, plain=True, sampling=sampling, stop=(". ",) if index % 7 == 0 else ())
+        config = GenerateConfig(
+            max_new_tokens=num_tokens, plain=True, sampling=sampling, stop=(". ",) if index % 7 == 0 else ()
+        )
         body = {
             "model": BUNDLED, "max_tokens": num_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "seed": sampling.seed, "speculation": ("auto", "off", 2)[index % 3], "stream": index % 5 != 0,
         }  # fmt: skip
         if config.stop:
             body["stop"] = list(config.stop)
-        path, asked, prompt = _chat(pair, template, text) if index % 4 in CHATTING else ("/v1/completions", {"prompt": text}, pair.tokenizer.encode(text))
+        path, asked, prompt = (
+            _chat(pair, template, text)
+            if index % 4 in CHATTING
+            else ("/v1/completions", {"prompt": text}, pair.tokenizer.encode(text))
+        )
         made.append(Ask(path, body | asked, Run(pair, prompt, config).complete().text))
     return made
 
@@ -99,14 +115,31 @@ def asks(pair: LoadedPair) -> list[Ask]:
 def _chat(pair: LoadedPair, template: ChatTemplate, text: str) -> tuple[str, dict[str, Any], list[int]]:
     """A conversation of one message: route, field, and its tokens as the model's template writes them."""
     messages = [{"role": "user", "content": text}]
-    return "/v1/chat/completions", {"messages": messages}, pair.tokenizer.encode(template.render(messages), special_tokens=not template.is_own)
+    return (
+        "/v1/chat/completions",
+        {"messages": messages},
+        pair.tokenizer.encode(template.render(messages), special_tokens=not template.is_own),
+    )
 
 
 class Server:
     """`ygg serve` on a free port."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "yggdrasil", "serve", "--port", "0", "--max-batch", "16", "--max-queue", "48", "--kv-memory", "24MiB"]
+        command = [
+            sys.executable,
+            "-m",
+            "yggdrasil",
+            "serve",
+            "--port",
+            "0",
+            "--max-batch",
+            "16",
+            "--max-queue",
+            "48",
+            "--kv-memory",
+            "24MiB",
+        ]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
         greeting = self._process.stderr.readline()
@@ -133,7 +166,14 @@ class Tally:
     samples: list[dict[str, float]] = field(default_factory=list)
 
 
-async def ask(client: httpx.AsyncClient, one: Ask, tally: Tally, *, leave_after: int | None = None, patience_s: float = PATIENCE_S) -> None:
+async def ask(
+    client: httpx.AsyncClient,
+    one: Ask,
+    tally: Tally,
+    *,
+    leave_after: int | None = None,
+    patience_s: float = PATIENCE_S,
+) -> None:
     """One good request, perhaps left after some events or some seconds."""
     try:
         async with asyncio.timeout(patience_s):
@@ -159,7 +199,8 @@ async def _whole(client: httpx.AsyncClient, one: Ask) -> str:
 
 
 async def _stream(client: httpx.AsyncClient, one: Ask, leave_after: int | None) -> str | None:
-    text, events = "", 0
+    text = ""
+    events = 0
     async with client.stream("POST", one.path, json=one.body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
@@ -175,7 +216,11 @@ async def _stream(client: httpx.AsyncClient, one: Ask, leave_after: int | None) 
 
 def _text(choice: dict[str, Any]) -> str:
     """Of a completion, a message, or a stream's part of one, whose first and last may have none."""
-    return str(choice["text"] if "text" in choice else choice.get("message", choice.get("delta", {})).get("content", ""))
+    return str(
+        choice["text"]
+        if "text" in choice
+        else choice.get("message", choice.get("delta", {})).get("content", "")
+    )
 
 
 async def break_(client: httpx.AsyncClient, index: int, tally: Tally) -> None:
@@ -183,10 +228,12 @@ async def break_(client: httpx.AsyncClient, index: int, tally: Tally) -> None:
     path, body = BROKEN[index]
     try:
         response = await client.post(path, content=body, headers={"Content-Type": "application/json"})
-        good, said = 400 <= response.status_code < 500 and "message" in response.json()["error"], response.text
+        good = 400 <= response.status_code < 500 and "message" in response.json()["error"]
+        said = response.text
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         hung_up = isinstance(error, httpx.NetworkError | httpx.ProtocolError)
-        good = hung_up and len(body) > 1 << 20  # in the middle of too large a body, before the client had read the answer
+        # in the middle of too large a body, before the client had read the answer
+        good = hung_up and len(body) > 1 << 20
         said = repr(error)
     tally.outcomes["broken, refused" if good else "broken, NOT refused"] += 1
     if not good:
@@ -198,14 +245,19 @@ async def watch(client: httpx.AsyncClient, server: Server, tally: Tally, start: 
     while True:
         info = (await client.get("/server_info")).json()
         tally.samples.append(
-            {"s": round(time.monotonic() - start, 1), "rss_mb": server.rss_mb(), **{key: info[key] for key in ("running", "waiting", "free_pages")}}
+            {
+                "s": round(time.monotonic() - start, 1),
+                "rss_mb": server.rss_mb(),
+                **{key: info[key] for key in ("running", "waiting", "free_pages")},
+            }
         )
         await asyncio.sleep(SAMPLE_S)
 
 
 async def capacity(client: httpx.AsyncClient, good: Sequence[Ask]) -> float:
     """Requests per second that 24 clients who wait for their answers get."""
-    tally, start = Tally(), time.monotonic()
+    tally = Tally()
+    start = time.monotonic()
 
     async def one_after_another(mine: Sequence[Ask]) -> None:
         for one in mine:
@@ -219,17 +271,20 @@ async def capacity(client: httpx.AsyncClient, good: Sequence[Ask]) -> float:
 
 async def soak(server: Server, good: Sequence[Ask], minutes: float, say: Say) -> dict[str, Any]:
     """Overload it for so long, then see what is left."""
-    dice, tally = random.Random(0), Tally()
+    dice = random.Random(0)
+    tally = Tally()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=50)
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, limits=limits) as client:
         rate = OVERLOAD * await capacity(client, good) / STAYING
         say(f"{rate:.1f} requests/s for {minutes:g} minutes")
-        start, tasks = time.monotonic(), set[asyncio.Task[None]]()
+        start = time.monotonic()
+        tasks = set[asyncio.Task[None]]()
         watching = asyncio.create_task(watch(client, server, tally, start))
         reported = start
         while time.monotonic() - start < minutes * 60:
             await asyncio.sleep(dice.expovariate(rate))
-            kind, one = dice.random(), dice.choice(good)
+            kind = dice.random()
+            one = dice.choice(good)
             if kind < BREAKING:
                 work = break_(client, dice.randrange(len(BROKEN)), tally)
             elif kind < LEAVING:
@@ -243,7 +298,9 @@ async def soak(server: Server, good: Sequence[Ask], minutes: float, say: Say) ->
             task.add_done_callback(tasks.discard)
             if time.monotonic() - reported > 60:
                 reported = time.monotonic()
-                say(f"{(reported - start) / 60:.0f} min: {dict(tally.outcomes)}, in flight {len(tasks)}, {server.rss_mb()} MB")
+                say(
+                    f"{(reported - start) / 60:.0f} min: {dict(tally.outcomes)}, in flight {len(tasks)}, {server.rss_mb()} MB"
+                )
         await asyncio.gather(*tasks)
         watching.cancel()
         await asyncio.sleep(1.0)
@@ -271,10 +328,16 @@ async def soak(server: Server, good: Sequence[Ask], minutes: float, say: Say) ->
 
 def main() -> None:
     """Serve, soak, stop, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0, help="of overload (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="half a minute, kept out of bench/results")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON document on the last line of standard output")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the result as one JSON document on the last line of standard output",
+    )
     options = parser.parse_args()
     if options.quick:
         options.minutes = 0.5
@@ -285,7 +348,12 @@ def main() -> None:
     found["held"]["exit code 0 after SIGTERM"] = server.stop() == 0
     result = {"claim": CLAIM, "environment": environment(), **found}
     save_result(CLAIM, result, rehearsal=options.quick)
-    say(json.dumps({key: found[key] for key in ("outcomes", "left", "held", "rss_growth_after_first_quarter")}, indent=1))
+    say(
+        json.dumps(
+            {key: found[key] for key in ("outcomes", "left", "held", "rss_growth_after_first_quarter")},
+            indent=1,
+        )
+    )
     if options.json:
         print(json.dumps(result))
 

@@ -1,9 +1,10 @@
 """How long does a new user wait, and does a later start compile anything?
 
-In an empty artifact root, with an empty cache of Inductor's: the wall clock of the first `ygg generate`, which compiles the bundled pair, and then of
-five later starts, alternately speculative and plain: imports and loading, time to the first token, tokens per second, graphs compiled.
-Refuted if the first takes more than four minutes, a later one more than five seconds to its first token, if a later one
-compiles anything, or if the two kinds write different tokens.
+In an empty artifact root, with an empty cache of Inductor's: the wall clock of the first `ygg generate`,
+which compiles the bundled pair, and then of five later starts, alternately speculative and plain: imports
+and loading, time to the first token, tokens per second, graphs compiled. Refuted if the first takes more
+than four minutes, a later one more than five seconds to its first token, if a later one compiles anything,
+or if the two kinds write different tokens.
 
 Run with `python -m bench.claim_start [--quick] [--json]`.
 """
@@ -24,14 +25,25 @@ from bench.claim import report, sayer, script_parser
 from bench.harness import environment
 
 CLAIM = "start"
-COMMAND = [sys.executable, "-m", "yggdrasil", "generate", "Tom and Lily went to the park", "--max-new-tokens", "200", "--json"]
-STARTS, QUICK_STARTS = 5, 1
+COMMAND = [
+    sys.executable,
+    "-m",
+    "yggdrasil",
+    "generate",
+    "Tom and Lily went to the park",
+    "--max-new-tokens",
+    "200",
+    "--json",
+]
+STARTS = 5
+QUICK_STARTS = 1
 
 
 def start(home: str, *options: str) -> dict[str, Any]:
     """One process: its own report and its wall clock."""
     begin = time.perf_counter()
-    env = {**os.environ, "YGG_HOME": home, "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor"}  # where a new user's machine has no precompiled headers yet
+    # where a new user's machine has no precompiled headers yet
+    env = {**os.environ, "YGG_HOME": home, "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor"}
     done = subprocess.run([*COMMAND, *options], env=env, capture_output=True, text=True, check=True)
     return {"wall_ms": (time.perf_counter() - begin) * 1e3, **json.loads(done.stdout)}
 
@@ -42,7 +54,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as home:
         first = start(home)
         runs = [(start(home), start(home, "--plain")) for _ in range(options.starts)]
-    assert all(run["token_ids"] == first["token_ids"] for pair in runs for run in pair), "a start wrote other tokens"
+    assert all(run["token_ids"] == first["token_ids"] for pair in runs for run in pair), (
+        "a start wrote other tokens"
+    )
     later = [run for run, _ in runs]
     return {
         "claim": CLAIM,
@@ -70,9 +84,12 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure and report; the last line of standard output is the result as JSON."""
-    options = script_parser(CLAIM, __doc__, f"{QUICK_STARTS} later start of each kind instead of {STARTS}").parse_args()
+    options = script_parser(
+        CLAIM, __doc__, f"{QUICK_STARTS} later start of each kind instead of {STARTS}"
+    ).parse_args()
     options.starts = QUICK_STARTS if options.quick else STARTS
-    say, result = sayer(options), measure(options)
+    say = sayer(options)
+    result = measure(options)
     say(table(result))
     report(CLAIM, result, options, say)
 

@@ -1,4 +1,5 @@
-"""Decodes prompts for `claim_contended`, in a process of its own, with the package of whatever checkout is first in PYTHONPATH.
+"""Decodes prompts for `claim_contended`, in a process of its own, with the package of whatever checkout is
+first in PYTHONPATH.
 
 A line of standard input is a prompt's text, as JSON; a line of standard output is what decoding it took.
 """
@@ -20,9 +21,13 @@ def main(name: str, num_tokens: int) -> None:
     for line in sys.stdin:
         prompt = pair.tokenizer.encode(json.loads(line))
         start = time.perf_counter()
-        results = list(pair.engine.generate(prompt, pair.policy(), config))  # a new policy, as every request has one
+        # a new policy, as every request has one
+        results = list(pair.engine.generate(prompt, pair.policy(), config))
         ms = (time.perf_counter() - start) * 1e3
-        print(json.dumps({"ms": ms, "tokens": [token for result in results for token in result.tokens]}), flush=True)
+        print(
+            json.dumps({"ms": ms, "tokens": [token for result in results for token in result.tokens]}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Count what a structure accepts, and price it by Eq. 3: no clock, so that many structures can be compared and tuned.
+"""Count what a structure accepts, and price it by Eq. 3: no clock, so that many structures can be compared
+and tuned.
 
-Tokens are counted on the small pair that computes the scaled pair's function; milliseconds are those of the scaled pair's profile.
-"""
+Tokens are counted on the small pair that computes the scaled pair's function; milliseconds are those of the
+scaled pair's profile."""
 
 from __future__ import annotations
 
@@ -53,7 +54,12 @@ class Count:
         return self.plain_ms / self.ms
 
     def to_json(self) -> dict[str, Any]:
-        return {"aal": round(self.aal, 3), "speedup_eq3": round(self.speedup, 3), "tokens": self.tokens, "passes": self.passes}
+        return {
+            "aal": round(self.aal, 3),
+            "speedup_eq3": round(self.speedup, 3),
+            "tokens": self.tokens,
+            "passes": self.passes,
+        }
 
 
 class Counter:
@@ -67,9 +73,20 @@ class Counter:
         temperature: Of the sampling; every prompt has its own seed.
     """
 
-    def __init__(self, twin: LoadedPair, latency: LatencyModel, prompts: Sequence[Sequence[int]], *, num_tokens: int, temperature: float = 0.0) -> None:
-        self._twin, self._latency, self._prompts = twin, latency, prompts
-        self._num_tokens, self._temperature = num_tokens, temperature
+    def __init__(
+        self,
+        twin: LoadedPair,
+        latency: LatencyModel,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_tokens: int,
+        temperature: float = 0.0,
+    ) -> None:
+        self._twin = twin
+        self._latency = latency
+        self._prompts = prompts
+        self._num_tokens = num_tokens
+        self._temperature = temperature
         self._texts = [_text(self._decode(prompt, plain_policy())) for prompt in prompts]
 
     def count(self, policy: Shape | ShapePolicy) -> Count:
@@ -78,14 +95,22 @@ class Counter:
         Raises:
             TextMismatchError: a text is not plain decoding's.
         """
-        tokens, passes, ms, plain_ms = 0, 0, 0.0, 0.0
+        tokens = 0
+        passes = 0
+        ms = 0.0
+        plain_ms = 0.0
         for index, prompt in enumerate(self._prompts):
             results = self._decode(prompt, self._fixed(policy) if isinstance(policy, Shape) else policy)
             if _text(results) != self._texts[index]:
-                raise TextMismatchError(f"{policy} writes another text than plain decoding on prompt {index}")
-            tokens, passes = tokens + self._num_tokens, passes + len(results)
+                raise TextMismatchError(
+                    f"{policy} writes another text than plain decoding on prompt {index}"
+                )
+            tokens = tokens + self._num_tokens
+            passes = passes + len(results)
             ms += sum(self._step_ms(result) for result in results)
-            plain_ms += sum(len(result.tokens) * self._latency.plain_ms(result.context_len) for result in results)
+            plain_ms += sum(
+                len(result.tokens) * self._latency.plain_ms(result.context_len) for result in results
+            )
         return Count(tokens, passes, ms, plain_ms)
 
     def best(self, shapes: Mapping[str, Shape]) -> str:
@@ -94,14 +119,27 @@ class Counter:
         return max(speedups, key=lambda name: speedups[name])
 
     def _fixed(self, shape: Shape) -> FixedShape:
-        return FixedShape(shape, self._twin.acceptance.nearest(self._temperature), self._latency, self._twin.bundle.config.verify_widths)
+        return FixedShape(
+            shape,
+            self._twin.acceptance.nearest(self._temperature),
+            self._latency,
+            self._twin.bundle.config.verify_widths,
+        )
 
     def _decode(self, prompt: Sequence[int], policy: ShapePolicy) -> list[StepResult]:
         sampling = SamplingConfig(temperature=self._temperature, seed=sum(prompt))
-        return list(self._twin.engine.generate(prompt, policy, GenerateConfig(max_new_tokens=self._num_tokens, ignore_eos=True, sampling=sampling)))
+        return list(
+            self._twin.engine.generate(
+                prompt,
+                policy,
+                GenerateConfig(max_new_tokens=self._num_tokens, ignore_eos=True, sampling=sampling),
+            )
+        )
 
     def _step_ms(self, result: StepResult) -> float:
-        return structure_ms(result.shape, self._latency, verified=result.verified, context_len=result.context_len)
+        return structure_ms(
+            result.shape, self._latency, verified=result.verified, context_len=result.context_len
+        )
 
 
 def _text(results: Sequence[StepResult]) -> list[int]:
@@ -123,7 +161,16 @@ def candidates(structure: str, pair: LoadedPair, *, verify: int | None = None) -
     shapes: list[Shape] = {
         "sequence": lambda: [sequence(depth) for depth in depths],
         "DISCO": lambda: [dynamic_sequence(most, threshold) for threshold in THRESHOLDS],
-        "K-ary": lambda: [k_ary(branches, config.max_depth, num_nodes=width) for branches in BRANCHES if branches <= config.num_candidates for width in widths],
-        "OPT-Tree": lambda: [opt_tree(width, config.widths[-1], config.max_depth, gain) for width in widths for gain in MIN_GAINS],
+        "K-ary": lambda: [
+            k_ary(branches, config.max_depth, num_nodes=width)
+            for branches in BRANCHES
+            if branches <= config.num_candidates
+            for width in widths
+        ],
+        "OPT-Tree": lambda: [
+            opt_tree(width, config.widths[-1], config.max_depth, gain)
+            for width in widths
+            for gain in MIN_GAINS
+        ],
     }[structure]()
     return {f"{structure} {shape}": shape for shape in shapes}

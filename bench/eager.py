@@ -22,7 +22,8 @@ __all__ = ["EagerModel", "eager_engine"]
 class EagerModel:
     """A model of a bundle, run eagerly over its own cache; see yggdrasil/models/protocol.py.
 
-    Linear layers are PyTorch's own: packing is part of the compilation. Shapes follow the tree, no token is padded.
+    Linear layers are PyTorch's own: packing is part of the compilation. Shapes follow the tree, no token is
+    padded.
 
     Args:
         bundle: Of the compiled pair.
@@ -30,7 +31,8 @@ class EagerModel:
     """
 
     def __init__(self, bundle: Bundle, *, is_target: bool) -> None:
-        config, dtype = bundle.config, getattr(torch, bundle.config.dtype)
+        config = bundle.config
+        dtype = getattr(torch, bundle.config.dtype)
         if config.device == "cuda":
             load_cuda_kernels()
         model = load_model(bundle.models[0 if is_target else 1], dtype=dtype).to(config.device)
@@ -41,9 +43,15 @@ class EagerModel:
         self.widest = self.sizes[-2]
         self.num_candidates = 0 if is_target else config.num_candidates
         self.graph_ms = 0.0
-        self.cache = KVCache(bundle.kv_target if is_target else bundle.kv_draft, dtype=dtype, device=config.device)
+        self.cache = KVCache(
+            bundle.kv_target if is_target else bundle.kv_draft, dtype=dtype, device=config.device
+        )
         vocab = shared_vocab(*(load_config(name) for name in bundle.models))
-        self._forward = TargetForward(model, self.cache, vocab) if is_target else DraftForward(model, self.cache, vocab, config.num_candidates)
+        self._forward = (
+            TargetForward(model, self.cache, vocab)
+            if is_target
+            else DraftForward(model, self.cache, vocab, config.num_candidates)
+        )
 
     def meta(self, num_tokens: int) -> Tensor:
         return empty_meta(num_tokens, self.max_depth, device=self.device)

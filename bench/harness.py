@@ -1,4 +1,5 @@
-"""The one harness behind every claim: arms take turns prompt by prompt, texts are compared before speeds, figures carry their spread.
+"""The one harness behind every claim: arms take turns prompt by prompt, texts are compared before speeds,
+figures carry their spread.
 
 ```
 round:     prompt 0          prompt 1          prompt 2
@@ -24,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from yggdrasil import artifacts
+from yggdrasil.store import artifacts
 
 __all__ = [
     "Arm",
@@ -127,31 +128,52 @@ class Rounds:
     def agreement(self, arm: str, reference: str) -> dict[str, Any]:
         """How many prompts got the same text from both arms, and where the others part."""
         pairs = list(zip(self.by_arm[arm], self.by_arm[reference], strict=False))
-        partings = [parting for one, other in pairs if (parting := _parting(one.token_ids, other.token_ids)) is not None]
-        return {"equal_prompts": len(pairs) - len(partings), "prompts": len(pairs), "first_difference_at": partings}
+        partings = [
+            parting
+            for one, other in pairs
+            if (parting := _parting(one.token_ids, other.token_ids)) is not None
+        ]
+        return {
+            "equal_prompts": len(pairs) - len(partings),
+            "prompts": len(pairs),
+            "first_difference_at": partings,
+        }
 
     def assert_equal_texts(self, arms: Sequence[Arm], reference: str) -> None:
         """Raises TextMismatchError unless every exact arm emitted the reference's tokens on every prompt."""
         for arm in arms:
             if not arm.exact:
                 continue
-            for index, (one, other) in enumerate(zip(self.by_arm[arm.name], self.by_arm[reference], strict=False)):
+            for index, (one, other) in enumerate(
+                zip(self.by_arm[arm.name], self.by_arm[reference], strict=False)
+            ):
                 parting = _parting(one.token_ids, other.token_ids)
                 if parting is not None:
-                    raise TextMismatchError(f"{arm.name} differs from {reference} on prompt {index} at token {parting}: no speed is reported")
+                    raise TextMismatchError(
+                        f"{arm.name} differs from {reference} on prompt {index} at token {parting}: no speed is reported"
+                    )
 
 
 def _parting(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Index of the first token in which two texts differ."""
     if list(one) == list(other):
         return None
-    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 def interleave(
-    arms: Sequence[Arm], prompts: Sequence[Sequence[int]], *, reference: str, stream: Stream | None = None, tick: Callable[[str], None] = lambda line: None
+    arms: Sequence[Arm],
+    prompts: Sequence[Sequence[int]],
+    *,
+    reference: str,
+    stream: Stream | None = None,
+    tick: Callable[[str], None] = lambda line: None,
 ) -> Rounds:
-    """Run all arms in turn on every prompt, after a warm-up of each that does not count, and compare their texts.
+    """Run all arms in turn on every prompt, after a warm-up of each that does not count, and compare their
+    texts.
 
     Args:
         arms: Names are unique.
@@ -174,7 +196,12 @@ def interleave(
                 by_arm[arm.name].append(arm.generate(prompt))
         if stream is not None:
             rates.append(stream.gb_per_s())
-        tick(f"prompt {index + 1} of {len(prompts)}: " + ", ".join(f"{name} {done[-1].tpot_ms:.2f}" for name, done in by_arm.items() if len(done) > index))
+        tick(
+            f"prompt {index + 1} of {len(prompts)}: "
+            + ", ".join(
+                f"{name} {done[-1].tpot_ms:.2f}" for name, done in by_arm.items() if len(done) > index
+            )
+        )
     rounds = Rounds(by_arm, rates)
     rounds.assert_equal_texts(arms, reference)
     return rounds
@@ -187,7 +214,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> dict[str, Any]:
-    """How many times less the second takes than the first, prompt by prompt: median, spread and the bootstrap 95 % interval of the median.
+    """How many times less the second takes than the first, prompt by prompt: median, spread and the
+    bootstrap 95 % interval of the median.
 
     Args:
         slow: Milliseconds by prompt.
@@ -196,7 +224,11 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> dict[str, Any]:
     ratios = np.array([one / other for one, other in zip(slow, fast, strict=False)])
     draws = np.random.default_rng(0).choice(ratios, size=(RESAMPLES, len(ratios)))
     low, high = np.percentile(np.median(draws, axis=1), (2.5, 97.5))
-    return {**spread(ratios.tolist()), "ci95": [round(float(low), 4), round(float(high), 4)], "prompts": len(ratios)}
+    return {
+        **spread(ratios.tolist()),
+        "ci95": [round(float(low), 4), round(float(high), 4)],
+        "prompts": len(ratios),
+    }
 
 
 class Stream(Protocol):
@@ -208,7 +240,8 @@ class Stream(Protocol):
 
 
 class DeviceStream:
-    """The rate of a CUDA device's memory: a copy from one buffer to another, bytes read and bytes written both counted.
+    """The rate of a CUDA device's memory: a copy from one buffer to another, bytes read and bytes written
+    both counted.
 
     Args:
         size_bytes: Of each buffer; far larger than the device's cache. Both stay allocated.
@@ -249,23 +282,30 @@ uint64_t read_words(const uint64_t *words, size_t count, int num_threads) {
 
 
 class MemoryStream:
-    """The rate at which all threads together read memory from one end to the other: the ceiling of plain decoding.
+    """The rate at which all threads together read memory from one end to the other: the ceiling of plain
+    decoding.
 
     Args:
-        size_bytes: Larger than any cache by far: the last-level cache of a server can hold hundreds of megabytes.
+        size_bytes: Larger than any cache by far: the last-level cache of a server can hold hundreds of
+            megabytes.
 
     Raises:
         CalledProcessError: gcc failed.
 
-    Cost: the buffer stays allocated. A compiled loop, because `torch.sum` and `numpy.sum` do not reach the rate of the memory on every machine.
-    """
+    Cost: the buffer stays allocated. A compiled loop, because `torch.sum` and `numpy.sum` do not reach the
+    rate of the memory on every machine."""
 
     def __init__(self, size_bytes: int = 3 * 2**29) -> None:
-        self._words = np.ones(size_bytes // 512 * 64, dtype=np.uint64)  # written once: untouched pages would all be the same one
+        # written once: untouched pages would all be the same one
+        self._words = np.ones(size_bytes // 512 * 64, dtype=np.uint64)
         with tempfile.TemporaryDirectory() as folder:
-            source, library = Path(folder) / "reader.c", Path(folder) / "reader.so"
+            source = Path(folder) / "reader.c"
+            library = Path(folder) / "reader.so"
             source.write_text(READER)
-            subprocess.run(["gcc", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", source, "-o", library], check=True)
+            subprocess.run(
+                ["gcc", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", source, "-o", library],
+                check=True,
+            )
             self._read = ctypes.CDLL(str(library)).read_words
         self._read.restype = ctypes.c_uint64
         self._read.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -306,7 +346,10 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
 def _commit() -> str | None:
@@ -319,7 +362,13 @@ def _commit() -> str | None:
 
 
 def save_result(claim: str, payload: Mapping[str, Any], *, rehearsal: bool = False) -> Path:
-    """Write `<claim>.json` into `bench/results`, or the folder that `YGG_BENCH_RESULTS` names; a rehearsal goes to the artifact root and replaces no result."""
-    folder = artifacts.root() / "bench_results" if rehearsal else Path(os.environ.get("YGG_BENCH_RESULTS", RESULTS))
+    """Write `<claim>.json` into `bench/results`, or the folder that `YGG_BENCH_RESULTS` names; a rehearsal
+    goes to the artifact root and replaces no result.
+    """
+    folder = (
+        artifacts.root() / "bench_results"
+        if rehearsal
+        else Path(os.environ.get("YGG_BENCH_RESULTS", RESULTS))
+    )
     artifacts.save_bytes(folder / f"{claim}.json", (json.dumps(payload, indent=1) + "\n").encode())
     return folder / f"{claim}.json"

@@ -1,4 +1,6 @@
-"""llama.cpp as a peer: bf16 GGUF files made by its own converter, one `llama-server` per draft length, asked with token ids."""
+"""llama.cpp as a peer: bf16 GGUF files made by its own converter, one `llama-server` per draft length,
+asked with token ids.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from typing import Any
 
 from bench.harness import Arm, Generation
 from bench.peers import Peer, PeerError, run_logged
-from yggdrasil import artifacts
+from yggdrasil.store import artifacts
 
 __all__ = ["LlamaCpp", "converted", "llama_cpp_peer", "without_end", "write_generation"]
 
@@ -55,16 +57,29 @@ class LlamaCpp:
 
     @classmethod
     def find(cls, folder: Path) -> LlamaCpp:
-        """The server in this folder, its `bin` or its `build/bin`; the converter there or up to three folders above.
+        """The server in this folder, its `bin` or its `build/bin`; the converter there or up to three
+        folders above.
 
         Raises:
             PeerError: one of them is missing.
         """
         folder = folder.resolve()
-        servers = [path for inner in (".", "bin", "build/bin") if (path := folder / inner / "llama-server").is_file()]
-        converters = [path for outer in (folder, *folder.parents[:3]) if (path := outer / "convert_hf_to_gguf.py").is_file()]
+        servers = [
+            path
+            for inner in (".", "bin", "build/bin")
+            if (path := folder / inner / "llama-server").is_file()
+        ]
+        converters = [
+            path
+            for outer in (folder, *folder.parents[:3])
+            if (path := outer / "convert_hf_to_gguf.py").is_file()
+        ]
         if not servers or not converters:
-            missing = "llama-server (cmake --build build --target llama-server)" if not servers else "convert_hf_to_gguf.py (of llama.cpp's source)"
+            missing = (
+                "llama-server (cmake --build build --target llama-server)"
+                if not servers
+                else "convert_hf_to_gguf.py (of llama.cpp's source)"
+            )
             raise PeerError(f"--llama-cpp {folder}: no {missing} there")
         return cls(servers[0].resolve(), converters[0])
 
@@ -81,7 +96,16 @@ class LlamaCpp:
 
 
 @contextmanager
-def llama_cpp_peer(folder: Path, target: Path, draft: Path, *, num_tokens: int, assistant_tokens: Sequence[int], num_threads: int, say: Say) -> Iterator[Peer]:
+def llama_cpp_peer(
+    folder: Path,
+    target: Path,
+    draft: Path,
+    *,
+    num_tokens: int,
+    assistant_tokens: Sequence[int],
+    num_threads: int,
+    say: Say,
+) -> Iterator[Peer]:
     """llama.cpp in bf16, converted on first use, served by child processes that end with the block.
 
     Args:
@@ -89,7 +113,8 @@ def llama_cpp_peer(folder: Path, target: Path, draft: Path, *, num_tokens: int, 
         target: Hugging Face folder.
         draft: Hugging Face folder.
         num_tokens: New tokens per prompt.
-        assistant_tokens: Draft lengths; every one has a server of its own, for a request cannot choose it. They map one file: the weights are there once.
+        assistant_tokens: Draft lengths; every one has a server of its own, for a request cannot choose it.
+            They map one file: the weights are there once.
         num_threads: As in `torch.set_num_threads`.
         say: Told about what takes long.
 
@@ -98,13 +123,18 @@ def llama_cpp_peer(folder: Path, target: Path, draft: Path, *, num_tokens: int, 
     """
     found = LlamaCpp.find(folder)
     target_file, draft_file = (converted(found, source, say) for source in (target, draft))
-    counts: dict[str, int | None] = {"llama.cpp plain": None, **{f"llama.cpp draft, k={count}": count for count in assistant_tokens}}
+    counts: dict[str, int | None] = {
+        "llama.cpp plain": None,
+        **{f"llama.cpp draft, k={count}": count for count in assistant_tokens},
+    }
     say("llama.cpp: loading")
     with ExitStack() as stack:
         arms = []
         for name, count in counts.items():
             drafting = [] if count is None else found.draft_options(draft_file, count)
-            url = stack.enter_context(_served([found.server, "--model", target_file, *drafting, *_options(num_threads)]))
+            url = stack.enter_context(
+                _served([found.server, "--model", target_file, *drafting, *_options(num_threads)])
+            )
             arms.append(_arm(name, url, num_tokens))
         record = {"version": found.says("--version").splitlines(), "options": _options(num_threads)}
         yield Peer(name="llama.cpp", plain=arms[:1], speculative=arms[1:], record=record)
@@ -113,7 +143,18 @@ def llama_cpp_peer(folder: Path, target: Path, draft: Path, *, num_tokens: int, 
 def _options(num_threads: int) -> list[str]:
     """One prompt at a time, and none remembered: the arms share prompts, and each pays for its own prefill."""
     threads = str(num_threads)
-    return ["--threads", threads, "--threads-batch", threads, "--ctx-size", str(CONTEXT), "--parallel", "1", "--cache-ram", "0"]
+    return [
+        "--threads",
+        threads,
+        "--threads-batch",
+        threads,
+        "--ctx-size",
+        str(CONTEXT),
+        "--parallel",
+        "1",
+        "--cache-ram",
+        "0",
+    ]
 
 
 @contextmanager
@@ -124,11 +165,15 @@ def _served(command: Sequence[str | Path]) -> Iterator[str]:
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as log:
-        child = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port)], stdout=log, stderr=subprocess.STDOUT)
+        child = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)], stdout=log, stderr=subprocess.STDOUT
+        )
         try:
             if not _is_healthy(url, child):
                 log.seek(0)
-                raise PeerError(f"llama-server did not start: {' | '.join(log.read().strip().splitlines()[-3:])}")
+                raise PeerError(
+                    f"llama-server did not start: {' | '.join(log.read().strip().splitlines()[-3:])}"
+                )
             yield url
         finally:
             child.terminate()
@@ -150,14 +195,22 @@ def _is_healthy(url: str, child: subprocess.Popen[bytes]) -> bool:
 def _arm(name: str, url: str, num_tokens: int) -> Arm:
     def generate(prompt: Sequence[int]) -> Generation:
         greedy = {"temperature": 0, "samplers": ["top_k"], "top_k": 1}
-        request = {"prompt": list(prompt), "n_predict": num_tokens, **greedy, "cache_prompt": False, "return_tokens": True}
+        request = {
+            "prompt": list(prompt),
+            "n_predict": num_tokens,
+            **greedy,
+            "cache_prompt": False,
+            "return_tokens": True,
+        }
         return write_generation(name, _post(f"{url}/completion", request), num_tokens)
 
     return Arm(name=name, generate=generate, exact=False)
 
 
 def _post(url: str, request: dict[str, Any]) -> dict[str, Any]:
-    message = urllib.request.Request(url, json.dumps(request).encode(), {"Content-Type": "application/json"})
+    message = urllib.request.Request(
+        url, json.dumps(request).encode(), {"Content-Type": "application/json"}
+    )
     try:
         with urllib.request.urlopen(message) as reply:
             return dict(json.load(reply))
@@ -168,10 +221,10 @@ def _post(url: str, request: dict[str, Any]) -> dict[str, Any]:
 def write_generation(name: str, reply: dict[str, Any], num_tokens: int) -> Generation:
     """An answer of `/completion` as a generation.
 
-    Times are the server's own, prompt and tokens together: they leave out HTTP. A forward of the target, prefill among them, emits the drafted tokens that it
-    accepts and one more.
-    """
-    tokens, timings = reply["tokens"], reply["timings"]
+    Times are the server's own, prompt and tokens together: they leave out HTTP. A forward of the target,
+    prefill among them, emits the drafted tokens that it accepts and one more."""
+    tokens = reply["tokens"]
+    timings = reply["timings"]
     if len(tokens) != num_tokens:
         raise PeerError(f"{name}: {len(tokens)} tokens came instead of {num_tokens}")
     return Generation(
@@ -189,13 +242,26 @@ def converted(llama_cpp: LlamaCpp, source: Path, say: Say) -> Path:
     Raises:
         PeerError: the converter failed.
     """
-    digests = [artifacts.digest_file(path) for path in (source / "model.safetensors", source / "tokenizer.json", llama_cpp.converter)]
+    digests = [
+        artifacts.digest_file(path)
+        for path in (source / "model.safetensors", source / "tokenizer.json", llama_cpp.converter)
+    ]
     out = artifacts.root() / "bench_peers" / f"gguf-{artifacts.digest(*digests, CONVERT)}"
     if not out.exists():
         say(f"llama.cpp: converting {source.name}")
         with tempfile.TemporaryDirectory() as copy, artifacts.atomic_directory(out) as folder:
             without_end(source, Path(copy))
-            command: list[str | Path] = [sys.executable, "-c", CONVERT, llama_cpp.converter, copy, "--outtype", "bf16", "--outfile", folder / "model.gguf"]
+            command: list[str | Path] = [
+                sys.executable,
+                "-c",
+                CONVERT,
+                llama_cpp.converter,
+                copy,
+                "--outtype",
+                "bf16",
+                "--outfile",
+                folder / "model.gguf",
+            ]
             run_logged(command, out.with_suffix(".log"), what=f"convert_hf_to_gguf.py of {source}")
     return out / "model.gguf"
 
@@ -203,8 +269,8 @@ def converted(llama_cpp: LlamaCpp, source: Path, say: Say) -> Path:
 def without_end(source: Path, out: Path) -> None:
     """Copy a checkpoint, its weights by link, so that no token which the model writes ends a text.
 
-    The other arms go on past the end; llama.cpp could only forbid it (`ignore_eos`), and would write another text from there on.
-    """
+    The other arms go on past the end; llama.cpp could only forbid it (`ignore_eos`), and would write
+    another text from there on."""
     for path in source.iterdir():
         (out / path.name).symlink_to(path.resolve())
     tokenizer = json.loads((source / "tokenizer.json").read_text())
@@ -212,9 +278,14 @@ def without_end(source: Path, out: Path) -> None:
     _rewrite(out / "tokenizer.json", json.dumps(tokenizer).replace(END, "<past the end>"))
     for name in ("config.json", "generation_config.json"):
         if (source / name).exists():
-            _rewrite(out / name, json.dumps({**json.loads((source / name).read_text()), "eos_token_id": unseen}))
+            _rewrite(
+                out / name, json.dumps({**json.loads((source / name).read_text()), "eos_token_id": unseen})
+            )
     settings = json.loads((source / "tokenizer_config.json").read_text())
-    _rewrite(out / "tokenizer_config.json", json.dumps({key: value for key, value in settings.items() if key != "eos_token"}))
+    _rewrite(
+        out / "tokenizer_config.json",
+        json.dumps({key: value for key, value in settings.items() if key != "eos_token"}),
+    )
 
 
 def _rewrite(link: Path, text: str) -> None:

@@ -1,16 +1,17 @@
-"""Write the texts of the workloads `wiki` and `code`: prompts to test on, texts to calibrate on, texts to tune baselines on, all disjoint.
+"""Write the texts of the workloads `wiki` and `code`: prompts to test on, texts to calibrate on, texts to
+tune baselines on, all disjoint.
 
 ```
 python -m bench.make_data WIKITEXT2_VALID WIKITEXT2_TEST [--out FOLDER]
 ```
 
-- wiki: paragraphs of WikiText-2. Test prompts come from its test file; its validation file gives calibration and validation texts,
-  article by article, so that no article is on both sides.
-- code: functions of the standard library of the running interpreter; whole top-level modules go to one side.
+- wiki: paragraphs of WikiText-2. Test prompts come from its test file; its validation file gives
+  calibration and validation texts, article by article, so that no article is on both sides.
+- code: functions of the standard library of the running interpreter; whole top-level modules go to one
+  side.
 
-Sides are decided by the SHA-256 of the article's title or the module's name, and so is which texts are taken: the same inputs give
-the same files.
-"""
+Sides are decided by the SHA-256 of the article's title or the module's name, and so is which texts are
+taken: the same inputs give the same files."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ MIN_CODE_CHARS = 300
 UNKNOWN = "<unk>"
 HEADING = re.compile(r"^ = ([^=].*[^=]) = $")
 NOT_LIBRARY = {"antigravity", "idlelib", "lib2to3", "site", "test", "this", "turtledemo"}
-SPACED = ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."), (" 's", "'s"), ("( ", "("), (" )", ")"))  # WikiText stands words apart
+# WikiText stands words apart
+SPACED = ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."), (" 's", "'s"), ("( ", "("), (" )", ")"))
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ def pick(texts: Iterable[Text]) -> list[Text]:
 
 
 def wiki_texts(lines: Iterable[str]) -> Iterator[Text]:
-    """Paragraphs long enough to say something, less their sentences with unknown words, detokenized and cut after a word."""
+    """Paragraphs long enough to say something, less their sentences with unknown words, detokenized and cut
+    after a word.
+    """
     title = ""
     for line in lines:
         heading = HEADING.match(line.rstrip("\n"))
@@ -78,7 +82,9 @@ def wiki_texts(lines: Iterable[str]) -> Iterator[Text]:
             title = heading.group(1).strip()
         else:
             sentences = re.split(r"(?<= [.!?]) ", line.strip())
-            text = _cut(_detokenized(" ".join(sentence for sentence in sentences if UNKNOWN not in sentence)), " ")
+            text = _cut(
+                _detokenized(" ".join(sentence for sentence in sentences if UNKNOWN not in sentence)), " "
+            )
             if "=" not in text and len(text.split()) >= MIN_WORDS:
                 yield Text(title, text)
 
@@ -90,11 +96,15 @@ def _detokenized(line: str) -> str:
 
 
 def code_texts(library: Path) -> Iterator[Text]:
-    """The functions of the standard library's modules, cut after a line; the source is the top-level module."""
+    """The functions of the standard library's modules, cut after a line; the source is the top-level
+    module.
+    """
     for path in sorted(library.rglob("*.py")):
         module = path.relative_to(library).parts[0].removesuffix(".py")
         if module in sys.stdlib_module_names and module not in NOT_LIBRARY and not module.startswith("_"):
-            yield from (Text(module, _cut(text, "\n")) for text in _functions(path) if len(text) >= MIN_CODE_CHARS)
+            yield from (
+                Text(module, _cut(text, "\n")) for text in _functions(path) if len(text) >= MIN_CODE_CHARS
+            )
 
 
 def _functions(path: Path) -> Iterator[str]:
@@ -123,17 +133,31 @@ def _split(texts: Iterable[Text], sides: Sequence[str]) -> dict[str, list[Text]]
 
 def main() -> None:
     """Write six files."""
-    parser = argparse.ArgumentParser(prog="bench.make_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.make_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("wikitext_valid", type=Path, help="WikiText-2's validation tokens, as text")
     parser.add_argument("wikitext_test", type=Path, help="WikiText-2's test tokens, as text")
     parser.add_argument("--out", type=Path, default=DATA, help="folder (default: bench/data)")
     options = parser.parse_args()
-    test, held_out = (wiki_texts(path.read_text(encoding="utf-8").splitlines()) for path in (options.wikitext_test, options.wikitext_valid))
-    workloads = {"wiki": _split(test, SPLITS[:1]) | _split(held_out, SPLITS[1:]), "code": _split(code_texts(Path(sysconfig.get_paths()["stdlib"])), SPLITS)}
+    test, held_out = (
+        wiki_texts(path.read_text(encoding="utf-8").splitlines())
+        for path in (options.wikitext_test, options.wikitext_valid)
+    )
+    workloads = {
+        "wiki": _split(test, SPLITS[:1]) | _split(held_out, SPLITS[1:]),
+        "code": _split(code_texts(Path(sysconfig.get_paths()["stdlib"])), SPLITS),
+    }
     for workload, splits in workloads.items():
         for split, texts in splits.items():
             path = options.out / f"{split}_{workload}.jsonl"
-            path.write_text("".join(json.dumps({"source": each.source, "text": each.text}, ensure_ascii=False) + "\n" for each in texts), encoding="utf-8")
+            path.write_text(
+                "".join(
+                    json.dumps({"source": each.source, "text": each.text}, ensure_ascii=False) + "\n"
+                    for each in texts
+                ),
+                encoding="utf-8",
+            )
             print(f"{path.name}: {len(texts)} texts of {len({each.source for each in texts})} sources")
 
 

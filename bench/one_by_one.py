@@ -1,4 +1,6 @@
-"""Calibration traces collected one text and one tree at a time: the specification of yggdrasil/calibration.py, which does it in batches."""
+"""Calibration traces collected one text and one tree at a time: the specification of
+yggdrasil/offline/traces.py, which does it in batches.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from yggdrasil.calibration import Traces
-from yggdrasil.calibration_size import EVERY, CalibrationSize
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.models.protocol import TokenModel
+from yggdrasil.offline.budget import EVERY, CalibrationSize
+from yggdrasil.offline.traces import Traces
 from yggdrasil.policy.acceptance import TreeRecord, fit_platt
 from yggdrasil.policy.depth import Array, inputs_of
 from yggdrasil.policy.uncalibrated import uncalibrated_policy
@@ -24,7 +26,13 @@ from yggdrasil.step.platt import PlattScale
 __all__ = ["collect_one_by_one"]
 
 
-def collect_one_by_one(engine: Engine, prompts: Sequence[Sequence[int]], temperature: float, size: CalibrationSize, writing: Shape) -> Traces:
+def collect_one_by_one(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    size: CalibrationSize,
+    writing: Shape,
+) -> Traces:
     """What `write_texts` and `drafted_traces` give for one temperature.
 
     Args:
@@ -34,7 +42,12 @@ def collect_one_by_one(engine: Engine, prompts: Sequence[Sequence[int]], tempera
         size: How much.
         writing: Shape with which the text is written: it changes how long that takes and nothing else.
     """
-    texts = [_write(engine, prompt, SamplingConfig(temperature=temperature, seed=seed), size.num_written, writing) for seed, prompt in enumerate(prompts)]
+    texts = [
+        _write(
+            engine, prompt, SamplingConfig(temperature=temperature, seed=seed), size.num_written, writing
+        )
+        for seed, prompt in enumerate(prompts)
+    ]
     edges = [_edges(engine.draft, text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
     platt = fit_platt(*map(np.concatenate, zip(*edges, strict=True)))
     inputs: list[Array] = []
@@ -48,14 +61,27 @@ def collect_one_by_one(engine: Engine, prompts: Sequence[Sequence[int]], tempera
         for end in ends:
             deep.append(_record(engine, text, end, Shape(size.reference_width, size.max_depth), platt))
             if len(deep) % EVERY == 1:
-                others += [_record(engine, text, end, Shape(width, size.max_depth), platt) for width in size.widths if width != size.reference_width]
+                others += [
+                    _record(engine, text, end, Shape(width, size.max_depth), platt)
+                    for width in size.widths
+                    if width != size.reference_width
+                ]
         text_N += [index] * len(ends)
     return Traces(temperature, np.concatenate(inputs), np.array(text_N), tuple(deep), tuple(others), platt)
 
 
-def _write(engine: Engine, prompt: Sequence[int], sampling: SamplingConfig, num_tokens: int, shape: Shape) -> list[int]:
+def _write(
+    engine: Engine, prompt: Sequence[int], sampling: SamplingConfig, num_tokens: int, shape: Shape
+) -> list[int]:
     config = GenerateConfig(max_new_tokens=num_tokens, sampling=sampling, ignore_eos=True)
-    return [*prompt, *(token for result in engine.generate(prompt, uncalibrated_policy(shape), config) for token in result.tokens)]
+    return [
+        *prompt,
+        *(
+            token
+            for result in engine.generate(prompt, uncalibrated_policy(shape), config)
+            for token in result.tokens
+        ),
+    ]
 
 
 def _edges(draft_model: TokenModel, text: Sequence[int], start: int) -> tuple[Array, npt.NDArray[np.bool_]]:
@@ -84,6 +110,10 @@ def _record(engine: Engine, text: Sequence[int], end: int, shape: Shape, platt: 
     state = DecodeState(list(text[:end]))
     engine.draft.cache.rollback_(min(engine.draft.cache.len, end - 1))
     tree = draft(engine.draft, state, shape, platt).tree
-    follows = torch.tensor([text[end + depth] if end + depth < len(text) else -1 for depth in tree.depth_N.tolist()])
+    follows = torch.tensor(
+        [text[end + depth] if end + depth < len(text) else -1 for depth in tree.depth_N.tolist()]
+    )
     path = set(tree.walk(follows))
-    return TreeRecord(shape.width, tuple(tree.log_prob_N.tolist()), tuple(node in path for node in range(len(tree))))
+    return TreeRecord(
+        shape.width, tuple(tree.log_prob_N.tolist()), tuple(node in path for node in range(len(tree)))
+    )

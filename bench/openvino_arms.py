@@ -1,4 +1,6 @@
-"""OpenVINO GenAI as a peer: an environment of its own, the models converted there, arms that speak to `openvino_peer.py` by lines of JSON."""
+"""OpenVINO GenAI as a peer: an environment of its own, the models converted there, arms that speak to
+`openvino_peer.py` by lines of JSON.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,34 @@ from safetensors.torch import load_file, save_file
 from bench.harness import Arm, Generation
 from bench.openvino_peer import PAGED, SDPA, SPECULATIVE
 from bench.peers import JsonLines, Peer, PeerError, run_logged
-from yggdrasil import artifacts
+from yggdrasil.store import artifacts
 
 __all__ = ["converted", "distinct_zeros", "environment_python", "openvino_arms", "openvino_peer"]
 
-PACKAGES = ("openvino-genai>=2026.4,<2027", "openvino-tokenizers>=2026.4,<2027", "optimum-intel>=2.2,<3", "torch>=2.11,<2.14")
-UNWANTED = "torchvision"  # required by name only; a build that does not match torch's keeps transformers from loading
+PACKAGES = (
+    "openvino-genai>=2026.4,<2027",
+    "openvino-tokenizers>=2026.4,<2027",
+    "optimum-intel>=2.2,<3",
+    "torch>=2.11,<2.14",
+)
+# required by name only; a build that does not match torch's keeps transformers from loading
+UNWANTED = "torchvision"
 CHILD = Path(__file__).parent / "openvino_peer.py"
 Say = Callable[[str], None]
 
 
 @contextmanager
-def openvino_peer(target: Path, draft: Path, *, num_tokens: int, assistant_tokens: Sequence[int], num_threads: int, say: Say) -> Iterator[Peer]:
-    """OpenVINO GenAI in bf16, installed and converted on first use, loaded in a child process that ends with the block.
+def openvino_peer(
+    target: Path,
+    draft: Path,
+    *,
+    num_tokens: int,
+    assistant_tokens: Sequence[int],
+    num_threads: int,
+    say: Say,
+) -> Iterator[Peer]:
+    """OpenVINO GenAI in bf16, installed and converted on first use, loaded in a child process that ends
+    with the block.
 
     Args:
         target: Hugging Face folder.
@@ -47,22 +64,38 @@ def openvino_peer(target: Path, draft: Path, *, num_tokens: int, assistant_token
     say("OpenVINO: loading")
     with JsonLines([python, "-I", CHILD, *models, str(num_threads)], name="OpenVINO") as child:
         plain, speculative = openvino_arms(child, num_tokens, assistant_tokens)
-        yield Peer(name="OpenVINO GenAI", plain=plain, speculative=speculative, record={**child.greeting, "packages": PACKAGES})
+        yield Peer(
+            name="OpenVINO GenAI",
+            plain=plain,
+            speculative=speculative,
+            record={**child.greeting, "packages": PACKAGES},
+        )
 
 
-def openvino_arms(child: JsonLines, num_tokens: int, assistant_tokens: Sequence[int]) -> tuple[list[Arm], list[Arm]]:
+def openvino_arms(
+    child: JsonLines, num_tokens: int, assistant_tokens: Sequence[int]
+) -> tuple[list[Arm], list[Arm]]:
     """Plain with either attention backend; speculative with every draft length, on the paged one."""
 
     def arm(name: str, pipeline: str, count: int | None = None) -> Arm:
         def generate(prompt: Sequence[int]) -> Generation:
-            reply = child.ask({"pipeline": pipeline, "prompt": list(prompt), "num_tokens": num_tokens, "num_assistant_tokens": count})
+            reply = child.ask(
+                {
+                    "pipeline": pipeline,
+                    "prompt": list(prompt),
+                    "num_tokens": num_tokens,
+                    "num_assistant_tokens": count,
+                }
+            )
             if len(reply["token_ids"]) != num_tokens:
                 raise PeerError(f"{name}: {len(reply['token_ids'])} tokens came instead of {num_tokens}")
             return Generation(first_tokens=1, **reply)
 
         return Arm(name=name, generate=generate, exact=False)
 
-    speculative = [arm(f"OpenVINO speculative, k={count}", SPECULATIVE, count) for count in assistant_tokens]
+    speculative = [
+        arm(f"OpenVINO speculative, k={count}", SPECULATIVE, count) for count in assistant_tokens
+    ]
     return [arm("OpenVINO plain", PAGED), arm("OpenVINO plain, SDPA", SDPA)], speculative
 
 
@@ -75,7 +108,9 @@ def environment_python(say: Say) -> Path:
     Cost: the first time minutes, and about 2 GB of disk.
     """
     folder = artifacts.root() / "bench_peers" / "openvino"
-    python, finished, log = folder / "bin" / "python", folder / "packages.txt", folder.with_suffix(".log")
+    python = folder / "bin" / "python"
+    finished = folder / "packages.txt"
+    log = folder.with_suffix(".log")
     if finished.exists() and finished.read_text() == "\n".join(PACKAGES):
         return python
     start = time.perf_counter()
@@ -89,7 +124,8 @@ def environment_python(say: Say) -> Path:
 
 
 def converted(python: Path, source: Path, say: Say) -> Path:
-    """The model in OpenVINO's format with weights as the checkpoint has them, neither compressed nor shared; made once under the artifact root.
+    """The model in OpenVINO's format with weights as the checkpoint has them, neither compressed nor
+    shared; made once under the artifact root.
 
     Args:
         python: Of an environment with optimum-intel.
@@ -106,19 +142,35 @@ def converted(python: Path, source: Path, say: Say) -> Path:
     say(f"OpenVINO: converting {source.name}")
     with tempfile.TemporaryDirectory() as copy, artifacts.atomic_directory(out) as folder:
         num_bytes = distinct_zeros(source, Path(copy))
-        # without --weight-format the exporter keeps the checkpoint's bf16; above a milliard parameters it would choose 8 bits, which the size gives away
-        export = ["-m", "optimum.commands.optimum_cli", "export", "openvino", "--task", "text-generation-with-past", "--model", copy]
-        run_logged([python, *export, folder], out.with_suffix(".log"), what=f"optimum-cli export of {source}")
+        # without --weight-format the exporter keeps the checkpoint's bf16; above a milliard parameters it
+        # would choose 8 bits, which the size gives away
+        export = [
+            "-m",
+            "optimum.commands.optimum_cli",
+            "export",
+            "openvino",
+            "--task",
+            "text-generation-with-past",
+            "--model",
+            copy,
+        ]
+        run_logged(
+            [python, *export, folder], out.with_suffix(".log"), what=f"optimum-cli export of {source}"
+        )
         if (size := (folder / "openvino_model.bin").stat().st_size) < num_bytes:
-            raise PeerError(f"the exporter wrote {size} bytes of weights for the {num_bytes} of {source}: compressed or shared, not what the others read")
+            raise PeerError(
+                f"the exporter wrote {size} bytes of weights for the {num_bytes} of {source}: compressed or shared, not what the others read"
+            )
     return out
 
 
 def distinct_zeros(source: Path, out: Path) -> int:
-    """Copy a checkpoint so that no two of its all-zero matrices are equal bit for bit, and none of what it computes changes.
+    """Copy a checkpoint so that no two of its all-zero matrices are equal bit for bit, and none of what it
+    computes changes.
 
-    The writer of OpenVINO's format stores equal constants once, so the zero matrices of an inflated checkpoint (`scale_pair.py`) would be read from the cache
-    and not from memory. The n-th of them gets a negative zero at place n.
+    The writer of OpenVINO's format stores equal constants once, so the zero matrices of an inflated
+    checkpoint (`scale_pair.py`) would be read from the cache and not from memory. The n-th of them gets a
+    negative zero at place n.
 
     Returns:
         Bytes of all tensors.

@@ -1,4 +1,5 @@
-"""The OpenVINO GenAI end of the peers' claim: reads prompts, decodes, answers. It runs in OpenVINO's own environment, so nothing of this project is imported.
+"""The OpenVINO GenAI end of the peers' claim: reads prompts, decodes, answers. It runs in OpenVINO's own
+environment, so nothing of this project is imported.
 
 ```
 python openvino_peer.py TARGET DRAFT THREADS          folders in OpenVINO's format
@@ -21,17 +22,35 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any, TextIO
 
-DISTRIBUTIONS = ("openvino", "openvino-genai", "openvino-tokenizers", "optimum-intel", "transformers", "torch")
-PAGED, SDPA, SPECULATIVE = "paged", "sdpa", "speculative"
+DISTRIBUTIONS = (
+    "openvino",
+    "openvino-genai",
+    "openvino-tokenizers",
+    "optimum-intel",
+    "transformers",
+    "torch",
+)
+PAGED = "paged"
+SDPA = "sdpa"
+SPECULATIVE = "speculative"
 
 
 def properties(num_threads: int) -> dict[str, Any]:
-    """Of every model: one stream, all threads on one prompt, bf16 arithmetic and bf16 keys and values (the default stores them in 8 bits)."""
-    return {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": num_threads, "INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"}
+    """Of every model: one stream, all threads on one prompt, bf16 arithmetic and bf16 keys and values (the
+    default stores them in 8 bits).
+    """
+    return {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": num_threads,
+        "INFERENCE_PRECISION_HINT": "bf16",
+        "KV_CACHE_PRECISION": "bf16",
+    }
 
 
 def pipelines(target: str, draft: str, num_threads: int) -> dict[str, Any]:
-    """Plain decoding with either attention backend, and speculative decoding, which has only the paged one on CPUs."""
+    """Plain decoding with either attention backend, and speculative decoding, which has only the paged one
+    on CPUs.
+    """
     import openvino_genai
 
     scheduler = openvino_genai.SchedulerConfig()
@@ -42,7 +61,9 @@ def pipelines(target: str, draft: str, num_threads: int) -> dict[str, Any]:
     return {
         PAGED: openvino_genai.LLMPipeline(target, "CPU", scheduler_config=scheduler, **known),
         SDPA: openvino_genai.LLMPipeline(target, "CPU", ATTENTION_BACKEND="SDPA", **known),
-        SPECULATIVE: openvino_genai.LLMPipeline(target, "CPU", scheduler_config=scheduler, draft_model=drafting, **known),
+        SPECULATIVE: openvino_genai.LLMPipeline(
+            target, "CPU", scheduler_config=scheduler, draft_model=drafting, **known
+        ),
     }
 
 
@@ -51,29 +72,45 @@ def greeting(draft: str, num_threads: int) -> dict[str, Any]:
     import openvino
 
     compiled = openvino.Core().compile_model(f"{draft}/openvino_model.xml", "CPU", properties(num_threads))
-    understood = {name: str(compiled.get_property(name)) for name in (*properties(num_threads), "NUM_STREAMS", "ENABLE_CPU_PINNING")}
+    understood = {
+        name: str(compiled.get_property(name))
+        for name in (*properties(num_threads), "NUM_STREAMS", "ENABLE_CPU_PINNING")
+    }
     return {"versions": {name: version(name) for name in DISTRIBUTIONS}, "properties": understood}
 
 
 def decode(pipeline: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens of one prompt, past any end of text; times are this process's own clock around the call."""
+    """Greedy tokens of one prompt, past any end of text; times are this process's own clock around the
+    call.
+    """
     import numpy as np
     import openvino
     import openvino_genai
 
-    config = openvino_genai.GenerationConfig(max_new_tokens=request["num_tokens"], ignore_eos=True, do_sample=False, apply_chat_template=False)
+    config = openvino_genai.GenerationConfig(
+        max_new_tokens=request["num_tokens"], ignore_eos=True, do_sample=False, apply_chat_template=False
+    )
     if request["num_assistant_tokens"] is not None:
         config.num_assistant_tokens = request["num_assistant_tokens"]
     ids = np.array([request["prompt"]], dtype=np.int64)
     start = time.perf_counter()
-    result = pipeline.generate(openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))), config)
+    result = pipeline.generate(
+        openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))), config
+    )
     total_ms = (time.perf_counter() - start) * 1e3
     tokens = [int(token) for token in result.tokens[0]]
-    return {"token_ids": tokens, "total_ms": total_ms, "first_ms": result.perf_metrics.get_ttft().mean, "target_passes": _target_passes(result, tokens)}
+    return {
+        "token_ids": tokens,
+        "total_ms": total_ms,
+        "first_ms": result.perf_metrics.get_ttft().mean,
+        "target_passes": _target_passes(result, tokens),
+    }
 
 
 def _target_passes(result: Any, tokens: list[int]) -> int:
-    """Forwards of the target, prefill among them: without a draft one a token, else as many as there were batches of emitted tokens."""
+    """Forwards of the target, prefill among them: without a draft one a token, else as many as there were
+    batches of emitted tokens.
+    """
     extended = result.extended_perf_metrics
     if extended is None:
         return len(tokens)
@@ -82,7 +119,9 @@ def _target_passes(result: Any, tokens: list[int]) -> int:
     return len(emitted)
 
 
-def serve(requests: Iterable[str], answers: TextIO, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def serve(
+    requests: Iterable[str], answers: TextIO, answer: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
     """Answer line by line until the input ends; an exception is an answer too."""
     for line in requests:
         try:
@@ -94,7 +133,9 @@ def serve(requests: Iterable[str], answers: TextIO, answer: Callable[[dict[str, 
 
 def main() -> None:
     """Load, greet, serve."""
-    target, draft, num_threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    target = sys.argv[1]
+    draft = sys.argv[2]
+    num_threads = int(sys.argv[3])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not stand between the answers
     loaded = pipelines(target, draft, num_threads)

@@ -1,4 +1,6 @@
-"""The pair that claims are measured on: the bundled one with its target inflated to a real size, built and compiled once."""
+"""The pair that claims are measured on: the bundled one with its target inflated to a real size, built and
+compiled once.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,34 @@ from typing import Any
 from safetensors import safe_open
 
 from bench.scale_pair import inflate, inflated_config, num_parameters
-from yggdrasil import artifacts
-from yggdrasil.build import compile_pair
-from yggdrasil.calibration import PROMPT_LEN, read_texts
 from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError
 from yggdrasil.models.load import load_config
+from yggdrasil.offline.pipeline import compile_pair
+from yggdrasil.offline.traces import PROMPT_LEN, read_texts
 from yggdrasil.pair import LoadedPair, load_pair
+from yggdrasil.store import artifacts
 
-__all__ = ["DEFAULTS", "LLAMA_2_7B", "LLAMA_68M", "TEST_TEXT", "BenchTarget", "bench_target", "compiled_pair", "inflated_model", "prompts_from"]
+__all__ = [
+    "DEFAULTS",
+    "LLAMA_2_7B",
+    "LLAMA_68M",
+    "TEST_TEXT",
+    "BenchTarget",
+    "bench_target",
+    "compiled_pair",
+    "inflated_model",
+    "prompts_from",
+]
 
 DEFAULTS = CompileConfig()
 TEST_TEXT = Path(__file__).parent / "data" / "prompts_stories.jsonl"
 WIDTH_MULTIPLE = 4
-# The matrices and the KV bytes of the real models. Heads keep the 64 and 32 features of the bundled ones, so there are twice as many of them as in
-# Llama-2-7B (32 of 128) and in the draft (12 of 64); neither width is a power of four times the bundled one, so norms are rounded.
+# The matrices and the KV bytes of the real models. Heads keep the 64 and 32 features of the bundled ones,
+# so there are twice as many of them as in
+# Llama-2-7B (32 of 128) and in the draft (12 of 64); neither width is a power of four times the bundled
+# one, so norms are rounded.
 LLAMA_2_7B = {"width": 4096, "layers": 32, "intermediate": 11008, "heads": 64, "kv_heads": 64}
 LLAMA_68M = {"width": 768, "layers": 2, "intermediate": 3072, "heads": 24, "kv_heads": 24}
 
@@ -39,8 +53,10 @@ class BenchTarget:
         folder: Hugging Face folder.
         parameters: Of the model that runs.
         source_parameters: Of the checkpoint whose function it computes; the same when nothing was inflated.
-        weight_bytes: What one forward reads: everything but an untied embedding table, of which it reads a row per token.
-        is_rounded: Whether the inflation rounded norm weights: the function is then the checkpoint's but for roundings.
+        weight_bytes: What one forward reads: everything but an untied embedding table, of which it reads a
+            row per token.
+        is_rounded: Whether the inflation rounded norm weights: the function is then the checkpoint's but
+            for roundings.
     """
 
     folder: Path
@@ -70,16 +86,23 @@ class BenchTarget:
 
 
 def bench_target(source: Path, min_parameters: int) -> BenchTarget:
-    """The source itself if it is large enough, else its inflation under `bench_models/` in the artifact root, written unless it is there.
+    """The source itself if it is large enough, else its inflation under `bench_models/` in the artifact
+    root, written unless it is there.
 
     Args:
         source: Hugging Face folder.
-        min_parameters: The width grows fourfold and then layers are added until the model has so many; 0 keeps the source.
+        min_parameters: The width grows fourfold and then layers are added until the model has so many; 0
+            keeps the source.
     """
     config = load_config(str(source))
     source_parameters = num_parameters(config)
     if source_parameters >= min_parameters:
-        return BenchTarget(folder=source, parameters=source_parameters, source_parameters=source_parameters, weight_bytes=_weight_bytes(source))
+        return BenchTarget(
+            folder=source,
+            parameters=source_parameters,
+            source_parameters=source_parameters,
+            weight_bytes=_weight_bytes(source),
+        )
     layers = _layers(config, min_parameters)
     key = artifacts.digest(artifacts.digest_file(source / "model.safetensors"), WIDTH_MULTIPLE, layers)
     folder = artifacts.root() / "bench_models" / f"target-{key}"
@@ -107,12 +130,20 @@ def inflated_model(source: Path, sizes: Mapping[str, int], *, device: str) -> Be
 
 def _described(folder: Path, source_parameters: int) -> BenchTarget:
     parameters = num_parameters(load_config(str(folder)))
-    return BenchTarget(folder=folder, parameters=parameters, source_parameters=source_parameters, weight_bytes=_weight_bytes(folder))
+    return BenchTarget(
+        folder=folder,
+        parameters=parameters,
+        source_parameters=source_parameters,
+        weight_bytes=_weight_bytes(folder),
+    )
 
 
 def _layers(config: Any, min_parameters: int) -> int:
     first = int(config.num_hidden_layers)
-    start, after = (num_parameters(inflated_config(config, width_multiple=WIDTH_MULTIPLE, layers=layers)) for layers in (first, first + 1))
+    start, after = (
+        num_parameters(inflated_config(config, width_multiple=WIDTH_MULTIPLE, layers=layers))
+        for layers in (first, first + 1)
+    )
     return first + max(0, math.ceil((min_parameters - start) / (after - start)))
 
 
@@ -121,10 +152,14 @@ def _weight_bytes(folder: Path) -> int:
         tensors = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a mapping
     is_untied = any("lm_head" in name for name in tensors)
     bytes_each = int(load_config(str(folder)).dtype.itemsize)
-    return bytes_each * sum(count for name, count in tensors.items() if not (is_untied and "embed_tokens" in name))
+    return bytes_each * sum(
+        count for name, count in tensors.items() if not (is_untied and "embed_tokens" in name)
+    )
 
 
-def compiled_pair(target: Path, draft: Path, *, name: str, remeasure: bool = False, config: CompileConfig = DEFAULTS) -> LoadedPair:
+def compiled_pair(
+    target: Path, draft: Path, *, name: str, remeasure: bool = False, config: CompileConfig = DEFAULTS
+) -> LoadedPair:
     """The pair under this name, compiled unless it is there with these models and this menu.
 
     Args:

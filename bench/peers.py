@@ -1,4 +1,6 @@
-"""Other runtimes as peers of ours, and the first of them: transformers, plain, compiled and assisted, on the same checkpoints."""
+"""Other runtimes as peers of ours, and the first of them: transformers, plain, compiled and assisted, on
+the same checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,33 @@ from transformers.generation.streamers import BaseStreamer
 
 from bench.harness import Arm, Generation
 
-__all__ = ["ASSISTED", "COMPILED", "EAGER", "JsonLines", "Peer", "PeerError", "compiled_arms", "run_logged", "transformers_arms", "transformers_peer"]
+__all__ = [
+    "ASSISTED",
+    "COMPILED",
+    "EAGER",
+    "JsonLines",
+    "Peer",
+    "PeerError",
+    "compiled_arms",
+    "run_logged",
+    "transformers_arms",
+    "transformers_peer",
+]
 
 EAGER = "transformers eager"
 COMPILED = "transformers compiled"
 ASSISTED = "transformers assisted"
 COMPILE_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     COMPILED: {"mode": "default"},  # generate()'s own default mode only adds CUDA graphs to it
-    f"{COMPILED}, frozen": {"mode": None, "options": {"freezing": True}},  # Inductor packs the weights for oneDNN
+    # Inductor packs the weights for oneDNN
+    f"{COMPILED}, frozen": {"mode": None, "options": {"freezing": True}},
 }
 
 
 class PeerError(RuntimeError):
-    """A peer could not be set up, or did not answer as asked: one line that says what to do or where to look."""
+    """A peer could not be set up, or did not answer as asked: one line that says what to do or where to
+    look.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +56,8 @@ class Peer:
 
     Args:
         name: In tables and JSON.
-        plain: Arms that decode without speculation; the first one's text is what the peer's speculative arms are held against.
+        plain: Arms that decode without speculation; the first one's text is what the peer's speculative
+            arms are held against.
         speculative: Arms that draft.
         record: Versions and settings, for the result.
     """
@@ -56,7 +73,8 @@ class Peer:
 
 
 class JsonLines:
-    """A child process that answers every line of JSON on its standard input with one on its standard output, and sleeps in between.
+    """A child process that answers every line of JSON on its standard input with one on its standard
+    output, and sleeps in between.
 
     Args:
         command: Program and arguments. It speaks first: a line about itself, kept as `greeting`.
@@ -78,7 +96,14 @@ class JsonLines:
     def __init__(self, command: Sequence[str | Path], *, name: str) -> None:
         self._name = name
         self._complaints = tempfile.TemporaryFile("w+")
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints, text=True, bufsize=1)
+        self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            text=True,
+            bufsize=1,
+        )
         try:
             self.greeting = self._answer()
         except BaseException:
@@ -113,7 +138,9 @@ class JsonLines:
         if not line:
             self._child.wait()
             self._complaints.seek(0)
-            raise PeerError(f"{self._name} ended with status {self._child.returncode}: {_last_line(self._complaints.read())}")
+            raise PeerError(
+                f"{self._name} ended with status {self._child.returncode}: {_last_line(self._complaints.read())}"
+            )
         answer = json.loads(line)
         if "error" in answer:
             raise PeerError(f"{self._name}: {answer['error']}")
@@ -137,14 +164,21 @@ def _last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
 
 
-def transformers_peer(target: Path, draft: Path, *, num_tokens: int, assistant_tokens: Sequence[int]) -> Peer:
+def transformers_peer(
+    target: Path, draft: Path, *, num_tokens: int, assistant_tokens: Sequence[int]
+) -> Peer:
     """Transformers in bf16: eager, compiled over a static cache, assisted."""
-    eager, *assisted = transformers_arms(target, draft, num_tokens=num_tokens, assistant_tokens=assistant_tokens)
+    eager, *assisted = transformers_arms(
+        target, draft, num_tokens=num_tokens, assistant_tokens=assistant_tokens
+    )
     return Peer(
         name="transformers",
         plain=[eager, *compiled_arms(target, num_tokens=num_tokens)],
         speculative=assisted,
-        record={"versions": {"transformers": transformers.__version__, "torch": torch.__version__}, "compile_configs": COMPILE_CONFIGS},
+        record={
+            "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
+            "compile_configs": COMPILE_CONFIGS,
+        },
     )
 
 
@@ -174,8 +208,9 @@ def transformers_arms(
 ) -> list[Arm]:
     """Eager `generate`, and assisted generation with its defaults and with every constant draft length.
 
-    The constant lengths switch the confidence threshold off, so that k means k; the defaults keep it. Text never ends early: no token is the end.
-    Their numerics differ from ours (another order of summation), so texts are compared, not asserted.
+    The constant lengths switch the confidence threshold off, so that k means k; the defaults keep it. Text
+    never ends early: no token is the end. Their numerics differ from ours (another order of summation), so
+    texts are compared, not asserted.
 
     Args:
         target: Folder.
@@ -186,34 +221,60 @@ def transformers_arms(
         num_prompts: Rounds in which these arms take part; None in all.
         device: Where both models run.
     """
-    model, assistant = _load(target, dtype, device), _load(draft, dtype, device)
+    model = _load(target, dtype, device)
+    assistant = _load(draft, dtype, device)
     defaults: dict[str, Any] = {"num_assistant_tokens": None, "assistant_confidence_threshold": None}
     settings = {f"{ASSISTED}, default": defaults}
     for count in assistant_tokens:
-        settings[f"{ASSISTED}, k={count}"] = {"num_assistant_tokens": count, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+        settings[f"{ASSISTED}, k={count}"] = {
+            "num_assistant_tokens": count,
+            "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.0,
+        }
 
     def assisted(assistant_settings: dict[str, Any]) -> Callable[[Sequence[int]], Generation]:
         def generate(prompt: Sequence[int]) -> Generation:
-            assistant.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0, **assistant_settings)
+            assistant.generation_config = GenerationConfig(
+                eos_token_id=None, pad_token_id=0, **assistant_settings
+            )
             return _generate(model, prompt, num_tokens, assistant_model=assistant)
 
         return generate
 
-    eager = Arm(name=EAGER, generate=lambda prompt: _generate(model, prompt, num_tokens), exact=False, num_prompts=num_prompts)
-    return [eager, *(Arm(name=name, generate=assisted(chosen), exact=False, num_prompts=num_prompts) for name, chosen in settings.items())]
+    eager = Arm(
+        name=EAGER,
+        generate=lambda prompt: _generate(model, prompt, num_tokens),
+        exact=False,
+        num_prompts=num_prompts,
+    )
+    return [
+        eager,
+        *(
+            Arm(name=name, generate=assisted(chosen), exact=False, num_prompts=num_prompts)
+            for name, chosen in settings.items()
+        ),
+    ]
 
 
 def compiled_arms(target: Path, *, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[Arm]:
-    """`generate` with `cache_implementation="static"`, which compiles the forward of one token itself; the prompt runs eagerly, as it does there.
+    """`generate` with `cache_implementation="static"`, which compiles the forward of one token itself; the
+    prompt runs eagerly, as it does there.
 
-    The first prompt compiles, so prompts must be of one length: the static cache is as long as prompt and new tokens together.
-    """
+    The first prompt compiles, so prompts must be of one length: the static cache is as long as prompt and
+    new tokens together."""
 
     def arm(name: str, settings: Mapping[str, Any]) -> Arm:
-        model = _load(target, dtype)  # one each: generate() compiles anew whenever a model's configuration changes
+        # one each: generate() compiles anew whenever a model's configuration changes
+        model = _load(target, dtype)
         config = CompileConfig(dynamic=False, **settings)
         config._compile_all_devices = True  # generate() compiles on a CPU only when told so
-        return Arm(name=name, generate=lambda prompt: _generate(model, prompt, num_tokens, cache_implementation="static", compile_config=config), exact=False)
+        return Arm(
+            name=name,
+            generate=lambda prompt: _generate(
+                model, prompt, num_tokens, cache_implementation="static", compile_config=config
+            ),
+            exact=False,
+        )
 
     return [arm(name, settings) for name, settings in COMPILE_CONFIGS.items()]
 
@@ -230,7 +291,14 @@ def _generate(model: Any, prompt: Sequence[int], num_tokens: int, **options: Any
     ids = torch.tensor([list(prompt)], device=model.device)
     start = time.perf_counter()
     with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, streamer=arrivals, **options)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            streamer=arrivals,
+            **options,
+        )
     total_ms = (time.perf_counter() - start) * 1e3
     return Generation(
         token_ids=out[0, len(prompt) :].tolist(),

@@ -24,20 +24,36 @@ def built(under_test: Subject, what: str) -> list[LoadedPair]:
         return [under_test.pair()]
     if what == "inexact":
         return [under_test.inexact()]
-    return [pair for name in COUNTED_ON for pair in (under_test.twin(WORKLOADS[name]), under_test.pair(WORKLOADS[name]))]
+    return [
+        pair
+        for name in COUNTED_ON
+        for pair in (under_test.twin(WORKLOADS[name]), under_test.pair(WORKLOADS[name]))
+    ]
 
 
 def main() -> None:
     """Build and say what there is."""
-    parser = argparse.ArgumentParser(prog="bench.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("pair", "twin", "inexact"), default="pair", help="see gpu.sh (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="bench.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("pair", "twin", "inexact"),
+        default="pair",
+        help="see gpu.sh (default: %(default)s)",
+    )
     add_options(parser)
-    parser.add_argument("--quick", action="store_true", help="changes nothing here; a series of claims is rehearsed with it")
+    parser.add_argument(
+        "--quick", action="store_true", help="changes nothing here; a series of claims is rehearsed with it"
+    )
     options = parser.parse_args()
     under_test = subject(options)
     print(under_test.target.statement, flush=True)
     for pair in built(under_test, options.what):
-        print(f"{pair.bundle.name}, calibrated on {pair.dataset}: {pair.bundle.exactness}; {pair.bundle.folder}")
+        print(
+            f"{pair.bundle.name}, calibrated on {pair.dataset}: {pair.bundle.exactness}; {pair.bundle.folder}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Open-loop load on batchers in this process: arrivals do not wait for answers; several batchers take turns, step by step, each on a clock of its own.
+"""Open-loop load on batchers in this process: arrivals do not wait for answers; several batchers take
+turns, step by step, each on a clock of its own.
 
 HTTP is left out: what is compared is how a batch decodes.
 """
@@ -27,11 +28,24 @@ from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.request import Event, Observer, Request, RequestReport, StepReport
 
-__all__ = ["Arrival", "Clock", "OwnClock", "Player", "ProfileClock", "Replay", "in_turns", "poisson", "replay", "same_texts", "traced"]
+__all__ = [
+    "Arrival",
+    "Clock",
+    "OwnClock",
+    "Player",
+    "ProfileClock",
+    "Replay",
+    "in_turns",
+    "poisson",
+    "replay",
+    "same_texts",
+    "traced",
+]
 
 OUTPUT_TOKENS = (16, 96)
 LONGEST_PROMPT = 96
-LATE_S = 1e-6  # nobody wakes early: less than that could be lost in rounding, and a sleeper would never wake
+# nobody wakes early: less than that could be lost in rounding, and a sleeper would never wake
+LATE_S = 1e-6
 GREEDY = SamplingConfig()
 
 
@@ -50,7 +64,14 @@ class Arrival:
     num_tokens: int
 
 
-def poisson(texts: Sequence[Sequence[int]], *, rate: float, seconds: float, seed: int, output_tokens: tuple[int, int] = OUTPUT_TOKENS) -> list[Arrival]:
+def poisson(
+    texts: Sequence[Sequence[int]],
+    *,
+    rate: float,
+    seconds: float,
+    seed: int,
+    output_tokens: tuple[int, int] = OUTPUT_TOKENS,
+) -> list[Arrival]:
     """Arrivals of a Poisson process.
 
     Args:
@@ -64,14 +85,21 @@ def poisson(texts: Sequence[Sequence[int]], *, rate: float, seconds: float, seed
     times = np.cumsum(random.exponential(1 / rate, size=int(2 * rate * seconds) + 20))
     lengths = random.integers(*output_tokens, size=len(times), endpoint=True)
     prompts = random.integers(8, LONGEST_PROMPT, size=len(times), endpoint=True)
-    return [Arrival(float(at_s), texts[place % len(texts)][: prompts[place]], int(lengths[place])) for place, at_s in enumerate(times) if at_s < seconds]
+    return [
+        Arrival(float(at_s), texts[place % len(texts)][: prompts[place]], int(lengths[place]))
+        for place, at_s in enumerate(times)
+        if at_s < seconds
+    ]
 
 
-def traced(texts: Sequence[Sequence[int]], trace: Sequence[TraceRequest], *, rate: float, seconds: float) -> list[Arrival]:
-    """A trace pressed into so many seconds and thinned to so many requests a second on average; lengths are scaled, their ranks kept.
+def traced(
+    texts: Sequence[Sequence[int]], trace: Sequence[TraceRequest], *, rate: float, seconds: float
+) -> list[Arrival]:
+    """A trace pressed into so many seconds and thinned to so many requests a second on average; lengths are
+    scaled, their ranks kept.
 
-    A prompt of the trace's median length becomes a third of LONGEST_PROMPT, an output of the median length 40 tokens.
-    """
+    A prompt of the trace's median length becomes a third of LONGEST_PROMPT, an output of the median length
+    40 tokens."""
     wanted = min(len(trace), round(rate * seconds))
     kept = [trace[place * len(trace) // wanted] for place in range(wanted)]
     span = trace[-1][0]
@@ -88,7 +116,9 @@ def traced(texts: Sequence[Sequence[int]], trace: Sequence[TraceRequest], *, rat
 
 
 class Clock(ABC):
-    """The time of one batcher: who sleeps on it does not wait, for the rest of the world may go on meanwhile."""
+    """The time of one batcher: who sleeps on it does not wait, for the rest of the world may go on
+    meanwhile.
+    """
 
     @property
     @abstractmethod
@@ -102,12 +132,15 @@ class Clock(ABC):
     @contextmanager
     def running(self) -> Iterator[None]:
         """A context in which everybody in this process reads this clock."""
-        with mock.patch.multiple(time, perf_counter=lambda: self.now, sleep=lambda seconds: self.advance(seconds + LATE_S)):
+        with mock.patch.multiple(
+            time, perf_counter=lambda: self.now, sleep=lambda seconds: self.advance(seconds + LATE_S)
+        ):
             yield
 
 
 class OwnClock(Clock):
-    """The time that passed while this clock ran: of batchers that take turns, each has a machine to itself, at the same pace as the others'.
+    """The time that passed while this clock ran: of batchers that take turns, each has a machine to itself,
+    at the same pace as the others'.
 
     Args:
         wall: Seconds of the world.
@@ -120,7 +153,9 @@ class OwnClock(Clock):
 
     @property
     def now(self) -> float:
-        return self._stopped_at if self._started is None else self._stopped_at + self._wall() - self._started
+        return (
+            self._stopped_at if self._started is None else self._stopped_at + self._wall() - self._started
+        )
 
     def advance(self, seconds: float) -> None:
         self._stopped_at += seconds
@@ -132,11 +167,13 @@ class OwnClock(Clock):
             try:
                 yield
             finally:
-                self._stopped_at, self._started = self.now, None
+                self._stopped_at = self.now
+                self._started = None
 
 
 class ProfileClock(Clock):
-    """A clock that only forwards move, by what the profile says of their graph at the context of their tokens: a machine without neighbours.
+    """A clock that only forwards move, by what the profile says of their graph at the context of their
+    tokens: a machine without neighbours.
 
     Args:
         batcher: Its models are priced; they compute what they always do.
@@ -163,7 +200,10 @@ class _Priced:
     """A model whose forwards take the profile's time."""
 
     def __init__(self, model: Any, curve: Curve, host_ms: float, clock: ProfileClock) -> None:
-        self._model, self._curve, self._host_ms, self._clock = model, curve, host_ms, clock
+        self._model = model
+        self._curve = curve
+        self._host_ms = host_ms
+        self._clock = clock
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -171,7 +211,9 @@ class _Priced:
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         positions = meta_NM[meta_NM[:, INDEX] >= 0, POSITION].float()
         outputs: tuple[Tensor, Tensor] = self._model.forward(meta_NM)
-        self._clock.advance((self._curve.at(len(meta_NM), round(float(positions.mean()))) + self._host_ms) / 1e3)
+        self._clock.advance(
+            (self._curve.at(len(meta_NM), round(float(positions.mean()))) + self._host_ms) / 1e3
+        )
         return outputs
 
 
@@ -208,7 +250,9 @@ class Replay(Observer):
 
     @property
     def sustained(self) -> float:
-        """Requests a second of a batch that was full: of a burst, until three quarters of its tokens were written."""
+        """Requests a second of a batch that was full: of a burst, until three quarters of its tokens were
+        written.
+        """
         left = 0.75 * sum(map(len, self.texts))
         for at_s, report in self.steps:
             left -= sum(report.emitted)
@@ -218,26 +262,42 @@ class Replay(Observer):
 
     def to_json(self) -> dict[str, Any]:
         """The figures of a table's row; milliseconds."""
-        totals, firsts = [report.total_ms for report in self.requests], [report.ttft_ms for report in self.requests]
-        decoding = [report for _, report in self.steps if report.prompt_tokens == 0 and report.batch_size == report.running]
+        totals = [report.total_ms for report in self.requests]
+        firsts = [report.ttft_ms for report in self.requests]
+        decoding = [
+            report
+            for _, report in self.steps
+            if report.prompt_tokens == 0 and report.batch_size == report.running
+        ]
         return {
             "tok_per_s": round(self.throughput, 2),
             "seconds": round(self.seconds, 2),
             "requests": len(self.requests),
             "latency_ms": _percentiles(totals),
             "ttft_ms": _percentiles(firsts),
-            "tpot_ms": _percentiles([report.tpot_ms for report in self.requests if report.emitted_tokens > 1]),
+            "tpot_ms": _percentiles(
+                [report.tpot_ms for report in self.requests if report.emitted_tokens > 1]
+            ),
             "mean_batch": round(mean(report.batch_size for _, report in self.steps), 2),
             "mean_gamma": round(mean(report.gamma for _, report in self.steps), 2),
-            "emitted_per_pass": round(sum(map(len, self.texts)) / sum(report.batch_size for _, report in self.steps), 3),
-            "host_share": round(1 - sum(r.draft_ms + r.verify_ms for r in decoding) / max(1e-9, sum(r.total_ms for r in decoding)), 4),
+            "emitted_per_pass": round(
+                sum(map(len, self.texts)) / sum(report.batch_size for _, report in self.steps), 3
+            ),
+            "host_share": round(
+                1
+                - sum(r.draft_ms + r.verify_ms for r in decoding)
+                / max(1e-9, sum(r.total_ms for r in decoding)),
+                4,
+            ),
             "preemptions": sum(report.preemptions for report in self.requests),
         }
 
     def timeline(self, bin_s: float) -> dict[str, list[float]]:
         """Tokens a second, mean gamma and running rows in bins of so many seconds."""
         num_bins = int(self.seconds / bin_s) + 1
-        tokens, gammas, running = np.zeros(num_bins), [[] for _ in range(num_bins)], [[] for _ in range(num_bins)]
+        tokens = np.zeros(num_bins)
+        gammas = [[] for _ in range(num_bins)]
+        running = [[] for _ in range(num_bins)]
         for at_s, report in self.steps:
             place = min(num_bins - 1, int(at_s / bin_s))
             tokens[place] += sum(report.emitted)
@@ -251,7 +311,8 @@ class Replay(Observer):
 
 
 class Player:
-    """Serves arrivals as they come, a step a turn, each sampled with a seed of its own, from an idle batcher that knows no text.
+    """Serves arrivals as they come, a step a turn, each sampled with a seed of its own, from an idle
+    batcher that knows no text.
 
     Args:
         batcher: Idle.
@@ -263,18 +324,28 @@ class Player:
         outcome: What has been done so far.
     """
 
-    def __init__(self, batcher: Batcher, policy: GammaPolicy, arrivals: Sequence[Arrival], sampling: SamplingConfig = GREEDY) -> None:
+    def __init__(
+        self,
+        batcher: Batcher,
+        policy: GammaPolicy,
+        arrivals: Sequence[Arrival],
+        sampling: SamplingConfig = GREEDY,
+    ) -> None:
         assert batcher.num_running == batcher.num_waiting == 0
-        batcher.policy, batcher.gamma = policy, 0
+        batcher.policy = policy
+        batcher.gamma = 0
         batcher.pool.flush_()
         self.outcome = Replay([[] for _ in arrivals])
         batcher.observer = self.outcome
-        self._batcher, self._sampling = batcher, sampling
+        self._batcher = batcher
+        self._sampling = sampling
         self._first_at_s = arrivals[0].at_s
         self._pending = list(reversed(list(enumerate(arrivals))))
 
     def turn(self) -> bool:
-        """Let those in who have come, then one step, or a sleep until the next one comes; False when nothing is left."""
+        """Let those in who have come, then one step, or a sleep until the next one comes; False when
+        nothing is left.
+        """
         while self._pending and self._pending[-1][1].at_s <= self._now:
             self._submit(*self._pending.pop())
         if self._batcher.step() is None:
@@ -287,13 +358,19 @@ class Player:
         return time.perf_counter() - self.outcome.start
 
     def _submit(self, place: int, arrival: Arrival) -> None:
-        config = GenerateConfig(max_new_tokens=arrival.num_tokens, ignore_eos=True, sampling=dataclasses.replace(self._sampling, seed=place))
+        config = GenerateConfig(
+            max_new_tokens=arrival.num_tokens,
+            ignore_eos=True,
+            sampling=dataclasses.replace(self._sampling, seed=place),
+        )
         ticket = self._batcher.ticket(_request(arrival, self.outcome.texts[place], config))
         ticket.arrived = self.outcome.start + arrival.at_s  # it waited for the step that ran
         self._batcher.submit(ticket)
 
 
-def replay(batcher: Batcher, policy: GammaPolicy, arrivals: Sequence[Arrival], *, sampling: SamplingConfig = GREEDY) -> Replay:
+def replay(
+    batcher: Batcher, policy: GammaPolicy, arrivals: Sequence[Arrival], *, sampling: SamplingConfig = GREEDY
+) -> Replay:
     """Serve all arrivals, on whatever clock runs."""
     player = Player(batcher, policy, arrivals, sampling)
     while player.turn():
@@ -301,8 +378,14 @@ def replay(batcher: Batcher, policy: GammaPolicy, arrivals: Sequence[Arrival], *
     return player.outcome
 
 
-def in_turns(arms: Mapping[str, tuple[Batcher, Clock]], policies: Mapping[str, GammaPolicy], arrivals: Sequence[Arrival]) -> dict[str, Replay]:
-    """Serve the same arrivals with every arm: whose clock is furthest behind takes the next step, so a slow second of the machine is everybody's."""
+def in_turns(
+    arms: Mapping[str, tuple[Batcher, Clock]],
+    policies: Mapping[str, GammaPolicy],
+    arrivals: Sequence[Arrival],
+) -> dict[str, Replay]:
+    """Serve the same arrivals with every arm: whose clock is furthest behind takes the next step, so a slow
+    second of the machine is everybody's.
+    """
     players: dict[str, Player] = {}
     for name, (batcher, clock) in arms.items():
         with clock.running():
@@ -334,4 +417,9 @@ def _request(arrival: Arrival, text: list[int], config: GenerateConfig) -> Reque
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
     mean_ms = float(np.mean(values)) if values else 0.0
     low, middle, high = np.percentile(values, (50, 95, 99)) if values else (0.0, 0.0, 0.0)
-    return {"mean": round(mean_ms, 1), "p50": round(float(low), 1), "p95": round(float(middle), 1), "p99": round(float(high), 1)}
+    return {
+        "mean": round(mean_ms, 1),
+        "p50": round(float(low), 1),
+        "p95": round(float(middle), 1),
+        "p99": round(float(high), 1),
+    }

@@ -1,7 +1,8 @@
-"""The three kinds of text that the paper's figures are measured on: prompts to test on, texts to calibrate on, texts to tune baselines on.
+"""The three kinds of text that the paper's figures are measured on: prompts to test on, texts to calibrate
+on, texts to tune baselines on.
 
-The bundled models were trained on stories; wiki and code are foreign to them, so there a draft agrees with its target less.
-"""
+The bundled models were trained on stories; wiki and code are foreign to them, so there a draft agrees with
+its target less."""
 
 from __future__ import annotations
 
@@ -9,14 +10,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from yggdrasil.calibration import CALIBRATION_TEXT, PROMPT_LEN, read_texts
 from yggdrasil.config import CompileConfig
+from yggdrasil.offline.traces import CALIBRATION_TEXT, PROMPT_LEN, read_texts
 from yggdrasil.pair import LoadedPair
 
 __all__ = ["STORIES", "WORKLOADS", "Workload", "beginnings"]
 
 DATA = Path(__file__).parent / "data"
-CALIBRATION_PROMPTS = CompileConfig().calibration_texts  # of the bundled calibration text; the rest of it validates
+# of the bundled calibration text; the rest of it validates
+CALIBRATION_PROMPTS = CompileConfig().calibration_texts
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,11 @@ class Workload:
     @cached_property
     def validation_texts(self) -> list[str]:
         """What the settings of baselines are tuned on."""
-        return read_texts(CALIBRATION_TEXT)[CALIBRATION_PROMPTS:] if self.name == "stories" else read_texts(DATA / f"validation_{self.name}.jsonl")
+        return (
+            read_texts(CALIBRATION_TEXT)[CALIBRATION_PROMPTS:]
+            if self.name == "stories"
+            else read_texts(DATA / f"validation_{self.name}.jsonl")
+        )
 
 
 STORIES = Workload("stories")

@@ -1,16 +1,18 @@
-"""Train a small target and a smaller draft on a file of stories: data path in, two Hugging Face folders out.
+"""Train a small target and a smaller draft on a file of stories: data path in, two Hugging Face folders
+out.
 
     python examples/train_pair.py stories.txt --out pair --minutes-target 45 --minutes-draft 25
 
-The text holds stories separated by ``<|endoftext|>``. The script trains a byte-level BPE tokenizer, then the
-target (next-token loss), then the draft (distilled from the target, on the stories and on text the target
-itself writes, since acceptance is decided on the target's own text). It leaves
+The text holds stories separated by ``<|endoftext|>``. The script trains a byte-level BPE tokenizer, then
+the target (next-token loss), then the draft (distilled from the target, on the stories and on text the
+target itself writes, since acceptance is decided on the target's own text). It leaves
 
     OUT/target, OUT/draft    config.json, generation_config.json, model.safetensors (bf16), tokenizer files
     OUT/metrics.json         what the model card quotes, measured on the test stories
 
-Both learning rates follow the clock, so they reach zero when the minutes are spent, on any machine. The folders
-are rewritten at every evaluation: ``--minutes-target 0`` keeps OUT/target and trains only the draft.
+Both learning rates follow the clock, so they reach zero when the minutes are spent, on any machine. The
+folders are rewritten at every evaluation: ``--minutes-target 0`` keeps OUT/target and trains only the
+draft.
 
 Shapes: B rows, L tokens, V vocabulary.
 """
@@ -36,10 +38,31 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 END = "<|endoftext|>"
 SPLITS = ("test", "validation")
-TARGET_SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
+TARGET_SIZES = {
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 DRAFT_SIZES = {
-    "standard": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32},
-    "small": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32},
+    "standard": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    },
+    "small": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
 }
 
 
@@ -47,9 +70,8 @@ DRAFT_SIZES = {
 class TrainConfig:
     """Everything a run depends on besides the text.
 
-    ``early_draft`` also keeps the first draft whose top-1 agreement reaches ``early_agreement``: a deliberately
-    weaker draft to study how a runtime adapts.
-    """
+    ``early_draft`` also keeps the first draft whose top-1 agreement reaches ``early_agreement``: a
+    deliberately weaker draft to study how a runtime adapts."""
 
     out: Path
     minutes_target: float = 45.0
@@ -73,9 +95,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.batch_tokens % self.max_len:
-            raise ValueError(f"batch_tokens={self.batch_tokens} must be a multiple of max_len={self.max_len}")
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens} must be a multiple of max_len={self.max_len}"
+            )
         if 0 < self.minutes_draft <= self.minutes_writing:
-            raise ValueError(f"minutes_writing={self.minutes_writing} must be less than minutes_draft={self.minutes_draft}")
+            raise ValueError(
+                f"minutes_writing={self.minutes_writing} must be less than minutes_draft={self.minutes_draft}"
+            )
 
 
 def read_stories(path: Path) -> list[str]:
@@ -87,8 +113,8 @@ def read_stories(path: Path) -> list[str]:
 def split_of(story: str) -> str:
     """Which split a story belongs to: 5 % test, 5 % validation, 90 % train.
 
-    Decided by the story's own text, so it holds for any subset or order of the file, and duplicates never straddle.
-    """
+    Decided by the story's own text, so it holds for any subset or order of the file, and duplicates never
+    straddle."""
     bucket = int(hashlib.sha256(story.encode()).hexdigest(), 16) % 20
     return SPLITS[bucket] if bucket < len(SPLITS) else "train"
 
@@ -96,7 +122,9 @@ def split_of(story: str) -> str:
 def write_stories(path: Path, stories: list[str], limit: int) -> None:
     """The first ``limit`` stories as JSON lines ``{"text": ...}``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"text": story}) + "\n" for story in stories[:limit]), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": story}) + "\n" for story in stories[:limit]), encoding="utf-8"
+    )
 
 
 def train_tokenizer(stories: list[str], vocab_size: int, max_len: int) -> PreTrainedTokenizerFast:
@@ -105,11 +133,20 @@ def train_tokenizer(stories: list[str], vocab_size: int, max_len: int) -> PreTra
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(stories, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(f"the text yields {tokenizer.get_vocab_size()} tokens, vocab_size={vocab_size} needs more text")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, model_max_length=max_len, clean_up_tokenization_spaces=False)
+        raise ValueError(
+            f"the text yields {tokenizer.get_vocab_size()} tokens, vocab_size={vocab_size} needs more text"
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        model_max_length=max_len,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def pack(tokenizer: PreTrainedTokenizerFast, stories: list[str]) -> torch.Tensor:
@@ -125,17 +162,23 @@ def windows(stream: torch.Tensor, length: int, offset: int = 0) -> torch.Tensor:
     return stream[offset : offset + num_rows * length].view(num_rows, length)
 
 
-def shuffled_batches(stream: torch.Tensor, length: int, batch_tokens: int, seed: int) -> Iterator[torch.Tensor]:
+def shuffled_batches(
+    stream: torch.Tensor, length: int, batch_tokens: int, seed: int
+) -> Iterator[torch.Tensor]:
     """Endless (B, L) batches; every epoch cuts the stream at a new offset, so rows differ between epochs."""
     rng = torch.Generator().manual_seed(seed)
     while True:
         offset = int(torch.randint(length, (), generator=rng))
         row_NL = windows(stream, length, offset)
         row_NL = row_NL[torch.randperm(len(row_NL), generator=rng)]
-        yield from (batch for batch in row_NL.split(batch_tokens // length) if len(batch) * length == batch_tokens)
+        yield from (
+            batch for batch in row_NL.split(batch_tokens // length) if len(batch) * length == batch_tokens
+        )
 
 
-def interleave(first: Iterator[torch.Tensor], second: Iterator[torch.Tensor], *, period: int) -> Iterator[torch.Tensor]:
+def interleave(
+    first: Iterator[torch.Tensor], second: Iterator[torch.Tensor], *, period: int
+) -> Iterator[torch.Tensor]:
     """Batches of ``first``, every ``period``-th taken from ``second``."""
     while True:
         yield from (next(first) for _ in range(period - 1))
@@ -168,7 +211,8 @@ def save_folder(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fol
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     tokenizer_config = json.loads((partial / "tokenizer_config.json").read_text())
-    tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 and 5 both load
+    # the name that transformers 4 and 5 both load
+    tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
     (partial / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
@@ -196,7 +240,9 @@ def next_token_loss(model: LlamaForCausalLM, token_BL: torch.Tensor) -> torch.Te
     return F.cross_entropy(logits_of(model, token_BL), token_BL[:, 1:].flatten())
 
 
-def distillation_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, token_BL: torch.Tensor, hard_weight: float) -> torch.Tensor:
+def distillation_loss(
+    draft: LlamaForCausalLM, target: LlamaForCausalLM, token_BL: torch.Tensor, hard_weight: float
+) -> torch.Tensor:
     """Cross-entropy to the target's distribution (KL(target || draft) up to a constant) and to its argmax.
 
     The second term is what greedy acceptance checks.
@@ -218,8 +264,14 @@ def held_out_loss(model: LlamaForCausalLM, row_NL: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def agreement(draft: LlamaForCausalLM, target: LlamaForCausalLM, row_NL: torch.Tensor, keep_NL: torch.Tensor | None = None) -> dict[str, float]:
-    """How well the draft predicts the target, over the predictions that ``keep_NL`` marks (default all of them).
+def agreement(
+    draft: LlamaForCausalLM,
+    target: LlamaForCausalLM,
+    row_NL: torch.Tensor,
+    keep_NL: torch.Tensor | None = None,
+) -> dict[str, float]:
+    """How well the draft predicts the target, over the predictions that ``keep_NL`` marks (default all of
+    them).
 
     Returns:
         top1: share of positions where both argmaxes are equal (acceptance of one greedy drafted token).
@@ -227,7 +279,8 @@ def agreement(draft: LlamaForCausalLM, target: LlamaForCausalLM, row_NL: torch.T
     """
     draft.eval()
     keep_NL = torch.ones_like(row_NL[:, 1:], dtype=torch.bool) if keep_NL is None else keep_NL
-    top1, overlap = [], []
+    top1 = []
+    overlap = []
     for batch, keep in zip(row_NL.split(16), keep_NL.split(16), strict=True):
         draft_logits, target_logits = (logits_of(model, batch)[keep.flatten()] for model in (draft, target))
         top1.append((draft_logits.argmax(-1) == target_logits.argmax(-1)).float())
@@ -236,7 +289,9 @@ def agreement(draft: LlamaForCausalLM, target: LlamaForCausalLM, row_NL: torch.T
 
 
 def written_mask(row_NL: torch.Tensor, prompt_len: int, end_id: int) -> torch.Tensor:
-    """Which predictions the target made itself: after the prompt, up to its first END. # (N, L) -> (N, L - 1)"""
+    """Which predictions the target made itself: after the prompt, up to its first END. # (N, L) -> (N, L -
+    1)
+    """
     written_NL = torch.arange(1, row_NL.shape[1]) >= prompt_len
     end_NL = (row_NL[:, 1:] == end_id) & written_NL
     return written_NL & (end_NL.int().cumsum(1) - end_NL.int() == 0)
@@ -249,28 +304,44 @@ def is_loop(tokens: list[int], repeats: int = 4, longest: int = 20) -> bool:
 
 
 @torch.no_grad()
-def write_on(model: LlamaForCausalLM, prompt_BL: torch.Tensor, length: int, temperature_B: torch.Tensor) -> torch.Tensor:
-    """Extend every prompt to ``length`` tokens, each row at its own temperature (0 is greedy). # (B, L) -> (B, length)"""
-    cache, token_BL = DynamicCache(config=model.config), prompt_BL
+def write_on(
+    model: LlamaForCausalLM, prompt_BL: torch.Tensor, length: int, temperature_B: torch.Tensor
+) -> torch.Tensor:
+    """Extend every prompt to ``length`` tokens, each row at its own temperature (0 is greedy). # (B, L) ->
+    (B, length)
+    """
+    cache = DynamicCache(config=model.config)
+    token_BL = prompt_BL
     step_BL = prompt_BL
     while token_BL.shape[1] < length:
         with autocast():
             logits_BV = model(step_BL, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
-        # Gumbel noise scaled by the temperature: argmax samples softmax(logits / temperature), and is greedy at 0.
+        # Gumbel noise scaled by the temperature: argmax samples softmax(logits / temperature), and is
+        # greedy at 0.
         noise_BV = -torch.empty_like(logits_BV).exponential_().log()
         step_BL = (logits_BV + temperature_B[:, None] * noise_BV).argmax(-1, keepdim=True)
         token_BL = torch.cat([token_BL, step_BL], dim=1)
     return token_BL
 
 
-def write_corpus(target: LlamaForCausalLM, stream: torch.Tensor, *, seconds: float, rows: int = 192, prompt_len: int = 32, length: int = 256) -> torch.Tensor:
-    """Text by the target, for ``seconds``: excerpts of the training stream to continue, temperatures spread over 0 to 1.
+def write_corpus(
+    target: LlamaForCausalLM,
+    stream: torch.Tensor,
+    *,
+    seconds: float,
+    rows: int = 192,
+    prompt_len: int = 32,
+    length: int = 256,
+) -> torch.Tensor:
+    """Text by the target, for ``seconds``: excerpts of the training stream to continue, temperatures spread
+    over 0 to 1.
 
-    A third of the rows are greedy. Returns one flat stream whose rows of ``length`` tokens are whole samples.
-    """
+    A third of the rows are greedy. Returns one flat stream whose rows of ``length`` tokens are whole
+    samples."""
     temperature_B = torch.linspace(-0.5, 1.0, rows).clamp(min=0)
     opening_NL = windows(stream, prompt_len)
-    samples, stop = [], time.monotonic() + seconds
+    samples = []
+    stop = time.monotonic() + seconds
     while not samples or time.monotonic() < stop:
         prompt_BL = opening_NL[torch.randint(len(opening_NL), (rows,))]
         samples.append(write_on(target, prompt_BL, length, temperature_B).flatten())
@@ -278,7 +349,9 @@ def write_corpus(target: LlamaForCausalLM, stream: torch.Tensor, *, seconds: flo
 
 
 def schedule(progress: float, warmup: float = 0.02) -> float:
-    """Learning-rate factor: linear warm-up, then cosine to zero. ``progress`` is the share of the time budget spent."""
+    """Learning-rate factor: linear warm-up, then cosine to zero. ``progress`` is the share of the time
+    budget spent.
+    """
     return min(progress / warmup, 0.5 + 0.5 * math.cos(math.pi * min(progress, 1.0)))
 
 
@@ -311,7 +384,10 @@ def train_(
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     loss_of = torch.compile(loss_of, dynamic=False)
     start = time.monotonic()
-    steps, tokens, next_eval, losses = 0, 0, config.eval_seconds / 4, []
+    steps = 0
+    tokens = 0
+    next_eval = config.eval_seconds / 4
+    losses = []
     while (elapsed := time.monotonic() - start) < seconds:
         model.train()
         batch = next(batches)
@@ -322,16 +398,25 @@ def train_(
             optimizer.param_groups[0]["lr"] = peak * schedule(elapsed / seconds)
             optimizer.step()
             optimizer.zero_grad()
-        steps, tokens, losses = steps + 1, tokens + batch.numel(), [*losses[-49:], loss.item()]
+        steps = steps + 1
+        tokens = tokens + batch.numel()
+        losses = [*losses[-49:], loss.item()]
         if elapsed >= next_eval:
             next_eval = elapsed + min(config.eval_seconds, elapsed)
-            report = {"step": steps, "tokens": tokens, "seconds": round(elapsed), "train_loss": float(np.mean(losses))}
+            report = {
+                "step": steps,
+                "tokens": tokens,
+                "seconds": round(elapsed),
+                "train_loss": float(np.mean(losses)),
+            }
             print(json.dumps(report | evaluate()), flush=True)
     evaluate()
     return {"steps": steps, "tokens_seen": tokens, "seconds": round(time.monotonic() - start)}
 
 
-def train_target(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, streams: dict[str, torch.Tensor]) -> dict[str, float]:
+def train_target(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerFast, streams: dict[str, torch.Tensor]
+) -> dict[str, float]:
     """Train the target on the stories and leave it in OUT/target; returns what training cost."""
     target = new_model(TARGET_SIZES, config, tokenizer.eos_token_id)
     save_folder(target, tokenizer, config.out / "target")
@@ -353,9 +438,12 @@ def train_target(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, stream
     )  # fmt: skip
 
 
-def train_draft(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, streams: dict[str, torch.Tensor]) -> dict[str, float]:
+def train_draft(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerFast, streams: dict[str, torch.Tensor]
+) -> dict[str, float]:
     """Distil the draft from OUT/target and leave it in OUT/draft; returns what training cost."""
-    target, draft = load_frozen(config.out / "target"), new_model(DRAFT_SIZES[config.draft_size], config, tokenizer.eos_token_id)
+    target = load_frozen(config.out / "target")
+    draft = new_model(DRAFT_SIZES[config.draft_size], config, tokenizer.eos_token_id)
     written = write_corpus(target, streams["train"], seconds=60 * config.minutes_writing)
     print(json.dumps({"tokens_written_by_target": len(written)}), flush=True)
     validation_NL = windows(streams["validation"], 512)[:64]
@@ -363,7 +451,11 @@ def train_draft(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, streams
     def evaluate() -> dict[str, float]:
         save_folder(draft, tokenizer, config.out / "draft")
         measured = agreement(draft, target, validation_NL)
-        if config.early_draft and not config.early_draft.exists() and measured["top1"] >= config.early_agreement:
+        if (
+            config.early_draft
+            and not config.early_draft.exists()
+            and measured["top1"] >= config.early_agreement
+        ):
             save_folder(draft, tokenizer, config.early_draft)
         return measured
 
@@ -378,10 +470,16 @@ def train_draft(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, streams
     return cost | {"tokens_written_by_target": len(written)}
 
 
-def measure(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, streams: dict[str, torch.Tensor]) -> dict[str, object]:
-    """What the shipped bf16 weights do on the test stories and on the target's own text, and two samples of it."""
-    target, draft = load_frozen(config.out / "target"), load_frozen(config.out / "draft")
-    test_NL, prompt_NL = windows(streams["test"], 512)[:96], windows(streams["test"], 32)[:64]
+def measure(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerFast, streams: dict[str, torch.Tensor]
+) -> dict[str, object]:
+    """What the shipped bf16 weights do on the test stories and on the target's own text, and two samples of
+    it.
+    """
+    target = load_frozen(config.out / "target")
+    draft = load_frozen(config.out / "draft")
+    test_NL = windows(streams["test"], 512)[:96]
+    prompt_NL = windows(streams["test"], 32)[:64]
     metrics: dict[str, object] = {
         "target_parameters": target.num_parameters(),
         "draft_parameters": draft.num_parameters(),
@@ -439,10 +537,20 @@ def main(config: TrainConfig, text: Path) -> None:
 
 def parse_arguments() -> tuple[TrainConfig, Path]:
     """The command line; every default is TrainConfig's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("text", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    for name in ("minutes_target", "minutes_draft", "minutes_writing", "muon_lr", "adam_lr", "dropout", "eval_seconds"):
+    for name in (
+        "minutes_target",
+        "minutes_draft",
+        "minutes_writing",
+        "muon_lr",
+        "adam_lr",
+        "dropout",
+        "eval_seconds",
+    ):
         parser.add_argument("--" + name.replace("_", "-"), type=float, default=getattr(TrainConfig, name))
     parser.add_argument("--seed", type=int, default=TrainConfig.seed)
     parser.add_argument("--draft-size", choices=list(DRAFT_SIZES), default=TrainConfig.draft_size)

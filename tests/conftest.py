@@ -1,4 +1,6 @@
-"""One artifact root for the session, the operators built once in it, and one small compiled pair that every test shares."""
+"""One artifact root for the session, the operators built once in it, and one small compiled pair that every
+test shares.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,25 @@ TINY = CompileConfig(
     calibration_tokens=8,
 )
 SMALLEST = CompileConfig(
-    max_context=128, widths=(2,), max_depth=3, verify_widths=(4,), prefill_chunk=16, num_candidates=2, calibration_texts=1, calibration_tokens=6
+    max_context=128,
+    widths=(2,),
+    max_depth=3,
+    verify_widths=(4,),
+    prefill_chunk=16,
+    num_candidates=2,
+    calibration_texts=1,
+    calibration_tokens=6,
 )
 COMPRESSED = replace(SMALLEST, compress=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def ygg_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The artifact root of this session: fresh, or the folder `YGG_TEST_HOME`, which a contributor keeps between runs to compile once."""
-    kept, before = os.environ.get("YGG_TEST_HOME"), os.environ.get("YGG_HOME")
+    """The artifact root of this session: fresh, or the folder `YGG_TEST_HOME`, which a contributor keeps
+    between runs to compile once.
+    """
+    kept = os.environ.get("YGG_TEST_HOME")
+    before = os.environ.get("YGG_HOME")
     home = Path(kept) if kept else tmp_path_factory.mktemp("home")
     os.environ["YGG_HOME"] = str(home)
     yield home
@@ -47,7 +59,8 @@ def ygg_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny models on one thread: waking a second one for every operator costs more than the operator, far more on a busy machine.
+    """Tiny models on one thread: waking a second one for every operator costs more than the operator, far
+    more on a busy machine.
 
     That the thread count changes no bit has tests of its own.
     """
@@ -84,9 +97,9 @@ def tiny_bundle(ygg_home: Path, llama_folders: tuple[str, str], kernels: None) -
 
 def compiled(home: Path, name: str, folders: tuple[str, str], config: CompileConfig) -> Bundle:
     """Compile a pair unless a kept artifact root has it."""
-    from yggdrasil.build import compile_pair
     from yggdrasil.bundle import is_compiled
     from yggdrasil.errors import ArtifactError
+    from yggdrasil.offline.pipeline import compile_pair
     from yggdrasil.pair import load_pair
 
     if is_compiled(name):
@@ -95,7 +108,9 @@ def compiled(home: Path, name: str, folders: tuple[str, str], config: CompileCon
         except ArtifactError:
             pass  # of another torch, or of models since rebuilt
     calibration = tiny_pair.save_calibration(home / "stories.txt")
-    return compile_pair(*folders, name=name, config=config, calibration=calibration, progress=tiny_pair.SilentProgress())
+    return compile_pair(
+        *folders, name=name, config=config, calibration=calibration, progress=tiny_pair.SilentProgress()
+    )
 
 
 @pytest.fixture(scope="session")

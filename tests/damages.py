@@ -19,8 +19,15 @@ STORES = ("compile_cache", "profiles", "predictors")
 
 def artifact_files(home: Path) -> list[Path]:
     """Of the store, those last that hold only what can be read again."""
-    files = [path for store in STORES for path in sorted((home / store).rglob("*")) if path.is_file() and path.suffix != ".lock"]
-    return sorted(files, key=lambda path: path.name == "verified.json" and path.parent.parent.name != "kernels")
+    files = [
+        path
+        for store in STORES
+        for path in sorted((home / store).rglob("*"))
+        if path.is_file() and path.suffix != ".lock"
+    ]
+    return sorted(
+        files, key=lambda path: path.name == "verified.json" and path.parent.parent.name != "kernels"
+    )
 
 
 def truncated(path: Path) -> Iterator[None]:
@@ -30,9 +37,11 @@ def truncated(path: Path) -> Iterator[None]:
 
 
 def flipped(path: Path) -> Iterator[None]:
-    whole, rng = path.read_bytes(), random.Random(path.name)
+    whole = path.read_bytes()
+    rng = random.Random(path.name)
     for _ in range(3):
-        content, place = bytearray(whole), rng.randrange(len(whole))
+        content = bytearray(whole)
+        place = rng.randrange(len(whole))
         content[place] ^= 1 << rng.randrange(8)
         path.write_bytes(content)
         yield

@@ -1,8 +1,10 @@
-"""A CUDA device that is not there: tensors that say they lie on it, and a record of every call for which the host would wait for it.
+"""A CUDA device that is not there: tensors that say they lie on it, and a record of every call for which
+the host would wait for it.
 
-A `Pretended` tensor holds its values in an ordinary one, and every operator runs on those. What waits is decided as torch does it: values that are read,
-shapes that depend on values, and copies between host and device unless the host's side is pinned and the copy may run behind. An assigned number is such a
-copy, from pageable memory, where it goes to a single element or through an index; into a slice it is a fill.
+A `Pretended` tensor holds its values in an ordinary one, and every operator runs on those. What waits is
+decided as torch does it: values that are read, shapes that depend on values, and copies between host and
+device unless the host's side is pinned and the copy may run behind. An assigned number is such a copy, from
+pageable memory, where it goes to a single element or through an index; into a slice it is a fill.
 
 Time is pretended too: the host's work takes none, a forward of a `DeviceModel` as long as it is to take
 on its stream, and a wait ends with what it is for.
@@ -31,7 +33,15 @@ from yggdrasil.models.protocol import TokenModel
 from yggdrasil.trace import Trace
 
 PACKAGE = str(Path(yggdrasil.__file__).parent)
-READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero", "aten::_unique2", "aten::unique_dim")
+READS = (
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::_unique2",
+    "aten::unique_dim",
+)
 INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
@@ -64,7 +74,12 @@ class Pretended(torch.Tensor):
     @staticmethod
     def __new__(cls, host: Tensor) -> Pretended:
         tensor = torch.Tensor._make_wrapper_subclass(
-            cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype, device=torch.device("meta")
+            cls,
+            host.shape,
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device=torch.device("meta"),
         )
         tensor.host = host
         return tensor
@@ -89,12 +104,14 @@ class Pretended(torch.Tensor):
         kwargs = {**kwargs, "device": torch.device("cpu")} if to_device is not None else kwargs
         given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Pretended)]
         out = func(*tree_map(_host, args), **tree_map(_host, kwargs))
-        stays = to_device is not None and torch.device(to_device).type == "cpu"  # what was copied to the host
+        # what was copied to the host
+        stays = to_device is not None and torch.device(to_device).type == "cpu"
 
         def wrapped(value: Any) -> Any:
             if not isinstance(value, Tensor) or stays:
                 return value
-            same = [tensor for tensor in given if tensor.host is value]  # what is changed in place comes back as itself
+            # what is changed in place comes back as itself
+            same = [tensor for tensor in given if tensor.host is value]
             return same[0] if same else Pretended(value)
 
         into_host = func.name() == "aten::copy_" and not isinstance(args[0], Pretended)
@@ -110,14 +127,24 @@ def _waits(func: Any, args: Any, kwargs: Any) -> bool:
     if name == "aten::copy_":
         target, source = args[:2]
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        return isinstance(target, Pretended) != isinstance(source, Pretended) and not (non_blocking and _is_pinned(_host_side(target, source)))
+        return isinstance(target, Pretended) != isinstance(source, Pretended) and not (
+            non_blocking and _is_pinned(_host_side(target, source))
+        )
     if name == "aten::_to_copy":
         return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
     if name in INDEXING:
         indices = [index for index in args[1] if index is not None]
-        from_host = [index for index in (*indices, *args[2:3]) if isinstance(index, Tensor) and not isinstance(index, Pretended)]
+        from_host = [
+            index
+            for index in (*indices, *args[2:3])
+            if isinstance(index, Tensor) and not isinstance(index, Pretended)
+        ]
         return bool(from_host) or any(index.dtype in (torch.bool, torch.uint8) for index in indices)
-    strangers = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and not isinstance(leaf, Pretended) and leaf.dim() > 0]
+    strangers = [
+        leaf
+        for leaf in tree_flatten((args, kwargs))[0]
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Pretended) and leaf.dim() > 0
+    ]
     assert not strangers, f"{func} mixes tensors of the device and of the host: CUDA refuses that"
     return name in READS
 
@@ -132,14 +159,18 @@ _stage = ""
 
 
 def _is_pinned(host: Tensor) -> bool:
-    return any(host.untyped_storage().data_ptr() == pinned.untyped_storage().data_ptr() for pinned in _pinned)
+    return any(
+        host.untyped_storage().data_ptr() == pinned.untyped_storage().data_ptr() for pinned in _pinned
+    )
 
 
 def _note(what: str) -> None:
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back  # type: ignore[assignment]
-    _syncs.append(Sync(_stage, what, frame.f_code.co_filename if frame else "", frame.f_lineno if frame else 0))
+    _syncs.append(
+        Sync(_stage, what, frame.f_code.co_filename if frame else "", frame.f_lineno if frame else 0)
+    )
     Stream.current.synchronize()
 
 
@@ -204,7 +235,8 @@ Stream.current = Stream()
 
 @contextmanager
 def _on_stream(stream: Stream) -> Iterator[None]:
-    before, Stream.current = Stream.current, stream
+    before = Stream.current
+    Stream.current = stream
     try:
         yield
     finally:
@@ -216,7 +248,13 @@ def _synchronize() -> None:
         stream.synchronize()
 
 
-CUDA: dict[str, Any] = {"Event": Event, "Stream": Stream, "current_stream": lambda: Stream.current, "stream": _on_stream, "synchronize": _synchronize}
+CUDA: dict[str, Any] = {
+    "Event": Event,
+    "Stream": Stream,
+    "current_stream": lambda: Stream.current,
+    "stream": _on_stream,
+    "synchronize": _synchronize,
+}
 """Of torch.cuda, what knows streams and time."""
 
 
@@ -240,7 +278,10 @@ class _Bindings(TorchFunctionMode):
 
     @staticmethod
     def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        device = next((value for value in (*args, kwargs.get("device")) if isinstance(value, torch.device | str)), None)
+        device = next(
+            (value for value in (*args, kwargs.get("device")) if isinstance(value, torch.device | str)),
+            None,
+        )
         if isinstance(tensor, Pretended) or not _is_device(device):
             return tensor.to(*args, **kwargs)
         if not (kwargs.get("non_blocking", False) and _is_pinned(tensor)):
@@ -295,8 +336,9 @@ class StageNames(Trace):
 class DeviceModel:
     """A compiled model of the CPU behind the protocol of one on CUDA; see yggdrasil/models/protocol.py.
 
-    Metadata and outputs lie on the device. As with captured graphs, which share their memory, a forward writes over whatever the one before returned.
-    The cache stays the host's: what moves in it is not of this record.
+    Metadata and outputs lie on the device. As with captured graphs, which share their memory, a forward
+    writes over whatever the one before returned. The cache stays the host's: what moves in it is not of
+    this record.
 
     Args:
         model: Does the work, at once.
@@ -305,8 +347,13 @@ class DeviceModel:
 
     def __init__(self, model: TokenModel, forward_ms: float = 0.0) -> None:
         self._forward_ms = forward_ms
-        self.cache, self.max_depth, self.prefill_chunk, self.widest = model.cache, model.max_depth, model.prefill_chunk, model.widest
-        self.num_candidates, self.graph_ms, self.device = model.num_candidates, 0.0, "cuda"
+        self.cache = model.cache
+        self.max_depth = model.max_depth
+        self.prefill_chunk = model.prefill_chunk
+        self.widest = model.widest
+        self.num_candidates = model.num_candidates
+        self.graph_ms = 0.0
+        self.device = "cuda"
         self._model = model
         self._last: tuple[Tensor, ...] = ()
 

@@ -1,4 +1,6 @@
-"""Pairs of models small enough to build and compile inside a test run: a tokenizer, a grammar to learn, three architectures."""
+"""Pairs of models small enough to build and compile inside a test run: a tokenizer, a grammar to learn,
+three architectures.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ def stories(count: int, seed: int = 0) -> list[str]:
     rng = random.Random(seed)
     texts = []
     for _ in range(count):
-        animal, other, name, place = rng.choice(ANIMALS), rng.choice(ANIMALS), rng.choice(NAMES), rng.choice(PLACES)
+        animal = rng.choice(ANIMALS)
+        other = rng.choice(ANIMALS)
+        name = rng.choice(NAMES)
+        place = rng.choice(PLACES)
         texts.append(
             f"Once upon a time there was a {rng.choice(COLOURS)} {animal} named {name}. {name} liked to {rng.choice(VERBS)} in the {place}. "
             f"One day {name} saw a {rng.choice(COLOURS)} {other} near the {place}. The {other} said: let us {rng.choice(VERBS)} together! "
@@ -65,7 +70,9 @@ def stories(count: int, seed: int = 0) -> list[str]:
 
 
 def save_tokenizer(folder: Path) -> Any:
-    """A byte-level BPE of 384 tokens with an end of text, trained on the stories; returns the transformers tokenizer."""
+    """A byte-level BPE of 384 tokens with an end of text, trained on the stories; returns the transformers
+    tokenizer.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -73,7 +80,12 @@ def save_tokenizer(folder: Path) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(stories(200), trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, show_progress=False))
+    backend.train_from_iterator(
+        stories(200),
+        trainers.BpeTrainer(
+            vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
     assert backend.get_vocab_size() == VOCAB
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END)
     tokenizer.save_pretrained(folder)
@@ -81,14 +93,23 @@ def save_tokenizer(folder: Path) -> Any:
 
 
 def save_sentence_piece_tokenizer(folder: Path, *, is_llama: bool) -> Path:
-    """A BPE whose tokens carry the blank before them and whose decoder strips the one that begins a text: Metaspace's, or Llama's chain of four."""
+    """A BPE whose tokens carry the blank before them and whose decoder strips the one that begins a text:
+    Metaspace's, or Llama's chain of four.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    llama = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    llama = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     backend.decoder = decoders.Sequence(llama) if is_llama else decoders.Metaspace()
-    backend.train_from_iterator(stories(200), trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], show_progress=False))
+    backend.train_from_iterator(
+        stories(200), trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], show_progress=False)
+    )
     backend.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
@@ -100,7 +121,9 @@ def save_calibration(path: Path) -> Path:
 
 
 def save_llama_pair(folder: Path) -> tuple[str, str]:
-    """A Llama target (2 layers, 4 query heads on 2 key/value heads) and a smaller draft, both taught the stories for a moment."""
+    """A Llama target (2 layers, 4 query heads on 2 key/value heads) and a smaller draft, both taught the
+    stories for a moment.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -117,7 +140,9 @@ def save_llama_pair(folder: Path) -> tuple[str, str]:
 
 
 def save_padded(model: str, folder: Path, vocab: int) -> str:
-    """The model with embeddings of `vocab` rows; what is behind the tokenizer's ids has greater logits than any token ought to."""
+    """The model with embeddings of `vocab` rows; what is behind the tokenizer's ids has greater logits than
+    any token ought to.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     padded = AutoModelForCausalLM.from_pretrained(model)
@@ -132,7 +157,9 @@ def save_padded(model: str, folder: Path, vocab: int) -> str:
 
 def _teach(model: Any, tokenizer: Any, steps: int) -> None:
     rng = random.Random(1)
-    stream = torch.tensor([token for text in stories(300, seed=1) for token in [*tokenizer(text)["input_ids"], 0]])
+    stream = torch.tensor(
+        [token for text in stories(300, seed=1) for token in [*tokenizer(text)["input_ids"], 0]]
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     for _ in range(steps):
         starts = [rng.randrange(len(stream) - 97) for _ in range(8)]
@@ -145,7 +172,9 @@ def _teach(model: Any, tokenizer: Any, steps: int) -> None:
 
 
 def save_random_pair(folder: Path, architecture: str) -> tuple[str, str]:
-    """A random pair of Qwen3 or GPT-NeoX whose draft is the target without its last layer: it agrees now and then."""
+    """A random pair of Qwen3 or GPT-NeoX whose draft is the target without its last layer: it agrees now
+    and then.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -153,7 +182,9 @@ def save_random_pair(folder: Path, architecture: str) -> tuple[str, str]:
     with torch.no_grad():
         target.get_output_embeddings().weight.mul_(20)  # logits with a clear greatest
     draft = AutoModelForCausalLM.from_config(random_config(architecture, num_layers=1))
-    draft.load_state_dict({name: tensor for name, tensor in target.state_dict().items() if name in draft.state_dict()})
+    draft.load_state_dict(
+        {name: tensor for name, tensor in target.state_dict().items() if name in draft.state_dict()}
+    )
     for name, model in (("target", target), ("draft", draft)):
         save_tokenizer(folder / name)
         model.save_pretrained(folder / name)

@@ -11,7 +11,7 @@ import tiny_pair
 import torch
 
 from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig
-from yggdrasil.launch import num_ranks, rank
+from yggdrasil.ranks.launch import num_ranks, rank
 from yggdrasil.state import PLAIN, Shape
 
 PROMPTS = ("Once upon a time", "One day Lily saw a small owl near the river. The owl said: let us")
@@ -25,13 +25,33 @@ NUM_TOKENS = 48
 
 
 def compile_and_write(target: str, draft: str, name: str, calibration: str) -> None:
-    """Compile the pair for as many processes as there are, with the fewest graphs; print texts as JSON, with speculation and without."""
-    from yggdrasil.build import compile_pair
+    """Compile the pair for as many processes as there are, with the fewest graphs; print texts as JSON,
+    with speculation and without.
+    """
+    from yggdrasil.offline.pipeline import compile_pair
 
     config = CompileConfig(**FEW_GRAPHS, ranks=num_ranks())
-    bundle = compile_pair(target, draft, name=name, config=config, calibration=Path(calibration), progress=tiny_pair.SilentProgress())
-    texts = {kind: {how: written(name, shape, sampling) for how, shape in SHAPES.items()} for kind, sampling in SAMPLINGS.items()}
-    print(json.dumps({"inexact_widths": bundle.inexact_widths, "kv_heads": bundle.kv_target.num_kv_heads, "texts": texts}))
+    bundle = compile_pair(
+        target,
+        draft,
+        name=name,
+        config=config,
+        calibration=Path(calibration),
+        progress=tiny_pair.SilentProgress(),
+    )
+    texts = {
+        kind: {how: written(name, shape, sampling) for how, shape in SHAPES.items()}
+        for kind, sampling in SAMPLINGS.items()
+    }
+    print(
+        json.dumps(
+            {
+                "inexact_widths": bundle.inexact_widths,
+                "kv_heads": bundle.kv_target.num_kv_heads,
+                "texts": texts,
+            }
+        )
+    )
 
 
 def written(name: str, shape: Shape, sampling: SamplingConfig) -> list[list[int]]:
@@ -42,7 +62,10 @@ def written(name: str, shape: Shape, sampling: SamplingConfig) -> list[list[int]
     policy = pair.policy(shape=shape, temperature=sampling.temperature)
     config = GenerateConfig(max_new_tokens=NUM_TOKENS, ignore_eos=True, sampling=sampling)
     prompts = [pair.tokenizer.encode(prompt) for prompt in PROMPTS]
-    return [[token for result in pair.engine.generate(prompt, policy, config) for token in result.tokens] for prompt in prompts]
+    return [
+        [token for result in pair.engine.generate(prompt, policy, config) for token in result.tokens]
+        for prompt in prompts
+    ]
 
 
 def compare_shards(target: str) -> None:
@@ -52,7 +75,9 @@ def compare_shards(target: str) -> None:
 
     from yggdrasil.models.sharding import shard_
 
-    theirs = AutoModelForCausalLM.from_pretrained(target, distributed_config=DistributedConfig(tp_size=num_ranks()))
+    theirs = AutoModelForCausalLM.from_pretrained(
+        target, distributed_config=DistributedConfig(tp_size=num_ranks())
+    )
     ours = AutoModelForCausalLM.from_pretrained(target)
     shard_(ours, rank(), num_ranks())
     for name, layer in theirs.named_modules():

@@ -1,7 +1,7 @@
 """Yggdrasil: speculative decoding of large language models with compiled token trees.
 
-The target writes the text; a small draft guesses ahead; a tree of guesses is verified in one pass of the target. The text
-is what the target alone would have written, bit for bit.
+The target writes the text; a small draft guesses ahead; a tree of guesses is verified in one pass of the
+target. The text is what the target alone would have written, bit for bit.
 
 Glossary
     root       the last emitted token: its KV is in no cache yet; node 0 of the tree
@@ -11,8 +11,8 @@ Glossary
     AAL        mean emitted tokens per target forward
     bucket     a compiled token count; the menu is all of them
     row, node, slot, index, position
-               a request, an entry of a tree, a place in the KV cache, a count of keys in a row, a RoPE position:
-               five kinds of integer, never mixed
+               a request, an entry of a tree, a place in the KV cache, a count of keys in a row, a RoPE
+               position: five kinds of integer, never mixed
 
 Shapes: letters that end a tensor's name
     B rows             N tokens of a forward, nodes of a tree    K verified nodes     W drafted nodes per growth step
@@ -33,7 +33,17 @@ if TYPE_CHECKING:
     from yggdrasil.tokenizer import TextStream
     from yggdrasil.tree import TokenTree
 
-__all__ = ["CompileConfig", "GenerateConfig", "SamplingConfig", "TextStream", "TokenTree", "YggError", "get_num_threads", "load_pair", "set_num_threads"]
+__all__ = [
+    "CompileConfig",
+    "GenerateConfig",
+    "SamplingConfig",
+    "TextStream",
+    "TokenTree",
+    "YggError",
+    "get_num_threads",
+    "load_pair",
+    "set_num_threads",
+]
 
 __version__ = "0.1.0"
 

@@ -28,18 +28,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from yggdrasil import artifacts
 from yggdrasil.compiler.buckets import Menu, draft_menu, target_menu
 from yggdrasil.compiler.model import CompiledModel, graph_path
 from yggdrasil.compiler.weights import FILE_NAME, load_weights
 from yggdrasil.config import CompileConfig, from_dict
-from yggdrasil.digests import KnownFile, Ledger
 from yggdrasil.errors import ArtifactError, ConfigError
 from yggdrasil.kernels import load_cuda_kernels, load_kernels
 from yggdrasil.kv import KVCache, KVShape, KVStorage
-from yggdrasil.launch import num_ranks
 from yggdrasil.layout import PAGE_LEN
-from yggdrasil.trust import check_trusted
+from yggdrasil.ranks.launch import num_ranks
+from yggdrasil.store import artifacts
+from yggdrasil.store.digests import KnownFile, Ledger
+from yggdrasil.store.trust import check_trusted
 
 __all__ = [
     "BESIDE_GRAPHS",
@@ -62,7 +62,15 @@ FORMAT = 7
 BUNDLED = "tinystories"
 BESIDE_GRAPHS = ("commit_triton.py", "migrate.py", "migrate_triton.py")  # kernels that no graph calls
 # what reading other JSON than ours raises
-MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, ConfigError)
+MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    ConfigError,
+)
 S = TypeVar("S", bound=KVStorage)
 
 
@@ -74,7 +82,11 @@ def bundled_models() -> tuple[Path, Path]:
 
 def machine_fields() -> dict[str, Any]:
     """What compiled code depends on besides its inputs."""
-    gpu = ".".join(str(part) for part in torch.cuda.get_device_capability()) if torch.cuda.is_available() else "none"
+    gpu = (
+        ".".join(str(part) for part in torch.cuda.get_device_capability())
+        if torch.cuda.is_available()
+        else "none"
+    )
     return {
         "format": FORMAT,
         "code": _code_digest(),
@@ -86,10 +98,16 @@ def machine_fields() -> dict[str, Any]:
 
 
 def graph_sources() -> list[Path]:
-    """The sources that decide what a graph computes and how fast: the layout of its memory, the compiler, the models and the operators."""
+    """The sources that decide what a graph computes and how fast: the layout of its memory, the compiler,
+    the models and the operators.
+    """
     package = Path(__file__).parent
-    folders = [path for name in ("compiler", "models", "kernels") for path in sorted((package / name).iterdir())]
-    sources = [path for path in folders if path.suffix in (".py", ".cpp", ".h") and path.name not in BESIDE_GRAPHS]
+    folders = [
+        path for name in ("compiler", "models", "kernels") for path in sorted((package / name).iterdir())
+    ]
+    sources = [
+        path for path in folders if path.suffix in (".py", ".cpp", ".h") and path.name not in BESIDE_GRAPHS
+    ]
     return [package / "layout.py", package / "kv.py", *sources]
 
 
@@ -118,7 +136,8 @@ class Bundle:
         machine: `machine_fields` at compilation.
         digests: Of every file of the build, by its path in the folder.
         notes: What a user should know of these models, a sentence each.
-        inexact_widths: Target graphs whose logits differ in some bit from plain decoding's, measured; text may then part where two tokens are nearly as likely.
+        inexact_widths: Target graphs whose logits differ in some bit from plain decoding's, measured; text
+            may then part where two tokens are nearly as likely.
     """
 
     name: str
@@ -141,7 +160,9 @@ class Bundle:
     def exactness(self) -> str:
         """What was measured, in words."""
         if not self.inexact_widths:
-            return "every token has the same bits in all graphs: speculation writes what plain decoding writes"
+            return (
+                "every token has the same bits in all graphs: speculation writes what plain decoding writes"
+            )
         widths = ", ".join(map(str, self.inexact_widths))
         return f"NOT bit-exact: the graphs of {widths} tokens round differently, so text may differ from plain decoding's where two tokens are nearly as likely"
 
@@ -165,8 +186,12 @@ class Bundle:
 
     @property
     def datasets(self) -> list[str]:
-        """Names of the calibration texts that this pair has been calibrated on; the last one compiled is the default."""
-        return sorted(path.parent.name for path in (artifacts.predictors() / self.name).glob("*/acceptance.json"))
+        """Names of the calibration texts that this pair has been calibrated on; the last one compiled is
+        the default.
+        """
+        return sorted(
+            path.parent.name for path in (artifacts.predictors() / self.name).glob("*/acceptance.json")
+        )
 
     def predictor_folder(self, dataset: str) -> Path:
         """Of the acceptance calibration and the depth predictor of one calibration text."""
@@ -193,7 +218,9 @@ class Bundle:
         payload = asdict(self)
         del payload["folder"]
         artifacts.save_json(self.folder / "bundle.json", payload)
-        artifacts.save_json(self.folder.parent / "current.json", {"fingerprint": self.folder.name, "command": self.command})
+        artifacts.save_json(
+            self.folder.parent / "current.json", {"fingerprint": self.folder.name, "command": self.command}
+        )
 
     @property
     def files(self) -> list[str]:
@@ -201,7 +228,11 @@ class Bundle:
         shards = [self.target_weights(rank) for rank in range(self.config.ranks)]
         graphs = [graph_path(self.folder / "target", size) for size in target_menu(self.config).sizes]
         graphs += [graph_path(self.folder / "draft", size) for size in draft_menu(self.config).sizes]
-        paths = [self.tokenizer_path, *(folder / FILE_NAME for folder in (*shards, self.folder / "draft")), *graphs]
+        paths = [
+            self.tokenizer_path,
+            *(folder / FILE_NAME for folder in (*shards, self.folder / "draft")),
+            *graphs,
+        ]
         return [str(path.relative_to(self.folder)) for path in paths]
 
     def check_files(self, rank: int) -> None:
@@ -215,22 +246,31 @@ class Bundle:
 
         Cost: `Ledger.check`.
         """
-        shards = [self.target_weights(each) / FILE_NAME for each in range(self.config.ranks) if each != rank]
+        shards = [
+            self.target_weights(each) / FILE_NAME for each in range(self.config.ranks) if each != rank
+        ]
         names = [name for name in self.files if self.folder / name not in shards]
         check_trusted([self.folder / name for name in names], f"YGG_HOME=FOLDER {self.command}")
         Ledger(self.folder).check({name: self.digests.get(name, "none") for name in names}, self.command)
 
     def load_models(self) -> tuple[CompiledModel[KVCache], CompiledModel[KVCache]]:
-        """Target and draft for one request at a time, every graph of the menus loaded and bound to one copy of the weights."""
-        target = self.load_target(self._cache(self.kv_target)) if self.config.ranks == 1 else self._lead_target()
-        return target, self.load_draft(self._cache(self.kv_draft), self.load_draft_weights(self.config.device))
+        """Target and draft for one request at a time, every graph of the menus loaded and bound to one copy
+        of the weights.
+        """
+        target = (
+            self.load_target(self._cache(self.kv_target)) if self.config.ranks == 1 else self._lead_target()
+        )
+        return target, self.load_draft(
+            self._cache(self.kv_draft), self.load_draft_weights(self.config.device)
+        )
 
     def _cache(self, shape: KVShape) -> KVCache:
         return KVCache(shape, dtype=self.dtype, device=self.config.device)
 
     def _lead_target(self) -> CompiledModel[KVCache]:
         """The shard of rank 0, with the others at its heels."""
-        from yggdrasil.ranks.lead import LeadingCache, LeadingModel, leader  # torch.distributed: only where there are ranks
+        # torch.distributed: only where there are ranks
+        from yggdrasil.ranks.lead import LeadingCache, LeadingModel, leader
 
         leader().load(self, self.config.device)
         cache = LeadingCache(leader(), self.kv_target, dtype=self.dtype, device=self.config.device)
@@ -244,7 +284,9 @@ class Bundle:
             pages_BP: (B, P) int32, as many pages a row as `kv` has; see serve/pages.py.
             num_pages: Pages that ids in it may name.
         """
-        return KVStorage(kv, num_pages=num_pages, pages_BP=pages_BP, dtype=self.dtype, device=self.config.device)
+        return KVStorage(
+            kv, num_pages=num_pages, pages_BP=pages_BP, dtype=self.dtype, device=self.config.device
+        )
 
     def load_target(self, cache: S) -> CompiledModel[S]:
         """The target's graphs over any cache: one row's, or paged storage for many."""
@@ -253,7 +295,10 @@ class Bundle:
 
     def load_draft(self, cache: S, weights: dict[str, Tensor]) -> CompiledModel[S]:
         """The draft's graphs over any cache, and weights wherever on the device they lie."""
-        return CompiledModel(**self._arguments("draft", draft_menu(self.config), weights, self.config.num_candidates), cache=cache)
+        return CompiledModel(
+            **self._arguments("draft", draft_menu(self.config), weights, self.config.num_candidates),
+            cache=cache,
+        )
 
     def load_draft_weights(self, device: str) -> dict[str, Tensor]:
         """The draft's weights by name; on the CPU the file is mapped, not read."""
@@ -269,7 +314,9 @@ class Bundle:
         ranks = self.config.ranks
         return self.folder / ("target" if ranks == 1 else f"target-{rank}-of-{ranks}")
 
-    def _arguments(self, kind: str, menu: Menu, weights: dict[str, Tensor], num_candidates: int) -> dict[str, Any]:
+    def _arguments(
+        self, kind: str, menu: Menu, weights: dict[str, Tensor], num_candidates: int
+    ) -> dict[str, Any]:
         load_kernels(self.command)
         if self.config.device == "cuda":
             load_cuda_kernels()
@@ -289,7 +336,12 @@ def compile_command(name: str, models: tuple[str, str], config: CompileConfig, c
     words = ["ygg"] if config.ranks == 1 else [*_torchrun(config.ranks), "-m", "yggdrasil"]
     words += ["compile"] if name == BUNDLED else ["compile", *models, "--name", name]
     defaults = CompileConfig()
-    words += [word for field in ("dtype", "device") if (value := getattr(config, field)) != getattr(defaults, field) for word in (f"--{field}", value)]
+    words += [
+        word
+        for field in ("dtype", "device")
+        if (value := getattr(config, field)) != getattr(defaults, field)
+        for word in (f"--{field}", value)
+    ]
     words += [] if config.exact else ["--no-exact"]
     words += ["--calibration", calibration] if calibration else []
     budget_s = config.calibration_budget_s
@@ -308,7 +360,9 @@ def known_pairs() -> Sequence[str]:
 
 
 def is_compiled(name: str) -> bool:
-    """Whether a pair of this name was compiled to the end, or this user may not look: reading it gives the reason."""
+    """Whether a pair of this name was compiled to the end, or this user may not look: reading it gives the
+    reason.
+    """
     current = artifacts.compile_cache() / name / "current.json"
     try:
         os.stat(current)
@@ -320,7 +374,8 @@ def is_compiled(name: str) -> bool:
 
 
 def load_bundle(name: str) -> Bundle:
-    """The current bundle of a pair, checked against this machine, the model files and the digests of its own.
+    """The current bundle of a pair, checked against this machine, the model files and the digests of its
+    own.
 
     Raises:
         ArtifactError: unknown, corrupt or stale; names the field and the command.
@@ -350,7 +405,8 @@ def read_bundle(name: str) -> Bundle:
     folder = current.parent / str(pointer.get("fingerprint"))
     payload = artifacts.load_json(folder / "bundle.json", hint)
     stored = payload.get("machine")
-    if isinstance(stored, dict):  # what another version wrote lacks fields, and is stale rather than corrupt
+    # what another version wrote lacks fields, and is stale rather than corrupt
+    if isinstance(stored, dict):
         artifacts.check_fingerprint(folder / "bundle.json", stored, {"format": FORMAT}, hint)
     try:
         return _from_json(folder, payload)
@@ -359,20 +415,32 @@ def read_bundle(name: str) -> Bundle:
 
 
 def check_current(bundle: Bundle) -> None:
-    """Raises ArtifactError where machine, package or model files are not those that the pair was compiled for."""
-    artifacts.check_fingerprint(bundle.folder / "bundle.json", bundle.machine, machine_fields(), bundle.command)
+    """Raises ArtifactError where machine, package or model files are not those that the pair was compiled
+    for.
+    """
+    artifacts.check_fingerprint(
+        bundle.folder / "bundle.json", bundle.machine, machine_fields(), bundle.command
+    )
     for source in bundle.sources:
         if source.changed():
-            raise ArtifactError(bundle.folder, f"stale: {source.path} has changed since it was compiled", bundle.command)
+            raise ArtifactError(
+                bundle.folder, f"stale: {source.path} has changed since it was compiled", bundle.command
+            )
 
 
 def _check_ranks(bundle: Bundle) -> None:
     ranks = bundle.config.ranks
     if ranks != num_ranks():
-        how = f"`{shlex.join(_torchrun(ranks))} -m yggdrasil generate ...` decodes with it" if ranks > 1 else "without torchrun it decodes"
+        how = (
+            f"`{shlex.join(_torchrun(ranks))} -m yggdrasil generate ...` decodes with it"
+            if ranks > 1
+            else "without torchrun it decodes"
+        )
         config = replace(bundle.config, ranks=num_ranks())
         problem = f"compiled for {ranks} {'ranks' if ranks > 1 else 'process'}, this run has {num_ranks()}; {how}, or compile it for {num_ranks()}"
-        raise ArtifactError(bundle.folder, problem, compile_command(bundle.name, bundle.models, config, bundle.calibration))
+        raise ArtifactError(
+            bundle.folder, problem, compile_command(bundle.name, bundle.models, config, bundle.calibration)
+        )
 
 
 def _from_json(folder: Path, payload: dict[str, Any]) -> Bundle:

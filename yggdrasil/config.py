@@ -1,4 +1,6 @@
-"""What a user can set: frozen, validated once, defaults written here and nowhere else (the command line reads them)."""
+"""What a user can set: frozen, validated once, defaults written here and nowhere else (the command line
+reads them).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,18 @@ import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
-from yggdrasil import artifacts
 from yggdrasil.errors import ConfigError
 from yggdrasil.layout import PAGE_LEN
+from yggdrasil.store import artifacts
 
-__all__ = ["DEFAULT_NEW_TOKENS", "CompileConfig", "GenerateConfig", "SamplingConfig", "ServeConfig", "from_dict"]
+__all__ = [
+    "DEFAULT_NEW_TOKENS",
+    "CompileConfig",
+    "GenerateConfig",
+    "SamplingConfig",
+    "ServeConfig",
+    "from_dict",
+]
 
 
 T = TypeVar("T")
@@ -44,7 +53,12 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "a finite number, 0 or above")
+        _require(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            "temperature",
+            self.temperature,
+            "a finite number, 0 or above",
+        )
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or above")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
@@ -56,7 +70,8 @@ class GenerateConfig:
     """One request.
 
     Args:
-        max_new_tokens: Most tokens to emit; None takes DEFAULT_NEW_TOKENS or what the context leaves, whichever is less.
+        max_new_tokens: Most tokens to emit; None takes DEFAULT_NEW_TOKENS or what the context leaves,
+            whichever is less.
         stop: Texts that end the output; they are not part of it.
         ignore_eos: Go on past the end-of-text token, for measuring.
         plain: Decode without speculation.
@@ -71,17 +86,23 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         limit = self.max_new_tokens
-        _require(limit is None or (isinstance(limit, int) and limit >= 1), "max_new_tokens", limit, "a whole number, at least 1")
-        is_texts = isinstance(self.stop, tuple | list) and all(isinstance(text, str) and text for text in self.stop)
+        _require(
+            limit is None or (isinstance(limit, int) and limit >= 1),
+            "max_new_tokens",
+            limit,
+            "a whole number, at least 1",
+        )
+        is_texts = isinstance(self.stop, tuple | list) and all(
+            isinstance(text, str) and text for text in self.stop
+        )
         _require(is_texts, "stop", self.stop, "a tuple of texts that are not empty")
 
 
 def default_verify_widths() -> tuple[int, ...]:
     """Menu of verified widths for this processor.
 
-    Where it multiplies slowly beside what its memory delivers, 4 and 6 tokens take much less time than 8: on Zen 3, with AVX2 alone, T(8) was 2.3 times T(2),
-    with AVX-512 bf16 or AMX 1.1 to 1.3 times.
-    """
+    Where it multiplies slowly beside what its memory delivers, 4 and 6 tokens take much less time than 8:
+    on Zen 3, with AVX2 alone, T(8) was 2.3 times T(2), with AVX-512 bf16 or AMX 1.1 to 1.3 times."""
     narrow = () if "avx512f" in artifacts.cpu_flags().split() else (4, 6)
     return (*narrow, 8, 12, 16, 24, 32, 48, 64)
 
@@ -94,19 +115,25 @@ class CompileConfig:
         dtype: Of weights, activations and KV: "bfloat16" or "float32".
         device: "cpu" or "cuda".
         ranks: Processes that share the target, a shard each.
-        max_context: Most tokens of prompt and output together; a multiple of 16. None takes the models' own limit, at most 2048.
+        max_context: Most tokens of prompt and output together; a multiple of 16. None takes the models' own
+            limit, at most 2048.
         widths: Menu of draft widths W; each is a draft graph, but those below 4 share one.
         max_depth: Most growth steps D.
-        verify_widths: Menu of verified widths K; each is a target graph. The default depends on the processor.
-        prefill_chunk: Tokens of a prompt that run together; more than any width, for it is the greatest graph of both models.
+        verify_widths: Menu of verified widths K; each is a target graph. The default depends on the
+            processor.
+        prefill_chunk: Tokens of a prompt that run together; more than any width, for it is the greatest
+            graph of both models.
         num_candidates: Children a node can have, C; at least the greatest width.
-        calibration_texts: Texts used to calibrate acceptance and to train the depth predictor, the first ones of the file.
+        calibration_texts: Texts used to calibrate acceptance and to train the depth predictor, the first
+            ones of the file.
         calibration_tokens: Tokens decoded after the beginning of each.
-        calibration_budget_s: Most seconds that writing these texts and drafting along them may take, by an estimate from a few timed passes. Where all of
-            it would take longer there are fewer trees, then fewer texts.
-        exact: Linear layers add in one order whatever the graph, so that speculation writes what plain decoding writes, to the bit. A CPU has no other.
-        compress: Keep bf16 weights in three quarters of their bytes, and every bit of them. None does so on a CPU with AMX, which expands them while it waits
-            for memory, for a model that no cache holds.
+        calibration_budget_s: Most seconds that writing these texts and drafting along them may take, by an
+            estimate from a few timed passes. Where all of it would take longer there are fewer trees, then
+            fewer texts.
+        exact: Linear layers add in one order whatever the graph, so that speculation writes what plain
+            decoding writes, to the bit. A CPU has no other.
+        compress: Keep bf16 weights in three quarters of their bytes, and every bit of them. None does so on
+            a CPU with AMX, which expands them while it waits for memory, for a model that no cache holds.
     """
 
     dtype: str = "bfloat16"
@@ -127,22 +154,57 @@ class CompileConfig:
     def __post_init__(self) -> None:
         _require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "bfloat16 or float32")
         _require(self.device in ("cpu", "cuda"), "device", self.device, "cpu or cuda")
-        _require(self.exact or self.device == "cuda", "exact", self.exact, "True on a cpu, where every graph is exact at no price")
+        _require(
+            self.exact or self.device == "cuda",
+            "exact",
+            self.exact,
+            "True on a cpu, where every graph is exact at no price",
+        )
         _require(self.ranks >= 1, "ranks", self.ranks, "at least 1")
-        _require(not self.compress or self.can_compress, "compress", self.compress, "False but for bfloat16 on a cpu, in one process")
+        _require(
+            not self.compress or self.can_compress,
+            "compress",
+            self.compress,
+            "False but for bfloat16 on a cpu, in one process",
+        )
         context = self.max_context
-        _require(context is None or (context >= 32 and context % PAGE_LEN == 0), "max_context", context, f"a multiple of {PAGE_LEN}, at least 32")
+        _require(
+            context is None or (context >= 32 and context % PAGE_LEN == 0),
+            "max_context",
+            context,
+            f"a multiple of {PAGE_LEN}, at least 32",
+        )
         for name in ("widths", "verify_widths"):
             menu = getattr(self, name)
-            _require(len(menu) > 0 and list(menu) == sorted(set(menu)) and menu[0] >= 1, name, menu, "ascending numbers, each at least 1")
+            _require(
+                len(menu) > 0 and list(menu) == sorted(set(menu)) and menu[0] >= 1,
+                name,
+                menu,
+                "ascending numbers, each at least 1",
+            )
         _require(self.max_depth >= 1, "max_depth", self.max_depth, "at least 1")
         widest = max(self.widths[-1], self.verify_widths[-1])
-        _require(self.prefill_chunk > widest, "prefill_chunk", self.prefill_chunk, f"above {widest}, the greatest of widths and verify_widths")
-        _require(self.num_candidates >= self.widths[-1], "num_candidates", self.num_candidates, f"at least the greatest width, {self.widths[-1]}")
+        _require(
+            self.prefill_chunk > widest,
+            "prefill_chunk",
+            self.prefill_chunk,
+            f"above {widest}, the greatest of widths and verify_widths",
+        )
+        _require(
+            self.num_candidates >= self.widths[-1],
+            "num_candidates",
+            self.num_candidates,
+            f"at least the greatest width, {self.widths[-1]}",
+        )
         _require(self.calibration_texts >= 1, "calibration_texts", self.calibration_texts, "at least 1")
         _require(self.calibration_tokens >= 1, "calibration_tokens", self.calibration_tokens, "at least 1")
         budget_s = self.calibration_budget_s
-        _require(math.isfinite(budget_s) and budget_s > 0, "calibration_budget_s", budget_s, "a finite number of seconds above 0")
+        _require(
+            math.isfinite(budget_s) and budget_s > 0,
+            "calibration_budget_s",
+            budget_s,
+            "a finite number of seconds above 0",
+        )
 
     @property
     def lowering(self) -> dict[str, Any]:
@@ -151,12 +213,16 @@ class CompileConfig:
 
     @property
     def can_compress(self) -> bool:
-        """Whether weights can be compressed: shards would be to different sizes, and their graphs are of one."""
+        """Whether weights can be compressed: shards would be to different sizes, and their graphs are of
+        one.
+        """
         return self.dtype == "bfloat16" and self.device == "cpu" and self.ranks == 1
 
     @property
     def max_nodes(self) -> int:
-        """Most provisional KV indices of a step: a drafted tree, and a head draft after each of its verified nodes."""
+        """Most provisional KV indices of a step: a drafted tree, and a head draft after each of its
+        verified nodes.
+        """
         return 1 + self.widths[-1] * self.max_depth + self.verify_widths[-1]
 
     @property
@@ -170,14 +236,16 @@ class ServeConfig:
     """How `ygg serve` batches, where it listens and how it ends.
 
     Args:
-        policy: Name of what chooses the speculative length; see policy/gamma/catalog.py.
+        policy: Name of what chooses the speculative length; see policy/gamma/registry.py.
         gamma_max: Most draft tokens of a row and step.
         max_batch: Most rows at once.
-        kv_memory_bytes: For the KV pages of both models; None takes what a full batch of the longest rows needs, at most half of the free memory.
+        kv_memory_bytes: For the KV pages of both models; None takes what a full batch of the longest rows
+            needs, at most half of the free memory.
         max_queue: Most requests that wait for a row.
         elastic: Whether the draft's room is lent to KV pages while speculation is off and pages are scarce.
         tau_low: Fewer free pages than this share of all are scarce.
-        persist_steps: So many steps have to find them scarce, and speculation off, before the draft leaves; the paper names no number, 8 was not tuned.
+        persist_steps: So many steps have to find them scarce, and speculation off, before the draft leaves;
+            the paper names no number, 8 was not tuned.
         host: Address to listen on.
         port: To listen on; 0 takes a free one.
         allow_hosts: More names that clients may call the server by.
@@ -200,15 +268,26 @@ class ServeConfig:
     def __post_init__(self) -> None:
         _require(self.gamma_max >= 0, "gamma_max", self.gamma_max, "0 or above")
         _require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
-        _require(self.kv_memory_bytes is None or self.kv_memory_bytes > 0, "kv_memory", self.kv_memory_bytes, "above 0 bytes")
+        _require(
+            self.kv_memory_bytes is None or self.kv_memory_bytes > 0,
+            "kv_memory",
+            self.kv_memory_bytes,
+            "above 0 bytes",
+        )
         _require(self.max_queue >= 1, "max_queue", self.max_queue, "at least 1")
         _require(0 < self.tau_low < 1, "tau_low", self.tau_low, "between 0 and 1")
         _require(self.persist_steps >= 1, "persist_steps", self.persist_steps, "at least 1")
-        _require(0 <= self.port < 2**16, "port", self.port, "from 0 to 65535")  # the resolver would take it modulo 65536
+        # the resolver would take it modulo 65536
+        _require(0 <= self.port < 2**16, "port", self.port, "from 0 to 65535")
         for name in self.allow_hosts:
             is_name = HOST_NAME.fullmatch(name) is not None
             _require(is_name, "allow_host", name, "a name alone, without scheme and port: gpu.example.org")
-        _require(math.isfinite(self.drain_seconds) and self.drain_seconds >= 0, "drain_seconds", self.drain_seconds, "a finite number, 0 or above")
+        _require(
+            math.isfinite(self.drain_seconds) and self.drain_seconds >= 0,
+            "drain_seconds",
+            self.drain_seconds,
+            "a finite number, 0 or above",
+        )
 
 
 def from_dict(kind: type[T], payload: dict[str, Any]) -> T:
@@ -216,4 +295,6 @@ def from_dict(kind: type[T], payload: dict[str, Any]) -> T:
     known = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
     for key in payload:
         _require(key in known, kind.__name__, key, f"one of {sorted(known)}")
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in payload.items()})
+    return kind(
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in payload.items()}
+    )

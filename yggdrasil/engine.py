@@ -15,7 +15,7 @@ from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.native import NativeStep
 from yggdrasil.schedule.plan import Plan
-from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult, cut
+from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult, truncate
 from yggdrasil.step.accept import accept
 from yggdrasil.step.commit import commit_, forget_unfinished_
 from yggdrasil.step.draft import catch_up_, draft, prefill
@@ -27,7 +27,9 @@ from yggdrasil.trace import Trace
 __all__ = ["Engine", "check_request", "check_tokens", "checked_prompt"]
 
 ANY_TOKEN = 2**31  # ids that the metadata of a forward, int32, can hold
-MOST_LEFT = 32  # a graph of so many tokens and a tree costs less than two graphs; a longer prompt would take the chunk's graph twice
+# a graph of so many tokens and a tree costs less than two graphs; a longer prompt would take the chunk's
+# graph twice
+MOST_LEFT = 32
 
 
 class Engine:
@@ -45,7 +47,8 @@ class Engine:
         sampled_plan: The same above temperature 0.
         trace: Where the milliseconds of stages go; a new one when not given.
 
-    Example: a target that counts, and a draft that counts too. `load_pair().engine` is one over compiled models.
+    Example: a target that counts, and a draft that counts too. `load_pair().engine` is one over compiled
+    models.
         >>> import torch
         >>> from yggdrasil import GenerateConfig
         >>> from yggdrasil.kernels import load_kernels
@@ -97,7 +100,8 @@ class Engine:
         self._native = NativeStep(target, draft, self.trace, self.step_with) if in_one_call else None
         self._greedy = self._executor(greedy_plan, 0.0)
         self._sampled = self._executor(sampled_plan, 1.0)
-        self._generating: DecodeState | None = None  # whose text the KV of both models holds, since `generate` began it
+        # whose text the KV of both models holds, since `generate` began it
+        self._generating: DecodeState | None = None
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
         """Emit one or more tokens: the specification of an iteration.
@@ -126,13 +130,16 @@ class Engine:
             shape: Its choice.
             began: `time.perf_counter` before it chose: choosing is part of the step.
         """
-        root_pos, stage = state.root_pos, self.trace.stage
+        root_pos = state.root_pos
+        stage = self.trace.stage
         forget_unfinished_(self.target, self.draft, root_pos)
         with stage("draft"):
             caught_up = shape.depth > 0 and catch_up_(self.draft, state)
             drafted = draft(self.draft, state, PLAIN if caught_up else shape, policy.platt)
         with stage("prune"):
-            pruned = prune(drafted.tree, drafted.shape, policy, root_pos, lag=root_pos - self.target.cache.len)
+            pruned = prune(
+                drafted.tree, drafted.shape, policy, root_pos, lag=root_pos - self.target.cache.len
+            )
         with stage("verify"):
             logits_KV, hidden_KE = verify(self.target, pruned.tree, state.tokens)
         with stage("accept"):
@@ -141,7 +148,17 @@ class Engine:
             commit_(state, self.target, self.draft, pruned, accepted, drafted.num_run, hidden_KE)
         ms = (time.perf_counter() - began) * 1e3
         sizes = len(drafted.tree), len(pruned.tree)
-        result = StepResult(accepted.tokens, drafted.shape, *sizes, root_pos, pruned.expected_emitted, lambda: pruned.tree, accepted.path, ms, caught_up)
+        result = StepResult(
+            accepted.tokens,
+            drafted.shape,
+            *sizes,
+            root_pos,
+            pruned.expected_emitted,
+            lambda: pruned.tree,
+            accepted.path,
+            ms,
+            caught_up,
+        )
         policy.observe(result)
         return result
 
@@ -159,33 +176,48 @@ class Engine:
         """`step`, as `generate` runs it; result for result the same."""
         return self.runner(state.sampling.temperature).step(state, policy)
 
-    def generate(self, prompt: Sequence[int], policy: ShapePolicy, config: GenerateConfig) -> Iterator[StepResult]:
+    def generate(
+        self, prompt: Sequence[int], policy: ShapePolicy, config: GenerateConfig
+    ) -> Iterator[StepResult]:
         """Decode one request, a step at a time, until the end of the text or the limit.
 
         Args:
             prompt: At least one token.
-            policy: Chooses the shape of every step. Not asked where the request says plain: then the draft runs neither over the prompt nor after it.
+            policy: Chooses the shape of every step. Not asked where the request says plain: then the draft
+                runs neither over the prompt nor after it.
             config: Limits, sampling and stop texts.
 
         Yields:
-            What every step did, with its tokens cut at the end of the text, behind the token that completes a stop
-            text, and at the limit.
+            What every step did, with its tokens cut at the end of the text, behind the token that completes
+            a stop text, and at the limit.
 
         Raises:
-            ConfigError: at the call: a prompt that is no list of tokens, or one that the context cannot hold with the
-                tokens asked for; an id beyond V; stop texts without a tokenizer.
-            YggError: another generation has begun on this engine since: its text took the place of this one's in the KV of both models.
+            ConfigError: at the call: a prompt that is no list of tokens, or one that the context cannot
+                hold with the tokens asked for; an id beyond V; stop texts without a tokenizer.
+            YggError: another generation has begun on this engine since: its text took the place of this
+                one's in the KV of both models.
         """
         tokens = checked_prompt(prompt)
         check_tokens(tokens, self.vocab)
         limit = check_request(len(tokens), config, self.max_context)
         if config.stop and self.tokenizer is None:
-            raise ConfigError("stop", config.stop, "left out for an engine without a tokenizer", "Engine(..., tokenizer=pair.tokenizer)")
+            raise ConfigError(
+                "stop",
+                config.stop,
+                "left out for an engine without a tokenizer",
+                "Engine(..., tokenizer=pair.tokenizer)",
+            )
         return self._generate(tokens, plain_policy() if config.plain else policy, config, limit)
 
-    def _generate(self, prompt: list[int], policy: ShapePolicy, config: GenerateConfig, limit: int) -> Iterator[StepResult]:
+    def _generate(
+        self, prompt: list[int], policy: ShapePolicy, config: GenerateConfig, limit: int
+    ) -> Iterator[StepResult]:
         eos_tokens = frozenset[int]() if config.ignore_eos else self.eos_tokens
-        stream = TextStream(self.tokenizer, config.stop, prompt) if config.stop and self.tokenizer is not None else None
+        stream = (
+            TextStream(self.tokenizer, config.stop, prompt)
+            if config.stop and self.tokenizer is not None
+            else None
+        )
         self._generating = state = DecodeState(prompt, config.sampling)
         self.target.cache.rollback_(0)
         self.draft.cache.rollback_(0)
@@ -198,18 +230,26 @@ class Engine:
         while (before := state.num_emitted) < limit:
             self._require_own_text(state)
             result = self.fast_step(state, policy)
-            tokens = cut(result.tokens, room=limit - before, eos_tokens=eos_tokens)
+            tokens = truncate(result.tokens, room=limit - before, eos_tokens=eos_tokens)
             tokens = tokens if stream is None else stream.take(tokens)
             yield result if tokens == result.tokens else replace(result, tokens=tokens)
-            if len(tokens) < len(result.tokens) or tokens[-1] in eos_tokens or (stream is not None and stream.stopped):
+            if (
+                len(tokens) < len(result.tokens)
+                or tokens[-1] in eos_tokens
+                or (stream is not None and stream.stopped)
+            ):
                 return
 
     def _require_own_text(self, state: DecodeState) -> None:
         if self._generating is not state:
-            raise YggError("another generation has begun on this engine, which decodes one text at a time; read each to its end first, or load the pair twice")
+            raise YggError(
+                "another generation has begun on this engine, which decodes one text at a time; read each to its end first, or load the pair twice"
+            )
 
     def _left_to_verification(self, root_pos: int) -> int:
-        """How many tokens of a prompt's last chunk run beside the first tree: a few cost less there than a pass over the weights of their own."""
+        """How many tokens of a prompt's last chunk run beside the first tree: a few cost less there than a
+        pass over the weights of their own.
+        """
         left = root_pos % self.target.prefill_chunk
         return left if left <= min(MOST_LEFT, self.target.prefill_chunk - self.target.widest) else 0
 
@@ -217,7 +257,9 @@ class Engine:
 def checked_prompt(prompt: Sequence[int]) -> list[int]:
     """The tokens of one prompt; raises ConfigError for a text, a batch, and what is no token."""
     if isinstance(prompt, str | bytes):
-        raise ConfigError("prompt", prompt[:40], "a list of tokens", "pair.tokenizer.encode(text) makes one")
+        raise ConfigError(
+            "prompt", prompt[:40], "a list of tokens", "pair.tokenizer.encode(text) makes one"
+        )
     try:
         entries = list(prompt)
     except TypeError:
@@ -235,20 +277,28 @@ def checked_prompt(prompt: Sequence[int]) -> list[int]:
 
 
 def check_request(prompt_len: int, config: GenerateConfig, max_context: int) -> int:
-    """The most tokens this request may emit; raises ConfigError when prompt and output do not fit the context."""
+    """The most tokens this request may emit; raises ConfigError when prompt and output do not fit the
+    context.
+    """
     if prompt_len == 0:
         raise ConfigError("prompt", "", "at least one token")
     room = max_context - prompt_len
     if room < 1:
         raise ConfigError(
-            "prompt", f"{prompt_len} tokens", f"shorter than the context of {max_context} tokens", "shorten it or compile with a larger --max-context"
+            "prompt",
+            f"{prompt_len} tokens",
+            f"shorter than the context of {max_context} tokens",
+            "shorten it or compile with a larger --max-context",
         )
     if config.max_new_tokens is None:
         return min(DEFAULT_NEW_TOKENS, room)
     if config.max_new_tokens > room:
         fix = "ask for fewer or compile with a larger --max-context"
         raise ConfigError(
-            "max_new_tokens", config.max_new_tokens, f"at most {room}: the context holds {max_context} tokens and the prompt takes {prompt_len}", fix
+            "max_new_tokens",
+            config.max_new_tokens,
+            f"at most {room}: the context holds {max_context} tokens and the prompt takes {prompt_len}",
+            fix,
         )
     return config.max_new_tokens
 

@@ -83,14 +83,18 @@ class ModelMismatch(YggError):
     """Target and draft cannot speculate together."""
 
     def __init__(self, what: str, target: object, draft: object) -> None:
-        super().__init__(f"{what} differs: the target has {target}, the draft has {draft}; speculation needs a draft with the target's own tokenizer")
+        super().__init__(
+            f"{what} differs: the target has {target}, the draft has {draft}; speculation needs a draft with the target's own tokenizer"
+        )
 
 
 class UnsupportedModel(YggError):
     """A model that this runtime does not decode correctly, so it does not decode it at all."""
 
     def __init__(self, model: str, feature: str) -> None:
-        super().__init__(f"{model}: {feature} is not supported; supported are decoder-only models with full causal attention and heads of 16, 32, ... features")
+        super().__init__(
+            f"{model}: {feature} is not supported; supported are decoder-only models with full causal attention and heads of 16, 32, ... features"
+        )
 
 
 class BrokenCheckpoint(YggError):
@@ -119,7 +123,9 @@ class ShapeNotCompiled(YggError):
     """More tokens at once than any compiled graph takes."""
 
     def __init__(self, num_tokens: int, menu: Iterable[int]) -> None:
-        super().__init__(f"no compiled graph takes {num_tokens} tokens; the menu is {sorted(menu)}; compile with a larger one")
+        super().__init__(
+            f"no compiled graph takes {num_tokens} tokens; the menu is {sorted(menu)}; compile with a larger one"
+        )
 
 
 class CapacityError(YggError):
@@ -133,7 +139,9 @@ class QueueFull(YggError):
     """A request that a server does not take on now."""
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
-        super().__init__(f"{waiting} requests are waiting already, no more are queued; try again in {retry_after_s:.0f} s, or serve with a larger --max-queue")
+        super().__init__(
+            f"{waiting} requests are waiting already, no more are queued; try again in {retry_after_s:.0f} s, or serve with a larger --max-queue"
+        )
         self.retry_after_s = retry_after_s
 
 
@@ -141,11 +149,15 @@ class ServiceEnded(YggError):
     """A server whose decoding thread has ended, or died."""
 
     def __init__(self) -> None:
-        super().__init__("the decoding thread is not running, no request is taken; the server's log says why, start `ygg serve` again")
+        super().__init__(
+            "the decoding thread is not running, no request is taken; the server's log says why, start `ygg serve` again"
+        )
 
 
 class RankLost(YggError):
     """Another process of this run is gone, or does not answer."""
 
     def __init__(self, rank: int, num_ranks: int, reason: str) -> None:
-        super().__init__(f"rank {rank} of {num_ranks} lost another one, which may have said why above: {reason.strip().splitlines()[0]}; start the run again")
+        super().__init__(
+            f"rank {rank} of {num_ranks} lost another one, which may have said why above: {reason.strip().splitlines()[0]}; start the run again"
+        )

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from yggdrasil import artifacts, storage
 from yggdrasil.bundle import Bundle, check_current, is_compiled, read_bundle
-from yggdrasil.digests import Ledger
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels import check_kernels, library_path
 from yggdrasil.pair import load_decisions, load_measurements
+from yggdrasil.store import artifacts, storage
+from yggdrasil.store.digests import Ledger
 
 __all__ = ["StoredPair", "stored_pairs", "verified_files"]
 
@@ -40,7 +40,9 @@ def stored_pairs() -> Iterator[StoredPair]:
         models = None
         try:
             if not is_compiled(name):
-                raise ArtifactError(name, "not compiled to the end", f"ygg compile TARGET DRAFT --name {name}")
+                raise ArtifactError(
+                    name, "not compiled to the end", f"ygg compile TARGET DRAFT --name {name}"
+                )
             bundle = read_bundle(name)
             models = bundle.models
             check_current(bundle)
@@ -69,12 +71,19 @@ def verified_files(name: str) -> Iterator[Path]:
     for dataset in _calibrations(bundle):
         load_measurements(bundle, dataset)
         load_decisions(bundle, dataset)
-        yield from (bundle.predictor_folder(dataset) / file for file in ("acceptance.json", "predictor.json", "predictor.safetensors"))
+        yield from (
+            bundle.predictor_folder(dataset) / file
+            for file in ("acceptance.json", "predictor.json", "predictor.safetensors")
+        )
 
 
 def _calibrations(bundle: Bundle) -> list[str]:
     """The text that is used by default, and others that this very build was calibrated on."""
     others = [dataset for dataset in bundle.datasets if dataset != bundle.dataset]
     paths = {dataset: bundle.predictor_folder(dataset) / "acceptance.json" for dataset in others}
-    current = [dataset for dataset, path in paths.items() if artifacts.load_json(path, bundle.command).get("fingerprint") == bundle.folder.name]
+    current = [
+        dataset
+        for dataset, path in paths.items()
+        if artifacts.load_json(path, bundle.command).get("fingerprint") == bundle.folder.name
+    ]
     return [bundle.dataset, *current]

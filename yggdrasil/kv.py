@@ -1,4 +1,5 @@
-"""Keys and values of one model: the storage that its graphs write, and the cache of a single request over it.
+"""Keys and values of one model: the storage that its graphs write, and the cache of a single request over
+it.
 
 ```
 index   0 ........ len-1 | len  len+1  len+2 ...
@@ -23,9 +24,12 @@ __all__ = ["KVCache", "KVShape", "KVStorage", "move_plain_"]
 
 
 def move_plain_(storage_PL2GSF: Tensor, source: Sequence[int], target: int) -> None:
-    """Slots `source[i]`, ascending, become slots `target + i` in every layer: the specification of `ygg::move_slots_`."""
+    """Slots `source[i]`, ascending, become slots `target + i` in every layer: the specification of
+    `ygg::move_slots_`.
+    """
     slots = torch.tensor([source, range(target, target + len(source))], device=storage_PL2GSF.device)
-    (from_page, to_page), (from_place, to_place) = slots // PAGE_LEN, slots % PAGE_LEN
+    (from_page, to_page) = slots // PAGE_LEN
+    (from_place, to_place) = slots % PAGE_LEN
     storage_PL2GSF[to_page, :, :, :, to_place] = storage_PL2GSF[from_page, :, :, :, from_place]
 
 
@@ -55,7 +59,8 @@ class KVShape:
 
 
 class KVStorage:
-    """Keys and values of every layer in one tensor, and the page table through which graphs find those of a row.
+    """Keys and values of every layer in one tensor, and the page table through which graphs find those of a
+    row.
 
     Args:
         shape: Of a token's keys and values; its capacity is the longest row.
@@ -65,13 +70,25 @@ class KVStorage:
         device: Where they lie.
 
     Attributes:
-        storage_PL2GSF: (pages, layers, key or value, G, 16, F): a page is one range of bytes, so that a range of pages can be lent as memory.
+        storage_PL2GSF: (pages, layers, key or value, G, 16, F): a page is one range of bytes, so that a
+            range of pages can be lent as memory.
     """
 
-    def __init__(self, shape: KVShape, *, num_pages: int, pages_BP: Tensor, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, shape: KVShape, *, num_pages: int, pages_BP: Tensor, dtype: torch.dtype, device: str
+    ) -> None:
         self.shape = shape
         self.pages_BP = pages_BP
-        self.storage_PL2GSF = torch.zeros(num_pages, shape.num_layers, 2, shape.num_kv_heads, PAGE_LEN, shape.head_dim, dtype=dtype, device=device)
+        self.storage_PL2GSF = torch.zeros(
+            num_pages,
+            shape.num_layers,
+            2,
+            shape.num_kv_heads,
+            PAGE_LEN,
+            shape.head_dim,
+            dtype=dtype,
+            device=device,
+        )
 
     def bytes_from(self, page: int) -> Tensor:
         """The memory of the pages from `page` on, uint8. Aliasing: the storage's own."""
@@ -83,7 +100,8 @@ class KVStorage:
 
 
 class KVCache(KVStorage):
-    """The storage of a single row, as a transaction: forwards write provisional indices, `commit_` keeps a path.
+    """The storage of a single row, as a transaction: forwards write provisional indices, `commit_` keeps a
+    path.
 
     Attributes:
         len: Committed indices.
@@ -101,7 +119,12 @@ class KVCache(KVStorage):
     def reserve(self, num_tokens: int) -> None:
         """Raises CapacityError unless `num_tokens` provisional indices fit after the committed ones."""
         if num_tokens > self.num_free:
-            raise CapacityError("context is full", num_tokens, self.num_free, "shorten the prompt or compile with a larger --max-context")
+            raise CapacityError(
+                "context is full",
+                num_tokens,
+                self.num_free,
+                "shorten the prompt or compile with a larger --max-context",
+            )
 
     def commit_(self, path: Sequence[int]) -> None:
         """Keep the provisional tokens at `len + path[i]` as indices `len + i`; forget the rest.
@@ -113,7 +136,9 @@ class KVCache(KVStorage):
         """
         moved = next((i for i, offset in enumerate(path) if offset != i), len(path))
         if moved < len(path):
-            torch.ops.ygg.move_slots_(self.storage_PL2GSF, [self.len + offset for offset in path[moved:]], self.len + moved)
+            torch.ops.ygg.move_slots_(
+                self.storage_PL2GSF, [self.len + offset for offset in path[moved:]], self.len + moved
+            )
         self.len += len(path)
 
     def kept_(self, length: int) -> None:

@@ -7,11 +7,11 @@ meaning    vocab   RoPE      request  where its KV    indices 0..PREFIX-1  1: it
                                                                            read         first -1
 ```
 
-An *index* counts the keys of one row; the row's page table turns it into a slot of the cache (page `index // 16`, offset
-`index % 16`). A token of a prompt has no path: it sees the prefix that ends with itself. A tree node sees the committed
-prefix, then its ancestors and itself. Padding has INDEX -1, PREFIX 0 and READ 0: nothing is stored, seen
-or read. What a forward returns for a row that is not read is not defined: its logits, a large part of a small
-forward, are not computed. layout.h has the same columns for the C++ bodies.
+An *index* counts the keys of one row; the row's page table turns it into a slot of the cache (page `index
+// 16`, offset `index % 16`). A token of a prompt has no path: it sees the prefix that ends with itself. A
+tree node sees the committed prefix, then its ancestors and itself. Padding has INDEX -1, PREFIX 0 and READ
+0: nothing is stored, seen or read. What a forward returns for a row that is not read is not defined: its
+logits, a large part of a small forward, are not computed. layout.h has the same columns for the C++ bodies.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
-from yggdrasil import artifacts
 from yggdrasil.bundle import BUNDLED, MALFORMED, Bundle, compile_command, load_bundle
 from yggdrasil.config import CompileConfig
 from yggdrasil.engine import Engine
@@ -17,9 +16,18 @@ from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import LatencyModel
-from yggdrasil.policy.shape import Arms, BestShape, ContextShape, DepthRule, FixedShape, ShapePolicy, StoppingShape
+from yggdrasil.policy.shape import (
+    Arms,
+    BestShape,
+    ContextShape,
+    DepthRule,
+    FixedShape,
+    ShapePolicy,
+    StoppingShape,
+)
 from yggdrasil.schedule.choice import FORMAT, PlanChoice
 from yggdrasil.state import PLAIN, Shape
+from yggdrasil.store import artifacts
 from yggdrasil.tokenizer import Tokenizer
 
 __all__ = ["LoadedPair", "Measurements", "TrainedDepth", "load_decisions", "load_measurements", "load_pair"]
@@ -33,7 +41,8 @@ class TrainedDepth:
 
     Args:
         predictor: The network.
-        rules: By temperature of the held-out text, what took the fewest milliseconds per token there: the predictor, a fixed depth, or growth that stops.
+        rules: By temperature of the held-out text, what took the fewest milliseconds per token there: the
+            predictor, a fixed depth, or growth that stops.
         report: Held-out figures, cost and reference width, as `ygg compile` stored them.
     """
 
@@ -85,7 +94,14 @@ class LoadedPair:
     plan: PlanChoice
     _arms: dict[float, dict[int, Arms]] = field(default_factory=dict, init=False, repr=False)
 
-    def policy(self, *, temperature: float = 0.0, shape: Shape | None = None, depth: DepthRule | None = None, guard: bool = True) -> ShapePolicy:
+    def policy(
+        self,
+        *,
+        temperature: float = 0.0,
+        shape: Shape | None = None,
+        depth: DepthRule | None = None,
+        guard: bool = True,
+    ) -> ShapePolicy:
         """How the shape of every step is chosen.
 
         Args:
@@ -95,9 +111,11 @@ class LoadedPair:
             guard: Stop speculating while it is measured to lose.
 
         Raises:
-            ConfigError: a shape that was not compiled for: wider than the candidates of a node, or deeper than a path.
+            ConfigError: a shape that was not compiled for: wider than the candidates of a node, or deeper
+                than a path.
         """
-        acceptance, config = self.acceptance.nearest(temperature), self.bundle.config
+        acceptance = self.acceptance.nearest(temperature)
+        config = self.bundle.config
         if shape is not None:
             _check_shape(shape, config)
             return FixedShape(shape, acceptance, self.latency, config.verify_widths)
@@ -122,11 +140,23 @@ class LoadedPair:
 
 def _check_shape(shape: Shape, config: CompileConfig) -> None:
     """Raises ConfigError where growing a tree of this shape would ask for what was not compiled."""
-    num_ranks = shape.width if shape.levels is None else 1 + max((rank for level in shape.levels for _, rank in level), default=0)
+    num_ranks = (
+        shape.width
+        if shape.levels is None
+        else 1 + max((rank for level in shape.levels for _, rank in level), default=0)
+    )
     if not 1 <= num_ranks <= config.num_candidates:
-        raise ConfigError("width", num_ranks, f"from 1 to {config.num_candidates}, the children that a node of this pair can have")
+        raise ConfigError(
+            "width",
+            num_ranks,
+            f"from 1 to {config.num_candidates}, the children that a node of this pair can have",
+        )
     if not 0 <= shape.depth <= config.max_depth:
-        raise ConfigError("depth", shape.depth, f"from 0 to {config.max_depth}, the growth steps that this pair was compiled for")
+        raise ConfigError(
+            "depth",
+            shape.depth,
+            f"from 0 to {config.max_depth}, the growth steps that this pair was compiled for",
+        )
 
 
 def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
@@ -134,7 +164,8 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
 
     Args:
         name: Of the pair.
-        dataset: Calibration text whose acceptance and depth predictor to use; the last one compiled when not given.
+        dataset: Calibration text whose acceptance and depth predictor to use; the last one compiled when
+            not given.
 
     Raises:
         ArtifactError: unknown, corrupt or stale; names the field and the command that mends it.
@@ -149,9 +180,15 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     target, draft = bundle.load_models()
     greedy = plan.greedy.plan
     sampled = plan.sampled.plan
-    limits: dict[str, Any] = {"max_context": bundle.max_context, "eos_tokens": bundle.eos_tokens, "vocab": bundle.vocab}
+    limits: dict[str, Any] = {
+        "max_context": bundle.max_context,
+        "eos_tokens": bundle.eos_tokens,
+        "vocab": bundle.vocab,
+    }
     engine = Engine(target, draft, **limits, tokenizer=tokenizer, greedy_plan=greedy, sampled_plan=sampled)
-    return LoadedPair(bundle, engine, tokenizer, dataset, measured.acceptance, depth, measured.latency, plan)
+    return LoadedPair(
+        bundle, engine, tokenizer, dataset, measured.acceptance, depth, measured.latency, plan
+    )
 
 
 def load_measurements(bundle: Bundle, dataset: str) -> Measurements:
@@ -162,20 +199,36 @@ def load_measurements(bundle: Bundle, dataset: str) -> Measurements:
     """
     folder = bundle.predictor_folder(dataset)
     if dataset not in bundle.datasets:
-        raise ArtifactError(folder, f"no predictor named {dataset!r} (there are: {', '.join(bundle.datasets) or 'none'})", _other_text(bundle, dataset))
-    latency, switching = _parse(bundle.profile_path, bundle, lambda payload: (LatencyModel.from_json(payload), SwitchTable.from_json(payload["switching"])))
-    return Measurements(latency, _parse(folder / "acceptance.json", bundle, AcceptanceTable.from_json), switching)
+        raise ArtifactError(
+            folder,
+            f"no predictor named {dataset!r} (there are: {', '.join(bundle.datasets) or 'none'})",
+            _other_text(bundle, dataset),
+        )
+    latency, switching = _parse(
+        bundle.profile_path,
+        bundle,
+        lambda payload: (LatencyModel.from_json(payload), SwitchTable.from_json(payload["switching"])),
+    )
+    return Measurements(
+        latency, _parse(folder / "acceptance.json", bundle, AcceptanceTable.from_json), switching
+    )
 
 
 def load_decisions(bundle: Bundle, dataset: str) -> tuple[TrainedDepth, PlanChoice]:
-    """The depth predictor of a calibration text, and the execution plan; raises as `load_measurements` does."""
+    """The depth predictor of a calibration text, and the execution plan; raises as `load_measurements`
+    does.
+    """
     folder = bundle.predictor_folder(dataset)
     depth = _parse(folder / "predictor.json", bundle, lambda payload: _trained_depth(folder, payload))
     return depth, _parse(bundle.plan_path, bundle, PlanChoice.from_json, written=FORMAT)
 
 
 def _other_text(bundle: Bundle, dataset: str) -> str:
-    return bundle.command if dataset == bundle.dataset else compile_command(bundle.name, bundle.models, bundle.config, f"{dataset}.txt")
+    return (
+        bundle.command
+        if dataset == bundle.dataset
+        else compile_command(bundle.name, bundle.models, bundle.config, f"{dataset}.txt")
+    )
 
 
 def _trained_depth(folder: Path, payload: dict[str, Any]) -> TrainedDepth:
@@ -201,7 +254,11 @@ def _parse(path: Path, bundle: Bundle, parse: Callable[[dict[str, Any]], T], *, 
     calibration = str(payload.get("calibration", bundle.calibration))
     command = compile_command(bundle.name, bundle.models, bundle.config, calibration)
     if payload.get("fingerprint") != bundle.folder.name:
-        raise ArtifactError(path, f"stale: measured for fingerprint {payload.get('fingerprint')}, current is {bundle.folder.name}", command)
+        raise ArtifactError(
+            path,
+            f"stale: measured for fingerprint {payload.get('fingerprint')}, current is {bundle.folder.name}",
+            command,
+        )
     if (found := payload.get("format", 1)) != written:
         raise ArtifactError(path, f"stale: written in format {found}, current is {written}", command)
     try:

@@ -1,8 +1,8 @@
 """Small host data for a device, handed over without waiting for the device.
 
-A copy from ordinary memory makes the host wait until the stream has come that far; one from pinned memory does not. torch hands pinned
-memory out again only when the copies from it are done, so nothing here keeps or reuses a buffer.
-"""
+A copy from ordinary memory makes the host wait until the stream has come that far; one from pinned memory
+does not. torch hands pinned memory out again only when the copies from it are done, so nothing here keeps
+or reuses a buffer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from torch import Tensor
 __all__ = ["send_", "staged_like", "upload"]
 
 
-def upload(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device | str, *, dtype: torch.dtype = torch.int64) -> Tensor:
+def upload(
+    values: Sequence[int] | Sequence[Sequence[int]],
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
     """Integers as a tensor of a device.
 
     Args:
@@ -31,7 +36,9 @@ def upload(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device
 
 
 def staged_like(target: Tensor) -> Tensor:
-    """Uninitialised host memory of the shape and dtype of a device's tensor, to be filled and given to `send_`."""
+    """Uninitialised host memory of the shape and dtype of a device's tensor, to be filled and given to
+    `send_`.
+    """
     return torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
 
 

@@ -12,20 +12,23 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import ConfigError
 from yggdrasil.tree import TokenTree
 
-__all__ = ["PLAIN", "DecodeState", "Head", "Row", "Shape", "StepResult", "StopRule", "cut"]
+__all__ = ["PLAIN", "DecodeState", "Head", "Row", "Shape", "StepResult", "StopRule", "truncate"]
 
 
 class StopRule(Protocol):
     """Ends drafting before its depth, for structures whose length follows the draft's own confidence."""
 
     def enough(self, tree: TokenTree) -> bool:
-        """Whether the tree so far is deep enough. On a device this waits for the draft: the default policies have a rule on a CPU alone."""
+        """Whether the tree so far is deep enough. On a device this waits for the draft: the default
+        policies have a rule on a CPU alone.
+        """
         ...
 
     @property
     def native(self) -> tuple[Tensor, float] | None:
-        """The same for the loop in kernels/graph.cpp: prices of nodes by rank, float64, and the least that a step must gain over them; without prices, the
-        least log-probability of the last edge. None for a rule that is Python's alone."""
+        """The same for the loop in kernels/graph.cpp: prices of nodes by rank, float64, and the least that
+        a step must gain over them; without prices, the least log-probability of the last edge. None for a
+        rule that is Python's alone."""
         ...
 
 
@@ -37,13 +40,14 @@ class Shape:
         width: W, nodes attached per growth step.
         depth: D, growth steps; 0 decodes plainly.
         verify: K, most nodes verified, root included; None lets pruning choose from the menu.
-        levels: A static tree instead of equal growth: levels[d] holds the (parent node, rank among the parent's children) of
-            every node at depth d + 1, in the order of their ids. W is then the widest level and D the number of levels.
+        levels: A static tree instead of equal growth: levels[d] holds the (parent node, rank among the
+            parent's children) of every node at depth d + 1, in the order of their ids. W is then the widest
+            level and D the number of levels.
         stop: Ends the growth early.
 
     Raises:
-        ConfigError: levels that are no tree: a parent that is not of the level before, a place taken twice, another
-            width or depth than theirs.
+        ConfigError: levels that are no tree: a parent that is not of the level before, a place taken twice,
+            another width or depth than theirs.
     """
 
     width: int
@@ -81,8 +85,14 @@ class Shape:
     def __str__(self) -> str:
         if self.depth == 0:
             return "plain"
-        drafted = f"W={self.width} D={self.depth}" if self.levels is None else f"static N={self.num_nodes} D={self.depth}"
-        return f"{drafted} K={'auto' if self.verify is None else self.verify}" + (f" {self.stop}" if self.stop else "")
+        drafted = (
+            f"W={self.width} D={self.depth}"
+            if self.levels is None
+            else f"static N={self.num_nodes} D={self.depth}"
+        )
+        return f"{drafted} K={'auto' if self.verify is None else self.verify}" + (
+            f" {self.stop}" if self.stop else ""
+        )
 
 
 PLAIN = Shape(1, 0, 1)
@@ -119,7 +129,8 @@ class DecodeState:
         prompt_len: How many of them are the prompt.
         sampling: How tokens are taken.
         hidden_of: Gives `hidden_E` until the target's next forward writes over it; None before the first.
-        head: The head draft when it ran ahead of time; its root's KV is then provisional in the draft's cache.
+        head: The head draft when it ran ahead of time; its root's KV is then provisional in the draft's
+            cache.
     """
 
     tokens: list[int]
@@ -182,7 +193,8 @@ class StepResult:
     """What one step did.
 
     Args:
-        tokens: Emitted tokens: the accepted draft tokens, then the target's own (the bonus); fewer where the text ends among them.
+        tokens: Emitted tokens: the accepted draft tokens, then the target's own (the bonus); fewer where
+            the text ends among them.
         shape: The shape that was drafted, as deep as it was grown.
         drafted: Nodes of the drafted tree, root included.
         verified: Nodes of the verified tree, root included: its K.
@@ -191,7 +203,8 @@ class StepResult:
         tree_of: The verified tree, made when it is asked for.
         path: Accepted nodes in it, root first.
         ms: Wall clock of the step.
-        caught_up: Whether the step was to draft, and made up a chunk of what the draft lagged behind instead; its shape is then plain.
+        caught_up: Whether the step was to draft, and made up a chunk of what the draft lagged behind
+            instead; its shape is then plain.
     """
 
     tokens: list[int]
@@ -216,7 +229,11 @@ class StepResult:
         return len(self.path) - 1
 
 
-def cut(tokens: list[int], *, room: int, eos_tokens: Collection[int]) -> list[int]:
+def truncate(tokens: list[int], *, room: int, eos_tokens: Collection[int]) -> list[int]:
     """Emitted tokens up to the first end of text, that one included, and at most `room` of them."""
-    end = next((place + 1 for place, token in enumerate(tokens) if token in eos_tokens), len(tokens)) if eos_tokens else len(tokens)
+    end = (
+        next((place + 1 for place, token in enumerate(tokens) if token in eos_tokens), len(tokens))
+        if eos_tokens
+        else len(tokens)
+    )
     return tokens[: min(end, room)]

@@ -77,7 +77,11 @@ class Tokenizer:
         if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):  # SentencePiece spells the bytes of rare characters
             return bytes.fromhex(piece[3:5])
         spelled = _byte_of_letter()
-        return bytes(spelled[letter] for letter in piece) if all(letter in spelled for letter in piece) else text.encode()
+        return (
+            bytes(spelled[letter] for letter in piece)
+            if all(letter in spelled for letter in piece)
+            else text.encode()
+        )
 
     @cached_property
     def _anchor(self) -> int:
@@ -89,13 +93,15 @@ class Tokenizer:
 class TextStream:
     """Turns tokens into text that never has to be taken back.
 
-    A character can span tokens, and a stop text can span steps: what could still change is held until it cannot. Text and tokens end at the first token
-    that completes a stop text, however the tokens are shared out among steps.
+    A character can span tokens, and a stop text can span steps: what could still change is held until it
+    cannot. Text and tokens end at the first token that completes a stop text, however the tokens are shared
+    out among steps.
 
     Args:
         tokenizer: Decodes.
         stop: Texts that end the stream; neither they nor what follows is part of it.
-        after: Tokens that the stream goes on after, a prompt's. A decoder may strip the blank that begins a text; the stream does not begin one.
+        after: Tokens that the stream goes on after, a prompt's. A decoder may strip the blank that begins a
+            text; the stream does not begin one.
 
     Attributes:
         text: Everything released so far.
@@ -117,7 +123,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         before = tokenizer.decode(after[-CONTEXT:])
-        is_whole = not before.endswith("\ufffd")  # else it ends within a character, and where its text ends cannot be told
+        # else it ends within a character, and where its text ends cannot be told
+        is_whole = not before.endswith("\ufffd")
         self._tokens = list(after[-CONTEXT:]) if is_whole else []  # those that are decoded
         self._offset = len(before) if is_whole else 0  # characters of their text that are no news
         self._settled = ""
@@ -129,7 +136,8 @@ class TextStream:
         """Add tokens, up to the one that completes a stop text; returns the text that they release."""
         if not self._stop:
             return self._add(tokens)
-        # One by one: of two stop texts in one step the one that is completed first counts, as if every token had come alone.
+        # One by one: of two stop texts in one step the one that is completed first counts, as if every
+        # token had come alone.
         return "".join(self._add([token]) for token in tokens if not self.stopped)
 
     def take(self, tokens: Sequence[int]) -> list[int]:
@@ -155,20 +163,24 @@ class TextStream:
         return whole
 
     def _forget(self, tail: str) -> None:
-        """Keep only the last tokens and some before them, so that the cost of a step does not grow; not where a character spans the cut."""
+        """Keep only the last tokens and some before them, so that the cost of a step does not grow; not
+        where a character spans the cut.
+        """
         tokens = self._tokens[-2 * CONTEXT :]
         before = self._tokenizer.decode(tokens[:CONTEXT])
         recent = self._tokenizer.decode(tokens)[len(before) :]
         if tail.endswith(recent) and not before.endswith("\ufffd"):
             self._settled += tail[: len(tail) - len(recent)]
-            self._tokens, self._offset = tokens, len(before)
+            self._tokens = tokens
+            self._offset = len(before)
 
     def _release(self, decoded: str, *, final: bool) -> str:
         end = len(decoded)
         for stop in self._stop:
             found = decoded.find(stop, max(0, len(self.text) - len(stop) + 1))
             if 0 <= found < end:
-                end, self.stopped = found, True
+                end = found
+                self.stopped = True
         if not self.stopped and not final:
             while end > len(self.text) and decoded[end - 1] == "\ufffd":
                 end -= 1
@@ -180,21 +192,34 @@ class TextStream:
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
         """Characters at the end of `text` that could begin `stop`."""
-        return next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0)
+        return next(
+            (
+                length
+                for length in range(min(len(stop) - 1, len(text)), 0, -1)
+                if text.endswith(stop[:length])
+            ),
+            0,
+        )
 
 
 def _keep_whole_(tokenizer: Any) -> None:
-    """Switch off what the file may ask for, meant for training: a prompt would lose its end, or get padding."""
+    """Switch off what the file may ask for, meant for training: a prompt would lose its end, or get
+    padding.
+    """
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
 
 @cache
 def _byte_of_letter() -> dict[str, int]:
-    """The alphabet in which byte-level tokenizers spell bytes: printable Latin-1 stands for itself, the rest follows from U+0100 on."""
+    """The alphabet in which byte-level tokenizers spell bytes: printable Latin-1 stands for itself, the
+    rest follows from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
 
 
 def load_tokenizer(name: str) -> Any:

@@ -33,8 +33,12 @@ class Trace:
             self.note((name,), (start * 1e3, time.perf_counter() * 1e3))
 
     def note(self, names: Sequence[str], marks_ms: Sequence[float]) -> None:
-        """Enter a run of stages one after another, in milliseconds of `time.perf_counter`: when the first began, and when each of them ended."""
-        total_ms, count, begin_ms = self.total_ms, self.count, marks_ms[0]
+        """Enter a run of stages one after another, in milliseconds of `time.perf_counter`: when the first
+        began, and when each of them ended.
+        """
+        total_ms = self.total_ms
+        count = self.count
+        begin_ms = marks_ms[0]
         for name, end_ms in zip(names, marks_ms[1:], strict=True):
             total_ms[name] += end_ms - begin_ms
             count[name] += 1
@@ -42,11 +46,12 @@ class Trace:
 
 
 class DeviceTrace(Trace):
-    """Stages as a CUDA device ran them: launches return at once, so the host's clock would give a forward's time to whatever waits for it.
+    """Stages as a CUDA device ran them: launches return at once, so the host's clock would give a forward's
+    time to whatever waits for it.
 
-    A stage is entered in the books at the end of the first stage, itself or a later one, that finds the device done with it. In the batch that is acceptance,
-    which waits for all before it; a step that emits nothing waits for nothing, and its forward is entered in the next.
-    """
+    A stage is entered in the books at the end of the first stage, itself or a later one, that finds the
+    device done with it. In the batch that is acceptance, which waits for all before it; a step that emits
+    nothing waits for nothing, and its forward is entered in the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +59,9 @@ class DeviceTrace(Trace):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time what the block gives the current stream, and the host where the stream is idle. Cost: two events; no device sync."""
+        """Time what the block gives the current stream, and the host where the stream is idle. Cost: two
+        events; no device sync.
+        """
         begin = _mark()
         try:
             yield

@@ -6,9 +6,8 @@ node     0      1     2     3     4          token:    what the node says
           └──── a ─── dog                    path:     node ids root .. self, -1 after it
 ```
 
-Node 0 is the root: the last emitted token, whose KV no model has computed yet. A parent always has a smaller id than its
-children, so any ascending set of nodes is in position order along every path.
-"""
+Node 0 is the root: the last emitted token, whose KV no model has computed yet. A parent always has a
+smaller id than its children, so any ascending set of nodes is in position order along every path."""
 
 from __future__ import annotations
 
@@ -29,16 +28,19 @@ __all__ = ["TokenTree"]
 
 
 class TokenTree:
-    """A tree of candidate continuations over preallocated arrays; growing never reallocates and never syncs.
+    """A tree of candidate continuations over preallocated arrays; growing never reallocates and never
+    syncs.
 
     Attributes (all of length `len(tree)`; A is the path capacity):
         token_N: Vocabulary ids, int32.
         parent_N: Node ids, int32, -1 for the root.
         depth_N: Edges from the root, int32.
-        log_prob_N: Path log-probability, float32, 0 for the root: the draft's, each edge scaled to what the target takes of it (step/platt.py).
+        log_prob_N: Path log-probability, float32, 0 for the root: the draft's, each edge scaled to what the
+            target takes of it (step/platt.py).
         path_NA: Node ids from the root to the node itself, int32, -1 after it.
 
-    Example: grow two children of the root and one grandchild, then walk with what the target says after each node.
+    Example: grow two children of the root and one grandchild, then walk with what the target says after
+    each node.
         >>> import torch
         >>> from yggdrasil import TokenTree
         >>> tree = TokenTree.root(token=5, capacity=8)
@@ -70,7 +72,9 @@ class TokenTree:
         self._path = torch.full((capacity, max_depth + 1), -1, dtype=torch.int32, device=device)
 
     @classmethod
-    def root(cls, token: int, capacity: int, *, max_depth: int | None = None, device: str = "cpu") -> TokenTree:
+    def root(
+        cls, token: int, capacity: int, *, max_depth: int | None = None, device: str = "cpu"
+    ) -> TokenTree:
         """A tree of one node.
 
         Args:
@@ -87,13 +91,16 @@ class TokenTree:
         if token < 0:
             raise ConfigError("token", token, "a vocabulary id")
         tree = cls(capacity, capacity - 1 if max_depth is None else max_depth, device)
-        tree._token[:1].fill_(token)  # assigned to one element, a number would be a copy from the host, and a sync
+        # assigned to one element, a number would be a copy from the host, and a sync
+        tree._token[:1].fill_(token)
         tree._path[:1, :1].fill_(0)
         tree._len = 1
         return tree
 
     @classmethod
-    def of(cls, token: Tensor, parent: Tensor, depth: Tensor, log_prob: Tensor, path: Tensor, *, length: int) -> TokenTree:
+    def of(
+        cls, token: Tensor, parent: Tensor, depth: Tensor, log_prob: Tensor, path: Tensor, *, length: int
+    ) -> TokenTree:
         """A tree over arrays that an operator filled.
 
         Args:
@@ -107,8 +114,14 @@ class TokenTree:
         Aliasing: the arrays become the tree's own. Nothing is checked; see `check`.
         """
         tree = cls.__new__(cls)
-        tree.capacity, tree.max_depth, tree._len = len(token), path.shape[1] - 1, length
-        tree._token, tree._parent, tree._depth, tree._log_prob, tree._path = token, parent, depth, log_prob, path
+        tree.capacity = len(token)
+        tree.max_depth = path.shape[1] - 1
+        tree._len = length
+        tree._token = token
+        tree._parent = parent
+        tree._depth = depth
+        tree._log_prob = log_prob
+        tree._path = path
         return tree
 
     @classmethod
@@ -116,20 +129,30 @@ class TokenTree:
         """A tree of one block of memory.
 
         Args:
-            block: int32: (N,) tokens, (N,) parents, (N,) depths, (N,) log-probabilities as float32, and (N, max_depth + 1) paths, one after another.
+            block: int32: (N,) tokens, (N,) parents, (N,) depths, (N,) log-probabilities as float32, and (N,
+                max_depth + 1) paths, one after another.
             length: N, the tree's nodes and its capacity.
 
         Aliasing: the block becomes the tree's own.
         """
         token, parent, depth, log_prob = block[: 4 * length].view(4, length)
-        return cls.of(token, parent, depth, log_prob.view(torch.float32), block[4 * length :].view(length, -1), length=length)
+        return cls.of(
+            token,
+            parent,
+            depth,
+            log_prob.view(torch.float32),
+            block[4 * length :].view(length, -1),
+            length=length,
+        )
 
     def __len__(self) -> int:
         return self._len
 
     @property
     def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Token, parent, depth, log-probability and path arrays for operators, whole: what is beyond `len(tree)` means nothing. Aliasing: the tree's own."""
+        """Token, parent, depth, log-probability and path arrays for operators, whole: what is beyond
+        `len(tree)` means nothing. Aliasing: the tree's own.
+        """
         return self._token, self._parent, self._depth, self._log_prob, self._path
 
     @property
@@ -165,14 +188,18 @@ class TokenTree:
             log_probs: (W,) path log-probabilities, float, none above its parent's.
 
         Raises:
-            ConfigError: more nodes than the capacity, lengths that differ, or on a CPU a parent that is not there.
+            ConfigError: more nodes than the capacity, lengths that differ, or on a CPU a parent that is not
+                there.
 
         Cost: seven small operators, no sync: on a device values are checked by `check`, not here.
         """
-        width, first = len(parents), self._len
+        width = len(parents)
+        first = self._len
         self._require_room(width)
         if not width == len(tokens) == len(log_probs):
-            raise ConfigError("lengths of parents, tokens and log_probs", (width, len(tokens), len(log_probs)), "equal")
+            raise ConfigError(
+                "lengths of parents, tokens and log_probs", (width, len(tokens), len(log_probs)), "equal"
+            )
         if self.is_cpu:
             self._require_parents(parents)
         new = slice(first, first + width)
@@ -182,13 +209,18 @@ class TokenTree:
         depth_W = self._depth[parents] + 1
         self._depth[new] = depth_W
         path_WA = self._path[parents]
-        path_WA.scatter_(1, depth_W[:, None].long(), torch.arange(first, first + width, dtype=torch.int32, device=path_WA.device)[:, None])
+        path_WA.scatter_(
+            1,
+            depth_W[:, None].long(),
+            torch.arange(first, first + width, dtype=torch.int32, device=path_WA.device)[:, None],
+        )
         self._path[new] = path_WA
         self._len += width
 
     @contextmanager
     def growing(self, width: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]:
-        """For an operator that writes `width` nodes itself: the first new id and the whole token, parent, depth, log-probability and path arrays.
+        """For an operator that writes `width` nodes itself: the first new id and the whole token, parent,
+        depth, log-probability and path arrays.
 
         The nodes count once the block ends well. Raises ConfigError beyond the capacity.
         """
@@ -229,12 +261,14 @@ class TokenTree:
         return [[node for node in path if node >= 0] for path in self.path_NA[self.leaves].tolist()]
 
     def prune(self, k: int, *, values: Tensor | None = None) -> tuple[TokenTree, Tensor]:
-        """The connected subtree of at most `k` nodes that contains the root and has the greatest sum of values.
+        """The connected subtree of at most `k` nodes that contains the root and has the greatest sum of
+        values.
 
         Args:
             k: Nodes to keep, root included.
-            values: (N,) non-negative; the path log-probabilities' exponentials when not given. Where no child has a greater
-                value than its parent, the k greatest are connected and simply taken; else the dynamic programme decides.
+            values: (N,) non-negative; the path log-probabilities' exponentials when not given. Where no
+                child has a greater value than its parent, the k greatest are connected and simply taken;
+                else the dynamic programme decides.
 
         Returns:
             The subtree and the (K,) ids that its nodes had in this tree, ascending.
@@ -250,11 +284,14 @@ class TokenTree:
         values = self.log_prob_N.exp() if values is None else values
         if len(values) != self._len:
             raise ConfigError("length of values", len(values), f"the number of nodes, {self._len}")
-        keep = greatest_subtree(self.parent_N.tolist(), values.tolist(), k)  # sync: the kept ids decide shapes
+        # sync: the kept ids decide shapes
+        keep = greatest_subtree(self.parent_N.tolist(), values.tolist(), k)
         return self.subtree(keep), torch.tensor(keep, dtype=torch.int64)
 
     def subtree(self, keep: Sequence[int]) -> TokenTree:
-        """The nodes `keep` (ascending, connected, root first) as a tree of their own; this very tree when it is all of them. No sync."""
+        """The nodes `keep` (ascending, connected, root first) as a tree of their own; this very tree when
+        it is all of them. No sync.
+        """
         if len(keep) == self._len:
             return self
         kept = upload(keep, self._path.device)
@@ -279,9 +316,12 @@ class TokenTree:
             Node ids, root first. The bonus token is `next_tokens[path[-1]]`.
 
         Cost: O(N) on the host; on a device three syncs, where `on_walk` has none.
-        Source: design of the acceptance law: the tree is deterministic, so matching the target's token is exact.
-        """
-        parents, tokens, wanted = self.parent_N.tolist(), self.token_N.tolist(), next_tokens.tolist()  # sync: the walk is the host's
+        Source: design of the acceptance law: the tree is deterministic, so matching the target's token is
+        exact."""
+        # sync: the walk is the host's
+        parents = self.parent_N.tolist()
+        tokens = self.token_N.tolist()
+        wanted = next_tokens.tolist()
         path = [0]
         for node in range(1, self._len):  # a child's id is greater than its parent's: one pass suffices
             if parents[node] == path[-1] and tokens[node] == wanted[path[-1]]:
@@ -289,7 +329,8 @@ class TokenTree:
         return path
 
     def on_walk(self, next_tokens: Tensor) -> Tensor:
-        """Which nodes `walk` passes, found where the arrays are: every node of whose path says what the target says after its parent.
+        """Which nodes `walk` passes, found where the arrays are: every node of whose path says what the
+        target says after its parent.
 
         Args:
             next_tokens: (N,) the target's own token after each node, integer.
@@ -299,22 +340,37 @@ class TokenTree:
 
         Cost: seven small operators, no sync.
         """
-        is_said_N = self.token_N == next_tokens[self.parent_N.long()]  # of the root, whose parent -1 reads the last node, nothing is asked
+        # of the root, whose parent -1 reads the last node, nothing is asked
+        is_said_N = self.token_N == next_tokens[self.parent_N.long()]
         is_said_N[:1].fill_(True)
         path_NA = self.path_NA.long()
         return (is_said_N[path_NA] | (path_NA < 0)).all(dim=1)  # -1 reads the last node and does not count
 
     def check(self) -> None:
-        """Raises ConfigError on a tree that no sequence of `grow` calls with sound values makes: parents, depths, paths, siblings, values."""
-        parents, tokens, log_probs = self.parent_N.tolist(), self.token_N.tolist(), self.log_prob_N.tolist()
+        """Raises ConfigError on a tree that no sequence of `grow` calls with sound values makes: parents,
+        depths, paths, siblings, values.
+        """
+        parents = self.parent_N.tolist()
+        tokens = self.token_N.tolist()
+        log_probs = self.log_prob_N.tolist()
         for node in range(self._len):
             parent = parents[node]
             if not (parent == -1 if node == 0 else 0 <= parent < node):
                 raise ConfigError(f"parent of node {node}", parent, "-1 for the root, else an earlier node")
             if node and not log_probs[node] <= log_probs[parent] + 1e-6:
-                raise ConfigError(f"log-probability of node {node}", log_probs[node], f"at most its parent's, {log_probs[parent]}")
-            path = [self.path_NA[parent, d].item() for d in range(int(self.depth_N[parent]) + 1)] if node else []
-            if [entry for entry in self.path_NA[node].tolist() if entry >= 0] != [*path, node] or int(self.depth_N[node]) != len(path):
+                raise ConfigError(
+                    f"log-probability of node {node}",
+                    log_probs[node],
+                    f"at most its parent's, {log_probs[parent]}",
+                )
+            path = (
+                [self.path_NA[parent, d].item() for d in range(int(self.depth_N[parent]) + 1)]
+                if node
+                else []
+            )
+            if [entry for entry in self.path_NA[node].tolist() if entry >= 0] != [*path, node] or int(
+                self.depth_N[node]
+            ) != len(path):
                 raise ConfigError(f"path of node {node}", self.path_NA[node].tolist(), f"{[*path, node]}")
         if len(set(zip(parents, tokens, strict=True))) != self._len:
             raise ConfigError("siblings", tokens, "distinct tokens under one parent")
@@ -325,7 +381,13 @@ class TokenTree:
 
         graph: networkx.DiGraph[int] = networkx.DiGraph()
         for node, (token, parent, depth, log_prob) in enumerate(
-            zip(self.token_N.tolist(), self.parent_N.tolist(), self.depth_N.tolist(), self.log_prob_N.tolist(), strict=True)
+            zip(
+                self.token_N.tolist(),
+                self.parent_N.tolist(),
+                self.depth_N.tolist(),
+                self.log_prob_N.tolist(),
+                strict=True,
+            )
         ):
             graph.add_node(node, token=token, depth=depth, log_prob=log_prob)
             if parent >= 0:
@@ -339,7 +401,9 @@ class TokenTree:
             label: A text for every node; its token when not given.
             marked: Nodes to star, such as an accepted path.
         """
-        graph, tokens, log_probs = self.to_networkx(), self.token_N.tolist(), self.log_prob_N.tolist()
+        graph = self.to_networkx()
+        tokens = self.token_N.tolist()
+        log_probs = self.log_prob_N.tolist()
 
         def text(node: int) -> str:
             name = str(tokens[node]) if label is None else label[node]
@@ -362,26 +426,33 @@ def greatest_subtree(parents: Sequence[int], values: Sequence[float], k: int) ->
     rising = any(values[node] > values[parents[node]] for node in range(1, len(parents)))
     if rising:
         return greatest_subtree_by_programme(parents, values, k)
-    by_value = sorted(range(1, len(parents)), key=lambda node: (-values[node], node))  # ties: the parent, being earlier, first
+    # ties: the parent, being earlier, first
+    by_value = sorted(range(1, len(parents)), key=lambda node: (-values[node], node))
     return sorted([0, *by_value[: k - 1]])
 
 
 def greatest_subtree_by_programme(parents: Sequence[int], values: Sequence[float], k: int) -> list[int]:
     """The dynamic programme that specifies pruning: any non-negative values, any tree.
 
-    Bottom-up, `best[node][size]` is the greatest value of a connected subtree of exactly `size` nodes rooted at `node`,
-    with the nodes that reach it; children are merged one at a time, as in a knapsack.
+    Bottom-up, `best[node][size]` is the greatest value of a connected subtree of exactly `size` nodes
+    rooted at `node`, with the nodes that reach it; children are merged one at a time, as in a knapsack.
 
-    Source: Yggdrasil section 4.2: "traverses the tree in a bottom-up fashion, computing the speedup value for each node and its children".
-    """
-    best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ()), 1: (value, (node,))} for node, value in enumerate(values)]
+    Source: Yggdrasil section 4.2: "traverses the tree in a bottom-up fashion, computing the speedup value
+    for each node and its children"."""
+    best: list[dict[int, tuple[float, tuple[int, ...]]]] = [
+        {0: (0.0, ()), 1: (value, (node,))} for node, value in enumerate(values)
+    ]
     for node in range(len(parents) - 1, 0, -1):
         parent = parents[node]
         merged: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
         for size, (value, nodes) in best[parent].items():
             for extra, (extra_value, extra_nodes) in best[node].items():
                 total = size + extra
-                if size >= 1 and total <= k and (total not in merged or value + extra_value > merged[total][0]):
+                if (
+                    size >= 1
+                    and total <= k
+                    and (total not in merged or value + extra_value > merged[total][0])
+                ):
                     merged[total] = (value + extra_value, nodes + extra_nodes)
         best[parent] = merged
     size = max(best[0], key=lambda size: (best[0][size][0], size))

@@ -22,15 +22,16 @@ import tiny_pair
 from conftest import TINY
 
 import yggdrasil
-from yggdrasil import artifacts, build, tuning
-from yggdrasil.artifacts import digest_file, save_json
-from yggdrasil.build import compile_pair
 from yggdrasil.bundle import Bundle, load_bundle
 from yggdrasil.cli import generate as generate_command
 from yggdrasil.cli import main
-from yggdrasil.compilations import compilations
+from yggdrasil.kernels.compilations import compilations
+from yggdrasil.offline import pipeline, tuning
+from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.pair import load_pair
-from yggdrasil.report import Run
+from yggdrasil.report.run import Run
+from yggdrasil.store import artifacts
+from yggdrasil.store.artifacts import digest_file, save_json
 
 KEYS = (
     "text", "token_ids", "num_tokens", "target_passes", "aal", "ttft_ms", "tpot_ms", "tok_per_s", "compilations", "stages_ms", "speculation", "seed", "device",
@@ -50,7 +51,9 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def generate(capture: Capture, *arguments: str) -> dict[str, Any]:
-    """The JSON object of one run on the compiled pair, after checking that it is all there is on standard output."""
+    """The JSON object of one run on the compiled pair, after checking that it is all there is on standard
+    output.
+    """
     assert main(["generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "24", "--json", *arguments]) == 0
     lines = capture.readouterr().out.splitlines()
     assert len(lines) == 1
@@ -66,7 +69,12 @@ def test_json_has_every_key_and_the_figures_agree(capsys: Capture) -> None:
     assert report["num_tokens"] == len(report["token_ids"]) == 24
     assert 1 <= report["target_passes"] <= 24
     assert report["aal"] == pytest.approx(24 / report["target_passes"])
-    assert (report["seed"], report["device"], report["dtype"], report["pair"]) == (0, "cpu", "float32", "tiny")
+    assert (report["seed"], report["device"], report["dtype"], report["pair"]) == (
+        0,
+        "cpu",
+        "float32",
+        "tiny",
+    )
     assert set(report["stages_ms"]) >= {"prefill", "policy", "draft", "prune", "verify", "accept", "commit"}
     assert report["finish_reason"] == "length"
     assert report["text"].startswith(" there was a")
@@ -75,14 +83,30 @@ def test_json_has_every_key_and_the_figures_agree(capsys: Capture) -> None:
 
 def test_a_loaded_pair_compiles_nothing_in_a_fresh_process(ygg_home: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "yggdrasil", "generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "7", "--json"], capture_output=True, text=True, check=True
+        [
+            sys.executable,
+            "-m",
+            "yggdrasil",
+            "generate",
+            PROMPT,
+            "--pair",
+            "tiny",
+            "--max-new-tokens",
+            "7",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     report = json.loads(done.stdout)
     assert report["compilations"] == 0
     assert done.stderr == ""
 
 
-def test_collections_pass_over_the_loaded_pair_while_text_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collections_pass_over_the_loaded_pair_while_text_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     frozen: list[int] = []
 
     class Screen(io.StringIO):
@@ -111,7 +135,9 @@ def test_plain_gives_the_same_tokens(capsys: Capture) -> None:
 
 def test_the_same_seed_writes_the_same_text(capsys: Capture) -> None:
     options = ("--temperature", "1.0", "--top-p", "0.95", "--ignore-eos")
-    first, second, other = (generate(capsys, *options, "--seed", seed)["token_ids"] for seed in ("3", "3", "4"))
+    first, second, other = (
+        generate(capsys, *options, "--seed", seed)["token_ids"] for seed in ("3", "3", "4")
+    )
     assert first == second != other
     assert generate(capsys, *options, "--seed", "3", "--plain")["token_ids"] == first
 
@@ -124,7 +150,10 @@ def test_text_streams_to_stdout_and_nothing_else(capsys: Capture, quiet: None) -
 
 def test_stats_and_trees_go_to_stderr(capsys: Capture) -> None:
     text = generate(capsys)["text"]
-    assert main(["generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "24", "--stats", "--show-tree"]) == 0
+    assert (
+        main(["generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "24", "--stats", "--show-tree"])
+        == 0
+    )
     out, err = capsys.readouterr()
     assert out == f"{text}\n"
     assert "tokens per pass" in err
@@ -150,7 +179,11 @@ def test_a_dash_reads_the_prompt_from_stdin(capsys: Capture, monkeypatch: pytest
 
 def test_unquoted_words_are_one_prompt_wherever_they_stand(capsys: Capture) -> None:
     expected = generate(capsys)["token_ids"]
-    for words in (("Once", "upon", "a", "time", "--pair", "tiny"), ("--pair", "tiny", *PROMPT.split()), ("Once", "upon", "--pair", "tiny", "a", "time")):
+    for words in (
+        ("Once", "upon", "a", "time", "--pair", "tiny"),
+        ("--pair", "tiny", *PROMPT.split()),
+        ("Once", "upon", "--pair", "tiny", "a", "time"),
+    ):
         assert main(["generate", "--json", *words, "-n", "24"]) == 0
         assert json.loads(capsys.readouterr().out)["token_ids"] == expected
 
@@ -161,14 +194,19 @@ def test_the_limit_has_the_names_that_others_give_it(option: str, capsys: Captur
     assert json.loads(capsys.readouterr().out)["num_tokens"] == 3
 
 
-def test_steps_that_take_several_times_their_profile_are_noted_on_stderr(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_take_several_times_their_profile_are_noted_on_stderr(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Run, "slowdown", 2.9)
     report = generate(capsys)
     monkeypatch.setattr(Run, "slowdown", 3.4)
     assert main(["generate", PROMPT, "--pair", "tiny", "-n", "24", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["text"] == report["text"]
-    assert re.fullmatch(r"ygg generate: the machine is busy: steps took 3\.4 times .*; end other programs, .*: ygg compile .*\n", err)
+    assert re.fullmatch(
+        r"ygg generate: the machine is busy: steps took 3\.4 times .*; end other programs, .*: ygg compile .*\n",
+        err,
+    )
 
 
 def test_a_usual_pace_is_not_noted(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +235,17 @@ def test_version_is_the_package_s(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("words", "verb", "complaint"),
     [
-        ("generate x --tempurature 1", "ygg generate", "there is no option --tempurature; did you mean --temperature?"),
+        (
+            "generate x --tempurature 1",
+            "ygg generate",
+            "there is no option --tempurature; did you mean --temperature?",
+        ),
         ("generate x --temp 1", "ygg generate", "there is no option --temp"),
-        ("generate x --max-new 3", "ygg generate", "there is no option --max-new; did you mean --max-new-tokens?"),
+        (
+            "generate x --max-new 3",
+            "ygg generate",
+            "there is no option --max-new; did you mean --max-new-tokens?",
+        ),
         ("generate x --jsn=1", "ygg generate", "there is no option --jsn; did you mean --json?"),
         ("generate x -n many", "ygg generate", "--max-new-tokens: 'many' is not a whole number"),
         ("generate x --top-p much", "ygg generate", "--top-p: 'much' is not a number"),
@@ -211,7 +257,9 @@ def test_version_is_the_package_s(capsys: Capture) -> None:
         ("generat x", "ygg", "'generat' is none of .*; did you mean generate?"),
     ],
 )
-def test_a_wrong_command_line_shows_the_verb_s_usage_and_the_nearest_word(words: str, verb: str, complaint: str, capsys: Capture) -> None:
+def test_a_wrong_command_line_shows_the_verb_s_usage_and_the_nearest_word(
+    words: str, verb: str, complaint: str, capsys: Capture
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2
@@ -228,7 +276,9 @@ def test_a_wrong_command_line_shows_the_verb_s_usage_and_the_nearest_word(words:
         (("--target", "a"), "--draft is missing: ygg generate --target a --draft DRAFT"),
     ],
 )
-def test_half_a_pair_names_the_other_half(arguments: tuple[str, ...], complaint: str, capfd: Capture) -> None:
+def test_half_a_pair_names_the_other_half(
+    arguments: tuple[str, ...], complaint: str, capfd: Capture
+) -> None:
     assert complaint in refused(capfd, "generate", PROMPT, *arguments)
 
 
@@ -243,11 +293,16 @@ def test_half_a_pair_names_the_other_half(arguments: tuple[str, ...], complaint:
     ids=str,
 )
 def test_what_cannot_work_is_refused_before_anything_is_compiled(
-    arguments: tuple[str, ...], complaint: str, llama_folders: tuple[str, str], capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...],
+    complaint: str,
+    llama_folders: tuple[str, str],
+    capfd: Capture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("YGG_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "compile_pair", lambda *args, **kwargs: pytest.fail("compiles"))
-    monkeypatch.setattr(build, "bundled_arguments", lambda: (*llama_folders, "tinystories"))
+    monkeypatch.setattr(pipeline, "compile_pair", lambda *args, **kwargs: pytest.fail("compiles"))
+    monkeypatch.setattr(pipeline, "bundled_arguments", lambda: (*llama_folders, "tinystories"))
     for models in ((), ("--target", llama_folders[0], "--draft", llama_folders[1])):
         assert re.search(complaint, refused(capfd, "generate", PROMPT, *models, *arguments))
     assert list(tmp_path.iterdir()) == []
@@ -256,8 +311,10 @@ def test_what_cannot_work_is_refused_before_anything_is_compiled(
 def test_a_calibration_file_that_is_not_there_is_refused_before_the_models_are_read(
     llama_folders: tuple[str, str], capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_describe", lambda *args: pytest.fail("reads the models"))
-    assert "--calibration: " in refused(capfd, "compile", *llama_folders, "--name", "x", "--calibration", str(tmp_path / "no.txt"))
+    monkeypatch.setattr(pipeline, "_describe", lambda *args: pytest.fail("reads the models"))
+    assert "--calibration: " in refused(
+        capfd, "compile", *llama_folders, "--name", "x", "--calibration", str(tmp_path / "no.txt")
+    )
 
 
 @pytest.mark.parametrize("words", ((b"caf\xe9",), (b"fine", b"\xff"), (b"-",)))
@@ -266,25 +323,43 @@ def test_a_prompt_that_is_no_text_is_one_line(verb: str, words: tuple[bytes, ...
     command = [sys.executable, "-m", "yggdrasil", *verb.split(), "--pair", "tiny", *words]
     done = subprocess.run(command, input=b"caf\xe9", capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (2, b"")
-    assert re.fullmatch(rb"ygg \w+: prompt: b'\\x(e9|ff)' is not allowed; it must be text in UTF-8, which byte \d is not\n", done.stderr)
+    assert re.fullmatch(
+        rb"ygg \w+: prompt: b'\\x(e9|ff)' is not allowed; it must be text in UTF-8, which byte \d is not\n",
+        done.stderr,
+    )
 
 
 def shell(script: str) -> tuple[int, str, str]:
     """Exit code of `ygg`, standard output and standard error of a shell line."""
     ygg = f"{shlex.quote(sys.executable)} -m yggdrasil"
-    done = subprocess.run(["bash", "-c", script.replace("ygg", ygg) + "; exit ${PIPESTATUS[0]}"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", script.replace("ygg", ygg) + "; exit ${PIPESTATUS[0]}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("command", (f"generate {PROMPT} --pair tiny -n 200 --ignore-eos", "show pair --pair tiny", "--help", "--version"))
+@pytest.mark.parametrize(
+    "command",
+    (f"generate {PROMPT} --pair tiny -n 200 --ignore-eos", "show pair --pair tiny", "--help", "--version"),
+)
 def test_a_reader_that_goes_away_is_no_error(command: str, ygg_home: Path) -> None:
     assert shell(f"ygg {command} | head -c 0") == (0, "", "")
 
 
 @pytest.mark.parametrize("buffered", (True, False))
-def test_standard_output_that_cannot_be_written_is_one_line(buffered: bool, ygg_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_output_that_cannot_be_written_is_one_line(
+    buffered: bool, ygg_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", "" if buffered else "1")
-    for command in (f"generate {PROMPT} --pair tiny -n 8", f"generate {PROMPT} --pair tiny -n 8 --json", "show pair --pair tiny", "--version"):
+    for command in (
+        f"generate {PROMPT} --pair tiny -n 8",
+        f"generate {PROMPT} --pair tiny -n 8 --json",
+        "show pair --pair tiny",
+        "--version",
+    ):
         code, out, err = shell(f"ygg {command} >&-")
         assert (code, out) == (2, "")
         assert re.fullmatch("ygg: standard output is closed; .*\n", err)
@@ -299,7 +374,12 @@ def test_text_is_written_in_utf_8_whatever_the_locale(ygg_home: Path, capsys: Ca
     assert not text.isascii()
     options = ["--pair", "tiny", "-n", "24", "--temperature", "2", "--seed", "5", "--ignore-eos"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-m", "yggdrasil", "generate", PROMPT, *options], capture_output=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "yggdrasil", "generate", PROMPT, *options],
+        capture_output=True,
+        env=environment,
+        check=True,
+    )
     assert done.stdout.decode() == f"{text}\n"
 
 
@@ -307,7 +387,10 @@ SHOWN = {
     "pair": (["target graphs [2, 4, 8, 16, 32]", "predicted speedup"], []),
     "profile": (["context  tokens", "tiny-latency.png"], ["tiny-acceptance.png", "tiny-latency.png"]),
     "plan": (["plan of an iteration", "sequential", "tiny-plan.png"], ["tiny-plan.png"]),
-    "predictor": (["depth predictor (stories)", "growth that stops", "tiny-stories-predictor.png"], ["tiny-stories-predictor.png"]),
+    "predictor": (
+        ["depth predictor (stories)", "growth that stops", "tiny-stories-predictor.png"],
+        ["tiny-stories-predictor.png"],
+    ),
     "step": (["[verify ", "tiny-step.png"], ["tiny-step.png"]),
     "tree": (["drafted", "*"], []),
 }
@@ -360,15 +443,21 @@ def refused(capture: Capture, *arguments: str) -> str:
         (("--target", "a", "--draft", "b"), "--pair goes without --target and --draft"),
     ],
 )
-def test_a_wrong_option_is_one_line_and_exit_code_2(arguments: tuple[str, ...], complaint: str, capfd: Capture) -> None:
+def test_a_wrong_option_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], complaint: str, capfd: Capture
+) -> None:
     assert re.search(complaint, refused(capfd, "generate", PROMPT, "--pair", "tiny", *arguments))
 
 
-def test_a_prompt_that_is_missing_or_too_long_is_one_line(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_is_missing_or_too_long_is_one_line(
+    capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "a prompt is missing: ygg generate" in refused(capfd, "generate", "--pair", "tiny")
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert "the prompt is empty" in refused(capfd, "generate", "-", "--pair", "tiny")
-    assert "shorter than the context of 256 tokens" in refused(capfd, "generate", "fox " * 400, "--pair", "tiny")
+    assert "shorter than the context of 256 tokens" in refused(
+        capfd, "generate", "fox " * 400, "--pair", "tiny"
+    )
 
 
 @pytest.mark.parametrize("arguments", (("generate", PROMPT), ("show", "pair")))
@@ -379,13 +468,19 @@ def test_an_unknown_pair_names_the_known_ones(arguments: tuple[str, ...], capfd:
     assert "ygg compile TARGET DRAFT --name nobody" in line
 
 
-def test_show_of_the_bundled_pair_says_how_to_compile_it(capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_of_the_bundled_pair_says_how_to_compile_it(
+    capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("YGG_HOME", str(tmp_path))
-    assert refused(capfd, "show", "pair").endswith("no compiled pair named 'tinystories' (there are: none yet); run `ygg compile`\n")
+    assert refused(capfd, "show", "pair").endswith(
+        "no compiled pair named 'tinystories' (there are: none yet); run `ygg compile`\n"
+    )
 
 
 def test_show_needs_an_existing_folder(capfd: Capture, tmp_path: Path) -> None:
-    assert "--out" in refused(capfd, "show", "profile", "--pair", "tiny", "--out", str(tmp_path / "nowhere"))
+    assert "--out" in refused(
+        capfd, "show", "profile", "--pair", "tiny", "--out", str(tmp_path / "nowhere")
+    )
 
 
 def test_compile_refuses_a_wrong_folder_a_missing_tokenizer_and_another_vocabulary(
@@ -394,9 +489,12 @@ def test_compile_refuses_a_wrong_folder_a_missing_tokenizer_and_another_vocabula
     from transformers import LlamaConfig
 
     target, draft = llama_folders
-    bare, other = tmp_path / "bare", tmp_path / "other"
+    bare = tmp_path / "bare"
+    other = tmp_path / "other"
     shutil.copytree(target, bare, ignore=shutil.ignore_patterns("tokenizer*", "special*"))
-    LlamaConfig(vocab_size=500, hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(other)
+    LlamaConfig(vocab_size=500, hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(
+        other
+    )
     before = sorted(path.name for path in (ygg_home / "compile_cache").iterdir())
     assert "model: " in refused(capfd, "compile", str(tmp_path / "nowhere"), draft)
     assert "model: " in refused(capfd, "compile", target, str(tmp_path / "nowhere"))
@@ -406,14 +504,24 @@ def test_compile_refuses_a_wrong_folder_a_missing_tokenizer_and_another_vocabula
     assert "500" in line
     assert f"the draft is missing: ygg compile {target} DRAFT" in refused(capfd, "compile", target)
     assert "--name: 'a/b'" in refused(capfd, "compile", target, draft, "--name", "a/b")
-    assert "--calibration: " in refused(capfd, "compile", target, draft, "--name", "x", "--calibration", str(tmp_path / "no.txt"))
-    assert "--max-context: 1000" in refused(capfd, "compile", target, draft, "--name", "x", "--max-context", "1000")
-    assert "--max-context: 4096" in refused(capfd, "compile", target, draft, "--name", "x", "--max-context", "4096")
+    assert "--calibration: " in refused(
+        capfd, "compile", target, draft, "--name", "x", "--calibration", str(tmp_path / "no.txt")
+    )
+    assert "--max-context: 1000" in refused(
+        capfd, "compile", target, draft, "--name", "x", "--max-context", "1000"
+    )
+    assert "--max-context: 4096" in refused(
+        capfd, "compile", target, draft, "--name", "x", "--max-context", "4096"
+    )
     assert sorted(path.name for path in (ygg_home / "compile_cache").iterdir()) == before
 
 
-@pytest.mark.parametrize("name", ("", ".", "..", "-x", "_x", ".hidden", "a b", "a/b", "kernels", "tinystories"))
-def test_a_name_that_is_no_folder_of_its_own_is_refused_with_the_command(name: str, capfd: Capture, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ("", ".", "..", "-x", "_x", ".hidden", "a b", "a/b", "kernels", "tinystories")
+)
+def test_a_name_that_is_no_folder_of_its_own_is_refused_with_the_command(
+    name: str, capfd: Capture, tmp_path: Path
+) -> None:
     folder = tmp_path / "kernels"  # where no name is given it is the folder's
     folder.mkdir()
     arguments = [f"--name={name}"] if name else []
@@ -422,15 +530,18 @@ def test_a_name_that_is_no_folder_of_its_own_is_refused_with_the_command(name: s
     assert line.endswith(f"; ygg compile {folder} draft --name NAME\n")
 
 
-def test_the_name_of_a_pair_is_that_of_the_folder_wherever_one_stands(llama_folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_pair_is_that_of_the_folder_wherever_one_stands(
+    llama_folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Found(Exception):
         pass
 
     def note(*args: Any, name: str, **kwargs: Any) -> None:
         raise Found(name)
 
-    monkeypatch.setattr(build, "compile_pair", note)
-    monkeypatch.setattr(generate_command, "_check_uncompiled", lambda *arguments: None)  # the folders are empty
+    monkeypatch.setattr(pipeline, "compile_pair", note)
+    # the folders are empty
+    monkeypatch.setattr(generate_command, "_check_uncompiled", lambda *arguments: None)
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
     for target in (".", "../mine/", str(tmp_path / "mine"), "org/mine"):
@@ -475,37 +586,78 @@ def predictor_file(bundle: Bundle, name: str) -> Path:
     return bundle.predictor_folder(bundle.dataset) / name
 
 
-NO_TRIAL = {"plan": {"name": "none", "placements": [{"stage": "verify", "resource": "main"}]}, "gain95": None}
+NO_TRIAL = {
+    "plan": {"name": "none", "placements": [{"stage": "verify", "resource": "main"}]},
+    "gain95": None,
+}
 DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
-    "truncated bundle.json": (lambda bundle: truncate(bundle.folder / "bundle.json"), "bundle.json: corrupt"),
+    "truncated bundle.json": (
+        lambda bundle: truncate(bundle.folder / "bundle.json"),
+        "bundle.json: corrupt",
+    ),
     "bundle.json without a field": (
         lambda bundle: edit(bundle.folder / "bundle.json", lambda payload: payload.pop("kv_draft")),
         "bundle.json: corrupt .'kv_draft'",
     ),
     "bundle.json with an unknown option": (
-        lambda bundle: edit(bundle.folder / "bundle.json", lambda payload: payload["config"].update(speed=9)),
+        lambda bundle: edit(
+            bundle.folder / "bundle.json", lambda payload: payload["config"].update(speed=9)
+        ),
         "bundle.json: corrupt .*'speed'",
     ),
     "foreign processor": (
-        lambda bundle: edit(bundle.folder / "bundle.json", lambda payload: payload["machine"].update(cpu_flags="sparc")),
+        lambda bundle: edit(
+            bundle.folder / "bundle.json", lambda payload: payload["machine"].update(cpu_flags="sparc")
+        ),
         "bundle.json: stale: cpu_flags was 'sparc' and is now",
     ),
-    "foreign torch": (lambda bundle: edit(bundle.folder / "bundle.json", lambda payload: payload["machine"].update(torch="1.0")), "stale: torch was '1.0'"),
-    "truncated current.json": (lambda bundle: truncate(bundle.folder.parent / "current.json"), "current.json: corrupt"),
+    "foreign torch": (
+        lambda bundle: edit(
+            bundle.folder / "bundle.json", lambda payload: payload["machine"].update(torch="1.0")
+        ),
+        "stale: torch was '1.0'",
+    ),
+    "truncated current.json": (
+        lambda bundle: truncate(bundle.folder.parent / "current.json"),
+        "current.json: corrupt",
+    ),
     "bundle gone": (lambda bundle: shutil.rmtree(bundle.folder), "bundle.json: missing"),
-    "truncated weights": (lambda bundle: truncate(bundle.folder / "target" / "weights.safetensors"), "weights.safetensors: corrupt"),
-    "missing weights": (lambda bundle: (bundle.folder / "draft" / "weights.safetensors").unlink(), "weights.safetensors: missing"),
-    "truncated graph": (lambda bundle: truncate(bundle.folder / "target" / "tokens_4.pt2"), r"tokens_4\.pt2: corrupt"),
-    "missing graph": (lambda bundle: (bundle.folder / "draft" / "tokens_4.pt2").unlink(), r"tokens_4\.pt2: "),
-    "missing tokenizer": (lambda bundle: (bundle.folder / "tokenizer.json").unlink(), "tokenizer.json: missing;"),
+    "truncated weights": (
+        lambda bundle: truncate(bundle.folder / "target" / "weights.safetensors"),
+        "weights.safetensors: corrupt",
+    ),
+    "missing weights": (
+        lambda bundle: (bundle.folder / "draft" / "weights.safetensors").unlink(),
+        "weights.safetensors: missing",
+    ),
+    "truncated graph": (
+        lambda bundle: truncate(bundle.folder / "target" / "tokens_4.pt2"),
+        r"tokens_4\.pt2: corrupt",
+    ),
+    "missing graph": (
+        lambda bundle: (bundle.folder / "draft" / "tokens_4.pt2").unlink(),
+        r"tokens_4\.pt2: ",
+    ),
+    "missing tokenizer": (
+        lambda bundle: (bundle.folder / "tokenizer.json").unlink(),
+        "tokenizer.json: missing;",
+    ),
     "truncated profile": (lambda bundle: truncate(bundle.profile_path), r"\.json: corrupt"),
-    "profile of another compilation": (lambda bundle: edit(bundle.profile_path, lambda payload: payload.update(fingerprint="0" * 12)), "stale: measured for"),
+    "profile of another compilation": (
+        lambda bundle: edit(bundle.profile_path, lambda payload: payload.update(fingerprint="0" * 12)),
+        "stale: measured for",
+    ),
     "calibration without a table": (
-        lambda bundle: edit(predictor_file(bundle, "acceptance.json"), lambda payload: payload.pop("by_temperature")),
+        lambda bundle: edit(
+            predictor_file(bundle, "acceptance.json"), lambda payload: payload.pop("by_temperature")
+        ),
         "acceptance.json: corrupt",
     ),
     "truncated plan": (lambda bundle: truncate(bundle.plan_path), r"-plan\.json: corrupt"),
-    "plan of another compilation": (lambda bundle: edit(bundle.plan_path, lambda payload: payload.update(fingerprint="0" * 12)), "stale: measured for"),
+    "plan of another compilation": (
+        lambda bundle: edit(bundle.plan_path, lambda payload: payload.update(fingerprint="0" * 12)),
+        "stale: measured for",
+    ),
     "plan that is none": (
         lambda bundle: edit(bundle.plan_path, lambda payload: payload["greedy"].update(trial=NO_TRIAL)),
         r"-plan\.json: corrupt .*placements of policy",
@@ -515,7 +667,9 @@ DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
         r"-plan\.json: stale: written in format 1, current is 2",
     ),
     "predictor of another compilation": (
-        lambda bundle: edit(predictor_file(bundle, "predictor.json"), lambda payload: payload.update(fingerprint="0" * 12)),
+        lambda bundle: edit(
+            predictor_file(bundle, "predictor.json"), lambda payload: payload.update(fingerprint="0" * 12)
+        ),
         "predictor.json: stale: measured for fingerprint 000000000000",
     ),
     "predictor without its weights": (
@@ -530,7 +684,9 @@ DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_artifact_is_one_line_that_says_what_to_run_and_nothing_is_touched(damage: str, copied: Path, capfd: Capture) -> None:
+def test_a_damaged_artifact_is_one_line_that_says_what_to_run_and_nothing_is_touched(
+    damage: str, copied: Path, capfd: Capture
+) -> None:
     bundle = load_bundle("tiny")
     assert bundle.folder.is_relative_to(copied)
     inflict, complaint = DAMAGES[damage]
@@ -549,61 +705,109 @@ def test_notes_on_a_pair_are_shown_and_are_lines_on_stderr_when_it_is_compiled(
     noted.save()
     assert main(["show", "pair", "--pair", "tiny"]) == 0
     assert "  note: one thing\n  note: another\n" in capsys.readouterr().out
-    monkeypatch.setattr(build, "compile_pair", lambda *models, **options: noted)
+    monkeypatch.setattr(pipeline, "compile_pair", lambda *models, **options: noted)
     assert main(["compile", *llama_folders, "--name", "tiny"]) == 0
     told = capsys.readouterr().err
     assert "ygg compile: note: one thing\nygg compile: note: another\n" in told
 
 
-def test_a_model_that_would_be_decoded_wrongly_is_refused_by_name_and_leaves_no_pair(ygg_home: Path, capfd: Capture, tmp_path: Path) -> None:
+def test_a_model_that_would_be_decoded_wrongly_is_refused_by_name_and_leaves_no_pair(
+    ygg_home: Path, capfd: Capture, tmp_path: Path
+) -> None:
     import transformers as t
 
-    sizes = {"vocab_size": tiny_pair.VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    t.DiffLlamaForCausalLM(t.DiffLlamaConfig(**sizes, num_key_value_heads=2)).save_pretrained(tmp_path / "diff")
+    sizes = {
+        "vocab_size": tiny_pair.VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    t.DiffLlamaForCausalLM(t.DiffLlamaConfig(**sizes, num_key_value_heads=2)).save_pretrained(
+        tmp_path / "diff"
+    )
     tiny_pair.save_tokenizer(tmp_path / "diff")
     assert main(["compile", str(tmp_path / "diff"), str(tmp_path / "diff"), "--name", "diff"]) == 2
     line = capfd.readouterr().err.splitlines()[-1]  # after the phases that went well
-    assert "DiffLlamaForCausalLM, whose layer 0 asks for attention 2 times in a forward, is not supported" in line
-    assert [path.name for path in (ygg_home / "compile_cache" / "diff").rglob("*") if path.suffix in (".safetensors", ".pt2")] == []
+    assert (
+        "DiffLlamaForCausalLM, whose layer 0 asks for attention 2 times in a forward, is not supported"
+        in line
+    )
+    assert [
+        path.name
+        for path in (ygg_home / "compile_cache" / "diff").rglob("*")
+        if path.suffix in (".safetensors", ".pt2")
+    ] == []
 
 
-def test_weights_that_changed_since_compilation_are_stale(copied: Path, capfd: Capture, tmp_path: Path) -> None:
+def test_weights_that_changed_since_compilation_are_stale(
+    copied: Path, capfd: Capture, tmp_path: Path
+) -> None:
     changed = tmp_path / "model.safetensors"
     changed.write_bytes(b"other weights")
-    edit(load_bundle("tiny").folder / "bundle.json", lambda payload: payload["sources"][0].update(path=str(changed)))
-    assert re.search("stale: .*model.safetensors has changed", refused(capfd, "generate", PROMPT, "--pair", "tiny"))
+    edit(
+        load_bundle("tiny").folder / "bundle.json",
+        lambda payload: payload["sources"][0].update(path=str(changed)),
+    )
+    assert re.search(
+        "stale: .*model.safetensors has changed", refused(capfd, "generate", PROMPT, "--pair", "tiny")
+    )
 
 
 def test_sources_that_are_gone_do_not_matter(copied: Path, capsys: Capture, tmp_path: Path) -> None:
-    edit(load_bundle("tiny").folder / "bundle.json", lambda payload: [source.update(path=str(tmp_path / "gone")) for source in payload["sources"]])
+    edit(
+        load_bundle("tiny").folder / "bundle.json",
+        lambda payload: [source.update(path=str(tmp_path / "gone")) for source in payload["sources"]],
+    )
     generate(capsys)
 
 
-def test_compiling_again_keeps_what_is_whole_and_builds_what_is_missing_or_broken(copied: Path, llama_folders: tuple[str, str], capsys: Capture) -> None:
-    folder, before = load_bundle("tiny").folder, compilations()
+def test_compiling_again_keeps_what_is_whole_and_builds_what_is_missing_or_broken(
+    copied: Path, llama_folders: tuple[str, str], capsys: Capture
+) -> None:
+    folder = load_bundle("tiny").folder
+    before = compilations()
     kept = {name: digest for name, digest in snapshot(folder).items() if name != "bundle.json"}
     (folder / "bundle.json").unlink()
     truncate(folder / "draft" / "tokens_4.pt2")
     calibration = tiny_pair.save_calibration(copied / "stories.txt")
-    again = compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=tiny_pair.SilentProgress())
+    again = compile_pair(
+        *llama_folders,
+        name="tiny",
+        config=TINY,
+        calibration=calibration,
+        progress=tiny_pair.SilentProgress(),
+    )
     assert again.folder == folder
     assert compilations() == before + 1
     graph = "draft/tokens_4.pt2"
-    assert {name: digest for name, digest in snapshot(folder).items() if name not in ("bundle.json", graph)} == {
-        name: digest for name, digest in kept.items() if name != graph
-    }
+    assert {
+        name: digest for name, digest in snapshot(folder).items() if name not in ("bundle.json", graph)
+    } == {name: digest for name, digest in kept.items() if name != graph}
     assert len(again.load_models()) == 2
     generate(capsys)
 
 
-def test_builds_that_nothing_can_load_any_more_go_once_the_new_one_is_whole(copied: Path, llama_folders: tuple[str, str], capsys: Capture) -> None:
+def test_builds_that_nothing_can_load_any_more_go_once_the_new_one_is_whole(
+    copied: Path, llama_folders: tuple[str, str], capsys: Capture
+) -> None:
     folder = load_bundle("tiny").folder
-    other_options, other_torch, other_processor = (shutil.copytree(folder, folder.with_name(name)) for name in ("0" * 12, "1" * 12, "2" * 12))
+    other_options, other_torch, other_processor = (
+        shutil.copytree(folder, folder.with_name(name)) for name in ("0" * 12, "1" * 12, "2" * 12)
+    )
     edit(other_torch / "bundle.json", lambda payload: payload["machine"].update(torch="1.0"))
-    edit(other_processor / "bundle.json", lambda payload: payload["machine"].update(torch="1.0", cpu_flags="sparc"))
-    calibration, progress = tiny_pair.save_calibration(copied / "stories.txt"), Phases()
+    edit(
+        other_processor / "bundle.json",
+        lambda payload: payload["machine"].update(torch="1.0", cpu_flags="sparc"),
+    )
+    calibration = tiny_pair.save_calibration(copied / "stories.txt")
+    progress = Phases()
     compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
-    assert {path for path in folder.parent.iterdir() if path.is_dir()} == {folder, other_options, other_processor}
+    assert {path for path in folder.parent.iterdir() if path.is_dir()} == {
+        folder,
+        other_options,
+        other_processor,
+    }
     assert progress.names[-1] == "remove outdated builds"
     generate(capsys)
 
@@ -611,9 +815,10 @@ def test_builds_that_nothing_can_load_any_more_go_once_the_new_one_is_whole(copi
 def test_an_interrupted_recompilation_leaves_the_pair_that_was_there(
     copied: Path, llama_folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    old, calibration = load_bundle("tiny"), tiny_pair.save_calibration(copied / "stories.txt")
-    monkeypatch.setattr(build, "machine_fields", lambda: {**old.machine, "torch": "the next one"})
-    new = build._describe(*llama_folders, "tiny", TINY, calibration)
+    old = load_bundle("tiny")
+    calibration = tiny_pair.save_calibration(copied / "stories.txt")
+    monkeypatch.setattr(pipeline, "machine_fields", lambda: {**old.machine, "torch": "the next one"})
+    new = pipeline._describe(*llama_folders, "tiny", TINY, calibration)
     shutil.copytree(old.folder, new.folder)  # its graphs are built: what is left is to measure
     before = snapshot(copied)
 
@@ -622,7 +827,13 @@ def test_an_interrupted_recompilation_leaves_the_pair_that_was_there(
 
     monkeypatch.setattr(tuning, "fit_predictor", interrupt)  # in the last phase
     with pytest.raises(KeyboardInterrupt):
-        compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=tiny_pair.SilentProgress())
+        compile_pair(
+            *llama_folders,
+            name="tiny",
+            config=TINY,
+            calibration=calibration,
+            progress=tiny_pair.SilentProgress(),
+        )
     assert {name: digest for name, digest in snapshot(copied).items() if name in before} == before
     generate(capsys)
 
@@ -647,46 +858,66 @@ def held(home: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that compiles the pair: it has the lock until its standard input is closed."""
     script = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
     path = home / "compile_cache" / "tiny" / artifacts.LOCK_NAME
-    with subprocess.Popen([sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         yield process
 
 
-def test_a_second_compilation_waits_for_the_first_and_takes_its_result(copied: Path, ygg_home: Path, llama_folders: tuple[str, str]) -> None:
+def test_a_second_compilation_waits_for_the_first_and_takes_its_result(
+    copied: Path, ygg_home: Path, llama_folders: tuple[str, str]
+) -> None:
     calibration = tiny_pair.save_calibration(ygg_home / "stories.txt")  # what the fixture compiled with
     with held(copied) as other:
         assert other.stdin is not None
         progress = Phases(meanwhile=other.stdin.close)
-        found = compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
+        found = compile_pair(
+            *llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress
+        )
     assert progress.names == ["check the pair", "wait for another run"]
     assert found == load_bundle("tiny")
 
 
-def test_a_second_compilation_goes_on_where_the_first_broke_off(copied: Path, ygg_home: Path, llama_folders: tuple[str, str]) -> None:
+def test_a_second_compilation_goes_on_where_the_first_broke_off(
+    copied: Path, ygg_home: Path, llama_folders: tuple[str, str]
+) -> None:
     calibration = tiny_pair.save_calibration(ygg_home / "stories.txt")
     (load_bundle("tiny").folder / "bundle.json").unlink()
     with held(copied) as other:
         assert other.stdin is not None
         progress = Phases(meanwhile=other.stdin.close)
-        found = compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
+        found = compile_pair(
+            *llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress
+        )
     assert progress.names[:3] == ["check the pair", "wait for another run", "compile operators"]
     assert found == load_bundle("tiny")
 
 
-def test_a_compilation_alone_waits_for_nobody(copied: Path, ygg_home: Path, llama_folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    calibration, progress = tiny_pair.save_calibration(ygg_home / "stories.txt"), Phases()
-    monkeypatch.setattr(build, "_compile", lambda bundle, texts, num_workers, progress: bundle)
+def test_a_compilation_alone_waits_for_nobody(
+    copied: Path, ygg_home: Path, llama_folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration = tiny_pair.save_calibration(ygg_home / "stories.txt")
+    progress = Phases()
+    monkeypatch.setattr(pipeline, "_compile", lambda bundle, texts, num_workers, progress: bundle)
     compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
     compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
     assert progress.names == 2 * ["check the pair"]
 
 
-def test_another_calibration_text_gives_another_predictor_of_the_same_graphs(copied: Path, llama_folders: tuple[str, str], capsys: Capture) -> None:
-    before, built = load_bundle("tiny"), compilations()
+def test_another_calibration_text_gives_another_predictor_of_the_same_graphs(
+    copied: Path, llama_folders: tuple[str, str], capsys: Capture
+) -> None:
+    before = load_bundle("tiny")
+    built = compilations()
     other = copied / "other.txt"
-    other.write_text("\n\n".join(reversed(tiny_pair.save_calibration(copied / "stories.txt").read_text().split("\n\n"))))
-    again = compile_pair(*llama_folders, name="tiny", config=TINY, calibration=other, progress=tiny_pair.SilentProgress())
+    other.write_text(
+        "\n\n".join(reversed(tiny_pair.save_calibration(copied / "stories.txt").read_text().split("\n\n")))
+    )
+    again = compile_pair(
+        *llama_folders, name="tiny", config=TINY, calibration=other, progress=tiny_pair.SilentProgress()
+    )
     assert again.folder == before.folder
     assert compilations() == built
     assert again.datasets == ["other", "stories"]
@@ -695,11 +926,22 @@ def test_another_calibration_text_gives_another_predictor_of_the_same_graphs(cop
     generate(capsys, "--predictor", "stories")
 
 
-def test_every_phase_of_more_than_one_step_advances_and_never_past_its_total(copied: Path, ygg_home: Path, llama_folders: tuple[str, str]) -> None:
-    calibration, progress = tiny_pair.save_calibration(ygg_home / "stories.txt"), tiny_pair.CountedProgress()
+def test_every_phase_of_more_than_one_step_advances_and_never_past_its_total(
+    copied: Path, ygg_home: Path, llama_folders: tuple[str, str]
+) -> None:
+    calibration = tiny_pair.save_calibration(ygg_home / "stories.txt")
+    progress = tiny_pair.CountedProgress()
     compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
     counted = {name for name, total in progress.totals.items() if total > 1}
-    assert {"check the pair", "check exactness", "write texts", "draft trees", "measure latencies", "measure the host", "train depth predictor"} < counted
+    assert {
+        "check the pair",
+        "check exactness",
+        "write texts",
+        "draft trees",
+        "measure latencies",
+        "measure the host",
+        "train depth predictor",
+    } < counted
     for name in counted:
         assert 0 < progress.done[name] <= progress.totals[name], name
     assert progress.done["write texts"] == progress.totals["write texts"]
@@ -708,7 +950,9 @@ def test_every_phase_of_more_than_one_step_advances_and_never_past_its_total(cop
 
 @pytest.mark.parametrize("budget", ("0", "-5", "nan"))
 def test_a_calibration_without_a_budget_is_refused_before_it_begins(budget: str, capfd: Capture) -> None:
-    assert f"calibration_budget_s: {float(budget)}" in refused(capfd, "compile", "--calibration-budget", budget)
+    assert f"calibration_budget_s: {float(budget)}" in refused(
+        capfd, "compile", "--calibration-budget", budget
+    )
 
 
 def test_an_unknown_predictor_is_refused_with_the_known_ones(copied: Path, capfd: Capture) -> None:
@@ -726,7 +970,9 @@ def threads_restored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads_restored")
-def test_the_number_of_threads_changes_no_text_and_is_noted_where_the_profile_has_another(tiny_bundle: Bundle, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_number_of_threads_changes_no_text_and_is_noted_where_the_profile_has_another(
+    tiny_bundle: Bundle, capfd: pytest.CaptureFixture[str]
+) -> None:
     texts = []
     for count in ("1", "3"):
         assert main(["generate", PROMPT, "--pair", "tiny", "-n", "24", "--threads", count]) == 0
@@ -739,6 +985,8 @@ def test_the_number_of_threads_changes_no_text_and_is_noted_where_the_profile_ha
 
 @pytest.mark.parametrize("verb", (["generate", PROMPT], ["serve"]))
 @pytest.mark.parametrize("count", ("0", "1000"))
-def test_a_number_of_threads_that_cannot_be_is_refused(tiny_bundle: Bundle, capfd: pytest.CaptureFixture[str], verb: list[str], count: str) -> None:
+def test_a_number_of_threads_that_cannot_be_is_refused(
+    tiny_bundle: Bundle, capfd: pytest.CaptureFixture[str], verb: list[str], count: str
+) -> None:
     line = refused(capfd, *verb, "--pair", "tiny", "--threads", count)
     assert f"--threads: {count} is not allowed; it must be from 1 to 256" in line

@@ -16,11 +16,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from yggdrasil import build
 from yggdrasil.bundle import Bundle
 from yggdrasil.cli import main
 from yggdrasil.cli.serve import _num_bytes
 from yggdrasil.config import ServeConfig
+from yggdrasil.offline import pipeline
 
 Capture = pytest.CaptureFixture[str]
 
@@ -49,13 +49,18 @@ def refused(capture: Capture, *arguments: str) -> str:
         (("--drain-seconds", "-1"), "--drain-seconds: -1.0"),
         (("--drain-seconds", "nan"), "--drain-seconds: nan"),
         (("--tau-low", "1.5"), "--tau-low: 1.5"),
-        (("--allow-host", "http://gpu.example.org"), "--allow-host: 'http://gpu.example.org' .* a name alone"),
+        (
+            ("--allow-host", "http://gpu.example.org"),
+            "--allow-host: 'http://gpu.example.org' .* a name alone",
+        ),
         (("--allow-host", "gpu.example.org:8000"), "--allow-host: 'gpu.example.org:8000' .* a name alone"),
         (("--tau-low", "0.2", "--no-elastic"), "--tau-low: 0.2 .*; ygg serve --no-elastic, or"),
     ],
     ids=str,
 )
-def test_a_wrong_option_is_one_line_and_exit_code_2(arguments: tuple[str, ...], complaint: str, capsys: Capture) -> None:
+def test_a_wrong_option_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], complaint: str, capsys: Capture
+) -> None:
     assert re.search(complaint, refused(capsys, "--pair", "nobody", "--port", "0", *arguments))
 
 
@@ -78,23 +83,31 @@ def test_a_port_in_use_is_found_out_before_anything_is_loaded(capsys: Capture) -
     ids=str,
 )
 def test_what_cannot_be_served_is_refused_before_anything_is_compiled(
-    arguments: tuple[str, ...], complaint: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...],
+    complaint: str,
+    capsys: Capture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("YGG_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "compile_pair", lambda *args, **kwargs: pytest.fail("compiles"))
+    monkeypatch.setattr(pipeline, "compile_pair", lambda *args, **kwargs: pytest.fail("compiles"))
     assert re.search(complaint, refused(capsys, "--port", "0", *arguments))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("package", ("fastapi", "uvicorn", "prometheus_client", "jinja2"))
-def test_a_missing_package_names_the_command_that_installs_it(package: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_the_command_that_installs_it(
+    package: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     line = refused(capsys)
     assert f"{package} is not installed, which serving needs" in line
     assert "pip install 'yggdrasil-decoding[serve]'" in line
 
 
-@pytest.mark.parametrize(("text", "num_bytes"), [("1024", 1024), ("512MiB", 512 << 20), ("1.5 GiB", 3 << 29), ("2gb", 2 * 10**9)])
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("1024", 1024), ("512MiB", 512 << 20), ("1.5 GiB", 3 << 29), ("2gb", 2 * 10**9)]
+)
 def test_sizes_have_units(text: str, num_bytes: int) -> None:
     assert _num_bytes(text) == num_bytes
 
@@ -114,15 +127,44 @@ def test_help_shows_the_defaults_of_the_config_and_imports_nothing_heavy() -> No
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     defaults = ServeConfig()
-    for value in (defaults.policy, defaults.gamma_max, defaults.max_batch, defaults.max_queue, defaults.host, defaults.port, defaults.drain_seconds):
+    for value in (
+        defaults.policy,
+        defaults.gamma_max,
+        defaults.max_batch,
+        defaults.max_queue,
+        defaults.host,
+        defaults.port,
+        defaults.drain_seconds,
+    ):
         assert f"default: {value})" in " ".join(done.stdout.split())
 
 
 @contextmanager
-def served(*arguments: str, environment: dict[str, str] | None = None, before: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def served(
+    *arguments: str, environment: dict[str, str] | None = None, before: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process on the tiny pair, and its address."""
-    command = [*before, sys.executable, "-W", "error", "-m", "yggdrasil", "serve", "--pair", "tiny", "--port", "0", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}) as process:
+    command = [
+        *before,
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "yggdrasil",
+        "serve",
+        "--pair",
+        "tiny",
+        "--port",
+        "0",
+        *arguments,
+    ]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(environment or {})},
+    ) as process:
         assert process.stderr is not None
         try:
             line = process.stderr.readline()
@@ -157,10 +199,18 @@ class TestServer:
     @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
     def test_it_serves_and_a_signal_lets_a_running_stream_finish(self, number: signal.Signals) -> None:
         with served("--max-batch", "2", "--model-name", "mine") as (process, url):
-            fields = {"model": "mine", "prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+            fields = {
+                "model": "mine",
+                "prompt": "Once upon a time",
+                "max_tokens": 200,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
             whole = httpx.post(f"{url}/v1/completions", json=fields, timeout=60).json()
             assert whole["usage"]["completion_tokens"] == 200
-            with httpx.stream("POST", f"{url}/v1/completions", json={**fields, "stream": True}, timeout=60) as response:
+            with httpx.stream(
+                "POST", f"{url}/v1/completions", json={**fields, "stream": True}, timeout=60
+            ) as response:
                 lines = response.iter_lines()
                 next(lines)
                 process.send_signal(number)
@@ -172,7 +222,13 @@ class TestServer:
         with served("--max-batch", "2", environment={"YGG_API_KEY": "secret"}) as (process, url):
             assert httpx.get(f"{url}/v1/models").status_code == 401
             info = httpx.get(f"{url}/server_info", headers={"Authorization": "Bearer secret"}).json()
-            assert {"speculative_num_steps", "avg_spec_accept_length", "policy", "policy_state", "free_pages"} <= info["internal_states"][0].keys()
+            assert {
+                "speculative_num_steps",
+                "avg_spec_accept_length",
+                "policy",
+                "policy_state",
+                "free_pages",
+            } <= info["internal_states"][0].keys()
             process.send_signal(signal.SIGTERM)
             assert ended(process) == (0, "")
 
@@ -193,19 +249,31 @@ class TestServer:
                 next(lines)
                 process.send_signal(signal.SIGTERM)
                 rest = [line for line in lines if line]
-            assert rest[-1] == "data: [DONE]" or "shutting down" in rest[-1]  # it may have been done just then
+            # it may have been done just then
+            assert rest[-1] == "data: [DONE]" or "shutting down" in rest[-1]
             assert ended(process)[0] == 0
 
-    @pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)])
-    def test_a_second_signal_ends_it_at_once_in_a_line(self, numbers: tuple[signal.Signals, signal.Signals]) -> None:
-        with served("--max-batch", "2") as (process, url), socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as unfinished:
+    @pytest.mark.parametrize(
+        "numbers",
+        [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)],
+    )
+    def test_a_second_signal_ends_it_at_once_in_a_line(
+        self, numbers: tuple[signal.Signals, signal.Signals]
+    ) -> None:
+        with (
+            served("--max-batch", "2") as (process, url),
+            socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as unfinished,
+        ):
             unfinished.sendall(UNFINISHED)  # which the first signal waits for
             assert unfinished.recv(1000).startswith(b"HTTP/1.1 100")
             process.send_signal(numbers[0])
             while is_taking_requests(url):
                 time.sleep(0.01)
             process.send_signal(numbers[1])
-            assert ended(process) == (128 + numbers[1], "ygg serve: ended at once; requests that were running are lost\n")
+            assert ended(process) == (
+                128 + numbers[1],
+                "ygg serve: ended at once; requests that were running are lost\n",
+            )
 
     def test_idle_connections_of_all_descriptors_stop_nobody(self, tiny_bundle: Bundle) -> None:
         limit = 'ulimit -n 400 && exec "$@"'
@@ -217,13 +285,25 @@ class TestServer:
                 start = time.monotonic()
                 assert httpx.get(f"{url}/health", timeout=20).json() == {"status": "ok"}
                 assert time.monotonic() - start < 5
-                assert httpx.post(f"{url}/v1/completions", json={"prompt": "Once", "max_tokens": 3}, timeout=60).status_code == 200
+                assert (
+                    httpx.post(
+                        f"{url}/v1/completions", json={"prompt": "Once", "max_tokens": 3}, timeout=60
+                    ).status_code
+                    == 200
+                )
             process.send_signal(signal.SIGTERM)
             assert ended(process) == (0, "")
 
     def test_a_name_of_another_site_is_refused_and_allow_host_adds_one(self) -> None:
-        with served("--max-batch", "2", "--allow-host", "gpu.example.org", "--allow-host", "other.example.org") as (process, url):
-            for host, status in (("evil.example", 421), ("gpu.example.org", 200), ("other.example.org:80", 200), ("localhost:1", 200)):
+        with served(
+            "--max-batch", "2", "--allow-host", "gpu.example.org", "--allow-host", "other.example.org"
+        ) as (process, url):
+            for host, status in (
+                ("evil.example", 421),
+                ("gpu.example.org", 200),
+                ("other.example.org:80", 200),
+                ("localhost:1", 200),
+            ):
                 assert httpx.get(f"{url}/v1/models", headers={"Host": host}).status_code == status
             process.send_signal(signal.SIGTERM)
             assert ended(process) == (0, "")

@@ -11,7 +11,7 @@ from yggdrasil.cli import main
 from yggdrasil.errors import ConfigError
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.latency import Curve, LatencyModel
-from yggdrasil.timeline import BETWEEN, plot_timeline, record_timeline
+from yggdrasil.report.timeline import BETWEEN, plot_timeline, record_timeline
 
 PNG = b"\x89PNG\r\n"
 PROMPT = "Once upon a time"
@@ -19,7 +19,9 @@ PROMPT = "Once upon a time"
 
 @pytest.fixture
 def speculating(tiny: LoadedPair) -> LoadedPair:
-    """The tiny pair by the profile of a machine where drafting is all but free, so that its policy speculates."""
+    """The tiny pair by the profile of a machine where drafting is all but free, so that its policy
+    speculates.
+    """
     cheap, dear = (Curve((0,), (1,), ((ms,),)) for ms in (0.001, 1.0))
     return replace(tiny, latency=LatencyModel(cheap, dear, 0.0, 0.0, 0.0))
 
@@ -49,9 +51,21 @@ def test_a_prompt_that_leaves_no_step_after_the_warm_up_is_refused(tiny: LoadedP
 
 
 @pytest.mark.usefixtures("tiny_bundle")
-def test_show_step_prints_the_pieces_and_writes_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_show_step_prints_the_pieces_and_writes_a_png(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["show", "step", PROMPT, "--pair", "tiny", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    for words in ("choose shape", "pack", "[verify ", "accept", "commit", BETWEEN, "graphs ", "host ", "tiny-step.png"):
+    for words in (
+        "choose shape",
+        "pack",
+        "[verify ",
+        "accept",
+        "commit",
+        BETWEEN,
+        "graphs ",
+        "host ",
+        "tiny-step.png",
+    ):
         assert words in out
     assert (tmp_path / "tiny-step.png").read_bytes().startswith(PNG)

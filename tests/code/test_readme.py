@@ -1,4 +1,6 @@
-"""README and benchmarks' README say what the command lines do, the README's commands and programs run, and every result that is linked is there."""
+"""README and benchmarks' README say what the command lines do, the README's commands and programs run, and
+every result that is linked is there.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,31 @@ from pathlib import Path
 
 import pytest
 
-from yggdrasil import artifacts, build
 from yggdrasil.bundle import BUNDLED, Bundle, load_bundle
 from yggdrasil.cli import main
 from yggdrasil.cli.main import _parser
+from yggdrasil.offline import pipeline
+from yggdrasil.store import artifacts
 
 ROOT = Path(__file__).parents[2]
-README, BENCH_README = ROOT / "README.md", ROOT / "bench" / "README.md"
+README = ROOT / "README.md"
+BENCH_README = ROOT / "bench" / "README.md"
 PORT = "8123"  # of the README's server
 SCRIPTS = sorted(script.stem for script in (ROOT / "bench").glob("claim_*.py"))
 
 
 def commands(page: Path, start: str) -> list[str]:
-    """Every command of a page's code blocks that begins with `start`, continued lines joined, prompts and other commands of the line left out."""
-    blocks = re.findall(r"^```(?:bash|sh|shell|console|text)?\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    """Every command of a page's code blocks that begins with `start`, continued lines joined, prompts and
+    other commands of the line left out.
+    """
+    blocks = re.findall(
+        r"^```(?:bash|sh|shell|console|text)?\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    lines = [
+        line.strip().removeprefix("$ ")
+        for block in blocks
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
     parts = [part.strip() for line in lines for part in re.split(r"&&|\|(?!\|)|;", line)]
     return [part for part in parts if part.startswith(start)]
 
@@ -37,12 +49,19 @@ def commands(page: Path, start: str) -> list[str]:
 def verb_lines() -> list[list[str]]:
     """What `ygg` or, under torchrun, `-m yggdrasil` is given."""
     shared = [command.partition(" -m yggdrasil ")[2] for command in commands(README, "torchrun ")]
-    return [shlex.split(line, comments=True) for line in [*(command.removeprefix("ygg ") for command in commands(README, "ygg ")), *shared]]
+    return [
+        shlex.split(line, comments=True)
+        for line in [*(command.removeprefix("ygg ") for command in commands(README, "ygg ")), *shared]
+    ]
 
 
 def bench_lines() -> list[list[str]]:
     """Module and options of every `python -m bench...`."""
-    return [shlex.split(command, comments=True)[2:] for page in (README, BENCH_README) for command in commands(page, "python -m bench.")]
+    return [
+        shlex.split(command, comments=True)[2:]
+        for page in (README, BENCH_README)
+        for command in commands(page, "python -m bench.")
+    ]
 
 
 def parse_of(module: str, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
@@ -55,7 +74,9 @@ def parse_of(module: str, monkeypatch: pytest.MonkeyPatch, options: list[str]) -
         raise ReadError
 
     real = importlib.import_module("argparse").ArgumentParser.parse_args
-    monkeypatch.setattr("argparse.ArgumentParser.parse_args", lambda self, *args: (real(self, *args), stop()))
+    monkeypatch.setattr(
+        "argparse.ArgumentParser.parse_args", lambda self, *args: (real(self, *args), stop())
+    )
     monkeypatch.setattr(sys, "argv", [module, *options])
     loaded = importlib.import_module(module)
     main = loaded.CLAIM.main if hasattr(getattr(loaded, "CLAIM", None), "main") else loaded.main
@@ -78,9 +99,14 @@ def programs() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def home(ygg_home: Path, tiny_bundle: Bundle, llama_folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An artifact root and working folder with the README's names: the tiny pair is `mine` and the bundled one, and
-    knows `code`."""
+def home(
+    ygg_home: Path,
+    tiny_bundle: Bundle,
+    llama_folders: tuple[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """An artifact root and working folder with the README's names: the tiny pair is `mine` and the bundled
+    one, and knows `code`."""
     folder = tmp_path_factory.mktemp("readme")
     shutil.copytree(ygg_home / "compile_cache" / "kernels", folder / "compile_cache" / "kernels")
     for name in ("mine", BUNDLED):
@@ -101,7 +127,9 @@ def at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same, where a compilation ends after all its checks: the graphs are there."""
     monkeypatch.setenv("YGG_HOME", str(home))
     monkeypatch.chdir(home)
-    monkeypatch.setattr(build, "_compile", lambda bundle, texts, num_workers, progress: load_bundle(bundle.name))
+    monkeypatch.setattr(
+        pipeline, "_compile", lambda bundle, texts, num_workers, progress: load_bundle(bundle.name)
+    )
     return home
 
 
@@ -109,7 +137,8 @@ def at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def served(home: Path) -> Iterator[str]:
     """The port of the README's server, started by its own line."""
     (line,) = [line for line in verb_lines() if line[0] == "serve"]
-    words = [*("0" if word == PORT else word for word in line), "--max-batch", "16"]  # the most that graphs so small hold
+    # the most that graphs so small hold
+    words = [*("0" if word == PORT else word for word in line), "--max-batch", "16"]
     command = [sys.executable, "-m", "yggdrasil", *words]
     environment = {**os.environ, "YGG_HOME": str(home)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=home) as process:
@@ -124,8 +153,12 @@ def served(home: Path) -> Iterator[str]:
             process.communicate()
 
 
-@pytest.mark.parametrize("line", [line for line in verb_lines() if line[0] != "serve" and "cuda" not in line], ids=" ".join)
-def test_commands_of_the_readme_run(line: list[str], at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "line", [line for line in verb_lines() if line[0] != "serve" and "cuda" not in line], ids=" ".join
+)
+def test_commands_of_the_readme_run(
+    line: list[str], at_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Those under torchrun as in one process; `ygg serve` is the next test's."""
     assert main(line) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
@@ -137,13 +170,21 @@ def test_requests_of_the_readme_are_answered_by_its_server(served: str) -> None:
     requests = re.findall(r"^curl (?:.*\\\n)*.*$", README.read_text(), flags=re.MULTILINE)
     assert requests
     for request in requests:
-        done = subprocess.run(["bash", "-c", request.replace(PORT, served)], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["bash", "-c", request.replace(PORT, served)], capture_output=True, text=True, check=True
+        )
         answer = json.loads(done.stdout)
         assert answer["choices"][0]["text"], answer
 
 
-@pytest.mark.parametrize("program", [program for program in programs() if PORT not in program], ids=lambda program: program.splitlines()[0])
-def test_programs_of_the_readme_run(program: str, at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [program for program in programs() if PORT not in program],
+    ids=lambda program: program.splitlines()[0],
+)
+def test_programs_of_the_readme_run(
+    program: str, at_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     exec(compile(program, str(README), "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()
 
@@ -152,17 +193,23 @@ def test_clients_of_the_readme_are_answered_by_its_server(served: str) -> None:
     clients = [program for program in programs() if PORT in program]
     assert clients
     for client in clients:  # in a process of its own: it leaves its connection open
-        done = subprocess.run([sys.executable, "-c", client.replace(PORT, served)], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", client.replace(PORT, served)], capture_output=True, text=True, check=True
+        )
         assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("line", bench_lines(), ids=" ".join)
-def test_scripts_that_are_shown_exist_and_take_these_options(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_that_are_shown_exist_and_take_these_options(
+    line: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     parse_of(line[0], monkeypatch, line[1:])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_claim_can_be_rehearsed_and_print_json_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_claim_can_be_rehearsed_and_print_json_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parse_of(f"bench.{name}", monkeypatch, ["--quick", "--json"])
 
 
@@ -190,11 +237,19 @@ def test_every_result_of_the_table_of_claims_exists() -> None:
 def test_every_linked_result_stands_beside_its_date() -> None:
     text = README.read_text()
     dates = dict(re.findall(r"\]\((bench/results/[\w.-]+\.json)\),\s(\d{4}-\d{2}-\d{2})", text))
-    assert set(re.findall(r"\]\((bench/results/[\w.-]+\.json)\)", text)) == set(dates), "`([result](FILE), DATE)`"
-    assert dates == {name: json.loads((ROOT / name).read_text())["environment"]["date"][:10] for name in dates}
+    assert set(re.findall(r"\]\((bench/results/[\w.-]+\.json)\)", text)) == set(dates), (
+        "`([result](FILE), DATE)`"
+    )
+    assert dates == {
+        name: json.loads((ROOT / name).read_text())["environment"]["date"][:10] for name in dates
+    }
 
 
 def test_every_linked_line_begins_a_definition() -> None:
     links = re.findall(r"`[\w.]*?(\w+)`\]\(([\w/.]+)#L(\d+)\)", README.read_text())
     assert links
-    assert [link for link in links if f"def {link[0]}(" not in (ROOT / link[1]).read_text().splitlines()[int(link[2]) - 1]] == []
+    assert [
+        link
+        for link in links
+        if f"def {link[0]}(" not in (ROOT / link[1]).read_text().splitlines()[int(link[2]) - 1]
+    ] == []

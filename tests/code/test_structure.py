@@ -1,4 +1,6 @@
-"""The package keeps its order: who may import whom, what is public, and nothing of the machine it was written on."""
+"""The package keeps its order: who may import whom, what is public, and nothing of the machine it was
+written on.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import yggdrasil
 PACKAGE = Path(yggdrasil.__file__).parent
 ROOT = PACKAGE.parent
 GROUPS = (  # a module imports from its own group and from those before it
-    ("errors", "artifacts", "config", "compilations", "digests", "drawing", "launch", "layout", "progress", "staging", "storage", "tokenizer", "trust"),
+    ("errors", "store", "config", "layout", "staging", "tokenizer"),
     ("tree", "kv", "state", "trace"),
     ("kernels",),
     ("models",),
@@ -25,8 +27,9 @@ GROUPS = (  # a module imports from its own group and from those before it
     ("compiler",),
     ("schedule",),
     ("engine",),
-    ("bundle", "inventory", "pair", "report", "tables", "plots", "measure", "timeline", "exactness", "ranks"),
-    ("calibration", "calibration_size", "depth_training", "tuning", "build"),
+    ("ranks", "bundle", "inventory", "pair"),
+    ("report",),
+    ("offline",),
     ("serve",),
     ("cli",),
     ("__main__",),
@@ -52,7 +55,11 @@ def imports(module: str) -> list[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative import"
-            found += [f"yggdrasil.{alias.name}" for alias in node.names] if node.module == "yggdrasil" else [node.module or ""]
+            found += (
+                [f"yggdrasil.{alias.name}" for alias in node.names]
+                if node.module == "yggdrasil"
+                else [node.module or ""]
+            )
     return [name for name in found if name.startswith("yggdrasil.")]
 
 
@@ -69,8 +76,9 @@ def test_every_group_member_exists() -> None:
 
 def test_the_order_would_notice_a_forbidden_import() -> None:
     assert group("yggdrasil.step.accept") < group("yggdrasil.engine") < group("yggdrasil.cli.main")
-    assert "yggdrasil.artifacts" in imports("yggdrasil.bundle")  # `from yggdrasil import artifacts`
-    assert "yggdrasil.report" in imports("yggdrasil.cli.generate")  # inside a function
+    # `from yggdrasil.store import artifacts`
+    assert "yggdrasil.store.artifacts" in imports("yggdrasil.bundle")
+    assert "yggdrasil.report.run" in imports("yggdrasil.cli.generate")  # inside a function
 
 
 def reading_order(name: str) -> tuple[int, str]:
@@ -85,9 +93,15 @@ def test_all_is_sorted_and_every_name_exists(module: str) -> None:
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
-    defined = [node.name for node in ast.parse(Path(spec.origin).read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    defined = [
+        node.name
+        for node in ast.parse(Path(spec.origin).read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    ]
     if names is None:
-        assert [name for name in defined if not name.startswith("_")] == [], f"{module} has public names but no __all__"
+        assert [name for name in defined if not name.startswith("_")] == [], (
+            f"{module} has public names but no __all__"
+        )
         return
     assert list(names) == sorted(names, key=reading_order)
     assert [name for name in names if not hasattr(loaded, name)] == []
@@ -97,9 +111,15 @@ def test_all_is_sorted_and_every_name_exists(module: str) -> None:
 def tracked_files() -> list[Path]:
     """What git knows, or every file of the checkout's source folders where there is no git."""
     try:
-        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        listed = subprocess.run(
+            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
-        listed = [str(path.relative_to(ROOT)) for folder in ("yggdrasil", "tests", "bench", "examples") for path in (ROOT / folder).rglob("*.*")]
+        listed = [
+            str(path.relative_to(ROOT))
+            for folder in ("yggdrasil", "tests", "bench", "examples")
+            for path in (ROOT / folder).rglob("*.*")
+        ]
     return [ROOT / name for name in listed if (ROOT / name).is_file()]
 
 
@@ -110,5 +130,7 @@ def test_no_path_of_a_developer_s_machine_in_tracked_files() -> None:
             text = path.read_text()
         except UnicodeDecodeError:
             continue
-        offenders += [f"{path.relative_to(ROOT)}: {match.group()}" for match in DEVELOPER_PATHS.finditer(text)]
+        offenders += [
+            f"{path.relative_to(ROOT)}: {match.group()}" for match in DEVELOPER_PATHS.finditer(text)
+        ]
     assert offenders == []

@@ -1,4 +1,6 @@
-"""What the claims measure with: uncompiled models write what they write plainly, counts and prices are those of the steps, tuning takes the best."""
+"""What the claims measure with: uncompiled models write what they write plainly, counts and prices are
+those of the steps, tuning takes the best.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,15 @@ def counter(tiny: LoadedPair, prompts: list[list[int]]) -> Counter:
     return Counter(tiny, tiny.latency, prompts, num_tokens=NUM_TOKENS)
 
 
-def test_uncompiled_trees_write_what_uncompiled_plain_decoding_writes(tiny: LoadedPair, prompts: list[list[int]]) -> None:
+def test_uncompiled_trees_write_what_uncompiled_plain_decoding_writes(
+    tiny: LoadedPair, prompts: list[list[int]]
+) -> None:
     eager = replace(tiny, engine=eager_engine(tiny.bundle))
     shapes = {"tree": equal_growth(4, 4, 16), "static": k_ary(2, 3)}
-    arms = [plain_arm(eager, NUM_TOKENS), *(policy_arm(name, eager, fixed_policy(tiny, shape), NUM_TOKENS) for name, shape in shapes.items())]
+    arms = [
+        plain_arm(eager, NUM_TOKENS),
+        *(policy_arm(name, eager, fixed_policy(tiny, shape), NUM_TOKENS) for name, shape in shapes.items()),
+    ]
     rounds = interleave(arms, prompts, reference=PLAIN_ARM)
     assert max(each.aal for each in rounds.by_arm["tree"]) > 1.5
     assert set(ratios_to(rounds, "tree")) == {PLAIN_ARM, "static"}
@@ -47,13 +54,20 @@ def test_plain_decoding_counts_as_itself(counter: Counter) -> None:
 def test_a_count_is_priced_by_the_profile(tiny: LoadedPair, counter: Counter, shape: Shape) -> None:
     count = counter.count(shape)
     assert count.aal > 1
-    contexts, widths = tiny.latency.verify.contexts, range(1, shape.num_nodes + 1)  # linear between them; a noisy machine's profile need not rise
-    prices = [structure_ms(shape, tiny.latency, verified=verified, context_len=context) for context in contexts for verified in widths]
+    # linear between them; a noisy machine's profile need not rise
+    contexts = tiny.latency.verify.contexts
+    widths = range(1, shape.num_nodes + 1)
+    prices = [
+        structure_ms(shape, tiny.latency, verified=verified, context_len=context)
+        for context in contexts
+        for verified in widths
+    ]
     assert min(prices) * count.passes <= count.ms <= max(prices) * count.passes
 
 
 def test_a_chain_that_stops_early_is_priced_for_what_it_drafted(counter: Counter) -> None:
-    timid, bold = counter.count(dynamic_sequence(4, 1.0)), counter.count(dynamic_sequence(4, 1e-9))
+    timid = counter.count(dynamic_sequence(4, 1.0))
+    bold = counter.count(dynamic_sequence(4, 1e-9))
     assert timid.ms / timid.passes < bold.ms / bold.passes
     assert bold.passes == counter.count(sequence(4)).passes
     assert timid.passes == counter.count(sequence(1)).passes
@@ -65,7 +79,9 @@ def test_tuning_takes_the_structure_with_the_greatest_speedup(counter: Counter) 
     assert speedups[counter.best(shapes)] == max(speedups.values())
 
 
-def test_a_text_that_is_not_plain_decodings_is_not_counted(tiny: LoadedPair, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_is_not_plain_decodings_is_not_counted(
+    tiny: LoadedPair, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     counter = Counter(tiny, tiny.latency, prompts, num_tokens=NUM_TOKENS)
     monkeypatch.setattr(counter, "_texts", [[0]] * len(prompts))
     with pytest.raises(TextMismatchError):
@@ -78,4 +94,7 @@ def test_candidates_fit_the_menu(tiny: LoadedPair, structure: str) -> None:
     for verify in (None, 8):
         shapes = candidates(structure, tiny, verify=verify).values()
         assert len(shapes) > 1
-        assert all(shape.depth <= config.max_depth and (shape.verify or 0) <= (verify or config.verify_widths[-1]) for shape in shapes)
+        assert all(
+            shape.depth <= config.max_depth and (shape.verify or 0) <= (verify or config.verify_widths[-1])
+            for shape in shapes
+        )

@@ -21,7 +21,9 @@ TEXT = [60, 61, 62, 63]
 
 @pytest.fixture(scope="module", params=("float32", "bfloat16"))
 def pair(request: pytest.FixtureRequest, ygg_home: Path, tiny: LoadedPair) -> LoadedPair:
-    """Llama in float32; Qwen3 in bfloat16 with compressed weights, which tests/equal/test_exact.py compiles too."""
+    """Llama in float32; Qwen3 in bfloat16 with compressed weights, which tests/equal/test_exact.py compiles
+    too.
+    """
     if request.param == "float32":
         return tiny
     folder = ygg_home / "models" / "qwen3"
@@ -50,7 +52,8 @@ def chain(model: CompiledModel, tokens: list[int], size: int) -> Tensor:
 def in_tree(model: CompiledModel, size: int, max_depth: int) -> Tensor:
     """Logits of TEXT as a path of a tree that fills the graph of `size` tokens, siblings between its nodes."""
     tree = TokenTree.root(TEXT[0], size, max_depth=max_depth)
-    nodes, per_level = [0], (size - 1) // (len(TEXT) - 1)
+    nodes = [0]
+    per_level = (size - 1) // (len(TEXT) - 1)
     for token in TEXT[1:]:
         first = len(tree)
         siblings = torch.tensor([*range(100, 100 + per_level - 1), token])
@@ -75,13 +78,18 @@ def test_rows_are_bitwise_equal_across_the_menu(pair: LoadedPair) -> None:
         first = [chain(model, [TEXT[0]], size)[0]]
         assert torch.equal(first[0], expected[0]), f"first token through {size}"
         if size >= len(TEXT):
-            for name, rows in (("chain", chain(model, TEXT, size)[: len(TEXT)]), ("tree", in_tree(model, size, pair.bundle.config.path_depth))):
+            for name, rows in (
+                ("chain", chain(model, TEXT, size)[: len(TEXT)]),
+                ("tree", in_tree(model, size, pair.bundle.config.path_depth)),
+            ):
                 assert torch.equal(rows, torch.stack(expected)), f"{name} through {size}"
 
 
 @pytest.mark.parametrize("prefix_len", (1, 14, 31, 32, 33, 63, 77))
 def test_rows_are_bitwise_equal_at_every_context(pair: LoadedPair, prefix_len: int) -> None:
-    """Around the ends of pages and of blocks of keys, where the last keys of a row move from one block to the next."""
+    """Around the ends of pages and of blocks of keys, where the last keys of a row move from one block to
+    the next.
+    """
     model = pair.engine.target
     prefix = [(7 * place) % 90 + 5 for place in range(prefix_len)]
     prefilled(model, prefix)
@@ -92,17 +100,23 @@ def test_rows_are_bitwise_equal_at_every_context(pair: LoadedPair, prefix_len: i
     model.cache.rollback_(prefix_len)
     for size in model.menu.sizes:
         if size >= len(TEXT):
-            for name, rows in (("chain", chain(model, TEXT, size)[: len(TEXT)]), ("tree", in_tree(model, size, pair.bundle.config.path_depth))):
+            for name, rows in (
+                ("chain", chain(model, TEXT, size)[: len(TEXT)]),
+                ("tree", in_tree(model, size, pair.bundle.config.path_depth)),
+            ):
                 assert torch.equal(rows, torch.stack(expected)), f"{name} through {size}"
 
 
 def test_rows_do_not_depend_on_where_the_pages_lie(pair: LoadedPair) -> None:
     model = pair.engine.target
-    size, identity = model.menu.sizes[-1], model.cache.pages_BP.clone()
+    size = model.menu.sizes[-1]
+    identity = model.cache.pages_BP.clone()
     prefilled(model, PREFIX)
     expected = in_tree(model, size, pair.bundle.config.path_depth).clone()
     try:
-        model.cache.pages_BP.copy_(identity[:, torch.randperm(identity.shape[1], generator=torch.Generator().manual_seed(0))])
+        model.cache.pages_BP.copy_(
+            identity[:, torch.randperm(identity.shape[1], generator=torch.Generator().manual_seed(0))]
+        )
         prefilled(model, PREFIX)
         assert torch.equal(in_tree(model, size, pair.bundle.config.path_depth), expected)
     finally:

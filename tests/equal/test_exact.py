@@ -14,12 +14,12 @@ from conftest import COMPRESSED, SMALLEST, compiled
 
 from yggdrasil import engine as engine_module
 from yggdrasil.bundle import Bundle
-from yggdrasil.compilations import compilations, no_compilation
 from yggdrasil.compiler.graphs import compile_graph
-from yggdrasil.compiler.pool import GraphJob, compile_graphs
+from yggdrasil.compiler.workers import GraphJob, compile_graphs
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine, check_request
 from yggdrasil.errors import ConfigError, ShapeNotCompiled, YggError
+from yggdrasil.kernels.compilations import compilations, no_compilation
 from yggdrasil.kernels.threads import get_num_threads, set_num_threads
 from yggdrasil.kv import KVCache
 from yggdrasil.models.forward import DraftForward, TargetForward
@@ -30,17 +30,26 @@ from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import FixedShape
 from yggdrasil.policy.uncalibrated import plain_policy
-from yggdrasil.report import Run
+from yggdrasil.report.run import Run
 from yggdrasil.state import PLAIN, DecodeState, Shape
 from yggdrasil.step.draft import draft, prefill
 from yggdrasil.tree import TokenTree
 
 PROMPTS = ("Once upon a time", "Tom", "One day Lily saw a red fox near the café.", "xyz 123")
-SHAPES = (Shape(1, 1), Shape(1, 4), Shape(4, 1, 4), Shape(4, 4), Shape(4, 4, 16), Shape(4, 2, 3), None)  # None: the best by Eq. 3
+# None: the best by Eq. 3
+SHAPES = (Shape(1, 1), Shape(1, 4), Shape(4, 1, 4), Shape(4, 4), Shape(4, 4, 16), Shape(4, 2, 3), None)
 SAMPLED = SamplingConfig(temperature=0.8, top_p=0.95, seed=7)
 
 
-def decode(pair: LoadedPair, prompt: str | list[int], shape: Shape | None, *, plain: bool = False, num_tokens: int = 64, **options: Any) -> list[int]:
+def decode(
+    pair: LoadedPair,
+    prompt: str | list[int],
+    shape: Shape | None,
+    *,
+    plain: bool = False,
+    num_tokens: int = 64,
+    **options: Any,
+) -> list[int]:
     """The emitted tokens."""
     sampling = options.pop("sampling", SamplingConfig())
     config = GenerateConfig(max_new_tokens=num_tokens, sampling=sampling, plain=plain, **options)
@@ -58,13 +67,21 @@ def transformers_texts(llama_folders: tuple[str, str], tiny: LoadedPair) -> dict
     texts = {}
     for prompt in PROMPTS:
         tokens = torch.tensor([tiny.tokenizer.encode(prompt)])
-        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=64, pad_token_id=0)
+        out = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=False,
+            max_new_tokens=64,
+            pad_token_id=0,
+        )
         texts[prompt] = out[0, tokens.shape[1] :].tolist()
     return texts
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_speculative_equals_plain_and_transformers(tiny: LoadedPair, transformers_texts: dict[str, list[int]], prompt: str) -> None:
+def test_speculative_equals_plain_and_transformers(
+    tiny: LoadedPair, transformers_texts: dict[str, list[int]], prompt: str
+) -> None:
     plain = decode(tiny, prompt, None, plain=True)
     assert plain == transformers_texts[prompt]
     for shape in SHAPES:
@@ -72,10 +89,13 @@ def test_speculative_equals_plain_and_transformers(tiny: LoadedPair, transformer
 
 
 @pytest.mark.parametrize("prompt_len", (1, 2, 9, 16, 17, 18, 32, 33, 34, 49, 50, 70))
-def test_the_end_of_a_prompt_beside_the_first_tree_changes_nothing(tiny: LoadedPair, prompt_len: int) -> None:
+def test_the_end_of_a_prompt_beside_the_first_tree_changes_nothing(
+    tiny: LoadedPair, prompt_len: int
+) -> None:
     """Chunks are of 32 tokens here, and up to 16 of the last one run in the first verification."""
     prompt = [(5 * place) % 60 + 4 for place in range(prompt_len)]
-    state, engine = DecodeState(list(prompt)), tiny.engine
+    state = DecodeState(list(prompt))
+    engine = tiny.engine
     for model in (engine.target, engine.draft):
         model.cache.rollback_(0)
         prefill(model, prompt[:-1])  # all of it by itself
@@ -87,24 +107,34 @@ def test_the_end_of_a_prompt_beside_the_first_tree_changes_nothing(tiny: LoadedP
 
 
 def test_a_short_prompt_needs_no_pass_of_its_own(tiny: LoadedPair) -> None:
-    passes, ran_ = list[int](), tiny.engine.target.ran_
+    passes = list[int]()
+    record_forward_ = tiny.engine.target.record_forward_
 
     def no_forward(meta_NM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise AssertionError("a pass of its own")
 
     def counted(num_tokens: int, times_ms: Sequence[float]) -> None:
         passes.append(num_tokens)
-        ran_(num_tokens, times_ms)
+        record_forward_(num_tokens, times_ms)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny.engine.target, "forward", no_forward)
-        patch.setattr(tiny.engine.target, "ran_", counted)
-        next(iter(tiny.engine.generate(list(range(10, 20)), tiny.policy(shape=Shape(1, 4)), GenerateConfig(max_new_tokens=4))))
+        patch.setattr(tiny.engine.target, "record_forward_", counted)
+        next(
+            iter(
+                tiny.engine.generate(
+                    list(range(10, 20)), tiny.policy(shape=Shape(1, 4)), GenerateConfig(max_new_tokens=4)
+                )
+            )
+        )
     assert passes == [14]  # nine tokens of the prompt and a tree of five
 
 
-def test_a_plain_request_is_decoded_plainly_whatever_the_policy_says(tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt, policy = tiny.tokenizer.encode(PROMPTS[2]), tiny.policy(shape=Shape(4, 4))
+def test_a_plain_request_is_decoded_plainly_whatever_the_policy_says(
+    tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tiny.tokenizer.encode(PROMPTS[2])
+    policy = tiny.policy(shape=Shape(4, 4))
     expected = decode(tiny, prompt, None, plain=True, num_tokens=16, ignore_eos=True)
 
     def forward(meta_NM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,10 +148,15 @@ def test_a_plain_request_is_decoded_plainly_whatever_the_policy_says(tiny: Loade
 
 
 @pytest.mark.parametrize("plain", (True, False))
-def test_a_generation_that_another_one_displaced_says_so_and_the_other_goes_on(tiny: LoadedPair, plain: bool) -> None:
+def test_a_generation_that_another_one_displaced_says_so_and_the_other_goes_on(
+    tiny: LoadedPair, plain: bool
+) -> None:
     expected = decode(tiny, PROMPTS[1], Shape(4, 4), plain=plain, ignore_eos=True)
-    config, policy = GenerateConfig(max_new_tokens=64, ignore_eos=True, plain=plain), tiny.policy(shape=Shape(4, 4))
-    first, second = (tiny.engine.generate(tiny.tokenizer.encode(prompt), policy, config) for prompt in PROMPTS[:2])
+    config = GenerateConfig(max_new_tokens=64, ignore_eos=True, plain=plain)
+    policy = tiny.policy(shape=Shape(4, 4))
+    first, second = (
+        tiny.engine.generate(tiny.tokenizer.encode(prompt), policy, config) for prompt in PROMPTS[:2]
+    )
     next(first)
     written = list(next(second).tokens)
     with pytest.raises(YggError, match="another generation has begun on this engine"):
@@ -139,30 +174,46 @@ def test_a_generation_that_another_one_displaced_says_so_and_the_other_goes_on(t
         (Shape(1, 1, levels=(((0, 4),),)), "width: 5 is not allowed"),
     ),
 )
-def test_a_shape_that_was_not_compiled_for_is_refused(tiny: LoadedPair, shape: Shape, complaint: str) -> None:
+def test_a_shape_that_was_not_compiled_for_is_refused(
+    tiny: LoadedPair, shape: Shape, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         tiny.policy(shape=shape)
 
 
 def test_one_node_a_step_is_a_chain(tiny: LoadedPair) -> None:
-    for last in range(20, 40):  # a draft that knows as little as this one likes a sibling better, sooner or later
+    # a draft that knows as little as this one likes a sibling better, sooner or later
+    for last in range(20, 40):
         tiny.engine.draft.cache.rollback_(0)
-        assert draft(tiny.engine.draft, DecodeState([*range(10, 20), last]), Shape(1, 4)).tree.parent_N.tolist() == [-1, 0, 1, 2, 3]
+        assert draft(
+            tiny.engine.draft, DecodeState([*range(10, 20), last]), Shape(1, 4)
+        ).tree.parent_N.tolist() == [-1, 0, 1, 2, 3]
 
 
 def test_a_static_tree_may_be_wider_than_a_node_has_children(tiny: LoadedPair) -> None:
-    shape = Shape(8, 2, levels=(((0, 0), (0, 1)), tuple((parent, rank) for parent in (1, 2) for rank in range(4))))
-    assert decode(tiny, PROMPTS[0], shape, num_tokens=12) == decode(tiny, PROMPTS[0], None, plain=True, num_tokens=12)
+    shape = Shape(
+        8, 2, levels=(((0, 0), (0, 1)), tuple((parent, rank) for parent in (1, 2) for rank in range(4)))
+    )
+    assert decode(tiny, PROMPTS[0], shape, num_tokens=12) == decode(
+        tiny, PROMPTS[0], None, plain=True, num_tokens=12
+    )
 
 
 def test_speculation_is_accepted_and_rejected_in_these_tests(tiny: LoadedPair) -> None:
     """Otherwise the equalities above would say little."""
     config = GenerateConfig(max_new_tokens=64, ignore_eos=True)
-    results = [r for prompt in PROMPTS for r in tiny.engine.generate(tiny.tokenizer.encode(prompt), tiny.policy(shape=Shape(4, 4, 16)), config)]
+    results = [
+        r
+        for prompt in PROMPTS
+        for r in tiny.engine.generate(
+            tiny.tokenizer.encode(prompt), tiny.policy(shape=Shape(4, 4, 16)), config
+        )
+    ]
     accepted = [result.accepted for result in results]
     assert 0 in accepted
     assert max(accepted) == 4
-    assert any(result.path not in (list(range(len(result.path))),) for result in results)  # a path that is not the first chain: KV has to move
+    # a path that is not the first chain: KV has to move
+    assert any(result.path not in (list(range(len(result.path))),) for result in results)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -174,7 +225,14 @@ def test_same_seed_same_tokens_with_and_without_speculation(tiny: LoadedPair, se
 
 
 def test_another_seed_writes_another_text(tiny: LoadedPair) -> None:
-    texts = {tuple(decode(tiny, PROMPTS[0], None, sampling=SamplingConfig(temperature=1.0, seed=seed), ignore_eos=True)) for seed in range(4)}
+    texts = {
+        tuple(
+            decode(
+                tiny, PROMPTS[0], None, sampling=SamplingConfig(temperature=1.0, seed=seed), ignore_eos=True
+            )
+        )
+        for seed in range(4)
+    }
     assert len(texts) == 4
 
 
@@ -190,7 +248,15 @@ def test_the_thread_count_changes_no_token(tiny: LoadedPair) -> None:
 
 def test_shapes_may_change_at_every_step(tiny: LoadedPair) -> None:
     """Also through plain steps, during which the draft falls behind and has to catch up."""
-    sequence = [Shape(4, 4), *[Shape(1, 0, 1)] * 5, Shape(1, 2), Shape(4, 1), *[Shape(1, 0, 1)] * 40, Shape(4, 3), Shape(1, 4)]
+    sequence = [
+        Shape(4, 4),
+        *[Shape(1, 0, 1)] * 5,
+        Shape(1, 2),
+        Shape(4, 1),
+        *[Shape(1, 0, 1)] * 40,
+        Shape(4, 3),
+        Shape(1, 4),
+    ]
     expected = decode(tiny, PROMPTS[0], None, plain=True, num_tokens=150, ignore_eos=True)
     state = DecodeState(tiny.tokenizer.encode(PROMPTS[0]))
     for model in (tiny.engine.target, tiny.engine.draft):
@@ -206,12 +272,20 @@ def test_shapes_may_change_at_every_step(tiny: LoadedPair) -> None:
 
 @pytest.fixture(scope="module", params=("qwen3", "gptneox"))
 def other(request: pytest.FixtureRequest, ygg_home: Path, kernels: None) -> LoadedPair:
-    """A random Qwen3 pair in bfloat16, its weights compressed, and a random GPT-NeoX pair in float32, each with the smallest menu."""
-    architecture, folder = request.param, ygg_home / "models" / request.param
+    """A random Qwen3 pair in bfloat16, its weights compressed, and a random GPT-NeoX pair in float32, each
+    with the smallest menu.
+    """
+    architecture = request.param
+    folder = ygg_home / "models" / request.param
     folders = str(folder / "target"), str(folder / "draft")
     if not (folder / "draft" / "model.safetensors").exists():
         folders = tiny_pair.save_random_pair(folder, architecture)
-    compiled(ygg_home, architecture, folders, COMPRESSED if architecture == "qwen3" else replace(SMALLEST, dtype="float32"))
+    compiled(
+        ygg_home,
+        architecture,
+        folders,
+        COMPRESSED if architecture == "qwen3" else replace(SMALLEST, dtype="float32"),
+    )
     return load_pair(architecture)
 
 
@@ -224,7 +298,12 @@ def test_other_architectures_speculative_equals_plain_in_bf16_too(other: LoadedP
         sampled = decode(other, prompt, None, plain=True, ignore_eos=True, sampling=SAMPLED)
         assert decode(other, prompt, Shape(2, 3, 4), ignore_eos=True, sampling=SAMPLED) == sampled
         config = GenerateConfig(max_new_tokens=64, ignore_eos=True)
-        rates += [r.accepted for r in other.engine.generate(other.tokenizer.encode(prompt), other.policy(shape=Shape(2, 3, 4)), config)]
+        rates += [
+            r.accepted
+            for r in other.engine.generate(
+                other.tokenizer.encode(prompt), other.policy(shape=Shape(2, 3, 4)), config
+            )
+        ]
     assert 0 in rates
     assert max(rates) > 0
 
@@ -236,7 +315,9 @@ def test_graphs_read_compressed_weights_where_that_was_asked_for(other: LoadedPa
 
 
 def test_other_architectures_write_what_transformers_writes(other: LoadedPair) -> None:
-    """In bfloat16 transformers rounds differently: there only the first tokens' logits are compared, with tolerance; in float32 a text as well."""
+    """In bfloat16 transformers rounds differently: there only the first tokens' logits are compared, with
+    tolerance; in float32 a text as well.
+    """
     from transformers import AutoModelForCausalLM
 
     bundle = other.bundle
@@ -251,10 +332,18 @@ def test_other_architectures_write_what_transformers_writes(other: LoadedPair) -
         expected_NV = model(torch.tensor([tokens])).logits[0]
     scale = expected_NV.float().std().item()
     tolerance = scale * (1e-4 if dtype == torch.float32 else 0.1)
-    torch.testing.assert_close(logits_NV[: len(tokens)].float(), expected_NV.float(), rtol=0, atol=tolerance)
+    torch.testing.assert_close(
+        logits_NV[: len(tokens)].float(), expected_NV.float(), rtol=0, atol=tolerance
+    )
     if dtype == torch.float32:
         inputs = torch.tensor([tokens])
-        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=32, pad_token_id=0)
+        out = model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            do_sample=False,
+            max_new_tokens=32,
+            pad_token_id=0,
+        )
         assert decode(other, tokens, None, plain=True, num_tokens=32) == out[0, len(tokens) :].tolist()
 
 
@@ -269,7 +358,18 @@ def test_nothing_compiles_in_the_loop(tiny: LoadedPair) -> None:
 
 
 def test_a_compilation_inside_the_loop_raises(tiny: LoadedPair, tmp_path: Path) -> None:
-    job = GraphJob("nowhere", "nowhere", 0, 384, "float32", "cpu", tiny.bundle.kv_target, 4, 2, str(tmp_path / "tokens_2.pt2"))
+    job = GraphJob(
+        "nowhere",
+        "nowhere",
+        0,
+        384,
+        "float32",
+        "cpu",
+        tiny.bundle.kv_target,
+        4,
+        2,
+        str(tmp_path / "tokens_2.pt2"),
+    )
     compiled_here = torch.compile(lambda x: x * 2 + 1, backend="eager")
     with no_compilation():
         with pytest.raises(RuntimeError, match=r"fail_on_recompile|recompile"):
@@ -295,11 +395,18 @@ def tree_meta(num_tokens: int, max_depth: int, root_pos: int) -> torch.Tensor:
 def test_compiled_equals_eager(tiny: LoadedPair) -> None:
     config = tiny.bundle.config
     prompt = list(range(20, 32))
-    for kind, model, kv in (("target", tiny.engine.target, tiny.bundle.kv_target), ("draft", tiny.engine.draft, tiny.bundle.kv_draft)):
+    for kind, model, kv in (
+        ("target", tiny.engine.target, tiny.bundle.kv_target),
+        ("draft", tiny.engine.draft, tiny.bundle.kv_draft),
+    ):
         loaded = load_model(tiny.bundle.models[kind == "draft"], dtype=torch.float32)
         pack_linears_(loaded)
         cache = KVCache(kv, dtype=torch.float32, device="cpu")
-        eager = TargetForward(loaded, cache, 384) if kind == "target" else DraftForward(loaded, cache, 384, config.num_candidates)
+        eager = (
+            TargetForward(loaded, cache, 384)
+            if kind == "target"
+            else DraftForward(loaded, cache, 384, config.num_candidates)
+        )
         model.cache.rollback_(0)
         chain_NM = model.meta(len(prompt))
         pack_chain_(chain_NM, prompt, 0)
@@ -312,7 +419,9 @@ def test_compiled_equals_eager(tiny: LoadedPair) -> None:
 
 
 @pytest.mark.parametrize("stage", ("accept", "commit_", "verify", "draft"))
-def test_interrupted_step_leaves_committed_history(tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+def test_interrupted_step_leaves_committed_history(
+    tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
     expected = decode(tiny, PROMPTS[0], None, plain=True, num_tokens=48, ignore_eos=True)
     state = DecodeState(tiny.tokenizer.encode(PROMPTS[0]))
     for model in (tiny.engine.target, tiny.engine.draft):
@@ -340,7 +449,9 @@ def test_interrupted_step_leaves_committed_history(tiny: LoadedPair, monkeypatch
     assert list(state.emitted)[:48] == expected
 
 
-def test_commit_interrupted_between_the_models_leaves_committed_history(tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_interrupted_between_the_models_leaves_committed_history(
+    tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = decode(tiny, PROMPTS[0], None, plain=True, num_tokens=48, ignore_eos=True)
     state = DecodeState(tiny.tokenizer.encode(PROMPTS[0]))
     for model in (tiny.engine.target, tiny.engine.draft):
@@ -348,7 +459,8 @@ def test_commit_interrupted_between_the_models_leaves_committed_history(tiny: Lo
         engine_module.prefill(model, state.tokens[:-1])
     policy = tiny.policy(shape=Shape(4, 4, 16))
     tiny.engine.step(state, policy)
-    commit_, target_cache = KVCache.commit_, tiny.engine.target.cache
+    commit_ = KVCache.commit_
+    target_cache = tiny.engine.target.cache
 
     def power_cut(self: KVCache, path: Any) -> None:
         commit_(self, path)
@@ -385,7 +497,9 @@ def test_end_of_text_ends_the_text_and_is_its_last_token(tiny: LoadedPair) -> No
     free = decode(tiny, PROMPTS[0], Shape(4, 4, 16), num_tokens=120, ignore_eos=True)
     end = free[40]  # any token that comes will do as an end of text
     first = free.index(end) + 1
-    engine = Engine(tiny.engine.target, tiny.engine.draft, max_context=tiny.bundle.max_context, eos_tokens=(end,))
+    engine = Engine(
+        tiny.engine.target, tiny.engine.draft, max_context=tiny.bundle.max_context, eos_tokens=(end,)
+    )
     pair = replace(tiny, engine=engine)
     for shape, plain in ((Shape(4, 4, 16), False), (Shape(1, 4), False), (None, True)):
         assert decode(pair, PROMPTS[0], shape, plain=plain, num_tokens=120) == free[:first]
@@ -394,7 +508,10 @@ def test_end_of_text_ends_the_text_and_is_its_last_token(tiny: LoadedPair) -> No
 @pytest.mark.parametrize("num_tokens", (1, 2, 3, 5, 17))
 def test_never_more_tokens_than_asked_for(tiny: LoadedPair, num_tokens: int) -> None:
     free = decode(tiny, PROMPTS[0], None, plain=True, num_tokens=20, ignore_eos=True)
-    assert decode(tiny, PROMPTS[0], Shape(4, 4, 16), num_tokens=num_tokens, ignore_eos=True) == free[:num_tokens]
+    assert (
+        decode(tiny, PROMPTS[0], Shape(4, 4, 16), num_tokens=num_tokens, ignore_eos=True)
+        == free[:num_tokens]
+    )
 
 
 def test_the_context_can_be_filled_to_its_last_token(tiny: LoadedPair) -> None:
@@ -403,7 +520,9 @@ def test_the_context_can_be_filled_to_its_last_token(tiny: LoadedPair) -> None:
     expected = decode(tiny, prompt, None, plain=True, num_tokens=10, ignore_eos=True)
     assert len(expected) == 10
     assert decode(tiny, prompt, Shape(4, 4, 16), num_tokens=10, ignore_eos=True) == expected
-    assert len(decode(tiny, prompt[:1], Shape(4, 4), num_tokens=context - 1, ignore_eos=True)) == context - 1
+    assert (
+        len(decode(tiny, prompt[:1], Shape(4, 4), num_tokens=context - 1, ignore_eos=True)) == context - 1
+    )
 
 
 def test_requests_that_do_not_fit_are_refused_by_name(tiny: LoadedPair) -> None:
@@ -418,7 +537,9 @@ def test_requests_that_do_not_fit_are_refused_by_name(tiny: LoadedPair) -> None:
 
 
 def test_a_tree_wider_than_the_menu_names_the_menu(tiny: LoadedPair) -> None:
-    with pytest.raises(ShapeNotCompiled, match=r"no compiled graph takes 33 tokens; the menu is \[2, 4, 8, 16, 32\]"):
+    with pytest.raises(
+        ShapeNotCompiled, match=r"no compiled graph takes 33 tokens; the menu is \[2, 4, 8, 16, 32\]"
+    ):
         tiny.engine.target.meta(33)
 
 
@@ -438,14 +559,26 @@ def test_long_prompts_are_prefilled_in_chunks_with_the_same_result(tiny: LoadedP
 
 
 def test_a_useless_draft_changes_no_token_and_the_guard_stops_it(tiny_bundle: Bundle) -> None:
-    """The calibration is the intact draft's; its embedding is shuffled afterwards, in memory. By the profile of this test a plain step takes no time."""
+    """The calibration is the intact draft's; its embedding is shuffled afterwards, in memory. By the
+    profile of this test a plain step takes no time.
+    """
     pair = load_pair(tiny_bundle.name)
-    embedding = next(tensor for name, tensor in pair.engine.draft.weights.items() if name.endswith("embed_tokens.weight"))
+    embedding = next(
+        tensor for name, tensor in pair.engine.draft.weights.items() if name.endswith("embed_tokens.weight")
+    )
     embedding.copy_(embedding[torch.randperm(len(embedding))])
-    free_when_plain = LatencyModel(Curve((0,), (4,), ((1.0,),)), Curve((0,), (1, 64), ((1e-6, 1.0),)), 0.0, 0.0, 0.0)
+    free_when_plain = LatencyModel(
+        Curve((0,), (4,), ((1.0,),)), Curve((0,), (1, 64), ((1e-6, 1.0),)), 0.0, 0.0, 0.0
+    )
     inner = FixedShape(Shape(4, 4, 8), pair.acceptance.nearest(0.0), pair.latency, (4, 8, 16))
     prompt = pair.tokenizer.encode("Once upon a time")
-    results = list(pair.engine.generate(prompt, Guard(inner, free_when_plain), GenerateConfig(max_new_tokens=96, ignore_eos=True)))
-    assert [token for result in results for token in result.tokens] == decode(pair, prompt, None, plain=True, num_tokens=96, ignore_eos=True)
+    results = list(
+        pair.engine.generate(
+            prompt, Guard(inner, free_when_plain), GenerateConfig(max_new_tokens=96, ignore_eos=True)
+        )
+    )
+    assert [token for result in results for token in result.tokens] == decode(
+        pair, prompt, None, plain=True, num_tokens=96, ignore_eos=True
+    )
     shapes = {result.shape for result in results}
     assert shapes == {PLAIN, inner.shape}

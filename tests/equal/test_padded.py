@@ -1,4 +1,6 @@
-"""Models whose vocabularies differ by padding: what stands for no text is neither guessed nor emitted, however great its logits."""
+"""Models whose vocabularies differ by padding: what stands for no text is neither guessed nor emitted,
+however great its logits.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +27,39 @@ NUM_TOKENS = 48
 def folders(ygg_home: Path, llama_folders: tuple[str, str]) -> dict[str, tuple[str, str]]:
     """The Llama pair with a padded target, and with a padded draft."""
     target, draft = llama_folders
-    padded = [tiny_pair.save_padded(model, ygg_home / "models" / f"padded-{Path(model).name}", PADDED_VOCAB) for model in llama_folders]
+    padded = [
+        tiny_pair.save_padded(model, ygg_home / "models" / f"padded-{Path(model).name}", PADDED_VOCAB)
+        for model in llama_folders
+    ]
     return {"target": (padded[0], draft), "draft": (target, padded[1])}
 
 
 def load(ygg_home: Path, folders: dict[str, tuple[str, str]], which: str) -> LoadedPair:
-    return load_pair(compiled(ygg_home, f"padded-{which}", folders[which], replace(SMALLEST, dtype="float32")).name)
+    return load_pair(
+        compiled(ygg_home, f"padded-{which}", folders[which], replace(SMALLEST, dtype="float32")).name
+    )
 
 
 def greedy(model: Any, prompt: list[int]) -> list[int]:
     """What transformers writes."""
-    written: torch.Tensor = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    written: torch.Tensor = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return written[0, len(prompt) :].tolist()
 
 
 def decode(pair: LoadedPair, shape: Shape, sampling: SamplingConfig) -> list[int]:
     config = GenerateConfig(max_new_tokens=NUM_TOKENS, ignore_eos=True, sampling=sampling)
     policy = pair.policy(shape=shape, temperature=sampling.temperature)
-    return [token for result in pair.engine.generate(pair.tokenizer.encode(PROMPT), policy, config) for token in result.tokens]
+    return [
+        token
+        for result in pair.engine.generate(pair.tokenizer.encode(PROMPT), policy, config)
+        for token in result.tokens
+    ]
 
 
 def test_a_padded_target_writes_what_it_would_without_its_padding(
@@ -52,7 +69,9 @@ def test_a_padded_target_writes_what_it_would_without_its_padding(
 
     pair = load(ygg_home, folders, "target")
     prompt = pair.tokenizer.encode(PROMPT)
-    padded, bare = (AutoModelForCausalLM.from_pretrained(name) for name in (folders["target"][0], llama_folders[0]))
+    padded, bare = (
+        AutoModelForCausalLM.from_pretrained(name) for name in (folders["target"][0], llama_folders[0])
+    )
     assert max(greedy(padded, prompt)) >= tiny_pair.VOCAB  # its padding is loud
     for shape in (PLAIN, Shape(2, 3, 4)):
         assert decode(pair, shape, SamplingConfig()) == greedy(bare, prompt)
@@ -60,11 +79,14 @@ def test_a_padded_target_writes_what_it_would_without_its_padding(
     assert decode(pair, Shape(2, 3, 4), sampled) == decode(pair, PLAIN, sampled)
 
 
-def test_a_padded_draft_guesses_only_what_the_target_knows(ygg_home: Path, folders: dict[str, tuple[str, str]], kernels: None) -> None:
+def test_a_padded_draft_guesses_only_what_the_target_knows(
+    ygg_home: Path, folders: dict[str, tuple[str, str]], kernels: None
+) -> None:
     from transformers import AutoModelForCausalLM
 
     pair = load(ygg_home, folders, "draft")
-    draft, prompt = pair.engine.draft, pair.tokenizer.encode(PROMPT + " there was")
+    draft = pair.engine.draft
+    prompt = pair.tokenizer.encode(PROMPT + " there was")
     padded = AutoModelForCausalLM.from_pretrained(folders["draft"][1])
     with torch.no_grad():
         logits_NV = padded(input_ids=torch.tensor([prompt])).logits[0]

@@ -1,4 +1,6 @@
-"""Whatever the plan, an iteration emits what `Engine.step` emits, drafts the trees it drafts, and leaves the history it leaves."""
+"""Whatever the plan, an iteration emits what `Engine.step` emits, drafts the trees it drafts, and leaves
+the history it leaves.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from yggdrasil import artifacts
 from yggdrasil.bundle import Bundle
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
@@ -39,12 +40,14 @@ from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 from yggdrasil.step.draft import prefill
 from yggdrasil.step.platt import PlattScale
 from yggdrasil.step.sampling import gumbel_noise
+from yggdrasil.store import artifacts
 from yggdrasil.tokenizer import Tokenizer
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
 
 PROMPTS = ("Once upon a time", "Tom", "One day Lily saw a red fox near the café.")
-GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=0.8, seed=7)
+GREEDY = SamplingConfig()
+SAMPLED = SamplingConfig(temperature=0.8, seed=7)
 PLANS = plans()
 MOST = next(plan for plan in PLANS if plan.name == "tail side, next_head side, noise side")
 ON_MAIN = next(plan for plan in PLANS if plan.name == "tail early, next_head main, noise late")
@@ -75,7 +78,9 @@ class Sequence:
     def knots(self) -> Tensor:
         return UNCALIBRATED.knots
 
-    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int, lag: int) -> tuple[list[int], list[float]]:
+    def verify_costs(
+        self, shape: Shape, num_nodes: int, context_len: int, lag: int
+    ) -> tuple[list[int], list[float]]:
         return [min(shape.verify or 16, num_nodes)], [1.0]
 
     def observe(self, result: StepResult) -> None:
@@ -101,7 +106,17 @@ POLICIES = {
     "plain": (PLAIN,),
     "static": (Shape(3, 3, 8, LEVELS),),
     "stopping": (Shape(2, 4, 8, stop=TwoDeep()),),
-    "changing": (Shape(4, 4, 16), PLAIN, Shape(1, 2), Shape(4, 1, 3), Shape(2, 3, 8, stop=TwoDeep()), Shape(4, 3, 4), PLAIN, PLAIN, Shape(1, 4)),
+    "changing": (
+        Shape(4, 4, 16),
+        PLAIN,
+        Shape(1, 2),
+        Shape(4, 1, 3),
+        Shape(2, 3, 8, stop=TwoDeep()),
+        Shape(4, 3, 4),
+        PLAIN,
+        PLAIN,
+        Shape(1, 4),
+    ),
 }
 
 
@@ -125,13 +140,25 @@ def fresh(engine: Engine, prompt: list[int], sampling: SamplingConfig = GREEDY) 
     return state
 
 
-def history(engine: Engine, state: DecodeState, step: Stepper, policy: Sequence, num_tokens: int = NUM_TOKENS) -> list[tuple[Any, ...]]:
+def history(
+    engine: Engine, state: DecodeState, step: Stepper, policy: Sequence, num_tokens: int = NUM_TOKENS
+) -> list[tuple[Any, ...]]:
     """What every step did: tokens, path, verified tree, sizes."""
     done = []
     while len(state.emitted) < num_tokens:
         result = step(state, policy)
         tree = result.tree
-        done.append((result.tokens, result.path, tree.token_N.tolist(), tree.parent_N.tolist(), tree.log_prob_N.tolist(), result.drafted, result.context_len))
+        done.append(
+            (
+                result.tokens,
+                result.path,
+                tree.token_N.tolist(),
+                tree.parent_N.tolist(),
+                tree.log_prob_N.tolist(),
+                result.drafted,
+                result.context_len,
+            )
+        )
         assert engine.target.cache.len == state.root_pos
         assert engine.draft.cache.len <= state.root_pos
     return done
@@ -148,7 +175,9 @@ Expected = dict[tuple[str, int, bool], list[tuple[Any, ...]]]
 def expected(engine: Engine, prompts: list[list[int]]) -> Expected:
     """What `Engine.step` does, by policy, prompt and whether tokens are sampled."""
     return {
-        (name, index, sampled): history(engine, fresh(engine, prompt, SAMPLED if sampled else GREEDY), engine.step, Sequence(shapes))
+        (name, index, sampled): history(
+            engine, fresh(engine, prompt, SAMPLED if sampled else GREEDY), engine.step, Sequence(shapes)
+        )
         for name, shapes in POLICIES.items()
         for index, prompt in enumerate(prompts)
         for sampled in (False, True)
@@ -156,33 +185,57 @@ def expected(engine: Engine, prompts: list[list[int]]) -> Expected:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=NAMES)
-def test_every_plan_does_what_the_step_does(engine: Engine, prompts: list[list[int]], expected: Expected, plan: Plan) -> None:
-    """Each policy with one prompt greedily and another sampled; over the plans every policy meets every prompt."""
+def test_every_plan_does_what_the_step_does(
+    engine: Engine, prompts: list[list[int]], expected: Expected, plan: Plan
+) -> None:
+    """Each policy with one prompt greedily and another sampled; over the plans every policy meets every
+    prompt.
+    """
     runner = executor(engine, plan)
     for turn, (name, shapes) in enumerate(POLICIES.items()):
         for sampled in (False, True):
             index = (turn + PLANS.index(plan) + sampled) % len(prompts)
             state = fresh(engine, prompts[index], SAMPLED if sampled else GREEDY)
-            assert history(engine, state, runner.step, Sequence(shapes)) == expected[name, index, sampled], (name, index, sampled)
+            assert (
+                history(engine, state, runner.step, Sequence(shapes)) == expected[name, index, sampled]
+            ), (name, index, sampled)
 
 
-def test_the_stages_ahead_of_time_run_and_are_used_in_these_tests(engine: Engine, prompts: list[list[int]]) -> None:
+def test_the_stages_ahead_of_time_run_and_are_used_in_these_tests(
+    engine: Engine, prompts: list[list[int]]
+) -> None:
     """Otherwise the equalities above would say little."""
     trace = Trace()
     runner = Executor(MOST, engine.target, engine.draft, trace)
-    state, num_forwards = fresh(engine, prompts[0], SAMPLED), []
-    forward, ran_ = engine.draft.forward, engine.draft.ran_
+    state = fresh(engine, prompts[0], SAMPLED)
+    num_forwards = []
+    forward = engine.draft.forward
+    record_forward_ = engine.draft.record_forward_
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine.draft, "forward", lambda meta_NM: (num_forwards.append(len(meta_NM)), forward(meta_NM))[1])
-        patched.setattr(engine.draft, "ran_", lambda num, times_ms: (num_forwards.extend([num] * (len(times_ms) // 2)), ran_(num, times_ms))[1])  # growth
+        patched.setattr(
+            engine.draft,
+            "forward",
+            lambda meta_NM: (num_forwards.append(len(meta_NM)), forward(meta_NM))[1],
+        )
+        # growth
+        patched.setattr(
+            engine.draft,
+            "record_forward_",
+            lambda num, times_ms: (
+                num_forwards.extend([num] * (len(times_ms) // 2)),
+                record_forward_(num, times_ms),
+            )[1],
+        )
         for _ in range(6):
             num_forwards.clear()
             ready = state.head
             runner.step(state, Sequence(POLICIES["chain"]))
-            assert len(num_forwards) == (ready is None) + 3 + 1 + 2  # head, growth, tail, five nodes in pieces of the widest graph
+            # head, growth, tail, five nodes in pieces of the widest graph
+            assert len(num_forwards) == (ready is None) + 3 + 1 + 2
             assert state.head is not None
             assert state.head.root_pos == state.root_pos == engine.draft.cache.len
-    assert (trace.count["tail"], trace.count["next_head"], trace.count["noise"]) == (6, 6, 5)  # the first step learns the vocabulary
+    # the first step learns the vocabulary
+    assert (trace.count["tail"], trace.count["next_head"], trace.count["noise"]) == (6, 6, 5)
 
 
 def stored(model: TokenModel, length: int) -> Tensor:
@@ -192,12 +245,15 @@ def stored(model: TokenModel, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ("tree", "changing", "static"))
-def test_the_caches_end_up_with_the_bits_of_a_prefill(engine: Engine, prompts: list[list[int]], name: str) -> None:
+def test_the_caches_end_up_with_the_bits_of_a_prefill(
+    engine: Engine, prompts: list[list[int]], name: str
+) -> None:
     """What was drafted ahead of time and moved into place is what the committed text itself gives."""
     state = fresh(engine, prompts[2])
     history(engine, state, executor(engine, MOST).step, Sequence(POLICIES[name]))
     models = (engine.target, engine.draft)
-    lengths = [model.cache.len + (state.head is not None and model is engine.draft) for model in models]  # the next root's KV too
+    # the next root's KV too
+    lengths = [model.cache.len + (state.head is not None and model is engine.draft) for model in models]
     ours = [stored(model, length).clone() for model, length in zip(models, lengths, strict=True)]
     for model, length, kept in zip(models, lengths, ours, strict=True):
         model.cache.rollback_(0)
@@ -206,27 +262,41 @@ def test_the_caches_end_up_with_the_bits_of_a_prefill(engine: Engine, prompts: l
 
 
 @pytest.mark.parametrize("plan", (None, MOST, ON_MAIN), ids=str)
-def test_a_draft_that_comes_back_after_long_is_caught_up_a_chunk_a_step(engine: Engine, prompts: list[list[int]], plan: Plan | None) -> None:
+def test_a_draft_that_comes_back_after_long_is_caught_up_a_chunk_a_step(
+    engine: Engine, prompts: list[list[int]], plan: Plan | None
+) -> None:
     step: Stepper = engine.step if plan is None else executor(engine, plan).step
     state = fresh(engine, prompts[0])
-    chunk, known = engine.draft.prefill_chunk, engine.draft.cache.len
+    chunk = engine.draft.prefill_chunk
+    known = engine.draft.cache.len
     for _ in range(2 * chunk + 5):
         step(state, Sequence((PLAIN,)))
     assert engine.draft.cache.len == known
-    results, lens = [], []
+    results = []
+    lens = []
     for _ in range(3):
         results.append(step(state, Sequence((Shape(4, 4, 16),))))
         lens.append(engine.draft.cache.len)
     assert lens[:2] == [known + chunk, known + 2 * chunk]
-    assert [(result.caught_up, result.shape, result.drafted) for result in results] == [(True, PLAIN, 1), (True, PLAIN, 1), (False, Shape(4, 4, 16), 17)]
+    assert [(result.caught_up, result.shape, result.drafted) for result in results] == [
+        (True, PLAIN, 1),
+        (True, PLAIN, 1),
+        (False, Shape(4, 4, 16), 17),
+    ]
     plain = fresh(engine, prompts[0])
     for _ in range(len(state.emitted)):
         engine.step(plain, Sequence((PLAIN,)))
     assert plain.emitted[: len(state.emitted)] == state.emitted
 
 
-def test_steps_and_plans_may_take_turns(engine: Engine, prompts: list[list[int]], expected: Expected) -> None:
-    steppers = [engine.step, *(executor(engine, plan).step for plan in PLANS[:: len(PLANS) // 5]), executor(engine, MOST).step]
+def test_steps_and_plans_may_take_turns(
+    engine: Engine, prompts: list[list[int]], expected: Expected
+) -> None:
+    steppers = [
+        engine.step,
+        *(executor(engine, plan).step for plan in PLANS[:: len(PLANS) // 5]),
+        executor(engine, MOST).step,
+    ]
     turn = 0
 
     def step(state: DecodeState, policy: Any) -> StepResult:
@@ -235,18 +305,29 @@ def test_steps_and_plans_may_take_turns(engine: Engine, prompts: list[list[int]]
         return steppers[turn * 5 % len(steppers)](state, policy)
 
     for name, shapes in POLICIES.items():
-        assert history(engine, fresh(engine, prompts[0]), step, Sequence(shapes)) == expected[name, 0, False], name
+        assert (
+            history(engine, fresh(engine, prompts[0]), step, Sequence(shapes)) == expected[name, 0, False]
+        ), name
 
 
 @pytest.mark.parametrize("plan", (MOST, ON_MAIN, SEQUENTIAL), ids=lambda plan: plan.name)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupted_stage_leaves_committed_history(
-    engine: Engine, prompts: list[list[int]], expected: Expected, monkeypatch: pytest.MonkeyPatch, plan: Plan, stage: str
+    engine: Engine,
+    prompts: list[list[int]],
+    expected: Expected,
+    monkeypatch: pytest.MonkeyPatch,
+    plan: Plan,
+    stage: str,
 ) -> None:
-    """Interrupted before its work and after it, in every iteration but the first; what was lost is done again by the same executor."""
+    """Interrupted before its work and after it, in every iteration but the first; what was lost is done
+    again by the same executor.
+    """
     if stage not in plan.order:
         return
-    run, moments = executor_module.RUN[stage], ["before", "after"] if stage != "text" else ["before"]  # the text is the last word
+    # the text is the last word
+    run = executor_module.RUN[stage]
+    moments = ["before", "after"] if stage != "text" else ["before"]
     cut = ""
 
     def interrupted(it: Any) -> None:
@@ -256,12 +337,14 @@ def test_an_interrupted_stage_leaves_committed_history(
             raise KeyboardInterrupt
 
     monkeypatch.setitem(executor_module.RUN, stage, interrupted)
-    runner, state = executor(engine, plan), fresh(engine, prompts[1], SAMPLED)
+    runner = executor(engine, plan)
+    state = fresh(engine, prompts[1], SAMPLED)
 
     def step(state: DecodeState, policy: Any) -> StepResult:
         nonlocal cut
         for moment in moments if state.emitted else ():
-            cut, before = moment, list(state.tokens)
+            cut = moment
+            before = list(state.tokens)
             with pytest.raises(KeyboardInterrupt):
                 runner.step(state, policy)
             assert state.tokens == before
@@ -271,8 +354,12 @@ def test_an_interrupted_stage_leaves_committed_history(
     assert history(engine, state, step, Sequence(POLICIES["tree"])) == expected["tree", 1, True]
 
 
-def test_nothing_runs_on_beside_after_an_error(engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    started, failing, ended = threading.Event(), threading.Event(), threading.Event()
+def test_nothing_runs_on_beside_after_an_error(
+    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = threading.Event()
+    failing = threading.Event()
+    ended = threading.Event()
     tail = executor_module.RUN["tail"]
 
     def slow_tail(it: Any) -> None:
@@ -289,17 +376,21 @@ def test_nothing_runs_on_beside_after_an_error(engine: Engine, prompts: list[lis
 
     monkeypatch.setitem(executor_module.RUN, "tail", slow_tail)
     monkeypatch.setitem(executor_module.RUN, "verify", broken_verify)
-    runner, state = executor(engine, MOST), fresh(engine, prompts[0])
+    runner = executor(engine, MOST)
+    state = fresh(engine, prompts[0])
     with pytest.raises(YggError, match="the target is broken"):
         runner.step(state, Sequence(POLICIES["tree"]))
     assert ended.is_set()
 
 
-def test_an_error_beside_reaches_the_caller(engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_beside_reaches_the_caller(
+    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken_tail(it: Any) -> None:
         raise YggError("the draft is broken")
 
-    runner, state = executor(engine, MOST), fresh(engine, prompts[0])
+    runner = executor(engine, MOST)
+    state = fresh(engine, prompts[0])
     before = list(state.tokens)
     with monkeypatch.context() as patched:
         patched.setitem(executor_module.RUN, "tail", broken_tail)
@@ -309,18 +400,32 @@ def test_an_error_beside_reaches_the_caller(engine: Engine, prompts: list[list[i
     runner.step(state, Sequence(POLICIES["tree"]))
 
 
-def test_without_room_for_a_head_ahead_of_time_the_next_iteration_drafts_it(engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_for_a_head_ahead_of_time_the_next_iteration_drafts_it(
+    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected_history = history(engine, fresh(engine, prompts[0]), engine.step, Sequence(POLICIES["tree"]))
     monkeypatch.setitem(executor_module.HELPS, "next_head", lambda it: False)
-    assert history(engine, fresh(engine, prompts[0]), executor(engine, MOST).step, Sequence(POLICIES["tree"])) == expected_history
+    assert (
+        history(engine, fresh(engine, prompts[0]), executor(engine, MOST).step, Sequence(POLICIES["tree"]))
+        == expected_history
+    )
 
 
 @pytest.mark.parametrize("plan", (MOST, ON_MAIN), ids=lambda plan: plan.name)
-def test_the_context_can_be_filled_to_its_last_token_by_a_plan(engine: Engine, prompts: list[list[int]], plan: Plan) -> None:
+def test_the_context_can_be_filled_to_its_last_token_by_a_plan(
+    engine: Engine, prompts: list[list[int]], plan: Plan
+) -> None:
     prompt = (prompts[2] * 20)[: engine.max_context - 20]
     config = GenerateConfig(max_new_tokens=20, ignore_eos=True)
     planned = Engine(engine.target, engine.draft, max_context=engine.max_context, greedy_plan=plan)
-    texts = [[token for result in each.generate(prompt, Sequence(POLICIES["tree"]), config) for token in result.tokens] for each in (engine, planned)]
+    texts = [
+        [
+            token
+            for result in each.generate(prompt, Sequence(POLICIES["tree"]), config)
+            for token in result.tokens
+        ]
+        for each in (engine, planned)
+    ]
     assert texts[0] == texts[1]
     assert len(texts[1]) == 20
 
@@ -336,7 +441,9 @@ def test_a_plan_runs_where_it_does_something_and_nowhere_else(engine: Engine) ->
     assert greedy.trace.count["next_head"] > 0
 
 
-def replan(bundle: Bundle, path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
+def replan(
+    bundle: Bundle, path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]
+) -> None:
     """The bundle's plan file, changed, in another place."""
     payload = artifacts.load_json(bundle.plan_path, "")
     change(payload)
@@ -347,7 +454,11 @@ def replan(bundle: Bundle, path: Path, monkeypatch: pytest.MonkeyPatch, change: 
 @pytest.mark.parametrize("greedy", (None, (-0.02, 0.05), (0.02, 0.05)), ids=str)
 @pytest.mark.parametrize("sampled", (None, (-0.02, 0.05), (0.02, 0.05)), ids=str)
 def test_a_loaded_pair_runs_the_step_in_one_call_unless_a_plan_was_measured_to_gain(
-    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, greedy: tuple[float, float] | None, sampled: tuple[float, float] | None
+    tiny_bundle: Bundle,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    greedy: tuple[float, float] | None,
+    sampled: tuple[float, float] | None,
 ) -> None:
     def change(payload: dict[str, Any]) -> None:
         for kind, gain95 in (("greedy", greedy), ("sampled", sampled)):
@@ -366,7 +477,9 @@ def test_a_loaded_pair_runs_the_step_in_one_call_unless_a_plan_was_measured_to_g
         assert ("walk" in pair.engine.trace.count) == (runs is Executor)
 
 
-def test_a_plan_file_of_the_former_format_is_stale(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_file_of_the_former_format_is_stale(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def change(payload: dict[str, Any]) -> None:
         kept = {name: payload[name] for name in ("fingerprint", "shape")}
         payload.clear()
@@ -377,7 +490,9 @@ def test_a_plan_file_of_the_former_format_is_stale(tiny_bundle: Bundle, tmp_path
         load_pair(tiny_bundle.name)
 
 
-def work(engine: Engine, prompt: list[int], sampling: SamplingConfig = GREEDY, policy: Any = None) -> Workload:
+def work(
+    engine: Engine, prompt: list[int], sampling: SamplingConfig = GREEDY, policy: Any = None
+) -> Workload:
     shape = Sequence(POLICIES["tree"]) if policy is None else policy
     return Workload(
         target=engine.target,
@@ -391,13 +506,19 @@ def work(engine: Engine, prompt: list[int], sampling: SamplingConfig = GREEDY, p
     )
 
 
-def test_the_tried_arms_are_the_plan_and_what_runs_without_one(engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tried_arms_are_the_plan_and_what_runs_without_one(
+    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(choice_module, "best_plan", lambda profile: MOST)
     monkeypatch.setattr(choice_module, "MOST_TURNS", LEAST_TURNS)
     ran: list[str] = []
     for kind in (NativeStep, Executor):
         run = kind.step
-        monkeypatch.setattr(kind, "step", lambda self, *args, run=run: (ran.append(type(self).__name__), run(self, *args))[1])
+        monkeypatch.setattr(
+            kind,
+            "step",
+            lambda self, *args, run=run: (ran.append(type(self).__name__), run(self, *args))[1],
+        )
     found = search_plan(work(engine, prompts[0], SAMPLED), budget_s=120.0)
     assert found.trial is not None
     assert (found.trial.plan, found.trial.num_turns) == (MOST, LEAST_TURNS)
@@ -409,11 +530,18 @@ def test_the_tried_arms_are_the_plan_and_what_runs_without_one(engine: Engine, p
     assert "head after next_head" in found.profile.host_ms
 
 
-def test_greedy_decoding_measures_no_noise_and_no_gain_from_it(engine: Engine, prompts: list[list[int]]) -> None:
+def test_greedy_decoding_measures_no_noise_and_no_gain_from_it(
+    engine: Engine, prompts: list[list[int]]
+) -> None:
     greedy = work(engine, prompts[0])
     greedy.prefill()
     profile = profile_stages(greedy, deadline=math.inf)
-    assert profile.host_ms["noise on main"] == profile.host_ms["noise on side"] == profile.stretch_ms["noise"] == 0
+    assert (
+        profile.host_ms["noise on main"]
+        == profile.host_ms["noise on side"]
+        == profile.stretch_ms["noise"]
+        == 0
+    )
     assert profile.host_ms["say after noise"] == profile.host_ms["say"]
     assert profile.host_ms["tail on main"] > 0
 
@@ -424,7 +552,8 @@ def test_a_context_without_room_to_measure_in_gets_no_plan(engine: Engine) -> No
     assert "time or context did not suffice" in found.why()
 
 
-DRAFT_MS, TARGET_MS = 8.0, 16.0
+DRAFT_MS = 8.0
+TARGET_MS = 16.0
 
 
 @dataclass
@@ -448,7 +577,9 @@ def device_work(engine: Engine, prompts: list[list[int]]) -> Iterator[Workload]:
     gumbel_noise.cache_clear()  # it kept tensors of the device
 
 
-def test_an_iteration_on_a_device_is_charged_for_what_the_device_does(device_work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iteration_on_a_device_is_charged_for_what_the_device_does(
+    device_work: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the clock of its stages as well: what a stage waits for before it starts counts."""
     monkeypatch.setattr(profile_module, "ROUNDS", 1)
     sequential = Executor(SEQUENTIAL, device_work.target, device_work.draft, Trace())
@@ -462,7 +593,9 @@ def test_an_iteration_on_a_device_is_charged_for_what_the_device_does(device_wor
     assert simulate(SEQUENTIAL, profile).makespan_ms == pytest.approx(56.0)
 
 
-def test_on_a_device_a_plan_wins_where_it_hides_work(device_work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device_a_plan_wins_where_it_hides_work(
+    device_work: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next head is drafted while the host chooses a shape: all of a run's but the last."""
     monkeypatch.setattr(choice_module, "MOST_TURNS", LEAST_TURNS)
     plan = next(plan for plan in PLANS if plan.name == "tail side, next_head side")

@@ -12,12 +12,22 @@ from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import BestShape, DepthRule, FixedShape
-from yggdrasil.policy.structures import dynamic_sequence, equal_growth, k_ary, opt_tree, sequence, sequoia, sequoia_latency
+from yggdrasil.policy.structures import (
+    dynamic_sequence,
+    equal_growth,
+    k_ary,
+    opt_tree,
+    sequence,
+    sequoia,
+    sequoia_latency,
+)
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.state import Shape, StepResult
 
 PROMPTS = ("Once upon a time", "One day Lily saw a red fox near the café.", "xyz 123")
-FREE = LatencyModel(Curve((0,), (2, 4, 8, 64), ((0.1,) * 4,)), Curve((0,), (2, 4, 8, 16, 64), ((10.0,) * 5,)), 0.0, 0.0, 0.0)
+FREE = LatencyModel(
+    Curve((0,), (2, 4, 8, 64), ((0.1,) * 4,)), Curve((0,), (2, 4, 8, 16, 64), ((10.0,) * 5,)), 0.0, 0.0, 0.0
+)
 BY_RANK = (0.5, 0.2, 0.1, 0.05)
 STRUCTURES = {
     "sequence": sequence(4),
@@ -31,7 +41,9 @@ STRUCTURES = {
 }
 
 
-def steps(pair: LoadedPair, prompt: str, policy: FixedShape, sampling: SamplingConfig) -> Sequence[StepResult]:
+def steps(
+    pair: LoadedPair, prompt: str, policy: FixedShape, sampling: SamplingConfig
+) -> Sequence[StepResult]:
     config = GenerateConfig(max_new_tokens=48, ignore_eos=True, sampling=sampling)
     return list(pair.engine.generate(pair.tokenizer.encode(prompt), policy, config))
 
@@ -49,27 +61,38 @@ def text(results: Sequence[StepResult]) -> list[int]:
 def test_every_structure_writes_the_plain_text(tiny: LoadedPair, name: str, temperature: float) -> None:
     for seed, prompt in enumerate(PROMPTS):
         sampling = SamplingConfig(temperature=temperature, seed=seed)
-        assert text(steps(tiny, prompt, fixed(tiny, STRUCTURES[name]), sampling)) == text(steps(tiny, prompt, plain_policy(), sampling))
+        assert text(steps(tiny, prompt, fixed(tiny, STRUCTURES[name]), sampling)) == text(
+            steps(tiny, prompt, plain_policy(), sampling)
+        )
 
 
 def test_the_latency_aware_tree_of_a_real_profile_writes_the_plain_text(tiny: LoadedPair) -> None:
     shape = sequoia_latency(BY_RANK, 4, tiny.latency, tiny.bundle.config.verify_widths, 64)
-    assert text(steps(tiny, PROMPTS[0], fixed(tiny, shape), SamplingConfig())) == text(steps(tiny, PROMPTS[0], plain_policy(), SamplingConfig()))
+    assert text(steps(tiny, PROMPTS[0], fixed(tiny, shape), SamplingConfig())) == text(
+        steps(tiny, PROMPTS[0], plain_policy(), SamplingConfig())
+    )
 
 
 @pytest.mark.parametrize("name", ("dynamic sequence", "opt-tree"))
 def test_stop_rules_stop_at_different_depths(tiny: LoadedPair, name: str) -> None:
     """Otherwise the equalities above would say little about them."""
-    results = [result for prompt in PROMPTS for result in steps(tiny, prompt, fixed(tiny, STRUCTURES[name]), SamplingConfig())]
+    results = [
+        result
+        for prompt in PROMPTS
+        for result in steps(tiny, prompt, fixed(tiny, STRUCTURES[name]), SamplingConfig())
+    ]
     assert len({result.drafted for result in results}) > 1
     assert all(result.drafted == result.shape.num_nodes and result.shape.stop is None for result in results)
 
 
 @pytest.mark.parametrize("depth", get_args(DepthRule))
-def test_wherever_the_depth_comes_from_the_text_is_the_plain_one(tiny: LoadedPair, depth: DepthRule) -> None:
+def test_wherever_the_depth_comes_from_the_text_is_the_plain_one(
+    tiny: LoadedPair, depth: DepthRule
+) -> None:
     chosen = tiny.policy(depth=depth, guard=False)
     assert isinstance(chosen, BestShape)
-    eager = replace(chosen, latency=FREE, arms_by_context={})  # where nothing but verification takes time, speculation is best for any pair
+    # where nothing but verification takes time, speculation is best for any pair
+    eager = replace(chosen, latency=FREE, arms_by_context={})
     written = steps(tiny, PROMPTS[0], eager, SamplingConfig())
     assert text(written) == text(steps(tiny, PROMPTS[0], plain_policy(), SamplingConfig()))
     assert max(result.shape.depth for result in written) > 1

@@ -1,8 +1,8 @@
-"""On a device the host waits where the code says so and nowhere else: drafting never, once to prune, once to accept.
+"""On a device the host waits where the code says so and nowhere else: drafting never, once to prune, once
+to accept.
 
-There is no device here. `pretend` makes tensors that take the paths of CUDA tensors and records every call for which the host would wait; the last
-test asks a real device the same.
-"""
+There is no device here. `pretend` makes tensors that take the paths of CUDA tensors and records every call
+for which the host would wait; the last test asks a real device the same."""
 
 from __future__ import annotations
 
@@ -35,9 +35,15 @@ from yggdrasil.step.platt import PlattScale
 from yggdrasil.step.sampling import gumbel_noise
 
 NUM_STEPS = 6
-GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01, seed=7)
+GREEDY = SamplingConfig()
+SAMPLED = SamplingConfig(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01, seed=7)
 LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
-SHAPES = (PLAIN, *(Shape(width, depth, 8) for width in (1, 4) for depth in (1, 2, 3, 4)), Shape(4, 4, 16), Shape(3, 3, 6, LEVELS))
+SHAPES = (
+    PLAIN,
+    *(Shape(width, depth, 8) for width in (1, 4) for depth in (1, 2, 3, 4)),
+    Shape(4, 4, 16),
+    Shape(3, 3, 6, LEVELS),
+)
 ON_MAIN = next(plan for plan in plans() if plan.name == "tail early, next_head main, noise late")
 Stepper = Callable[[DecodeState, Any], StepResult]
 
@@ -60,7 +66,9 @@ class Always:
     def knots(self) -> Tensor:
         return UNCALIBRATED.knots
 
-    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int, lag: int) -> tuple[list[int], list[float]]:
+    def verify_costs(
+        self, shape: Shape, num_nodes: int, context_len: int, lag: int
+    ) -> tuple[list[int], list[float]]:
         return [min(shape.verify or 16, num_nodes)], [1.0]
 
     def observe(self, result: StepResult) -> None: ...
@@ -75,12 +83,20 @@ def syncs() -> Iterator[list[pretend.Sync]]:
 
 def on_device(pair: LoadedPair, plan: Plan | None = None) -> tuple[Engine, Stepper]:
     """The engine over models whose tensors say that they are on CUDA, and its step by a plan."""
-    engine = Engine(pretend.DeviceModel(pair.engine.target), pretend.DeviceModel(pair.engine.draft), max_context=pair.bundle.max_context)
+    engine = Engine(
+        pretend.DeviceModel(pair.engine.target),
+        pretend.DeviceModel(pair.engine.draft),
+        max_context=pair.bundle.max_context,
+    )
     engine.trace = pretend.StageNames()
-    return engine, engine.step if plan is None else Executor(plan, engine.target, engine.draft, engine.trace).step
+    return engine, engine.step if plan is None else Executor(
+        plan, engine.target, engine.draft, engine.trace
+    ).step
 
 
-def texts(engine: Engine, step: Stepper, policy: Any, sampling: SamplingConfig, prompt: list[int]) -> list[tuple[list[int], list[int]]]:
+def texts(
+    engine: Engine, step: Stepper, policy: Any, sampling: SamplingConfig, prompt: list[int]
+) -> list[tuple[list[int], list[int]]]:
     """Tokens and accepted paths of a few steps."""
     state = DecodeState(list(prompt), sampling)
     for model in (engine.target, engine.draft):
@@ -91,19 +107,27 @@ def texts(engine: Engine, step: Stepper, policy: Any, sampling: SamplingConfig, 
 
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_step_waits_once_to_prune_and_once_to_accept(tiny: LoadedPair, syncs: list[pretend.Sync], shape: Shape, sampling: SamplingConfig) -> None:
+def test_a_step_waits_once_to_prune_and_once_to_accept(
+    tiny: LoadedPair, syncs: list[pretend.Sync], shape: Shape, sampling: SamplingConfig
+) -> None:
     prompt = tiny.tokenizer.encode("One day Lily saw a red fox")
     expected = texts(tiny.engine, tiny.engine.step, Always(shape), sampling, prompt)
     engine, step = on_device(tiny)
     syncs.clear()
     assert texts(engine, step, Always(shape), sampling, prompt) == expected
-    assert Counter(sync.stage for sync in syncs) == Counter({"accept": NUM_STEPS} | ({"prune": NUM_STEPS} if shape.depth else {}))
+    assert Counter(sync.stage for sync in syncs) == Counter(
+        {"accept": NUM_STEPS} | ({"prune": NUM_STEPS} if shape.depth else {})
+    )
     assert [sync for sync in syncs if not sync.is_explained] == []
 
 
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
-def test_a_plan_waits_no_more_often(tiny: LoadedPair, syncs: list[pretend.Sync], sampling: SamplingConfig) -> None:
-    """Tail, noise and the head of the next tree are queued behind what runs; nodes under all leaves take several forwards of one graph."""
+def test_a_plan_waits_no_more_often(
+    tiny: LoadedPair, syncs: list[pretend.Sync], sampling: SamplingConfig
+) -> None:
+    """Tail, noise and the head of the next tree are queued behind what runs; nodes under all leaves take
+    several forwards of one graph.
+    """
     prompt = tiny.tokenizer.encode("One day Lily saw a red fox")
     expected = texts(tiny.engine, tiny.engine.step, Always(Shape(4, 3, 8)), sampling, prompt)
     engine, step = on_device(tiny, ON_MAIN)
@@ -122,7 +146,9 @@ def test_the_policy_waits_for_the_hidden_state_alone(tiny: LoadedPair, syncs: li
     assert [sync for sync in syncs if not sync.is_explained] == []
 
 
-def test_a_planted_sync_is_found(tiny: LoadedPair, syncs: list[pretend.Sync], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_sync_is_found(
+    tiny: LoadedPair, syncs: list[pretend.Sync], monkeypatch: pytest.MonkeyPatch
+) -> None:
     take = Frontier.take
 
     def reading(self: Frontier, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,11 +208,15 @@ def test_the_record_knows_what_does_not_wait(syncs: list[pretend.Sync], name: st
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
-def test_a_device_warns_of_the_same_syncs(ygg_home: Path, llama_folders: tuple[str, str], kernels: None, sampling: SamplingConfig) -> None:
+def test_a_device_warns_of_the_same_syncs(
+    ygg_home: Path, llama_folders: tuple[str, str], kernels: None, sampling: SamplingConfig
+) -> None:
     compiled(ygg_home, "tiny-cuda", llama_folders, replace(TINY, device="cuda"))
     pair = load_pair("tiny-cuda")
-    prompt, policy = pair.tokenizer.encode("One day Lily saw a red fox"), Always(Shape(4, 3, 8))
-    texts(pair.engine, pair.engine.step, policy, sampling, prompt)  # first uses allocate, and allocations may wait
+    prompt = pair.tokenizer.encode("One day Lily saw a red fox")
+    policy = Always(Shape(4, 3, 8))
+    # first uses allocate, and allocations may wait
+    texts(pair.engine, pair.engine.step, policy, sampling, prompt)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -195,5 +225,9 @@ def test_a_device_warns_of_the_same_syncs(ygg_home: Path, llama_folders: tuple[s
         finally:
             torch.cuda.set_sync_debug_mode("default")
     waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
-    assert [warning for warning in waits if "# sync: " not in linecache.getline(warning.filename, warning.lineno)] == []
+    assert [
+        warning
+        for warning in waits
+        if "# sync: " not in linecache.getline(warning.filename, warning.lineno)
+    ] == []
     assert len(waits) == 2 * NUM_STEPS

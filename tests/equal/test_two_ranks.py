@@ -1,4 +1,6 @@
-"""Two processes with a shard of the target each write what one process writes; torchrun starts them as a user would. Gloo, on a CPU."""
+"""Two processes with a shard of the target each write what one process writes; torchrun starts them as a
+user would. Gloo, on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ NAME = "tiny-two-ranks"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 VANISHES = """
 import os
-from yggdrasil.ranks.link import FORWARD, LOAD, GroupLink
+from yggdrasil.ranks.link import FORWARD, GroupLink, LOAD
 link = GroupLink()
 while (message := link.message()).kind != FORWARD:
     link.payload()
@@ -42,18 +44,41 @@ with leading():
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def run_ranks(*commands: tuple[str, ...]) -> list[tuple[int, str]]:
-    """A process a rank, without torchrun, which would end the others when one fails; exit codes and standard error."""
+    """A process a rank, without torchrun, which would end the others when one fails; exit codes and
+    standard error.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(commands)), "OMP_NUM_THREADS": "1"}
-    shared["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    shared = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(len(commands)),
+        "OMP_NUM_THREADS": "1",
+    }
+    shared["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     processes = [
-        subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**shared, "RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, *command],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**shared, "RANK": str(rank)},
+        )
         for rank, command in enumerate(commands)
     ]
     errors = [process.communicate(timeout=120)[1] for process in processes]
@@ -63,42 +88,85 @@ def run_ranks(*commands: tuple[str, ...]) -> list[tuple[int, str]]:
 @pytest.fixture(scope="module")
 def compiled(ygg_home: Path, llama_folders: tuple[str, str], kernels: None) -> dict[str, Any]:
     """The pair compiled for two ranks, and what they wrote."""
-    done = run(*TORCHRUN, two_ranks.__file__, "compile", *llama_folders, NAME, str(tiny_pair.save_calibration(ygg_home / "stories.txt")))
+    done = run(
+        *TORCHRUN,
+        two_ranks.__file__,
+        "compile",
+        *llama_folders,
+        NAME,
+        str(tiny_pair.save_calibration(ygg_home / "stories.txt")),
+    )
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
 
 
 def generate(*options: str) -> dict[str, Any]:
-    words = ("-m", "yggdrasil", "generate", "--pair", NAME, two_ranks.PROMPTS[0], "--max-new-tokens", "24", "--ignore-eos", "--json")
+    words = (
+        "-m",
+        "yggdrasil",
+        "generate",
+        "--pair",
+        NAME,
+        two_ranks.PROMPTS[0],
+        "--max-new-tokens",
+        "24",
+        "--ignore-eos",
+        "--json",
+    )
     done = run(*TORCHRUN, *words, *options)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)  # rank 0 prints, nobody else
     return report
 
 
-def test_two_ranks_write_the_texts_of_one_process_with_speculation_and_without(compiled: dict[str, Any], tiny: LoadedPair) -> None:
-    alone = {kind: two_ranks.written(tiny.bundle.name, two_ranks.SHAPES["plain"], sampling) for kind, sampling in two_ranks.SAMPLINGS.items()}
+def test_two_ranks_write_the_texts_of_one_process_with_speculation_and_without(
+    compiled: dict[str, Any], tiny: LoadedPair
+) -> None:
+    alone = {
+        kind: two_ranks.written(tiny.bundle.name, two_ranks.SHAPES["plain"], sampling)
+        for kind, sampling in two_ranks.SAMPLINGS.items()
+    }
     for kind, texts in compiled["texts"].items():
         assert texts["speculative"] == texts["plain"] == alone[kind]
 
 
-def test_a_rank_has_its_own_heads_and_every_graph_the_same_bits(compiled: dict[str, Any], tiny: LoadedPair) -> None:
+def test_a_rank_has_its_own_heads_and_every_graph_the_same_bits(
+    compiled: dict[str, Any], tiny: LoadedPair
+) -> None:
     assert compiled["kv_heads"] * 2 == tiny.bundle.kv_target.num_kv_heads
     assert compiled["inexact_widths"] == []
 
 
 def test_shards_are_those_of_transformers_own_tensor_parallelism(llama_folders: tuple[str, str]) -> None:
-    pytest.importorskip("accelerate", reason="transformers shares a model out only where accelerate is installed")
+    pytest.importorskip(
+        "accelerate", reason="transformers shares a model out only where accelerate is installed"
+    )
     done = run(*TORCHRUN, two_ranks.__file__, "shards", llama_folders[0])
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("compiled")
-def test_torchrun_generate_writes_the_text_of_one_process(tiny: LoadedPair, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchrun_generate_writes_the_text_of_one_process(
+    tiny: LoadedPair, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = generate()
     assert (report["ranks"], report["compilations"]) == (2, 0)
-    assert main(["generate", "--pair", tiny.bundle.name, two_ranks.PROMPTS[0], "--max-new-tokens", "24", "--ignore-eos", "--json"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                "--pair",
+                tiny.bundle.name,
+                two_ranks.PROMPTS[0],
+                "--max-new-tokens",
+                "24",
+                "--ignore-eos",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert report["text"] == json.loads(capsys.readouterr().out)["text"]
 
 
@@ -107,7 +175,10 @@ def test_a_pair_for_two_ranks_says_so_to_one_process(capsys: pytest.CaptureFixtu
     assert main(["generate", "--pair", NAME, "Hello"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "compiled for 2 ranks, this run has 1; `torchrun --nproc-per-node 2 -m yggdrasil generate ...` decodes with it" in error
+    assert (
+        "compiled for 2 ranks, this run has 1; `torchrun --nproc-per-node 2 -m yggdrasil generate ...` decodes with it"
+        in error
+    )
 
 
 @pytest.mark.usefixtures("compiled")
@@ -120,7 +191,10 @@ def test_rank_0_ends_with_one_line_when_another_rank_is_gone() -> None:
 
 @pytest.mark.usefixtures("compiled")
 def test_an_interrupt_of_rank_0_releases_the_others() -> None:
-    assert run_ranks(("-c", INTERRUPTED, NAME), ("-m", "yggdrasil", "generate")) == [(0, "interrupted\n"), (0, "")]
+    assert run_ranks(("-c", INTERRUPTED, NAME), ("-m", "yggdrasil", "generate")) == [
+        (0, "interrupted\n"),
+        (0, ""),
+    ]
 
 
 @pytest.mark.usefixtures("tiny_bundle")
@@ -128,4 +202,7 @@ def test_a_mistake_on_rank_0_releases_the_others_and_is_said_once() -> None:
     command = ("-m", "yggdrasil", "generate", "--pair", "tiny", "Hello")
     (code, error), other = run_ranks(command, command)
     assert (code, error.count("\n"), other) == (2, 1, (0, ""))
-    assert "compiled for 1 process, this run has 2; without torchrun it decodes, or compile it for 2; run `torchrun --nproc-per-node 2 -m ygg" in error
+    assert (
+        "compiled for 1 process, this run has 2; without torchrun it decodes, or compile it for 2; run `torchrun --nproc-per-node 2 -m ygg"
+        in error
+    )

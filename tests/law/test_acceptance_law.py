@@ -1,9 +1,8 @@
 """The law: whatever tree is verified, the text is the target's own.
 
-The target is a script over a vocabulary of three: a function from a text to logits. A step verifies a tree under the text
-so far and emits what `accept` says; plain decoding is the same with a tree of one node. Both must write the same tokens
-for every seed, and the first token must be distributed as the softmax says.
-"""
+The target is a script over a vocabulary of three: a function from a text to logits. A step verifies a tree
+under the text so far and emits what `accept` says; plain decoding is the same with a tree of one node. Both
+must write the same tokens for every seed, and the first token must be distributed as the softmax says."""
 
 from __future__ import annotations
 
@@ -33,12 +32,18 @@ Nested = dict[int, "Nested"]  # a tree shape: children by token
 
 
 def nested_shapes(depth: int) -> list[Nested]:
-    """Every tree over the vocabulary no deeper than `depth`: each node has any subset of the tokens as children."""
+    """Every tree over the vocabulary no deeper than `depth`: each node has any subset of the tokens as
+    children.
+    """
     if depth == 0:
         return [{}]
     below = nested_shapes(depth - 1)
     subsets = [chosen for size in range(VOCAB + 1) for chosen in combinations(range(VOCAB), size)]
-    return [dict(zip(chosen, children, strict=True)) for chosen in subsets for children in product(below, repeat=len(chosen))]
+    return [
+        dict(zip(chosen, children, strict=True))
+        for chosen in subsets
+        for children in product(below, repeat=len(chosen))
+    ]
 
 
 def tree_of(shape: Nested, root_token: int) -> tuple[TokenTree, list[tuple[int, ...]]]:
@@ -48,11 +53,16 @@ def tree_of(shape: Nested, root_token: int) -> tuple[TokenTree, list[tuple[int, 
         nodes.extend((node, below, (*text, token)) for token, below in children.items())
     tree = TokenTree.root(root_token, len(nodes), max_depth=3)
     if len(nodes) > 1:
-        parents, texts = [parent for parent, _, _ in nodes[1:]], [text for _, _, text in nodes[1:]]
+        parents = [parent for parent, _, _ in nodes[1:]]
+        texts = [text for _, _, text in nodes[1:]]
         for level in range(1, 4):
             at = [i for i, text in enumerate(texts) if len(text) == level]
             if at:
-                tree.grow(torch.tensor([parents[i] for i in at]), torch.tensor([texts[i][-1] for i in at]), torch.full((len(at),), -float(level)))
+                tree.grow(
+                    torch.tensor([parents[i] for i in at]),
+                    torch.tensor([texts[i][-1] for i in at]),
+                    torch.full((len(at),), -float(level)),
+                )
     return tree, [text for _, _, text in nodes]
 
 
@@ -63,7 +73,9 @@ def step(target: Target, text: tuple[int, ...], shape: Nested, sampling: Samplin
     return tuple(accept(tree, logits_KV, len(text) - 1, sampling).tokens)
 
 
-def decode(target: Target, length: int, sampling: SamplingConfig, shapes: Iterator[Nested]) -> tuple[int, ...]:
+def decode(
+    target: Target, length: int, sampling: SamplingConfig, shapes: Iterator[Nested]
+) -> tuple[int, ...]:
     """`length` tokens after the prompt, one shape a step."""
     text = PROMPT
     while len(text) < len(PROMPT) + length:
@@ -99,13 +111,16 @@ KINDS = ("random", "one-hot", "zero", "ties", "mixed")
 
 
 def level_shapes() -> list[Nested]:
-    """Shapes to depth 3 in which the nodes of one level have the same children: 8 subsets at each of three levels.
+    """Shapes to depth 3 in which the nodes of one level have the same children: 8 subsets at each of three
+    levels.
 
-    All shapes to depth 3 are 730**3. The law can depend only on which children the nodes on the walk have, and every
-    combination of those along three levels, under every text, is among these.
-    """
+    All shapes to depth 3 are 730**3. The law can depend only on which children the nodes on the walk have,
+    and every combination of those along three levels, under every text, is among these."""
     subsets = [chosen for size in range(VOCAB + 1) for chosen in combinations(range(VOCAB), size)]
-    return [{a: {b: {c: {} for c in third} for b in second} for a in first} for first, second, third in product(subsets, repeat=3)]
+    return [
+        {a: {b: {c: {} for c in third} for b in second} for a in first}
+        for first, second, third in product(subsets, repeat=3)
+    ]
 
 
 def random_shape(rng: random.Random, depth: int = 3) -> Nested:
@@ -118,18 +133,28 @@ def uneven_shapes() -> list[Nested]:
     return [random_shape(rng) for _ in range(150)]
 
 
-SHAPES = {"all to depth 2": nested_shapes(2), "all levels to depth 3": level_shapes(), "any to depth 3": uneven_shapes()}
+SHAPES = {
+    "all to depth 2": nested_shapes(2),
+    "all levels to depth 3": level_shapes(),
+    "any to depth 3": uneven_shapes(),
+}
 SAMPLINGS = [SamplingConfig(), *(SamplingConfig(temperature=0.9, seed=seed) for seed in range(3))]
 
 
 def test_the_shapes_are_all_there() -> None:
-    assert {name: len(shapes) for name, shapes in SHAPES.items()} == {"all to depth 2": 729, "all levels to depth 3": 512, "any to depth 3": 150}
+    assert {name: len(shapes) for name, shapes in SHAPES.items()} == {
+        "all to depth 2": 729,
+        "all levels to depth 3": 512,
+        "any to depth 3": 150,
+    }
     assert all(tree_of(shape, 0)[0].check() is None for shape in SHAPES["any to depth 3"])
 
 
 @pytest.mark.parametrize("kind", ("mixed", "ties"))
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_a_step_emits_what_plain_decoding_emits_and_as_much_as_the_tree_holds(shapes: str, kind: str) -> None:
+def test_a_step_emits_what_plain_decoding_emits_and_as_much_as_the_tree_holds(
+    shapes: str, kind: str
+) -> None:
     target = scripted(kind, 0)
     expected = [plain(target, 4, sampling) for sampling in SAMPLINGS]
     for shape in SHAPES[shapes]:
@@ -137,7 +162,9 @@ def test_a_step_emits_what_plain_decoding_emits_and_as_much_as_the_tree_holds(sh
         logits_KV = torch.stack([target((*PROMPT, *after)) for after in texts])
         for sampling, text in zip(SAMPLINGS, expected, strict=True):
             held = max(len(after) for after in texts if text[: len(after)] == after)
-            assert tuple(accept(tree, logits_KV, len(PROMPT) - 1, sampling).tokens) == text[: held + 1], f"shape {shape}, seed {sampling.seed}"
+            assert tuple(accept(tree, logits_KV, len(PROMPT) - 1, sampling).tokens) == text[: held + 1], (
+                f"shape {shape}, seed {sampling.seed}"
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,8 +172,14 @@ def test_any_sequence_of_trees_writes_the_plain_text_of_every_seed(kind: str) ->
     rng = random.Random(1)
     for seed in range(15):
         target = scripted(kind, seed)
-        for sampling in (SamplingConfig(), SamplingConfig(temperature=1.1, seed=seed), SamplingConfig(temperature=0.7, top_p=0.8, seed=seed)):
-            assert decode(target, 9, sampling, iter(lambda: random_shape(rng), None)) == plain(target, 9, sampling)
+        for sampling in (
+            SamplingConfig(),
+            SamplingConfig(temperature=1.1, seed=seed),
+            SamplingConfig(temperature=0.7, top_p=0.8, seed=seed),
+        ):
+            assert decode(target, 9, sampling, iter(lambda: random_shape(rng), None)) == plain(
+                target, 9, sampling
+            )
 
 
 def exact_pairs(target: Target, sampling: SamplingConfig) -> dict[tuple[int, int], float]:
@@ -161,7 +194,11 @@ def exact_pairs(target: Target, sampling: SamplingConfig) -> dict[tuple[int, int
 Sampler = Callable[[TokenTree, Tensor, SamplingConfig], tuple[int, ...]]
 NUM_SEEDS = 4000
 LEAST_PVALUE = 1e-6  # how often a sound sampler fails
-LAWS = [("random", {"temperature": 0.8}), ("zero", {"temperature": 1.5, "min_p": 0.05}), ("ties", {"temperature": 1.0, "top_p": 0.9})]
+LAWS = [
+    ("random", {"temperature": 0.8}),
+    ("zero", {"temperature": 1.5, "min_p": 0.05}),
+    ("ties", {"temperature": 1.0, "top_p": 0.9}),
+]
 
 
 def sound(tree: TokenTree, logits_KV: Tensor, sampling: SamplingConfig) -> tuple[int, ...]:
@@ -177,8 +214,12 @@ def trusting(tree: TokenTree, logits_KV: Tensor, sampling: SamplingConfig) -> tu
 
 def count_pairs(target: Target, options: dict[str, float], sampler: Sampler) -> Counter[tuple[int, int]]:
     """How often each first two tokens are written over all seeds, a tree in turn."""
-    rng, counts = random.Random(2), Counter[tuple[int, int]]()
-    trees = [(tree, torch.stack([target((*PROMPT, *after)) for after in texts])) for tree, texts in (tree_of(random_shape(rng), 0) for _ in range(40))]
+    rng = random.Random(2)
+    counts = Counter[tuple[int, int]]()
+    trees = [
+        (tree, torch.stack([target((*PROMPT, *after)) for after in texts]))
+        for tree, texts in (tree_of(random_shape(rng), 0) for _ in range(40))
+    ]
     for seed in range(NUM_SEEDS):
         sampling = SamplingConfig(**options, seed=seed)
         tokens = sampler(*trees[seed % len(trees)], sampling)
@@ -194,20 +235,36 @@ def pvalue(counts: Counter[tuple[int, int]], expected: dict[tuple[int, int], flo
         return 0.0
     if len(possible) == 1:
         return 1.0
-    return float(stats.chisquare([counts[pair] for pair in possible], [expected[pair] * NUM_SEEDS for pair in possible], sum_check=False).pvalue)
+    return float(
+        stats.chisquare(
+            [counts[pair] for pair in possible],
+            [expected[pair] * NUM_SEEDS for pair in possible],
+            sum_check=False,
+        ).pvalue
+    )
 
 
 @pytest.mark.parametrize(("kind", "options"), LAWS)
 def test_tree_sampling_preserves_the_target_s_distribution(kind: str, options: dict[str, float]) -> None:
-    """Frequencies of the first two tokens over 4000 seeds, chi-square against the exact law; a sound sampler fails with probability 1e-6."""
+    """Frequencies of the first two tokens over 4000 seeds, chi-square against the exact law; a sound
+    sampler fails with probability 1e-6.
+    """
     target = scripted(kind, 3)
-    assert pvalue(count_pairs(target, options, sound), exact_pairs(target, SamplingConfig(**options))) > LEAST_PVALUE
+    assert (
+        pvalue(count_pairs(target, options, sound), exact_pairs(target, SamplingConfig(**options)))
+        > LEAST_PVALUE
+    )
 
 
 @pytest.mark.parametrize(("kind", "options"), LAWS)
-def test_the_statistic_notices_a_sampler_that_trusts_the_draft_one_time_in_three(kind: str, options: dict[str, float]) -> None:
+def test_the_statistic_notices_a_sampler_that_trusts_the_draft_one_time_in_three(
+    kind: str, options: dict[str, float]
+) -> None:
     target = scripted(kind, 3)
-    assert pvalue(count_pairs(target, options, trusting), exact_pairs(target, SamplingConfig(**options))) < LEAST_PVALUE
+    assert (
+        pvalue(count_pairs(target, options, trusting), exact_pairs(target, SamplingConfig(**options)))
+        < LEAST_PVALUE
+    )
 
 
 def test_a_child_of_probability_zero_is_never_accepted() -> None:

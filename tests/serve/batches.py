@@ -12,11 +12,12 @@ from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.batcher import Batcher
-from yggdrasil.serve.opening import open_batcher
+from yggdrasil.serve.load import open_batcher
 from yggdrasil.serve.pages import PagePool
 from yggdrasil.serve.request import Event, Request
 
-CONFIG = ServeConfig(policy="off", gamma_max=8, max_batch=4)  # 4 rows of 8 drafts are more than the greatest graph verifies
+# 4 rows of 8 drafts are more than the greatest graph verifies
+CONFIG = ServeConfig(policy="off", gamma_max=8, max_batch=4)
 
 
 class Schedule(FixedGamma):
@@ -24,7 +25,8 @@ class Schedule(FixedGamma):
 
     def __init__(self, gammas: Sequence[int], budgets: Sequence[int] = (10**6,)) -> None:
         super().__init__(0)
-        self._gammas, self._budgets = list(gammas), list(budgets)
+        self._gammas = list(gammas)
+        self._budgets = list(budgets)
 
     def select(self, load: Load) -> int:
         return min(self._gammas.pop(0) if len(self._gammas) > 1 else self._gammas[0], load.deepest)
@@ -45,7 +47,13 @@ class Client:
     events: list[Event] = field(default_factory=list)
 
     def request(self) -> Request:
-        return Request(prompt=self.prompt, config=self.config, speculation=self.speculation, num_top=self.num_top, on_event=self.events.append)
+        return Request(
+            prompt=self.prompt,
+            config=self.config,
+            speculation=self.speculation,
+            num_top=self.num_top,
+            on_event=self.events.append,
+        )
 
     @property
     def tokens(self) -> list[int]:
@@ -67,7 +75,9 @@ class Bench:
         self.pair = pair
         self._opened = open_batcher(pair.bundle, CONFIG)
 
-    def batcher(self, policy: GammaPolicy, *, num_pages: int | None = None, num_rows: int | None = None) -> Batcher:
+    def batcher(
+        self, policy: GammaPolicy, *, num_pages: int | None = None, num_rows: int | None = None
+    ) -> Batcher:
         """A fresh batcher; fewer pages or rows make them scarce."""
         opened = self._opened
         pool = pool_over(opened, num_pages or opened.pool.num_pages, num_rows or CONFIG.max_batch)
@@ -79,7 +89,11 @@ class Bench:
     def reference(self, client: Client) -> list[int]:
         """What the engine writes for this request alone, without speculation."""
         config = replace(client.config, plain=True)
-        return [token for result in self.pair.engine.generate(client.prompt, plain_policy(), config) for token in result.tokens]
+        return [
+            token
+            for result in self.pair.engine.generate(client.prompt, plain_policy(), config)
+            for token in result.tokens
+        ]
 
 
 def pool_over(opened: Batcher, num_pages: int, num_rows: int) -> PagePool:

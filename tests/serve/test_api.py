@@ -1,4 +1,6 @@
-"""The HTTP layer over a service without models: what is refused and how, and that nobody's rows are left behind."""
+"""The HTTP layer over a service without models: what is refused and how, and that nobody's rows are left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,11 @@ class FakeService:
     def submit(self, request: Request) -> Ticket:
         if self.is_full:
             raise QueueFull(4, 2.5)
-        ticket = Ticket(request, self.tokenizer.encode(STORY), TextStream(self.tokenizer, request.config.stop, request.prompt))
+        ticket = Ticket(
+            request,
+            self.tokenizer.encode(STORY),
+            TextStream(self.tokenizer, request.config.stop, request.prompt),
+        )
         with self._lock:
             self.submitted.append(request)
             self.live.append(ticket)
@@ -92,7 +98,13 @@ class FakeService:
                 ticket.request.on_event(Event("", (), finish="cancelled"))
 
     def info(self) -> dict[str, Any]:
-        return {"policy": "nightjar", "policy_state": {"block": 3}, "speculative_num_steps": 3, "avg_spec_accept_length": 1.5, "running": len(self.live)}
+        return {
+            "policy": "nightjar",
+            "policy_state": {"block": 3},
+            "speculative_num_steps": 3,
+            "avg_spec_accept_length": 1.5,
+            "running": len(self.live),
+        }
 
     def _run(self) -> None:
         while not self._stopped.wait(0.001):
@@ -101,14 +113,18 @@ class FakeService:
                     self._step(ticket)
 
     def _step(self, ticket: Ticket) -> None:
-        config, start = ticket.request.config, ticket.emitted
+        config = ticket.request.config
+        start = ticket.emitted
         assert config.max_new_tokens is not None
         end = min(start + 2, len(ticket.tokens), config.max_new_tokens)
-        text, finish, error = ticket.stream.push(ticket.tokens[start:end]), None, ""
+        text = ticket.stream.push(ticket.tokens[start:end])
+        finish = None
+        error = ""
         ticket.emitted = ticket.stream.num_tokens
         tokens = ticket.tokens[start : ticket.emitted]
         if self.fails_after is not None and end >= self.fails_after:
-            finish, error = "error", "the grammar was lost"
+            finish = "error"
+            error = "the grammar was lost"
         elif ticket.stream.stopped or end == len(ticket.tokens):
             finish = "stop"
         elif end == config.max_new_tokens:
@@ -120,7 +136,14 @@ class FakeService:
 
     def _log_probs(self, ticket: Ticket, tokens: Sequence[int]) -> list[TokenLogProb]:
         num_top = ticket.request.num_top
-        return [] if num_top is None else [TokenLogProb(token, -0.5, tuple((token + place, -0.5 - place) for place in range(num_top))) for token in tokens]
+        return (
+            []
+            if num_top is None
+            else [
+                TokenLogProb(token, -0.5, tuple((token + place, -0.5 - place) for place in range(num_top)))
+                for token in tokens
+            ]
+        )
 
 
 @dataclass
@@ -150,8 +173,19 @@ def server(most_connections: int = 100, **options: Any) -> Iterator[Running]:
     service = FakeService(tokenizer)
     metrics = Metrics(token_bytes=1024, gamma_max=7)
     base = {"service": service, "tokenizer": tokenizer, "template": ChatTemplate(), "metrics": metrics}
-    serving = Serving(**{**base, "model": "tiny", "max_context": CONTEXT, "vocab": VOCAB, "max_rows": 8, **options})
-    web = uvicorn.Server(uvicorn.Config(create_app(serving), http=limited(most_connections), port=0, log_level="critical", lifespan="off", ws="none"))
+    serving = Serving(
+        **{**base, "model": "tiny", "max_context": CONTEXT, "vocab": VOCAB, "max_rows": 8, **options}
+    )
+    web = uvicorn.Server(
+        uvicorn.Config(
+            create_app(serving),
+            http=limited(most_connections),
+            port=0,
+            log_level="critical",
+            lifespan="off",
+            ws="none",
+        )
+    )
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
     eventually(lambda: web.started)
@@ -192,7 +226,12 @@ def test_a_completion_has_text_reason_and_usage(shared: Running) -> None:
     assert answer["choices"] == [{"index": 0, "text": STORY, "logprobs": None, "finish_reason": "stop"}]
     prompt_tokens = len(shared.service.tokenizer.encode("Once upon a time"))
     passes = (num_tokens + 1) // 2
-    expected = {"prompt_tokens": prompt_tokens, "completion_tokens": num_tokens, "total_tokens": prompt_tokens + num_tokens, "target_passes": passes}
+    expected = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": prompt_tokens + num_tokens,
+        "target_passes": passes,
+    }
     assert answer["usage"] == expected
 
 
@@ -206,9 +245,13 @@ def test_the_default_length_is_openai_s_and_never_more_than_the_context_leaves(s
 
 
 @pytest.mark.parametrize(
-    ("prompt", "num_prompts"), [("a fox", 1), (["a fox", "a crow"], 2), ([5, 6, 7], 1), ([[5, 6], [7]], 2)], ids=["text", "texts", "tokens", "token lists"]
+    ("prompt", "num_prompts"),
+    [("a fox", 1), (["a fox", "a crow"], 2), ([5, 6, 7], 1), ([[5, 6], [7]], 2)],
+    ids=["text", "texts", "tokens", "token lists"],
 )
-def test_a_prompt_is_a_text_texts_tokens_or_lists_of_tokens(shared: Running, prompt: Any, num_prompts: int) -> None:
+def test_a_prompt_is_a_text_texts_tokens_or_lists_of_tokens(
+    shared: Running, prompt: Any, num_prompts: int
+) -> None:
     answer = shared.ask(prompt=prompt, n=2)
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * num_prompts))
     asked = [list(request.prompt) for request in shared.service.submitted[-2 * num_prompts :]]
@@ -228,10 +271,22 @@ def test_every_choice_has_its_own_seed_and_a_given_seed_names_them(shared: Runni
 
 
 def test_every_sampling_field_arrives(shared: Running) -> None:
-    shared.ask(temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=3, stop=["fox", "crow"], max_tokens=5, ignore_eos=True, logprobs=2)
+    shared.ask(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        seed=3,
+        stop=["fox", "crow"],
+        max_tokens=5,
+        ignore_eos=True,
+        logprobs=2,
+    )
     request = shared.service.submitted[-1]
     sampling = SamplingConfig(temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=3)
-    assert request.config == GenerateConfig(max_new_tokens=5, stop=("fox", "crow"), ignore_eos=True, sampling=sampling)
+    assert request.config == GenerateConfig(
+        max_new_tokens=5, stop=("fox", "crow"), ignore_eos=True, sampling=sampling
+    )
     assert request.num_top == 2
     shared.ask()
     sampling = shared.service.submitted[-1].config.sampling
@@ -241,7 +296,9 @@ def test_every_sampling_field_arrives(shared: Running) -> None:
 
 
 @pytest.mark.parametrize(("asked", "limit"), [("auto", None), ("off", 0), (3, 3)])
-def test_speculation_can_be_limited_or_switched_off_by_request(shared: Running, asked: Any, limit: int | None) -> None:
+def test_speculation_can_be_limited_or_switched_off_by_request(
+    shared: Running, asked: Any, limit: int | None
+) -> None:
     shared.ask(speculation=asked)
     assert shared.service.submitted[-1].speculation == limit
 
@@ -258,17 +315,27 @@ def test_tokens_after_a_stop_text_are_not_in_the_usage(shared: Running) -> None:
     completed = next(end for end, text in enumerate(texts) if "café" in text) + 1
     for stop in ("café", "caf"):
         answer = shared.ask(max_tokens=100, stop=stop, logprobs=0)
-        assert answer["usage"]["completion_tokens"] == len(answer["choices"][0]["logprobs"]["tokens"]) <= completed
+        assert (
+            answer["usage"]["completion_tokens"]
+            == len(answer["choices"][0]["logprobs"]["tokens"])
+            <= completed
+        )
     assert shared.ask(max_tokens=100, stop="café")["usage"]["completion_tokens"] == completed
 
 
 @pytest.mark.parametrize("is_llama", (False, True), ids=("metaspace", "llama"))
-def test_echo_and_offsets_agree_with_texts_whose_decoder_strips_a_blank(tmp_path: Path, is_llama: bool) -> None:
-    tokenizer = Tokenizer(tiny_pair.save_sentence_piece_tokenizer(tmp_path, is_llama=is_llama), "ygg compile")
+def test_echo_and_offsets_agree_with_texts_whose_decoder_strips_a_blank(
+    tmp_path: Path, is_llama: bool
+) -> None:
+    tokenizer = Tokenizer(
+        tiny_pair.save_sentence_piece_tokenizer(tmp_path, is_llama=is_llama), "ygg compile"
+    )
     tokens = tokenizer.encode(tiny_pair.stories(1)[0])
-    prompt, rest = tokens[:12], tokens[12:]
+    prompt = tokens[:12]
+    rest = tokens[12:]
     assert tokenizer.token_bytes(rest[0]).startswith(b" ")
-    stream, events = TextStream(tokenizer, after=prompt), []
+    stream = TextStream(tokenizer, after=prompt)
+    events = []
     for token in rest:
         events.append(Event(stream.push([token]), [token], [TokenLogProb(token, -0.5, ())]))
     text = stream.text + stream.finish()
@@ -281,15 +348,25 @@ def test_echo_and_offsets_agree_with_texts_whose_decoder_strips_a_blank(tmp_path
 
 
 def test_echo_puts_the_prompt_before_every_choice(shared: Running) -> None:
-    texts = [choice["text"] for choice in shared.ask(prompt=["a fox", "a crow"], n=2, echo=True, max_tokens=3)["choices"]]
-    assert [text.startswith(prompt) for text, prompt in zip(texts, ["a fox", "a fox", "a crow", "a crow"], strict=True)] == [True] * 4
-    assert shared.ask(prompt=shared.service.tokenizer.encode("a fox"), echo=True, max_tokens=1)["choices"][0]["text"].startswith("a fox")
+    texts = [
+        choice["text"]
+        for choice in shared.ask(prompt=["a fox", "a crow"], n=2, echo=True, max_tokens=3)["choices"]
+    ]
+    assert [
+        text.startswith(prompt)
+        for text, prompt in zip(texts, ["a fox", "a fox", "a crow", "a crow"], strict=True)
+    ] == [True] * 4
+    assert shared.ask(prompt=shared.service.tokenizer.encode("a fox"), echo=True, max_tokens=1)["choices"][
+        0
+    ]["text"].startswith("a fox")
     streamed = events(shared.post(prompt="a fox", echo=True, stream=True, max_tokens=100))
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed[:-1]) == "a fox" + STORY
 
 
 def test_a_stream_is_the_same_text_in_pieces_and_ends_with_done(shared: Running) -> None:
-    response = shared.post(prompt=["a", "b"], stream=True, max_tokens=100, stream_options={"include_usage": True})
+    response = shared.post(
+        prompt=["a", "b"], stream=True, max_tokens=100, stream_options={"include_usage": True}
+    )
     assert response.headers["content-type"].startswith("text/event-stream")
     *chunks, last, done = events(response)
     assert done == "[DONE]"
@@ -305,7 +382,9 @@ def test_a_stream_is_the_same_text_in_pieces_and_ends_with_done(shared: Running)
 
 
 def test_a_chat_stream_names_the_role_once(shared: Running) -> None:
-    response = shared.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], stream=True)
+    response = shared.post(
+        "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], stream=True
+    )
     deltas = [chunk["choices"][0]["delta"] for chunk in events(response)[:-1]]
     assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
     assert "".join(delta.get("content", "") for delta in deltas) == STORY
@@ -314,18 +393,29 @@ def test_a_chat_stream_names_the_role_once(shared: Running) -> None:
 def test_log_probabilities_of_completions_spell_tokens_and_say_where_they_begin(shared: Running) -> None:
     scores = shared.ask(logprobs=2, max_tokens=100)["choices"][0]["logprobs"]
     tokens = shared.service.tokenizer.encode(STORY)
-    assert len(scores["tokens"]) == len(scores["token_logprobs"]) == len(scores["text_offset"]) == len(scores["top_logprobs"]) == len(tokens)
+    assert (
+        len(scores["tokens"])
+        == len(scores["token_logprobs"])
+        == len(scores["text_offset"])
+        == len(scores["top_logprobs"])
+        == len(tokens)
+    )
     assert any(token.startswith("bytes:\\xf0") for token in scores["tokens"])  # 🦊 spans tokens
     assert scores["top_logprobs"][0][scores["tokens"][0]] == scores["token_logprobs"][0] == -0.5
     for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
         assert token.startswith("bytes:") or STORY[offset:].startswith(token)
-    streamed = [chunk["choices"][0]["logprobs"] for chunk in events(shared.post(prompt="a", logprobs=0, max_tokens=100, stream=True))[:-1]]
+    streamed = [
+        chunk["choices"][0]["logprobs"]
+        for chunk in events(shared.post(prompt="a", logprobs=0, max_tokens=100, stream=True))[:-1]
+    ]
     assert [offset for part in streamed for offset in part["text_offset"]] == scores["text_offset"]
     assert {json.dumps(part["top_logprobs"]) for part in streamed} == {"null"}
 
 
 def test_the_bytes_of_chat_log_probabilities_are_the_text(shared: Running) -> None:
-    response = shared.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=3)
+    response = shared.post(
+        "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=3
+    )
     content = response.json()["choices"][0]["logprobs"]["content"]
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == STORY
     assert {len(entry["top_logprobs"]) for entry in content} == {3}
@@ -333,8 +423,17 @@ def test_the_bytes_of_chat_log_probabilities_are_the_text(shared: Running) -> No
 
 def test_the_plain_template_takes_texts_and_parts(shared: Running) -> None:
     parts = [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]
-    shared.post("/v1/chat/completions", messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts, "name": None}])
-    assert shared.service.tokenizer.decode(shared.service.submitted[-1].prompt) == "system: Be brief.\nuser: Who are you?\nassistant:"
+    shared.post(
+        "/v1/chat/completions",
+        messages=[
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": parts, "name": None},
+        ],
+    )
+    assert (
+        shared.service.tokenizer.decode(shared.service.submitted[-1].prompt)
+        == "system: Be brief.\nuser: Who are you?\nassistant:"
+    )
 
 
 @pytest.mark.parametrize(
@@ -379,7 +478,9 @@ def test_the_plain_template_takes_texts_and_parts(shared: Running) -> None:
     ],
     ids=str,
 )
-def test_what_would_not_apply_or_is_not_allowed_is_a_400_that_names_the_field(shared: Running, fields: dict[str, Any], param: str) -> None:
+def test_what_would_not_apply_or_is_not_allowed_is_a_400_that_names_the_field(
+    shared: Running, fields: dict[str, Any], param: str
+) -> None:
     before = len(shared.service.submitted)
     response = shared.post(**{"prompt": "Once", **fields})
     error = response.json()["error"]
@@ -396,7 +497,10 @@ def test_what_would_not_apply_or_is_not_allowed_is_a_400_that_names_the_field(sh
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "tool", "content": "4"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "Hi", "name": "Bob"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -407,7 +511,9 @@ def test_what_would_not_apply_or_is_not_allowed_is_a_400_that_names_the_field(sh
     ids=str,
 )
 def test_chat_refuses_likewise(shared: Running, fields: dict[str, Any], param: str) -> None:
-    response = shared.post("/v1/chat/completions", **{"messages": [{"role": "user", "content": "Hi"}], **fields})
+    response = shared.post(
+        "/v1/chat/completions", **{"messages": [{"role": "user", "content": "Hi"}], **fields}
+    )
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
@@ -417,14 +523,26 @@ def test_neutral_values_and_labels_are_taken(shared: Running) -> None:
 
 
 def test_a_prompt_or_an_output_beyond_the_context_says_so(shared: Running) -> None:
-    for fields, param in (({"prompt": [5] * CONTEXT}, "prompt"), ({"prompt": [5] * 100, "max_tokens": 29}, "max_tokens")):
+    for fields, param in (
+        ({"prompt": [5] * CONTEXT}, "prompt"),
+        ({"prompt": [5] * 100, "max_tokens": 29}, "max_tokens"),
+    ):
         response = shared.post(**fields)
         error = response.json()["error"]
-        assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+        assert (response.status_code, error["code"], error["param"]) == (
+            400,
+            "context_length_exceeded",
+            param,
+        )
     assert "at most 28 can follow" in error["message"]
     messages = [{"role": "user", "content": "fox " * 200}]
-    assert shared.post("/v1/chat/completions", messages=messages).json()["error"]["code"] == "context_length_exceeded"
-    error = shared.post("/v1/chat/completions", messages=messages[:1], max_completion_tokens=999).json()["error"]
+    assert (
+        shared.post("/v1/chat/completions", messages=messages).json()["error"]["code"]
+        == "context_length_exceeded"
+    )
+    error = shared.post("/v1/chat/completions", messages=messages[:1], max_completion_tokens=999).json()[
+        "error"
+    ]
     assert error["code"] == "context_length_exceeded"
 
 
@@ -434,7 +552,9 @@ def test_a_prompt_or_an_output_beyond_the_context_says_so(shared: Running) -> No
     ids=["cut", "a list", "no JSON header", "deep"],
 )  # fmt: skip
 def test_a_body_that_is_no_json_object_is_a_400(shared: Running, content: bytes, content_type: str) -> None:
-    response = httpx.post(f"{shared.url}/v1/completions", content=content, headers={"Content-Type": content_type})
+    response = httpx.post(
+        f"{shared.url}/v1/completions", content=content, headers={"Content-Type": content_type}
+    )
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
 
@@ -444,7 +564,9 @@ def test_a_body_too_large_is_a_413(shared: Running, has_length: bool) -> None:
     body = b" " * (MAX_BODY_BYTES + 1)
     content = body if has_length else iter([body[: 1 << 20]] * 5)
     try:
-        response = httpx.post(f"{shared.url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+        response = httpx.post(
+            f"{shared.url}/v1/completions", content=content, headers={"Content-Type": "application/json"}
+        )
     except httpx.WriteError:  # the answer came, and the connection went, before all was sent
         return
     assert response.status_code == 413
@@ -453,11 +575,19 @@ def test_a_body_too_large_is_a_413(shared: Running, has_length: bool) -> None:
 
 def test_unknown_models_routes_and_methods_have_openai_s_shape(shared: Running) -> None:
     error = shared.post(model="gpt-4", prompt="a")
-    assert (error.status_code, error.json()["error"]["code"], error.json()["error"]["param"]) == (404, "model_not_found", "model")
+    assert (error.status_code, error.json()["error"]["code"], error.json()["error"]["param"]) == (
+        404,
+        "model_not_found",
+        "model",
+    )
     assert httpx.get(f"{shared.url}/v1/models/gpt-4").status_code == 404
     assert "/v1/embeddings" in shared.post("/v1/embeddings").json()["error"]["message"]
     response = httpx.get(f"{shared.url}/v1/completions")
-    assert (response.status_code, response.headers["allow"], response.json()["error"]["type"]) == (405, "POST", "invalid_request_error")
+    assert (response.status_code, response.headers["allow"], response.json()["error"]["type"]) == (
+        405,
+        "POST",
+        "invalid_request_error",
+    )
 
 
 def test_models_health_info_and_metrics(shared: Running) -> None:
@@ -467,7 +597,11 @@ def test_models_health_info_and_metrics(shared: Running) -> None:
     assert httpx.get(f"{shared.url}/health").json() == {"status": "ok"}
     info = httpx.get(f"{shared.url}/server_info").json()
     assert info["internal_states"][0]["speculative_num_steps"] == info["speculative_num_steps"] == 3
-    assert (info["avg_spec_accept_length"], info["policy_state"], info["chat_template"]) == (1.5, {"block": 3}, "plain")
+    assert (info["avg_spec_accept_length"], info["policy_state"], info["chat_template"]) == (
+        1.5,
+        {"block": 3},
+        "plain",
+    )
     assert "# TYPE ygg_emitted_tokens_total counter" in httpx.get(f"{shared.url}/metrics").text
 
 
@@ -483,8 +617,18 @@ def test_a_key_opens_everything_and_health_is_open() -> None:
                 response = httpx.get(running.url + path, headers=headers)
                 assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
         assert httpx.get(f"{running.url}/health").status_code == 200
-        assert httpx.get(f"{running.url}/v1/models", headers={"Authorization": "bearer s3crét".encode()}).status_code == 200
-        assert running.serving.metrics.registry.get_sample_value("ygg_requests_refused_total", {"status": "401"}) == 15
+        assert (
+            httpx.get(
+                f"{running.url}/v1/models", headers={"Authorization": "bearer s3crét".encode()}
+            ).status_code
+            == 200
+        )
+        assert (
+            running.serving.metrics.registry.get_sample_value(
+                "ygg_requests_refused_total", {"status": "401"}
+            )
+            == 15
+        )
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(shared: Running) -> None:
@@ -493,11 +637,18 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(shared: Running) -> N
         response = shared.post(prompt="a", n=3, stream=True)
     finally:
         shared.service.is_full = False
-    assert (response.status_code, response.headers["retry-after"], response.json()["error"]["code"]) == (429, "3", "rate_limit_exceeded")
+    assert (response.status_code, response.headers["retry-after"], response.json()["error"]["code"]) == (
+        429,
+        "3",
+        "rate_limit_exceeded",
+    )
 
 
-def test_rows_before_the_one_that_is_refused_are_cancelled(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    submit, before = shared.service.submit, shared.service.cancelled
+def test_rows_before_the_one_that_is_refused_are_cancelled(
+    shared: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = shared.service.submit
+    before = shared.service.cancelled
     shared.service.is_stuck = True
 
     def submit_two(request: Request) -> Ticket:
@@ -512,7 +663,12 @@ def test_rows_before_the_one_that_is_refused_are_cancelled(shared: Running, monk
 
 
 def test_a_draining_server_takes_nothing_new_and_finishes_what_runs() -> None:
-    with server() as running, httpx.stream("POST", f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 100, "stream": True}) as response:
+    with (
+        server() as running,
+        httpx.stream(
+            "POST", f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 100, "stream": True}
+        ) as response,
+    ):
         lines = response.iter_lines()
         next(lines)
         running.serving.is_draining = True
@@ -527,7 +683,11 @@ def test_a_client_that_goes_away_takes_all_its_rows_with_it(stream: bool) -> Non
     with server() as running:
         running.service.is_stuck = not stream
         with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.3) as client:  # noqa: SIM117
-            with client.stream("POST", f"{running.url}/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 100, "stream": stream}) as response:
+            with client.stream(
+                "POST",
+                f"{running.url}/v1/completions",
+                json={"prompt": "a", "n": 3, "max_tokens": 100, "stream": stream},
+            ) as response:
                 running.service.is_stuck = True
                 for _ in response.iter_lines():
                     pass
@@ -541,7 +701,9 @@ def test_a_client_that_goes_away_before_the_first_event_of_its_stream() -> None:
     with server() as running:
         running.service.is_stuck = True
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{running.url}/v1/completions", json={"prompt": "a", "n": 2, "stream": True}, timeout=0.2)
+            httpx.post(
+                f"{running.url}/v1/completions", json={"prompt": "a", "n": 2, "stream": True}, timeout=0.2
+            )
         eventually(lambda: running.service.cancelled == 2)
 
 
@@ -577,7 +739,9 @@ def test_a_service_that_takes_no_request_is_a_503(shared: Running, monkeypatch: 
 def test_a_row_that_a_shutdown_ends_is_a_503(stream: bool) -> None:
     with server() as running:
         running.service.is_stuck = True
-        threading.Timer(0.2, lambda: [running.service.cancel(ticket) for ticket in list(running.service.live)]).start()
+        threading.Timer(
+            0.2, lambda: [running.service.cancel(ticket) for ticket in list(running.service.live)]
+        ).start()
         response = running.post(prompt="a", stream=stream)
         error = events(response)[-1]["error"] if stream else response.json()["error"]
         assert response.status_code == (200 if stream else 503)  # of a stream the status line has gone
@@ -620,7 +784,10 @@ def test_templates_are_found_where_models_keep_them(tmp_path: Any) -> None:
     settings = {"bos_token": {"content": "<s>"}, "eos_token": None, "chat_template": "{{ bos_token }}old"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert load_chat_template(str(tmp_path)).render([]) == "<s>old"
-    settings["chat_template"] = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+    settings["chat_template"] = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "default"},
+    ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert load_chat_template(str(tmp_path)).render([]) == "default"
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}new")

@@ -1,4 +1,6 @@
-"""Many requests at once: every text is the one the request would have got alone, whatever happens around it."""
+"""Many requests at once: every text is the one the request would have got alone, whatever happens around
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ def bench(tiny: LoadedPair) -> Bench:
     return Bench(tiny)
 
 
-def client(bench: Bench, length: int, num_tokens: int, *, seed: int | None = None, start: int = 0, **options: object) -> Client:
+def client(
+    bench: Bench,
+    length: int,
+    num_tokens: int,
+    *,
+    seed: int | None = None,
+    start: int = 0,
+    **options: object,
+) -> Client:
     """A request for the continuation of a stretch of text."""
     tokens = bench.pair.tokenizer.encode(TEXT * 3)
     sampling = SamplingConfig() if seed is None else SamplingConfig(temperature=0.8, top_p=0.9, seed=seed)
@@ -34,7 +44,9 @@ def client(bench: Bench, length: int, num_tokens: int, *, seed: int | None = Non
 @pytest.mark.parametrize("gamma", (0, 1, 3, 4, 8))
 def test_rows_write_what_they_write_alone(bench: Bench, gamma: int) -> None:
     batcher = bench.batcher(Schedule([gamma]))
-    clients = [client(bench, 3 + 17 * index, 20 + index, seed=None if index % 2 else index) for index in range(6)]
+    clients = [
+        client(bench, 3 + 17 * index, 20 + index, seed=None if index % 2 else index) for index in range(6)
+    ]
     for each in clients:
         batcher.submit(batcher.ticket(each.request()))
     run(batcher)
@@ -50,15 +62,22 @@ def test_speculation_is_accepted_and_rejected_in_these_tests(bench: Bench) -> No
         batcher.submit(batcher.ticket(client(bench, 5 + index, 30).request()))
     accepted = []
     while (report := batcher.step()) is not None:
-        accepted += [emitted - 1 for emitted, drafted in zip(report.emitted, report.drafted, strict=True) if drafted == 4]
+        accepted += [
+            emitted - 1
+            for emitted, drafted in zip(report.emitted, report.drafted, strict=True)
+            if drafted == 4
+        ]
     assert {0, 4} <= set(accepted)
 
 
 def test_a_policy_that_picks_may_draft_deeper_than_the_menu_verifies(bench: Bench) -> None:
-    """4 rows of 8 drafts are 36 tokens, the greatest graph has 32: a fixed length drafts 7, who picks drafts 8 and verifies 28 of them."""
+    """4 rows of 8 drafts are 36 tokens, the greatest graph has 32: a fixed length drafts 7, who picks
+    drafts 8 and verifies 28 of them.
+    """
 
     def deepest(policy: GammaPolicy) -> tuple[int, int]:
-        batcher, steps = bench.batcher(policy), []
+        batcher = bench.batcher(policy)
+        steps = []
         for index in range(4):
             batcher.submit(batcher.ticket(client(bench, 5 + index, 30).request()))
         while (report := batcher.step()) is not None:
@@ -92,14 +111,33 @@ SCHEDULES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(SCHEDULES)
-def test_any_schedule_writes_the_same_texts_and_loses_no_page(bench: Bench, schedule: dict[str, list[int]]) -> None:
-    """Any gamma at any step, part of the drafts verified, rows joining, leaving, cancelled and preempted, prompts shared."""
-    batcher = bench.batcher(Schedule(schedule["gammas"], schedule["budgets"]), num_pages=schedule["num_pages"], num_rows=schedule["num_rows"])  # type: ignore[arg-type]
-    clients = [client(bench, prompt, tokens, seed=seed, start=start, speculation=cap) for prompt, tokens, cap, seed, _, _, start in schedule["requests"]]
+def test_any_schedule_writes_the_same_texts_and_loses_no_page(
+    bench: Bench, schedule: dict[str, list[int]]
+) -> None:
+    """Any gamma at any step, part of the drafts verified, rows joining, leaving, cancelled and preempted,
+    prompts shared.
+    """
+    batcher = bench.batcher(
+        Schedule(schedule["gammas"], schedule["budgets"]),
+        num_pages=schedule["num_pages"],
+        num_rows=schedule["num_rows"],
+    )  # type: ignore[arg-type]
+    clients = [
+        client(bench, prompt, tokens, seed=seed, start=start, speculation=cap)
+        for prompt, tokens, cap, seed, _, _, start in schedule["requests"]
+    ]
     arrivals = {index: request[4] for index, request in enumerate(schedule["requests"])}
-    cancelled = {index: request[4] + request[5] for index, request in enumerate(schedule["requests"]) if request[5] is not None}
+    cancelled = {
+        index: request[4] + request[5]
+        for index, request in enumerate(schedule["requests"])
+        if request[5] is not None
+    }
     tickets = {}
     for step in range(2000):
         for index in [index for index, at in arrivals.items() if at == step]:
@@ -152,7 +190,8 @@ def test_equal_prompts_share_their_full_pages(bench: Bench) -> None:
     assert report is not None
     reports.append(report)
     assert [ticket.shared_tokens for ticket in tickets] == [48, 48]
-    assert batcher.pool.num_pages - batcher.pool.num_free == used + 2  # a page each for the two tokens that are left
+    # a page each for the two tokens that are left
+    assert batcher.pool.num_pages - batcher.pool.num_free == used + 2
     assert report.prompt_tokens == 2  # the two before the roots
     run(batcher)
     assert clients[0].tokens == clients[1].tokens == clients[2].tokens == bench.reference(clients[0])
@@ -172,7 +211,9 @@ def test_a_freed_prompt_is_still_found_and_the_draft_s_share_of_it_too(bench: Be
 
 
 def test_acceptance_after_200_steps_without_the_draft_is_what_it_is_without_the_pause(bench: Bench) -> None:
-    """Its KV is caught up: the rest of a text is guessed as well by a draft that slept as by one that reads all of it as a prompt."""
+    """Its KV is caught up: the rest of a text is guessed as well by a draft that slept as by one that reads
+    all of it as a prompt.
+    """
 
     def decoded(asking: Client, gammas: list[int]) -> list[tuple[int, ...]]:
         batcher = bench.batcher(Schedule(gammas))
@@ -184,7 +225,8 @@ def test_acceptance_after_200_steps_without_the_draft_is_what_it_is_without_the_
         return emitted
 
     whole = client(bench, 5, 245)
-    paused = decoded(whole, [*[0] * 200, 4])  # the first token comes with the prompt, whose step asks for no gamma
+    # the first token comes with the prompt, whose step asks for no gamma
+    paused = decoded(whole, [*[0] * 200, 4])
     assert paused[:201] == [(1,)] * 201
     rest = Client([*whole.prompt, *whole.tokens[:200]], GenerateConfig(max_new_tokens=45, ignore_eos=True))
     unpaused = decoded(rest, [4])
@@ -235,14 +277,16 @@ def test_stop_texts_end_a_row_before_they_are_shown(bench: Bench) -> None:
     reference = bench.pair.tokenizer.decode(bench.reference(whole))
     stop = reference[20:26]
     asking = Client(whole.prompt, GenerateConfig(max_new_tokens=40, ignore_eos=True, stop=(stop,)))
-    batcher, reports = bench.batcher(Schedule([4])), []
+    batcher = bench.batcher(Schedule([4]))
+    reports = []
     batcher.submit(batcher.ticket(asking.request()))
     while (report := batcher.step()) is not None:
         reports.append(report)
     assert asking.text == reference[: reference.index(stop)]
     assert asking.finish == "stop"
     assert sum(report.told for report in reports) == len(asking.tokens)
-    assert sum(sum(report.emitted) for report in reports) > len(asking.tokens)  # the last chain went beyond it
+    # the last chain went beyond it
+    assert sum(sum(report.emitted) for report in reports) > len(asking.tokens)
 
 
 def test_a_policy_is_told_which_steps_ran_beside_a_prompt(bench: Bench) -> None:
@@ -260,7 +304,10 @@ def test_a_policy_is_told_which_steps_ran_beside_a_prompt(bench: Bench) -> None:
     batcher.submit(batcher.ticket(client(bench, 90, 12, start=3).request()))
     report = batcher.step()  # decodes beside the prompt of the other
     assert report is not None
-    assert (outcomes[-1].load.waiting_tokens, outcomes[-1].prompt_tokens) == (min(90, batcher.target.prefill_chunk), report.prompt_tokens)
+    assert (outcomes[-1].load.waiting_tokens, outcomes[-1].prompt_tokens) == (
+        min(90, batcher.target.prefill_chunk),
+        report.prompt_tokens,
+    )
     assert not outcomes[-1].is_timed
     assert len(outcomes[-1].emitted) == 1  # the prompt's row does not decode yet
     run(batcher)

@@ -42,14 +42,18 @@ def test_slow_steps_are_one_warning_a_minute(caplog: pytest.LogCaptureFixture) -
     watched = Watched()
     with caplog.at_level(logging.WARNING):
         watched.run(35.0, 3 * NUM_STEPS)
-        assert [record.getMessage() for record in caplog.records] == ["the machine is busy: steps take 3.5 times what the pair's profile predicts"]
+        assert [record.getMessage() for record in caplog.records] == [
+            "the machine is busy: steps take 3.5 times what the pair's profile predicts"
+        ]
         watched.clock.now += EVERY_S
         watched.run(35.0, 2)
     assert len(caplog.records) == 2
     assert len(watched.seen) == 3 * NUM_STEPS + 2
 
 
-def test_steps_as_the_profile_has_them_and_a_hiccup_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_as_the_profile_has_them_and_a_hiccup_are_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     watched = Watched()
     with caplog.at_level(logging.WARNING):
         watched.run(11.0)

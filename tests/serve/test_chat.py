@@ -32,7 +32,9 @@ MESSAGES = [{"role": "user", "content": "café <b> & 'x'"}, {"role": "assistant"
     ],
 )
 def test_a_template_renders_as_in_transformers(source: str) -> None:
-    theirs = _compile_jinja_template(source).render(messages=MESSAGES, add_generation_prompt=True, tools=None, documents=None)
+    theirs = _compile_jinja_template(source).render(
+        messages=MESSAGES, add_generation_prompt=True, tools=None, documents=None
+    )
     assert ChatTemplate(source).render(MESSAGES) == theirs
 
 
@@ -41,24 +43,37 @@ def test_a_template_that_raises_says_so_in_a_line() -> None:
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render(MESSAGES)
 
 
-@pytest.mark.parametrize("value", ("<s>", {"content": "<s>", "lstrip": False}, {"__type": "AddedToken", "content": "<s>"}), ids=("text", "dict", "added token"))
+@pytest.mark.parametrize(
+    "value",
+    ("<s>", {"content": "<s>", "lstrip": False}, {"__type": "AddedToken", "content": "<s>"}),
+    ids=("text", "dict", "added token"),
+)
 @pytest.mark.parametrize("name", ("special_tokens_map.json", "tokenizer_config.json"))
 def test_special_tokens_are_found_where_models_keep_them(tmp_path: Path, name: str, value: Any) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}|{{ eos_token }}|{{ image_token }}")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": None, "extra_special_tokens": {"image_token": "<image>"}}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": None, "extra_special_tokens": {"image_token": "<image>"}})
+    )
     settings = {"bos_token": value, "eos_token": "</s>", "extra_special_tokens": {"image_token": "<image>"}}
     (tmp_path / name).write_text(json.dumps(settings))
     assert load_chat_template(str(tmp_path)).render([]) == "<s>|</s>|<image>"
 
 
 def test_the_tokenizer_s_own_settings_come_before_the_older_file(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<new>", "chat_template": "{{ bos_token }}{{ eos_token }}"}))
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<old>", "eos_token": "<end>"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<new>", "chat_template": "{{ bos_token }}{{ eos_token }}"})
+    )
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": "<old>", "eos_token": "<end>"})
+    )
     assert load_chat_template(str(tmp_path)).render([]) == "<new><end>"
 
 
 def test_several_templates_need_one_for_conversations(tmp_path: Path) -> None:
-    for named in ({"default": "plain", "tool_use": "tools"}, [{"name": "rag", "template": "rag"}, {"name": "default", "template": "plain"}]):
+    for named in (
+        {"default": "plain", "tool_use": "tools"},
+        [{"name": "rag", "template": "rag"}, {"name": "default", "template": "plain"}],
+    ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
         assert load_chat_template(str(tmp_path)).render([]) == "plain"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": {"tool_use": "tools"}}))
@@ -70,7 +85,9 @@ def test_several_templates_need_one_for_conversations(tmp_path: Path) -> None:
     assert load_chat_template(str(tmp_path)).render([]) == "of its own"
 
 
-@pytest.mark.parametrize("content", (b"{", b"[1]", b"[" * 100_000, b'{"a": "\xff"}'), ids=("cut", "a list", "deep", "bytes"))
+@pytest.mark.parametrize(
+    "content", (b"{", b"[1]", b"[" * 100_000, b'{"a": "\xff"}'), ids=("cut", "a list", "deep", "bytes")
+)
 @pytest.mark.parametrize("name", ("special_tokens_map.json", "tokenizer_config.json"))
 def test_a_broken_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)

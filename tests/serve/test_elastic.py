@@ -1,4 +1,6 @@
-"""Elastic memory: whenever the draft's room changes hands, every text stays what it is and no page and no byte gets lost."""
+"""Elastic memory: whenever the draft's room changes hands, every text stays what it is and no page and no
+byte gets lost.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,27 @@ from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.protocol import GammaPolicy
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.batcher import Batcher
+from yggdrasil.serve.draft_memory import DraftRoom, Tenant, room_bytes
 from yggdrasil.serve.elastic import ElasticMemory, scarce_below
-from yggdrasil.serve.opening import open_batcher
-from yggdrasil.serve.room import DraftRoom, Tenant, room_bytes
+from yggdrasil.serve.load import open_batcher
 
-TEXT = "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. One day Tom saw a small owl near the river. " * 3
-NUM_ROWS, NUM_PAGES, LOW_PAGES = 4, 14, 3
+TEXT = (
+    "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. One day Tom saw a small owl near the river. "
+    * 3
+)
+NUM_ROWS = 4
+NUM_PAGES = 14
+LOW_PAGES = 3
 
 
-@pytest.mark.parametrize(("share", "num_pages", "low_pages"), [(0.1, 9, 1), (0.1, 2, 1), (0.02, 40, 1), (0.1, 25, 2), (0.99, 10, 9), (0.99, 2, 1), (0.1, 1, 0)])
+@pytest.mark.parametrize(
+    ("share", "num_pages", "low_pages"),
+    [(0.1, 9, 1), (0.1, 2, 1), (0.02, 40, 1), (0.1, 25, 2), (0.99, 10, 9), (0.99, 2, 1), (0.1, 1, 0)],
+)
 def test_tau_low_is_a_page_at_least_and_less_than_all(share: float, num_pages: int, low_pages: int) -> None:
-    """At none the draft would never leave, at all of them it would never come back; a single page lends nothing."""
+    """At none the draft would never leave, at all of them it would never come back; a single page lends
+    nothing.
+    """
     assert scarce_below(share, num_pages) == low_pages
 
 
@@ -39,36 +51,54 @@ def digest(room: DraftRoom) -> str:
 
 
 class Stand:
-    """One set of graphs over elastic memory; each test gets an empty pool of a few pages, whose room begins right behind."""
+    """One set of graphs over elastic memory; each test gets an empty pool of a few pages, whose room begins
+    right behind.
+    """
 
     def __init__(self, pair: LoadedPair) -> None:
         self.pair = pair
         self.page_bytes = pair.bundle.page_bytes
-        self.opened = open_batcher(pair.bundle, ServeConfig(policy="off", gamma_max=4, max_batch=NUM_ROWS, kv_memory_bytes=NUM_PAGES * self.page_bytes))
+        self.opened = open_batcher(
+            pair.bundle,
+            ServeConfig(
+                policy="off", gamma_max=4, max_batch=NUM_ROWS, kv_memory_bytes=NUM_PAGES * self.page_bytes
+            ),
+        )
         assert self.opened.elastic is not None
         self.elastic = self.opened.elastic
         self.prompt = pair.tokenizer.encode(TEXT)
         self._expected: dict[tuple[int, int, int, int | None], list[int]] = {}
 
     def batcher(self, policy: GammaPolicy, *, persist_steps: int = 2) -> Batcher:
-        opened, room = self.opened, self.elastic.room
+        opened = self.opened
+        room = self.elastic.room
         if room.tenant is Tenant.PAGES:
             room.begin_return_()
         room.finish_()
         for page in range(NUM_PAGES):
-            self.elastic.target.storage_PL2GSF[page] = float("nan")  # nothing that is not written anew may be read
+            # nothing that is not written anew may be read
+            self.elastic.target.storage_PL2GSF[page] = float("nan")
         pool = pool_over(opened, NUM_PAGES, NUM_ROWS)
-        elastic = ElasticMemory(pool, self.elastic.target, room, low_pages=LOW_PAGES, persist_steps=persist_steps)
+        elastic = ElasticMemory(
+            pool, self.elastic.target, room, low_pages=LOW_PAGES, persist_steps=persist_steps
+        )
         return Batcher(
             opened.target, opened.draft, pool, policy, tokenizer=opened.tokenizer, max_context=opened.max_context, gamma_max=4, eos_tokens=opened.eos_tokens,
             elastic=elastic,
         )  # fmt: skip
 
     def client(self, length: int, num_tokens: int, *, start: int = 0, seed: int | None = None) -> Client:
-        sampling = SamplingConfig() if seed is None else SamplingConfig(temperature=0.8, top_p=0.9, seed=seed)
-        return Client(self.prompt[start : start + length], GenerateConfig(max_new_tokens=num_tokens, sampling=sampling, ignore_eos=True))
+        sampling = (
+            SamplingConfig() if seed is None else SamplingConfig(temperature=0.8, top_p=0.9, seed=seed)
+        )
+        return Client(
+            self.prompt[start : start + length],
+            GenerateConfig(max_new_tokens=num_tokens, sampling=sampling, ignore_eos=True),
+        )
 
-    def expected(self, length: int, num_tokens: int, *, start: int = 0, seed: int | None = None) -> list[int]:
+    def expected(
+        self, length: int, num_tokens: int, *, start: int = 0, seed: int | None = None
+    ) -> list[int]:
         """What the engine writes alone, without speculation."""
         key = length, num_tokens, start, seed
         if key not in self._expected:
@@ -89,17 +119,23 @@ def elastic_of(batcher: Batcher) -> ElasticMemory:
 
 
 def test_the_room_is_the_tail_of_the_pool_s_own_memory(stand: Stand) -> None:
-    storage, room = stand.elastic.target.storage_PL2GSF, stand.elastic.room
-    begin, end = storage[NUM_PAGES].data_ptr(), storage.data_ptr() + storage.nbytes
+    storage = stand.elastic.target.storage_PL2GSF
+    room = stand.elastic.room
+    begin = storage[NUM_PAGES].data_ptr()
+    end = storage.data_ptr() + storage.nbytes
     assert stand.elastic.room_pages >= 1
-    assert all(begin <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= end for tensor in room.weights.values())
+    assert all(
+        begin <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= end
+        for tensor in room.weights.values()
+    )
     assert room.num_bytes == room_bytes(room.weights) <= end - begin < room.num_bytes + storage[0].nbytes
 
 
 def test_expansion_waits_for_lasting_scarcity_without_speculation(stand: Stand) -> None:
     elastic = elastic_of(stand.batcher(Schedule([0]), persist_steps=3))
     elastic.pool.extend_(0, 16 * (NUM_PAGES - LOW_PAGES + 1))  # two pages are free, three are tau_low
-    for gamma, is_in in ((0, True), (0, True), (1, True), (0, True), (0, True), (0, False)):  # a step with speculation begins the count anew
+    # a step with speculation begins the count anew
+    for gamma, is_in in ((0, True), (0, True), (1, True), (0, True), (0, True), (0, False)):
         elastic.advance_(gamma=gamma, num_waiting=5)
         assert elastic.is_draft_in == is_in
     assert elastic.pool.num_pages == NUM_PAGES + elastic.room_pages
@@ -138,14 +174,18 @@ def test_a_contraction_that_does_not_fit_changes_nothing(stand: Stand) -> None:
 
 
 def test_the_draft_comes_back_whole_and_in_chunks(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    from yggdrasil.serve import room as room_module
+    from yggdrasil.serve import draft_memory as room_module
 
     monkeypatch.setitem(room_module.CHUNK_BYTES, "cpu", 5000)
     weights = stand.pair.bundle.load_draft_weights("cpu")
     memory = torch.zeros(room_bytes(weights) + 64, dtype=torch.uint8)
     room = DraftRoom(weights, memory[-memory.data_ptr() % 64 :])
     whole = digest(room)
-    assert all(torch.equal(room.weights[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in weights.items() if tensor.dim())
+    assert all(
+        torch.equal(room.weights[name].view(torch.uint8), tensor.view(torch.uint8))
+        for name, tensor in weights.items()
+        if tensor.dim()
+    )
     room.leave_()
     memory.fill_(0xFF)
     room.begin_return_()
@@ -172,9 +212,12 @@ def test_the_draft_comes_back_over_a_stream_of_its_own_behind_what_was_launched(
 
 
 def test_speculation_stops_while_the_draft_is_away_and_goes_on_after(stand: Stand) -> None:
-    """Scarce pages and gamma = 0 lend the room by themselves; the queue empties, and the draft is back with its old guesses."""
+    """Scarce pages and gamma = 0 lend the room by themselves; the queue empties, and the draft is back with
+    its old guesses.
+    """
     batcher = stand.batcher(Schedule([0] * 12 + [3]))
-    elastic, whole = elastic_of(batcher), digest(stand.elastic.room)
+    elastic = elastic_of(batcher)
+    whole = digest(stand.elastic.room)
     sizes = ((40, 40), (30, 60), (50, 25), (20, 90))
     clients = [stand.client(*size, start=7 * index) for index, size in enumerate(sizes)]
     for each in clients:
@@ -198,7 +241,9 @@ def test_pages_in_the_room_are_carried_below_it_with_their_text(stand: Stand) ->
     """A prompt that lies in lent pages is shared, moved and shared again; its rows never notice."""
     batcher = stand.batcher(Schedule([0]), persist_steps=10**6)
     elastic = elastic_of(batcher)
-    first, second, third = (stand.client(70, 8, start=3), stand.client(70, 20, start=3), stand.client(70, 4, start=3))
+    first = stand.client(70, 8, start=3)
+    second = stand.client(70, 20, start=3)
+    third = stand.client(70, 4, start=3)
     elastic.expand_()
     elastic.pool.extend_(3, 16 * NUM_PAGES)  # whatever comes now lies in the room
     batcher.submit(batcher.ticket(first.request()))
@@ -218,7 +263,9 @@ def test_pages_in_the_room_are_carried_below_it_with_their_text(stand: Stand) ->
     batcher.submit(batcher.ticket(third.request()))
     run(batcher)
     assert elastic.is_draft_in
-    assert (first.tokens, second.tokens, third.tokens) == tuple(stand.expected(70, count, start=3) for count in (8, 20, 4))
+    assert (first.tokens, second.tokens, third.tokens) == tuple(
+        stand.expected(70, count, start=3) for count in (8, 20, 4)
+    )
 
 
 def test_a_request_that_only_lent_pages_could_hold_is_refused(stand: Stand) -> None:
@@ -231,7 +278,9 @@ def test_a_request_that_only_lent_pages_could_hold_is_refused(stand: Stand) -> N
 WORKLOADS = st.fixed_dictionaries(
     {
         "gammas": st.lists(st.integers(0, 4), min_size=1, max_size=30),
-        "forced": st.lists(st.sampled_from((None, "expand", "contract", "settle")), min_size=1, max_size=60),
+        "forced": st.lists(
+            st.sampled_from((None, "expand", "contract", "settle")), min_size=1, max_size=60
+        ),
         "requests": st.lists(
             st.tuples(
                 st.integers(1, 90),  # prompt
@@ -253,7 +302,8 @@ def force(elastic: ElasticMemory, action: str | None) -> None:
     tenant = elastic.room.tenant
     if action == "expand" and tenant is Tenant.DRAFT:
         elastic.expand_()
-        elastic.pool._free = dict.fromkeys(reversed(elastic.pool._free))  # lent pages are taken first, so that there is something to carry
+        # lent pages are taken first, so that there is something to carry
+        elastic.pool._free = dict.fromkeys(reversed(elastic.pool._free))
     if action == "settle" and tenant is Tenant.RETURNING:
         elastic.settle_()
     if action == "contract" and tenant is Tenant.PAGES:
@@ -263,15 +313,29 @@ def force(elastic: ElasticMemory, action: str | None) -> None:
             assert elastic.room.tenant is Tenant.PAGES
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(WORKLOADS)
-def test_any_workload_with_any_expansions_and_contractions_writes_the_same_texts(stand: Stand, workload: dict[str, list[tuple[int, ...]]]) -> None:
+def test_any_workload_with_any_expansions_and_contractions_writes_the_same_texts(
+    stand: Stand, workload: dict[str, list[tuple[int, ...]]]
+) -> None:
     batcher = stand.batcher(Schedule(workload["gammas"]))  # type: ignore[arg-type]
-    elastic, forced = elastic_of(batcher), list(workload["forced"])
+    elastic = elastic_of(batcher)
+    forced = list(workload["forced"])
     whole = digest(elastic.room)
     asked = []
     for length, count, start, seed, arrival, leaves in workload["requests"]:
-        asked.append((arrival, leaves, stand.client(length, count, start=start, seed=seed), (length, count, start, seed)))
+        asked.append(
+            (
+                arrival,
+                leaves,
+                stand.client(length, count, start=start, seed=seed),
+                (length, count, start, seed),
+            )
+        )
     tickets = {}
     for now in range(2000):
         for index, (arrival, leaves, client, _) in enumerate(asked):
@@ -284,7 +348,9 @@ def test_any_workload_with_any_expansions_and_contractions_writes_the_same_texts
         batcher.check()
         is_idle = batcher.step() is None
         batcher.check()
-        assert elastic.pool.num_pages == NUM_PAGES + (elastic.room_pages if elastic.room.tenant is Tenant.PAGES else 0)
+        assert elastic.pool.num_pages == NUM_PAGES + (
+            elastic.room_pages if elastic.room.tenant is Tenant.PAGES else 0
+        )
         assert elastic.room.tenant is not Tenant.DRAFT or digest(elastic.room) == whole
         if is_idle and now > 40:
             break

@@ -1,4 +1,6 @@
-"""Where a text ends does not depend on how its tokens were shared out among steps: in the batch and for a single request alike."""
+"""Where a text ends does not depend on how its tokens were shared out among steps: in the batch and for a
+single request alike.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from hypothesis import strategies as st
 
 from yggdrasil.config import GenerateConfig
 from yggdrasil.policy.gamma.fixed import FixedGamma
-from yggdrasil.report import Run
+from yggdrasil.report.run import Run
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.pages import PagePool
 from yggdrasil.serve.ticket import Ticket
-from yggdrasil.state import Shape, StepResult, cut
+from yggdrasil.state import Shape, StepResult, truncate
 from yggdrasil.step.accept import Accepted
 from yggdrasil.step.rows import Chain
 from yggdrasil.tokenizer import TextStream, Tokenizer
@@ -42,14 +44,28 @@ class Scripted:
     """A batcher and an engine without models: the target says what a script says, so many tokens a step."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], config: GenerateConfig) -> None:
-        self.tokenizer, self.prompt, self.config = tokenizer, prompt, config
+        self.tokenizer = tokenizer
+        self.prompt = prompt
+        self.config = config
 
     def batched(self, steps: Sequence[list[int]]) -> tuple[Client, Ticket, list[tuple[list[int], int]]]:
-        """What a client of the batch was told, its books, and what every step says was emitted, row by row, and told."""
+        """What a client of the batch was told, its books, and what every step says was emitted, row by row,
+        and told.
+        """
         nobody: Any = None
         pool = PagePool(16, num_rows=1, max_indices=256)
-        batcher = Batcher(nobody, nobody, pool, FixedGamma(0), tokenizer=self.tokenizer, max_context=256, gamma_max=8, eos_tokens=(END,))
-        client, counts = Client(self.prompt, self.config, num_top=0), []
+        batcher = Batcher(
+            nobody,
+            nobody,
+            pool,
+            FixedGamma(0),
+            tokenizer=self.tokenizer,
+            max_context=256,
+            gamma_max=8,
+            eos_tokens=(END,),
+        )
+        client = Client(self.prompt, self.config, num_top=0)
+        counts = []
         ticket = batcher.ticket(client.request())
         batcher.submit(ticket)
         batcher._admit_()
@@ -58,47 +74,75 @@ class Scripted:
                 break
             pool.extend_(0, len(ticket.state.tokens) + len(said))
             accepted = Accepted(list(range(len(said))), said)
-            counts += [batcher._commit_([ticket], [Chain(said[:-1])], [accepted], torch.zeros(len(said), tiny_pair.VOCAB), [0])]
+            counts += [
+                batcher._commit_(
+                    [ticket], [Chain(said[:-1])], [accepted], torch.zeros(len(said), tiny_pair.VOCAB), [0]
+                )
+            ]
         batcher.check()
         return client, ticket, counts
 
     def alone(self, steps: Sequence[list[int]]) -> Run:
         """The run of a single request."""
         model = SimpleNamespace(graph_ms=0.0)
-        engine = SimpleNamespace(trace=Trace(), draft=model, target=model, eos_tokens=frozenset({END}), generate=lambda *_: self._results(steps))
+        engine = SimpleNamespace(
+            trace=Trace(),
+            draft=model,
+            target=model,
+            eos_tokens=frozenset({END}),
+            generate=lambda *_: self._results(steps),
+        )
         latency = SimpleNamespace(plain_ms=lambda *_: 1.0, step_ms=lambda *_: 1.0)
         pair: Any = SimpleNamespace(engine=engine, tokenizer=self.tokenizer, latency=latency)
         return Run(pair, self.prompt, self.config, policy=object()).complete()
 
     def _results(self, steps: Sequence[list[int]]) -> Any:
         """As the engine cuts them."""
-        room, ends, tree = self.config.max_new_tokens, () if self.config.ignore_eos else (END,), TokenTree.root(END, capacity=1)
+        room = self.config.max_new_tokens
+        ends = () if self.config.ignore_eos else (END,)
+        tree = TokenTree.root(END, capacity=1)
         assert room is not None
         stream = TextStream(self.tokenizer, self.config.stop, self.prompt)
         for said in steps:
-            tokens = stream.take(cut(said, room=room, eos_tokens=ends))
+            tokens = stream.take(truncate(said, room=room, eos_tokens=ends))
             room -= len(tokens)
-            yield StepResult(tokens, Shape(1, len(said) - 1), len(said), len(said), 0, 1.0, lambda: tree, list(range(len(said))))
+            yield StepResult(
+                tokens,
+                Shape(1, len(said) - 1),
+                len(said),
+                len(said),
+                0,
+                1.0,
+                lambda: tree,
+                list(range(len(said))),
+            )
             if room == 0 or tokens[-1] in ends or stream.stopped:
                 return
 
 
 def split(tokens: list[int], sizes: Sequence[int]) -> list[list[int]]:
     """Steps of so many tokens; of one where sizes have run out."""
-    steps, start = [], 0
+    steps = []
+    start = 0
     for size in (*sizes, *[1] * len(tokens)):
         steps.append(tokens[start : start + size])
         start += size
     return [step for step in steps if step]
 
 
-def test_the_stop_text_that_is_completed_first_ends_the_text_whatever_else_its_step_holds(tokenizer: Tokenizer) -> None:
+def test_the_stop_text_that_is_completed_first_ends_the_text_whatever_else_its_step_holds(
+    tokenizer: Tokenizer,
+) -> None:
     tokens = [token for text in ("Sure", "\n", "User", ":") for token in tokenizer.encode(text)]
     scripted = Scripted(tokenizer, tokenizer.encode("Q"), GenerateConfig(max_new_tokens=100, stop=STOPS))
     for steps in (split(tokens, ()), [tokens]):
         client, ticket, _ = scripted.batched(steps)
         run = scripted.alone(steps)
-        assert (client.text, client.tokens, client.finish) == (run.text, run.token_ids, run.finish_reason) == ("Sure\n", tokens[:-1], "stop")
+        assert (
+            (client.text, client.tokens, client.finish)
+            == (run.text, run.token_ids, run.finish_reason)
+            == ("Sure\n", tokens[:-1], "stop")
+        )
         assert [entry.token for event in client.events for entry in event.log_probs] == tokens[:-1]
         assert ticket.emitted_tokens == run.num_tokens
 
@@ -108,23 +152,41 @@ WORDS = ("Sure", "\n", "User", ":", " fox", "a", "é", "日", "U", "s", "er")
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_split_into_steps_gives_the_same_text_tokens_and_reason(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_any_split_into_steps_gives_the_same_text_tokens_and_reason(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
     words = data.draw(st.lists(st.one_of(st.sampled_from(WORDS), st.none()), min_size=1, max_size=30))
     tokens = [token for word in words for token in ([END] if word is None else tokenizer.encode(word))]
-    stop = tuple(data.draw(st.sets(st.sampled_from(("\nUser:", "User", "er", "日a", ": ", "xyz")), max_size=3)))
+    stop = tuple(
+        data.draw(st.sets(st.sampled_from(("\nUser:", "User", "er", "日a", ": ", "xyz")), max_size=3))
+    )
     # no more than the script has: every text ends
-    config = GenerateConfig(max_new_tokens=data.draw(st.integers(1, len(tokens))), stop=stop, ignore_eos=data.draw(st.booleans()))
+    config = GenerateConfig(
+        max_new_tokens=data.draw(st.integers(1, len(tokens))),
+        stop=stop,
+        ignore_eos=data.draw(st.booleans()),
+    )
     scripted = Scripted(tokenizer, tokenizer.encode("Once upon"), config)
     expected = scripted.alone(split(tokens, ()))
     steps = split(tokens, data.draw(st.lists(st.integers(1, 9), max_size=20)))
-    run, (client, ticket, _) = scripted.alone(steps), scripted.batched(steps)
-    assert (run.text, run.token_ids, run.finish_reason) == (expected.text, expected.token_ids, expected.finish_reason)
-    assert (client.text, client.tokens, client.finish) == (expected.text, expected.token_ids, expected.finish_reason)
+    run = scripted.alone(steps)
+    (client, ticket, _) = scripted.batched(steps)
+    assert (run.text, run.token_ids, run.finish_reason) == (
+        expected.text,
+        expected.token_ids,
+        expected.finish_reason,
+    )
+    assert (client.text, client.tokens, client.finish) == (
+        expected.text,
+        expected.token_ids,
+        expected.finish_reason,
+    )
     assert list(ticket.state.emitted) == client.tokens  # the history is what the client got
 
 
 def test_the_end_of_a_text_is_no_rejection(tokenizer: Tokenizer) -> None:
-    a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
+    a = tokenizer.encode("a")[0]
+    b = tokenizer.encode("b")[0]
     for said, stop in (([a, END, a, b], ()), ([a, b, a, b], ("ab",))):
         scripted = Scripted(tokenizer, tokenizer.encode("Q"), GenerateConfig(max_new_tokens=50, stop=stop))
         client, _, counts = scripted.batched([said])
@@ -135,8 +197,12 @@ def test_the_end_of_a_text_is_no_rejection(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("is_llama", (False, True), ids=("metaspace", "llama"))
-def test_what_goes_on_after_a_prompt_begins_with_the_blank_between_them(tmp_path: Path, is_llama: bool) -> None:
-    sentence_piece = Tokenizer(tiny_pair.save_sentence_piece_tokenizer(tmp_path, is_llama=is_llama), "ygg compile")
+def test_what_goes_on_after_a_prompt_begins_with_the_blank_between_them(
+    tmp_path: Path, is_llama: bool
+) -> None:
+    sentence_piece = Tokenizer(
+        tiny_pair.save_sentence_piece_tokenizer(tmp_path, is_llama=is_llama), "ygg compile"
+    )
     tokens = sentence_piece.encode("Once upon a time there was a fox")
     scripted = Scripted(sentence_piece, tokens[:3], GenerateConfig(max_new_tokens=len(tokens) - 3))
     continuation = sentence_piece.decode(tokens)[len(sentence_piece.decode(tokens[:3])) :]

@@ -1,4 +1,6 @@
-"""What a client can send or leave out to hurt the others: every one of these costs it a line, and them nothing."""
+"""What a client can send or leave out to hurt the others: every one of these costs it a line, and them
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import pytest
 from test_api import CONTEXT, VOCAB, Running, eventually, server
 
 from yggdrasil.errors import ArtifactError, ConfigError
-from yggdrasil.serve import connections, gate
+from yggdrasil.serve import connections, middleware
 from yggdrasil.serve.body import MAX_BODY_BYTES, MOST_VALUES
 from yggdrasil.serve.connections import limited, log_errors_rarely, raise_descriptor_limit
 from yggdrasil.serve.hosts import HostNames
@@ -66,7 +68,9 @@ MANY = 360_000
     ],
     ids=["lists", "objects", "integers", "strings", "strings with quotes", "fields"],
 )
-def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(shared: Running, body: bytes, complaint: str) -> None:
+def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(
+    shared: Running, body: bytes, complaint: str
+) -> None:
     assert len(body) <= MAX_BODY_BYTES
     start = time.perf_counter()
     message = refused(raw(shared, body))
@@ -136,12 +140,18 @@ def test_no_value_is_a_500_and_none_comes_back_in_full(shared: Running, fields: 
 
 def test_a_length_of_very_many_digits_is_no_500(shared: Running) -> None:
     with clients(shared, 1) as (connection,):
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n")
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+            + b"9" * 5000
+            + b"\r\n\r\n"
+        )
         assert connection.recv(2000).split()[1] in (b"400", b"413")
 
 
 def test_a_model_s_name_of_a_megabyte_does_not_come_back(shared: Running) -> None:
-    assert "there is no model 'xxx" in refused(raw(shared, json.dumps({"model": "x" * 1_000_000, "prompt": "a"}).encode()), 404)
+    assert "there is no model 'xxx" in refused(
+        raw(shared, json.dumps({"model": "x" * 1_000_000, "prompt": "a"}).encode()), 404
+    )
     refused(httpx.get(f"{shared.url}/v1/models/{'x' * 20_000}"), 404)
     refused(httpx.get(f"{shared.url}/{'x' * 20_000}"), 404)
 
@@ -153,7 +163,11 @@ def test_half_of_a_surrogate_pair_is_a_400(shared: Running, half: str) -> None:
         ("prompt", "/v1/completions", {"prompt": ["a", half]}),
         ("stop", "/v1/completions", {"prompt": "a", "stop": half}),
         ("messages", "/v1/chat/completions", {"messages": [{"role": "user", "content": half}]}),
-        ("messages", "/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": half}]}]}),
+        (
+            "messages",
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": half}]}]},
+        ),
     ):
         message = refused(raw(shared, json.dumps(fields).encode(), path))
         assert message.startswith(f"{field}: \\ud")
@@ -167,11 +181,15 @@ def test_tiny_temperatures_are_taken(shared: Running) -> None:
         assert shared.service.submitted[-1].config.sampling.temperature == temperature
 
 
-def test_a_text_that_cannot_fit_is_found_out_from_its_beginning(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_cannot_fit_is_found_out_from_its_beginning(
+    shared: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = shared.service.tokenizer
     encoded: list[int] = []
     encode = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda text, **options: encoded.append(len(text)) or encode(text, **options))
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda text, **options: encoded.append(len(text)) or encode(text, **options)
+    )
     for text in ("Once upon a time. " * 100_000, "x" * 1_000_000, "é🦊" * 100_000):
         encoded.clear()
         assert "shorten it" in refused(shared.post(prompt=text))
@@ -197,7 +215,11 @@ def test_a_long_text_of_few_tokens_fits(shared: Running) -> None:
 
 def test_a_token_of_the_tokenizer_that_the_models_lack_is_a_400() -> None:
     with server(vocab=300) as running:
-        text = next(text for text in ("Once upon a time", "fox") if max(running.service.tokenizer.encode(text)) >= 300)
+        text = next(
+            text
+            for text in ("Once upon a time", "fox")
+            if max(running.service.tokenizer.encode(text)) >= 300
+        )
         for fields in ({"prompt": text}, {"prompt": [300]}, {"prompt": [[5], [10**6]]}):
             assert "ids go from 0 to 299" in refused(running.post(**fields))
 
@@ -234,7 +256,9 @@ def test_errors_that_are_no_client_s_fault_say_nothing_of_the_server(
 def test_a_config_error_shows_the_beginning_of_a_large_value() -> None:
     for value in ("x" * 10**6, ["x" * 1000] * 1000, {index: index for index in range(10**5)}):
         assert len(str(ConfigError("field", value, "small"))) < 10_000
-    assert "'/a/path/of/a/usual/length/model.safetensors'" in str(ConfigError("file", "/a/path/of/a/usual/length/model.safetensors", "there"))
+    assert "'/a/path/of/a/usual/length/model.safetensors'" in str(
+        ConfigError("file", "/a/path/of/a/usual/length/model.safetensors", "there")
+    )
 
 
 # ---- hosts
@@ -244,12 +268,34 @@ def test_a_config_error_shows_the_beginning_of_a_large_value() -> None:
 def test_a_name_of_another_site_is_refused_unless_a_key_is_asked_for(key: str, status: int) -> None:
     with server(api_key=key, hosts=HostNames(["gpu.example.org"])) as running:
         authorization = {"Authorization": f"Bearer {key or None}"}
-        for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "user@localhost", "[::1", ""):
+        for host in (
+            "evil.example",
+            "evil.example:8000",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "user@localhost",
+            "[::1",
+            "",
+        ):
             response = httpx.get(f"{running.url}/v1/models", headers={"Host": host, **authorization})
             assert response.status_code == status, host
-            refused(httpx.get(f"{running.url}/nothing/", headers={"Host": host, **authorization}), 404 if key else 421)
-        for host in ("localhost:1", "LOCALHOST", "127.0.0.1", "[::1]:8000", "192.168.1.7:80", socket.gethostname(), "gpu.example.org:443"):
-            assert httpx.get(f"{running.url}/v1/models", headers={"Host": host, **authorization}).status_code == 200, host
+            refused(
+                httpx.get(f"{running.url}/nothing/", headers={"Host": host, **authorization}),
+                404 if key else 421,
+            )
+        for host in (
+            "localhost:1",
+            "LOCALHOST",
+            "127.0.0.1",
+            "[::1]:8000",
+            "192.168.1.7:80",
+            socket.gethostname(),
+            "gpu.example.org:443",
+        ):
+            assert (
+                httpx.get(f"{running.url}/v1/models", headers={"Host": host, **authorization}).status_code
+                == 200
+            ), host
 
 
 # ---- connections
@@ -260,7 +306,10 @@ def clients(running: Running, count: int) -> Iterator[list[socket.socket]]:
     """Connections that have sent nothing."""
     port = httpx.URL(running.url).port
     with ExitStack() as stack:
-        yield [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(count)]
+        yield [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            for _ in range(count)
+        ]
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -295,7 +344,7 @@ def test_headers_that_do_not_come_in_time_end_the_connection(monkeypatch: pytest
 
 def test_a_request_that_takes_long_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.1)
-    monkeypatch.setattr(gate, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.1)
     with server(most_connections=50) as running:
         running.service.is_stuck = True
         threading.Timer(0.5, setattr, (running.service, "is_stuck", False)).start()
@@ -303,9 +352,11 @@ def test_a_request_that_takes_long_keeps_its_connection(monkeypatch: pytest.Monk
 
 
 def test_a_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.2)
     with server(most_connections=50) as running, clients(running, 1) as (slow,):
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+        slow.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
         answer = slow.recv(2000)
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"did not come" in answer + slow.recv(2000)
@@ -314,7 +365,9 @@ def test_a_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPa
 
 def test_a_client_that_goes_within_its_body_is_no_defect() -> None:
     with server() as running, clients(running, 1) as (going,):
-        going.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+        going.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
         eventually(lambda: httpx.get(f"{running.url}/health").status_code == 200)
         going.close()
         sample = running.serving.metrics.registry.get_sample_value
@@ -323,7 +376,7 @@ def test_a_client_that_goes_within_its_body_is_no_defect() -> None:
 
 
 def test_the_bodies_of_all_requests_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "MOST_HELD_BYTES", 1000)
+    monkeypatch.setattr(middleware, "MOST_HELD_BYTES", 1000)
     with server() as running, clients(running, 1) as (holding,):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n"
         holding.sendall(head + b" " * 800)
@@ -403,8 +456,15 @@ def test_errors_of_accept_are_logged_once_a_second(caplog: pytest.LogCaptureFixt
     log_errors_rarely(loop)
     try:
         for _ in range(100):
-            loop.call_exception_handler({"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")})
-        assert [record.getMessage() for record in caplog.records] == ["no connection can be accepted now: Too many open files"]
+            loop.call_exception_handler(
+                {
+                    "message": "socket.accept() out of system resource",
+                    "exception": OSError(24, "Too many open files"),
+                }
+            )
+        assert [record.getMessage() for record in caplog.records] == [
+            "no connection can be accepted now: Too many open files"
+        ]
         loop.call_exception_handler({"message": "another", "exception": ValueError("a defect")})
         assert caplog.records[-1].levelno == logging.ERROR
     finally:

@@ -15,7 +15,15 @@ STEP = StepReport(
     running=2, waiting=1, free_pages=30, num_pages=40
 )  # fmt: skip
 REQUEST = RequestReport(
-    finish="stop", prompt_tokens=7, emitted_tokens=11, shared_tokens=4, target_passes=4, preemptions=1, queue_ms=20.0, ttft_ms=100.0, total_ms=600.0
+    finish="stop",
+    prompt_tokens=7,
+    emitted_tokens=11,
+    shared_tokens=4,
+    target_passes=4,
+    preemptions=1,
+    queue_ms=20.0,
+    ttft_ms=100.0,
+    total_ms=600.0,
 )
 
 
@@ -29,7 +37,8 @@ def value(metrics: Metrics, name: str, **labels: object) -> float | None:
 
 
 def mean(metrics: Metrics, name: str, **labels: object) -> float:
-    total, count = value(metrics, f"{name}_sum", **labels), value(metrics, f"{name}_count", **labels)
+    total = value(metrics, f"{name}_sum", **labels)
+    count = value(metrics, f"{name}_count", **labels)
     assert total is not None
     assert count
     return total / count
@@ -48,9 +57,18 @@ def test_a_step_counts_tokens_passes_and_what_was_taken_back(metrics: Metrics) -
 def test_acceptance_and_rejection_by_depth(metrics: Metrics) -> None:
     metrics.on_step(STEP)
     metrics.on_step(replace(STEP, drafted=(1, 0), emitted=(1, 1)))
-    assert [value(metrics, "ygg_drafted_at_depth_total", depth=depth) for depth in (1, 2, 3, 4)] == [3, 2, 2, None]
+    assert [value(metrics, "ygg_drafted_at_depth_total", depth=depth) for depth in (1, 2, 3, 4)] == [
+        3,
+        2,
+        2,
+        None,
+    ]
     assert [value(metrics, "ygg_accepted_at_depth_total", depth=depth) for depth in (1, 2, 3)] == [2, 1, 1]
-    assert [value(metrics, "ygg_rejected_at_depth_total", depth=depth) for depth in (1, 2, 3)] == [1, 1, None]
+    assert [value(metrics, "ygg_rejected_at_depth_total", depth=depth) for depth in (1, 2, 3)] == [
+        1,
+        1,
+        None,
+    ]
 
 
 def test_a_row_that_failed_emits_nothing_and_takes_nothing_below_zero(metrics: Metrics) -> None:
@@ -62,7 +80,9 @@ def test_a_row_that_failed_emits_nothing_and_takes_nothing_below_zero(metrics: M
 
 def test_seconds_are_shared_between_stages(metrics: Metrics) -> None:
     metrics.on_step(STEP)
-    assert [value(metrics, "ygg_stage_seconds_total", stage=stage) for stage in ("draft", "verify", "host")] == pytest.approx([0.002, 0.005, 0.003])
+    assert [
+        value(metrics, "ygg_stage_seconds_total", stage=stage) for stage in ("draft", "verify", "host")
+    ] == pytest.approx([0.002, 0.005, 0.003])
     assert mean(metrics, "ygg_step_seconds", batch_size=2) == pytest.approx(0.01)
 
 
@@ -82,13 +102,18 @@ def test_goodput_is_a_mean_over_time_and_leaves_steps_with_prompts_out(metrics: 
     metrics.on_step(STEP)
     metrics.on_step(replace(STEP, total_ms=20.0))
     metrics.on_step(replace(STEP, total_ms=500.0, prompt_tokens=32))
-    assert value(metrics, "ygg_goodput_tokens_per_second", batch_size=2, gamma=3) == pytest.approx(12 / 0.03)
+    assert value(metrics, "ygg_goodput_tokens_per_second", batch_size=2, gamma=3) == pytest.approx(
+        12 / 0.03
+    )
 
 
 def test_gauges_show_the_last_step(metrics: Metrics) -> None:
     metrics.on_step(STEP)
     metrics.on_step(replace(STEP, running=5, waiting=0, free_pages=10, max_lag=6))
-    assert [value(metrics, f"ygg_{name}") for name in ("running_requests", "waiting_requests", "draft_lag_tokens")] == [5, 0, 6]
+    assert [
+        value(metrics, f"ygg_{name}")
+        for name in ("running_requests", "waiting_requests", "draft_lag_tokens")
+    ] == [5, 0, 6]
     assert [value(metrics, "ygg_kv_pages", state=state) for state in ("free", "used")] == [10, 30]
 
 
@@ -107,7 +132,9 @@ def test_a_request_counts_its_tokens_and_times(metrics: Metrics) -> None:
 def test_a_request_cancelled_before_its_first_token_has_no_token_times(metrics: Metrics) -> None:
     metrics.on_finish(replace(REQUEST, finish="cancelled", emitted_tokens=0, target_passes=0, ttft_ms=0.0))
     assert value(metrics, "ygg_requests_total", finish="cancelled") == 1
-    assert [value(metrics, f"ygg_{name}_count") for name in ("ttft_seconds", "tpot_seconds", "request_seconds")] == [0, 0, 1]
+    assert [
+        value(metrics, f"ygg_{name}_count") for name in ("ttft_seconds", "tpot_seconds", "request_seconds")
+    ] == [0, 0, 1]
 
 
 def test_every_name_has_our_prefix_a_help_text_and_base_units(metrics: Metrics) -> None:
@@ -120,7 +147,9 @@ def test_every_name_has_our_prefix_a_help_text_and_base_units(metrics: Metrics) 
 def test_every_batch_size_and_gamma_together_are_a_few_hundred_lines(metrics: Metrics) -> None:
     for batch_size in range(1, 17):
         for gamma in range(8):
-            metrics.on_step(replace(STEP, gamma=gamma, drafted=(gamma,) * batch_size, emitted=(1,) * batch_size))
+            metrics.on_step(
+                replace(STEP, gamma=gamma, drafted=(gamma,) * batch_size, emitted=(1,) * batch_size)
+            )
     metrics.on_finish(REQUEST)
     assert len(metrics.render().splitlines()) < 1200
 

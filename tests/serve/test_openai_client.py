@@ -24,7 +24,9 @@ def client(running: Running) -> Iterator[openai.OpenAI]:
 
 
 def test_completions(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="tiny", prompt=["Once", "Twice"], n=2, max_tokens=100, temperature=0.7, seed=1, user="me")
+    answer = client.completions.create(
+        model="tiny", prompt=["Once", "Twice"], n=2, max_tokens=100, temperature=0.7, seed=1, user="me"
+    )
     assert [choice.text for choice in answer.choices] == [STORY] * 4
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.usage is not None
@@ -33,7 +35,9 @@ def test_completions(client: openai.OpenAI) -> None:
 
 def test_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="tiny", messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}], max_completion_tokens=4
+        model="tiny",
+        messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+        max_completion_tokens=4,
     )
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].message.role == "assistant"
@@ -41,18 +45,28 @@ def test_chat(client: openai.OpenAI) -> None:
 
 
 def test_streams(client: openai.OpenAI) -> None:
-    chunks = list(client.completions.create(model="tiny", prompt="Once", max_tokens=100, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.completions.create(
+            model="tiny", prompt="Once", max_tokens=100, stream=True, stream_options={"include_usage": True}
+        )
+    )
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == STORY
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens > 0
-    said = list(client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}], stream=True))
+    said = list(
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hi"}], stream=True
+        )
+    )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in said) == STORY
     assert said[0].choices[0].delta.role == "assistant"
     assert said[-1].choices[0].finish_reason == "stop"
 
 
 def test_the_stream_helper_of_chat_puts_the_answer_together(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(model="tiny", messages=[{"role": "user", "content": "Hi"}], logprobs=True) as stream:
+    with client.chat.completions.stream(
+        model="tiny", messages=[{"role": "user", "content": "Hi"}], logprobs=True
+    ) as stream:
         for _ in stream:
             pass
         answer = stream.get_final_completion()
@@ -61,12 +75,20 @@ def test_the_stream_helper_of_chat_puts_the_answer_together(client: openai.OpenA
 
 
 def test_log_probabilities(client: openai.OpenAI) -> None:
-    scores = client.completions.create(model="tiny", prompt="Once", max_tokens=3, logprobs=2).choices[0].logprobs
+    scores = (
+        client.completions.create(model="tiny", prompt="Once", max_tokens=3, logprobs=2).choices[0].logprobs
+    )
     assert scores is not None
     assert scores.token_logprobs == [-0.5] * 3
     assert scores.top_logprobs is not None
     assert scores.text_offset is not None
-    said = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}], max_tokens=3, logprobs=True, top_logprobs=2)
+    said = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hi"}],
+        max_tokens=3,
+        logprobs=True,
+        top_logprobs=2,
+    )
     chat_scores = said.choices[0].logprobs
     assert chat_scores is not None
     assert chat_scores.content is not None
@@ -75,9 +97,18 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 
 
 def test_extra_fields_reach_the_batch(client: openai.OpenAI, running: Running) -> None:
-    client.completions.create(model="tiny", prompt="Once", extra_body={"top_k": 5, "min_p": 0.1, "ignore_eos": True, "speculation": "off"})
+    client.completions.create(
+        model="tiny",
+        prompt="Once",
+        extra_body={"top_k": 5, "min_p": 0.1, "ignore_eos": True, "speculation": "off"},
+    )
     request = running.service.submitted[-1]
-    assert (request.config.sampling.top_k, request.config.sampling.min_p, request.config.ignore_eos, request.speculation) == (5, 0.1, True, 0)
+    assert (
+        request.config.sampling.top_k,
+        request.config.sampling.min_p,
+        request.config.ignore_eos,
+        request.speculation,
+    ) == (5, 0.1, True, 0)
 
 
 def test_models(client: openai.OpenAI) -> None:

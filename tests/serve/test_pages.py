@@ -58,13 +58,15 @@ def test_a_prompt_shares_the_full_pages_of_an_equal_beginning() -> None:
     pages.release_(0)
     pages.check()
     assert pages.num_free == 6  # two are still in use
-    assert pages.share_(2, [9, *TEXT]) == (0, 0)  # another beginning, though all pages of it are the same text one token later
+    # another beginning, though all pages of it are the same text one token later
+    assert pages.share_(2, [9, *TEXT]) == (0, 0)
 
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     pages = pool()
     filled(pages, 0, TEXT[:49])
-    assert pages.share_(1, TEXT[:48]) == (32, 0)  # 48 tokens are three full pages, but someone must say what follows
+    # 48 tokens are three full pages, but someone must say what follows
+    assert pages.share_(1, TEXT[:48]) == (32, 0)
 
 
 def test_freed_text_is_found_until_its_page_is_taken() -> None:
@@ -100,9 +102,20 @@ def test_flushing_forgets_what_nobody_uses() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(("begin", "grow", "end")), st.integers(0, 2), st.integers(1, 70), st.sampled_from((0, 8, 16))), max_size=40))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(("begin", "grow", "end")),
+            st.integers(0, 2),
+            st.integers(1, 70),
+            st.sampled_from((0, 8, 16)),
+        ),
+        max_size=40,
+    )
+)
 def test_any_sequence_keeps_the_accounts(actions: list[tuple[str, int, int, int]]) -> None:
-    pages, texts = pool(9), {}
+    pages = pool(9)
+    texts = {}
     for action, row, count, start in actions:
         try:
             if action == "begin" and row not in texts:
@@ -141,7 +154,9 @@ def test_any_mapping_of_pages_carries_every_page_once(old: list[int], new: list[
     moves = dict(zip(old[:count], new[:count], strict=True))
     storage = torch.arange(9.0)[:, None].repeat(1, 3)
     migrate_(storage, moves, spare=8)
-    assert {to: int(storage[to, 0]) for to in moves.values()} == {to: origin for origin, to in moves.items()}
+    assert {to: int(storage[to, 0]) for to in moves.values()} == {
+        to: origin for origin, to in moves.items()
+    }
     untouched = {*range(8)} - {*moves.values()}
     assert all(int(storage[page, 0]) == page for page in untouched)
 
@@ -154,7 +169,8 @@ def test_expansion_appends_pages_and_contraction_renames_what_rows_own() -> None
     pool.extend_(1, 16 * 3)  # pages 3, 4, 5
     pool.release_(0)
     pool.check()
-    assert pool.contract_(4) == {4: 2, 5: 1}  # the beginning of the text goes first; free pages in the order of the queue
+    # the beginning of the text goes first; free pages in the order of the queue
+    assert pool.contract_(4) == {4: 2, 5: 1}
     assert pool.table_BP[1, :3].tolist() == [3, 2, 1]
     assert (pool.num_pages, pool.num_free) == (4, 1)
     pool.check()
@@ -174,7 +190,11 @@ def test_contraction_keeps_shared_prefixes_shared_and_findable() -> None:
     moves = pool.contract_(4)
     pool.check()
     assert sorted(moves) == [4, 5, 6, 7]
-    assert pool.table_BP[0, :3].tolist() == pool.table_BP[1, :3].tolist() == [moves[page] for page in (4, 5, 6)]
+    assert (
+        pool.table_BP[0, :3].tolist()
+        == pool.table_BP[1, :3].tolist()
+        == [moves[page] for page in (4, 5, 6)]
+    )
     pool.release_(1)
     assert pool.share_(1, tokens) == (48, 0)
     pool.check()

@@ -1,4 +1,6 @@
-"""The benchmark's replay of arrivals: the same load always, the same texts on any clock, figures that repeat where time is the profile's, arms in turns."""
+"""The benchmark's replay of arrivals: the same load always, the same texts on any clock, figures that
+repeat where time is the profile's, arms in turns.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,15 @@ def test_time_by_the_profile_repeats_and_changes_no_text(served: Bench, arrivals
     assert first.texts == replay(served.batcher(FixedGamma(2)), FixedGamma(2), arrivals).texts
 
 
-def test_time_by_the_profile_is_what_its_forwards_take_and_what_nobody_asked_for(served: Bench, arrivals: list[Arrival]) -> None:
-    """One request that comes after a second: the second is slept away, its steps take the profile's milliseconds each."""
+def test_time_by_the_profile_is_what_its_forwards_take_and_what_nobody_asked_for(
+    served: Bench, arrivals: list[Arrival]
+) -> None:
+    """One request that comes after a second: the second is slept away, its steps take the profile's
+    milliseconds each.
+    """
     done = by_the_profile(served, [Arrival(1.0, arrivals[0].prompt, 6)])
-    latency, busy_ms = served.pair.latency, sum(report.total_ms for _, report in done.steps)
+    latency = served.pair.latency
+    busy_ms = sum(report.total_ms for _, report in done.steps)
     assert done.seconds == pytest.approx(busy_ms / 1e3, abs=1e-5)
     assert all(report.verify_ms >= min(min(row) for row in latency.verify.ms) for _, report in done.steps)
     assert done.steps[0][0] == pytest.approx(1.0 + done.steps[0][1].total_ms / 1e3, abs=1e-5)
@@ -70,7 +77,11 @@ def test_in_turns_every_arm_has_the_time_it_has_alone(tiny: LoadedPair, arrivals
         batcher = benches[gamma].batcher(FixedGamma(gamma))
         return batcher, ProfileClock(batcher, tiny.latency)
 
-    together = in_turns({str(gamma): arm(gamma) for gamma in benches}, {str(gamma): FixedGamma(gamma) for gamma in benches}, arrivals)
+    together = in_turns(
+        {str(gamma): arm(gamma) for gamma in benches},
+        {str(gamma): FixedGamma(gamma) for gamma in benches},
+        arrivals,
+    )
     for gamma in benches:
         batcher, clock = arm(gamma)
         with clock.running():

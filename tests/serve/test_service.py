@@ -15,7 +15,7 @@ from yggdrasil.errors import ArtifactError, ConfigError, QueueFull, ServiceEnded
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.batcher import Batcher
-from yggdrasil.serve.opening import open_service
+from yggdrasil.serve.load import open_service
 from yggdrasil.serve.request import DEFECT, Event, Observer, Request, StepReport
 from yggdrasil.serve.service import Service
 
@@ -38,7 +38,9 @@ def serving(batcher: Batcher, *, max_queue: int = 8) -> Iterator[Service]:
 class Waiting(Client):
     """A client whose end can be waited for."""
 
-    def __init__(self, prompt: list[int], num_tokens: int, on_first: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, prompt: list[int], num_tokens: int, on_first: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(prompt, GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True))
         self.ended = threading.Event()
         self.on_first = on_first
@@ -57,7 +59,9 @@ class Waiting(Client):
 def test_requests_of_many_threads_get_their_own_texts(bench: Bench) -> None:
     clients = [Waiting(list(range(10 + place, 20 + place)), 12 + place) for place in range(6)]
     with serving(bench.batcher(Schedule([3]))) as service:
-        threads = [threading.Thread(target=lambda each=each: service.submit(each.request())) for each in clients]
+        threads = [
+            threading.Thread(target=lambda each=each: service.submit(each.request())) for each in clients
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -83,7 +87,8 @@ def test_a_cancelled_request_ends_and_gives_its_pages_back(bench: Bench) -> None
 
 
 def test_a_full_queue_says_when_to_come_back(bench: Bench) -> None:
-    batcher, held = bench.batcher(Schedule([0]), num_rows=1), threading.Event()
+    batcher = bench.batcher(Schedule([0]), num_rows=1)
+    held = threading.Event()
     step = batcher.step
 
     def slow() -> StepReport | None:
@@ -106,13 +111,19 @@ def test_a_full_queue_says_when_to_come_back(bench: Bench) -> None:
 
 
 def test_what_a_request_gets_wrong_is_said_at_once(bench: Bench) -> None:
-    with serving(bench.batcher(Schedule([0]))) as service, pytest.raises(ConfigError, match="max_new_tokens"):
+    with (
+        serving(bench.batcher(Schedule([0]))) as service,
+        pytest.raises(ConfigError, match="max_new_tokens"),
+    ):
         service.submit(Waiting([5], 10_000).request())
 
 
-def test_a_defect_ends_the_requests_of_its_step_and_the_next_are_served(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_defect_ends_the_requests_of_its_step_and_the_next_are_served(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     batcher = bench.batcher(Schedule([2]))
-    forward, broken = batcher.target.forward, Queue[None]()
+    forward = batcher.target.forward
+    broken = Queue[None]()
     broken.put(None)
 
     def forward_once_broken(meta_NM: object) -> object:
@@ -126,7 +137,8 @@ def test_a_defect_ends_the_requests_of_its_step_and_the_next_are_served(bench: B
         asking = Waiting([5, 6], 4)
         service.submit(asking.request())
         assert asking.ended.wait(PATIENCE_S)
-        assert (asking.finish, asking.events[-1].error) == ("error", DEFECT)  # what is broken is for the log
+        # what is broken is for the log
+        assert (asking.finish, asking.events[-1].error) == ("error", DEFECT)
         again = Waiting([5, 6], 4)
         service.submit(again.request())
         assert again.ended.wait(PATIENCE_S)
@@ -134,7 +146,9 @@ def test_a_defect_ends_the_requests_of_its_step_and_the_next_are_served(bench: B
     assert "a step failed" in caplog.text
 
 
-def test_a_failing_forward_ends_only_the_requests_in_it(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_forward_ends_only_the_requests_in_it(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     batcher = bench.batcher(Schedule([2]), num_rows=2)
     clients = [Waiting([5 + place, 6], 12) for place in range(4)]
     requests = [each.request() for each in clients]
@@ -158,7 +172,8 @@ def test_a_failing_forward_ends_only_the_requests_in_it(bench: Bench, caplog: py
 
 def test_a_long_prompt_that_was_not_in_the_forward_lives_on(bench: Bench) -> None:
     batcher = bench.batcher(Schedule([0]))
-    long, later = Waiting([7] * (2 * batcher.target.prefill_chunk), 3), Waiting([5, 6], 3)
+    long = Waiting([7] * (2 * batcher.target.prefill_chunk), 3)
+    later = Waiting([5, 6], 3)
     for each in (long, later):
         batcher.submit(batcher.ticket(each.request()))
     with pytest.MonkeyPatch.context() as patch:
@@ -192,7 +207,10 @@ def test_a_token_beyond_the_embedding_is_refused_whatever_the_tokenizer_has(benc
     vocab = bench.pair.bundle.vocab
     for token in (-1, vocab):
         asking = Waiting([5, token], 4)
-        with serving(bench.batcher(Schedule([0]))) as service, pytest.raises(ConfigError, match=f"prompt: {token} .* from 0 to {vocab - 1}"):
+        with (
+            serving(bench.batcher(Schedule([0]))) as service,
+            pytest.raises(ConfigError, match=f"prompt: {token} .* from 0 to {vocab - 1}"),
+        ):
             service.submit(asking.request())
         with pytest.raises(ConfigError, match=f"prompt: {token} .* from 0 to {vocab - 1}"):
             next(bench.pair.engine.generate(asking.prompt, plain_policy(), asking.config))
@@ -218,7 +236,9 @@ def test_what_is_not_done_in_time_is_told_so(bench: Bench) -> None:
     assert asking.tokens == bench.reference(asking)[: len(asking.tokens)]
 
 
-def test_a_dead_thread_takes_no_request_and_is_not_waited_for(bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_thread_takes_no_request_and_is_not_waited_for(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service = Service(bench.batcher(Schedule([0])), max_queue=1, policy_name="off", observer=Observer())
     with pytest.raises(ServiceEnded):  # it does not live yet
         service.submit(Waiting([5, 6], 4).request())
@@ -233,23 +253,33 @@ def test_a_dead_thread_takes_no_request_and_is_not_waited_for(bench: Bench, capl
     assert "the decoding thread died" in caplog.text
 
 
-def test_a_thread_that_dies_while_it_drains_ends_the_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_dies_while_it_drains_ends_the_wait(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batcher = bench.batcher(Schedule([0]))
     service = Service(batcher, max_queue=8, policy_name="off", observer=Observer())
-    asking = Waiting([5, 6], 8, on_first=lambda: setattr(batcher, "check", lambda: 1 / 0))  # dies when all is done and the books are looked over
+    # dies when all is done and the books are looked over
+    asking = Waiting([5, 6], 8, on_first=lambda: setattr(batcher, "check", lambda: 1 / 0))
     service.start()
     service.submit(asking.request())
-    wait, was_woken = service._idle.wait, list[bool]()
-    monkeypatch.setattr(service._idle, "wait", lambda timeout: was_woken.append(wait(timeout)) or was_woken[-1])
+    wait = service._idle.wait
+    was_woken = list[bool]()
+    monkeypatch.setattr(
+        service._idle, "wait", lambda timeout: was_woken.append(wait(timeout)) or was_woken[-1]
+    )
     assert not service.drain(PATIENCE_S)
-    assert all(was_woken)  # not by the end of its patience; it does not wait at all where the thread was quicker
+    # not by the end of its patience; it does not wait at all where the thread was quicker
+    assert all(was_woken)
     assert not service.drain(PATIENCE_S)
 
 
 def test_the_context_that_is_served_is_what_the_pages_hold(bench: Bench) -> None:
-    page_bytes, name = bench.pair.bundle.page_bytes, bench.pair.bundle.name
+    page_bytes = bench.pair.bundle.page_bytes
+    name = bench.pair.bundle.name
     for num_pages, context in ((4, 64), (1000, 256)):
-        opened = open_service(name, ServeConfig(gamma_max=4, max_batch=2, kv_memory_bytes=num_pages * page_bytes), Observer())
+        opened = open_service(
+            name, ServeConfig(gamma_max=4, max_batch=2, kv_memory_bytes=num_pages * page_bytes), Observer()
+        )
         assert opened.service.max_context == context
         opened.service.start()
         asking = Waiting([5, 6], 1)
@@ -263,7 +293,9 @@ def test_the_context_that_is_served_is_what_the_pages_hold(bench: Bench) -> None
 
 @pytest.mark.parametrize("policy", ("nightjar", "nightjar-printed", "dsd", "tetris", "tiers"))
 def test_a_pair_is_served_under_every_kind_of_policy(bench: Bench, policy: str) -> None:
-    opened = open_service(bench.pair.bundle.name, ServeConfig(policy=policy, gamma_max=4, max_batch=3), Observer())
+    opened = open_service(
+        bench.pair.bundle.name, ServeConfig(policy=policy, gamma_max=4, max_batch=3), Observer()
+    )
     opened.service.start()
     clients = [Waiting(list(range(30 + place, 38 + place)), 30) for place in range(5)]
     for each in clients:

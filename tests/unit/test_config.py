@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from yggdrasil import artifacts
 from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig, ServeConfig, from_dict
 from yggdrasil.errors import ConfigError, YggError
+from yggdrasil.store import artifacts
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,9 @@ NAN, INF = float("nan"), float("inf")
         (ServeConfig, "drain_seconds", INF),
     ],
 )
-def test_an_option_that_is_not_allowed_is_refused_by_name_and_value(kind: Any, field: str, value: object) -> None:
+def test_an_option_that_is_not_allowed_is_refused_by_name_and_value(
+    kind: Any, field: str, value: object
+) -> None:
     with pytest.raises(ConfigError) as caught:
         kind(**{field: value})
     assert caught.value.field == field
@@ -76,7 +79,9 @@ def test_the_limits_themselves_are_allowed() -> None:
     SamplingConfig(temperature=0.0, top_k=0, top_p=1.0, min_p=1.0, seed=2**63 - 1)
     GenerateConfig(max_new_tokens=1)
     CompileConfig(device="cuda", exact=False)
-    CompileConfig(max_context=32, widths=(1,), verify_widths=(1,), num_candidates=1, prefill_chunk=2, max_depth=1)
+    CompileConfig(
+        max_context=32, widths=(1,), verify_widths=(1,), num_candidates=1, prefill_chunk=2, max_depth=1
+    )
 
 
 @pytest.mark.parametrize("other", ({"dtype": "float32"}, {"device": "cuda"}, {"ranks": 2}))
@@ -87,23 +92,46 @@ def test_compression_is_refused_where_it_would_not_apply(other: dict[str, Any]) 
 
 
 def test_a_prefill_chunk_is_wider_than_any_draft_and_any_verification() -> None:
-    with pytest.raises(ConfigError, match="prefill_chunk: 8 is not allowed; it must be above 8, the greatest of widths and verify_widths"):
+    with pytest.raises(
+        ConfigError,
+        match="prefill_chunk: 8 is not allowed; it must be above 8, the greatest of widths and verify_widths",
+    ):
         CompileConfig(widths=(1, 8), verify_widths=(4,), prefill_chunk=8)
     CompileConfig(widths=(1, 8), verify_widths=(4,), prefill_chunk=9)
 
 
 def test_from_dict_gives_a_saved_config_back() -> None:
     config = CompileConfig(widths=(1, 3), max_context=64)
-    assert from_dict(CompileConfig, {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(config).items()}) == config
+    assert (
+        from_dict(
+            CompileConfig,
+            {
+                key: list(value) if isinstance(value, tuple) else value
+                for key, value in dataclasses.asdict(config).items()
+            },
+        )
+        == config
+    )
 
 
 def test_from_dict_refuses_an_unknown_key() -> None:
-    with pytest.raises(ConfigError, match="CompileConfig: 'width' is not allowed; it must be one of .*'widths'"):
+    with pytest.raises(
+        ConfigError, match="CompileConfig: 'width' is not allowed; it must be one of .*'widths'"
+    ):
         from_dict(CompileConfig, {"width": [1]})
 
 
-@pytest.mark.parametrize(("flags", "narrowest"), [("x86_64 avx2 (120 flags)", 4), ("aarch64 asimd", 4), ("x86_64 avx2 avx512f avx512_bf16 (150 flags)", 8)])
-def test_a_processor_that_multiplies_slowly_gets_narrow_graphs(flags: str, narrowest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("flags", "narrowest"),
+    [
+        ("x86_64 avx2 (120 flags)", 4),
+        ("aarch64 asimd", 4),
+        ("x86_64 avx2 avx512f avx512_bf16 (150 flags)", 8),
+    ],
+)
+def test_a_processor_that_multiplies_slowly_gets_narrow_graphs(
+    flags: str, narrowest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(artifacts, "cpu_flags", lambda: flags)
     widths = CompileConfig().verify_widths
     assert widths[0] == narrowest

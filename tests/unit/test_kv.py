@@ -33,21 +33,24 @@ def test_a_fresh_cache_is_empty_and_its_pages_are_the_identity() -> None:
 
 
 def test_commit_of_a_chain_moves_nothing() -> None:
-    cache, before = filled(5), filled(5).storage_PL2GSF
+    cache = filled(5)
+    before = filled(5).storage_PL2GSF
     cache.commit_([0, 1, 2])
     assert cache.len == 8
     assert torch.equal(cache.storage_PL2GSF, before)
 
 
 def test_commit_of_a_path_keeps_its_bytes_by_hand() -> None:
-    cache, before = filled(5), filled(5).storage_PL2GSF
+    cache = filled(5)
+    before = filled(5).storage_PL2GSF
     cache.commit_([0, 2, 5])
     assert cache.len == 8
     assert torch.equal(slots(cache.storage_PL2GSF)[:, :8], slots(before)[:, [0, 1, 2, 3, 4, 5, 7, 10]])
 
 
 def test_commit_of_nothing_changes_nothing() -> None:
-    cache, before = filled(5), filled(5).storage_PL2GSF
+    cache = filled(5)
+    before = filled(5).storage_PL2GSF
     cache.commit_([])
     assert cache.len == 5
     assert torch.equal(cache.storage_PL2GSF, before)
@@ -56,7 +59,9 @@ def test_commit_of_nothing_changes_nothing() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 20), st.sets(st.integers(0, 11)))
 def test_commit_of_any_ascending_path_keeps_history_and_path(committed: int, offsets: set[int]) -> None:
-    cache, before, path = filled(committed), filled(committed).storage_PL2GSF, sorted(offsets)
+    cache = filled(committed)
+    before = filled(committed).storage_PL2GSF
+    path = sorted(offsets)
     cache.commit_(path)
     assert cache.len == committed + len(path)
     kept = [*range(committed), *(committed + offset for offset in path)]
@@ -64,7 +69,8 @@ def test_commit_of_any_ascending_path_keeps_history_and_path(committed: int, off
 
 
 def test_rollback_forgets_indices_and_touches_no_byte() -> None:
-    cache, before = filled(9), filled(9).storage_PL2GSF
+    cache = filled(9)
+    before = filled(9).storage_PL2GSF
     cache.rollback_(4)
     assert (cache.len, cache.num_free) == (4, 28)
     assert torch.equal(cache.storage_PL2GSF, before)

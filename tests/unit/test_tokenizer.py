@@ -35,7 +35,8 @@ def test_encoding_and_decoding_give_the_text_back(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("size", (1, 2, 3, 7))
 def test_characters_of_several_tokens_are_never_emitted_half(tokenizer: Tokenizer, size: int) -> None:
-    stream, released = TextStream(tokenizer), ""
+    stream = TextStream(tokenizer)
+    released = ""
     tokens = tokenizer.encode(TEXT)
     assert any("\ufffd" in tokenizer.decode([token]) for token in tokens)  # some characters do span tokens
     for chunk in chunks(tokens, size):
@@ -59,7 +60,10 @@ def test_text_is_released_as_soon_as_it_is_whole(tokenizer: Tokenizer) -> None:
 @given(data=st.data())
 def test_any_tokens_in_any_steps_give_the_full_decoding(tokenizer: Tokenizer, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 9), max_size=40))
-    steps = [data.draw(st.lists(st.integers(0, tiny_pair.VOCAB - 1), min_size=size, max_size=size)) for size in sizes]
+    steps = [
+        data.draw(st.lists(st.integers(0, tiny_pair.VOCAB - 1), min_size=size, max_size=size))
+        for size in sizes
+    ]
     stream = TextStream(tokenizer)
     pieces = [stream.push(step) for step in steps]
     pieces.append(stream.finish())
@@ -79,7 +83,8 @@ def test_a_long_text_equals_its_full_decoding(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("size", (1, 2, 5, 100))
 def test_a_stop_text_across_steps_ends_the_stream_before_it(tokenizer: Tokenizer, size: int) -> None:
-    stream, released = TextStream(tokenizer, stop=("STOP",)), ""
+    stream = TextStream(tokenizer, stop=("STOP",))
+    released = ""
     for chunk in chunks(tokenizer.encode("go on STO here STOP and never this"), size):
         released += stream.push(chunk)
         assert "go on STO here ".startswith(released)
@@ -102,7 +107,9 @@ def test_what_could_begin_a_stop_text_is_held_until_it_cannot(tokenizer: Tokeniz
     assert stream.text == "xxabcabcabz"
 
 
-def test_finish_releases_a_stop_text_that_did_not_come_and_a_character_that_never_ended(tokenizer: Tokenizer) -> None:
+def test_finish_releases_a_stop_text_that_did_not_come_and_a_character_that_never_ended(
+    tokenizer: Tokenizer,
+) -> None:
     stream = TextStream(tokenizer, stop=("abcd",))
     assert stream.push(tokenizer.encode("xabc")) == "x"
     assert stream.finish() == "abc"
@@ -118,30 +125,42 @@ def test_tokens_end_with_the_one_that_completes_a_stop_text(tokenizer: Tokenizer
         stream = TextStream(tokenizer, stop=("\nUser:", "User"))
         for chunk in chunks(tokens, size):
             stream.push(chunk)
-        assert (stream.text, stream.num_tokens, stream.stopped) == ("Sure\n", len(tokens) - len(parts[-1]), True)
+        assert (stream.text, stream.num_tokens, stream.stopped) == (
+            "Sure\n",
+            len(tokens) - len(parts[-1]),
+            True,
+        )
 
 
 @pytest.mark.parametrize("is_llama", (False, True), ids=("metaspace", "llama"))
-def test_a_stream_after_a_prompt_keeps_the_blank_that_its_decoder_strips(tmp_path: Path, is_llama: bool) -> None:
-    sentence_piece = Tokenizer(tiny_pair.save_sentence_piece_tokenizer(tmp_path, is_llama=is_llama), "ygg compile")
+def test_a_stream_after_a_prompt_keeps_the_blank_that_its_decoder_strips(
+    tmp_path: Path, is_llama: bool
+) -> None:
+    sentence_piece = Tokenizer(
+        tiny_pair.save_sentence_piece_tokenizer(tmp_path, is_llama=is_llama), "ygg compile"
+    )
     text = " ".join(tiny_pair.stories(4))
     tokens = sentence_piece.encode(text)
     for num_prompt in (1, 2, 30, 200):
-        prompt, rest = tokens[:num_prompt], tokens[num_prompt:]
+        prompt = tokens[:num_prompt]
+        rest = tokens[num_prompt:]
         before = sentence_piece.decode(prompt)
         for size in (1, 5, 1000):
             stream = TextStream(sentence_piece, after=prompt)
             released = "".join(stream.push(chunk) for chunk in chunks(rest, size)) + stream.finish()
             assert before + released == text == before + stream.text
             assert stream.num_tokens == len(rest)
-    assert TextStream(sentence_piece).push(tokens[:1]) == sentence_piece.decode(tokens[:1])  # after nothing, the text begins
+    # after nothing, the text begins
+    assert TextStream(sentence_piece).push(tokens[:1]) == sentence_piece.decode(tokens[:1])
 
 
 def test_a_prompt_that_ends_within_a_character_is_no_context(tokenizer: Tokenizer) -> None:
     first, *rest = tokenizer.encode("日")
     stream = TextStream(tokenizer, after=[*tokenizer.encode("the fox"), first])
     assert stream.push(tokenizer.encode(" ran")) == " ran"
-    assert TextStream(tokenizer, after=[first]).push([*rest, *tokenizer.encode("a")]) == tokenizer.decode([*rest, *tokenizer.encode("a")])
+    assert TextStream(tokenizer, after=[first]).push([*rest, *tokenizer.encode("a")]) == tokenizer.decode(
+        [*rest, *tokenizer.encode("a")]
+    )
 
 
 def test_a_stop_text_is_not_looked_for_in_the_prompt(tokenizer: Tokenizer) -> None:

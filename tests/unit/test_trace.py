@@ -44,8 +44,11 @@ class Event:
         return end.at_ms - self.at_ms
 
 
-def test_a_forward_s_time_is_its_own_and_not_that_of_the_stage_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, trace = Device(), DeviceTrace()
+def test_a_forward_s_time_is_its_own_and_not_that_of_the_stage_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device()
+    trace = DeviceTrace()
     monkeypatch.setattr(torch.cuda, "Event", device.event)
     for _ in range(2):
         with trace.stage("draft"):
@@ -65,7 +68,8 @@ def test_a_forward_s_time_is_its_own_and_not_that_of_the_stage_that_waits_for_it
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_times_what_the_host_only_launched() -> None:
-    trace, matrix = DeviceTrace(), torch.randn(4096, 4096, device="cuda")
+    trace = DeviceTrace()
+    matrix = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
     with trace.stage("verify"):
         for _ in range(50):

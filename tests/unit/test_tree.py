@@ -26,10 +26,14 @@ def hand_tree() -> TokenTree:
 
 @st.composite
 def grown_trees(draw: st.DrawFn, max_nodes: int = 14) -> TokenTree:
-    """Any tree that growing can make: steps of any width, parents anywhere, distinct siblings, values that do not rise."""
+    """Any tree that growing can make: steps of any width, parents anywhere, distinct siblings, values that
+    do not rise.
+    """
     capacity = draw(st.integers(1, max_nodes))
     tree = TokenTree.root(draw(st.integers(0, 50)), capacity)
-    parents, log_probs, children = [-1], [0.0], {0: 0}
+    parents = [-1]
+    log_probs = [0.0]
+    children = {0: 0}
     while len(parents) < capacity and draw(st.booleans()):
         width = draw(st.integers(1, capacity - len(parents)))
         chosen = [draw(st.integers(0, len(parents) - 1)) for _ in range(width)]
@@ -70,7 +74,14 @@ def test_growth_by_hand_sets_parents_depths_positions_leaves_and_paths() -> None
 
 
 def test_ancestor_mask_by_hand() -> None:
-    expected = [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0], [1, 1, 0, 0, 1, 0], [1, 1, 0, 1, 0, 1]]
+    expected = [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [1, 1, 0, 1, 0, 1],
+    ]
     assert hand_tree().ancestor_mask().int().tolist() == expected
 
 
@@ -91,7 +102,8 @@ def test_whatever_growth_makes_passes_check(tree: TokenTree) -> None:
 @QUICK
 @given(grown_trees())
 def test_ancestor_mask_is_the_transitive_closure_of_parents(tree: TokenTree) -> None:
-    parents, mask_NN = tree.parent_N.tolist(), tree.ancestor_mask()
+    parents = tree.parent_N.tolist()
+    mask_NN = tree.ancestor_mask()
     assert mask_NN.shape == (len(tree), len(tree))
     for node in range(len(tree)):
         assert set(torch.nonzero(mask_NN[node])[:, 0].tolist()) == closure(parents, node)
@@ -101,7 +113,8 @@ def test_ancestor_mask_is_the_transitive_closure_of_parents(tree: TokenTree) -> 
 @given(grown_trees())
 def test_ancestors_are_closed_and_as_many_as_the_depth(tree: TokenTree) -> None:
     mask_NN = tree.ancestor_mask()
-    assert torch.equal((mask_NN.float() @ mask_NN.float()) > 0, mask_NN)  # an ancestor's ancestor is an ancestor
+    # an ancestor's ancestor is an ancestor
+    assert torch.equal((mask_NN.float() @ mask_NN.float()) > 0, mask_NN)
     assert torch.equal(mask_NN.sum(dim=1).int() - 1, tree.depth_N)
 
 
@@ -109,7 +122,9 @@ def test_ancestors_are_closed_and_as_many_as_the_depth(tree: TokenTree) -> None:
 @given(grown_trees(), st.integers(0, 10_000))
 def test_positions_are_depths_after_the_root(tree: TokenTree, offset: int) -> None:
     parents = tree.parent_N.tolist()
-    assert tree.positions(offset).tolist() == [offset + len(closure(parents, node)) - 1 for node in range(len(tree))]
+    assert tree.positions(offset).tolist() == [
+        offset + len(closure(parents, node)) - 1 for node in range(len(tree))
+    ]
 
 
 @QUICK
@@ -162,12 +177,18 @@ def brute_force(parents: list[int], values: list[float], k: int) -> float:
     """The greatest sum over all connected node sets with the root, of at most k nodes."""
     rest = range(1, len(parents))
     sets = ({0, *chosen} for size in range(min(k, len(parents))) for chosen in combinations(rest, size))
-    return max(sum(values[node] for node in nodes) for nodes in sets if all(parents[node] in nodes for node in nodes if node))
+    return max(
+        sum(values[node] for node in nodes)
+        for nodes in sets
+        if all(parents[node] in nodes for node in nodes if node)
+    )
 
 
 @QUICK
 @given(valued_parents())
-def test_programme_is_optimal_against_brute_force_whatever_the_values(case: tuple[list[int], list[float], int]) -> None:
+def test_programme_is_optimal_against_brute_force_whatever_the_values(
+    case: tuple[list[int], list[float], int],
+) -> None:
     parents, values, k = case
     keep = greatest_subtree_by_programme(parents, values, k)
     assert keep[0] == 0
@@ -178,14 +199,20 @@ def test_programme_is_optimal_against_brute_force_whatever_the_values(case: tupl
 
 @QUICK
 @given(valued_parents())
-def test_pruning_takes_the_optimum_whether_values_rise_or_not(case: tuple[list[int], list[float], int]) -> None:
+def test_pruning_takes_the_optimum_whether_values_rise_or_not(
+    case: tuple[list[int], list[float], int],
+) -> None:
     parents, values, k = case
-    assert sum(values[node] for node in greatest_subtree(parents, values, k)) == brute_force(parents, values, k)
+    assert sum(values[node] for node in greatest_subtree(parents, values, k)) == brute_force(
+        parents, values, k
+    )
 
 
 @QUICK
 @given(valued_parents())
-def test_programme_equals_the_k_greatest_where_values_never_rise(case: tuple[list[int], list[float], int]) -> None:
+def test_programme_equals_the_k_greatest_where_values_never_rise(
+    case: tuple[list[int], list[float], int],
+) -> None:
     parents, falls, k = case
     values = [64.0]
     for node in range(1, len(parents)):
@@ -209,7 +236,8 @@ def test_walk_stops_at_the_first_rejected_node() -> None:
 
 def test_walk_takes_the_second_child_when_the_target_says_it() -> None:
     assert hand_tree().walk(torch.tensor([12, 21, 0, 31, 0, 77])) == [0, 2]
-    assert hand_tree().walk(torch.tensor([11, 22, 0, 31, 21, 77])) == [0, 1, 4]  # token 21 is a child of 1, not of 4
+    # token 21 is a child of 1, not of 4
+    assert hand_tree().walk(torch.tensor([11, 22, 0, 31, 21, 77])) == [0, 1, 4]
 
 
 def test_networkx_export_has_edges_to_children_and_the_nodes_attributes() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from yggdrasil.cli.threads import add_threads, apply_threads
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ConfigError, UsageError
-from yggdrasil.launch import num_ranks
+from yggdrasil.ranks.launch import num_ranks
 
 if TYPE_CHECKING:
     from yggdrasil.bundle import Bundle
@@ -36,12 +36,22 @@ def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
     defaults = CompileConfig()
     parser = verbs.add_parser(
-        "compile", help="prepare a pair of models for this machine", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        "compile",
+        help="prepare a pair of models for this machine",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", nargs="?", help="folder or hub id of the target model")
-    parser.add_argument("draft", nargs="?", help="folder or hub id of a small model with the same tokenizer")
+    parser.add_argument(
+        "draft", nargs="?", help="folder or hub id of a small model with the same tokenizer"
+    )
     parser.add_argument("--name", help="name of the pair (default: the target's folder name)")
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help='text to calibrate acceptance on: plain, or .jsonl with a "text" a line')
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help='text to calibrate acceptance on: plain, or .jsonl with a "text" a line',
+    )
     parser.add_argument(
         "--calibration-budget",
         type=float,
@@ -50,8 +60,14 @@ def add_parser(verbs: Any) -> None:
         help="most seconds for writing calibration text and drafting along it; a large pair gets fewer trees and texts (default: %(default)g)",
     )
     parser.add_argument("--device", default=defaults.device, help="cpu or cuda (default: %(default)s)")
-    parser.add_argument("--dtype", default=defaults.dtype, help="bfloat16 or float32 (default: %(default)s)")
-    parser.add_argument("--max-context", type=int, help="most tokens of prompt and output together (default: the models' limit, at most 2048)")
+    parser.add_argument(
+        "--dtype", default=defaults.dtype, help="bfloat16 or float32 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-context",
+        type=int,
+        help="most tokens of prompt and output together (default: the models' limit, at most 2048)",
+    )
     parser.add_argument(
         "--exact",
         action=argparse.BooleanOptionalAction,
@@ -72,7 +88,7 @@ def add_parser(verbs: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Compile and say what to do next."""
-    from yggdrasil.build import bundled_arguments, resolved
+    from yggdrasil.offline.pipeline import bundled_arguments, resolved
 
     config = CompileConfig(
         device=options.device,
@@ -84,13 +100,17 @@ def run(options: argparse.Namespace) -> None:
         ranks=num_ranks(),
     )
     if options.target is None and options.name is not None:
-        raise UsageError("--name goes with the models it is for", f"ygg compile TARGET DRAFT --name {options.name}")
+        raise UsageError(
+            "--name goes with the models it is for", f"ygg compile TARGET DRAFT --name {options.name}"
+        )
     if options.target is None:
         target, draft, name = bundled_arguments()
     elif options.draft is None:
         raise UsageError("the draft is missing", f"{shlex.join(['ygg', 'compile', options.target])} DRAFT")
     else:
-        target, draft, name = options.target, options.draft, options.name or Path(resolved(options.target)).name
+        target = options.target
+        draft = options.draft
+        name = options.name or Path(resolved(options.target)).name
         _check_name(name, target, draft)
     apply_threads(options)
     _report(*_compile(target, draft, name, config, options.calibration, options.threads))
@@ -98,20 +118,26 @@ def run(options: argparse.Namespace) -> None:
 
 def _check_name(name: str, target: str, draft: str) -> None:
     """Raises ConfigError for what cannot be a folder of its own in the stores, or is one already."""
-    from yggdrasil.artifacts import OPERATORS
     from yggdrasil.bundle import BUNDLED
+    from yggdrasil.store.artifacts import OPERATORS
 
     if name in (BUNDLED, OPERATORS) or not re.fullmatch(r"[^\W_][\w.-]*", name):
         allowed = f"letters, digits, dots, dashes and underscores, a letter or digit first; {BUNDLED} and {OPERATORS} are taken"
-        raise ConfigError("name", name, allowed, f"{shlex.join(['ygg', 'compile', target, draft])} --name NAME")
+        raise ConfigError(
+            "name", name, allowed, f"{shlex.join(['ygg', 'compile', target, draft])} --name NAME"
+        )
 
 
-def pair_name(options: argparse.Namespace, check: Callable[[str, str], None] = lambda target, draft: None) -> str:
-    """The compiled pair that `--pair`, or `--target` and `--draft`, name; compiled first if need be, but for a name that nobody compiled.
+def pair_name(
+    options: argparse.Namespace, check: Callable[[str, str], None] = lambda target, draft: None
+) -> str:
+    """The compiled pair that `--pair`, or `--target` and `--draft`, name; compiled first if need be, but
+    for a name that nobody compiled.
 
     Args:
         options: Of the verb.
-        check: Called with target and draft before they are compiled, to refuse what could not work afterwards.
+        check: Called with target and draft before they are compiled, to refuse what could not work
+            afterwards.
 
     Raises:
         UsageError: half of a pair, or two.
@@ -134,12 +160,13 @@ def pair_name(options: argparse.Namespace, check: Callable[[str, str], None] = l
 
 def _compile_named(target: str, draft: str, threads: int | None, check: Callable[[str, str], None]) -> str:
     """Under a name made of both models, unless that is done."""
-    from yggdrasil.artifacts import digest
-    from yggdrasil.build import resolved
     from yggdrasil.bundle import is_compiled
+    from yggdrasil.offline.pipeline import resolved
+    from yggdrasil.store.artifacts import digest
 
     name = f"{Path(target).resolve().name}-{digest(resolved(target), resolved(draft))}"
-    name = re.sub(r"[^\w.-]", "-", name).lstrip("._-")  # one that `ygg compile --name` takes, for errors will say to run that
+    # one that `ygg compile --name` takes, for errors will say to run that
+    name = re.sub(r"[^\w.-]", "-", name).lstrip("._-")
     if not is_compiled(name):
         check(target, draft)
         _compile(target, draft, name, CompileConfig(ranks=num_ranks()), None, threads)
@@ -148,20 +175,30 @@ def _compile_named(target: str, draft: str, threads: int | None, check: Callable
 
 def _compile_bundled(threads: int | None, check: Callable[[str, str], None]) -> None:
     """With its defaults, for a first `ygg generate` or `ygg serve`."""
-    from yggdrasil.build import bundled_arguments
+    from yggdrasil.offline.pipeline import bundled_arguments
 
     check(*bundled_arguments()[:2])
     print("first run: compiling the bundled pair for this machine (a few minutes, once)", file=sys.stderr)
     _compile(*bundled_arguments(), CompileConfig(ranks=num_ranks()), None, threads)
 
 
-def _compile(target: str, draft: str, name: str, config: CompileConfig, calibration: Path | None, threads: int | None) -> tuple[Bundle, float]:
-    from yggdrasil.build import compile_pair
-    from yggdrasil.calibration import CALIBRATION_TEXT
+def _compile(
+    target: str, draft: str, name: str, config: CompileConfig, calibration: Path | None, threads: int | None
+) -> tuple[Bundle, float]:
     from yggdrasil.cli.progress import RichProgress
+    from yggdrasil.offline.pipeline import compile_pair
+    from yggdrasil.offline.traces import CALIBRATION_TEXT
 
     start = time.perf_counter()
-    bundle = compile_pair(target, draft, name=name, config=config, calibration=calibration or CALIBRATION_TEXT, num_workers=threads, progress=RichProgress())
+    bundle = compile_pair(
+        target,
+        draft,
+        name=name,
+        config=config,
+        calibration=calibration or CALIBRATION_TEXT,
+        num_workers=threads,
+        progress=RichProgress(),
+    )
     for note in bundle.notes:
         print(f"ygg compile: note: {note}", file=sys.stderr)
     return bundle, time.perf_counter() - start
@@ -171,13 +208,19 @@ def _report(bundle: Bundle, seconds: float) -> None:
     from yggdrasil.bundle import BUNDLED
     from yggdrasil.pair import load_pair
     from yggdrasil.policy.shape import best_shape
-    from yggdrasil.tables import depth_table, plan_table
+    from yggdrasil.report.tables import depth_table, plan_table
 
     loaded = load_pair(bundle.name)
     print(f"compiled {bundle.name} in {seconds:.0f} s")
     print(f"  {bundle.exactness}")
     for temperature, acceptance in loaded.acceptance.by_temperature.items():
-        shape, gain = best_shape(acceptance, loaded.latency, widths=bundle.config.widths, verify_widths=bundle.config.verify_widths, context_len=0)
+        shape, gain = best_shape(
+            acceptance,
+            loaded.latency,
+            widths=bundle.config.widths,
+            verify_widths=bundle.config.verify_widths,
+            context_len=0,
+        )
         print(f"  temperature {temperature}: {shape}, predicted speedup over plain decoding {gain:.2f}")
     print(plan_table(loaded))
     print(depth_table(loaded))

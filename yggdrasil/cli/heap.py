@@ -13,9 +13,9 @@ __all__ = ["frozen_heap"]
 def frozen_heap() -> Iterator[None]:
     """Within, collections pass over everything that is alive at its beginning.
 
-    To be entered once the models are loaded: a full collection over what torch imports takes a tenth of a second, and would fall into the first step.
-    Thawed at the end, also of an error: what is frozen outlives the interpreter, and bindings that count their objects (Triton's) would report leaks.
-    """
+    To be entered once the models are loaded: a full collection over what torch imports takes a tenth of a
+    second, and would fall into the first step. Thawed at the end, also of an error: what is frozen outlives
+    the interpreter, and bindings that count their objects (Triton's) would report leaks."""
     gc.freeze()
     try:
         yield

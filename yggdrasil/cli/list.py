@@ -15,14 +15,19 @@ a second line gives the reason and the command that compiles it again; `ygg rm N
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser("list", help="list the compiled pairs", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = verbs.add_parser(
+        "list",
+        help="list the compiled pairs",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """List them."""
-    from yggdrasil.artifacts import root
     from yggdrasil.inventory import stored_pairs
+    from yggdrasil.store.artifacts import root
 
     pairs = list(stored_pairs())
     if not pairs:

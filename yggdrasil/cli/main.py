@@ -1,4 +1,6 @@
-"""Parse the command line and report errors: one line on standard error and exit code 2 for what the user can mend."""
+"""Parse the command line and report errors: one line on standard error and exit code 2 for what the user
+can mend.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from yggdrasil.cli import verify as verify_command
 from yggdrasil.cli.output import guarded_output
 from yggdrasil.cli.parser import Parser
 from yggdrasil.errors import ConfigError, YggError
-from yggdrasil.launch import num_ranks, rank
+from yggdrasil.ranks.launch import num_ranks, rank
 
 __all__ = ["main"]
 
@@ -33,11 +35,23 @@ several GPUs (the target in one shard each, the draft on the first):
   torchrun --nproc-per-node 2 -m yggdrasil generate --pair mine "Hello"
 """
 SHARED = ("compile", "generate", "show")
-VERBS = (compile_command, generate_command, serve_command, show_command, list_command, verify_command, rm_command)
+VERBS = (
+    compile_command,
+    generate_command,
+    serve_command,
+    show_command,
+    list_command,
+    verify_command,
+    rm_command,
+)
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="ygg", description="Speculative decoding with compiled token trees: the target's own text, sooner.", epilog=EPILOG)
+    parser = Parser(
+        prog="ygg",
+        description="Speculative decoding with compiled token trees: the target's own text, sooner.",
+        epilog=EPILOG,
+    )
     parser.add_argument("--version", action="version", version=f"ygg {yggdrasil.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
     for command in VERBS:
@@ -94,7 +108,12 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
         return 0
     try:
         if num_ranks() > 1 and options.verb not in SHARED:
-            raise ConfigError("WORLD_SIZE", num_ranks(), f"1 for this verb; several processes run {', '.join(SHARED)}", f"ygg {options.verb} ...")
+            raise ConfigError(
+                "WORLD_SIZE",
+                num_ranks(),
+                f"1 for this verb; several processes run {', '.join(SHARED)}",
+                f"ygg {options.verb} ...",
+            )
         options.run(options)
     except ConfigError as error:
         return _refuse(f"ygg {options.verb}: {_in_words_of(options, error)}")

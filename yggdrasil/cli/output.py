@@ -16,7 +16,8 @@ __all__ = ["guarded_output"]
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
-    """A block that prints everything by its end, and in UTF-8 whatever the locale: text leaves as the model wrote it.
+    """A block that prints everything by its end, and in UTF-8 whatever the locale: text leaves as the model
+    wrote it.
 
     Raises:
         UsageError: standard output is closed or cannot be written, to a full disk for example.
@@ -64,7 +65,9 @@ class _Guarded:
             raise UsageError(problem, "ygg ... > FILE") from None
 
     def _drop(self) -> None:
-        """Send what is still buffered nowhere: another flush, the interpreter's own at last, would fail as well."""
+        """Send what is still buffered nowhere: another flush, the interpreter's own at last, would fail as
+        well.
+        """
         with contextlib.suppress(OSError):  # a stream without a descriptor has no reader that could go away
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())

@@ -24,18 +24,22 @@ PHRASES = (  # argparse's words, ours
 class Parser(argparse.ArgumentParser):
     """Takes options by their whole names only, and positional words anywhere among them.
 
-    A wrong option is an error of the verb that got it: with that verb's usage, and the nearest option there is.
-    """
+    A wrong option is an error of the verb that got it: with that verb's usage, and the nearest option there
+    is."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **settings, "allow_abbrev": False})
+        super().__init__(
+            **{"formatter_class": argparse.RawDescriptionHelpFormatter, **settings, "allow_abbrev": False}
+        )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse does, but nothing is left over."""
         found, left = super().parse_known_args(args, namespace)
         options = [word.partition("=")[0] for word in left if OPTION.match(word)]
         if options:
-            self.error(f"there is no option {options[0]}{_nearest(options[0], list(self._option_string_actions))}")
+            self.error(
+                f"there is no option {options[0]}{_nearest(options[0], list(self._option_string_actions))}"
+            )
         if left and not isinstance(getattr(found, "prompt", None), list):
             self.error(f"{' '.join(map(repr, left))} is one too many")
         if left:

@@ -8,16 +8,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 __all__ = ["RichProgress"]
 
 LOG_EVERY_S = 10.0
-BEGUN_S = 3.0  # after so long a phase is announced: one that ends or fails before needs no line of its own for that
+# after so long a phase is announced: one that ends or fails before needs no line of its own for that
+BEGUN_S = 3.0
 
 
 class RichProgress:
-    """Draws a bar a phase on a terminal, with the time left; elsewhere prints a line when a phase has begun, every ten seconds, and when it ends.
+    """Draws a bar a phase on a terminal, with the time left; elsewhere prints a line when a phase has
+    begun, every ten seconds, and when it ends.
 
     Args:
         log_every_s: Seconds between two lines of a phase.
@@ -34,7 +44,11 @@ class RichProgress:
     def phase(self, name: str, total: int) -> Iterator[None]:
         """A block during which `advance` counts up to `total`."""
         start = time.perf_counter()
-        shown = _bar(self._console, name, total) if self._console.is_terminal else _log(self._console, name, total, self._begun_s, self._log_every_s)
+        shown = (
+            _bar(self._console, name, total)
+            if self._console.is_terminal
+            else _log(self._console, name, total, self._begun_s, self._log_every_s)
+        )
         with shown as phase:
             self._phase = phase
             try:
@@ -63,7 +77,14 @@ class _Bar:
 
 @contextmanager
 def _bar(console: Console, name: str, total: int) -> Iterator[_Bar]:
-    columns = (TextColumn("{task.description:<22}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description:<22}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bars:
         yield _Bar(bars, bars.add_task(name, total=total))
 
@@ -84,7 +105,11 @@ class _Log:
 
     def line(self) -> str:
         elapsed = time.perf_counter() - self._start
-        left = f", about {elapsed * (self._total - self._done) / self._done:.0f} s left" if 0 < self._done < self._total else ""
+        left = (
+            f", about {elapsed * (self._total - self._done) / self._done:.0f} s left"
+            if 0 < self._done < self._total
+            else ""
+        )
         return f"{self._name:<22} {elapsed:6.1f} s so far, {self._done} of {self._total}{left}"
 
 

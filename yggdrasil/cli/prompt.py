@@ -28,9 +28,13 @@ def prompt_of(words: Sequence[str]) -> str:
     except UnicodeDecodeError as error:
         raise _not_text(error.object[error.start], error.start) from None
     except UnicodeEncodeError as error:
-        raise _not_text(ord(error.object[error.start]) & 0xFF, len(error.object[: error.start].encode())) from None
+        raise _not_text(
+            ord(error.object[error.start]) & 0xFF, len(error.object[: error.start].encode())
+        ) from None
     if not prompt:
-        raise UsageError("the prompt is empty", "echo Once upon a time | ygg generate -" if is_input else EXAMPLE)
+        raise UsageError(
+            "the prompt is empty", "echo Once upon a time | ygg generate -" if is_input else EXAMPLE
+        )
     return prompt
 
 

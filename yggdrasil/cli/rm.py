@@ -6,8 +6,8 @@ import argparse
 from contextlib import ExitStack
 from typing import Any
 
-from yggdrasil import artifacts, storage
 from yggdrasil.errors import ConfigError
+from yggdrasil.store import artifacts, storage
 
 __all__ = ["add_parser", "run"]
 
@@ -19,7 +19,12 @@ from stay, and so do our operators, which all pairs share. Nothing is asked; `yg
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser("rm", help="remove a compiled pair", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = verbs.add_parser(
+        "rm",
+        help="remove a compiled pair",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("name", metavar="NAME", help="of the pair")
     parser.set_defaults(run=run)
 
@@ -29,14 +34,18 @@ def run(options: argparse.Namespace) -> None:
     name = options.name
     known = artifacts.pair_names()
     if name not in known:
-        raise ConfigError("NAME", name, f"a pair in {artifacts.root()}: {', '.join(known) or 'there is none'}", "ygg list")
+        raise ConfigError(
+            "NAME", name, f"a pair in {artifacts.root()}: {', '.join(known) or 'there is none'}", "ygg list"
+        )
     with storage.store_errors(artifacts.root()), ExitStack() as locks:
         lock = artifacts.compile_cache() / name / artifacts.LOCK_NAME
         if lock.is_file():
             try:
                 locks.enter_context(storage.owned(lock))
             except BlockingIOError:
-                raise ConfigError("NAME", name, "a pair that is not being compiled", "end that `ygg compile` first") from None
+                raise ConfigError(
+                    "NAME", name, "a pair that is not being compiled", "end that `ygg compile` first"
+                ) from None
         folders = [folder for folder in artifacts.pair_folders(name) if folder.exists()]
         freed = sum(storage.size_bytes(folder) for folder in folders)
         for folder in folders:

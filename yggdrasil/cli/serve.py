@@ -1,4 +1,6 @@
-"""`ygg serve`: an OpenAI-compatible server on a compiled pair; SIGTERM and Ctrl-C let running requests finish."""
+"""`ygg serve`: an OpenAI-compatible server on a compiled pair; SIGTERM and Ctrl-C let running requests
+finish.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +42,42 @@ UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10*
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
     defaults = ServeConfig()
-    parser = verbs.add_parser("serve", help="answer requests over HTTP", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = verbs.add_parser(
+        "serve",
+        help="answer requests over HTTP",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--pair", help="a pair compiled with `ygg compile` (default: the bundled pair)")
-    parser.add_argument("--target", help="instead of --pair: folder or hub id of the target; compiled first if it is not yet")
-    parser.add_argument("--draft", help="with --target: folder or hub id of the draft")
-    parser.add_argument("--policy", default=defaults.policy, help="what chooses the speculative length; off never speculates (default: %(default)s)")
-    parser.add_argument("--gamma-max", type=int, default=defaults.gamma_max, metavar="N", help="most draft tokens of a row and step (default: %(default)s)")
-    parser.add_argument("--max-batch", type=int, default=defaults.max_batch, metavar="N", help="most requests decoded at once (default: %(default)s)")
     parser.add_argument(
-        "--kv-memory", type=_num_bytes, metavar="SIZE", help="for KV pages, 512MiB for example (default: a full batch's, at most half of what is free)"
+        "--target",
+        help="instead of --pair: folder or hub id of the target; compiled first if it is not yet",
+    )
+    parser.add_argument("--draft", help="with --target: folder or hub id of the draft")
+    parser.add_argument(
+        "--policy",
+        default=defaults.policy,
+        help="what chooses the speculative length; off never speculates (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--gamma-max",
+        type=int,
+        default=defaults.gamma_max,
+        metavar="N",
+        help="most draft tokens of a row and step (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-batch",
+        type=int,
+        default=defaults.max_batch,
+        metavar="N",
+        help="most requests decoded at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-memory",
+        type=_num_bytes,
+        metavar="SIZE",
+        help="for KV pages, 512MiB for example (default: a full batch's, at most half of what is free)",
     )
     parser.add_argument(
         "--elastic",
@@ -57,17 +86,42 @@ def add_parser(verbs: Any) -> None:
         help="let KV pages have the draft's memory while speculation is off and pages are scarce (default: %(default)s)",
     )
     parser.add_argument(
-        "--tau-low", type=float, metavar="SHARE", help=f"fewer free pages than this share are scarce; not with --no-elastic (default: {defaults.tau_low})"
+        "--tau-low",
+        type=float,
+        metavar="SHARE",
+        help=f"fewer free pages than this share are scarce; not with --no-elastic (default: {defaults.tau_low})",
     )
-    parser.add_argument("--max-queue", type=int, default=defaults.max_queue, metavar="N", help="most waiting requests, then 429 (default: %(default)s)")
-    parser.add_argument("--host", default=defaults.host, help="address to listen on; 0.0.0.0 is every one of them (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=defaults.port, help="0 takes a free one (default: %(default)s)")
-    parser.add_argument("--api-key", metavar="KEY", help=f"asked of clients, for all but /health (default: the variable {KEY_VARIABLE}, else none)")
-    parser.add_argument("--model-name", metavar="NAME", help="what clients call the model (default: the pair's name)")
+    parser.add_argument(
+        "--max-queue",
+        type=int,
+        default=defaults.max_queue,
+        metavar="N",
+        help="most waiting requests, then 429 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--host",
+        default=defaults.host,
+        help="address to listen on; 0.0.0.0 is every one of them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--port", type=int, default=defaults.port, help="0 takes a free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"asked of clients, for all but /health (default: the variable {KEY_VARIABLE}, else none)",
+    )
+    parser.add_argument(
+        "--model-name", metavar="NAME", help="what clients call the model (default: the pair's name)"
+    )
     names = "answer to this name too, not only this machine's own; may be given again; with a key, to any"
     parser.add_argument("--allow-host", action="append", metavar="NAME", help=names)
     parser.add_argument(
-        "--drain-seconds", type=float, default=defaults.drain_seconds, metavar="S", help="running requests may take this long to finish (default: %(default)s)"
+        "--drain-seconds",
+        type=float,
+        default=defaults.drain_seconds,
+        metavar="S",
+        help="running requests may take this long to finish (default: %(default)s)",
     )
     add_threads(parser, "")
     parser.set_defaults(run=run)
@@ -76,7 +130,12 @@ def add_parser(verbs: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Serve until a signal."""
     if options.tau_low is not None and not options.elastic:
-        raise ConfigError("--tau-low", options.tau_low, "left out with --no-elastic", "ygg serve --no-elastic, or --tau-low without it")
+        raise ConfigError(
+            "--tau-low",
+            options.tau_low,
+            "left out with --no-elastic",
+            "ygg serve --no-elastic, or --tau-low without it",
+        )
     config = ServeConfig(
         policy=options.policy,
         gamma_max=options.gamma_max,
@@ -102,7 +161,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _check_uncompiled(config: ServeConfig) -> None:
     """Refuse what cannot work before minutes go into compiling a pair with the defaults."""
-    from yggdrasil.serve.opening import check_fits
+    from yggdrasil.serve.load import check_fits
 
     check_fits(config, CompileConfig())
 
@@ -121,7 +180,9 @@ def _check_installed() -> None:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"{error.name} is not installed, which serving needs", "pip install 'yggdrasil-decoding[serve]'") from None
+        raise UsageError(
+            f"{error.name} is not installed, which serving needs", "pip install 'yggdrasil-decoding[serve]'"
+        ) from None
 
 
 @contextmanager
@@ -138,7 +199,9 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
             listener.bind(address[4])
             listener.listen()
         except OSError as error:
-            raise ConfigError("--port", port, f"a free port of {host}", f"{error}; --port 0 takes any") from None
+            raise ConfigError(
+                "--port", port, f"a free port of {host}", f"{error}; --port 0 takes any"
+            ) from None
         yield listener
 
 
@@ -149,11 +212,14 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
     from yggdrasil.serve.api import Serving
     from yggdrasil.serve.chat import load_chat_template
     from yggdrasil.serve.hosts import HostNames
+    from yggdrasil.serve.load import open_service
     from yggdrasil.serve.metrics import Metrics
-    from yggdrasil.serve.opening import open_service
 
     bundle = load_bundle(name)
-    metrics = Metrics(token_bytes=bundle.kv_target.token_bytes(getattr(torch, bundle.config.dtype)), gamma_max=config.gamma_max)
+    metrics = Metrics(
+        token_bytes=bundle.kv_target.token_bytes(getattr(torch, bundle.config.dtype)),
+        gamma_max=config.gamma_max,
+    )
     opened = open_service(name, config, metrics)
     note_threads(opened.latency, bundle.command)
     serving = Serving(
@@ -185,7 +251,9 @@ async def _serve(serving: Serving, service: Service, listener: socket.socket, dr
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
-            yield  # the signals are ours: uvicorn would stop listening before the service has finished, and die of the signal
+            # the signals are ours: uvicorn would stop listening before the service has finished, and die of
+            # the signal
+            yield
 
     settings = uvicorn.Config(
         create_app(serving),
@@ -212,7 +280,10 @@ async def _serve(serving: Serving, service: Service, listener: socket.socket, dr
         signal.signal(number, _end_at_once)
     serving.is_draining = True
     if not await _drained(service, drain_seconds):
-        print(f"ygg serve: some requests did not finish within {drain_seconds:g} s and were ended", file=sys.stderr)
+        print(
+            f"ygg serve: some requests did not finish within {drain_seconds:g} s and were ended",
+            file=sys.stderr,
+        )
     server.should_exit = True
     await running
 
@@ -224,7 +295,9 @@ def _end_at_once(number: int, frame: object) -> None:
 
 
 async def _drained(service: Service, drain_seconds: float) -> bool:
-    """`service.drain` in a thread that a second signal does not have to wait for, as it would for the loop's own."""
+    """`service.drain` in a thread that a second signal does not have to wait for, as it would for the
+    loop's own.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[bool] = loop.create_future()
 

@@ -25,12 +25,28 @@ tree       the tree that one step drafts, verifies and accepts after a prompt
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser("show", help="look at a compiled pair", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = verbs.add_parser(
+        "show",
+        help="look at a compiled pair",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("what", choices=("pair", "profile", "plan", "predictor", "step", "tree"))
-    parser.add_argument("prompt", nargs="*", default=[], help=f"for step and tree: the text before the step (default: {PROMPT})")
+    parser.add_argument(
+        "prompt",
+        nargs="*",
+        default=[],
+        help=f"for step and tree: the text before the step (default: {PROMPT})",
+    )
     parser.add_argument("--pair", help="which compiled pair (default: the bundled one)")
-    parser.add_argument("--predictor", metavar="DATASET", help="which calibration text's predictor (default: the last one compiled)")
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for PNG files (default: the working directory)")
+    parser.add_argument(
+        "--predictor",
+        metavar="DATASET",
+        help="which calibration text's predictor (default: the last one compiled)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("."), help="folder for PNG files (default: the working directory)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -43,46 +59,68 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError("out", str(options.out), "an existing folder")
     options.prompt = prompt_of(options.prompt or [PROMPT])
     pair = load_pair(options.pair or BUNDLED, dataset=options.predictor)
-    show = {"pair": _show_pair, "profile": _show_profile, "plan": _show_plan, "predictor": _show_predictor, "step": _show_step, "tree": _show_tree}
+    show = {
+        "pair": _show_pair,
+        "profile": _show_profile,
+        "plan": _show_plan,
+        "predictor": _show_predictor,
+        "step": _show_step,
+        "tree": _show_tree,
+    }
     show[options.what](pair, options)
 
 
 def _show_pair(pair: Any, options: argparse.Namespace) -> None:
     from yggdrasil.policy.shape import best_shape
 
-    bundle, config = pair.bundle, pair.bundle.config
+    bundle = pair.bundle
+    config = pair.bundle.config
     print(f"pair {bundle.name}: target {bundle.models[0]}, draft {bundle.models[1]}")
     megabytes = [model.weight_bytes / 1e6 for model in (pair.engine.target, pair.engine.draft)]
     ranks = "" if config.ranks == 1 else f", the target in {config.ranks} shards like this one"
-    print(f"  {config.dtype} on {config.device}, context {bundle.max_context}, weights {megabytes[0]:.1f} + {megabytes[1]:.1f} MB{ranks}")
-    print(f"  target graphs {list(pair.engine.target.menu.sizes)}, draft graphs {list(pair.engine.draft.menu.sizes)} tokens")
+    print(
+        f"  {config.dtype} on {config.device}, context {bundle.max_context}, weights {megabytes[0]:.1f} + {megabytes[1]:.1f} MB{ranks}"
+    )
+    print(
+        f"  target graphs {list(pair.engine.target.menu.sizes)}, draft graphs {list(pair.engine.draft.menu.sizes)} tokens"
+    )
     print(f"  {bundle.exactness}")
     for note in bundle.notes:
         print(f"  note: {note}")
     print(f"  calibrated on {pair.dataset} (--predictor chooses among: {', '.join(bundle.datasets)})")
     for temperature, acceptance in pair.acceptance.by_temperature.items():
-        shape, gain = best_shape(acceptance, pair.latency, widths=config.widths, verify_widths=config.verify_widths, context_len=256)
+        shape, gain = best_shape(
+            acceptance,
+            pair.latency,
+            widths=config.widths,
+            verify_widths=config.verify_widths,
+            context_len=256,
+        )
         print(f"  temperature {temperature}: {shape}, predicted speedup {gain:.2f}")
     print(f"  {bundle.folder}\n  {bundle.profile_path}\n  {bundle.predictor_folder(pair.dataset)}")
 
 
 def _show_profile(pair: Any, options: argparse.Namespace) -> None:
-    from yggdrasil.plots import plot_acceptance, plot_latency
+    from yggdrasil.report.plots import plot_acceptance, plot_latency
 
     latency = pair.latency
     print("context  tokens    draft ms   verify ms")
     for context in latency.verify.contexts:
         for size in latency.verify.sizes:
-            drafting = f"{latency.draft.at(size, context):10.3f}" if size in latency.draft.sizes else " " * 10
+            drafting = (
+                f"{latency.draft.at(size, context):10.3f}" if size in latency.draft.sizes else " " * 10
+            )
             print(f"{context:7d} {size:7d}  {drafting}  {latency.verify.at(size, context):10.3f}")
-    print(f"host: {latency.growth_host_ms:.3f} ms per growth step, {latency.step_host_ms:.3f} per step, {latency.plain_host_ms:.3f} per plain step")
+    print(
+        f"host: {latency.growth_host_ms:.3f} ms per growth step, {latency.step_host_ms:.3f} per step, {latency.plain_host_ms:.3f} per plain step"
+    )
     for path in (plot_latency(pair, options.out), plot_acceptance(pair, options.out)):
         print(path)
 
 
 def _show_plan(pair: Any, options: argparse.Namespace) -> None:
-    from yggdrasil.schedule.gantt import plot_plans
-    from yggdrasil.tables import plan_table
+    from yggdrasil.report.gantt import plot_plans
+    from yggdrasil.report.tables import plan_table
 
     print(plan_table(pair))
     charts = {}
@@ -96,20 +134,26 @@ def _show_plan(pair: Any, options: argparse.Namespace) -> None:
 
 
 def _show_predictor(pair: Any, options: argparse.Namespace) -> None:
-    from yggdrasil.plots import plot_predictor
-    from yggdrasil.tables import depth_table
+    from yggdrasil.report.plots import plot_predictor
+    from yggdrasil.report.tables import depth_table
 
     print(depth_table(pair))
     print(plot_predictor(pair, options.out))
 
 
 def _show_step(pair: Any, options: argparse.Namespace) -> None:
-    from yggdrasil.timeline import plot_timeline, record_timeline, timeline_table
+    from yggdrasil.report.timeline import plot_timeline, record_timeline, timeline_table
 
     timeline = record_timeline(pair, pair.tokenizer.encode(options.prompt))
     print(timeline_table(timeline))
     step = timeline.representative
-    print(plot_timeline(step, options.out / f"{pair.bundle.name}-step.png", title=f"{pair.bundle.name}: {step.shape}, {step.ms:.2f} ms"))
+    print(
+        plot_timeline(
+            step,
+            options.out / f"{pair.bundle.name}-step.png",
+            title=f"{pair.bundle.name}: {step.shape}, {step.ms:.2f} ms",
+        )
+    )
 
 
 def _show_tree(pair: Any, options: argparse.Namespace) -> None:
@@ -118,7 +162,9 @@ def _show_tree(pair: Any, options: argparse.Namespace) -> None:
     config = GenerateConfig(max_new_tokens=64)
     for result in pair.engine.generate(pair.tokenizer.encode(options.prompt), pair.policy(), config):
         labels = [pair.tokenizer.token_text(token) for token in result.tree.token_N.tolist()]
-        counts = f"{result.drafted} nodes drafted, {result.verified} verified, {result.accepted} accepted (*)"
+        counts = (
+            f"{result.drafted} nodes drafted, {result.verified} verified, {result.accepted} accepted (*)"
+        )
         print(f"{result.shape}: {counts}, then {pair.tokenizer.token_text(result.tokens[-1])}")
         print(result.tree.render(labels, result.path))
         return

@@ -14,7 +14,9 @@ __all__ = ["add_threads", "apply_threads", "note_threads"]
 
 def add_threads(parser: argparse.ArgumentParser, what: str) -> None:
     """Add the option; `what` ends its help."""
-    parser.add_argument("--threads", type=int, metavar="N", help=f"threads to run on (default: one for every core){what}")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help=f"threads to run on (default: one for every core){what}"
+    )
 
 
 def apply_threads(options: argparse.Namespace) -> None:
@@ -30,7 +32,8 @@ def apply_threads(options: argparse.Namespace) -> None:
 
 
 def note_threads(latency: LatencyModel, command: str) -> None:
-    """A line on standard error where the pair was measured with another number: shapes may then not be the best.
+    """A line on standard error where the pair was measured with another number: shapes may then not be the
+    best.
 
     Args:
         latency: The profile.
@@ -41,4 +44,7 @@ def note_threads(latency: LatencyModel, command: str) -> None:
     count = get_num_threads()
     if latency.num_threads not in (0, count):
         measured = f"measured with --threads {latency.num_threads}, this run has {count}: the text is the same, the speed not the best"
-        print(f"ygg: the pair was {measured}; `{command} --threads {count}` measures it again", file=sys.stderr)
+        print(
+            f"ygg: the pair was {measured}; `{command} --threads {count}` measures it again",
+            file=sys.stderr,
+        )

@@ -22,7 +22,10 @@ copy, this reads everything.
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = verbs.add_parser(
-        "verify", help="check every byte of a compiled pair", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        "verify",
+        help="check every byte of a compiled pair",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="of the pair (default: the bundled one)")
     parser.set_defaults(run=run)

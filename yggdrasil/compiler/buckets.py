@@ -10,7 +10,8 @@ from yggdrasil.errors import ShapeNotCompiled
 
 __all__ = ["Menu", "draft_menu", "target_menu"]
 
-SMALLEST = 2  # one token runs as two: compilers treat a dimension of one specially, and a padded row costs nothing
+# one token runs as two: compilers treat a dimension of one specially, and a padded row costs nothing
+SMALLEST = 2
 SMALLEST_DRAFT = 4  # a draft is too small for fewer to take less time
 BATCH = 32  # of a draft: a token for every row of a batch
 
@@ -31,7 +32,13 @@ class Menu:
 
 def target_menu(config: CompileConfig) -> Menu:
     """Plain decoding, every verified width, and the prefill chunk."""
-    return Menu(tuple(sorted({SMALLEST, *(max(width, SMALLEST) for width in config.verify_widths), config.prefill_chunk})))
+    return Menu(
+        tuple(
+            sorted(
+                {SMALLEST, *(max(width, SMALLEST) for width in config.verify_widths), config.prefill_chunk}
+            )
+        )
+    )
 
 
 def draft_menu(config: CompileConfig) -> Menu:

@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from yggdrasil import storage
-from yggdrasil.compilations import count_compilation
 from yggdrasil.compiler.fusion import fuse_linears_
-from yggdrasil.compiler.reuse import evaluate_sines_once_
+from yggdrasil.compiler.rotary import evaluate_sines_once_
 from yggdrasil.errors import ArtifactError
+from yggdrasil.kernels.compilations import count_compilation
 from yggdrasil.kernels.shims import c_shims
+from yggdrasil.store import storage
 
 __all__ = ["LoadedGraph", "ReplayedGraph", "compile_graph", "full_precision"]
 
 INDUCTOR_OPTIONS = {
-    "aot_inductor.package_constants_in_so": False,  # weights and KV stay the caller's: one copy for the whole menu
+    # weights and KV stay the caller's: one copy for the whole menu
+    "aot_inductor.package_constants_in_so": False,
     "always_keep_tensor_constants": True,  # small buffers too: the compiler may see uninitialised values
     "aot_inductor.enable_line_tables": False,
     "cpp.vec_isa_ok": True,  # our operators were built and loaded with the same flags: no trial builds
@@ -28,25 +29,36 @@ INDUCTOR_OPTIONS = {
 
 
 def full_precision() -> None:
-    """Let cuBLAS neither round fp32 inputs to TF32 nor reduce in bf16. It is asked when a graph is lowered, and again when it runs or is captured."""
+    """Let cuBLAS neither round fp32 inputs to TF32 nor reduce in bf16. It is asked when a graph is lowered,
+    and again when it runs or is captured.
+    """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def _reduction_options() -> dict[str, bool]:
-    """On CUDA Inductor times ways to add up a row and takes the fastest, graph by graph; these modes, of which older versions have one, forbid it."""
-    return {name: True for name in ("deterministic", "batch_invariant") if hasattr(torch._inductor.config, name)}
+    """On CUDA Inductor times ways to add up a row and takes the fastest, graph by graph; these modes, of
+    which older versions have one, forbid it.
+    """
+    return {
+        name: True for name in ("deterministic", "batch_invariant") if hasattr(torch._inductor.config, name)
+    }
 
 
-def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path, *, exact: bool = True, is_small: bool = False) -> None:
-    """Export `module` at the shape of `meta_NM` as one graph and write it as an AOTInductor package without weights.
+def compile_graph(
+    module: nn.Module, meta_NM: Tensor, path: Path, *, exact: bool = True, is_small: bool = False
+) -> None:
+    """Export `module` at the shape of `meta_NM` as one graph and write it as an AOTInductor package without
+    weights.
 
     Args:
         module: A TargetForward or DraftForward; weight values are not read.
         meta_NM: Metadata of the shape, values free.
         path: A `.pt2` file to write.
-        exact: On CUDA, let a row's sums not depend on how many rows the graph has, as far as Inductor's own kernels go.
-        is_small: Whether its kernels are so short that what an optimised wrapper saves counts: a tenth of a draft's forward.
+        exact: On CUDA, let a row's sums not depend on how many rows the graph has, as far as Inductor's own
+            kernels go.
+        is_small: Whether its kernels are so short that what an optimised wrapper saves counts: a tenth of a
+            draft's forward.
 
     Raises:
         Whatever torch.export says about a model it cannot capture: there is no fallback.
@@ -74,10 +86,18 @@ def compile_graph(module: nn.Module, meta_NM: Tensor, path: Path, *, exact: bool
 
 
 def _separate_buffers_(module: nn.Module) -> None:
-    """Give every buffer a storage of its own, with its strides: views of one storage look like aliases to the compiler, which then copies whole caches."""
+    """Give every buffer a storage of its own, with its strides: views of one storage look like aliases to
+    the compiler, which then copies whole caches.
+    """
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.untyped_storage().nbytes() != buffer.nbytes:
-            setattr(module, name, torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=buffer.device))
+            setattr(
+                module,
+                name,
+                torch.empty_strided(
+                    buffer.size(), buffer.stride(), dtype=buffer.dtype, device=buffer.device
+                ),
+            )
 
 
 class LoadedGraph:
@@ -100,7 +120,9 @@ class LoadedGraph:
         device_index = next(iter(constants.values())).device.index
         try:
             with storage.store_errors(Path(tempfile.gettempdir())), storage.scratch_for_graphs():
-                self.native: Any = torch.classes.ygg.Graph(str(path), -1 if device_index is None else device_index, constants)
+                self.native: Any = torch.classes.ygg.Graph(
+                    str(path), -1 if device_index is None else device_index, constants
+                )
         except RuntimeError as error:
             raise ArtifactError(path, f"corrupt ({str(error).strip().splitlines()[0]})", command) from None
 
@@ -118,8 +140,8 @@ class ReplayedGraph:
         meta_NM: The metadata buffer that every call fills.
         pool: Memory shared by all captures of a model, from `torch.cuda.graph_pool_handle()`.
 
-    Aliasing: outputs are overwritten by the next call of any graph with this pool: what one graph returns, another may use in between.
-    """
+    Aliasing: outputs are overwritten by the next call of any graph with this pool: what one graph returns,
+    another may use in between."""
 
     def __init__(self, graph: LoadedGraph, meta_NM: Tensor, pool: Any) -> None:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

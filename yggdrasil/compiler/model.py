@@ -74,11 +74,14 @@ class CompiledModel(Generic[Storage]):
         if device == "cuda":
             full_precision()
             if isinstance(cache, KVCache):
-                torch.ops.ygg.move_slots_(cache.storage_PL2GSF, [0], 0)  # onto itself: the first launch compiles, and not in the loop
+                # onto itself: the first launch compiles, and not in the loop
+                torch.ops.ygg.move_slots_(cache.storage_PL2GSF, [0], 0)
         if device == "cuda" and captured:
             pool = torch.cuda.graph_pool_handle()
             largest_first = reversed(loaded.items())  # the others find room in what it leaves
-            self._graphs = {size: ReplayedGraph(graph, self._meta[size], pool) for size, graph in largest_first}
+            self._graphs = {
+                size: ReplayedGraph(graph, self._meta[size], pool) for size, graph in largest_first
+            }
 
     @property
     def weight_bytes(self) -> int:
@@ -99,7 +102,7 @@ class CompiledModel(Generic[Storage]):
         graph = self._graphs[len(meta_NM)]
         return graph.native if isinstance(graph, LoadedGraph) else None
 
-    def ran_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
+    def record_forward_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
         self.graph_ms += sum(times_ms[1::2]) - sum(times_ms[::2])
 
 

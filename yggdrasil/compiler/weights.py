@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from yggdrasil.artifacts import unreadable
 from yggdrasil.errors import ArtifactError
+from yggdrasil.store.artifacts import unreadable
 
 __all__ = ["FILE_NAME", "load_weights", "save_weights"]
 
@@ -17,7 +17,8 @@ FILE_NAME = "weights.safetensors"
 
 
 def save_weights(model: nn.Module, folder: Path) -> None:
-    """Write every parameter and buffer of a packed model, tied ones once, under the names that exported graphs use.
+    """Write every parameter and buffer of a packed model, tied ones once, under the names that exported
+    graphs use.
 
     Args:
         model: The transformers model, linear layers packed.
@@ -28,13 +29,17 @@ def save_weights(model: nn.Module, folder: Path) -> None:
     unique: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
         first = unique.setdefault(tensor.data_ptr(), f"model.{name}")
         if first == f"model.{name}":
             tensors[first] = tensor.detach().contiguous()
         else:
             aliases[f"model.{name}"] = first
-    # Tensors begin wherever the library's header ends: begun at cache lines, a packed linear layer that streams from memory is no faster (bench/LOG.md).
+    # Tensors begin wherever the library's header ends: begun at cache lines, a packed linear layer that
+    # streams from memory is no faster (bench/LOG.md).
     save_file(tensors, folder / FILE_NAME, metadata=aliases)
 
 
@@ -64,4 +69,5 @@ def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
 
 
 def _current(device: str) -> str:
-    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device  # the library takes "cuda" for the first one
+    # the library takes "cuda" for the first one
+    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device

@@ -1,5 +1,21 @@
-"""Our few operators; each has a torch reference, a C++ body for the CPU and, where it pays, a Triton body for CUDA, side by side."""
+"""Our few operators; each has a torch reference, a C++ body for the CPU and, where it pays, a Triton body
+for CUDA, side by side.
+"""
 
-from yggdrasil.kernels.build import build_kernels, check_kernels, kernel_library, library_path, load_cuda_kernels, load_kernels
+from yggdrasil.kernels.build import (
+    build_kernels,
+    check_kernels,
+    kernel_library,
+    library_path,
+    load_cuda_kernels,
+    load_kernels,
+)
 
-__all__ = ["build_kernels", "check_kernels", "kernel_library", "library_path", "load_cuda_kernels", "load_kernels"]
+__all__ = [
+    "build_kernels",
+    "check_kernels",
+    "kernel_library",
+    "library_path",
+    "load_cuda_kernels",
+    "load_kernels",
+]

@@ -11,7 +11,14 @@ __all__ = ["reference", "register"]
 
 
 def reference(
-    query_1HNF: Tensor, key_1GNF: Tensor, value_1GNF: Tensor, key_cache_PGSF: Tensor, value_cache_PGSF: Tensor, meta_NM: Tensor, pages_BP: Tensor, scale: float
+    query_1HNF: Tensor,
+    key_1GNF: Tensor,
+    value_1GNF: Tensor,
+    key_cache_PGSF: Tensor,
+    value_cache_PGSF: Tensor,
+    meta_NM: Tensor,
+    pages_BP: Tensor,
+    scale: float,
 ) -> Tensor:
     """Attention of N tokens over a paged cache: the specification of `ygg::attend`, one token at a time.
 
@@ -19,40 +26,49 @@ def reference(
         query_1HNF: Queries, (1, H, N, F), bfloat16 or float32.
         key_1GNF: Keys of the same tokens, (1, G, N, F); H is a multiple of G.
         value_1GNF: Their values, (1, G, N, F).
-        key_cache_PGSF: Keys by page, (P, G, 16, F), what a page holds contiguous: the keys of one head lie together, as they are read. Written at
-            each token's INDEX.
+        key_cache_PGSF: Keys by page, (P, G, 16, F), what a page holds contiguous: the keys of one head lie
+            together, as they are read. Written at each token's INDEX.
         value_cache_PGSF: Values by page, (P, G, 16, F), with the same strides; written likewise.
         meta_NM: One row of metadata a token, int32; see layout.py.
         pages_BP: Page of every 16 indices of a row, int32.
         scale: Factor on the scores.
 
     Returns:
-        (1, N, H, F) in the query's dtype; zeros for padding. The operator rounds softmax numerators to the cache's dtype before it multiplies
-        them with values, as flash attention does; here they stay fp32.
+        (1, N, H, F) in the query's dtype; zeros for padding. The operator rounds softmax numerators to the
+        cache's dtype before it multiplies them with values, as flash attention does; here they stay fp32.
 
     Cost: N host loops and syncs; for tests.
     Aliasing: mutates both caches, aliases nothing.
-    Source: Yggdrasil section 4.2 (attention mask of the tree's causal dependency), as index lists instead of a mask.
-    """
+    Source: Yggdrasil section 4.2 (attention mask of the tree's causal dependency), as index lists instead
+    of a mask."""
     group = query_1HNF.shape[1] // key_1GNF.shape[1]
     out_1NHF = torch.zeros_like(query_1HNF.transpose(1, 2))
 
     def seen(cache_PGSF: Tensor, row: int, indices: list[int]) -> Tensor:
         pages = pages_BP[row, [index // PAGE_LEN for index in indices]].long()
-        return cache_PGSF[pages, :, [index % PAGE_LEN for index in indices]].transpose(0, 1).float().repeat_interleave(group, dim=0)
+        return (
+            cache_PGSF[pages, :, [index % PAGE_LEN for index in indices]]
+            .transpose(0, 1)
+            .float()
+            .repeat_interleave(group, dim=0)
+        )
 
     tokens = meta_NM.tolist()
     for n, fields in enumerate(tokens):
         if fields[INDEX] >= 0:
-            page, place = pages_BP[fields[ROW], fields[INDEX] // PAGE_LEN], fields[INDEX] % PAGE_LEN
+            page = pages_BP[fields[ROW], fields[INDEX] // PAGE_LEN]
+            place = fields[INDEX] % PAGE_LEN
             key_cache_PGSF[page, :, place] = key_1GNF[0, :, n]
             value_cache_PGSF[page, :, place] = value_1GNF[0, :, n]
     for n, fields in enumerate(tokens):
         path = [fields[PREFIX] + step for step in fields[PATH:] if step >= 0]
         indices = [*range(fields[PREFIX]), *path]
         if indices:
-            key_HLF, value_HLF = seen(key_cache_PGSF, fields[ROW], indices), seen(value_cache_PGSF, fields[ROW], indices)
-            weight_HL = torch.softmax((key_HLF @ query_1HNF[0, :, n, :, None].float())[..., 0] * scale, dim=-1)
+            key_HLF = seen(key_cache_PGSF, fields[ROW], indices)
+            value_HLF = seen(value_cache_PGSF, fields[ROW], indices)
+            weight_HL = torch.softmax(
+                (key_HLF @ query_1HNF[0, :, n, :, None].float())[..., 0] * scale, dim=-1
+            )
             out_1NHF[0, n] = (weight_HL[:, None] @ value_HLF)[:, 0].to(out_1NHF.dtype)
     return out_1NHF
 
@@ -60,7 +76,16 @@ def reference(
 def register() -> None:
     """Tell the compiler the operator's output shape; called once, after the library is loaded."""
 
-    def fake(query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, meta: Tensor, pages: Tensor, scale: float) -> Tensor:
+    def fake(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: Tensor,
+        pages: Tensor,
+        scale: float,
+    ) -> Tensor:
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
 
     torch.library.register_fake("ygg::attend", fake)

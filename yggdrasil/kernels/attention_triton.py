@@ -1,7 +1,9 @@
-"""Triton bodies of `ygg::attend` for CUDA: one pair of kernels for plain decoding, trees, batches and prompt chunks, exact to the bit.
+"""Triton bodies of `ygg::attend` for CUDA: one pair of kernels for plain decoding, trees, batches and
+prompt chunks, exact to the bit.
 
-A token sees a flat sequence of places, 0 .. len-1: indices 0 .. prefix-1 of its row, then its path. Its last places, at least as many as a path can
-have, are its *tail*; everything before is its *body*, whole blocks that hold prefix alone, so place and index are one there and neighbours share keys.
+A token sees a flat sequence of places, 0 .. len-1: indices 0 .. prefix-1 of its row, then its path. Its
+last places, at least as many as a path can have, are its *tail*; everything before is its *body*, whole
+blocks that hold prefix alone, so place and index are one there and neighbours share keys.
 
 ```
 place        0          block                                          body_len          len
@@ -14,15 +16,18 @@ body_kernel  a program a split: online softmax over its blocks; lanes = tokens o
 tail_kernel  a program a token and KV head: its tail as one block, then split 0 + split 1 + ... + tail, in that order
 ```
 
-Exactness: `body_len` is a function of `len` alone. Blocks, splits, the tail, their order and the instructions over them are functions of a token's own
-places, and a lane either takes part in a block with all of its places or is left untouched. So a token's bits depend neither on its slots or pages, nor on its
-neighbours, nor on how many tokens there are, nor on whether a place came from the prefix or from the path. They do depend on the `Config` and on the
-metadata's path width, which are the same in all graphs of a model; that is why no entry of the menu depends on the number of tokens.
+Exactness: `body_len` is a function of `len` alone. Blocks, splits, the tail, their order and the
+instructions over them are functions of a token's own places, and a lane either takes part in a block with
+all of its places or is left untouched. So a token's bits depend neither on its slots or pages, nor on its
+neighbours, nor on how many tokens there are, nor on whether a place came from the prefix or from the path.
+They do depend on the `Config` and on the metadata's path width, which are the same in all graphs of a
+model; that is why no entry of the menu depends on the number of tokens.
 
-Departure: a tree's mask is often held as bits over slots; here metadata lists a token's ancestors (layout.py). A sum in position order needs the order of the
-path, which bits over slots would give only after they were compacted. Scores of one block are summed by one matrix product, within which the hardware orders
-the terms; that order belongs to the place in the block. That rows of a product do not depend on each other on a device is what the tests marked `gpu` check.
-"""
+Departure: a tree's mask is often held as bits over slots; here metadata lists a token's ancestors
+(layout.py). A sum in position order needs the order of the path, which bits over slots would give only
+after they were compacted. Scores of one block are summed by one matrix product, within which the hardware
+orders the terms; that order belongs to the place in the block. That rows of a product do not depend on each
+other on a device is what the tests marked `gpu` check."""
 
 from __future__ import annotations
 
@@ -39,7 +44,18 @@ from torch import Tensor
 
 from yggdrasil.layout import INDEX, PAGE_LEN, PATH, PREFIX, ROW
 
-__all__ = ["CANDIDATES", "CONFIGS", "Config", "body_kernel", "config_for", "launch", "register", "store_kernel", "tail_kernel", "tune"]
+__all__ = [
+    "CANDIDATES",
+    "CONFIGS",
+    "Config",
+    "body_kernel",
+    "config_for",
+    "launch",
+    "register",
+    "store_kernel",
+    "tail_kernel",
+    "tune",
+]
 
 LOG2_E: Final = log2(e)
 TAIL_LANES: Final = 16  # the fewest rows of a matrix product
@@ -52,11 +68,13 @@ class Config:
     """How a body is cut up and compiled: an entry of the menu.
 
     Args:
-        lanes: Query rows of a program; a power of two from 16 on. At 32 at most, every device multiplies them by the same instruction.
+        lanes: Query rows of a program; a power of two from 16 on. At 32 at most, every device multiplies
+            them by the same instruction.
         block: Places multiplied at once; a power of two from 16 on.
         split: Places of a program; a multiple of `block`.
         num_warps: Of a program of the body.
-        num_stages: Of its pipeline; page numbers come first and take every other stage, so 3, 5 and 7 keep one, two and three blocks in flight.
+        num_stages: Of its pipeline; page numbers come first and take every other stage, so 3, 5 and 7 keep
+            one, two and three blocks in flight.
 
     Raises:
         ValueError: a size that the kernels cannot have.
@@ -73,7 +91,9 @@ class Config:
             if size < 16 or size & (size - 1):
                 raise ValueError(f"{name} of the attention kernel is {size}; allowed are 16, 32, 64, ...")
         if self.split % self.block or self.split <= 0:
-            raise ValueError(f"split of the attention kernel is {self.split}; allowed are multiples of block, {self.block}")
+            raise ValueError(
+                f"split of the attention kernel is {self.split}; allowed are multiples of block, {self.block}"
+            )
 
     def num_splits(self, capacity: int, path_width: int) -> int:
         """Splits of the longest body that so many indices a row can give; at least one."""
@@ -88,9 +108,10 @@ CONFIGS: Final[Mapping[tuple[torch.dtype, int], Config]] = {
     (torch.float32, 128): Config(lanes=16, block=16, split=128, num_warps=4, num_stages=3),
     (torch.float32, 256): Config(lanes=16, block=16, split=128, num_warps=4, num_stages=3),
 }
-"""The menu, by dtype and head dimension (rounded up to a power of two, 64 at least). Baked into a graph when it is compiled, never searched at start.
-Chosen from what the compiler reports for sm_80 and sm_90 (registers, shared memory, no spills), not measured: no device was at hand.
-`bench/claim_kernels.py --tune` times the candidates on one."""
+"""The menu, by dtype and head dimension (rounded up to a power of two, 64 at least). Baked into a graph
+when it is compiled, never searched at start. Chosen from what the compiler reports for sm_80 and sm_90
+(registers, shared memory, no spills), not measured: no device was at hand. `bench/claim_kernels.py --tune`
+times the candidates on one."""
 
 CANDIDATES: Final = (
     Config(lanes=16, block=16, split=128, num_warps=2, num_stages=5),
@@ -116,7 +137,9 @@ def config_for(dtype: torch.dtype, dim: int) -> Config:
     """
     config = CONFIGS.get((dtype, max(64, triton.next_power_of_2(dim))))
     if config is None:
-        raise ValueError(f"attention on CUDA: no kernel for head dimension {dim} in {dtype}; allowed are up to 256 in torch.bfloat16 or torch.float32")
+        raise ValueError(
+            f"attention on CUDA: no kernel for head dimension {dim} in {dtype}; allowed are up to 256 in torch.bfloat16 or torch.float32"
+        )
     return config
 
 
@@ -128,16 +151,19 @@ def _body_len(length, PATH_WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _address(page, index, page_stride, g, PAGE: tl.constexpr, F: tl.constexpr):
-    """Where the key or value of an index begins in its cache; 64 bits, for all layers together have more elements than 32 can count.
+    """Where the key or value of an index begins in its cache; 64 bits, for all layers together have more
+    elements than 32 can count.
 
-    The page is loaded by the caller: of what goes into a function the compiler believes that it is written wherever the result is.
-    """
+    The page is loaded by the caller: of what goes into a function the compiler believes that it is written
+    wherever the result is."""
     return page.to(tl.int64) * page_stride + (g * PAGE + index % PAGE) * F
 
 
 @triton.jit
 def _product(left, right, sums, INTERPRETED: tl.constexpr):
-    """sums + left right, in fp32 and without TF32; Triton's interpreter cannot multiply bf16, whose products fp32 holds exactly."""
+    """sums + left right, in fp32 and without TF32; Triton's interpreter cannot multiply bf16, whose
+    products fp32 holds exactly.
+    """
     if INTERPRETED:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), acc=sums, input_precision="ieee")
     else:
@@ -150,16 +176,29 @@ def store_kernel(
     page_stride, meta_width, pages_per_row,
     ROW_COLUMN: tl.constexpr, INDEX_COLUMN: tl.constexpr, PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Key and value of token `program_id(0)`, head `program_id(1)`, into the cache; padding (index -1) is not stored."""
-    n, g = tl.program_id(0), tl.program_id(1)
+    """Key and value of token `program_id(0)`, head `program_id(1)`, into the cache; padding (index -1) is
+    not stored.
+    """
+    n = tl.program_id(0)
+    g = tl.program_id(1)
     fields = meta + n * meta_width
     index = tl.load(fields + INDEX_COLUMN)
     f = tl.arange(0, BLOCK_F)
     mask = f < tl.where(index >= 0, F, 0)
-    page = tl.load(pages + tl.load(fields + ROW_COLUMN) * pages_per_row + index // PAGE, mask=index >= 0, other=0)
+    page = tl.load(
+        pages + tl.load(fields + ROW_COLUMN) * pages_per_row + index // PAGE, mask=index >= 0, other=0
+    )
     at = _address(page, index, page_stride, g, PAGE, F) + f
-    tl.store(key_cache + at, tl.load(key + g * key_head_stride + n * key_token_stride + f, mask=mask, other=0.0), mask=mask)
-    tl.store(value_cache + at, tl.load(value + g * value_head_stride + n * value_token_stride + f, mask=mask, other=0.0), mask=mask)
+    tl.store(
+        key_cache + at,
+        tl.load(key + g * key_head_stride + n * key_token_stride + f, mask=mask, other=0.0),
+        mask=mask,
+    )
+    tl.store(
+        value_cache + at,
+        tl.load(value + g * value_head_stride + n * value_token_stride + f, mask=mask, other=0.0),
+        mask=mask,
+    )
 
 
 @triton.jit
@@ -171,30 +210,42 @@ def body_kernel(
     LANES: tl.constexpr, LANE_HEADS: tl.constexpr, TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Split `program_id(2)` of the bodies of neighbouring tokens of one row, for the query heads of KV head `program_id(1)`.
+    """Split `program_id(2)` of the bodies of neighbouring tokens of one row, for the query heads of KV head
+    `program_id(1)`.
 
-    Tokens are cut into windows of TOKENS. `program_id(0)` names a token, and HEAD_BLOCKS where its heads exceed the lanes; the first token of a
-    row in its window leads all tokens of that row in it, the programs of the others do nothing. Which those are is read from the metadata, even of a
-    single row: a graph is traced over a page table of one row and runs over tables of many.
-    """
-    g, split, lane, f = tl.program_id(1), tl.program_id(2), tl.arange(0, LANES), tl.arange(0, BLOCK_F)
+    Tokens are cut into windows of TOKENS. `program_id(0)` names a token, and HEAD_BLOCKS where its heads
+    exceed the lanes; the first token of a row in its window leads all tokens of that row in it, the
+    programs of the others do nothing. Which those are is read from the metadata, even of a single row: a
+    graph is traced over a page table of one row and runs over tables of many."""
+    g = tl.program_id(1)
+    split = tl.program_id(2)
+    lane = tl.arange(0, LANES)
+    f = tl.arange(0, BLOCK_F)
     leader = tl.program_id(0) // HEAD_BLOCKS
     token_R = leader // TOKENS * TOKENS + lane // LANE_HEADS
     head_R = tl.program_id(0) % HEAD_BLOCKS * LANES + lane % LANE_HEADS
     row = tl.load(meta + leader * meta_width + ROW_COLUMN)
     in_window_R = (lane < TOKENS * LANE_HEADS) & (token_R < num_tokens) & (head_R < GROUP)
-    is_led_R = in_window_R & (tl.load(meta + token_R * meta_width + ROW_COLUMN, mask=in_window_R, other=-1) == row)
+    is_led_R = in_window_R & (
+        tl.load(meta + token_R * meta_width + ROW_COLUMN, mask=in_window_R, other=-1) == row
+    )
     leads = tl.max((is_led_R & (token_R < leader)).to(tl.int32), axis=0) == 0
 
     steps = tl.arange(0, BLOCK_PATH)
-    path_RA = tl.load(meta + token_R[:, None] * meta_width + PATH_COLUMN + steps[None, :], mask=is_led_R[:, None] & (steps < PATH_WIDTH)[None, :], other=-1)
+    path_RA = tl.load(
+        meta + token_R[:, None] * meta_width + PATH_COLUMN + steps[None, :],
+        mask=is_led_R[:, None] & (steps < PATH_WIDTH)[None, :],
+        other=-1,
+    )
     prefix_R = tl.load(meta + token_R * meta_width + PREFIX_COLUMN, mask=is_led_R, other=0)
     end_R = _body_len(prefix_R + tl.sum((path_RA >= 0).to(tl.int32), axis=1), PATH_WIDTH, BLOCK)
     begin = split * SPLIT
     end = tl.minimum(tl.max(end_R, axis=0), begin + SPLIT)
     if leads & (begin < end):
         at_R = (g * GROUP + head_R) * query_head_stride + token_R * query_token_stride
-        query_RF = tl.load(query + at_R[:, None] + f[None, :], mask=is_led_R[:, None] & (f < F)[None, :], other=0.0)
+        query_RF = tl.load(
+            query + at_R[:, None] + f[None, :], mask=is_led_R[:, None] & (f < F)[None, :], other=0.0
+        )
         highest_R = tl.full((LANES,), float("-inf"), tl.float32)
         total_R = tl.zeros((LANES,), tl.float32)
         sum_RF = tl.zeros((LANES, BLOCK_F), tl.float32)
@@ -204,13 +255,18 @@ def body_kernel(
             at_J = _address(page_J, place_J, page_stride, g, PAGE, F)
             key_JF = tl.load(key_cache + at_J[:, None] + f[None, :], mask=(f < F)[None, :], other=0.0)
             value_JF = tl.load(value_cache + at_J[:, None] + f[None, :], mask=(f < F)[None, :], other=0.0)
-            score_RJ = _product(query_RF, tl.trans(key_JF), tl.zeros((LANES, BLOCK), tl.float32), INTERPRETED) * scale
+            score_RJ = (
+                _product(query_RF, tl.trans(key_JF), tl.zeros((LANES, BLOCK), tl.float32), INTERPRETED)
+                * scale
+            )
             new_highest_R = tl.maximum(highest_R, tl.max(score_RJ, axis=1))
             shrink_R = tl.exp2(highest_R - new_highest_R)
             weight_RJ = tl.exp2(score_RJ - new_highest_R[:, None]).to(value_JF.dtype)
             new_total_R = tl.fma(total_R, shrink_R, tl.sum(weight_RJ.to(tl.float32), axis=1))
             new_sum_RF = _product(weight_RJ, value_JF, sum_RF * shrink_R[:, None], INTERPRETED)
-            is_body_R = start < end_R  # whole blocks: a lane is all in or all out, and then not even a NaN of a neighbour's key reaches it
+            # whole blocks: a lane is all in or all out, and then not even a NaN of a neighbour's key
+            # reaches it
+            is_body_R = start < end_R
             highest_R = tl.where(is_body_R, new_highest_R, highest_R)
             total_R = tl.where(is_body_R, new_total_R, total_R)
             sum_RF = tl.where(is_body_R[:, None], new_sum_RF, sum_RF)
@@ -229,11 +285,16 @@ def tail_kernel(
     PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
     LANES: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SPLITS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Tail of token `program_id(0)` for query heads of KV head `program_id(1)`, behind the splits of its body, in order; padding yields zeros."""
-    n, g, f = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK_F)
+    """Tail of token `program_id(0)` for query heads of KV head `program_id(1)`, behind the splits of its
+    body, in order; padding yields zeros.
+    """
+    n = tl.program_id(0)
+    g = tl.program_id(1)
+    f = tl.arange(0, BLOCK_F)
     head_R = tl.program_id(2) * LANES + tl.arange(0, LANES)
     fields = meta + n * meta_width
-    row, prefix = tl.load(fields + ROW_COLUMN), tl.load(fields + PREFIX_COLUMN)
+    row = tl.load(fields + ROW_COLUMN)
+    prefix = tl.load(fields + PREFIX_COLUMN)
     steps = tl.arange(0, BLOCK_PATH)
     path_A = tl.load(fields + PATH_COLUMN + steps, mask=steps < PATH_WIDTH, other=-1)
     length = prefix + tl.sum((path_A >= 0).to(tl.int32), axis=0)
@@ -247,7 +308,9 @@ def tail_kernel(
     else:
         place_J = begin + tl.arange(0, TAIL)
         is_seen_J = place_J < length
-        step_J = tl.load(fields + PATH_COLUMN + place_J - prefix, mask=is_seen_J & (place_J >= prefix), other=0)
+        step_J = tl.load(
+            fields + PATH_COLUMN + place_J - prefix, mask=is_seen_J & (place_J >= prefix), other=0
+        )
         index_J = tl.where(place_J < prefix, place_J, prefix + step_J)
         page_J = tl.load(pages + row * pages_per_row + index_J // PAGE, mask=is_seen_J, other=0)
         at_J = _address(page_J, index_J, page_stride, g, PAGE, F)
@@ -256,15 +319,20 @@ def tail_kernel(
         value_JF = tl.load(value_cache + at_J[:, None] + f[None, :], mask=mask_JF, other=0.0)
         at_R = (g * GROUP + head_R) * query_head_stride + n * query_token_stride
         query_RF = tl.load(query + at_R[:, None] + f[None, :], mask=mask_RF, other=0.0)
-        score_RJ = _product(query_RF, tl.trans(key_JF), tl.zeros((LANES, TAIL), tl.float32), INTERPRETED) * scale
+        score_RJ = (
+            _product(query_RF, tl.trans(key_JF), tl.zeros((LANES, TAIL), tl.float32), INTERPRETED) * scale
+        )
         score_RJ = tl.where(is_seen_J[None, :], score_RJ, float("-inf"))
         tail_peak_R = tl.max(score_RJ, axis=1)
         weight_RJ = tl.exp2(score_RJ - tail_peak_R[:, None]).to(value_JF.dtype)
         tail_RF = _product(weight_RJ, value_JF, tl.zeros((LANES, BLOCK_F), tl.float32), INTERPRETED)
 
-        num_splits, split = tl.cdiv(begin, SPLIT), tl.arange(0, BLOCK_SPLITS)
+        num_splits = tl.cdiv(begin, SPLIT)
+        split = tl.arange(0, BLOCK_SPLITS)
         peak_RS = tl.load(
-            peaks + split[None, :] * num_tokens * num_heads + from_R[:, None], mask=is_head_R[:, None] & (split < num_splits)[None, :], other=float("-inf")
+            peaks + split[None, :] * num_tokens * num_heads + from_R[:, None],
+            mask=is_head_R[:, None] & (split < num_splits)[None, :],
+            other=float("-inf"),
         )
         highest_R = tl.maximum(tail_peak_R, tl.max(peak_RS, axis=1))
         total_R = tl.zeros((LANES,), tl.float32)
@@ -275,7 +343,11 @@ def tail_kernel(
                 split_R = (first + ahead) * num_tokens * num_heads + from_R
                 share_R = tl.exp2(tl.load(peaks + split_R, mask=is_live_R, other=float("-inf")) - highest_R)
                 total_R = tl.fma(tl.load(totals + split_R, mask=is_live_R, other=0.0), share_R, total_R)
-                part_RF = tl.load(sums + split_R[:, None] * F + f[None, :], mask=is_live_R[:, None] & (f < F)[None, :], other=0.0)
+                part_RF = tl.load(
+                    sums + split_R[:, None] * F + f[None, :],
+                    mask=is_live_R[:, None] & (f < F)[None, :],
+                    other=0.0,
+                )
                 sum_RF = tl.fma(part_RF, share_R[:, None], sum_RF)
         share_R = tl.exp2(tail_peak_R - highest_R)
         total_R = tl.fma(tl.sum(weight_RJ.to(tl.float32), axis=1), share_R, total_R)
@@ -300,30 +372,50 @@ def launch(
 
     Args:
         config: Other than the menu's; all calls whose bits shall be equal have the same.
-        wrap: Lets the compiler see the kernels. Shapes and strides, the caches' too, are then those of the traced tensors for good.
+        wrap: Lets the compiler see the kernels. Shapes and strides, the caches' too, are then those of the
+            traced tensors for good.
 
     Raises:
-        ValueError: shapes or strides that the kernels cannot read, or a dtype and head dimension that are not on the menu.
+        ValueError: shapes or strides that the kernels cannot read, or a dtype and head dimension that are
+            not on the menu.
 
-    Cost: three kernels, no sync; the live context is read on the device. Workspace: 4 (F + 2) bytes a token, query head and split of the page table's
-    width, of which only live splits are written.
-    """
+    Cost: three kernels, no sync; the live context is read on the device. Workspace: 4 (F + 2) bytes a
+    token, query head and split of the page table's width, of which only live splits are written."""
     _check(query, key, value, key_cache, value_cache)
     _, num_heads, num_tokens, dim = query.shape
-    num_kv_heads, path_width = key.shape[1], meta.shape[1] - PATH
+    num_kv_heads = key.shape[1]
+    path_width = meta.shape[1] - PATH
     group = num_heads // num_kv_heads
     config = config or config_for(query.dtype, dim)
     num_splits = config.num_splits(pages.shape[1] * PAGE_LEN, path_width)
-    tokens, head_blocks = max(1, config.lanes // group), triton.cdiv(group, config.lanes)
+    tokens = max(1, config.lanes // group)
+    head_blocks = triton.cdiv(group, config.lanes)
     sums = query.new_empty((num_splits, num_tokens, num_heads, dim), dtype=torch.float32)
     peaks = query.new_empty((num_splits, num_tokens, num_heads), dtype=torch.float32)
     totals = query.new_empty((num_splits, num_tokens, num_heads), dtype=torch.float32)
     out = query.new_empty((1, num_tokens, num_heads, dim))
 
-    page_stride, meta_width, pages_per_row = key_cache.stride(0), meta.shape[1], pages.shape[1]
-    layout = {"ROW_COLUMN": ROW, "PAGE": PAGE_LEN, "F": dim, "BLOCK_F": max(16, triton.next_power_of_2(dim))}
-    sequence = {"PREFIX_COLUMN": PREFIX, "PATH_COLUMN": PATH, "PATH_WIDTH": path_width, "BLOCK_PATH": triton.next_power_of_2(path_width)}
-    cut = {"GROUP": group, "BLOCK": config.block, "SPLIT": config.split, "INTERPRETED": not isinstance(body_kernel, triton.JITFunction)}
+    page_stride = key_cache.stride(0)
+    meta_width = meta.shape[1]
+    pages_per_row = pages.shape[1]
+    layout = {
+        "ROW_COLUMN": ROW,
+        "PAGE": PAGE_LEN,
+        "F": dim,
+        "BLOCK_F": max(16, triton.next_power_of_2(dim)),
+    }
+    sequence = {
+        "PREFIX_COLUMN": PREFIX,
+        "PATH_COLUMN": PATH,
+        "PATH_WIDTH": path_width,
+        "BLOCK_PATH": triton.next_power_of_2(path_width),
+    }
+    cut = {
+        "GROUP": group,
+        "BLOCK": config.block,
+        "SPLIT": config.split,
+        "INTERPRETED": not isinstance(body_kernel, triton.JITFunction),
+    }
     wrap(store_kernel)[(num_tokens, num_kv_heads)](
         key, value, key_cache, value_cache, meta, pages, key.stride(1), key.stride(2), value.stride(1), value.stride(2),
         page_stride, meta_width, pages_per_row, INDEX_COLUMN=INDEX, num_warps=STORE_WARPS, **layout,
@@ -345,15 +437,31 @@ def launch(
 
 def _check(query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
     """Raises ValueError on what the kernels would read wrong; shapes and strides only."""
-    num_kv_heads, dim = key.shape[1], query.shape[3]
-    if query.shape[0] != 1 or query.shape[1] % num_kv_heads or query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+    num_kv_heads = key.shape[1]
+    dim = query.shape[3]
+    if (
+        query.shape[0] != 1
+        or query.shape[1] % num_kv_heads
+        or query.stride(3) != 1
+        or key.stride(3) != 1
+        or value.stride(3) != 1
+    ):
         layout = _layout(query, key, value)
-        raise ValueError(f"attend: query, key and value are (1, heads, N, F), F contiguous, query heads a multiple of KV heads; got {layout}")
+        raise ValueError(
+            f"attend: query, key and value are (1, heads, N, F), F contiguous, query heads a multiple of KV heads; got {layout}"
+        )
     inner = (PAGE_LEN * dim, dim, 1)
-    if any(cache.shape[1:] != (num_kv_heads, PAGE_LEN, dim) or cache.stride()[1:] != inner for cache in (key_cache, value_cache)):
-        raise ValueError(f"attend: caches are (pages, {num_kv_heads}, {PAGE_LEN}, {dim}), a page contiguous; got {_layout(key_cache, value_cache)}")
+    if any(
+        cache.shape[1:] != (num_kv_heads, PAGE_LEN, dim) or cache.stride()[1:] != inner
+        for cache in (key_cache, value_cache)
+    ):
+        raise ValueError(
+            f"attend: caches are (pages, {num_kv_heads}, {PAGE_LEN}, {dim}), a page contiguous; got {_layout(key_cache, value_cache)}"
+        )
     if key_cache.stride(0) != value_cache.stride(0):
-        raise ValueError(f"attend: pages of keys and of values lie equally far apart; got {_layout(key_cache, value_cache)}")
+        raise ValueError(
+            f"attend: pages of keys and of values lie equally far apart; got {_layout(key_cache, value_cache)}"
+        )
 
 
 def _layout(*tensors: Tensor) -> str:
@@ -361,29 +469,51 @@ def _layout(*tensors: Tensor) -> str:
 
 
 def register() -> None:
-    """Define `ygg::attend_cuda`, through which the compiler sees the kernels; once, before a graph is built for CUDA."""
+    """Define `ygg::attend_cuda`, through which the compiler sees the kernels; once, before a graph is built
+    for CUDA.
+    """
 
     @torch.library.triton_op("ygg::attend_cuda", mutates_args={"key_cache", "value_cache"})
-    def _(query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, meta: Tensor, pages: Tensor, scale: float) -> Tensor:
-        return launch(query, key, value, key_cache, value_cache, meta, pages, scale, wrap=torch.library.wrap_triton)
+    def _(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: Tensor,
+        pages: Tensor,
+        scale: float,
+    ) -> Tensor:
+        return launch(
+            query, key, value, key_cache, value_cache, meta, pages, scale, wrap=torch.library.wrap_triton
+        )
 
 
-def tune(cases: Sequence[Sequence[Any]], candidates: Sequence[Config] = CANDIDATES) -> list[tuple[Config, float]]:
+def tune(
+    cases: Sequence[Sequence[Any]], candidates: Sequence[Config] = CANDIDATES
+) -> list[tuple[Config, float]]:
     """Time entries of the menu on the device that holds the tensors; for whoever edits `CONFIGS`.
 
     Args:
-        cases: Arguments of `launch`; widths and contexts that one entry shall serve, for an entry may not depend on the width.
+        cases: Arguments of `launch`; widths and contexts that one entry shall serve, for an entry may not
+            depend on the width.
         candidates: Entries to time.
 
     Returns:
-        Each candidate that the device can run with its milliseconds over all cases, caches cold, the fastest first.
+        Each candidate that the device can run with its milliseconds over all cases, caches cold, the
+        fastest first.
 
     Cost: compiles and runs every candidate for every case, seconds each. CUDA only.
     """
     found = []
     for config in candidates:
         try:
-            found.append((config, sum(triton.testing.do_bench(partial(launch, *case, config=config)) for case in cases)))
+            found.append(
+                (
+                    config,
+                    sum(triton.testing.do_bench(partial(launch, *case, config=config)) for case in cases),
+                )
+            )
         except triton.runtime.errors.OutOfResources:
             continue  # more shared memory than this device has
     return sorted(found, key=lambda each: each[1])

@@ -10,14 +10,21 @@ from pathlib import Path
 
 import torch
 
-from yggdrasil import artifacts, storage
-from yggdrasil.compilations import count_compilation
-from yggdrasil.digests import Ledger
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels import attention, candidates, linear
-from yggdrasil.trust import check_trusted
+from yggdrasil.kernels.compilations import count_compilation
+from yggdrasil.store import artifacts, storage
+from yggdrasil.store.digests import Ledger
+from yggdrasil.store.trust import check_trusted
 
-__all__ = ["build_kernels", "check_kernels", "kernel_library", "library_path", "load_cuda_kernels", "load_kernels"]
+__all__ = [
+    "build_kernels",
+    "check_kernels",
+    "kernel_library",
+    "library_path",
+    "load_cuda_kernels",
+    "load_kernels",
+]
 
 LIBRARY_NAME = "ygg_kernels"
 LIBRARY_FILE = f"{LIBRARY_NAME}.so"
@@ -30,27 +37,45 @@ def _sources() -> list[Path]:
 def library_path() -> Path:
     """Where the shared library for these sources, this torch and this processor lies in the compile cache."""
     headers = Path(__file__).parent.glob("*.h")
-    sources = [path.read_text() for path in sorted([*_sources(), *headers, Path(__file__)])]  # this file has the compiler's options
-    return artifacts.compile_cache() / artifacts.OPERATORS / artifacts.digest(sources, torch.__version__, artifacts.cpu_flags()) / LIBRARY_FILE
+    # this file has the compiler's options
+    sources = [path.read_text() for path in sorted([*_sources(), *headers, Path(__file__)])]
+    return (
+        artifacts.compile_cache()
+        / artifacts.OPERATORS
+        / artifacts.digest(sources, torch.__version__, artifacts.cpu_flags())
+        / LIBRARY_FILE
+    )
 
 
 def _compile(folder: Path) -> None:
     """Every source by itself, as many at a time as there are cores, then one library of them."""
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions  # 0.5 s to import: only when there is something to build
+    # 0.5 s to import: only when there is something to build
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):  # what this processor has; the trial builds of every set take 10 s, and ours follows anyway
+    # what this processor has; the trial builds of every set take 10 s, and ours follows anyway
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
         isa = pick_vec_isa()
 
     def build(name: str, sources: list[str], *, compile_only: bool) -> str:
-        # Inductor vectorises its own code and switches the compiler's loop vectoriser off; ours relies on it.
-        options = CppTorchOptions(vec_isa=isa, include_pytorch=True, compile_only=compile_only, extra_flags=["-ftree-loop-vectorize", "-g0"])
+        # Inductor vectorises its own code and switches the compiler's loop vectoriser off; ours relies on
+        # it.
+        options = CppTorchOptions(
+            vec_isa=isa,
+            include_pytorch=True,
+            compile_only=compile_only,
+            extra_flags=["-ftree-loop-vectorize", "-g0"],
+        )
         builder = CppBuilder(name=name, sources=sources, BuildOption=options, output_dir=str(folder))
         builder.build()
         return str(builder.get_target_file_path())
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
-        objects = list(threads.map(lambda path: build(path.stem, [str(path)], compile_only=True), _longest_first(_sources())))
+        objects = list(
+            threads.map(
+                lambda path: build(path.stem, [str(path)], compile_only=True), _longest_first(_sources())
+            )
+        )
     build(LIBRARY_NAME, objects, compile_only=False)
     for path in objects:
         os.remove(path)
@@ -62,7 +87,8 @@ def _longest_first(sources: list[Path]) -> list[Path]:
 
 
 def build_kernels() -> None:
-    """Compile the library, unless it is there with every byte that was written, or this process runs it already.
+    """Compile the library, unless it is there with every byte that was written, or this process runs it
+    already.
 
     Raises:
         RuntimeError: the C++ compiler failed; its output is in the message.
@@ -103,7 +129,9 @@ def load_kernels(command: str = "ygg compile") -> None:
 
 
 def check_kernels(command: str, *, full: bool = False) -> None:
-    """Raises ArtifactError where the library is not the one that was written; `full` reads it whatever its size and time are."""
+    """Raises ArtifactError where the library is not the one that was written; `full` reads it whatever its
+    size and time are.
+    """
     ledger = Ledger(library_path().parent)
     digests = ledger.digests([LIBRARY_FILE])
     if not digests:

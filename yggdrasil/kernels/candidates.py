@@ -11,7 +11,8 @@ __all__ = ["reference", "register", "traced"]
 
 
 def reference(logits_NV: Tensor, meta_NM: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best tokens of each row, best first, equal logits by token: the specification of `ygg::candidates`.
+    """The `count` best tokens of each row, best first, equal logits by token: the specification of
+    `ygg::candidates`.
 
     Args:
         logits_NV: (N, V), float32 or bfloat16.
@@ -31,7 +32,9 @@ def reference(logits_NV: Tensor, meta_NM: Tensor, count: int) -> tuple[Tensor, T
 
 
 def traced(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The same of every row, in operators that Inductor lowers itself, for CUDA; equal logits come in the device's order."""
+    """The same of every row, in operators that Inductor lowers itself, for CUDA; equal logits come in the
+    device's order.
+    """
     best = logits_NV.float().topk(count, dim=-1)
     return best.values - logits_NV.float().logsumexp(dim=-1, keepdim=True), best.indices
 

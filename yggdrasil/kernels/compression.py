@@ -1,7 +1,8 @@
 """Packed bf16 weights in three quarters of their bytes, and every bit of them.
 
-The upper byte of a bf16 number is its sign and the upper seven bits of its exponent. Of the 256 values that it can have, the weights of a panel have hardly
-more than sixteen: those get codes of four bits, and what has another one is written down behind. One panel (linear.py) becomes a row of bytes:
+The upper byte of a bf16 number is its sign and the upper seven bits of its exponent. Of the 256 values that
+it can have, the weights of a panel have hardly more than sixteen: those get codes of four bits, and what
+has another one is written down behind. One panel (linear.py) becomes a row of bytes:
 
     | 16 upper bytes, by code | number of escapes | 0 .. | tile 0 | tile 1 | ... | escapes | 0 .. |
       16                        4                   44     768      768            4 each
@@ -9,12 +10,13 @@ more than sixteen: those get codes of four bits, and what has another one is wri
     a tile, 16 lines of 32 weights:   512 lower bytes, then 256 bytes of two codes each
     an escape:                        place of the weight in its panel << 8 | upper byte; places ascend
 
-A tile's lines go in fours. Sixty-four lower bytes are those of two lines as a vector interleaves them with upper ones: in every sixteen eight of the one
-line, then eight of the other. A byte of codes has one of the first two lines in its lower half, and that of the same place of the other two in its upper half.
+A tile's lines go in fours. Sixty-four lower bytes are those of two lines as a vector interleaves them with
+upper ones: in every sixteen eight of the one line, then eight of the other. A byte of codes has one of the
+first two lines in its lower half, and that of the same place of the other two in its upper half.
 
-That exponents can be coded and mantissas cannot is the observation of DFloat11 (Zhang et al., "70% Size, 100% Accuracy", 2025). *Departure*: codes of one
-length instead of Huffman's, for a vector looks up sixty-four of those at once, and that takes less time than the bytes they save take to arrive.
-"""
+That exponents can be coded and mantissas cannot is the observation of DFloat11 (Zhang et al., "70% Size,
+100% Accuracy", 2025). *Departure*: codes of one length instead of Huffman's, for a vector looks up
+sixty-four of those at once, and that takes less time than the bytes they save take to arrive."""
 
 from __future__ import annotations
 
@@ -27,9 +29,12 @@ __all__ = ["compress_weight", "decompress_weight"]
 
 CODES = 16  # of four bits
 HEADER_BYTES = 64
-LINES, LINE_WEIGHTS = 16, 32  # of a tile
+# of a tile
+LINES = 16
+LINE_WEIGHTS = 32
 TILE_WEIGHTS = LINES * LINE_WEIGHTS
-LOWER_BYTES, CODE_BYTES = TILE_WEIGHTS, TILE_WEIGHTS // 2
+LOWER_BYTES = TILE_WEIGHTS
+CODE_BYTES = TILE_WEIGHTS // 2
 ESCAPES_STEP = 16  # their room is a multiple of it: 64 bytes
 
 Bytes = npt.NDArray[np.uint8]
@@ -42,10 +47,11 @@ def compress_weight(packed: Tensor) -> Tensor:
         packed: (panels, steps, 16, 2) bfloat16.
 
     Returns:
-        (panels, bytes) uint8, the header, tiles and escapes of a panel in every row. How wide it is depends on the panel with the most escapes.
+        (panels, bytes) uint8, the header, tiles and escapes of a panel in every row. How wide it is depends
+        on the panel with the most escapes.
 
-    Cost: some ten passes over every weight, a panel at a time: what one pass writes the next one reads from the nearest caches. A new tensor.
-    """
+    Cost: some ten passes over every weight, a panel at a time: what one pass writes the next one reads from
+    the nearest caches. A new tensor."""
     bytes_PW2 = packed.view(torch.uint8).reshape(len(packed), -1, 2).numpy()
     num_weights = bytes_PW2.shape[1]
     assert num_weights < 1 << 23, "a place and an upper byte are a positive int32"
@@ -81,7 +87,9 @@ def _compress(bytes_W2: Bytes) -> tuple[Bytes, Bytes, npt.NDArray[np.int32]]:
 
 
 def _interleaved(value_W: Bytes) -> Bytes:
-    """Values of a panel's weights in the order of its tiles' lower bytes: (tiles, fours of lines, pairs of lines, 64)."""
+    """Values of a panel's weights in the order of its tiles' lower bytes: (tiles, fours of lines, pairs of
+    lines, 64).
+    """
     eights_TGJHL = value_W.view(np.uint64).reshape(-1, LINES // 4, 2, 2, LINE_WEIGHTS // 8)
     return np.ascontiguousarray(eights_TGJHL.swapaxes(3, 4)).view(np.uint8).reshape(-1, LINES // 4, 2, 64)
 
@@ -101,9 +109,13 @@ def decompress_weight(compressed: Tensor, steps: int) -> Tensor:
     Returns:
         (panels, steps, 16, 2) bfloat16, a new tensor.
     """
-    num_panels, num_tiles = len(compressed), steps // LINES
-    header, tiles, escapes = compressed.tensor_split([HEADER_BYTES, HEADER_BYTES + num_tiles * (LOWER_BYTES + CODE_BYTES)], dim=1)
-    table_PC, counts_P = header[:, :CODES], header[:, CODES : CODES + 4].contiguous().view(torch.int32)
+    num_panels = len(compressed)
+    num_tiles = steps // LINES
+    header, tiles, escapes = compressed.tensor_split(
+        [HEADER_BYTES, HEADER_BYTES + num_tiles * (LOWER_BYTES + CODE_BYTES)], dim=1
+    )
+    table_PC = header[:, :CODES]
+    counts_P = header[:, CODES : CODES + 4].contiguous().view(torch.int32)
     tiles_PTB = tiles.reshape(num_panels, num_tiles, LOWER_BYTES + CODE_BYTES)
     lower_PW = _in_order(tiles_PTB[..., :LOWER_BYTES].reshape(num_panels, num_tiles, LINES // 4, 2, 64))
     codes = tiles_PTB[..., LOWER_BYTES:].reshape(num_panels, num_tiles, LINES // 4, 64)

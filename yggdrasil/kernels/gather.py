@@ -1,8 +1,8 @@
 """`ygg::gather_ranks`: the one collective inside graphs; every rank gets what every rank has.
 
-A sum over ranks is this and additions in the order of the ranks: an all-reduce may add in an order that depends on the size of a tensor, and then a token
-would have other bits in a wide graph than in a narrow one. With one or a few tokens the message is short and an all-reduce would save nothing.
-"""
+A sum over ranks is this and additions in the order of the ranks: an all-reduce may add in an order that
+depends on the size of a tensor, and then a token would have other bits in a wide graph than in a narrow
+one. With one or a few tokens the message is short and an all-reduce would save nothing."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ _failure = ""
 def use_group(group: Any) -> None:
     """Gather over this process group from now on; gloo for tensors on a CPU, NCCL on CUDA."""
     global _group, _failure
-    _group, _failure = group, ""
+    _group = group
+    _failure = ""
 
 
 def failure() -> str:
-    """What the last gather that failed said, empty if none did: an error inside a compiled graph comes out of it as another one."""
+    """What the last gather that failed said, empty if none did: an error inside a compiled graph comes out
+    of it as another one.
+    """
     return _failure
 
 

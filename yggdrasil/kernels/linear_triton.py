@@ -1,13 +1,15 @@
-"""Linear layers on CUDA whose rows have the same bits whatever runs beside them: one order of summation for every number of tokens.
+"""Linear layers on CUDA whose rows have the same bits whatever runs beside them: one order of summation for
+every number of tokens.
 
 ```
             k: block 0  1  2 | 3  4  5 | 6  7        partial sums, fp32          combined
 16 rows  x  [   split 0      | split 1 | split 2 ]   p0, p1, p2 of every output  ((p0 + p1) + p2) + bias, rounded once
 ```
 
-A product of a tile is always 16 rows by `BLOCK_OUT` outputs, its k ascending in blocks of `BLOCK_K`. How many splits share the k of a layer follows from
-the layer's shape alone: enough programs to keep the memory of a large device busy with 16 rows, and the same number for 128. cuBLAS picks tiles and splits
-by the number of rows, so there a token's bits depend on its neighbours.
+A product of a tile is always 16 rows by `BLOCK_OUT` outputs, its k ascending in blocks of `BLOCK_K`. How
+many splits share the k of a layer follows from the layer's shape alone: enough programs to keep the memory
+of a large device busy with 16 rows, and the same number for 128. cuBLAS picks tiles and splits by the
+number of rows, so there a token's bits depend on its neighbours.
 
 The kernels are tested in Triton's interpreter; they have not run on a device yet.
 """
@@ -25,7 +27,15 @@ from torch.nn import functional
 
 from yggdrasil.layout import READ
 
-__all__ = ["OrderedLinear", "combine_kernel", "launch", "multiply_kernel", "num_splits", "reference", "register"]
+__all__ = [
+    "OrderedLinear",
+    "combine_kernel",
+    "launch",
+    "multiply_kernel",
+    "num_splits",
+    "reference",
+    "register",
+]
 
 ROWS = 16  # of a tile: the least that tensor cores take
 BLOCK_OUT = 32
@@ -43,15 +53,21 @@ def num_splits(out_features: int, in_features: int) -> int:
         >>> num_splits(4096, 4096), num_splits(11008, 4096), num_splits(32000, 4096), num_splits(768, 768)
         (4, 2, 1, 4)
     """
-    splits, tiles, blocks = 1, triton.cdiv(out_features, BLOCK_OUT), triton.cdiv(in_features, BLOCK_K)
+    splits = 1
+    tiles = triton.cdiv(out_features, BLOCK_OUT)
+    blocks = triton.cdiv(in_features, BLOCK_K)
     while splits < MOST_SPLITS and tiles * splits < ENOUGH_PROGRAMS and 2 * splits <= blocks:
         splits *= 2
     return splits
 
 
 def reference(x: Tensor, weight_OI: Tensor, bias: Tensor | None) -> Tensor:
-    """What `launch` computes: sums and bias in fp32, one rounding to the dtype of `x`. Its order of summation is torch's: equal to rounding, not to the bit."""
-    return functional.linear(x.float(), weight_OI.float(), None if bias is None else bias.float()).to(x.dtype)
+    """What `launch` computes: sums and bias in fp32, one rounding to the dtype of `x`. Its order of
+    summation is torch's: equal to rounding, not to the bit.
+    """
+    return functional.linear(x.float(), weight_OI.float(), None if bias is None else bias.float()).to(
+        x.dtype
+    )
 
 
 @triton.jit
@@ -60,11 +76,12 @@ def multiply_kernel(
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
     HAS_META: tl.constexpr, READ_COLUMN: tl.constexpr,
 ):  # fmt: skip
-    """Rows `ROWS * program_id(0)`.., outputs `BLOCK_OUT * program_id(1)`.., the blocks of k of split `program_id(2)`: one tile of partial sums.
+    """Rows `ROWS * program_id(0)`.., outputs `BLOCK_OUT * program_id(1)`.., the blocks of k of split
+    `program_id(2)`: one tile of partial sums.
 
-    Programs of one weight tile follow each other, so that more than `ROWS` rows find it in the cache. `WIDEN` multiplies in fp32, for an interpreter that
-    cannot multiply bf16. With metadata, a tile of rows none of which is read is left out.
-    """
+    Programs of one weight tile follow each other, so that more than `ROWS` rows find it in the cache.
+    `WIDEN` multiplies in fp32, for an interpreter that cannot multiply bf16. With metadata, a tile of rows
+    none of which is read is left out."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if HAS_META:
         read_R = tl.load(meta + row * meta_width + READ_COLUMN, mask=row < num_rows, other=0)
@@ -78,10 +95,17 @@ def multiply_kernel(
     sum_RO = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
     for block in range(split * blocks_per_split, (split + 1) * blocks_per_split):
         k = block * BLOCK_K + lane  # past the end of k there is nothing to add
-        x_RK = tl.load(x_rows + k[None, :], mask=(row[:, None] < num_rows) & (k[None, :] < in_features), other=0.0)
-        weight_OK = tl.load(weight_rows + k[None, :], mask=(column[:, None] < out_features) & (k[None, :] < in_features), other=0.0)
+        x_RK = tl.load(
+            x_rows + k[None, :], mask=(row[:, None] < num_rows) & (k[None, :] < in_features), other=0.0
+        )
+        weight_OK = tl.load(
+            weight_rows + k[None, :],
+            mask=(column[:, None] < out_features) & (k[None, :] < in_features),
+            other=0.0,
+        )
         if WIDEN:
-            x_RK, weight_OK = x_RK.to(tl.float32), weight_OK.to(tl.float32)
+            x_RK = x_RK.to(tl.float32)
+            weight_OK = weight_OK.to(tl.float32)
         sum_RO = tl.dot(x_RK, tl.trans(weight_OK), sum_RO, input_precision="ieee")
     place = (split * num_rows + row[:, None]).to(tl.int64) * out_features + column[None, :]
     tl.store(partial + place, sum_RO, mask=(row[:, None] < num_rows) & (column[None, :] < out_features))
@@ -92,7 +116,9 @@ def combine_kernel(
     partial, bias, meta, out, num_rows, out_features, meta_width,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, HAS_META: tl.constexpr, READ_COLUMN: tl.constexpr,
 ):  # fmt: skip
-    """The partial sums of row `program_id(0)`, split after split, then the bias; rounded once. Of a row that is read."""
+    """The partial sums of row `program_id(0)`, split after split, then the bias; rounded once. Of a row
+    that is read.
+    """
     row = tl.program_id(0)
     if HAS_META:
         is_read = tl.load(meta + row * meta_width + READ_COLUMN)
@@ -102,13 +128,22 @@ def combine_kernel(
     mask = column < out_features
     sum_O = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
-        sum_O += tl.load(partial + (split * num_rows + row).to(tl.int64) * out_features + column, mask=mask, other=0.0)
+        sum_O += tl.load(
+            partial + (split * num_rows + row).to(tl.int64) * out_features + column, mask=mask, other=0.0
+        )
     if HAS_BIAS:
         sum_O += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row.to(tl.int64) * out_features + column, sum_O.to(out.dtype.element_ty), mask=mask)
 
 
-def launch(x: Tensor, weight_OI: Tensor, bias: Tensor | None, meta_NM: Tensor | None = None, *, wrap: Callable[[Any], Any] = lambda kernel: kernel) -> Tensor:
+def launch(
+    x: Tensor,
+    weight_OI: Tensor,
+    bias: Tensor | None,
+    meta_NM: Tensor | None = None,
+    *,
+    wrap: Callable[[Any], Any] = lambda kernel: kernel,
+) -> Tensor:
     """x W^T + bias with an order of summation that depends on the layer alone.
 
     Args:
@@ -119,14 +154,15 @@ def launch(x: Tensor, weight_OI: Tensor, bias: Tensor | None, meta_NM: Tensor | 
         wrap: Lets the compiler see the kernels.
 
     Returns:
-        (..., out_features) in the dtype of `x`; a row's bits do not depend on the others nor on their number.
+        (..., out_features) in the dtype of `x`; a row's bits do not depend on the others nor on their
+        number.
 
-    Cost: two kernels, no sync. Every 16 rows read the weight once, from the device's cache where it is still there; beside it `num_splits` fp32 values
-    an output are written and read.
-    """
+    Cost: two kernels, no sync. Every 16 rows read the weight once, from the device's cache where it is
+    still there; beside it `num_splits` fp32 values an output are written and read."""
     out_features, in_features = weight_OI.shape
     rows = x.reshape(-1, in_features).contiguous()
-    num_rows, splits = rows.shape[0], num_splits(out_features, in_features)
+    num_rows = rows.shape[0]
+    splits = num_splits(out_features, in_features)
     partial = torch.empty(splits, num_rows, out_features, dtype=torch.float32, device=x.device)
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     has_meta = meta_NM is not None
@@ -144,7 +180,9 @@ def launch(x: Tensor, weight_OI: Tensor, bias: Tensor | None, meta_NM: Tensor | 
 
 
 def register() -> None:
-    """Define `ygg::linear_cuda` and `ygg::read_linear_cuda`, through which the compiler sees the kernels; once, before a graph is built for CUDA."""
+    """Define `ygg::linear_cuda` and `ygg::read_linear_cuda`, through which the compiler sees the kernels;
+    once, before a graph is built for CUDA.
+    """
 
     @torch.library.triton_op("ygg::linear_cuda", mutates_args=())
     def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -159,18 +197,24 @@ class OrderedLinear(nn.Module):
     """`nn.Linear` for inference on CUDA with rows that are bitwise the same whatever runs beside them.
 
     Args:
-        linear: Its weight and bias become this layer's own, the very parameters, so that tied weights stay tied and keep their names.
+        linear: Its weight and bias become this layer's own, the very parameters, so that tied weights stay
+            tied and keep their names.
     """
 
     takes_meta: ClassVar = True  # as an output embedding, for the rows that are read
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
+        self.bias = linear.bias
 
     def forward(self, x: Tensor, meta_NM: Tensor | None = None) -> Tensor:
-        """x: (..., in_features) -> (..., out_features), in the layer's dtype; with metadata, of the rows that are read."""
+        """x: (..., in_features) -> (..., out_features), in the layer's dtype; with metadata, of the rows
+        that are read.
+        """
         weight = self.weight, self.bias
         linear = torch.ops.ygg.linear_cuda
-        out: Tensor = linear(x, *weight) if meta_NM is None else torch.ops.ygg.read_linear_cuda(x, meta_NM, *weight)
+        out: Tensor = (
+            linear(x, *weight) if meta_NM is None else torch.ops.ygg.read_linear_cuda(x, meta_NM, *weight)
+        )
         return out

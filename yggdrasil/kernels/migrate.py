@@ -19,7 +19,9 @@ from yggdrasil.staging import upload
 __all__ = ["move_pages_", "move_pages_plain_"]
 
 
-def move_pages_(storage_PX: Tensor, sources: Sequence[int] | Tensor, targets: Sequence[int] | Tensor) -> None:
+def move_pages_(
+    storage_PX: Tensor, sources: Sequence[int] | Tensor, targets: Sequence[int] | Tensor
+) -> None:
     """Page `sources[i]` becomes page `targets[i]`, for every i; sources keep their bytes.
 
     Args:
@@ -28,9 +30,11 @@ def move_pages_(storage_PX: Tensor, sources: Sequence[int] | Tensor, targets: Se
         targets: As many, of the same kind; all different, none among the sources.
 
     Raises:
-        ValueError: page numbers in sequences that break these rules. Tensors are believed: looking at them would be a sync.
+        ValueError: page numbers in sequences that break these rules. Tensors are believed: looking at them
+            would be a sync.
 
-    Cost: reads and writes every moved page once. On CUDA one upload where sequences come, one kernel, no sync.
+    Cost: reads and writes every moved page once. On CUDA one upload where sequences come, one kernel, no
+    sync.
     Source: Nightjar section 5 (migration of blocks when the pool contracts).
 
     Example:
@@ -41,14 +45,17 @@ def move_pages_(storage_PX: Tensor, sources: Sequence[int] | Tensor, targets: Se
         [9.0, 10.0, 11.0]
     """
     if len(sources) != len(targets):
-        raise ValueError(f"move_pages_: {len(sources)} sources and {len(targets)} targets; each source has one target")
+        raise ValueError(
+            f"move_pages_: {len(sources)} sources and {len(targets)} targets; each source has one target"
+        )
     if not isinstance(sources, Tensor) and not isinstance(targets, Tensor):
         _check(sources, targets, len(storage_PX))
     if len(sources) == 0:
         return
     source_M, target_M = _numbers(sources, targets, storage_PX.device)
     if storage_PX.is_cuda:
-        from yggdrasil.kernels.migrate_triton import launch_  # Triton takes a second to import: only a device needs it
+        # Triton takes a second to import: only a device needs it
+        from yggdrasil.kernels.migrate_triton import launch_
 
         launch_(storage_PX, source_M, target_M)
     else:
@@ -69,12 +76,18 @@ def _check(sources: Sequence[int], targets: Sequence[int], num_pages: int) -> No
         raise ValueError(f"move_pages_: a target comes twice in {list(targets)}")
     both = sorted(set(sources) & set(targets))
     if both:
-        raise ValueError(f"move_pages_: page {both[0]} is source and target; move it to a free page first, in a call of its own")
+        raise ValueError(
+            f"move_pages_: page {both[0]} is source and target; move it to a free page first, in a call of its own"
+        )
 
 
-def _numbers(sources: Sequence[int] | Tensor, targets: Sequence[int] | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+def _numbers(
+    sources: Sequence[int] | Tensor, targets: Sequence[int] | Tensor, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Both as tensors; two sequences are uploaded as one."""
     if isinstance(sources, Tensor) and isinstance(targets, Tensor):
         return sources, targets
-    source_M, target_M = upload([[int(page) for page in each] for each in (sources, targets)], device, dtype=torch.int32)
+    source_M, target_M = upload(
+        [[int(page) for page in each] for each in (sources, targets)], device, dtype=torch.int32
+    )
     return source_M, target_M

@@ -1,4 +1,5 @@
-"""Triton body of `move_pages_` (specification: migrate.py, `move_pages_plain_`): tiles of pages as words, whatever the pages hold.
+"""Triton body of `move_pages_` (specification: migrate.py, `move_pages_plain_`): tiles of pages as words,
+whatever the pages hold.
 
 ```
 program_id(1)    0      1      2  ...      tiles of TILE words, the last one masked
@@ -18,7 +19,8 @@ from torch import Tensor
 
 __all__ = ["launch_", "move_pages_kernel"]
 
-TILE: Final = 2048  # words: with words of 8 bytes and 128 threads, eight accesses of 16 bytes a thread are in flight
+# words: with words of 8 bytes and 128 threads, eight accesses of 16 bytes a thread are in flight
+TILE: Final = 2048
 NUM_WARPS: Final = 4
 WORDS: Final = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -27,10 +29,15 @@ WORDS: Final = (torch.int64, torch.int32, torch.int16, torch.uint8)
 def move_pages_kernel(words, sources, targets, page_words, TILE: tl.constexpr):
     """Tile `program_id(1)` of the page that move `program_id(0)` takes."""
     move = tl.program_id(0)
-    source, target = tl.load(sources + move).to(tl.int64), tl.load(targets + move).to(tl.int64)
+    source = tl.load(sources + move).to(tl.int64)
+    target = tl.load(targets + move).to(tl.int64)
     word = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = word < page_words
-    tl.store(words + target * page_words + word, tl.load(words + source * page_words + word, mask=mask), mask=mask)
+    tl.store(
+        words + target * page_words + word,
+        tl.load(words + source * page_words + word, mask=mask),
+        mask=mask,
+    )
 
 
 def launch_(storage_PX: Tensor, source_M: Tensor, target_M: Tensor) -> None:
@@ -42,14 +49,21 @@ def launch_(storage_PX: Tensor, source_M: Tensor, target_M: Tensor) -> None:
     Cost: one kernel, no sync; no memory of its own.
     """
     if not storage_PX.is_contiguous():
-        raise ValueError(f"move_pages_: storage of {tuple(storage_PX.shape)} with strides {storage_PX.stride()} is not contiguous")
+        raise ValueError(
+            f"move_pages_: storage of {tuple(storage_PX.shape)} with strides {storage_PX.stride()} is not contiguous"
+        )
     word_PX = _as_words(storage_PX)
     page_words = word_PX.shape[1]
-    move_pages_kernel[(len(source_M), triton.cdiv(page_words, TILE))](word_PX, source_M, target_M, page_words, TILE=TILE, num_warps=NUM_WARPS)
+    move_pages_kernel[(len(source_M), triton.cdiv(page_words, TILE))](
+        word_PX, source_M, target_M, page_words, TILE=TILE, num_warps=NUM_WARPS
+    )
 
 
 def _as_words(storage_PX: Tensor) -> Tensor:
-    """(pages, words a page) over the same bytes, in the widest words that pages and the beginning of the storage are whole numbers of."""
-    page_bytes, start = storage_PX[0].nbytes, storage_PX.data_ptr()
+    """(pages, words a page) over the same bytes, in the widest words that pages and the beginning of the
+    storage are whole numbers of.
+    """
+    page_bytes = storage_PX[0].nbytes
+    start = storage_PX.data_ptr()
     word = next(word for word in WORDS if page_bytes % word.itemsize == 0 and start % word.itemsize == 0)
     return storage_PX.view(len(storage_PX), -1).view(torch.uint8).view(word)

@@ -11,7 +11,8 @@ __all__ = ["c_shims"]
 
 def c_shims() -> dict[Any, list[str]]:
     """Operator to declaration, for Inductor's `custom_ops_to_c_shims`; the library must be loaded."""
-    tensor, output = "AtenTensorHandle", "AtenTensorHandle*"
+    tensor = "AtenTensorHandle"
+    output = "AtenTensorHandle*"
     return {
         torch.ops.ygg.packed_linear.default: [
             f"AOTITorchError aoti_torch_cpu_packed_linear({tensor} x, {tensor} packed, {output} bias, int64_t out_features, {output} out)"

@@ -11,11 +11,31 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-__all__ = ["IMPLEMENTATION", "AttentionCall", "ForwardContext", "NoCache", "attend_with", "recorded_calls", "register_attention"]
+__all__ = [
+    "IMPLEMENTATION",
+    "AttentionCall",
+    "ForwardContext",
+    "NoCache",
+    "attend_with",
+    "recorded_calls",
+    "register_attention",
+]
 
 IMPLEMENTATION: Final = "yggdrasil"
-CHANGING: Final = ("attention_mask", "block_indices", "dropout", "indices", "position_bias", "s_aux", "sinks", "sliding_window", "softcap")
-"""Options of transformers' attention functions that, when they are set, change what is attended to, or how much."""
+CHANGING: Final = (
+    "attention_mask",
+    "block_indices",
+    "dropout",
+    "indices",
+    "position_bias",
+    "s_aux",
+    "sinks",
+    "sliding_window",
+    "softcap",
+)
+"""Options of transformers' attention functions that, when they are set, change what is attended to, or how
+much.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,11 +100,15 @@ def attend_with(context: ForwardContext) -> Iterator[None]:
 
 
 class NoCache:
-    """Stands where transformers wants a cache: keys and values pass through, for `ygg::attend` stores them itself."""
+    """Stands where transformers wants a cache: keys and values pass through, for `ygg::attend` stores them
+    itself.
+    """
 
     is_compileable = True
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -95,22 +119,48 @@ def _is_set(option: object) -> bool:
     return isinstance(option, Tensor) or bool(option)
 
 
-def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     context = _current.get()
     layer: int = module.layer_idx  # type: ignore[assignment]
     calls = _calls.get()
     if calls is not None:
         options = {**kwargs, "attention_mask": attention_mask}
-        calls.append(AttentionCall(layer, query.shape, key.shape, value.shape, {name: options[name] for name in CHANGING if _is_set(options.get(name))}))
+        calls.append(
+            AttentionCall(
+                layer,
+                query.shape,
+                key.shape,
+                value.shape,
+                {name: options[name] for name in CHANGING if _is_set(options.get(name))},
+            )
+        )
     scale = kwargs.get("scaling")
     if scale is None:
         scale = query.shape[-1] ** -0.5
     attend = torch.ops.ygg.attend_cuda if query.is_cuda else torch.ops.ygg.attend
-    return attend(query, key, value, context.keys[layer], context.values[layer], context.meta_NM, context.pages_BP, scale), None
+    return attend(
+        query,
+        key,
+        value,
+        context.keys[layer],
+        context.values[layer],
+        context.meta_NM,
+        context.pages_BP,
+        scale,
+    ), None
 
 
 def register_attention() -> None:
-    """Teach transformers the implementation named `yggdrasil`; with no mask function of that name it builds no mask."""
+    """Teach transformers the implementation named `yggdrasil`; with no mask function of that name it builds
+    no mask.
+    """
     from transformers import AttentionInterface  # seconds to import: only the compiler needs it
 
     AttentionInterface.register(IMPLEMENTATION, _attention)

@@ -1,4 +1,6 @@
-"""Is a folder a whole checkpoint, of the shapes that its configuration names? Read from names, sizes and headers, before anything is loaded or built."""
+"""Is a folder a whole checkpoint, of the shapes that its configuration names? Read from names, sizes and
+headers, before anything is loaded or built.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def _weight_files(folder: Path) -> list[Path]:
         index = read_json(str(folder), name + INDEX)
         if index is not None:
             return _shards(folder / (name + INDEX), index)
-    raise BrokenCheckpoint(folder, f"no weights: it has neither {' nor '.join(WEIGHTS)}, nor an index of several")
+    raise BrokenCheckpoint(
+        folder, f"no weights: it has neither {' nor '.join(WEIGHTS)}, nor an index of several"
+    )
 
 
 def _shards(path: Path, index: dict[str, Any]) -> list[Path]:
@@ -67,7 +71,10 @@ def _shards(path: Path, index: dict[str, Any]) -> list[Path]:
     shards = [path.parent / name for name in sorted(set(named.values()))]
     missing = [shard for shard in shards if not shard.is_file()]
     if missing:
-        raise BrokenCheckpoint(path.parent, f"{missing[0].name} is missing, {len(missing)} of the {len(shards)} files that {path.name} names")
+        raise BrokenCheckpoint(
+            path.parent,
+            f"{missing[0].name} is missing, {len(missing)} of the {len(shards)} files that {path.name} names",
+        )
     return shards
 
 
@@ -75,7 +82,9 @@ def _stored_shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes that a file's header tells; none for a pickle, of which only the end can be checked."""
     if path.suffix == ".safetensors":
         header = _header(path)
-        yield from ((name, tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__")
+        yield from (
+            (name, tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"
+        )
         return
     with path.open("rb") as file:
         if file.read(2) == b"PK" and not zipfile.is_zipfile(path):
@@ -90,8 +99,12 @@ def _header(path: Path) -> dict[str, Any]:
             raise BrokenCheckpoint(path, f"cut off within its header, at {size} bytes")
         try:
             header: dict[str, Any] = json.loads(file.read(header_len))
-            ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
-            assert all(math.prod(entry["shape"]) >= 0 for name, entry in header.items() if name != "__metadata__")
+            ends = [
+                int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"
+            ]
+            assert all(
+                math.prod(entry["shape"]) >= 0 for name, entry in header.items() if name != "__metadata__"
+            )
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             raise BrokenCheckpoint(path, "its header is no header of safetensors") from None
     needed = 8 + header_len + max(ends, default=0)
@@ -107,5 +120,7 @@ def _expected_shapes(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever a model's constructor makes of sizes that do not fit together
-        raise ConfigError("model", str(folder), "one that transformers can build from its config.json", first_line(error)) from None
+        raise ConfigError(
+            "model", str(folder), "one that transformers can build from its config.json", first_line(error)
+        ) from None
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -1,4 +1,6 @@
-"""What a model's own configuration asks of decoding: where a text ends, and settings that transformers would apply to every request."""
+"""What a model's own configuration asks of decoding: where a text ends, and settings that transformers
+would apply to every request.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +55,29 @@ def end_tokens(name: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
     own = (read_json(name, FILE) or {}).get("eos_token_id")
     if own is not None:
         return _ids(name, FILE, own)
-    return tuple(dict.fromkeys((*_ids(name, "config.json", config.eos_token_id), *_ids(name, "the tokenizer", tokenizer.eos_token_id))))
+    return tuple(
+        dict.fromkeys(
+            (
+                *_ids(name, "config.json", config.eos_token_id),
+                *_ids(name, "the tokenizer", tokenizer.eos_token_id),
+            )
+        )
+    )
 
 
 def _ids(name: str, origin: str, value: Any) -> tuple[int, ...]:
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if not all(type(token) is int and token >= 0 for token in ids):
-        raise BrokenCheckpoint(name, f"eos_token_id of {origin} is {value!r}, where ids of tokens are wanted", "correct it")
+        raise BrokenCheckpoint(
+            name, f"eos_token_id of {origin} is {value!r}, where ids of tokens are wanted", "correct it"
+        )
     return tuple(ids)
 
 
 def unapplied_defaults(name: str) -> str:
-    """What generation_config.json sets and decoding here does not apply, as a sentence; empty where there is nothing."""
+    """What generation_config.json sets and decoding here does not apply, as a sentence; empty where there
+    is nothing.
+    """
     settings = read_json(name, FILE) or {}
     processors = _set(settings, PROCESSORS)
     options = _set(settings, OPTIONS) if settings.get("do_sample") else []
@@ -76,4 +89,8 @@ def unapplied_defaults(name: str) -> str:
 
 
 def _set(settings: dict[str, Any], neutral: dict[str, Any]) -> list[str]:
-    return [f"{key}={settings[key]}" for key in sorted(neutral.keys() & settings.keys()) if settings[key] is not None and settings[key] != neutral[key]]
+    return [
+        f"{key}={settings[key]}"
+        for key in sorted(neutral.keys() & settings.keys())
+        if settings[key] is not None and settings[key] != neutral[key]
+    ]

@@ -20,8 +20,8 @@ __all__ = ["DraftForward", "TargetForward"]
 class _TokenForward(nn.Module):
     """Embedding to logits for N tokens, with the KV cache as buffers.
 
-    The cache's layers are buffers so that a compiled graph takes them, like the weights, from its caller: all graphs of
-    the menu write one cache.
+    The cache's layers are buffers so that a compiled graph takes them, like the weights, from its caller:
+    all graphs of the menu write one cache.
 
     Args:
         model: The transformers model, prepared; its rotary embeddings are frozen, in place.
@@ -34,8 +34,11 @@ class _TokenForward(nn.Module):
         freeze_ropes_(model)
         self.model = model
         self.vocab = vocab
-        # transformers renamed the argument: versions that know the new name warn of the old one, those before know the old one alone.
-        self.cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        # transformers renamed the argument: versions that know the new name warn of the old one, those
+        # before know the old one alone.
+        self.cache_argument = (
+            "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        )
         self.num_layers = cache.shape.num_layers
         self.register_buffer("pages", cache.pages_BP)
         for layer in range(self.num_layers):
@@ -60,8 +63,14 @@ class _TokenForward(nn.Module):
         hook = self.model.get_output_embeddings().register_forward_pre_hook(enter_head)
         try:
             with attend_with(context):
-                token_1N, position_1N = meta_NM[None, :, TOKEN].long(), meta_NM[None, :, POSITION].long()
-                output = self.model(input_ids=token_1N, position_ids=position_1N, use_cache=True, **{self.cache_argument: NoCache()})
+                token_1N = meta_NM[None, :, TOKEN].long()
+                position_1N = meta_NM[None, :, POSITION].long()
+                output = self.model(
+                    input_ids=token_1N,
+                    position_ids=position_1N,
+                    use_cache=True,
+                    **{self.cache_argument: NoCache()},
+                )
         finally:
             hook.remove()
         return output.logits[0, :, : self.vocab], hidden[0][0]
@@ -75,7 +84,9 @@ class TargetForward(_TokenForward):
 
 
 class DraftForward(_TokenForward):
-    """N tokens to the C best next tokens of each, (N, C) int64, and their log-probabilities, (N, C) float32: one growth step is one call."""
+    """N tokens to the C best next tokens of each, (N, C) int64, and their log-probabilities, (N, C)
+    float32: one growth step is one call.
+    """
 
     def __init__(self, model: Any, cache: KVStorage, vocab: int, num_candidates: int) -> None:
         super().__init__(model, cache, vocab)

@@ -31,7 +31,9 @@ def check_name(name: str) -> None:
         return
     if Path(name).exists() or not HUB_ID.fullmatch(name):
         reason = "it is a file" if Path(name).exists() else "there is no such folder"
-        raise ConfigError("model", name, "a folder with a config.json, or the id of a model on the hub", reason)
+        raise ConfigError(
+            "model", name, "a folder with a config.json, or the id of a model on the hub", reason
+        )
     if not _hub_answers():
         _stay_offline()
 
@@ -47,14 +49,18 @@ def _hub_answers() -> bool:
     proxies = getproxies()
     way = urlsplit(proxies.get(endpoint.scheme) or proxies.get("all") or constants.ENDPOINT)
     try:
-        socket.create_connection((way.hostname, way.port or (80 if way.scheme == "http" else 443)), CONNECT_SECONDS).close()
+        socket.create_connection(
+            (way.hostname, way.port or (80 if way.scheme == "http" else 443)), CONNECT_SECONDS
+        ).close()
     except OSError:
         return False
     return True
 
 
 def _stay_offline() -> None:
-    """For the libraries of this process, which read the variable when they were imported, and for the processes that it starts."""
+    """For the libraries of this process, which read the variable when they were imported, and for the
+    processes that it starts.
+    """
     from huggingface_hub import constants
 
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -65,7 +71,11 @@ def hub_reason(error: Exception) -> str:
     """Why a look-up on the hub failed, in a line."""
     from huggingface_hub import constants
 
-    return "the hub does not answer, and the model was not downloaded before" if constants.is_offline_mode() else first_line(error)
+    return (
+        "the hub does not answer, and the model was not downloaded before"
+        if constants.is_offline_mode()
+        else first_line(error)
+    )
 
 
 def read_json(name: str, file: str) -> dict[str, Any] | None:

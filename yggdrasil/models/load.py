@@ -1,4 +1,6 @@
-"""Load a Hugging Face causal LM from a folder or a hub id, refuse what we would decode wrongly, pack its linear layers."""
+"""Load a Hugging Face causal LM from a folder or a hub id, refuse what we would decode wrongly, pack its
+linear layers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from yggdrasil.models.hub import check_name, hub_reason
 from yggdrasil.models.sharding import shard_
 from yggdrasil.models.support import check_supported
 
-__all__ = ["check_vocabularies", "load_config", "load_model", "order_linears_", "outline_model", "pack_linears_", "shared_vocab"]
+__all__ = [
+    "check_vocabularies",
+    "load_config",
+    "load_model",
+    "order_linears_",
+    "outline_model",
+    "pack_linears_",
+    "shared_vocab",
+]
 
 
 def load_config(name: str) -> Any:
@@ -38,11 +48,18 @@ def load_config(name: str) -> Any:
         check_pointers(Path(name))
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # a configuration is checked by code of its architecture, which raises what it likes
+    except (
+        Exception
+    ) as error:  # a configuration is checked by code of its architecture, which raises what it likes
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(name, "a model that brings code of its own to run") from None
         reason = first_line(error) if Path(name).is_dir() else hub_reason(error)
-        raise ConfigError("model", name, "a folder with a config.json that transformers reads, or the id of a model on the hub", reason) from None
+        raise ConfigError(
+            "model",
+            name,
+            "a folder with a config.json that transformers reads, or the id of a model on the hub",
+            reason,
+        ) from None
     check_supported(name, config)
     return config
 
@@ -94,17 +111,27 @@ def _errors_alone() -> Iterator[None]:
 
 
 def _check_whole(name: str, model: nn.Module, found: Mapping[str, Any]) -> None:
-    """Raises BrokenCheckpoint where a tensor of the model has no value in the checkpoint, or a value has no place: transformers fills the first at random."""
+    """Raises BrokenCheckpoint where a tensor of the model has no value in the checkpoint, or a value has no
+    place: transformers fills the first at random.
+    """
     missing = sorted(found["missing_keys"])
     if missing:
-        raise BrokenCheckpoint(name, f"{len(missing)} of the model's tensors are missing, the first is {missing[0]}")
+        raise BrokenCheckpoint(
+            name, f"{len(missing)} of the model's tensors are missing, the first is {missing[0]}"
+        )
     mismatched = sorted(found["mismatched_keys"])
     if mismatched:
         tensor, stored, expected = mismatched[0]
-        raise BrokenCheckpoint(name, f"{tensor} is {list(stored)}, where config.json makes it {list(expected)}")
+        raise BrokenCheckpoint(
+            name, f"{tensor} is {list(stored)}, where config.json makes it {list(expected)}"
+        )
     biases = sorted(tensor for tensor in found["unexpected_keys"] if _is_bias(model, tensor))
     if biases:
-        raise BrokenCheckpoint(name, f"{len(biases)} biases that config.json has no place for, the first is {biases[0]}", "correct config.json")
+        raise BrokenCheckpoint(
+            name,
+            f"{len(biases)} biases that config.json has no place for, the first is {biases[0]}",
+            "correct config.json",
+        )
 
 
 def _is_bias(model: nn.Module, tensor: str) -> bool:
@@ -112,8 +139,11 @@ def _is_bias(model: nn.Module, tensor: str) -> bool:
     return kind == "bias" and isinstance(dict(model.named_modules()).get(layer), nn.Linear)
 
 
-def pack_linears_(model: nn.Module, *, compress: bool = False, tick: Callable[[], None] = lambda: None) -> None:
-    """Replace every `nn.Linear` by one that reads a packed copy: the summation order then depends on nothing but the layer. For the CPU.
+def pack_linears_(
+    model: nn.Module, *, compress: bool = False, tick: Callable[[], None] = lambda: None
+) -> None:
+    """Replace every `nn.Linear` by one that reads a packed copy: the summation order then depends on
+    nothing but the layer. For the CPU.
 
     Args:
         model: Changed in place.
@@ -130,10 +160,11 @@ def pack_linears_(model: nn.Module, *, compress: bool = False, tick: Callable[[]
 
 
 def outline_model(name: str, stored: Mapping[str, Tensor], *, dtype: torch.dtype, ranks: int = 1) -> Any:
-    """The model that `stored` was taken from, with uninitialised weights: for a compiler, which reads shapes only.
+    """The model that `stored` was taken from, with uninitialised weights: for a compiler, which reads
+    shapes only.
 
-    No weight is read, and memory that nobody touches is never given: a process that builds graphs of a large
-    model stays small.
+    No weight is read, and memory that nobody touches is never given: a process that builds graphs of a
+    large model stays small.
 
     Args:
         name: Folder or hub id.
@@ -155,7 +186,10 @@ def outline_model(name: str, stored: Mapping[str, Tensor], *, dtype: torch.dtype
     _replace_linears_(model, lambda layer, linear: PackedLinear.like(linear) if layer in packed else linear)
     outlines = {id(tensor): torch.empty_like(tensor) for tensor in stored.values()}
     for layer, module in model.named_modules():
-        for child, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        for child, tensor in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]:
             outline = outlines[id(stored[f"{layer}.{child}".removeprefix(".")])]
             is_parameter = isinstance(tensor, nn.Parameter)
             setattr(module, child, nn.Parameter(outline, requires_grad=False) if is_parameter else outline)
@@ -163,7 +197,9 @@ def outline_model(name: str, stored: Mapping[str, Tensor], *, dtype: torch.dtype
 
 
 def order_linears_(model: nn.Module) -> None:
-    """Replace every `nn.Linear` by one that adds in the same order whatever runs beside it, on the same weights. For CUDA; changes `model` in place."""
+    """Replace every `nn.Linear` by one that adds in the same order whatever runs beside it, on the same
+    weights. For CUDA; changes `model` in place.
+    """
     from yggdrasil.kernels.linear_triton import OrderedLinear  # imports Triton, which a CPU can do without
 
     _replace_linears_(model, lambda name, linear: OrderedLinear(linear))
@@ -182,7 +218,8 @@ def check_vocabularies(target: Any, draft: Any, num_ids: int | None) -> None:
     Args:
         target: Configuration of the target.
         draft: Configuration of the draft.
-        num_ids: Of the tokenizer that both have, one more than the greatest id; None where the draft has none, and only the sizes can be compared.
+        num_ids: Of the tokenizer that both have, one more than the greatest id; None where the draft has
+            none, and only the sizes can be compared.
 
     Raises:
         ModelMismatch: names both sizes.
@@ -193,5 +230,7 @@ def check_vocabularies(target: Any, draft: Any, num_ids: int | None) -> None:
 
 
 def shared_vocab(target: Any, draft: Any) -> int:
-    """V of a pair: the ids that both models know. What one has beyond them is padding, stands for no text, and is neither guessed nor emitted."""
+    """V of a pair: the ids that both models know. What one has beyond them is padding, stands for no text,
+    and is neither guessed nor emitted.
+    """
     return min(int(target.vocab_size), int(draft.vocab_size))

@@ -1,8 +1,8 @@
 """Fill the metadata of a forward: which token, where it stands, what it sees. Columns in layout.py.
 
-Host data, that is chains, is filled in by one operator on the host, on CUDA in pinned memory that one copy takes to the device. A tree is where its
-arrays are: one operator on a CPU, a dozen small ones on CUDA. Nothing syncs. The functions named plain are the specification of the operators.
-"""
+Host data, that is chains, is filled in by one operator on the host, on CUDA in pinned memory that one copy
+takes to the device. A tree is where its arrays are: one operator on a CPU, a dozen small ones on CUDA.
+Nothing syncs. The functions named plain are the specification of the operators."""
 
 from __future__ import annotations
 
@@ -16,10 +16,18 @@ from yggdrasil.layout import INDEX, PATH, POSITION, PREFIX, READ, ROW, TOKEN
 from yggdrasil.staging import send_, staged_like
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Piece", "empty_meta", "pack_chain_", "pack_chains_", "pack_chains_plain_", "pack_nodes_", "pack_nodes_plain_"]
+__all__ = [
+    "Chunk",
+    "empty_meta",
+    "pack_chain_",
+    "pack_chains_",
+    "pack_chains_plain_",
+    "pack_nodes_",
+    "pack_nodes_plain_",
+]
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Consecutive tokens of one row.
 
     Args:
@@ -39,12 +47,12 @@ class Piece(NamedTuple):
         """`num_read` as a number."""
         return len(self.tokens) if self.num_read is None else self.num_read
 
-    def part(self, start: int, length: int) -> Piece:
+    def part(self, start: int, length: int) -> Chunk:
         """Some of its tokens, with as many of them read as in the whole."""
         tokens = self.tokens[start : start + length]
         num_unread = len(self.tokens) - self.read_len
         num_read = len(tokens) - min(max(num_unread - start, 0), len(tokens))
-        return Piece(self.row, tokens, self.start_pos + start, num_read)
+        return Chunk(self.row, tokens, self.start_pos + start, num_read)
 
 
 def empty_meta(num_tokens: int, max_depth: int, *, device: str = "cpu") -> Tensor:
@@ -62,29 +70,38 @@ def _pad_(meta_NM: Tensor, first: int) -> None:
     meta_NM[first:, PATH:] = -1
 
 
-def pack_chain_(meta_NM: Tensor, tokens: Sequence[int], start_pos: int, *, row: int = 0, num_read: int | None = None) -> None:
-    """Consecutive committed tokens: each sees everything up to itself. A prompt chunk, or a draft catching up."""
-    pack_chains_(meta_NM, [Piece(row, tokens, start_pos, num_read)])
+def pack_chain_(
+    meta_NM: Tensor, tokens: Sequence[int], start_pos: int, *, row: int = 0, num_read: int | None = None
+) -> None:
+    """Consecutive committed tokens: each sees everything up to itself. A prompt chunk, or a draft catching
+    up.
+    """
+    pack_chains_(meta_NM, [Chunk(row, tokens, start_pos, num_read)])
 
 
-def pack_chains_(meta_NM: Tensor, pieces: Sequence[Piece]) -> None:
-    """Pieces of several rows, one after another; a chain of guesses is a piece like any other. Of one row at most one piece.
+def pack_chains_(meta_NM: Tensor, chunks: Sequence[Chunk]) -> None:
+    """Pieces of several rows, one after another; a chain of guesses is a chunk like any other. Of one row
+    at most one chunk.
 
     Cost: one host call; on CUDA one copy besides, and no sync.
     """
-    tokens = [token for piece in pieces for token in piece.tokens]
-    lens = [len(piece.tokens) for piece in pieces]
-    starts = [piece.start_pos for piece in pieces]
-    rows = [piece.row for piece in pieces]
-    num_read = [piece.read_len for piece in pieces]
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    lens = [len(chunk.tokens) for chunk in chunks]
+    starts = [chunk.start_pos for chunk in chunks]
+    rows = [chunk.row for chunk in chunks]
+    num_read = [chunk.read_len for chunk in chunks]
     host_NM = meta_NM if meta_NM.is_cpu else staged_like(meta_NM)
     torch.ops.ygg.pack_chains_(host_NM, tokens, lens, starts, rows, num_read)
     if host_NM is not meta_NM:
         send_(meta_NM, host_NM)
 
 
-def pack_nodes_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0) -> None:
-    """Tree nodes `first..last-1`: provisional indices after the committed `root_pos` ones; each sees those and its path."""
+def pack_nodes_(
+    meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0
+) -> None:
+    """Tree nodes `first..last-1`: provisional indices after the committed `root_pos` ones; each sees those
+    and its path.
+    """
     if meta_NM.is_cpu:
         token, _, depth, _, path = tree.arrays
         torch.ops.ygg.pack_nodes_(meta_NM, token, depth, path, first, last, root_pos, row)
@@ -92,33 +109,39 @@ def pack_nodes_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_po
         pack_nodes_plain_(meta_NM, tree, first, last, root_pos, row=row)
 
 
-def pack_chains_plain_(meta_NM: Tensor, pieces: Sequence[Piece]) -> None:
+def pack_chains_plain_(meta_NM: Tensor, chunks: Sequence[Chunk]) -> None:
     """`pack_chains_`, operator by operator, for metadata on the host."""
     first = 0
-    for piece in pieces:
-        row, tokens, start_pos, _ = piece
+    for chunk in chunks:
+        row, tokens, start_pos, _ = chunk
         last = first + len(tokens)
         meta_NM[first:last, TOKEN] = torch.tensor(tokens, dtype=torch.int32)
-        position_N = torch.arange(start_pos, start_pos + len(tokens), dtype=torch.int32, device=meta_NM.device)
+        position_N = torch.arange(
+            start_pos, start_pos + len(tokens), dtype=torch.int32, device=meta_NM.device
+        )
         meta_NM[first:last, POSITION] = position_N
         meta_NM[first:last, INDEX] = position_N
         meta_NM[first:last, PREFIX] = position_N + 1
         meta_NM[first:last, ROW] = row
-        meta_NM[first : last - piece.read_len, READ] = 0
-        meta_NM[last - piece.read_len : last, READ] = 1
+        meta_NM[first : last - chunk.read_len, READ] = 0
+        meta_NM[last - chunk.read_len : last, READ] = 1
         meta_NM[first:last, PATH:] = -1
         first = last
     _pad_(meta_NM, first)
 
 
-def pack_nodes_plain_(meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0) -> None:
+def pack_nodes_plain_(
+    meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0
+) -> None:
     """`pack_nodes_`, operator by operator; also what runs on CUDA."""
     count = last - first
     _pad_(meta_NM, count)
     meta_NM[:count, TOKEN] = tree.token_N[first:last]
     meta_NM[:count, POSITION] = tree.depth_N[first:last] + root_pos
     meta_NM[:count, ROW] = row
-    meta_NM[:count, INDEX] = torch.arange(root_pos + first, root_pos + last, dtype=torch.int32, device=meta_NM.device)
+    meta_NM[:count, INDEX] = torch.arange(
+        root_pos + first, root_pos + last, dtype=torch.int32, device=meta_NM.device
+    )
     meta_NM[:count, PREFIX] = root_pos
     meta_NM[:count, READ] = 1
     meta_NM[:count, PATH:] = tree.path_NA[first:last]

@@ -77,7 +77,10 @@ def expected_passages(name: str, model: Any, vocab: int, num_positions: int) -> 
     """
     tokens = tuple((7919 * place + 11) % vocab for place in range(PASSAGE_LEN))
     with _own_attention(model):
-        return [Passage(tokens, start, _own_logits(name, model, tokens, start)[:, :vocab]) for start in sorted({0, num_positions - PASSAGE_LEN})]
+        return [
+            Passage(tokens, start, _own_logits(name, model, tokens, start)[:, :vocab])
+            for start in sorted({0, num_positions - PASSAGE_LEN})
+        ]
 
 
 @contextmanager
@@ -93,16 +96,22 @@ def _own_attention(model: Any) -> Iterator[None]:
 def _own_logits(name: str, model: Any, tokens: Sequence[int], start_pos: int) -> Tensor:
     position_1L = torch.arange(start_pos, start_pos + len(tokens))[None]
     try:
-        logits_LV: Tensor = model(input_ids=torch.tensor(tokens)[None], position_ids=position_1L, use_cache=False).logits[0]
+        logits_LV: Tensor = model(
+            input_ids=torch.tensor(tokens)[None], position_ids=position_1L, use_cache=False
+        ).logits[0]
     except Exception as error:  # a model's code raises what it likes
-        raise UnsupportedModel(name, f"a model whose own forward fails at position {start_pos} ({first_line(error)})") from error
+        raise UnsupportedModel(
+            name, f"a model whose own forward fails at position {start_pos} ({first_line(error)})"
+        ) from error
     if not logits_LV.isfinite().all():
         raise UnsupportedModel(name, f"a model whose own logits at position {start_pos} are not finite")
     return logits_LV
 
 
 @torch.no_grad()
-def check_forward(name: str, model: Any, kv: KVShape, passages: Sequence[Passage], num_positions: int) -> None:
+def check_forward(
+    name: str, model: Any, kv: KVShape, passages: Sequence[Passage], num_positions: int
+) -> None:
     """Whether our forward of `model` is the model's.
 
     Args:
@@ -119,14 +128,19 @@ def check_forward(name: str, model: Any, kv: KVShape, passages: Sequence[Passage
     """
     for passage in passages:
         ours_LV = _our_logits(name, model, kv, passage, num_positions)
-        deviates, allowed = deviation(ours_LV, passage.logits_LV), TOLERANCE[passage.logits_LV.dtype]
+        deviates = deviation(ours_LV, passage.logits_LV)
+        allowed = TOLERANCE[passage.logits_LV.dtype]
         if not deviates <= allowed:  # not a number is no agreement
             what = f"its logits differ from transformers' own by {deviates:.2g} of their spread, above {allowed:.2g}, at positions from {passage.start_pos}"
-            raise UnsupportedModel(name, f"{_architecture(model)}, which this runtime computes wrongly ({what}),")
+            raise UnsupportedModel(
+                name, f"{_architecture(model)}, which this runtime computes wrongly ({what}),"
+            )
 
 
 def deviation(ours_LV: Tensor, expected_LV: Tensor) -> float:
-    """The largest distance of a token's logits, root of the mean square, in standard deviations of what is expected over the vocabulary."""
+    """The largest distance of a token's logits, root of the mean square, in standard deviations of what is
+    expected over the vocabulary.
+    """
     distance_L = (ours_LV.float() - expected_LV.float()).square().mean(dim=-1).sqrt()
     return float((distance_L / expected_LV.float().std(dim=-1)).max())
 
@@ -135,7 +149,8 @@ def _our_logits(name: str, model: Any, kv: KVShape, passage: Passage, num_positi
     cache = KVCache(replace(kv, capacity=CAPACITY), dtype=model.dtype, device="cpu")
     forward = TargetForward(model, cache, passage.logits_LV.shape[1])
     tree, nodes = sibling_tree(passage.tokens[PREFIX_LEN:], max_depth=PATH_LEN)
-    chain_NM, tree_NM = empty_meta(PREFIX_LEN, PATH_LEN), empty_meta(len(tree), PATH_LEN)
+    chain_NM = empty_meta(PREFIX_LEN, PATH_LEN)
+    tree_NM = empty_meta(len(tree), PATH_LEN)
     pack_chain_(chain_NM, passage.tokens[:PREFIX_LEN], 0)
     pack_nodes_(tree_NM, tree, 0, len(tree), PREFIX_LEN)
     logits = []
@@ -152,36 +167,66 @@ def _our_logits(name: str, model: Any, kv: KVShape, passage: Passage, num_positi
     return torch.cat((logits[0], logits[1][nodes]))
 
 
-def sibling_tree(tokens: Sequence[int], *, max_depth: int, device: str = "cpu") -> tuple[TokenTree, list[int]]:
-    """A path of these tokens through a tree where every node but the root has an earlier sibling, so that its keys lie in every second slot; and its nodes."""
+def sibling_tree(
+    tokens: Sequence[int], *, max_depth: int, device: str = "cpu"
+) -> tuple[TokenTree, list[int]]:
+    """A path of these tokens through a tree where every node but the root has an earlier sibling, so that
+    its keys lie in every second slot; and its nodes.
+    """
     tree = TokenTree.root(tokens[0], 2 * len(tokens) - 1, max_depth=max_depth, device=device)
     nodes = [0]
     for depth, token in enumerate(tokens[1:], 1):
         sibling = token - 1 if token else 1
-        tree.grow(*(torch.tensor(column, device=device) for column in ([nodes[-1]] * 2, [sibling, token], [-float(depth)] * 2)))
+        tree.grow(
+            *(
+                torch.tensor(column, device=device)
+                for column in ([nodes[-1]] * 2, [sibling, token], [-float(depth)] * 2)
+            )
+        )
         nodes.append(len(tree) - 1)
     return tree, nodes
 
 
-def _check_calls(name: str, model: Any, kv: KVShape, calls: Sequence[AttentionCall], num_positions: int, failure: str) -> None:
-    """Raises UnsupportedModel for attention that is not the cache's or not plain, for a forward that failed, and for layers that did not ask once each."""
+def _check_calls(
+    name: str, model: Any, kv: KVShape, calls: Sequence[AttentionCall], num_positions: int, failure: str
+) -> None:
+    """Raises UnsupportedModel for attention that is not the cache's or not plain, for a forward that
+    failed, and for layers that did not ask once each.
+    """
     architecture = _architecture(model)
     for call in calls:
         sizes = [list(each) for each in (call.query, call.key, call.value)]
-        if call.key != call.value or [call.key[1], call.key[3], call.query[3]] != [kv.num_kv_heads, kv.head_dim, kv.head_dim] or call.layer >= kv.num_layers:
+        if (
+            call.key != call.value
+            or [call.key[1], call.key[3], call.query[3]] != [kv.num_kv_heads, kv.head_dim, kv.head_dim]
+            or call.layer >= kv.num_layers
+        ):
             cached = f"{kv.num_layers} layers of {kv.num_kv_heads} heads of {kv.head_dim} features"
-            raise UnsupportedModel(name, f"{architecture}, whose layer {call.layer} attends with {sizes}, where config.json promises {cached},")
+            raise UnsupportedModel(
+                name,
+                f"{architecture}, whose layer {call.layer} attends with {sizes}, where config.json promises {cached},",
+            )
         window = call.options.get("sliding_window")
         if unknown := sorted(call.options.keys() - {"sliding_window"}):
-            raise UnsupportedModel(name, f"{architecture}, whose layer {call.layer} attends with {unknown[0]!r},")
+            raise UnsupportedModel(
+                name, f"{architecture}, whose layer {call.layer} attends with {unknown[0]!r},"
+            )
         if window is not None and window < num_positions:
-            raise UnsupportedModel(name, f"{architecture}, whose layer {call.layer} has a window of {window} tokens for {num_positions} positions,")
+            raise UnsupportedModel(
+                name,
+                f"{architecture}, whose layer {call.layer} has a window of {window} tokens for {num_positions} positions,",
+            )
     if failure:
-        raise UnsupportedModel(name, f"{architecture}, whose forward fails with tree attention ({failure}),")
+        raise UnsupportedModel(
+            name, f"{architecture}, whose forward fails with tree attention ({failure}),"
+        )
     counts = Counter(call.layer for call in calls)
     odd = [layer for layer in range(kv.num_layers) if counts[layer] != 1]
     if odd:
-        raise UnsupportedModel(name, f"{architecture}, whose layer {odd[0]} asks for attention {counts[odd[0]]} times in a forward,")
+        raise UnsupportedModel(
+            name,
+            f"{architecture}, whose layer {odd[0]} asks for attention {counts[odd[0]]} times in a forward,",
+        )
 
 
 def _architecture(model: Any) -> str:

@@ -22,7 +22,8 @@ class TokenGraphs(Protocol):
         prefill_chunk: Most tokens of one forward.
         widest: Most tokens of a forward that is not a prompt's.
         num_candidates: C, of a draft.
-        graph_ms: Milliseconds spent inside `forward` so far: what is left of a step is the host's. On CUDA of the launches alone.
+        graph_ms: Milliseconds spent inside `forward` so far: what is left of a step is the host's. On CUDA
+            of the launches alone.
     """
 
     device: str
@@ -34,24 +35,32 @@ class TokenGraphs(Protocol):
     graph_ms: float
 
     def meta(self, num_tokens: int) -> Tensor:
-        """The metadata buffer, (bucket, 6 + A) int32, of the smallest graph for `num_tokens`. Aliasing: the same one every time."""
+        """The metadata buffer, (bucket, 6 + A) int32, of the smallest graph for `num_tokens`. Aliasing: the
+        same one every time.
+        """
         ...
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the graph of that buffer: (logits, hidden) of a target, (tokens, log-probabilities) of a draft, padding rows included.
+        """Run the graph of that buffer: (logits, hidden) of a target, (tokens, log-probabilities) of a
+        draft, padding rows included.
 
-        Rows that the metadata does not mark as read have a hidden state; their other outputs are not defined.
+        Rows that the metadata does not mark as read have a hidden state; their other outputs are not
+        defined.
 
         Aliasing: on CUDA the next forward of this model, of whatever size, may write over the results.
         """
         ...
 
     def native(self, meta_NM: Tensor) -> Any | None:
-        """The graph of that buffer as an object of kernels/graph.cpp, for loops that run it there; None where a forward is anything else."""
+        """The graph of that buffer as an object of kernels/graph.cpp, for loops that run it there; None
+        where a forward is anything else.
+        """
         ...
 
-    def ran_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
-        """Account for forwards of so many tokens that such a loop ran: start and end of each, by `time.perf_counter`."""
+    def record_forward_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
+        """Account for forwards of so many tokens that such a loop ran: start and end of each, by
+        `time.perf_counter`.
+        """
         ...
 
 

@@ -1,4 +1,6 @@
-"""Rotary embeddings whose frequencies transformers chooses anew in every forward, by the largest position in it."""
+"""Rotary embeddings whose frequencies transformers chooses anew in every forward, by the largest position
+in it.
+"""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ rowwise                 o, down               a rank has some of the inputs; its
 colwise_gather_output   the output embedding  colwise, and every rank gets the whole output
 ```
 
-The plan is the model's (`model.tp_plan`), the collectives are in the layers below, so that they are part of the exported graph. The shards of all ranks
-have one shape and the graph does not know its rank: one family of graphs serves them all.
-"""
+The plan is the model's (`model.tp_plan`), the collectives are in the layers below, so that they are part of
+the exported graph. The shards of all ranks have one shape and the graph does not know its rank: one family
+of graphs serves them all."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ __all__ = ["GatheredLinear", "SummedLinear", "check_divisible", "shard_"]
 
 GATHERED = ("colwise_gather_output", "colwise_rep")
 WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "replicate")
-"""Left whole on every rank: a look-up reads one row of a table, and a norm of a head has the same few weights for every head."""
+"""Left whole on every rank: a look-up reads one row of a table, and a norm of a head has the same few
+weights for every head.
+"""
 
 
 class SummedLinear(nn.Module):
-    """A row-wise layer: this rank's part of the product, summed over the ranks in their order and in fp32; then the bias, once.
+    """A row-wise layer: this rank's part of the product, summed over the ranks in their order and in fp32;
+    then the bias, once.
 
     Args:
         linear: Of this rank's input features, without bias.
@@ -74,7 +77,9 @@ class GatheredLinear(nn.Module):
 
 
 def check_divisible(config: Any, num_ranks: int) -> None:
-    """Raises ConfigError when a model of this transformers configuration cannot be shared out evenly; before anything is loaded."""
+    """Raises ConfigError when a model of this transformers configuration cannot be shared out evenly;
+    before anything is loaded.
+    """
     heads = config.num_attention_heads
     counts = {
         "attention heads": heads,
@@ -98,32 +103,51 @@ def shard_(model: Any, rank: int, num_ranks: int) -> None:
         ConfigError: a layer does not divide by the number of ranks.
         UnsupportedModel: no plan, or one with a style that is not understood here.
 
-    Aliasing: parts are copies: a view of a tied weight would be taken for the whole weight when shards are stored.
-    Source: the styles are those of transformers' tensor parallelism. Departures: the sum is ordered (kernels/gather.py), the input embedding stays whole, and
-    so does an output embedding whose vocabulary does not divide.
-    """
+    Aliasing: parts are copies: a view of a tied weight would be taken for the whole weight when shards are
+    stored.
+    Source: the styles are those of transformers' tensor parallelism. Departures: the sum is ordered
+    (kernels/gather.py), the input embedding stays whole, and so does an output embedding whose vocabulary
+    does not divide."""
     plan = {pattern: style for pattern, style in model.tp_plan.items() if style not in WHOLE}
     if not plan:
-        raise UnsupportedModel(type(model).__name__, "an architecture for which transformers has no tensor-parallel plan")
-    layers = {name: pattern for name, _ in model.named_modules() if (pattern := re.sub(r"\.\d+(?=\.)", ".*", name)) in plan}
+        raise UnsupportedModel(
+            type(model).__name__, "an architecture for which transformers has no tensor-parallel plan"
+        )
+    layers = {
+        name: pattern
+        for name, _ in model.named_modules()
+        if (pattern := re.sub(r"\.\d+(?=\.)", ".*", name)) in plan
+    }
     if unmatched := sorted(plan.keys() - set(layers.values())):
-        raise UnsupportedModel(type(model).__name__, f"a tensor-parallel plan that names {unmatched[0]!r}, which the model has not,")
+        raise UnsupportedModel(
+            type(model).__name__,
+            f"a tensor-parallel plan that names {unmatched[0]!r}, which the model has not,",
+        )
     for name, pattern in layers.items():
         parent, _, child = name.rpartition(".")
         module = model.get_submodule(name)
-        setattr(model.get_submodule(parent), child, _shard(type(model).__name__, module, plan[pattern], rank, num_ranks))
+        setattr(
+            model.get_submodule(parent),
+            child,
+            _shard(type(model).__name__, module, plan[pattern], rank, num_ranks),
+        )
 
 
 def _shard(model: str, module: nn.Module, style: str, rank: int, num_ranks: int) -> nn.Module:
     if not isinstance(module, nn.Linear) or style not in ("colwise", "rowwise", *GATHERED):
-        raise UnsupportedModel(model, f"a tensor-parallel plan with {style!r} for a {type(module).__name__}")
-    weight_OI, bias = module.weight, module.bias
+        raise UnsupportedModel(
+            model, f"a tensor-parallel plan with {style!r} for a {type(module).__name__}"
+        )
+    weight_OI = module.weight
+    bias = module.bias
     if style == "rowwise":
         linear = _linear(_part(weight_OI, 1, rank, num_ranks), None)
         return SummedLinear(linear, None if bias is None else bias.detach().clone(), num_ranks)
     if style in GATHERED and module.out_features % num_ranks:
         return module
-    linear = _linear(_part(weight_OI, 0, rank, num_ranks), None if bias is None else _part(bias, 0, rank, num_ranks))
+    linear = _linear(
+        _part(weight_OI, 0, rank, num_ranks), None if bias is None else _part(bias, 0, rank, num_ranks)
+    )
     return GatheredLinear(linear, num_ranks) if style in GATHERED else linear
 
 
@@ -134,7 +158,9 @@ def _part(tensor: Tensor, dim: int, rank: int, num_ranks: int) -> Tensor:
 
 
 def _linear(weight_OI: Tensor, bias: Tensor | None) -> nn.Linear:
-    linear = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=bias is not None, device="meta", dtype=weight_OI.dtype)
+    linear = nn.Linear(
+        weight_OI.shape[1], weight_OI.shape[0], bias=bias is not None, device="meta", dtype=weight_OI.dtype
+    )
     linear.weight = nn.Parameter(weight_OI, requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias, requires_grad=False)

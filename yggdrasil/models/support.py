@@ -1,4 +1,6 @@
-"""What this runtime decodes as the model would, as far as a configuration tells; the rest is proved on the model itself (proof.py)."""
+"""What this runtime decodes as the model would, as far as a configuration tells; the rest is proved on the
+model itself (proof.py).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ __all__ = ["ContextLimit", "check_supported", "context_limits", "kv_shape"]
 HEAD_DIM_STEP = 16  # lanes of the attention operator
 LAYER_TYPES = ("full_attention", "sliding_attention")
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "window_size")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
+EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "moe_intermediate_size",
+)
 FEATURES = {  # a field of the configuration, if it is set, and what it stands for
     "kv_lora_rank": "latent attention",
     "attention_chunk_size": "attention in chunks",
@@ -41,9 +49,13 @@ class ContextLimit(NamedTuple):
 
 
 def check_supported(name: str, config: Any) -> None:
-    """Raises UnsupportedModel for what the tree attention does not express; called before anything is loaded."""
+    """Raises UnsupportedModel for what the tree attention does not express; called before anything is
+    loaded.
+    """
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(name, f"a checkpoint with quantized weights ({_quantization(config.quantization_config)})")
+        raise UnsupportedModel(
+            name, f"a checkpoint with quantized weights ({_quantization(config.quantization_config)})"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(name, "an encoder-decoder")
     if getattr(config, "is_heterogeneous", False):
@@ -59,16 +71,25 @@ def check_supported(name: str, config: Any) -> None:
             raise UnsupportedModel(name, f"{feature} ({field} = {getattr(config, field)})")
     if hasattr(config, "text_config"):
         raise UnsupportedModel(name, "a multimodal model")
-    if not all(hasattr(config, field) for field in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size")):
+    if not all(
+        hasattr(config, field)
+        for field in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size")
+    ):
         raise UnsupportedModel(name, f"an architecture without attention heads ({config.model_type})")
     _check_class(name, config)
     head_dim = kv_shape(config, 0).head_dim
     if head_dim % HEAD_DIM_STEP:
-        raise UnsupportedModel(name, f"a head dimension of {head_dim}, which is no multiple of {HEAD_DIM_STEP},")
+        raise UnsupportedModel(
+            name, f"a head dimension of {head_dim}, which is no multiple of {HEAD_DIM_STEP},"
+        )
 
 
 def _quantization(settings: Any) -> str:
-    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    method = (
+        settings.get("quant_method")
+        if isinstance(settings, dict)
+        else getattr(settings, "quant_method", None)
+    )
     return str(getattr(method, "value", method) or "method not named")
 
 
@@ -77,22 +98,33 @@ def _check_class(name: str, config: Any) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModel(name, f"an architecture that transformers has no causal LM for ({config.model_type})")
+        raise UnsupportedModel(
+            name, f"an architecture that transformers has no causal LM for ({config.model_type})"
+        )
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not getattr(architecture, "_supports_attention_backend", False):
         raise UnsupportedModel(name, f"{architecture.__name__}, whose attention cannot be replaced,")
 
 
 def context_limits(config: Any) -> list[ContextLimit]:
-    """What holds for short texts alone: a window that reaches over all of one is none, and some rotary embeddings change with the text's length."""
+    """What holds for short texts alone: a window that reaches over all of one is none, and some rotary
+    embeddings change with the text's length.
+    """
     windows = [ContextLimit(window, f"a sliding window of {window} tokens") for window in _windows(config)]
-    return windows + [ContextLimit(limit, f"{kind!r} rotary embeddings that change beyond {limit} positions") for kind, limit in _changing_ropes(config)]
+    return windows + [
+        ContextLimit(limit, f"{kind!r} rotary embeddings that change beyond {limit} positions")
+        for kind, limit in _changing_ropes(config)
+    ]
 
 
 def _windows(config: Any) -> Iterator[int]:
     kinds = getattr(config, "layer_types", None)
     if getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds):
-        yield from (window for field in WINDOWS if isinstance(window := getattr(config, field, None), int) and window > 0)
+        yield from (
+            window
+            for field in WINDOWS
+            if isinstance(window := getattr(config, field, None), int) and window > 0
+        )
 
 
 def _changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
@@ -102,7 +134,10 @@ def _changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
         if "dynamic" in kind:
             yield kind, config.max_position_embeddings
         elif kind == "longrope":
-            yield kind, each.get("original_max_position_embeddings") or config.original_max_position_embeddings
+            yield (
+                kind,
+                each.get("original_max_position_embeddings") or config.original_max_position_embeddings,
+            )
 
 
 def kv_shape(config: Any, capacity: int) -> KVShape:

@@ -42,11 +42,14 @@ class Acceptance:
     Args:
         log_probs: Knots, ascending.
         probabilities: Acceptance at the knots, not falling.
-        aal: By width: aal[width][depth - 1][k - 1], the mean emitted tokens of a tree of that width and depth pruned to k nodes.
+        aal: By width: aal[width][depth - 1][k - 1], the mean emitted tokens of a tree of that width and
+            depth pruned to k nodes.
         by_rank: P(the target's token is the draft's r-th best), r = 1.. up to the greatest width.
-        platt: What the draft's probability of a child is worth; path log-probabilities are sums of edges scaled by it.
-        pooled: Of chains: pooled[gamma - 1][j], the mean accepted tokens of a row when rows draft gamma tokens each and the likeliest
-            j / POOL_STEPS a row of all of them are verified, in whatever rows they are; empty without chains.
+        platt: What the draft's probability of a child is worth; path log-probabilities are sums of edges
+            scaled by it.
+        pooled: Of chains: pooled[gamma - 1][j], the mean accepted tokens of a row when rows draft gamma
+            tokens each and the likeliest j / POOL_STEPS a row of all of them are verified, in whatever rows
+            they are; empty without chains.
     """
 
     log_probs: tuple[float, ...]
@@ -58,7 +61,9 @@ class Acceptance:
 
     def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Calibrated acceptance of nodes: linear between knots, clamped outside."""
-        values: npt.NDArray[np.float64] = np.interp(np.asarray(log_probs, dtype=np.float64), *self.knots.numpy())
+        values: npt.NDArray[np.float64] = np.interp(
+            np.asarray(log_probs, dtype=np.float64), *self.knots.numpy()
+        )
         return values
 
     @cached_property
@@ -67,7 +72,8 @@ class Acceptance:
         return torch.tensor([self.log_probs, self.probabilities], dtype=torch.float64)
 
     def pooled_accepted(self, gamma: int, drafts_per_row: float) -> float:
-        """Accepted tokens of a row when the likeliest drafts of a great batch are verified, so many a row; linear between entries.
+        """Accepted tokens of a row when the likeliest drafts of a great batch are verified, so many a row;
+        linear between entries.
 
         Args:
             gamma: Draft tokens of every row, from 1 to the calibrated depth.
@@ -101,7 +107,14 @@ class Acceptance:
     def from_json(cls, payload: Mapping[str, Any]) -> Acceptance:
         aal = {int(width): tuple(tuple(row) for row in rows) for width, rows in payload["aal"].items()}
         pooled = tuple(tuple(row) for row in payload["pooled"])
-        return cls(tuple(payload["log_probs"]), tuple(payload["probabilities"]), aal, tuple(payload["by_rank"]), PlattScale(**payload["platt"]), pooled)
+        return cls(
+            tuple(payload["log_probs"]),
+            tuple(payload["probabilities"]),
+            aal,
+            tuple(payload["by_rank"]),
+            PlattScale(**payload["platt"]),
+            pooled,
+        )
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,9 @@ class AcceptanceTable:
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> AcceptanceTable:
-        return cls({float(key): Acceptance.from_json(value) for key, value in payload["by_temperature"].items()})
+        return cls(
+            {float(key): Acceptance.from_json(value) for key, value in payload["by_temperature"].items()}
+        )
 
 
 def fit_platt(log_probs_MC: npt.NDArray[np.floating], is_next_MC: npt.NDArray[np.bool_]) -> PlattScale:
@@ -149,9 +164,9 @@ def fit_platt(log_probs_MC: npt.NDArray[np.floating], is_next_MC: npt.NDArray[np
 def fit_acceptance(records: Sequence[TreeRecord], platt: PlattScale = UNSCALED) -> Acceptance:
     """Calibrate on drafted trees whose true continuation is known.
 
-    The map is an isotonic regression over all nodes but roots: it mends what the edges of a path have in common, and leaves the
-    order as it is. The table needs no model: growth is greedy, so the first 1 + W * D nodes of a deep tree are the tree of depth D,
-    and its pruning to k nodes keeps the k best values.
+    The map is an isotonic regression over all nodes but roots: it mends what the edges of a path have in
+    common, and leaves the order as it is. The table needs no model: growth is greedy, so the first 1 + W *
+    D nodes of a deep tree are the tree of depth D, and its pruning to k nodes keeps the k best values.
 
     Args:
         records: Trees of every width, all grown to one depth.
@@ -164,13 +179,25 @@ def fit_acceptance(records: Sequence[TreeRecord], platt: PlattScale = UNSCALED) 
     log_probs = np.concatenate([record.log_probs[1:] for record in records])
     accepted = np.concatenate([record.accepted[1:] for record in records]).astype(float)
     isotonic = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(log_probs, accepted)
-    aal = {width: _aal_rows([record for record in records if record.width == width]) for width in sorted({record.width for record in records})}
+    aal = {
+        width: _aal_rows([record for record in records if record.width == width])
+        for width in sorted({record.width for record in records})
+    }
     pooled = _pooled([record for record in records if record.width == 1])
-    return Acceptance(tuple(isotonic.X_thresholds_.tolist()), tuple(isotonic.y_thresholds_.tolist()), aal, _by_rank(records), platt, pooled)
+    return Acceptance(
+        tuple(isotonic.X_thresholds_.tolist()),
+        tuple(isotonic.y_thresholds_.tolist()),
+        aal,
+        _by_rank(records),
+        platt,
+        pooled,
+    )
 
 
 def _by_rank(records: Sequence[TreeRecord]) -> tuple[float, ...]:
-    """The first growth step of the widest trees attaches the root's best children in the order of their ranks."""
+    """The first growth step of the widest trees attaches the root's best children in the order of their
+    ranks.
+    """
     widest = max(record.width for record in records)
     firsts = [record.accepted[1 : 1 + widest] for record in records if record.width == widest]
     return tuple(np.mean(np.array(firsts, dtype=float), axis=0).tolist())
@@ -186,7 +213,13 @@ def _pooled(chains: Sequence[TreeRecord]) -> tuple[tuple[float, ...], ...]:
     for gamma in range(1, log_probs.shape[1] + 1):
         order = np.argsort(-log_probs[:, :gamma], axis=None, kind="stable")
         sums = np.concatenate([[0.0], accepted[:, :gamma].ravel()[order].cumsum()]) / len(chains)
-        rows.append(tuple(np.interp(np.arange(POOL_STEPS * gamma + 1) / POOL_STEPS, np.arange(len(sums)) / len(chains), sums).tolist()))
+        rows.append(
+            tuple(
+                np.interp(
+                    np.arange(POOL_STEPS * gamma + 1) / POOL_STEPS, np.arange(len(sums)) / len(chains), sums
+                ).tolist()
+            )
+        )
     return tuple(rows)
 
 

@@ -14,21 +14,25 @@ __all__ = ["DepthPredictor", "inputs_of"]
 
 Array = npt.NDArray[np.float32]
 LAYERS = ("encoder_1", "encoder_2", "heads")
-MEAN, TRUST = "mean_survival.", "trust."
+MEAN = "mean_survival."
+TRUST = "trust."
 
 
 @dataclass(frozen=True)
 class DepthPredictor:
-    """A two-layer MLP encoder with one head per depth; scaling of the inputs and calibration of the heads are folded into the weights.
+    """A two-layer MLP encoder with one head per depth; scaling of the inputs and calibration of the heads
+    are folded into the weights.
 
     Args:
         weights: "<layer>.weight", (inputs, outputs), and "<layer>.bias" of encoder_1, encoder_2 and heads.
-        mean_survival: By temperature of the calibration text, (D,) the mean of what the predictor says there.
-        trust: By temperature, from 0 to 1: how much of a predicted deviation from the mean comes true on text it has not seen.
+        mean_survival: By temperature of the calibration text, (D,) the mean of what the predictor says
+            there.
+        trust: By temperature, from 0 to 1: how much of a predicted deviation from the mean comes true on
+            text it has not seen.
 
-    Source: Yggdrasil section 4.2, "Draft Depth Prediction". Departures: the temperature is an input beside the hidden state,
-    so that one predictor serves greedy and sampled text; heads are calibrated (Platt), and their sum is shrunk to its mean by `trust`.
-    """
+    Source: Yggdrasil section 4.2, "Draft Depth Prediction". Departures: the temperature is an input beside
+    the hidden state, so that one predictor serves greedy and sampled text; heads are calibrated (Platt),
+    and their sum is shrunk to its mean by `trust`."""
 
     weights: Mapping[str, Array]
     mean_survival: Mapping[float, Array]
@@ -44,28 +48,37 @@ class DepthPredictor:
     def from_bytes(cls, content: bytes) -> DepthPredictor:
         """What `to_bytes` wrote; raises SafetensorError or KeyError on anything else."""
         tensors = safetensors.numpy.load(content)
-        means = {float(name.removeprefix(MEAN)): mean for name, mean in tensors.items() if name.startswith(MEAN)}
+        means = {
+            float(name.removeprefix(MEAN)): mean for name, mean in tensors.items() if name.startswith(MEAN)
+        }
         if not means:
             raise KeyError(MEAN)
-        weights = {f"{layer}.{part}": tensors[f"{layer}.{part}"] for layer in LAYERS for part in ("weight", "bias")}
-        return cls(weights, means, {temperature: float(tensors[f"{TRUST}{temperature}"]) for temperature in means})
+        weights = {
+            f"{layer}.{part}": tensors[f"{layer}.{part}"] for layer in LAYERS for part in ("weight", "bias")
+        }
+        return cls(
+            weights, means, {temperature: float(tensors[f"{TRUST}{temperature}"]) for temperature in means}
+        )
 
     @property
     def max_depth(self) -> int:
         return len(self.weights["heads.bias"])
 
     def at(self, temperature: float) -> Callable[[Tensor], Array]:
-        """For one temperature: from (E,) the target's last hidden state of the last accepted token to the growth, (D,): the expected
-        accepted length within depth d = 1..D as a multiple of its mean on the calibration text.
+        """For one temperature: from (E,) the target's last hidden state of the last accepted token to the
+        growth, (D,): the expected accepted length within depth d = 1..D as a multiple of its mean on the
+        calibration text.
 
-        Cost of a call: three small matrix products and a dozen small operators on the host; on CUDA one sync for the hidden state.
-        """
+        Cost of a call: three small matrix products and a dozen small operators on the host; on CUDA one
+        sync for the hidden state."""
         known = min(self.mean_survival, key=lambda other: abs(other - temperature))
-        mean_D, trust = self.mean_survival[known].cumsum(), np.float32(self.trust[known])
+        mean_D = self.mean_survival[known].cumsum()
+        trust = np.float32(self.trust[known])
         first, second, heads = (self.weights[f"{layer}.weight"] for layer in LAYERS)
         bias_1, bias_2, bias_3 = (self.weights[f"{layer}.bias"] for layer in LAYERS)
         bias_1 = bias_1 + np.float32(temperature) * first[-1]
-        first, zero = np.ascontiguousarray(first[:-1]), np.float32(0)
+        first = np.ascontiguousarray(first[:-1])
+        zero = np.float32(0)
 
         def growth(hidden_E: Tensor) -> Array:
             state = hidden_E.float().cpu().numpy()  # sync: the choice of a shape is the host's
@@ -83,14 +96,19 @@ class DepthPredictor:
         """(N, D) what the heads say before the sigmoid, each by itself."""
         activation = inputs_NX
         for layer in LAYERS[:-1]:
-            activation = np.maximum(activation @ self.weights[f"{layer}.weight"] + self.weights[f"{layer}.bias"], 0.0)
-        logits: Array = activation @ self.weights[f"{LAYERS[-1]}.weight"] + self.weights[f"{LAYERS[-1]}.bias"]
+            activation = np.maximum(
+                activation @ self.weights[f"{layer}.weight"] + self.weights[f"{layer}.bias"], 0.0
+            )
+        logits: Array = (
+            activation @ self.weights[f"{LAYERS[-1]}.weight"] + self.weights[f"{LAYERS[-1]}.bias"]
+        )
         return logits
 
 
 def _survival(logits_ND: Array) -> Array:
     """Sigmoids, (..., D), made to fall with depth."""
-    survival: Array = np.minimum.accumulate(0.5 + 0.5 * np.tanh(0.5 * logits_ND), axis=-1)  # no overflow, unlike exp
+    # no overflow, unlike exp
+    survival: Array = np.minimum.accumulate(0.5 + 0.5 * np.tanh(0.5 * logits_ND), axis=-1)
     return survival
 
 

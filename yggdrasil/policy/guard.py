@@ -25,15 +25,17 @@ ANSWER_STEPS = 2  # plain steps that give a new one
 
 @dataclass
 class Guard:
-    """A policy that follows another one while speculation is measured to pay, and decodes plainly while it is not.
+    """A policy that follows another one while speculation is measured to pay, and decodes plainly while it
+    is not.
 
-    A token bucket of milliseconds: a speculative step pays its wall clock and earns what plain decoding would have taken for
-    its tokens; a small share of all time passing is earned as well, so an exhausted session probes again, the later the more
-    it lost. What a session can lose against plain decoding is therefore START_STEPS steps and SHARE of its time, whatever
-    the draft does. Before it probes, a draft that has fallen behind is caught up, a chunk a step; that is paid for as well.
+    A token bucket of milliseconds: a speculative step pays its wall clock and earns what plain decoding
+    would have taken for its tokens; a small share of all time passing is earned as well, so an exhausted
+    session probes again, the later the more it lost. What a session can lose against plain decoding is
+    therefore START_STEPS steps and SHARE of its time, whatever the draft does. Before it probes, a draft
+    that has fallen behind is caught up, a chunk a step; that is paid for as well.
 
-    Where speculative steps take longer than the profile has them, the machine is busy, or the profile is wrong about them.
-    Two plain steps decide which: until then the surplus does not count.
+    Where speculative steps take longer than the profile has them, the machine is busy, or the profile is
+    wrong about them. Two plain steps decide which: until then the surplus does not count.
 
     Args:
         inner: Decides while there is credit.
@@ -62,7 +64,9 @@ class Guard:
     def knots(self) -> Tensor:
         return self.inner.knots
 
-    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int, lag: int) -> tuple[list[int], list[float]]:
+    def verify_costs(
+        self, shape: Shape, num_nodes: int, context_len: int, lag: int
+    ) -> tuple[list[int], list[float]]:
         return self.inner.verify_costs(shape, num_nodes, context_len, lag)
 
     @property
@@ -78,23 +82,29 @@ class Guard:
         if result.shape.depth > 0 or result.caught_up:
             self._credit_ms += len(result.tokens) * plain_ms - ms
         self._credit_ms = min(self._credit_ms + SHARE * ms, MOST_STEPS * plain_ms)
-        self.speculating = result.caught_up or self._credit_ms >= (0.0 if self.speculating else PROBE_STEPS * plain_ms)
+        self.speculating = result.caught_up or self._credit_ms >= (
+            0.0 if self.speculating else PROBE_STEPS * plain_ms
+        )
         self.inner.observe(result)
 
     def _settled_ms(self, result: StepResult) -> float:
-        """The step's milliseconds; a hiccup of the machine is not the draft's fault, so slowness counts when two steps in a row have it."""
+        """The step's milliseconds; a hiccup of the machine is not the draft's fault, so slowness counts
+        when two steps in a row have it.
+        """
         if result.caught_up:
             return result.ms
         shape = result.shape
         predicted_ms = self.latency.step_ms(shape.width, shape.depth, result.verified, result.context_len)
-        is_plain, slowness = shape.depth == 0, result.ms / predicted_ms
+        is_plain = shape.depth == 0
+        slowness = result.ms / predicted_ms
         settled = min(slowness, self._slowness.get(is_plain, 1.0))
         self._slowness[is_plain] = slowness
         if is_plain:
             self._answer(settled)
         else:
             settled = self._unquestioned(settled)
-            if True not in self._slowness:  # a machine faster than its profile decodes plainly faster as well
+            # a machine faster than its profile decodes plainly faster as well
+            if True not in self._slowness:
                 self._remember(min(1.0, settled))
         return settled * predicted_ms
 

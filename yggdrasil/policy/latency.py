@@ -32,23 +32,31 @@ class Curve:
     ms: tuple[tuple[float, ...], ...]
 
     def at(self, num_tokens: int, context_len: int) -> float:
-        """Milliseconds of the smallest measured size that holds `num_tokens`, linear between contexts, clamped at both ends."""
+        """Milliseconds of the smallest measured size that holds `num_tokens`, linear between contexts,
+        clamped at both ends.
+        """
         [ms] = self.at_each((num_tokens,), context_len)
         return ms
 
     def at_each(self, nums_tokens: Sequence[int], context_len: int) -> list[float]:
         """`at` for several token counts."""
-        columns = [min(bisect_left(self.sizes, num_tokens), len(self.sizes) - 1) for num_tokens in nums_tokens]
+        columns = [
+            min(bisect_left(self.sizes, num_tokens), len(self.sizes) - 1) for num_tokens in nums_tokens
+        ]
         place = bisect_left(self.contexts, context_len)
         if place == 0 or place == len(self.contexts):
             row = self.ms[min(place, len(self.contexts) - 1)]
             return [row[column] for column in columns]
-        low, high = self.contexts[place - 1], self.contexts[place]
-        share, before, after = (context_len - low) / (high - low), self.ms[place - 1], self.ms[place]
+        low = self.contexts[place - 1]
+        high = self.contexts[place]
+        share = (context_len - low) / (high - low)
+        before = self.ms[place - 1]
+        after = self.ms[place]
         return [before[column] * (1 - share) + after[column] * share for column in columns]
 
     def marginal_ms(self, most: int, context_len: int) -> list[float]:
-        """What every further token adds, the first 0, up to `most`: slopes of the greatest convex curve that lies nowhere above this one at its sizes.
+        """What every further token adds, the first 0, up to `most`: slopes of the greatest convex curve
+        that lies nowhere above this one at its sizes.
 
         Graphs come in steps; who adds tokens one by one would stop before a step that pays as a whole.
         """
@@ -62,8 +70,16 @@ class Curve:
 
     @cached_property
     def table(self) -> Tensor:
-        """(1 + contexts, 1 + sizes) float64 for operators: `ms`, the contexts before its columns and the sizes above its rows."""
-        return torch.tensor([(0, *self.sizes), *((context, *row) for context, row in zip(self.contexts, self.ms, strict=True))], dtype=torch.float64)
+        """(1 + contexts, 1 + sizes) float64 for operators: `ms`, the contexts before its columns and the
+        sizes above its rows.
+        """
+        return torch.tensor(
+            [
+                (0, *self.sizes),
+                *((context, *row) for context, row in zip(self.contexts, self.ms, strict=True)),
+            ],
+            dtype=torch.float64,
+        )
 
     @property
     def widest(self) -> int:
@@ -72,7 +88,9 @@ class Curve:
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Curve:
-        return cls(tuple(payload["contexts"]), tuple(payload["sizes"]), tuple(tuple(row) for row in payload["ms"]))
+        return cls(
+            tuple(payload["contexts"]), tuple(payload["sizes"]), tuple(tuple(row) for row in payload["ms"])
+        )
 
 
 def _slope(low: tuple[int, float], high: tuple[int, float]) -> float:

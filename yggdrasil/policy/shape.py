@@ -18,17 +18,29 @@ from yggdrasil.policy.structures import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 from yggdrasil.step.platt import PlattScale
 
-__all__ = ["Arms", "BestShape", "ContextShape", "DepthRule", "FixedShape", "NativeCosts", "ShapePolicy", "StoppingShape", "best_shape"]
+__all__ = [
+    "Arms",
+    "BestShape",
+    "ContextShape",
+    "DepthRule",
+    "FixedShape",
+    "NativeCosts",
+    "ShapePolicy",
+    "StoppingShape",
+    "best_shape",
+]
 
 DepthRule = Literal["fixed", "predicted", "stopping"]
-"""Where D comes from: the calibration text (`BestShape`), this context before drafting (`ContextShape`), or the tree while it grows (`StoppingShape`)."""
+"""Where D comes from: the calibration text (`BestShape`), this context before drafting (`ContextShape`), or
+the tree while it grows (`StoppingShape`).
+"""
 
 CONTEXT_STEP = 128  # tokens of context after which the shape is chosen anew: attention's share moves slowly
 
 
 NativeCosts = tuple[Tensor, Tensor, float, float, list[int]]
-"""Arguments of `ygg::verify_costs`: T_draft and T_verify as `Curve.table`, the host's milliseconds of a growth step and of a step, and the verified widths,
-ascending, with the greatest graph behind them."""
+"""Arguments of `ygg::verify_costs`: T_draft and T_verify as `Curve.table`, the host's milliseconds of a
+growth step and of a step, and the verified widths, ascending, with the greatest graph behind them."""
 
 
 class ShapePolicy(Protocol):
@@ -48,8 +60,12 @@ class ShapePolicy(Protocol):
         """Calibrated acceptance by path log-probability; see step/prune.py."""
         ...
 
-    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int, lag: int) -> tuple[list[int], list[float]]:
-        """The K to choose from for a tree of so many nodes, and the milliseconds of the step with each; see step/prune.py."""
+    def verify_costs(
+        self, shape: Shape, num_nodes: int, context_len: int, lag: int
+    ) -> tuple[list[int], list[float]]:
+        """The K to choose from for a tree of so many nodes, and the milliseconds of the step with each; see
+        step/prune.py.
+        """
         ...
 
     @property
@@ -89,20 +105,39 @@ class FixedShape:
     def knots(self) -> Tensor:
         return self.acceptance.knots
 
-    def verify_costs(self, shape: Shape, num_nodes: int, context_len: int, lag: int) -> tuple[list[int], list[float]]:
-        """What of every graph is left beside the tokens that lag, as far as the tree fills it; what comes before verification is in every cost."""
+    def verify_costs(
+        self, shape: Shape, num_nodes: int, context_len: int, lag: int
+    ) -> tuple[list[int], list[float]]:
+        """What of every graph is left beside the tokens that lag, as far as the tree fills it; what comes
+        before verification is in every cost.
+        """
         if shape.verify is not None:
             return [min(shape.verify, num_nodes)], [1.0]
         most = min(num_nodes, self.verify_widths[-1])
-        menu = sorted({min(size - lag, most) for size in (*self.verify_widths, self.latency.verify.sizes[-1]) if size > lag})
+        menu = sorted(
+            {
+                min(size - lag, most)
+                for size in (*self.verify_widths, self.latency.verify.sizes[-1])
+                if size > lag
+            }
+        )
         settled_ms = self.latency.before_verify_ms(shape.width, shape.depth, context_len)
-        return menu, [settled_ms + ms for ms in self.latency.verify.at_each([lag + width for width in menu], context_len)]
+        return menu, [
+            settled_ms + ms
+            for ms in self.latency.verify.at_each([lag + width for width in menu], context_len)
+        ]
 
     @cached_property
     def native_costs(self) -> NativeCosts:
         latency = self.latency
         sizes = [*self.verify_widths, latency.verify.sizes[-1]]
-        return latency.draft.table, latency.verify.table, latency.growth_host_ms, latency.step_host_ms, sizes
+        return (
+            latency.draft.table,
+            latency.verify.table,
+            latency.growth_host_ms,
+            latency.step_host_ms,
+            sizes,
+        )
 
     def observe(self, result: StepResult) -> None:
         """Nothing is learnt: which shape runs depends on the text alone."""
@@ -129,11 +164,25 @@ class Arms:
     cost_M: npt.NDArray[np.float64]
 
     @classmethod
-    def of(cls, acceptance: Acceptance, latency: LatencyModel, *, widths: Sequence[int], verify_widths: Sequence[int], context_len: int) -> Arms:
+    def of(
+        cls,
+        acceptance: Acceptance,
+        latency: LatencyModel,
+        *,
+        widths: Sequence[int],
+        verify_widths: Sequence[int],
+        context_len: int,
+    ) -> Arms:
         """The arms of a menu. Cost: a millisecond."""
         shapes = [Shape(width, depth) for width in widths for depth in range(1, acceptance.max_depth + 1)]
         rows = [(PLAIN, 1, 0, 1, 0.0)] + [
-            (shape, shape.width, shape.depth, min(verify, shape.num_nodes), acceptance.expected_emitted(shape.width, shape.depth, verify) - 1.0)
+            (
+                shape,
+                shape.width,
+                shape.depth,
+                min(verify, shape.num_nodes),
+                acceptance.expected_emitted(shape.width, shape.depth, verify) - 1.0,
+            )
             for shape in shapes
             for verify in verify_widths
         ]
@@ -149,10 +198,13 @@ class Arms:
         """The arm that Eq. 3 prefers; of equals the smaller tree.
 
         Args:
-            growth_D: The accepted length within depth D as a multiple, growth_D[D - 1], of the calibration's; (D,), or one for all.
+            growth_D: The accepted length within depth D as a multiple, growth_D[D - 1], of the
+                calibration's; (D,), or one for all.
             rate: Emitted tokens per millisecond that a run attains; None compares the arms' own ratios.
         """
-        emitted_M = 1.0 + self.gain_M * (growth_D if isinstance(growth_D, float) else growth_D[self.depth_M - 1])
+        emitted_M = 1.0 + self.gain_M * (
+            growth_D if isinstance(growth_D, float) else growth_D[self.depth_M - 1]
+        )
         score_M = emitted_M / self.cost_M if rate is None else emitted_M - rate * self.cost_M
         return int(score_M.argmax())
 
@@ -168,7 +220,11 @@ class Arms:
 
 
 def _costs(
-    width_M: npt.NDArray[np.int64], depth_M: npt.NDArray[np.int64], verify_M: npt.NDArray[np.int64], latency: LatencyModel, context_len: int
+    width_M: npt.NDArray[np.int64],
+    depth_M: npt.NDArray[np.int64],
+    verify_M: npt.NDArray[np.int64],
+    latency: LatencyModel,
+    context_len: int,
 ) -> npt.NDArray[np.float64]:
     """`LatencyModel.step_ms` of every arm."""
     widths, of_width_M = np.unique(width_M, return_inverse=True)
@@ -182,14 +238,16 @@ def _costs(
 
 @dataclass(kw_only=True)
 class BestShape(FixedShape):
-    """The (W, D) that Eq. 3 likes best at the current context length, chain and plain decoding among the arms.
+    """The (W, D) that Eq. 3 likes best at the current context length, chain and plain decoding among the
+    arms.
 
     Args:
         widths: Menu of W.
-        arms_by_context: Filled as contexts are met; policies of one acceptance and latency may share it, for it takes a millisecond.
+        arms_by_context: Filled as contexts are met; policies of one acceptance and latency may share it,
+            for it takes a millisecond.
 
-    Source: Yggdrasil Eq. (3) over the whole menu; one shape for all contexts of a length, the depth predictor refines it.
-    """
+    Source: Yggdrasil Eq. (3) over the whole menu; one shape for all contexts of a length, the depth
+    predictor refines it."""
 
     widths: tuple[int, ...]
     arms_by_context: dict[int, Arms] = field(default_factory=dict, repr=False)
@@ -204,7 +262,11 @@ class BestShape(FixedShape):
         known = self.arms_by_context
         if key not in known:
             menu = {"widths": self.widths, "verify_widths": self.verify_widths}
-            known[key] = next(iter(known.values())).at(self.latency, key) if known else Arms.of(self.acceptance, self.latency, **menu, context_len=key)
+            known[key] = (
+                next(iter(known.values())).at(self.latency, key)
+                if known
+                else Arms.of(self.acceptance, self.latency, **menu, context_len=key)
+            )
         return known[key]
 
 
@@ -212,17 +274,17 @@ class BestShape(FixedShape):
 class ContextShape(BestShape):
     """The (W, D) that Eq. 3 likes best under the accepted length predicted for this very context.
 
-    The predictor says P(accepted >= d); its sum up to D, over the same sum on the calibration text, scales the calibrated AAL
-    of every shape of that depth. Eq. 3 is a ratio of means, so arms compete by tokens - rate * milliseconds at the rate that is promised:
-    a hopeless context gets a small tree, a promising one a great one. Plain decoding is an arm.
+    The predictor says P(accepted >= d); its sum up to D, over the same sum on the calibration text, scales
+    the calibrated AAL of every shape of that depth. Eq. 3 is a ratio of means, so arms compete by tokens -
+    rate * milliseconds at the rate that is promised: a hopeless context gets a small tree, a promising one
+    a great one. Plain decoding is an arm.
 
     Args:
         predictor: Of this pair and kind of text.
         temperature: Of the sampling.
 
-    Source: Yggdrasil section 4.2, "Draft Depth Prediction" and "Draft Width Selection". Departure: D and W are chosen together,
-    which costs one product over the menu, instead of D first and W at that D.
-    """
+    Source: Yggdrasil section 4.2, "Draft Depth Prediction" and "Draft Width Selection". Departure: D and W
+    are chosen together, which costs one product over the menu, instead of D first and W at that D."""
 
     predictor: DepthPredictor
     temperature: float
@@ -242,14 +304,14 @@ class ContextShape(BestShape):
 class StoppingShape(BestShape):
     """The best shape's W, grown until a step is worth less than its time.
 
-    At the rate of tokens that Eq. 3 promises, every millisecond is worth some tokens: those of a growth step, a draft forward and the host's share,
-    and those that verifying one node more takes. Growth ends with the first step that raised the worth of the best nodes by less than its own price.
-    Each tree is as deep as its own probabilities deserve, which no prediction from the text before it knows. For a CPU: a host that only launches would
-    have to wait for every step.
+    At the rate of tokens that Eq. 3 promises, every millisecond is worth some tokens: those of a growth
+    step, a draft forward and the host's share, and those that verifying one node more takes. Growth ends
+    with the first step that raised the worth of the best nodes by less than its own price. Each tree is as
+    deep as its own probabilities deserve, which no prediction from the text before it knows. For a CPU: a
+    host that only launches would have to wait for every step.
 
-    Source: Yggdrasil Eq. (3), read as a price; the rule is OPT-Tree's, with a price for each node instead of a budget. Departure: the paper predicts D
-    before drafting.
-    """
+    Source: Yggdrasil Eq. (3), read as a price; the rule is OPT-Tree's, with a price for each node instead
+    of a budget. Departure: the paper predicts D before drafting."""
 
     _shape_by_context: dict[int, Shape] = field(default_factory=dict, init=False, repr=False)
 
@@ -266,11 +328,24 @@ class StoppingShape(BestShape):
         if shape.depth == 0:
             return shape
         step_ms = self.latency.draft.at(shape.width, context_len) + self.latency.growth_host_ms
-        prices = [arms.rate * ms for ms in self.latency.verify.marginal_ms(self.verify_widths[-1], context_len)]
-        return Shape(shape.width, self.acceptance.max_depth, stop=SmallGain(shape.width, tuple(prices), arms.rate * step_ms))
+        prices = [
+            arms.rate * ms for ms in self.latency.verify.marginal_ms(self.verify_widths[-1], context_len)
+        ]
+        return Shape(
+            shape.width,
+            self.acceptance.max_depth,
+            stop=SmallGain(shape.width, tuple(prices), arms.rate * step_ms),
+        )
 
 
-def best_shape(acceptance: Acceptance, latency: LatencyModel, *, widths: Sequence[int], verify_widths: Sequence[int], context_len: int) -> tuple[Shape, float]:
+def best_shape(
+    acceptance: Acceptance,
+    latency: LatencyModel,
+    *,
+    widths: Sequence[int],
+    verify_widths: Sequence[int],
+    context_len: int,
+) -> tuple[Shape, float]:
     """The shape of the menu with the greatest predicted speedup, and that speedup; K is left to pruning.
 
     Ties go to the smaller tree: plain decoding is the first arm, with a speedup of exactly 1.

@@ -1,4 +1,6 @@
-"""Shapes for which nothing has to be measured: plain decoding, and those that calibration itself decodes with."""
+"""Shapes for which nothing has to be measured: plain decoding, and those that calibration itself decodes
+with.
+"""
 
 from __future__ import annotations
 

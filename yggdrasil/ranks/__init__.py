@@ -9,6 +9,5 @@ cache.commit_(path)  -- "commit, length, path" ------------> moves the same slot
 leaves               -- "stop" ----------------------------> returns
 ```
 
-Shapes are chosen by the clock, so only one rank may choose. The draft is on rank 0 alone, whole: a copy on every rank would compute the same guesses from the
-same metadata, for nobody.
-"""
+Shapes are chosen by the clock, so only one rank may choose. The draft is on rank 0 alone, whole: a copy on
+every rank would compute the same guesses from the same metadata, for nobody."""

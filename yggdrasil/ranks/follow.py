@@ -12,8 +12,8 @@ from yggdrasil.bundle import Bundle
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.kernels import load_kernels
 from yggdrasil.kv import KVCache
-from yggdrasil.launch import rank
 from yggdrasil.models.protocol import TokenModel
+from yggdrasil.ranks.launch import rank
 from yggdrasil.ranks.link import COMMIT, FORWARD, LOAD, STOP, GroupLink, Link
 
 __all__ = ["follow", "follow_run", "load_shard"]
@@ -40,7 +40,8 @@ def follow(link: Link, load: Callable[[Any], TokenModel]) -> None:
         else:
             assert message.kind == COMMIT, message
             path = link.tensor(torch.empty(message.second, dtype=torch.int64))
-            model.cache.len = message.first  # lengths live on rank 0; here they only say where a path starts
+            # lengths live on rank 0; here they only say where a path starts
+            model.cache.len = message.first
             model.cache.commit_(path.tolist())
 
 

@@ -14,7 +14,7 @@ from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.errors import RankLost
 from yggdrasil.kernels.gather import failure
 from yggdrasil.kv import KVCache, KVShape
-from yggdrasil.launch import num_ranks, rank
+from yggdrasil.ranks.launch import num_ranks, rank
 from yggdrasil.ranks.link import COMMIT, FORWARD, LOAD, STOP, GroupLink, Link, Message
 
 __all__ = ["Leader", "LeadingCache", "LeadingModel", "leader", "leading"]
@@ -35,7 +35,9 @@ class Leader:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """A block that Ctrl-C does not break off: half of an exchange would leave the others waiting for the rest. It is raised afterwards."""
+        """A block that Ctrl-C does not break off: half of an exchange would leave the others waiting for
+        the rest. It is raised afterwards.
+        """
         self._in_exchange = True
         try:
             yield
@@ -62,7 +64,9 @@ class Leader:
             self.link.use_device(device)
 
     def stop(self) -> None:
-        """Release the others. After one was lost nothing is said any more, for one that hangs would not take it: this process ends, and that is heard."""
+        """Release the others. After one was lost nothing is said any more, for one that hangs would not
+        take it: this process ends, and that is heard.
+        """
         if not self._lost:
             with suppress(RankLost), self.exchange():
                 self.link.message(Message(STOP))

@@ -1,4 +1,6 @@
-"""What rank 0 says to the others: messages of three integers, tensors and objects, all from rank 0 to every other."""
+"""What rank 0 says to the others: messages of three integers, tensors and objects, all from rank 0 to every
+other.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from yggdrasil.errors import RankLost
 from yggdrasil.kernels.gather import use_group
-from yggdrasil.launch import local_rank, num_ranks, rank
+from yggdrasil.ranks.launch import local_rank, num_ranks, rank
 
 __all__ = ["COMMIT", "FORWARD", "LOAD", "STOP", "GroupLink", "Link", "Message"]
 
@@ -24,7 +26,8 @@ class Message(NamedTuple):
     """What a follower is to do.
 
     Args:
-        kind: STOP; LOAD, with an object after it; FORWARD, with metadata after it; COMMIT, with a path after it.
+        kind: STOP; LOAD, with an object after it; FORWARD, with metadata after it; COMMIT, with a path
+            after it.
         first: Tokens of a forward; the committed length before a commit.
         second: Length of a commit's path.
     """
@@ -42,7 +45,9 @@ class Link(Protocol):
         ...
 
     def tensor(self, values: Tensor) -> Tensor:
-        """Rank 0's values are written into the others' tensor of the same shape and dtype; returns it. Raises RankLost."""
+        """Rank 0's values are written into the others' tensor of the same shape and dtype; returns it.
+        Raises RankLost.
+        """
         ...
 
     def payload(self, value: Any = None) -> Any:
@@ -59,7 +64,8 @@ class Link(Protocol):
 
 
 class GroupLink:
-    """The link over torch.distributed: messages over gloo, metadata and the graphs' collectives over gloo on a CPU and over NCCL between GPUs.
+    """The link over torch.distributed: messages over gloo, metadata and the graphs' collectives over gloo
+    on a CPU and over NCCL between GPUs.
 
     Cost: a message is one broadcast. On CUDA metadata is broadcast on the current stream, without a sync.
     """
@@ -67,7 +73,9 @@ class GroupLink:
     def __init__(self) -> None:
         try:
             dist.init_process_group("gloo", timeout=ANSWER_TIMEOUT)
-            self._messages = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT if rank() else ANSWER_TIMEOUT)
+            self._messages = dist.new_group(
+                backend="gloo", timeout=IDLE_TIMEOUT if rank() else ANSWER_TIMEOUT
+            )
         except RuntimeError as error:
             raise _lost(error) from error
         self._tensors: Any = dist.group.WORLD

@@ -125,7 +125,8 @@ class PlanChoice:
 
 
 def _search(payload: Mapping[str, Any]) -> PlanSearch:
-    profile, trial = payload["profile"], payload["trial"]
+    profile = payload["profile"]
+    trial = payload["trial"]
     if profile is not None:
         profile = StageProfile(**profile)
     if trial is not None:
@@ -157,7 +158,8 @@ def search_plan(work: Workload, budget_s: float) -> PlanSearch:
 
     Source: Yggdrasil section 5.2. Departure: the paper runs the best by prediction; here it must gain.
     """
-    start, temperature = time.perf_counter(), work.sampling.temperature
+    start = time.perf_counter()
+    temperature = work.sampling.temperature
     if LEAST_ITERATIONS * work.step_ms > budget_s * 1e3:
         return PlanSearch(temperature, work.step_ms)
     work.prefill()

@@ -1,4 +1,6 @@
-"""Run an iteration by a plan: the same calls as `Engine.step`, in the plan's order, some ahead of time, some beside the others."""
+"""Run an iteration by a plan: the same calls as `Engine.step`, in the plan's order, some ahead of time,
+some beside the others.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,16 @@ class StageClock(Protocol):
 
 @dataclass
 class Iteration:
-    """What the stages of one iteration hand to each other; each field is written by one stage and read by later ones.
+    """What the stages of one iteration hand to each other; each field is written by one stage and read by
+    later ones.
 
     Attributes:
         vocab: V, 0 until the target has run once.
         keeps_head: Whether the plan drafts the next head ahead of time.
         num_run: Nodes of the drafted tree, from the root on, with KV in the draft's cache.
         said: The target's own token after every verified node.
-        after_said: The draft's candidates after those tokens and their log-probabilities, (K, C) each, where next_head ran.
+        after_said: The draft's candidates after those tokens and their log-probabilities, (K, C) each,
+            where next_head ran.
         next_head: The one of them that the text takes.
     """
 
@@ -76,12 +80,16 @@ def _policy(it: Iteration) -> None:
 
 
 def _head(it: Iteration) -> None:
-    """The head drafted ahead of time when it is of this very root; used up either way, so that no interrupted iteration leaves one behind."""
-    ready, it.state.head = it.state.head, None
+    """The head drafted ahead of time when it is of this very root; used up either way, so that no
+    interrupted iteration leaves one behind.
+    """
+    ready = it.state.head
+    it.state.head = None
     if it.shape.depth == 0:
         return
     if catch_up_(it.draft, it.state):
-        it.shape, it.caught_up = PLAIN, True
+        it.shape = PLAIN
+        it.caught_up = True
         return
     if ready is None or ready.root_pos != it.root_pos or it.draft.cache.len != it.root_pos:
         ready = head_draft(it.draft, it.state)
@@ -92,7 +100,14 @@ def _grow(it: Iteration) -> None:
     if it.shape.depth == 0:
         it.drafted = draft(it.draft, it.state, it.shape)
     else:
-        it.drafted = grow(it.draft, it.state, it.shape, it.head, it.policy.platt, spare=it.shape.num_nodes if it.keeps_head else 0)
+        it.drafted = grow(
+            it.draft,
+            it.state,
+            it.shape,
+            it.head,
+            it.policy.platt,
+            spare=it.shape.num_nodes if it.keeps_head else 0,
+        )
     it.num_run, it.shape = it.drafted.num_run, it.drafted.shape
 
 
@@ -108,7 +123,9 @@ def _tail(it: Iteration) -> None:
 
 
 def _prune(it: Iteration) -> None:
-    it.pruned = prune(it.drafted.tree, it.shape, it.policy, it.root_pos, lag=it.root_pos - it.target.cache.len)
+    it.pruned = prune(
+        it.drafted.tree, it.shape, it.policy, it.root_pos, lag=it.root_pos - it.target.cache.len
+    )
 
 
 def _verify(it: Iteration) -> None:
@@ -120,9 +137,13 @@ def _say(it: Iteration) -> None:
 
 
 def _next_head(it: Iteration) -> None:
-    """One node under every verified node, with what the target said there; only one of them will be the next root."""
-    tree = copy(it.drafted.tree)  # the same arrays with a length of its own: `walk` must not see these nodes
-    first, parents_K = len(tree), upload(it.pruned.drafted_node, it.said.token_K.device)
+    """One node under every verified node, with what the target said there; only one of them will be the
+    next root.
+    """
+    # the same arrays with a length of its own: `walk` must not see these nodes
+    tree = copy(it.drafted.tree)
+    first = len(tree)
+    parents_K = upload(it.pruned.drafted_node, it.said.token_K.device)
     tree.grow(parents_K, it.said.token_K, tree.log_prob_N[parents_K])
     it.after_said = run_nodes(it.draft, tree, first, len(tree), it.root_pos)
 
@@ -139,7 +160,8 @@ def _commit_draft(it: Iteration) -> None:
     """The path; and the next root behind it as a provisional index, where its KV is there already."""
     if it.after_said is None:
         return commit_draft_(it.draft, it.pruned, it.accepted, it.num_run)
-    path, cache = it.accepted.path, it.draft.cache
+    path = it.accepted.path
+    cache = it.draft.cache
     last = path[-1]
     cache.commit_([*(it.pruned.drafted_node[node] for node in path), len(it.drafted.tree) + last])
     cache.rollback_(cache.len - 1)
@@ -178,12 +200,18 @@ def _tail_helps(it: Iteration) -> bool:
 
 
 def _next_head_helps(it: Iteration) -> bool:
-    """Where the cache has no room or metadata no depth for a node under every leaf, the next iteration drafts its head itself."""
+    """Where the cache has no room or metadata no depth for a node under every leaf, the next iteration
+    drafts its head itself.
+    """
     num_nodes = len(it.drafted.tree) + len(it.pruned.tree)
     return it.num_run > 0 and it.shape.depth < it.draft.max_depth and num_nodes <= it.draft.cache.num_free
 
 
-HELPS: Mapping[str, Callable[[Iteration], bool]] = {"noise": _noise_helps, "tail": _tail_helps, "next_head": _next_head_helps}
+HELPS: Mapping[str, Callable[[Iteration], bool]] = {
+    "noise": _noise_helps,
+    "tail": _tail_helps,
+    "next_head": _next_head_helps,
+}
 """Whether a stage ahead of time has anything to do; nothing does in a plain step."""
 
 
@@ -206,9 +234,8 @@ class Executor:
         draft: Guesses.
         trace: Gets the milliseconds of every stage, by name; a stage on "side" times its own run.
 
-    Cost: beyond the stages a few microseconds per iteration, and a handover per stage on "side". On CUDA no sync but the
-    stages' own.
-    """
+    Cost: beyond the stages a few microseconds per iteration, and a handover per stage on "side". On CUDA no
+    sync but the stages' own."""
 
     def __init__(self, plan: Plan, target: TokenModel, draft: TokenModel, trace: StageClock) -> None:
         self.plan = plan
@@ -221,7 +248,11 @@ class Executor:
 
     def _turn(self, stage: str) -> Turn:
         beside = stage in self.plan.beside
-        waits = () if beside else tuple(need for need in needs(stage, self.plan.ahead) if need in self.plan.beside)
+        waits = (
+            ()
+            if beside
+            else tuple(need for need in needs(stage, self.plan.ahead) if need in self.plan.beside)
+        )
         return Turn(stage, waits, HELPS.get(stage), RUN[stage], beside)
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
@@ -232,23 +263,44 @@ class Executor:
             policy: Chooses the shape.
 
         Raises:
-            YggError: the target's logits are not finite; whatever is raised, the text so far is intact and nothing runs on.
+            YggError: the target's logits are not finite; whatever is raised, the text so far is intact and
+                nothing runs on.
         """
-        start, side = time.perf_counter(), self._side
+        start = time.perf_counter()
+        side = self._side
         if side is not None:
             side.join()  # an interrupt may have struck while the last step was being cleared away
         forget_unfinished_(self.target, self.draft, state.root_pos)
-        it = Iteration(self.target, self.draft, state, policy, state.root_pos, self._vocab, "next_head" in self.plan.ahead)
+        it = Iteration(
+            self.target,
+            self.draft,
+            state,
+            policy,
+            state.root_pos,
+            self._vocab,
+            "next_head" in self.plan.ahead,
+        )
         try:
             self._run(it, side)
         finally:
             if side is not None:
                 side.join()
         self._vocab = it.logits_KV.shape[1]
-        pruned, path = it.pruned, it.accepted.path
+        pruned = it.pruned
+        path = it.accepted.path
         ms = (time.perf_counter() - start) * 1e3
         sizes = len(it.drafted.tree), len(pruned.tree)
-        result = StepResult(it.accepted.tokens, it.shape, *sizes, it.root_pos, pruned.expected_emitted, lambda: pruned.tree, path, ms, it.caught_up)
+        result = StepResult(
+            it.accepted.tokens,
+            it.shape,
+            *sizes,
+            it.root_pos,
+            pruned.expected_emitted,
+            lambda: pruned.tree,
+            path,
+            ms,
+            it.caught_up,
+        )
         policy.observe(result)
         return result
 

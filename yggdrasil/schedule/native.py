@@ -1,8 +1,8 @@
 """A step without a plan in one host call, for a CPU.
 
-Between two passes over a target's weights everything of Python's is cold: a step's eight calls take ten times what their work is. Here they are one call of
-kernels/graph.cpp, over the same operators in the same order; `Engine.step` is its specification, and a test holds both equal, result for result.
-"""
+Between two passes over a target's weights everything of Python's is cold: a step's eight calls take ten
+times what their work is. Here they are one call of kernels/graph.cpp, over the same operators in the same
+order; `Engine.step` is its specification, and a test holds both equal, result for result."""
 
 from __future__ import annotations
 
@@ -31,8 +31,15 @@ from yggdrasil.tree import TokenTree
 
 __all__ = ["NativeStep"]
 
-ARGUMENTS: tuple[Any, ...] = (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 8, *[ctypes.c_void_p, ctypes.c_int64] * 3)
-"""Of `ygg_step_run`, kernels/graph.h: torch's own way from Python and back takes a quarter of the host's time."""
+ARGUMENTS: tuple[Any, ...] = (
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    *[ctypes.c_int64] * 8,
+    *[ctypes.c_void_p, ctypes.c_int64] * 3,
+)
+"""Of `ygg_step_run`, kernels/graph.h: torch's own way from Python and back takes a quarter of the host's
+time.
+"""
 
 STAGES = ("policy", "draft", "prune", "verify", "accept", "commit")
 
@@ -53,47 +60,78 @@ class NativeStep:
     """
 
     def __init__(self, target: TokenModel, draft: TokenModel, trace: Trace, by_stages: ByStages) -> None:
-        self._target, self._draft, self._trace, self._by_stages = target, draft, trace, by_stages
-        models = [argument for model in (target, draft) for argument in (*_graphs(model), model.cache.storage_PL2GSF)]
+        self._target = target
+        self._draft = draft
+        self._trace = trace
+        self._by_stages = by_stages
+        models = [
+            argument
+            for model in (target, draft)
+            for argument in (*_graphs(model), model.cache.storage_PL2GSF)
+        ]
         self._told: tuple[object, object, object, object] = (None, None, None, None)
         self._native: Any = torch.classes.ygg.Step(*models, draft.max_depth + 1, draft.num_candidates)
         self._address = self._native.address()
         self._call: Any = kernel_library().ygg_step_run
-        self._call.argtypes, self._call.restype = ARGUMENTS, ctypes.c_int64
-        most_nodes, self._node_words = target.prefill_chunk, 5 + draft.max_depth
+        self._call.argtypes = ARGUMENTS
+        self._call.restype = ctypes.c_int64
+        most_nodes = target.prefill_chunk
+        self._node_words = 5 + draft.max_depth
         self._tail = array("q", bytes(8 * (most_nodes + draft.prefill_chunk)))
         self._numbers = array("d", bytes(8 * (16 + 2 * most_nodes + 4 * draft.max_depth)))
         self._tree = array("i", bytes(4 * most_nodes * self._node_words))
         self._error = ctypes.create_string_buffer(1024)
-        self._out = [part for buffer in (self._numbers, self._tree) for part in buffer.buffer_info()]  # addresses and lengths, which never change
+        # addresses and lengths, which never change
+        self._out = [part for buffer in (self._numbers, self._tree) for part in buffer.buffer_info()]
 
     @staticmethod
     def runs(*models: TokenModel) -> bool:
         """Whether the models are such that they can be run in one call."""
-        return all(model.device == "cpu" and all(graph is not None for graph in _graphs(model)[0]) for model in models)
+        return all(
+            model.device == "cpu" and all(graph is not None for graph in _graphs(model)[0])
+            for model in models
+        )
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
         """Emit one or more tokens; arguments, result and errors are those of `Engine.step`."""
-        began, target, draft, root_pos = time.perf_counter(), self._target, self._draft, state.root_pos
+        began = time.perf_counter()
+        target = self._target
+        draft = self._draft
+        root_pos = state.root_pos
         start = began * 1e3
         forget_unfinished_(target, draft, root_pos)
-        shape, costs = policy.choose(state), policy.native_costs
+        shape = policy.choose(state)
+        costs = policy.native_costs
         if costs is None or not self._holds(shape, costs, root_pos):
             self._trace.note(STAGES[:1], (start, time.perf_counter() * 1e3))
             return self._by_stages(state, policy, shape, began)
         self._follow_(policy, shape, costs)
-        target_len, draft_len = target.cache.len, draft.cache.len if shape.depth else root_pos
-        first, says = min(target_len, draft_len), state.sampling.temperature == 0
-        said = self._run(state.tokens[first:], first, target_len, draft_len, shape.width, shape.depth, shape.verify or 0, says)
-        expected, (drafted, verified, kept_len, num_nodes) = said[0], map(int, said[1:5])
-        nodes, target_ms, times_ms = [*map(int, said[5 : 5 + num_nodes])], said[5 + num_nodes : 7 + num_nodes], said[7 + num_nodes :]
+        target_len = target.cache.len
+        draft_len = draft.cache.len if shape.depth else root_pos
+        first = min(target_len, draft_len)
+        says = state.sampling.temperature == 0
+        said = self._run(
+            state.tokens[first:],
+            first,
+            target_len,
+            draft_len,
+            shape.width,
+            shape.depth,
+            shape.verify or 0,
+            says,
+        )
+        expected = said[0]
+        (drafted, verified, kept_len, num_nodes) = map(int, said[1:5])
+        nodes = [*map(int, said[5 : 5 + num_nodes])]
+        target_ms = said[5 + num_nodes : 7 + num_nodes]
+        times_ms = said[7 + num_nodes :]
         num_stages = 5 if says else 3
         self._trace.note(STAGES[: num_stages + 1], (start, *times_ms[: num_stages + 1]))
-        target.ran_(root_pos - target_len + verified, target_ms)
+        target.record_forward_(root_pos - target_len + verified, target_ms)
         tree_of = partial(_unpacked, self._tree[: verified * self._node_words], verified)
         if shape.depth:
-            draft.ran_(root_pos + 1 - draft_len, times_ms[num_stages + 1 : num_stages + 3])
-            draft.ran_(shape.width, times_ms[num_stages + 3 :])
+            draft.record_forward_(root_pos + 1 - draft_len, times_ms[num_stages + 1 : num_stages + 3])
+            draft.record_forward_(shape.width, times_ms[num_stages + 3 :])
             draft.cache.kept_(kept_len)
         if not says:
             num_run = drafted - shape.width if shape.depth else 0
@@ -104,27 +142,48 @@ class NativeStep:
             accepted = Accepted(nodes[: len(nodes) // 2], nodes[len(nodes) // 2 :])
             target.cache.kept_(root_pos + len(accepted.path))
             state.tokens.extend(accepted.tokens)
-            state.hidden_of, state.head = partial(self._hidden, accepted.path[-1]), None
+            state.hidden_of = partial(self._hidden, accepted.path[-1])
+            state.head = None
         shape = grown(shape, (drafted - 1) // shape.width)
         ms = time.perf_counter() * 1e3 - start
-        result = StepResult(accepted.tokens, shape, drafted, verified, root_pos, expected, tree_of, accepted.path, ms)
+        result = StepResult(
+            accepted.tokens, shape, drafted, verified, root_pos, expected, tree_of, accepted.path, ms
+        )
         policy.observe(result)
         return result
 
     def _holds(self, shape: Shape, costs: NativeCosts, root_pos: int) -> bool:
         """Whether the call does this shape here, beside what both caches lack of the text."""
-        target, draft, num_nodes = self._target, self._draft, shape.num_nodes
+        target = self._target
+        draft = self._draft
+        num_nodes = shape.num_nodes
         if shape.levels is not None or (shape.stop is not None and shape.stop.native is None):
             return False
-        if shape.depth and (root_pos - draft.cache.len >= draft.prefill_chunk or root_pos + num_nodes > draft.cache.shape.capacity):
+        if shape.depth and (
+            root_pos - draft.cache.len >= draft.prefill_chunk
+            or root_pos + num_nodes > draft.cache.shape.capacity
+        ):
             return False
         verified = min(num_nodes, shape.verify or costs[-1][-2])
-        return root_pos - target.cache.len + verified <= target.prefill_chunk and root_pos + verified <= target.cache.shape.capacity
+        return (
+            root_pos - target.cache.len + verified <= target.prefill_chunk
+            and root_pos + verified <= target.cache.shape.capacity
+        )
 
     def _run(self, tail: list[int], *where_and_what: int) -> array[float]:
-        """Numbers, as graph.h has them, and not a list of them: making one takes 10 us. The tree's arrays are in their buffer."""
+        """Numbers, as graph.h has them, and not a list of them: making one takes 10 us. The tree's arrays
+        are in their buffer.
+        """
         self._tail[: len(tail)] = array("q", tail)
-        count = self._call(self._address, self._tail.buffer_info()[0], len(tail), *where_and_what, *self._out, self._error, len(self._error))
+        count = self._call(
+            self._address,
+            self._tail.buffer_info()[0],
+            len(tail),
+            *where_and_what,
+            *self._out,
+            self._error,
+            len(self._error),
+        )
         if count < 0:
             raise RuntimeError(self._error.value.decode(errors="replace"))
         return self._numbers[:count]
@@ -146,7 +205,8 @@ class NativeStep:
     def _follow_(self, policy: ShapePolicy, shape: Shape, costs: NativeCosts) -> None:
         """Tell the call what the policy says of all its trees, when that is not what it was told last."""
         told_costs, told_platt, told_stop, told_knots = self._told
-        platt, knots = policy.platt, policy.knots
+        platt = policy.platt
+        knots = policy.knots
         if costs is told_costs and platt is told_platt and shape.stop is told_stop and knots is told_knots:
             return
         self._told = costs, platt, shape.stop, knots

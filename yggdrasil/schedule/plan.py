@@ -14,7 +14,8 @@ __all__ = ["RESOURCES", "SEQUENTIAL", "Placement", "Plan"]
 RESOURCES = ("main", "side")
 """The calling thread and one worker beside it; on CUDA the calling thread's stream and a second one."""
 
-_EASED = {"head": ("next_head", "tail"), "say": ("noise",), "commit_draft": ("next_head",)}  # stages with less, or other, work left
+# stages with less, or other, work left
+_EASED = {"head": ("next_head", "tail"), "say": ("noise",), "commit_draft": ("next_head",)}
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,17 @@ class Placement:
 
 @dataclass(frozen=True)
 class Plan:
-    """An iteration, in the order in which the calling thread comes to its stages: it runs those of "main" and hands over those of "side".
+    """An iteration, in the order in which the calling thread comes to its stages: it runs those of "main"
+    and hands over those of "side".
 
     Args:
         name: For people.
-        placements: Every stage of `MAIN` once, on "main", and any of `AHEAD` once, each after what it needs.
+        placements: Every stage of `MAIN` once, on "main", and any of `AHEAD` once, each after what it
+            needs.
 
     Raises:
-        ConfigError: a stage or resource that does not exist, is missing or comes twice, stands before what it needs, or is not for "side".
+        ConfigError: a stage or resource that does not exist, is missing or comes twice, stands before what
+            it needs, or is not for "side".
 
     Example:
         >>> from yggdrasil.schedule.plan import SEQUENTIAL, Plan
@@ -52,12 +56,16 @@ class Plan:
     def __post_init__(self) -> None:
         self._check_stages()
         if "next_head" in self.ahead and "tail" not in self.ahead:
-            raise ConfigError("plan", self.name, "with tail ahead of time: next_head needs the KV of every leaf")
+            raise ConfigError(
+                "plan", self.name, "with tail ahead of time: next_head needs the KV of every leaf"
+            )
         ready: set[str] = set()
         for stage in self.order:
             for need in needs(stage, self.ahead):
                 if need not in ready:
-                    raise ConfigError(f"place of {stage}", f"before {need}", f"after {need}, whose result it reads")
+                    raise ConfigError(
+                        f"place of {stage}", f"before {need}", f"after {need}, whose result it reads"
+                    )
             ready.add(stage)
 
     def _check_stages(self) -> None:
@@ -67,7 +75,9 @@ class Plan:
             if place.resource not in RESOURCES:
                 raise ConfigError(f"resource of {place.stage}", place.resource, f"one of {RESOURCES}")
             if place.resource == "side" and place.stage not in AHEAD:
-                raise ConfigError(f"resource of {place.stage}", "side", f"main: only {AHEAD} may leave the calling thread")
+                raise ConfigError(
+                    f"resource of {place.stage}", "side", f"main: only {AHEAD} may leave the calling thread"
+                )
         for stage in STAGES:
             count = self.order.count(stage)
             if count > 1 or (count == 0 and stage in MAIN):
@@ -76,7 +86,10 @@ class Plan:
     @classmethod
     def of(cls, name: str, order: Sequence[str | tuple[str, str]]) -> Plan:
         """A plan from stages; a pair names the resource, a bare stage runs on "main"."""
-        return cls(name, tuple(Placement(entry) if isinstance(entry, str) else Placement(*entry) for entry in order))
+        return cls(
+            name,
+            tuple(Placement(entry) if isinstance(entry, str) else Placement(*entry) for entry in order),
+        )
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -98,7 +111,9 @@ class Plan:
         return any(stage != "noise" or temperature > 0 for stage in self.ahead)
 
     def form(self, stage: str) -> str:
-        """Under which name the stage's milliseconds are measured: where it runs, and what ran ahead of time, change its work."""
+        """Under which name the stage's milliseconds are measured: where it runs, and what ran ahead of
+        time, change its work.
+        """
         if stage in AHEAD:
             return f"{stage} on {'side' if stage in self.beside else 'main'}"
         eased = next((earlier for earlier in _EASED.get(stage, ()) if earlier in self.ahead), None)

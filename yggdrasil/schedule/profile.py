@@ -27,7 +27,10 @@ PROBES = (
     Plan.of("all", (*MAIN[:5], "noise", "tail", "say", "next_head", *MAIN[6:])),
     Plan.of("noise beside", (*MAIN[:3], ("noise", "side"), *MAIN[3:])),
     Plan.of("tail beside", (*MAIN[:3], ("tail", "side"), *MAIN[3:])),
-    Plan.of("all beside", (*MAIN[:3], ("noise", "side"), ("tail", "side"), *MAIN[3:6], ("next_head", "side"), *MAIN[6:])),
+    Plan.of(
+        "all beside",
+        (*MAIN[:3], ("noise", "side"), ("tail", "side"), *MAIN[3:6], ("next_head", "side"), *MAIN[6:]),
+    ),
 )
 """Plans that between them run every stage in every form; a form is measured in the first that has it."""
 
@@ -44,7 +47,8 @@ class StageProfile:
         device_ms: Of the stream, on CUDA; empty on a CPU.
         stretch_ms: What the calling thread's stages lose while a stage runs on "side": the contention.
         overhead_ms: What an iteration takes between its stages.
-        handover_ms: From handing a stage to "side" until it runs, and from its end until who waits for it goes on.
+        handover_ms: From handing a stage to "side" until it runs, and from its end until who waits for it
+            goes on.
     """
 
     host_ms: Mapping[str, float]
@@ -106,7 +110,8 @@ class Clock:
         """Time the block as the run of stage `name`, its work on the current stream too."""
         entered = time.perf_counter()
         if self._on_device:
-            # sync: else a stage that waits for its own result would be charged for what was queued before it
+            # sync: else a stage that waits for its own result would be charged for what was queued before
+            # it
             torch.cuda.current_stream().synchronize()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
@@ -126,7 +131,9 @@ class Clock:
 
 
 def fastest(runs: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Of every iteration the fastest run: they do the same work, and whatever else the machine does can only add to it."""
+    """Of every iteration the fastest run: they do the same work, and whatever else the machine does can
+    only add to it.
+    """
     return [min(same, key=lambda sample: sample.ms) for same in zip(*runs, strict=False)]
 
 
@@ -171,13 +178,18 @@ def profile_of(runs: Mapping[str, Sequence[Sequence[Sample]]]) -> StageProfile:
     device_ms: dict[str, float] = {}
     for plan in PROBES:
         for stage in plan.order:
-            host_ms.setdefault(plan.form(stage), fmean(sample.host_ms(stage) for sample in samples[plan.name]))
-            device_ms.setdefault(plan.form(stage), fmean(sample.device_ms.get(stage, 0.0) for sample in samples[plan.name]))
+            host_ms.setdefault(
+                plan.form(stage), fmean(sample.host_ms(stage) for sample in samples[plan.name])
+            )
+            device_ms.setdefault(
+                plan.form(stage), fmean(sample.device_ms.get(stage, 0.0) for sample in samples[plan.name])
+            )
 
     for form in [form for form in host_ms if " after " in form]:
         stage, earlier = form.split(" after ")
         if host_ms[f"{earlier} on main"] == 0:  # it had nothing to do, so it eased nothing
-            host_ms[form], device_ms[form] = host_ms[stage], device_ms[stage]
+            host_ms[form] = host_ms[stage]
+            device_ms[form] = device_ms[stage]
     beside = [sample.stays for sample in samples["tail beside"] if "tail" in sample.stays]
     delays_ms = [stays["tail"].start_ms - stays["grow"].end_ms for stays in beside]
     return StageProfile(
@@ -192,9 +204,16 @@ def profile_of(runs: Mapping[str, Sequence[Sequence[Sample]]]) -> StageProfile:
 def _stretch_ms(samples: Mapping[str, Sequence[Sample]], host_ms: Mapping[str, float]) -> dict[str, float]:
     """What the calling thread's stages take longer than alone while one runs beside them."""
     lost = {
-        plan.name: sum(fmean(sample.host_ms(stage) for sample in samples[plan.name]) - host_ms[plan.form(stage)] for stage in MAIN)
+        plan.name: sum(
+            fmean(sample.host_ms(stage) for sample in samples[plan.name]) - host_ms[plan.form(stage)]
+            for stage in MAIN
+        )
         for plan in PROBES
         if plan.beside
     }
-    stretch_ms = {"noise": lost["noise beside"], "tail": lost["tail beside"], "next_head": lost["all beside"] - lost["noise beside"] - lost["tail beside"]}
+    stretch_ms = {
+        "noise": lost["noise beside"],
+        "tail": lost["tail beside"],
+        "next_head": lost["all beside"] - lost["noise beside"] - lost["tail beside"],
+    }
     return {stage: max(0.0, ms) if host_ms[f"{stage} on side"] else 0.0 for stage, ms in stretch_ms.items()}

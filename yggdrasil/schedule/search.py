@@ -55,18 +55,23 @@ class Timeline:
 
 @cache
 def plans(*, has_streams: bool = True) -> tuple[Plan, ...]:
-    """Every plan that can differ in time, the sequential one first, those with less ahead of time before those with more.
+    """Every plan that can differ in time, the sequential one first, those with less ahead of time before
+    those with more.
 
     Args:
-        has_streams: Whether the device runs beside the host. Where it does not, a stage of the host gains nothing by standing
-            elsewhere on the same thread.
+        has_streams: Whether the device runs beside the host. Where it does not, a stage of the host gains
+            nothing by standing elsewhere on the same thread.
 
-    The main stages depend on one another in a chain up to `walk`, so orders differ only in where the stages ahead of time
-    stand. On "main": the tail draft before pruning, or behind verification, where a device has it queued while the host
-    waits; noise behind verification, where the host draws it while a device verifies. On "side": as soon as their data is
-    there, noise before the tail draft, for `say` waits for noise and only the commit waits for the draft.
-    """
-    options = [(tail, head, noise) for tail, head, noise in product(_TAILS, _NEXT_HEADS, _NOISES) if tail or not head]
+    The main stages depend on one another in a chain up to `walk`, so orders differ only in where the stages
+    ahead of time stand. On "main": the tail draft before pruning, or behind verification, where a device
+    has it queued while the host waits; noise behind verification, where the host draws it while a device
+    verifies. On "side": as soon as their data is there, noise before the tail draft, for `say` waits for
+    noise and only the commit waits for the draft."""
+    options = [
+        (tail, head, noise)
+        for tail, head, noise in product(_TAILS, _NEXT_HEADS, _NOISES)
+        if tail or not head
+    ]
     made = [_plan(*option) for option in options if has_streams or option[2] != "late"]
     return tuple(sorted(made, key=lambda plan: (len(plan.ahead), len(plan.beside))))
 
@@ -76,22 +81,31 @@ def _plan(tail: str, next_head: str, noise: str) -> Plan:
     for stage in SEQUENTIAL.order:
         order.append(stage)
         if stage == "grow":
-            order += [("noise", "side")] * (noise == "side") + [("tail", "side")] * (tail == "side") + ["tail"] * (tail == "early")
+            order += (
+                [("noise", "side")] * (noise == "side")
+                + [("tail", "side")] * (tail == "side")
+                + ["tail"] * (tail == "early")
+            )
         elif stage == "verify":
             order += ["noise"] * (noise == "late") + ["tail"] * (tail == "late")
         elif stage == "say" and next_head:
             order.append(("next_head", next_head))
-    parts = [f"{stage} {place}" for stage, place in (("tail", tail), ("next_head", next_head), ("noise", noise)) if place]
+    parts = [
+        f"{stage} {place}"
+        for stage, place in (("tail", tail), ("next_head", next_head), ("noise", noise))
+        if place
+    ]
     return Plan.of(", ".join(parts) or SEQUENTIAL.name, order)
 
 
 def simulate(plan: Plan, profile: StageProfile) -> Timeline:
     """The iteration as the profile says it would run.
 
-    The calling thread takes its stages in the plan's order and waits where data of "side" is missing; a stage on "side"
-    starts when it was handed over and those before it have ended. A stage beside others takes its time as measured there,
-    and stretches the stage it stands beside. On CUDA a stage keeps the host for its launches, then its stream for the
-    device's time; only `SYNCS` keep the host until the device is done.
+    The calling thread takes its stages in the plan's order and waits where data of "side" is missing; a
+    stage on "side" starts when it was handed over and those before it have ended. A stage beside others
+    takes its time as measured there, and stretches the stage it stands beside. On CUDA a stage keeps the
+    host for its launches, then its stream for the device's time; only `SYNCS` keep the host until the
+    device is done.
 
     Source: Yggdrasil section 5.2.
     """
@@ -99,14 +113,20 @@ def simulate(plan: Plan, profile: StageProfile) -> Timeline:
 
 
 def _simulate_threads(plan: Plan, profile: StageProfile) -> Timeline:
-    free, end, spans = {"main": 0.0, "side": 0.0}, dict[str, float](), []
+    free = {"main": 0.0, "side": 0.0}
+    end = dict[str, float]()
+    spans = []
     stretch: Mapping[str, float] = _stretch(plan, profile)
     for place in plan.placements:
         stage = place.stage
         if place.resource == "side":
             start = max(free["main"] + profile.handover_ms, free["side"])
         else:
-            awaited = [end[need] + profile.handover_ms for need in needs(stage, plan.ahead) if need in plan.beside and end[need] > free["main"]]
+            awaited = [
+                end[need] + profile.handover_ms
+                for need in needs(stage, plan.ahead)
+                if need in plan.beside and end[need] > free["main"]
+            ]
             start = max([free["main"], *awaited])
         end[stage] = free[place.resource] = start + profile.host_ms[plan.form(stage)] + stretch[stage]
         spans.append(Span(stage, place.resource, start, end[stage]))
@@ -121,9 +141,12 @@ def _stretch(plan: Plan, profile: StageProfile) -> Mapping[str, float]:
 
 
 def _simulate_streams(plan: Plan, profile: StageProfile) -> Timeline:
-    free, end, spans = {"host": 0.0, "main": 0.0, "side": 0.0}, dict[str, float](), []
+    free = {"host": 0.0, "main": 0.0, "side": 0.0}
+    end = dict[str, float]()
+    spans = []
     for place in plan.placements:
-        form, launch = plan.form(place.stage), free["host"]
+        form = plan.form(place.stage)
+        launch = free["host"]
         free["host"] = launch + profile.host_ms[form]
         spans.append(Span(place.stage, "host", launch, free["host"]))
         ready = max((end[need] for need in needs(place.stage, plan.ahead)), default=0.0)
@@ -138,11 +161,15 @@ def _simulate_streams(plan: Plan, profile: StageProfile) -> Timeline:
 
 
 def best_plan(profile: StageProfile) -> Plan:
-    """The plan of least makespan; among those within `LEAST_GAIN` of it, the one with least ahead of time, then least on "side".
+    """The plan of least makespan; among those within `LEAST_GAIN` of it, the one with least ahead of time,
+    then least on "side".
 
     Source: Yggdrasil section 5.2, "a simple grid search".
     """
     timelines = [simulate(plan, profile) for plan in plans(has_streams=bool(profile.device_ms))]
     least = min(timeline.makespan_ms for timeline in timelines)
     near = [timeline for timeline in timelines if timeline.makespan_ms * (1 - LEAST_GAIN) <= least]
-    return min(near, key=lambda timeline: (len(timeline.plan.ahead), len(timeline.plan.beside), timeline.makespan_ms)).plan
+    return min(
+        near,
+        key=lambda timeline: (len(timeline.plan.ahead), len(timeline.plan.beside), timeline.makespan_ms),
+    ).plan

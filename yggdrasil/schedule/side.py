@@ -51,7 +51,8 @@ class SideThread:
         num_threads = torch.get_num_threads()
         Thread(target=_work, args=(self._jobs, self._ended), name="yggdrasil-side", daemon=True).start()
         self._ended.get()
-        torch.set_num_threads(num_threads)  # the worker's setting is its own, but also what later threads would start with
+        # the worker's setting is its own, but also what later threads would start with
+        torch.set_num_threads(num_threads)
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, name: str, job: Job) -> None:
@@ -94,11 +95,11 @@ def _work(jobs: SimpleQueue[tuple[object, Job] | None], ended: SimpleQueue[Any])
 
 
 class SideStream:
-    """A second CUDA stream that the calling thread launches on; events order it against the calling thread's stream. No sync.
+    """A second CUDA stream that the calling thread launches on; events order it against the calling
+    thread's stream. No sync.
 
-    Memory is safe without `record_stream`: every job starts after all that the calling stream was given before it, and the
-    calling stream waits for every job before the iteration ends.
-    """
+    Memory is safe without `record_stream`: every job starts after all that the calling stream was given
+    before it, and the calling stream waits for every job before the iteration ends."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -31,7 +31,8 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "walk": ("say",),
     "commit_target": ("walk",),
     "commit_draft": ("walk", "tail", "next_head"),
-    # The text is the truth that everything else is rolled back to: it may not run ahead of the target's history.
+    # The text is the truth that everything else is rolled back to: it may not run ahead of the target's
+    # history.
     "text": ("commit_target", "commit_draft"),
 }
 

@@ -68,7 +68,8 @@ class Workload:
         Raises:
             NoRoom: before an iteration that would end too late if it took as long as the last one.
         """
-        state, seconds = self._start(), self.step_ms / 1e3
+        state = self._start()
+        seconds = self.step_ms / 1e3
         last_root = self.max_context - self.draft.max_depth - 1
         for _ in range(num_steps + 1):
             begin = time.perf_counter()

@@ -4,9 +4,8 @@
 POST /v1/completions  /v1/chat/completions      GET /v1/models  /v1/models/ID  /server_info  /metrics  /health
 ```
 
-With a key, every route but /health asks for it. A request becomes one row of the batch per choice; its rows are
-cancelled together when the client goes away, streaming or not, and when one of them fails.
-"""
+With a key, every route but /health asks for it. A request becomes one row of the batch per choice; its rows
+are cancelled together when the client goes away, streaming or not, and when one of them fails."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ from starlette.exceptions import HTTPException
 from yggdrasil.errors import YggError
 from yggdrasil.serve.body import read_body
 from yggdrasil.serve.chat import ChatTemplate
-from yggdrasil.serve.gate import Gate, answer_error
 from yggdrasil.serve.hosts import HostNames
 from yggdrasil.serve.metrics import CONTENT_TYPE_LATEST, Metrics
+from yggdrasil.serve.middleware import AuthMiddleware, answer_error
 from yggdrasil.serve.openai import ApiError, ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.prompts import PromptEncoder
 from yggdrasil.serve.replies import ChatReply, CompletionReply, Reply, merge
@@ -110,7 +109,9 @@ def create_app(serving: Serving) -> FastAPI:
     app = FastAPI(title="Yggdrasil", openapi_url=None, redirect_slashes=False)
     app.state.serving = serving
     app.include_router(router)
-    app.add_middleware(Gate, api_key=serving.api_key, hosts=serving.hosts, metrics=serving.metrics)
+    app.add_middleware(
+        AuthMiddleware, api_key=serving.api_key, hosts=serving.hosts, metrics=serving.metrics
+    )
     for kind in (ApiError, YggError, HTTPException, Exception):
         app.add_exception_handler(kind, partial(answer_error, metrics=serving.metrics))
     return app
@@ -132,7 +133,9 @@ class Rows:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue all of them; when one is refused, `close` cancels those before it."""
         for index, request in enumerate(requests):
-            self._tickets[index] = self._service.submit(replace(request, on_event=partial(self._hear, index)))
+            self._tickets[index] = self._service.submit(
+                replace(request, on_event=partial(self._hear, index))
+            )
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Every event with the index of its row, until all rows have ended or the client has gone.
@@ -164,7 +167,9 @@ class Rows:
                         return self._heard.put_nowait(None)
             except TimeoutError:
                 if not self._service.is_healthy:
-                    return self._heard.put_nowait(ApiError(500, "the decoding thread has died; see the server's log"))
+                    return self._heard.put_nowait(
+                        ApiError(500, "the decoding thread has died; see the server's log")
+                    )
 
     def close(self) -> None:
         """Cancel the rows that have not ended."""
@@ -184,7 +189,9 @@ def _serving(http: HttpRequest) -> Serving:
 
 
 async def _rows(http: HttpRequest) -> AsyncIterator[Rows]:
-    """Rows that are closed after the response, however that ends: a stream may be cancelled before its first event."""
+    """Rows that are closed after the response, however that ends: a stream may be cancelled before its
+    first event.
+    """
     serving = _serving(http)
     if serving.is_draining:
         raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
@@ -228,7 +235,11 @@ async def _begin(serving: Serving, body: WireRequest, rows: Rows) -> list[list[i
 
 async def _respond(reply: Reply, body: WireRequest, rows: Rows) -> Response:
     if body.stream:
-        return StreamingResponse(_stream(reply, body, rows), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return StreamingResponse(
+            _stream(reply, body, rows),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache"},
+        )
     heard: dict[int, list[Event]] = {}
     async for index, event in rows.events():
         reply.count(event)
@@ -297,9 +308,20 @@ async def metrics(http: HttpRequest) -> Response:
 
 
 def _model_card(serving: Serving) -> dict[str, Any]:
-    return {"id": serving.model, "object": "model", "created": serving.created, "owned_by": "yggdrasil", "max_model_len": serving.max_context}
+    return {
+        "id": serving.model,
+        "object": "model",
+        "created": serving.created,
+        "owned_by": "yggdrasil",
+        "max_model_len": serving.max_context,
+    }
 
 
 def _check_model(serving: Serving, name: str) -> None:
     if name != serving.model:
-        raise ApiError(404, f"there is no model {name!r}; this server has {serving.model!r}", param="model", code="model_not_found")
+        raise ApiError(
+            404,
+            f"there is no model {name!r}; this server has {serving.model!r}",
+            param="model",
+            code="model_not_found",
+        )

@@ -1,7 +1,7 @@
 """From the bytes of a body to a request, without holding up the other clients.
 
-Python parses JSON while nothing else runs, in time that follows the number of values more than that of bytes:
-4 MiB of brackets take seconds. So values are counted before, and a large body is parsed in a thread.
+Python parses JSON while nothing else runs, in time that follows the number of values more than that of
+bytes: 4 MiB of brackets take seconds. So values are counted before, and a large body is parsed in a thread.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ class BusyWatch(Observer):
         now: The clock, in seconds.
     """
 
-    def __init__(self, observer: Observer, latency: LatencyModel, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, observer: Observer, latency: LatencyModel, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._observer = observer
         self._latency = latency
         self._now = now
@@ -48,4 +50,6 @@ class BusyWatch(Observer):
     def _warn(self, slowdown: float) -> None:
         if slowdown >= BUSY_FACTOR:
             self._silent_until = self._now() + EVERY_S
-            logging.getLogger(__name__).warning("the machine is busy: steps take %.1f times what the pair's profile predicts", slowdown)
+            logging.getLogger(__name__).warning(
+                "the machine is busy: steps take %.1f times what the pair's profile predicts", slowdown
+            )

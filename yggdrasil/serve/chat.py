@@ -43,7 +43,12 @@ class ChatTemplate:
     '<user>Hi'
     """
 
-    def __init__(self, source: str = "", special_tokens: Mapping[str, str] | None = None, origin: str = "chat template") -> None:
+    def __init__(
+        self,
+        source: str = "",
+        special_tokens: Mapping[str, str] | None = None,
+        origin: str = "chat template",
+    ) -> None:
         self.is_own = bool(source)
         self._special_tokens = dict(special_tokens or {})
         self._template = _compiled(source, origin) if source else None
@@ -55,13 +60,21 @@ class ChatTemplate:
             ConfigError: the template refuses these messages, an order of roles for example.
         """
         if self._template is None:
-            return "\n".join([*(f"{message['role']}: {message['content']}" for message in messages), "assistant:"])
+            return "\n".join(
+                [*(f"{message['role']}: {message['content']}" for message in messages), "assistant:"]
+            )
         # templates test these against none, which an undefined name is not
         absent = {"tools": None, "documents": None}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **absent, **self._special_tokens)
+            return self._template.render(
+                messages=messages, add_generation_prompt=True, **absent, **self._special_tokens
+            )
         except Exception as error:  # a template can fail in every way a program can
-            raise ConfigError("messages", [message["role"] for message in messages], f"what the model's chat template accepts ({error})") from None
+            raise ConfigError(
+                "messages",
+                [message["role"] for message in messages],
+                f"what the model's chat template accepts ({error})",
+            ) from None
 
 
 def _compiled(source: str, origin: str) -> jinja2.Template:
@@ -76,7 +89,9 @@ def _compiled(source: str, origin: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
-        raise ConfigError("chat template", f"{origin}, line {error.lineno}", f"a Jinja template ({error.message})") from None
+        raise ConfigError(
+            "chat template", f"{origin}, line {error.lineno}", f"a Jinja template ({error.message})"
+        ) from None
 
 
 def _generation_block() -> type[jinja2.ext.Extension]:
@@ -96,7 +111,13 @@ def _generation_block() -> type[jinja2.ext.Extension]:
     return GenerationBlock
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = False) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: Any = False,
+) -> str:
     """With transformers' arguments in their order; Jinja's own escapes for HTML."""
     layout = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return json.dumps(value, ensure_ascii=ensure_ascii, **layout)

@@ -30,7 +30,8 @@ STALL_SECONDS = 60.0
 MOST_CONNECTIONS = 4096  # some 30 KB each
 ACCEPTED_AT_ONCE = 64
 OWN_DESCRIPTORS = 64  # files, libraries, the loop's own
-TURNS_TO_CLOSE = 3  # of the loop, from accepting one connection too many to closing another: it accepts in each
+# of the loop, from accepting one connection too many to closing another: it accepts in each
+TURNS_TO_CLOSE = 3
 BUSY = b'{"error":{"message":"too many connections; try again later","type":"server_error"}}'
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -96,7 +97,8 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self._is_served and not self.transport.is_closing():  # else the next request was there already
+        # else the next request was there already
+        if not self._is_served and not self.transport.is_closing():
             self._wait_for_head()
 
     def pause_writing(self) -> None:

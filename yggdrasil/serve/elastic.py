@@ -1,4 +1,5 @@
-"""Elastic memory: under load the draft's room becomes KV pages, and when the load is gone the draft comes back.
+"""Elastic memory: under load the draft's room becomes KV pages, and when the load is gone the draft comes
+back.
 
 ```
              gamma = 0 and few free pages, for a while                       queue empty, room to spare
@@ -9,16 +10,18 @@
 from __future__ import annotations
 
 from yggdrasil.kv import KVStorage
+from yggdrasil.serve.draft_memory import DraftRoom, Tenant
 from yggdrasil.serve.migration import migrate_
 from yggdrasil.serve.pages import PagePool
-from yggdrasil.serve.room import DraftRoom, Tenant
 from yggdrasil.trace import Trace
 
 __all__ = ["ElasticMemory", "scarce_below"]
 
 
 def scarce_below(tau_low: float, num_pages: int) -> int:
-    """tau_low in pages: fewer free ones are scarce. At least one, or the draft would never leave; fewer than all, or an idle pool could not contract."""
+    """tau_low in pages: fewer free ones are scarce. At least one, or the draft would never leave; fewer
+    than all, or an idle pool could not contract.
+    """
     return min(max(1, int(tau_low * num_pages)), num_pages - 1)
 
 
@@ -38,7 +41,9 @@ class ElasticMemory:
     Source: Nightjar sections 5.1 to 5.4.
     """
 
-    def __init__(self, pool: PagePool, target: KVStorage, room: DraftRoom, *, low_pages: int, persist_steps: int) -> None:
+    def __init__(
+        self, pool: PagePool, target: KVStorage, room: DraftRoom, *, low_pages: int, persist_steps: int
+    ) -> None:
         self.pool = pool
         self.target = target
         self.room = room
@@ -79,7 +84,9 @@ class ElasticMemory:
                 self.expand_()
 
     def expand_(self) -> None:
-        """The draft leaves, the pool grows in place by its room; nothing is copied. Source: Nightjar section 5.2."""
+        """The draft leaves, the pool grows in place by its room; nothing is copied. Source: Nightjar
+        section 5.2.
+        """
         with self.trace.stage("expand"):
             self.room.leave_()
             self.pool.expand_(self.base_pages + self.room_pages)
@@ -95,7 +102,8 @@ class ElasticMemory:
         """
         with self.trace.stage("contract"):
             moves = self.pool.contract_(self.base_pages)
-            # Sources lie in the room and targets below it, so no cycle arises; the room's last page is no target.
+            # Sources lie in the room and targets below it, so no cycle arises; the room's last page is no
+            # target.
             migrate_(self.target.storage_PL2GSF, moves, spare=self.base_pages + self.room_pages - 1)
         with self.trace.stage("dispatch reload"):
             self.room.begin_return_()

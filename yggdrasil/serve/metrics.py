@@ -1,9 +1,9 @@
-"""What the server did, for Prometheus: base units, names that begin with `ygg_`, and labels with few values.
+"""What the server did, for Prometheus: base units, names that begin with `ygg_`, and labels with few
+values.
 
-A *pass* is one row's share of a target forward: it emits the accepted draft tokens and one more. So the mean of
-`ygg_emitted_per_pass` is the AAL, and a mean over any window is `rate(..._sum) / rate(..._count)`. Tokens per second of
-the server are `rate(ygg_emitted_tokens_total)`.
-"""
+A *pass* is one row's share of a target forward: it emits the accepted draft tokens and one more. So the
+mean of `ygg_emitted_per_pass` is the AAL, and a mean over any window is `rate(..._sum) / rate(..._count)`.
+Tokens per second of the server are `rate(ygg_emitted_tokens_total)`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Metrics(Observer):
         self.registry = CollectorRegistry()
         self._token_bytes = token_bytes
         self._is_speculating: bool | None = None
-        self._goodput: dict[tuple[int, int], tuple[int, float]] = {}  # (batch size, gamma) -> tokens, seconds
+        # (batch size, gamma) -> tokens, seconds
+        self._goodput: dict[tuple[int, int], tuple[int, float]] = {}
         self._define_requests()
         self._define_steps(gamma_max)
         self._define_acceptance(gamma_max)
@@ -86,36 +87,106 @@ class Metrics(Observer):
 
     def _define_requests(self) -> None:
         registry = self.registry
-        self._requests = Counter("ygg_requests", "Finished requests by finish reason", ["finish"], registry=registry)
-        self._refused = Counter("ygg_requests_refused", "Requests answered with an HTTP error, by status", ["status"], registry=registry)
-        self._prompt_tokens = Counter("ygg_prompt_tokens", "Prompt tokens of finished requests", registry=registry)
-        self._shared_tokens = Counter("ygg_shared_prompt_tokens", "Prompt tokens whose KV another request had left", registry=registry)
-        self._preemptions = Counter("ygg_preemptions", "Times a request lost its KV pages and was computed again", registry=registry)
-        self._ttft = Histogram("ygg_ttft_seconds", "From arrival to the first token", buckets=REQUEST_SECONDS, registry=registry)
-        self._tpot = Histogram("ygg_tpot_seconds", "Per token after the first step, by request", buckets=TOKEN_SECONDS, registry=registry)
-        self._total = Histogram("ygg_request_seconds", "From arrival to the end", buckets=REQUEST_SECONDS, registry=registry)
-        self._queue = Histogram("ygg_queue_seconds", "From arrival to admission", buckets=REQUEST_SECONDS, registry=registry)
+        self._requests = Counter(
+            "ygg_requests", "Finished requests by finish reason", ["finish"], registry=registry
+        )
+        self._refused = Counter(
+            "ygg_requests_refused",
+            "Requests answered with an HTTP error, by status",
+            ["status"],
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "ygg_prompt_tokens", "Prompt tokens of finished requests", registry=registry
+        )
+        self._shared_tokens = Counter(
+            "ygg_shared_prompt_tokens", "Prompt tokens whose KV another request had left", registry=registry
+        )
+        self._preemptions = Counter(
+            "ygg_preemptions", "Times a request lost its KV pages and was computed again", registry=registry
+        )
+        self._ttft = Histogram(
+            "ygg_ttft_seconds",
+            "From arrival to the first token",
+            buckets=REQUEST_SECONDS,
+            registry=registry,
+        )
+        self._tpot = Histogram(
+            "ygg_tpot_seconds",
+            "Per token after the first step, by request",
+            buckets=TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._total = Histogram(
+            "ygg_request_seconds", "From arrival to the end", buckets=REQUEST_SECONDS, registry=registry
+        )
+        self._queue = Histogram(
+            "ygg_queue_seconds", "From arrival to admission", buckets=REQUEST_SECONDS, registry=registry
+        )
         self._rate = Histogram(
-            "ygg_request_tokens_per_second", "Tokens per second after the first step, by request", buckets=TOKENS_PER_SECOND, registry=registry
+            "ygg_request_tokens_per_second",
+            "Tokens per second after the first step, by request",
+            buckets=TOKENS_PER_SECOND,
+            registry=registry,
         )
 
     def _define_steps(self, gamma_max: int) -> None:
         registry = self.registry
         self._passes = Counter("ygg_target_passes", "Target forwards, prompts included", registry=registry)
-        self._prefilled = Counter("ygg_prefilled_tokens", "Prompt tokens that ran in the target; more than prompts have after preemption", registry=registry)
+        self._prefilled = Counter(
+            "ygg_prefilled_tokens",
+            "Prompt tokens that ran in the target; more than prompts have after preemption",
+            registry=registry,
+        )
         self._emitted = Counter("ygg_emitted_tokens", "Tokens that clients got", registry=registry)
         self._stages = Counter(
-            "ygg_stage_seconds", "Wall clock of steps by stage; host is what is neither drafting nor verifying", ["stage"], registry=registry
+            "ygg_stage_seconds",
+            "Wall clock of steps by stage; host is what is neither drafting nor verifying",
+            ["stage"],
+            registry=registry,
         )
-        self._step = Histogram("ygg_step_seconds", "Wall clock of steps that emitted something", ["batch_size"], buckets=STEP_SECONDS, registry=registry)
+        self._step = Histogram(
+            "ygg_step_seconds",
+            "Wall clock of steps that emitted something",
+            ["batch_size"],
+            buckets=STEP_SECONDS,
+            registry=registry,
+        )
         counts = [*range(1, gamma_max + 2)]
-        self._emitted_per_pass = Histogram("ygg_emitted_per_pass", "Tokens that a pass of the target emitted for a row", buckets=counts, registry=registry)
-        self._request_emitted_per_pass = Histogram("ygg_request_emitted_per_pass", "Mean tokens per pass of a request", buckets=counts, registry=registry)
-        self._steps = Counter("ygg_steps", "Steps that emitted something, by the speculative length chosen", ["gamma"], registry=registry)
-        self._plain_steps = Counter("ygg_steps_without_speculation", "Steps that emitted something without any draft token", registry=registry)
-        self._switches = Counter("ygg_speculation_switches", "Times that speculation came on or went off", ["to"], registry=registry)
+        self._emitted_per_pass = Histogram(
+            "ygg_emitted_per_pass",
+            "Tokens that a pass of the target emitted for a row",
+            buckets=counts,
+            registry=registry,
+        )
+        self._request_emitted_per_pass = Histogram(
+            "ygg_request_emitted_per_pass",
+            "Mean tokens per pass of a request",
+            buckets=counts,
+            registry=registry,
+        )
+        self._steps = Counter(
+            "ygg_steps",
+            "Steps that emitted something, by the speculative length chosen",
+            ["gamma"],
+            registry=registry,
+        )
+        self._plain_steps = Counter(
+            "ygg_steps_without_speculation",
+            "Steps that emitted something without any draft token",
+            registry=registry,
+        )
+        self._switches = Counter(
+            "ygg_speculation_switches",
+            "Times that speculation came on or went off",
+            ["to"],
+            registry=registry,
+        )
         self._mean_goodput = Gauge(
-            "ygg_goodput_tokens_per_second", "Mean realised goodput of steps without prompt tokens since the start", ["batch_size", "gamma"], registry=registry
+            "ygg_goodput_tokens_per_second",
+            "Mean realised goodput of steps without prompt tokens since the start",
+            ["batch_size", "gamma"],
+            registry=registry,
         )
 
     def _define_acceptance(self, gamma_max: int) -> None:
@@ -127,24 +198,55 @@ class Metrics(Observer):
             buckets=[*range(gamma_max + 1)],
             registry=registry,
         )
-        self._drafted_at = Counter("ygg_drafted_at_depth", "Draft tokens verified, by their place after the root", ["depth"], registry=registry)
-        self._accepted_at = Counter("ygg_accepted_at_depth", "Draft tokens accepted, by their place after the root", ["depth"], registry=registry)
-        self._rejected_at = Counter("ygg_rejected_at_depth", "First rejected draft token of a row, by its place after the root", ["depth"], registry=registry)
-        self._rollback = Counter("ygg_rollback_tokens", "Draft tokens verified and taken back", registry=registry)
-        self._rejected_bytes = Counter("ygg_rejected_kv_bytes", "Target KV written for them", registry=registry)
+        self._drafted_at = Counter(
+            "ygg_drafted_at_depth",
+            "Draft tokens verified, by their place after the root",
+            ["depth"],
+            registry=registry,
+        )
+        self._accepted_at = Counter(
+            "ygg_accepted_at_depth",
+            "Draft tokens accepted, by their place after the root",
+            ["depth"],
+            registry=registry,
+        )
+        self._rejected_at = Counter(
+            "ygg_rejected_at_depth",
+            "First rejected draft token of a row, by its place after the root",
+            ["depth"],
+            registry=registry,
+        )
+        self._rollback = Counter(
+            "ygg_rollback_tokens", "Draft tokens verified and taken back", registry=registry
+        )
+        self._rejected_bytes = Counter(
+            "ygg_rejected_kv_bytes", "Target KV written for them", registry=registry
+        )
 
     def _define_state(self) -> None:
         registry = self.registry
         self._gamma = Gauge("ygg_gamma", "Speculative length of the last step", registry=registry)
-        self._lag = Gauge("ygg_draft_lag_tokens", "Tokens by which the draft's KV lags in the worst row", registry=registry)
+        self._lag = Gauge(
+            "ygg_draft_lag_tokens",
+            "Tokens by which the draft's KV lags in the worst row",
+            registry=registry,
+        )
         self._running = Gauge("ygg_running_requests", "Rows of the batch", registry=registry)
         self._waiting = Gauge("ygg_waiting_requests", "Queued requests", registry=registry)
         self._pages = Gauge("ygg_kv_pages", "KV pages by state", ["state"], registry=registry)
-        self._draft_in = Gauge("ygg_draft_in_memory", "1 while the draft's weights are in memory, 0 while KV pages have their room", registry=registry)
+        self._draft_in = Gauge(
+            "ygg_draft_in_memory",
+            "1 while the draft's weights are in memory, 0 while KV pages have their room",
+            registry=registry,
+        )
 
     def _observe_time(self, report: StepReport) -> None:
         host_ms = max(0.0, report.total_ms - report.draft_ms - report.verify_ms)
-        for stage, spent_ms in (("draft", report.draft_ms), ("verify", report.verify_ms), ("host", host_ms)):
+        for stage, spent_ms in (
+            ("draft", report.draft_ms),
+            ("verify", report.verify_ms),
+            ("host", host_ms),
+        ):
             self._stages.labels(stage).inc(spent_ms / 1e3)
 
     def _set_state(self, report: StepReport) -> None:
@@ -161,7 +263,9 @@ class Metrics(Observer):
         self._emitted.inc(report.told)
         self._step.labels(batch_size).observe(report.total_ms / 1e3)
         accepted_tokens = self._accepted.labels(batch_size)
-        for row_drafted, row_emitted, row_accepted in zip(report.drafted, report.emitted, accepted, strict=True):
+        for row_drafted, row_emitted, row_accepted in zip(
+            report.drafted, report.emitted, accepted, strict=True
+        ):
             if row_emitted:
                 self._emitted_per_pass.observe(row_emitted)
             if row_drafted:
@@ -174,8 +278,16 @@ class Metrics(Observer):
         """Counted over the rows first: a counter costs a lock."""
         reached = Tally(depth for count in drafted for depth in range(1, count + 1))
         kept = Tally(depth for count in accepted for depth in range(1, count + 1))
-        rejected = Tally(row_accepted + 1 for row_drafted, row_accepted in zip(drafted, accepted, strict=True) if row_accepted < row_drafted)
-        for counter, tally in ((self._drafted_at, reached), (self._accepted_at, kept), (self._rejected_at, rejected)):
+        rejected = Tally(
+            row_accepted + 1
+            for row_drafted, row_accepted in zip(drafted, accepted, strict=True)
+            if row_accepted < row_drafted
+        )
+        for counter, tally in (
+            (self._drafted_at, reached),
+            (self._accepted_at, kept),
+            (self._rejected_at, rejected),
+        ):
             for depth, count in tally.items():
                 counter.labels(depth).inc(count)
 
@@ -189,6 +301,7 @@ class Metrics(Observer):
         if not report.prompt_tokens:
             arm = report.batch_size, report.gamma
             tokens, seconds = self._goodput.get(arm, (0, 0.0))
-            tokens, seconds = tokens + sum(report.emitted), seconds + report.total_ms / 1e3
+            tokens = tokens + sum(report.emitted)
+            seconds = seconds + report.total_ms / 1e3
             self._goodput[arm] = tokens, seconds
             self._mean_goodput.labels(*arm).set(tokens / max(seconds, 1e-9))

@@ -12,7 +12,8 @@ __all__ = ["migrate_", "waves"]
 
 
 def waves(moves: Mapping[int, int], spare: int) -> Iterator[dict[int, int]]:
-    """Groups of moves, one after another; within a group no page is both read and written, so that it can run as one kernel.
+    """Groups of moves, one after another; within a group no page is both read and written, so that it can
+    run as one kernel.
 
     Args:
         moves: Old page id to new one, any injective mapping.
@@ -25,7 +26,8 @@ def waves(moves: Mapping[int, int], spare: int) -> Iterator[dict[int, int]]:
         ready = {old: new for old, new in pending.items() if new not in pending}
         if not ready:  # nothing but cycles: park one page, and what waits for it can go
             old = next(iter(pending))
-            ready, pending[spare] = {old: spare}, pending[old]
+            ready = {old: spare}
+            pending[spare] = pending[old]
         for old in ready:
             del pending[old]
         yield ready

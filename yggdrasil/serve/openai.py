@@ -1,11 +1,10 @@
 """What a client asks, in OpenAI's wire format: fields become requests of the batch.
 
-Every field either applies, is neutral (what the server does anyway), only labels the caller, or is refused by name: none
-silently does nothing. `null` is the same as leaving a field out.
+Every field either applies, is neutral (what the server does anyway), only labels the caller, or is refused
+by name: none silently does nothing. `null` is the same as leaving a field out.
 
-Beyond OpenAI's: `top_k`, `min_p`, `ignore_eos`, and `speculation`, which is "auto" (the policy decides), "off" (this
-request decodes without), or the most draft tokens of a step.
-"""
+Beyond OpenAI's: `top_k`, `min_p`, `ignore_eos`, and `speculation`, which is "auto" (the policy decides),
+"off" (this request decodes without), or the most draft tokens of a step."""
 
 from __future__ import annotations
 
@@ -70,7 +69,15 @@ class ApiError(Exception):
         headers: Of the response.
     """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = _one_line(message, MOST_MESSAGE)
@@ -126,8 +133,12 @@ class _Message(_Strict):
     content: str | Annotated[list[_TextPart], Field(fail_fast=True)]
 
     def rendered(self) -> dict[str, str]:
-        """As templates expect it: they know no developer, and a role they do not know can vanish without a word."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        """As templates expect it: they know no developer, and a role they do not know can vanish without a
+        word.
+        """
+        content = (
+            self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        )
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
@@ -158,8 +169,14 @@ class WireRequest(_Strict):
             return fields
         for name, neutral in NEUTRAL.items():
             if fields.get(name) is not None and fields[name] not in neutral:
-                allowed = f"; leave it out or send {' or '.join(map(repr, neutral))}" if neutral else "; leave it out"
-                raise ApiError(400, f"{name} is not supported{allowed}", param=name, code="unsupported_parameter")
+                allowed = (
+                    f"; leave it out or send {' or '.join(map(repr, neutral))}"
+                    if neutral
+                    else "; leave it out"
+                )
+                raise ApiError(
+                    400, f"{name} is not supported{allowed}", param=name, code="unsupported_parameter"
+                )
         return {name: value for name, value in fields.items() if name not in NEUTRAL and name not in LABELS}
 
     @model_validator(mode="after")
@@ -206,25 +223,42 @@ class WireRequest(_Strict):
             ApiError: a prompt and an output that the context does not hold, or a stop text that is none.
             ConfigError: a sampling option that is not allowed.
         """
-        return [self._request(prompt, self._room(len(prompt), max_context), choice) for prompt in prompts for choice in range(self.n)]
+        return [
+            self._request(prompt, self._room(len(prompt), max_context), choice)
+            for prompt in prompts
+            for choice in range(self.n)
+        ]
 
     def _request(self, prompt: Sequence[int], max_new_tokens: int, choice: int) -> Request:
         # every prompt of a list gets the seeds it would get alone
         seed = secrets.randbits(63) if self.seed is None else (self.seed + choice) % (MAX_SEED + 1)
-        sampling = SamplingConfig(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p, seed=seed)
+        sampling = SamplingConfig(
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p, seed=seed
+        )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         for text in stop:
             check_text(text, "stop")
-        config = GenerateConfig(max_new_tokens=max_new_tokens, stop=stop, ignore_eos=self.ignore_eos, sampling=sampling)
-        speculation = {"auto": None, "off": 0}[self.speculation] if isinstance(self.speculation, str) else self.speculation
+        config = GenerateConfig(
+            max_new_tokens=max_new_tokens, stop=stop, ignore_eos=self.ignore_eos, sampling=sampling
+        )
+        speculation = (
+            {"auto": None, "off": 0}[self.speculation]
+            if isinstance(self.speculation, str)
+            else self.speculation
+        )
         return Request(prompt=prompt, config=config, speculation=speculation, num_top=self.num_top)
 
     def _room(self, prompt_len: int, max_context: int) -> int:
         if prompt_len == 0:
-            raise ApiError(400, f"{self.prompt_field}: at least one token is needed", param=self.prompt_field)
-        room, (field, asked) = max_context - prompt_len, self.limit
+            raise ApiError(
+                400, f"{self.prompt_field}: at least one token is needed", param=self.prompt_field
+            )
+        room = max_context - prompt_len
+        (field, asked) = self.limit
         if room < 1:
-            message = f"the context holds {max_context} tokens and the prompt takes {prompt_len}; shorten it"
+            message = (
+                f"the context holds {max_context} tokens and the prompt takes {prompt_len}; shorten it"
+            )
             raise ApiError(400, message, param=self.prompt_field, code="context_length_exceeded")
         if asked is None:
             return room if self.default_tokens is None else min(self.default_tokens, room)
@@ -240,7 +274,12 @@ class CompletionRequest(WireRequest):
     prompt_field: ClassVar[str] = "prompt"
     default_tokens: ClassVar[int | None] = 16
 
-    prompt: str | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[int], Field(fail_fast=True)] | Annotated[list[list[int]], Field(fail_fast=True)]
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[int], Field(fail_fast=True)]
+        | Annotated[list[list[int]], Field(fail_fast=True)]
+    )
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
     best_of: int | None = None
@@ -248,9 +287,18 @@ class CompletionRequest(WireRequest):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> CompletionRequest:
         if self.best_of not in (None, self.n):
-            raise ApiError(400, f"best_of is not supported; leave it out or send n, {self.n}", param="best_of", code="unsupported_parameter")
+            raise ApiError(
+                400,
+                f"best_of is not supported; leave it out or send n, {self.n}",
+                param="best_of",
+                code="unsupported_parameter",
+            )
         if self.echo and self.logprobs is not None:
-            raise ApiError(400, "logprobs with echo is not supported: log-probabilities of the prompt are not computed", param="logprobs")
+            raise ApiError(
+                400,
+                "logprobs with echo is not supported: log-probabilities of the prompt are not computed",
+                param="logprobs",
+            )
         return self
 
     @property
@@ -296,13 +344,21 @@ class ChatRequest(WireRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise ApiError(400, "max_tokens and max_completion_tokens say different things; send one of them", param="max_tokens")
+            raise ApiError(
+                400,
+                "max_tokens and max_completion_tokens say different things; send one of them",
+                param="max_tokens",
+            )
         return self
 
     @property
     def limit(self) -> tuple[str, int | None]:
         """The newer name wins; both never disagree."""
-        return super().limit if self.max_completion_tokens is None else ("max_completion_tokens", self.max_completion_tokens)
+        return (
+            super().limit
+            if self.max_completion_tokens is None
+            else ("max_completion_tokens", self.max_completion_tokens)
+        )
 
     @property
     def num_top(self) -> int | None:

@@ -1,4 +1,5 @@
-"""Paged KV: who owns which page of 16 slots, which are free, and which hold text that another request can share.
+"""Paged KV: who owns which page of 16 slots, which are free, and which hold text that another request can
+share.
 
 ```
 row 0   [ 4 | 7 | 2 ]          pages of its 48 first indices; page 4 is shared: both prompts begin with the same 16 tokens
@@ -6,9 +7,8 @@ row 1   [ 4 | 9 ]
 free    3, 8, 5 ...            oldest first; a freed page keeps its text until it is taken, so a later prompt may still find it
 ```
 
-A page id names the same slots in the target's storage and in the draft's. Pages that the pool is lent for a while are the target's
-alone: the draft is away then.
-"""
+A page id names the same slots in the target's storage and in the draft's. Pages that the pool is lent for a
+while are the target's alone: the draft is away then."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class PagePool:
         self._free = dict.fromkeys(range(num_pages))  # a queue from whose middle a page can be shared again
         self._owners = [0] * num_pages
         self._pages: list[list[int]] = [[] for _ in range(num_rows)]
-        self._digests: list[list[bytes]] = [[] for _ in range(num_rows)]  # of the text up to the end of each full page
+        # of the text up to the end of each full page
+        self._digests: list[list[bytes]] = [[] for _ in range(num_rows)]
         self._page_of: dict[bytes, int] = {}
         self._digest_of: list[bytes | None] = [None] * num_pages
         self._has_draft = [False] * num_pages
@@ -86,7 +87,8 @@ class PagePool:
         Returns:
             How many tokens the target's KV holds already, and how many the draft's.
         """
-        num_draft, digest = 0, b""
+        num_draft = 0
+        digest = b""
         for page_tokens in _full_pages(tokens, 0, (len(tokens) - 1) // PAGE_LEN):
             digest = _digest(digest, page_tokens)
             page = self._page_of.get(digest)
@@ -113,12 +115,15 @@ class PagePool:
             self._has_draft[page] = True
 
     def release_(self, row: int) -> None:
-        """Take a row's pages back; those that nobody shares are free, the end of the text first in the queue: beginnings are what others share."""
+        """Take a row's pages back; those that nobody shares are free, the end of the text first in the
+        queue: beginnings are what others share.
+        """
         for page in reversed(self._pages[row]):
             self._owners[page] -= 1
             if self._owners[page] == 0:
                 self._free[page] = None
-        self._pages[row], self._digests[row] = [], []
+        self._pages[row] = []
+        self._digests[row] = []
 
     def expand_(self, num_pages: int) -> None:
         """Pages up to `num_pages` join the free queue behind the others. Source: Nightjar section 5.2."""
@@ -130,17 +135,19 @@ class PagePool:
         self.num_pages = num_pages
 
     def contract_(self, num_pages: int) -> dict[int, int]:
-        """Give the pages from `num_pages` on back; those that rows own are renamed, in tables, counts and texts at once.
+        """Give the pages from `num_pages` on back; those that rows own are renamed, in tables, counts and
+        texts at once.
 
         Returns:
-            Old id to new, beginnings of texts first: whose data the caller has to move before anything reads a page.
+            Old id to new, beginnings of texts first: whose data the caller has to move before anything
+            reads a page.
 
         Raises:
             CapacityError: rows own more pages than are left; nothing has changed.
 
-        Source: Nightjar section 5.3, steps 1 to 3 and 5. Of predecessor links the tables are the only record here: a page stands at the
-        same place in every row that shares it, so the order of places is the topological order.
-        """
+        Source: Nightjar section 5.3, steps 1 to 3 and 5. Of predecessor links the tables are the only
+        record here: a page stands at the same place in every row that shares it, so the order of places is
+        the topological order."""
         moves = self._migration(num_pages)
         for old, new in moves.items():
             self._rename(old, new)
@@ -148,7 +155,9 @@ class PagePool:
             renamed = [moves.get(page, page) for page in pages]
             if renamed != pages:
                 self._pages[row] = renamed
-                self.table_BP[row, : len(renamed)] = upload(renamed, self.table_BP.device, dtype=torch.int32)
+                self.table_BP[row, : len(renamed)] = upload(
+                    renamed, self.table_BP.device, dtype=torch.int32
+                )
         for page in range(num_pages, self.num_pages):
             self._forget(page)
             self._free.pop(page, None)
@@ -162,31 +171,51 @@ class PagePool:
             self._forget(page)
 
     def check(self) -> None:
-        """The accounting: free and used pages are all pages, the table says what is owned, no page is both free and owned."""
+        """The accounting: free and used pages are all pages, the table says what is owned, no page is both
+        free and owned.
+        """
         owners = [0] * self.num_pages
         for row, pages in enumerate(self._pages):
             assert len(set(pages)) == len(pages), f"row {row} owns a page twice: {pages}"
-            assert self.table_BP[row, : len(pages)].tolist() == pages, f"row {row}: the table is not its pages"
+            assert self.table_BP[row, : len(pages)].tolist() == pages, (
+                f"row {row}: the table is not its pages"
+            )
             for page in pages:
                 owners[page] += 1
         assert owners == self._owners, "reference counts"
         used = [page for page, count in enumerate(owners) if count]
-        assert len(used) + len(self._free) == self.num_pages, f"{len(used)} used and {len(self._free)} free of {self.num_pages} pages"
+        assert len(used) + len(self._free) == self.num_pages, (
+            f"{len(used)} used and {len(self._free)} free of {self.num_pages} pages"
+        )
         assert not self._free.keys() & set(used), "pages that are free and used"
-        assert all(self._digest_of[page] == digest for digest, page in self._page_of.items()), "a text that its page no longer holds"
+        assert all(self._digest_of[page] == digest for digest, page in self._page_of.items()), (
+            "a text that its page no longer holds"
+        )
 
     def _migration(self, num_pages: int) -> dict[int, int]:
         depth = max(map(len, self._pages), default=0)
-        evicted = dict.fromkeys(pages[place] for place in range(depth) for pages in self._pages if place < len(pages) and pages[place] >= num_pages)
-        free = sorted((page for page in self._free if page < num_pages), key=lambda page: self._digest_of[page] is not None)  # texts worth finding last
+        evicted = dict.fromkeys(
+            pages[place]
+            for place in range(depth)
+            for pages in self._pages
+            if place < len(pages) and pages[place] >= num_pages
+        )
+        # texts worth finding last
+        free = sorted(
+            (page for page in self._free if page < num_pages),
+            key=lambda page: self._digest_of[page] is not None,
+        )
         if len(evicted) > len(free):
-            raise CapacityError("KV pages to contract into", len(evicted), len(free), "contract when requests have finished")
+            raise CapacityError(
+                "KV pages to contract into", len(evicted), len(free), "contract when requests have finished"
+            )
         return dict(zip(evicted, free, strict=False))
 
     def _rename(self, old: int, new: int) -> None:
         self._forget(new)
         self._free.pop(new)
-        self._owners[new], self._owners[old] = self._owners[old], 0
+        self._owners[new] = self._owners[old]
+        self._owners[old] = 0
         digest = self._digest_of[old]
         if digest is not None:
             self._page_of[digest], self._digest_of[new], self._digest_of[old] = new, digest, None
@@ -195,14 +224,16 @@ class PagePool:
         self._free.pop(page, None)
         self._owners[page] += 1
         place = len(self._pages[row])
-        self.table_BP[row, place : place + 1].fill_(page)  # assigned to one element, a number would be a copy from the host, and a sync
+        # assigned to one element, a number would be a copy from the host, and a sync
+        self.table_BP[row, place : place + 1].fill_(page)
         self._pages[row].append(page)
 
     def _forget(self, page: int) -> None:
         digest = self._digest_of[page]
         if digest is not None:
             del self._page_of[digest]
-        self._digest_of[page], self._has_draft[page] = None, False
+        self._digest_of[page] = None
+        self._has_draft[page] = False
 
 
 def _full_pages(tokens: Sequence[int], first: int, last: int) -> list[Sequence[int]]:

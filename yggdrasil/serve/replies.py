@@ -44,8 +44,14 @@ class Reply:
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def __init__(self, request: WireRequest, model: str, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
-        self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+    def __init__(
+        self, request: WireRequest, model: str, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        self._head = {
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
         self._request = request
         self._tokenizer = tokenizer
         self._prompt_tokens = sum(map(len, prompts))
@@ -73,7 +79,12 @@ class Reply:
 
     def _usage(self) -> dict[str, int]:
         total = self._prompt_tokens + self._emitted
-        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._emitted, "total_tokens": total, "target_passes": self._passes}
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._emitted,
+            "total_tokens": total,
+            "target_passes": self._passes,
+        }
 
     def _choice(self, index: int, event: Event) -> dict[str, Any]:
         raise NotImplementedError
@@ -93,21 +104,31 @@ class Reply:
 class CompletionReply(Reply):
     """Objects of /v1/completions."""
 
-    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    id_prefix = "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
 
-    def __init__(self, request: CompletionRequest, model: str, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, request: CompletionRequest, model: str, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]
+    ) -> None:
         super().__init__(request, model, tokenizer, prompts)
         self._unsent_echo = dict(enumerate(request.echoed(prompts, tokenizer)))
         self._spelled_bytes: dict[int, bytes] = {}
 
     def _choice(self, index: int, event: Event) -> dict[str, Any]:
         log_probs = self._log_probs(index, event.log_probs) if self._request.num_top is not None else None
-        return {"index": index, "text": self._unsent_echo.pop(index, "") + event.text, "logprobs": log_probs, "finish_reason": event.finish}
+        return {
+            "index": index,
+            "text": self._unsent_echo.pop(index, "") + event.text,
+            "logprobs": log_probs,
+            "finish_reason": event.finish,
+        }
 
     _delta = _choice
 
     def _log_probs(self, index: int, entries: Sequence[TokenLogProb]) -> dict[str, Any]:
-        offsets, before = [], self._spelled_bytes.get(index, b"")
+        offsets = []
+        before = self._spelled_bytes.get(index, b"")
         for entry in entries:
             offsets.append(len(before.decode(errors="ignore")))
             before += self._tokenizer.token_bytes(entry.token)
@@ -121,7 +142,9 @@ class CompletionReply(Reply):
         }
 
     def _top(self, entry: TokenLogProb) -> dict[str, float]:
-        """By spelling; the emitted token is always there, and of two tokens spelled alike the likelier stays."""
+        """By spelling; the emitted token is always there, and of two tokens spelled alike the likelier
+        stays.
+        """
         tops: dict[str, float] = {}
         for token, log_prob in (*entry.top, (entry.token, entry.log_prob)):
             tops.setdefault(self._spelled(token), max(log_prob, LEAST_LOG_PROB))
@@ -131,31 +154,53 @@ class CompletionReply(Reply):
 class ChatReply(Reply):
     """Objects of /v1/chat/completions."""
 
-    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest, model: str, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, request: ChatRequest, model: str, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]
+    ) -> None:
         super().__init__(request, model, tokenizer, prompts)
         self._begun: set[int] = set()
 
     def _choice(self, index: int, event: Event) -> dict[str, Any]:
         message = {"role": "assistant", "content": event.text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._log_probs(event.log_probs), "finish_reason": event.finish}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._log_probs(event.log_probs),
+            "finish_reason": event.finish,
+        }
 
     def _delta(self, index: int, event: Event) -> dict[str, Any]:
         delta = {} if index in self._begun else {"role": "assistant", "content": ""}
         self._begun.add(index)
         if event.text:
             delta["content"] = event.text
-        return {"index": index, "delta": delta, "logprobs": self._log_probs(event.log_probs), "finish_reason": event.finish}
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._log_probs(event.log_probs),
+            "finish_reason": event.finish,
+        }
 
     def _log_probs(self, entries: Sequence[TokenLogProb]) -> dict[str, Any] | None:
         if self._request.num_top is None:
             return None
         content = [
-            {**self._entry(entry.token, entry.log_prob), "top_logprobs": [self._entry(token, log_prob) for token, log_prob in entry.top]} for entry in entries
+            {
+                **self._entry(entry.token, entry.log_prob),
+                "top_logprobs": [self._entry(token, log_prob) for token, log_prob in entry.top],
+            }
+            for entry in entries
         ]
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token)
-        return {"token": self._spelled(token), "logprob": max(log_prob, LEAST_LOG_PROB), "bytes": list(data)}
+        return {
+            "token": self._spelled(token),
+            "logprob": max(log_prob, LEAST_LOG_PROB),
+            "bytes": list(data),
+        }

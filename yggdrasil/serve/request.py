@@ -8,7 +8,16 @@ from typing import Literal
 
 from yggdrasil.config import GenerateConfig
 
-__all__ = ["DEFECT", "Event", "FinishReason", "Observer", "Request", "RequestReport", "StepReport", "TokenLogProb"]
+__all__ = [
+    "DEFECT",
+    "Event",
+    "FinishReason",
+    "Observer",
+    "Request",
+    "RequestReport",
+    "StepReport",
+    "TokenLogProb",
+]
 
 DEFECT = "internal error; the server's log has more"  # an exception's own words can hold paths and a stack
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -16,12 +25,14 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class TokenLogProb:
-    """A token with what the target gave it before temperature and filters: the same with speculation and without.
+    """A token with what the target gave it before temperature and filters: the same with speculation and
+    without.
 
     Args:
         token: Its id.
         log_prob: Natural logarithm.
-        top: The likeliest tokens at its place, (id, log-probability), likeliest first; as many as were asked for.
+        top: The likeliest tokens at its place, (id, log-probability), likeliest first; as many as were
+            asked for.
     """
 
     token: int
@@ -55,9 +66,12 @@ class Request:
     Args:
         prompt: At least one token.
         config: Limits, stop texts and sampling; `plain` is the same as `speculation=0`.
-        speculation: Most draft tokens of a step; None leaves it to the policy, 0 decodes this row without speculation.
-        num_top: Log-probabilities wanted of every emitted token, beside its own of so many likeliest; None wants none.
-        on_event: Told about every step that emitted something and about the end, in the batcher's thread; must return at once.
+        speculation: Most draft tokens of a step; None leaves it to the policy, 0 decodes this row without
+            speculation.
+        num_top: Log-probabilities wanted of every emitted token, beside its own of so many likeliest; None
+            wants none.
+        on_event: Told about every step that emitted something and about the end, in the batcher's thread;
+            must return at once.
     """
 
     prompt: Sequence[int]
@@ -96,7 +110,9 @@ class RequestReport:
     @property
     def tpot_ms(self) -> float:
         """Milliseconds per token after the first step; 0 for a single token."""
-        return (self.total_ms - self.ttft_ms) / (self.emitted_tokens - 1) if self.emitted_tokens > 1 else 0.0
+        return (
+            (self.total_ms - self.ttft_ms) / (self.emitted_tokens - 1) if self.emitted_tokens > 1 else 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +123,8 @@ class StepReport:
         gamma: Speculative length that the policy chose.
         prompt_tokens: Tokens of prompts that ran in the target's forward, roots not counted.
         drafted: Draft tokens verified, row by row of the rows that emitted.
-        emitted: Tokens that the target gave them: accepted + 1. Those after the end of a text, which no client gets, are among them.
+        emitted: Tokens that the target gave them: accepted + 1. Those after the end of a text, which no
+            client gets, are among them.
         told: Tokens that clients got, of all rows.
         max_lag: L_max: tokens that the draft's KV lagged behind in the worst row when the step began.
         catch_up_ms: Bringing the draft's KV up to the text.
@@ -149,7 +166,9 @@ class StepReport:
 
 
 class Observer:
-    """Told about every step and every finished request, in the batcher's thread; this one listens to nothing."""
+    """Told about every step and every finished request, in the batcher's thread; this one listens to
+    nothing.
+    """
 
     def on_step(self, report: StepReport) -> None:
         """After every step."""

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from yggdrasil.compilations import no_compilation
 from yggdrasil.errors import QueueFull, ServiceEnded
+from yggdrasil.kernels.compilations import no_compilation
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.request import Observer, Request, RequestReport, StepReport
 from yggdrasil.serve.ticket import Ticket
@@ -60,7 +60,9 @@ class Service(Observer):
 
     @property
     def max_context(self) -> int:
-        """Most tokens of prompt and output together: the pair's, or what the KV pages hold where that is less."""
+        """Most tokens of prompt and output together: the pair's, or what the KV pages hold where that is
+        less.
+        """
         return self._batcher.served_context
 
     def submit(self, request: Request) -> Ticket:
@@ -81,7 +83,9 @@ class Service(Observer):
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Let a request go; its pages are freed and a last event says so. Nothing happens to one that has ended."""
+        """Let a request go; its pages are freed and a last event says so. Nothing happens to one that has
+        ended.
+        """
         self._call(lambda: self._batcher.cancel(ticket))
 
     def info(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from yggdrasil.kernels.threads import one_torch_thread
 from yggdrasil.serve.request import FinishReason, Request, RequestReport, TokenLogProb
-from yggdrasil.state import DecodeState, Row, cut
+from yggdrasil.state import DecodeState, Row, truncate
 from yggdrasil.tokenizer import TextStream
 
 __all__ = ["Ticket"]
@@ -60,21 +60,29 @@ class Ticket:
         return len(self.state.tokens) - self.running.target_len
 
     def read_(self, said: list[int]) -> tuple[str, list[int]]:
-        """The text that a step releases, and its tokens up to the end of the request's: its limit, an end of text or a stop text, whichever comes first."""
-        tokens = cut(said, room=self.num_left, eos_tokens=self.ends)
+        """The text that a step releases, and its tokens up to the end of the request's: its limit, an end
+        of text or a stop text, whichever comes first.
+        """
+        tokens = truncate(said, room=self.num_left, eos_tokens=self.ends)
         before = self.stream.num_tokens
         text = self.stream.push(tokens)
         return text, tokens[: self.stream.num_tokens - before]
 
     @one_torch_thread()
     def log_probs(self, tokens: Sequence[int], logits_NV: Tensor) -> list[TokenLogProb]:
-        """What the target gave the emitted tokens before temperature and filters, when the request wants it."""
+        """What the target gave the emitted tokens before temperature and filters, when the request wants
+        it.
+        """
         if self.request.num_top is None:
             return []
         log_probs_NV = logits_NV.float().log_softmax(-1)
         best = log_probs_NV.topk(self.request.num_top)
-        rows = zip(tokens, log_probs_NV, best.indices.tolist(), best.values.tolist(), strict=True)  # sync: a client asked
-        return [TokenLogProb(token, float(row[token]), tuple(zip(top, values, strict=True))) for token, row, top, values in rows]
+        # sync: a client asked
+        rows = zip(tokens, log_probs_NV, best.indices.tolist(), best.values.tolist(), strict=True)
+        return [
+            TokenLogProb(token, float(row[token]), tuple(zip(top, values, strict=True)))
+            for token, row, top, values in rows
+        ]
 
     def report(self, reason: FinishReason) -> RequestReport:
         """Its figures at the end."""

@@ -30,7 +30,8 @@ class Accepted:
 
 
 def accept(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: SamplingConfig) -> Accepted:
-    """The exact acceptance law of a deterministic tree: what the target says at a node is emitted, and followed if it is a child.
+    """The exact acceptance law of a deterministic tree: what the target says at a node is emitted, and
+    followed if it is a child.
 
     Args:
         tree: K nodes.
@@ -50,13 +51,16 @@ def accept(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: Sampling
     if not tree.is_cpu:
         return follow(tree, say(tree, logits_KV, root_pos, sampling))
     token, parent, *_ = tree.arrays
-    path, tokens = torch.ops.ygg.follow(logits_KV, parent, token)  # the same in one host call; even two slices would cost as much as that
+    # the same in one host call; even two slices would cost as much as that
+    path, tokens = torch.ops.ygg.follow(logits_KV, parent, token)
     if not path:
         raise YggError(BROKEN)
     return Accepted(path, tokens)
 
 
-def walk_sampling(child_of: Mapping[tuple[int, int], int], logits_KV: Tensor, root_pos: int, sampling: SamplingConfig) -> Accepted:
+def walk_sampling(
+    child_of: Mapping[tuple[int, int], int], logits_KV: Tensor, root_pos: int, sampling: SamplingConfig
+) -> Accepted:
     """Say and follow in one, for a CPU: after a node that is not passed nothing is drawn.
 
     Args:
@@ -70,8 +74,10 @@ def walk_sampling(child_of: Mapping[tuple[int, int], int], logits_KV: Tensor, ro
 
     Cost: one pass over the logits; noise and filters of one row for every node that is passed.
     """
-    told(greatest(logits_KV))  # what is broken off the path is broken: it must not be found only where the walk passes
-    path, tokens = list[int](), list[int]()
+    # what is broken off the path is broken: it must not be found only where the walk passes
+    told(greatest(logits_KV))
+    path = list[int]()
+    tokens = list[int]()
     node: int | None = 0
     while node is not None:
         path.append(node)
@@ -84,14 +90,18 @@ def say(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: SamplingCon
     """What the target says after every node, left where it is. Arguments as for `accept`. Cost: no sync."""
     if sampling.temperature == 0:
         return choose_tokens(logits_KV, (), tree.depth_N, sampling)
-    deepest = int(tree.depth_N.max()) if tree.is_cpu else min(len(tree) - 1, tree.max_depth)  # a device would have to be asked
+    # a device would have to be asked
+    deepest = int(tree.depth_N.max()) if tree.is_cpu else min(len(tree) - 1, tree.max_depth)
     return choose_tokens(logits_KV, range(root_pos + 1, root_pos + 2 + deepest), tree.depth_N, sampling)
 
 
 def follow(tree: TokenTree, said: Said) -> Accepted:
-    """The path on which the tree says what the target said, and the tokens that are emitted. Raises as `accept`. Cost: one sync."""
+    """The path on which the tree says what the target said, and the tokens that are emitted. Raises as
+    `accept`. Cost: one sync.
+    """
     if tree.is_cpu:
-        [tokens], path = told(said), tree.walk(said.token_K)
+        [tokens] = told(said)
+        path = tree.walk(said.token_K)
     else:
         tokens, is_passed = told(said, tree.on_walk(said.token_K))
         path = [node for node, passed in enumerate(is_passed) if passed]

@@ -1,4 +1,6 @@
-"""Commit: make the accepted path history in both models and in the text; everything else of the tree is forgotten."""
+"""Commit: make the accepted path history in both models and in the text; everything else of the tree is
+forgotten.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,19 @@ from yggdrasil.step.prune import Pruned
 __all__ = ["commit_", "commit_draft_", "commit_text_", "forget_unfinished_"]
 
 
-def commit_(state: DecodeState, target: TokenModel, draft: TokenModel, pruned: Pruned, accepted: Accepted, num_run: int, hidden_KE: Tensor) -> None:
+def commit_(
+    state: DecodeState,
+    target: TokenModel,
+    draft: TokenModel,
+    pruned: Pruned,
+    accepted: Accepted,
+    num_run: int,
+    hidden_KE: Tensor,
+) -> None:
     """Commit one step.
 
-    The target has KV for every verified node. The draft has it for the nodes it ran: all but the last growth step's, so
-    the tail of the path may stay behind for the next head draft.
+    The target has KV for every verified node. The draft has it for the nodes it ran: all but the last
+    growth step's, so the tail of the path may stay behind for the next head draft.
 
     Args:
         state: The request.
@@ -29,9 +39,9 @@ def commit_(state: DecodeState, target: TokenModel, draft: TokenModel, pruned: P
         num_run: Nodes of the drafted tree that the draft ran.
         hidden_KE: (K, E) the target's last hidden states.
 
-    Cost: one gather and scatter per model whose path is not a chain already. Until it returns, the committed history of
-    both caches is what it was: an error or a cancelled request loses the step, never the text before it.
-    """
+    Cost: one gather and scatter per model whose path is not a chain already. Until it returns, the
+    committed history of both caches is what it was: an error or a cancelled request loses the step, never
+    the text before it."""
     target.cache.commit_(accepted.path)
     commit_draft_(draft, pruned, accepted, num_run)
     commit_text_(state, accepted, hidden_KE)

@@ -33,7 +33,8 @@ __all__ = [
     "run_nodes",
 ]
 
-NEVER = torch.empty(0, dtype=torch.float64), -math.inf  # a rule that ends no growth, as `StopRule.native` says it
+# a rule that ends no growth, as `StopRule.native` says it
+NEVER = torch.empty(0, dtype=torch.float64), -math.inf
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,15 @@ class Frontier:
         platt: What the draft's probability of a child is worth.
 
     Attributes:
-        log_prob_NC: Path log-probability of every candidate, its edges scaled, -inf once taken; the first `len` rows are filled.
+        log_prob_NC: Path log-probability of every candidate, its edges scaled, -inf once taken; the first
+            `len` rows are filled.
         token_NC: Its token.
         len: Nodes entered.
     """
 
-    def __init__(self, num_nodes: int, num_candidates: int, device: str = "cpu", platt: PlattScale = UNSCALED) -> None:
+    def __init__(
+        self, num_nodes: int, num_candidates: int, device: str = "cpu", platt: PlattScale = UNSCALED
+    ) -> None:
         self.platt = platt
         self.log_prob_NC = torch.empty(num_nodes, num_candidates, device=device)
         self.token_NC = torch.empty(num_nodes, num_candidates, dtype=torch.int64, device=device)
@@ -74,20 +78,27 @@ class Frontier:
 
     def add(self, tokens_WC: Tensor, log_probs_WC: Tensor, path_log_prob_W: Tensor) -> None:
         """Enter the children of the next W nodes, (W, C), with their parents' path log-probabilities, (W,)."""
-        new, kept = slice(self.len, self.len + len(path_log_prob_W)), self.token_NC.shape[1]
-        torch.add(self.platt.logs(log_probs_WC[: len(path_log_prob_W), :kept]), path_log_prob_W[:, None], out=self.log_prob_NC[new])
+        new = slice(self.len, self.len + len(path_log_prob_W))
+        kept = self.token_NC.shape[1]
+        torch.add(
+            self.platt.logs(log_probs_WC[: len(path_log_prob_W), :kept]),
+            path_log_prob_W[:, None],
+            out=self.log_prob_NC[new],
+        )
         self.token_NC[new] = tokens_WC[: len(path_log_prob_W), :kept]
         self.len = new.stop
 
     def take(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The `width` best (parent, token, path log-probability) among all nodes so far, best first; struck out.
+        """The `width` best (parent, token, path log-probability) among all nodes so far, best first; struck
+        out.
 
-        Source: Yggdrasil section 4.2: attach W leaves anywhere, by generation probabilities. Departures: those are scaled, see
-        `PlattScale`; of each node only its C best children are candidates, C being at least W.
-        """
+        Source: Yggdrasil section 4.2: attach W leaves anywhere, by generation probabilities. Departures:
+        those are scaled, see `PlattScale`; of each node only its C best children are candidates, C being at
+        least W."""
         log_prob_M = self.log_prob_NC[: self.len].view(-1)
         best = log_prob_M.topk(width)
-        log_prob_M.scatter_(0, best.indices, -torch.inf)  # assigned by index, the number would be copied from the host: a sync
+        # assigned by index, the number would be copied from the host: a sync
+        log_prob_M.scatter_(0, best.indices, -torch.inf)
         return best.indices // self.token_NC.shape[1], self.token_NC.view(-1)[best.indices], best.values
 
     def ranked(self, level: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +107,15 @@ class Frontier:
         return parents, self.token_NC[parents, ranks], self.log_prob_NC[parents, ranks]
 
 
-def grow_plain_(frontier: Frontier, tree: TokenTree, tokens_WC: Tensor, log_probs_WC: Tensor, width: int, meta_NM: Tensor, root_pos: int) -> None:
+def grow_plain_(
+    frontier: Frontier,
+    tree: TokenTree,
+    tokens_WC: Tensor,
+    log_probs_WC: Tensor,
+    width: int,
+    meta_NM: Tensor,
+    root_pos: int,
+) -> None:
     """One growth step, operator by operator: the specification of `ygg::grow_`, and what runs on CUDA.
 
     Args:
@@ -109,7 +128,8 @@ def grow_plain_(frontier: Frontier, tree: TokenTree, tokens_WC: Tensor, log_prob
         root_pos: Position of the root.
 
     Raises:
-        RuntimeError: fewer candidates than `width`, or a path longer than the tree's; then the tree is as long as it was.
+        RuntimeError: fewer candidates than `width`, or a path longer than the tree's; then the tree is as
+            long as it was.
 
     Cost: about two dozen small operators; no sync.
     """
@@ -119,9 +139,18 @@ def grow_plain_(frontier: Frontier, tree: TokenTree, tokens_WC: Tensor, log_prob
     pack_nodes_(meta_NM, tree, first, len(tree), root_pos)
 
 
-def grow_fused_(frontier: Frontier, tree: TokenTree, tokens_WC: Tensor, log_probs_WC: Tensor, width: int, meta_NM: Tensor, root_pos: int) -> None:
+def grow_fused_(
+    frontier: Frontier,
+    tree: TokenTree,
+    tokens_WC: Tensor,
+    log_probs_WC: Tensor,
+    width: int,
+    meta_NM: Tensor,
+    root_pos: int,
+) -> None:
     """`grow_plain_` in one host call, for a CPU: a dozen operators cost more than the draft's forward."""
-    known, num_new = frontier.len, len(tree) - frontier.len
+    known = frontier.len
+    num_new = len(tree) - frontier.len
     with tree.growing(width) as (first, token, parent, depth, log_prob, path):
         torch.ops.ygg.grow_(
             frontier.log_prob_NC,
@@ -149,7 +178,8 @@ def prefill(model: TokenModel, tokens: list[int]) -> Tensor | None:
     """Run committed tokens that the model's KV lacks, in chunks, and commit them.
 
     Returns:
-        The last forward's second output for the last token: of a target its hidden state, (E,); None when nothing was lacking.
+        The last forward's second output for the last token: of a target its hidden state, (E,); None when
+        nothing was lacking.
         Aliasing: on CUDA overwritten by the next replay.
     """
     last = None
@@ -165,10 +195,12 @@ def prefill(model: TokenModel, tokens: list[int]) -> Tensor | None:
 
 
 def catch_up_(model: TokenModel, state: DecodeState) -> bool:
-    """Run one chunk of the text that the draft lacks, if it lacks more than the head draft takes in one forward, as after many plain steps.
+    """Run one chunk of the text that the draft lacks, if it lacks more than the head draft takes in one
+    forward, as after many plain steps.
 
     Returns:
-        Whether it did. Then this step decodes plainly: a long lag is made up over several steps, none of which stalls.
+        Whether it did. Then this step decodes plainly: a long lag is made up over several steps, none of
+        which stalls.
     """
     if state.root_pos - model.cache.len < model.prefill_chunk:
         return False
@@ -188,7 +220,8 @@ def draft(model: TokenModel, state: DecodeState, shape: Shape, platt: PlattScale
     Raises:
         CapacityError: the cache cannot hold the tree beside the text.
 
-    Cost: 1 + (D - 1) forwards and D selections; no sync. The head draft is one forward of width two when one token lags.
+    Cost: 1 + (D - 1) forwards and D selections; no sync. The head draft is one forward of width two when
+    one token lags.
     Source: Yggdrasil section 4.2 and 5.1 (plain head and tail draft).
     """
     if shape.depth == 0:
@@ -219,11 +252,20 @@ def head_draft(model: TokenModel, state: DecodeState) -> Head:
     return Head(state.root_pos, tokens_NC, log_probs_NC, len(chain) - 1)
 
 
-def grow(model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt: PlattScale = UNSCALED, *, spare: int = 0) -> Drafted:
+def grow(
+    model: TokenModel,
+    state: DecodeState,
+    shape: Shape,
+    head: Head,
+    platt: PlattScale = UNSCALED,
+    *,
+    spare: int = 0,
+) -> Drafted:
     """Grow a tree from the root's candidates: D steps of W nodes, or the levels of a static tree.
 
-    With W = 1 a node has one candidate, its best child, and the tree is a chain: attached anywhere, single nodes would go to siblings.
-    The last step's nodes are leaves: their forward is left to the next head draft.
+    With W = 1 a node has one candidate, its best child, and the tree is a chain: attached anywhere, single
+    nodes would go to siblings. The last step's nodes are leaves: their forward is left to the next head
+    draft.
 
     Args:
         model: The draft, its cache committed up to the root, the root provisional.
@@ -236,18 +278,28 @@ def grow(model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt:
     model.cache.reserve(shape.num_nodes)
     if shape.levels is not None:
         return _grow_levels(model, state, shape, head, platt, spare=spare)
-    graph = model.native(model.meta(shape.width)) if model.device == "cpu" and (shape.stop is None or shape.stop.native is not None) else None
+    graph = (
+        model.native(model.meta(shape.width))
+        if model.device == "cpu" and (shape.stop is None or shape.stop.native is not None)
+        else None
+    )
     if graph is None:
         return grow_plain(model, state, shape, head, platt, spare=spare)
     return _grow_native(graph, model, state, shape, head, platt, spare=spare)
 
 
-def grow_plain(model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt: PlattScale, *, spare: int) -> Drafted:
-    """`grow` without levels, a forward and a selection at a time: the specification of `grow` in kernels/graph.cpp, and what runs on a device."""
+def grow_plain(
+    model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt: PlattScale, *, spare: int
+) -> Drafted:
+    """`grow` without levels, a forward and a selection at a time: the specification of `grow` in
+    kernels/graph.cpp, and what runs on a device.
+    """
     tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
     frontier = Frontier(shape.num_nodes, _num_candidates(model, shape), model.device, platt)
     grow_ = grow_fused_ if model.device == "cpu" else grow_plain_
-    meta_NM, (tokens_NC, log_probs_NC), num_run = model.meta(shape.width), head.candidates, 1
+    meta_NM = model.meta(shape.width)
+    (tokens_NC, log_probs_NC) = head.candidates
+    num_run = 1
     for depth in range(1, shape.depth + 1):
         grow_(frontier, tree, tokens_NC, log_probs_NC, shape.width, meta_NM, state.root_pos)
         if depth == shape.depth or (shape.stop is not None and shape.stop.enough(tree)):
@@ -257,14 +309,36 @@ def grow_plain(model: TokenModel, state: DecodeState, shape: Shape, head: Head, 
     return Drafted(tree, num_run, grown(shape, depth))
 
 
-def _grow_native(graph: Any, model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt: PlattScale, *, spare: int) -> Drafted:
+def _grow_native(
+    graph: Any,
+    model: TokenModel,
+    state: DecodeState,
+    shape: Shape,
+    head: Head,
+    platt: PlattScale,
+    *,
+    spare: int,
+) -> Drafted:
     """The same in one host call, forwards included."""
-    meta_NM, width = model.meta(shape.width), shape.width
-    tree_of = state.tokens[-1], shape.num_nodes + spare, model.max_depth + 1, state.root_pos, width, shape.depth, _num_candidates(model, shape)
+    meta_NM = model.meta(shape.width)
+    width = shape.width
+    tree_of = (
+        state.tokens[-1],
+        shape.num_nodes + spare,
+        model.max_depth + 1,
+        state.root_pos,
+        width,
+        shape.depth,
+        _num_candidates(model, shape),
+    )
     stop = NEVER if shape.stop is None else shape.stop.native or NEVER
-    arrays, length, times_ms = graph.grow(meta_NM, head.tokens_NC, head.log_probs_NC, head.row, *tree_of, platt.slope, platt.offset, *stop)
-    model.ran_(width, times_ms)
-    return Drafted(TokenTree.of(*arrays, length=length), length - width, grown(shape, (length - 1) // width))
+    arrays, length, times_ms = graph.grow(
+        meta_NM, head.tokens_NC, head.log_probs_NC, head.row, *tree_of, platt.slope, platt.offset, *stop
+    )
+    model.record_forward_(width, times_ms)
+    return Drafted(
+        TokenTree.of(*arrays, length=length), length - width, grown(shape, (length - 1) // width)
+    )
 
 
 def _num_candidates(model: TokenModel, shape: Shape) -> int:
@@ -277,12 +351,15 @@ def grown(shape: Shape, depth: int) -> Shape:
     return shape if shape.stop is None else Shape(shape.width, depth, shape.verify)
 
 
-def _grow_levels(model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt: PlattScale, *, spare: int) -> Drafted:
+def _grow_levels(
+    model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt: PlattScale, *, spare: int
+) -> Drafted:
     """A static tree, level by level."""
     assert shape.levels is not None
     tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
     frontier = Frontier(shape.num_nodes, _num_candidates(model, shape), model.device, platt)
-    (tokens_NC, log_probs_NC), num_run = head.candidates, 1
+    (tokens_NC, log_probs_NC) = head.candidates
+    num_run = 1
     for depth, level in enumerate(shape.levels):
         frontier.add(tokens_NC, log_probs_NC, tree.log_prob_N[frontier.len :])
         tree.grow(*frontier.ranked(level))
@@ -292,7 +369,9 @@ def _grow_levels(model: TokenModel, state: DecodeState, shape: Shape, head: Head
     return Drafted(tree, num_run, shape)
 
 
-def run_nodes(model: TokenModel, tree: TokenTree, first: int, last: int, root_pos: int) -> tuple[Tensor, Tensor]:
+def run_nodes(
+    model: TokenModel, tree: TokenTree, first: int, last: int, root_pos: int
+) -> tuple[Tensor, Tensor]:
     """One or more draft forwards over tree nodes `first..last-1`; their KV is provisional.
 
     Returns:
@@ -306,7 +385,8 @@ def run_nodes(model: TokenModel, tree: TokenTree, first: int, last: int, root_po
         meta_NM = model.meta(end - start)
         pack_nodes_(meta_NM, tree, start, end, root_pos)
         tokens_NC, log_probs_NC = model.forward(meta_NM)
-        outputs.append((tokens_NC[: end - start].clone(), log_probs_NC[: end - start].clone()))  # on CUDA the next replay writes over them
+        # on CUDA the next replay writes over them
+        outputs.append((tokens_NC[: end - start].clone(), log_probs_NC[: end - start].clone()))
     if len(outputs) == 1:
         return outputs[0]
     tokens, log_probs = zip(*outputs, strict=True)

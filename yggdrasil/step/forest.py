@@ -1,4 +1,6 @@
-"""Grow the trees of many rows together: each forward runs the newest nodes of as many trees as its graph holds."""
+"""Grow the trees of many rows together: each forward runs the newest nodes of as many trees as its graph
+holds.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ class _Growing:
 
     def __init__(self, model: TokenGraphs, seed: Seed, later: Iterator[Seed]) -> None:
         num_nodes = 1 + seed.width * seed.depth
-        num_candidates = 1 if seed.width == 1 else model.num_candidates  # of a chain the best alone, as in `grow`
+        # of a chain the best alone, as in `grow`
+        num_candidates = 1 if seed.width == 1 else model.num_candidates
         self.seed = seed
         self.later = later
         self.tree = TokenTree.root(seed.root, num_nodes, max_depth=model.max_depth, device=model.device)
@@ -64,7 +67,9 @@ class _Growing:
 
     def grow_(self, meta_WM: Tensor) -> None:
         """Attach W nodes, and describe their forward."""
-        self._grow_(self._frontier, self.tree, *self.candidates, self.seed.width, meta_WM, self.seed.root_pos)
+        self._grow_(
+            self._frontier, self.tree, *self.candidates, self.seed.width, meta_WM, self.seed.root_pos
+        )
         meta_WM[:, ROW] = self.seed.row
 
 
@@ -72,14 +77,16 @@ def grow_forest(model: TokenGraphs, rows: Iterable[Iterable[Seed]]) -> Iterator[
     """The trees of many rows, each the one that `grow` gives for its row alone.
 
     Args:
-        model: The draft, over pages of its rows. What a tree writes behind its root is provisional, and overwrites the text there.
-        rows: The seeds of every row; a row grows one tree at a time. So roots of a row go from the last to the first.
+        model: The draft, over pages of its rows. What a tree writes behind its root is provisional, and
+            overwrites the text there.
+        rows: The seeds of every row; a row grows one tree at a time. So roots of a row go from the last to
+            the first.
 
     Yields:
         Every seed with its tree, as they are finished.
 
-    Cost: D - 1 forwards of W nodes a tree, packed into forwards of up to `model.prefill_chunk` tokens; no sync.
-    """
+    Cost: D - 1 forwards of W nodes a tree, packed into forwards of up to `model.prefill_chunk` tokens; no
+    sync."""
     waiting = deque[_Growing]()
     for seeds in rows:
         yield from _next_of_row(model, iter(seeds), waiting)
@@ -94,7 +101,9 @@ def grow_forest(model: TokenGraphs, rows: Iterable[Iterable[Seed]]) -> Iterator[
                 yield from _next_of_row(model, growing.later, waiting)
 
 
-def _next_of_row(model: TokenGraphs, seeds: Iterator[Seed], waiting: deque[_Growing]) -> Iterator[tuple[Seed, TokenTree]]:
+def _next_of_row(
+    model: TokenGraphs, seeds: Iterator[Seed], waiting: deque[_Growing]
+) -> Iterator[tuple[Seed, TokenTree]]:
     """Enter a row's next tree that needs a forward; those of depth one are finished at once."""
     for seed in seeds:
         growing = _Growing(model, seed, seeds)
@@ -122,7 +131,8 @@ def _forward_(model: TokenGraphs, batch: Sequence[_Growing]) -> None:
     meta_NM[num_tokens:] = empty_meta(len(meta_NM) - num_tokens, model.max_depth, device=model.device)
     for growing, meta_WM in zip(batch, torch.split(meta_NM[:num_tokens], widths), strict=True):
         growing.grow_(meta_WM)
-    parts = [torch.split(output[:num_tokens].clone(), widths) for output in model.forward(meta_NM)]  # on CUDA the next replay writes over them
+    # on CUDA the next replay writes over them
+    parts = [torch.split(output[:num_tokens].clone(), widths) for output in model.forward(meta_NM)]
     for growing, *candidates in zip(batch, *parts, strict=True):
         growing.candidates = (candidates[0], candidates[1])
 

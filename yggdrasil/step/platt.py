@@ -13,10 +13,12 @@ __all__ = ["UNSCALED", "PlattScale"]
 
 @dataclass(frozen=True)
 class PlattScale:
-    """P(the target takes a child, having taken its parent) = sigmoid(slope * logit(p) + offset), where the draft gives the child p.
+    """P(the target takes a child, having taken its parent) = sigmoid(slope * logit(p) + offset), where the
+    draft gives the child p.
 
-    A greedy target takes the draft's best token far more often than p says, a hot one less often. A path multiplies its edges,
-    so the draft's own path probability calls deep paths too unlikely, or too likely, and no monotone map of it can mend the order.
+    A greedy target takes the draft's best token far more often than p says, a hot one less often. A path
+    multiplies its edges, so the draft's own path probability calls deep paths too unlikely, or too likely,
+    and no monotone map of it can mend the order.
 
     Args:
         slope: Above 0: siblings keep their order.
@@ -26,8 +28,8 @@ class PlattScale:
         >>> round(math.exp(PlattScale(slope=2.0, offset=1.0).log(math.log(0.7))), 3)
         0.937
 
-    Source: Platt 1999. Departure from Yggdrasil section 4.2, where the draft's path probability itself orders the nodes.
-    """
+    Source: Platt 1999. Departure from Yggdrasil section 4.2, where the draft's path probability itself
+    orders the nodes."""
 
     slope: float
     offset: float
@@ -43,7 +45,9 @@ class PlattScale:
         return min(log_odds, 0.0) - math.log1p(math.exp(-abs(log_odds)))
 
     def logs(self, log_probs: Tensor) -> Tensor:
-        """`log` of every entry, where they are: seven small operators, no sync. Unscaled, they are returned as they are."""
+        """`log` of every entry, where they are: seven small operators, no sync. Unscaled, they are returned
+        as they are.
+        """
         if self == UNSCALED:
             return log_probs
         log_probs = log_probs.clamp(max=0.0)  # rounding may lift a certainty above it

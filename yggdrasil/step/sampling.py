@@ -1,4 +1,6 @@
-"""What the target says after every node: its likeliest token, or one sample that depends on the seed and the position alone."""
+"""What the target says after every node: its likeliest token, or one sample that depends on the seed and
+the position alone.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ __all__ = [
 
 BROKEN = "the target's logits are not finite: the weights or the input are broken"
 COLDEST = 1e-30  # below it a quotient of float32 logits may overflow
-SHARE_BITS = 40  # the likeliest token has 2**40 shares: those of 2**22 tokens fit an int64, and a token loses at most one
+# the likeliest token has 2**40 shares: those of 2**22 tokens fit an int64, and a token loses at most one
+SHARE_BITS = 40
 
 
 class Said(NamedTuple):
@@ -40,7 +43,8 @@ class Said(NamedTuple):
 
     Args:
         token_K: (K,) int64.
-        score_K: (K,) the greatest score of each row, which chose the token; not finite where the logits are broken, and then the token means nothing.
+        score_K: (K,) the greatest score of each row, which chose the token; not finite where the logits are
+            broken, and then the token means nothing.
     """
 
     token_K: Tensor
@@ -52,7 +56,8 @@ def next_tokens(logits_KV: Tensor, positions: Sequence[int], sampling: SamplingC
 
     Args:
         logits_KV: (K, V) logits after each node.
-        positions: Of the token to be chosen after each node: one after the node's own. Greedy decoding does not ask.
+        positions: Of the token to be chosen after each node: one after the node's own. Greedy decoding does
+            not ask.
         sampling: Temperature, filters and seed.
 
     Raises:
@@ -77,15 +82,19 @@ def next_token(logits_1V: Tensor, position: int, sampling: SamplingConfig) -> in
     Raises:
         YggError: the row has no greatest logit (NaN).
 
-    Cost: filters one row, and draws its noise. That is not kept: where every position is asked once, nobody asks again.
-    """
-    scores_1V = process_logits(logits_1V.float(), sampling) + draw_noise(sampling.seed, position, logits_1V.shape[1])
+    Cost: filters one row, and draws its noise. That is not kept: where every position is asked once, nobody
+    asks again."""
+    scores_1V = process_logits(logits_1V.float(), sampling) + draw_noise(
+        sampling.seed, position, logits_1V.shape[1]
+    )
     [[token]] = told(greatest(scores_1V))
     return token
 
 
 @one_torch_thread()
-def choose_tokens(logits_KV: Tensor, positions: Sequence[int], position_K: Tensor, sampling: SamplingConfig) -> Said:
+def choose_tokens(
+    logits_KV: Tensor, positions: Sequence[int], position_K: Tensor, sampling: SamplingConfig
+) -> Said:
     """The target's own token after every node, where the logits are.
 
     Args:
@@ -95,8 +104,9 @@ def choose_tokens(logits_KV: Tensor, positions: Sequence[int], position_K: Tenso
         sampling: Temperature, filters and seed.
 
     Returns:
-        Greedy takes the argmax; sampling takes argmax(processed logits + Gumbel noise), which is one sample of
-        the softmax, with noise keyed by (seed, position): plain and speculative decoding draw the same token from the same logits.
+        Greedy takes the argmax; sampling takes argmax(processed logits + Gumbel noise), which is one sample
+        of the softmax, with noise keyed by (seed, position): plain and speculative decoding draw the same
+        token from the same logits.
 
     Cost: no sync.
     Source: the Gumbel-max form of categorical sampling.
@@ -104,13 +114,18 @@ def choose_tokens(logits_KV: Tensor, positions: Sequence[int], position_K: Tenso
     scores_KV = logits_KV
     if sampling.temperature > 0:
         scores_KV = process_logits(logits_KV.float(), sampling)
-        noise = [gumbel_noise(sampling.seed, position, scores_KV.shape[1], scores_KV.device.type) for position in positions]
+        noise = [
+            gumbel_noise(sampling.seed, position, scores_KV.shape[1], scores_KV.device.type)
+            for position in positions
+        ]
         scores_KV = scores_KV + torch.stack(noise)[position_K]
     return greatest(scores_KV)
 
 
 def greatest(scores_KV: Tensor) -> Said:
-    """Every row's greatest score and its token, the first of equals, where the scores are. Cost: one operator, no sync."""
+    """Every row's greatest score and its token, the first of equals, where the scores are. Cost: one
+    operator, no sync.
+    """
     score_K, token_K = torch.ops.ygg.greatest(scores_KV) if scores_KV.is_cpu else scores_KV.max(dim=-1)
     return Said(token_K, score_K)
 
@@ -135,7 +150,8 @@ def told(said: Said, *more_K: Tensor) -> list[list[int]]:
         rows = [said.token_K.tolist(), *(row_K.tolist() for row_K in more_K)]
     else:
         token_K = said.token_K.masked_fill(~said.score_K.isfinite(), -1)
-        rows = torch.stack((token_K, *(row_K.long() for row_K in more_K))).tolist()  # sync: what is said is the text, and where the next tree stands
+        # sync: what is said is the text, and where the next tree stands
+        rows = torch.stack((token_K, *(row_K.long() for row_K in more_K))).tolist()
         is_sound = min(rows[0]) >= 0
     if not is_sound:
         raise YggError(BROKEN)
@@ -150,8 +166,9 @@ def process_logits(logits_KV: Tensor, sampling: SamplingConfig) -> Tensor:
         sampling: A temperature above 0.
 
     Returns:
-        (K, V) float32 logits whose softmax is the distribution that is sampled. Every row has the bits that it has by itself: on a CPU sums run row by row,
-        on a device, where the order of a sum follows the number of rows and where they begin, none is taken of floating-point numbers.
+        (K, V) float32 logits whose softmax is the distribution that is sampled. Every row has the bits that
+        it has by itself: on a CPU sums run row by row, on a device, where the order of a sum follows the
+        number of rows and where they begin, none is taken of floating-point numbers.
     """
     logits_KV = _over_temperature(logits_KV, sampling.temperature)
     vocab = logits_KV.shape[-1]
@@ -160,11 +177,21 @@ def process_logits(logits_KV: Tensor, sampling: SamplingConfig) -> Tensor:
         logits_KV = logits_KV.masked_fill(logits_KV < least, -torch.inf)
     if sampling.top_p < 1:
         ordered, order = logits_KV.sort(dim=-1, descending=True, stable=True)
-        is_beyond_KV = _beyond(ordered, sampling.top_p) if ordered.is_cpu else whole_shares_beyond(ordered, sampling.top_p)
+        is_beyond_KV = (
+            _beyond(ordered, sampling.top_p)
+            if ordered.is_cpu
+            else whole_shares_beyond(ordered, sampling.top_p)
+        )
         logits_KV = logits_KV.scatter(-1, order, ordered.masked_fill(is_beyond_KV, -torch.inf))
     if sampling.min_p > 0:
-        share_KV = logits_KV.softmax(dim=-1) if logits_KV.is_cpu else (logits_KV - logits_KV.amax(dim=-1, keepdim=True)).exp()
-        logits_KV = logits_KV.masked_fill(share_KV < sampling.min_p * share_KV.amax(dim=-1, keepdim=True), -torch.inf)
+        share_KV = (
+            logits_KV.softmax(dim=-1)
+            if logits_KV.is_cpu
+            else (logits_KV - logits_KV.amax(dim=-1, keepdim=True)).exp()
+        )
+        logits_KV = logits_KV.masked_fill(
+            share_KV < sampling.min_p * share_KV.amax(dim=-1, keepdim=True), -torch.inf
+        )
     return logits_KV
 
 
@@ -183,14 +210,16 @@ def _beyond(ordered_KV: Tensor, top_p: float) -> Tensor:
 
 
 def whole_shares_beyond(ordered_KV: Tensor, top_p: float) -> Tensor:
-    """The same for a device: shares of the likeliest token's probability are summed as integers, whose sum has no order.
+    """The same for a device: shares of the likeliest token's probability are summed as integers, whose sum
+    has no order.
 
     Args:
         ordered_KV: (K, V) float32 logits, falling.
         top_p: Above 0 and below 1.
 
     Returns:
-        (K, V) bool; none of a row whose greatest logit is not finite, which is to be found broken, not filtered.
+        (K, V) bool; none of a row whose greatest logit is not finite, which is to be found broken, not
+        filtered.
 
     Cost: ten small operators, no sync.
     """
@@ -201,12 +230,18 @@ def whole_shares_beyond(ordered_KV: Tensor, top_p: float) -> Tensor:
 
 
 def draw_noise(seed: int, position: int, vocab: int) -> Tensor:
-    """(V,) float32 standard Gumbel noise, a function of its arguments: Philox counters keyed by (seed, position), drawn on the host."""
+    """(V,) float32 standard Gumbel noise, a function of its arguments: Philox counters keyed by (seed,
+    position), drawn on the host.
+    """
     uniform = np.random.Generator(np.random.Philox(key=[seed, position])).random(vocab, dtype=np.float64)
-    return torch.from_numpy(-np.log(-np.log(np.maximum(uniform, np.finfo(np.float64).tiny))).astype(np.float32))
+    return torch.from_numpy(
+        -np.log(-np.log(np.maximum(uniform, np.finfo(np.float64).tiny))).astype(np.float32)
+    )
 
 
-@lru_cache(maxsize=128)  # of a tree, where a plan draws ahead of time; on a device of the positions of sixteen rows that were not accepted and come again
+# of a tree, where a plan draws ahead of time; on a device of the positions of sixteen rows that were not
+# accepted and come again
+@lru_cache(maxsize=128)
 def gumbel_noise(seed: int, position: int, vocab: int, device: str = "cpu") -> Tensor:
     """`draw_noise`, kept for who asks again, on the device that asks.
 

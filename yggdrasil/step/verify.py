@@ -19,7 +19,8 @@ def verify(model: TokenModel, tree: TokenTree, tokens: Sequence[int]) -> tuple[T
     Args:
         model: The target; the nodes' KV is provisional.
         tree: K nodes, whose root is the last of the tokens.
-        tokens: The text. What of it before the root the cache lacks, the end of a prompt, runs in the same forward and is committed.
+        tokens: The text. What of it before the root the cache lacks, the end of a prompt, runs in the same
+            forward and is committed.
 
     Raises:
         CapacityError: the cache cannot hold the nodes beside the text.
@@ -29,7 +30,8 @@ def verify(model: TokenModel, tree: TokenTree, tokens: Sequence[int]) -> tuple[T
     """
     root_pos = len(tokens) - 1
     lagging = tokens[model.cache.len : root_pos]
-    first, last = len(lagging), len(lagging) + len(tree)
+    first = len(lagging)
+    last = len(lagging) + len(tree)
     model.cache.reserve(last)
     meta_NM = model.meta(last)
     if lagging:
@@ -38,7 +40,8 @@ def verify(model: TokenModel, tree: TokenTree, tokens: Sequence[int]) -> tuple[T
     outputs = model.forward(meta_NM)
     if lagging:
         model.cache.commit_(range(first))
-    if len(meta_NM) == len(tree):  # nothing to cut off: behind a pass over the weights a slice takes some 30 us
+    # nothing to cut off: behind a pass over the weights a slice takes some 30 us
+    if len(meta_NM) == len(tree):
         return outputs
     logits_NV, hidden_NE = outputs
     return logits_NV[first:last], hidden_NE[first:last]

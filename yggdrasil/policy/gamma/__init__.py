@@ -1,1 +1,3 @@
-"""Speculative lengths of batched serving: the seam in `protocol`, one policy a module, all of them by name in `catalog`."""
+"""Speculative lengths of batched serving: the seam in `protocol`, one policy a module, all of them by name
+in `catalog`.
+"""

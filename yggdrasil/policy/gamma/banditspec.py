@@ -15,10 +15,12 @@ __all__ = ["BanditSpec"]
 class BanditSpec(VerifiesAll):
     """UCB1: the arm with the greatest mean / greatest + sqrt(2 ln t / n), after every arm has run once.
 
-    Here t counts the observed steps, n those of the arm, and "greatest" is the highest goodput of any step, so that rewards lie between 0 and 1.
+    Here t counts the observed steps, n those of the arm, and "greatest" is the highest goodput of any step,
+    so that rewards lie between 0 and 1.
 
-    Source: Hou et al. 2025 as described in Nightjar section 6.1 (a UCB variant without batch context). Departures: one bandit for the server instead
-    of one for a request, because all rows of a batch share gamma; the reward is goodput, as for every policy here, and the radius is UCB1's.
+    Source: Hou et al. 2025 as described in Nightjar section 6.1 (a UCB variant without batch context).
+    Departures: one bandit for the server instead of one for a request, because all rows of a batch share
+    gamma; the reward is goodput, as for every policy here, and the radius is UCB1's.
 
     >>> ucb, load = BanditSpec(), Load(batch_size=1, deepest=1)
     >>> ucb.observe(Outcome(load, 0, [0], [1], 0.01))
@@ -37,7 +39,10 @@ class BanditSpec(VerifiesAll):
             if gamma not in rounds:
                 return gamma
         width = 2 * math.log(self.steps)
-        return max(range(load.gamma_max + 1), key=lambda gamma: self.goodput.means[gamma] / self.greatest + math.sqrt(width / rounds[gamma]))
+        return max(
+            range(load.gamma_max + 1),
+            key=lambda gamma: self.goodput.means[gamma] / self.greatest + math.sqrt(width / rounds[gamma]),
+        )
 
     def observe(self, outcome: Outcome) -> None:
         if outcome.is_timed:

@@ -18,9 +18,10 @@ class BinClock:
         |  bin b = 1  |  bin b = 2  | ...         sqrt(H) bins (rounded down)
         | . . . . . . | . . . . . . |             sqrt(H) rounds each
 
-    A bin explores with probability 1 / sqrt(b). So a block spends up to the sum over b of sqrt(H) / sqrt(b), about 2 H^(3/4), of its rounds
-    exploring: the regret of whole exploring bins grows as T^(3/4). Nightjar's Lemma 2 counts exploration *steps* as sqrt(T), which holds for a
-    schedule that explores one round of a bin.
+    A bin explores with probability 1 / sqrt(b). So a block spends up to the sum over b of sqrt(H) /
+    sqrt(b), about 2 H^(3/4), of its rounds exploring: the regret of whole exploring bins grows as T^(3/4).
+    Nightjar's Lemma 2 counts exploration *steps* as sqrt(T), which holds for a schedule that explores one
+    round of a bin.
 
     Source: Nightjar Algorithm 1, lines 3, 6-8 and 16-22.
     """
@@ -31,7 +32,9 @@ class BinClock:
 
     @property
     def rounds_per_bin(self) -> int:
-        """Also the bins of a block: a bin ends when its round counter exceeds sqrt(H), a block when its bin counter does."""
+        """Also the bins of a block: a bin ends when its round counter exceeds sqrt(H), a block when its bin
+        counter does.
+        """
         return math.isqrt(2 ** (self.block - 1))
 
     def explores(self, random: np.random.Generator) -> bool:
@@ -44,9 +47,12 @@ class BinClock:
         """One round has been observed."""
         self.round += 1
         if self.round > self.rounds_per_bin:
-            self.bin, self.round, self._exploring = self.bin + 1, 1, None
+            self.bin = self.bin + 1
+            self.round = 1
+            self._exploring = None
             if self.bin > self.rounds_per_bin:
-                self.block, self.bin = self.block + 1, 1
+                self.block = self.block + 1
+                self.bin = 1
 
 
 class MeanGoodput:
@@ -79,4 +85,8 @@ class MeanGoodput:
         if not self.means:
             return {"rounds": {}}
         best = self.best(sorted(self.means))
-        return {"gamma": best, "tok_per_s": round(self.means[best], 2), "rounds": {str(gamma): self.rounds[gamma] for gamma in sorted(self.rounds)}}
+        return {
+            "gamma": best,
+            "tok_per_s": round(self.means[best], 2),
+            "rounds": {str(gamma): self.rounds[gamma] for gamma in sorted(self.rounds)},
+        }

@@ -20,15 +20,16 @@ HIGHEST_RATE = 0.99  # keeps the geometric sum finite
 class DSD(VerifiesAll):
     """Goodput from a linear latency model, fitted offline, and one acceptance rate, averaged over the past.
 
-    A step without drafts says nothing about acceptance. So once gamma = 0 wins, the rate stays what it was, and at that load gamma = 0 wins for ever:
-    the decision deadlock, kept here because it is the method's.
+    A step without drafts says nothing about acceptance. So once gamma = 0 wins, the rate stays what it was,
+    and at that load gamma = 0 wins for ever: the decision deadlock, kept here because it is the method's.
 
     Args:
         points: Offline measurements: batch size, gamma, seconds of the step.
         rate: Acceptance of a draft token before any was seen.
 
-    Source: Liu et al. 2024 (SmartSpec), as described in Nightjar sections 6.1 and 7.1. Departures: the regressors are 1, gamma and the batch's tokens;
-    the acceptance rate is an exponential average; no latency is predicted below the least measured one, where the linear fit may go negative.
+    Source: Liu et al. 2024 (SmartSpec), as described in Nightjar sections 6.1 and 7.1. Departures: the
+    regressors are 1, gamma and the batch's tokens; the acceptance rate is an exponential average; no
+    latency is predicted below the least measured one, where the linear fit may go negative.
 
     >>> dsd = DSD([(1, 0, 0.010), (1, 2, 0.012), (2, 0, 0.010), (2, 2, 0.012), (4, 1, 0.011)], rate=0.9)
     >>> dsd.select(Load(batch_size=1, deepest=3))
@@ -58,7 +59,12 @@ class DSD(VerifiesAll):
 
     def observe(self, outcome: Outcome) -> None:
         accepted = sum(outcome.emitted) - len(outcome.emitted)
-        rejected = sum(1 for drafted, emitted in zip(outcome.drafted, outcome.emitted, strict=True) if emitted <= drafted)  # a chain ends at its first
+        # a chain ends at its first
+        rejected = sum(
+            1
+            for drafted, emitted in zip(outcome.drafted, outcome.emitted, strict=True)
+            if emitted <= drafted
+        )
         if trials := accepted + rejected:
             self.rate += RATE_STEP * (accepted / trials - self.rate)
 

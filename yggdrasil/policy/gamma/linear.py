@@ -17,7 +17,9 @@ POSTERIOR_SCALE = 0.5  # linear Thompson's v
 
 
 class _RidgeArms:
-    """Ridge regression of goodput on x = [1, B / B_max], one per arm; the inverse Gram matrices are kept up to date by rank-1 updates."""
+    """Ridge regression of goodput on x = [1, B / B_max], one per arm; the inverse Gram matrices are kept up
+    to date by rank-1 updates.
+    """
 
     def __init__(self, gamma_max: int, max_batch: int) -> None:
         self.max_batch = max_batch
@@ -28,19 +30,28 @@ class _RidgeArms:
         self._untried = set(range(gamma_max + 1))
 
     def untried(self, load: Load) -> int | None:
-        """The smallest legal arm that has not run: a regression of nothing predicts nothing, and the first arm would stay."""
+        """The smallest legal arm that has not run: a regression of nothing predicts nothing, and the first
+        arm would stay.
+        """
         return min((gamma for gamma in self._untried if gamma <= load.gamma_max), default=None)
 
     def scores(self, load: Load) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Predicted goodput over the greatest seen, and its standard deviation in units of the noise's, of every legal arm."""
-        num_arms, share = min(load.gamma_max + 1, len(self.theta_A2)), load.batch_size / self.max_batch
-        theta, inverse = self.theta_A2[:num_arms], self.inverse_A22[:num_arms]
+        """Predicted goodput over the greatest seen, and its standard deviation in units of the noise's, of
+        every legal arm.
+        """
+        num_arms = min(load.gamma_max + 1, len(self.theta_A2))
+        share = load.batch_size / self.max_batch
+        theta = self.theta_A2[:num_arms]
+        inverse = self.inverse_A22[:num_arms]
         variance = inverse[:, 0, 0] + 2 * share * inverse[:, 0, 1] + share * share * inverse[:, 1, 1]
         return (theta[:, 0] + share * theta[:, 1]) / self.greatest, np.sqrt(variance)
 
     def add_(self, outcome: Outcome) -> None:
-        """Sherman-Morrison; moments stay in tokens per second, so a new greatest goodput rescales the past as well."""
-        gamma, x = outcome.gamma, np.array([1.0, outcome.load.batch_size / self.max_batch])
+        """Sherman-Morrison; moments stay in tokens per second, so a new greatest goodput rescales the past
+        as well.
+        """
+        gamma = outcome.gamma
+        x = np.array([1.0, outcome.load.batch_size / self.max_batch])
         self._untried.discard(gamma)
         self.greatest = max(self.greatest, outcome.goodput)
         along = self.inverse_A22[gamma] @ x
@@ -60,9 +71,8 @@ class LinUCB(VerifiesAll):
         gamma_max: Greatest arm.
         max_batch: B_max, which scales the context.
 
-    Source: Li et al. 2010, disjoint arms, as the ablation of Nightjar section 6.3.1. Departures: rewards are scaled by the greatest goodput seen; every
-    arm runs once first.
-    """
+    Source: Li et al. 2010, disjoint arms, as the ablation of Nightjar section 6.3.1. Departures: rewards
+    are scaled by the greatest goodput seen; every arm runs once first."""
 
     def __init__(self, gamma_max: int, max_batch: int) -> None:
         self.arms = _RidgeArms(gamma_max, max_batch)
@@ -90,9 +100,9 @@ class LinThompson(VerifiesAll):
         max_batch: B_max, which scales the context.
         random: Draws the posterior samples.
 
-    Source: Agrawal and Goyal 2013, as the ablation of Nightjar section 6.3.1. Departures: one parameter vector per arm; x . theta is drawn directly,
-    which is normal with the same mean and variance as if theta had been; rewards are scaled by the greatest goodput seen; every arm runs once first.
-    """
+    Source: Agrawal and Goyal 2013, as the ablation of Nightjar section 6.3.1. Departures: one parameter
+    vector per arm; x . theta is drawn directly, which is normal with the same mean and variance as if theta
+    had been; rewards are scaled by the greatest goodput seen; every arm runs once first."""
 
     def __init__(self, gamma_max: int, max_batch: int, random: np.random.Generator) -> None:
         self.arms = _RidgeArms(gamma_max, max_batch)

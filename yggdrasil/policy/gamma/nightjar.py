@@ -1,4 +1,6 @@
-"""Nightjar: learns the speculative length of every batch size from realised goodput; the printed algorithm and the variant that serves by default."""
+"""Nightjar: learns the speculative length of every batch size from realised goodput; the printed algorithm
+and the variant that serves by default.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +13,44 @@ from typing import Any
 import numpy as np
 
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
+from yggdrasil.policy.gamma.budget import draft_room
 from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds, ValueScale
-from yggdrasil.policy.gamma.filling import draft_room
 from yggdrasil.policy.gamma.fixed import VerifiesAll
 from yggdrasil.policy.gamma.prior import Budget, GoodputPrior, SwitchingCost
 from yggdrasil.policy.gamma.protocol import Load, Outcome
 
 __all__ = ["Nightjar", "PrintedNightjar"]
 
-EXPLORATION = 0.05  # of a step's time is what the first one may spend on exploring, of the n-th 1 / sqrt(n) of that
-LEAST_EXPLORATION = 0.0005  # of every step's time, so that a server of any age notices that its world has changed
+# of a step's time is what the first one may spend on exploring, of the n-th 1 / sqrt(n) of that
+EXPLORATION = 0.05
+# of every step's time, so that a server of any age notices that its world has changed
+LEAST_EXPLORATION = 0.0005
 LEAST_LOSS = 0.01  # of a step: what trying an arm counts for that is predicted to cost nothing
 STAY_STEPS = 32.0  # steps that the draft is expected to run once it has been caught up
 WELL_PREDICTED = 0.8  # of an arm's best way's goodput: what is predicted to be worse is not looked at again
 WAITING_STEP = 8  # waiting prompt tokens are rounded up to a multiple, so that there are few loads to price
-WAYS_KEPT = 2048  # loads whose predictions are kept: 64 rows with up to 128 tokens of prompts are half as many
-PROMPT_VALUE = 0.8  # of an emitted token, for one of a prompt: at 1 prompts crowd drafts out, at 0.5 rows wait for them (bench/LOG.md)
+# loads whose predictions are kept: 64 rows with up to 128 tokens of prompts are half as many
+WAYS_KEPT = 2048
+# of an emitted token, for one of a prompt: at 1 prompts crowd drafts out, at 0.5 rows wait for them
+# (bench/LOG.md)
+PROMPT_VALUE = 0.8
 
 
 class PrintedNightjar(VerifiesAll):
-    """Algorithm 1 and Eq. (3) as printed: per batch size a block and bin clock and a running mean of every arm.
+    """Algorithm 1 and Eq. (3) as printed: per batch size a block and bin clock and a running mean of every
+    arm.
 
-    A bin explores as a whole, a new arm every round, so about 2 H^(3/4) rounds of a block of H explore: the regret grows as T^0.75, not as the
-    sqrt(T) of Theorem 1 (`BinClock` says why; `bench/claim_bandits.py` measures it).
+    A bin explores as a whole, a new arm every round, so about 2 H^(3/4) rounds of a block of H explore: the
+    regret grows as T^0.75, not as the sqrt(T) of Theorem 1 (`BinClock` says why; `bench/claim_bandits.py`
+    measures it).
 
     Args:
         switching_cost: c_prefill.
         random: Draws the types of bins and the arms of exploring rounds.
 
-    Source: Nightjar Algorithm 1 and Eq. (3). Departure: a bin that exploits before any arm of its batch size has run takes gamma = 0, where the
-    paper has 1/0 for every arm. An arm that has not run costs infinity (its mean starts at 0), so only exploration ever tries it, as printed.
-    """
+    Source: Nightjar Algorithm 1 and Eq. (3). Departure: a bin that exploits before any arm of its batch
+    size has run takes gamma = 0, where the paper has 1/0 for every arm. An arm that has not run costs
+    infinity (its mean starts at 0), so only exploration ever tries it, as printed."""
 
     def __init__(self, switching_cost: SwitchingCost, random: np.random.Generator) -> None:
         self.switching_cost = switching_cost
@@ -56,10 +65,15 @@ class PrintedNightjar(VerifiesAll):
         return self._exploit(load)
 
     def _exploit(self, load: Load) -> int:
-        """Eq. (3): argmin of 1 / g + [the draft was off and would run] * c_prefill / gamma; of equals the smaller gamma."""
+        """Eq. (3): argmin of 1 / g + [the draft was off and would run] * c_prefill / gamma; of equals the
+        smaller gamma.
+        """
         goodput = self.goodput.setdefault(load.batch_size, MeanGoodput())
         restart = self.switching_cost(load.max_lag, load.batch_size) if load.previous_gamma == 0 else 0.0
-        costs = [goodput.seconds_per_token(gamma) + (restart / gamma if gamma else 0.0) for gamma in range(load.gamma_max + 1)]
+        costs = [
+            goodput.seconds_per_token(gamma) + (restart / gamma if gamma else 0.0)
+            for gamma in range(load.gamma_max + 1)
+        ]
         return costs.index(min(costs))
 
     def observe(self, outcome: Outcome) -> None:
@@ -71,45 +85,62 @@ class PrintedNightjar(VerifiesAll):
     @property
     def state(self) -> dict[str, Any]:
         sizes = sorted(self.goodput)
-        return {"batch_sizes": {str(size): {"block": self.clocks[size].block, **self.goodput[size].to_json()} for size in sizes if size in self.clocks}}
+        return {
+            "batch_sizes": {
+                str(size): {"block": self.clocks[size].block, **self.goodput[size].to_json()}
+                for size in sizes
+                if size in self.clocks
+            }
+        }
 
 
 _Step = tuple[float, float]
 """A predicted step: tokens emitted, and what those of prompts count for; seconds."""
 _Way = tuple[int, float, float, float, int, float]
-"""A way to verify an arm: positions of every row; rows, and those with one more, times what picking is worth; tokens besides; graph; predicted seconds."""
+"""A way to verify an arm: positions of every row; rows, and those with one more, times what picking is
+worth; tokens besides; graph; predicted seconds.
+"""
 
 
 class Nightjar:
     """The variant of Nightjar that serves by default: a corrected model exploits, a budget explores.
 
-    Exploit. The goodput of every arm is predicted as tokens / seconds from the pair's calibration and profile, and both are corrected by what
-    was observed: acceptance by position for all batch sizes at once, seconds by graph (`PositionAcceptance`, `GraphSeconds`; by arm, `StepSeconds`, where the
-    prior knows no graphs). Old observations fade.
+    Exploit. The goodput of every arm is predicted as tokens / seconds from the pair's calibration and
+    profile, and both are corrected by what was observed: acceptance by position for all batch sizes at
+    once, seconds by graph (`PositionAcceptance`, `GraphSeconds`; by arm, `StepSeconds`, where the prior
+    knows no graphs). Old observations fade.
 
-    Fill. A step costs what its graph costs, so of B * gamma drafts all are verified, or the likeliest of the batch that fill a narrower graph, or the
-    greatest, where rows draft deeper than it holds: an arm is the best of its ways, priced by what such picking brought on calibration text. When the
-    drafts are there, the graph is chosen once more by what the draft says of these very tokens, as a tree's verified width is. Prompts that will run
-    beside are counted, in the time as in the tokens.
+    Fill. A step costs what its graph costs, so of B * gamma drafts all are verified, or the likeliest of
+    the batch that fill a narrower graph, or the greatest, where rows draft deeper than it holds: an arm is
+    the best of its ways, priced by what such picking brought on calibration text. When the drafts are
+    there, the graph is chosen once more by what the draft says of these very tokens, as a tree's verified
+    width is. Prompts that will run beside are counted, in the time as in the tokens.
 
-    Explore. Every step earns a share of its own time, EXPLORATION / sqrt(n) of the n-th, as credit. Among the arms that are not the best, the one
-    that has waited longest, measured in what it is predicted to lose, is next; it runs for one step as soon as the credit pays for that loss, a
-    restart of the draft included. So exploring costs 2 * EXPLORATION * sqrt(T) steps' worth at most (1 % of the first 100 steps' time), cheap
-    arms are tried often, dear ones seldom, and none never: as the credit grows without bound there is no decision deadlock.
+    Explore. Every step earns a share of its own time, EXPLORATION / sqrt(n) of the n-th, as credit. Among
+    the arms that are not the best, the one that has waited longest, measured in what it is predicted to
+    lose, is next; it runs for one step as soon as the credit pays for that loss, a restart of the draft
+    included. So exploring costs 2 * EXPLORATION * sqrt(T) steps' worth at most (1 % of the first 100 steps'
+    time), cheap arms are tried often, dear ones seldom, and none never: as the credit grows without bound
+    there is no decision deadlock.
 
-    Switch. Catching the draft up is paid once and serves the steps that follow, so it is spread over STAY_STEPS of them.
+    Switch. Catching the draft up is paid once and serves the steps that follow, so it is spread over
+    STAY_STEPS of them.
 
     Args:
         prior: The predicted step.
         switching_cost: c_prefill.
         gamma_max: Greatest arm; a load that allows more gets no more.
-        max_batch: Loads of up to so many rows are priced here, a sixth of a millisecond each, so that no selection has to; others when they are met.
+        max_batch: Loads of up to so many rows are priced here, a sixth of a millisecond each, so that no
+            selection has to; others when they are met.
 
-    Source: the arms, the reward and the indicator of Nightjar Eq. (3). Departures: blocks and bins are replaced by the credit, whose sum grows as the
-    sqrt(T) that Theorem 1 asks for, whereas the printed bins explore T^(3/4) rounds; the running mean of realised goodput by the model above, which knows
-    something of arms and batch sizes that never ran; drafts are left out to fit a graph, the unlikeliest as in TETRIS, by Yggdrasil's Eq. 3; steps beside
-    prompts are priced and learnt from, of which the paper has none; c_prefill is divided by the tokens of STAY_STEPS steps of the whole batch instead of
-    gamma, the drafts of one row; and as estimates fade, a stationary world costs a small constant share of its time, LEAST_EXPLORATION included.
+    Source: the arms, the reward and the indicator of Nightjar Eq. (3). Departures: blocks and bins are
+    replaced by the credit, whose sum grows as the sqrt(T) that Theorem 1 asks for, whereas the printed bins
+    explore T^(3/4) rounds; the running mean of realised goodput by the model above, which knows something
+    of arms and batch sizes that never ran; drafts are left out to fit a graph, the unlikeliest as in
+    TETRIS, by Yggdrasil's Eq. 3; steps beside prompts are priced and learnt from, of which the paper has
+    none; c_prefill is divided by the tokens of STAY_STEPS steps of the whole batch instead of gamma, the
+    drafts of one row; and as estimates fade, a stationary world costs a small constant share of its time,
+    LEAST_EXPLORATION included.
 
     >>> prior = GoodputPrior(
     ...     drafting=lambda batch_size, gamma: 0.001 * gamma,
@@ -122,7 +153,9 @@ class Nightjar:
     (2, 5)
     """
 
-    def __init__(self, prior: GoodputPrior, switching_cost: SwitchingCost, *, gamma_max: int, max_batch: int = 0) -> None:
+    def __init__(
+        self, prior: GoodputPrior, switching_cost: SwitchingCost, *, gamma_max: int, max_batch: int = 0
+    ) -> None:
         self.switching_cost = switching_cost
         self.gamma_max = gamma_max
         self.acceptance = PositionAcceptance(prior, gamma_max)
@@ -138,41 +171,68 @@ class Nightjar:
         self._last_step: dict[int, list[int]] = {}
         waiting = range(0, prior.widths[-1] + 1, WAITING_STEP) if prior.widths else ()
         for batch_size, waits in product(range(1, max_batch + 1), waiting):
-            self._ways_at(Load(batch_size, gamma_max, waiting_tokens=waits, drafts_max=draft_room(prior.widths, batch_size, waits)))
+            self._ways_at(
+                Load(
+                    batch_size,
+                    gamma_max,
+                    waiting_tokens=waits,
+                    drafts_max=draft_room(prior.widths, batch_size, waits),
+                )
+            )
 
     def select(self, load: Load) -> int:
-        """The best arm, or another one whose turn it is; the credit is spent here, for an explored step need not be observed."""
+        """The best arm, or another one whose turn it is; the credit is spent here, for an explored step
+        need not be observed.
+        """
         num_arms = min(load.deepest, self.gamma_max) + 1
         steps = self._steps(load, num_arms)
         restart = self.switching_cost(load.max_lag, load.batch_size) if load.previous_gamma == 0 else 0.0
         spread = restart / STAY_STEPS
-        costs = [(seconds + (spread if gamma else 0.0)) / tokens for gamma, (tokens, seconds) in enumerate(steps)]
+        costs = [
+            (seconds + (spread if gamma else 0.0)) / tokens for gamma, (tokens, seconds) in enumerate(steps)
+        ]
         least = min(costs)
         best = costs.index(least)
         if num_arms == 1 or self.credit_s <= 0:
             return best
-        stop = self._stop_cost(load.batch_size) if best and load.previous_gamma else 0.0  # after a step without the draft it has to catch up
-        turn, loss = self._longest_waiting(self._last_steps(load.batch_size), steps, best, least, stop, restart)
+        # after a step without the draft it has to catch up
+        stop = self._stop_cost(load.batch_size) if best and load.previous_gamma else 0.0
+        turn, loss = self._longest_waiting(
+            self._last_steps(load.batch_size), steps, best, least, stop, restart
+        )
         if loss > self.credit_s:
             return best
         self.credit_s -= loss
         return turn
 
     def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
-        """The drafts that fill the graph with the best goodput by these very values. Source: Yggdrasil section 4.2, "Verification Width Pruning"."""
+        """The drafts that fill the graph with the best goodput by these very values. Source: Yggdrasil
+        section 4.2, "Verification Width Pruning".
+        """
         likeliest = sorted((value for row in values for value in row), reverse=True)
-        sums, scale = [0.0, *accumulate(likeliest)], self.values.estimate
+        sums = [0.0, *accumulate(likeliest)]
+        scale = self.values.estimate
 
         def goodput(budget: Budget) -> float:
             width = self._prior.width(load.batch_size + budget.verified + budget.prompt_tokens)
             tokens = load.batch_size + scale * sums[budget.verified] + PROMPT_VALUE * budget.prompt_tokens
             return tokens / (budget.seconds * self.graphs.corrections[width])
 
-        return max(self._prior.budgets(load.batch_size, gamma, load.waiting_tokens, len(likeliest), load.drafts_max), key=goodput).verified
+        return max(
+            self._prior.budgets(
+                load.batch_size, gamma, load.waiting_tokens, len(likeliest), load.drafts_max
+            ),
+            key=goodput,
+        ).verified
 
     def _steps(self, load: Load, num_arms: int) -> list[_Step]:
-        """For every arm the step with the best predicted goodput: all drafts verified that can be, or as many as fill a narrower graph."""
-        steps, emitted, gains, by_graph = [], self.acceptance.emitted, self.acceptance.gains, self.graphs.corrections
+        """For every arm the step with the best predicted goodput: all drafts verified that can be, or as
+        many as fill a narrower graph.
+        """
+        steps = []
+        emitted = self.acceptance.emitted
+        gains = self.acceptance.gains
+        by_graph = self.graphs.corrections
         by_arm = self._as_predicted if self._prior.widths else self.seconds.corrections(load.batch_size)
         for ways, slower in zip(self._ways_at(load)[:num_arms], by_arm, strict=False):
             best = most = least = 0.0
@@ -181,59 +241,111 @@ class Nightjar:
                 tokens = besides + share * emitted[whole] + more * gains[whole]
                 goodput = tokens / seconds
                 if goodput > best:
-                    best, most, least = goodput, tokens, seconds
+                    best = goodput
+                    most = tokens
+                    least = seconds
             steps.append((most, slower * least))
         return steps
 
     def _ways_at(self, load: Load) -> list[list[_Way]]:
         if not load.waiting_tokens:
             return self._ways(load.batch_size, 0, load.drafts_max)
-        waiting, most = -(-load.waiting_tokens // WAITING_STEP) * WAITING_STEP, load.drafts_max
+        waiting = -(-load.waiting_tokens // WAITING_STEP) * WAITING_STEP
+        most = load.drafts_max
         if most is not None and self._prior.widths:
             most = min(most, draft_room(self._prior.widths, load.batch_size, waiting))
         return self._ways(load.batch_size, waiting, most)
 
     def _new_ways(self, batch_size: int, waiting_tokens: int, drafts_max: int | None) -> list[list[_Way]]:
         """The ways to verify every arm that are worth a look, as far as they do not change."""
-        return [self._ways_of(batch_size, gamma, waiting_tokens, drafts_max) for gamma in range(self.gamma_max + 1)]
+        return [
+            self._ways_of(batch_size, gamma, waiting_tokens, drafts_max)
+            for gamma in range(self.gamma_max + 1)
+        ]
 
-    def _ways_of(self, batch_size: int, gamma: int, waiting_tokens: int, drafts_max: int | None) -> list[_Way]:
-        ways, goodputs = [], []
+    def _ways_of(
+        self, batch_size: int, gamma: int, waiting_tokens: int, drafts_max: int | None
+    ) -> list[_Way]:
+        ways = []
+        goodputs = []
         for budget in self._prior.budgets(batch_size, gamma, waiting_tokens, most=drafts_max):
             whole, rest = divmod(budget.verified, batch_size)
             # Rows are few: what a great batch gains by picking, one row cannot.
-            picking = 1.0 + (self._prior.picking(gamma, budget.verified / batch_size) - 1.0) * (1.0 - 1.0 / batch_size) if budget.verified else 1.0
+            picking = (
+                1.0
+                + (self._prior.picking(gamma, budget.verified / batch_size) - 1.0)
+                * (1.0 - 1.0 / batch_size)
+                if budget.verified
+                else 1.0
+            )
             of_prompts = PROMPT_VALUE * budget.prompt_tokens
             width = self._prior.width(batch_size + budget.verified + budget.prompt_tokens)
-            ways.append((whole, batch_size * picking, rest * picking, batch_size * (1.0 - picking) + of_prompts, width, budget.seconds))
+            ways.append(
+                (
+                    whole,
+                    batch_size * picking,
+                    rest * picking,
+                    batch_size * (1.0 - picking) + of_prompts,
+                    width,
+                    budget.seconds,
+                )
+            )
             accepted = picking * self._prior.left_out(gamma, budget.verified / batch_size) if gamma else 0.0
             goodputs.append((batch_size * (1.0 + accepted) + of_prompts) / budget.seconds)
-        return [way for way, goodput in zip(ways, goodputs, strict=True) if goodput >= WELL_PREDICTED * max(goodputs)]
+        return [
+            way
+            for way, goodput in zip(ways, goodputs, strict=True)
+            if goodput >= WELL_PREDICTED * max(goodputs)
+        ]
 
-    def _longest_waiting(self, last_steps: Sequence[int], steps: Sequence[_Step], best: int, least: float, stop: float, restart: float) -> tuple[int, float]:
-        """The arm but the best with the most steps since it ran for every second that it is predicted to lose, and that loss."""
-        turn, dearest, longest, gamma, switch = best, math.inf, -1.0, 0, stop
-        for tokens, seconds in steps:  # without `enumerate` and `max`: most of a selection is spent here and in `_steps`
+    def _longest_waiting(
+        self,
+        last_steps: Sequence[int],
+        steps: Sequence[_Step],
+        best: int,
+        least: float,
+        stop: float,
+        restart: float,
+    ) -> tuple[int, float]:
+        """The arm but the best with the most steps since it ran for every second that it is predicted to
+        lose, and that loss.
+        """
+        turn = best
+        dearest = math.inf
+        longest = -1.0
+        gamma = 0
+        switch = stop
+        # without `enumerate` and `max`: most of a selection is spent here and in `_steps`
+        for tokens, seconds in steps:
             if gamma != best:
-                loss, least_loss = seconds - tokens * least, LEAST_LOSS * seconds
+                loss = seconds - tokens * least
+                least_loss = LEAST_LOSS * seconds
                 loss = (loss if loss > least_loss else least_loss) + switch
                 waited = (self.steps + 1 - last_steps[gamma]) / loss
                 if waited > longest:
-                    turn, dearest, longest = gamma, loss, waited
-            gamma, switch = gamma + 1, restart
+                    turn = gamma
+                    dearest = loss
+                    longest = waited
+            gamma = gamma + 1
+            switch = restart
         return turn, dearest
 
     def observe(self, outcome: Outcome) -> None:
-        load, gamma = outcome.load, outcome.gamma
+        load = outcome.load
+        gamma = outcome.gamma
         self.steps += 1
-        if min(load.deepest, self.gamma_max) > 0:  # where there is nothing to explore, nothing is saved up for later
+        # where there is nothing to explore, nothing is saved up for later
+        if min(load.deepest, self.gamma_max) > 0:
             self.credit_s += max(EXPLORATION / math.sqrt(self.steps), LEAST_EXPLORATION) * outcome.seconds
         self._last_steps(load.batch_size)[gamma] = self.steps
         predicted = self._prior.seconds(load.batch_size, gamma, sum(outcome.drafted), outcome.prompt_tokens)
         width = self._prior.width(load.batch_size + sum(outcome.drafted) + outcome.prompt_tokens)
         if width:
             self.graphs.observe_(width, (outcome.seconds - outcome.catch_up_seconds) / predicted)
-        self.seconds.observe_(load.batch_size, gamma, (outcome.seconds - outcome.catch_up_seconds) / predicted)  # catching up is charged by `select`
+        # catching up is charged by `select`
+        self.seconds.observe_(
+            load.batch_size, gamma, (outcome.seconds - outcome.catch_up_seconds) / predicted
+        )
         if gamma:
             self.acceptance.observe_(outcome.drafted, outcome.emitted, outcome.values)
             if outcome.values:

@@ -1,4 +1,6 @@
-"""How many tokens the draft guesses ahead for every row of a batch: one protocol, its policies side by side."""
+"""How many tokens the draft guesses ahead for every row of a batch: one protocol, its policies side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ class Load:
         deepest: Greatest speculative length that settings and pages allow; may be 0.
         previous_gamma: Of the step before, at whatever batch size; 0 before the first.
         max_lag: L_max: tokens that the draft's KV lags behind in the worst row that may speculate.
-        waiting_tokens: Of prompts that wait to run beside; more than the greatest graph holds count as that.
-        drafts_max: Draft tokens of the whole batch that can be verified: what the menu holds beside the roots. None where it holds all.
+        waiting_tokens: Of prompts that wait to run beside; more than the greatest graph holds count as
+            that.
+        drafts_max: Draft tokens of the whole batch that can be verified: what the menu holds beside the
+            roots. None where it holds all.
     """
 
     batch_size: int
@@ -32,7 +36,11 @@ class Load:
     @property
     def gamma_max(self) -> int:
         """Greatest speculative length whose verification, B * (gamma + 1) tokens, the menu holds."""
-        return self.deepest if self.drafts_max is None else min(self.deepest, self.drafts_max // self.batch_size)
+        return (
+            self.deepest
+            if self.drafts_max is None
+            else min(self.deepest, self.drafts_max // self.batch_size)
+        )
 
 
 @dataclass(frozen=True)
@@ -45,9 +53,12 @@ class Outcome:
         drafted: Draft tokens verified, row by row.
         emitted: Tokens emitted, row by row: accepted + 1.
         seconds: Wall clock of the step.
-        catch_up_seconds: What of it brought the draft's KV up to the text: after steps without it, and of rows whose prompt is new.
-        prompt_tokens: Of prompts that ran beside, roots included: where there are any, the time is not the arm's alone.
-        values: For every row the calibrated acceptance of each token that it drafted, verified or not; empty where nobody said.
+        catch_up_seconds: What of it brought the draft's KV up to the text: after steps without it, and of
+            rows whose prompt is new.
+        prompt_tokens: Of prompts that ran beside, roots included: where there are any, the time is not the
+            arm's alone.
+        values: For every row the calibrated acceptance of each token that it drafted, verified or not;
+            empty where nobody said.
     """
 
     load: Load
@@ -73,20 +84,24 @@ class Outcome:
 class GammaPolicy(Protocol):
     """Selects gamma before a step and sees what came of it.
 
-    A step may compute prompts as well. What it says of acceptance counts all the same; a policy whose reward is the goodput leaves it out.
-    """
+    A step may compute prompts as well. What it says of acceptance counts all the same; a policy whose
+    reward is the goodput leaves it out."""
 
     def select(self, load: Load) -> int:
-        """Draft tokens for every row, from 0 (the draft does not run) to `load.gamma_max`; to `load.deepest` by who picks. Cost: below 20 microseconds."""
+        """Draft tokens for every row, from 0 (the draft does not run) to `load.gamma_max`; to
+        `load.deepest` by who picks. Cost: below 20 microseconds.
+        """
         ...
 
     def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
-        """How many of the batch's draft tokens are verified, at most `load.drafts_max`; the most probable ones are.
+        """How many of the batch's draft tokens are verified, at most `load.drafts_max`; the most probable
+        ones are.
 
         Args:
             load: As it was selected for.
             gamma: What was selected.
-            values: For every row the calibrated acceptance of each token that it drafted: that of its whole path, so never rising.
+            values: For every row the calibrated acceptance of each token that it drafted: that of its whole
+                path, so never rising.
         """
         ...
 

@@ -27,26 +27,42 @@ class SwitchTable:
     seconds: tuple[tuple[float, ...], ...]
 
     def __call__(self, lag: int, batch_size: int) -> float:
-        """Linear between measured points along both axes; a lag below the least, and a lag or batch beyond the greatest, in proportion to it."""
+        """Linear between measured points along both axes; a lag below the least, and a lag or batch beyond
+        the greatest, in proportion to it.
+        """
         if lag < self.lags[0]:
             return self(self.lags[0], batch_size) * max(lag, 0) / self.lags[0]
-        most_lag, most_rows = self.lags[-1], self.batch_sizes[-1]
+        most_lag = self.lags[-1]
+        most_rows = self.batch_sizes[-1]
         if lag > most_lag or batch_size > most_rows:  # full graphs one after another
-            return self(min(lag, most_lag), min(batch_size, most_rows)) * max(1.0, lag / most_lag) * max(1.0, batch_size / most_rows)
+            return (
+                self(min(lag, most_lag), min(batch_size, most_rows))
+                * max(1.0, lag / most_lag)
+                * max(1.0, batch_size / most_rows)
+            )
         i, lag_share = _place(self.lags, lag)
         j, batch_share = _place(self.batch_sizes, batch_size)
-        low, high = self.seconds[i], self.seconds[min(i + 1, len(self.lags) - 1)]
+        low = self.seconds[i]
+        high = self.seconds[min(i + 1, len(self.lags) - 1)]
         k = min(j + 1, len(self.batch_sizes) - 1)
         at_low, at_high = (row[j] * (1 - batch_share) + row[k] * batch_share for row in (low, high))
         return at_low * (1 - lag_share) + at_high * lag_share
 
     def to_json(self) -> dict[str, Any]:
         """The form that `from_json` reads."""
-        return {"lags": list(self.lags), "batch_sizes": list(self.batch_sizes), "seconds": [list(row) for row in self.seconds]}
+        return {
+            "lags": list(self.lags),
+            "batch_sizes": list(self.batch_sizes),
+            "seconds": [list(row) for row in self.seconds],
+        }
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> SwitchTable:
-        return cls(tuple(payload["lags"]), tuple(payload["batch_sizes"]), tuple(tuple(row) for row in payload["seconds"]))
+        return cls(
+            tuple(payload["lags"]),
+            tuple(payload["batch_sizes"]),
+            tuple(tuple(row) for row in payload["seconds"]),
+        )
 
 
 def _place(points: Sequence[int], value: int) -> tuple[int, float]:

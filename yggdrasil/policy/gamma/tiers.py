@@ -51,8 +51,8 @@ class AdaptiveTiers(VerifiesAll):
         config: Tiers and gates.
         initial_steps: The tier nearest to it is the first one.
 
-    Source: SGLang, "Adaptive Speculative Decoding". Departures: the average starts at the first batch's mean; a tier beyond `gamma_max` runs at
-    `gamma_max`; steps that drafted nothing are not batches to it.
+    Source: SGLang, "Adaptive Speculative Decoding". Departures: the average starts at the first batch's
+    mean; a tier beyond `gamma_max` runs at `gamma_max`; steps that drafted nothing are not batches to it.
 
     >>> AdaptiveTiers(TierConfig(), initial_steps=4).select(Load(batch_size=2, deepest=7))
     3
@@ -60,7 +60,10 @@ class AdaptiveTiers(VerifiesAll):
 
     def __init__(self, config: TierConfig, *, initial_steps: int = 3) -> None:
         self.config = config
-        self.tier = min(range(len(config.candidate_steps)), key=lambda tier: abs(config.candidate_steps[tier] - initial_steps))
+        self.tier = min(
+            range(len(config.candidate_steps)),
+            key=lambda tier: abs(config.candidate_steps[tier] - initial_steps),
+        )
         self.accepted: float | None = None
         self.batches = 0
 
@@ -76,7 +79,11 @@ class AdaptiveTiers(VerifiesAll):
         if outcome.gamma == 0:
             return
         accepted = sum(outcome.emitted) / len(outcome.emitted) - 1
-        self.accepted = accepted if self.accepted is None else self.accepted + self.config.ema_alpha * (accepted - self.accepted)
+        self.accepted = (
+            accepted
+            if self.accepted is None
+            else self.accepted + self.config.ema_alpha * (accepted - self.accepted)
+        )
         self.batches += 1
         since_warmup = self.batches - self.config.warmup_batches
         if since_warmup > 0 and since_warmup % self.config.update_interval == 0:
@@ -84,7 +91,8 @@ class AdaptiveTiers(VerifiesAll):
 
     def _move_tier_(self, accepted: float) -> None:
         """Within the bounds round(accepted) + 1 is the current tier's or lies between it and its neighbour."""
-        steps, config = self.config.candidate_steps, self.config
+        steps = self.config.candidate_steps
+        config = self.config
         while self.tier > 0 and accepted <= steps[self.tier - 1] - 0.5 + config.down_hysteresis:
             self.tier -= 1
         while self.tier < len(steps) - 1 and accepted > steps[self.tier] - 0.5 + config.up_hysteresis:
@@ -92,4 +100,7 @@ class AdaptiveTiers(VerifiesAll):
 
     @property
     def state(self) -> dict[str, Any]:
-        return {"speculative_num_steps": self.num_steps, "avg_spec_accept_length": round(self.accepted or 0.0, 4)}
+        return {
+            "speculative_num_steps": self.num_steps,
+            "avg_spec_accept_length": round(self.accepted or 0.0, 4),
+        }

@@ -1,0 +1,75 @@
+"""The pass over sines writes what several layers read, and only that; Inductor then evaluates it once."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from yggdrasil.compiler.rotary import evaluate_sines_once_
+
+
+class Rotary(nn.Module):
+    """Rotary embeddings as decoders have them: angles once, their cosines and sines in every layer."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.num_layers = num_layers
+        self.register_buffer("frequencies", torch.linspace(1.0, 0.1, 16))
+
+    def forward(self, x_NHF: Tensor, position_N: Tensor) -> Tensor:
+        angle_NF = (position_N[:, None].float() * self.frequencies).repeat(1, 2)
+        cos_NF = (angle_NF.cos() * 1.0).to(x_NHF.dtype)
+        sin_NF = (angle_NF.sin() * 1.0).to(x_NHF.dtype)
+        for _ in range(self.num_layers):
+            x_NHF = torch.relu(x_NHF * cos_NF[:, None] + x_NHF.flip(-1) * sin_NF[:, None])
+            x_NHF = x_NHF @ torch.eye(32, dtype=x_NHF.dtype)  # ends the kernel that Inductor builds
+        return x_NHF
+
+
+def exported(num_layers: int) -> tuple[Any, tuple[Tensor, Tensor]]:
+    arguments = torch.randn(3, 4, 32).bfloat16(), torch.arange(3)
+    return torch.export.export(Rotary(num_layers), arguments), arguments
+
+
+def written(program: Any) -> list[Any]:
+    return program.graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.as_strided.default
+    )
+
+
+def test_several_readers() -> None:
+    program, arguments = exported(3)
+    before = program.module()(*arguments)
+    evaluate_sines_once_(program.graph_module.graph)
+    program.graph_module.recompile()
+    assert len(written(program)) == 2
+    assert all(node.meta["val"].dtype == torch.bfloat16 for node in written(program)), (
+        "in its last form, which layers read"
+    )
+    assert torch.equal(program.module()(*arguments), before)
+
+
+def test_one_reader() -> None:
+    program, _ = exported(1)
+    evaluate_sines_once_(program.graph_module.graph)
+    assert not written(program), "what is read once may stay inside its reader"
+
+
+@pytest.mark.parametrize("is_rewritten", [False, True])
+def test_inductor_evaluates_once(is_rewritten: bool) -> None:
+    """Without the pass every layer has sines of its own: when this half fails, Inductor knows better and
+    the pass can go.
+    """
+    from torch._inductor.utils import run_and_get_code
+
+    program, arguments = exported(3)
+    if is_rewritten:
+        evaluate_sines_once_(program.graph_module.graph)
+        program.graph_module.recompile()
+    _, [code] = run_and_get_code(torch.compile(program.module(), fullgraph=True), *arguments)
+    calls = re.findall(r"^ +cpp_fused\w*_cos_\w*\(", code, re.MULTILINE)
+    assert len(calls) == (1 if is_rewritten else 3)

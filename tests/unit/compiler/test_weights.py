@@ -1,0 +1,103 @@
+"""The weight file: what is written comes back, to everyone who may read its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_pair
+import torch
+from torch import nn
+
+from yggdrasil.compiler.weights import FILE_NAME, load_weights, save_weights
+from yggdrasil.errors import ArtifactError, UnsupportedModel
+from yggdrasil.offline import pipeline
+
+
+class Odd(nn.Module):
+    """Odd sizes, several dtypes, a scalar, nothing at all, and a tied pair."""
+
+    config = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(3).bfloat16())
+        self.weight = nn.Parameter(torch.randn(5, 7).bfloat16())
+        self.tied = self.weight
+        for name, buffer in {
+            "scale": torch.tensor(0.5),
+            "mask": torch.tensor([True, False, True]),
+            "ids": torch.arange(9),
+            "empty": torch.empty(0, 4),
+            "whole": torch.randn(4, 16),
+            "transposed": torch.randn(6, 11).T,
+        }.items():
+            self.register_buffer(name, buffer)
+
+
+def test_every_tensor_comes_back_as_it_was(tmp_path: Path) -> None:
+    model = Odd()
+    save_weights(model, tmp_path)
+    loaded = load_weights(tmp_path, "cpu", "ygg compile")
+    expected = {
+        f"model.{name}": tensor
+        for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    }
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor), name
+    assert loaded["model.tied"].data_ptr() == loaded["model.weight"].data_ptr()
+
+
+def packing(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    """A bundle whose models are stand-ins, and a list of those whose forward was proved."""
+    proved: list[Any] = []
+    monkeypatch.setattr(pipeline, "load_model", lambda model, dtype: Odd())
+    monkeypatch.setattr(pipeline, "kv_shape", lambda config, capacity: None)
+    monkeypatch.setattr(pipeline, "expected_passages", lambda model, *others: [model])
+    monkeypatch.setattr(
+        pipeline,
+        "check_forward",
+        lambda model, loaded, kv, passages, num_positions: proved.append((model, passages)),
+    )
+    config = SimpleNamespace(device="cpu", compress=False, path_depth=5)
+    models = ("one", "another")
+    bundle = SimpleNamespace(config=config, dtype=torch.bfloat16, models=models, vocab=384, max_context=128)
+    return bundle, proved
+
+
+def test_weights_are_as_readable_as_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, _ = packing(monkeypatch)
+    for mode, expected in ((0o755, 0o644), (0o700, 0o600), (0o777, 0o644)):
+        tmp_path.chmod(mode)
+        pipeline._pack(bundle, tmp_path, 0, 0, 1, tiny_pair.SilentProgress())
+        assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == expected
+
+
+def test_a_model_is_proved_before_its_weights_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, proved = packing(monkeypatch)
+    for which in (0, 1):
+        pipeline._pack(bundle, tmp_path, which, 0, 1, tiny_pair.SilentProgress())
+    assert proved == [("one", ["one"]), ("another", ["another"])]
+
+    def refuse(*given: Any) -> None:
+        raise UnsupportedModel("one", "another forward")
+
+    monkeypatch.setattr(pipeline, "check_forward", refuse)
+    with pytest.raises(UnsupportedModel):
+        pipeline._pack(bundle, tmp_path / "refused", 0, 0, 1, tiny_pair.SilentProgress())
+    assert not (tmp_path / "refused").exists()
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_damaged_weights_are_named_with_the_command(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"weights\.safetensors: missing; run `ygg compile`"):
+        load_weights(tmp_path, "cpu", "ygg compile")
+    (tmp_path / FILE_NAME).write_bytes(b"truncated")
+    with pytest.raises(ArtifactError, match=r"weights\.safetensors: corrupt .*; run `ygg compile`"):
+        load_weights(tmp_path, "cpu", "ygg compile")

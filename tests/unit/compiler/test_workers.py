@@ -1,0 +1,33 @@
+"""The worker processes that build graphs: a failure ends them all and leaves nothing behind."""
+
+from pathlib import Path
+
+import pytest
+
+from yggdrasil.compiler.workers import GraphJob, compile_graphs
+from yggdrasil.kv import KVShape
+
+
+def test_a_failing_graph_ends_the_other_workers_and_names_itself(tmp_path: Path, kernels: None) -> None:
+    kv = KVShape(num_layers=1, num_kv_heads=1, head_dim=16, capacity=16)
+    (tmp_path / ".4.pt2.abandon8").mkdir()
+    jobs = [
+        GraphJob(
+            str(tmp_path / "nowhere"),
+            str(tmp_path),
+            0,
+            384,
+            "float32",
+            "cpu",
+            kv,
+            2,
+            size,
+            str(tmp_path / f"{size}.pt2"),
+        )
+        for size in (2, 4, 8, 16)
+    ]
+    done: list[GraphJob] = []
+    with pytest.raises(RuntimeError, match="could not be built"):
+        compile_graphs(jobs, num_workers=2, on_done=done.append)
+    assert done == []
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,187 @@
+"""Every operator of the step's host side does what its plain specification does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from yggdrasil.config import SamplingConfig
+from yggdrasil.errors import YggError
+from yggdrasil.kv import move_plain_
+from yggdrasil.models.packing import (
+    Chunk,
+    empty_meta,
+    pack_chains_,
+    pack_chains_plain_,
+    pack_nodes_,
+    pack_nodes_plain_,
+)
+from yggdrasil.step.accept import accept, follow, say
+from yggdrasil.step.prune import prune_plain
+from yggdrasil.tree import TokenTree
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+MAX_DEPTH = 6
+
+
+def random_tree(num_nodes: int, seed: int) -> TokenTree:
+    """Nodes attached at random, no deeper than MAX_DEPTH, in a tree with room to spare."""
+    generator = torch.Generator().manual_seed(seed)
+    tree = TokenTree.root(7, num_nodes + 3, max_depth=MAX_DEPTH)
+    for node in range(1, num_nodes):
+        shallow = torch.nonzero(tree.depth_N < MAX_DEPTH)[:, 0]
+        parent = shallow[torch.randint(len(shallow), (1,), generator=generator)]
+        tree.grow(
+            parent, torch.tensor([100 + node]), tree.log_prob_N[parent] - torch.rand(1, generator=generator)
+        )
+    return tree
+
+
+def assert_same_tree(one: TokenTree, other: TokenTree) -> None:
+    for name in ("token_N", "parent_N", "depth_N", "log_prob_N", "path_NA"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert len(one) == len(other)
+
+
+@pytest.mark.parametrize(("first", "last"), ((0, 1), (0, 12), (5, 9), (11, 12)))
+def test_packing_nodes_fills_what_the_plain_packing_fills(first: int, last: int) -> None:
+    tree = random_tree(12, 0)
+    meta_NM = empty_meta(14, MAX_DEPTH).fill_(99)
+    plain_NM = empty_meta(14, MAX_DEPTH).fill_(98)
+    pack_nodes_(meta_NM, tree, first, last, 40, row=3)
+    pack_nodes_plain_(plain_NM, tree, first, last, 40, row=3)
+    assert torch.equal(meta_NM, plain_NM)
+
+
+@pytest.mark.parametrize("lens", ((), (0,), (1,), (8,), (3, 0, 4), (1, 1, 1, 1)))
+def test_packing_chains_fills_what_the_plain_packing_fills(lens: tuple[int, ...]) -> None:
+    meta_NM = empty_meta(8, MAX_DEPTH).fill_(99)
+    plain_NM = empty_meta(8, MAX_DEPTH).fill_(98)
+    chunks = [
+        Chunk(
+            2 * place,
+            range(10 * place, 10 * place + count),
+            40 + place,
+            (None, 0, 1)[place % 3] if count else 0,
+        )
+        for place, count in enumerate(lens)
+    ]
+    pack_chains_(meta_NM, chunks)
+    pack_chains_plain_(plain_NM, chunks)
+    assert torch.equal(meta_NM, plain_NM)
+
+
+def test_more_tokens_than_the_graph_takes_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="9 tokens for 8 rows"):
+        pack_chains_(empty_meta(8, MAX_DEPTH), [Chunk(0, range(5), 0), Chunk(1, range(4), 0)])
+
+
+def test_a_root_is_the_root_of_a_tree() -> None:
+    tree = TokenTree.of(*torch.ops.ygg.root(7, 9, MAX_DEPTH + 1), length=1)
+    assert_same_tree(tree, TokenTree.root(7, 9, max_depth=MAX_DEPTH))
+    assert (tree.capacity, tree.max_depth) == (9, MAX_DEPTH)
+    tree.grow(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([-0.1, -0.2]))
+    tree.check()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pruning_keeps_what_the_plain_pruning_keeps(seed: int) -> None:
+    """Knots are few, so that many nodes are worth the same; costs are such that every K is the best one for
+    some seed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tree = random_tree(int(torch.randint(2, 24, (1,), generator=generator)), seed)
+    knots_2M = torch.stack(
+        (torch.tensor([-2.0, -0.9, -0.2, -0.1]), torch.rand(4, generator=generator).sort().values)
+    ).double()
+    widths = [width for width in (1, 2, 4, 7, 12) if width < len(tree)] + [len(tree)]
+    costs_ms = (0.5 + torch.rand(len(widths), generator=generator)).tolist()
+    plain = prune_plain(tree, knots_2M, widths, costs_ms)
+    *arrays, keep, expected = torch.ops.ygg.prune(*tree.arrays, len(tree), knots_2M, widths, costs_ms)
+    assert (keep, expected) == (plain.drafted_node, plain.expected_emitted)
+    assert_same_tree(TokenTree.of(*arrays, length=len(keep)), plain.tree)
+
+
+def test_pruning_to_more_nodes_than_there_are_is_refused() -> None:
+    knots_2M = torch.tensor([[-1.0, 0.0], [0.1, 1.0]], dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="4 of 3 nodes"):
+        torch.ops.ygg.prune(*random_tree(3, 0).arrays, 3, knots_2M, [2, 4], [1.0, 1.0])
+
+
+def said_along(tree: TokenTree, generator: torch.Generator, *, elsewhere: bool) -> torch.Tensor:
+    """What a target says that follows the tree with some probability at every node; else its token is 5, or
+    one that stands elsewhere in the tree.
+    """
+    num_nodes = len(tree)
+    said_K = (
+        tree.token_N[torch.randint(num_nodes, (num_nodes,), generator=generator)].long()
+        if elsewhere
+        else torch.full((num_nodes,), 5)
+    )
+    for node in range(1, num_nodes):
+        if torch.rand(1, generator=generator) < 0.7:
+            said_K[tree.parent_N[node]] = tree.token_N[node]
+    return said_K
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("seed", range(20))
+def test_following_in_one_call_is_following_what_is_said(seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tree = random_tree(int(torch.randint(1, 24, (1,), generator=generator)), seed)
+    said_K = said_along(tree, generator, elsewhere=seed % 2 == 1)
+    logits_KV = torch.randn(len(tree), 200, generator=generator).to(dtype).scatter_(1, said_K[:, None], 9.0)
+    expected = follow(tree, say(tree, logits_KV, 3, SamplingConfig()))
+    token, parent, *_ = tree.arrays
+    assert torch.ops.ygg.follow(logits_KV, parent, token) == (expected.path, expected.tokens)
+
+
+def test_nothing_is_followed_where_a_node_is_broken() -> None:
+    tree = random_tree(4, 0)
+    logits_KV = torch.zeros(4, 40)
+    logits_KV[3, 7] = float("nan")
+    assert torch.ops.ygg.follow(logits_KV, tree.parent_N, tree.token_N) == ([], [])
+    with pytest.raises(YggError, match="not finite"):
+        accept(tree, logits_KV, 3, SamplingConfig())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_walk_where_the_arrays_are_passes_the_nodes_of_the_walk(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tree = random_tree(int(torch.randint(1, 24, (1,), generator=generator)), seed)
+    said_K = said_along(tree, generator, elsewhere=seed % 2 == 1)
+    assert torch.nonzero(tree.on_walk(said_K))[:, 0].tolist() == tree.walk(said_K)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("source", ([4], [4, 5, 9], [3, 4, 5], [5, 8, 15], [4, 15, 16, 31]))
+def test_slots_move_as_in_torch(source: list[int], dtype: torch.dtype) -> None:
+    storage = torch.randn(2, 2, 2, 3, 16, 4).to(dtype)
+    expected = storage.clone()
+    move_plain_(expected, source, 3)
+    torch.ops.ygg.move_slots_(storage, source, 3)
+    assert torch.equal(storage, expected)
+
+
+def test_slots_outside_the_cache_are_refused() -> None:
+    storage = torch.zeros(1, 1, 2, 1, 16, 4)
+    for source, target in (([16], 3), ([2], 3), ([-1], -1)):
+        with pytest.raises(RuntimeError, match="outside the cache"):
+            torch.ops.ygg.move_slots_(storage, source, target)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("places", (1, 15, 16, 257))
+def test_the_greatest_is_the_first_greatest(places: int, dtype: torch.dtype) -> None:
+    scores = torch.randint(-20, 20, (9, places)).to(dtype)
+    values, tokens = torch.ops.ygg.greatest(scores)
+    assert torch.equal(values, scores.float().max(dim=-1).values)
+    assert tokens.tolist() == [row.index(max(row)) for row in scores.tolist()]
+
+
+def test_a_row_with_nan_has_no_finite_greatest() -> None:
+    scores = torch.zeros(3, 40)
+    scores[1, 37] = float("nan")
+    scores[2, 0] = float("inf")
+    assert torch.ops.ygg.greatest(scores)[0].isfinite().tolist() == [True, False, False]

@@ -1,0 +1,28 @@
+"""Products of tiles in Triton's interpreter as a device computes them: every row by itself.
+
+The interpreter multiplies with NumPy, so with the host's BLAS. Some of its kernels (OpenBLAS on processors
+with AVX2 but without AVX-512) sum a row in an order that depends on its place in the tile, which tensor
+cores do not."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+from triton.runtime import interpreter
+
+Array = NDArray[np.floating]
+
+
+class _RowByRow:
+    """NumPy, but for its product of matrices."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(np, name)
+
+    def matmul(self, a_RK: Array, b_KC: Array, dtype: DTypeLike) -> Array:
+        return np.einsum("rk,kc->rc", a_RK, b_KC, dtype=dtype)
+
+
+def multiply_row_by_row() -> None:
+    """Let this process's interpreter compute products so."""
+    interpreter.np = _RowByRow()

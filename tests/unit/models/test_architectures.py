@@ -1,0 +1,46 @@
+"""The quick part of `python -m bench.architectures`, and the table that is committed: nothing is accepted
+and computed wrongly.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import architectures
+from bench.architectures import EQUAL, NOT_BUILT, QUICK, REFUSED, WRONG, judge
+from bench.harness import RESULTS
+
+REFUSALS = {
+    "gemma2": "soft-capped attention scores",
+    "diffllama": "layer 0 asks for attention 2 times",
+    "bert": "computes wrongly",
+    "lfm2": "convolution over tokens",
+    "bloom": "whose attention cannot be replaced",
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_architecture_is_equal_to_transformers_or_refused(name: str, kernels: None) -> None:
+    architectures.register_attention()
+    row = judge(*architectures.architectures()[name])
+    assert (row.model_type, row.outcome) == (name, REFUSED if name in REFUSALS else EQUAL), row.detail
+    assert REFUSALS.get(name, "") in row.detail
+
+
+def test_what_is_accepted_and_differs_is_wrong(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a proof that proves nothing
+    monkeypatch.setattr(architectures, "check_forward", lambda *everything: None)
+    architectures.register_attention()
+    for name in ("diffllama", "bert"):
+        assert judge(*architectures.architectures()[name]).outcome == WRONG
+
+
+def test_the_committed_table_has_no_wrong_architecture_and_all_four_outcomes_add_up() -> None:
+    table = json.loads((RESULTS / "architectures.json").read_text())
+    outcomes = [row["outcome"] for row in table["architectures"]]
+    assert set(outcomes) <= {EQUAL, REFUSED, NOT_BUILT}
+    assert {outcome: outcomes.count(outcome) for outcome in set(outcomes)} == table["counts"]
+    assert len(outcomes) > 180
+    assert {row["model_type"] for row in table["architectures"]} >= set(QUICK)

@@ -1,0 +1,131 @@
+"""How latencies are read off a machine that others use, on a clock of our own."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from yggdrasil.models.packing import empty_meta
+from yggdrasil.offline import latencies
+from yggdrasil.offline.latencies import (
+    CURVE_SECONDS,
+    LEAST_ROUNDS,
+    ROUNDS,
+    decision_milliseconds,
+    latency_curve,
+)
+from yggdrasil.state import PLAIN, DecodeState, Shape
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+class Clocked:
+    """A model whose forwards take what they are told to, by size and round; the time stands still
+    otherwise.
+    """
+
+    device = "cpu"
+    cache = SimpleNamespace(shape=SimpleNamespace(capacity=64))
+
+    def __init__(self, seconds: dict[int, list[float]]) -> None:
+        self.menu = SimpleNamespace(sizes=tuple(seconds))
+        self._seconds = {size: itertools.cycle(values) for size, values in seconds.items()}
+        self.now = 0.0
+        self.num_forwards = 0
+
+    def meta(self, num_tokens: int) -> Tensor:
+        return empty_meta(num_tokens, 3)
+
+    def forward(self, meta_NM: Tensor) -> None:
+        self.num_forwards += 1
+        self.now += next(self._seconds[len(meta_NM)])
+
+
+def curve(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, list[float]]) -> Any:
+    return timed(monkeypatch, Clocked(seconds))
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, model: Any) -> Any:
+    monkeypatch.setattr(latencies.time, "perf_counter", lambda: model.now)
+    return latency_curve(model, (0, 32))
+
+
+def test_neighbours_that_slow_half_of_the_rounds_do_not_slow_the_curve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quiet = [0.010] * (ROUNDS // 2)
+    noisy = [0.035] * (ROUNDS - ROUNDS // 2)
+    found = curve(monkeypatch, {2: [0.010] * ROUNDS, 4: [*quiet, *noisy], 8: [0.012] * ROUNDS})
+    assert found.sizes == (2, 4, 8)
+    for row in found.ms:
+        assert row == pytest.approx((10.0, 10.0, 12.0))
+
+
+def test_a_wider_graph_is_never_called_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = curve(monkeypatch, {2: [0.010], 4: [0.030], 8: [0.020], 16: [0.040]})
+    for row in found.ms:
+        assert row == pytest.approx((10.0, 25.0, 25.0, 40.0))
+
+
+def test_a_decision_costs_what_choosing_takes_and_not_what_stands_around_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(latencies.time, "perf_counter", lambda: clock.now)
+    seconds = itertools.cycle([0.002, 0.002, 0.900])  # others on the machine
+
+    class Choosing:
+        def choose(self, state: DecodeState) -> Shape:
+            clock.now += next(seconds)
+            return PLAIN
+
+    def generate(prompt: list[int], policy: Any, config: Any) -> Any:
+        for _ in range(config.max_new_tokens):
+            clock.now += 0.005
+            yield policy.choose(DecodeState(prompt))
+
+    engine: Any = SimpleNamespace(generate=generate)
+    policy: Any = Choosing()
+    assert decision_milliseconds(engine, [5], policy, num_tokens=9) == pytest.approx(2.0)
+
+
+def test_a_slow_model_gets_fewer_rounds_and_a_curve_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Clocked({2: [0.1 * CURVE_SECONDS, 0.12 * CURVE_SECONDS], 4: [0.2 * CURVE_SECONDS]})
+    found = timed(monkeypatch, model)
+    assert model.num_forwards == LEAST_ROUNDS * 2 * 2
+    for row in found.ms:
+        assert row == pytest.approx((100 * CURVE_SECONDS, 200 * CURVE_SECONDS), rel=0.2)
+
+
+def test_a_quick_model_gets_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Clocked({2: [0.001], 4: [0.002]})
+    timed(monkeypatch, model)
+    assert model.num_forwards == ROUNDS * 2 * 2
+
+
+def test_catching_up_over_many_full_graphs_takes_time_in_proportion(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        latencies,
+        "_catch_up_ms",
+        lambda draft, target, lag, batch_size: seen.append((lag, batch_size)) or 1e3 * lag * batch_size,
+    )
+    ticks: list[None] = []
+    draft: Any = SimpleNamespace(prefill_chunk=16)
+    table = latencies.switching_costs(
+        draft, draft, max_lag=200, num_rows=8, tick=lambda: ticks.append(None)
+    )
+    assert (table.lags, table.batch_sizes) == ((2, 16, 64, 200), (1, 2, 4, 8))
+    assert table.seconds == tuple(
+        tuple(float(lag * batch_size) for batch_size in table.batch_sizes) for lag in table.lags
+    )
+    assert {pair for pair in seen if pair[0] >= 64} == {(64, 1), (64, 2), (200, 1)}, (
+        "eight graphs of 16 tokens, but one batch size of every lag"
+    )
+    assert len(ticks) == 16

@@ -1,0 +1,171 @@
+"""Calibration in batches finds what calibration one by one finds, and as much of it as a budget of seconds
+allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import tiny_pair
+import torch
+from torch import Tensor
+
+from bench.one_by_one import collect_one_by_one
+from yggdrasil.layout import INDEX
+from yggdrasil.models.packing import empty_meta
+from yggdrasil.offline.budget import (
+    FEWEST_ROOTS,
+    FEWEST_TEXTS,
+    CalibrationSize,
+    PassClock,
+    largest_within,
+    seconds_of,
+)
+from yggdrasil.offline.traces import beginnings
+from yggdrasil.offline.tuning import CALIBRATION_TEMPERATURES, collect
+from yggdrasil.pair import LoadedPair
+from yggdrasil.state import Shape
+
+WHOLE = CalibrationSize(num_texts=64, num_tokens=20, max_depth=16, widths=(1, 2, 4, 8), reference_width=4)
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny: LoadedPair) -> list[list[int]]:
+    return beginnings(tiny_pair.stories(5, seed=7), tiny.tokenizer, "")
+
+
+def test_batches_collect_what_one_text_and_one_tree_at_a_time_collect(
+    tiny: LoadedPair, prompts: list[list[int]]
+) -> None:
+    size = CalibrationSize(
+        num_texts=5,
+        num_tokens=tiny.bundle.config.calibration_tokens,
+        max_depth=4,
+        widths=(1, 4),
+        reference_width=4,
+    )
+    found = collect(
+        tiny.bundle, (tiny.engine.target, tiny.engine.draft), prompts, tiny_pair.SilentProgress()
+    )
+    for temperature, traces in zip(CALIBRATION_TEMPERATURES, found, strict=True):
+        expected = collect_one_by_one(tiny.engine, prompts, temperature, size, Shape(4, 3, 8))
+        assert traces.platt == expected.platt
+        assert traces.deep == expected.deep
+        assert traces.others == expected.others
+        assert traces.text_N.tolist() == expected.text_N.tolist()
+        assert traces.inputs_NX.tolist() == expected.inputs_NX.tolist()
+        assert any(any(record.accepted[1:]) for record in traces.deep), (
+            "a text that no tree follows proves little"
+        )
+
+
+def test_progress_of_calibration_reaches_exactly_its_total(
+    tiny: LoadedPair, prompts: list[list[int]]
+) -> None:
+    progress = tiny_pair.CountedProgress()
+    collect(tiny.bundle, (tiny.engine.target, tiny.engine.draft), prompts, progress)
+    assert {"write texts", "draft trees"} < set(progress.totals)
+    for name in ("write texts", "draft trees"):
+        assert progress.done[name] == progress.totals[name] > 0
+
+
+def test_a_tight_budget_leaves_fewer_trees(tiny: LoadedPair, prompts: list[list[int]]) -> None:
+    config = replace(tiny.bundle.config, calibration_budget_s=1e-9)
+    cheap = collect(
+        replace(tiny.bundle, config=config),
+        (tiny.engine.target, tiny.engine.draft),
+        prompts,
+        tiny_pair.SilentProgress(),
+    )
+    whole = collect(
+        tiny.bundle, (tiny.engine.target, tiny.engine.draft), prompts, tiny_pair.SilentProgress()
+    )
+    for few, many in zip(cheap, whole, strict=True):
+        assert len(few.deep) == FEWEST_ROOTS * len(prompts) < len(many.deep)
+        assert len(few.inputs_NX) == len(few.text_N) == len(few.deep)
+
+
+def test_sizes_fall_from_the_whole_to_the_least_useful_one() -> None:
+    sizes = list(WHOLE.smaller())
+    assert sizes[0] == WHOLE
+    assert sizes[-1].num_texts == FEWEST_TEXTS
+    assert sizes[-1].num_roots == FEWEST_TEXTS * FEWEST_ROOTS
+    for more, fewer in pairwise(sizes):
+        assert fewer.num_roots < more.num_roots
+        assert fewer.num_tree_tokens <= more.num_tree_tokens
+
+
+def test_roots_stand_all_along_the_texts_where_each_has_few() -> None:
+    *_, least = WHOLE.smaller()
+    seen = {end for text in range(least.num_texts) for end in least.root_ends(text, 0)}
+    assert seen == set(range(0, WHOLE.num_tokens, 2))
+
+
+def test_tree_tokens_by_hand() -> None:
+    size = CalibrationSize(num_texts=1, num_tokens=10, max_depth=3, widths=(1, 2, 4), reference_width=2)
+    assert list(size.root_ends(0, 7)) == [7, 9, 11, 13, 15]
+    # five chains of two levels that are run; two of the roots have the other widths
+    assert size.num_tree_tokens == 5 * 2 * 2 + 2 * (1 + 4) * 2
+
+
+class Timed:
+    """A model whose forward takes a second a hundred tokens, and the first of every graph ten more."""
+
+    device = "cpu"
+    max_depth = 3
+    prefill_chunk = 8
+    sizes = (2, 8)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.rows_seen: list[int] = []
+        self._known: set[int] = set()
+
+    def meta(self, num_tokens: int) -> Tensor:
+        return empty_meta(2 if num_tokens <= 2 else 8, self.max_depth)
+
+    def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
+        self.rows_seen.append(int((meta_NM[:, INDEX] >= 0).sum()))
+        self.now += len(meta_NM) / 100 + (0 if len(meta_NM) in self._known else 10)
+        self._known.add(len(meta_NM))
+        return torch.zeros(len(meta_NM), 1), torch.zeros(len(meta_NM), 1)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_pass_is_timed_once_its_weights_are_in_memory() -> None:
+    model = Timed()
+    clock = PassClock(model, num_rows=3, now=lambda: model.now)  # type: ignore[arg-type]
+    assert clock(17) == pytest.approx(2 * 0.08 + 0.02)
+    assert max(model.rows_seen) == 3, "rows that the page table does not have were written"
+    passes = len(model.rows_seen)
+    assert clock(8) == pytest.approx(0.08)
+    assert len(model.rows_seen) == passes
+
+
+@pytest.mark.usefixtures("kernels")
+def test_seconds_of_a_calibration_by_hand() -> None:
+    target = Timed()
+    draft = Timed()
+    clocks = [PassClock(model, num_rows=2, now=lambda model=model: model.now) for model in (target, draft)]  # type: ignore[misc]
+    size = CalibrationSize(num_texts=2, num_tokens=4, max_depth=3, widths=(1, 2), reference_width=2)
+    # prompts of 12 tokens in two chunks, 7 tokens of four texts, two at a time
+    writing = 0.16 + 7 * 2 * 0.02
+    texts = 2 * 3 * 0.08  # 6 + 14 tokens at each of two temperatures: two chunks, and the rest in a third
+    # four trees of width two and one of width one, two levels run of each, four nodes a forward
+    trees = 2 * (4 * 2 + 1) * 2 / 4 * 0.08
+    found = seconds_of(size, [3, 3], (0.0, 1.0), clocks[0], clocks[1], target_rows=2, sampling_s=0.5)
+    assert found == pytest.approx(writing + texts + trees + 7 * 2 * 0.5), (
+        "every token of the sampled texts costs its noise, too"
+    )
+
+
+def test_the_budget_is_kept_where_it_can_be() -> None:
+    def seconds(size: CalibrationSize) -> float:
+        return size.num_tree_tokens / 100
+
+    chosen = largest_within(WHOLE, seconds, 100.0)
+    assert seconds(chosen) <= 100.0 < seconds(WHOLE)
+    assert largest_within(WHOLE, seconds, 1e9) == WHOLE
+    assert largest_within(WHOLE, seconds, 1e-9).num_texts == FEWEST_TEXTS

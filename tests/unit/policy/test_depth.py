@@ -1,0 +1,234 @@
+"""The depth predictor: labels, splits, fitting, held-out figures and decisions, on traces made up by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from yggdrasil.offline.depth_training import (
+    HeldOut,
+    accepted_lengths,
+    calibration_error,
+    decision_quality,
+    evaluate,
+    fit_predictor,
+    held_out,
+)
+from yggdrasil.offline.traces import Traces
+from yggdrasil.policy.acceptance import Acceptance, TreeRecord
+from yggdrasil.policy.depth import DepthPredictor, inputs_of
+from yggdrasil.policy.latency import Curve, LatencyModel
+from yggdrasil.policy.shape import Arms, ContextShape
+from yggdrasil.state import PLAIN, DecodeState, Shape
+
+DEPTH = 4
+LATENCY = LatencyModel(
+    draft=Curve((0,), (2,), ((1.0,),)),
+    verify=Curve((0,), (2, 8), ((10.0, 10.0),)),
+    growth_host_ms=0.0,
+    step_host_ms=0.0,
+    plain_host_ms=0.0,
+)
+
+
+def chain(num_accepted: int) -> TreeRecord:
+    """A chain of DEPTH draft tokens of which the first ones are accepted."""
+    log_probs = tuple(-0.1 * node for node in range(DEPTH + 1))
+    return TreeRecord(1, log_probs, tuple(node <= num_accepted for node in range(DEPTH + 1)))
+
+
+def traces(num_texts: int = 30, per_text: int = 20) -> Traces:
+    """The first feature says whether the draft gets 4 tokens or none, with one lie in ten; the others are
+    noise.
+    """
+    rng = np.random.default_rng(0)
+    easy = rng.random(num_texts * per_text) < 0.5
+    lie = rng.random(len(easy)) < 0.1
+    hidden = rng.normal(size=(len(easy), 8)).astype(np.float32)
+    hidden[:, 0] = np.where(easy ^ lie, 1.0, -1.0)
+    records = tuple(chain(4 if each else 0) for each in easy)
+    return Traces(
+        0.0,
+        inputs_of(torch.from_numpy(hidden), 0.0),
+        np.repeat(np.arange(num_texts), per_text),
+        records,
+        (),
+    )
+
+
+@pytest.fixture(scope="module")
+def found() -> HeldOut:
+    return held_out([traces()], DEPTH)[0]
+
+
+def test_accepted_length_counts_draft_tokens_only() -> None:
+    assert accepted_lengths([chain(0), chain(3)]).tolist() == [0, 3]
+
+
+def test_every_text_is_judged_by_a_predictor_that_has_not_seen_it(found: HeldOut) -> None:
+    folds_of_text = [set(found.fold_N[found.trace.text_N == text].tolist()) for text in range(30)]
+    assert all(len(folds) == 1 for folds in folds_of_text)
+    assert set.union(*folds_of_text) == {0, 1, 2, 3}
+    test = np.flatnonzero(found.fold_N == 2)
+    again = fit_predictor([found.trace], DEPTH, without=[test])
+    np.testing.assert_array_equal(again.survivals(found.trace.inputs_NX[test]), found.survival_ND[test])
+
+
+def test_calibration_error_by_hand() -> None:
+    said = np.array([0.05, 0.05, 0.95, 0.95])
+    assert calibration_error(np.array([False, False, True, True]), said) == pytest.approx(0.05)
+    assert calibration_error(np.array([True, True, False, False]), said) == pytest.approx(0.95)
+
+
+def test_predictor_separates_easy_from_hard_and_beats_the_constant(found: HeldOut) -> None:
+    report = evaluate(found, LATENCY, (2, 8))
+    for row in report["depths"]:
+        assert row["brier"] < 0.7 * row["brier_constant"]
+        assert row["auc"] > 0.8
+        assert row["ece"] < 0.15
+
+
+def test_a_menu_of_depth_one_gets_one_head() -> None:
+    (found,) = held_out([traces(num_texts=6)], 1)
+    assert found.survival_ND.shape == (120, 1)
+    assert [row["depth"] for row in evaluate(found, LATENCY, (2, 8))["depths"]] == [1]
+
+
+def test_survival_never_rises_with_depth(found: HeldOut) -> None:
+    survival_ND = found.survival_ND
+    assert survival_ND.shape == (600, DEPTH)
+    assert (np.diff(survival_ND, axis=1) <= 0).all()
+    assert ((survival_ND >= 0) & (survival_ND <= 1)).all()
+
+
+def test_decisions_lie_between_the_fixed_depth_and_the_oracle(found: HeldOut) -> None:
+    decisions = decision_quality(found, LATENCY, (2, 8))
+    ms = decisions["ms_per_token"]
+    assert ms["oracle"] < ms["predicted"] < ms["fixed"]
+    assert decisions["best"] == "predicted"
+    assert decisions["regret_ms_predicted"] == pytest.approx(ms["predicted"] - ms["oracle"])
+    # 5 tokens in 14 ms or 1 in 14 ms, half and half: 4.67 ms a token, the other depths are worse
+    assert decisions["fixed_depths"] == [4, 4, 4, 4]
+
+
+def test_noise_is_not_called_useful() -> None:
+    trace = traces()
+    shuffled = np.random.default_rng(1).permutation(len(trace.deep))
+    noise = Traces(0.0, trace.inputs_NX[shuffled], trace.text_N, trace.deep, ())
+    decisions = decision_quality(held_out([noise], DEPTH)[0], LATENCY, (2, 8))
+    assert decisions["ms_per_token"]["predicted"] >= decisions["ms_per_token"]["fixed"]
+    assert decisions["best"] == "fixed"
+
+
+def test_growth_that_stops_is_priced_where_it_may_be_used(found: HeldOut) -> None:
+    """Half of the chains are accepted to their end and half not at all; a draft that knows which stops
+    after one step where it is not.
+    """
+    assert "stopping" not in decision_quality(found, LATENCY, (2, 8))["ms_per_token"]
+    knowing = tuple(
+        replace(record, log_probs=(0.0, *[0.0 if record.accepted[-1] else -9.0] * DEPTH))
+        for record in found.trace.deep
+    )
+    decisions = decision_quality(
+        replace(found, trace=replace(found.trace, deep=knowing)), LATENCY, (2, 8), may_stop=True
+    )
+    assert decisions["best"] == "stopping"
+    deep = np.array([record.accepted[-1] for record in knowing])
+    assert decisions["mean_stopped_depth"] == pytest.approx(np.where(deep, DEPTH, 1).mean())
+    # depth 4 takes 14 ms and emits 5 tokens, depth 1 takes 11 ms and emits 1
+    assert decisions["ms_per_token"]["stopping"] == pytest.approx(
+        (14 * deep.sum() + 11 * (~deep).sum()) / (5 * deep.sum() + (~deep).sum())
+    )
+
+
+def constant(value: float, trust: float = 1.0) -> DepthPredictor:
+    """A network that always says `value` at every depth, of a text whose mean was one half."""
+    bias = np.full(DEPTH, np.log(value / (1 - value)), dtype=np.float32)
+    zero = {"encoder_1": (3, 2), "encoder_2": (2, 2), "heads": (2, DEPTH)}
+    weights = {f"{name}.weight": np.zeros(shape, dtype=np.float32) for name, shape in zero.items()}
+    biases = {f"{name}.bias": np.zeros(shape[1], dtype=np.float32) for name, shape in zero.items()}
+    return DepthPredictor(
+        weights | biases | {"heads.bias": bias}, {0.0: np.full(DEPTH, 0.5, dtype=np.float32)}, {0.0: trust}
+    )
+
+
+def test_a_predictor_survives_its_file() -> None:
+    trace = traces(num_texts=6)
+    predictor = fit_predictor([trace], DEPTH)
+    again = DepthPredictor.from_bytes(predictor.to_bytes())
+    np.testing.assert_array_equal(again.survivals(trace.inputs_NX), predictor.survivals(trace.inputs_NX))
+    assert again.trust == predictor.trust == {0.0: 1.0}
+    assert list(again.mean_survival) == [0.0]
+    with pytest.raises(SafetensorError):
+        DepthPredictor.from_bytes(b"not a predictor")
+
+
+def policy(predictor: DepthPredictor) -> ContextShape:
+    rows = tuple(
+        tuple(min(1.0 + 0.5 * depth, 1.0 + 0.5 * k) for k in range(depth + 1))
+        for depth in range(1, DEPTH + 1)
+    )
+    acceptance = Acceptance((-1.0, 0.0), (0.0, 1.0), {1: rows})
+    return ContextShape(
+        shape=PLAIN,
+        acceptance=acceptance,
+        latency=LATENCY,
+        verify_widths=(2, 8),
+        widths=(1,),
+        predictor=predictor,
+        temperature=0.0,
+    )
+
+
+def state() -> DecodeState:
+    return DecodeState([1, 2], hidden_of=torch.ones(2).detach)
+
+
+def test_a_context_without_hope_is_decoded_plainly() -> None:
+    assert policy(constant(0.01)).choose(state()) == PLAIN
+
+
+def test_a_promising_context_is_drafted_deeply() -> None:
+    assert policy(constant(0.99)).choose(state()) == Shape(1, DEPTH)
+
+
+def test_a_predictor_that_is_not_trusted_decides_nothing() -> None:
+    assert (
+        policy(constant(0.01, trust=0.0)).choose(state())
+        == policy(constant(0.99, trust=0.0)).choose(state())
+        == Shape(1, DEPTH)
+    )
+
+
+def test_growth_of_one_position_is_that_of_many(found: HeldOut) -> None:
+    predictor = fit_predictor([found.trace], DEPTH, trust={0.0: 0.5})
+    hidden_E = torch.from_numpy(found.trace.inputs_NX[7, :-1])
+    expected = 1 + 0.5 * (
+        predictor.survivals(found.trace.inputs_NX[7:8])[0].cumsum() / predictor.mean_survival[0.0].cumsum()
+        - 1
+    )
+    np.testing.assert_allclose(predictor.at(0.0)(hidden_E), expected, rtol=1e-4)
+
+
+def test_trust_is_the_share_of_a_prediction_that_comes_true(found: HeldOut) -> None:
+    assert 0.5 < found.trust <= 1.0
+    exaggerated = replace(found, growth_ND=1 + 4 * (found.growth_ND - 1))
+    assert exaggerated.trust == pytest.approx(found.trust / 4, rel=0.3)
+    assert replace(found, growth_ND=1 - (found.growth_ND - 1)).trust == 0.0
+
+
+def test_without_a_hidden_state_the_best_shape_of_the_calibration_is_taken() -> None:
+    assert policy(constant(0.01)).choose(DecodeState([1])).depth > 0
+
+
+def test_arms_of_the_calibration_s_own_growth_are_those_of_equation_three() -> None:
+    arms = policy(constant(0.5)).arms(0)
+    assert isinstance(arms, Arms)
+    # depth 4: 3 tokens in 1 + 3 + 10 = 14 ms; depth 3: 2.5 in 13; depth 2: 2 in 12; depth 1: 1.5 in 11;
+    # plain: 1 in 10
+    assert arms.shapes[arms.best(np.ones(DEPTH))] == arms.shapes[arms.best()] == Shape(1, 4)
+    assert arms.shapes[arms.best(np.array([1.0, 1.0, 1.0, 0.5]))] == Shape(1, 3)

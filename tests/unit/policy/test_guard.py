@@ -1,0 +1,139 @@
+"""The guard against losing to plain decoding, on scripted clocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from yggdrasil.policy.acceptance import Acceptance
+from yggdrasil.policy.guard import ANSWER_STEPS, MEASURED_STEPS, SHARE, START_STEPS, Guard
+from yggdrasil.policy.latency import Curve, LatencyModel
+from yggdrasil.policy.shape import FixedShape
+from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
+from yggdrasil.tree import TokenTree
+
+PLAIN_MS = 10.0
+STEP_MS = 15.0
+FLAT = Curve((0,), (2, 8), ((1.0, 1.0),))
+LATENCY = LatencyModel(
+    draft=FLAT,
+    verify=Curve((0,), (2, 8), ((PLAIN_MS, 11.0),)),
+    growth_host_ms=0.0,
+    step_host_ms=0.0,
+    plain_host_ms=0.0,
+)
+SPECULATIVE = Shape(1, 4, 5)  # 1 head draft, 3 growth forwards, 11 of verification: 15 ms
+
+
+def guard() -> Guard:
+    assert LATENCY.step_ms(1, 4, 5, 0) == STEP_MS
+    return Guard(FixedShape(SPECULATIVE, Acceptance((-1.0, 0.0), (0.0, 1.0), {}), LATENCY, (2, 8)), LATENCY)
+
+
+def result(shape: Shape, num_tokens: int, ms: float) -> StepResult:
+    tree = TokenTree.root(1, 1)
+    return StepResult(
+        [1] * num_tokens, shape, shape.num_nodes, 5 if shape.depth else 1, 0, 1.0, lambda: tree, [0], ms
+    )
+
+
+def run(
+    policy: Guard, num_steps: int, *, emitted: int, plain_ms: float = PLAIN_MS, step_ms: float = STEP_MS
+) -> tuple[float, int, list[bool]]:
+    """Milliseconds, tokens and which steps speculated."""
+    spent = 0.0
+    tokens = 0
+    speculated = []
+    state = DecodeState([1], hidden_of=torch.zeros(1).detach)
+    for _ in range(num_steps):
+        shape = policy.choose(state)
+        one = result(shape, emitted, step_ms) if shape.depth else result(PLAIN, 1, plain_ms)
+        policy.observe(one)
+        spent = spent + one.ms
+        tokens = tokens + len(one.tokens)
+        speculated.append(shape.depth > 0)
+    return spent, tokens, speculated
+
+
+def test_a_winning_session_never_stops_speculating() -> None:
+    _, _, speculated = run(guard(), 200, emitted=3)
+    assert all(speculated)
+
+
+def test_a_losing_session_stays_within_three_percent_of_plain_decoding() -> None:
+    spent, tokens, speculated = run(guard(), 128, emitted=1)
+    assert spent <= 1.03 * tokens * PLAIN_MS
+    assert spent <= tokens * PLAIN_MS + START_STEPS * PLAIN_MS + SHARE * spent + STEP_MS
+    assert 0 < sum(speculated) < 10
+
+
+def test_a_losing_session_tries_again_later() -> None:
+    _, _, speculated = run(guard(), 600, emitted=1)
+    first_stop = speculated.index(False)
+    assert any(speculated[first_stop:])
+
+
+def test_a_session_that_starts_to_win_comes_back_for_good() -> None:
+    policy = guard()
+    run(policy, 50, emitted=1)
+    assert not policy.speculating
+    _, _, speculated = run(policy, 400, emitted=4)
+    assert all(speculated[-100:])
+
+
+def test_one_slow_step_of_the_machine_does_not_stop_a_winning_session() -> None:
+    policy = guard()
+    run(policy, 20, emitted=3)
+    policy.observe(result(SPECULATIVE, 3, 5000.0))
+    assert policy.speculating
+
+
+def test_a_profile_slower_than_the_machine_does_not_hide_a_loss() -> None:
+    """The profile says 10 and 15 ms; the machine takes 5 and 7.5, so 1 token per step loses as before."""
+    spent, tokens, speculated = run(guard(), 200, emitted=1, plain_ms=5.0, step_ms=7.5)
+    assert sum(speculated) < 30
+    # what was lost before it was known
+    assert spent <= 1.03 * tokens * 5.0 + START_STEPS * PLAIN_MS + STEP_MS
+
+
+def test_a_draft_that_is_caught_up_before_a_probe_is_paid_for_and_not_given_up_halfway() -> None:
+    policy = guard()
+    run(policy, 50, emitted=1)
+    while not policy.speculating:
+        policy.observe(result(PLAIN, 1, PLAIN_MS))
+    for _ in range(4):
+        policy.observe(replace(result(PLAIN, 1, 3 * PLAIN_MS), caught_up=True))
+        assert policy.speculating
+    policy.observe(result(SPECULATIVE, 1, STEP_MS))
+    assert not policy.speculating
+    _, _, speculated = run(policy, 400, emitted=1)
+    assert not any(speculated)  # 80 ms lost at 0.0075 of the time take a thousand steps
+
+
+def test_the_verified_width_is_the_inner_policy_s() -> None:
+    policy = guard()
+    assert policy.verify_costs(SPECULATIVE, 9, 0, 0) == ([5], [1.0])
+    assert policy.knots is policy.inner.knots
+
+
+def test_on_a_busy_machine_where_every_step_is_slow_speculation_goes_on() -> None:
+    policy = guard()
+    _, _, speculated = run(policy, 300, emitted=3, plain_ms=4 * PLAIN_MS, step_ms=4 * STEP_MS)
+    assert speculated[:30].count(False) <= ANSWER_STEPS
+    assert speculated.count(False) <= ANSWER_STEPS * (1 + 300 // MEASURED_STEPS)
+
+
+def test_a_machine_that_becomes_busy_does_not_stop_a_winning_session() -> None:
+    policy = guard()
+    run(policy, 100, emitted=3)
+    _, _, speculated = run(policy, 200, emitted=3, plain_ms=5 * PLAIN_MS, step_ms=5 * STEP_MS)
+    assert speculated.count(False) <= ANSWER_STEPS * (1 + 200 // MEASURED_STEPS)
+
+
+def test_a_profile_that_is_wrong_about_speculative_steps_alone_hides_no_loss() -> None:
+    """Steps take four times what the profile has, plain ones do not: 20 ms a token instead of 10."""
+    spent, tokens, speculated = run(guard(), 400, emitted=3, step_ms=4 * STEP_MS)
+    assert sum(speculated) < 20
+    surplus = 2 * 4 * STEP_MS  # of the two steps before plain ones were asked
+    assert spent <= 1.03 * tokens * PLAIN_MS + START_STEPS * PLAIN_MS + surplus

@@ -1,0 +1,339 @@
+"""Latencies, calibrated acceptance, Eq. 3, and the shapes that follow from them, by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from yggdrasil.offline.latencies import curve_json
+from yggdrasil.policy.acceptance import Acceptance, AcceptanceTable, TreeRecord, fit_acceptance
+from yggdrasil.policy.latency import Curve, LatencyModel
+from yggdrasil.policy.objective import speedup
+from yggdrasil.policy.shape import Arms, BestShape, FixedShape, StoppingShape, best_shape
+from yggdrasil.policy.structures import SmallGain
+from yggdrasil.state import PLAIN, DecodeState, Shape
+from yggdrasil.step.prune import best_width, prune
+from yggdrasil.tree import TokenTree
+
+CURVE = Curve((100, 300), (2, 4, 8), ((10.0, 12.0, 20.0), (14.0, 20.0, 28.0)))
+LATENCY = LatencyModel(
+    draft=Curve((0,), (2, 4), ((1.0, 2.0),)),
+    verify=Curve((0,), (2, 4, 8), ((10.0, 10.0, 12.0),)),
+    growth_host_ms=0.5,
+    step_host_ms=1.0,
+    plain_host_ms=0.5,
+)
+WIDTHS = (1, 4)
+VERIFY_WIDTHS = (4, 8)
+
+
+def acceptance(chain: list[float], wide: list[float]) -> Acceptance:
+    """Equal AAL for every K above one: chain[d] at W = 1 and wide[d] at W = 4, depth d + 1."""
+    aal = {
+        width: tuple((1.0, *[row] * (width * (depth + 1))) for depth, row in enumerate(rows))
+        for width, rows in ((1, chain), (4, wide))
+    }
+    return Acceptance((-2.0, -1.0, 0.0), (0.1, 0.5, 0.9), aal)
+
+
+USELESS = acceptance([1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
+
+
+def test_curve_takes_the_smallest_measured_size_that_holds_the_tokens() -> None:
+    assert [CURVE.at(tokens, 100) for tokens in (1, 2, 3, 4, 5, 8)] == [10.0, 10.0, 12.0, 12.0, 20.0, 20.0]
+
+
+def test_curve_is_linear_between_contexts_and_clamped_outside() -> None:
+    assert [CURVE.at(4, context) for context in (0, 100, 150, 200, 300, 9000)] == [
+        12.0,
+        12.0,
+        14.0,
+        16.0,
+        20.0,
+        20.0,
+    ]
+    assert CURVE.at(64, 100) == 20.0
+
+
+def test_curve_and_latency_survive_json() -> None:
+    payload = json.loads(json.dumps(curve_json(CURVE)))
+    assert Curve.from_json(payload) == CURVE
+    model = {
+        "draft": payload,
+        "verify": payload,
+        "growth_host_ms": 0.5,
+        "step_host_ms": 1.0,
+        "plain_host_ms": 0.25,
+        "threads": 2,
+    }
+    assert LatencyModel.from_json(model) == LatencyModel(CURVE, CURVE, 0.5, 1.0, 0.25, 2)
+
+
+def test_step_milliseconds_by_hand() -> None:
+    assert LATENCY.plain_ms(7) == 10.5
+    # head draft 1, two growth forwards of 2, three growth steps on the host 1.5, verification of 8 nodes
+    # 12, host 1
+    assert LATENCY.step_ms(4, 3, 8, 7) == 1.0 + 2 * 2.0 + 3 * 0.5 + 12.0 + 1.0
+    assert LATENCY.step_ms(4, 0, 8, 7) == 10.5
+
+
+def test_speedup_of_plain_decoding_is_exactly_one() -> None:
+    for context_len in (0, 77, 10_000):
+        assert speedup(1.0, width=1, depth=0, verify=1, context_len=context_len, latency=LATENCY) == 1.0
+
+
+def test_speedup_is_equation_three() -> None:
+    assert speedup(3.0, width=4, depth=3, verify=8, context_len=7, latency=LATENCY) == pytest.approx(
+        3.0 * 10.5 / 19.5
+    )
+
+
+def choose(calibrated: Acceptance) -> tuple[Shape, float]:
+    return best_shape(calibrated, LATENCY, widths=WIDTHS, verify_widths=VERIFY_WIDTHS, context_len=7)
+
+
+def test_best_shape_is_plain_when_the_draft_is_useless() -> None:
+    assert choose(USELESS) == (PLAIN, 1.0)
+
+
+def test_best_shape_is_a_chain_when_width_does_not_pay() -> None:
+    shape, gain = choose(acceptance([1.7, 2.3, 2.8], [1.7, 2.3, 2.8]))
+    assert (shape.width, shape.depth) == (1, 3)
+    # W = 1, D = 3, K = 4: head 1, two growth forwards of 1 (the two-token graph), host 1.5, verification
+    # 10, host 1
+    assert gain == pytest.approx(2.8 * 10.5 / 15.5)
+
+
+def test_best_shape_is_a_tree_when_width_pays() -> None:
+    shape, gain = choose(acceptance([1.2, 1.3, 1.3], [1.5, 3.5, 3.6]))
+    assert (shape.width, shape.depth, shape.verify) == (4, 2, None)
+    assert gain == pytest.approx(3.5 * 10.5 / (1.0 + 2.0 + 1.0 + 10.0 + 1.0))
+
+
+def test_best_shape_policy_asks_for_the_current_context_once() -> None:
+    policy = BestShape(
+        shape=PLAIN,
+        acceptance=acceptance([1.7, 2.3, 2.8], [1.7, 2.3, 2.8]),
+        latency=LATENCY,
+        verify_widths=VERIFY_WIDTHS,
+        widths=WIDTHS,
+    )
+    short = DecodeState([1] * 10)
+    longer = DecodeState([1] * 100)
+    assert policy.choose(short) == policy.choose(longer) == Shape(1, 3)
+    policy.latency = LatencyModel(LATENCY.draft, LATENCY.verify, 1e6, 1e6, 0.5)
+    assert policy.choose(short) == Shape(1, 3)  # remembered for this stretch of the context
+    assert policy.choose(DecodeState([1] * 200)) == PLAIN
+
+
+def test_the_pooled_table_by_hand() -> None:
+    """Four chains of two tokens; of the likeliest drafts the first two come true, then the third of the
+    first chain's does not.
+    """
+    chains = [
+        TreeRecord(1, (0.0, -0.1, -0.2), (True, True, True)),
+        TreeRecord(1, (0.0, -0.3, -0.9), (True, True, False)),
+        TreeRecord(1, (0.0, -0.4, -0.8), (True, False, False)),
+        TreeRecord(1, (0.0, -1.0, -2.0), (True, True, False)),
+    ]
+    calibrated = fit_acceptance(chains)
+    # by log-probability: yes, yes, no, yes
+    assert calibrated.pooled[0] == pytest.approx((0.0, 0.25, 0.5, 0.5, 0.75))
+    assert calibrated.pooled[1] == pytest.approx((0.0, 0.25, 0.5, 0.75, 0.75, 0.75, 0.75, 1.0, 1.0))
+    assert calibrated.pooled_accepted(2, 0.375) == pytest.approx(0.375)
+    assert [calibrated.pooled_accepted(2, drafts) for drafts in (0, 2)] == [0.0, 1.0]
+    assert Acceptance.from_json(json.loads(json.dumps(calibrated.to_json()))) == calibrated
+
+
+def test_growth_stops_where_a_step_is_worth_less_than_its_time() -> None:
+    menu = {
+        "acceptance": acceptance([1.2, 1.3, 1.3], [1.5, 3.5, 3.6]),
+        "latency": LATENCY,
+        "verify_widths": VERIFY_WIDTHS,
+        "widths": WIDTHS,
+    }
+    shape = StoppingShape(shape=PLAIN, **menu).choose(DecodeState([1] * 10))
+    # best is W = 4, D = 2, K = 4: 3.5 tokens in 15 ms; a growth step takes 2 ms in the graph and 0.5 on the
+    # host
+    assert (shape.width, shape.depth, shape.verify) == (4, 3, None)
+    assert isinstance(shape.stop, SmallGain)
+    assert (shape.stop.width, shape.stop.min_gain) == (4, pytest.approx(3.5 / 15.0 * 2.5))
+    # four nodes are verified in the time of one, the next four take half a millisecond each, more have no
+    # graph
+    assert shape.stop.prices == pytest.approx((0.0,) * 4 + (3.5 / 15.0 * 0.5,) * 4)
+
+
+def test_what_a_token_more_takes_never_falls() -> None:
+    """A graph of 4 tokens is not worth its 2 ms where one of 8 takes 4, nor that where one of 16 takes 5."""
+    steps = Curve((0,), (2, 4, 8, 16, 128), ((10.0, 12.0, 14.0, 15.0, 90.0),))
+    assert steps.marginal_ms(8, 0) == pytest.approx([0.0, 0.0, *[4.0 / 6] * 6])
+    assert steps.marginal_ms(16, 0) == pytest.approx([0.0, 0.0, *[5.0 / 14] * 14])
+
+
+def test_nothing_grows_where_plain_decoding_is_best() -> None:
+    policy = StoppingShape(
+        shape=PLAIN, acceptance=USELESS, latency=LATENCY, verify_widths=VERIFY_WIDTHS, widths=WIDTHS
+    )
+    assert policy.choose(DecodeState([1] * 10)) == PLAIN
+
+
+def test_every_arm_costs_what_its_step_does() -> None:
+    calibrated = acceptance([1.7, 2.3, 2.8], [1.5, 3.5, 3.6])
+    arms = Arms.of(calibrated, LATENCY, widths=WIDTHS, verify_widths=VERIFY_WIDTHS, context_len=7)
+    longer = LatencyModel(CURVE, CURVE, 0.5, 1.0, 0.5)
+    for priced, latency, context_len in ((arms, LATENCY, 7), (arms.at(longer, 250), longer, 250)):
+        rows = zip(
+            priced.shapes,
+            priced.verify_M.tolist(),
+            priced.gain_M.tolist(),
+            priced.cost_M.tolist(),
+            strict=True,
+        )
+        for shape, verify, gain, cost_ms in rows:
+            assert cost_ms == pytest.approx(latency.step_ms(shape.width, shape.depth, verify, context_len))
+            assert gain == (
+                calibrated.expected_emitted(shape.width, shape.depth, verify) - 1.0 if shape.depth else 0.0
+            )
+    assert len(arms.shapes) == 1 + 2 * 3 * 2
+
+
+def test_verify_width_by_hand() -> None:
+    policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
+    shape = Shape(4, 2)
+    # four nodes are nearly as good as eight, which cost 2 ms more
+    flat = [1.0, 1.5, 1.8, 2.0, 2.01, 2.02, 2.03, 2.04, 2.05]
+    assert verify_width(policy, flat, shape) == 4
+    steep = [1.0, 1.9, 2.6, 3.2, 3.7, 4.1, 4.5, 4.8, 5.0]
+    assert verify_width(policy, steep, shape) == 8  # nine nodes fit no graph
+
+
+def test_a_wider_verification_has_to_bring_its_time_in_proportion() -> None:
+    policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
+    shape = Shape(4, 2)
+    costs = {width: LATENCY.step_ms(4, 2, width, 7) for width in (4, 8)}
+    worth = 3.0 * (costs[8] / costs[4] - 1.0)
+    for extra, chosen in ((0.9 * worth, 4), (1.1 * worth, 8)):
+        assert (
+            verify_width(policy, [1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0 + extra, 3.0 + extra], shape)
+            == chosen
+        )
+
+
+def test_verify_width_of_a_small_tree_is_the_whole_tree() -> None:
+    policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
+    assert verify_width(policy, [1.0, 1.5, 1.8], Shape(1, 2)) == 3
+    assert verify_width(policy, [1.0, 1.9, 2.7, 3.4, 4.0, 4.5], Shape(1, 5)) == 6
+
+
+def test_verify_width_obeys_the_shape_where_it_says() -> None:
+    policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
+    assert verify_width(policy, [1.0, 1.9, 2.7, 3.4], Shape(1, 3, 2)) == 2
+    assert verify_width(policy, [1.0, 1.9, 2.7, 3.4], Shape(1, 3, 64)) == 4
+
+
+def verify_width(policy: FixedShape, expected: list[float], shape: Shape) -> int:
+    return best_width(expected, *policy.verify_costs(shape, len(expected), 7, 0))
+
+
+def test_the_tokens_that_lag_leave_a_tree_what_is_left_of_a_graph() -> None:
+    latency = LatencyModel(
+        draft=LATENCY.draft,
+        verify=Curve((0,), (2, 4, 8, 32), ((10.0, 10.0, 12.0, 40.0),)),
+        growth_host_ms=0.0,
+        step_host_ms=0.0,
+        plain_host_ms=0.0,
+    )
+    policy = FixedShape(PLAIN, USELESS, latency, (2, 4, 8))
+    before_ms = latency.before_verify_ms(1, 4, 7)
+    assert policy.verify_costs(Shape(1, 4), 5, 7, 3) == ([1, 5], [before_ms + 10.0, before_ms + 12.0])
+    assert policy.verify_costs(Shape(1, 4), 5, 7, 6) == ([2, 5], [before_ms + 12.0, before_ms + 40.0])
+    # the prompt's graph, but no more nodes than are ever verified
+    assert policy.verify_costs(Shape(4, 4), 17, 7, 20) == ([8], [before_ms + 3.0 + 40.0])
+
+
+def tree_for_pruning() -> TokenTree:
+    import torch
+
+    tree = TokenTree.root(0, 9)
+    tree.grow(torch.tensor([0, 0, 0, 0]), torch.arange(1, 5), torch.tensor([-0.0, -1.0, -2.0, -9.0]))
+    tree.grow(torch.tensor([1, 1, 2, 3]), torch.arange(5, 9), torch.tensor([-0.5, -2.0, -2.0, -2.5]))
+    return tree
+
+
+@pytest.mark.usefixtures("kernels")
+def test_prune_keeps_the_best_nodes_and_says_what_it_expects() -> None:
+    policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
+    pruned = prune(tree_for_pruning(), Shape(4, 2, 4), policy, 7, lag=0)
+    assert pruned.drafted_node == [0, 1, 2, 5]  # values 1, 0.9, 0.5 and 0.7
+    assert pruned.tree.token_N.tolist() == [0, 1, 2, 5]
+    assert pruned.tree.parent_N.tolist() == [-1, 0, 0, 1]
+    assert pruned.expected_emitted == pytest.approx(1 + 0.9 + 0.7 + 0.5)
+    pruned.tree.check()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_prune_agrees_with_the_reference_for_every_k() -> None:
+    import torch
+
+    policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
+    tree = tree_for_pruning()
+    values = torch.tensor([1.0, *policy.acceptance.values(tree.log_prob_N.tolist())[1:]])
+    for k in range(1, 10):
+        pruned = prune(tree, Shape(4, 2, k), policy, 7, lag=0)
+        assert pruned.drafted_node == tree.prune(k, values=values)[1].tolist()
+        pruned.tree.check()
+
+
+def test_prune_leaves_a_root_alone() -> None:
+    pruned = prune(
+        TokenTree.root(0, 1), PLAIN, FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS), 7, lag=0
+    )
+    assert (pruned.drafted_node, pruned.expected_emitted, len(pruned.tree)) == ([0], 1.0, 1)
+
+
+RECORDS = [  # W = 2, D = 2: node 3 hangs under 1
+    TreeRecord(2, (0.0, -1.0, -2.0, -1.5, -3.0), (True, True, False, True, False)),
+    TreeRecord(2, (0.0, -1.0, -2.0, -1.5, -3.0), (True, False, False, False, False)),
+]
+
+
+def test_fit_makes_the_aal_table_by_hand() -> None:
+    fitted = fit_acceptance(RECORDS)
+    assert fitted.aal == {2: ((1.0, 1.5, 1.5), (1.0, 1.5, 2.0, 2.0, 2.0))}
+    assert fitted.max_depth == 2
+    assert [fitted.expected_emitted(2, 2, verify) for verify in (1, 2, 3, 64)] == [1.0, 1.5, 2.0, 2.0]
+
+
+def test_fit_calibrates_to_the_measured_shares_by_hand() -> None:
+    values = fit_acceptance(RECORDS).values([-9.0, -3.0, -2.0, -1.75, -1.5, -1.0, 0.0])
+    assert values == pytest.approx([0.0, 0.0, 0.0, 0.25, 0.5, 0.5, 0.5])
+
+
+def test_fitted_values_never_fall_as_the_draft_grows_surer() -> None:
+    unruly = [
+        TreeRecord(1, (0.0, -0.1 * i, -0.1 * i - 1), (True, i % 3 == 0, i % 6 == 0)) for i in range(1, 40)
+    ]
+    values = fit_acceptance(unruly).values([-6 + 0.05 * i for i in range(121)])
+    assert values.tolist() == sorted(values)
+    assert 0.0 <= values[0] <= values[-1] <= 1.0
+
+
+def test_acceptance_survives_json_and_the_nearest_temperature_is_taken() -> None:
+    fitted = fit_acceptance(RECORDS)
+    payload = json.loads(
+        json.dumps({"by_temperature": {"0.0": fitted.to_json(), "1.0": USELESS.to_json()}})
+    )
+    table = AcceptanceTable.from_json(payload)
+    assert table.by_temperature == {0.0: fitted, 1.0: USELESS}
+    assert table.nearest(0.3) == fitted
+    assert table.nearest(7.0) == USELESS
+
+
+def test_shape_prints_what_it_is() -> None:
+    assert [str(shape) for shape in (PLAIN, Shape(4, 3), Shape(1, 5, 6))] == [
+        "plain",
+        "W=4 D=3 K=auto",
+        "W=1 D=5 K=6",
+    ]
+    assert [shape.num_nodes for shape in (PLAIN, Shape(4, 3), Shape(1, 5, 6))] == [1, 13, 6]

@@ -1,0 +1,174 @@
+"""Files are written whole, by umask; what a dead process left is swept; a closed store is one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from yggdrasil.errors import ConfigError, StoreError
+from yggdrasil.store import artifacts
+from yggdrasil.store.storage import (
+    make_folder,
+    put,
+    scratch_for_graphs,
+    store_errors,
+    sweep,
+    temporary_folder,
+)
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    """Puts it back."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize(
+    ("mask", "folder_mode", "file_mode"),
+    [(0o022, 0o755, 0o644), (0o000, 0o755, 0o644), (0o077, 0o700, 0o600), (0o027, 0o750, 0o640)],
+)
+def test_all_that_is_written_follows_umask_and_others_never_write_it(
+    tmp_path: Path, umask: None, mask: int, folder_mode: int, file_mode: int
+) -> None:
+    os.umask(mask)
+    artifacts.save_json(tmp_path / "a" / "b" / "c.json", {})
+    with artifacts.atomic_directory(tmp_path / "a" / "whole") as folder:
+        (folder / "deep").mkdir(mode=0o777)
+        (folder / "deep" / "library.so").touch(mode=0o777)
+        os.close(os.open(folder / "private", os.O_CREAT, 0o600))
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "a").rglob("*") if path.is_file()}
+    assert modes == {file_mode}
+    assert {
+        path.stat().st_mode & 0o777
+        for path in (tmp_path / "a", *(tmp_path / "a").rglob("*"))
+        if path.is_dir()
+    } == {folder_mode}
+
+
+def test_a_file_takes_the_place_of_a_folder_and_a_folder_that_of_a_file(tmp_path: Path) -> None:
+    for name, make in (("file", Path.touch), ("folder", Path.mkdir)):
+        make(tmp_path / name)
+    make_folder(tmp_path / "taken" / "deep")
+    put(tmp_path / "file", tmp_path / "taken")
+    assert (tmp_path / "taken").is_file()
+    put(tmp_path / "folder", tmp_path / "taken")
+    assert (tmp_path / "taken").is_dir()
+
+
+def test_temporaries_of_dead_processes_are_swept_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    for name in (".graph.pt2.abandon8", ".nfs00000001", "graph.pt2"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".bundle.json.abandon8").touch()
+    with temporary_folder(tmp_path, "mine") as mine:
+        sweep([tmp_path, tmp_path / "nowhere"])
+        assert len(list(tmp_path.iterdir())) == 5  # too young, all of them
+        sweep([tmp_path], older_than_s=0)
+        assert {path.name for path in tmp_path.iterdir()} == {mine.name, ".nfs00000001", "graph.pt2"}
+    assert not mine.exists()
+
+
+def test_what_a_killed_process_unpacked_is_swept_by_the_next(tmp_path: Path) -> None:
+    script = "import os, signal; from yggdrasil import storage as s; s.YOUNG_S = 0; c = s.scratch_for_graphs(); c.__enter__()\n"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+
+    def run(end: str) -> None:
+        subprocess.run([sys.executable, "-c", script + end], env=environment, check=False)
+
+    run("open(os.environ['TMPDIR'] + '/graph.so', 'w'); os.kill(os.getpid(), signal.SIGKILL)")
+    [left] = tmp_path.iterdir()
+    assert (left / "graph.so").exists()
+    run("import subprocess")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_graphs_are_unpacked_in_a_folder_of_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    with scratch_for_graphs():
+        folder = Path(os.environ["TMPDIR"])
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert folder.parent == Path(tempfile.gettempdir())
+    assert "TMPDIR" not in os.environ
+    monkeypatch.setenv("TMPDIR", "/elsewhere")
+    with scratch_for_graphs():
+        assert os.environ["TMPDIR"] == str(folder)
+    assert os.environ["TMPDIR"] == "/elsewhere"
+
+
+def full(path: Path) -> Exception:
+    return OSError(errno.ENOSPC, "No space left on device", str(path / "x"))
+
+
+def read_only(path: Path) -> Exception:
+    return OSError(errno.EROFS, "Read-only file system", str(path))
+
+
+def closed_above(path: Path) -> Exception:
+    return PermissionError(errno.EACCES, "Permission denied", str(path.parent))
+
+
+def compiler(path: Path) -> Exception:
+    return RuntimeError(
+        "C++ compile error\nfatal error: error writing to /tmp/x.s: No space left on device"
+    )
+
+
+def unpacking(path: Path) -> Exception:
+    return RuntimeError(
+        "Failed to extract zip file a.so to destination file b.so, mz_zip error string: write callback failed"
+    )
+
+
+def in_a_worker(path: Path) -> Exception:
+    return RuntimeError(
+        f"the graph could not be built:\nPermissionError: [Errno 13] Permission denied: '{path}/x'"
+    )
+
+
+def wrapped(path: Path) -> Exception:
+    error = ValueError("a library gave up")
+    error.__cause__ = full(path)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (full, "no space left on device.; make room in "),
+        (read_only, "read-only file system.; set YGG_HOME to a folder that you can write"),
+        (closed_above, "permission denied.; set YGG_HOME"),
+        (compiler, "no space left on device.; make room in "),
+        (unpacking, "no space left on device.; make room in "),
+        (in_a_worker, "permission denied.; set YGG_HOME"),
+        (wrapped, "no space left on device.; make room in "),
+        (lambda path: FileExistsError(errno.EEXIST, "File exists", str(path)), "file exists.; move away"),
+    ],
+)
+def test_a_store_that_cannot_be_written_is_one_line_with_a_remedy(
+    tmp_path: Path, make: object, problem: str
+) -> None:
+    with pytest.raises(StoreError, match=f"cannot be written .{problem}"), store_errors(tmp_path / "store"):
+        raise make(tmp_path / "store")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "error",
+    (
+        RuntimeError("a bug of ours"),
+        RuntimeError("g++: Permission denied"),
+        PermissionError(errno.EACCES, "Permission denied", "/models/theirs"),
+        ConfigError("a", 1, "2"),
+    ),
+)
+def test_other_errors_stay_what_they_are(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, store_errors(tmp_path / "store"):
+        raise error
+    assert raised.value is error

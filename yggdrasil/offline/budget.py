@@ -1,0 +1,198 @@
+"""How much calibration fits a budget of seconds: how many texts, and at how many of their positions trees
+stand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from yggdrasil.config import SamplingConfig
+from yggdrasil.models.packing import Chunk, pack_chains_
+from yggdrasil.models.protocol import TokenGraphs
+from yggdrasil.step.sampling import next_token
+
+__all__ = [
+    "EVERY",
+    "FEWEST_ROOTS",
+    "FEWEST_TEXTS",
+    "STEP",
+    "CalibrationSize",
+    "PassClock",
+    "largest_within",
+    "seconds_of",
+    "seconds_of_sampling",
+]
+
+# trees stand at every so many positions: neighbours see nearly the same text and would say nearly the same
+STEP = 2
+EVERY = 4  # and at every so many of those they are of all widths, at the others of the reference width
+FEWEST_TEXTS = 16  # fewer say little, whatever they cost
+FEWEST_ROOTS = 2  # of a text
+TIMED_PASSES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationSize:
+    """What is written and drafted at one temperature.
+
+    Args:
+        num_texts: Texts.
+        num_tokens: Positions of each.
+        stride: A tree stands at every so many of them.
+        max_depth: Depth of every tree; texts are longer by so much, to judge the last one.
+        widths: Widths of the trees.
+        reference_width: Width of those at every root; the others stand at one root of `EVERY`.
+    """
+
+    num_texts: int
+    num_tokens: int
+    stride: int = STEP
+    max_depth: int
+    widths: tuple[int, ...]
+    reference_width: int
+
+    @property
+    def num_written(self) -> int:
+        """Tokens of a text after its prompt."""
+        return self.num_tokens + self.max_depth
+
+    def root_ends(self, text: int, prompt_len: int) -> range:
+        """Lengths of the beginnings of a text after which trees stand; texts begin at different ones where
+        not all positions have a tree.
+        """
+        return range(prompt_len + STEP * text % self.stride, prompt_len + self.num_tokens, self.stride)
+
+    @property
+    def num_roots(self) -> int:
+        """Trees of the reference width."""
+        return sum(len(self.root_ends(text, 0)) for text in range(self.num_texts))
+
+    @property
+    def num_tree_tokens(self) -> int:
+        """Nodes of all trees that the draft runs: leaves are not run, and roots run with the text."""
+        others = sum(self.widths) - self.reference_width
+        return (self.num_roots * self.reference_width + -(-self.num_roots // EVERY) * others) * (
+            self.max_depth - 1
+        )
+
+    def smaller(self) -> Iterator[CalibrationSize]:
+        """This one, then fewer and fewer trees of each text, then fewer texts."""
+        strides = range(self.stride, max(self.stride, self.num_tokens // FEWEST_ROOTS) + 1)
+        for stride in strides:
+            yield self._with(self.num_texts, stride)
+        for num_texts in range(self.num_texts - 1, FEWEST_TEXTS - 1, -1):
+            yield self._with(num_texts, strides[-1])
+
+    def _with(self, num_texts: int, stride: int) -> CalibrationSize:
+        return CalibrationSize(
+            num_texts=num_texts,
+            num_tokens=self.num_tokens,
+            stride=stride,
+            max_depth=self.max_depth,
+            widths=self.widths,
+            reference_width=self.reference_width,
+        )
+
+
+class PassClock:
+    """Seconds of a model's forwards by their number of tokens; each graph is timed when it is first asked
+    for.
+
+    Args:
+        model: Over pages of `num_rows` rows, whose first index each is written to.
+        num_rows: Rows of its page table.
+        now: The clock.
+
+    Attributes:
+        num_columns: Of the first output: of a target V.
+    """
+
+    def __init__(
+        self, model: TokenGraphs, num_rows: int, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._model = model
+        self._num_rows = num_rows
+        self._now = now
+        self._seconds: dict[int, float] = {}
+        self.num_columns = 0
+
+    def __call__(self, num_tokens: int) -> float:
+        """Of so many tokens, in as few forwards as hold them."""
+        full, rest = divmod(num_tokens, self._model.prefill_chunk)
+        return full * self._pass(self._model.prefill_chunk) + (self._pass(rest) if rest else 0.0)
+
+    def _pass(self, num_tokens: int) -> float:
+        size = len(self._model.meta(num_tokens))
+        if size not in self._seconds:
+            self._once(size)  # reads the weights from the disk
+            self._seconds[size] = min(self._once(size) for _ in range(TIMED_PASSES))
+        return self._seconds[size]
+
+    def _once(self, size: int) -> float:
+        meta_NM = self._model.meta(size)
+        pack_chains_(meta_NM, [Chunk(row, [0], 0) for row in range(min(size, self._num_rows))])
+        start = self._now()
+        first_NX, second_NX = self._model.forward(meta_NM)
+        second_NX[0].tolist()  # sync: a pass is over when its result is there
+        self.num_columns = first_NX.shape[1]
+        return self._now() - start
+
+
+def seconds_of_sampling(vocab: int, now: Callable[[], float] = time.perf_counter) -> float:
+    """What it takes to sample one token of so many: noise is drawn for each of them."""
+    logits_1V = torch.zeros(1, vocab)
+    sampling = SamplingConfig(temperature=1.0)
+    times = []
+    for position in range(1 + TIMED_PASSES):
+        start = now()
+        next_token(logits_1V, position, sampling)
+        times.append(now() - start)
+    return min(times)
+
+
+def seconds_of(
+    size: CalibrationSize,
+    prompt_lens: Sequence[int],
+    temperatures: Sequence[float],
+    target: PassClock,
+    draft: PassClock,
+    *,
+    target_rows: int,
+    sampling_s: float,
+) -> float:
+    """What collecting traces will take.
+
+    Args:
+        size: How much.
+        prompt_lens: Of at least as many prompts as there are texts.
+        temperatures: Of the texts.
+        target: Its forwards.
+        draft: Its forwards.
+        target_rows: Texts that are written together.
+        sampling_s: Seconds to sample one token.
+    """
+    prompts = sum(prompt_lens[: size.num_texts])
+    whole, rest = divmod(size.num_texts * len(temperatures), target_rows)
+    num_sampled = size.num_texts * sum(temperature > 0 for temperature in temperatures)
+    step = whole * target(target_rows) + (target(rest) if rest else 0.0) + num_sampled * sampling_s
+    writing = target(prompts * len(temperatures)) + size.num_written * step
+    texts = draft(prompts + size.num_texts * size.num_written)
+    together = size.num_texts * size.reference_width  # nodes that wait for a forward
+    trees = size.num_tree_tokens / together * draft(together) if size.num_tree_tokens else 0.0
+    return writing + len(temperatures) * (texts + trees)
+
+
+def largest_within(
+    whole: CalibrationSize, seconds: Callable[[CalibrationSize], float], budget_s: float
+) -> CalibrationSize:
+    """The largest calibration that takes no longer than the budget; the smallest useful one where none
+    does.
+    """
+    for size in whole.smaller():
+        if seconds(size) <= budget_s:
+            break
+    return size

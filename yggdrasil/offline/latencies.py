@@ -1,0 +1,251 @@
+"""Measure this machine and this pair: latencies of every graph, the host's share of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from copy import copy
+from itertools import product
+from statistics import median
+from typing import Any
+
+import torch
+
+from yggdrasil.compiler.model import CompiledModel
+from yggdrasil.config import GenerateConfig
+from yggdrasil.engine import Engine
+from yggdrasil.models.packing import pack_chain_
+from yggdrasil.models.protocol import TokenGraphs
+from yggdrasil.policy.gamma.switching import SwitchTable
+from yggdrasil.policy.latency import Curve
+from yggdrasil.policy.shape import ContextShape, FixedShape
+from yggdrasil.policy.uncalibrated import plain_policy
+from yggdrasil.report.timeline import RecordedModel
+from yggdrasil.state import DecodeState, Row, Shape
+from yggdrasil.step.draft import prefill
+from yggdrasil.step.rows import Chain, catch_up_rows_, verify_rows
+
+__all__ = [
+    "HOST_RUNS",
+    "ROUNDS",
+    "curve_json",
+    "decision_milliseconds",
+    "host_milliseconds",
+    "latency_curve",
+    "switch_grid",
+    "switching_costs",
+]
+
+ROUNDS = 9
+LEAST_ROUNDS = 2
+CURVE_SECONDS = 10.0  # of a large model's curve: no round is begun later
+HOST_RUNS = 4
+RUN_SECONDS = 2.0  # of a text that is decoded to be measured: no step is begun later
+SWITCH_ROUNDS = 3
+SWITCH_SECONDS = 0.5  # of a lag and batch size: no round is begun later
+SWITCH_CHUNKS = 4  # of a lag and batch size that is measured: more of them take time in proportion
+LAGS = (2, 16, 64, 256)
+
+
+def latency_curve(
+    model: CompiledModel[Any], contexts: Sequence[int], tick: Callable[[], None] = lambda: None
+) -> Curve:
+    """Milliseconds of every graph of the menu at every context length; all of them take turns, so drift
+    hits all alike.
+
+    Others on the machine only ever make a graph slower, so the lower quartile of the rounds counts; and
+    what is left of them must not make a wider graph look quicker than a narrower one (isotonic regression),
+    or decisions would hop between the two. The KV that is attended to is whatever the cache holds: latency
+    does not depend on its values.
+
+    Args:
+        model: Its cache is left empty.
+        contexts: Context lengths.
+        tick: Called after every forward, at most `ROUNDS` times for each graph and context.
+
+    Cost: `ROUNDS` rounds; of a model that is slow as few as `LEAST_ROUNDS`.
+    """
+    begin = time.perf_counter()
+    samples: dict[tuple[int, int], list[float]] = {
+        place: [] for place in product(contexts, model.menu.sizes)
+    }
+    for done in range(ROUNDS):
+        if done >= LEAST_ROUNDS and time.perf_counter() - begin > CURVE_SECONDS:
+            break
+        for (context, size), found in samples.items():
+            meta_NM = model.meta(size)
+            pack_chain_(meta_NM, [0] * size, max(0, min(context, model.cache.shape.capacity - size)))
+            _wait(model.device)
+            start = time.perf_counter()
+            model.forward(meta_NM)
+            _wait(model.device)
+            found.append((time.perf_counter() - start) * 1e3)
+            tick()
+    quartiles = {place: sorted(found)[len(found) // 4] for place, found in samples.items()}
+    rows = [_rising([quartiles[context, size] for size in model.menu.sizes]) for context in contexts]
+    return Curve(tuple(contexts), model.menu.sizes, tuple(rows))
+
+
+def _rising(ms: Sequence[float]) -> tuple[float, ...]:
+    """The nearest latencies that never fall."""
+    from sklearn.isotonic import IsotonicRegression
+
+    return tuple(IsotonicRegression().fit_transform(range(len(ms)), ms).tolist())
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()  # sync: a latency is the time until the result is there
+
+
+def host_milliseconds(
+    engine: Engine,
+    prompt: Sequence[int],
+    policy: FixedShape,
+    *,
+    num_tokens: int = 48,
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """What a step costs outside the graphs: per growth step, per speculative step, per plain step.
+
+    Args:
+        engine: Both models compiled.
+        prompt: Any.
+        policy: A speculative shape; plain decoding runs in turn with it.
+        num_tokens: Tokens of each run, fewer of a model that is slow.
+        tick: Called after every run, `HOST_RUNS` times.
+    """
+    # On CUDA a forward only launches: to tell the host's share, whoever runs it here waits for its result.
+    engine = Engine(
+        *(RecordedModel(model, "", []) for model in (engine.target, engine.draft)),
+        max_context=engine.max_context,
+    )
+    samples: dict[str, list[float]] = {"growth_host_ms": [], "step_host_ms": [], "plain_host_ms": []}
+    for chosen in (policy, plain_policy()) * (HOST_RUNS // 2):
+        state = DecodeState(list(prompt))
+        for model in (engine.target, engine.draft):
+            model.cache.rollback_(0)
+            prefill(model, state.tokens[:-1])
+        begin = time.perf_counter()
+        while len(state.emitted) < num_tokens and time.perf_counter() - begin < RUN_SECONDS:
+            before = _clock(engine)
+            result = engine.fast_step(state, chosen)
+            after = _clock(engine)
+            wall, drafting, in_draft, in_target = (b - a for a, b in zip(before, after, strict=True))
+            if result.shape.depth == 0:
+                samples["plain_host_ms"].append(wall - in_target)
+            else:
+                samples["growth_host_ms"].append((drafting - in_draft) / result.shape.depth)
+                samples["step_host_ms"].append(wall - drafting - in_target)
+        tick()
+    return {name: median(values) for name, values in samples.items()}
+
+
+def decision_milliseconds(
+    engine: Engine, prompt: Sequence[int], policy: ContextShape, *, num_tokens: int = 64
+) -> float:
+    """What choosing a shape by context costs a step, in its place, with the caches full of weights.
+
+    The choice alone: what surrounds it in a step is in every policy's host time. The median, for others on
+    the machine only ever add to it.
+    """
+    samples: list[float] = []
+    timed = copy(policy)
+
+    def choose(state: DecodeState) -> Shape:
+        start = time.perf_counter()
+        shape = policy.choose(state)
+        samples.append((time.perf_counter() - start) * 1e3)
+        return shape
+
+    timed.choose = choose  # type: ignore[method-assign]
+    config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True)
+    _run(engine, prompt, policy, config)  # builds the arms, once for a process
+    _run(engine, prompt, timed, config)
+    return median(samples)
+
+
+def _run(engine: Engine, prompt: Sequence[int], policy: ContextShape, config: GenerateConfig) -> None:
+    """Decode to the end, or until `RUN_SECONDS` are over."""
+    begin = time.perf_counter()
+    for _ in engine.generate(prompt, policy, config):
+        if time.perf_counter() - begin > RUN_SECONDS:
+            return
+
+
+def _clock(engine: Engine) -> tuple[float, float, float, float]:
+    now = time.perf_counter() * 1e3
+    return now, engine.trace.total_ms["draft"], engine.draft.graph_ms, engine.target.graph_ms
+
+
+def switch_grid(max_lag: int, num_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The lags and batch sizes of `switching_costs`."""
+    return (*(lag for lag in LAGS if lag < max_lag), max_lag), tuple(
+        2**power for power in range(num_rows.bit_length())
+    )
+
+
+def switching_costs(
+    draft: TokenGraphs,
+    target: TokenGraphs,
+    max_lag: int,
+    num_rows: int,
+    tick: Callable[[], None] = lambda: None,
+) -> SwitchTable:
+    """c_prefill over a grid of lags and geometric batch sizes: what a step with the draft's catching up
+    takes longer than the same step without.
+
+    The difference T_SD - T_base is taken inside one step: a forward of the target, which leaves the
+    processor's caches full of its weights, then the catching up, which is timed. Subtracting two whole
+    steps would drown it in their noise.
+
+    Args:
+        draft: Over a page table of `num_rows` rows; they may share pages, for latency does not depend on
+            values.
+        target: Over the same.
+        max_lag: Longest lag that the pages hold.
+        num_rows: Greatest batch size.
+        tick: Called after every lag and batch size.
+
+    Cost: of every lag the batch sizes up to `SWITCH_CHUNKS` full graphs of the draft; what takes more of
+    them is in proportion to these.
+    Source: Nightjar section 4.2, "Prefill Cost Modeling".
+    """
+    lags, batch_sizes = switch_grid(max_lag, num_rows)
+    rows = []
+    for lag in lags:
+        measured: dict[int, float] = {}
+        for batch_size in batch_sizes:
+            if not measured or lag * batch_size <= SWITCH_CHUNKS * draft.prefill_chunk:
+                measured[batch_size] = _catch_up_ms(draft, target, lag, batch_size) / 1e3
+            tick()
+        most = max(measured)
+        rows.append(
+            tuple(
+                measured.get(batch_size, measured[most] * batch_size / most) for batch_size in batch_sizes
+            )
+        )
+    return SwitchTable(lags, batch_sizes, tuple(rows))
+
+
+def _catch_up_ms(draft: TokenGraphs, target: TokenGraphs, lag: int, batch_size: int) -> float:
+    samples: list[float] = []
+    begin = time.perf_counter()
+    while len(samples) < SWITCH_ROUNDS and (not samples or time.perf_counter() - begin < SWITCH_SECONDS):
+        rows = [Row(place, DecodeState([0] * (lag + 1)), target_len=lag) for place in range(batch_size)]
+        verify_rows(target, rows, [Chain()] * batch_size, ())
+        _wait(target.device)
+        start = time.perf_counter()
+        catch_up_rows_(draft, rows)
+        _wait(draft.device)
+        samples.append((time.perf_counter() - start) * 1e3)
+    return median(samples)
+
+
+def curve_json(curve: Curve) -> dict[str, Any]:
+    """The form that `Curve.from_json` reads."""
+    return {
+        "contexts": list(curve.contexts),
+        "sizes": list(curve.sizes),
+        "ms": [list(row) for row in curve.ms],
+    }

@@ -1,0 +1,402 @@
+"""What is measured of a compiled pair and learnt: acceptance, latencies, plans, a depth predictor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from yggdrasil.bundle import Bundle
+from yggdrasil.compiler.model import CompiledModel
+from yggdrasil.config import CompileConfig
+from yggdrasil.engine import Engine
+from yggdrasil.kernels.threads import get_num_threads
+from yggdrasil.kv import KVCache, KVShape, KVStorage
+from yggdrasil.layout import PAGE_LEN
+from yggdrasil.offline.budget import (
+    CalibrationSize,
+    PassClock,
+    largest_within,
+    seconds_of,
+    seconds_of_sampling,
+)
+from yggdrasil.offline.depth_training import FOLDS, evaluate, fit_predictor, held_out
+from yggdrasil.offline.latencies import (
+    HOST_RUNS,
+    ROUNDS,
+    curve_json,
+    decision_milliseconds,
+    host_milliseconds,
+    latency_curve,
+    switch_grid,
+    switching_costs,
+)
+from yggdrasil.offline.progress import Progress
+from yggdrasil.offline.traces import PROMPT_LEN, Traces, beginnings, drafted_traces, write_texts
+from yggdrasil.policy.acceptance import AcceptanceTable, fit_acceptance
+from yggdrasil.policy.gamma.switching import SwitchTable
+from yggdrasil.policy.latency import LatencyModel
+from yggdrasil.policy.shape import ContextShape, FixedShape, best_shape
+from yggdrasil.schedule.choice import FORMAT, TEMPERATURES, choose_plans
+from yggdrasil.schedule.workload import Workload
+from yggdrasil.state import PLAIN, Shape
+from yggdrasil.store import artifacts
+from yggdrasil.tokenizer import Tokenizer
+
+__all__ = [
+    "CALIBRATION_TEMPERATURES",
+    "calibrate",
+    "collect",
+    "save_learnt",
+    "train_depth",
+    "tune",
+    "whole_size",
+]
+
+CALIBRATION_TEMPERATURES = (0.0, 1.0)
+REFERENCE_WIDTH = 4
+# how far the cost of bringing the draft back is measured
+SWITCH_ROWS = 16
+MAX_LAG = 1024
+
+
+def tune(
+    bundle: Bundle,
+    models: tuple[CompiledModel[KVCache], CompiledModel[KVCache]],
+    texts: Sequence[str],
+    progress: Progress,
+) -> None:
+    """Measure and learn what the policies of a compiled pair decide by, and write it together with the
+    bundle, which is then current.
+
+    Args:
+        bundle: Its graphs and weights are there.
+        models: Target and draft of it.
+        texts: Of the calibration.
+        progress: Told about every phase.
+
+    Raises:
+        ConfigError: no text has two tokens.
+    """
+    engine = Engine(*models, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens)
+    prompts = beginnings(
+        texts[: bundle.config.calibration_texts],
+        Tokenizer(bundle.tokenizer_path, bundle.command),
+        bundle.calibration,
+    )
+    traces = collect(bundle, models, prompts, progress)
+    acceptance = calibrate(traces, progress)
+    profile = _profile(bundle, models, engine, prompts[0], acceptance, progress)
+    latency = LatencyModel.from_json(profile)
+    plan = _plan(bundle, engine, prompts[0], acceptance, latency, progress)
+    predictor, report = train_depth(bundle, engine, prompts[0], traces, acceptance, latency, progress)
+    _save(bundle, acceptance, profile, plan, predictor, report)
+
+
+def collect(
+    bundle: Bundle,
+    models: tuple[CompiledModel[KVCache], CompiledModel[KVCache]],
+    prompts: Sequence[Sequence[int]],
+    progress: Progress,
+) -> list[Traces]:
+    """Traces at every calibration temperature, as many as the budget allows."""
+    whole = whole_size(bundle, len(prompts))
+    tree_len = max(1 + max(whole.widths) * (whole.max_depth - 1), whole.max_depth)
+    target, target_rows = _target_rows(
+        bundle, models[0], len(prompts) * len(CALIBRATION_TEMPERATURES), PROMPT_LEN + whole.num_written
+    )
+    draft = bundle.load_draft(
+        _pages_of_rows(bundle, bundle.kv_draft, len(prompts), PROMPT_LEN + whole.num_tokens + tree_len),
+        models[1].weights,
+    )
+    size, seconds = _affordable(
+        bundle,
+        whole,
+        prompts,
+        PassClock(target, target_rows),
+        PassClock(draft, len(prompts)),
+        target_rows,
+        progress,
+    )
+    prompts = prompts[: size.num_texts]
+    budget_s = bundle.config.calibration_budget_s
+    num_trees = len(CALIBRATION_TEMPERATURES) * size.num_roots
+    progress.note(
+        f"calibration on {size.num_texts} texts and {num_trees} trees takes about {seconds:.0f} s of a budget of {budget_s:g} s"
+    )
+    prompt_tokens = sum(map(len, prompts))
+    num_written = prompt_tokens + size.num_texts * (size.num_written - 1)
+    with progress.phase("write texts", len(CALIBRATION_TEMPERATURES) * num_written):
+        texts = write_texts(
+            target,
+            prompts,
+            CALIBRATION_TEMPERATURES,
+            num_tokens=size.num_written,
+            num_rows=target_rows,
+            tick=progress.advance,
+        )
+    num_drafted = num_written + size.num_texts + size.num_tree_tokens
+    with progress.phase("draft trees", len(CALIBRATION_TEMPERATURES) * num_drafted):
+        return [
+            drafted_traces(draft, texts[temperature], temperature, size, tick=progress.advance)
+            for temperature in CALIBRATION_TEMPERATURES
+        ]
+
+
+def whole_size(bundle: Bundle, num_texts: int) -> CalibrationSize:
+    """What is collected where time does not matter."""
+    config = bundle.config
+    return CalibrationSize(
+        num_texts=num_texts,
+        num_tokens=max(
+            1, min(config.calibration_tokens, bundle.max_context - PROMPT_LEN - config.max_depth)
+        ),
+        max_depth=config.max_depth,
+        widths=config.widths,
+        reference_width=_reference_width(config),
+    )
+
+
+def _affordable(
+    bundle: Bundle,
+    whole: CalibrationSize,
+    prompts: Sequence[Sequence[int]],
+    target: PassClock,
+    draft: PassClock,
+    target_rows: int,
+    progress: Progress,
+) -> tuple[CalibrationSize, float]:
+    """The largest size within the budget, by passes that are timed now, and the seconds it will take."""
+
+    def seconds(size: CalibrationSize) -> float:
+        lens = [len(prompt) for prompt in prompts]
+        return seconds_of(
+            size,
+            lens,
+            CALIBRATION_TEMPERATURES,
+            target,
+            draft,
+            target_rows=target_rows,
+            sampling_s=sampling_s,
+        )
+
+    with progress.phase("time calibration passes", 1):
+        target(target_rows)
+        sampling_s = seconds_of_sampling(target.num_columns)
+        size = largest_within(whole, seconds, bundle.config.calibration_budget_s)
+        return size, seconds(size)
+
+
+def _target_rows(
+    bundle: Bundle, target: CompiledModel[KVCache], num_texts: int, row_len: int
+) -> tuple[CompiledModel[KVCache] | CompiledModel[KVStorage], int]:
+    """The target over pages of a row for every text that one forward holds a token of, and how many; over
+    its own single row where ranks share it.
+    """
+    if bundle.config.ranks > 1:
+        target.cache.rollback_(0)
+        return target, 1
+    num_rows = min(num_texts, target.prefill_chunk)
+    return bundle.load_target(_pages_of_rows(bundle, bundle.kv_target, num_rows, row_len)), num_rows
+
+
+def _pages_of_rows(bundle: Bundle, kv: KVShape, num_rows: int, row_len: int) -> KVStorage:
+    """Storage for rows of so many indices, each with pages of its own."""
+    pages = -(-row_len // PAGE_LEN)
+    pages_BP = torch.zeros(num_rows, kv.num_pages, dtype=torch.int32)
+    pages_BP[:, :pages] = torch.arange(num_rows * pages, dtype=torch.int32).view(num_rows, pages)
+    return bundle.paged_storage(kv, pages_BP.to(bundle.config.device), num_rows * pages)
+
+
+def _reference_width(config: CompileConfig) -> int:
+    """Width of the trees whose accepted length is predicted: of middle size, for it is scaled to the
+    others.
+    """
+    return max((width for width in config.widths if width <= REFERENCE_WIDTH), default=config.widths[0])
+
+
+def calibrate(traces: Sequence[Traces], progress: Progress) -> AcceptanceTable:
+    """From drafted trees to acceptance by temperature."""
+    with progress.phase("calibrate acceptance", 1):
+        return AcceptanceTable(
+            {trace.temperature: fit_acceptance(trace.sampled, trace.platt) for trace in traces}
+        )
+
+
+def _profile(
+    bundle: Bundle,
+    models: tuple[CompiledModel[KVCache], CompiledModel[KVCache]],
+    engine: Engine,
+    prompt: Sequence[int],
+    acceptance: AcceptanceTable,
+    progress: Progress,
+) -> dict[str, Any]:
+    """What `LatencyModel.from_json` reads, and the table of switching costs."""
+    contexts = sorted(
+        {min(64, bundle.max_context // 2), 512, bundle.max_context - bundle.config.prefill_chunk}
+        & set(range(1, bundle.max_context))
+    )
+    with progress.phase(
+        "measure latencies", ROUNDS * len(contexts) * sum(len(model.menu.sizes) for model in models)
+    ):
+        draft = latency_curve(models[1], contexts, progress.advance)
+        verify = latency_curve(models[0], contexts, progress.advance)
+    switching = _switching(bundle, progress)
+    latency = LatencyModel(draft, verify, 0.0, 0.0, 0.0)
+    with progress.phase("measure the host", HOST_RUNS):
+        host = host_milliseconds(
+            engine, prompt, _typical(bundle, acceptance, latency), tick=progress.advance
+        )
+    curves = {"draft": curve_json(draft), "verify": curve_json(verify), "switching": switching.to_json()}
+    return {"machine": bundle.machine, "threads": get_num_threads(), **curves, **host}
+
+
+def _switching(bundle: Bundle, progress: Progress) -> SwitchTable:
+    """Every row reads the same pages: latency does not depend on what they hold."""
+    if bundle.config.ranks > 1:
+        return SwitchTable((1,), (1,), ((0.0,),))  # nothing is served over several ranks
+    max_lag = min(MAX_LAG, bundle.max_context - 1)
+    pages_BP = torch.arange(
+        bundle.kv_target.num_pages, dtype=torch.int32, device=bundle.config.device
+    ).repeat(SWITCH_ROWS, 1)
+    target = bundle.load_target(bundle.paged_storage(bundle.kv_target, pages_BP, pages_BP.shape[1]))
+    weights = bundle.load_draft_weights(bundle.config.device)
+    draft = bundle.load_draft(bundle.paged_storage(bundle.kv_draft, pages_BP, pages_BP.shape[1]), weights)
+    num_rows = min(SWITCH_ROWS, target.prefill_chunk)
+    lags, batch_sizes = switch_grid(max_lag, num_rows)
+    with progress.phase("measure catching up", len(lags) * len(batch_sizes)):
+        return switching_costs(draft, target, max_lag, num_rows, progress.advance)
+
+
+def _typical(bundle: Bundle, acceptance: AcceptanceTable, latency: LatencyModel) -> FixedShape:
+    """The shape that greedy decoding will mostly use, or some tree where that is none."""
+    config = bundle.config
+    calibrated = acceptance.nearest(0.0)
+    shape, _ = best_shape(
+        calibrated, latency, widths=config.widths, verify_widths=config.verify_widths, context_len=64
+    )
+    shape = shape if shape.depth else Shape(config.widths[-1], min(4, config.max_depth))
+    return FixedShape(shape, calibrated, latency, config.verify_widths)
+
+
+def _typical_verify(policy: FixedShape) -> int:
+    """The K that is best for a shape on average."""
+    width = policy.shape.width
+    depth = policy.shape.depth
+    menu = sorted({min(verify, 1 + width * depth) for verify in policy.verify_widths})
+    return max(
+        menu,
+        key=lambda verify: (
+            policy.acceptance.expected_emitted(width, depth, verify)
+            / policy.latency.step_ms(width, depth, verify, 64)
+        ),
+    )
+
+
+def _plan(
+    bundle: Bundle,
+    engine: Engine,
+    prompt: Sequence[int],
+    acceptance: AcceptanceTable,
+    latency: LatencyModel,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Search the plans of an iteration; they lie with the profile, for they are this machine's."""
+    policy = _typical(bundle, acceptance, latency)
+    verify = _typical_verify(policy)  # not left to pruning: every run must do the same work
+    shape = replace(policy.shape, verify=verify)
+    work = Workload(
+        target=engine.target,
+        draft=engine.draft,
+        step=engine.fast_step,
+        step_ms=latency.step_ms(shape.width, shape.depth, verify, len(prompt)),
+        prompt=prompt,
+        policy=replace(policy, shape=shape),
+        max_context=bundle.max_context,
+    )
+    with progress.phase("search the plan", len(TEMPERATURES)):
+        choice = choose_plans(work, tick=progress.advance)
+    return {"format": FORMAT, "shape": str(shape), **asdict(choice)}
+
+
+def train_depth(
+    bundle: Bundle,
+    engine: Engine,
+    prompt: Sequence[int],
+    traces: Sequence[Traces],
+    acceptance: AcceptanceTable,
+    latency: LatencyModel,
+    progress: Progress,
+) -> tuple[bytes, dict[str, Any]]:
+    """Fit the depth predictor and judge it on held-out texts with what it costs: its weights, and the
+    report.
+    """
+    config = bundle.config
+    may_stop = config.device == "cpu"  # elsewhere the host would wait for the draft after every step
+    with progress.phase("train depth predictor", FOLDS + 2 + len(traces)):
+        judged = held_out(traces, config.max_depth, progress.advance)
+        predictor = fit_predictor(
+            traces, config.max_depth, trust={each.trace.temperature: each.trust for each in judged}
+        )
+        progress.advance()
+        policy = ContextShape(
+            shape=PLAIN,
+            acceptance=acceptance.nearest(0.0),
+            latency=latency,
+            verify_widths=config.verify_widths,
+            widths=config.widths,
+            predictor=predictor,
+            temperature=0.0,
+        )
+        cost_ms = decision_milliseconds(
+            engine, prompt, policy, num_tokens=min(64, bundle.max_context - len(prompt))
+        )
+        progress.advance()
+        held_out_by_temperature = {}
+        for each in judged:
+            found = evaluate(each, latency, config.verify_widths, decision_ms=cost_ms, may_stop=may_stop)
+            held_out_by_temperature[str(each.trace.temperature)] = found
+            progress.advance()
+    return predictor.to_bytes(), {
+        "reference_width": _reference_width(config),
+        "decision_ms": cost_ms,
+        "held_out": held_out_by_temperature,
+    }
+
+
+def save_learnt(
+    bundle: Bundle, acceptance: AcceptanceTable, predictor: bytes, report: dict[str, Any]
+) -> None:
+    """Write what was learnt from the bundle's calibration text."""
+    text = {"fingerprint": bundle.folder.name, "dataset": bundle.dataset, "calibration": bundle.calibration}
+    by_temperature = {
+        str(temperature): calibrated.to_json()
+        for temperature, calibrated in acceptance.by_temperature.items()
+    }
+    folder = bundle.predictor_folder(bundle.dataset)
+    artifacts.save_json(folder / "acceptance.json", {**text, "by_temperature": by_temperature})
+    artifacts.save_bytes(folder / "predictor.safetensors", predictor)
+    artifacts.save_json(
+        folder / "predictor.json",
+        {**text, "weights_digest": artifacts.digest_file(folder / "predictor.safetensors"), **report},
+    )
+
+
+def _save(
+    bundle: Bundle,
+    acceptance: AcceptanceTable,
+    profile: dict[str, Any],
+    plan: dict[str, Any],
+    predictor: bytes,
+    report: dict[str, Any],
+) -> None:
+    """Write what was measured, then the bundle: these files belong to the pair, not to a fingerprint, and
+    half of them would break an earlier one.
+    """
+    mark = {"fingerprint": bundle.folder.name}
+    save_learnt(bundle, acceptance, predictor, report)
+    artifacts.save_json(bundle.profile_path, {**mark, **profile})
+    artifacts.save_json(bundle.plan_path, {**mark, **plan})
+    bundle.save()

@@ -1,0 +1,1 @@
+"""What people read: a run in numbers, tables, plots, the clock of a step."""

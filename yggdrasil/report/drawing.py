@@ -1,0 +1,28 @@
+"""The library that draws, which an installation may lack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from yggdrasil.errors import UsageError
+
+__all__ = ["load_matplotlib"]
+
+
+def load_matplotlib() -> Any:
+    """The `matplotlib` package, its figures and patches imported.
+
+    Raises:
+        UsageError: it is not installed.
+
+    Cost: its import, a third of a second the first time.
+    """
+    try:
+        import matplotlib
+        import matplotlib.figure
+        import matplotlib.patches
+    except ImportError:
+        raise UsageError(
+            "matplotlib is not installed, which plots need", "pip install 'yggdrasil-decoding[plots]'"
+        ) from None
+    return matplotlib

@@ -1,0 +1,71 @@
+"""Gantt charts of simulated iterations (Yggdrasil Fig. 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from yggdrasil.errors import ConfigError
+from yggdrasil.report.drawing import load_matplotlib
+from yggdrasil.schedule.search import Timeline
+from yggdrasil.schedule.stages import STAGES
+
+__all__ = ["plot_plans"]
+
+_LANES = ("host", "main", "side")
+_LABEL_SHARE = 0.045  # of the axis: a shorter bar has no room for its name
+
+
+def plot_plans(charts: Mapping[str, Timeline], path: Path, *, title: str = "") -> Path:
+    """One chart for every timeline, lanes under each other, all on one millisecond axis.
+
+    Args:
+        charts: Timelines by their titles.
+        path: A PNG file to write.
+        title: Over all charts.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or there is nothing to draw.
+    """
+    if not charts:
+        raise ConfigError("charts", 0, "at least one")
+    matplotlib = load_matplotlib()
+    palette = matplotlib.colormaps["tab20"]
+    colours = {stage: palette(index % 20) for index, stage in enumerate(STAGES)}
+    figure = matplotlib.figure.Figure(figsize=(11, 0.6 + 1.4 * len(charts)), layout="constrained")
+    longest = max(timeline.makespan_ms for timeline in charts.values())
+    rows = figure.subplots(len(charts), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, timeline) in zip(rows, charts.items(), strict=True):
+        _draw(axes, timeline, colours, longest)
+        axes.set_title(f"{name}: {timeline.makespan_ms:.2f} ms", fontsize=9, loc="left")
+    axes.set(xlim=(0, longest), xlabel="ms")
+    shown = {span.stage for timeline in charts.values() for span in timeline.spans}
+    handles = [
+        matplotlib.patches.Patch(color=colours[stage], label=stage) for stage in STAGES if stage in shown
+    ]
+    figure.legend(handles=handles, loc="outside right upper", fontsize=7)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _draw(axes: Any, timeline: Timeline, colours: dict[str, Any], longest_ms: float) -> None:
+    lanes = [lane for lane in _LANES if any(span.lane == lane for span in timeline.spans)]
+    for span in timeline.spans:
+        lane = lanes.index(span.lane)
+        length_ms = span.end_ms - span.start_ms
+        axes.barh(
+            lane,
+            length_ms,
+            left=span.start_ms,
+            height=0.7,
+            color=colours[span.stage],
+            edgecolor="white",
+            linewidth=0.4,
+        )
+        if length_ms > _LABEL_SHARE * longest_ms:
+            axes.text(span.start_ms + length_ms / 2, lane, span.stage, ha="center", va="center", fontsize=6)
+    axes.set_yticks(range(len(lanes)), lanes, fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(timeline.makespan_ms, color="grey", linewidth=0.8, linestyle=":")

@@ -1,0 +1,202 @@
+"""One generation, timed and counted: what `--json` and `--stats` print."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from statistics import mean, median
+from typing import Any
+
+from yggdrasil.config import GenerateConfig
+from yggdrasil.kernels.compilations import compilations, no_compilation
+from yggdrasil.pair import LoadedPair
+from yggdrasil.policy.objective import speedup
+from yggdrasil.state import PLAIN, StepResult
+from yggdrasil.tokenizer import TextStream
+
+__all__ = ["Run"]
+
+ENOUGH_STEPS = 8  # for a median that a hiccup or two do not move
+
+
+class Run:
+    """Decode one prompt and keep the books.
+
+    Args:
+        pair: Models, policy data, tokenizer.
+        prompt: Tokens.
+        config: The request.
+        start: `time.perf_counter()` when the user started waiting.
+        policy: Chooses shapes; the pair's best one when not given, plain when the request says so.
+    """
+
+    def __init__(
+        self,
+        pair: LoadedPair,
+        prompt: Sequence[int],
+        config: GenerateConfig,
+        *,
+        start: float | None = None,
+        policy: Any = None,
+    ) -> None:
+        self.pair = pair
+        self.prompt = prompt
+        self.config = config
+        self.policy = policy or pair.policy(
+            temperature=config.sampling.temperature, shape=PLAIN if config.plain else None
+        )
+        self.results: list[StepResult] = []
+        self.text = ""
+        self.finish_reason = "length"
+        now = time.perf_counter()
+        self.startup_ms = (now - (now if start is None else start)) * 1e3
+        self.ttft_ms = 0.0
+        self.total_ms = 0.0
+        self._predicted: list[float] = []
+
+    def steps(self) -> Iterator[tuple[str, StepResult | None]]:
+        """Yield the text that every step releases, with the step; at the end what was still held back, with
+        None.
+
+        Nothing after a stop text is part of the answer.
+        """
+        engine = self.pair.engine
+        stream = TextStream(self.pair.tokenizer, self.config.stop, self.prompt)
+        self._before = dict(engine.trace.total_ms), engine.draft.graph_ms, engine.target.graph_ms
+        start = time.perf_counter()
+        with no_compilation():
+            for result in engine.generate(self.prompt, self.policy, self.config):
+                self._enter(result, (time.perf_counter() - start) * 1e3)
+                yield stream.push(result.tokens), result
+        self.finish_reason = "stop" if stream.stopped or self._ended() else "length"
+        rest = stream.finish()
+        self.text = stream.text
+        yield rest, None
+
+    def complete(self) -> Run:
+        """Run to the end without streaming."""
+        for _ in self.steps():
+            pass
+        return self
+
+    def _enter(self, result: StepResult, now_ms: float) -> None:
+        if not self.results:
+            self.ttft_ms = now_ms
+        self.total_ms = now_ms
+        self.results.append(result)
+        shape = result.shape
+        context_len = result.context_len
+        self._predicted.append(
+            speedup(
+                result.predicted_emitted,
+                width=shape.width,
+                depth=shape.depth,
+                verify=result.verified,
+                context_len=context_len,
+                latency=self.pair.latency,
+            )
+        )
+
+    def _ended(self) -> bool:
+        return (
+            not self.config.ignore_eos
+            and bool(self.results)
+            and self.results[-1].tokens[-1] in self.pair.engine.eos_tokens
+        )
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for result in self.results for token in result.tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(result.tokens) for result in self.results)
+
+    @property
+    def aal(self) -> float:
+        """Mean emitted tokens per target forward, prefill not counted."""
+        return self.num_tokens / max(1, len(self.results))
+
+    @property
+    def tpot_ms(self) -> float:
+        """Milliseconds per token after the first step."""
+        later = self.num_tokens - len(self.results[0].tokens) if self.results else 0
+        return (self.total_ms - self.ttft_ms) / later if later else 0.0
+
+    @property
+    def slowdown(self) -> float | None:
+        """Milliseconds of the median step over what the profile predicts for its shape; None of few steps."""
+        latency = self.pair.latency
+        ratios = [
+            result.ms
+            / latency.step_ms(result.shape.width, result.shape.depth, result.verified, result.context_len)
+            for result in self.results
+            if not result.caught_up
+        ]
+        return median(ratios) if len(ratios) >= ENOUGH_STEPS else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Every figure of the run; keys with units."""
+        engine = self.pair.engine
+        bundle = self.pair.bundle
+        stages, in_draft, in_target = self._before
+        shapes = Counter(str(result.shape) for result in self.results)
+        accepted = Counter(result.accepted for result in self.results)
+        rejected = sum(result.verified - 1 - result.accepted for result in self.results)
+        kv = bundle.kv_target
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "num_tokens": self.num_tokens,
+            "prompt_tokens": len(self.prompt),
+            "finish_reason": self.finish_reason,
+            "target_passes": len(self.results),
+            "aal": self.aal,
+            "accepted_histogram": {str(count): accepted[count] for count in sorted(accepted)},
+            "startup_ms": self.startup_ms,
+            "ttft_ms": self.ttft_ms,
+            "tpot_ms": self.tpot_ms,
+            "tok_per_s": 1e3 / self.tpot_ms if self.tpot_ms else 0.0,
+            "predicted_speedup": mean(self._predicted) if self._predicted else 0.0,
+            "slowdown": self.slowdown,
+            "compilations": compilations(),
+            "stages_ms": {
+                name: total - stages.get(name, 0.0) for name, total in engine.trace.total_ms.items()
+            },
+            "graphs_ms": {
+                "draft": engine.draft.graph_ms - in_draft,
+                "target": engine.target.graph_ms - in_target,
+            },
+            "speculation": "off" if self.config.plain else dict(shapes.most_common()),
+            "rollback_tokens": rejected,
+            "rejected_kv_bytes": rejected
+            * kv.num_layers
+            * 2
+            * kv.num_kv_heads
+            * kv.head_dim
+            * (2 if bundle.config.dtype == "bfloat16" else 4),
+            "seed": self.config.sampling.seed,
+            "temperature": self.config.sampling.temperature,
+            "pair": bundle.name,
+            "device": bundle.config.device,
+            "ranks": bundle.config.ranks,
+            "dtype": bundle.config.dtype,
+        }
+
+    def summary(self) -> str:
+        """A few lines for a person."""
+        report = self.to_json()
+        per_step = {
+            name: total / max(1, len(self.results))
+            for name, total in report["stages_ms"].items()
+            if name != "prefill"
+        }
+        stages = "  ".join(f"{name} {value:.2f}" for name, value in per_step.items())
+        return (
+            f"{report['num_tokens']} tokens in {report['target_passes']} target passes: {report['aal']:.2f} tokens per pass\n"
+            f"first token after {report['ttft_ms']:.0f} ms, then {report['tpot_ms']:.2f} ms per token ({report['tok_per_s']:.0f} tokens/s)\n"
+            f"speedup over plain decoding that the profile predicts: {report['predicted_speedup']:.2f}; to measure it, run again with --plain\n"
+            f"ms per step: {stages}\n"
+            f"shapes: {report['speculation']}"
+        )

@@ -1,0 +1,63 @@
+"""Tables for a terminal: what the depth predictor is worth, which plan was chosen and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from yggdrasil.pair import LoadedPair
+
+__all__ = ["depth_table", "plan_table"]
+
+DEPTHS_SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+def depth_table(pair: LoadedPair) -> str:
+    """The held-out figures of the depth predictor and whether it is used, at every temperature."""
+    report = pair.depth.report
+    lines = [
+        f"depth predictor ({pair.dataset}), on texts it was not trained on; a decision takes {report['decision_ms'] * 1e3:.0f} us"
+    ]
+    for temperature, found in report["held_out"].items():
+        positions = f"{found['positions']} positions of {found['texts']} texts, cross-validated"
+        lines.append(
+            f"  temperature {temperature}: {positions}, trees of width {report['reference_width']}"
+        )
+        lines.append("    accepted at least   share   Brier (constant)     AUC     calibration error")
+        lines += [_depth_line(row) for row in found["depths"] if row["depth"] in DEPTHS_SHOWN]
+        lines.append(_decision_line(found["decisions"]))
+    return "\n".join(lines)
+
+
+def plan_table(pair: LoadedPair) -> str:
+    """For greedy and for sampled requests: the plan that runs, or that none does, and why."""
+    lines = ["plan of an iteration, and what it gains over the step that runs without one"]
+    for search in (pair.plan.greedy, pair.plan.sampled):
+        lines.append(f"  temperature {search.temperature}: {search.why()}")
+        predicted = [f"{timeline.plan.name} {timeline.makespan_ms:.3f} ms" for timeline in search.timelines]
+        lines += [f"    predicted from the stages: {', '.join(predicted)}"] if predicted else []
+    return "\n".join(lines)
+
+
+def _depth_line(row: Mapping[str, Any]) -> str:
+    auc = "    -" if row["auc"] is None else f"{row['auc']:.3f}"
+    return f"    {row['depth']:17d}   {row['share']:.3f}   {row['brier']:.4f} ({row['brier_constant']:.4f})    {auc}   {row['ece']:.4f}"
+
+
+def _decision_line(found: Mapping[str, Any]) -> str:
+    ms = found["ms_per_token"]
+    rules = {
+        "fixed": "the best fixed depth is used",
+        "predicted": "the predicted depth is used",
+        "stopping": "growth that stops is used",
+    }
+    fixed = " or ".join(map(str, sorted(set(found["fixed_depths"]))))
+    stopping = (
+        f"growth that stops (mean {found['mean_stopped_depth']:.1f}) {ms['stopping']:.3f}, "
+        if "stopping" in ms
+        else ""
+    )
+    return (
+        f"    ms per token: best fixed depth ({fixed}) {ms['fixed']:.3f}, predicted depth (mean {found['mean_predicted_depth']:.1f}) {ms['predicted']:.3f}, "
+        f"{stopping}oracle {ms['oracle']:.3f}; regret {found['regret_ms_fixed']:.3f} -> {found['regret_ms_predicted']:.3f}; {rules[found['best']]}"
+    )

@@ -1,0 +1,445 @@
+"""The wall clock of a step: every graph that runs, every stage of the host, and a name for all the time
+between the graphs.
+
+```
+stages   policy |   draft                                             | prune |    verify           | accept | commit
+graphs                 [draft 4]        [draft 4]        [draft 4]                 [verify 16]
+host     choose shape, head      grow 1           grow 2           grow 3, prune, pack         outputs, accept, commit, observe
+```
+
+    head            the draft is caught up with the text: metadata of the head draft
+    grow i          the i-th growth step's nodes: selected among all candidates, attached, their metadata filled
+    pack            metadata of the verified tree
+    outputs         from the target's last kernel to the rows that are used
+    observe         what the policy learns from the step, and the token limit
+    between stages  everything else, the clocks of this recording included
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from yggdrasil.config import GenerateConfig
+from yggdrasil.engine import Engine
+from yggdrasil.errors import ConfigError
+from yggdrasil.models.protocol import TokenModel
+from yggdrasil.pair import LoadedPair
+from yggdrasil.report.drawing import load_matplotlib
+from yggdrasil.trace import Trace
+
+__all__ = [
+    "BETWEEN",
+    "Forwards",
+    "Interval",
+    "RecordedModel",
+    "Recorder",
+    "StepRecord",
+    "Timeline",
+    "gaps",
+    "host_pieces",
+    "plot_timeline",
+    "record_timeline",
+    "timeline_table",
+]
+
+BETWEEN = "between stages"
+NUM_STEPS = 24
+MOST_RUNS = 6
+WARM_UP = 2  # steps of every run: the first one has the prompt's forwards in it
+
+
+class Interval(NamedTuple):
+    """Something that ran.
+
+    Args:
+        name: Of the stage, the graph or the gap.
+        start_ms: Milliseconds of `time.perf_counter`.
+        end_ms: Of the same clock.
+        is_graph: Whether it is a forward, with its token count in the name.
+    """
+
+    name: str
+    start_ms: float
+    end_ms: float
+    is_graph: bool = False
+
+    @property
+    def ms(self) -> float:
+        return self.end_ms - self.start_ms
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step on the clock.
+
+    Args:
+        shape: What was drafted.
+        start_ms: When the step began.
+        end_ms: When its tokens were handed out.
+        stages: In the order in which they ran, none within another.
+        graphs: In the order in which they ran, each within a stage.
+    """
+
+    shape: str
+    start_ms: float
+    end_ms: float
+    stages: tuple[Interval, ...]
+    graphs: tuple[Interval, ...]
+
+    @property
+    def ms(self) -> float:
+        return self.end_ms - self.start_ms
+
+    def pieces(self) -> list[Interval]:
+        """All of the step, without holes, in order: graphs and what lies between them."""
+        return sorted([*self.graphs, *host_pieces(self)], key=_when)
+
+
+def host_pieces(step: StepRecord) -> list[Interval]:
+    """The time outside the graphs, cut where stages begin and end, every piece by its name."""
+    pieces = []
+    for stage in step.stages:
+        inside = [graph for graph in step.graphs if stage.start_ms <= graph.start_ms < stage.end_ms]
+        pieces += [
+            Interval(_gap_name(stage.name, index), *gap)
+            for index, gap in enumerate(_outside(inside, stage.start_ms, stage.end_ms))
+        ]
+    *between, after = _outside(step.stages, step.start_ms, step.end_ms)
+    return sorted(
+        [*pieces, *(Interval(BETWEEN, *gap) for gap in between), Interval("observe", *after)], key=_when
+    )
+
+
+def _when(piece: Interval) -> tuple[float, float]:
+    return piece.start_ms, piece.end_ms
+
+
+def _outside(inside: Sequence[Interval], start_ms: float, end_ms: float) -> list[tuple[float, float]]:
+    """What of the time from start to end lies before, between and after the intervals."""
+    edges = [
+        start_ms,
+        *(edge for interval in inside for edge in (interval.start_ms, interval.end_ms)),
+        end_ms,
+    ]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _gap_name(stage: str, index: int) -> str:
+    """Of the `index`-th gap of a stage: before its first graph is 0."""
+    if stage == "policy":
+        return "choose shape"
+    if stage == "draft":
+        return f"grow {index}" if index else "head"
+    if stage == "verify":
+        return "outputs" if index else "pack"
+    return stage
+
+
+def gaps(step: StepRecord) -> list[list[Interval]]:
+    """The pieces of the host, those that no graph separates together."""
+    return [
+        list(pieces)
+        for is_graph, pieces in groupby(step.pieces(), key=lambda piece: piece.is_graph)
+        if not is_graph
+    ]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Steps in which the same graphs ran in the same order.
+
+    Args:
+        steps: At least one.
+    """
+
+    steps: tuple[StepRecord, ...]
+
+    @classmethod
+    def of(cls, steps: Sequence[StepRecord]) -> Timeline:
+        """The most frequent kind of step among these; of steps with a draft as long as there is one."""
+        speculative = [step for step in steps if len(step.graphs) > 1] or steps
+        kinds = [tuple(piece.name for piece in step.pieces()) for step in speculative]
+        [(most, _)] = Counter(kinds).most_common(1)
+        return cls(tuple(step for step, kind in zip(speculative, kinds, strict=True) if kind == most))
+
+    @property
+    def representative(self) -> StepRecord:
+        """The step of median duration."""
+        return sorted(self.steps, key=lambda step: step.ms)[len(self.steps) // 2]
+
+    def pieces_ms(self) -> list[tuple[str, bool, float]]:
+        """Name, whether it is a graph, and median milliseconds of every piece, in order; the pieces between
+        stages as one, the last.
+        """
+        named = [
+            column
+            for column in zip(*(step.pieces() for step in self.steps), strict=True)
+            if column[0].name != BETWEEN
+        ]
+        rows = [
+            (column[0].name, column[0].is_graph, median(piece.ms for piece in column)) for column in named
+        ]
+        between = [
+            sum(piece.ms for piece in host_pieces(step) if piece.name == BETWEEN) for step in self.steps
+        ]
+        return [*rows, (BETWEEN, False, median(between))]
+
+    @property
+    def total_ms(self) -> float:
+        """Median milliseconds of a step."""
+        return median(step.ms for step in self.steps)
+
+    @property
+    def host_ms(self) -> float:
+        """Median milliseconds of a step outside the graphs."""
+        return median(sum(piece.ms for piece in host_pieces(step)) for step in self.steps)
+
+    def graphs_ms(self, kind: str) -> float:
+        """Median milliseconds of a step inside the graphs of one kind, "draft" or "verify"."""
+        return median(
+            sum(graph.ms for graph in step.graphs if graph.name.startswith(kind)) for step in self.steps
+        )
+
+    @property
+    def growth_step_ms(self) -> float | None:
+        """Median milliseconds of a growth step, selection and forward: from a node's candidates to its
+        children's. None where no step has one.
+        """
+        growths = [
+            growing.ms + graph.ms
+            for step in self.steps
+            for growing, graph in pairwise(step.pieces())
+            if growing.name.startswith("grow") and graph.is_graph
+        ]
+        return median(growths) if growths else None
+
+
+class Forwards(NamedTuple):
+    """Forwards of one graph, one after another; what is done about them while the clock runs is to keep
+    them.
+
+    Args:
+        kind: Of the graph.
+        num_tokens: Of each.
+        times_ms: Start and end of each.
+        sizes: Of the menu, where `num_tokens` may have been padded to one of them.
+    """
+
+    kind: str
+    num_tokens: int
+    times_ms: Sequence[float]
+    sizes: Sequence[int] = ()
+
+    def intervals(self) -> list[Interval]:
+        """Each by itself, with the tokens of its graph in the name."""
+        size = next((size for size in self.sizes if size >= self.num_tokens), self.num_tokens)
+        return [
+            Interval(f"{self.kind} {size}", *times, True)
+            for times in zip(self.times_ms[::2], self.times_ms[1::2], strict=True)
+        ]
+
+
+class Recorder(Trace):
+    """A trace that keeps when the stages and graphs of a step ran, until `take`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages: list[tuple[Sequence[str], Sequence[float]]] = []
+        self.graphs: list[Forwards] = []
+
+    def note(self, names: Sequence[str], marks_ms: Sequence[float]) -> None:
+        """Keep a run of stages."""
+        self.stages.append((names, marks_ms))
+
+    def take(self, shape: str, start_ms: float, end_ms: float) -> StepRecord:
+        """The step since the last call."""
+        stages = (
+            Interval(name, *marks)
+            for names, marks_ms in self.stages
+            for name, marks in zip(names, pairwise(marks_ms), strict=True)
+        )
+        graphs = (interval for forwards in self.graphs for interval in forwards.intervals())
+        step = StepRecord(shape, start_ms, end_ms, tuple(stages), tuple(sorted(graphs, key=_when)))
+        self.stages.clear()
+        self.graphs.clear()
+        return step
+
+
+class RecordedModel:
+    """A model that notes when its graphs run; see models/protocol.py.
+
+    Args:
+        model: Does the work.
+        kind: Of its graphs, for their names.
+        notes: Gets what ran.
+
+    Cost: a microsecond a forward. On CUDA a sync, else a graph would be charged for its launch alone.
+    """
+
+    def __init__(self, model: TokenModel, kind: str, notes: list[Forwards]) -> None:
+        self.cache = model.cache
+        self.device = model.device
+        self.max_depth = model.max_depth
+        self.sizes = model.sizes
+        self.prefill_chunk = model.prefill_chunk
+        self.widest = model.widest
+        self.num_candidates = model.num_candidates
+        self.graph_ms = 0.0
+        self._model = model
+        self._kind = kind
+        self._notes = notes
+
+    def meta(self, num_tokens: int) -> Tensor:
+        return self._model.meta(num_tokens)
+
+    def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
+        start = time.perf_counter()
+        outputs = self._model.forward(meta_NM)
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # sync: a graph has run when its result is there
+        end = time.perf_counter()
+        self.graph_ms += (end - start) * 1e3
+        self._notes.append(Forwards(self._kind, len(meta_NM), (start * 1e3, end * 1e3)))
+        return outputs
+
+    def native(self, meta_NM: Tensor) -> Any | None:
+        return self._model.native(meta_NM)
+
+    def record_forward_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
+        self.graph_ms += sum(times_ms[1::2]) - sum(times_ms[::2])
+        self._notes.append(Forwards(self._kind, num_tokens, times_ms, self.sizes))
+
+
+def record_timeline(pair: LoadedPair, prompt: Sequence[int], *, num_steps: int = NUM_STEPS) -> Timeline:
+    """Decode a prompt by the default policy, stages one after another, until so many steps were alike.
+
+    The guard is left out: on a busy machine it decodes plainly, and a plain step has no draft to show.
+
+    Args:
+        pair: Its caches are used up.
+        prompt: At least one token; decoded again, up to `MOST_RUNS` times, when one text has too few steps
+            of a kind.
+        num_steps: Steps of one kind to look for; fewer are returned when there are no more.
+
+    Raises:
+        ConfigError: no room for a step behind the warm-up.
+    """
+    steps: list[StepRecord] = []
+    for _ in range(MOST_RUNS):
+        steps += _run(pair, prompt, WARM_UP + num_steps)[WARM_UP:]
+        if not steps:
+            raise ConfigError(
+                "prompt",
+                f"{len(prompt)} tokens",
+                f"at most {pair.bundle.max_context // 2}, to have steps after it",
+            )
+        found = Timeline.of(steps)
+        if len(found.steps) >= num_steps:
+            break
+    return found
+
+
+def _run(pair: LoadedPair, prompt: Sequence[int], num_steps: int) -> list[StepRecord]:
+    recorder = Recorder()
+    steps = []
+    target = RecordedModel(pair.engine.target, "verify", recorder.graphs)
+    draft = RecordedModel(pair.engine.draft, "draft", recorder.graphs)
+    engine = Engine(target, draft, max_context=pair.bundle.max_context, trace=recorder)
+    start = time.perf_counter()
+    for result in islice(
+        engine.generate(prompt, pair.policy(guard=False), GenerateConfig(ignore_eos=True)), num_steps
+    ):
+        end = time.perf_counter()
+        steps.append(recorder.take(str(result.shape), start * 1e3, end * 1e3))
+        start = time.perf_counter()
+    return steps
+
+
+def timeline_table(timeline: Timeline) -> str:
+    """Every piece of the step in order, then the sums: graphs, host, growth step."""
+    lines = [
+        f"{timeline.representative.shape}: medians of {len(timeline.steps)} steps, stages one after another",
+        "        ms   share  ",
+    ]
+    total_ms = timeline.total_ms
+    host_ms = timeline.host_ms
+    lines += [
+        f"{ms:10.3f}  {ms / total_ms:6.1%}  {'[' + name + ']' if is_graph else name}"
+        for name, is_graph, ms in timeline.pieces_ms()
+    ]
+    draft_ms = timeline.graphs_ms("draft")
+    verify_ms = timeline.graphs_ms("verify")
+    lines.append(f"graphs {draft_ms + verify_ms:.3f} ms: draft {draft_ms:.3f}, verify {verify_ms:.3f}")
+    lines.append(f"host {host_ms:.3f} ms, {host_ms / total_ms:.1%} of the step's {total_ms:.3f} ms")
+    if timeline.growth_step_ms is not None:
+        lines.append(f"growth step {timeline.growth_step_ms:.3f} ms: selection and one draft forward")
+    return "\n".join(lines)
+
+
+def plot_timeline(step: StepRecord, path: Path, *, title: str = "") -> Path:
+    """One step: a lane for the graphs, one for the stages, and the name and milliseconds of everything
+    between two graphs.
+
+    Args:
+        step: Such as `Timeline.representative`.
+        path: A PNG file to write.
+        title: Over the lanes.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    matplotlib = load_matplotlib()
+    names = dict.fromkeys(span.name for span in (*step.graphs, *step.stages))
+    colours = {name: matplotlib.colormaps["tab20"](index % 20) for index, name in enumerate(names)}
+    figure = matplotlib.figure.Figure(
+        figsize=(max(11, 0.45 * len(step.graphs) + 5), 4.5), layout="constrained"
+    )
+    axes = figure.subplots()
+    for lane, spans in enumerate((step.graphs, step.stages)):
+        bars = [
+            axes.barh(
+                lane,
+                span.ms,
+                left=span.start_ms - step.start_ms,
+                height=0.7,
+                color=colours[span.name],
+                edgecolor="white",
+                linewidth=0.4,
+            )
+            for span in spans
+        ]
+        for bar, span in zip(bars, spans, strict=True):
+            axes.bar_label(
+                bar,
+                [span.name],
+                label_type="center",
+                fontsize=6,
+                rotation=90 if span.ms < 0.1 * step.ms else 0,
+            )
+    for gap in gaps(step):
+        centre_ms = (gap[0].start_ms + gap[-1].end_ms) / 2 - step.start_ms
+        length_ms = gap[-1].end_ms - gap[0].start_ms
+        axes.barh(2, length_ms, left=centre_ms - length_ms / 2, height=0.3, color="grey")
+        axes.text(
+            centre_ms, 2.25, _gap_label(gap), ha="center", va="top", ma="right", fontsize=6, rotation=90
+        )
+    axes.set(xlim=(-0.03 * step.ms, 1.03 * step.ms), ylim=(3.6, -0.5), xlabel="ms", title=title)
+    axes.set_yticks(range(3), ["graphs", "stages", "between\ngraphs"], fontsize=8)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _gap_label(gap: Sequence[Interval]) -> str:
+    """A line for every name."""
+    names = dict.fromkeys(piece.name for piece in gap)
+    return "\n".join(f"{name} {sum(piece.ms for piece in gap if piece.name == name):.3f}" for name in names)

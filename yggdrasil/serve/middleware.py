@@ -1,0 +1,164 @@
+"""The gate before the routes: host, key, size and pace of a body; and every error in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import math
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from yggdrasil.errors import CapacityError, ConfigError, QueueFull, ServiceEnded, YggError
+from yggdrasil.serve.body import MAX_BODY_BYTES
+from yggdrasil.serve.hosts import HostNames
+from yggdrasil.serve.metrics import Metrics
+from yggdrasil.serve.openai import ApiError
+from yggdrasil.serve.request import DEFECT
+
+__all__ = ["BODY_SECONDS", "AuthMiddleware", "answer_error"]
+
+BODY_SECONDS = 30.0  # from the end of the headers to the end of the body
+MOST_HELD_BYTES = 64 * MAX_BODY_BYTES  # of all requests together
+CLOSE = {"Connection": "close"}
+TOO_LARGE = f"the body is larger than {MAX_BODY_BYTES >> 20} MiB"
+TOO_SLOW = f"the body did not come within {BODY_SECONDS:g} s"
+FIELD_NAMES = {"max_new_tokens": "max_tokens"}
+
+
+class AuthMiddleware:
+    """Lets in those who have the key and call this server by its name.
+
+    Args:
+        app: What is behind it.
+        api_key: Asked of clients; empty asks for none. With a key any name will do.
+        hosts: Names of this server.
+        metrics: Counts refusals.
+
+    Attributes:
+        held_bytes: Of the bodies of all requests that are being answered.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_key: str, hosts: HostNames, metrics: Metrics) -> None:
+        self._app = app
+        self._key = api_key.encode()
+        self._hosts = hosts
+        self._metrics = metrics
+        self.held_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
+        refusal = self._refusal(scope["path"], headers)
+        if refusal is not None:
+            return await _error_response(refusal, self._metrics)(scope, receive, send)
+        body = _Body(receive, self)
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            self.held_bytes -= body.num_bytes
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        if self._key and path != "/health" and not self._is_key(headers.get(b"authorization", b"")):
+            message = "wrong or missing API key; send it as Authorization: Bearer KEY"
+            return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        host = headers.get(b"host", b"localhost").decode("latin-1")  # no browser leaves it out
+        if not self._key and not self._hosts.allow(host):
+            message = f"this server is not called {host[:100]!r}; start it with --allow-host NAME or a key"
+            return ApiError(421, message, code="unknown_host")
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and (len(length) > 18 or int(length) > MAX_BODY_BYTES):
+            return ApiError(413, TOO_LARGE, headers=CLOSE)
+        return None
+
+    def _is_key(self, authorization: bytes) -> bool:
+        scheme, _, key = authorization.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+
+
+class _Body:
+    """A body as it comes: in time, no more than a request needs, and with all others no more than fits."""
+
+    def __init__(self, receive: Receive, gate: AuthMiddleware) -> None:
+        self.num_bytes = 0
+        self._receive = receive
+        self._gate = gate
+        self._is_whole = False
+        self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+
+    async def receive(self) -> Message:
+        if self._is_whole:  # what comes now is the client's end
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(408, TOO_SLOW, headers=CLOSE) from None
+        self._is_whole = not message.get("more_body", False)
+        self._count(len(message.get("body", b"")))
+        return message
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._gate.held_bytes += num_bytes
+        if self.num_bytes > MAX_BODY_BYTES:
+            raise ApiError(413, TOO_LARGE, headers=CLOSE)
+        if self._gate.held_bytes > MOST_HELD_BYTES:
+            message = "the server holds too many large requests; try again later"
+            raise ApiError(503, message, headers={**CLOSE, "Retry-After": "5"})
+
+
+async def answer_error(http: HttpRequest, error: Exception, *, metrics: Metrics) -> Response:
+    """Any exception as a response in OpenAI's shape."""
+    return _error_response(_as_api_error(http, error), metrics)
+
+
+def _error_response(error: ApiError, metrics: Metrics) -> JSONResponse:
+    metrics.on_refusal(error.status)
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+def _as_api_error(http: HttpRequest, error: Exception) -> ApiError:
+    """What a client should know; of anything unexpected nothing but that it happened (the server logs the
+    traceback).
+    """
+    match error:
+        case ApiError():
+            return error
+        case YggError():
+            return _refused(error)
+        case HTTPException():
+            path = http.scope["path"]
+            known = {404: f"there is no {path}", 405: f"{path} does not take {http.method}"}
+            return ApiError(
+                error.status_code,
+                known.get(error.status_code, error.detail),
+                headers=dict(error.headers or {}),
+            )
+        case _:
+            return ApiError(500, DEFECT)
+
+
+def _refused(error: YggError) -> ApiError:
+    """A request that the service, or one of our configs, does not take."""
+    match error:
+        case QueueFull():
+            return ApiError(
+                429,
+                str(error),
+                code="rate_limit_exceeded",
+                headers={"Retry-After": str(math.ceil(error.retry_after_s))},
+            )
+        case ServiceEnded():
+            return ApiError(503, str(error))
+        case ConfigError():
+            return ApiError(400, str(error), param=FIELD_NAMES.get(error.field, error.field))
+        case CapacityError():
+            return ApiError(400, str(error), code="context_length_exceeded")
+        case _:  # nothing that a client did
+            logging.getLogger(__name__).error("a request failed", exc_info=error)
+            return ApiError(500, DEFECT)

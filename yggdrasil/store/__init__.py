@@ -1,0 +1,1 @@
+"""Files that outlive a process: written whole or not at all, checked by digest, loaded only where trusted."""

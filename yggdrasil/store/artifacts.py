@@ -1,0 +1,270 @@
+"""Where compiled artifacts live, how they are written whole or not at all, and when they are stale.
+
+```
+<root>/compile_cache/<pair>/<fingerprint>/   graphs, packed weights, tokenizer, bundle.json
+<root>/compile_cache/kernels/<fingerprint>/  our operators, one shared library
+<root>/profiles/<pair>/<machine>.json        measured latencies
+<root>/predictors/<pair>/<dataset>/          acceptance calibration, depth predictor
+```
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from yggdrasil.errors import ArtifactError, ConfigError
+from yggdrasil.store import storage
+
+__all__ = [
+    "LOCK_NAME",
+    "OPERATORS",
+    "atomic_directory",
+    "check_fingerprint",
+    "compile_cache",
+    "cpu_flags",
+    "digest",
+    "digest_file",
+    "load_json",
+    "machine_name",
+    "one_at_a_time",
+    "pair_folders",
+    "pair_names",
+    "predictors",
+    "profiles",
+    "root",
+    "save_bytes",
+    "save_json",
+    "unreadable",
+]
+
+
+OPERATORS = "kernels"  # the folder of the compile cache that belongs to no pair
+LOCK_NAME = "compiling.lock"  # in the folder of a pair
+CPUINFO = Path("/proc/cpuinfo")
+# a source checkout where compile_cache/ lies next to the package
+CHECKOUT = Path(__file__).resolve().parents[2]
+SEAL = "digest"  # the key of a JSON artifact's digest over all others
+
+
+def root() -> Path:
+    """The artifact root: `YGG_HOME`, else the source checkout that this package runs from, else
+    `~/.cache/yggdrasil`.
+
+    The working folder does not matter: what was compiled once is found from everywhere.
+
+    Raises:
+        ConfigError: `YGG_HOME` is no folder, or it is not set and this user has no home folder.
+    """
+    if home := os.environ.get("YGG_HOME"):
+        return _given_root(home)
+    if (CHECKOUT / "pyproject.toml").is_file() and (CHECKOUT / "compile_cache").is_dir():
+        return CHECKOUT
+    return _home_folder() / ".cache" / "yggdrasil"
+
+
+def _given_root(home: str) -> Path:
+    folder = _home_folder() / home[2:] if home.startswith("~/") else Path(home)
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise ConfigError(
+            "YGG_HOME", home, "a folder, or a path where one can be made", "YGG_HOME=FOLDER ygg ..."
+        )
+    return folder.resolve()
+
+
+def _home_folder() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise ConfigError(
+            "HOME",
+            os.environ.get("HOME"),
+            "your home folder, or YGG_HOME a folder for compiled pairs",
+            "YGG_HOME=FOLDER ygg ...",
+        ) from None
+
+
+def compile_cache() -> Path:
+    """Graphs and weights by pair and fingerprint."""
+    return root() / "compile_cache"
+
+
+def profiles() -> Path:
+    """Latencies by pair and machine."""
+    return root() / "profiles"
+
+
+def predictors() -> Path:
+    """Calibrations by pair and data set."""
+    return root() / "predictors"
+
+
+def pair_folders(name: str) -> list[Path]:
+    """Where all that belongs to a pair lies: its builds, its latencies, its calibrations."""
+    return [store / name for store in (compile_cache(), profiles(), predictors())]
+
+
+def pair_names() -> list[str]:
+    """Every pair of which there is anything, compiled to the end or not."""
+    stores = (compile_cache(), profiles(), predictors())
+    folders = [path for store in stores for path in store.glob("[!.]*") if os.path.isdir(path)]
+    return sorted({path.name for path in folders} - {OPERATORS})
+
+
+@cache
+def cpu_flags() -> str:
+    """The processor that native code was compiled for; a foreign one must not load it.
+
+    Returns:
+        Its model, the instruction sets that one asks about first, and a digest of all of them.
+    """
+    telling = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
+    fields = _first_processor()
+    flags = sorted(fields.get("flags", fields.get("Features", "")).split())  # on x86, on ARM
+    known = [platform.machine(), fields.get("model name", ""), *(flag for flag in telling if flag in flags)]
+    return " ".join([*filter(None, known), f"({len(flags)} flags, {digest(flags)})"])
+
+
+def _first_processor() -> dict[str, str]:
+    """What the kernel says of it, by field; nothing on a system that has no such file."""
+    try:
+        lines = CPUINFO.read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def machine_name(gpu: str = "") -> str:
+    """A file name for what is measured on this machine: processor and core count decide the latencies, and
+    the GPU where models run on one.
+
+    Args:
+        gpu: Its name, as `torch.cuda.get_device_name` has it.
+    """
+    name = f"{platform.machine()}-{os.cpu_count()}cpu-{digest(cpu_flags())}"
+    return f"{name}-{re.sub(r'[^A-Za-z0-9]+', '-', gpu)}" if gpu else name
+
+
+def digest(*parts: object) -> str:
+    """Twelve hexadecimal digits over the parts, in order."""
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(json.dumps(part, sort_keys=True, default=str).encode())
+    return sha.hexdigest()[:12]
+
+
+def digest_file(path: Path) -> str:
+    """Twelve hexadecimal digits over a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+
+
+def save_json(path: Path, payload: Mapping[str, Any]) -> None:
+    """Write a JSON artifact whole or not at all, with a digest over its content that `load_json` checks."""
+    content = json.loads(json.dumps(payload))  # keys and tuples as they will be read
+    save_bytes(path, (json.dumps({**content, SEAL: digest(content)}, indent=1) + "\n").encode())
+
+
+def save_bytes(path: Path, content: bytes) -> None:
+    """Write to a temporary name, then rename: a reader sees the old file or the new one."""
+    with storage.temporary_folder(path.parent, path.name) as temporary:
+        (temporary / path.name).write_bytes(content)
+        storage.put(temporary / path.name, path)
+
+
+def load_json(path: Path, command: str) -> dict[str, Any]:
+    """Read what `save_json` wrote.
+
+    Raises:
+        ArtifactError: missing, unreadable, not an object, or not the content that was written; names the
+            path and the command that rebuilds it.
+    """
+    try:
+        payload = json.loads(path.read_bytes())
+    except OSError as error:
+        raise unreadable(path, error, command) from None
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(path, f"corrupt ({error})", command) from None
+    if not isinstance(payload, dict):
+        raise ArtifactError(path, "corrupt (not a JSON object)", command)
+    if payload.pop(SEAL, None) != digest(payload):
+        raise ArtifactError(
+            path, "corrupt, or written by another version (its digest does not fit)", command
+        )
+    return payload
+
+
+def unreadable(path: Path, error: OSError, command: str) -> ArtifactError:
+    """The error for a file that cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        return ArtifactError(path, "missing", command)
+    if isinstance(error, PermissionError):
+        return ArtifactError(
+            path, "cannot be read (permission denied)", f"chmod a+rX {shlex.quote(str(path))}"
+        )
+    if isinstance(error, (IsADirectoryError, NotADirectoryError)):
+        return ArtifactError(path, "corrupt (it is not a file)", command)
+    return ArtifactError(path, f"cannot be read ({os.strerror(error.errno or 0).lower()})", command)
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Fill a temporary directory that takes its name only when the block ends well; another writer's result
+    wins.
+    """
+    with storage.temporary_folder(path.parent, path.name) as temporary:
+        whole = temporary / path.name
+        whole.mkdir()
+        yield whole
+        if not path.is_dir():
+            storage.put(whole, path)
+
+
+@contextmanager
+def one_at_a_time(lock: Path, waiting: AbstractContextManager[Any]) -> Iterator[bool]:
+    """A block that one process runs and others wait for.
+
+    Args:
+        lock: A file that stands for what the block writes; it stays, for a file that goes would be locked
+            under two names.
+        waiting: Entered while another process is in the block.
+
+    Gives whether it had to wait: then another process may have done the work.
+    """
+    storage.make_folder(lock.parent)
+    # closing it, or the end of this process, unlocks
+    with os.fdopen(os.open(lock, os.O_WRONLY | os.O_CREAT, 0o644), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            waited = False
+        except BlockingIOError:
+            with waiting:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            waited = True
+        yield waited
+
+
+def check_fingerprint(
+    path: Path, stored: Mapping[str, Any], current: Mapping[str, Any], command: str
+) -> None:
+    """Compare field by field.
+
+    Raises:
+        ArtifactError: names the first field that differs, both values, and the command that rebuilds the
+            artifact.
+    """
+    for field, value in current.items():
+        if stored.get(field) != value:
+            raise ArtifactError(
+                path, f"stale: {field} was {stored.get(field)!r} and is now {value!r}", command
+            )

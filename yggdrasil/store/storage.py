@@ -1,0 +1,229 @@
+"""How files of the store are written: whole or not at all, as readable as their folder, swept after a dead
+writer.
+
+A temporary is named `.<name>.<8 random characters>` until it is whole. Its writer holds a lock on it, which
+ends with the process."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+from yggdrasil.errors import StoreError, YggError
+
+__all__ = [
+    "make_folder",
+    "owned",
+    "put",
+    "remove",
+    "scratch_for_graphs",
+    "size_bytes",
+    "store_errors",
+    "sweep",
+    "temporary_folder",
+]
+
+FOLDER_MODE = 0o755  # before umask: what is loaded as code must not be writable by others
+TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
+YOUNG_S = 60.0  # a temporary has no lock yet in the moment after it was made
+FULL = (errno.ENOSPC, errno.EDQUOT)
+CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+PRINTED = re.compile(r"\[Errno (\d+)\] [^:\n]+: '([^'\n]+)'")  # an OSError in a traceback
+UNPACKING_FAILED = "write callback failed"  # torch's zip library on a full disk
+BLOCKED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EIO)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, by umask, and never writable by others."""
+    for folder in reversed([path, *path.parents]):
+        if not folder.is_dir():
+            folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+
+
+def _settle_mode_(path: Path, folder_mode: int) -> None:
+    """Make what comes into a folder as readable as the folder, and never writable by others, whatever mode
+    a library gave it.
+    """
+    is_folder = path.is_dir()
+    path.chmod(folder_mode & (FOLDER_MODE if is_folder else FOLDER_MODE & ~0o111))
+    for child in sorted(path.iterdir()) if is_folder else ():
+        _settle_mode_(child, folder_mode)
+
+
+def put(temporary: Path, path: Path) -> None:
+    """Give a whole file or folder its name, in place of a file or folder that has it."""
+    _settle_mode_(temporary, path.parent.stat().st_mode)
+    if path.is_dir() or (temporary.is_dir() and path.exists()):
+        remove(path)
+    os.replace(temporary, path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def size_bytes(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder; 0 where there is nothing."""
+    files = path.rglob("*") if os.path.isdir(path) else [path]
+    return sum(file.lstat().st_size for file in files if os.path.isfile(file))
+
+
+@contextmanager
+def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
+    """A folder to fill, next to where its content will stand; it goes at the end, or is swept after this
+    process.
+    """
+    make_folder(folder)
+    temporary = Path(tempfile.mkdtemp(dir=folder, prefix=f".{name}."))
+    try:
+        with owned(temporary):
+            yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def owned(path: Path) -> Iterator[None]:
+    """A block in which no other process has this file or folder; raises BlockingIOError where one has it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def sweep(folders: Iterable[Path], *, older_than_s: float = YOUNG_S) -> None:
+    """Remove temporaries in these folders whose writer is gone.
+
+    Args:
+        folders: Not searched deeper; those that are not there have none.
+        older_than_s: Younger ones stay.
+    """
+    for folder in folders:
+        with suppress(OSError):
+            for entry in os.scandir(folder):
+                if TEMPORARY.fullmatch(entry.name):
+                    _remove_abandoned(Path(entry.path), older_than_s)
+
+
+def _remove_abandoned(path: Path, older_than_s: float) -> None:
+    """A temporary of another user, or on a file system without locks, stays."""
+    with suppress(OSError):
+        if time.time() - path.lstat().st_mtime >= older_than_s and not path.is_symlink():
+            with owned(path):
+                remove(path)
+
+
+@contextmanager
+def scratch_for_graphs() -> Iterator[None]:
+    """A block in which torch unpacks graphs into a folder of this process.
+
+    Torch removes them when the process ends well. The folder of a process that was killed is swept by the
+    next one."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(_scratch())
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
+@cache
+def _scratch() -> Path:
+    parent = Path(tempfile.gettempdir())
+    prefix = f".yggdrasil-{os.getuid()}."
+    for abandoned in parent.glob(f"{prefix}*"):
+        _remove_abandoned(abandoned, YOUNG_S)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # open, and locked, until this process ends
+    atexit.register(_remove_scratch, folder, os.getpid())
+    return folder
+
+
+def _remove_scratch(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not at the end of a forked child
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def store_errors(root: Path) -> Iterator[None]:
+    """A block whose failures to write are errors of one line.
+
+    Args:
+        root: Of the store.
+
+    Raises:
+        StoreError: a disk is full, read-only or closed to this user, or something else stands in a folder's
+            place; found in the error, in what caused it, or in what a compiler or a library wrote about it.
+    """
+    try:
+        yield
+    except YggError:
+        raise
+    except Exception as error:
+        if (problem := _storage_problem(error, root)) is None:
+            raise
+        path, code = problem
+        raise StoreError(path, os.strerror(code).lower(), _remedy(code, root)) from error
+
+
+def _storage_problem(error: BaseException | None, root: Path) -> tuple[Path, int] | None:
+    """The path and the error number, where this is about what we write."""
+    while error is not None:
+        if isinstance(error, OSError):
+            path = root if error.filename is None else Path(os.fsdecode(error.filename))
+            if error.errno in (*FULL, *CLOSED, *BLOCKED) and _is_ours(path, root):
+                return path, error.errno
+        elif (problem := _reported_problem(str(error), root)) is not None:
+            return problem
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+def _reported_problem(text: str, root: Path) -> tuple[Path, int] | None:
+    """The same from what a compiler, a library or another process printed."""
+    for code in (*FULL, errno.EROFS):
+        if os.strerror(code) in text:
+            return root, code
+    if UNPACKING_FAILED in text:
+        return root, errno.ENOSPC
+    for number, name in PRINTED.findall(text):
+        if int(number) in (*CLOSED, *BLOCKED) and _is_ours(Path(name), root):
+            return Path(name), int(number)
+    return None
+
+
+def _is_ours(path: Path, root: Path) -> bool:
+    """In the store, above it, or in the folder for temporary files, where compilers work."""
+    return (
+        path.is_relative_to(root) or root.is_relative_to(path) or path.is_relative_to(tempfile.gettempdir())
+    )
+
+
+def _remedy(code: int, root: Path) -> str:
+    if code in FULL:
+        places = " and ".join(dict.fromkeys((str(root), tempfile.gettempdir())))
+        return f"make room in {places}, or set YGG_HOME and TMPDIR to folders that have it, and run the command again"
+    if code in CLOSED:
+        return "set YGG_HOME to a folder that you can write: `YGG_HOME=FOLDER ygg compile ...`"
+    return (
+        "move away what stands there, or set YGG_HOME to another folder: `YGG_HOME=FOLDER ygg compile ...`"
+    )
