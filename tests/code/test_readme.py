@@ -1,6 +1,4 @@
-"""README and benchmarks' README say what the command lines do, the README's commands and programs run, and
-every result that is linked is there.
-"""
+"""Commands of README and bench/README parse or run, README's programs run, every link leads somewhere."""
 
 from __future__ import annotations
 
@@ -189,16 +187,6 @@ def test_programs_of_the_readme_run(
     assert capsys.readouterr().out.strip()
 
 
-def test_clients_of_the_readme_are_answered_by_its_server(served: str) -> None:
-    clients = [program for program in programs() if PORT in program]
-    assert clients
-    for client in clients:  # in a process of its own: it leaves its connection open
-        done = subprocess.run(
-            [sys.executable, "-c", client.replace(PORT, served)], capture_output=True, text=True, check=True
-        )
-        assert done.stdout.strip()
-
-
 @pytest.mark.parametrize("line", bench_lines(), ids=" ".join)
 def test_scripts_that_are_shown_exist_and_take_these_options(
     line: list[str], monkeypatch: pytest.MonkeyPatch
@@ -213,10 +201,6 @@ def test_every_claim_can_be_rehearsed_and_print_json_alone(
     parse_of(f"bench.{name}", monkeypatch, ["--quick", "--json"])
 
 
-def test_every_claim_is_in_the_table_of_claims() -> None:
-    assert sorted(re.findall(r"^\| `(claim_\w+)`", BENCH_README.read_text(), flags=re.MULTILINE)) == SCRIPTS
-
-
 def test_an_option_that_a_script_does_not_have_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit):
         parse_of("bench.claim_start", monkeypatch, ["--no-such-option"])
@@ -224,25 +208,11 @@ def test_an_option_that_a_script_does_not_have_would_be_noticed(monkeypatch: pyt
 
 @pytest.mark.parametrize("page", (README, BENCH_README), ids=("README", "bench/README"))
 def test_every_linked_file_exists(page: Path) -> None:
-    links = [link.partition("#")[0] for link in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text())]
+    text = page.read_text()
+    inline = re.findall(r"\]\((?!https?://)([^)]+)\)", text)
+    named = re.findall(r"^\[[\w-]+\]: (?!https?://)(\S+)$", text, flags=re.MULTILINE)
+    links = [link.partition("#")[0] for link in [*inline, *named]]
     assert [link for link in links if link and not (page.parent / link).exists()] == []
-
-
-def test_every_result_of_the_table_of_claims_exists() -> None:
-    named = re.findall(r"`(results/[\w.]+\.json)`", BENCH_README.read_text())
-    assert len(named) > 15
-    assert [name for name in named if not (BENCH_README.parent / name).exists()] == []
-
-
-def test_every_linked_result_stands_beside_its_date() -> None:
-    text = README.read_text()
-    dates = dict(re.findall(r"\]\((bench/results/[\w.-]+\.json)\),\s(\d{4}-\d{2}-\d{2})", text))
-    assert set(re.findall(r"\]\((bench/results/[\w.-]+\.json)\)", text)) == set(dates), (
-        "`([result](FILE), DATE)`"
-    )
-    assert dates == {
-        name: json.loads((ROOT / name).read_text())["environment"]["date"][:10] for name in dates
-    }
 
 
 def test_every_linked_line_begins_a_definition() -> None:

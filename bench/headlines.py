@@ -1,0 +1,276 @@
+"""The one number of each claim that `bench/RESULTS.md` shows, and whether the claim held.
+
+What refutes a claim stands in the docstring of its script; here it is read from the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["CLAIMS", "Claimed", "Headline"]
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The number of one result.
+
+    Args:
+        value: As it was measured.
+        wanted: What the claim asks of it, such as "1.6" or "<= 1.03"; empty where it asks nothing.
+        held: Whether the whole claim held.
+        interval: 95 % interval of the value; None where the result has none.
+        missed: Goals that were missed, and how many there are; None for a claim with one goal.
+    """
+
+    value: float
+    wanted: str
+    held: bool
+    interval: tuple[float, float] | None = None
+    missed: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """A row of the table.
+
+    Args:
+        number: What the value is, in words.
+        read: From a result to its headline.
+        serves: Whether it measures the server, and not decoding alone.
+    """
+
+    number: str
+    read: Callable[[Result], Headline]
+    serves: bool = False
+
+
+def _ratio(
+    ratio: Mapping[str, Any], wanted: str, held: bool, missed: tuple[int, int] | None = None
+) -> Headline:
+    low, high = ratio["ci95"]
+    return Headline(ratio["median"], wanted, held, (low, high), missed)
+
+
+def _goals(result: Result) -> tuple[bool, tuple[int, int]]:
+    goals = result["goals"]
+    goals = list(goals.values() if isinstance(goals, Mapping) else goals)
+    missed = sum(not goal["reached"] for goal in goals)
+    return missed == 0, (missed, len(goals))
+
+
+def _never_below_1(ratios: Iterable[Mapping[str, Any]]) -> bool:
+    """Refuted by a ratio that is below 1 with its whole interval."""
+    return all(ratio["ci95"][1] >= 1 for ratio in ratios)
+
+
+def _single_stream(result: Result) -> Headline:
+    goal = result["goals"]["tree_over_plain"]
+    return _ratio(result["ratios"]["tree_over_plain"], f"{goal['wanted']}", *_goals(result))
+
+
+def _peers(result: Result) -> Headline:
+    name = "speculative_over_best_peer_speculative"
+    return _ratio(result["ratios"][name], f"{result['goals'][name]['wanted']}", *_goals(result))
+
+
+def _roofline(result: Result) -> Headline:
+    held, missed = _goals(result)
+    [goal] = [goal for goal in result["goals"] if goal["goal"] == "T(16)/T(2) at context 512"]
+    return Headline(goal["measured"], goal["wanted"], held, missed=missed)
+
+
+def _long(result: Result) -> Headline:
+    arms = list(result["arms"].values())
+    clean = all(arm["compilations"] == 0 and arm["stalls"] == 0 for arm in arms)
+    stall = max(arm["longest_stall_ms"] for arm in arms)
+    return Headline(stall, "< 20", bool(result["same_text"]) and clean)
+
+
+def _exact(result: Result) -> Headline:
+    differing = sum(comparison["texts_that_differ"] for comparison in result["comparisons"])
+    return Headline(differing, "0", differing == 0)
+
+
+def _memory(result: Result) -> Headline:
+    ratio = result["ratio_over_weights_after_caches"]
+    return Headline(ratio, "< 1.3", ratio < 1.3)
+
+
+def _start(result: Result) -> Headline:
+    first_s = result["first_wall_ms"] / 1e3
+    later_s = (result["later_startup_ms"] + result["later_ttft_ms"]) / 1e3
+    held = first_s <= 240 and later_s <= 5 and result["later_compilations"] == 0
+    return Headline(first_s, "<= 240", held)
+
+
+def _runtimes(result: Result) -> Headline:
+    closest = min(result["plain_over"].values(), key=lambda ratio: ratio["median"])
+    return _ratio(closest, "> 1", bool(result["reached"]))
+
+
+def _verify_width(result: Result) -> Headline:
+    growth = result["verify_widest_over_narrowest"]["64"]
+    return Headline(growth, "> 1", growth > 1)
+
+
+def _end_to_end(result: Result) -> Headline:
+    ratios = [
+        ratio
+        for draft in result["drafts"].values()
+        for workload in draft["workloads"].values()
+        for ratio in workload["ours_over"].values()
+    ]
+    missed = sum(ratio["ci95"][1] < 1 for ratio in ratios)
+    others = {name: mean for name, mean in result["geometric_mean_ours_over"].items() if name != "plain"}
+    return Headline(min(others.values()), "1", missed == 0, missed=(missed, len(ratios)))
+
+
+def _structures(result: Result) -> Headline:
+    ours = ("equal growth", "equal growth, by AAL")
+    least = min(
+        speedups["equal growth"] / max(value for name, value in speedups.items() if name not in ours)
+        for speedups in result["best_speedup_eq3"].values()
+    )
+    return Headline(least, "1", least >= 1)
+
+
+def _breakdown(result: Result) -> Headline:
+    last = list(result["factors"])[-1]
+    return _ratio(result["over_plain"][last], "", _never_below_1(result["factors"].values()))
+
+
+def _sensitivity(result: Result) -> Headline:
+    ratio = result["default_over_best_cell"]
+    return Headline(ratio, "<= 1.1", ratio <= 1.1)
+
+
+def _objective(result: Result) -> Headline:
+    ratios = [workload["speedup_over"]["AAL"] for workload in result["workloads"].values()]
+    return Headline(result["geometric_mean_speedup_over"]["AAL"], "1", _never_below_1(ratios))
+
+
+def _temperature(result: Result) -> Headline:
+    ratios = [ratio for each in result["temperatures"].values() for ratio in each["ours_over"].values()]
+    return Headline(result["geometric_mean_ours_over"]["Sequoia"], "1", _never_below_1(ratios))
+
+
+def _depth(result: Result) -> Headline:
+    least = min(
+        (
+            text["chosen_over"]["fixed"]
+            for text in result["texts"].values()
+            if "fixed" in text["chosen_over"]
+        ),
+        key=lambda ratio: ratio["median"],
+    )
+    return _ratio(least, "1", not result["refuted_by"])
+
+
+def _serving(result: Result) -> Headline:
+    verdict = result["verdict"]
+    trace = verdict.get("trace", {})
+    loads = [trace] if "best_fixed" in trace else list(trace.values())
+    held = all(
+        load["throughput_over_best_fixed"]["median"] >= 1.05
+        and load["throughput_over_best_baseline"]["median"] > 1
+        for load in loads
+    )
+    rates = verdict.get("rates", {})
+    for name, rate in rates.items():
+        held &= rate["throughput_over_best_fixed"]["median"] >= 0.98
+        if name == max(rates, key=float):
+            held &= rate["throughput_over_off"]["median"] >= 0.99
+    least = min(loads, key=lambda load: load["throughput_over_best_fixed"]["median"])
+    found = least["throughput_over_best_fixed"]
+    return Headline(found["median"], "1.05", held, (min(found["rounds"]), max(found["rounds"])))
+
+
+def _bandits(result: Result) -> Headline:
+    goals = [
+        goal
+        for entry in result["held"].values()
+        for goal in (entry.values() if isinstance(entry, Mapping) else [entry])
+    ]
+    missed = sum(not goal for goal in goals)
+    return Headline(
+        result["selection_us"]["nightjar"]["median"], "< 20", missed == 0, missed=(missed, len(goals))
+    )
+
+
+def _elastic(result: Result) -> Headline:
+    rates = sorted(result["verdict"], key=float)
+    lowest, highest = (result["verdict"][rate]["throughput_over_static"] for rate in (rates[0], rates[-1]))
+    return Headline(highest, "1.05", highest >= 1.05 and lowest >= 0.99)
+
+
+def _soak(result: Result) -> Headline:
+    missed = sum(not held for held in result["held"].values())
+    return Headline(
+        result["rss_growth_after_first_quarter"],
+        "<= 1.05",
+        missed == 0,
+        missed=(missed, len(result["held"])),
+    )
+
+
+def _guard(result: Result) -> Headline:
+    held = all(case["held"] for case in result["cases"].values())
+    return _ratio(
+        result["cases"]["shuffled draft"]["time_over_plain"]["guarded"], f"<= {result['allowed']}", held
+    )
+
+
+def _contended(result: Result) -> Headline:
+    goals = [
+        held for pair in result["pairs"].values() for held in pair["held"].values() if held is not None
+    ]
+    missed = goals.count(False)
+    least = min(
+        (pair["of_idle"]["2"] for pair in result["pairs"].values()), key=lambda ratio: ratio["median"]
+    )
+    return _ratio(least, "0.35", missed == 0, (missed, len(goals)))
+
+
+def _calibration(result: Result) -> Headline:
+    found = [each for pair in result["pairs"].values() for each in pair["temperatures"].values()]
+    missed = sum(not each["held"] for each in found)
+    least = min((each["batched_over_one_by_one"] for each in found), key=lambda ratio: ratio["median"])
+    return _ratio(least, "0.99", missed == 0, (missed, len(found)))
+
+
+def _architectures(result: Result) -> Headline:
+    known = ("equal", "refused", "not built small")
+    wrong = sum(count for kind, count in result["counts"].items() if kind not in known)
+    return Headline(wrong, "0", wrong == 0)
+
+
+CLAIMS = {
+    "single_stream": Claimed("tree over plain decoding", _single_stream),
+    "peers": Claimed("our tree over the fastest other engine", _peers),
+    "exact": Claimed("texts that differ from plain decoding", _exact),
+    "guard": Claimed("time over plain decoding, useless draft", _guard),
+    "contended": Claimed("speed next to two busy processes, of idle", _contended),
+    "start": Claimed("seconds of the first start", _start),
+    "memory": Claimed("resident memory over the weights", _memory),
+    "long": Claimed("longest stall, ms", _long),
+    "roofline": Claimed("T(16) over T(2)", _roofline),
+    "calibration": Claimed("batched over one-by-one calibration", _calibration),
+    "architectures": Claimed("architectures decoded wrongly", _architectures),
+    "runtimes": Claimed("plain decoding over the next runtime", _runtimes),
+    "verify_width": Claimed("T_verify(64) over T_verify(1)", _verify_width),
+    "end_to_end": Claimed("default policy over the closest structure", _end_to_end),
+    "structures": Claimed("Eq. 3 speedup over the closest structure", _structures),
+    "breakdown": Claimed("all optimisations over plain decoding", _breakdown),
+    "sensitivity": Claimed("default policy over the best cell, time", _sensitivity),
+    "objective": Claimed("Eq. 3 over AAL as objective", _objective),
+    "temperature": Claimed("default policy over Sequoia's tree", _temperature),
+    "depth": Claimed("chosen depth rule over a fixed depth", _depth),
+    "serving": Claimed("throughput over the best fixed length", _serving, serves=True),
+    "bandits": Claimed("microseconds to choose a length", _bandits, serves=True),
+    "elastic": Claimed("throughput over static memory", _elastic, serves=True),
+    "soak": Claimed("memory after 30 minutes of overload", _soak, serves=True),
+}

@@ -1,0 +1,111 @@
+"""RESULTS.md is what the committed results say, and each state of a claim can be told from its cell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import results, sources
+from bench.headlines import CLAIMS, Claimed, Headline
+from bench.results import cell, kind_of, page
+
+
+def environment(**fields: Any) -> dict[str, Any]:
+    known = {
+        "date": "2026-11-25T10:00:00",
+        "commit": "0123456789ab-dirty",
+        "flags": "avx2 avx512f",
+        "gpu": None,
+    }
+    return {**known, "code": sources.code_digests(), **fields}
+
+
+def cell_of(headline: Headline, *, serves: bool = False, **fields: Any) -> str:
+    result = {"environment": environment(**fields)}
+    return cell("made_up.json", result, Claimed("a number", lambda result: headline, serves=serves))
+
+
+def test_the_page_is_generated_from_the_results() -> None:
+    assert results.main(["--check"]) == 0
+
+
+def test_a_changed_result_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = results.load_results()
+    found["guard.json"]["environment"]["date"] = "2001-01-01"
+    monkeypatch.setattr(results, "load_results", lambda: found)
+    assert results.main(["--check"]) == 1
+    assert "run `python -m bench.results`" in capsys.readouterr().err
+
+
+def test_every_result_is_in_the_page_once() -> None:
+    text = page(results.load_results())
+    assert {name: text.count(f"(results/{name})") for name in results.load_results()} == dict.fromkeys(
+        results.load_results(), 1
+    )
+
+
+def test_a_cell_shows_value_interval_wanted_verdict_date_and_commit() -> None:
+    held = Headline(5.071, "2.2", held=True, interval=(4.24, 5.52))
+    assert cell_of(held) == (
+        "[5.07 (4.24-5.52), 2.2 wanted, held](results/made_up.json) 2026-11-25 0123456"
+    )
+
+
+def test_missed_goals_are_counted() -> None:
+    assert "missed 2 of 5]" in cell_of(Headline(1.0, "2", held=False, missed=(2, 5)))
+
+
+@pytest.mark.parametrize("part", ("decode", "serve"))
+def test_a_result_of_other_code_is_stale(part: str) -> None:
+    older = {**sources.code_digests(), part: "other"}
+    headline = Headline(1.0, "", held=True)
+    assert cell_of(headline, serves=True, code=older).endswith(", stale")
+    assert cell_of(headline, code=older).endswith(", stale") == (part == "decode")
+
+
+def test_a_result_without_a_digest_is_stale() -> None:
+    assert cell_of(Headline(1.0, "", held=True), code={}).endswith(", stale")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    (
+        ({"flags": "avx2 avx512f amx_bf16"}, "AMX"),
+        ({"flags": "avx2 avx512f"}, "AVX-512"),
+        ({"flags": "avx2"}, "AVX2"),
+        ({"gpu": "a device"}, "GPU"),
+    ),
+)
+def test_a_machine_has_a_column_by_its_kind(fields: dict[str, Any], kind: str) -> None:
+    assert kind_of({"environment": environment(**fields)}) == kind
+
+
+def test_comments_and_docstrings_do_not_make_a_result_stale(tmp_path: Path) -> None:
+    source = tmp_path / "code.py"
+    source.write_text('def double(x):\n    """Twice."""\n    return 2 * x  # two\n')
+    before = sources.normalised(source)
+    source.write_text("def double(x):\n\n    return (2 * x)\n")
+    assert sources.normalised(source) == before
+    source.write_text("def double(x):\n    return 3 * x\n")
+    assert sources.normalised(source) != before
+
+
+def test_comments_of_cpp_do_not_make_a_result_stale(tmp_path: Path) -> None:
+    source = tmp_path / "code.cpp"
+    source.write_text("int two() { return 2; }  // two\n")
+    before = sources.normalised(source)
+    source.write_text("/* two */\nint two()\n{ return 2; }\n")
+    assert sources.normalised(source) == before
+    source.write_text("int two() { return 3; }\n")
+    assert sources.normalised(source) != before
+
+
+def test_every_claim_script_has_a_headline() -> None:
+    scripts = {path.stem.removeprefix("claim_") for path in results.FOLDER.glob("claim_*.py")}
+    assert scripts - set(CLAIMS) == {"kernels", "exact_price"}, (
+        "those two need a GPU; gpu.sh has its own folder"
+    )
