@@ -140,7 +140,7 @@ def save_figure(draw: Callable[[Figure], None], path: Path, size: tuple[float, f
 
 
 def bars(axes: Any, groups: Sequence[str], heights: Mapping[str, Sequence[float]], *, ylabel: str) -> None:
-    """Grouped bars: one group for every name, one bar in it for every series, its height written over it."""
+    """Grouped bars: a group for every name, a bar in it for every series, with its height as text."""
     width = 0.8 / len(heights)
     for index, (series, values) in enumerate(heights.items()):
         places = [group + (index - (len(heights) - 1) / 2) * width for group in range(len(groups))]

@@ -376,7 +376,8 @@ def table(result: Mapping[str, Any]) -> str:
     lines = []
     for setting, found in result["settings"].items():
         lines.append(
-            f"{setting:<20} {'regret %':>9} {'(least-most)':>15} {'exponent':>9} {'(least-most)':>14} {'speed':>8}"
+            f"{setting:<20} {'regret %':>9} {'(least-most)':>15} {'exponent':>9} {'(least-most)':>14} "
+            f"{'speed':>8}"
         )
         for name, row in sorted(
             found["policies"].items(), key=lambda item: item[1]["regret_share"]["median"]
@@ -387,7 +388,8 @@ def table(result: Mapping[str, Any]) -> str:
             shares = f"({100 * share['least']:.2f}-{100 * share['most']:.2f})"
             xs = f"({x['least']:.2f}-{x['most']:.2f})"
             lines.append(
-                f"  {name:<18} {100 * share['median']:>9.2f} {shares:>15} {x['median']:>9.2f} {xs:>14} {speed:>8.3f}"
+                f"  {name:<18} {100 * share['median']:>9.2f} {shares:>15} {x['median']:>9.2f} {xs:>14} "
+                f"{speed:>8.3f}"
             )
     lines.append(
         "microseconds of a selection, median and p99: "

@@ -140,7 +140,8 @@ def table(result: Mapping[str, Any]) -> str:
             )
             ratio = found["batched_over_one_by_one"]
             lines.append(
-                f"{name:<24}{temperature:<12}{cells}   {ratio['median']:.3f} {ratio['ci95']}{'' if found['held'] else '  REFUTED'}"
+                f"{name:<24}{temperature:<12}{cells}   {ratio['median']:.3f} "
+                f"{ratio['ci95']}{'' if found['held'] else '  REFUTED'}"
             )
         costs = [f"{cost['seconds']:.0f} s {arm}" for arm, cost in pair["collected"].items()]
         lines.append(f"{name}: collected in {', '.join(costs)}")

@@ -186,7 +186,8 @@ def table(result: Mapping[str, Any]) -> str:
             )
         if found["of_earlier"] is not None:
             lines.append(
-                f"  idle, of the earlier checkout: {found['of_earlier']['median']:.3f} {found['of_earlier']['ci95']}"
+                f"  idle, of the earlier checkout: {found['of_earlier']['median']:.3f} "
+                f"{found['of_earlier']['ci95']}"
             )
         lines += [
             f"  {'not measured' if is_held is None else 'held' if is_held else 'MISSED'}: {part}"

@@ -183,7 +183,7 @@ def figures(run: Replay) -> dict[str, Any]:
 
 
 def measure_operations(stand: Stand, say: Say) -> dict[str, Any]:
-    """What a change of tenant costs with every lent page in use, over and over, on an otherwise empty pool."""
+    """The cost of a change of tenant with every lent page in use, on an otherwise empty pool."""
     elastic = stand.elastic
     pool = stand.elastic.pool
     page_bytes = PAGE_LEN * stand.elastic.target.shape.token_bytes(
@@ -241,13 +241,15 @@ def line(name: str, rounds: Sequence[Mapping[str, Any]]) -> str:
     """One row for a person."""
     first = rounds[0]
     return (
-        f"{name:<24} {mean(run['tok_per_s'] for run in rounds):>7.1f} tok/s  latency {mean(run['latency_ms']['mean'] for run in rounds) / 1e3:>6.2f} s  "
-        f"B {first['mean_batch']:>5.1f}  gamma {first['mean_gamma']:.2f}  draft away {first['away_share']:.0%}  preemptions {first['preemptions']}"
+        f"{name:<24} {mean(run['tok_per_s'] for run in rounds):>7.1f} tok/s  latency "
+        f"{mean(run['latency_ms']['mean'] for run in rounds) / 1e3:>6.2f} s  "
+        f"B {first['mean_batch']:>5.1f}  gamma {first['mean_gamma']:.2f}  draft away "
+        f"{first['away_share']:.0%}  preemptions {first['preemptions']}"
     )
 
 
 def verdict(rates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Throughput with elastic memory over that without, by rate: the mean of the turns, and of every turn."""
+    """Throughput with elastic memory over that without, by rate: each turn, and their mean."""
     found = {}
     for fraction in FRACTIONS:
         ours, theirs = (

@@ -329,15 +329,18 @@ def table(result: Mapping[str, Any]) -> str:
     ]
     lines.append(f"commit {result['commit_us']['median']:.1f} us")
     lines.append(
-        f"{'attention':<12}{'context':>9}{'width':>7}{'us/layer':>10}{'p10':>9}{'p90':>9}{'GB/s':>8}{'of copy':>9}"
+        f"{'attention':<12}{'context':>9}{'width':>7}{'us/layer':>10}{'p10':>9}{'p90':>9}"
+        f"{'GB/s':>8}{'of copy':>9}"
     )
     lines += [_attention_line(each) for each in result["attention"]]
     lines += [
-        f"{'reached' if goal['reached'] else 'MISSED '} {goal['goal']}: {goal['measured']:.3f}, wanted {goal['wanted']}"
+        f"{'reached' if goal['reached'] else 'MISSED '} {goal['goal']}: {goal['measured']:.3f}, wanted "
+        f"{goal['wanted']}"
         for goal in result["goals"]
     ]
     lines += [
-        f"{each['ms']:>10.3f} ms  {', '.join(f'{name} {value}' for name, value in each.items() if name != 'ms')}"
+        f"{each['ms']:>10.3f} ms  "
+        f"{', '.join(f'{name} {value}' for name, value in each.items() if name != 'ms')}"
         for each in result["tune"] or ()
     ]
     return "\n".join(lines)
@@ -347,7 +350,10 @@ def _attention_line(each: Mapping[str, Any]) -> str:
     times = "".join(
         f"{each['layer_us'][name]:>{width}.2f}" for name, width in (("median", 10), ("p10", 9), ("p90", 9))
     )
-    return f"{each['heads']:<12}{each['context']:>9}{each['width']:>7}{times}{each['gb_per_s']['median']:>8.0f}{each['share']:>9.2f}"
+    rate = each["gb_per_s"]["median"]
+    return (
+        f"{each['heads']:<12}{each['context']:>9}{each['width']:>7}{times}{rate:>8.0f}{each['share']:>9.2f}"
+    )
 
 
 def draw(figure: Figure, result: Mapping[str, Any]) -> None:
@@ -385,7 +391,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print(
-            f"bench.claim_kernels needs a CUDA device, and torch {torch.__version__} sees none: nothing was measured",
+            f"bench.claim_kernels needs a CUDA device, and torch {torch.__version__} sees none: nothing "
+            "was measured",
             file=sys.stderr,
         )
         raise SystemExit(2)

@@ -147,11 +147,13 @@ def _summary(arm: Mapping[str, Any], prompt_len: int) -> dict[str, Any]:
 def table(result: Mapping[str, Any]) -> str:
     """A line for each arm, and its steps by context."""
     lines = [
-        f"{result['prompt_tokens']} tokens of prompt, {result['new_tokens']} new ones, context {result['context']}, same tokens"
+        f"{result['prompt_tokens']} tokens of prompt, {result['new_tokens']} new ones, context "
+        f"{result['context']}, same tokens"
     ]
     for name, arm in result["arms"].items():
         lines.append(
-            f"{name:<12} prefill {arm['prefill_tok_per_s']:.0f} tokens/s, {arm['tokens_per_step']:.2f} tokens a step, compiled {arm['compilations']}, "
+            f"{name:<12} prefill {arm['prefill_tok_per_s']:.0f} tokens/s, {arm['tokens_per_step']:.2f} "
+            f"tokens a step, compiled {arm['compilations']}, "
             f"longest stall {arm['longest_stall_ms']:.2f} ms"
         )
         lines.append(

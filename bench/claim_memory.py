@@ -74,7 +74,8 @@ def table(result: dict[str, Any]) -> str:
     """The result for a person."""
     megabytes = {name: result[f"{name}_bytes"] / 1e6 for name in ("resident", "weight", "cache")}
     return (
-        f"{result['num_graphs']} graphs: {megabytes['resident']:.0f} MB resident, {megabytes['weight']:.0f} MB weights, {megabytes['cache']:.0f} MB caches\n"
+        f"{result['num_graphs']} graphs: {megabytes['resident']:.0f} MB resident, "
+        f"{megabytes['weight']:.0f} MB weights, {megabytes['cache']:.0f} MB caches\n"
         f"without the caches: {result['ratio_over_weights_after_caches']:.2f} times the weights"
     )
 

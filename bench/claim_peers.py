@@ -139,7 +139,7 @@ def ratios(rounds: Rounds, peers: Sequence[Peer]) -> dict[str, Any]:
 
 
 def goals(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the claim needs, what was measured, and whether that is enough; llama.cpp's only where it ran."""
+    """What the claim wants, what was measured, and whether it holds; llama.cpp only where it ran."""
     plain_over = {name: over["median"] for name, over in found["plain_over_peer_plain"].items()}
     wanted = {
         "speculative_over_best_peer_speculative": (
@@ -236,7 +236,8 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str
 def table(result: Mapping[str, Any]) -> str:
     """The result for a person."""
     lines = [
-        f"{'arm':<30} {'ms/token':>9} {'p10':>7} {'p90':>7} {'decoding':>9} {'tok/s':>7} {'AAL':>5} {'own plain':>10} {'our plain':>10} {'roofline':>9}"
+        f"{'arm':<30} {'ms/token':>9} {'p10':>7} {'p90':>7} {'decoding':>9} {'tok/s':>7} {'AAL':>5} "
+        f"{'own plain':>10} {'our plain':>10} {'roofline':>9}"
     ]
     for name, arm in result["arms"].items():
         tpot = arm["tpot_ms"]
@@ -245,10 +246,14 @@ def table(result: Mapping[str, Any]) -> str:
             for same in (arm["same_text_as_own_plain"], arm["same_text_as_plain"])
         ]
         share = f"{arm['share_of_roofline']['median']:.0%}" if arm["share_of_roofline"] else ""
-        figures = f"{tpot['median']:>9.2f} {tpot['p10']:>7.2f} {tpot['p90']:>7.2f} {arm['tpot_after_first_ms']['median']:>9.2f} {arm['tok_per_s']:>7.1f}"
+        figures = (
+            f"{tpot['median']:>9.2f} {tpot['p10']:>7.2f} {tpot['p90']:>7.2f} "
+            f"{arm['tpot_after_first_ms']['median']:>9.2f} {arm['tok_per_s']:>7.1f}"
+        )
         lines.append(f"{name:<30} {figures} {arm['aal']:>5.2f} {texts[0]:>10} {texts[1]:>10} {share:>9}")
     lines.append(
-        f"roofline: {result['target']['weight_bytes_per_pass'] / 1e6:.0f} MB of weights at {result['stream_gb_per_s']['median']:.1f} GB/s"
+        f"roofline: {result['target']['weight_bytes_per_pass'] / 1e6:.0f} MB of weights at "
+        f"{result['stream_gb_per_s']['median']:.1f} GB/s"
     )
     for name, found in result["ratios"].items():
         if "median" in found:
@@ -264,7 +269,10 @@ def table(result: Mapping[str, Any]) -> str:
 
 def _ratio_line(name: str, found: Mapping[str, Any]) -> str:
     against = f" ({found['fastest']})" if "fastest" in found else ""
-    return f"{name}{against}: {found['median']:.2f} (p10 {found['p10']:.2f}, p90 {found['p90']:.2f}, 95 % of the median {found['ci95']})"
+    return (
+        f"{name}{against}: {found['median']:.2f} (p10 {found['p10']:.2f}, p90 {found['p90']:.2f}, 95 % "
+        f"of the median {found['ci95']})"
+    )
 
 
 def result_name(draft_name: str, text: str) -> str:

@@ -239,7 +239,7 @@ def verify_goals(passes: Sequence[Pass], contexts: Sequence[int]) -> list[dict[s
 
 
 def step_goals(prefill: Mapping[str, Any], host: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the prompt's graph and the host shall attain; a policy that decodes plainly has no growth step."""
+    """Goals of the prompt's graph and of the host; plain decoding has no growth step."""
     goals = [at_least("prefill over torch.mm", prefill["share"], LEAST_PREFILL_SHARE)]
     if host["growth_step_ms"] is not None:
         goals.append(at_most("ms of a growth step", host["growth_step_ms"], MOST_GROWTH_STEP_MS))
@@ -375,26 +375,33 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
 def table(result: Mapping[str, Any]) -> str:
     """Ceilings, graphs beside them, the host's pieces, goals."""
     lines = [
-        f"memory {result['memory_gb_per_s']['median']:.1f} GB/s, torch.mm {result['tflop_per_s']:.3f} TFLOP/s (best of {list(result['mm_tflop_per_s'])})"
+        f"memory {result['memory_gb_per_s']['median']:.1f} GB/s, torch.mm {result['tflop_per_s']:.3f} "
+        f"TFLOP/s (best of {list(result['mm_tflop_per_s'])})"
     ]
     for kind in ("verify", "draft"):
         lines.append(
-            f"{'T_' + kind + ', context':<18}{'tokens':>7}{'ms':>10}{'p10':>10}{'p90':>10}{'MB':>9}{'memory':>9}{'of it':>7}{'compute':>9}{'of it':>7}"
+            f"{'T_' + kind + ', context':<18}{'tokens':>7}{'ms':>10}{'p10':>10}{'p90':>10}{'MB':>9}"
+            f"{'memory':>9}{'of it':>7}{'compute':>9}{'of it':>7}"
         )
         lines += [_pass_line(each) for each in result[kind]]
     prefill = result["prefill"]
     host = result["host"]
-    rates = f"{prefill['tok_per_s']:.0f} tokens/s, {prefill['tflop_per_s']:.3f} TFLOP/s, {prefill['share']:.2f} of torch.mm"
+    rates = (
+        f"{prefill['tok_per_s']:.0f} tokens/s, {prefill['tflop_per_s']:.3f} TFLOP/s, "
+        f"{prefill['share']:.2f} of torch.mm"
+    )
     lines.append(f"prefill of {prefill['tokens']} tokens at context {prefill['context']}: {rates}")
     lines.append(
-        f"step: {host['shape']}, {host['step_ms']:.3f} ms, host {host['host_ms']:.3f} ms, medians of {host['steps']} steps:"
+        f"step: {host['shape']}, {host['step_ms']:.3f} ms, host {host['host_ms']:.3f} ms, medians of "
+        f"{host['steps']} steps:"
     )
     lines += [
         f"  {'[' + piece['name'] + ']' if piece['is_graph'] else piece['name']:<18}{piece['ms']:>9.3f}"
         for piece in host["pieces"]
     ]
     lines += [
-        f"{'reached' if goal['reached'] else 'MISSED '} {goal['goal']}: {goal['measured']:.3f}, wanted {goal['wanted']}"
+        f"{'reached' if goal['reached'] else 'MISSED '} {goal['goal']}: {goal['measured']:.3f}, wanted "
+        f"{goal['wanted']}"
         for goal in result["goals"]
     ]
     return "\n".join(lines)
@@ -402,7 +409,8 @@ def table(result: Mapping[str, Any]) -> str:
 
 def _pass_line(each: Mapping[str, Any]) -> str:
     ms = f"{each['ms']['median']:>10.3f}{each['ms']['p10']:>10.3f}{each['ms']['p90']:>10.3f}"
-    ceilings = f"{each['memory_ms']:>9.3f}{each['memory_share']:>7.2f}{each['compute_ms']:>9.3f}{each['compute_share']:>7.2f}"
+    memory = f"{each['memory_ms']:>9.3f}{each['memory_share']:>7.2f}"
+    ceilings = f"{memory}{each['compute_ms']:>9.3f}{each['compute_share']:>7.2f}"
     return f"{each['context']:>18}{each['size']:>7}{ms}{each['read_bytes'] / 1e6:>9.1f}{ceilings}"
 
 

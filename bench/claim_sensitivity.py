@@ -103,7 +103,8 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             *lines,
-            f"ms per token; plain {result['plain_ms']:.2f}, default policy {result['default_policy_ms']:.2f}, {best}",
+            f"ms per token; plain {result['plain_ms']:.2f}, default policy "
+            f"{result['default_policy_ms']:.2f}, {best}",
         ]
     )
 
@@ -131,7 +132,8 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     grid_axes[0].set_ylabel("depth D")
     figure.colorbar(image, ax=list(grid_axes), label="ms per token")
     figure.suptitle(
-        f"time per token by shape (paper: Fig. 13); plain {result['plain_ms']:.1f}, default policy {result['default_policy_ms']:.1f}"
+        f"time per token by shape (paper: Fig. 13); plain {result['plain_ms']:.1f}, default policy "
+        f"{result['default_policy_ms']:.1f}"
     )
 
 

@@ -275,7 +275,7 @@ def measure_switching(stand: Stand, say: Say) -> list[dict[str, Any]]:
 
 
 def _catch_up_ms(stand: Stand, lag: int, batch_size: int, turn: int) -> float:
-    """Prompts of `lag` tokens are computed without the draft; then it comes back for all of them at once."""
+    """Compute prompts of `lag` tokens without the draft, then let it catch up on all of them at once."""
     (batcher, _) = stand.arm(OURS)
     texts = stand.texts
     batcher.policy = gamma_policy(OFF, stand.parts)
@@ -306,9 +306,12 @@ def _catch_up_ms(stand: Stand, lag: int, batch_size: int, turn: int) -> float:
 def line(row: Mapping[str, Any]) -> str:
     """One run for a person."""
     return (
-        f"{row['rate']:>6} req/s  {row['policy']:<18} {row['tok_per_s']:>7.1f} tok/s  latency {row['latency_ms']['mean']:>8.0f} mean "
-        f"{row['latency_ms']['p95']:>8.0f} p95 ms  TTFT {row['ttft_ms']['mean']:>7.0f}  TPOT {row['tpot_ms']['mean']:>6.1f}  "
-        f"B {row['mean_batch']:>5.1f}  gamma {row['mean_gamma']:>4.2f}  host {row['host_share']:.1%}  pace {row['pace']:.2f}"
+        f"{row['rate']:>6} req/s  {row['policy']:<18} {row['tok_per_s']:>7.1f} tok/s  latency "
+        f"{row['latency_ms']['mean']:>8.0f} mean "
+        f"{row['latency_ms']['p95']:>8.0f} p95 ms  TTFT {row['ttft_ms']['mean']:>7.0f}  TPOT "
+        f"{row['tpot_ms']['mean']:>6.1f}  "
+        f"B {row['mean_batch']:>5.1f}  gamma {row['mean_gamma']:>4.2f}  host {row['host_share']:.1%}  "
+        f"pace {row['pace']:.2f}"
     )
 
 

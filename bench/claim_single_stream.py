@@ -197,7 +197,8 @@ def subject_of(options: argparse.Namespace) -> tuple[BenchTarget, Path, LoadedPa
         return under_test.target, under_test.draft, under_test.pair()
     if options.device != "cpu":
         raise SystemExit(
-            "bench.claim_single_stream: --target and --draft are measured on a cpu; leave them out for --device cuda"
+            "bench.claim_single_stream: --target and --draft are measured on a cpu; leave them out for "
+            "--device cuda"
         )
     bundled_target, bundled_draft = bundled_models()
     target = bench_target((options.target or bundled_target).resolve(), options.target_parameters)
@@ -213,7 +214,8 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str
     stream: Stream = MemoryStream() if options.device == "cpu" else DeviceStream()
     rate = stream.gb_per_s(rounds=7)
     say(
-        f"ceiling: memory streams at {rate:.1f} GB/s, so plain decoding takes at least {target.weight_bytes / rate / 1e6:.2f} ms a token"
+        f"ceiling: memory streams at {rate:.1f} GB/s, so plain decoding takes at least "
+        f"{target.weight_bytes / rate / 1e6:.2f} ms a token"
     )
     depth, tuning = tune_chain(
         pair,
@@ -287,30 +289,38 @@ def document(
 def table(result: dict[str, Any]) -> str:
     """The result for a person."""
     lines = [
-        f"{'arm':<30} {'ms/token':>9} {'p10':>7} {'p90':>7} {'decoding':>9} {'tok/s':>7} {'AAL':>5}  same text as plain"
+        f"{'arm':<30} {'ms/token':>9} {'p10':>7} {'p90':>7} {'decoding':>9} {'tok/s':>7} {'AAL':>5}  "
+        "same text as plain"
     ]
     for name, arm in result["arms"].items():
         tpot = arm["tpot_ms"]
         same = arm["same_text_as_plain"]
-        figures = f"{tpot['median']:>9.2f} {tpot['p10']:>7.2f} {tpot['p90']:>7.2f} {arm['tpot_after_first_ms']['median']:>9.2f} {arm['tok_per_s']:>7.1f}"
+        figures = (
+            f"{tpot['median']:>9.2f} {tpot['p10']:>7.2f} {tpot['p90']:>7.2f} "
+            f"{arm['tpot_after_first_ms']['median']:>9.2f} {arm['tok_per_s']:>7.1f}"
+        )
         lines.append(
             f"{name:<30} {figures} {arm['aal']:>5.2f}  {same['equal_prompts']} of {same['prompts']}"
         )
     for name, found in result["ratios"].items():
         lines.append(
-            f"{name:<30} {found['median']:.2f} (p10 {found['p10']:.2f}, p90 {found['p90']:.2f}, 95 % of the median {found['ci95']})"
+            f"{name:<30} {found['median']:.2f} (p10 {found['p10']:.2f}, p90 {found['p90']:.2f}, 95 % of "
+            f"the median {found['ci95']})"
         )
     ceiling = result["roofline"]
     speedup = result["speedup"]
     lines.append(
-        f"roofline: {ceiling['stream_gb_per_s']['median']:.1f} GB/s, {ceiling['weights_ms']['median']:.2f} ms for the weights"
+        f"roofline: {ceiling['stream_gb_per_s']['median']:.1f} GB/s, "
+        f"{ceiling['weights_ms']['median']:.2f} ms for the weights"
     )
     lines.append(
-        f"speedup of the tree: predicted {speedup['predicted']:.2f}, measured {speedup['measured']:.2f}; shapes {result['arms'][TREE_ARM]['shapes']}"
+        f"speedup of the tree: predicted {speedup['predicted']:.2f}, measured "
+        f"{speedup['measured']:.2f}; shapes {result['arms'][TREE_ARM]['shapes']}"
     )
     if "host" in result:
         lines.append(
-            f"host: {result['host']['host_ms']:.3f} of {result['host']['step_ms']:.3f} ms of a step, {result['host']['share']:.1%}"
+            f"host: {result['host']['host_ms']:.3f} of {result['host']['step_ms']:.3f} ms of a step, "
+            f"{result['host']['share']:.1%}"
         )
     lines.append(f"T_verify (ms): {_curve(result['profile']['verify_ms'])}")
     lines += [

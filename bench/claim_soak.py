@@ -98,9 +98,14 @@ def asks(pair: LoadedPair) -> list[Ask]:
             max_new_tokens=num_tokens, plain=True, sampling=sampling, stop=(". ",) if index % 7 == 0 else ()
         )
         body = {
-            "model": BUNDLED, "max_tokens": num_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "seed": sampling.seed, "speculation": ("auto", "off", 2)[index % 3], "stream": index % 5 != 0,
-        }  # fmt: skip
+            "model": BUNDLED,
+            "max_tokens": num_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "speculation": ("auto", "off", 2)[index % 3],
+            "stream": index % 5 != 0,
+        }
         if config.stop:
             body["stop"] = list(config.stop)
         path, asked, prompt = (
@@ -299,7 +304,8 @@ async def soak(server: Server, good: Sequence[Ask], minutes: float, say: Say) ->
             if time.monotonic() - reported > 60:
                 reported = time.monotonic()
                 say(
-                    f"{(reported - start) / 60:.0f} min: {dict(tally.outcomes)}, in flight {len(tasks)}, {server.rss_mb()} MB"
+                    f"{(reported - start) / 60:.0f} min: {dict(tally.outcomes)}, in flight "
+                    f"{len(tasks)}, {server.rss_mb()} MB"
                 )
         await asyncio.gather(*tasks)
         watching.cancel()

@@ -77,8 +77,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """The result for a person."""
     return (
-        f"first start {result['first_wall_ms'] / 1e3:.0f} s; later {result['later_startup_ms']:.0f} ms + {result['later_ttft_ms']:.0f} ms to the first token\n"
-        f"{result['tok_per_s']:.0f} tokens/s, plain {result['plain_tok_per_s']:.0f}; compiled later: {result['later_compilations']}"
+        f"first start {result['first_wall_ms'] / 1e3:.0f} s; later {result['later_startup_ms']:.0f} ms "
+        f"+ {result['later_ttft_ms']:.0f} ms to the first token\n"
+        f"{result['tok_per_s']:.0f} tokens/s, plain {result['plain_tok_per_s']:.0f}; compiled later: "
+        f"{result['later_compilations']}"
     )
 
 

@@ -106,7 +106,8 @@ def table(result: Mapping[str, Any]) -> str:
     for context, rows in result["speedup"].items():
         lines.append(f"context {context}: K, naive (AAL), Eq. 3 of that tree, Eq. 3 of the best tree")
         lines += [
-            f"{row['verify']:>6} {row['naive']:>8.2f} {row['eq3_of_the_naive_choice']:>8.2f} {row['eq3']:>8.2f}  {row['choice']}"
+            f"{row['verify']:>6} {row['naive']:>8.2f} {row['eq3_of_the_naive_choice']:>8.2f} "
+            f"{row['eq3']:>8.2f}  {row['choice']}"
             for row in rows
         ]
     return "\n".join(lines)

@@ -3,7 +3,9 @@ figures carry their spread.
 
 ```
 round:     prompt 0          prompt 1          prompt 2
-order:     A  B  C  stream   B  C  stream  A   C  stream  A  B     each round starts with the next arm, so no arm always follows the same one
+order:     A  B  C  stream   B  C  stream  A   C  stream  A  B
+
+Each round starts with the next arm, so no arm always follows the same one.
 ```
 """
 
@@ -141,7 +143,7 @@ class Rounds:
         }
 
     def assert_equal_texts(self, arms: Sequence[Arm], reference: str) -> None:
-        """Raises TextMismatchError unless every exact arm emitted the reference's tokens on every prompt."""
+        """Raises TextMismatchError unless every exact arm emitted the reference's tokens."""
         for arm in arms:
             if not arm.exact:
                 continue
@@ -151,7 +153,8 @@ class Rounds:
                 parting = _parting(one.token_ids, other.token_ids)
                 if parting is not None:
                     raise TextMismatchError(
-                        f"{arm.name} differs from {reference} on prompt {index} at token {parting}: no speed is reported"
+                        f"{arm.name} differs from {reference} on prompt {index} at token {parting}: no "
+                        "speed is reported"
                     )
 
 

@@ -35,7 +35,8 @@ try:
     base = importlib.import_module("conversion.base")
 except ModuleNotFoundError:  # one file until 2026
     base = importlib.import_module("convert_hf_to_gguf")
-base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"  # it knows tokenizers by digest; we send token ids
+# It knows tokenizers by digest, and ours is unknown; we send token ids.
+base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
 base.TextModel._set_vocab_sentencepiece = base.TextModel._set_vocab_gpt2  # tried first for a Llama
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -141,7 +142,7 @@ def llama_cpp_peer(
 
 
 def _options(num_threads: int) -> list[str]:
-    """One prompt at a time, and none remembered: the arms share prompts, and each pays for its own prefill."""
+    """One prompt at a time, and none is cached: the arms share prompts, and each has its own prefill."""
     threads = str(num_threads)
     return [
         "--threads",

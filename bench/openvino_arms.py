@@ -159,7 +159,8 @@ def converted(python: Path, source: Path, say: Say) -> Path:
         )
         if (size := (folder / "openvino_model.bin").stat().st_size) < num_bytes:
             raise PeerError(
-                f"the exporter wrote {size} bytes of weights for the {num_bytes} of {source}: compressed or shared, not what the others read"
+                f"the exporter wrote {size} bytes of weights for the {num_bytes} of {source}: "
+                "compressed or shared, not what the others read"
             )
     return out
 

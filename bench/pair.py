@@ -68,11 +68,17 @@ class BenchTarget:
     @property
     def statement(self) -> str:
         """To stand wherever a figure appears."""
-        size = f"target: {self.parameters / 1e6:.1f} M parameters, {self.weight_bytes / 1e6:.0f} MB read per pass"
+        size = (
+            f"target: {self.parameters / 1e6:.1f} M parameters, {self.weight_bytes / 1e6:.0f} MB read "
+            "per pass"
+        )
         if self.parameters == self.source_parameters:
             return f"{size}, a checkpoint as it is"
         text = "its text but for roundings" if self.is_rounded else "same text"
-        return f"{size}, a function-preserving inflation (bench/scale_pair.py) of a {self.source_parameters / 1e6:.1f} M checkpoint: {text}, real latency"
+        return (
+            f"{size}, a function-preserving inflation (bench/scale_pair.py) of a "
+            f"{self.source_parameters / 1e6:.1f} M checkpoint: {text}, real latency"
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {

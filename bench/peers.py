@@ -85,7 +85,8 @@ class JsonLines:
 
     ```pycon
     >>> import sys
-    >>> echo = "import sys; print('{}', flush=True); [print(line, end='', flush=True) for line in sys.stdin]"
+    >>> echo = "import sys; print('{}', flush=True)"
+    >>> echo += "; [print(line, end='', flush=True) for line in sys.stdin]"
     >>> with JsonLines([sys.executable, "-c", echo], name="echo") as child:
     ...     child.ask({"prompt": [1, 2]})
     {'prompt': [1, 2]}
@@ -139,7 +140,8 @@ class JsonLines:
             self._child.wait()
             self._complaints.seek(0)
             raise PeerError(
-                f"{self._name} ended with status {self._child.returncode}: {_last_line(self._complaints.read())}"
+                f"{self._name} ended with status {self._child.returncode}: "
+                f"{_last_line(self._complaints.read())}"
             )
         answer = json.loads(line)
         if "error" in answer:

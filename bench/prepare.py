@@ -52,7 +52,8 @@ def main() -> None:
     print(under_test.target.statement, flush=True)
     for pair in built(under_test, options.what):
         print(
-            f"{pair.bundle.name}, calibrated on {pair.dataset}: {pair.bundle.exactness}; {pair.bundle.folder}"
+            f"{pair.bundle.name}, calibrated on {pair.dataset}: {pair.bundle.exactness}; "
+            f"{pair.bundle.folder}"
         )
 
 

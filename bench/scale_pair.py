@@ -2,7 +2,8 @@
 latency, no hub needed.
 
 ```
-python -m bench.scale_pair SOURCE OUT [--width-multiple 4 | --width N] [--layers N] [--intermediate N] [--heads N] [--kv-heads N] [--seed S]
+python -m bench.scale_pair SOURCE OUT [--width-multiple 4 | --width N] [--layers N] [--intermediate N]
+                           [--heads N] [--kv-heads N] [--seed S]
 ```
 
 The inflated model reads and multiplies everything that a model of its size does and writes the same text:

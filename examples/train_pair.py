@@ -100,7 +100,8 @@ class TrainConfig:
             )
         if 0 < self.minutes_draft <= self.minutes_writing:
             raise ValueError(
-                f"minutes_writing={self.minutes_writing} must be less than minutes_draft={self.minutes_draft}"
+                f"minutes_writing={self.minutes_writing} must be less than "
+                f"minutes_draft={self.minutes_draft}"
             )
 
 
@@ -128,7 +129,7 @@ def write_stories(path: Path, stories: list[str], limit: int) -> None:
 
 
 def train_tokenizer(stories: list[str], vocab_size: int, max_len: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer. Encoding adds no special token: END is only ever written between stories."""
+    """A byte-level BPE tokenizer. Encoding adds no special token; END stands only between stories."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -165,7 +166,7 @@ def windows(stream: torch.Tensor, length: int, offset: int = 0) -> torch.Tensor:
 def shuffled_batches(
     stream: torch.Tensor, length: int, batch_tokens: int, seed: int
 ) -> Iterator[torch.Tensor]:
-    """Endless (B, L) batches; every epoch cuts the stream at a new offset, so rows differ between epochs."""
+    """Endless (B, L) batches; every epoch cuts the stream at another offset, so rows differ."""
     rng = torch.Generator().manual_seed(seed)
     while True:
         offset = int(torch.randint(length, (), generator=rng))
@@ -195,7 +196,7 @@ def new_model(sizes: dict[str, int], config: TrainConfig, end_id: int) -> LlamaF
 
 
 def add_dropout_(model: LlamaForCausalLM, rate: float) -> None:
-    """Dropout on what each block adds to the residual stream, in training mode only; Llama itself has none."""
+    """Dropout on what each block adds to the residual stream, while training; Llama itself has none."""
 
     def drop(module: torch.nn.Module, _: tuple[torch.Tensor, ...], added: torch.Tensor) -> torch.Tensor:
         return F.dropout(added, rate, training=module.training)

@@ -62,8 +62,10 @@ def stories(count: int, seed: int = 0) -> list[str]:
         name = rng.choice(NAMES)
         place = rng.choice(PLACES)
         texts.append(
-            f"Once upon a time there was a {rng.choice(COLOURS)} {animal} named {name}. {name} liked to {rng.choice(VERBS)} in the {place}. "
-            f"One day {name} saw a {rng.choice(COLOURS)} {other} near the {place}. The {other} said: let us {rng.choice(VERBS)} together! "
+            f"Once upon a time there was a {rng.choice(COLOURS)} {animal} named {name}. {name} liked to "
+            f"{rng.choice(VERBS)} in the {place}. "
+            f"One day {name} saw a {rng.choice(COLOURS)} {other} near the {place}. The {other} said: "
+            f"let us {rng.choice(VERBS)} together! "
             f"So {name} and the {other} went home and were friends."
         )
     return texts
@@ -129,9 +131,17 @@ def save_llama_pair(folder: Path) -> tuple[str, str]:
     torch.manual_seed(0)
     for name, hidden, layers, steps in (("target", 64, 2, 160), ("draft", 32, 1, 160)):
         config = LlamaConfig(
-            vocab_size=VOCAB, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 16,
-            num_key_value_heads=max(1, hidden // 32), max_position_embeddings=512, eos_token_id=0, bos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
+            vocab_size=VOCAB,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 16,
+            num_key_value_heads=max(1, hidden // 32),
+            max_position_embeddings=512,
+            eos_token_id=0,
+            bos_token_id=None,
+            pad_token_id=None,
+        )
         model = LlamaForCausalLM(config)
         tokenizer = save_tokenizer(folder / name)
         _teach(model, tokenizer, steps)

@@ -14,12 +14,12 @@ Glossary
                a request, an entry of a tree, a place in the KV cache, a count of keys in a row, a RoPE
                position: five kinds of integer, never mixed
 
-Shapes: letters that end a tensor's name
-    B rows             N tokens of a forward, nodes of a tree    K verified nodes     W drafted nodes per growth step
-    V vocabulary       C candidates per node                     A path capacity      M metadata columns
-    E model width      H query heads   G KV heads   F head features   P pages   S slots of a page   L layers or keys, said where it stands
-    I input features   O output features of a linear layer            D depths or growth steps, one column each
-    R rows of a kernel's block   J keys of a kernel's block           X any further dimensions, said where they stand
+Shape letters: they end a tensor's name; `logits_NV` has N rows and V columns
+    B  rows of a batch           N  tokens of a forward pass, nodes of a tree
+    K  verified nodes            W  nodes of a growth step        D  depths, growth steps
+    V  vocabulary                C  candidates of a node          A  longest path
+    E  features of the model     M  columns of the metadata
+A module that needs other letters lists them at the end of its docstring.
 """
 
 from importlib import import_module

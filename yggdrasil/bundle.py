@@ -2,16 +2,16 @@
 
 ```
 compile_cache/<pair>/current.json                       which fingerprint is current, and the pair's command
-compile_cache/<pair>/<fingerprint>/bundle.json          what was compiled, from what, for which machine; digests
-                                  /verified.json        size and time of every file when it last had its digest
+compile_cache/<pair>/<fingerprint>/bundle.json     what was compiled, from what, for which machine; digests
+                                  /verified.json   size and time of every file when it last had its digest
                                   /tokenizer.json
                                   /target/tokens_*.pt2, weights.safetensors
-                                  /target-0-of-2/weights.safetensors, ...        instead, where several ranks share the target
+                                  /target-0-of-2/weights.safetensors, ...  where ranks share the target
                                   /draft/ ...
 profiles/<pair>/<machine>.json                          measured latencies
                 <machine>-plan.json                     measured stages, searched plans, the one to run
 predictors/<pair>/<dataset>/acceptance.json             calibrated acceptance
-                           /predictor.json, .safetensors  depth predictor, its held-out figures and whether they justify it
+                           /predictor.json, .safetensors  depth predictor, its figures on held-out text
 ```
 """
 
@@ -164,7 +164,10 @@ class Bundle:
                 "every token has the same bits in all graphs: speculation writes what plain decoding writes"
             )
         widths = ", ".join(map(str, self.inexact_widths))
-        return f"NOT bit-exact: the graphs of {widths} tokens round differently, so text may differ from plain decoding's where two tokens are nearly as likely"
+        return (
+            f"NOT bit-exact: the graphs of {widths} tokens round differently, so text may differ from "
+            "plain decoding's where two tokens are nearly as likely"
+        )
 
     @property
     def command(self) -> str:
@@ -437,7 +440,10 @@ def _check_ranks(bundle: Bundle) -> None:
             else "without torchrun it decodes"
         )
         config = replace(bundle.config, ranks=num_ranks())
-        problem = f"compiled for {ranks} {'ranks' if ranks > 1 else 'process'}, this run has {num_ranks()}; {how}, or compile it for {num_ranks()}"
+        problem = (
+            f"compiled for {ranks} {'ranks' if ranks > 1 else 'process'}, this run has {num_ranks()}; "
+            f"{how}, or compile it for {num_ranks()}"
+        )
         raise ArtifactError(
             bundle.folder, problem, compile_command(bundle.name, bundle.models, config, bundle.calibration)
         )

@@ -84,7 +84,8 @@ class ModelMismatch(YggError):
 
     def __init__(self, what: str, target: object, draft: object) -> None:
         super().__init__(
-            f"{what} differs: the target has {target}, the draft has {draft}; speculation needs a draft with the target's own tokenizer"
+            f"{what} differs: the target has {target}, the draft has {draft}; speculation needs a draft "
+            "with the target's own tokenizer"
         )
 
 
@@ -93,7 +94,8 @@ class UnsupportedModel(YggError):
 
     def __init__(self, model: str, feature: str) -> None:
         super().__init__(
-            f"{model}: {feature} is not supported; supported are decoder-only models with full causal attention and heads of 16, 32, ... features"
+            f"{model}: {feature} is not supported; supported are decoder-only models with full causal "
+            "attention and heads of 16, 32, ... features"
         )
 
 
@@ -124,7 +126,8 @@ class ShapeNotCompiled(YggError):
 
     def __init__(self, num_tokens: int, menu: Iterable[int]) -> None:
         super().__init__(
-            f"no compiled graph takes {num_tokens} tokens; the menu is {sorted(menu)}; compile with a larger one"
+            f"no compiled graph takes {num_tokens} tokens; the menu is {sorted(menu)}; compile with a "
+            "larger one"
         )
 
 
@@ -140,7 +143,8 @@ class QueueFull(YggError):
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
         super().__init__(
-            f"{waiting} requests are waiting already, no more are queued; try again in {retry_after_s:.0f} s, or serve with a larger --max-queue"
+            f"{waiting} requests are waiting already, no more are queued; try again in "
+            f"{retry_after_s:.0f} s, or serve with a larger --max-queue"
         )
         self.retry_after_s = retry_after_s
 
@@ -150,7 +154,8 @@ class ServiceEnded(YggError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the decoding thread is not running, no request is taken; the server's log says why, start `ygg serve` again"
+            "the decoding thread is not running, no request is taken; the server's log says why, start "
+            "`ygg serve` again"
         )
 
 
@@ -159,5 +164,6 @@ class RankLost(YggError):
 
     def __init__(self, rank: int, num_ranks: int, reason: str) -> None:
         super().__init__(
-            f"rank {rank} of {num_ranks} lost another one, which may have said why above: {reason.strip().splitlines()[0]}; start the run again"
+            f"rank {rank} of {num_ranks} lost another one, which may have said why above: "
+            f"{reason.strip().splitlines()[0]}; start the run again"
         )

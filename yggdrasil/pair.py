@@ -256,7 +256,8 @@ def _parse(path: Path, bundle: Bundle, parse: Callable[[dict[str, Any]], T], *, 
     if payload.get("fingerprint") != bundle.folder.name:
         raise ArtifactError(
             path,
-            f"stale: measured for fingerprint {payload.get('fingerprint')}, current is {bundle.folder.name}",
+            f"stale: measured for fingerprint {payload.get('fingerprint')}, current is "
+            f"{bundle.folder.name}",
             command,
         )
     if (found := payload.get("format", 1)) != written:

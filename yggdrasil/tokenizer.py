@@ -114,7 +114,8 @@ class TextStream:
         ...     pair = load_pair()
         ...     tokens = pair.tokenizer.encode(prompt)
         ...     stream = TextStream(pair.tokenizer, after=tokens)
-        ...     for result in pair.engine.generate(tokens, pair.policy(), GenerateConfig(max_new_tokens=64)):
+        ...     config = GenerateConfig(max_new_tokens=64)
+        ...     for result in pair.engine.generate(tokens, pair.policy(), config):
         ...         print(stream.push(result.tokens), end="")
         ...     print(stream.finish())
     """

@@ -24,13 +24,17 @@ from bench.harness import Arm, Generation, Rounds, interleave
 from bench.llama_cpp_peer import LlamaCpp, llama_cpp_peer, without_end, write_generation
 from bench.peers import JsonLines, Peer, PeerError, run_logged
 
-SAYS = "import json, sys\nsay = lambda answer: print(json.dumps(answer), flush=True)\nsay({'versions': {'fake': '1'}})\n"
+SAYS = (
+    "import json, sys\nsay = lambda answer: print(json.dumps(answer), "
+    "flush=True)\nsay({'versions': {'fake': '1'}})\n"
+)
 DECODES = """
 for line in sys.stdin:
     asked = json.loads(line)
     length = asked["num_assistant_tokens"] or 1
     tokens = [asked["prompt"][0]] * asked["num_tokens"]
-    say({"token_ids": tokens, "total_ms": 8.0 / length, "first_ms": 2.0, "target_passes": len(tokens) // length})
+    passes = len(tokens) // length
+    say({"token_ids": tokens, "total_ms": 8.0 / length, "first_ms": 2.0, "target_passes": passes})
 """
 
 
@@ -175,7 +179,10 @@ def test_an_environment_is_made_once_and_a_failing_pip_is_one_line(
     calls = tmp_path / "calls"
 
     def pip(status: int) -> Callable[..., object]:
-        script = f"import sys\nopen({str(calls)!r}, 'a').write(sys.argv[3] + ' ')\nprint('ERROR: offline')\nsys.exit({status})"
+        script = (
+            f"import sys\nopen({str(calls)!r}, 'a').write(sys.argv[3] + ' ')\nprint('ERROR: "
+            f"offline')\nsys.exit({status})"
+        )
         return lambda folder, **_: executable(folder / "bin" / "python", script)
 
     monkeypatch.setattr(openvino_arms.venv, "create", pip(1))

@@ -34,9 +34,21 @@ from yggdrasil.store import artifacts
 from yggdrasil.store.artifacts import digest_file, save_json
 
 KEYS = (
-    "text", "token_ids", "num_tokens", "target_passes", "aal", "ttft_ms", "tpot_ms", "tok_per_s", "compilations", "stages_ms", "speculation", "seed", "device",
+    "text",
+    "token_ids",
+    "num_tokens",
+    "target_passes",
+    "aal",
+    "ttft_ms",
+    "tpot_ms",
+    "tok_per_s",
+    "compilations",
+    "stages_ms",
+    "speculation",
+    "seed",
+    "device",
     "dtype",
-)  # fmt: skip
+)
 PROMPT = "Once upon a time"
 PNG = b"\x89PNG\r\n"
 
@@ -122,7 +134,10 @@ def test_collections_pass_over_the_loaded_pair_while_text_is_written(
 
 
 def test_the_heap_is_thawed_where_bindings_count_what_is_left_at_the_end(ygg_home: Path) -> None:
-    script = f"import sys, triton; from yggdrasil.cli import main; sys.exit(main(['generate', {PROMPT!r}, '--pair', 'tiny', '--max-new-tokens', '7']))"
+    script = (
+        f"import sys, triton; from yggdrasil.cli import main; sys.exit(main(['generate', {PROMPT!r}, "
+        "'--pair', 'tiny', '--max-new-tokens', '7']))"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr == ""
 
@@ -204,7 +219,8 @@ def test_steps_that_take_several_times_their_profile_are_noted_on_stderr(
     out, err = capsys.readouterr()
     assert json.loads(out)["text"] == report["text"]
     assert re.fullmatch(
-        r"ygg generate: the machine is busy: steps took 3\.4 times .*; end other programs, .*: ygg compile .*\n",
+        r"ygg generate: the machine is busy: steps took 3\.4 times .*; end other programs, .*: ygg "
+        r"compile .*\n",
         err,
     )
 
@@ -856,7 +872,10 @@ class Phases(tiny_pair.SilentProgress):
 @contextmanager
 def held(home: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that compiles the pair: it has the lock until its standard input is closed."""
-    script = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    script = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
     path = home / "compile_cache" / "tiny" / artifacts.LOCK_NAME
     with subprocess.Popen(
         [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -214,7 +214,10 @@ def test_rm_refuses_what_is_no_pair(name: str, copied: Path, capsys: Capture) ->
 
 def test_rm_leaves_a_pair_that_is_being_compiled(copied: Path, capsys: Capture) -> None:
     lock = copied / "compile_cache" / "tiny" / artifacts.LOCK_NAME
-    script = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    script = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:

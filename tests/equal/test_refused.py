@@ -70,10 +70,25 @@ def refused_configs() -> dict[str, tuple[Any, str]]:
     }
 
 
-@pytest.mark.parametrize("name", (
-    "soft caps", "encoder-decoder", "mixture of experts", "qwen3 mixture of experts", "state space", "latent attention", "chunks", "hybrid", "alibi",
-    "own attention", "gptq", "awq", "multimodal", "heads of 24",
-))  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    (
+        "soft caps",
+        "encoder-decoder",
+        "mixture of experts",
+        "qwen3 mixture of experts",
+        "state space",
+        "latent attention",
+        "chunks",
+        "hybrid",
+        "alibi",
+        "own attention",
+        "gptq",
+        "awq",
+        "multimodal",
+        "heads of 24",
+    ),
+)
 def test_refused_models(tmp_path: Path, name: str) -> None:
     config, feature = refused_configs()[name]
     config.save_pretrained(tmp_path)
@@ -112,7 +127,8 @@ def test_a_sliding_window_as_long_as_the_context_and_a_tree_is_none() -> None:
             else:
                 with pytest.raises(
                     ConfigError,
-                    match=f"at most 240: {name} has a sliding window of {window} tokens, .*add --max-context 240",
+                    match=f"at most 240: {name} has a sliding window of {window} tokens, .*add "
+                    "--max-context 240",
                 ):
                     settled(TINY, **{name: config})
     # it does not use it
@@ -146,7 +162,8 @@ def test_the_context_ends_where_rotary_embeddings_would_change() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match="at most 112: phi has 'longrope' rotary embeddings that change beyond 128 positions, .*--max-context 112",
+        match="at most 112: phi has 'longrope' rotary embeddings that change beyond 128 positions, "
+        ".*--max-context 112",
     ):
         settled(TINY, phi=phi)
     assert settled(replace(TINY, max_context=112), phi=phi) == 112
@@ -201,7 +218,8 @@ def test_a_hub_that_does_not_answer_is_not_asked_again(monkeypatch: pytest.Monke
     start = time.perf_counter()
     with pytest.raises(
         ConfigError,
-        match="model: 'nobody/nothing' is not allowed; it must be a folder .*the hub does not answer, .*not downloaded before",
+        match="model: 'nobody/nothing' is not allowed; it must be a folder .*the hub does not answer, "
+        ".*not downloaded before",
     ):
         load_config("nobody/nothing")
     hub._hub_answers.cache_clear()

@@ -82,9 +82,16 @@ class Bench:
         opened = self._opened
         pool = pool_over(opened, num_pages or opened.pool.num_pages, num_rows or CONFIG.max_batch)
         return Batcher(
-            opened.target, opened.draft, pool, policy, tokenizer=opened.tokenizer, max_context=opened.max_context, gamma_max=CONFIG.gamma_max,
-            eos_tokens=opened.eos_tokens, vocab=opened.vocab,
-        )  # fmt: skip
+            opened.target,
+            opened.draft,
+            pool,
+            policy,
+            tokenizer=opened.tokenizer,
+            max_context=opened.max_context,
+            gamma_max=CONFIG.gamma_max,
+            eos_tokens=opened.eos_tokens,
+            vocab=opened.vocab,
+        )
 
     def reference(self, client: Client) -> list[int]:
         """What the engine writes for this request alone, without speculation."""

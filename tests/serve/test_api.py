@@ -548,9 +548,14 @@ def test_a_prompt_or_an_output_beyond_the_context_says_so(shared: Running) -> No
 
 @pytest.mark.parametrize(
     ("content", "content_type"),
-    [(b'{"prompt": ', "application/json"), (b'["prompt"]', "application/json"), (b'{"prompt": "a"}', "text/plain"), (b"[" * 100_000, "application/json")],
+    [
+        (b'{"prompt": ', "application/json"),
+        (b'["prompt"]', "application/json"),
+        (b'{"prompt": "a"}', "text/plain"),
+        (b"[" * 100_000, "application/json"),
+    ],
     ids=["cut", "a list", "no JSON header", "deep"],
-)  # fmt: skip
+)
 def test_a_body_that_is_no_json_object_is_a_400(shared: Running, content: bytes, content_type: str) -> None:
     response = httpx.post(
         f"{shared.url}/v1/completions", content=content, headers={"Content-Type": content_type}
@@ -759,7 +764,11 @@ def test_a_dead_service_is_noticed_by_those_who_wait(monkeypatch: pytest.MonkeyP
 
 
 def test_a_template_sees_special_tokens_and_may_refuse() -> None:
-    source = "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}[{{ m.content }}]{% endfor %}"
+    source = (
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "[{{ m.content }}]{% endfor %}"
+    )
     template = ChatTemplate(source, {"bos_token": "<s>"})
     assert template.render([{"role": "user", "content": "Hi"}]) == "<s>[Hi]"
     with pytest.raises(ConfigError, match="no system"):

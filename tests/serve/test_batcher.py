@@ -17,7 +17,10 @@ from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Outcome
 from yggdrasil.serve.request import Observer, RequestReport, StepReport
 
-TEXT = "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. One day Tom saw a small owl near the river."
+TEXT = (
+    "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. One day Tom saw a "
+    "small owl near the river."
+)
 
 
 @pytest.fixture(scope="module")

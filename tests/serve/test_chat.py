@@ -25,8 +25,10 @@ MESSAGES = [{"role": "user", "content": "café <b> & 'x'"}, {"role": "assistant"
         "{% for m in messages %}{% generation %}\n{{ m.content }}{% endgeneration %}\n-{% endfor %}",
         "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}",
         "{%- generation -%} x {%- endgeneration -%} y",
-        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + loop.index %}{% endfor %}{{ ns.n }}",
-        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% continue %}!{% endfor %}",
+        "{% set ns = namespace(n=0) %}"
+        "{% for m in messages %}{% set ns.n = ns.n + loop.index %}{% endfor %}{{ ns.n }}",
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{{ m.role }}{% continue %}!{% endfor %}",
         "{{ strftime_now('%Y') | length }}",
         "{{ dict(a=1) | tojson }}{{ add_generation_prompt }}{{ tools is none }}{{ documents is none }}",
     ],

@@ -23,8 +23,8 @@ from yggdrasil.serve.elastic import ElasticMemory, scarce_below
 from yggdrasil.serve.load import open_batcher
 
 TEXT = (
-    "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. One day Tom saw a small owl near the river. "
-    * 3
+    "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. One day Tom saw a "
+    "small owl near the river. " * 3
 )
 NUM_ROWS = 4
 NUM_PAGES = 14
@@ -83,9 +83,16 @@ class Stand:
             pool, self.elastic.target, room, low_pages=LOW_PAGES, persist_steps=persist_steps
         )
         return Batcher(
-            opened.target, opened.draft, pool, policy, tokenizer=opened.tokenizer, max_context=opened.max_context, gamma_max=4, eos_tokens=opened.eos_tokens,
+            opened.target,
+            opened.draft,
+            pool,
+            policy,
+            tokenizer=opened.tokenizer,
+            max_context=opened.max_context,
+            gamma_max=4,
+            eos_tokens=opened.eos_tokens,
             elastic=elastic,
-        )  # fmt: skip
+        )
 
     def client(self, length: int, num_tokens: int, *, start: int = 0, seed: int | None = None) -> Client:
         sampling = (

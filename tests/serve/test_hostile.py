@@ -28,6 +28,7 @@ from yggdrasil.serve.openai import ApiError
 from yggdrasil.serve.prompts import PREFIX_CHARS, PromptEncoder
 
 JSON = {"Content-Type": "application/json"}
+HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -354,9 +355,7 @@ def test_a_request_that_takes_long_keeps_its_connection(monkeypatch: pytest.Monk
 def test_a_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "BODY_SECONDS", 0.2)
     with server(most_connections=50) as running, clients(running, 1) as (slow,):
-        slow.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
-        )
+        slow.sendall(HEADERS + b"Content-Length: 100\r\n\r\n{")
         answer = slow.recv(2000)
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"did not come" in answer + slow.recv(2000)
@@ -365,9 +364,7 @@ def test_a_body_that_does_not_come_in_time_is_a_408(monkeypatch: pytest.MonkeyPa
 
 def test_a_client_that_goes_within_its_body_is_no_defect() -> None:
     with server() as running, clients(running, 1) as (going,):
-        going.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
-        )
+        going.sendall(HEADERS + b"Content-Length: 100\r\n\r\n{")
         eventually(lambda: httpx.get(f"{running.url}/health").status_code == 200)
         going.close()
         sample = running.serving.metrics.registry.get_sample_value
@@ -378,7 +375,7 @@ def test_a_client_that_goes_within_its_body_is_no_defect() -> None:
 def test_the_bodies_of_all_requests_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "MOST_HELD_BYTES", 1000)
     with server() as running, clients(running, 1) as (holding,):
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n"
+        head = HEADERS + b"Content-Length: 900\r\n\r\n"
         holding.sendall(head + b" " * 800)
         body = json.dumps({"prompt": "a", "user": "b" * 400}).encode()
         eventually(lambda: raw(running, body).status_code == 503)

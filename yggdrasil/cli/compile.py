@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "pair_name", "run"]
 
 DESCRIPTION = """\
-Compile a target and a draft for this machine, once. Both are lowered with TorchInductor to one static graph per token
-count of a small menu; then the graphs are timed and the draft's guesses are calibrated on text. After Ctrl-C the same
-command keeps the graphs that were finished; a pair compiled before works until the new one is done. Without arguments
-the bundled pair is compiled.
+Compile a target and a draft for this machine, once. TorchInductor lowers each to one static graph for
+every token count of a small menu. Then the graphs are timed, and the draft is calibrated on text. After
+Ctrl-C, the same command continues with the graphs that are finished; until the new pair is complete, an
+earlier one of the same name works. Without arguments, the bundled pair is compiled.
 
-For several GPUs: torchrun --nproc-per-node 2 -m yggdrasil compile TARGET DRAFT ...; the target is shared out by its tensor-parallel plan in
-transformers, and the pair then runs on as many processes.
+Several processes can share the target by transformers' tensor-parallel plan:
+
+  torchrun --nproc-per-node 2 -m yggdrasil compile TARGET DRAFT --name mine
+
+The pair then runs on the same number of processes.
 """
 
 
@@ -57,7 +60,8 @@ def add_parser(verbs: Any) -> None:
         type=float,
         default=defaults.calibration_budget_s,
         metavar="SECONDS",
-        help="most seconds for writing calibration text and drafting along it; a large pair gets fewer trees and texts (default: %(default)g)",
+        help="most seconds for writing calibration text and drafting along it; a large pair gets fewer "
+        "trees and texts (default: %(default)g)",
     )
     parser.add_argument("--device", default=defaults.device, help="cpu or cuda (default: %(default)s)")
     parser.add_argument(
@@ -72,14 +76,17 @@ def add_parser(verbs: Any) -> None:
         "--exact",
         action=argparse.BooleanOptionalAction,
         default=defaults.exact,
-        help="on cuda, linear layers that round alike in every graph, so that speculation writes what plain decoding writes, to the bit; --no-exact takes "
-        "cuBLAS's, which round by the number of tokens. On a cpu every graph is exact anyway (default: --exact)",
+        help="on cuda, linear layers that round alike in every graph, so that speculation writes what "
+        "plain decoding writes, to the bit; --no-exact takes "
+        "cuBLAS's, which round by the number of tokens. On a cpu every graph is exact anyway (default: "
+        "--exact)",
     )
     parser.add_argument(
         "--compress",
         action=argparse.BooleanOptionalAction,
         default=defaults.compress,
-        help="on a cpu, keep bfloat16 weights in three quarters of their bytes, and every bit of them: worth it where memory is waited for and the processor "
+        help="on a cpu, keep bfloat16 weights in three quarters of their bytes, and every bit of them: "
+        "worth it where memory is waited for and the processor "
         "has time to expand them (default: on processors with AMX, models of more than 8 MB)",
     )
     add_threads(parser, ", and processes that build graphs; the pair is measured with as many")
@@ -122,7 +129,10 @@ def _check_name(name: str, target: str, draft: str) -> None:
     from yggdrasil.store.artifacts import OPERATORS
 
     if name in (BUNDLED, OPERATORS) or not re.fullmatch(r"[^\W_][\w.-]*", name):
-        allowed = f"letters, digits, dots, dashes and underscores, a letter or digit first; {BUNDLED} and {OPERATORS} are taken"
+        allowed = (
+            f"letters, digits, dots, dashes and underscores, a letter or digit first; {BUNDLED} and "
+            f"{OPERATORS} are taken"
+        )
         raise ConfigError(
             "name", name, allowed, f"{shlex.join(['ygg', 'compile', target, draft])} --name NAME"
         )

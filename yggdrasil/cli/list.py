@@ -8,8 +8,9 @@ from typing import Any
 __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
-Every compiled pair with its size on disk and its models: `current` pairs run on this machine as they are. For any other
-a second line gives the reason and the command that compiles it again; `ygg rm NAME` removes it.
+List every compiled pair with its size on disk and its models. A `current` pair runs on this machine as
+it is. For any other pair, a second line gives the reason and the command that compiles it again; `ygg
+rm NAME` removes it.
 """
 
 

@@ -12,8 +12,9 @@ from yggdrasil.store import artifacts, storage
 __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
-Remove all that was compiled and measured for a pair: graphs, weights, profiles and predictors. The models it was made
-from stay, and so do our operators, which all pairs share. Nothing is asked; `ygg list` shows the names.
+Remove all that was compiled and measured for a pair: graphs, packed weights, profiles and predictors.
+Its models stay, and so do the operators, which all pairs share. The command does not ask; `ygg list`
+shows the names.
 """
 
 

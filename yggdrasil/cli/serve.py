@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
-Serve a compiled pair over HTTP, with OpenAI's completions and chat completions: any client of theirs works, with
-base_url http://HOST:PORT/v1. Requests are batched, and the policy chooses the speculative length step by step.
-The texts are what the target alone would have written. Metrics are at /metrics, the policy's state at /server_info.
+Serve a compiled pair over HTTP with OpenAI's completions and chat completions. Every OpenAI client
+works, with base_url http://HOST:PORT/v1. Requests are batched, and the policy chooses the speculative
+length at every step. Each text is what the target alone writes. /metrics has the metrics, /server_info
+the policy's state.
 """
 KEY_VARIABLE = "YGG_API_KEY"
 HANG_UP_SECONDS = 5
@@ -83,13 +84,15 @@ def add_parser(verbs: Any) -> None:
         "--elastic",
         action=argparse.BooleanOptionalAction,
         default=defaults.elastic,
-        help="let KV pages have the draft's memory while speculation is off and pages are scarce (default: %(default)s)",
+        help="let KV pages have the draft's memory while speculation is off and pages are scarce "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--tau-low",
         type=float,
         metavar="SHARE",
-        help=f"fewer free pages than this share are scarce; not with --no-elastic (default: {defaults.tau_low})",
+        help="fewer free pages than this share are scarce; not with --no-elastic (default: "
+        f"{defaults.tau_low})",
     )
     parser.add_argument(
         "--max-queue",
@@ -316,4 +319,7 @@ def _greeting(serving: Serving, listener: socket.socket) -> str:
     body = f'{{"model": "{serving.model}", "prompt": "Once upon a time", "max_tokens": 64}}'
     is_open = not serving.api_key and not host.startswith("127.") and host != "::1"
     warning = "\nanyone who reaches this address may use it: set --api-key" if is_open else ""
-    return f"serving {serving.model} on {url}\n  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'{warning}"
+    return (
+        f"serving {serving.model} on {url}\n  curl {url}/v1/completions{key} -H 'Content-Type: "
+        f"application/json' -d '{body}'{warning}"
+    )

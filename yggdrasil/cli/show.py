@@ -18,7 +18,7 @@ pair       what was compiled, from what, and the shape that decoding will use
 profile    latency and predicted speedup against verified width (plots as PNG)
 plan       what greedy and sampled requests run by, and why (Gantt charts of an iteration's stages as PNG)
 predictor  the depth predictor on held-out text: scores, decisions, whether it is used (and a plot)
-step       the wall clock of one step after a prompt: every graph, and a name for all the time between graphs (PNG)
+step       the wall clock of one step after a prompt: its graphs and the time between them (PNG)
 tree       the tree that one step drafts, verifies and accepts after a prompt
 """
 
@@ -79,10 +79,12 @@ def _show_pair(pair: Any, options: argparse.Namespace) -> None:
     megabytes = [model.weight_bytes / 1e6 for model in (pair.engine.target, pair.engine.draft)]
     ranks = "" if config.ranks == 1 else f", the target in {config.ranks} shards like this one"
     print(
-        f"  {config.dtype} on {config.device}, context {bundle.max_context}, weights {megabytes[0]:.1f} + {megabytes[1]:.1f} MB{ranks}"
+        f"  {config.dtype} on {config.device}, context {bundle.max_context}, weights {megabytes[0]:.1f} "
+        f"+ {megabytes[1]:.1f} MB{ranks}"
     )
     print(
-        f"  target graphs {list(pair.engine.target.menu.sizes)}, draft graphs {list(pair.engine.draft.menu.sizes)} tokens"
+        f"  target graphs {list(pair.engine.target.menu.sizes)}, draft graphs "
+        f"{list(pair.engine.draft.menu.sizes)} tokens"
     )
     print(f"  {bundle.exactness}")
     for note in bundle.notes:
@@ -112,7 +114,8 @@ def _show_profile(pair: Any, options: argparse.Namespace) -> None:
             )
             print(f"{context:7d} {size:7d}  {drafting}  {latency.verify.at(size, context):10.3f}")
     print(
-        f"host: {latency.growth_host_ms:.3f} ms per growth step, {latency.step_host_ms:.3f} per step, {latency.plain_host_ms:.3f} per plain step"
+        f"host: {latency.growth_host_ms:.3f} ms per growth step, {latency.step_host_ms:.3f} per step, "
+        f"{latency.plain_host_ms:.3f} per plain step"
     )
     for path in (plot_latency(pair, options.out), plot_acceptance(pair, options.out)):
         print(path)

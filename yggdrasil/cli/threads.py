@@ -43,7 +43,10 @@ def note_threads(latency: LatencyModel, command: str) -> None:
 
     count = get_num_threads()
     if latency.num_threads not in (0, count):
-        measured = f"measured with --threads {latency.num_threads}, this run has {count}: the text is the same, the speed not the best"
+        measured = (
+            f"measured with --threads {latency.num_threads}, this run has {count}: the text is the "
+            "same, the speed not the best"
+        )
         print(
             f"ygg: the pair was {measured}; `{command} --threads {count}` measures it again",
             file=sys.stderr,

@@ -8,11 +8,11 @@ from typing import Any
 __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
-Read all that was compiled and measured for a pair, and compare it with the digests that were written with it: one line
-for every file that is whole. At the first that is not, one line names it and the command that builds it again.
+Read every file that was compiled or measured for a pair and compare it with its digest. Each whole file
+gets a line. At the first damaged file, one line names it and the command that builds it again.
 
-A start reads only files whose size or time has changed since they were last read; after trouble with a disk or with a
-copy, this reads everything.
+A start reads only files whose size or time has changed since they were last read. After trouble with a
+disk or with a copy, this command reads everything.
 
   ygg verify              the bundled pair
   ygg verify mine

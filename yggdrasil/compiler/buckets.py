@@ -23,7 +23,7 @@ class Menu:
     sizes: tuple[int, ...]
 
     def bucket(self, num_tokens: int) -> int:
-        """The smallest compiled size that holds `num_tokens`; raises ShapeNotCompiled beyond the greatest."""
+        """The smallest compiled size that holds `num_tokens`; raises ShapeNotCompiled if none does."""
         place = bisect_left(self.sizes, num_tokens)
         if place == len(self.sizes):
             raise ShapeNotCompiled(num_tokens, self.sizes)

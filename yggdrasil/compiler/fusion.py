@@ -2,7 +2,7 @@
 once and starts its threads once.
 
 ```
-gate = packed_linear(x, ..)                         gated_linear(x, ..)         where nothing else reads gate or up
+gate = packed_linear(x, ..)                         gated_linear(x, ..)     if nothing else reads gate or up
 up   = packed_linear(x, ..)    silu(gate) * up  ->
 q, k, v = packed_linear(x, ..) of three weights ->  packed_linears(x, ..)[..., slices]
 ```

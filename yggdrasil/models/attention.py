@@ -91,7 +91,7 @@ def recorded_calls() -> Iterator[list[AttentionCall]]:
 
 @contextmanager
 def attend_with(context: ForwardContext) -> Iterator[None]:
-    """Let the attention layers called in this block read `context`: models pass no such argument through."""
+    """Let attention layers that are called in this block read `context`: models do not pass it through."""
     token = _current.set(context)
     try:
         yield

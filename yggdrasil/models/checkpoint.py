@@ -73,13 +73,14 @@ def _shards(path: Path, index: dict[str, Any]) -> list[Path]:
     if missing:
         raise BrokenCheckpoint(
             path.parent,
-            f"{missing[0].name} is missing, {len(missing)} of the {len(shards)} files that {path.name} names",
+            f"{missing[0].name} is missing, {len(missing)} of the {len(shards)} files that {path.name} "
+            "names",
         )
     return shards
 
 
 def _stored_shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes that a file's header tells; none for a pickle, of which only the end can be checked."""
+    """Names and shapes from a file's header; none for a pickle, of which only the end can be checked."""
     if path.suffix == ".safetensors":
         header = _header(path)
         yield from (

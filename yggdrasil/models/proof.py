@@ -131,7 +131,10 @@ def check_forward(
         deviates = deviation(ours_LV, passage.logits_LV)
         allowed = TOLERANCE[passage.logits_LV.dtype]
         if not deviates <= allowed:  # not a number is no agreement
-            what = f"its logits differ from transformers' own by {deviates:.2g} of their spread, above {allowed:.2g}, at positions from {passage.start_pos}"
+            what = (
+                f"its logits differ from transformers' own by {deviates:.2g} of their spread, above "
+                f"{allowed:.2g}, at positions from {passage.start_pos}"
+            )
             raise UnsupportedModel(
                 name, f"{_architecture(model)}, which this runtime computes wrongly ({what}),"
             )
@@ -159,7 +162,8 @@ def _our_logits(name: str, model: Any, kv: KVShape, passage: Passage, num_positi
         with recorded_calls() as calls:
             try:
                 logits.append(forward(meta_NM)[0])
-            except Exception as error:  # shapes that are not the cache's, an output embedding that is not called, and what a model's code raises
+            # shapes that are not the cache's, an output embedding that is not called, the model's own errors
+            except Exception as error:
                 failure = first_line(error)
             else:
                 failure = ""
@@ -204,7 +208,8 @@ def _check_calls(
             cached = f"{kv.num_layers} layers of {kv.num_kv_heads} heads of {kv.head_dim} features"
             raise UnsupportedModel(
                 name,
-                f"{architecture}, whose layer {call.layer} attends with {sizes}, where config.json promises {cached},",
+                f"{architecture}, whose layer {call.layer} attends with {sizes}, where config.json "
+                f"promises {cached},",
             )
         window = call.options.get("sliding_window")
         if unknown := sorted(call.options.keys() - {"sliding_window"}):
@@ -214,7 +219,8 @@ def _check_calls(
         if window is not None and window < num_positions:
             raise UnsupportedModel(
                 name,
-                f"{architecture}, whose layer {call.layer} has a window of {window} tokens for {num_positions} positions,",
+                f"{architecture}, whose layer {call.layer} has a window of {window} tokens for "
+                f"{num_positions} positions,",
             )
     if failure:
         raise UnsupportedModel(

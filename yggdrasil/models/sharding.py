@@ -1,8 +1,8 @@
 """One rank's shard of a model, by transformers' own tensor-parallel plan.
 
 ```
-colwise                 q, k, v, gate, up     a rank has some of the outputs: its own heads, its own features
-rowwise                 o, down               a rank has some of the inputs; its output is a part of a sum over the ranks
+colwise                 q, k, v, gate, up     a rank has some of the outputs: its heads, its features
+rowwise                 o, down               a rank has some of the inputs; outputs are summed over ranks
 colwise_gather_output   the output embedding  colwise, and every rank gets the whole output
 ```
 

@@ -230,7 +230,7 @@ def _log_loss(labels_ND: npt.NDArray[np.bool_], probabilities_ND: Floats) -> flo
 def _calibrated(
     predictor: DepthPredictor, inputs_NX: Array, labels_ND: npt.NDArray[np.bool_]
 ) -> DepthPredictor:
-    """Platt's scaling of every head, folded into its weights; a head with one outcome only stays as it is."""
+    """Fold Platt's scaling of every head into its weights; a head with one outcome stays as it is."""
     from sklearn.linear_model import LogisticRegression
 
     weights = dict(predictor.weights)

@@ -74,7 +74,7 @@ def _chain(model: TokenModel, tokens: list[int], width: int) -> Tensor:
 
 
 def _path(model: TokenModel, tokens: list[int], width: int) -> Tensor:
-    """Logits of a path whose nodes each have an earlier sibling, so that its KV lies in every second slot."""
+    """Logits of a path whose nodes each have an earlier sibling: its KV lies in every second slot."""
     tree, nodes = sibling_tree(tokens, max_depth=model.max_depth, device=model.device)
     model.cache.reserve(len(tree))
     meta_NM = model.meta(width)

@@ -263,17 +263,22 @@ def _absent_tokens(target: str, tokenizer: Any, vocab: int) -> list[str]:
     absent = {token: text for text, token in tokenizer.get_vocab().items() if token >= vocab}
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     if words := sorted(absent.keys() - special):
-        lacking = f"{len(words)} tokens of its tokenizer have no embedding, the first is {absent[words[0]]!r} ({words[0]}); the model has {vocab}"
+        lacking = (
+            f"{len(words)} tokens of its tokenizer have no embedding, the first is {absent[words[0]]!r} "
+            f"({words[0]}); the model has {vocab}"
+        )
         raise BrokenCheckpoint(
             target,
             lacking,
-            "call resize_token_embeddings and train them, or take the tokenizer that the model was trained with",
+            "call resize_token_embeddings and train them, or take the tokenizer that the model was "
+            "trained with",
         )
     if not absent:
         return []
     named = ", ".join(f"{absent[token]!r} ({token})" for token in sorted(absent))
     return [
-        f"the target has no embedding for special tokens of its tokenizer: {named}; a prompt that contains one is refused"
+        f"the target has no embedding for special tokens of its tokenizer: {named}; a prompt that "
+        "contains one is refused"
     ]
 
 
@@ -308,7 +313,7 @@ def _max_context(config: CompileConfig, models: Mapping[str, Any]) -> int:
 
 
 def _longest(num_positions: int, config: CompileConfig) -> int:
-    """The longest context, in whole pages, after which a tree's nodes still stand within so many positions."""
+    """The longest context, in whole pages, that leaves room for a tree within `num_positions`."""
     return (num_positions - config.path_depth) // PAGE_LEN * PAGE_LEN
 
 

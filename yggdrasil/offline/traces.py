@@ -332,7 +332,7 @@ def _seeds(
 def _edges(
     tokens_LC: torch.Tensor, log_probs_LC: torch.Tensor, text: Written
 ) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """(M, C) what the draft gives its candidates for every written token, and whether each is that token."""
+    """(M, C) the draft's candidates for every written token, and whether each is that token."""
     start = text.prompt_len
     written = torch.tensor(text.tokens[start:], device=tokens_LC.device)
     is_next_MC = tokens_LC[start - 1 : -1] == written[:, None]

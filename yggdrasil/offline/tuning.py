@@ -124,7 +124,8 @@ def collect(
     budget_s = bundle.config.calibration_budget_s
     num_trees = len(CALIBRATION_TEMPERATURES) * size.num_roots
     progress.note(
-        f"calibration on {size.num_texts} texts and {num_trees} trees takes about {seconds:.0f} s of a budget of {budget_s:g} s"
+        f"calibration on {size.num_texts} texts and {num_trees} trees takes about {seconds:.0f} s of a "
+        f"budget of {budget_s:g} s"
     )
     prompt_tokens = sum(map(len, prompts))
     num_written = prompt_tokens + size.num_texts * (size.num_written - 1)

@@ -3,7 +3,7 @@
 ```
 rank 0                                                       rank 1, 2, ...
 engine, policy, draft, tokenizer: all there is to decide     a loop (follow.py)
-target.forward(meta) -- "forward, 16 tokens", meta --------> the same graph over its own shard and its own KV heads
+target.forward(meta) -- "forward, 16 tokens", meta --------> the same graph, its own shard and KV heads
       graph  <-------------- gather_ranks -----------------> graph
 cache.commit_(path)  -- "commit, length, path" ------------> moves the same slots
 leaves               -- "stop" ----------------------------> returns

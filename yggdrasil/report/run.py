@@ -126,7 +126,7 @@ class Run:
 
     @property
     def slowdown(self) -> float | None:
-        """Milliseconds of the median step over what the profile predicts for its shape; None of few steps."""
+        """The median of steps' milliseconds over those that the profile predicts; None for few steps."""
         latency = self.pair.latency
         ratios = [
             result.ms
@@ -194,9 +194,12 @@ class Run:
         }
         stages = "  ".join(f"{name} {value:.2f}" for name, value in per_step.items())
         return (
-            f"{report['num_tokens']} tokens in {report['target_passes']} target passes: {report['aal']:.2f} tokens per pass\n"
-            f"first token after {report['ttft_ms']:.0f} ms, then {report['tpot_ms']:.2f} ms per token ({report['tok_per_s']:.0f} tokens/s)\n"
-            f"speedup over plain decoding that the profile predicts: {report['predicted_speedup']:.2f}; to measure it, run again with --plain\n"
+            f"{report['num_tokens']} tokens in {report['target_passes']} target passes: "
+            f"{report['aal']:.2f} tokens per pass\n"
+            f"first token after {report['ttft_ms']:.0f} ms, then {report['tpot_ms']:.2f} ms per token "
+            f"({report['tok_per_s']:.0f} tokens/s)\n"
+            f"speedup over plain decoding that the profile predicts: {report['predicted_speedup']:.2f}; "
+            "to measure it, run again with --plain\n"
             f"ms per step: {stages}\n"
             f"shapes: {report['speculation']}"
         )

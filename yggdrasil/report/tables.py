@@ -16,7 +16,8 @@ def depth_table(pair: LoadedPair) -> str:
     """The held-out figures of the depth predictor and whether it is used, at every temperature."""
     report = pair.depth.report
     lines = [
-        f"depth predictor ({pair.dataset}), on texts it was not trained on; a decision takes {report['decision_ms'] * 1e3:.0f} us"
+        f"depth predictor ({pair.dataset}), on texts it was not trained on; a decision takes "
+        f"{report['decision_ms'] * 1e3:.0f} us"
     ]
     for temperature, found in report["held_out"].items():
         positions = f"{found['positions']} positions of {found['texts']} texts, cross-validated"
@@ -41,7 +42,10 @@ def plan_table(pair: LoadedPair) -> str:
 
 def _depth_line(row: Mapping[str, Any]) -> str:
     auc = "    -" if row["auc"] is None else f"{row['auc']:.3f}"
-    return f"    {row['depth']:17d}   {row['share']:.3f}   {row['brier']:.4f} ({row['brier_constant']:.4f})    {auc}   {row['ece']:.4f}"
+    return (
+        f"    {row['depth']:17d}   {row['share']:.3f}   {row['brier']:.4f} "
+        f"({row['brier_constant']:.4f})    {auc}   {row['ece']:.4f}"
+    )
 
 
 def _decision_line(found: Mapping[str, Any]) -> str:
@@ -58,6 +62,8 @@ def _decision_line(found: Mapping[str, Any]) -> str:
         else ""
     )
     return (
-        f"    ms per token: best fixed depth ({fixed}) {ms['fixed']:.3f}, predicted depth (mean {found['mean_predicted_depth']:.1f}) {ms['predicted']:.3f}, "
-        f"{stopping}oracle {ms['oracle']:.3f}; regret {found['regret_ms_fixed']:.3f} -> {found['regret_ms_predicted']:.3f}; {rules[found['best']]}"
+        f"    ms per token: best fixed depth ({fixed}) {ms['fixed']:.3f}, predicted depth (mean "
+        f"{found['mean_predicted_depth']:.1f}) {ms['predicted']:.3f}, "
+        f"{stopping}oracle {ms['oracle']:.3f}; regret {found['regret_ms_fixed']:.3f} -> "
+        f"{found['regret_ms_predicted']:.3f}; {rules[found['best']]}"
     )

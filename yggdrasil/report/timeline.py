@@ -2,13 +2,13 @@
 between the graphs.
 
 ```
-stages   policy |   draft                                             | prune |    verify           | accept | commit
+stages   policy |   draft                                        | prune |  verify          | accept, commit
 graphs                 [draft 4]        [draft 4]        [draft 4]                 [verify 16]
-host     choose shape, head      grow 1           grow 2           grow 3, prune, pack         outputs, accept, commit, observe
+host     choose shape, head    grow 1         grow 2        grow 3, prune, pack    outputs, accept, commit
 ```
 
     head            the draft is caught up with the text: metadata of the head draft
-    grow i          the i-th growth step's nodes: selected among all candidates, attached, their metadata filled
+    grow i          the i-th growth step's nodes: selected, attached, their metadata filled
     pack            metadata of the verified tree
     outputs         from the target's last kernel to the rows that are used
     observe         what the policy learns from the step, and the token limit
@@ -368,7 +368,8 @@ def _run(pair: LoadedPair, prompt: Sequence[int], num_steps: int) -> list[StepRe
 def timeline_table(timeline: Timeline) -> str:
     """Every piece of the step in order, then the sums: graphs, host, growth step."""
     lines = [
-        f"{timeline.representative.shape}: medians of {len(timeline.steps)} steps, stages one after another",
+        f"{timeline.representative.shape}: medians of {len(timeline.steps)} steps, stages one after "
+        "another",
         "        ms   share  ",
     ]
     total_ms = timeline.total_ms

@@ -1,7 +1,8 @@
 """The HTTP server: OpenAI's completions and chat completions over a batch, its state and its metrics.
 
 ```
-POST /v1/completions  /v1/chat/completions      GET /v1/models  /v1/models/ID  /server_info  /metrics  /health
+POST /v1/completions  /v1/chat/completions
+GET  /v1/models  /v1/models/ID  /server_info  /metrics  /health
 ```
 
 With a key, every route but /health asks for it. A request becomes one row of the batch per choice; its rows

@@ -4,7 +4,7 @@ rows.
 ```
 waiting  --admit-->  running: prefilling --root reached--> decoding  --end, cancel--> gone
    ^                     |
-   +------ preempt ------+      no page left for the oldest rows' next token: the youngest is computed again later
+   +------ preempt ------+      no page for the next token of the oldest rows: the youngest waits again
 ```
 """
 

@@ -39,7 +39,8 @@ class ChatTemplate:
     >>> print(ChatTemplate().render([{"role": "user", "content": "Who are you?"}]))
     user: Who are you?
     assistant:
-    >>> ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}").render([{"role": "user", "content": "Hi"}])
+    >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    >>> template.render([{"role": "user", "content": "Hi"}])
     '<user>Hi'
     """
 

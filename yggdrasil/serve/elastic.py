@@ -3,7 +3,7 @@ back.
 
 ```
              gamma = 0 and few free pages, for a while                       queue empty, room to spare
- draft in  ---------------- expand ---------------->  room lent  --------------- contract -------------->  returning  -- whole -->  draft in
+ draft in  ---- expand ---->  room lent  ---- contract ---->  returning  ---- whole ---->  draft in
 ```
 """
 

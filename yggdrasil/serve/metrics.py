@@ -33,11 +33,13 @@ class Metrics(Observer):
     >>> metrics = Metrics(token_bytes=1024, gamma_max=3)
     >>> metrics.on_step(
     ...     StepReport(
-    ...         gamma=3, prompt_tokens=0, drafted=(3, 3), emitted=(4, 2), told=6, max_lag=0, catch_up_ms=0.0, draft_ms=1.0, verify_ms=4.0, total_ms=6.0,
+    ...         gamma=3, prompt_tokens=0, drafted=(3, 3), emitted=(4, 2), told=6, max_lag=0,
+    ...         catch_up_ms=0.0, draft_ms=1.0, verify_ms=4.0, total_ms=6.0,
     ...         running=2, waiting=0, free_pages=7, num_pages=8,
     ...     )
     ... )
-    >>> metrics.registry.get_sample_value("ygg_rollback_tokens_total"), metrics.registry.get_sample_value("ygg_emitted_tokens_total")
+    >>> value = metrics.registry.get_sample_value
+    >>> value("ygg_rollback_tokens_total"), value("ygg_emitted_tokens_total")
     (2.0, 6.0)
     """
 

@@ -34,6 +34,6 @@ def waves(moves: Mapping[int, int], spare: int) -> Iterator[dict[int, int]]:
 
 
 def migrate_(storage_PX: Tensor, moves: Mapping[int, int], spare: int) -> None:
-    """Carry a mapping of pages out on their data; arguments as of `waves`. Cost: a kernel a wave, no sync."""
+    """Move the data of a mapping of pages; arguments as in `waves`. Cost: a kernel a wave, no sync."""
     for wave in waves(moves, spare):
         move_pages_(storage_PX, list(wave), list(wave.values()))

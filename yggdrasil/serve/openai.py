@@ -263,7 +263,10 @@ class WireRequest(_Strict):
         if asked is None:
             return room if self.default_tokens is None else min(self.default_tokens, room)
         if asked > room:
-            message = f"{field} is {asked}; the context holds {max_context} tokens and the prompt takes {prompt_len}, so at most {room} can follow"
+            message = (
+                f"{field} is {asked}; the context holds {max_context} tokens and the prompt takes "
+                f"{prompt_len}, so at most {room} can follow"
+            )
             raise ApiError(400, message, param=field, code="context_length_exceeded")
         return asked
 
@@ -366,6 +369,6 @@ class ChatRequest(WireRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def prompts(self, encoder: PromptEncoder) -> list[list[int]]:
-        """The conversation through the template; a model's own template writes the special tokens itself."""
+        """The conversation through the template, which writes the special tokens itself."""
         text = encoder.template.render([message.rendered() for message in self.messages])
         return [encoder.encode(text, "messages", special_tokens=not encoder.template.is_own)]

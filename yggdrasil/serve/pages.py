@@ -2,9 +2,9 @@
 share.
 
 ```
-row 0   [ 4 | 7 | 2 ]          pages of its 48 first indices; page 4 is shared: both prompts begin with the same 16 tokens
+row 0   [ 4 | 7 | 2 ]    pages of its first 48 indices; page 4 is shared: the same 16 tokens begin both
 row 1   [ 4 | 9 ]
-free    3, 8, 5 ...            oldest first; a freed page keeps its text until it is taken, so a later prompt may still find it
+free    3, 8, 5 ...      oldest first; a later prompt may find the text of a free page until it is taken
 ```
 
 A page id names the same slots in the target's storage and in the draft's. Pages that the pool is lent for a

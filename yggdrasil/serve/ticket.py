@@ -56,7 +56,7 @@ class Ticket:
 
     @property
     def num_lacking(self) -> int:
-        """Tokens of its text, the root included, that the target has not seen; of a row that decodes, one."""
+        """Tokens of its text, the root included, without KV in the target; 1 for a row that decodes."""
         return len(self.state.tokens) - self.running.target_len
 
     def read_(self, said: list[int]) -> tuple[str, list[int]]:

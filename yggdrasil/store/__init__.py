@@ -1,1 +1,1 @@
-"""Files that outlive a process: written whole or not at all, checked by digest, loaded only where trusted."""
+"""Files that outlive a process: written whole, checked by digest, loaded only where trusted."""

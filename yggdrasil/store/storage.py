@@ -98,7 +98,7 @@ def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
 
 @contextmanager
 def owned(path: Path) -> Iterator[None]:
-    """A block in which no other process has this file or folder; raises BlockingIOError where one has it."""
+    """A block in which no other process has this file or folder; raises BlockingIOError if one has."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,7 +221,10 @@ def _is_ours(path: Path, root: Path) -> bool:
 def _remedy(code: int, root: Path) -> str:
     if code in FULL:
         places = " and ".join(dict.fromkeys((str(root), tempfile.gettempdir())))
-        return f"make room in {places}, or set YGG_HOME and TMPDIR to folders that have it, and run the command again"
+        return (
+            f"make room in {places}, or set YGG_HOME and TMPDIR to folders that have it, and run the "
+            "command again"
+        )
     if code in CLOSED:
         return "set YGG_HOME to a folder that you can write: `YGG_HOME=FOLDER ygg compile ...`"
     return (

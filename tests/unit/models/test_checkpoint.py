@@ -77,7 +77,8 @@ def test_a_shard_that_is_missing_is_named(sharded: Path) -> None:
     lost = sorted(sharded.glob("*.safetensors"))[1]
     lost.unlink()
     assert re.search(
-        rf"{lost.name} is missing, 1 of the \d files that model.safetensors.index.json names; download the model again",
+        rf"{lost.name} is missing, 1 of the \d files that model.safetensors.index.json names; download "
+        r"the model again",
         refusal(sharded),
     )
 
@@ -153,7 +154,8 @@ def test_missing_tensors_are_counted_and_the_first_is_named(folder: Path) -> Non
     change(folder, without_a_layer)
     with pytest.raises(
         BrokenCheckpoint,
-        match=r"9 of the model's tensors are missing, the first is model\.layers\.1\.input_layernorm\.weight",
+        match=r"9 of the model's tensors are missing, the first is "
+        r"model\.layers\.1\.input_layernorm\.weight",
     ):
         load_model(str(folder), dtype=torch.float32)
 

@@ -21,17 +21,20 @@ def ends(folder: Path, generation: Any, config: Any, tokenizer: Any) -> tuple[in
     )
 
 
-@pytest.mark.parametrize(("generation", "config", "tokenizer", "expected"), [
-    (None, None, None, ()),
-    (None, None, 5, (5,)),
-    (None, 7, 5, (7, 5)),
-    (None, [7, 9], None, (7, 9)),
-    (None, 5, 5, (5,)),
-    ({}, 7, None, (7,)),
-    ({"eos_token_id": None}, 7, None, (7,)),
-    ({"eos_token_id": 0}, 7, 5, (0,)),
-    ({"eos_token_id": [1, 2]}, 7, 5, (1, 2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("generation", "config", "tokenizer", "expected"),
+    [
+        (None, None, None, ()),
+        (None, None, 5, (5,)),
+        (None, 7, 5, (7, 5)),
+        (None, [7, 9], None, (7, 9)),
+        (None, 5, 5, (5,)),
+        ({}, 7, None, (7,)),
+        ({"eos_token_id": None}, 7, None, (7,)),
+        ({"eos_token_id": 0}, 7, 5, (0,)),
+        ({"eos_token_id": [1, 2]}, 7, 5, (1, 2)),
+    ],
+)
 def test_end_tokens_are_the_generation_config_s_or_all_that_others_name(
     tmp_path: Path, generation: Any, config: Any, tokenizer: Any, expected: tuple[int, ...]
 ) -> None:
@@ -56,15 +59,33 @@ def test_a_broken_generation_config_is_one_line(tmp_path: Path, content: str) ->
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("settings", "expected"), [
-    ({}, []),
-    # it does not sample
-    ({"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "temperature": 0.7, "max_length": 4096, "pad_token_id": 0}, []),
-    ({"repetition_penalty": 1.05}, ["repetition_penalty=1.05 (there is no such option yet)"]),
-    ({"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 50}, []),
-    ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, ["temperature=0.6, top_p=0.9 (give them with each request)"]),
-    ({"no_repeat_ngram_size": 3, "do_sample": True, "top_k": 20}, ["no_repeat_ngram_size=3 (", "; top_k=20 ("]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, []),
+        # it does not sample
+        (
+            {
+                "repetition_penalty": 1.0,
+                "no_repeat_ngram_size": 0,
+                "temperature": 0.7,
+                "max_length": 4096,
+                "pad_token_id": 0,
+            },
+            [],
+        ),
+        ({"repetition_penalty": 1.05}, ["repetition_penalty=1.05 (there is no such option yet)"]),
+        ({"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 50}, []),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+            ["temperature=0.6, top_p=0.9 (give them with each request)"],
+        ),
+        (
+            {"no_repeat_ngram_size": 3, "do_sample": True, "top_k": 20},
+            ["no_repeat_ngram_size=3 (", "; top_k=20 ("],
+        ),
+    ],
+)
 def test_defaults_that_are_not_applied_are_named(
     tmp_path: Path, settings: Any, expected: list[str]
 ) -> None:

@@ -259,7 +259,8 @@ def test_special_tokens_without_an_embedding_are_a_note(
     bundle = pipeline._describe(*folders, "pair", TINY, CALIBRATION_TEXT)  # type: ignore[arg-type]
     assert bundle.vocab == tiny_pair.VOCAB
     assert bundle.notes == (
-        "the target has no embedding for special tokens of its tokenizer: '[PAD]' (384); a prompt that contains one is refused",
+        "the target has no embedding for special tokens of its tokenizer: '[PAD]' (384); a prompt that "
+        "contains one is refused",
     )
 
 
@@ -270,7 +271,8 @@ def test_words_without_an_embedding_are_refused(tmp_path: Path, llama_folders: t
     ]
     with pytest.raises(
         BrokenCheckpoint,
-        match=r"2 tokens of its tokenizer have no embedding, the first is 'blob' \(384\); the model has 384; ",
+        match=r"2 tokens of its tokenizer have no embedding, the first is 'blob' \(384\); the model has "
+        r"384; ",
     ):
         pipeline._describe(*folders, "pair", TINY, CALIBRATION_TEXT)  # type: ignore[arg-type]
 

@@ -148,7 +148,8 @@ class Nightjar:
     ...     emitted=lambda gamma: [1.0, 1.7, 2.2][gamma],
     ...     widths=(8, 16),
     ... )
-    >>> policy, load = Nightjar(prior, lambda lag, batch_size: 0.0, gamma_max=2), Load(batch_size=3, deepest=2)
+    >>> policy = Nightjar(prior, lambda lag, batch_size: 0.0, gamma_max=2)
+    >>> load = Load(batch_size=3, deepest=2)
     >>> policy.select(load), policy.verified(load, 2, [[0.7, 0.5]] * 3)  # of 6 drafts 5 fill the graph of 8
     (2, 5)
     """

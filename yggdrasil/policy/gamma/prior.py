@@ -23,7 +23,7 @@ section 4.2, Table 3.
 
 
 class Budget(NamedTuple):
-    """So many draft tokens of the batch verified beside so many of prompts, in a step of so many seconds."""
+    """Numbers of draft tokens and prompt tokens of a step, and its seconds."""
 
     verified: int
     prompt_tokens: int
@@ -44,7 +44,11 @@ class GoodputPrior:
             is worth, as a multiple of the tokens that are accepted when the last positions of rows are left
             out.
 
-    >>> prior = GoodputPrior(drafting=lambda batch_size, gamma: 0.002 * gamma, verifying=lambda tokens: 0.01, emitted=lambda gamma: 1 + 0.5 * gamma)
+    >>> prior = GoodputPrior(
+    ...     drafting=lambda batch_size, gamma: 0.002 * gamma,
+    ...     verifying=lambda tokens: 0.01,
+    ...     emitted=lambda gamma: 1 + 0.5 * gamma,
+    ... )
     >>> prior.seconds(8, 2)
     0.014
     """

@@ -66,7 +66,7 @@ class SwitchTable:
 
 
 def _place(points: Sequence[int], value: int) -> tuple[int, float]:
-    """The measured point before a value that is not beyond the last, and the share of the way to the next."""
+    """The measured point before a value, and the share of the way to the next point."""
     after = bisect_left(points, value)
     if after == 0:
         return 0, 0.0

@@ -90,7 +90,7 @@ class AdaptiveTiers(VerifiesAll):
             self._move_tier_(self.accepted)
 
     def _move_tier_(self, accepted: float) -> None:
-        """Within the bounds round(accepted) + 1 is the current tier's or lies between it and its neighbour."""
+        """Within the bounds, round(accepted) + 1 is the current tier's length or next to it."""
         steps = self.config.candidate_steps
         config = self.config
         while self.tier > 0 and accepted <= steps[self.tier - 1] - 0.5 + config.down_hysteresis:

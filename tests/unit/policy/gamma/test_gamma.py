@@ -41,11 +41,11 @@ EVERY_POLICY = [*POLICIES, "fixed-3"]
 
 
 class Script:
-    """A random generator that draws what it was told."""
+    """A random generator that draws the given numbers."""
 
     def __init__(
-        self, uniforms: list[float] = [], arms: list[int] = [], normals: list[list[float]] = []
-    ) -> None:  # noqa: B006
+        self, uniforms: Sequence[float] = (), arms: Sequence[int] = (), normals: Sequence[list[float]] = ()
+    ) -> None:
         self.uniforms = iter(uniforms)
         self.arms = iter(arms)
         self.normals = iter(normals)

@@ -149,9 +149,7 @@ def test_eq_3_divides_the_switching_cost_by_gamma(cost_ms: float, gamma: int) ->
     )
 
 
-def test_eq_3_charges_the_switching_cost_only_after_a_step_without_the_draft_and_looks_it_up_by_lag_and_batch_size() -> (
-    None
-):
+def test_eq_3_adds_the_switching_cost_only_after_a_step_without_the_draft() -> None:
     asked = []
 
     def cost(lag: int, batch_size: int) -> float:
@@ -261,7 +259,7 @@ def test_every_load_of_a_server_is_priced_before_the_first_step() -> None:
 
 
 def test_the_variant_drafts_deeper_than_the_menu_verifies() -> None:
-    """The graph of 32 holds 12 drafts beside 20 rows: the likeliest 12 of 40 are better than those of 20."""
+    """The graph of 32 holds 12 drafts next to 20 rows: the best 12 of 40 are better than those of 20."""
 
     def picking(gamma: int, drafts_per_row: float) -> float:
         return 1.0 + 0.2 * (gamma - 1)
