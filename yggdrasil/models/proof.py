@@ -162,7 +162,7 @@ def _our_logits(name: str, model: Any, kv: KVShape, passage: Passage, num_positi
         with recorded_calls() as calls:
             try:
                 logits.append(forward(meta_NM)[0])
-            # shapes that are not the cache's, an output embedding that is not called, the model's own errors
+            # shapes that are not the cache's, an output embedding that is not called, own errors
             except Exception as error:
                 failure = first_line(error)
             else:
