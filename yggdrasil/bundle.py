@@ -81,7 +81,7 @@ def bundled_models() -> tuple[Path, Path]:
 
 
 def machine_fields() -> dict[str, Any]:
-    """What compiled code depends on besides its inputs."""
+    """What compiled code depends on, apart from its inputs."""
     gpu = (
         ".".join(str(part) for part in torch.cuda.get_device_capability())
         if torch.cuda.is_available()

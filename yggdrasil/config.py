@@ -26,7 +26,7 @@ __all__ = [
 T = TypeVar("T")
 
 HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?")
-DEFAULT_NEW_TOKENS = 256  # of a request that sets no limit, where the context leaves so many
+DEFAULT_NEW_TOKENS = 256  # of a request that sets no limit, where the context has room for it
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -101,7 +101,7 @@ class GenerateConfig:
 def default_verify_widths() -> tuple[int, ...]:
     """Menu of verified widths for this processor.
 
-    Where it multiplies slowly beside what its memory delivers, 4 and 6 tokens take much less time than 8:
+    Where arithmetic is slow compared with memory, 4 and 6 tokens take much less time than 8:
     on Zen 3, with AVX2 alone, T(8) was 2.3 times T(2), with AVX-512 bf16 or AMX 1.1 to 1.3 times."""
     narrow = () if "avx512f" in artifacts.cpu_flags().split() else (4, 6)
     return (*narrow, 8, 12, 16, 24, 32, 48, 64)
@@ -121,9 +121,9 @@ class CompileConfig:
         max_depth: Most growth steps D.
         verify_widths: Menu of verified widths K; each is a target graph. The default depends on the
             processor.
-        prefill_chunk: Tokens of a prompt that run together; more than any width, for it is the greatest
+        prefill_chunk: Tokens of a prompt that run together; more than any width, for it is the largest
             graph of both models.
-        num_candidates: Children a node can have, C; at least the greatest width.
+        num_candidates: Children a node can have, C; at least the largest width.
         calibration_texts: Texts used to calibrate acceptance and to train the depth predictor, the first
             ones of the file.
         calibration_tokens: Tokens decoded after the beginning of each.
@@ -158,7 +158,7 @@ class CompileConfig:
             self.exact or self.device == "cuda",
             "exact",
             self.exact,
-            "True on a cpu, where every graph is exact at no price",
+            "True on a cpu, where every graph is exact at no cost",
         )
         _require(self.ranks >= 1, "ranks", self.ranks, "at least 1")
         _require(
@@ -188,13 +188,13 @@ class CompileConfig:
             self.prefill_chunk > widest,
             "prefill_chunk",
             self.prefill_chunk,
-            f"above {widest}, the greatest of widths and verify_widths",
+            f"above {widest}, the largest of widths and verify_widths",
         )
         _require(
             self.num_candidates >= self.widths[-1],
             "num_candidates",
             self.num_candidates,
-            f"at least the greatest width, {self.widths[-1]}",
+            f"at least the largest width, {self.widths[-1]}",
         )
         _require(self.calibration_texts >= 1, "calibration_texts", self.calibration_texts, "at least 1")
         _require(self.calibration_tokens >= 1, "calibration_tokens", self.calibration_tokens, "at least 1")

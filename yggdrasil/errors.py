@@ -13,7 +13,7 @@ YggError
 ├── CapacityError      the context or a pool is full: needed and free
 ├── QueueFull          a server has more waiting requests than it holds: how many, and when to try again
 ├── ServiceEnded       a server that decodes no more: what to do
-└── RankLost           another process of this run is gone: what the connection to it said
+└── RankLost           another process of this run is gone, with the error of the connection
 ```
 
 The command line prints the message on one line and exits with 2.
@@ -55,7 +55,7 @@ def first_line(error: Exception) -> str:
 
 
 class YggError(Exception):
-    """Base of every error that a user can cause and mend."""
+    """Base of every error that a user can cause and fix."""
 
 
 class UsageError(YggError):
@@ -154,7 +154,7 @@ class ServiceEnded(YggError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the decoding thread is not running, no request is taken; the server's log says why, start "
+            "the decoding thread does not run, no request is taken; the server's log has the reason, start "
             "`ygg serve` again"
         )
 
@@ -164,6 +164,6 @@ class RankLost(YggError):
 
     def __init__(self, rank: int, num_ranks: int, reason: str) -> None:
         super().__init__(
-            f"rank {rank} of {num_ranks} lost another one, which may have said why above: "
+            f"rank {rank} of {num_ranks} lost another one, which may have printed the reason above: "
             f"{reason.strip().splitlines()[0]}; start the run again"
         )

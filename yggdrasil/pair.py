@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrainedDepth:
-    """A depth predictor and what it is worth.
+    """A depth predictor and its quality on held-out text.
 
     Args:
         predictor: The network.
@@ -168,7 +168,7 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
             not given.
 
     Raises:
-        ArtifactError: unknown, corrupt or stale; names the field and the command that mends it.
+        ArtifactError: unknown, corrupt or stale; names the field and the command that fixes it.
 
     Cost: imports, then milliseconds: weights are mapped, graphs are shared libraries.
     """

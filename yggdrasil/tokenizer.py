@@ -124,7 +124,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         before = tokenizer.decode(after[-CONTEXT:])
-        # else it ends within a character, and where its text ends cannot be told
+        # else it ends within a character, and where its text ends is not known
         is_whole = not before.endswith("\ufffd")
         self._tokens = list(after[-CONTEXT:]) if is_whole else []  # those that are decoded
         self._offset = len(before) if is_whole else 0  # characters of their text that are no news

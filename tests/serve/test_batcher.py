@@ -287,7 +287,7 @@ def test_stop_texts_end_a_row_before_they_are_shown(bench: Bench) -> None:
         reports.append(report)
     assert asking.text == reference[: reference.index(stop)]
     assert asking.finish == "stop"
-    assert sum(report.told for report in reports) == len(asking.tokens)
+    assert sum(report.returned for report in reports) == len(asking.tokens)
     # the last chain went beyond it
     assert sum(sum(report.emitted) for report in reports) > len(asking.tokens)
 

@@ -86,7 +86,7 @@ def add_parser(verbs: Any) -> None:
         action=argparse.BooleanOptionalAction,
         default=defaults.compress,
         help="on a cpu, keep bfloat16 weights in three quarters of their bytes, and every bit of them: "
-        "worth it where memory is waited for and the processor "
+        "useful where memory is the limit and the processor "
         "has time to expand them (default: on processors with AMX, models of more than 8 MB)",
     )
     add_threads(parser, ", and processes that build graphs; the pair is measured with as many")
@@ -94,7 +94,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Compile and say what to do next."""
+    """Compile and print what to do next."""
     from yggdrasil.offline.pipeline import bundled_arguments, resolved
 
     config = CompileConfig(
@@ -175,7 +175,7 @@ def _compile_named(target: str, draft: str, threads: int | None, check: Callable
     from yggdrasil.store.artifacts import digest
 
     name = f"{Path(target).resolve().name}-{digest(resolved(target), resolved(draft))}"
-    # one that `ygg compile --name` takes, for errors will say to run that
+    # one that `ygg compile --name` takes, for errors will name that command
     name = re.sub(r"[^\w.-]", "-", name).lstrip("._-")
     if not is_compiled(name):
         check(target, draft)

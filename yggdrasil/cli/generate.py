@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
     name = pair_name(
         options, lambda target, draft: _check_uncompiled(options, config, prompt, target, draft)
     )
-    from yggdrasil.pair import load_pair  # torch costs a second: wrong options are told before
+    from yggdrasil.pair import load_pair  # torch costs a second: wrong options are reported before
 
     pair = load_pair(name, dataset=options.predictor)
     note_threads(pair.latency, pair.bundle.command)

@@ -1,5 +1,5 @@
 """Parse the command line and report errors: one line on standard error and exit code 2 for what the user
-can mend.
+can fix.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code: 0, 2 for a mistake the user can mend, 130 after Ctrl-C.
+    """Run one verb; returns the exit code: 0, 2 for a mistake the user can fix, 130 after Ctrl-C.
 
     Under torchrun the process of rank 0 does, and the others follow it.
     """

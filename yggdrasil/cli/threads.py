@@ -20,7 +20,7 @@ def add_threads(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def apply_threads(options: argparse.Namespace) -> None:
-    """Run on as many threads as the option says from now on.
+    """Run on the number of threads of the option from now on.
 
     Raises:
         ConfigError: fewer than one, or more than there can be.

@@ -61,7 +61,7 @@ def compile_graph(
             draft's forward.
 
     Raises:
-        Whatever torch.export says about a model it cannot capture: there is no fallback.
+        Whatever torch.export raises for a model that it cannot capture: there is no fallback.
 
     Cost: seconds of tracing, seconds of the C++ compiler.
     """

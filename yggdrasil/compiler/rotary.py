@@ -30,7 +30,7 @@ def evaluate_sines_once_(graph: Graph) -> None:
 
 
 def _last_form(node: Node) -> Node:
-    """What becomes of a node while one operator reads it, and nothing else beside it: scaled, rounded,
+    """What becomes of a node while one operator reads it, and nothing else reads it: scaled, rounded,
     reshaped.
     """
     while (

@@ -52,7 +52,7 @@ class GraphJob:
         num_tokens: N.
         path: The package to write.
         exact: Whether linear layers on CUDA have one order of summation; on a CPU they have.
-        ranks: Into so many shards the model is split; the graph is that of any one.
+        ranks: Number of shards of the model; the graph fits any of them.
     """
 
     model: str
@@ -181,7 +181,7 @@ class _Worker:
         )
 
     def build(self, job: GraphJob) -> None:
-        """Raises RuntimeError with what the worker said when it could not."""
+        """Raises RuntimeError with the worker's errors if it could not."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -205,7 +205,7 @@ class _Worker:
         self._process.wait()
 
     def close(self) -> None:
-        """Close what is left of it, once no thread reads any more."""
+        """Close its streams, once no thread reads any more."""
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
                 with suppress(BrokenPipeError):
@@ -218,7 +218,8 @@ def _serve() -> None:
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    # Inductor builds the thread count into its own loops, which are short beside our operators; and a
+    # Inductor builds the thread count into its own loops, which are short compared with our operators; and
+    # a
     # reduction that is split
     # over threads for some token counts and not for others would cost the equality of bits between them.
     torch.set_num_threads(1)

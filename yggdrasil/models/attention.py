@@ -40,7 +40,7 @@ much.
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What a layer's attention needs besides its own queries, keys and values.
+    """What a layer's attention needs apart from its own queries, keys and values.
 
     Args:
         meta_NM: Row metadata, int32; see layout.py.

@@ -170,7 +170,7 @@ def outline_model(name: str, stored: Mapping[str, Tensor], *, dtype: torch.dtype
         name: Folder or hub id.
         stored: Its parameters and buffers by name, tied ones as one tensor; packed layers have a "packed".
         dtype: Of the model.
-        ranks: Into so many shards the model is split; `stored` is one of them.
+        ranks: Number of shards of the model; `stored` is one of them.
     """
     from transformers import AutoModelForCausalLM
 
@@ -197,7 +197,7 @@ def outline_model(name: str, stored: Mapping[str, Tensor], *, dtype: torch.dtype
 
 
 def order_linears_(model: nn.Module) -> None:
-    """Replace every `nn.Linear` by one that adds in the same order whatever runs beside it, on the same
+    """Replace every `nn.Linear` by one that adds in the same order whatever runs next to it, on the same
     weights. For CUDA; changes `model` in place.
     """
     from yggdrasil.kernels.linear_triton import OrderedLinear  # imports Triton, which a CPU can do without
@@ -218,7 +218,7 @@ def check_vocabularies(target: Any, draft: Any, num_ids: int | None) -> None:
     Args:
         target: Configuration of the target.
         draft: Configuration of the draft.
-        num_ids: Of the tokenizer that both have, one more than the greatest id; None where the draft has
+        num_ids: Of the tokenizer that both have, one more than the largest id; None where the draft has
             none, and only the sizes can be compared.
 
     Raises:

@@ -83,7 +83,7 @@ def pack_chains_(meta_NM: Tensor, chunks: Sequence[Chunk]) -> None:
     """Pieces of several rows, one after another; a chain of guesses is a chunk like any other. Of one row
     at most one chunk.
 
-    Cost: one host call; on CUDA one copy besides, and no sync.
+    Cost: one host call; on CUDA also one copy, and no sync.
     """
     tokens = [token for chunk in chunks for token in chunk.tokens]
     lens = [len(chunk.tokens) for chunk in chunks]

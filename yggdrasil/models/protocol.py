@@ -22,7 +22,7 @@ class TokenGraphs(Protocol):
         prefill_chunk: Most tokens of one forward.
         widest: Most tokens of a forward that is not a prompt's.
         num_candidates: C, of a draft.
-        graph_ms: Milliseconds spent inside `forward` so far: what is left of a step is the host's. On CUDA
+        graph_ms: Milliseconds spent inside `forward` so far: the rest of a step is the host's. On CUDA
             of the launches alone.
     """
 
@@ -58,7 +58,7 @@ class TokenGraphs(Protocol):
         ...
 
     def record_forward_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
-        """Account for forwards of so many tokens that such a loop ran: start and end of each, by
+        """Record forwards of `num_tokens` tokens that such a loop ran: start and end of each, by
         `time.perf_counter`.
         """
         ...

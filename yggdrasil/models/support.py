@@ -37,7 +37,7 @@ FEATURES = {  # a field of the configuration, if it is set, and what it stands f
 
 
 class ContextLimit(NamedTuple):
-    """Up to so many positions a model is what this runtime computes.
+    """The number of positions up to which this runtime computes a model exactly.
 
     Args:
         num_positions: At most.

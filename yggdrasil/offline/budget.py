@@ -27,10 +27,11 @@ __all__ = [
     "seconds_of_sampling",
 ]
 
-# trees stand at every so many positions: neighbours see nearly the same text and would say nearly the same
+# positions from tree to tree: neighbours see nearly the same text and would show nearly the same
 STEP = 2
-EVERY = 4  # and at every so many of those they are of all widths, at the others of the reference width
-FEWEST_TEXTS = 16  # fewer say little, whatever they cost
+# at every EVERY-th of those positions trees of all widths stand, at the others of the reference width
+EVERY = 4
+FEWEST_TEXTS = 16  # fewer show little, whatever they cost
 FEWEST_ROOTS = 2  # of a text
 TIMED_PASSES = 2
 
@@ -42,7 +43,7 @@ class CalibrationSize:
     Args:
         num_texts: Texts.
         num_tokens: Positions of each.
-        stride: A tree stands at every so many of them.
+        stride: Positions from tree to tree.
         max_depth: Depth of every tree; texts are longer by so much, to judge the last one.
         widths: Widths of the trees.
         reference_width: Width of those at every root; the others stand at one root of `EVERY`.
@@ -121,7 +122,7 @@ class PassClock:
         self.num_columns = 0
 
     def __call__(self, num_tokens: int) -> float:
-        """Of so many tokens, in as few forwards as hold them."""
+        """Seconds of this many tokens, in as few forwards as hold them."""
         full, rest = divmod(num_tokens, self._model.prefill_chunk)
         return full * self._pass(self._model.prefill_chunk) + (self._pass(rest) if rest else 0.0)
 
@@ -143,7 +144,7 @@ class PassClock:
 
 
 def seconds_of_sampling(vocab: int, now: Callable[[], float] = time.perf_counter) -> float:
-    """What it takes to sample one token of so many: noise is drawn for each of them."""
+    """Seconds to sample one token out of `vocab`: noise is drawn for each of them."""
     logits_1V = torch.zeros(1, vocab)
     sampling = SamplingConfig(temperature=1.0)
     times = []

@@ -1,4 +1,4 @@
-"""Train the depth predictor on traces and say honestly what it is worth on text it has not seen."""
+"""Train the depth predictor on traces and measure it on text that it has not seen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATIENCE = 6
 VALIDATION_SHARE = 0.25  # of the texts, for early stopping and for the calibration of the heads
 FOLDS = 4
 BINS = 10
-CONTEXT_LEN = 64  # tokens before the root at which decisions are priced
+CONTEXT_LEN = 64  # tokens before the root at which decisions are evaluated
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
@@ -41,7 +41,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What predictors said about texts they were not trained on: the texts were dealt into folds, each
+    """What predictors return for texts they were not trained on: the texts were split into folds, each
     judged by the predictor of the others.
 
     Args:
@@ -50,7 +50,7 @@ class HeldOut:
         survival_ND: (N, D) P(accepted >= d) as predicted.
         growth_ND: (N, D) expected accepted length within d, as a multiple of its mean on the predictor's
             own texts.
-        constant_ND: (N, D) the share on the other folds: what a constant predictor says.
+        constant_ND: (N, D) the share on the other folds: what a constant predictor returns.
     """
 
     trace: Traces
@@ -86,7 +86,7 @@ def fit_predictor(
     trust: Mapping[float, float] | None = None,
     without: Sequence[Indices] | None = None,
 ) -> DepthPredictor:
-    """Fit encoder and heads, stop when the validation texts say so, calibrate every head on them.
+    """Fit encoder and heads, stop early by the validation texts, calibrate every head on them.
 
     Args:
         traces: By temperature, of the same texts.
@@ -135,7 +135,7 @@ def fit_predictor(
 def held_out(
     traces: Sequence[Traces], max_depth: int, tick: Callable[[], None] = lambda: None
 ) -> list[HeldOut]:
-    """Cross-validate: of every position, what a predictor says that was trained without its text.
+    """Cross-validate: for every position, the output of a predictor that was trained without its text.
 
     One text alone is judged by the predictor trained on it: there is no other.
 
@@ -258,7 +258,7 @@ def evaluate(
     cost.
 
     Args:
-        found: What was said of the texts.
+        found: What was predicted for the texts.
         latency: The profile.
         verify_widths: Menu of K.
         decision_ms: What a prediction costs.
@@ -274,16 +274,16 @@ def evaluate(
     labels_ND = _labels(found.trace, found.survival_ND.shape[1])
     rows = []
     for head, label in enumerate(labels_ND.T):
-        said = found.survival_ND[:, head]
+        predicted = found.survival_ND[:, head]
         seen_both = 0 < label.sum() < len(label)
         rows.append(
             {
                 "depth": head + 1,
                 "share": float(label.mean()),
-                "brier": float(brier_score_loss(label, said, labels=[False, True])),
+                "brier": float(brier_score_loss(label, predicted, labels=[False, True])),
                 "brier_constant": float(np.mean((label - found.constant_ND[:, head]) ** 2)),
-                "auc": float(roc_auc_score(label, said)) if seen_both else None,
-                "ece": calibration_error(label, said),
+                "auc": float(roc_auc_score(label, predicted)) if seen_both else None,
+                "ece": calibration_error(label, predicted),
             }
         )
     texts = len(set(found.trace.text_N.tolist()))
@@ -296,7 +296,7 @@ def evaluate(
 
 
 def calibration_error(label_N: npt.NDArray[np.bool_], said_N: npt.NDArray[np.floating[Any]]) -> float:
-    """Expected calibration error over ten equal bins: the mean distance of what was said from what
+    """Expected calibration error over ten equal bins: the mean distance of what was predicted from what
     happened.
     """
     bin_N = np.minimum((said_N * BINS).astype(int), BINS - 1)
@@ -379,12 +379,12 @@ def _stopped(
     """
     width = records[0].width
     min_gain = rate * (latency.draft.at(width, CONTEXT_LEN) + latency.growth_host_ms)
-    prices = [rate * ms for ms in latency.verify.marginal_ms(most, CONTEXT_LEN)]
+    costs = [rate * ms for ms in latency.verify.marginal_ms(most, CONTEXT_LEN)]
     log_probs = np.array([records[position].log_probs for position in test])
     max_depth = (log_probs.shape[1] - 1) // width
     depth_N = np.full(len(test), max_depth)
     for depth in range(max_depth - 1, 0, -1):
-        depth_N[last_gain_plain(log_probs[:, : 1 + width * depth], width, prices) < min_gain] = depth
+        depth_N[last_gain_plain(log_probs[:, : 1 + width * depth], width, costs) < min_gain] = depth
     return depth_N
 
 

@@ -26,7 +26,7 @@ def inexact_widths(
     """The graphs whose logits differ in any bit from those of the smallest, which decodes plainly.
 
     A text is decoded plainly; then its last tokens run through every graph as a chain, and as a path
-    through a tree with a sibling beside every node.
+    through a tree with a sibling next to every node.
 
     Args:
         model: A target; its cache is left empty.
@@ -37,7 +37,7 @@ def inexact_widths(
     """
     model.cache.rollback_(0)
     prefix_len = min(PREFIX_LEN, model.cache.shape.capacity // 2)
-    path_len = min(PATH_LEN, (model.cache.shape.capacity - prefix_len) // 2)  # a sibling beside every node
+    path_len = min(PATH_LEN, (model.cache.shape.capacity - prefix_len) // 2)  # a sibling next to every node
     text = [(31 * place + 7) % 997 % _vocab(model, widths[0]) for place in range(prefix_len + path_len)]
     expected = []
     for token in text:

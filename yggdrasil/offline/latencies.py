@@ -54,7 +54,7 @@ def latency_curve(
     hits all alike.
 
     Others on the machine only ever make a graph slower, so the lower quartile of the rounds counts; and
-    what is left of them must not make a wider graph look quicker than a narrower one (isotonic regression),
+    the rest of them must not make a wider graph look quicker than a narrower one (isotonic regression),
     or decisions would hop between the two. The KV that is attended to is whatever the cache holds: latency
     does not depend on its values.
 
@@ -115,7 +115,7 @@ def host_milliseconds(
         num_tokens: Tokens of each run, fewer of a model that is slow.
         tick: Called after every run, `HOST_RUNS` times.
     """
-    # On CUDA a forward only launches: to tell the host's share, whoever runs it here waits for its result.
+    # On CUDA a forward only launches: to measure the host's share, each forward here waits for its result.
     engine = Engine(
         *(RecordedModel(model, "", []) for model in (engine.target, engine.draft)),
         max_context=engine.max_context,

@@ -1,8 +1,8 @@
 """The offline half: what `ygg compile` does, phase by phase.
 
-Packed weights and graphs are kept when it is broken off: the next run goes on behind them. Measurements are
-taken from the start, and written together with the bundle at the very end, so that until then a pair that
-was compiled before stays as it is. Then builds that nothing can load any more go."""
+Packed weights and graphs are kept when it is interrupted: the next run continues after them. Measurements
+are taken from the start, and written together with the bundle at the very end, so that until then a pair
+that was compiled before stays as it is. Then builds that nothing can load any more go."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def resolved(model: str) -> str:
 
 
 def _common_ids(tokenizer: Any, draft: str) -> int | None:
-    """One more than the greatest id of the tokenizer that both models have; None for a draft without one of
+    """One more than the largest id of the tokenizer that both models have; None for a draft without one of
     its own, which is trained on the target's.
     """
     if Path(draft).is_dir() and not any(Path(draft).glob("tokenizer*")):

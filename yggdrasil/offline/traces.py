@@ -101,7 +101,7 @@ class Traces:
         text_N: (N,) which text a position belongs to: texts, not positions, are split.
         deep: N trees of the reference width, as deep as the menu goes.
         others: Trees of the other widths at some of the positions.
-        platt: What the draft's probability of a child is worth; all trees were grown with it.
+        platt: Calibration of the draft's probabilities; all trees were grown with it.
     """
 
     temperature: float
@@ -303,7 +303,7 @@ def _seeds(
     size: CalibrationSize,
     platt: PlattScale,
 ) -> list[list[Seed]]:
-    """The trees of every text, the last root first: a tree overwrites the text behind its root."""
+    """The trees of every text, the last root first: a tree overwrites the text after its root."""
     num_before = np.cumsum([0, *map(len, ends)])
     rows: list[list[Seed]] = []
     for row, (text, of_row, (tokens_LC, log_probs_LC)) in enumerate(

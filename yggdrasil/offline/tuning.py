@@ -204,7 +204,7 @@ def _target_rows(
 
 
 def _pages_of_rows(bundle: Bundle, kv: KVShape, num_rows: int, row_len: int) -> KVStorage:
-    """Storage for rows of so many indices, each with pages of its own."""
+    """Storage for rows of `row_len` indices, each with pages of its own."""
     pages = -(-row_len // PAGE_LEN)
     pages_BP = torch.zeros(num_rows, kv.num_pages, dtype=torch.int32)
     pages_BP[:, :pages] = torch.arange(num_rows * pages, dtype=torch.int32).view(num_rows, pages)

@@ -1,4 +1,4 @@
-"""The other ranks: do what rank 0 says until it says stop."""
+"""The other ranks: do what rank 0 sends until it sends stop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["follow", "follow_run", "load_shard"]
 
 
 def follow(link: Link, load: Callable[[Any], TokenModel]) -> None:
-    """Obey until told to stop.
+    """Follow rank 0 until it sends stop.
 
     Args:
         link: To rank 0.
@@ -40,7 +40,7 @@ def follow(link: Link, load: Callable[[Any], TokenModel]) -> None:
         else:
             assert message.kind == COMMIT, message
             path = link.tensor(torch.empty(message.second, dtype=torch.int64))
-            # lengths live on rank 0; here they only say where a path starts
+            # lengths live on rank 0; here they only mark where a path starts
             model.cache.len = message.first
             model.cache.commit_(path.tolist())
 
@@ -52,7 +52,7 @@ def follow_run() -> None:
         RankLost: rank 0 went away without a word.
         ArtifactError: this rank's shard does not load.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which says stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which sends stop
     link = GroupLink()
 
     def load(bundle: Bundle) -> TokenModel:

@@ -1,4 +1,4 @@
-"""Which process of a run this is, as torchrun says in the environment. Importing it costs nothing: the
+"""Which process of a run this is, from torchrun's environment variables. Importing it costs nothing: the
 command line asks before torch is there.
 """
 

@@ -21,7 +21,7 @@ __all__ = ["Leader", "LeadingCache", "LeadingModel", "leader", "leading"]
 
 
 class Leader:
-    """Rank 0's end of the link; what is said is said whole, Ctrl-C or not.
+    """Rank 0's end of the link; a message is sent whole, Ctrl-C or not.
 
     Args:
         link: To the others.
@@ -64,7 +64,7 @@ class Leader:
             self.link.use_device(device)
 
     def stop(self) -> None:
-        """Release the others. After one was lost nothing is said any more, for one that hangs would not
+        """Release the others. After one was lost nothing is sent any more, for one that hangs would not
         take it: this process ends, and that is heard.
         """
         if not self._lost:
@@ -80,7 +80,7 @@ class LeadingCache(KVCache):
         self._leader = leader
 
     def commit_(self, path: Sequence[int]) -> None:
-        """`KVCache.commit_` on every rank; a chain moves nothing, so nobody is told."""
+        """`KVCache.commit_` on every rank; a chain moves nothing, so no message is sent."""
         if any(offset != place for place, offset in enumerate(path)):
             with self._leader.exchange():
                 self._leader.link.message(Message(COMMIT, self.len, len(path)))
@@ -117,7 +117,7 @@ class LeadingModel(CompiledModel[KVCache]):
                 raise
 
     def native(self, meta_NM: Tensor) -> None:
-        """A forward is more than the graph: the others have to be told."""
+        """A forward is more than the graph: the others need a message."""
 
 
 _leader: Leader | None = None

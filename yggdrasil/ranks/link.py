@@ -1,6 +1,5 @@
-"""What rank 0 says to the others: messages of three integers, tensors and objects, all from rank 0 to every
-other.
-"""
+"""What rank 0 sends to the others: messages of three integers, tensors and objects, all from rank 0 to
+every other."""
 
 from __future__ import annotations
 

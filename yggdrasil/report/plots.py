@@ -96,9 +96,8 @@ def plot_acceptance(pair: LoadedPair, folder: Path) -> Path:
 
 
 def plot_predictor(pair: LoadedPair, folder: Path) -> Path:
-    """What the depth predictor says better than a constant, depth by depth, and what its decisions save, on
-    held-out text.
-    """
+    """How much better than a constant the depth predictor is, depth by depth, and what its decisions save,
+    on held-out text."""
     figure, left, right = _figure(
         "Brier score of P(accepted >= d), held-out texts", "ms per token by who chooses the depth"
     )

@@ -21,14 +21,15 @@ ENOUGH_STEPS = 8  # for a median that a hiccup or two do not move
 
 
 class Run:
-    """Decode one prompt and keep the books.
+    """Decode one prompt and record what it took.
 
     Args:
         pair: Models, policy data, tokenizer.
         prompt: Tokens.
         config: The request.
         start: `time.perf_counter()` when the user started waiting.
-        policy: Chooses shapes; the pair's best one when not given, plain when the request says so.
+        policy: Chooses shapes; by default the pair's best one, or plain decoding if the request asks for
+            it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Tables for a terminal: what the depth predictor is worth, which plan was chosen and why."""
+"""Tables for a terminal: how good the depth predictor is, which plan was chosen and why."""
 
 from __future__ import annotations
 

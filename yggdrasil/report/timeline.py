@@ -321,7 +321,7 @@ class RecordedModel:
 
 
 def record_timeline(pair: LoadedPair, prompt: Sequence[int], *, num_steps: int = NUM_STEPS) -> Timeline:
-    """Decode a prompt by the default policy, stages one after another, until so many steps were alike.
+    """Decode a prompt by the default policy, stages one after another, until `num_steps` steps were alike.
 
     The guard is left out: on a busy machine it decodes plainly, and a plain step has no draft to show.
 
@@ -332,7 +332,7 @@ def record_timeline(pair: LoadedPair, prompt: Sequence[int], *, num_steps: int =
         num_steps: Steps of one kind to look for; fewer are returned when there are no more.
 
     Raises:
-        ConfigError: no room for a step behind the warm-up.
+        ConfigError: no room for a step after the warm-up.
     """
     steps: list[StepRecord] = []
     for _ in range(MOST_RUNS):

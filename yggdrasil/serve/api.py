@@ -259,7 +259,7 @@ async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[
         if body.include_usage:
             yield _sse(reply.last_chunk())
         yield "data: [DONE]\n\n"
-    except ApiError as error:  # the status line is gone: all that is left is to say it here
+    except ApiError as error:  # the status line is sent: the error can only go into the stream
         yield _sse(error.body)
     except Exception:
         logging.getLogger(__name__).exception("a stream failed")

@@ -175,7 +175,7 @@ class Batcher:
         self._stepping = []
 
     def check(self) -> None:
-        """The books agree: pages, rows and requests."""
+        """Check that pages, rows and requests agree."""
         self.pool.check()
         rows = [ticket.running.row for ticket in self._running]
         assert sorted([*rows, *self._free_rows]) == list(range(len(self.pool.table_BP))), (
@@ -191,7 +191,7 @@ class Batcher:
             assert self.pool.num_free == self.pool.num_pages, "pages that nobody gave back"
 
     def step(self) -> StepReport | None:
-        """Advance the batch: rows that decode emit one or more tokens, prompts go on beside them.
+        """Advance the batch: rows that decode emit one or more tokens, and prompts advance next to them.
 
         Returns:
             What was done; None when nothing waits or runs.
@@ -245,9 +245,9 @@ class Batcher:
             accepted = accept_rows(rows, chains, logits_NV, roots) if rows else []
         with stage("commit"):
             emitting = [*decoding, *reaching]
-            emitted, told = self._commit_(emitting, chains, accepted, logits_NV, roots)
+            emitted, returned = self._commit_(emitting, chains, accepted, logits_NV, roots)
             self._commit_prompts_(prompts)
-        report = self._report(load, gamma, chains, emitted, told, prompt_tokens, start, before)
+        report = self._report(load, gamma, chains, emitted, returned, prompt_tokens, start, before)
         if decoding:
             self._learn_(load, report, values, len(decoding))
         self.observer.on_step(report)
@@ -293,7 +293,7 @@ class Batcher:
         return [ticket for ticket in self._running if ticket.running.is_prefilled]
 
     def _preempt_(self, ticket: Ticket) -> None:
-        """Back to the head of the queue without its KV: text and seed say what it is, so it will be
+        """Back to the head of the queue without its KV: text and seed determine it, so it will be
         computed again.
         """
         self._leave_(ticket)
@@ -309,7 +309,7 @@ class Batcher:
 
     def _load(self, decoding: Sequence[Ticket]) -> Load:
         """What the policy may choose from: lengths that the free pages hold, and none while the draft is
-        away; drafts that the greatest graph holds.
+        away; drafts that the largest graph holds.
         """
         batch_size = max(1, len(decoding))
         waiting_tokens = min(self.target.prefill_chunk, self._num_prompt_tokens)
@@ -343,9 +343,8 @@ class Batcher:
         return most
 
     def _prompts(self, num_tokens: int) -> tuple[list[Ticket], list[Chunk]]:
-        """What of prompts runs beside `num_tokens` tokens of decoding rows: the rows whose root is reached,
-        and chunks of the others.
-        """
+        """The part of prompts that runs next to `num_tokens` tokens of decoding rows: the rows whose root
+        is reached, and chunks of the others."""
         prefilling = [ticket for ticket in self._running if not ticket.running.is_prefilled]
         room = prompt_room(self.target.sizes, num_tokens, self._num_prompt_tokens)
         reaching = []
@@ -390,7 +389,7 @@ class Batcher:
         row, and how many in all a client got.
         """
         emitted = []
-        told = 0
+        returned = 0
         for ticket, chain, outcome, root in zip(emitting, chains, accepted, roots, strict=True):
             if isinstance(outcome, YggError):
                 self._finish_(ticket, "error", str(outcome))
@@ -404,8 +403,8 @@ class Batcher:
             )
             # those after its end too: a policy must not take that for a rejection
             emitted.append(len(outcome.tokens))
-            told += len(tokens)
-        return emitted, told
+            returned += len(tokens)
+        return emitted, returned
 
     def _tell_(
         self, ticket: Ticket, text: str, tokens: Sequence[int], log_probs: Sequence[TokenLogProb]
@@ -474,7 +473,7 @@ class Batcher:
         gamma: int,
         chains: Sequence[Chain],
         emitted: Sequence[int],
-        told: int,
+        returned: int,
         prompt_tokens: int,
         start: float,
         before: dict[str, float],
@@ -489,7 +488,7 @@ class Batcher:
             prompt_tokens=prompt_tokens,
             drafted=tuple(len(chain.tokens) for chain in chains),
             emitted=tuple(emitted),
-            told=told,
+            returned=returned,
             max_lag=load.max_lag,
             catch_up_ms=catch_up_ms,
             draft_ms=draft_ms + catch_up_ms,
@@ -504,7 +503,7 @@ class Batcher:
 
 
 def _values(calibrated: Sequence[Acceptance], chains: Sequence[Chain]) -> list[list[float]]:
-    """What every draft is worth, row by row; neighbours of one calibration in one call."""
+    """The value of every draft, row by row; neighbours with one calibration in one call."""
     values: list[list[float]] = []
     for _, group in groupby(zip(calibrated, chains, strict=True), key=lambda each: id(each[0])):
         (acceptance, first), *others = group

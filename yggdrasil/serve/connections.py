@@ -52,15 +52,15 @@ def raise_descriptor_limit() -> int:
 
 def log_errors_rarely(loop: asyncio.AbstractEventLoop) -> None:
     """Where descriptors run out all the same, log it once a second: the loop would at every attempt."""
-    said = -1.0
+    last = -1.0
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal said
+        nonlocal last
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in NO_DESCRIPTOR:
             return loop.default_exception_handler(context)
-        if time.monotonic() - said >= 1:
-            said = time.monotonic()
+        if time.monotonic() - last >= 1:
+            last = time.monotonic()
             logging.getLogger(__name__).warning("no connection can be accepted now: %s", error.strerror)
 
     loop.set_exception_handler(handle)
@@ -138,7 +138,7 @@ class Connection(H11Protocol):
 
 
 def limited(most: int) -> type[Connection]:
-    """The connections of one server, so many at once."""
+    """The connections of one server, at most `most` at once."""
 
     class Limited(Connection):
         waiting: ClassVar[dict[Connection, None]] = {}

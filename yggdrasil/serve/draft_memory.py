@@ -47,7 +47,7 @@ class DraftRoom:
     Attributes:
         tenant: Whose bytes they are.
         weights: The same weights in the room, by name. Aliasing: these are the tensors that graphs are
-            bound to, whoever has the room.
+            bound to, whichever tenant has the memory.
 
     Source: Nightjar section 5.4.
     """
@@ -78,7 +78,7 @@ class DraftRoom:
     def begin_return_(self) -> None:
         """Dispatch the weights' way back; the bytes are no page's any more.
 
-        Cost: on CUDA a copy a chunk on a stream of its own, behind what was launched before; no sync. On a
+        Cost: on CUDA a copy a chunk on a stream of its own, after what was launched before; no sync. On a
         CPU nothing yet."""
         self.tenant = Tenant.RETURNING
         self._next = 0

@@ -33,7 +33,7 @@ class ElasticMemory:
         target: Storage of base and room.
         room: The tail of that storage.
         low_pages: tau_low: fewer free pages than that are scarce.
-        persist_steps: T_persist: so many steps of scarcity without speculation before the draft leaves.
+        persist_steps: T_persist: this many steps of scarcity without speculation before the draft leaves.
 
     Attributes:
         trace: Milliseconds of "expand", "contract" and "dispatch reload", and how often.
@@ -64,7 +64,7 @@ class ElasticMemory:
         return self.room.tenant is Tenant.DRAFT
 
     def advance_(self, *, gamma: int, num_waiting: int) -> None:
-        """Between two steps: expand, contract or go on with the draft's return, as the load says.
+        """Between two steps: expand, contract or continue the draft's return, depending on the load.
 
         Args:
             gamma: Speculative length of the last step that decoded.

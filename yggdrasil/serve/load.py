@@ -28,7 +28,7 @@ from yggdrasil.tokenizer import Tokenizer
 
 __all__ = ["OpenedService", "open_batcher", "open_service", "policy_parts"]
 
-TYPICAL_CONTEXT = 256  # at which the policies' prior prices a step
+TYPICAL_CONTEXT = 256  # at which the policies' prior predicts a step
 FREE_MEMORY_SHARE = 0.5
 
 
@@ -103,7 +103,7 @@ def check_fits(config: ServeConfig, compiled: CompileConfig) -> None:
         raise ConfigError(
             "max_batch",
             config.max_batch,
-            f"at most {most}, half of the pair's greatest graph",
+            f"at most {most}, half of the pair's largest graph",
             f"ygg serve --max-batch {most}",
         )
     most = compiled.max_nodes - 1

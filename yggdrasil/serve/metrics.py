@@ -33,7 +33,7 @@ class Metrics(Observer):
     >>> metrics = Metrics(token_bytes=1024, gamma_max=3)
     >>> metrics.on_step(
     ...     StepReport(
-    ...         gamma=3, prompt_tokens=0, drafted=(3, 3), emitted=(4, 2), told=6, max_lag=0,
+    ...         gamma=3, prompt_tokens=0, drafted=(3, 3), emitted=(4, 2), returned=6, max_lag=0,
     ...         catch_up_ms=0.0, draft_ms=1.0, verify_ms=4.0, total_ms=6.0,
     ...         running=2, waiting=0, free_pages=7, num_pages=8,
     ...     )
@@ -262,7 +262,7 @@ class Metrics(Observer):
 
     def _observe_rows(self, report: StepReport, accepted: Sequence[int]) -> None:
         batch_size = report.batch_size
-        self._emitted.inc(report.told)
+        self._emitted.inc(report.returned)
         self._step.labels(batch_size).observe(report.total_ms / 1e3)
         accepted_tokens = self._accepted.labels(batch_size)
         for row_drafted, row_emitted, row_accepted in zip(

@@ -306,7 +306,7 @@ class CompletionRequest(WireRequest):
 
     @property
     def num_top(self) -> int | None:
-        """As `logprobs` says."""
+        """As `logprobs` asks."""
         return self.logprobs
 
     @property
@@ -348,9 +348,7 @@ class ChatRequest(WireRequest):
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ApiError(
-                400,
-                "max_tokens and max_completion_tokens say different things; send one of them",
-                param="max_tokens",
+                400, "max_tokens and max_completion_tokens differ; send one of them", param="max_tokens"
             )
         return self
 
@@ -365,7 +363,7 @@ class ChatRequest(WireRequest):
 
     @property
     def num_top(self) -> int | None:
-        """As `top_logprobs` says, if `logprobs` is set."""
+        """As `top_logprobs` asks, if `logprobs` is set."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def prompts(self, encoder: PromptEncoder) -> list[list[int]]:

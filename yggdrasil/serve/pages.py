@@ -26,7 +26,7 @@ __all__ = ["PagePool", "pages_for"]
 
 
 def pages_for(num_indices: int) -> int:
-    """Pages that so many indices of a row take."""
+    """Pages that hold this many indices of a row."""
     return -(-num_indices // PAGE_LEN)
 
 
@@ -60,7 +60,7 @@ class PagePool:
         return len(self._free)
 
     def num_missing(self, row: int, num_indices: int) -> int:
-        """Pages that a row lacks to hold so many indices."""
+        """Pages that a row lacks to hold this many indices."""
         return max(0, pages_for(num_indices) - len(self._pages[row]))
 
     def extend_(self, row: int, num_indices: int) -> None:
@@ -126,7 +126,7 @@ class PagePool:
         self._digests[row] = []
 
     def expand_(self, num_pages: int) -> None:
-        """Pages up to `num_pages` join the free queue behind the others. Source: Nightjar section 5.2."""
+        """Pages up to `num_pages` join the end of the free queue. Source: Nightjar section 5.2."""
         new = range(self.num_pages, num_pages)
         self._owners += [0] * len(new)
         self._digest_of += [None] * len(new)
@@ -171,7 +171,7 @@ class PagePool:
             self._forget(page)
 
     def check(self) -> None:
-        """The accounting: free and used pages are all pages, the table says what is owned, no page is both
+        """Check that free and used pages are all pages, the table says what is owned, no page is both
         free and owned.
         """
         owners = [0] * self.num_pages
@@ -200,7 +200,7 @@ class PagePool:
             for pages in self._pages
             if place < len(pages) and pages[place] >= num_pages
         )
-        # texts worth finding last
+        # texts that are likely to be found again last
         free = sorted(
             (page for page in self._free if page < num_pages),
             key=lambda page: self._digest_of[page] is not None,

@@ -1,6 +1,6 @@
 """What a client reads, in OpenAI's wire format: events become choices, chunks and usage.
 
-Usage counts `target_passes` beside the tokens, so that tokens per pass can be read from every reply.
+Usage has `target_passes` next to the tokens, so every reply shows its tokens per pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a client asks of the batch, and what it is told."""
+"""What a client asks of the batch, and what it receives."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class Request:
         config: Limits, stop texts and sampling; `plain` is the same as `speculation=0`.
         speculation: Most draft tokens of a step; None leaves it to the policy, 0 decodes this row without
             speculation.
-        num_top: Log-probabilities wanted of every emitted token, beside its own of so many likeliest; None
-            wants none.
+        num_top: Log-probabilities wanted for every emitted token: its own and this many of the likeliest;
+            None wants none.
         on_event: Told about every step that emitted something and about the end, in the batcher's thread;
             must return at once.
     """
@@ -125,7 +125,7 @@ class StepReport:
         drafted: Draft tokens verified, row by row of the rows that emitted.
         emitted: Tokens that the target gave them: accepted + 1. Those after the end of a text, which no
             client gets, are among them.
-        told: Tokens that clients got, of all rows.
+        returned: Tokens that clients received, over all rows.
         max_lag: L_max: tokens that the draft's KV lagged behind in the worst row when the step began.
         catch_up_ms: Bringing the draft's KV up to the text.
         draft_ms: Drafting, that included.
@@ -142,7 +142,7 @@ class StepReport:
     prompt_tokens: int
     drafted: tuple[int, ...]
     emitted: tuple[int, ...]
-    told: int
+    returned: int
     max_lag: int
     catch_up_ms: float
     draft_ms: float

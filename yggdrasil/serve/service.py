@@ -18,7 +18,7 @@ from yggdrasil.serve.ticket import Ticket
 
 __all__ = ["Service"]
 
-RECENT = 32  # finished requests that say how fast a queue gets shorter
+RECENT = 32  # finished requests that show how fast a queue gets shorter
 LONGEST_RETRY_S = 60.0
 ACCEPTANCE_MEMORY = 0.95
 
@@ -83,9 +83,8 @@ class Service(Observer):
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Let a request go; its pages are freed and a last event says so. Nothing happens to one that has
-        ended.
-        """
+        """Let a request go; its pages are freed and a last event reports it. Nothing happens to one that
+        has ended."""
         self._call(lambda: self._batcher.cancel(ticket))
 
     def info(self) -> dict[str, Any]:
@@ -98,7 +97,7 @@ class Service(Observer):
         """Finish what runs and waits, then stop the thread; at once where it has died.
 
         Args:
-            timeout_s: After it, what is left is cancelled.
+            timeout_s: After it, the remaining requests are cancelled.
 
         Returns:
             Whether everything came to its end.
@@ -191,7 +190,7 @@ class Service(Observer):
             return True
 
     def _rest(self) -> None:
-        """Nothing to do: look over the books, then wait for a call."""
+        """Nothing to do: check the state, then wait for a call."""
         self._batcher.check()
         self._num_queued = 0
         self._idle.set()

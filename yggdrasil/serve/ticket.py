@@ -1,4 +1,4 @@
-"""A request in the batcher's books: what it may still emit, what it has emitted, and when."""
+"""A request as the batcher keeps it: what it may still emit, what it has emitted, and when."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Ticket"]
 
 @dataclass(eq=False)
 class Ticket:
-    """The books of one request.
+    """The state of one request.
 
     Attributes:
         row: Its place in the batch; None while it waits.
@@ -59,11 +59,11 @@ class Ticket:
         """Tokens of its text, the root included, without KV in the target; 1 for a row that decodes."""
         return len(self.state.tokens) - self.running.target_len
 
-    def read_(self, said: list[int]) -> tuple[str, list[int]]:
+    def read_(self, emitted: list[int]) -> tuple[str, list[int]]:
         """The text that a step releases, and its tokens up to the end of the request's: its limit, an end
         of text or a stop text, whichever comes first.
         """
-        tokens = truncate(said, room=self.num_left, eos_tokens=self.ends)
+        tokens = truncate(emitted, room=self.num_left, eos_tokens=self.ends)
         before = self.stream.num_tokens
         text = self.stream.push(tokens)
         return text, tokens[: self.stream.num_tokens - before]

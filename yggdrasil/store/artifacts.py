@@ -136,7 +136,7 @@ def cpu_flags() -> str:
 
 
 def _first_processor() -> dict[str, str]:
-    """What the kernel says of it, by field; nothing on a system that has no such file."""
+    """What the kernel reports, by field; nothing on a system without such a file."""
     try:
         lines = CPUINFO.read_text().partition("\n\n")[0].splitlines()
     except OSError:

@@ -13,9 +13,9 @@ __all__ = ["BanditSpec"]
 
 
 class BanditSpec(VerifiesAll):
-    """UCB1: the arm with the greatest mean / greatest + sqrt(2 ln t / n), after every arm has run once.
+    """UCB1: the arm with the largest mean / best + sqrt(2 ln t / n), after every arm has run once.
 
-    Here t counts the observed steps, n those of the arm, and "greatest" is the highest goodput of any step,
+    Here t counts the observed steps, n those of the arm, and "best" is the highest goodput of any step,
     so that rewards lie between 0 and 1.
 
     Source: Hou et al. 2025 as described in Nightjar section 6.1 (a UCB variant without batch context).
@@ -30,7 +30,7 @@ class BanditSpec(VerifiesAll):
 
     def __init__(self) -> None:
         self.goodput = MeanGoodput()
-        self.greatest = 0.0
+        self.best = 0.0
         self.steps = 0
 
     def select(self, load: Load) -> int:
@@ -41,13 +41,13 @@ class BanditSpec(VerifiesAll):
         width = 2 * math.log(self.steps)
         return max(
             range(load.gamma_max + 1),
-            key=lambda gamma: self.goodput.means[gamma] / self.greatest + math.sqrt(width / rounds[gamma]),
+            key=lambda gamma: self.goodput.means[gamma] / self.best + math.sqrt(width / rounds[gamma]),
         )
 
     def observe(self, outcome: Outcome) -> None:
         if outcome.is_timed:
             self.steps += 1
-            self.greatest = max(self.greatest, outcome.goodput)
+            self.best = max(self.best, outcome.goodput)
             self.goodput.add_(outcome.gamma, outcome.goodput)
 
     @property

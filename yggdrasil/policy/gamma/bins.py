@@ -77,7 +77,7 @@ class MeanGoodput:
         return 1 / mean if mean > 0 else math.inf
 
     def best(self, arms: Iterable[int]) -> int:
-        """The arm with the greatest mean, of equals the smaller."""
+        """The arm with the largest mean, of equals the smaller."""
         return max(arms, key=lambda gamma: (self.means.get(gamma, 0.0), -gamma))
 
     def to_json(self) -> dict[str, Any]:

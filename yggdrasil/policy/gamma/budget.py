@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step takes beside its rows' own: what fills the graph that runs."""
+"""How many tokens of prompts a step takes next to its rows' own: what fills the graph that runs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 __all__ = ["PROMPT_TOKENS", "draft_room", "prompt_room"]
 
-# that run beside rows which decode: more would stall those for longer and gain the prompt little, for wide
+# that run next to rows which decode: more would stall those for longer and gain the prompt little, for wide
 # forwards are bound by arithmetic
 PROMPT_TOKENS = 32
-PROMPT_SHARE = 8  # an eighth of the greatest graph is never speculated away while prompts wait: they go on
+PROMPT_SHARE = 8  # an eighth of the largest graph is never speculated away while prompts wait: they go on
 LEAST_PROMPT = 8  # fewer a step would keep a prompt waiting for its first token
 WELL_FILLED = 0.8  # a graph twice as wide takes twice as long, whether its tokens are padding or not
 
 
 def draft_room(widths: Sequence[int], batch_size: int, waiting: int) -> int:
-    """Draft tokens that the greatest graph holds beside so many roots and the share of prompts that wait.
+    """Draft tokens that the largest graph holds next to this many roots and the share of prompts that wait.
 
     >>> [draft_room((16, 32, 64), 20, waiting) for waiting in (0, 3, 100)]
     [44, 41, 36]
@@ -25,7 +25,7 @@ def draft_room(widths: Sequence[int], batch_size: int, waiting: int) -> int:
 
 
 def prompt_room(widths: Sequence[int], num_tokens: int, wanted: int) -> int:
-    """Prompt tokens that run beside `num_tokens` roots and drafts: what fills the graph for PROMPT_TOKENS
+    """Prompt tokens that run next to `num_tokens` roots and drafts: what fills the graph for PROMPT_TOKENS
     more, or for LEAST_PROMPT where it stays too empty.
 
     Args:

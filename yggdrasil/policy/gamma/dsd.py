@@ -1,4 +1,4 @@
-"""DSD: the speculative length with the greatest modelled goodput, acceptance taken from the past."""
+"""DSD: the speculative length with the largest modelled goodput, acceptance taken from the past."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ HIGHEST_RATE = 0.99  # keeps the geometric sum finite
 class DSD(VerifiesAll):
     """Goodput from a linear latency model, fitted offline, and one acceptance rate, averaged over the past.
 
-    A step without drafts says nothing about acceptance. So once gamma = 0 wins, the rate stays what it was,
-    and at that load gamma = 0 wins for ever: the decision deadlock, kept here because it is the method's.
+    A step without drafts shows nothing about acceptance. So once gamma = 0 wins, the rate stays what it
+    was, and at that load gamma = 0 wins for ever: the decision deadlock, kept here because it is the
+    method's.
 
     Args:
         points: Offline measurements: batch size, gamma, seconds of the step.

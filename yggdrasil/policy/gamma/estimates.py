@@ -1,6 +1,5 @@
-"""What Nightjar's variant learns from outcomes: acceptance by position, what the draft's word is worth, and
-how far step times are from their prediction.
-"""
+"""What Nightjar's variant learns from outcomes: acceptance by position, how good the draft's probabilities
+are, and how far step times are from their prediction."""
 
 from __future__ import annotations
 
@@ -106,7 +105,7 @@ def _selection(values: Sequence[Sequence[float]], tried: Sequence[int], index: i
 
 
 class ValueScale:
-    """What the calibrated acceptance of drafts has been worth: accepted over expected tokens of what was
+    """How right the calibrated acceptance of drafts was: accepted over expected tokens of what was
     verified; old ones fade.
     """
 

@@ -26,7 +26,7 @@ class _RidgeArms:
         self.inverse_A22 = np.tile(np.eye(2), (gamma_max + 1, 1, 1))
         self.moment_A2 = np.zeros((gamma_max + 1, 2))
         self.theta_A2 = np.zeros((gamma_max + 1, 2))
-        self.greatest = 1e-9
+        self.best = 1e-9
         self._untried = set(range(gamma_max + 1))
 
     def untried(self, load: Load) -> int | None:
@@ -36,7 +36,7 @@ class _RidgeArms:
         return min((gamma for gamma in self._untried if gamma <= load.gamma_max), default=None)
 
     def scores(self, load: Load) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Predicted goodput over the greatest seen, and its standard deviation in units of the noise's, of
+        """Predicted goodput over the best seen, and its standard deviation in units of the noise's, of
         every legal arm.
         """
         num_arms = min(load.gamma_max + 1, len(self.theta_A2))
@@ -44,16 +44,16 @@ class _RidgeArms:
         theta = self.theta_A2[:num_arms]
         inverse = self.inverse_A22[:num_arms]
         variance = inverse[:, 0, 0] + 2 * share * inverse[:, 0, 1] + share * share * inverse[:, 1, 1]
-        return (theta[:, 0] + share * theta[:, 1]) / self.greatest, np.sqrt(variance)
+        return (theta[:, 0] + share * theta[:, 1]) / self.best, np.sqrt(variance)
 
     def add_(self, outcome: Outcome) -> None:
-        """Sherman-Morrison; moments stay in tokens per second, so a new greatest goodput rescales the past
+        """Sherman-Morrison; moments stay in tokens per second, so a new best goodput rescales the past
         as well.
         """
         gamma = outcome.gamma
         x = np.array([1.0, outcome.load.batch_size / self.max_batch])
         self._untried.discard(gamma)
-        self.greatest = max(self.greatest, outcome.goodput)
+        self.best = max(self.best, outcome.goodput)
         along = self.inverse_A22[gamma] @ x
         self.inverse_A22[gamma] -= np.outer(along, along) / (1 + x @ along)
         self.moment_A2[gamma] += outcome.goodput * x
@@ -65,14 +65,14 @@ class _RidgeArms:
 
 
 class LinUCB(VerifiesAll):
-    """The arm with the greatest x . theta + alpha sqrt(x' A^-1 x).
+    """The arm with the largest x . theta + alpha sqrt(x' A^-1 x).
 
     Args:
         gamma_max: Greatest arm.
         max_batch: B_max, which scales the context.
 
     Source: Li et al. 2010, disjoint arms, as the ablation of Nightjar section 6.3.1. Departures: rewards
-    are scaled by the greatest goodput seen; every arm runs once first."""
+    are scaled by the best goodput seen; every arm runs once first."""
 
     def __init__(self, gamma_max: int, max_batch: int) -> None:
         self.arms = _RidgeArms(gamma_max, max_batch)
@@ -93,7 +93,7 @@ class LinUCB(VerifiesAll):
 
 
 class LinThompson(VerifiesAll):
-    """The arm whose goodput, drawn from its posterior at this context, is greatest.
+    """The arm whose goodput, drawn from its posterior at this context, is largest.
 
     Args:
         gamma_max: Greatest arm.
@@ -102,7 +102,7 @@ class LinThompson(VerifiesAll):
 
     Source: Agrawal and Goyal 2013, as the ablation of Nightjar section 6.3.1. Departures: one parameter
     vector per arm; x . theta is drawn directly, which is normal with the same mean and variance as if theta
-    had been; rewards are scaled by the greatest goodput seen; every arm runs once first."""
+    had been; rewards are scaled by the best goodput seen; every arm runs once first."""
 
     def __init__(self, gamma_max: int, max_batch: int, random: np.random.Generator) -> None:
         self.arms = _RidgeArms(gamma_max, max_batch)

@@ -28,7 +28,8 @@ LEAST_EXPLORATION = 0.0005
 LEAST_LOSS = 0.01  # of a step: what trying an arm counts for that is predicted to cost nothing
 STAY_STEPS = 32.0  # steps that the draft is expected to run once it has been caught up
 WELL_PREDICTED = 0.8  # of an arm's best way's goodput: what is predicted to be worse is not looked at again
-WAITING_STEP = 8  # waiting prompt tokens are rounded up to a multiple, so that there are few loads to price
+# waiting prompt tokens are rounded up to a multiple, so that there are few loads to evaluate
+WAITING_STEP = 8
 # loads whose predictions are kept: 64 rows with up to 128 tokens of prompts are half as many
 WAYS_KEPT = 2048
 # of an emitted token, for one of a prompt: at 1 prompts crowd drafts out, at 0.5 rows wait for them
@@ -41,8 +42,8 @@ class PrintedNightjar(VerifiesAll):
     arm.
 
     A bin explores as a whole, a new arm every round, so about 2 H^(3/4) rounds of a block of H explore: the
-    regret grows as T^0.75, not as the sqrt(T) of Theorem 1 (`BinClock` says why; `bench/claim_bandits.py`
-    measures it).
+    regret grows as T^0.75, not as the sqrt(T) of Theorem 1 (`BinClock` explains why;
+    `bench/claim_bandits.py` measures it).
 
     Args:
         switching_cost: c_prefill.
@@ -98,7 +99,7 @@ _Step = tuple[float, float]
 """A predicted step: tokens emitted, and what those of prompts count for; seconds."""
 _Way = tuple[int, float, float, float, int, float]
 """A way to verify an arm: positions of every row; rows, and those with one more, times what picking is
-worth; tokens besides; graph; predicted seconds.
+gain; other tokens; graph; predicted seconds.
 """
 
 
@@ -111,17 +112,17 @@ class Nightjar:
     knows no graphs). Old observations fade.
 
     Fill. A step costs what its graph costs, so of B * gamma drafts all are verified, or the likeliest of
-    the batch that fill a narrower graph, or the greatest, where rows draft deeper than it holds: an arm is
-    the best of its ways, priced by what such picking brought on calibration text. When the drafts are
-    there, the graph is chosen once more by what the draft says of these very tokens, as a tree's verified
-    width is. Prompts that will run beside are counted, in the time as in the tokens.
+    the batch that fill a narrower graph, or the largest, where rows draft deeper than it holds: an arm is
+    the best of its ways, valued by what such picking brought on calibration text. When the drafts are
+    there, the graph is chosen once more by the draft's probabilities of these very tokens, as a tree's
+    verified width is. Prompts in the same step are counted, in the time as in the tokens.
 
-    Explore. Every step earns a share of its own time, EXPLORATION / sqrt(n) of the n-th, as credit. Among
-    the arms that are not the best, the one that has waited longest, measured in what it is predicted to
-    lose, is next; it runs for one step as soon as the credit pays for that loss, a restart of the draft
+    Explore. Every step adds a share of its own time, EXPLORATION / sqrt(n) for the n-th, to an allowance.
+    Among the arms that are not the best, the one that has waited longest, measured in what it is predicted
+    to lose, is next; it runs for one step as soon as the allowance covers that loss, a restart of the draft
     included. So exploring costs 2 * EXPLORATION * sqrt(T) steps' worth at most (1 % of the first 100 steps'
-    time), cheap arms are tried often, dear ones seldom, and none never: as the credit grows without bound
-    there is no decision deadlock.
+    time), cheap arms are tried often, expensive ones seldom, and none never: as the allowance grows without
+    bound there is no decision deadlock.
 
     Switch. Catching the draft up is paid once and serves the steps that follow, so it is spread over
     STAY_STEPS of them.
@@ -130,14 +131,14 @@ class Nightjar:
         prior: The predicted step.
         switching_cost: c_prefill.
         gamma_max: Greatest arm; a load that allows more gets no more.
-        max_batch: Loads of up to so many rows are priced here, a sixth of a millisecond each, so that no
-            selection has to; others when they are met.
+        max_batch: Loads of up to this many rows are evaluated here, a sixth of a millisecond each, so that
+            no selection has to; others when they are met.
 
     Source: the arms, the reward and the indicator of Nightjar Eq. (3). Departures: blocks and bins are
-    replaced by the credit, whose sum grows as the sqrt(T) that Theorem 1 asks for, whereas the printed bins
-    explore T^(3/4) rounds; the running mean of realised goodput by the model above, which knows something
-    of arms and batch sizes that never ran; drafts are left out to fit a graph, the unlikeliest as in
-    TETRIS, by Yggdrasil's Eq. 3; steps beside prompts are priced and learnt from, of which the paper has
+    replaced by the allowance, whose sum grows as the sqrt(T) that Theorem 1 asks for, whereas the printed
+    bins explore T^(3/4) rounds; the running mean of realised goodput by the model above, which knows
+    something of arms and batch sizes that never ran; drafts are left out to fit a graph, the unlikeliest as
+    in TETRIS, by Yggdrasil's Eq. 3; steps with prompts are valued and learnt from, of which the paper has
     none; c_prefill is divided by the tokens of STAY_STEPS steps of the whole batch instead of gamma, the
     drafts of one row; and as estimates fade, a stationary world costs a small constant share of its time,
     LEAST_EXPLORATION included.
@@ -167,7 +168,7 @@ class Nightjar:
         self._prior = prior
         self._ways = lru_cache(maxsize=WAYS_KEPT)(self._new_ways)
         self._stop_cost = lru_cache(maxsize=WAYS_KEPT)(lambda batch_size: switching_cost(1, batch_size))
-        self.credit_s = 0.0
+        self.allowance_s = 0.0
         self.steps = 0
         self._last_step: dict[int, list[int]] = {}
         waiting = range(0, prior.widths[-1] + 1, WAITING_STEP) if prior.widths else ()
@@ -182,7 +183,7 @@ class Nightjar:
             )
 
     def select(self, load: Load) -> int:
-        """The best arm, or another one whose turn it is; the credit is spent here, for an explored step
+        """The best arm, or another one whose turn it is; the allowance is used here, for an explored step
         need not be observed.
         """
         num_arms = min(load.deepest, self.gamma_max) + 1
@@ -194,16 +195,16 @@ class Nightjar:
         ]
         least = min(costs)
         best = costs.index(least)
-        if num_arms == 1 or self.credit_s <= 0:
+        if num_arms == 1 or self.allowance_s <= 0:
             return best
         # after a step without the draft it has to catch up
         stop = self._stop_cost(load.batch_size) if best and load.previous_gamma else 0.0
         turn, loss = self._longest_waiting(
             self._last_steps(load.batch_size), steps, best, least, stop, restart
         )
-        if loss > self.credit_s:
+        if loss > self.allowance_s:
             return best
-        self.credit_s -= loss
+        self.allowance_s -= loss
         return turn
 
     def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
@@ -237,9 +238,9 @@ class Nightjar:
         by_arm = self._as_predicted if self._prior.widths else self.seconds.corrections(load.batch_size)
         for ways, slower in zip(self._ways_at(load)[:num_arms], by_arm, strict=False):
             best = most = least = 0.0
-            for whole, share, more, besides, width, predicted in ways:
+            for whole, share, more, others, width, predicted in ways:
                 seconds = predicted * by_graph[width]
-                tokens = besides + share * emitted[whole] + more * gains[whole]
+                tokens = others + share * emitted[whole] + more * gains[whole]
                 goodput = tokens / seconds
                 if goodput > best:
                     best = goodput
@@ -258,7 +259,7 @@ class Nightjar:
         return self._ways(load.batch_size, waiting, most)
 
     def _new_ways(self, batch_size: int, waiting_tokens: int, drafts_max: int | None) -> list[list[_Way]]:
-        """The ways to verify every arm that are worth a look, as far as they do not change."""
+        """The ways to verify every arm that may be best, as far as they do not change."""
         return [
             self._ways_of(batch_size, gamma, waiting_tokens, drafts_max)
             for gamma in range(self.gamma_max + 1)
@@ -312,7 +313,7 @@ class Nightjar:
         lose, and that loss.
         """
         turn = best
-        dearest = math.inf
+        max_loss = math.inf
         longest = -1.0
         gamma = 0
         switch = stop
@@ -325,11 +326,11 @@ class Nightjar:
                 waited = (self.steps + 1 - last_steps[gamma]) / loss
                 if waited > longest:
                     turn = gamma
-                    dearest = loss
+                    max_loss = loss
                     longest = waited
             gamma = gamma + 1
             switch = restart
-        return turn, dearest
+        return turn, max_loss
 
     def observe(self, outcome: Outcome) -> None:
         load = outcome.load
@@ -337,7 +338,9 @@ class Nightjar:
         self.steps += 1
         # where there is nothing to explore, nothing is saved up for later
         if min(load.deepest, self.gamma_max) > 0:
-            self.credit_s += max(EXPLORATION / math.sqrt(self.steps), LEAST_EXPLORATION) * outcome.seconds
+            self.allowance_s += (
+                max(EXPLORATION / math.sqrt(self.steps), LEAST_EXPLORATION) * outcome.seconds
+            )
         self._last_steps(load.batch_size)[gamma] = self.steps
         predicted = self._prior.seconds(load.batch_size, gamma, sum(outcome.drafted), outcome.prompt_tokens)
         width = self._prior.width(load.batch_size + sum(outcome.drafted) + outcome.prompt_tokens)

@@ -37,11 +37,11 @@ class GoodputPrior:
     Args:
         drafting: Seconds of drafting, by batch size and gamma; 0 at gamma 0.
         verifying: Seconds of everything else, by the tokens that are verified: roots, drafts and prompts
-            beside them.
+            next to them.
         emitted: Tokens of a row in a step, by gamma; 1 at gamma 0.
         widths: Tokens beyond which `verifying` jumps, ascending: the sizes of the graphs.
         picking: By gamma and the draft tokens verified a row: what picking the likeliest of a great batch
-            is worth, as a multiple of the tokens that are accepted when the last positions of rows are left
+            gains, as a multiple of the tokens that are accepted when the last positions of rows are left
             out.
 
     >>> prior = GoodputPrior(
@@ -60,7 +60,7 @@ class GoodputPrior:
     picking: Callable[[int, float], float] = lambda gamma, drafts_per_row: 1.0
 
     def width(self, tokens: int) -> int:
-        """The graph of so many tokens; 0 where graphs are not known."""
+        """The graph that holds this many tokens; 0 where graphs are not known."""
         return next(
             (width for width in self.widths if width >= tokens), self.widths[-1] if self.widths else 0
         )
@@ -68,7 +68,7 @@ class GoodputPrior:
     def seconds(
         self, batch_size: int, gamma: int, verified: int | None = None, prompt_tokens: int = 0
     ) -> float:
-        """Of a step that verifies so many draft tokens, all where it is not said, and computes so many of
+        """Seconds of a step that verifies this many draft tokens, by default all, and computes this many of
         prompts.
         """
         drafts = batch_size * gamma if verified is None else verified

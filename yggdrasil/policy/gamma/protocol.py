@@ -20,9 +20,9 @@ class Load:
         deepest: Greatest speculative length that settings and pages allow; may be 0.
         previous_gamma: Of the step before, at whatever batch size; 0 before the first.
         max_lag: L_max: tokens that the draft's KV lags behind in the worst row that may speculate.
-        waiting_tokens: Of prompts that wait to run beside; more than the greatest graph holds count as
+        waiting_tokens: Tokens of prompts that wait; more than the largest graph holds count as
             that.
-        drafts_max: Draft tokens of the whole batch that can be verified: what the menu holds beside the
+        drafts_max: Draft tokens of the whole batch that can be verified: what the menu holds next to the
             roots. None where it holds all.
     """
 
@@ -55,10 +55,10 @@ class Outcome:
         seconds: Wall clock of the step.
         catch_up_seconds: What of it brought the draft's KV up to the text: after steps without it, and of
             rows whose prompt is new.
-        prompt_tokens: Of prompts that ran beside, roots included: where there are any, the time is not the
-            arm's alone.
+        prompt_tokens: Tokens of prompts in the same step, roots included: where there are any, the time is
+            not the arm's alone.
         values: For every row the calibrated acceptance of each token that it drafted, verified or not;
-            empty where nobody said.
+            empty if unknown.
     """
 
     load: Load
@@ -84,7 +84,7 @@ class Outcome:
 class GammaPolicy(Protocol):
     """Selects gamma before a step and sees what came of it.
 
-    A step may compute prompts as well. What it says of acceptance counts all the same; a policy whose
+    A step may compute prompts as well. What it shows about acceptance counts all the same; a policy whose
     reward is the goodput leaves it out."""
 
     def select(self, load: Load) -> int:

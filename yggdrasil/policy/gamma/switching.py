@@ -28,7 +28,7 @@ class SwitchTable:
 
     def __call__(self, lag: int, batch_size: int) -> float:
         """Linear between measured points along both axes; a lag below the least, and a lag or batch beyond
-        the greatest, in proportion to it.
+        the largest, in proportion to it.
         """
         if lag < self.lags[0]:
             return self(self.lags[0], batch_size) * max(lag, 0) / self.lags[0]

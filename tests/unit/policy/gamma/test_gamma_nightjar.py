@@ -389,10 +389,10 @@ def test_credit_pays_for_the_arm_that_waited_longest_for_its_loss() -> None:
     policy = variant()
     load = Load(1, 2, previous_gamma=2)
     policy.observe(Outcome(load, 2, [2], [3], 0.012))
-    assert policy.credit_s == pytest.approx(0.05 * 0.012)
-    policy.credit_s = 0.0024
+    assert policy.allowance_s == pytest.approx(0.05 * 0.012)
+    policy.allowance_s = 0.0024
     assert [policy.select(load) for _ in range(3)] == [1, 1, 2]
-    assert policy.credit_s == pytest.approx(0.0024 - 2 * 0.00094, abs=1e-5)
+    assert policy.allowance_s == pytest.approx(0.0024 - 2 * 0.00094, abs=1e-5)
 
 
 def test_the_variant_spreads_a_restart_over_the_steps_that_it_serves() -> None:
@@ -413,7 +413,7 @@ def test_the_time_of_a_restart_is_not_the_arm_s() -> None:
 def test_nothing_is_saved_up_where_there_is_nothing_to_explore() -> None:
     policy = variant()
     policy.observe(Outcome(Load(64, 0), 0, [0] * 64, [1] * 64, 0.01))
-    assert policy.credit_s == 0
+    assert policy.allowance_s == 0
 
 
 def test_the_variant_s_state_says_what_it_would_run() -> None:
