@@ -45,7 +45,12 @@ EARLIER_LOADED_PROMPTS = 2  # next to a busy process it may take a hundred times
 PROMPT_CHARACTERS = 80
 REPEATS = {BUNDLED: 4, PAIR_NAME: 1}  # a tenth of a second is one or two turns of the scheduler
 PAUSE_S = 0.05  # between two arms, in which the threads of the last one go to sleep
-BUSY = "while True: pass"
+BUSY = """
+import os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+while True:
+    pass
+"""  # until its standard input ends: with this process, however that ends
 ROOT = Path(__file__).parent.parent
 
 
@@ -89,14 +94,16 @@ class Decoder:
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """A block next to so many processes that never rest."""
-    processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", BUSY], stdin=subprocess.PIPE) for _ in range(count)
+    ]
     time.sleep(0.5 if processes else 0.0)
     try:
         yield
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 def measure_load(arms: Mapping[str, Decoder], prompts: Sequence[str], load: int) -> dict[str, list[float]]:
