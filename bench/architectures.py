@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from bench.claim import Say, sayer
-from bench.harness import environment, save_result
+from bench.lib.claim import Say, sayer
+from bench.lib.harness import environment, save_result
 from yggdrasil.errors import YggError, first_line
 from yggdrasil.kernels import load_kernels
 from yggdrasil.kv import KVCache

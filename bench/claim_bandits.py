@@ -43,7 +43,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
 
-from bench.harness import environment, save_result
+from bench.lib.harness import environment, save_result
 from yggdrasil.policy.gamma.prior import GoodputPrior
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
 from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy

@@ -26,12 +26,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from bench.arms import PLAIN_ARM, arm_summary, fixed_policy, plain_arm, policy_arm
-from bench.claim import Claim, Say
-from bench.eager import eager_engine
-from bench.harness import Arm, Rounds, interleave, ratio
-from bench.subject import subject
-from bench.workloads import STORIES, beginnings
+from bench.lib.arms import PLAIN_ARM, arm_summary, fixed_policy, plain_arm, policy_arm
+from bench.lib.claim import Claim, Say
+from bench.lib.eager import eager_engine
+from bench.lib.harness import Arm, Rounds, interleave, ratio
+from bench.lib.subject import subject
+from bench.lib.workloads import STORIES, beginnings
 from yggdrasil.engine import Engine
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import equal_growth

@@ -1,7 +1,7 @@
 """Does a pair that was calibrated in batches decode as fast as one that was calibrated one text and one
 tree at a time?
 
-On the same graphs and with the same latencies: traces collected one by one (bench/one_by_one.py) and in
+On the same graphs and with the same latencies: traces collected one by one (bench/lib/one_by_one.py) and in
 batches within the budget of `ygg compile`; from each an acceptance table and a depth predictor. Interleaved
 on held-out text, greedy and sampled: plain decoding and the default policy over each. The scaled pair and
 the small one that computes the same function.
@@ -19,12 +19,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.arms import PLAIN_ARM, arm_summary, plain_arm, policy_arm, ratios_to
-from bench.claim import Claim, Say, bars
-from bench.harness import interleave
-from bench.one_by_one import collect_one_by_one
-from bench.subject import subject
-from bench.workloads import STORIES, beginnings
+from bench.lib.arms import PLAIN_ARM, arm_summary, plain_arm, policy_arm, ratios_to
+from bench.lib.claim import Claim, Say, bars
+from bench.lib.harness import interleave
+from bench.lib.one_by_one import collect_one_by_one
+from bench.lib.subject import subject
+from bench.lib.workloads import STORIES, beginnings
 from yggdrasil.cli.progress import RichProgress
 from yggdrasil.offline.traces import Traces
 from yggdrasil.offline.tuning import (

@@ -25,10 +25,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.claim import Say, report, sayer, script_parser
-from bench.harness import TextMismatchError, environment, ratio, spread
-from bench.pair import TEST_TEXT
-from bench.subject import PAIR_NAME
+from bench.lib.claim import Say, report, sayer, script_parser
+from bench.lib.harness import TextMismatchError, environment, ratio, spread
+from bench.lib.pair import TEST_TEXT
+from bench.lib.subject import PAIR_NAME
 from yggdrasil.bundle import BUNDLED
 from yggdrasil.offline.traces import read_texts
 
@@ -64,7 +64,12 @@ class Decoder:
     """
 
     def __init__(self, pair: str, num_tokens: int, environment: Mapping[str, str]) -> None:
-        command = [sys.executable, str(ROOT / "bench" / "contended_decoder.py"), pair, str(num_tokens)]
+        command = [
+            sys.executable,
+            str(ROOT / "bench" / "lib" / "contended_decoder.py"),
+            pair,
+            str(num_tokens),
+        ]
         env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=env

@@ -20,11 +20,11 @@ from typing import Any, get_args
 
 from matplotlib.figure import Figure
 
-from bench.arms import PLAIN_ARM, arm_summary, plain_arm, policy_arm, ratios_to
-from bench.claim import Claim, Say, bars
-from bench.harness import interleave
-from bench.subject import subject
-from bench.workloads import WORKLOADS, Workload, beginnings
+from bench.lib.arms import PLAIN_ARM, arm_summary, plain_arm, policy_arm, ratios_to
+from bench.lib.claim import Claim, Say, bars
+from bench.lib.harness import interleave
+from bench.lib.subject import subject
+from bench.lib.workloads import WORKLOADS, Workload, beginnings
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.shape import DepthRule
 

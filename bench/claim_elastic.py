@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.claim import Say, save_figure
-from bench.harness import environment, save_result
-from bench.pair import bench_target, compiled_pair
-from bench.serving import Arrival, Replay, poisson, replay, same_texts
-from bench.subject import add_options, subject
-from bench.workloads import WORKLOADS
+from bench.lib.claim import Say, save_figure
+from bench.lib.harness import environment, save_result
+from bench.lib.pair import bench_target, compiled_pair
+from bench.lib.serving import Arrival, Replay, poisson, replay, same_texts
+from bench.lib.subject import add_options, subject
+from bench.lib.workloads import WORKLOADS
 from yggdrasil.bundle import bundled_models
 from yggdrasil.config import SamplingConfig, ServeConfig
 from yggdrasil.layout import PAGE_LEN

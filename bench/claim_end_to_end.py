@@ -23,7 +23,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.arms import (
+from bench.lib.arms import (
     PLAIN_ARM,
     arm_summary,
     fixed_policy,
@@ -32,11 +32,11 @@ from bench.arms import (
     policy_arm,
     ratios_to,
 )
-from bench.claim import Claim, Say, bars
-from bench.counting import Counter, candidates
-from bench.harness import interleave
-from bench.subject import Subject, subject
-from bench.workloads import WORKLOADS, Workload, beginnings
+from bench.lib.claim import Claim, Say, bars
+from bench.lib.counting import Counter, candidates
+from bench.lib.harness import interleave
+from bench.lib.subject import Subject, subject
+from bench.lib.workloads import WORKLOADS, Workload, beginnings
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import sequoia_latency
 from yggdrasil.state import Shape

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from bench.claim import Say, report, sayer, script_parser
-from bench.harness import environment
-from bench.workloads import WORKLOADS
+from bench.lib.claim import Say, report, sayer, script_parser
+from bench.lib.harness import environment
+from bench.lib.workloads import WORKLOADS
 from yggdrasil.bundle import BUNDLED, bundled_models, is_compiled
 from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig

@@ -15,11 +15,11 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from bench.arms import PLAIN_ARM, arm_summary, our_arm, plain_arm
-from bench.claim import Claim, Say, bars
-from bench.harness import Arm, interleave, ratio
-from bench.subject import subject
-from bench.workloads import STORIES, beginnings
+from bench.lib.arms import PLAIN_ARM, arm_summary, our_arm, plain_arm
+from bench.lib.claim import Claim, Say, bars
+from bench.lib.harness import Arm, interleave, ratio
+from bench.lib.subject import subject
+from bench.lib.workloads import STORIES, beginnings
 from yggdrasil.pair import LoadedPair
 from yggdrasil.state import PLAIN
 

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from bench.arms import PLAIN_ARM, arm_summary, plain_arm, policy_arm
-from bench.claim import Claim, Say, bars
-from bench.harness import Arm, Generation, interleave, ratio
-from bench.subject import subject
-from bench.workloads import STORIES, WORKLOADS, beginnings
+from bench.lib.arms import PLAIN_ARM, arm_summary, plain_arm, policy_arm
+from bench.lib.claim import Claim, Say, bars
+from bench.lib.harness import Arm, Generation, interleave, ratio
+from bench.lib.subject import subject
+from bench.lib.workloads import STORIES, WORKLOADS, beginnings
 from yggdrasil.pair import LoadedPair
 
 GUARDED = "guarded"

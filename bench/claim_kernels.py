@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bench.claim import Say, save_figure
 from bench.claim_roofline import Sampler, at_least, at_most, in_turns
-from bench.harness import environment, save_result, spread
+from bench.lib.claim import Say, save_figure
+from bench.lib.harness import environment, save_result, spread
 from yggdrasil.kernels.migrate import move_pages_, move_pages_plain_
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import empty_meta, pack_nodes_plain_

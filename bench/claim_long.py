@@ -23,8 +23,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.claim import Claim, Say
-from bench.workloads import STORIES
+from bench.lib.claim import Claim, Say
+from bench.lib.workloads import STORIES
 from yggdrasil.bundle import bundled_models
 from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig, GenerateConfig

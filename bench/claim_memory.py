@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from bench.claim import report, sayer, script_parser
-from bench.harness import environment
+from bench.lib.claim import report, sayer, script_parser
+from bench.lib.harness import environment
 from yggdrasil.bundle import BUNDLED
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import GenerateConfig

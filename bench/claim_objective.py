@@ -19,7 +19,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.arms import (
+from bench.lib.arms import (
     PLAIN_ARM,
     arm_summary,
     fixed_policy,
@@ -28,10 +28,10 @@ from bench.arms import (
     policy_arm,
     ratios_to,
 )
-from bench.claim import Claim, Say, bars
-from bench.harness import interleave
-from bench.subject import Subject, subject
-from bench.workloads import WORKLOADS, Workload, beginnings
+from bench.lib.claim import Claim, Say, bars
+from bench.lib.harness import interleave
+from bench.lib.subject import Subject, subject
+from bench.lib.workloads import WORKLOADS, Workload, beginnings
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import equal_growth
 from yggdrasil.state import Shape

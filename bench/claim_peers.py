@@ -41,7 +41,6 @@ from typing import Any
 
 import torch
 
-from bench.arms import PLAIN_ARM, arm_summary
 from bench.claim_single_stream import (
     CHAIN_ARM,
     TREE_ARM,
@@ -50,12 +49,13 @@ from bench.claim_single_stream import (
     our_arms,
     tune_chain,
 )
-from bench.harness import MemoryStream, Rounds, environment, interleave, ratio, save_result, spread
-from bench.llama_cpp_peer import llama_cpp_peer
-from bench.openvino_arms import openvino_peer
-from bench.peers import Peer, PeerError, transformers_peer
-from bench.subject import DRAFTS, Subject, add_options, subject
-from bench.workloads import WORKLOADS, beginnings
+from bench.lib.arms import PLAIN_ARM, arm_summary
+from bench.lib.harness import MemoryStream, Rounds, environment, interleave, ratio, save_result, spread
+from bench.lib.subject import DRAFTS, Subject, add_options, subject
+from bench.lib.workloads import WORKLOADS, beginnings
+from bench.peers.llama_cpp import llama_cpp_peer
+from bench.peers.openvino import openvino_peer
+from bench.peers.processes import Peer, PeerError, transformers_peer
 from yggdrasil.store import artifacts
 
 CLAIM = "peers"

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.claim import Claim, Say
-from bench.harness import MemoryStream, spread
-from bench.pair import bench_target
-from bench.subject import subject
-from bench.workloads import STORIES, beginnings
+from bench.lib.claim import Claim, Say
+from bench.lib.harness import MemoryStream, spread
+from bench.lib.pair import bench_target
+from bench.lib.subject import subject
+from bench.lib.workloads import STORIES, beginnings
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.kv import KVShape
 from yggdrasil.models.packing import pack_chain_

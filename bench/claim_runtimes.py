@@ -26,12 +26,12 @@ import torch
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-from bench.arms import PLAIN_ARM, arm_summary, plain_arm, ratios_to
-from bench.claim import Claim, Say
-from bench.harness import Arm, Generation, interleave
-from bench.peers import EAGER
-from bench.subject import subject
-from bench.workloads import STORIES, beginnings
+from bench.lib.arms import PLAIN_ARM, arm_summary, plain_arm, ratios_to
+from bench.lib.claim import Claim, Say
+from bench.lib.harness import Arm, Generation, interleave
+from bench.lib.subject import subject
+from bench.lib.workloads import STORIES, beginnings
+from bench.peers.processes import EAGER
 from yggdrasil.offline.traces import PROMPT_LEN
 
 DYNAMIC = "compiled, dynamic shapes"

@@ -16,11 +16,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.arms import PLAIN_ARM, fixed_policy, plain_arm, policy_arm
-from bench.claim import Claim, Say
-from bench.harness import interleave
-from bench.subject import subject
-from bench.workloads import STORIES, beginnings
+from bench.lib.arms import PLAIN_ARM, fixed_policy, plain_arm, policy_arm
+from bench.lib.claim import Claim, Say
+from bench.lib.harness import interleave
+from bench.lib.subject import subject
+from bench.lib.workloads import STORIES, beginnings
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import equal_growth
 from yggdrasil.state import Shape

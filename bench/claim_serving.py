@@ -41,10 +41,9 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench.claim import Say, save_figure
-from bench.harness import environment, save_result
-from bench.make_trace import read_trace
-from bench.serving import (
+from bench.lib.claim import Say, save_figure
+from bench.lib.harness import environment, save_result
+from bench.lib.serving import (
     Arrival,
     Clock,
     OwnClock,
@@ -55,8 +54,9 @@ from bench.serving import (
     same_texts,
     traced,
 )
-from bench.subject import add_options, subject
-from bench.workloads import STORIES
+from bench.lib.subject import add_options, subject
+from bench.lib.workloads import STORIES
+from bench.make_trace import read_trace
 from yggdrasil.config import GenerateConfig, ServeConfig
 from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy
 from yggdrasil.serve.batcher import Batcher

@@ -37,8 +37,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench.arms import PLAIN_ARM, arm_summary, our_arm, plain_arm, uncaptured
-from bench.harness import (
+from bench.lib.arms import PLAIN_ARM, arm_summary, our_arm, plain_arm, uncaptured
+from bench.lib.harness import (
     Arm,
     DeviceStream,
     MemoryStream,
@@ -50,9 +50,9 @@ from bench.harness import (
     save_result,
     spread,
 )
-from bench.pair import TEST_TEXT, BenchTarget, bench_target, compiled_pair, prompts_from
-from bench.peers import ASSISTED, EAGER, transformers_arms
-from bench.subject import PAIR_NAME, add_options, subject
+from bench.lib.pair import TEST_TEXT, BenchTarget, bench_target, compiled_pair, prompts_from
+from bench.lib.subject import PAIR_NAME, add_options, subject
+from bench.peers.processes import ASSISTED, EAGER, transformers_arms
 from yggdrasil.bundle import bundled_models
 from yggdrasil.offline.latencies import curve_json
 from yggdrasil.offline.traces import CALIBRATION_TEXT

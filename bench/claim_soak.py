@@ -31,9 +31,9 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.claim import Say
-from bench.harness import environment, save_result
-from bench.workloads import WORKLOADS
+from bench.lib.claim import Say
+from bench.lib.harness import environment, save_result
+from bench.lib.workloads import WORKLOADS
 from yggdrasil.bundle import BUNDLED
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.pair import LoadedPair, load_pair

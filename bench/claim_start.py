@@ -21,8 +21,8 @@ import time
 from statistics import median
 from typing import Any
 
-from bench.claim import report, sayer, script_parser
-from bench.harness import environment
+from bench.lib.claim import report, sayer, script_parser
+from bench.lib.harness import environment
 
 CLAIM = "start"
 COMMAND = [

@@ -17,10 +17,10 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from bench.claim import Claim, Say
-from bench.counting import Counter, candidates
-from bench.subject import subject
-from bench.workloads import WORKLOADS, Workload, beginnings
+from bench.lib.claim import Claim, Say
+from bench.lib.counting import Counter, candidates
+from bench.lib.subject import subject
+from bench.lib.workloads import WORKLOADS, Workload, beginnings
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.objective import speedup
 from yggdrasil.policy.structures import equal_growth, k_ary, sequence, sequoia, sequoia_latency

@@ -15,7 +15,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.arms import (
+from bench.lib.arms import (
     PLAIN_ARM,
     arm_summary,
     fixed_policy,
@@ -24,10 +24,10 @@ from bench.arms import (
     policy_arm,
     ratios_to,
 )
-from bench.claim import Claim, Say
-from bench.harness import interleave
-from bench.subject import subject
-from bench.workloads import STORIES, beginnings
+from bench.lib.claim import Claim, Say
+from bench.lib.harness import interleave
+from bench.lib.subject import subject
+from bench.lib.workloads import STORIES, beginnings
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import sequoia_latency
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.claim import Claim, Say
-from bench.subject import subject
+from bench.lib.claim import Claim, Say
+from bench.lib.subject import subject
 from yggdrasil.offline.latencies import curve_json, latency_curve
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.latency import LatencyModel

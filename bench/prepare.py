@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 
-from bench.subject import Subject, add_options, subject
-from bench.workloads import WORKLOADS
+from bench.lib.subject import Subject, add_options, subject
+from bench.lib.workloads import WORKLOADS
 from yggdrasil.pair import LoadedPair
 
 COUNTED_ON = ("stories", "wiki")  # the kinds of text on which structures are counted

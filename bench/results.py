@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.headlines import CLAIMS, Claimed, Headline
-from bench.sources import code_digests
+from bench.lib.headlines import CLAIMS, Claimed, Headline
+from bench.lib.sources import code_digests
 
 __all__ = ["cell", "kind_of", "page"]
 

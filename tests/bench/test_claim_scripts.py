@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench import claim_exact, claim_memory, claim_start
-from bench.workloads import WORKLOADS
+from bench.lib.workloads import WORKLOADS
 
 FOUND: dict[str, dict[str, Any]] = {
     "exact": {"comparisons": []},

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.lib.workloads import WORKLOADS, Workload
 from bench.make_data import MAX_CHARS, MIN_WORDS, SPLITS, code_texts, pick, side, wiki_texts
-from bench.workloads import WORKLOADS, Workload
 
 PARAGRAPH = "word " * 30 + "12 @.@ 5 @-@ metre ( so ) , " + "more " * 40 + ". An <unk> sentence . "
 WIKI = [" = Lobster = ", "", f" {PARAGRAPH}", " = = Diet = = ", " too short . ", " <unk> " + "word " * 80]

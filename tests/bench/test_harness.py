@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from bench.harness import Arm, Generation, MemoryStream, TextMismatchError, interleave, ratio, spread
+from bench.lib.harness import Arm, Generation, MemoryStream, TextMismatchError, interleave, ratio, spread
 
 
 def scripted(

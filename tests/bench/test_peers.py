@@ -17,12 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench import openvino_arms, openvino_peer
-from bench.arms import PLAIN_ARM
 from bench.claim_peers import CHAIN_ARM, TREE_ARM, arms_summary, goals, parse, ratios, result_name
-from bench.harness import Arm, Generation, Rounds, interleave
-from bench.llama_cpp_peer import LlamaCpp, llama_cpp_peer, without_end, write_generation
-from bench.peers import JsonLines, Peer, PeerError, run_logged
+from bench.lib.arms import PLAIN_ARM
+from bench.lib.harness import Arm, Generation, Rounds, interleave
+from bench.peers import openvino, openvino_child
+from bench.peers.llama_cpp import LlamaCpp, llama_cpp_peer, without_end, write_generation
+from bench.peers.processes import JsonLines, Peer, PeerError, run_logged
 
 SAYS = (
     "import json, sys\nsay = lambda answer: print(json.dumps(answer), "
@@ -83,7 +83,7 @@ def test_a_failed_command_quotes_its_last_line_and_names_its_log(tmp_path: Path)
 
 def test_openvino_arms_ask_for_their_pipeline_and_draft_length() -> None:
     with child(DECODES) as fake:
-        plain, speculative = openvino_arms.openvino_arms(fake, 12, (3, 4))
+        plain, speculative = openvino.openvino_arms(fake, 12, (3, 4))
         assert [arm.name for arm in (*plain, *speculative)] == [
             "OpenVINO plain",
             "OpenVINO plain, SDPA",
@@ -100,14 +100,16 @@ def test_a_text_of_another_length_is_refused() -> None:
     with child(
         "for line in sys.stdin: say({'token_ids': [1], 'total_ms': 1, 'first_ms': 1, 'target_passes': 1})"
     ) as fake:
-        plain, _ = openvino_arms.openvino_arms(fake, 2, ())
+        plain, _ = openvino.openvino_arms(fake, 2, ())
         with pytest.raises(PeerError, match="1 tokens came instead of 2"):
             plain[0].generate([1])
 
 
 def test_the_openvino_end_answers_exceptions_and_goes_on() -> None:
     answers = io.StringIO()
-    openvino_peer.serve(['{"n": 1}', "{", '{"n": 2}'], answers, lambda request: {"twice": 2 * request["n"]})
+    openvino_child.serve(
+        ['{"n": 1}', "{", '{"n": 2}'], answers, lambda request: {"twice": 2 * request["n"]}
+    )
     first, wrong, last = (json.loads(line) for line in answers.getvalue().splitlines())
     assert (first, last) == ({"twice": 2}, {"twice": 4})
     assert wrong["error"].startswith("JSONDecodeError: ")
@@ -118,14 +120,14 @@ def test_the_openvino_end_counts_the_forwards_of_the_target() -> None:
     speculative = SimpleNamespace(
         extended_perf_metrics=SimpleNamespace(main_model_metrics=SimpleNamespace(raw_metrics=raw))
     )
-    assert openvino_peer._target_passes(speculative, [0] * 7) == 3
-    assert openvino_peer._target_passes(SimpleNamespace(extended_perf_metrics=None), [0] * 7) == 7
+    assert openvino_child._target_passes(speculative, [0] * 7) == 3
+    assert openvino_child._target_passes(SimpleNamespace(extended_perf_metrics=None), [0] * 7) == 7
     with pytest.raises(AssertionError):
-        openvino_peer._target_passes(speculative, [0] * 8)
+        openvino_child._target_passes(speculative, [0] * 8)
 
 
 def test_the_openvino_end_needs_nothing_of_this_project() -> None:
-    tree = ast.parse(Path(openvino_peer.__file__).read_text())
+    tree = ast.parse(Path(openvino_child.__file__).read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     assert {name.split(".")[0] for name in names} <= {
@@ -146,7 +148,7 @@ def test_zero_matrices_become_distinct_and_stay_zero(tmp_path: Path) -> None:
         "c": torch.ones(4),
     }
     save_file(tensors, source / "model.safetensors")
-    assert openvino_arms.distinct_zeros(source, tmp_path / "copy") == 2 * 64 + 16
+    assert openvino.distinct_zeros(source, tmp_path / "copy") == 2 * 64 + 16
     copied = load_file(tmp_path / "copy" / "model.safetensors")
     assert not torch.equal(copied["a"].view(torch.int16), copied["b"].view(torch.int16))
     assert all(torch.equal(copied[name], tensor) for name, tensor in tensors.items())
@@ -163,11 +165,11 @@ def test_weights_that_shrank_in_conversion_are_refused(
     save_file({"a": torch.ones(16)}, tmp_path / "model.safetensors")
     said: list[str] = []
     with pytest.raises(PeerError, match="63 bytes of weights for the 64"):
-        openvino_arms.converted(
+        openvino.converted(
             executable(tmp_path / "bin" / "shrinks", EXPORTER.format(63)), tmp_path, said.append
         )
     whole = executable(tmp_path / "bin" / "keeps", EXPORTER.format(64))
-    folders = {openvino_arms.converted(whole, tmp_path, said.append) for _ in range(2)}
+    folders = {openvino.converted(whole, tmp_path, said.append) for _ in range(2)}
     assert len(folders) == 1
     assert len(said) == 2, "converted once, after the refusal"
 
@@ -185,11 +187,11 @@ def test_an_environment_is_made_once_and_a_failing_pip_is_one_line(
         )
         return lambda folder, **_: executable(folder / "bin" / "python", script)
 
-    monkeypatch.setattr(openvino_arms.venv, "create", pip(1))
+    monkeypatch.setattr(openvino.venv, "create", pip(1))
     with pytest.raises(PeerError, match="pip install of OpenVINO failed: ERROR: offline"):
-        openvino_arms.environment_python(lambda line: None)
-    monkeypatch.setattr(openvino_arms.venv, "create", pip(0))
-    pythons = {openvino_arms.environment_python(lambda line: None) for _ in range(2)}
+        openvino.environment_python(lambda line: None)
+    monkeypatch.setattr(openvino.venv, "create", pip(0))
+    pythons = {openvino.environment_python(lambda line: None) for _ in range(2)}
     assert pythons == {tmp_path / "bench_peers" / "openvino" / "bin" / "python"}
     assert calls.read_text() == "install install uninstall "
 

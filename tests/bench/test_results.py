@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from bench import results, sources
-from bench.headlines import CLAIMS, Claimed, Headline
+from bench import results
+from bench.lib import sources
+from bench.lib.headlines import CLAIMS, Claimed, Headline
 from bench.results import cell, kind_of, page
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from bench.pair import LLAMA_2_7B, LLAMA_68M
+from bench.lib.pair import LLAMA_2_7B, LLAMA_68M
 from bench.scale_pair import inflate, inflated_config, num_parameters
 from yggdrasil.bundle import bundled_models
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import tiny_pair
 
-from bench.arms import PLAIN_ARM, fixed_policy, plain_arm, policy_arm, ratios_to
-from bench.counting import Counter, candidates
-from bench.eager import eager_engine
-from bench.harness import TextMismatchError, interleave
+from bench.lib.arms import PLAIN_ARM, fixed_policy, plain_arm, policy_arm, ratios_to
+from bench.lib.counting import Counter, candidates
+from bench.lib.eager import eager_engine
+from bench.lib.harness import TextMismatchError, interleave
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.structures import dynamic_sequence, equal_growth, k_ary, sequence, structure_ms
 from yggdrasil.state import PLAIN, Shape

@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 from batches import Bench
 
-from bench.serving import Arrival, OwnClock, ProfileClock, Replay, in_turns, poisson, replay
+from bench.lib.serving import Arrival, OwnClock, ProfileClock, Replay, in_turns, poisson, replay
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.serve.batcher import Batcher

@@ -10,7 +10,7 @@ import pytest
 
 from bench import architectures
 from bench.architectures import EQUAL, NOT_BUILT, QUICK, REFUSED, WRONG, judge
-from bench.harness import RESULTS
+from bench.lib.harness import RESULTS
 
 REFUSALS = {
     "gemma2": "soft-capped attention scores",

@@ -12,7 +12,7 @@ import tiny_pair
 import torch
 from torch import Tensor
 
-from bench.one_by_one import collect_one_by_one
+from bench.lib.one_by_one import collect_one_by_one
 from yggdrasil.layout import INDEX
 from yggdrasil.models.packing import empty_meta
 from yggdrasil.offline.budget import (

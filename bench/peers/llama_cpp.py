@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Arm, Generation
-from bench.peers import Peer, PeerError, run_logged
+from bench.lib.harness import Arm, Generation
+from bench.peers.processes import Peer, PeerError, run_logged
 from yggdrasil.store import artifacts
 
 __all__ = ["LlamaCpp", "converted", "llama_cpp_peer", "without_end", "write_generation"]

@@ -19,7 +19,7 @@ import transformers
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from bench.harness import Arm, Generation
+from bench.lib.harness import Arm, Generation
 
 __all__ = [
     "ASSISTED",

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.harness import TextMismatchError
+from bench.lib.harness import TextMismatchError
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.latency import LatencyModel

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.harness import environment, save_result
-from bench.subject import add_options
+from bench.lib.harness import environment, save_result
+from bench.lib.subject import add_options
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.pair import (
+from bench.lib.pair import (
     DEFAULTS,
     LLAMA_2_7B,
     LLAMA_68M,
@@ -18,7 +18,7 @@ from bench.pair import (
     compiled_pair,
     inflated_model,
 )
-from bench.workloads import STORIES, Workload
+from bench.lib.workloads import STORIES, Workload
 from yggdrasil.bundle import BUNDLED, bundled_models, load_bundle
 from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig
@@ -33,7 +33,7 @@ PAIR_NAME = "tinystories-scaled"
 MIN_PARAMETERS = 300_000_000
 DRAFTS = {
     "bundled": bundled_models()[1],
-    **{name: Path(__file__).parent / "data" / f"draft_{name}" for name in ("small", "early")},
+    **{name: Path(__file__).parents[1] / "data" / f"draft_{name}" for name in ("small", "early")},
 }
 
 

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from bench.sources import code_digests
+from bench.lib.sources import code_digests
 from yggdrasil.store import artifacts
 
 __all__ = [
@@ -45,7 +45,7 @@ __all__ = [
     "spread",
 ]
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 RESAMPLES = 2000  # bootstrap
 
 

@@ -16,7 +16,7 @@ from yggdrasil.pair import LoadedPair
 
 __all__ = ["STORIES", "WORKLOADS", "Workload", "beginnings"]
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 # of the bundled calibration text; the rest of it validates
 CALIBRATION_PROMPTS = CompileConfig().calibration_texts
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import geometric_mean, mean, median
 from typing import Any
 
-from bench.harness import Arm, Generation, Rounds, ratio, spread
+from bench.lib.harness import Arm, Generation, Rounds, ratio, spread
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine

@@ -1,5 +1,5 @@
 """OpenVINO GenAI as a peer: an environment of its own, the models converted there, arms that speak to
-`openvino_peer.py` by lines of JSON.
+`openvino_child.py` by lines of JSON.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.harness import Arm, Generation
-from bench.openvino_peer import PAGED, SDPA, SPECULATIVE
-from bench.peers import JsonLines, Peer, PeerError, run_logged
+from bench.lib.harness import Arm, Generation
+from bench.peers.openvino_child import PAGED, SDPA, SPECULATIVE
+from bench.peers.processes import JsonLines, Peer, PeerError, run_logged
 from yggdrasil.store import artifacts
 
 __all__ = ["converted", "distinct_zeros", "environment_python", "openvino_arms", "openvino_peer"]
@@ -31,7 +31,7 @@ PACKAGES = (
 )
 # required by name only; a build that does not match torch's keeps transformers from loading
 UNWANTED = "torchvision"
-CHILD = Path(__file__).parent / "openvino_peer.py"
+CHILD = Path(__file__).parent / "openvino_child.py"
 Say = Callable[[str], None]
 
 

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 DEFAULTS = CompileConfig()
-TEST_TEXT = Path(__file__).parent / "data" / "prompts_stories.jsonl"
+TEST_TEXT = Path(__file__).parents[1] / "data" / "prompts_stories.jsonl"
 WIDTH_MULTIPLE = 4
 # The matrices and the KV bytes of the real models. Heads keep the 64 and 32 features of the bundled ones,
 # so there are twice as many of them as in

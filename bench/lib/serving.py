@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 from torch import Tensor
 
-from bench.harness import TextMismatchError
+from bench.lib.harness import TextMismatchError
 from bench.make_trace import TraceRequest
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.layout import INDEX, POSITION

@@ -2,7 +2,7 @@
 environment, so nothing of this project is imported.
 
 ```
-python openvino_peer.py TARGET DRAFT THREADS          folders in OpenVINO's format
+python openvino_child.py TARGET DRAFT THREADS          folders in OpenVINO's format
 
 <- {"versions": {...}, "properties": {...}}           once, when the models are loaded
 -> {"pipeline": "paged", "prompt": [5, 7], "num_tokens": 128, "num_assistant_tokens": null}
