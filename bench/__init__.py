@@ -1,1 +1,1 @@
-"""Measurements behind every claim: one script per claim over one harness. See README.md."""
+"""One script measures one claim, all over one harness. See README.md."""

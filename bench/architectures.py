@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from bench.lib.claim import Say, sayer
+from bench.lib.claim import Log, log_of
 from bench.lib.harness import environment, save_result
 from yggdrasil.errors import YggError, first_line
 from yggdrasil.kernels import load_kernels
@@ -249,7 +249,7 @@ def line(row: Row) -> str:
     return f"{row.model_type:<28} {row.outcome:<16} {row.detail or f'{row.deviation:.1e}'}"
 
 
-def measure(names: Iterable[str], say: Say) -> list[Row]:
+def measure(names: Iterable[str], log: Log) -> list[Row]:
     """Judge the architectures of these model types."""
     import transformers
 
@@ -260,7 +260,7 @@ def measure(names: Iterable[str], say: Say) -> list[Row]:
     rows = []
     for name in names:
         rows.append(judge(*known[name]))
-        say(line(rows[-1]))
+        log(line(rows[-1]))
     return rows
 
 
@@ -283,17 +283,17 @@ def main() -> int:
         help=f"a rehearsal: {len(QUICK)} architectures, kept out of bench/results",
     )
     options = parser.parse_args()
-    say = sayer(options)
-    rows = measure(QUICK if options.quick else architectures(), say)
+    log = log_of(options)
+    rows = measure(QUICK if options.quick else architectures(), log)
     counts = Counter(row.outcome for row in rows)
-    say(", ".join(f"{counts[outcome]} {outcome}" for outcome in (EQUAL, REFUSED, NOT_BUILT, WRONG)))
+    log(", ".join(f"{counts[outcome]} {outcome}" for outcome in (EQUAL, REFUSED, NOT_BUILT, WRONG)))
     result = {
         "claim": "architectures",
         "environment": environment(),
         "counts": dict(counts),
         "architectures": [asdict(row) for row in rows],
     }
-    say(f"written to {save_result('architectures', result, rehearsal=options.quick)}")
+    log(f"written to {save_result('architectures', result, rehearsal=options.quick)}")
     print(json.dumps(result), flush=True)
     return 1 if counts[WRONG] else 0
 

@@ -1,5 +1,5 @@
 """Which policy of speculative lengths loses least while it learns, and does the regret of Nightjar grow as
-its Theorem 1 says?
+its Theorem 1 states?
 
 Synthetic bandits, no model: a step of B rows takes gamma draft forwards and a verification that is flat up
 to KNEE tokens (memory bound) and linear beyond (compute bound), with log-normal noise; every draft token is
@@ -12,7 +12,7 @@ same wrong one: a later knee, a quicker draft, another acceptance. Four settings
 - traffic: every B from 1 to 64 as the load wanders, acceptance drifts slowly, switching costs.
 
 Arms: Nightjar's variant ("nightjar"), Algorithm 1 as printed ("nightjar-printed") and every baseline of the
-paper. Regret is the expected goodput of the best arm of each step, which never pays for switching, less
+paper. Regret is the expected goodput of the best arm of each step, which has no cost of switching, less
 that of the chosen one. So where switching costs, nobody can reach zero: the row "best arm, paying" follows
 the best arm of each step and pays. The exponent x of R(T) ~ T^x is fitted to the last nine tenths of the
 curve.
@@ -87,7 +87,7 @@ BOUND = 0.6
 MOST_SELECT_US = 20.0
 
 Array = npt.NDArray[np.float64]
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def most_gamma(batch_size: int) -> int:
 
 @cache
 def best_gamma(batch_size: int, rate: float) -> int:
-    """The arm with the greatest expected goodput."""
+    """The arm with the largest expected goodput."""
     return max(
         range(most_gamma(batch_size) + 1),
         key=lambda gamma: expected_emitted(rate, gamma) / step_s(batch_size, gamma, batch_size * gamma),
@@ -294,13 +294,13 @@ def exponent(regret: Array) -> float:
     return float(np.polyfit(np.log(times), np.log(np.maximum(total[times], 1e-9)), 1)[0])
 
 
-def measure_setting(setting: str, num_steps: int, num_seeds: int, say: Say) -> dict[str, Any]:
+def measure_setting(setting: str, num_steps: int, num_seeds: int, log: Log) -> dict[str, Any]:
     """Every policy in the same worlds."""
     worlds = [world_of(setting, seed, num_steps) for seed in range(num_seeds)]
     runs = {}
     for name in (ORACLE, *POLICIES):
         runs[name] = [simulate(policy_in(name, world), world) for world in worlds]
-        say(f"{setting}: {name}")
+        log(f"{setting}: {name}")
     grid = np.unique(np.geomspace(10, num_steps, 80).astype(int)) - 1
     policies = {name: _summary(runs[name], grid) for name in runs}
     losses = {name: found["regret_share"]["median"] for name, found in policies.items() if name != ORACLE}
@@ -352,9 +352,9 @@ def selection_us(name: str, num_steps: int) -> dict[str, float]:
     }
 
 
-def measure(num_steps: int, num_seeds: int, say: Say) -> dict[str, Any]:
-    """All settings, the cost of selecting, and what of the claim held."""
-    settings = {setting: measure_setting(setting, num_steps, num_seeds, say) for setting in SETTINGS}
+def measure(num_steps: int, num_seeds: int, log: Log) -> dict[str, Any]:
+    """All settings, the cost of selecting, and which parts of the claim held."""
+    settings = {setting: measure_setting(setting, num_steps, num_seeds, log) for setting in SETTINGS}
     costs = {name: selection_us(name, num_steps // 2) for name in POLICIES}
     found = {
         name: settings["stationary"]["policies"][name]["exponent"]["median"]
@@ -443,10 +443,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     num_steps, num_seeds = (QUICK_STEPS, QUICK_SEEDS) if options.quick else (STEPS, SEEDS)
-    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     question = " ".join(str(__doc__).split("\n\n", 1)[0].split())
     settings = {"steps": num_steps, "seeds": num_seeds, "rehearsal": options.quick}
-    measured = measure(num_steps, num_seeds, say)
+    measured = measure(num_steps, num_seeds, log)
     result = {
         "claim": "bandits",
         "question": question,
@@ -454,10 +454,10 @@ def main() -> None:
         "environment": environment(),
         **measured,
     }
-    say(table(result))
+    log(table(result))
     path = save_result("bandits", result, rehearsal=options.quick)
     draw(result).savefig(path.with_suffix(".png"), dpi=130)
-    say(f"written to {path} and {path.with_suffix('.png').name}")
+    log(f"written to {path} and {path.with_suffix('.png').name}")
     print(json.dumps(result), flush=True)
 
 

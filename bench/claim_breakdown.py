@@ -1,4 +1,4 @@
-"""What is each of the five optimisations worth, added one after another?
+"""What does each of the five optimisations gain, added one after another?
 
 Paper: Fig. 12. Arms, greedy, interleaved prompt by prompt, each with everything of the one before:
 
@@ -9,9 +9,9 @@ Paper: Fig. 12. Arms, greedy, interleaved prompt by prompt, each with everything
 - O4, scheduling: the same shapes under the plan that was searched for this pair; null where no plan was
   measured to gain, and then O5 runs so as well;
 - O5, depth prediction: D, and W with it, by the depth predictor, guarded, under that plan;
-- beside them, "Eq. 3, no predictor": O5 with the one shape that Eq. 3 prefers on calibration text. Like the
-  paper's, O5's factor is over W = 8 and D = 16, which no one who has a profile would run; its ratio to this
-  arm is what the predictor alone brings.
+- next to them, "Eq. 3, no predictor": O5 with the one shape that Eq. 3 prefers on calibration text. Like
+  the paper's, O5's factor is over W = 8 and D = 16, which no one who has a profile would run; its ratio to
+  this arm is what the predictor alone brings.
 
 The factor of an optimisation is the time per token without it over that with it, prompt by prompt, prefill
 left out, with the bootstrap 95 % interval of the median. O1 takes part in the first prompts only; its sums
@@ -27,7 +27,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from bench.lib.arms import PLAIN_ARM, arm_summary, fixed_policy, plain_arm, policy_arm
-from bench.lib.claim import Claim, Say
+from bench.lib.claim import Claim, Log
 from bench.lib.eager import eager_engine
 from bench.lib.harness import Arm, Rounds, interleave, ratio
 from bench.lib.subject import subject
@@ -104,15 +104,15 @@ def factors(rounds: Rounds) -> dict[str, Any]:
     }
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """All arms on stories."""
     under_test = subject(options)
     pair = under_test.pair()
-    say(under_test.target.statement)
+    log(under_test.target.statement)
     arms, eager = arms_of(pair, options.tokens)
     prompts = beginnings(STORIES.test_texts, pair, options.prompts)
     assert_eager_texts(eager, pair, prompts[0], min(EAGER_CHECK_TOKENS, options.tokens))
-    rounds = interleave(arms, prompts, reference=PLAIN_ARM, tick=say)
+    rounds = interleave(arms, prompts, reference=PLAIN_ARM, tick=log)
     return {
         "target": under_test.target.to_json(),
         "plan": pair.plan.greedy.why(),

@@ -20,7 +20,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from bench.lib.arms import PLAIN_ARM, arm_summary, plain_arm, policy_arm, ratios_to
-from bench.lib.claim import Claim, Say, bars
+from bench.lib.claim import Claim, Log, bars
 from bench.lib.harness import interleave
 from bench.lib.one_by_one import collect_one_by_one
 from bench.lib.subject import subject
@@ -86,7 +86,7 @@ def learnt(
     return load_pair(bundle.name, dataset=bundle.dataset), found
 
 
-def measure_pair(pair: LoadedPair, options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure_pair(pair: LoadedPair, options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Both calibrations of one pair, then decoding at every calibrated temperature."""
     collectors = {ONE_BY_ONE: collected_one_by_one, BATCHED: collected_in_batches}
     pairs = {name: learnt(name, pair, collector) for name, collector in collectors.items()}
@@ -94,7 +94,7 @@ def measure_pair(pair: LoadedPair, options: argparse.Namespace, say: Say) -> dic
         "collected": {name: cost for name, (_, cost) in pairs.items()},
         "temperatures": {},
     }
-    say(f"{pair.bundle.name}: {found['collected']}")
+    log(f"{pair.bundle.name}: {found['collected']}")
     for temperature in CALIBRATION_TEMPERATURES:
         arms = [plain_arm(pair, options.tokens, temperature=temperature)]
         for name, (calibrated, _) in pairs.items():
@@ -108,7 +108,7 @@ def measure_pair(pair: LoadedPair, options: argparse.Namespace, say: Say) -> dic
                 )
             )
         rounds = interleave(
-            arms, beginnings(STORIES.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=say
+            arms, beginnings(STORIES.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=log
         )
         ratio = ratios_to(rounds, BATCHED)[ONE_BY_ONE]
         summary = {
@@ -119,14 +119,14 @@ def measure_pair(pair: LoadedPair, options: argparse.Namespace, say: Say) -> dic
     return found
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """The scaled pair and its small twin."""
     under_test = subject(options)
-    say(under_test.target.statement)
+    log(under_test.target.statement)
     pairs = {pair.bundle.name: pair for pair in (under_test.pair(), under_test.twin())}
     return {
         "target": under_test.target.to_json(),
-        "pairs": {name: measure_pair(pair, options, say) for name, pair in pairs.items()},
+        "pairs": {name: measure_pair(pair, options, log) for name, pair in pairs.items()},
     }
 
 

@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.lib.claim import Say, report, sayer, script_parser
+from bench.lib.claim import Log, log_of, report, script_parser
 from bench.lib.harness import TextMismatchError, environment, ratio, spread
 from bench.lib.pair import TEST_TEXT
 from bench.lib.subject import PAIR_NAME
@@ -98,7 +98,7 @@ class Decoder:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """A block next to so many processes that never rest."""
+    """A block next to `count` processes that never rest."""
     processes = [
         subprocess.Popen([sys.executable, "-c", BUSY], stdin=subprocess.PIPE) for _ in range(count)
     ]
@@ -135,9 +135,9 @@ def measure_load(arms: Mapping[str, Decoder], prompts: Sequence[str], load: int)
 
 
 def measure_pair(
-    name: str, options: argparse.Namespace, prompts: Sequence[str], say: Say
+    name: str, options: argparse.Namespace, prompts: Sequence[str], log: Log
 ) -> dict[str, Any]:
-    """One pair at every load, and what of the claim held."""
+    """One pair at every load, and which parts of the claim held."""
     prompts = [*prompts] * REPEATS[name]
     with ExitStack() as stack:
         settings: dict[str, dict[str, str]] = {ALL: {}, ONE: {"OMP_NUM_THREADS": "1"}}
@@ -150,7 +150,7 @@ def measure_pair(
         rates = {}
         for load in LOADS:
             rates[load] = measure_load(arms, prompts, load)
-            say(
+            log(
                 f"{name}, next to {load}: "
                 + ", ".join(f"{arm} {spread(each)['median']:.0f}" for arm, each in rates[load].items())
             )
@@ -225,11 +225,11 @@ def main() -> None:
     if options.quick:
         options.prompts = 2
         options.tokens = 32
-    say = sayer(options)
+    log = log_of(options)
     prompts = [text[:PROMPT_CHARACTERS] for text in read_texts(TEST_TEXT)[: options.prompts]]
     record = environment()
     pairs = {
-        name: measure_pair(name, options, prompts, say)
+        name: measure_pair(name, options, prompts, log)
         for name in ((BUNDLED,) if options.quick else (BUNDLED, PAIR_NAME))
     }
     for found in pairs.values():
@@ -241,8 +241,8 @@ def main() -> None:
         "rehearsal": options.quick,
     }
     result = {"claim": CLAIM, "settings": settings, "environment": record, "pairs": pairs}
-    say(table(result))
-    report(CLAIM, result, options, say)
+    log(table(result))
+    report(CLAIM, result, options, log)
 
 
 if __name__ == "__main__":

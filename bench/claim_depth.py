@@ -7,7 +7,7 @@ costs little more than its draft:
 
 - fixed: W and D by Eq. 3 on calibration text;
 - predicted: W and D by Eq. 3 under the depth predictor;
-- stopping: W by Eq. 3, growth that stops where a step is worth less than its time.
+- stopping: W by Eq. 3, growth that stops where a step gains less than its time.
 
 Refuted where the rule that `ygg compile` chose on texts held out from the predictor is slower than one of
 the others with the whole interval of the ratio."""
@@ -21,7 +21,7 @@ from typing import Any, get_args
 from matplotlib.figure import Figure
 
 from bench.lib.arms import PLAIN_ARM, arm_summary, plain_arm, policy_arm, ratios_to
-from bench.lib.claim import Claim, Say, bars
+from bench.lib.claim import Claim, Log, bars
 from bench.lib.harness import interleave
 from bench.lib.subject import subject
 from bench.lib.workloads import WORKLOADS, Workload, beginnings
@@ -33,7 +33,7 @@ SIZES = ("real size", "bundled size")
 
 
 def measure_pair(
-    pair: LoadedPair, workload: Workload, options: argparse.Namespace, say: Say
+    pair: LoadedPair, workload: Workload, options: argparse.Namespace, log: Log
 ) -> dict[str, Any]:
     """The three rules and plain decoding on one kind of text."""
     arms = [
@@ -41,7 +41,7 @@ def measure_pair(
         *(policy_arm(rule, pair, pair.policy(depth=rule, guard=False), options.tokens) for rule in RULES),
     ]
     rounds = interleave(
-        arms, beginnings(workload.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=say
+        arms, beginnings(workload.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=log
     )
     chosen = pair.depth.rule(0.0)
     return {
@@ -51,15 +51,15 @@ def measure_pair(
     }
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Every kind of text, both sizes."""
     under_test = subject(options)
-    say(under_test.target.statement)
+    log(under_test.target.statement)
     found = {}
     for name, workload in WORKLOADS.items():
         for size, pair in zip(SIZES, (under_test.pair, under_test.twin), strict=True):
-            found[f"{name}, {size}"] = measure_pair(pair(workload), workload, options, say)
-            say(f"{name}, {size}: {found[f'{name}, {size}']['chosen_over']}")
+            found[f"{name}, {size}"] = measure_pair(pair(workload), workload, options, log)
+            log(f"{name}, {size}: {found[f'{name}, {size}']['chosen_over']}")
     refuted = [
         f"{name}: {rule}"
         for name, each in found.items()

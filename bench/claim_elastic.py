@@ -8,11 +8,11 @@ that the models were not trained on, so that speculation stops paying in large b
 - Rates (paper: Fig. 13): Poisson arrivals at fractions of what the budget was measured to bear without
   speculation and without the room; Nightjar with elastic memory and without, one after another on the same
   arrivals, there and back again.
-- Threshold (paper: Fig. 14): the same at the greatest rate over tau_low.
+- Threshold (paper: Fig. 14): the same at the largest rate over tau_low.
 - Operations (paper: Table 6): expansion, contraction with every lent page in use, the reload's dispatch,
   and the time until the draft is whole.
 
-Refuted if at the greatest rate throughput with elastic memory is below 1.05 times that without, if at the
+Refuted if at the largest rate throughput with elastic memory is below 1.05 times that without, if at the
 smallest it is more than 1 % below, or if the texts differ.
 
 Run with `python -m bench.claim_elastic [--seconds 12] [--rounds 2] [--json]`.
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.lib.claim import Say, save_figure
+from bench.lib.claim import Log, save_figure
 from bench.lib.harness import environment, save_result
 from bench.lib.pair import bench_target, compiled_pair
 from bench.lib.serving import Arrival, Replay, poisson, replay, same_texts
@@ -66,7 +66,7 @@ ARMS = ("elastic", "static")
 class Stand:
     """A batcher with elastic memory over a pair, prompts, and what it bears without either."""
 
-    def __init__(self, options: argparse.Namespace, say: Say) -> None:
+    def __init__(self, options: argparse.Namespace, log: Log) -> None:
         under_test = subject(options)
         self.target = under_test.target
         if options.llama_7b:
@@ -99,7 +99,7 @@ class Stand:
         burst = self.arrivals(rate=1000.0, seconds=1.0, seed=7)[:BURST]
         self.run("static", "fixed-2", burst[:8])  # a warm-up
         self.capacity = self.run("static", "off", burst).sustained
-        say(
+        log(
             f"{self.elastic.base_pages} pages and {self.elastic.room_pages} in the draft's room; "
             f"without speculation and without the room {self.capacity:.2f} requests/s"
         )
@@ -128,7 +128,7 @@ class Stand:
         return done
 
 
-def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
+def measure_rates(stand: Stand, options: argparse.Namespace, log: Log) -> list[dict[str, Any]]:
     """Both arms at every rate, in turn."""
     rows = []
     for index, fraction in enumerate(FRACTIONS):
@@ -151,12 +151,12 @@ def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[d
                     "rounds": rounds[arm],
                 }
             )
-            say(line(f"{fraction:g} of capacity, {arm}", rounds[arm]))
+            log(line(f"{fraction:g} of capacity, {arm}", rounds[arm]))
     return rows
 
 
-def measure_thresholds(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
-    """The greatest rate over tau_low, in turn."""
+def measure_thresholds(stand: Stand, options: argparse.Namespace, log: Log) -> list[dict[str, Any]]:
+    """The largest rate over tau_low, in turn."""
     arrivals = stand.arrivals(
         rate=FRACTIONS[-1] * stand.capacity, seconds=options.seconds, seed=len(FRACTIONS) - 1
     )
@@ -171,7 +171,7 @@ def measure_thresholds(stand: Stand, options: argparse.Namespace, say: Say) -> l
         for share in SHARES:
             rounds[share].append(figures(runs[f"tau_low {share:g}"]))
     for share in SHARES:
-        say(line(f"tau_low {share:g}", rounds[share]))
+        log(line(f"tau_low {share:g}", rounds[share]))
     return [{"tau_low": share, "rounds": rounds[share]} for share in SHARES]
 
 
@@ -182,7 +182,7 @@ def figures(run: Replay) -> dict[str, Any]:
     return {**run.to_json(), "away_share": round(away, 4), "gamma_0_share": round(off, 4)}
 
 
-def measure_operations(stand: Stand, say: Say) -> dict[str, Any]:
+def measure_operations(stand: Stand, log: Log) -> dict[str, Any]:
     """The cost of a change of tenant with every lent page in use, on an otherwise empty pool."""
     elastic = stand.elastic
     pool = stand.elastic.pool
@@ -218,7 +218,7 @@ def measure_operations(stand: Stand, say: Say) -> dict[str, Any]:
         "draft_bytes": elastic.room.num_bytes,
         "reload_gb_per_s": round(elastic.room.num_bytes / max(1e-6, medians["reload_ms"]) / 1e6, 2),
     }
-    say(", ".join(f"{name} {value}" for name, value in result.items()))
+    log(", ".join(f"{name} {value}" for name, value in result.items()))
     return result
 
 
@@ -334,10 +334,10 @@ def main() -> None:
     if options.quick:
         options.seconds = 3.0
         options.rounds = 1
-    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-    stand = Stand(options, say)
-    operations = measure_operations(stand, say)
-    rates = measure_rates(stand, options, say)
+    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    stand = Stand(options, log)
+    operations = measure_operations(stand, log)
+    rates = measure_rates(stand, options, log)
     result = {
         "claim": CLAIM,
         "settings": {name: value for name, value in vars(options).items() if name != "json"},
@@ -347,13 +347,13 @@ def main() -> None:
         "room_pages": stand.elastic.room_pages,
         "capacity_requests_per_s": round(stand.capacity, 3),
         "rates": rates,
-        "thresholds": measure_thresholds(stand, options, say),
+        "thresholds": measure_thresholds(stand, options, log),
         "operations": operations,
         "verdict": verdict(rates),
     }
     path = save_result(CLAIM, result, rehearsal=options.quick)
-    save_figure(lambda figure: draw(figure, result), path.with_suffix(".png"), (12, 4), say)
-    say(json.dumps(result["verdict"], indent=1))
+    save_figure(lambda figure: draw(figure, result), path.with_suffix(".png"), (12, 4), log)
+    log(json.dumps(result["verdict"], indent=1))
     if options.json:
         print(json.dumps(result))
 

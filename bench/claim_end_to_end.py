@@ -12,8 +12,8 @@ nothing else. Arms, greedy, interleaved:
 
 on stories, wiki and code, with the bundled draft and a smaller one where `bench/data/draft_small` has it.
 Refuted where a ratio of yggdrasil to an arm is below 1 with its whole interval, or if a text is not plain
-decoding's. Unlike the paper's, the baselines run in our runtime: what our compilation alone is worth is
-`claim_runtimes`'s and `claim_breakdown`'s to say."""
+decoding's. Unlike the paper's, the baselines run in our runtime: what our compilation alone gains is
+measured by `claim_runtimes` and `claim_breakdown`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from bench.lib.arms import (
     policy_arm,
     ratios_to,
 )
-from bench.lib.claim import Claim, Say, bars
+from bench.lib.claim import Claim, Log, bars
 from bench.lib.counting import Counter, candidates
 from bench.lib.harness import interleave
 from bench.lib.subject import Subject, subject
@@ -69,12 +69,12 @@ def tuned_shapes(
 
 
 def measure_workload(
-    under_test: Subject, workload: Workload, options: argparse.Namespace, say: Say
+    under_test: Subject, workload: Workload, options: argparse.Namespace, log: Log
 ) -> dict[str, Any]:
     """All arms on one kind of text."""
     pair = under_test.pair(workload)
     shapes = tuned_shapes(under_test, pair, workload, options)
-    say(
+    log(
         f"{under_test.draft_name} draft, {workload}: "
         + ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     )
@@ -87,7 +87,7 @@ def measure_workload(
     ]
     arms.append(policy_arm(OURS, pair, pair.policy(), options.tokens))
     rounds = interleave(
-        arms, beginnings(workload.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=say
+        arms, beginnings(workload.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=log
     )
     return {
         "settings": {name: str(shape) for name, shape in shapes.items()},
@@ -104,13 +104,13 @@ def _over(rounds: Any, reference: str) -> dict[str, dict[str, Any]]:
     return {name: ratios_to(rounds, name)[reference] for name in rounds.by_arm if name != reference}
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Every draft that is there, every kind of text."""
     drafts: dict[str, Any] = {}
     for draft_name in DRAFT_NAMES:
         under_test = subject(options, draft_name)
         workloads = {
-            name: measure_workload(under_test, workload, options, say)
+            name: measure_workload(under_test, workload, options, log)
             for name, workload in WORKLOADS.items()
         }
         drafts[draft_name] = {

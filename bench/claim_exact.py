@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bench.lib.claim import Say, report, sayer, script_parser
+from bench.lib.claim import Log, log_of, report, script_parser
 from bench.lib.harness import environment
 from bench.lib.workloads import WORKLOADS
 from yggdrasil.bundle import BUNDLED, bundled_models, is_compiled
@@ -126,16 +126,16 @@ def transformers_texts(prompts: Sequence[Sequence[int]], num_tokens: int) -> lis
 
 
 def compare(
-    name: str, ours: Sequence[Sequence[int]], reference: Sequence[Sequence[int]], say: Say
+    name: str, ours: Sequence[Sequence[int]], reference: Sequence[Sequence[int]], log: Log
 ) -> dict[str, Any]:
-    """Count texts that differ, and say which."""
+    """Count texts that differ, and list them."""
     apart = [
         index
         for index, (one, other) in enumerate(zip(ours, reference, strict=True))
         if list(one) != list(other)
     ]
     tokens = sum(len(text) for text in ours)
-    say(f"{name:<44} {len(ours)} prompts, {tokens} tokens, {len(apart)} texts differ")
+    log(f"{name:<44} {len(ours)} prompts, {tokens} tokens, {len(apart)} texts differ")
     return {
         "comparison": name,
         "prompts": len(ours),
@@ -146,7 +146,7 @@ def compare(
 
 
 def comparisons(
-    pair: LoadedPair, dtype: str, prompts: Sequence[Sequence[int]], num_tokens: int, say: Say
+    pair: LoadedPair, dtype: str, prompts: Sequence[Sequence[int]], num_tokens: int, log: Log
 ) -> list[dict[str, Any]]:
     """All of one dtype's, greedy and sampled; in float32 greedy text is transformers' too."""
     rows = []
@@ -160,7 +160,7 @@ def comparisons(
                     f"{kind}: plain against transformers",
                     plain[: len(few)],
                     transformers_texts(few, num_tokens),
-                    say,
+                    log,
                 )
             )
         rows += [
@@ -168,20 +168,20 @@ def comparisons(
                 f"{kind}: {name} against plain",
                 texts(pair, prompts, num_tokens, shape, sampled),
                 plain,
-                say,
+                log,
             )
             for name, shape in SHAPES.items()
         ]
     return rows
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Every comparison."""
     rows: list[dict[str, Any]] = []
     for dtype in DTYPES:
         pair = pair_in(dtype)
         prompts = prompts_of(pair, options.prompts)
-        rows += comparisons(pair, dtype, prompts, options.tokens, say)
+        rows += comparisons(pair, dtype, prompts, options.tokens, log)
     return {
         "claim": CLAIM,
         "environment": environment(),
@@ -211,8 +211,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Compare and report; the last line of standard output is the result as JSON."""
     options = parse()
-    say = sayer(options)
-    report(CLAIM, measure(options, say), options, say)
+    log = log_of(options)
+    report(CLAIM, measure(options, log), options, log)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What do linear layers of one order of summation cost on a GPU, and what do they buy?
+"""What do linear layers of one order of summation cost on a GPU, and what do they bring?
 
 Two pairs of the same models, compiled with `--exact` (the default there) and with `--no-exact`, whose
 linear layers are cuBLAS's. Arms, greedy, interleaved prompt by prompt: plain decoding and the default
-policy on each. Of every pair it is also said which graphs round differently from plain decoding, as `ygg
+policy on each. For every pair it also reports which graphs round differently from plain decoding, as `ygg
 compile` measured it, and on how many prompts its tree writes its own plain text.
 
-The price is the time per token with exact linear layers over that without, prompt by prompt, prefill left
+The cost is the time per token with exact linear layers over that without, prompt by prompt, prefill left
 out, with the bootstrap 95 % interval of the median. Refuted if the exact pair has a graph that rounds
-differently, or if plain decoding or the default policy pays more than 3 %."""
+differently, or if plain decoding or the default policy takes more than 3 % longer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bench.lib.arms import PLAIN_ARM, arm_summary, our_arm, plain_arm
-from bench.lib.claim import Claim, Say, bars
+from bench.lib.claim import Claim, Log, bars
 from bench.lib.harness import Arm, interleave, ratio
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
@@ -42,15 +42,15 @@ def arms_of(exact: LoadedPair, inexact: LoadedPair, num_tokens: int) -> list[Arm
     ]
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Both pairs on stories."""
     under_test = subject(options)
     exact = under_test.pair()
     inexact = under_test.inexact()
-    say(under_test.target.statement)
+    log(under_test.target.statement)
     arms = arms_of(exact, inexact, options.tokens)
     rounds = interleave(
-        arms, beginnings(STORIES.test_texts, exact, options.prompts), reference=PLAIN_ARM, tick=say
+        arms, beginnings(STORIES.test_texts, exact, options.prompts), reference=PLAIN_ARM, tick=log
     )
     price = {
         name: ratio(rounds.later_tpots(name), rounds.later_tpots(other))

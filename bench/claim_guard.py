@@ -1,6 +1,6 @@
 """Does a user lose anything when the draft is of no use?
 
-Two ways for a pair to be promised more than it gets, both with the calibration that the intact pair earned
+Two ways for a pair to expect more than it gets, both with the calibration that the intact pair earned
 on stories:
 
 - a shuffled draft: the rows of its embedding are permuted in memory, so that it guesses nothing right;
@@ -22,7 +22,7 @@ import torch
 from matplotlib.figure import Figure
 
 from bench.lib.arms import PLAIN_ARM, arm_summary, plain_arm, policy_arm
-from bench.lib.claim import Claim, Say, bars
+from bench.lib.claim import Claim, Log, bars
 from bench.lib.harness import Arm, Generation, interleave, ratio
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, WORKLOADS, beginnings
@@ -51,7 +51,7 @@ def fresh_arm(name: str, pair: LoadedPair, num_tokens: int) -> Arm:
 
 
 def measure_case(
-    pair: LoadedPair, prompts: Sequence[Sequence[int]], num_tokens: int, say: Say
+    pair: LoadedPair, prompts: Sequence[Sequence[int]], num_tokens: int, log: Log
 ) -> dict[str, Any]:
     """The three arms."""
     arms = [
@@ -59,7 +59,7 @@ def measure_case(
         fresh_arm(GUARDED, pair, num_tokens),
         fresh_arm(UNGUARDED, pair, num_tokens),
     ]
-    rounds = interleave(arms, prompts, reference=PLAIN_ARM, tick=say)
+    rounds = interleave(arms, prompts, reference=PLAIN_ARM, tick=log)
     over = {name: ratio(rounds.tpots(name), rounds.tpots(PLAIN_ARM)) for name in (GUARDED, UNGUARDED)}
     return {
         "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm},
@@ -68,19 +68,19 @@ def measure_case(
     }
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Both cases."""
     under_test = subject(options)
-    say(under_test.target.statement)
+    log(under_test.target.statement)
     shuffled = under_test.pair()
     intact = replace(under_test, remeasure=False).pair()
     shuffle_draft_(shuffled)
     cases = {
         "shuffled draft": measure_case(
-            shuffled, beginnings(STORIES.test_texts, shuffled, options.prompts), options.tokens, say
+            shuffled, beginnings(STORIES.test_texts, shuffled, options.prompts), options.tokens, log
         ),
         "code, calibrated on stories": measure_case(
-            intact, beginnings(WORKLOADS["code"].test_texts, intact, options.prompts), options.tokens, say
+            intact, beginnings(WORKLOADS["code"].test_texts, intact, options.prompts), options.tokens, log
         ),
     }
     return {"target": under_test.target.to_json(), "allowed": ALLOWED, "cases": cases}

@@ -13,9 +13,9 @@ a token's attention with itself, to the bit, alone and in the widest tree.
 Refuted if a goal of the table is missed: migration below 0.85 of the copy's rate, attention below the share
 of it that `LEAST_ATTENTION_SHARE` states, or a commit above 10 us.
 
-Run with `python -m bench.claim_kernels [--quick] [--json] [--tune]` on a machine with CUDA; without a
-device it says so and exits with 2. `--tune` times the attention kernel's candidates too, for whoever edits
-`CONFIGS` in yggdrasil/kernels/attention_triton.py."""
+Run with `python -m bench.claim_kernels [--quick] [--json] [--tune]` on a machine with CUDA;
+without a device it exits with 2. `--tune` times the attention kernel's candidates too, for a person who
+edits `CONFIGS` in yggdrasil/kernels/attention_triton.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from bench.claim_roofline import Sampler, at_least, at_most, in_turns
-from bench.lib.claim import Say, save_figure
+from bench.lib.claim import Log, save_figure
 from bench.lib.harness import environment, save_result, spread
 from yggdrasil.kernels.migrate import move_pages_, move_pages_plain_
 from yggdrasil.layout import PAGE_LEN
@@ -52,7 +52,7 @@ MAX_DEPTH = 16  # of the default configuration: it sets the width of the metadat
 LEVEL = 8  # nodes of a level of the trees
 COPY_BYTES = 2**30
 MOVED_SHARE = 0.3  # of the pool's pages
-COMMITTED = (1, 3, 4, 9, 12)  # offsets of an accepted path behind the root
+COMMITTED = (1, 3, 4, 9, 12)  # offsets of an accepted path after the root
 LEAST_MIGRATION_SHARE = 0.85
 LEAST_ATTENTION_SHARE = {2048: 0.5, 8192: 0.7}  # by context, at every width
 MOST_COMMIT_US = 10.0
@@ -77,7 +77,7 @@ class Heads:
     layers: int = 32
 
     def kv_bytes(self, context: int) -> int:
-        """Keys and values of so many tokens in all layers, bf16."""
+        """Keys and values of `num_tokens` tokens in all layers, bf16."""
         return self.layers * 2 * self.kv_heads * self.dim * 2 * context
 
 
@@ -108,7 +108,7 @@ class Subject:
         self.pages_BP = torch.randperm(num_pages, device="cuda").to(torch.int32)[None]
 
     def arguments(self, width: int, context: int) -> list[list[Any]]:
-        """Of `launch`, layer by layer, for a tree of `width` nodes behind `context` tokens."""
+        """Of `launch`, layer by layer, for a tree of `width` nodes after `context` tokens."""
         model = self.model
         query = torch.randn(1, model.heads, width, model.dim, dtype=torch.bfloat16, device="cuda")
         key, value = (
@@ -207,7 +207,7 @@ def storage_samplers(storage_PL2GSF: Tensor) -> tuple[dict[Any, Sampler], int]:
 
 
 def assert_exact(subject: Subject, context: int) -> None:
-    """Raises AssertionError where a kernel does not do what its plain form does: its speed is not worth
+    """Raises AssertionError where a kernel does not compute what its reference computes: its speed is not
     reporting.
     """
     from yggdrasil.kernels.attention_triton import launch
@@ -243,7 +243,7 @@ def gb_per_s(num_bytes: int, samples_ms: Sequence[float]) -> dict[str, float]:
 def attention_json(
     model: Heads, context: int, width: int, samples_ms: Sequence[float], copy_gb_per_s: float
 ) -> dict[str, Any]:
-    """One width at one context beside the rate of a copy."""
+    """One width at one context next to the rate of a copy."""
     rate = gb_per_s(model.kv_bytes(context), samples_ms)
     layer_us = {name: round(1e3 * ms / model.layers, 3) for name, ms in spread(samples_ms).items()}
     return {
@@ -288,7 +288,7 @@ def tuned(
     return [{**asdict(config), "ms": round(ms, 4)} for config, ms in tune(cases)]
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Exactness, rates, goals."""
     contexts, widths = (QUICK_CONTEXTS, QUICK_WIDTHS) if options.quick else (CONTEXTS, WIDTHS)
     subjects = [Subject(model, max(contexts)) for model in MODELS]
@@ -302,7 +302,7 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     samplers |= {
         (model, context, width): of[model].sampler(width, context) for model, context, width in keys
     }
-    samples = in_turns(samplers, QUICK_ROUNDS if options.quick else ROUNDS, say)
+    samples = in_turns(samplers, QUICK_ROUNDS if options.quick else ROUNDS, log)
     copy = gb_per_s(2 * COPY_BYTES, samples["copy"])
     migration = {
         name: gb_per_s(2 * moved_bytes, samples[name]) for name in ("migration", "migration, torch")
@@ -396,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             file=sys.stderr,
         )
         raise SystemExit(2)
-    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     question = " ".join(str(__doc__).split("\n\n", 1)[0].split())
     settings = {"rehearsal": options.quick}
     result = {
@@ -404,12 +404,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "question": question,
         "settings": settings,
         "environment": environment(),
-        **measure(options, say),
+        **measure(options, log),
     }
-    say(table(result))
+    log(table(result))
     path = save_result(CLAIM, result, rehearsal=options.quick)
-    say(f"written to {path}")
-    save_figure(lambda figure: draw(figure, result), path.with_suffix(".png"), (10, 4), say)
+    log(f"written to {path}")
+    save_figure(lambda figure: draw(figure, result), path.with_suffix(".png"), (10, 4), log)
     print(json.dumps(result), flush=True)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.lib.claim import Claim, Say
+from bench.lib.claim import Claim, Log
 from bench.lib.workloads import STORIES
 from yggdrasil.bundle import bundled_models
 from yggdrasil.cli.progress import RichProgress
@@ -105,7 +105,7 @@ def by_context(steps: Sequence[tuple[int, float]], width: int = 256) -> dict[str
     }
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Both generations, the first of each not counted."""
     pair = long_pair()
     text = " ".join(STORIES.test_texts)

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from bench.lib.claim import report, sayer, script_parser
+from bench.lib.claim import log_of, report, script_parser
 from bench.lib.harness import environment
 from yggdrasil.bundle import BUNDLED
 from yggdrasil.compiler.model import CompiledModel
@@ -88,10 +88,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.tokens = QUICK_TOKENS if options.quick else TOKENS
-    say = sayer(options)
+    log = log_of(options)
     result = measure(options)
-    say(table(result))
-    report(f"{CLAIM}_{options.pair}", result, options, say)
+    log(table(result))
+    report(f"{CLAIM}_{options.pair}", result, options, log)
 
 
 if __name__ == "__main__":

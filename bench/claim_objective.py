@@ -4,7 +4,7 @@ Paper: Fig. 14 (8 %). The same menu of shapes, greedy, interleaved, on every kin
 
 - speedup: W, D and K by Eq. 3, without depth predictor and guard, so that nothing but the objective
   differs;
-- AAL: the W, D and K with the greatest AAL on calibration text, whatever they cost;
+- AAL: the W, D and K with the largest AAL on calibration text, whatever they cost;
 - AAL, cheap K: the same among the K whose verification takes at most 1.2 times a plain pass, which is how
   earlier systems use AAL.
 
@@ -28,7 +28,7 @@ from bench.lib.arms import (
     policy_arm,
     ratios_to,
 )
-from bench.lib.claim import Claim, Say, bars
+from bench.lib.claim import Claim, Log, bars
 from bench.lib.harness import interleave
 from bench.lib.subject import Subject, subject
 from bench.lib.workloads import WORKLOADS, Workload, beginnings
@@ -43,7 +43,7 @@ CHEAP = 1.2
 
 
 def most_accepting(pair: LoadedPair, verify_widths: Sequence[int]) -> Shape:
-    """The shape of the menu with the greatest AAL on calibration text; of equals the smaller."""
+    """The shape of the menu with the largest AAL on calibration text; of equals the smaller."""
     acceptance = pair.acceptance.nearest(0.0)
     shapes = [
         equal_growth(width, depth, verify)
@@ -66,7 +66,7 @@ def cheap_widths(pair: LoadedPair, context_len: int) -> list[int]:
 
 
 def measure_workload(
-    under_test: Subject, workload: Workload, options: argparse.Namespace, say: Say
+    under_test: Subject, workload: Workload, options: argparse.Namespace, log: Log
 ) -> dict[str, Any]:
     """All objectives on one kind of text."""
     pair = under_test.pair(workload)
@@ -74,7 +74,7 @@ def measure_workload(
         AAL: most_accepting(pair, pair.bundle.config.verify_widths),
         CHEAP_AAL: most_accepting(pair, cheap_widths(pair, options.tokens)),
     }
-    say(f"{workload}: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
+    log(f"{workload}: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
     arms = [
         plain_arm(pair, options.tokens),
         policy_arm(SPEEDUP, pair, pair.policy(depth="fixed", guard=False), options.tokens),
@@ -83,7 +83,7 @@ def measure_workload(
         policy_arm(name, pair, fixed_policy(pair, shape), options.tokens) for name, shape in shapes.items()
     ]
     rounds = interleave(
-        arms, beginnings(workload.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=say
+        arms, beginnings(workload.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=log
     )
     return {
         "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm},
@@ -91,12 +91,12 @@ def measure_workload(
     }
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Every kind of text."""
     under_test = subject(options)
-    say(under_test.target.statement)
+    log(under_test.target.statement)
     workloads = {
-        name: measure_workload(under_test, workload, options, say) for name, workload in WORKLOADS.items()
+        name: measure_workload(under_test, workload, options, log) for name, workload in WORKLOADS.items()
     }
     over = geometric_means([each["speedup_over"] for each in workloads.values()])
     return {

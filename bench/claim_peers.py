@@ -79,12 +79,12 @@ def subject_of(options: argparse.Namespace) -> Subject:
 
 
 def peers_of(
-    options: argparse.Namespace, under_test: Subject, stack: ExitStack, say: Callable[[str], None]
+    options: argparse.Namespace, under_test: Subject, stack: ExitStack, log: Callable[[str], None]
 ) -> list[Peer]:
     """Every peer that was asked for, ready to decode until the stack is closed."""
     models = under_test.target.folder, with_tokenizer(under_test.draft, under_test.target.folder)
     lengths: dict[str, Any] = {"num_tokens": options.tokens, "assistant_tokens": ASSISTANT_TOKENS}
-    child: dict[str, Any] = {**lengths, "num_threads": torch.get_num_threads(), "say": say}
+    child: dict[str, Any] = {**lengths, "num_threads": torch.get_num_threads(), "log": log}
     peers = [transformers_peer(*models, **lengths)]
     if not options.no_openvino:
         peers.append(stack.enter_context(openvino_peer(*models, **child)))
@@ -184,14 +184,14 @@ def share_of_roofline(rounds: Rounds, name: str, weight_bytes: int) -> dict[str,
     )
 
 
-def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str, Any]:
     """Build what is missing, measure, and return the result document."""
     under_test = subject_of(options)
     workload = WORKLOADS[options.text]
     target = under_test.target
-    say(target.statement)
+    log(target.statement)
     with ExitStack() as stack:
-        peers = peers_of(options, under_test, stack, say)
+        peers = peers_of(options, under_test, stack, log)
         pair = under_test.pair(workload)
         record = environment()
         stream = MemoryStream()
@@ -199,7 +199,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str
         depth, tuning = tune_chain(
             pair, tuning_prompts, min(TUNING_TOKENS, options.tokens), temperature=0.0
         )
-        say(f"best chain on validation text: D={depth} (ms per token: {tuning})")
+        log(f"best chain on validation text: D={depth} (ms per token: {tuning})")
         arms = [*our_arms(pair, options.tokens, 0.0, depth), *(arm for peer in peers for arm in peer.arms)]
         prompts = beginnings(workload.test_texts, pair, options.prompts)
         rounds = interleave(
@@ -338,15 +338,15 @@ def main() -> None:
     options = parse()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     try:
-        result = measure(options, say)
+        result = measure(options, log)
     except PeerError as error:
         sys.exit(f"error: {error}")
-    say(result["target"]["statement"])
-    say(table(result))
+    log(result["target"]["statement"])
+    log(table(result))
     name = result_name(result["settings"]["draft"], options.text)
-    say(f"written to {save_result(name, result, rehearsal=options.quick)}")
+    log(f"written to {save_result(name, result, rehearsal=options.quick)}")
     print(json.dumps(result), flush=True)
 
 

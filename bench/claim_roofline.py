@@ -11,7 +11,7 @@ comes from the steps of the default policy on one held-out prompt (`yggdrasil/re
 draft's weights fit the processor's caches, where they may be read faster than memory.
 
 Refuted if a goal of the table is missed: verification that grows faster with its width, or is farther from
-the memory's ceiling, than the goals say; a prefill chunk below 0.6 of the matrix throughput; a growth step
+the memory's ceiling, than the goals; a prefill chunk below 0.6 of the matrix throughput; a growth step
 above 0.2 ms; a host above 0.4 ms per step. `--prompts` and `--tokens` are of no consequence."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.lib.claim import Claim, Say
+from bench.lib.claim import Claim, Log
 from bench.lib.harness import MemoryStream, spread
 from bench.lib.pair import bench_target
 from bench.lib.subject import subject
@@ -132,7 +132,7 @@ class Machine:
     tflop_per_s: float
 
     def pass_of(self, work: Work, context: int, samples_ms: Sequence[float]) -> Pass:
-        """A measured graph beside its ceilings."""
+        """A measured graph next to its ceilings."""
         return Pass(
             size=work.size,
             context=context,
@@ -306,9 +306,9 @@ def graph_samplers(models: Mapping[str, CompiledModel], contexts: Sequence[int])
 
 
 def measure_passes(
-    pair: LoadedPair, num_weights: Mapping[str, int], options: argparse.Namespace, say: Say
+    pair: LoadedPair, num_weights: Mapping[str, int], options: argparse.Namespace, log: Log
 ) -> tuple[dict[str, Any], dict[str, list[Pass]]]:
-    """Both ceilings, and every graph of both models beside them."""
+    """Both ceilings, and every graph of both models next to them."""
     models: dict[str, Any] = {"verify": pair.engine.target, "draft": pair.engine.draft}
     dtype = getattr(torch, pair.bundle.config.dtype)
     contexts = contexts_of(pair, options.quick)
@@ -319,7 +319,7 @@ def measure_passes(
         **{shape: matrix_sampler(*shape, multiplied) for shape in matrices},
     }
     graphs = graph_samplers(models, contexts)
-    samples = in_turns(ceilings | graphs, QUICK_ROUNDS if options.quick else ROUNDS, say)
+    samples = in_turns(ceilings | graphs, QUICK_ROUNDS if options.quick else ROUNDS, log)
     memory = spread(samples["memory"])
     throughput = {shape: spread(samples[shape]) for shape in matrices}
     machine = Machine(
@@ -341,18 +341,18 @@ def measure_passes(
     return {**rates, "contexts": contexts}, passes
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Ceilings, graphs, host, goals."""
     under_test = subject(options)
     pair = under_test.pair()
-    say(under_test.target.statement)
+    log(under_test.target.statement)
     itemsize = getattr(torch, pair.bundle.config.dtype).itemsize
     models = {"verify": under_test.target, "draft": bench_target(under_test.draft, 0)}
     [prompt] = beginnings(STORIES.test_texts, pair, 1)
     # first, in a process that has done nothing but load a pair, as a user's
     host = host_json(record_timeline(pair, prompt))
     found, passes = measure_passes(
-        pair, {kind: model.weight_bytes // itemsize for kind, model in models.items()}, options, say
+        pair, {kind: model.weight_bytes // itemsize for kind, model in models.items()}, options, log
     )
     prefill = prefill_json(
         next(each for each in passes["verify"] if each.size == pair.engine.target.prefill_chunk),
@@ -373,7 +373,7 @@ def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Ceilings, graphs beside them, the host's pieces, goals."""
+    """Ceilings, graphs next to them, the host's pieces, goals."""
     lines = [
         f"memory {result['memory_gb_per_s']['median']:.1f} GB/s, torch.mm {result['tflop_per_s']:.3f} "
         f"TFLOP/s (best of {list(result['mm_tflop_per_s'])})"

@@ -1,5 +1,5 @@
-"""What is static compilation worth to one token of plain decoding, and is our plain baseline the fastest of
-the runtimes?
+"""What does static compilation gain for one token of plain decoding, and is our plain baseline the fastest
+of the runtimes?
 
 Paper: Fig. 4. The target alone decodes, one token at a time, greedy, bf16, arms interleaved prompt by
 prompt:
@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from bench.lib.arms import PLAIN_ARM, arm_summary, plain_arm, ratios_to
-from bench.lib.claim import Claim, Say
+from bench.lib.claim import Claim, Log
 from bench.lib.harness import Arm, Generation, interleave
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
@@ -88,14 +88,14 @@ def transformers_arms(folder: Any, num_tokens: int) -> list[Arm]:
     ]
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """All runtimes on the same prompts."""
     under_test = subject(options)
     pair = under_test.pair()
-    say(under_test.target.statement)
+    log(under_test.target.statement)
     arms = [plain_arm(pair, options.tokens), *transformers_arms(under_test.target.folder, options.tokens)]
     rounds = interleave(
-        arms, beginnings(STORIES.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=say
+        arms, beginnings(STORIES.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=log
     )
     ratios = ratios_to(rounds, PLAIN_ARM)
     return {

@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from bench.lib.arms import PLAIN_ARM, fixed_policy, plain_arm, policy_arm
-from bench.lib.claim import Claim, Say
+from bench.lib.claim import Claim, Log
 from bench.lib.harness import interleave
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
@@ -44,17 +44,17 @@ def grid(pair: LoadedPair, *, coarse: bool) -> list[Shape]:
     return [cell for cell in cells if cell.verify is not None and cell.verify <= cell.num_nodes]
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """The grid on stories."""
     under_test = subject(options)
     pair = under_test.pair()
-    say(under_test.target.statement)
+    log(under_test.target.statement)
     cells = {str(shape): shape for shape in grid(pair, coarse=options.quick)}
     arms = [plain_arm(pair, options.tokens), policy_arm(OURS, pair, pair.policy(), options.tokens)]
     arms += [
         policy_arm(name, pair, fixed_policy(pair, shape), options.tokens) for name, shape in cells.items()
     ]
-    say(f"{len(cells)} shapes")
+    log(f"{len(cells)} shapes")
     rounds = interleave(arms, beginnings(STORIES.test_texts, pair, options.prompts), reference=PLAIN_ARM)
     tpot_ms = {name: round(median(rounds.later_tpots(name)), 3) for name in rounds.by_arm}
     best = min(cells, key=lambda name: tpot_ms[name])

@@ -12,21 +12,21 @@ changes its pace by two within minutes.)
 - Trace (paper: Tables 4 and 5, Figs. 10 to 12): a part of a production trace whose rate more than doubles
   and falls again, pressed into less than a minute, its mean rate at `--load` of what a gamma of 2 was
   measured to sustain before the round, one after another where there are several: arms that all keep up all
-  write what arrives, and cannot differ in throughput, so the verdict says what share of that the best fixed
-  length wrote; arms: all policies.
-- Switching: c_prefill by the profile's table beside what catching the draft up took.
+  write what arrives, and cannot differ in throughput, so the verdict shows what share of that the best
+  fixed length wrote; arms: all policies.
+- Switching: c_prefill by the profile's table next to what catching the draft up took.
 
 Each run starts with a policy that knows nothing but the profile, and its `pace` tells how fast the machine
 was. Latencies count from a request's arrival. Refuted if at some rate Nightjar's throughput is more than 2
 % below the best fixed gamma's, if on the trace at some load it is not above 1.05 times the best fixed
-gamma's or not above every baseline's, if at the greatest rate it is more than 1 % below decoding without
+gamma's or not above every baseline's, if at the largest rate it is more than 1 % below decoding without
 speculation, or if a text differs between policies. Ratios are medians over the rounds, whose arrivals
 differ.
 
 Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 25] [--rounds 3] [--json]`. `--part
 trace` is the trace alone, in files of that name. `--clock profile` takes the small pair that computes the
-same function and lets every step take what the profile of the scaled one says, into files named `_profile`:
-no neighbour disturbs it at all. What it cannot say is what the profile leaves out (the host's work for
+same function and lets every step take what the profile of the scaled one predicts, into files named
+`_profile`: no neighbour disturbs it at all. It cannot show what the profile leaves out (the host's work for
 every row) or how a policy copes with a profile that is wrong; Nightjar starts from the same profile, though
 for one typical context."""
 
@@ -41,7 +41,7 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench.lib.claim import Say, save_figure
+from bench.lib.claim import Log, save_figure
 from bench.lib.harness import environment, save_result
 from bench.lib.serving import (
     Arrival,
@@ -89,7 +89,7 @@ CAPACITY_REQUESTS = 128
 BIN_S = 3.0
 # of every batcher: 48 rows of 192 tokens take 624, and what is measured of switching 16 of 520
 NUM_PAGES = 700
-OTHER_TEXTS = 17  # by so many the prompts move on from round to round
+OTHER_TEXTS = 17  # the prompts advance by this from round to round
 PARTS = ("rates", "trace")
 ROWS = {"rates": 1, "trace": 2}  # of drawings
 LAGS = (32, 128, 512)
@@ -104,7 +104,7 @@ Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
 class Stand:
     """A batcher and a clock for every policy, and prompts."""
 
-    def __init__(self, options: argparse.Namespace, say: Say) -> None:
+    def __init__(self, options: argparse.Namespace, log: Log) -> None:
         under_test = subject(options)
         self.target = under_test.target.to_json()
         pair = under_test.pair()
@@ -115,7 +115,7 @@ class Stand:
         self._latency = pair.latency
         self._on_profile = options.clock == "profile"
         self._bundle = under_test.twin().bundle if self._on_profile else pair.bundle
-        self._say = say
+        self._log = log
         self._arms: dict[str, tuple[Batcher, Clock]] = {}
 
     def arm(self, policy: str) -> tuple[Batcher, Clock]:
@@ -139,7 +139,7 @@ class Stand:
     def capacity(self, policy: str) -> float:
         """Requests a second that a full batch sustains now."""
         sustained = self.run([policy], self._burst(CAPACITY_REQUESTS))[policy].sustained
-        self._say(f"a full batch sustains {sustained:.2f} requests/s under {policy}")
+        self._log(f"a full batch sustains {sustained:.2f} requests/s under {policy}")
         return sustained
 
     def run(self, policies: Sequence[str], arrivals: Sequence[Arrival], seed: int = 0) -> dict[str, Replay]:
@@ -173,7 +173,7 @@ class Stand:
         }
 
 
-def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
+def measure_rates(stand: Stand, options: argparse.Namespace, log: Log) -> list[dict[str, Any]]:
     """Every fixed gamma and Nightjar at every rate, as often as asked for."""
     rows = []
     arms = (*FIXED, OURS)
@@ -199,7 +199,7 @@ def measure_rates(stand: Stand, options: argparse.Namespace, say: Say) -> list[d
                     "rounds": figures,
                 }
             )
-            say(line(rows[-1]))
+            log(line(rows[-1]))
     return rows
 
 
@@ -214,7 +214,7 @@ def typical(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def measure_trace(stand: Stand, load: float, options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure_trace(stand: Stand, load: float, options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """All policies on the trace at one load, as often as asked for, each time with other prompts."""
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
     capacities = []
@@ -228,7 +228,7 @@ def measure_trace(stand: Stand, load: float, options: argparse.Namespace, say: S
         for name, run in stand.run(POLICIES, arrivals, seed=turn).items():
             rounds[name].append(stand.figures(run))
             timelines[name] = run.timeline(BIN_S)
-            say(
+            log(
                 line(
                     {
                         "policy": name,
@@ -248,8 +248,8 @@ def measure_trace(stand: Stand, load: float, options: argparse.Namespace, say: S
     }
 
 
-def measure_switching(stand: Stand, say: Say) -> list[dict[str, Any]]:
-    """What it cost to bring the draft back over a lag, beside what the table of the profile says."""
+def measure_switching(stand: Stand, log: Log) -> list[dict[str, Any]]:
+    """What it cost to bring the draft back over a lag, next to the prediction of the profile's table."""
     rows = []
     for lag in LAGS:
         for batch_size in BATCH_SIZES:
@@ -263,7 +263,7 @@ def measure_switching(stand: Stand, say: Say) -> list[dict[str, Any]]:
                     "measured_ms": round(measured, 3),
                 }
             )
-        say(
+        log(
             f"c_prefill over a lag of {lag}: "
             + ", ".join(
                 f"B {row['batch_size']} {row['predicted_ms']}/{row['measured_ms']} ms"
@@ -347,7 +347,7 @@ def verdict_of_trace(trace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def against(rounds: Rounds, others: Sequence[str], kind: str) -> dict[str, Any]:
-    """Nightjar beside whoever of the others is best."""
+    """Nightjar next to the best of the others."""
     best = max(others, key=lambda name: median(map(_throughput, rounds[name])))
     quickest = min(others, key=lambda name: median(map(_latency, rounds[name])))
     return {
@@ -439,7 +439,7 @@ def main() -> None:
         "--trace-seconds",
         type=float,
         default=25.0,
-        help="the trace is pressed into so many (default: %(default)s)",
+        help="seconds that the trace is compressed to (default: %(default)s)",
     )
     parser.add_argument(
         "--load",
@@ -467,8 +467,8 @@ def main() -> None:
         options.seconds = 3.0
         options.trace_seconds = 5.0
         options.rounds = 1
-    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-    stand = Stand(options, say)
+    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    stand = Stand(options, log)
     settings = {name: value for name, value in vars(options).items() if name != "json"}
     result: dict[str, Any] = {
         "claim": CLAIM,
@@ -478,15 +478,15 @@ def main() -> None:
         "verdict": {},
     }
     if options.part != "trace":
-        result["rates"] = measure_rates(stand, options, say)
+        result["rates"] = measure_rates(stand, options, log)
         result["verdict"]["rates"] = verdict_of_rates(result["rates"])
     if options.part != "rates":
-        result["trace"] = [measure_trace(stand, load, options, say) for load in options.load]
+        result["trace"] = [measure_trace(stand, load, options, log) for load in options.load]
         result["verdict"]["trace"] = {
             str(trace["load"]): verdict_of_trace(trace) for trace in result["trace"]
         }
     if options.part is None and options.clock == "own":
-        result["switching"] = measure_switching(stand, say)
+        result["switching"] = measure_switching(stand, log)
     path = save_result(
         "_".join(
             [
@@ -502,9 +502,9 @@ def main() -> None:
         lambda figure: draw(figure, result),
         path.with_suffix(".png"),
         (12, 3.7 * sum(ROWS[part] for part in PARTS if part in result)),
-        say,
+        log,
     )
-    say(json.dumps(result["verdict"], indent=1))
+    log(json.dumps(result["verdict"], indent=1))
     if options.json:
         print(json.dumps(result))
 

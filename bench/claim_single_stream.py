@@ -7,7 +7,7 @@ Arms, interleaved prompt by prompt, greedy, bf16, the same number of new tokens 
 - transformers assisted: `assistant_model=` with its defaults and with a constant k of 3, 5 and 8; the best
   of them counts, chosen on the test prompts;
 - plain: our compiled decoding without speculation;
-- chain: the same engine with W = 1 and the best depth from 2 to the greatest that a tree may have, chosen
+- chain: the same engine with W = 1 and the best depth from 2 to the largest that a tree may have, chosen
   on calibration text and not on the test prompts; K still follows the objective, so a chain is cut where
   its draft is unsure;
 - tree: the default policy, which chooses (W, D, K) by Eq. 3 from the profile and may choose a chain or
@@ -23,7 +23,7 @@ rate is the device's, plain has to stream at 80 % of it, the tree has to be twic
 host's share of a step, measured with the device waited for after every graph, has to be below 5 %.
 
 The headline of an arm is wall clock of the whole call, prefill included, by new token; decoding alone is
-reported beside it. The target is a function-preserving inflation of the bundled one (bench/scale_pair.py):
+reported next to it. The target is a function-preserving inflation of the bundled one (bench/scale_pair.py):
 real acceptance at real latency."""
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def goals(
 
 def host_share(pair: LoadedPair, prompt: Sequence[int]) -> dict[str, float]:
     """What of a step lies outside the graphs when each of them is waited for: no less than where they run
-    behind the host.
+    after the host.
     """
     timeline = record_timeline(pair, prompt)
     return {
@@ -206,14 +206,14 @@ def subject_of(options: argparse.Namespace) -> tuple[BenchTarget, Path, LoadedPa
     return target, draft, compiled_pair(target.folder, draft, name=PAIR_NAME, remeasure=options.remeasure)
 
 
-def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str, Any]:
     """Build what is missing, measure, and return the result document."""
     target, draft, pair = subject_of(options)
-    say(target.statement)
+    log(target.statement)
     record = environment()
     stream: Stream = MemoryStream() if options.device == "cpu" else DeviceStream()
     rate = stream.gb_per_s(rounds=7)
-    say(
+    log(
         f"ceiling: memory streams at {rate:.1f} GB/s, so plain decoding takes at least "
         f"{target.weight_bytes / rate / 1e6:.2f} ms a token"
     )
@@ -223,7 +223,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str
         min(TUNING_TOKENS, options.tokens),
         options.temperature,
     )
-    say(f"best chain on calibration text: D={depth} (ms per token: {tuning})")
+    log(f"best chain on calibration text: D={depth} (ms per token: {tuning})")
     arms = our_arms(pair, options.tokens, options.temperature, depth)
     if options.peer_prompts != 0 and options.temperature == 0:
         peers = {
@@ -391,12 +391,12 @@ def main() -> None:
     options = parse()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-    result = measure(options, say)
-    say(result["target"]["statement"])
-    say(table(result))
+    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    result = measure(options, log)
+    log(result["target"]["statement"])
+    log(table(result))
     name = CLAIM if options.temperature == 0 else f"{CLAIM}_temperature_{options.temperature:g}"
-    say(f"written to {save_result(name, result, rehearsal=options.quick)}")
+    log(f"written to {save_result(name, result, rehearsal=options.quick)}")
     print(json.dumps(result), flush=True)
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.lib.claim import Say
+from bench.lib.claim import Log
 from bench.lib.harness import environment, save_result
 from bench.lib.workloads import WORKLOADS
 from yggdrasil.bundle import BUNDLED
@@ -246,7 +246,7 @@ async def break_(client: httpx.AsyncClient, index: int, tally: Tally) -> None:
 
 
 async def watch(client: httpx.AsyncClient, server: Server, tally: Tally, start: float) -> None:
-    """Memory and books, every few seconds."""
+    """Memory and counters, every few seconds."""
     while True:
         info = (await client.get("/server_info")).json()
         tally.samples.append(
@@ -274,14 +274,14 @@ async def capacity(client: httpx.AsyncClient, good: Sequence[Ask]) -> float:
     return 3 * len(good) / (time.monotonic() - start)
 
 
-async def soak(server: Server, good: Sequence[Ask], minutes: float, say: Say) -> dict[str, Any]:
-    """Overload it for so long, then see what is left."""
+async def soak(server: Server, good: Sequence[Ask], minutes: float, log: Log) -> dict[str, Any]:
+    """Overload it for `minutes`, then see what remains."""
     dice = random.Random(0)
     tally = Tally()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=50)
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, limits=limits) as client:
         rate = OVERLOAD * await capacity(client, good) / STAYING
-        say(f"{rate:.1f} requests/s for {minutes:g} minutes")
+        log(f"{rate:.1f} requests/s for {minutes:g} minutes")
         start = time.monotonic()
         tasks = set[asyncio.Task[None]]()
         watching = asyncio.create_task(watch(client, server, tally, start))
@@ -303,7 +303,7 @@ async def soak(server: Server, good: Sequence[Ask], minutes: float, say: Say) ->
             task.add_done_callback(tasks.discard)
             if time.monotonic() - reported > 60:
                 reported = time.monotonic()
-                say(
+                log(
                     f"{(reported - start) / 60:.0f} min: {dict(tally.outcomes)}, in flight "
                     f"{len(tasks)}, {server.rss_mb()} MB"
                 )
@@ -347,14 +347,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.minutes = 0.5
-    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     good = asks(load_pair(BUNDLED))
     server = Server()
-    found = asyncio.run(soak(server, good, options.minutes, say))
+    found = asyncio.run(soak(server, good, options.minutes, log))
     found["held"]["exit code 0 after SIGTERM"] = server.stop() == 0
     result = {"claim": CLAIM, "environment": environment(), **found}
     save_result(CLAIM, result, rehearsal=options.quick)
-    say(
+    log(
         json.dumps(
             {key: found[key] for key in ("outcomes", "left", "held", "rss_growth_after_first_quarter")},
             indent=1,

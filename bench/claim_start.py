@@ -21,7 +21,7 @@ import time
 from statistics import median
 from typing import Any
 
-from bench.lib.claim import report, sayer, script_parser
+from bench.lib.claim import log_of, report, script_parser
 from bench.lib.harness import environment
 
 CLAIM = "start"
@@ -90,10 +90,10 @@ def main() -> None:
         CLAIM, __doc__, f"{QUICK_STARTS} later start of each kind instead of {STARTS}"
     ).parse_args()
     options.starts = QUICK_STARTS if options.quick else STARTS
-    say = sayer(options)
+    log = log_of(options)
     result = measure(options)
-    say(table(result))
-    report(CLAIM, result, options, say)
+    log(table(result))
+    report(CLAIM, result, options, log)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Which tree accepts the most tokens for a verified width, and which is worth the most by Eq. 3?
+"""Which tree accepts the most tokens for a verified width, and which has the largest speedup by Eq. 3?
 
 Paper: Fig. 11. For every verified width K and every structure: AAL, and the speedup by Eq. 3 under the
 scaled pair's profile, on held-out wiki text and stories, greedy. Structures: sequence (as deep as K and the
 menu allow), binary and ternary trees cut to K nodes, Sequoia of exactly K nodes at its best depth, OPT-Tree
 with K as its budget, the equal-growth tree. Depth, width and stopping are chosen by Eq. 3: OPT-Tree's on
 validation text, the equal-growth tree's and Sequoia's on calibration text. "By AAL" are Sequoia's tree and
-the equal-growth tree of the greatest AAL instead.
+the equal-growth tree of the largest AAL instead.
 
 No clock: tokens are counted on the bundled pair, whose function the scaled target computes; every text is
 asserted to be plain decoding's. Refuted if at its best K another structure's speedup is above the
@@ -17,7 +17,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from bench.lib.claim import Claim, Say
+from bench.lib.claim import Claim, Log
 from bench.lib.counting import Counter, candidates
 from bench.lib.subject import subject
 from bench.lib.workloads import WORKLOADS, Workload, beginnings
@@ -79,7 +79,7 @@ def structures(pair: LoadedPair, tuning: Counter, verify: int, context_len: int)
     }
 
 
-def measure_workload(options: argparse.Namespace, workload: Workload, say: Say) -> list[dict[str, Any]]:
+def measure_workload(options: argparse.Namespace, workload: Workload, log: Log) -> list[dict[str, Any]]:
     """Every structure at every K on one kind of text."""
     under_test = subject(options)
     pair = under_test.pair(workload)
@@ -98,16 +98,16 @@ def measure_workload(options: argparse.Namespace, workload: Workload, say: Say) 
             rows.append(
                 {"verify": verify, "structure": name, "shape": str(shape), **counter.count(shape).to_json()}
             )
-        say(
+        log(
             f"{workload}, K = {verify}: "
             + ", ".join(f"{row['structure']} {row['aal']:.2f}" for row in rows if row["verify"] == verify)
         )
     return rows
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Both kinds of text."""
-    found = {name: measure_workload(options, WORKLOADS[name], say) for name in MEASURED_ON}
+    found = {name: measure_workload(options, WORKLOADS[name], log) for name in MEASURED_ON}
     return {
         "target": subject(options).target.to_json(),
         "workloads": found,

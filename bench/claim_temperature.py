@@ -24,7 +24,7 @@ from bench.lib.arms import (
     policy_arm,
     ratios_to,
 )
-from bench.lib.claim import Claim, Say
+from bench.lib.claim import Claim, Log
 from bench.lib.harness import interleave
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
@@ -37,7 +37,7 @@ SEQUOIA = "Sequoia"
 
 
 def measure_at(
-    pair: LoadedPair, temperature: float, options: argparse.Namespace, say: Say
+    pair: LoadedPair, temperature: float, options: argparse.Namespace, log: Log
 ) -> dict[str, Any]:
     """The three arms at one temperature."""
     config = pair.bundle.config
@@ -45,7 +45,7 @@ def measure_at(
     static = sequoia_latency(
         acceptance.by_rank, config.max_depth, pair.latency, config.verify_widths, options.tokens
     )
-    say(f"temperature {temperature:g}: Sequoia {static}")
+    log(f"temperature {temperature:g}: Sequoia {static}")
     arms = [
         plain_arm(pair, options.tokens, temperature=temperature),
         policy_arm(
@@ -60,7 +60,7 @@ def measure_at(
         ),
     ]
     rounds = interleave(
-        arms, beginnings(STORIES.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=say
+        arms, beginnings(STORIES.test_texts, pair, options.prompts), reference=PLAIN_ARM, tick=log
     )
     return {
         "sequoia": str(static),
@@ -69,13 +69,13 @@ def measure_at(
     }
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Every temperature on stories."""
     under_test = subject(options)
     pair = under_test.pair()
-    say(under_test.target.statement)
+    log(under_test.target.statement)
     found = {
-        f"{temperature:g}": measure_at(pair, temperature, options, say) for temperature in TEMPERATURES
+        f"{temperature:g}": measure_at(pair, temperature, options, log) for temperature in TEMPERATURES
     }
     means = geometric_means([each["ours_over"] for each in found.values()])
     calibrated_at = sorted(pair.acceptance.by_temperature)

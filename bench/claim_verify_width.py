@@ -2,7 +2,7 @@
 
 Paper: Fig. 5 and Eq. 1-3. Measured now, sizes in turn: milliseconds of the target's and the draft's graphs
 by width at three contexts. From them and the acceptance on calibration text, for every verified width K:
-the naive speedup (Eq. 1: the greatest AAL of any tree of K nodes), Eq. 3 of that very tree, and Eq. 3 of
+the naive speedup (Eq. 1: the largest AAL of any tree of K nodes), Eq. 3 of that very tree, and Eq. 3 of
 the tree that Eq. 3 likes best at this K.
 
 Refuted if T_verify does not grow with the width, so that the naive speedup is the speedup. Nothing is
@@ -17,7 +17,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.lib.claim import Claim, Say
+from bench.lib.claim import Claim, Log
 from bench.lib.subject import subject
 from yggdrasil.offline.latencies import curve_json, latency_curve
 from yggdrasil.pair import LoadedPair
@@ -63,11 +63,11 @@ def speedups(pair: LoadedPair, latency: LatencyModel, verify: int, context_len: 
     }
 
 
-def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Latencies and what follows from them."""
     under_test = subject(options)
     pair = under_test.pair()
-    say(under_test.target.statement)
+    log(under_test.target.statement)
     contexts = [
         context
         for context in CONTEXTS

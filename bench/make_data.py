@@ -72,7 +72,7 @@ def pick(texts: Iterable[Text]) -> list[Text]:
 
 
 def wiki_texts(lines: Iterable[str]) -> Iterator[Text]:
-    """Paragraphs long enough to say something, less their sentences with unknown words, detokenized and cut
+    """Paragraphs of some length, less their sentences with unknown words, detokenized and cut
     after a word.
     """
     title = ""

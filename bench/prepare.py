@@ -32,7 +32,7 @@ def built(under_test: Subject, what: str) -> list[LoadedPair]:
 
 
 def main() -> None:
-    """Build and say what there is."""
+    """Build and report what there is."""
     parser = argparse.ArgumentParser(
         prog="bench.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

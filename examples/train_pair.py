@@ -68,7 +68,7 @@ DRAFT_SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything a run depends on besides the text.
+    """Everything a run depends on apart from the text.
 
     ``early_draft`` also keeps the first draft whose top-1 agreement reaches ``early_agreement``: a
     deliberately weaker draft to study how a runtime adapts."""
@@ -207,7 +207,7 @@ def add_dropout_(model: LlamaForCausalLM, rate: float) -> None:
 
 
 def save_folder(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a bf16 copy beside ``folder`` and swap it in, so that a kill never leaves half a checkpoint."""
+    """Write a bf16 copy next to ``folder`` and swap it in, so a kill never leaves half a checkpoint."""
     partial = folder.with_name(folder.name + ".partial")
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
@@ -299,7 +299,7 @@ def written_mask(row_NL: torch.Tensor, prompt_len: int, end_id: int) -> torch.Te
 
 
 def is_loop(tokens: list[int], repeats: int = 4, longest: int = 20) -> bool:
-    """Whether the text ends in a phrase of at most ``longest`` tokens said ``repeats`` times in a row."""
+    """Whether the text ends in a phrase of at most ``longest`` tokens ``repeats`` times in a row."""
     lengths = range(1, min(longest, len(tokens) // repeats) + 1)
     return any(tokens[-size * repeats :] == tokens[-size:] * repeats for size in lengths)
 

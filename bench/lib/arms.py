@@ -91,7 +91,7 @@ def plain_arm(pair: LoadedPair, num_tokens: int, *, temperature: float = 0.0) ->
 
 
 def uncaptured(pair: LoadedPair) -> LoadedPair:
-    """A pair on CUDA whose graphs launch their kernels one by one: what capturing them is worth. It has
+    """A pair on CUDA whose graphs launch their kernels one by one: the gain of capturing them. It has
     caches of its own.
     """
     bundle = pair.bundle

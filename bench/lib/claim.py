@@ -1,4 +1,4 @@
-"""What every figure's script does besides measuring: options, a table, a JSON line, a saved result and a
+"""What every claim's script does apart from measuring: options, a table, a JSON line, a saved result and a
 drawing of it.
 """
 
@@ -19,9 +19,9 @@ from bench.lib.subject import add_options
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Claim", "Say", "bars", "report", "save_figure", "sayer", "script_parser"]
+__all__ = ["Claim", "Log", "bars", "log_of", "report", "save_figure", "script_parser"]
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 QUICK_PROMPTS = 2
 QUICK_TOKENS = 16
 
@@ -46,7 +46,7 @@ class Claim:
     doc: str | None
     prompts: int
     tokens: int
-    measure: Callable[[argparse.Namespace, Say], dict[str, Any]]
+    measure: Callable[[argparse.Namespace, Log], dict[str, Any]]
     table: Callable[[Mapping[str, Any]], str]
     draw: Callable[[Figure, Mapping[str, Any]], None]
     size: tuple[float, float] = (10, 4)
@@ -62,7 +62,7 @@ class Claim:
             options.tokens = QUICK_TOKENS
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        say = sayer(options)
+        log = log_of(options)
         settings = {
             "prompts": options.prompts,
             "tokens": options.tokens,
@@ -75,12 +75,12 @@ class Claim:
             "question": question,
             "settings": settings,
             "environment": environment(),
-            **self.measure(options, say),
+            **self.measure(options, log),
         }
-        say(self.table(result))
+        log(self.table(result))
         path = save_result(self.name, result, rehearsal=options.quick)
-        say(f"written to {path}")
-        save_figure(lambda figure: self.draw(figure, result), path.with_suffix(".png"), self.size, say)
+        log(f"written to {path}")
+        save_figure(lambda figure: self.draw(figure, result), path.with_suffix(".png"), self.size, log)
         print(json.dumps(result), flush=True)
 
     def _parser(self) -> argparse.ArgumentParser:
@@ -115,28 +115,28 @@ def script_parser(name: str, doc: str | None, rehearsal: str) -> argparse.Argume
     return parser
 
 
-def sayer(options: argparse.Namespace) -> Say:
+def log_of(options: argparse.Namespace) -> Log:
     """Where a script talks: standard error when standard output is for the JSON document alone."""
     return partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
 
 
-def report(name: str, result: Mapping[str, Any], options: argparse.Namespace, say: Say) -> None:
+def report(name: str, result: Mapping[str, Any], options: argparse.Namespace, log: Log) -> None:
     """Save the result under its name, and print it as the last line of standard output."""
-    say(f"written to {save_result(name, result, rehearsal=options.quick)}")
+    log(f"written to {save_result(name, result, rehearsal=options.quick)}")
     print(json.dumps(result), flush=True)
 
 
-def save_figure(draw: Callable[[Figure], None], path: Path, size: tuple[float, float], say: Say) -> None:
-    """Draw a result beside its JSON; a machine without matplotlib says so and has the JSON."""
+def save_figure(draw: Callable[[Figure], None], path: Path, size: tuple[float, float], log: Log) -> None:
+    """Draw a result next to its JSON; without matplotlib there is only the JSON."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        say("no figure: matplotlib is not installed")
+        log("no figure: matplotlib is not installed")
         return
     figure = Figure(figsize=size, layout="constrained")
     draw(figure)
     figure.savefig(path, dpi=130)
-    say(f"drawn in {path.name}")
+    log(f"drawn in {path.name}")
 
 
 def bars(axes: Any, groups: Sequence[str], heights: Mapping[str, Sequence[float]], *, ylabel: str) -> None:

@@ -14,7 +14,7 @@ from yggdrasil import GenerateConfig, load_pair
 
 
 def main(name: str, num_tokens: int) -> None:
-    """Answer until standard input ends; the first line says that the pair is loaded."""
+    """Answer until standard input ends; the first line reports that the pair is loaded."""
     pair = load_pair(name)
     config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True)
     print(json.dumps({"ready": True}), flush=True)

@@ -1,5 +1,5 @@
-"""Count what a structure accepts, and price it by Eq. 3: no clock, so that many structures can be compared
-and tuned.
+"""Count what a structure accepts, and evaluate it by Eq. 3: no clock, so that many structures can be
+compared and tuned.
 
 Tokens are counted on the small pair that computes the scaled pair's function; milliseconds are those of the
 scaled pair's profile."""
@@ -67,7 +67,7 @@ class Counter:
 
     Args:
         twin: The pair that decodes.
-        latency: The profile that prices its steps.
+        latency: The profile with the times of its steps.
         prompts: Token lists.
         num_tokens: New tokens per prompt.
         temperature: Of the sampling; every prompt has its own seed.
@@ -114,7 +114,7 @@ class Counter:
         return Count(tokens, passes, ms, plain_ms)
 
     def best(self, shapes: Mapping[str, Shape]) -> str:
-        """The name of the structure with the greatest speedup by Eq. 3: how baselines are tuned."""
+        """The name of the structure with the largest speedup by Eq. 3: how baselines are tuned."""
         speedups = {name: self.count(shape).speedup for name, shape in shapes.items()}
         return max(speedups, key=lambda name: speedups[name])
 
@@ -152,7 +152,7 @@ def candidates(structure: str, pair: LoadedPair, *, verify: int | None = None) -
     Args:
         structure: "sequence", "DISCO", "K-ary" or "OPT-Tree".
         pair: Its menu bounds them.
-        verify: Only structures that verify so many nodes at most; None leaves that open as well.
+        verify: Most nodes to verify; None for no limit.
     """
     config = pair.bundle.config
     widths = config.verify_widths if verify is None else (verify,)

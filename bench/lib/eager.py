@@ -1,4 +1,4 @@
-"""The pair without a compiler: the same forwards, operator by operator, behind the same protocol."""
+"""The pair without a compiler: the same forwards, operator by operator, with the same protocol."""
 
 from __future__ import annotations
 

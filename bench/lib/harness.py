@@ -1,4 +1,4 @@
-"""The one harness behind every claim: arms take turns prompt by prompt, texts are compared before speeds,
+"""The harness of every claim: arms take turns prompt by prompt, texts are compared before speeds,
 figures carry their spread.
 
 ```
@@ -50,7 +50,7 @@ RESAMPLES = 2000  # bootstrap
 
 
 class TextMismatchError(AssertionError):
-    """An arm that must emit the reference's tokens did not: its speed is not worth reporting."""
+    """An arm that must emit the reference's tokens did not: its speed is not reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,8 @@ class Generation:
         total_ms: Wall clock of the whole call, prefill included.
         first_ms: Wall clock until the first new tokens were there.
         first_tokens: How many came then.
-        target_passes: Target forwards; whether prefill is among them is the arm's to say.
-        detail: Anything else worth keeping.
+        target_passes: Target forwards; whether prefill is among them depends on the arm.
+        detail: Anything else to keep.
     """
 
     token_ids: Sequence[int]
@@ -97,7 +97,7 @@ class Arm:
         name: In tables and JSON.
         generate: Decodes a prompt.
         exact: Whether its tokens must equal the reference arm's; if not, agreement is counted.
-        num_prompts: Takes part in so many rounds only, the first ones; None in all.
+        num_prompts: Number of rounds, the first ones, that it takes part in; None for all.
     """
 
     name: str
@@ -327,7 +327,7 @@ class MemoryStream:
 
 
 def environment() -> dict[str, Any]:
-    """What a figure depends on besides the code: processor, versions, date, commit, load."""
+    """What a figure depends on apart from the code: processor, versions, date, commit, load."""
     import transformers
 
     return {

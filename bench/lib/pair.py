@@ -97,7 +97,7 @@ def bench_target(source: Path, min_parameters: int) -> BenchTarget:
 
     Args:
         source: Hugging Face folder.
-        min_parameters: The width grows fourfold and then layers are added until the model has so many; 0
+        min_parameters: The width grows fourfold and then layers are added until the model has this many; 0
             keeps the source.
     """
     config = load_config(str(source))

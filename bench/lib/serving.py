@@ -95,7 +95,7 @@ def poisson(
 def traced(
     texts: Sequence[Sequence[int]], trace: Sequence[TraceRequest], *, rate: float, seconds: float
 ) -> list[Arrival]:
-    """A trace pressed into so many seconds and thinned to so many requests a second on average; lengths are
+    """A trace compressed to `seconds` and thinned to `rate` requests a second on average; lengths are
     scaled, their ranks kept.
 
     A prompt of the trace's median length becomes a third of LONGEST_PROMPT, an output of the median length
@@ -123,7 +123,7 @@ class Clock(ABC):
     @property
     @abstractmethod
     def now(self) -> float:
-        """Seconds; never 0, which books take for "not yet"."""
+        """Seconds; never 0, which stands for "not yet"."""
 
     @abstractmethod
     def advance(self, seconds: float) -> None:
@@ -172,21 +172,21 @@ class OwnClock(Clock):
 
 
 class ProfileClock(Clock):
-    """A clock that only forwards move, by what the profile says of their graph at the context of their
+    """A clock that only forwards move, by the profile's time of their graph at the context of their
     tokens: a machine without neighbours.
 
     Args:
-        batcher: Its models are priced; they compute what they always do.
+        batcher: Its models get times from the profile; they compute what they always do.
         latency: The profile.
     """
 
     def __init__(self, batcher: Batcher, latency: LatencyModel) -> None:
         self._now = 1.0
-        priced: tuple[Any, Any] = (
+        timed: tuple[Any, Any] = (
             _Priced(batcher.target, latency.verify, latency.plain_host_ms, self),
             _Priced(batcher.draft, latency.draft, latency.growth_host_ms, self),
         )
-        batcher.target, batcher.draft = priced
+        batcher.target, batcher.draft = timed
 
     @property
     def now(self) -> float:
@@ -293,7 +293,7 @@ class Replay(Observer):
         }
 
     def timeline(self, bin_s: float) -> dict[str, list[float]]:
-        """Tokens a second, mean gamma and running rows in bins of so many seconds."""
+        """Tokens a second, mean gamma and running rows in bins of `bin_s` seconds."""
         num_bins = int(self.seconds / bin_s) + 1
         tokens = np.zeros(num_bins)
         gammas = [[] for _ in range(num_bins)]
@@ -383,9 +383,8 @@ def in_turns(
     policies: Mapping[str, GammaPolicy],
     arrivals: Sequence[Arrival],
 ) -> dict[str, Replay]:
-    """Serve the same arrivals with every arm: whose clock is furthest behind takes the next step, so a slow
-    second of the machine is everybody's.
-    """
+    """Serve the same arrivals with every arm: the one with the earliest clock takes the next step, so a
+    slow second of the machine is everybody's."""
     players: dict[str, Player] = {}
     for name, (batcher, clock) in arms.items():
         with clock.running():

@@ -122,7 +122,7 @@ class Subject:
 
 
 def subject(options: argparse.Namespace, draft_name: str = "bundled") -> Subject:
-    """The bundled target, inflated as the options of `add_options` say, with one of the drafts; with
+    """The bundled target, inflated as the options of `add_options` log, with one of the drafts; with
     `--llama-7b` that is inflated too.
     """
     source = bundled_models()[0].resolve()
@@ -152,7 +152,7 @@ def add_options(parser: argparse.ArgumentParser, *, devices: Sequence[str] = ("c
         type=int,
         default=MIN_PARAMETERS,
         metavar="N",
-        help="inflate the target to so many; 0 as it is (default: %(default)s)",
+        help="parameters of the inflated target; 0 leaves it as it is (default: %(default)s)",
     )
     parser.add_argument(
         "--llama-7b",

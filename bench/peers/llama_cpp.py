@@ -26,7 +26,7 @@ __all__ = ["LlamaCpp", "converted", "llama_cpp_peer", "without_end", "write_gene
 CONTEXT = 1024  # tokens
 START_S = 300  # to load the models
 UNSEEN = "ÿ"  # byte 0xFF in byte-level BPE: no valid text has it, so no model writes it
-END = "<|endoftext|>"  # llama.cpp knows it by name, whatever the configuration says
+END = "<|endoftext|>"  # llama.cpp knows it by name, whatever the configuration has
 CONVERT = """
 import importlib, runpy, sys
 from pathlib import Path
@@ -41,7 +41,7 @@ base.TextModel._set_vocab_sentencepiece = base.TextModel._set_vocab_gpt2  # trie
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ class LlamaCpp:
             raise PeerError(f"--llama-cpp {folder}: no {missing} there")
         return cls(servers[0].resolve(), converters[0])
 
-    def says(self, option: str) -> str:
+    def output_of(self, option: str) -> str:
         """What the server prints for `--help` or `--version`."""
         done = subprocess.run([self.server, option], capture_output=True, text=True, check=False)
         return done.stdout + done.stderr
 
     def draft_options(self, draft: Path, count: int) -> list[str | Path]:
         """Speculative decoding with `count` drafted tokens, in the words of this version."""
-        if "--spec-draft-n-max" in self.says("--help"):
+        if "--spec-draft-n-max" in self.output_of("--help"):
             return ["--model-draft", draft, "--spec-type", "draft-simple", "--spec-draft-n-max", str(count)]
         return ["--model-draft", draft, "--draft-max", str(count), "--draft-min", "0", "--draft-p-min", "0"]
 
@@ -105,7 +105,7 @@ def llama_cpp_peer(
     num_tokens: int,
     assistant_tokens: Sequence[int],
     num_threads: int,
-    say: Say,
+    log: Log,
 ) -> Iterator[Peer]:
     """llama.cpp in bf16, converted on first use, served by child processes that end with the block.
 
@@ -117,18 +117,18 @@ def llama_cpp_peer(
         assistant_tokens: Draft lengths; every one has a server of its own, for a request cannot choose it.
             They map one file: the weights are there once.
         num_threads: As in `torch.set_num_threads`.
-        say: Told about what takes long.
+        log: Told about what takes long.
 
     Raises:
         PeerError: something is missing or failed.
     """
     found = LlamaCpp.find(folder)
-    target_file, draft_file = (converted(found, source, say) for source in (target, draft))
+    target_file, draft_file = (converted(found, source, log) for source in (target, draft))
     counts: dict[str, int | None] = {
         "llama.cpp plain": None,
         **{f"llama.cpp draft, k={count}": count for count in assistant_tokens},
     }
-    say("llama.cpp: loading")
+    log("llama.cpp: loading")
     with ExitStack() as stack:
         arms = []
         for name, count in counts.items():
@@ -137,7 +137,7 @@ def llama_cpp_peer(
                 _served([found.server, "--model", target_file, *drafting, *_options(num_threads)])
             )
             arms.append(_arm(name, url, num_tokens))
-        record = {"version": found.says("--version").splitlines(), "options": _options(num_threads)}
+        record = {"version": found.output_of("--version").splitlines(), "options": _options(num_threads)}
         yield Peer(name="llama.cpp", plain=arms[:1], speculative=arms[1:], record=record)
 
 
@@ -237,7 +237,7 @@ def write_generation(name: str, reply: dict[str, Any], num_tokens: int) -> Gener
     )
 
 
-def converted(llama_cpp: LlamaCpp, source: Path, say: Say) -> Path:
+def converted(llama_cpp: LlamaCpp, source: Path, log: Log) -> Path:
     """The model as a bf16 GGUF file, made once under the artifact root.
 
     Raises:
@@ -249,7 +249,7 @@ def converted(llama_cpp: LlamaCpp, source: Path, say: Say) -> Path:
     ]
     out = artifacts.root() / "bench_peers" / f"gguf-{artifacts.digest(*digests, CONVERT)}"
     if not out.exists():
-        say(f"llama.cpp: converting {source.name}")
+        log(f"llama.cpp: converting {source.name}")
         with tempfile.TemporaryDirectory() as copy, artifacts.atomic_directory(out) as folder:
             without_end(source, Path(copy))
             command: list[str | Path] = [

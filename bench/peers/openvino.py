@@ -32,7 +32,7 @@ PACKAGES = (
 # required by name only; a build that does not match torch's keeps transformers from loading
 UNWANTED = "torchvision"
 CHILD = Path(__file__).parent / "openvino_child.py"
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def openvino_peer(
     num_tokens: int,
     assistant_tokens: Sequence[int],
     num_threads: int,
-    say: Say,
+    log: Log,
 ) -> Iterator[Peer]:
     """OpenVINO GenAI in bf16, installed and converted on first use, loaded in a child process that ends
     with the block.
@@ -54,14 +54,14 @@ def openvino_peer(
         num_tokens: New tokens per prompt.
         assistant_tokens: Draft lengths.
         num_threads: As in `torch.set_num_threads`.
-        say: Told about what takes long.
+        log: Called before what takes long.
 
     Raises:
         PeerError: pip, the exporter or the pipeline failed.
     """
-    python = environment_python(say)
-    models = [converted(python, folder, say) for folder in (target, draft)]
-    say("OpenVINO: loading")
+    python = environment_python(log)
+    models = [converted(python, folder, log) for folder in (target, draft)]
+    log("OpenVINO: loading")
     with JsonLines([python, "-I", CHILD, *models, str(num_threads)], name="OpenVINO") as child:
         plain, speculative = openvino_arms(child, num_tokens, assistant_tokens)
         yield Peer(
@@ -99,7 +99,7 @@ def openvino_arms(
     return [arm("OpenVINO plain", PAGED), arm("OpenVINO plain, SDPA", SDPA)], speculative
 
 
-def environment_python(say: Say) -> Path:
+def environment_python(log: Log) -> Path:
     """The interpreter of a virtual environment that holds `PACKAGES`, made once under the artifact root.
 
     Raises:
@@ -110,27 +110,29 @@ def environment_python(say: Say) -> Path:
     folder = artifacts.root() / "bench_peers" / "openvino"
     python = folder / "bin" / "python"
     finished = folder / "packages.txt"
-    log = folder.with_suffix(".log")
+    output = folder.with_suffix(".log")
     if finished.exists() and finished.read_text() == "\n".join(PACKAGES):
         return python
     start = time.perf_counter()
-    say(f"OpenVINO: making its environment, once ({', '.join(PACKAGES)})")
+    log(f"OpenVINO: making its environment, once ({', '.join(PACKAGES)})")
     venv.create(folder, with_pip=True, clear=True)
-    run_logged([python, "-m", "pip", "install", *PACKAGES], log, what="pip install of OpenVINO")
-    run_logged([python, "-m", "pip", "uninstall", "-y", UNWANTED], log, what=f"pip uninstall of {UNWANTED}")
+    run_logged([python, "-m", "pip", "install", *PACKAGES], output, what="pip install of OpenVINO")
+    run_logged(
+        [python, "-m", "pip", "uninstall", "-y", UNWANTED], output, what=f"pip uninstall of {UNWANTED}"
+    )
     finished.write_text("\n".join(PACKAGES))
-    say(f"OpenVINO: installed in {time.perf_counter() - start:.0f} s")
+    log(f"OpenVINO: installed in {time.perf_counter() - start:.0f} s")
     return python
 
 
-def converted(python: Path, source: Path, say: Say) -> Path:
+def converted(python: Path, source: Path, log: Log) -> Path:
     """The model in OpenVINO's format with weights as the checkpoint has them, neither compressed nor
     shared; made once under the artifact root.
 
     Args:
         python: Of an environment with optimum-intel.
         source: Hugging Face folder.
-        say: Told when there is something to convert.
+        log: Called when there is something to convert.
 
     Raises:
         PeerError: the exporter failed, or its weights are smaller than the checkpoint's.
@@ -139,7 +141,7 @@ def converted(python: Path, source: Path, say: Say) -> Path:
     out = artifacts.root() / "bench_peers" / f"openvino-{key}"
     if out.exists():
         return out
-    say(f"OpenVINO: converting {source.name}")
+    log(f"OpenVINO: converting {source.name}")
     with tempfile.TemporaryDirectory() as copy, artifacts.atomic_directory(out) as folder:
         num_bytes = distinct_zeros(source, Path(copy))
         # without --weight-format the exporter keeps the checkpoint's bf16; above a milliard parameters it

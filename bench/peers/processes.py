@@ -45,7 +45,7 @@ COMPILE_CONFIGS: Mapping[str, Mapping[str, Any]] = {
 
 
 class PeerError(RuntimeError):
-    """A peer could not be set up, or did not answer as asked: one line that says what to do or where to
+    """A peer could not be set up, or did not answer as asked: one line with what to do or where to
     look.
     """
 
@@ -114,7 +114,7 @@ class JsonLines:
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request and wait for its answer."""
         assert self._child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended: reading says so, with its last words
+        with contextlib.suppress(BrokenPipeError):  # it ended: reading reports that, with its last line
             self._child.stdin.write(json.dumps(request) + "\n")
         return self._answer()
 
@@ -163,7 +163,9 @@ def run_logged(command: Sequence[str | Path], log: Path, *, what: str) -> None:
 
 
 def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+    return next(
+        (line.strip() for line in reversed(text.splitlines()) if line.strip()), "it printed nothing"
+    )
 
 
 def transformers_peer(
@@ -269,7 +271,7 @@ def compiled_arms(target: Path, *, num_tokens: int, dtype: torch.dtype = torch.b
         # one each: generate() compiles anew whenever a model's configuration changes
         model = _load(target, dtype)
         config = CompileConfig(dynamic=False, **settings)
-        config._compile_all_devices = True  # generate() compiles on a CPU only when told so
+        config._compile_all_devices = True  # generate() compiles on a CPU only if this is set
         return Arm(
             name=name,
             generate=lambda prompt: _generate(

@@ -55,7 +55,7 @@ def test_a_rehearsal_replaces_no_result(
     monkeypatch.setattr(
         script,
         "measure",
-        lambda options, *say: {"claim": script.CLAIM, "quick": options.quick, **FOUND[script.CLAIM]},
+        lambda options, *log: {"claim": script.CLAIM, "quick": options.quick, **FOUND[script.CLAIM]},
     )
     script.main()
     written = list((home / "bench_results" if quick else results).iterdir())

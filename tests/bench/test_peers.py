@@ -1,4 +1,4 @@
-"""Peers answer line by line or fail in one line, are timed and counted as they say, and are held against
+"""Peers answer line by line or fail in one line, are timed and counted as they log, and are held against
 their own plain text.
 """
 
@@ -24,9 +24,9 @@ from bench.peers import openvino, openvino_child
 from bench.peers.llama_cpp import LlamaCpp, llama_cpp_peer, without_end, write_generation
 from bench.peers.processes import JsonLines, Peer, PeerError, run_logged
 
-SAYS = (
-    "import json, sys\nsay = lambda answer: print(json.dumps(answer), "
-    "flush=True)\nsay({'versions': {'fake': '1'}})\n"
+ANSWERS = (
+    "import json, sys\nlog = lambda answer: print(json.dumps(answer), "
+    "flush=True)\nlog({'versions': {'fake': '1'}})\n"
 )
 DECODES = """
 for line in sys.stdin:
@@ -34,12 +34,12 @@ for line in sys.stdin:
     length = asked["num_assistant_tokens"] or 1
     tokens = [asked["prompt"][0]] * asked["num_tokens"]
     passes = len(tokens) // length
-    say({"token_ids": tokens, "total_ms": 8.0 / length, "first_ms": 2.0, "target_passes": passes})
+    log({"token_ids": tokens, "total_ms": 8.0 / length, "first_ms": 2.0, "target_passes": passes})
 """
 
 
 def child(script: str) -> JsonLines:
-    return JsonLines([sys.executable, "-c", SAYS + script], name="fake")
+    return JsonLines([sys.executable, "-c", ANSWERS + script], name="fake")
 
 
 def executable(path: Path, script: str) -> Path:
@@ -50,14 +50,14 @@ def executable(path: Path, script: str) -> Path:
 
 
 def test_a_child_greets_and_answers_every_line() -> None:
-    with child("for line in sys.stdin: say({'got': json.loads(line)})") as fake:
+    with child("for line in sys.stdin: log({'got': json.loads(line)})") as fake:
         assert fake.greeting == {"versions": {"fake": "1"}}
         assert [fake.ask({"n": n}) for n in range(3)] == [{"got": {"n": n}} for n in range(3)]
 
 
 def test_an_error_of_a_child_is_one_line() -> None:
     with (
-        child("for line in sys.stdin: say({'error': 'no such pipeline'})") as fake,
+        child("for line in sys.stdin: log({'error': 'no such pipeline'})") as fake,
         pytest.raises(PeerError, match=r"^fake: no such pipeline$"),
     ):
         fake.ask({})
@@ -98,7 +98,7 @@ def test_openvino_arms_ask_for_their_pipeline_and_draft_length() -> None:
 
 def test_a_text_of_another_length_is_refused() -> None:
     with child(
-        "for line in sys.stdin: say({'token_ids': [1], 'total_ms': 1, 'first_ms': 1, 'target_passes': 1})"
+        "for line in sys.stdin: log({'token_ids': [1], 'total_ms': 1, 'first_ms': 1, 'target_passes': 1})"
     ) as fake:
         plain, _ = openvino.openvino_arms(fake, 2, ())
         with pytest.raises(PeerError, match="1 tokens came instead of 2"):
@@ -280,7 +280,7 @@ def test_llama_cpp_is_converted_served_and_asked(
         "draft": checkpoint,
     }
     with llama_cpp_peer(
-        **folders, num_tokens=9, assistant_tokens=(6,), num_threads=2, say=said.append
+        **folders, num_tokens=9, assistant_tokens=(6,), num_threads=2, log=said.append
     ) as peer:
         done = {arm.name: arm.generate([4, 5]) for arm in peer.arms}
     assert said == ["llama.cpp: converting checkpoint", "llama.cpp: loading"]
@@ -320,7 +320,7 @@ def test_a_server_that_does_not_start_says_why(
         num_tokens=2,
         assistant_tokens=(),
         num_threads=1,
-        say=lambda line: None,
+        log=lambda line: None,
     )
     with pytest.raises(PeerError, match="did not start: no such file"), peer:
         pass

@@ -1,4 +1,4 @@
-"""RESULTS.md is what the committed results say, and each state of a claim can be told from its cell."""
+"""RESULTS.md is what the committed results log, and each state of a claim can be told from its cell."""
 
 from __future__ import annotations
 
