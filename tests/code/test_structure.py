@@ -106,7 +106,7 @@ def test_all_is_sorted_and_every_name_exists(module: str) -> None:
 
 
 GLOBAL_SHAPES = frozenset("BNKWVCAEDM")  # the legend in yggdrasil/__init__.py
-SHAPE_SUFFIX = re.compile(r"\w*[a-z0-9]_([A-Z][A-Z0-9]*)_?")
+SHAPE_SUFFIX = re.compile(r"(?=.*[a-z])\w*[a-z0-9]_([A-Z][A-Z0-9]*)_?")
 
 
 def names(tree: ast.Module) -> set[str]:
@@ -135,7 +135,7 @@ def listed_shapes(docstring: str) -> set[str]:
 
 
 def test_shapes_are_read_from_names_and_docstrings() -> None:
-    assert shape_letters(ast.parse("key_PGSF, MAX_LEN, sizes, _root_N = x.logits_NV")) == set("PGSFNV")
+    assert shape_letters(ast.parse("key_PGSF, MAX_LEN, BF16_PAD, _root_N = x.logits_NV")) == set("PGSFNV")
     assert listed_shapes("Keys.\n\nShapes: G = KV heads, S = slots of\na page, 16.\n\nT = 3") == {"G", "S"}
 
 

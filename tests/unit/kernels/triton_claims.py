@@ -425,7 +425,9 @@ def shapes_that_the_kernels_would_read_wrong_are_refused(device: str) -> None:
     assert_refused(
         "a page contiguous", query, key, value, key_cache.transpose(1, 2), value_cache, meta, pages
     )
-    assert_refused("equally far apart", query, key, value, key_cache.contiguous(), value_cache, meta, pages)
+    assert_refused(
+        "have the same stride", query, key, value, key_cache.contiguous(), value_cache, meta, pages
+    )
     assert_refused("no kernel for head dimension 32 in torch.float16", query.half(), *arguments[1:])
 
 
