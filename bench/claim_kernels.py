@@ -33,7 +33,7 @@ from torch import Tensor
 from bench.claim_roofline import Sampler, at_least, at_most, in_turns
 from bench.lib.claim import Log, save_figure
 from bench.lib.harness import environment, save_result, spread
-from yggdrasil.kernels.migrate import move_pages_, move_pages_plain_
+from yggdrasil.kernels.migrate import move_pages_, move_pages_reference_
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import empty_meta, pack_nodes_plain_
 from yggdrasil.tree import TokenTree
@@ -200,7 +200,7 @@ def storage_samplers(storage_PL2GSF: Tensor) -> tuple[dict[Any, Sampler], int]:
     samplers = {
         "copy": captured(lambda: other.copy_(copied)),
         "migration": captured(lambda: move_pages_(storage_PL2GSF, source_M, target_M)),
-        "migration, torch": captured(lambda: move_pages_plain_(storage_PL2GSF, source_M, target_M)),
+        "migration, torch": captured(lambda: move_pages_reference_(storage_PL2GSF, source_M, target_M)),
         "commit": captured(lambda: commit_(storage_PL2GSF, committed, 100)),
     }
     return samplers, len(source_M) * storage_PL2GSF[0].nbytes
@@ -224,7 +224,7 @@ def assert_exact(subject: Subject, context: int) -> None:
     plain = storage.clone()
     (source_M, target_M) = moves(len(storage))
     move_pages_(storage, source_M, target_M)
-    move_pages_plain_(plain, source_M, target_M)
+    move_pages_reference_(plain, source_M, target_M)
     assert torch.equal(storage, plain), "migration moved other bytes than the plain operators"
     sources = torch.tensor(COMMITTED, device="cuda") + 30
     commit_(storage, sources.to(torch.int32), 30)

@@ -46,17 +46,22 @@ def group(module: str) -> int:
 
 def imports(module: str) -> list[str]:
     """Every module of the package that `module` imports, at the top or inside a function."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
     found = []
-    for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
+    for node in ast.walk(source(module)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative import"
             found += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
     return [name for name in found if name in MODULES]
+
+
+def source(module: str) -> ast.Module:
+    """The syntax tree of a module."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return ast.parse(Path(spec.origin).read_text())
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -87,13 +92,8 @@ def reading_order(name: str) -> tuple[int, str]:
 def test_all_is_sorted_and_every_name_exists(module: str) -> None:
     loaded = importlib.import_module(module)
     names = getattr(loaded, "__all__", None)
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
     defined = [
-        node.name
-        for node in ast.parse(Path(spec.origin).read_text()).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        node.name for node in source(module).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
     ]
     if names is None:
         assert [name for name in defined if not name.startswith("_")] == [], (
@@ -103,6 +103,48 @@ def test_all_is_sorted_and_every_name_exists(module: str) -> None:
     assert list(names) == sorted(names, key=reading_order)
     assert [name for name in names if not hasattr(loaded, name)] == []
     assert len(set(names)) == len(names)
+
+
+GLOBAL_SHAPES = frozenset("BNKWVCAEDM")  # the legend in yggdrasil/__init__.py
+SHAPE_SUFFIX = re.compile(r"(?=.*[a-z])\w*[a-z0-9]_([A-Z][A-Z0-9]*)_?")
+
+
+def names(tree: ast.Module) -> set[str]:
+    """Every variable, argument and attribute that a module names."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.arg | ast.keyword):
+            found.add(node.arg or "")
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+    return found
+
+
+def shape_letters(tree: ast.Module) -> set[str]:
+    """The letters of every shape suffix: of `key_PGSF` P, G, S and F."""
+    suffixes = [match[1] for name in names(tree) if (match := SHAPE_SUFFIX.fullmatch(name))]
+    return {letter for suffix in suffixes for letter in suffix if letter.isalpha()}
+
+
+def listed_shapes(docstring: str) -> set[str]:
+    """The letters that a module docstring lists: `Shapes: G = KV heads, S = slots of a page.`"""
+    paragraph = re.search(r"^Shapes: (.*?)(?:\n\s*\n|\Z)", docstring, re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"\b([A-Z]) = ", paragraph[1])) if paragraph else set()
+
+
+def test_shapes_are_read_from_names_and_docstrings() -> None:
+    assert shape_letters(ast.parse("key_PGSF, MAX_LEN, BF16_PAD, _root_N = x.logits_NV")) == set("PGSFNV")
+    assert listed_shapes("Keys.\n\nShapes: G = KV heads, S = slots of\na page, 16.\n\nT = 3") == {"G", "S"}
+
+
+@pytest.mark.xfail(strict=False, reason="branches list their shapes one after another")
+@pytest.mark.parametrize("module", ["yggdrasil", *MODULES])
+def test_every_shape_letter_is_global_or_listed_in_its_module(module: str) -> None:
+    tree = source(module)
+    unlisted = shape_letters(tree) - GLOBAL_SHAPES - listed_shapes(ast.get_docstring(tree) or "")
+    assert sorted(unlisted) == []
 
 
 def tracked_files() -> list[Path]:

@@ -1,6 +1,4 @@
-"""Our few operators; each has a torch reference, a C++ body for the CPU and, where it pays, a Triton body
-for CUDA, side by side.
-"""
+"""Our operators: a torch reference, a C++ body for the CPU and, for some, a Triton body for CUDA."""
 
 from yggdrasil.kernels.build import (
     build_kernels,

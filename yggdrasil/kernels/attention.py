@@ -1,4 +1,8 @@
-"""`ygg::attend`: store fresh keys and values, then attend to a prefix and a path in position order."""
+"""`ygg::attend`: store fresh keys and values, then attend to a prefix and a path in position order.
+
+Shapes: H = query heads, G = KV heads, F = features of a head, P = pages (in `pages_BP` of a row), S = slots
+of a page, L = keys that a token sees.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,11 @@ def reference(
         query_1HNF: Queries, (1, H, N, F), bfloat16 or float32.
         key_1GNF: Keys of the same tokens, (1, G, N, F); H is a multiple of G.
         value_1GNF: Their values, (1, G, N, F).
-        key_cache_PGSF: Keys by page, (P, G, 16, F), what a page holds contiguous: the keys of one head lie
-            together, as they are read. Written at each token's INDEX.
+        key_cache_PGSF: Keys by page, (P, G, 16, F). Each page is contiguous, so the keys of one head lie
+            together. Written at each token's INDEX.
         value_cache_PGSF: Values by page, (P, G, 16, F), with the same strides; written likewise.
-        meta_NM: One row of metadata a token, int32; see layout.py.
-        pages_BP: Page of every 16 indices of a row, int32.
+        meta_NM: One row of metadata per token, int32; see layout.py.
+        pages_BP: The page of each 16 indices of a row, int32.
         scale: Factor on the scores.
 
     Returns:
@@ -40,7 +44,8 @@ def reference(
     Cost: N host loops and syncs; for tests.
     Aliasing: mutates both caches, aliases nothing.
     Source: Yggdrasil section 4.2 (attention mask of the tree's causal dependency), as index lists instead
-    of a mask."""
+    of a mask.
+    """
     group = query_1HNF.shape[1] // key_1GNF.shape[1]
     out_1NHF = torch.zeros_like(query_1HNF.transpose(1, 2))
 
@@ -74,18 +79,9 @@ def reference(
 
 
 def register() -> None:
-    """Tell the compiler the operator's output shape; called once, after the library is loaded."""
+    """Give the compiler the operator's output shape; call once, after the library is loaded."""
 
-    def fake(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        meta: Tensor,
-        pages: Tensor,
-        scale: float,
-    ) -> Tensor:
+    def fake(query: Tensor, *_: object) -> Tensor:
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
 
     torch.library.register_fake("ygg::attend", fake)

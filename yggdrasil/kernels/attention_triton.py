@@ -1,33 +1,39 @@
-"""Triton bodies of `ygg::attend` for CUDA: one pair of kernels for plain decoding, trees, batches and
-prompt chunks, exact to the bit.
+"""Triton bodies of `ygg::attend` for CUDA, exact to the bit.
 
-A token sees a flat sequence of places, 0 .. len-1: indices 0 .. prefix-1 of its row, then its path. Its
-last places, at least as many as a path can have, are its *tail*; everything before is its *body*, whole
-blocks that hold prefix alone, so place and index are one there and neighbours share keys.
+One pair of kernels serves plain decoding, trees, batches and prompt chunks. A token sees a flat sequence of
+places, 0 .. len-1: indices 0 .. prefix-1 of its row, then its path. Its last places, at least as many as a
+path can have, are its *tail*. Everything before is its *body*: whole blocks that hold only prefix, so there
+place and index are equal and neighbours share keys.
 
 ```
 place        0          block                                          body_len          len
              |-----------|-----------|- ... -|-----------|-----------|-|------------------|
-             |   body: blocks of places, several tokens at a time      |  tail: the token's own, gathered in the order of its path
+             |   body: blocks of places, for several tokens            |  tail of one token
              |--------- split 0 ---------|--------- split 1 -----------|
-body_kernel  a program a split: online softmax over its blocks; lanes = tokens of one row x query heads of one KV head
-                 lane   0 .. GROUP-1 | GROUP .. 2 GROUP-1 | ...
-                 token  n            | n+1                |          a lane whose body ends before a block keeps its sums as they are
-tail_kernel  a program a token and KV head: its tail as one block, then split 0 + split 1 + ... + tail, in that order
+lanes        0 .. GROUP-1 | GROUP .. 2 GROUP-1 | ...
+tokens       n            | n+1                | ...
 ```
 
-Exactness: `body_len` is a function of `len` alone. Blocks, splits, the tail, their order and the
-instructions over them are functions of a token's own places, and a lane either takes part in a block with
-all of its places or is left untouched. So a token's bits depend neither on its slots or pages, nor on its
-neighbours, nor on how many tokens there are, nor on whether a place came from the prefix or from the path.
-They do depend on the `Config` and on the metadata's path width, which are the same in all graphs of a
-model; that is why no entry of the menu depends on the number of tokens.
+`body_kernel` runs one program per split: an online softmax over its blocks. The lanes are the tokens of one
+row times the query heads of one KV head. A lane whose body ends before a block keeps its sums.
+`tail_kernel` runs one program per token and KV head: it computes the tail as one block, gathered in the
+order of the path, then adds split 0 + split 1 + ... + tail in that order.
 
-Departure: a tree's mask is often held as bits over slots; here metadata lists a token's ancestors
+Exactness: `body_len` is a function of `len` alone. Blocks, splits, the tail, their order and their
+instructions are functions of a token's own places, and a lane takes part in a block with all of its places
+or not at all. So a token's bits depend neither on its slots or pages, nor on its neighbours, nor on the
+number of tokens, nor on whether a place came from the prefix or from the path. They do depend on the
+`Config` and on the metadata's path width, which are the same in all graphs of a model; so no entry of the
+menu depends on the number of tokens.
+
+Departure: others often hold a tree's mask as bits over slots; here metadata lists a token's ancestors
 (layout.py). A sum in position order needs the order of the path, which bits over slots would give only
-after they were compacted. Scores of one block are summed by one matrix product, within which the hardware
-orders the terms; that order belongs to the place in the block. That rows of a product do not depend on each
-other on a device is what the tests marked `gpu` check."""
+after compaction. One matrix product sums the scores of one block, and the hardware orders its terms; that
+order belongs to the place in the block. The tests marked `gpu` check that the rows of a product do not
+depend on each other on a device.
+
+Shapes: R = rows of a program (its lanes), J = places of a block, F = features of a head, S = splits.
+"""
 
 from __future__ import annotations
 
@@ -58,26 +64,26 @@ __all__ = [
 ]
 
 LOG2_E: Final = log2(e)
-TAIL_LANES: Final = 16  # the fewest rows of a matrix product
+TAIL_LANES: Final = 16  # the smallest number of rows of a matrix product
 TAIL_WARPS: Final = 4
 STORE_WARPS: Final = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How a body is cut up and compiled: an entry of the menu.
+    """How a body is divided and compiled: an entry of the menu.
 
     Args:
-        lanes: Query rows of a program; a power of two from 16 on. At 32 at most, every device multiplies
-            them by the same instruction.
+        lanes: Query rows of a program; a power of two from 16 on. Up to 32, every device multiplies them
+            with the same instruction.
         block: Places multiplied at once; a power of two from 16 on.
         split: Places of a program; a multiple of `block`.
-        num_warps: Of a program of the body.
-        num_stages: Of its pipeline; page numbers come first and take every other stage, so 3, 5 and 7 keep
-            one, two and three blocks in flight.
+        num_warps: Warps of a program of the body.
+        num_stages: Stages of its pipeline. Page numbers come first and take every other stage, so 3, 5 and
+            7 keep one, two and three blocks in flight.
 
     Raises:
-        ValueError: a size that the kernels cannot have.
+        ValueError: the kernels do not allow a size.
     """
 
     lanes: int
@@ -91,12 +97,11 @@ class Config:
             if size < 16 or size & (size - 1):
                 raise ValueError(f"{name} of the attention kernel is {size}; allowed are 16, 32, 64, ...")
         if self.split % self.block or self.split <= 0:
-            raise ValueError(
-                f"split of the attention kernel is {self.split}; allowed are multiples of block, {self.block}"
-            )
+            allowed = f"multiples of block, {self.block}"
+            raise ValueError(f"split of the attention kernel is {self.split}; allowed are {allowed}")
 
     def num_splits(self, capacity: int, path_width: int) -> int:
-        """Splits of the longest body that so many indices a row can give; at least one."""
+        """Splits of the longest body in rows of `capacity` indices; at least one."""
         return max(1, int(triton.cdiv(max(0, capacity - path_width), self.split)))
 
 
@@ -108,10 +113,12 @@ CONFIGS: Final[Mapping[tuple[torch.dtype, int], Config]] = {
     (torch.float32, 128): Config(lanes=16, block=16, split=128, num_warps=4, num_stages=3),
     (torch.float32, 256): Config(lanes=16, block=16, split=128, num_warps=4, num_stages=3),
 }
-"""The menu, by dtype and head dimension (rounded up to a power of two, 64 at least). Baked into a graph
-when it is compiled, never searched at start. Chosen from what the compiler reports for sm_80 and sm_90
-(registers, shared memory, no spills), not measured: no device was at hand. `bench/claim_kernels.py --tune`
-times the candidates on one."""
+"""The menu, by dtype and head dimension (rounded up to a power of two, at least 64).
+
+A graph has its entry from the compilation on; nothing is searched at start. The entries were chosen from
+the compiler's reports for sm_80 and sm_90 (registers, shared memory, no spills) and not measured, for lack
+of a device. `bench/claim_kernels.py --tune` times the candidates on one.
+"""
 
 CANDIDATES: Final = (
     Config(lanes=16, block=16, split=128, num_warps=2, num_stages=5),
@@ -126,7 +133,7 @@ CANDIDATES: Final = (
     Config(lanes=32, block=32, split=256, num_warps=4, num_stages=5),
     Config(lanes=32, block=64, split=256, num_warps=4, num_stages=3),
 )
-"""What `tune` times."""
+"""The entries that `tune` times."""
 
 
 def config_for(dtype: torch.dtype, dim: int) -> Config:
@@ -138,31 +145,33 @@ def config_for(dtype: torch.dtype, dim: int) -> Config:
     config = CONFIGS.get((dtype, max(64, triton.next_power_of_2(dim))))
     if config is None:
         raise ValueError(
-            f"attention on CUDA: no kernel for head dimension {dim} in {dtype}; allowed are up to 256 in torch.bfloat16 or torch.float32"
+            f"attention on CUDA: no kernel for head dimension {dim} in {dtype}; allowed are up to 256 in "
+            "torch.bfloat16 or torch.float32"
         )
     return config
 
 
 @triton.jit
 def _body_len(length, PATH_WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Places before the tail: whole blocks, and no place that could be of a path."""
+    """Places before the tail: whole blocks without any place that could belong to a path."""
     return tl.maximum(length - PATH_WIDTH, 0) // BLOCK * BLOCK
 
 
 @triton.jit
 def _address(page, index, page_stride, g, PAGE: tl.constexpr, F: tl.constexpr):
-    """Where the key or value of an index begins in its cache; 64 bits, for all layers together have more
-    elements than 32 can count.
+    """The offset of the key or value of an index in its cache, in 64 bits.
 
-    The page is loaded by the caller: of what goes into a function the compiler believes that it is written
-    wherever the result is."""
+    All layers together have more elements than 32 bits can count. The caller loads the page: torch would
+    take the page table for written if it went into a function whose result is the address of a store.
+    """
     return page.to(tl.int64) * page_stride + (g * PAGE + index % PAGE) * F
 
 
 @triton.jit
 def _product(left, right, sums, INTERPRETED: tl.constexpr):
-    """sums + left right, in fp32 and without TF32; Triton's interpreter cannot multiply bf16, whose
-    products fp32 holds exactly.
+    """sums + left right, in fp32 and without TF32.
+
+    Triton's interpreter cannot multiply bf16; fp32 holds the products of bf16 exactly.
     """
     if INTERPRETED:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), acc=sums, input_precision="ieee")
@@ -172,13 +181,13 @@ def _product(left, right, sums, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def store_kernel(
-    key, value, key_cache, value_cache, meta, pages, key_head_stride, key_token_stride, value_head_stride, value_token_stride,
+    key, value, key_cache, value_cache, meta, pages,
+    key_head_stride, key_token_stride, value_head_stride, value_token_stride,
     page_stride, meta_width, pages_per_row,
-    ROW_COLUMN: tl.constexpr, INDEX_COLUMN: tl.constexpr, PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
+    ROW_COLUMN: tl.constexpr, INDEX_COLUMN: tl.constexpr,
+    PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Key and value of token `program_id(0)`, head `program_id(1)`, into the cache; padding (index -1) is
-    not stored.
-    """
+    """Store key and value of token `program_id(0)`, head `program_id(1)`, but not those of padding."""
     n = tl.program_id(0)
     g = tl.program_id(1)
     fields = meta + n * meta_width
@@ -203,20 +212,22 @@ def store_kernel(
 
 @triton.jit
 def body_kernel(
-    query, key_cache, value_cache, meta, pages, sums, peaks, totals, scale, query_head_stride, query_token_stride, page_stride,
-    num_tokens, num_heads, meta_width, pages_per_row,
-    ROW_COLUMN: tl.constexpr, PREFIX_COLUMN: tl.constexpr, PATH_COLUMN: tl.constexpr, PATH_WIDTH: tl.constexpr, BLOCK_PATH: tl.constexpr,
-    PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
+    query, key_cache, value_cache, meta, pages, sums, peaks, totals, scale,
+    query_head_stride, query_token_stride, page_stride, num_tokens, num_heads, meta_width, pages_per_row,
+    ROW_COLUMN: tl.constexpr, PREFIX_COLUMN: tl.constexpr, PATH_COLUMN: tl.constexpr,
+    PATH_WIDTH: tl.constexpr, BLOCK_PATH: tl.constexpr,
+    PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
+    GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
     LANES: tl.constexpr, LANE_HEADS: tl.constexpr, TOKENS: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Split `program_id(2)` of the bodies of neighbouring tokens of one row, for the query heads of KV head
-    `program_id(1)`.
+    """Split `program_id(2)` of the bodies of neighbouring tokens of one row, for KV head `program_id(1)`.
 
-    Tokens are cut into windows of TOKENS. `program_id(0)` names a token, and HEAD_BLOCKS where its heads
-    exceed the lanes; the first token of a row in its window leads all tokens of that row in it, the
-    programs of the others do nothing. Which those are is read from the metadata, even of a single row: a
-    graph is traced over a page table of one row and runs over tables of many."""
+    Tokens are divided into windows of TOKENS. `program_id(0)` is a token and, if its heads exceed the
+    lanes, one of its HEAD_BLOCKS. The first token of a row in a window leads all tokens of that row in it;
+    the programs of the others do nothing. The metadata shows which token leads, even for a single row: a
+    graph is traced over a page table of one row and runs over tables of many.
+    """
     g = tl.program_id(1)
     split = tl.program_id(2)
     lane = tl.arange(0, LANES)
@@ -264,8 +275,7 @@ def body_kernel(
             weight_RJ = tl.exp2(score_RJ - new_highest_R[:, None]).to(value_JF.dtype)
             new_total_R = tl.fma(total_R, shrink_R, tl.sum(weight_RJ.to(tl.float32), axis=1))
             new_sum_RF = _product(weight_RJ, value_JF, sum_RF * shrink_R[:, None], INTERPRETED)
-            # whole blocks: a lane is all in or all out, and then not even a NaN of a neighbour's key
-            # reaches it
+            # whole blocks: a lane is all in or all out; when out, not even a neighbour's NaN reaches it
             is_body_R = start < end_R
             highest_R = tl.where(is_body_R, new_highest_R, highest_R)
             total_R = tl.where(is_body_R, new_total_R, total_R)
@@ -278,15 +288,42 @@ def body_kernel(
 
 
 @triton.jit
-def tail_kernel(
-    query, key_cache, value_cache, meta, pages, sums, peaks, totals, out, scale, query_head_stride, query_token_stride, page_stride,
-    num_tokens, num_heads, meta_width, pages_per_row,
-    ROW_COLUMN: tl.constexpr, PREFIX_COLUMN: tl.constexpr, PATH_COLUMN: tl.constexpr, PATH_WIDTH: tl.constexpr, BLOCK_PATH: tl.constexpr,
-    PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
-    LANES: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SPLITS: tl.constexpr, TAIL: tl.constexpr,
+def _add_splits(
+    sums, peaks, totals, num_splits, split_stride, from_R, head_R, highest_R, f,
+    GROUP: tl.constexpr, F: tl.constexpr, LANES: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Tail of token `program_id(0)` for query heads of KV head `program_id(1)`, behind the splits of its
-    body, in order; padding yields zeros.
+    """The totals and sums of a body's splits, one after another, scaled to the peak `highest_R`."""
+    total_R = tl.zeros((LANES,), tl.float32)
+    sum_RF = tl.zeros((LANES, BLOCK_F), tl.float32)
+    for first in range(0, num_splits, 4):  # four at a time, so that their loads overlap
+        for ahead in tl.static_range(4):
+            is_live_R = head_R < tl.where(first + ahead < num_splits, GROUP, 0)
+            split_R = (first + ahead) * split_stride + from_R
+            share_R = tl.exp2(tl.load(peaks + split_R, mask=is_live_R, other=float("-inf")) - highest_R)
+            total_R = tl.fma(tl.load(totals + split_R, mask=is_live_R, other=0.0), share_R, total_R)
+            part_RF = tl.load(
+                sums + split_R[:, None] * F + f[None, :],
+                mask=is_live_R[:, None] & (f < F)[None, :],
+                other=0.0,
+            )
+            sum_RF = tl.fma(part_RF, share_R[:, None], sum_RF)
+    return total_R, sum_RF
+
+
+@triton.jit
+def tail_kernel(
+    query, key_cache, value_cache, meta, pages, sums, peaks, totals, out, scale,
+    query_head_stride, query_token_stride, page_stride, num_tokens, num_heads, meta_width, pages_per_row,
+    ROW_COLUMN: tl.constexpr, PREFIX_COLUMN: tl.constexpr, PATH_COLUMN: tl.constexpr,
+    PATH_WIDTH: tl.constexpr, BLOCK_PATH: tl.constexpr,
+    PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
+    GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Tail of token `program_id(0)` for KV head `program_id(1)`, after the splits of its body in order.
+
+    Padding yields zeros.
     """
     n = tl.program_id(0)
     g = tl.program_id(1)
@@ -335,20 +372,10 @@ def tail_kernel(
             other=float("-inf"),
         )
         highest_R = tl.maximum(tail_peak_R, tl.max(peak_RS, axis=1))
-        total_R = tl.zeros((LANES,), tl.float32)
-        sum_RF = tl.zeros((LANES, BLOCK_F), tl.float32)
-        for first in range(0, num_splits, 4):  # four at a time, for their loads to overlap
-            for ahead in tl.static_range(4):
-                is_live_R = head_R < tl.where(first + ahead < num_splits, GROUP, 0)
-                split_R = (first + ahead) * num_tokens * num_heads + from_R
-                share_R = tl.exp2(tl.load(peaks + split_R, mask=is_live_R, other=float("-inf")) - highest_R)
-                total_R = tl.fma(tl.load(totals + split_R, mask=is_live_R, other=0.0), share_R, total_R)
-                part_RF = tl.load(
-                    sums + split_R[:, None] * F + f[None, :],
-                    mask=is_live_R[:, None] & (f < F)[None, :],
-                    other=0.0,
-                )
-                sum_RF = tl.fma(part_RF, share_R[:, None], sum_RF)
+        total_R, sum_RF = _add_splits(
+            sums, peaks, totals, num_splits, num_tokens * num_heads, from_R, head_R, highest_R, f,
+            GROUP, F, LANES, BLOCK_F,
+        )  # fmt: skip
         share_R = tl.exp2(tail_peak_R - highest_R)
         total_R = tl.fma(tl.sum(weight_RJ.to(tl.float32), axis=1), share_R, total_R)
         sum_RF = tl.fma(tail_RF, share_R[:, None], sum_RF)
@@ -371,16 +398,17 @@ def launch(
     """Store, then attend; arguments and result are those of `attention.reference`.
 
     Args:
-        config: Other than the menu's; all calls whose bits shall be equal have the same.
-        wrap: Lets the compiler see the kernels. Shapes and strides, the caches' too, are then those of the
-            traced tensors for good.
+        config: Replaces the menu's entry. Calls whose bits must be equal need the same one.
+        wrap: Lets the compiler see the kernels. Shapes and strides, also those of the caches, then stay
+            those of the traced tensors.
 
     Raises:
-        ValueError: shapes or strides that the kernels cannot read, or a dtype and head dimension that are
-            not on the menu.
+        ValueError: the kernels cannot read the shapes or strides, or the menu has no entry for the dtype
+            and head dimension.
 
-    Cost: three kernels, no sync; the live context is read on the device. Workspace: 4 (F + 2) bytes a
-    token, query head and split of the page table's width, of which only live splits are written."""
+    Cost: three kernels, no sync; the live context is read on the device. Workspace: 4 (F + 2) bytes per
+    token, query head and split of the page table's width; only live splits are written.
+    """
     _check(query, key, value, key_cache, value_cache)
     _, num_heads, num_tokens, dim = query.shape
     num_kv_heads = key.shape[1]
@@ -416,27 +444,29 @@ def launch(
         "SPLIT": config.split,
         "INTERPRETED": not isinstance(body_kernel, triton.JITFunction),
     }
+    tail = triton.next_power_of_2(max(16, path_width + config.block - 1))
     wrap(store_kernel)[(num_tokens, num_kv_heads)](
-        key, value, key_cache, value_cache, meta, pages, key.stride(1), key.stride(2), value.stride(1), value.stride(2),
+        key, value, key_cache, value_cache, meta, pages,
+        key.stride(1), key.stride(2), value.stride(1), value.stride(2),
         page_stride, meta_width, pages_per_row, INDEX_COLUMN=INDEX, num_warps=STORE_WARPS, **layout,
     )  # fmt: skip
     wrap(body_kernel)[(num_tokens * head_blocks, num_kv_heads, num_splits)](
-        query, key_cache, value_cache, meta, pages, sums, peaks, totals, scale * LOG2_E, query.stride(1), query.stride(2), page_stride,
-        num_tokens, num_heads, meta_width, pages_per_row,
+        query, key_cache, value_cache, meta, pages, sums, peaks, totals, scale * LOG2_E,
+        query.stride(1), query.stride(2), page_stride, num_tokens, num_heads, meta_width, pages_per_row,
         LANES=config.lanes, LANE_HEADS=min(group, config.lanes), TOKENS=tokens, HEAD_BLOCKS=head_blocks,
         num_warps=config.num_warps, num_stages=config.num_stages, **layout, **sequence, **cut,
     )  # fmt: skip
     wrap(tail_kernel)[(num_tokens, num_kv_heads, triton.cdiv(group, TAIL_LANES))](
-        query, key_cache, value_cache, meta, pages, sums, peaks, totals, out, scale * LOG2_E, query.stride(1), query.stride(2), page_stride,
-        num_tokens, num_heads, meta_width, pages_per_row,
-        LANES=TAIL_LANES, BLOCK_SPLITS=triton.next_power_of_2(num_splits), TAIL=triton.next_power_of_2(max(16, path_width + config.block - 1)),
+        query, key_cache, value_cache, meta, pages, sums, peaks, totals, out, scale * LOG2_E,
+        query.stride(1), query.stride(2), page_stride, num_tokens, num_heads, meta_width, pages_per_row,
+        LANES=TAIL_LANES, BLOCK_SPLITS=triton.next_power_of_2(num_splits), TAIL=tail,
         num_warps=TAIL_WARPS, **layout, **sequence, **cut,
     )  # fmt: skip
     return out
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
-    """Raises ValueError on what the kernels would read wrong; shapes and strides only."""
+    """Raise ValueError for shapes and strides that the kernels would read wrong."""
     num_kv_heads = key.shape[1]
     dim = query.shape[3]
     if (
@@ -446,9 +476,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_c
         or key.stride(3) != 1
         or value.stride(3) != 1
     ):
-        layout = _layout(query, key, value)
         raise ValueError(
-            f"attend: query, key and value are (1, heads, N, F), F contiguous, query heads a multiple of KV heads; got {layout}"
+            "attend: query, key and value are (1, heads, N, F), F contiguous, query heads a multiple of KV "
+            f"heads; got {_layout(query, key, value)}"
         )
     inner = (PAGE_LEN * dim, dim, 1)
     if any(
@@ -456,12 +486,12 @@ def _check(query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_c
         for cache in (key_cache, value_cache)
     ):
         raise ValueError(
-            f"attend: caches are (pages, {num_kv_heads}, {PAGE_LEN}, {dim}), a page contiguous; got {_layout(key_cache, value_cache)}"
+            f"attend: caches are (pages, {num_kv_heads}, {PAGE_LEN}, {dim}), a page contiguous; got "
+            f"{_layout(key_cache, value_cache)}"
         )
     if key_cache.stride(0) != value_cache.stride(0):
-        raise ValueError(
-            f"attend: pages of keys and of values lie equally far apart; got {_layout(key_cache, value_cache)}"
-        )
+        layout = _layout(key_cache, value_cache)
+        raise ValueError(f"attend: pages of keys and of values have the same stride; got {layout}")
 
 
 def _layout(*tensors: Tensor) -> str:
@@ -469,8 +499,9 @@ def _layout(*tensors: Tensor) -> str:
 
 
 def register() -> None:
-    """Define `ygg::attend_cuda`, through which the compiler sees the kernels; once, before a graph is built
-    for CUDA.
+    """Define `ygg::attend_cuda`, which shows the kernels to the compiler.
+
+    Call once, before a graph is built for CUDA.
     """
 
     @torch.library.triton_op("ygg::attend_cuda", mutates_args={"key_cache", "value_cache"})
@@ -492,15 +523,14 @@ def register() -> None:
 def tune(
     cases: Sequence[Sequence[Any]], candidates: Sequence[Config] = CANDIDATES
 ) -> list[tuple[Config, float]]:
-    """Time entries of the menu on the device that holds the tensors; for whoever edits `CONFIGS`.
+    """Time entries of the menu on the device of the tensors, to choose `CONFIGS`.
 
     Args:
-        cases: Arguments of `launch`; widths and contexts that one entry shall serve, for an entry may not
+        cases: Arguments of `launch`, for all widths and contexts that one entry serves: an entry must not
             depend on the width.
-        candidates: Entries to time.
 
     Returns:
-        Each candidate that the device can run with its milliseconds over all cases, caches cold, the
+        Each candidate that the device can run with its milliseconds over all cases, with cold caches,
         fastest first.
 
     Cost: compiles and runs every candidate for every case, seconds each. CUDA only.
@@ -508,12 +538,8 @@ def tune(
     found = []
     for config in candidates:
         try:
-            found.append(
-                (
-                    config,
-                    sum(triton.testing.do_bench(partial(launch, *case, config=config)) for case in cases),
-                )
-            )
+            times_ms = [triton.testing.do_bench(partial(launch, *case, config=config)) for case in cases]
+            found.append((config, sum(times_ms)))
         except triton.runtime.errors.OutOfResources:
             continue  # more shared memory than this device has
     return sorted(found, key=lambda each: each[1])

@@ -35,9 +35,9 @@ def _sources() -> list[Path]:
 
 
 def library_path() -> Path:
-    """Where the shared library for these sources, this torch and this processor lies in the compile cache."""
+    """Path of the library for these sources, this torch and this processor in the compile cache."""
     headers = Path(__file__).parent.glob("*.h")
-    # this file has the compiler's options
+    # with this file, which has the compiler's options
     sources = [path.read_text() for path in sorted([*_sources(), *headers, Path(__file__)])]
     return (
         artifacts.compile_cache()
@@ -48,18 +48,17 @@ def library_path() -> Path:
 
 
 def _compile(folder: Path) -> None:
-    """Every source by itself, as many at a time as there are cores, then one library of them."""
-    # 0.5 s to import: only when there is something to build
+    """Compile every source by itself, one per core at a time, and link them."""
+    # imported only for a build: it takes 0.5 s
     from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    # what this processor has; the trial builds of every set take 10 s, and ours follows anyway
+    # the instruction sets of this processor, without the trial builds of each set, which take 10 s
     with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
         isa = pick_vec_isa()
 
     def build(name: str, sources: list[str], *, compile_only: bool) -> str:
-        # Inductor vectorises its own code and switches the compiler's loop vectoriser off; ours relies on
-        # it.
+        # Inductor vectorises its own code and turns off the compiler's loop vectoriser; our code needs it
         options = CppTorchOptions(
             vec_isa=isa,
             include_pytorch=True,
@@ -82,18 +81,17 @@ def _compile(folder: Path) -> None:
 
 
 def _longest_first(sources: list[Path]) -> list[Path]:
-    """By the time they take: what includes most of torch, then the longest."""
+    """In the order of their compile times: the one that includes most of torch, then by length."""
     return sorted(sources, key=lambda path: (path.stem != "operators", -path.stat().st_size))
 
 
 def build_kernels() -> None:
-    """Compile the library, unless it is there with every byte that was written, or this process runs it
-    already.
+    """Compile the library, unless a whole one exists or this process has it loaded.
 
     Raises:
         RuntimeError: the C++ compiler failed; its output is in the message.
 
-    Cost: reads the library, or about 20 s where it compiles.
+    Cost: reads the library, or compiles it in about 20 s.
     """
     folder = library_path().parent
     if not _is_loaded() and LIBRARY_FILE not in Ledger(folder).whole([LIBRARY_FILE]):
@@ -106,18 +104,18 @@ def build_kernels() -> None:
 
 
 def load_kernels(command: str = "ygg compile") -> None:
-    """Make `torch.ops.ygg` available, compiling the library first if this machine has not yet.
+    """Make `torch.ops.ygg` available; compile the library first if this machine has none.
 
-    With models on CUDA, too: metadata of text is filled in on the host, by the same operators.
+    Models on CUDA need it too: the same operators fill in the metadata of text on the host.
 
     Args:
-        command: What rebuilds the library.
+        command: The command that rebuilds the library, for the error.
 
     Raises:
         ArtifactError: the library is damaged, or others can write it.
         RuntimeError: the C++ compiler failed; its output is in the message.
 
-    Cost: about 20 s where it compiles.
+    Cost: about 20 s if it compiles.
     """
     if not _is_loaded():
         path = library_path()
@@ -129,8 +127,9 @@ def load_kernels(command: str = "ygg compile") -> None:
 
 
 def check_kernels(command: str, *, full: bool = False) -> None:
-    """Raises ArtifactError where the library is not the one that was written; `full` reads it whatever its
-    size and time are.
+    """Raise ArtifactError if the library has changed since it was written.
+
+    With `full`, read it even if its size and time are unchanged.
     """
     ledger = Ledger(library_path().parent)
     digests = ledger.digests([LIBRARY_FILE])
@@ -146,11 +145,11 @@ def _is_loaded() -> bool:
 @cache
 def kernel_library() -> ctypes.CDLL:
     """The library of `load_kernels`, for its C entry points."""
-    # Its symbols are global, for compiled graphs call the operators' C entry points by name.
+    # global symbols, because compiled graphs call the C entry points by name
     library = ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)
     library.ygg_num_threads.restype = ctypes.c_int64
     library.ygg_set_num_threads.argtypes = (ctypes.c_int64,)
-    library.ygg_num_threads()  # settles it, before torch runs on one thread for a while
+    library.ygg_num_threads()  # fixes the number before torch runs on one thread for a while
     for operator in (attention, candidates, linear):
         operator.register()
     return library
@@ -158,7 +157,7 @@ def kernel_library() -> ctypes.CDLL:
 
 @cache
 def load_cuda_kernels() -> None:
-    """Define the operators that graphs for CUDA are built from, and the commit that follows them.
+    """Define the operators of graphs for CUDA, and the commit after them.
 
     Cost: imports Triton.
     """

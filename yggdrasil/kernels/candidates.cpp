@@ -1,6 +1,7 @@
-// The `count` likeliest next tokens of every row that is read, with their log-probabilities: CPU body of `ygg::candidates`
-// (specification: candidates.py, `reference`). Equal logits are ordered by token, so a tree never depends on luck. `ygg::greatest` is `max(dim=-1)`,
-// `ygg::follow` what greedy acceptance makes of it.
+// The CPU bodies of `ygg::candidates` (specification: candidates.py, `reference`), of `ygg::largest`, which
+// is `max(dim=-1)`, and of `ygg::follow`, greedy acceptance (specification: step/accept.py).
+//
+// Equal logits are ordered by token, so that a tree is the same in every run.
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
@@ -22,17 +23,19 @@ namespace {
 
 using Vec = at::vec::Vectorized<float>;
 
-// log(sum(exp(row))), with the maximum taken out first.
+// log(sum(exp(row))), relative to the maximum.
 float log_sum_exp(const float* row, int64_t vocab) {
   Vec highest_vec(-std::numeric_limits<float>::infinity());
   int64_t v = 0;
-  for (; v + Vec::size() <= vocab; v += Vec::size()) highest_vec = at::vec::maximum(highest_vec, Vec::loadu(row + v));
+  for (; v + Vec::size() <= vocab; v += Vec::size())
+    highest_vec = at::vec::maximum(highest_vec, Vec::loadu(row + v));
   float lanes[Vec::size()];
   highest_vec.store(lanes);
   float highest = *std::max_element(lanes, lanes + Vec::size());
   for (int64_t i = v; i < vocab; ++i) highest = std::max(highest, row[i]);
   Vec sum_vec(0.0f);
-  for (v = 0; v + Vec::size() <= vocab; v += Vec::size()) sum_vec = sum_vec + (Vec::loadu(row + v) - Vec(highest)).exp_u20();
+  for (v = 0; v + Vec::size() <= vocab; v += Vec::size())
+    sum_vec = sum_vec + (Vec::loadu(row + v) - Vec(highest)).exp_u20();
   sum_vec.store(lanes);
   float sum = 0.0f;
   for (const float lane : lanes) sum += lane;
@@ -43,12 +46,13 @@ float log_sum_exp(const float* row, int64_t vocab) {
 // The first token from `v` on whose logit is above `least`, or `vocab`.
 int64_t next_above(const float* row, int64_t v, int64_t vocab, float least) {
   constexpr int kNone = (1 << Vec::size()) - 1;
-  while (v + Vec::size() <= vocab && (Vec::loadu(row + v) > Vec(least)).zero_mask() == kNone) v += Vec::size();
+  while (v + Vec::size() <= vocab && (Vec::loadu(row + v) > Vec(least)).zero_mask() == kNone)
+    v += Vec::size();
   while (v < vocab && !(row[v] > least)) ++v;
   return v;
 }
 
-// Insertion into a short sorted list: a vocabulary row rarely beats the current last entry.
+// Inserts into a short sorted list: few logits are above its last entry.
 void best(const float* row, int64_t vocab, int64_t count, float* values, int64_t* tokens) {
   std::fill(values, values + count, -std::numeric_limits<float>::infinity());
   std::fill(tokens, tokens + count, 0);
@@ -59,15 +63,20 @@ void best(const float* row, int64_t vocab, int64_t count, float* values, int64_t
       if (v == vocab) break;
     }
     int64_t place = std::min(kept, count - 1);
-    for (; place > 0 && row[v] > values[place - 1]; --place) values[place] = values[place - 1], tokens[place] = tokens[place - 1];
-    values[place] = row[v], tokens[place] = v;
+    for (; place > 0 && row[v] > values[place - 1]; --place) {
+      values[place] = values[place - 1];
+      tokens[place] = tokens[place - 1];
+    }
+    values[place] = row[v];
+    tokens[place] = v;
     kept = std::min(kept + 1, count);
   }
 }
 
-constexpr int64_t kPiecePlaces = 16 << 10;  // fewer than this are read before another thread has begun
+// One thread reads fewer logits than this before another one has started.
+constexpr int64_t kPiecePlaces = 16 << 10;
 
-// A row of numbers in fp32, in memory of the calling thread until its next call.
+// A row in fp32, in memory of the calling thread until its next call.
 template <class Dtype>
 const float* widened(const typename Dtype::Element* row, int64_t places) {
   thread_local std::vector<float> wide;
@@ -82,7 +91,7 @@ const float* widened(const typename Dtype::Element* row, int64_t places) {
 }
 
 template <class Dtype>
-std::tuple<at::Tensor, at::Tensor> candidates_of_rows(const at::Tensor& logits, const at::Tensor& meta, int64_t count) {
+ygg::Candidates candidates_of_rows(const at::Tensor& logits, const at::Tensor& meta, int64_t count) {
   const int64_t rows = logits.size(0), vocab = logits.size(1), meta_width = meta.size(1);
   at::Tensor log_probs = ygg::empty({rows, count}, logits.options().dtype(at::kFloat));
   at::Tensor tokens = ygg::empty({rows, count}, logits.options().dtype(at::kLong));
@@ -106,20 +115,24 @@ std::tuple<at::Tensor, at::Tensor> candidates_of_rows(const at::Tensor& logits, 
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> ygg::candidates(const at::Tensor& logits, const at::Tensor& meta, int64_t count) {
-  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1, "candidates: logits are (rows, V), a row after the other");
-  TORCH_CHECK(meta.is_contiguous() && meta.size(0) == logits.size(0), "candidates: a row of metadata for every row of logits");
-  TORCH_CHECK(count > 0 && count <= logits.size(1), "candidates: count ", count, " is not in 1..", logits.size(1));
+ygg::Candidates ygg::candidates(const at::Tensor& logits, const at::Tensor& meta, int64_t count) {
+  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1,
+              "candidates: logits are (rows, V) with contiguous rows");
+  TORCH_CHECK(meta.is_contiguous() && meta.size(0) == logits.size(0),
+              "candidates: every row of logits has a row of metadata");
+  TORCH_CHECK(count > 0 && count <= logits.size(1), "candidates: count ", count, " is not in 1..",
+              logits.size(1));
   if (logits.scalar_type() == at::kBFloat16) return candidates_of_rows<BFloat16>(logits, meta, count);
-  TORCH_CHECK(logits.scalar_type() == at::kFloat, "candidates: dtype ", logits.scalar_type(), " is neither float32 nor bfloat16");
+  TORCH_CHECK(logits.scalar_type() == at::kFloat, "candidates: dtype ", logits.scalar_type(),
+              " is neither float32 nor bfloat16");
   return candidates_of_rows<Float32>(logits, meta, count);
 }
 
 namespace {
 
-// The greatest of a row, NaN where it has one, and its first place.
+// The largest number of a row, NaN if it has one, and its first place.
 template <class Dtype>
-std::pair<float, int64_t> greatest_of(const typename Dtype::Element* row, int64_t places) {
+std::pair<float, int64_t> largest_of(const typename Dtype::Element* row, int64_t places) {
   const auto wide = [&](int64_t place) {
     const ygg::Vec numbers = Dtype::widen_all(row + place);
     return Vec::loadu(&numbers);
@@ -128,51 +141,63 @@ std::pair<float, int64_t> greatest_of(const typename Dtype::Element* row, int64_
   int64_t place = 0;
   if (places >= Vec::size()) {
     Vec highest = wide(0);
-    for (place = Vec::size(); place + Vec::size() <= places; place += Vec::size()) highest = at::vec::maximum(highest, wide(place));
+    for (place = Vec::size(); place + Vec::size() <= places; place += Vec::size())
+      highest = at::vec::maximum(highest, wide(place));
     value = at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, highest);
   }
-  for (; place < places; ++place) value = Dtype::widen(row[place]) > value || std::isnan(Dtype::widen(row[place])) ? Dtype::widen(row[place]) : value;
+  for (; place < places; ++place) {
+    const float number = Dtype::widen(row[place]);
+    if (number > value || std::isnan(number)) value = number;
+  }
   constexpr int kNone = (1 << Vec::size()) - 1;
-  for (place = 0; place + Vec::size() <= places && (wide(place) == Vec(value)).zero_mask() == kNone;) place += Vec::size();
+  for (place = 0; place + Vec::size() <= places && (wide(place) == Vec(value)).zero_mask() == kNone;)
+    place += Vec::size();
   while (place + 1 < places && Dtype::widen(row[place]) != value) ++place;
   return {value, place};
 }
 
 template <class Dtype>
-std::tuple<at::Tensor, at::Tensor> greatest_rows(const at::Tensor& scores) {
+ygg::Largest largest_of_rows(const at::Tensor& scores) {
   const int64_t rows = scores.size(0), places = scores.size(1);
-  at::Tensor values = ygg::empty({rows}, scores.options().dtype(at::kFloat)), tokens = ygg::empty({rows}, scores.options().dtype(at::kLong));
+  at::Tensor values = ygg::empty({rows}, scores.options().dtype(at::kFloat));
+  at::Tensor tokens = ygg::empty({rows}, scores.options().dtype(at::kLong));
   const auto* from = static_cast<const typename Dtype::Element*>(scores.const_data_ptr());
   float* value = values.mutable_data_ptr<float>();
   int64_t* token = tokens.mutable_data_ptr<int64_t>();
   ygg::parallel_for(rows, std::max<int64_t>(1, kPiecePlaces / places), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) std::tie(value[r], token[r]) = greatest_of<Dtype>(from + r * scores.stride(0), places);
+    for (int64_t r = begin; r < end; ++r)
+      std::tie(value[r], token[r]) = largest_of<Dtype>(from + r * scores.stride(0), places);
   });
   return {values, tokens};
 }
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> ygg::greatest(const at::Tensor& scores) {
-  TORCH_CHECK(scores.dim() == 2 && scores.size(1) > 0, "greatest: scores are (rows, places)");
-  if (scores.scalar_type() == at::kBFloat16 && scores.stride(1) == 1) return greatest_rows<ygg::BFloat16>(scores);
-  return greatest_rows<ygg::Float32>(scores.to(at::kFloat).contiguous());
+ygg::Largest ygg::largest(const at::Tensor& scores) {
+  TORCH_CHECK(scores.dim() == 2 && scores.size(1) > 0, "largest: scores are (rows, places)");
+  if (scores.scalar_type() == at::kBFloat16 && scores.stride(1) == 1)
+    return largest_of_rows<ygg::BFloat16>(scores);
+  return largest_of_rows<ygg::Float32>(scores.to(at::kFloat).contiguous());
 }
 
-// The path on which a tree, a node for every row of the logits, says what the target says after every node, and what it says along it: `follow`,
-// step/accept.py. Empty where some node's greatest logit is not finite.
-std::tuple<std::vector<int64_t>, std::vector<int64_t>> ygg::follow(const at::Tensor& logits, const at::Tensor& parent, const at::Tensor& token) {
+// The path whose every node holds the target's best token after its parent, and the best tokens along it.
+// Row i of the logits belongs to node i. Both are empty if the largest logit of any node is not finite.
+ygg::Accepted ygg::follow(const at::Tensor& logits, const at::Tensor& parent, const at::Tensor& token) {
   const int64_t num_nodes = logits.size(0);
-  TORCH_CHECK(0 < num_nodes && num_nodes <= parent.size(0) && num_nodes <= token.size(0), "follow: ", num_nodes, " rows of logits for ", token.size(0), " nodes");
-  const auto [values, said] = greatest(logits);
+  TORCH_CHECK(0 < num_nodes && num_nodes <= parent.size(0) && num_nodes <= token.size(0),
+              "follow: ", num_nodes, " rows of logits for ", token.size(0), " nodes");
+  const auto [values, best] = largest(logits);
   for (int64_t node = 0; node < num_nodes; ++node)
     if (!std::isfinite(values.const_data_ptr<float>()[node])) return {};
-  const int64_t* wanted = said.const_data_ptr<int64_t>();
-  std::vector<int64_t> path{0}, tokens{wanted[0]};
-  for (int64_t node = 1; node < num_nodes; ++node) {  // a child's id is greater than its parent's: one pass suffices
-    if (parent.const_data_ptr<int32_t>()[node] != path.back() || token.const_data_ptr<int32_t>()[node] != tokens.back()) continue;
+  const int64_t* emitted = best.const_data_ptr<int64_t>();
+  std::vector<int64_t> path{0}, tokens{emitted[0]};
+  // a child's id is above its parent's, so one pass is enough
+  for (int64_t node = 1; node < num_nodes; ++node) {
+    if (parent.const_data_ptr<int32_t>()[node] != path.back() ||
+        token.const_data_ptr<int32_t>()[node] != tokens.back())
+      continue;
     path.push_back(node);
-    tokens.push_back(wanted[node]);
+    tokens.push_back(emitted[node]);
   }
   return {path, tokens};
 }

@@ -1,4 +1,4 @@
-"""`ygg::candidates`: the likeliest next tokens of every row and their log-probabilities."""
+"""`ygg::candidates`: the most likely next tokens of every row and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ __all__ = ["reference", "register", "traced"]
 
 
 def reference(logits_NV: Tensor, meta_NM: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best tokens of each row, best first, equal logits by token: the specification of
-    `ygg::candidates`.
+    """The `count` best tokens of each row, best first: the specification of `ygg::candidates`.
+
+    Of equal logits the smaller token comes first.
 
     Args:
         logits_NV: (N, V), float32 or bfloat16.
-        meta_NM: Metadata of the N tokens: a row that is not read has token 0 with log-probability -inf.
-        count: C, 1..V.
+        meta_NM: Metadata of the N tokens. A row that is not read gets token 0 with log-probability -inf.
+        count: C, from 1 to V.
 
     Returns:
         Log-probabilities (N, C), float32, and tokens (N, C), int64.
@@ -32,15 +33,16 @@ def reference(logits_NV: Tensor, meta_NM: Tensor, count: int) -> tuple[Tensor, T
 
 
 def traced(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The same of every row, in operators that Inductor lowers itself, for CUDA; equal logits come in the
-    device's order.
+    """The same for all rows, in operators that Inductor lowers itself, for CUDA.
+
+    Equal logits come in the device's order.
     """
     best = logits_NV.float().topk(count, dim=-1)
     return best.values - logits_NV.float().logsumexp(dim=-1, keepdim=True), best.indices
 
 
 def register() -> None:
-    """Tell the compiler the operator's output shapes; called once, after the library is loaded."""
+    """Give the compiler the operator's output shapes; call once, after the library is loaded."""
 
     def fake(logits: Tensor, meta: Tensor, count: int) -> tuple[Tensor, Tensor]:
         shape = (logits.shape[0], count)

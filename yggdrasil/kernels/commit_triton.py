@@ -1,13 +1,18 @@
-"""KV commit on CUDA: the accepted path of a single row, moved down to where committed keys end
-(specification: `move_plain_` in kv.py).
+"""KV commit on CUDA: move the accepted path of a single row down to the end of the committed keys.
 
 ```
 slot     target                                 sources  9, 10, 14   target 8
           8    9   10   11   12   13   14
-          ^----'    |                   |       a program owns one layer, key or value, and head: it takes up to 16 moves into
-               ^----'                   |       registers, then writes them. What it overwrites it has read, or no move reads:
-                    ^-------------------'       sources ascend and sources[i] >= target + i.
+          ^----'    |                   |
+               ^----'                   |
+                    ^-------------------'
 ```
+
+A program owns one layer, key or value, and head. It reads up to 16 moves into registers, then writes them.
+It overwrites only slots that it has read or that no move reads, because sources ascend and `sources[i] >=
+target + i`. kv.py has the specification.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = features of a head. Here M = moves.
 """
 
 from __future__ import annotations
@@ -25,23 +30,22 @@ from yggdrasil.staging import upload
 
 __all__ = ["launch_", "move_slots_kernel", "register"]
 
-MOVES: Final = 16  # of one tile; a longer path takes several, in order
+MOVES: Final = 16  # moves of one tile; a longer path takes several tiles, in order
 NUM_WARPS: Final = 4
 
 
 @triton.jit
 def _address(slot, page_stride, plane, PAGE: tl.constexpr, F: tl.constexpr):
-    """Where a slot of a plane (layer, key or value, head) begins; page and slot count alike, the page table
-    is the identity.
-    """
+    """The offset of a slot in a plane (layer, key or value, head); the page table is the identity."""
     return (slot // PAGE).to(tl.int64) * page_stride + (plane * PAGE + slot % PAGE) * F
 
 
 @triton.jit(do_not_specialize=["target", "num_moves"])
 def move_slots_kernel(
-    storage, sources, target, num_moves, page_stride, MOVES: tl.constexpr, PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
+    storage, sources, target, num_moves, page_stride,
+    MOVES: tl.constexpr, PAGE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """All moves of plane `program_id(0)`. A source below zero moves nothing: it is the padding of a path."""
+    """All moves of plane `program_id(0)`. A source below zero is padding and moves nothing."""
     plane = tl.program_id(0)
     f = tl.arange(0, BLOCK_F)
     for first in range(0, num_moves, MOVES):
@@ -52,7 +56,7 @@ def move_slots_kernel(
             storage + _address(tl.maximum(source, 0), page_stride, plane, PAGE, F)[:, None] + f[None, :],
             mask=mask,
         )
-        tl.debug_barrier()  # a thread writes what another one reads
+        tl.debug_barrier()  # a thread writes slots that another one reads
         tl.store(
             storage + _address(target + move, page_stride, plane, PAGE, F)[:, None] + f[None, :],
             moved,
@@ -61,20 +65,19 @@ def move_slots_kernel(
 
 
 def launch_(storage_PL2GSF: Tensor, source_M: Tensor, target: int) -> None:
-    """Slots `source_M[i]` of the identity page table become slots `target + i`, in every layer, key and
-    value, and head.
+    """Copy slots `source_M[i]` to slots `target + i`, in every layer, key and value, and head.
 
     Args:
         storage_PL2GSF: (pages, layers, 2, G, 16, F), contiguous.
         source_M: int32 or int64 on the storage's device; ascending, `source_M[i] >= target + i`, then any
             number of -1, which move nothing.
-        target: First slot to be written.
+        target: The first slot that is written.
 
     Raises:
-        ValueError: the storage has another shape or is not contiguous. Sources are believed: looking at
-            them would be a sync.
+        ValueError: the storage has another shape or is not contiguous. Sources are not checked, because
+            that would be a sync.
 
-    Cost: one kernel, no sync; compiled once, whatever the target and the number of moves.
+    Cost: one kernel, no sync; compiled once for all targets and numbers of moves.
     """
     if (
         storage_PL2GSF.dim() != 6
@@ -93,7 +96,7 @@ def launch_(storage_PL2GSF: Tensor, source_M: Tensor, target: int) -> None:
 
 
 def register() -> None:
-    """Let `ygg::move_slots_` run on CUDA; once, after the library is loaded."""
+    """Register `ygg::move_slots_` for CUDA; call once, after the library is loaded."""
 
     @torch.library.impl("ygg::move_slots_", "CUDA")
     def _(storage: Tensor, source: Sequence[int], target: int) -> None:

@@ -1,4 +1,4 @@
-"""Count what is compiled, and forbid it where nothing may be."""
+"""Count compilations, and forbid them in the decode loop."""
 
 from __future__ import annotations
 
@@ -13,26 +13,24 @@ _forbidden = False
 
 
 def count_compilation() -> None:
-    """Enter one graph or library that was built; raises RuntimeError inside `no_compilation`."""
+    """Count one built graph or library; raises RuntimeError inside `no_compilation`."""
     global _count
     if _forbidden:
         raise RuntimeError(
-            "a compilation was asked for inside the decode loop: every shape must come from the compiled menu"
+            "compilation inside the decode loop: every shape must come from the compiled menu"
         )
     _count += 1
 
 
 def compilations() -> int:
-    """Graphs and libraries built on behalf of this process, whatever Dynamo compiled by itself included."""
+    """Graphs and libraries built for this process, with those that Dynamo compiled by itself."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return _count + (dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
 
 
 @contextmanager
 def no_compilation() -> Iterator[None]:
-    """The decode loop's stance: building a graph raises, and so does a recompilation by Dynamo, if anybody
-    loaded it.
-    """
+    """A block in which building a graph raises, and so does a recompilation by Dynamo, if it is loaded."""
     global _forbidden
     previous = _forbidden
     _forbidden = True

@@ -1,5 +1,11 @@
-// The panels of a packed weight tile after tile: where they lie in memory, or expanded from three quarters of their bytes. compression.py has the layout and the
-// specification.
+// Reads the panels of a packed weight tile after tile: directly from memory, or expanded from three
+// quarters of the bytes. compression.py has the layout and the specification.
+//
+// Each tile is expanded into L1 right before it is multiplied, 16 instructions for 128 weights, while the
+// next ones arrive from memory. A panel has the lower bytes as they are, the upper bytes as four-bit codes
+// for the 16 most frequent of them, and a list of the other ones (about one weight in 10 000). Slower: all
+// tiles of a chunk expanded before they are multiplied. Not decodable at memory's rate: entropy codes of 11
+// bits a weight.
 #pragma once
 
 #include <algorithm>
@@ -10,11 +16,15 @@
 
 namespace ygg {
 
-constexpr int64_t kHeaderBytes = 64, kLowerBytes = 512, kCompressedTileBytes = 768, kTileWeights = 512;
-constexpr int64_t kMostTiles = 4;  // that are taken at once
+constexpr int64_t kHeaderBytes = 64;
+constexpr int64_t kLowerBytes = 512;
+constexpr int64_t kCompressedTileBytes = 768;
+constexpr int64_t kTileWeights = 512;
+constexpr int64_t kMostTiles = 4;  // most tiles taken at once
 
-// Sixty-four lower bytes of two lines and the codes of their upper ones become the two lines.
-inline void expand_lines(const uint8_t* lower, const uint8_t* codes, bool is_second, const uint8_t* table, Word* to) {
+// Expands 64 lower bytes and the codes of their upper bytes to two lines.
+inline void expand_lines(const uint8_t* lower, const uint8_t* codes, bool is_second, const uint8_t* table,
+                         Word* to) {
   auto* lines = reinterpret_cast<uint8_t*>(to);
   for (int i = 0; i < 64; ++i) {
     uint8_t* weight = lines + i / 8 % 2 * 64 + i / 16 * 16 + i % 8 * 2;
@@ -25,29 +35,38 @@ inline void expand_lines(const uint8_t* lower, const uint8_t* codes, bool is_sec
 
 inline void expand_tile(const uint8_t* tile, const uint8_t* table, Word* to) {
 #if defined(__AVX512BW__)
-  const __m512i upper = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), low_half = _mm512_set1_epi8(15);
+  const __m512i upper = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  const __m512i low_half = _mm512_set1_epi8(15);
 #pragma GCC unroll 4
   for (int four = 0; four < 4; ++four, to += 4 * kColumns) {
     const __m512i codes = _mm512_loadu_si512(tile + kLowerBytes + 64 * four);
 #pragma GCC unroll 2
     for (int pair = 0; pair < 2; ++pair) {
       const __m512i lower = _mm512_loadu_si512(tile + 128 * four + 64 * pair);
-      const __m512i found = _mm512_shuffle_epi8(upper, _mm512_and_si512(pair ? _mm512_srli_epi16(codes, 4) : codes, low_half));
+      const __m512i index = _mm512_and_si512(pair ? _mm512_srli_epi16(codes, 4) : codes, low_half);
+      const __m512i found = _mm512_shuffle_epi8(upper, index);
       _mm512_storeu_si512(to + 2 * pair * kColumns, _mm512_unpacklo_epi8(lower, found));
       _mm512_storeu_si512(to + (2 * pair + 1) * kColumns, _mm512_unpackhi_epi8(lower, found));
     }
   }
 #else
-  for (int two = 0; two < 8; ++two) expand_lines(tile + 64 * two, tile + kLowerBytes + 64 * (two / 2), two % 2, table, to + 2 * two * kColumns);
+  for (int two = 0; two < 8; ++two) {
+    const uint8_t* codes = tile + kLowerBytes + 64 * (two / 2);
+    expand_lines(tile + 64 * two, codes, two % 2, table, to + 2 * two * kColumns);
+  }
 #endif
 }
 
-// A panel's tiles in order: some are taken at once, and meanwhile those behind them are brought nearer.
+// The tiles of a panel in order. The caller takes some at once and meanwhile prepares those after them.
 class PanelTiles {
  public:
-  // Of a panel that begins at `panel` and has `num_tiles`, of which `at_once` are taken at once, at most kMostTiles.
+  // The panel begins at `panel` and has `num_tiles` tiles; `at_once` of them are taken at once, at most
+  // kMostTiles.
   PanelTiles(const void* panel, bool is_compressed, int64_t num_tiles, int64_t at_once)
-      : tile_(static_cast<const uint8_t*>(panel)), num_tiles_(num_tiles), at_once_(at_once), is_compressed_(is_compressed) {
+      : tile_(static_cast<const uint8_t*>(panel)),
+        num_tiles_(num_tiles),
+        at_once_(at_once),
+        is_compressed_(is_compressed) {
     if (!is_compressed) return;
     uint32_t num_escapes;
     std::memcpy(table_, panel, sizeof table_);
@@ -57,7 +76,8 @@ class PanelTiles {
     last_escape_ = escape_ + 4 * int64_t(num_escapes);
   }
 
-  // The next ones, one behind the other. Expanded ones are written over by what `bring` expands after the next call.
+  // The next tiles, one after another. Expanded tiles are overwritten by what `prepare` expands after the
+  // next call.
   const Word* take() {
     const int64_t first = taken_;
     taken_ = std::min(taken_ + at_once_, num_tiles_);
@@ -66,29 +86,31 @@ class PanelTiles {
     return slot(first);
   }
 
-  // Brings the part number `part` of `parts` of what is taken next into the caches: asks for its lines, or expands it and asks for what is behind it.
-  void bring(int64_t part, int64_t parts) {
+  // Prepares part number `part` of `parts` of the tiles that are taken next: prefetches its lines, or
+  // expands it and prefetches what comes after it.
+  void prepare(int64_t part, int64_t parts) {
     const int64_t tiles = std::min(at_once_, num_tiles_ - taken_);
     if (is_compressed_) {
       for (const int64_t due = taken_ + (part + 1) * tiles / parts; expanded_ < due;) expand();
     } else {
       const int64_t lines = tiles * kTileRows;
-      ask(tile_ + taken_ * 4 * kTileWords, part * lines / parts, (part + 1) * lines / parts);
+      prefetch(tile_ + taken_ * 4 * kTileWords, part * lines / parts, (part + 1) * lines / parts);
     }
   }
 
-  // Asks for the tile behind the next one.
-  void ask_ahead() const {
+  // Prefetches the tile after the next one.
+  void prefetch_ahead() const {
     const int64_t bytes = is_compressed_ ? kCompressedTileBytes : 4 * kTileWords;
-    ask(tile_ + (taken_ + 1) * bytes, 0, bytes / 64);
+    prefetch(tile_ + (taken_ + 1) * bytes, 0, bytes / 64);
   }
 
  private:
-  static void ask(const uint8_t* from, int64_t line, int64_t end) {
+  static void prefetch(const uint8_t* from, int64_t line, int64_t end) {
     for (; line < end; ++line) __builtin_prefetch(from + 64 * line, 0, 2);
   }
 
-  // Those taken at once fill one half of the buffer, and those taken next the other; a single one is written over each time, for it stays in L1 then.
+  // The tiles taken at once fill one half of the buffer, and those taken next the other half. A single tile
+  // is overwritten each time, so that it stays in L1.
   Word* slot(int64_t tile) { return tiles_ + (at_once_ == 1 ? 0 : tile % (2 * at_once_)) * kTileWords; }
 
   void expand() {
@@ -102,13 +124,14 @@ class PanelTiles {
       reinterpret_cast<uint8_t*>(to)[((escape >> 8) - first) * 2 + 1] = uint8_t(escape);
     }
     asm volatile("" : : "r"(to) : "memory");  // GCC does not know that the tile instructions read memory
-    if (at_once_ > 1) ask(tile + kAhead * kCompressedTileBytes, 0, kCompressedTileBytes / 64);
+    if (at_once_ > 1) prefetch(tile + kAhead * kCompressedTileBytes, 0, kCompressedTileBytes / 64);
   }
 
-  static constexpr int64_t kAhead = 4;  // tiles: one that is expanded now asks for the one that is expanded in the next chunk
+  static constexpr int64_t kAhead = 4;  // expanding a tile prefetches the one that the next chunk expands
   alignas(64) Word tiles_[2 * kMostTiles * kTileWords];
   uint8_t table_[16];
-  const uint8_t *tile_, *escape_ = nullptr, *last_escape_ = nullptr;  // the first tile; the next escape and the end of them
+  const uint8_t* tile_;                                       // the first one
+  const uint8_t *escape_ = nullptr, *last_escape_ = nullptr;  // the next escape, and the end of the escapes
   int64_t num_tiles_, at_once_, taken_ = 0, expanded_ = 0;
   bool is_compressed_;
 };

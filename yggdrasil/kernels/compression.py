@@ -1,8 +1,8 @@
-"""Packed bf16 weights in three quarters of their bytes, and every bit of them.
+"""Lossless compression of packed bf16 weights to three quarters of their bytes.
 
-The upper byte of a bf16 number is its sign and the upper seven bits of its exponent. Of the 256 values that
-it can have, the weights of a panel have hardly more than sixteen: those get codes of four bits, and what
-has another one is written down behind. One panel (linear.py) becomes a row of bytes:
+The upper byte of a bf16 number is its sign and the upper seven bits of its exponent. Of its 256 values, the
+weights of a panel have hardly more than sixteen. The sixteen most frequent ones get codes of four bits; a
+weight with another value is listed as an escape. One panel (linear.py) becomes a row of bytes:
 
     | 16 upper bytes, by code | number of escapes | 0 .. | tile 0 | tile 1 | ... | escapes | 0 .. |
       16                        4                   44     768      768            4 each
@@ -10,13 +10,18 @@ has another one is written down behind. One panel (linear.py) becomes a row of b
     a tile, 16 lines of 32 weights:   512 lower bytes, then 256 bytes of two codes each
     an escape:                        place of the weight in its panel << 8 | upper byte; places ascend
 
-A tile's lines go in fours. Sixty-four lower bytes are those of two lines as a vector interleaves them with
-upper ones: in every sixteen eight of the one line, then eight of the other. A byte of codes has one of the
-first two lines in its lower half, and that of the same place of the other two in its upper half.
+The lines of a tile form groups of four. 64 lower bytes are those of two lines, in the order in which a
+vector instruction interleaves them with upper bytes: eight of the one line, then eight of the other, four
+times. A byte of codes holds the code of a weight of the first two lines in its lower half, and the code at
+the same place of the other two lines in its upper half.
 
-That exponents can be coded and mantissas cannot is the observation of DFloat11 (Zhang et al., "70% Size,
-100% Accuracy", 2025). *Departure*: codes of one length instead of Huffman's, for a vector looks up
-sixty-four of those at once, and that takes less time than the bytes they save take to arrive."""
+DFloat11 (Zhang et al., "70% Size, 100% Accuracy", 2025) observed that exponents can be coded and mantissas
+cannot. *Departure*: codes of one length instead of Huffman codes. A vector instruction looks up 64 of them
+at once, in less time than the saved bytes take to arrive.
+
+Shapes: P = panels, T = tiles, G = groups of four lines, J = pairs of lines, H = the two lines of a pair,
+L = eights of weights. Here W = weights of a panel, B = bytes, C = codes, E = escapes.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +32,15 @@ from torch import Tensor
 
 __all__ = ["compress_weight", "decompress_weight"]
 
-CODES = 16  # of four bits
+CODES = 16  # codes of four bits
 HEADER_BYTES = 64
-# of a tile
+# sizes of a tile
 LINES = 16
 LINE_WEIGHTS = 32
 TILE_WEIGHTS = LINES * LINE_WEIGHTS
 LOWER_BYTES = TILE_WEIGHTS
 CODE_BYTES = TILE_WEIGHTS // 2
-ESCAPES_STEP = 16  # their room is a multiple of it: 64 bytes
+ESCAPES_STEP = 16  # the room for escapes is a multiple of this: 64 bytes
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -47,11 +52,12 @@ def compress_weight(packed: Tensor) -> Tensor:
         packed: (panels, steps, 16, 2) bfloat16.
 
     Returns:
-        (panels, bytes) uint8, the header, tiles and escapes of a panel in every row. How wide it is depends
-        on the panel with the most escapes.
+        (panels, bytes) uint8, the header, tiles and escapes of a panel in every row. The panel with the
+        most escapes sets the width.
 
-    Cost: some ten passes over every weight, a panel at a time: what one pass writes the next one reads from
-    the nearest caches. A new tensor."""
+    Cost: some ten passes over every weight, a panel at a time, so that each pass reads from the nearest
+    caches. A new tensor.
+    """
     bytes_PW2 = packed.view(torch.uint8).reshape(len(packed), -1, 2).numpy()
     num_weights = bytes_PW2.shape[1]
     assert num_weights < 1 << 23, "a place and an upper byte are a positive int32"
@@ -77,7 +83,7 @@ def _compress(bytes_W2: Bytes) -> tuple[Bytes, Bytes, npt.NDArray[np.int32]]:
         code_of[upper] = code
         is_rare[upper] = 0
     upper = upper_W.tobytes()
-    code_W = np.frombuffer(upper.translate(code_of), dtype=np.uint8)  # the code of what has none is 0
+    code_W = np.frombuffer(upper.translate(code_of), dtype=np.uint8)  # a rare byte has code 0
     place_E = np.flatnonzero(np.frombuffer(upper.translate(is_rare), dtype=np.uint8))
     codes_TG2B = _interleaved(code_W)
     lower_TB = _interleaved(lower_W).reshape(-1, LOWER_BYTES)
@@ -87,9 +93,7 @@ def _compress(bytes_W2: Bytes) -> tuple[Bytes, Bytes, npt.NDArray[np.int32]]:
 
 
 def _interleaved(value_W: Bytes) -> Bytes:
-    """Values of a panel's weights in the order of its tiles' lower bytes: (tiles, fours of lines, pairs of
-    lines, 64).
-    """
+    """The values of a panel's weights in the order of its tiles' lower bytes: (T, G, J, 64)."""
     eights_TGJHL = value_W.view(np.uint64).reshape(-1, LINES // 4, 2, 2, LINE_WEIGHTS // 8)
     return np.ascontiguousarray(eights_TGJHL.swapaxes(3, 4)).view(np.uint8).reshape(-1, LINES // 4, 2, 64)
 
@@ -100,11 +104,11 @@ def _in_order(interleaved_PTGJB: Tensor) -> Tensor:
 
 
 def decompress_weight(compressed: Tensor, steps: int) -> Tensor:
-    """Undo `compress_weight`: the specification of what `ygg::packed_linear` multiplies by.
+    """Undo `compress_weight`: the specification of the weights that `ygg::packed_linear` expands.
 
     Args:
         compressed: (panels, bytes) uint8.
-        steps: Of k in a panel.
+        steps: Steps of k in a panel.
 
     Returns:
         (panels, steps, 16, 2) bfloat16, a new tensor.

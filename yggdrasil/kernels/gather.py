@@ -1,8 +1,9 @@
-"""`ygg::gather_ranks`: the one collective inside graphs; every rank gets what every rank has.
+"""`ygg::gather_ranks`: the only collective inside graphs; every rank gets the tensors of all ranks.
 
-A sum over ranks is this and additions in the order of the ranks: an all-reduce may add in an order that
+A sum over ranks gathers and then adds in the order of the ranks. An all-reduce may add in an order that
 depends on the size of a tensor, and then a token would have other bits in a wide graph than in a narrow
-one. With one or a few tokens the message is short and an all-reduce would save nothing."""
+one. With few tokens the message is short, and an all-reduce would save nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ def use_group(group: Any) -> None:
 
 
 def failure() -> str:
-    """What the last gather that failed said, empty if none did: an error inside a compiled graph comes out
-    of it as another one.
+    """The message of the last gather that failed, or an empty string.
+
+    A compiled graph raises a different error.
     """
     return _failure
 

@@ -1,8 +1,20 @@
-// The columns of a forward's metadata, one int32 row for every token: layout.py has their meanings.
+// The constants of layout.py, which explains them. A test holds the two files equal.
 #pragma once
+
+#include <cstdint>
 
 namespace ygg {
 
-enum Column { kToken, kPosition, kRow, kIndex, kPrefix, kRead, kPath };
+enum Column {
+  kToken = 0,
+  kPosition = 1,
+  kRow = 2,
+  kIndex = 3,
+  kPrefix = 4,
+  kRead = 5,
+  kPath = 6,
+};
+
+constexpr int64_t kPageLen = 16;
 
 }  // namespace ygg

@@ -1,20 +1,50 @@
-// ygg::packed_linear: x W^T + b over a weight packed once, with rows that are bitwise independent of how many rows there are. ygg::packed_linears does several
-// weights of one x in one pass, their outputs side by side; ygg::gated_linear does silu(gate(x)) * up(x) in one pass, rounded once.
-// ygg::read_linear computes only the rows that metadata marks as read.
+// Linear layers on weights packed once. The bits of a row do not depend on the number of rows.
 //
-// A packed weight is a sequence of panels of 16 output columns. A panel holds one line of 16 words (64 bytes) per step of k; a word is 32 bits: one fp32
-// weight, or two bf16 weights of consecutive k. `x` is read in the same words, so one loop serves both dtypes; where the processor has no product of bf16 words,
-// `x` is widened to fp32 before it and a line of the weight in it, one k after the other. bf16 pads k to 32: 16 lines are one AMX tile.
+//   ygg::packed_linear    x W^T + b
+//   ygg::packed_linears   several weights of one x in one pass, their outputs side by side
+//   ygg::gated_linear     silu(gate(x)) * up(x) in one pass, rounded once
+//   ygg::read_linear      packed_linear for the rows that metadata marks as read
+//
+// A packed weight is a sequence of panels of 16 output columns. A panel holds one line of 16 words (64
+// bytes) per step of k. A word is 32 bits: one fp32 weight, or two bf16 weights of consecutive k. `x` is
+// read in the same words, so one loop serves both dtypes. If the processor has no product of bf16 words,
+// `x` is widened to fp32 before the loop, and a line of the weight inside it, one k after the other. bf16
+// pads k to 32: 16 lines are one AMX tile.
 //
 //            panel 0 (columns 0..15)      panel 1 (columns 16..31)
 //   step 0   [ c0 | c1 | ... | c15 ]      [ c16 | ... | c31 ]
 //   step 1   [ c0 | c1 | ... | c15 ]      ...
 //
-// A packed bf16 weight may be compressed (compression.h): a panel is expanded while it is multiplied, tile after tile, to the bits that it had.
+// A packed bf16 weight may be compressed (compression.h). Its panels are expanded to the original bits
+// while they are multiplied, tile after tile.
 //
-// Exactness: each output element is one accumulator that takes the steps in order, through one instruction sequence chosen when this file is compiled (and, for
-// AMX, once per process). Row blocks, panel groups and threads only decide which elements are computed side by side. Where the rows do not fill the last block,
-// the block moves up and computes some rows twice, to the same bits.
+// Exactness: each output element is one accumulator that adds the steps in order, with one sequence of
+// instructions chosen when this file is compiled (and, for AMX, once per process). Row blocks, panel groups
+// and threads only decide which elements are computed together. If the rows do not fill the last block, the
+// block moves up and computes some rows twice, with the same bits.
+//
+// How the loops were chosen, and what was slower (bench/LOG.md has the measurements).
+//
+// AMX. Up to 16 rows read four panels next to each other over all of k. Every line is prefetched two tiles
+// ahead; from there the processor's own prefetcher continues. With more rows, x comes from L2 again for
+// every panel. So two panels are multiplied in chunks of 128 of k: their weights and the sums of all rows
+// stay in L1, x is read once for both, and the next chunk arrives meanwhile. Six of the eight tile
+// registers are used: while the core's other hardware thread is busy, every register that is in use makes a
+// load slower. Hence 32 rows by two panels load one panel's tile twice, from L1. Slower: 33 to 48 rows by
+// one panel over all of k; x prefetched into L1; chunks of 256 of k or more; lines prefetched further ahead
+// or for the next panel; all eight registers. No difference: weights that begin at cache lines, tiles of
+// four panels interleaved.
+//
+// Vectors. Up to six rows multiply four panels side by side, eight rows three, up to 24 rows one: a wide
+// block loads every line once. The rows of a wide block are first copied step after step, by each thread
+// for itself, because otherwise their addresses do not fit the registers. A line is prefetched 16 lines
+// ahead where memory is the limit, 64 or 96 where arithmetic is. Further ahead, the processor's own
+// prefetcher stops. Slower: chunks of k, lines prefetched into L1, eight rows by one or two panels.
+//
+// Processors without products of bf16 (AVX2, AVX-512 before bf16) widen rows once and weights in registers:
+// two products per word, even k before odd, the order of an fp32 sum. Sixteen registers of eight lanes
+// hold six rows of one panel; one or two rows take four or two panels, to have enough sums in flight.
+// Slower: splitting a broadcast word inside the loop; two panels next to three rows.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -38,10 +68,14 @@ namespace {
 
 using namespace ygg;
 
-constexpr int kBf16Padding = 32;  // k of a bf16 weight is padded to this
-constexpr int64_t kPieceBytes = 64 << 10;  // one thread reads less than two of these from L2 faster than two share them
-constexpr int64_t kGroup = 4;  // panels that are not shared out among threads: the most that a body takes side by side
-constexpr int64_t kRowsOfRead = kLanes < 16 ? 1 : 32;  // whose products take at least as long as reading their weights from L2
+constexpr int kBf16Padding = 32;  // k of a bf16 weight is padded to a multiple of this
+constexpr int64_t kGroup = 4;     // panels that stay on one thread: the most that a body computes together
+
+// One thread reads less than two of these from L2 faster than two threads.
+constexpr int64_t kPieceBytes = 64 << 10;
+
+// The products of this many rows take at least as long as reading their weights from L2.
+constexpr int64_t kRowsOfRead = kLanes < 16 ? 1 : 32;
 
 struct Weight {
   const char* packed;  // (panels, bytes of a panel): (steps, 16) words, or compressed
@@ -61,23 +95,28 @@ struct Panel {
   int64_t index, out_column, columns;  // index among its weight's panels
 };
 
-// Panels are numbered weight after weight; in a gated product the two weights take turns, gate first.
+// Panels are numbered weight after weight; in a gated product the panels of the two weights alternate, gate
+// first.
 struct Product {
-  const Word* x;  // (rows, steps), in fp32 where a word takes two products, or tiled for AMX: (tiles of rows, steps / 16, rows of a tile, 16)
-  void* out;      // (rows, row_len)
+  // (rows, steps), in fp32 if a word takes two products; or tiled for AMX: (tiles of rows, steps / 16, rows
+  // of a tile, 16)
+  const Word* x;
+  void* out;  // (rows, row_len)
   int64_t rows, steps, row_len;
   std::vector<Weight> weights;
   bool is_gated;
-  int64_t number;                  // no other product of this process has it
-  int64_t end = 0;                 // no panel from here on is asked for ahead
-  const Word* expanded = nullptr;  // panels from `first_expanded` on, for a body that reads them more than once
+  int64_t number;   // unique in this process
+  int64_t end = 0;  // panels from here on are not prefetched
+  // the panels from `first_expanded` on, for a body that reads them more than once
+  const Word* expanded = nullptr;
   int64_t first_expanded = 0;
 
   int64_t panel_words() const { return steps * kColumns; }
   int64_t tile_rows() const { return std::min<int64_t>(rows, kTileRows); }
   int64_t row_tiles() const { return (rows + kTileRows - 1) / kTileRows; }
   int64_t num_panels() const {
-    return std::accumulate(weights.begin(), weights.end(), int64_t(0), [](int64_t sum, const Weight& weight) { return sum + weight.panels(); });
+    const auto add = [](int64_t sum, const Weight& weight) { return sum + weight.panels(); };
+    return std::accumulate(weights.begin(), weights.end(), int64_t(0), add);
   }
   Panel panel(int64_t number) const {
     Panel found = packed_panel(number);
@@ -88,13 +127,17 @@ struct Product {
     if (is_gated) return panel_of(weights[number % 2], number / 2, 0);
     int64_t column = 0;
     auto weight = weights.begin();
-    for (; number >= weight->panels(); number -= weight->panels(), column += weight->out_features, ++weight);
+    for (; number >= weight->panels(); ++weight) {
+      number -= weight->panels();
+      column += weight->out_features;
+    }
     return panel_of(*weight, number, column);
   }
   Panel panel_of(const Weight& weight, int64_t index, int64_t column) const {
     const int64_t first = index * kColumns;
     const auto* words = reinterpret_cast<const Word*>(weight.packed + index * weight.panel_bytes);
-    return {words, weight.is_compressed, weight.bias, index, column + first, std::min<int64_t>(kColumns, weight.out_features - first)};
+    const int64_t columns = std::min<int64_t>(kColumns, weight.out_features - first);
+    return {words, weight.is_compressed, weight.bias, index, column + first, columns};
   }
   PanelTiles tiles_of(int64_t number, int64_t at_once) const {
     const Panel from = panel(number);
@@ -124,18 +167,24 @@ void write_panel(const Product& product, const Panel& panel, int64_t row, int64_
   }
 }
 
-// Adds the bias to `rows` x 16 sums, `stride` floats apart, and writes them rounded; a panel's padding is dropped.
+// Adds the bias to `rows` x 16 sums, `stride` floats apart, rounds them and writes them without the panel's
+// padding.
 template <class Dtype>
-void store_panel(const Product& product, const float* sums, int64_t stride, int64_t row, int64_t rows, int64_t number) {
+void store_panel(const Product& product, const float* sums, int64_t stride, int64_t row, int64_t rows,
+                 int64_t number) {
   const Panel panel = product.panel(number);
   alignas(64) float bias[kColumns];
   load_bias<Dtype>(bias, panel);
-  write_panel<Dtype>(product, panel, row, rows, [&](int64_t r, int64_t column) { return load(sums + r * stride + column) + load(bias + column); });
+  const auto value = [&](int64_t r, int64_t column) {
+    return load(sums + r * stride + column) + load(bias + column);
+  };
+  write_panel<Dtype>(product, panel, row, rows, value);
 }
 
-// The same for the gate's panel and the up projection's after it.
+// The same for a panel of the gate and the panel of the up projection after it.
 template <class Dtype>
-void store_gated(const Product& product, const float* gates, const float* ups, int64_t stride, int64_t row, int64_t rows, int64_t number) {
+void store_gated(const Product& product, const float* gates, const float* ups, int64_t stride, int64_t row,
+                 int64_t rows, int64_t number) {
   const Panel gate = product.panel(number), up = product.panel(number + 1);
   alignas(64) float gate_bias[kColumns], up_bias[kColumns];
   load_bias<Dtype>(gate_bias, gate);
@@ -148,31 +197,35 @@ void store_gated(const Product& product, const float* gates, const float* ups, i
 
 // ---- body for vector registers: kRows x kPanels accumulators ----
 
-// Most rows of a block. A wide one streams a single panel, whose line is loaded once for all rows, and reads x step after step: three panels beside eight rows would
-// be read again for every further block.
+// Most rows of a block. A wide block streams a single panel, loads each line once for all rows, and reads x
+// step after step. Three panels with eight rows would be read again for every further block.
 constexpr int kBlockRows = kLanes < 16 ? kMaxRows : 24;
 constexpr bool is_wide(int rows) { return rows > 8; }
 
-// Panels whose sums the registers hold beside that many rows.
+// Panels whose sums fit the registers with this number of rows.
 constexpr int held_panels(int rows) {
   if (kLanes == 16) return is_wide(rows) ? 1 : rows > 6 ? 3 : 4;
   return rows > 2 ? 1 : 4 / rows;
 }
 
-// Lines of each panel that are asked for ahead of their products. With few rows memory is the limit, and what is asked for far ahead keeps the processor's own
-// prefetcher from running: a whole group of panels ahead, weights came at four fifths of the rate. Wide blocks wait for what is asked for too late.
+// Lines of each panel that are prefetched before their products. With few rows memory is the limit, and
+// prefetching far ahead stops the processor's own prefetcher: a whole group of panels ahead, weights
+// arrived at four fifths of the rate. Wide blocks wait for lines that are prefetched too late.
 constexpr int64_t lines_ahead(int panels) { return panels > 3 ? 16 : panels > 1 ? 64 : 96; }
 
-// kRows rows of kPanels panels, accumulated in registers and written `stride` floats a row. At their end the panels that are `next` are asked for.
+// kRows rows of kPanels panels, accumulated in registers and written with rows `stride` floats apart. Near
+// their end it prefetches the `next` panels.
 template <class Dtype, int kRows, int kPanels>
-void multiply_panels(float* out, int64_t stride, const Word* x, int64_t steps, const Word* const* weight, const Word* const* next) {
+void multiply_panels(float* out, int64_t stride, const Word* x, int64_t steps, const Word* const* weight,
+                     const Word* const* next) {
   constexpr int64_t kAhead = lines_ahead(kPanels);
   Vec sums[kRows][kPanels][kVecs] = {};
   const int64_t ahead = std::min(steps, kAhead), turn = steps - ahead;
   int64_t s = 0;
   for (const bool is_end : {false, true}) {
     const Word* fetched[kPanels];
-    for (int p = 0; p < kPanels; ++p) fetched[p] = is_end ? next[p] - turn * kColumns : weight[p] + ahead * kColumns;
+    for (int p = 0; p < kPanels; ++p)
+      fetched[p] = is_end ? next[p] - turn * kColumns : weight[p] + ahead * kColumns;
     for (const int64_t last = is_end ? steps : turn; s < last; ++s) {
 #pragma GCC unroll 2
       for (int i = 0; i < Dtype::kParts; ++i) {
@@ -180,10 +233,12 @@ void multiply_panels(float* out, int64_t stride, const Word* x, int64_t steps, c
         for (int p = 0; p < kPanels; ++p) {
           if (i == 0) __builtin_prefetch(fetched[p] + s * kColumns, 0, 2);
           Vec line[kVecs];
-          for (int v = 0; v < kVecs; ++v) line[v] = Dtype::part(load(weight[p] + s * kColumns + v * kLanes), i);
+          for (int v = 0; v < kVecs; ++v)
+            line[v] = Dtype::part(load(weight[p] + s * kColumns + v * kLanes), i);
 #pragma GCC unroll 24
           for (int r = 0; r < kRows; ++r) {
-            const Vec number = broadcast(x[is_wide(kRows) ? (s * Dtype::kParts + i) * kRows + r : (r * steps + s) * Dtype::kParts + i]);
+            const Vec number = broadcast(x[is_wide(kRows) ? (s * Dtype::kParts + i) * kRows + r
+                                                          : (r * steps + s) * Dtype::kParts + i]);
 #pragma GCC unroll 4
             for (int v = 0; v < kVecs; ++v) sums[r][p][v] = Dtype::multiply(sums[r][p][v], number, line[v]);
           }
@@ -194,7 +249,7 @@ void multiply_panels(float* out, int64_t stride, const Word* x, int64_t steps, c
   for (int r = 0; r < kRows; ++r) std::memcpy(out + r * stride, sums[r], sizeof sums[r]);
 }
 
-// kRows rows of the panels from `panel` on; those from `next` on come after them.
+// kRows rows of kPanels panels from `panel` on; the panels from `next` on are computed after them.
 template <class Dtype, int kRows, int kPanels>
 void compute_block(const Product& product, const Word* x, int64_t row, int64_t panel, int64_t next) {
   constexpr int kHeld = std::min(kPanels, held_panels(kRows));
@@ -202,30 +257,40 @@ void compute_block(const Product& product, const Word* x, int64_t row, int64_t p
   alignas(64) float sums[kRows * stride];
   for (int p = 0; p < kPanels; p += kHeld) {
     const Word *weight[kHeld], *after[kHeld];
-    for (int h = 0; h < kHeld; ++h) weight[h] = product.panel(panel + p + h).words, after[h] = product.panel(std::min(next + p + h, product.end - 1)).words;
+    for (int h = 0; h < kHeld; ++h) {
+      weight[h] = product.panel(panel + p + h).words;
+      after[h] = product.panel(std::min(next + p + h, product.end - 1)).words;
+    }
     multiply_panels<Dtype, kRows, kHeld>(sums + p * kColumns, stride, x, product.steps, weight, after);
   }
   if (product.is_gated) {
-    for (int p = 0; p + 1 < kPanels; p += 2) store_gated<Dtype>(product, sums + p * kColumns, sums + (p + 1) * kColumns, stride, row, kRows, panel + p);
+    for (int p = 0; p + 1 < kPanels; p += 2) {
+      const float* gates = sums + p * kColumns;
+      store_gated<Dtype>(product, gates, gates + kColumns, stride, row, kRows, panel + p);
+    }
   } else {
-    for (int p = 0; p < kPanels; ++p) store_panel<Dtype>(product, sums + p * kColumns, stride, row, kRows, panel + p);
+    for (int p = 0; p < kPanels; ++p) {
+      store_panel<Dtype>(product, sums + p * kColumns, stride, row, kRows, panel + p);
+    }
   }
 }
 
-// Every row over the panels [panel, end), kPanels at a time. A group is read from memory by its first row block and from L2 by the others.
+// All rows of the panels [panel, end), kPanels at a time. The first row block reads a group from memory,
+// the others from L2.
 template <class Dtype, int kRows, int kPanels>
 void compute_panels(const Product& product, const Word* x, int64_t panel, int64_t end) {
   const int64_t row_words = product.steps * Dtype::kParts;
   for (; panel + kPanels <= end; panel += kPanels) {
     for (int64_t first = 0; first < product.rows; first += kRows) {
       const int64_t row = std::min(first, product.rows - kRows);
-      compute_block<Dtype, kRows, kPanels>(product, x + (is_wide(kRows) ? first : row) * row_words, row, panel, panel + kPanels);
+      compute_block<Dtype, kRows, kPanels>(product, x + (is_wide(kRows) ? first : row) * row_words, row,
+                                           panel, panel + kPanels);
     }
   }
   if constexpr (kPanels > 1) compute_panels<Dtype, kRows, kPanels / 2>(product, x, panel, end);
 }
 
-// The rows of every wide block step after step, for the calling thread; kept until it works on another product.
+// The rows of every wide block step after step, in memory of the calling thread until its next product.
 template <class Dtype, int kRows>
 const Word* by_step(const Product& product) {
   thread_local std::vector<Word> lines;
@@ -244,7 +309,7 @@ const Word* by_step(const Product& product) {
   return lines.data();
 }
 
-// The number of rows in a block, of all that need not be small the one that computes the fewest twice.
+// Rows of a block: of all sizes that are not small, the one that computes the fewest rows twice.
 int64_t rows_of_block(int64_t rows) {
   const auto divided = [&](int64_t blocks) { return (rows + blocks - 1) / blocks; };
   int64_t best = divided(kBlockRows);
@@ -254,19 +319,20 @@ int64_t rows_of_block(int64_t rows) {
   return divided(best);
 }
 
-// All rows over the panels [begin, end).
+// All rows of the panels [begin, end).
 template <class Dtype, int kRows = kBlockRows>
 void compute_vectors(const Product& product, int64_t begin, int64_t end) {
   constexpr int kPanels = held_panels(kRows), kGatedPanels = std::max(2, kPanels / 2 * 2);
   if (kRows == rows_of_block(product.rows)) {
     const Word* x = product.x;
     if constexpr (is_wide(kRows)) x = by_step<Dtype, kRows>(product);
-    return product.is_gated ? compute_panels<Dtype, kRows, kGatedPanels>(product, x, begin, end) : compute_panels<Dtype, kRows, kPanels>(product, x, begin, end);
+    if (product.is_gated) return compute_panels<Dtype, kRows, kGatedPanels>(product, x, begin, end);
+    return compute_panels<Dtype, kRows, kPanels>(product, x, begin, end);
   }
   if constexpr (kRows > 1) compute_vectors<Dtype, kRows - 1>(product, begin, end);
 }
 
-// The same where weights are compressed: some panels at a time are expanded for all rows.
+// The same for compressed weights: a few panels at a time are expanded for all rows.
 template <class Dtype>
 void compute_expanded(Product product, int64_t begin, int64_t end) {
   const int64_t words = product.panel_words();
@@ -277,7 +343,9 @@ void compute_expanded(Product product, int64_t begin, int64_t end) {
     product.expanded = nullptr;
     for (int64_t number = first; number < last; ++number) {
       PanelTiles tiles = product.tiles_of(number, 1);
-      for (int64_t word = 0; word < words; word += kTileWords) std::memcpy(panels.data() + (number - first) * words + word, tiles.take(), 4 * kTileWords);
+      Word* panel = panels.data() + (number - first) * words;
+      for (int64_t word = 0; word < words; word += kTileWords)
+        std::memcpy(panel + word, tiles.take(), 4 * kTileWords);
     }
     product.expanded = panels.data();
     product.first_expanded = first;
@@ -286,32 +354,35 @@ void compute_expanded(Product product, int64_t begin, int64_t end) {
   }
 }
 
-// ---- body for AMX tiles: 16 rows x 4 panels over all of k, or with more rows 32 x 2 panels over chunks of it ----
+// ---- body for AMX tiles: 16 rows x 4 panels over all of k; more rows: 32 x 2 panels over chunks of k ----
 
 #if defined(__AMX_BF16__)
-// Tiles 0 to 3 accumulate, 4 holds x and 5 weights, and two are never written. While the core's other hardware thread is busy a processor seems to have few tile
-// registers beyond the eight named ones, and one that was never written is one more to load ahead into: in a loop over L1 a product took 25 ns with eight
-// written, 18 with six, 13 with five, and 6.5 with any number at other times (measured on Granite Rapids in a virtual machine).
+// Tiles 0 to 3 accumulate, 4 holds x and 5 holds weights; two are never written. While the core's other
+// hardware thread is busy, the processor seems to have few tile registers beyond the eight named ones, and
+// a tile that was never written is one more to load ahead into: in a loop over L1 a product took 25 ns with
+// eight tiles written, 18 with six and 13 with five. With an idle hardware thread it took 6.5 with any
+// number (measured on Granite Rapids in a virtual machine).
 struct alignas(64) TileSums {
   float words[kTileWords];
 };
 
-// The panel's next tile. The one after the one behind it is brought to L2; from there the processor's own prefetcher runs ahead, and asking further ahead ourselves is
-// slower.
+// The panel's next tile. The tile two after it is prefetched to L2; beyond that the processor's own
+// prefetcher runs ahead, and prefetching further here is slower.
 inline const Word* next_tile(PanelTiles& panel) {
   const Word* tile = panel.take();
-  panel.ask_ahead();
+  panel.prefetch_ahead();
   return tile;
 }
 
-// One tile of rows times four panels, all k.
+// One tile of rows times four panels, over all of k.
 void multiply_tiles(const Product& product, TileSums* sums, PanelTiles* panels) {
   const Word *x = product.x, *tiles[4];
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t word = 0; word < product.panel_words(); word += kTileWords, x += product.tile_rows() * kColumns) {
+  for (int64_t word = 0; word < product.panel_words();
+       word += kTileWords, x += product.tile_rows() * kColumns) {
     for (int p = 0; p < 4; ++p) tiles[p] = next_tile(panels[p]);
     _tile_loadd(4, x, 64);
     _tile_loadd(5, tiles[0], 64);
@@ -329,29 +400,38 @@ void multiply_tiles(const Product& product, TileSums* sums, PanelTiles* panels) 
   _tile_stored(3, sums[3].words, 64);
 }
 
-// kTiles tiles of rows from `first` on times a chunk of two panels, `count` tiles from word `begin` of k on, added to the sums so far. Meanwhile the next chunk is
-// brought, a part for every tile from part number `part` on.
+// A chunk of two panels: `count` tiles of each, from word `begin` of k on.
+struct Chunk {
+  const Word *even, *odd;
+  int64_t begin, count;
+};
+
+// kTiles tiles of rows from `first` on times a chunk, added to the sums so far. For every tile it prepares
+// a part of the next chunk, from part number `part` of `parts` on.
 template <int kTiles>
-void multiply_chunk(const Product& product, TileSums* sums, int64_t first, const Word* const* tiles, int64_t begin, int64_t count, PanelTiles* panels, int64_t part,
-                    int64_t parts) {
+void multiply_chunk(const Product& product, TileSums* sums, int64_t first, const Chunk& chunk,
+                    PanelTiles* panels, int64_t part, int64_t parts) {
   const int64_t row_tiles = product.row_tiles(), row_tile_words = kTileRows * product.steps;
-  float* const sum[] = {sums[first].words, sums[row_tiles + first].words, sums[first + kTiles - 1].words, sums[row_tiles + first + kTiles - 1].words};
+  const int64_t last = first + kTiles - 1;
+  float* const sum[] = {sums[first].words, sums[row_tiles + first].words, sums[last].words,
+                        sums[row_tiles + last].words};
   _tile_loadd(0, sum[0], 64);
   _tile_loadd(1, sum[1], 64);
   if constexpr (kTiles > 1) {
     _tile_loadd(2, sum[2], 64);
     _tile_loadd(3, sum[3], 64);
   }
-  const Word* x = product.x + first * row_tile_words + begin;
-  for (int64_t tile = 0; tile < count; ++tile, ++part, x += kTileWords) {
-    panels[0].bring(part, parts);
-    const Word *even = tiles[0] + tile * kTileWords, *odd = tiles[1] + tile * kTileWords;
+  const Word* x = product.x + first * row_tile_words + chunk.begin;
+  for (int64_t tile = 0; tile < chunk.count; ++tile, ++part, x += kTileWords) {
+    panels[0].prepare(part, parts);
+    const Word* even = chunk.even + tile * kTileWords;
+    const Word* odd = chunk.odd + tile * kTileWords;
     _tile_loadd(4, x, 64);
     _tile_loadd(5, even, 64);
     _tile_dpbf16ps(0, 4, 5);
     _tile_loadd(5, odd, 64);
     _tile_dpbf16ps(1, 4, 5);
-    panels[1].bring(part, parts);
+    panels[1].prepare(part, parts);
     if constexpr (kTiles > 1) {
       _tile_loadd(4, x + row_tile_words, 64);
       _tile_dpbf16ps(3, 4, 5);
@@ -367,18 +447,39 @@ void multiply_chunk(const Product& product, TileSums* sums, int64_t first, const
   }
 }
 
-// All rows times two panels, chunk after chunk of k: weights and sums stay in L1, so that what comes from L2 is x, once for two panels. While one chunk is
-// multiplied the next one is brought, evenly. A chunk of two panels and 128 rows' sums with it are half of L1.
+// All rows times two panels, chunk after chunk of k. Weights and sums stay in L1; only x comes from L2,
+// once for two panels. While one chunk is multiplied, the next one is prepared at an even rate. A chunk of
+// two panels and the sums of 128 rows fill half of L1.
 void multiply_chunks(const Product& product, TileSums* sums, PanelTiles* panels) {
-  const int64_t row_tiles = product.row_tiles(), blocks = (row_tiles + 1) / 2, all = product.panel_words() / kTileWords;
+  const int64_t row_tiles = product.row_tiles(), blocks = (row_tiles + 1) / 2;
+  const int64_t all = product.panel_words() / kTileWords;
   std::memset(sums, 0, 2 * row_tiles * sizeof *sums);
   asm volatile("" : : "r"(sums) : "memory");  // GCC does not know that the tile instructions read memory
   for (int64_t begin = 0; begin < all; begin += kMostTiles) {
     const int64_t count = std::min(kMostTiles, all - begin);
-    const Word* const tiles[] = {panels[0].take(), panels[1].take()};
+    const Word* even = panels[0].take();
+    const Word* odd = panels[1].take();
+    const Chunk chunk{even, odd, begin * kTileWords, count};
     for (int64_t first = 0; first < row_tiles; first += 2) {
       const auto multiply = first + 1 < row_tiles ? multiply_chunk<2> : multiply_chunk<1>;
-      multiply(product, sums, first, tiles, begin * kTileWords, count, panels, first / 2 * count, blocks * count);
+      multiply(product, sums, first, chunk, panels, first / 2 * count, blocks * count);
+    }
+  }
+}
+
+// Writes the sums of `count` panels from `panel` on.
+void store_tiles(const Product& product, const TileSums* sums, int64_t panel, int64_t count) {
+  const int64_t row_tiles = product.row_tiles();
+  for (int64_t tile = 0; tile < row_tiles; ++tile) {
+    const int64_t row = tile * kTileRows, rows = std::min<int64_t>(kTileRows, product.rows - row);
+    for (int64_t p = 0; p < count; p += product.is_gated ? 2 : 1) {
+      const float* first = sums[p * row_tiles + tile].words;
+      if (product.is_gated) {
+        const float* second = sums[(p + 1) * row_tiles + tile].words;
+        store_gated<BFloat16>(product, first, second, kColumns, row, rows, panel + p);
+      } else {
+        store_panel<BFloat16>(product, first, kColumns, row, rows, panel + p);
+      }
     }
   }
 }
@@ -388,25 +489,19 @@ void compute_tiles(const Product& product, int64_t begin, int64_t end) {
   config.set(0, 5, product.tile_rows(), 64);
   config.set(5, 1, kTileRows, 64);
   config.load();
-  const int64_t row_tiles = product.row_tiles(), group = row_tiles == 1 ? 4 : 2, at_once = row_tiles == 1 ? 1 : kMostTiles;
+  const int64_t row_tiles = product.row_tiles();
+  const int64_t group = row_tiles == 1 ? 4 : 2, at_once = row_tiles == 1 ? 1 : kMostTiles;
   thread_local std::vector<TileSums> sums;
   sums.resize(group * row_tiles);
   for (int64_t panel = begin; panel < end; panel += group) {
     const int64_t count = std::min(group, end - panel);
-    const auto tiles_of = [&](int64_t p) { return product.tiles_of(panel + std::min(p, count - 1), at_once); };
+    const auto tiles_of = [&](int64_t p) {
+      return product.tiles_of(panel + std::min(p, count - 1), at_once);
+    };
     PanelTiles panels[] = {tiles_of(0), tiles_of(1), tiles_of(2), tiles_of(3)};
-    row_tiles == 1 ? multiply_tiles(product, sums.data(), panels) : multiply_chunks(product, sums.data(), panels);
-    for (int64_t tile = 0; tile < row_tiles; ++tile) {
-      const int64_t row = tile * kTileRows, rows = std::min<int64_t>(kTileRows, product.rows - row);
-      for (int64_t p = 0; p < count; p += product.is_gated ? 2 : 1) {
-        const float* first = sums[p * row_tiles + tile].words;
-        if (product.is_gated) {
-          store_gated<BFloat16>(product, first, sums[(p + 1) * row_tiles + tile].words, kColumns, row, rows, panel + p);
-        } else {
-          store_panel<BFloat16>(product, first, kColumns, row, rows, panel + p);
-        }
-      }
-    }
+    row_tiles == 1 ? multiply_tiles(product, sums.data(), panels)
+                   : multiply_chunks(product, sums.data(), panels);
+    store_tiles(product, sums.data(), panel, count);
   }
   _tile_release();
 }
@@ -419,20 +514,23 @@ void compute(const Product& product, int64_t begin, int64_t end) {
     if (amx_granted()) return compute_tiles(product, begin, end);
   }
 #endif
-  const bool is_compressed = std::any_of(product.weights.begin(), product.weights.end(), [](const Weight& weight) { return weight.is_compressed; });
-  is_compressed ? compute_expanded<Dtype>(product, begin, end) : compute_vectors<Dtype>(product, begin, end);
+  const auto& weights = product.weights;
+  const bool is_compressed = std::any_of(weights.begin(), weights.end(),
+                                         [](const Weight& weight) { return weight.is_compressed; });
+  is_compressed ? compute_expanded<Dtype>(product, begin, end)
+                : compute_vectors<Dtype>(product, begin, end);
 }
 
 // ---- operator ----
 
-// In features of x with the padding that a packed weight has.
+// The in features of x, padded as those of a packed weight are.
 int64_t padded_len(const at::Tensor& x) {
   const int64_t step = x.scalar_type() == at::kBFloat16 ? kBf16Padding : 1;
   return (x.size(-1) + step - 1) / step * step;
 }
 
-// Room for an operator's x in another form, of the calling thread and kept until its next call: fresh memory is cleared page by page when it is first written to,
-// which took a twentieth of a wide graph's time.
+// Memory of the calling thread for another form of x, kept until its next call. The system clears fresh
+// memory page by page at the first write, which took a twentieth of a wide graph's time.
 Word* workspace(int64_t words) {
   struct alignas(64) Line {
     Word words[kColumns];
@@ -443,25 +541,29 @@ Word* workspace(int64_t words) {
   return lines.data()->words;
 }
 
-// Copies x into tiles of `tile_rows` rows x 64 bytes, tile after tile along k; zero padded along k, unset in the missing rows of the last tile.
+// Copies x into tiles of `tile_rows` rows x 64 bytes, tile after tile along k; zero padded along k, unset
+// in the missing rows of the last tile.
 const Word* tiled(const at::Tensor& x, int64_t rows, int64_t padded_features, int64_t tile_rows) {
   constexpr int64_t kLine = 64;
-  const int64_t row_bytes = x.size(-1) * x.element_size(), lines = padded_features * x.element_size() / kLine;
+  const int64_t row_bytes = x.size(-1) * x.element_size();
+  const int64_t lines = padded_features * x.element_size() / kLine;
   Word* tiles = workspace((rows + tile_rows - 1) / tile_rows * tile_rows * lines * kColumns);
   const char* from = static_cast<const char*>(x.const_data_ptr());
   char* to = reinterpret_cast<char*>(tiles);
-  parallel_for(rows, std::max<int64_t>(1, kPieceBytes / (lines * kLine + 1)), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      const char* row = from + r * row_bytes;
-      char* line = to + (r / tile_rows * lines * tile_rows + r % tile_rows) * kLine;
-      const int64_t whole = row_bytes / kLine, rest = row_bytes % kLine;
-      for (int64_t i = 0; i < whole; ++i, line += tile_rows * kLine) std::memcpy(line, row + i * kLine, kLine);
-      if (rest) {
-        std::memcpy(line, row + whole * kLine, rest);
-        std::memset(line + rest, 0, kLine - rest);
-      }
-    }
-  });
+  parallel_for(rows, std::max<int64_t>(1, kPieceBytes / (lines * kLine + 1)),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t r = begin; r < end; ++r) {
+                   const char* row = from + r * row_bytes;
+                   char* line = to + (r / tile_rows * lines * tile_rows + r % tile_rows) * kLine;
+                   const int64_t whole = row_bytes / kLine, rest = row_bytes % kLine;
+                   for (int64_t i = 0; i < whole; ++i, line += tile_rows * kLine)
+                     std::memcpy(line, row + i * kLine, kLine);
+                   if (rest) {
+                     std::memcpy(line, row + whole * kLine, rest);
+                     std::memset(line + rest, 0, kLine - rest);
+                   }
+                 }
+               });
   return tiles;
 }
 
@@ -471,42 +573,55 @@ const Word* widened(const at::Tensor& x, int64_t rows, int64_t padded_features) 
   Word* wide = workspace(rows * padded_features);
   const uint16_t* from = static_cast<const uint16_t*>(x.const_data_ptr());
   float* to = reinterpret_cast<float*>(wide);
-  parallel_for(rows, std::max<int64_t>(1, kPieceBytes / (padded_features * 4 + 1)), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      for (int64_t i = 0; i < features; ++i) to[r * padded_features + i] = BFloat16::widen(from[r * features + i]);
-      std::fill(to + r * padded_features + features, to + (r + 1) * padded_features, 0.0f);
-    }
-  });
+  parallel_for(rows, std::max<int64_t>(1, kPieceBytes / (padded_features * 4 + 1)),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t r = begin; r < end; ++r) {
+                   for (int64_t i = 0; i < features; ++i)
+                     to[r * padded_features + i] = BFloat16::widen(from[r * features + i]);
+                   std::fill(to + r * padded_features + features, to + (r + 1) * padded_features, 0.0f);
+                 }
+               });
   return wide;
 }
 
 // One weight of an operator, checked against x.
-Weight weight_of(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t out_features) {
+Weight weight_of(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                 int64_t out_features) {
   const bool is_compressed = packed.scalar_type() == at::kByte;
   const at::ScalarType dtype = is_compressed ? at::kBFloat16 : packed.scalar_type();
-  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, "packed_linear takes bfloat16 or float32 weights, or compressed ones, got ", dtype);
-  TORCH_CHECK(x.scalar_type() == dtype, "packed_linear: x is ", x.scalar_type(), " but the packed weight is ", dtype);
+  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat,
+              "packed_linear takes bfloat16 or float32 weights, or compressed ones, got ", dtype);
+  TORCH_CHECK(x.scalar_type() == dtype, "packed_linear: x is ", x.scalar_type(),
+              " but the packed weight is ", dtype);
   TORCH_CHECK(x.dim() >= 1, "packed_linear: x needs at least one dimension");
-  const int64_t in_features = x.size(-1), pair = dtype == at::kBFloat16 ? 2 : 1, panels = (out_features + kColumns - 1) / kColumns;
+  const int64_t in_features = x.size(-1), pair = dtype == at::kBFloat16 ? 2 : 1;
+  const int64_t panels = (out_features + kColumns - 1) / kColumns;
   const std::array<int64_t, 4> sizes{panels, padded_len(x) / pair, kColumns, pair};
   const at::IntArrayRef expected(sizes);
   const int64_t least_bytes = kHeaderBytes + padded_len(x) / kBf16Padding * kCompressedTileBytes;
-  const bool fits = is_compressed ? packed.dim() == 2 && packed.size(0) == panels && packed.size(1) >= least_bytes : packed.sizes() == expected;
-  TORCH_CHECK(fits && packed.is_contiguous(), "packed_linear: a weight of ", out_features, " x ", in_features, " packs to ", expected,
-              is_compressed ? ", compressed to rows of bytes" : "", ", got ", packed.sizes());
+  const bool fits_compressed =
+      packed.dim() == 2 && packed.size(0) == panels && packed.size(1) >= least_bytes;
+  const bool fits = is_compressed ? fits_compressed : packed.sizes() == expected;
+  TORCH_CHECK(fits && packed.is_contiguous(), "packed_linear: a weight of ", out_features, " x ",
+              in_features, " packs to ", expected, is_compressed ? ", compressed to rows of bytes" : "",
+              ", got ", packed.sizes());
   if (bias) {
-    TORCH_CHECK(bias->scalar_type() == dtype && bias->sizes() == at::IntArrayRef({out_features}) && bias->is_contiguous(),
-                "packed_linear: bias must be ", dtype, " of ", out_features, " elements, got ", bias->scalar_type(), " ", bias->sizes());
+    TORCH_CHECK(bias->scalar_type() == dtype && bias->sizes() == at::IntArrayRef({out_features}) &&
+                    bias->is_contiguous(),
+                "packed_linear: bias must be ", dtype, " of ", out_features, " elements, got ",
+                bias->scalar_type(), " ", bias->sizes());
   }
+  const auto* bytes = static_cast<const char*>(packed.const_data_ptr());
   const int64_t panel_bytes = panels ? int64_t(packed.nbytes()) / panels : 0;
-  return {static_cast<const char*>(packed.const_data_ptr()), panel_bytes, is_compressed, bias ? bias->const_data_ptr() : nullptr, out_features};
+  return {bytes, panel_bytes, is_compressed, bias ? bias->const_data_ptr() : nullptr, out_features};
 }
 
-// Room for what they give, uninitialised.
+// An uninitialised tensor for the outputs of the weights.
 at::Tensor outputs_of(const at::Tensor& x, const std::vector<Weight>& weights, bool is_gated) {
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = 0;
-  for (const Weight& weight : weights) shape.back() = is_gated ? weight.out_features : shape.back() + weight.out_features;
+  for (const Weight& weight : weights)
+    shape.back() = is_gated ? weight.out_features : shape.back() + weight.out_features;
   return empty(shape, x.options());
 }
 
@@ -514,20 +629,23 @@ void multiply_(const at::Tensor& out, const at::Tensor& x, std::vector<Weight> w
   if (out.numel() == 0) return;
   const bool is_bf16 = x.scalar_type() == at::kBFloat16;
   const int64_t padded_features = padded_len(x), row_len = out.size(-1), rows = out.numel() / row_len;
-  const at::Tensor plain = x.contiguous();
-  const Word* words = static_cast<const Word*>(plain.const_data_ptr());
+  const at::Tensor rows_of_x = x.contiguous();
+  const Word* words = static_cast<const Word*>(rows_of_x.const_data_ptr());
   if (is_bf16 && amx_granted()) {
-    words = tiled(plain, rows, padded_features, std::min<int64_t>(rows, kTileRows));
+    words = tiled(rows_of_x, rows, padded_features, std::min<int64_t>(rows, kTileRows));
   } else if (is_bf16 && BFloat16::kParts == 2) {
-    words = widened(plain, rows, padded_features);
+    words = widened(rows_of_x, rows, padded_features);
   } else if (padded_features != x.size(-1)) {
-    words = tiled(plain, rows, padded_features, 1);
+    words = tiled(rows_of_x, rows, padded_features, 1);
   }
   static std::atomic<int64_t> number{0};
-  Product product{words, out.data_ptr(), rows, padded_features / (is_bf16 ? 2 : 1), row_len, std::move(weights), is_gated, ++number};
+  const int64_t steps = padded_features / (is_bf16 ? 2 : 1);
+  Product product{words, out.data_ptr(), rows, steps, row_len, std::move(weights), is_gated, ++number};
   const int64_t panels = product.end = product.num_panels();
   const int64_t panel_bytes = product.panel_words() * 4 * ((rows + kRowsOfRead - 1) / kRowsOfRead);
-  const int64_t groups = (panels + kGroup - 1) / kGroup, least = std::max<int64_t>(1, kPieceBytes / std::max<int64_t>(1, panel_bytes * kGroup));
+  const int64_t groups = (panels + kGroup - 1) / kGroup;
+  const int64_t group_bytes = std::max<int64_t>(1, panel_bytes * kGroup);
+  const int64_t least = std::max<int64_t>(1, kPieceBytes / group_bytes);
   parallel_for(groups, least, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kGroup, last = std::min(end * kGroup, panels);
     is_bf16 ? compute<BFloat16>(product, first, last) : compute<Float32>(product, first, last);
@@ -540,7 +658,7 @@ at::Tensor multiply(const at::Tensor& x, std::vector<Weight> weights, bool is_ga
   return out;
 }
 
-// Rows of a forward whose output is read.
+// The rows of a forward whose output is read.
 std::vector<int64_t> read_rows(const at::Tensor& meta) {
   std::vector<int64_t> rows;
   for (int64_t row = 0; row < meta.size(0); ++row)
@@ -548,54 +666,66 @@ std::vector<int64_t> read_rows(const at::Tensor& meta) {
   return rows;
 }
 
-// Between rows next to each other and rows anywhere.
-enum class Way { kGather, kScatter };
-void move_rows(Way way, const at::Tensor& anywhere, const at::Tensor& together, const std::vector<int64_t>& rows) {
-  const int64_t row_bytes = anywhere.size(-1) * anywhere.element_size();
+enum class Direction { kGather, kScatter };
+
+// Copies between the rows `rows` of `all` and the consecutive rows of `packed`.
+void copy_rows(Direction direction, const at::Tensor& all, const at::Tensor& packed,
+               const std::vector<int64_t>& rows) {
+  const int64_t row_bytes = all.size(-1) * all.element_size();
   for (size_t i = 0; i < rows.size(); ++i) {
-    char* one = static_cast<char*>(anywhere.data_ptr()) + rows[i] * row_bytes;
-    char* other = static_cast<char*>(together.data_ptr()) + int64_t(i) * row_bytes;
-    way == Way::kGather ? std::memcpy(other, one, row_bytes) : std::memcpy(one, other, row_bytes);
+    char* one = static_cast<char*>(all.data_ptr()) + rows[i] * row_bytes;
+    char* other = static_cast<char*>(packed.data_ptr()) + int64_t(i) * row_bytes;
+    direction == Direction::kGather ? std::memcpy(other, one, row_bytes)
+                                    : std::memcpy(one, other, row_bytes);
   }
 }
 
 }  // namespace
 
-at::Tensor ygg::packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t out_features) {
+at::Tensor ygg::packed_linear(const at::Tensor& x, const at::Tensor& packed,
+                              const std::optional<at::Tensor>& bias, int64_t out_features) {
   return multiply(x, {weight_of(x, packed, bias, out_features)}, false);
 }
 
 at::Tensor ygg::read_linear(const at::Tensor& x, const at::Tensor& meta, const at::Tensor& packed,
                             const std::optional<at::Tensor>& bias, int64_t out_features) {
   const int64_t num_rows = x.numel() / x.size(-1);
-  TORCH_CHECK(meta.is_contiguous() && meta.size(0) == num_rows, "read_linear: a row of metadata for every row of x");
+  TORCH_CHECK(meta.is_contiguous() && meta.size(0) == num_rows,
+              "read_linear: every row of x has a row of metadata");
   const std::vector<Weight> weights{weight_of(x, packed, bias, out_features)};
   const at::Tensor out = outputs_of(x, weights, false);
   const std::vector<int64_t> rows = read_rows(meta);
   if (rows.empty()) return out;
-  const at::Tensor all = x.contiguous().view({num_rows, x.size(-1)}), all_out = out.view({num_rows, out_features});
+  const at::Tensor all = x.contiguous().view({num_rows, x.size(-1)});
+  const at::Tensor all_out = out.view({num_rows, out_features});
   const int64_t first = rows.front(), count = int64_t(rows.size());
   if (rows.back() - first + 1 == count) {
     multiply_(all_out.narrow(0, first, count), all.narrow(0, first, count), weights, false);
     return out;
   }
-  const at::Tensor together = empty({count, x.size(-1)}, x.options()), together_out = empty({count, out_features}, x.options());
-  move_rows(Way::kGather, all, together, rows);
-  multiply_(together_out, together, weights, false);
-  move_rows(Way::kScatter, all_out, together_out, rows);
+  const at::Tensor read = empty({count, x.size(-1)}, x.options());
+  const at::Tensor read_out = empty({count, out_features}, x.options());
+  copy_rows(Direction::kGather, all, read, rows);
+  multiply_(read_out, read, weights, false);
+  copy_rows(Direction::kScatter, all_out, read_out, rows);
   return out;
 }
 
-at::Tensor ygg::packed_linears(const at::Tensor& x, at::ArrayRef<at::Tensor> packed, const std::vector<std::optional<at::Tensor>>& bias,
+at::Tensor ygg::packed_linears(const at::Tensor& x, at::ArrayRef<at::Tensor> packed,
+                               const std::vector<std::optional<at::Tensor>>& bias,
                                at::IntArrayRef out_features) {
-  TORCH_CHECK(!packed.empty() && packed.size() == bias.size() && packed.size() == out_features.size(), "packed_linears: ", packed.size(), " weights, ",
-              bias.size(), " biases and ", out_features.size(), " sizes");
+  TORCH_CHECK(!packed.empty() && packed.size() == bias.size() && packed.size() == out_features.size(),
+              "packed_linears: ", packed.size(), " weights, ", bias.size(), " biases and ",
+              out_features.size(), " sizes");
   std::vector<Weight> weights;
-  for (size_t i = 0; i < packed.size(); ++i) weights.push_back(weight_of(x, packed[i], bias[i], out_features[i]));
+  for (size_t i = 0; i < packed.size(); ++i)
+    weights.push_back(weight_of(x, packed[i], bias[i], out_features[i]));
   return multiply(x, std::move(weights), false);
 }
 
-at::Tensor ygg::gated_linear(const at::Tensor& x, const at::Tensor& gate, const std::optional<at::Tensor>& gate_bias, const at::Tensor& up,
+at::Tensor ygg::gated_linear(const at::Tensor& x, const at::Tensor& gate,
+                             const std::optional<at::Tensor>& gate_bias, const at::Tensor& up,
                              const std::optional<at::Tensor>& up_bias, int64_t out_features) {
-  return multiply(x, {weight_of(x, gate, gate_bias, out_features), weight_of(x, up, up_bias, out_features)}, true);
+  return multiply(x, {weight_of(x, gate, gate_bias, out_features), weight_of(x, up, up_bias, out_features)},
+                  true);
 }

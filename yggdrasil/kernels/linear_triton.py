@@ -1,17 +1,21 @@
-"""Linear layers on CUDA whose rows have the same bits whatever runs beside them: one order of summation for
-every number of tokens.
+"""Linear layers on CUDA with one order of summation for every number of tokens.
 
 ```
-            k: block 0  1  2 | 3  4  5 | 6  7        partial sums, fp32          combined
-16 rows  x  [   split 0      | split 1 | split 2 ]   p0, p1, p2 of every output  ((p0 + p1) + p2) + bias, rounded once
+            k: block 0  1  2 | 3  4  5 | 6  7        partial sums, fp32
+16 rows  x  [   split 0      | split 1 | split 2 ]   p0, p1, p2 of every output
+
+combined    ((p0 + p1) + p2) + bias, rounded once
 ```
 
-A product of a tile is always 16 rows by `BLOCK_OUT` outputs, its k ascending in blocks of `BLOCK_K`. How
-many splits share the k of a layer follows from the layer's shape alone: enough programs to keep the memory
-of a large device busy with 16 rows, and the same number for 128. cuBLAS picks tiles and splits by the
-number of rows, so there a token's bits depend on its neighbours.
+So the bits of a row do not depend on the other rows. A product of a tile is always 16 rows by `BLOCK_OUT`
+outputs, with k ascending in blocks of `BLOCK_K`. The layer's shape alone sets the number of splits that
+share its k: enough programs to keep the memory of a large device busy with 16 rows, and the same number
+for 128. cuBLAS picks tiles and splits by the number of rows, so there a token's bits depend on its
+neighbours.
 
 The kernels are tested in Triton's interpreter; they have not run on a device yet.
+
+Shapes: R = rows of a tile, O = output features, I = input features. Here K = a block of k.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ __all__ = [
     "register",
 ]
 
-ROWS = 16  # of a tile: the least that tensor cores take
+ROWS = 16  # rows of a tile: the fewest that tensor cores take
 BLOCK_OUT = 32
 BLOCK_K = 128
 BLOCK_COMBINED = 512
@@ -46,7 +50,7 @@ MOST_SPLITS = 8
 
 
 def num_splits(out_features: int, in_features: int) -> int:
-    """How many programs share the k of one output: a power of two that depends on the layer alone.
+    """Number of programs that share the k of one output: a power of two that depends on the layer alone.
 
     Example:
         >>> from yggdrasil.kernels.linear_triton import num_splits
@@ -62,12 +66,12 @@ def num_splits(out_features: int, in_features: int) -> int:
 
 
 def reference(x: Tensor, weight_OI: Tensor, bias: Tensor | None) -> Tensor:
-    """What `launch` computes: sums and bias in fp32, one rounding to the dtype of `x`. Its order of
-    summation is torch's: equal to rounding, not to the bit.
+    """The specification of `launch`: sums and bias in fp32, rounded once to the dtype of `x`.
+
+    The order of summation is torch's: equal to rounding, not to the bit.
     """
-    return functional.linear(x.float(), weight_OI.float(), None if bias is None else bias.float()).to(
-        x.dtype
-    )
+    out = functional.linear(x.float(), weight_OI.float(), None if bias is None else bias.float())
+    return out.to(x.dtype)
 
 
 @triton.jit
@@ -76,12 +80,13 @@ def multiply_kernel(
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
     HAS_META: tl.constexpr, READ_COLUMN: tl.constexpr,
 ):  # fmt: skip
-    """Rows `ROWS * program_id(0)`.., outputs `BLOCK_OUT * program_id(1)`.., the blocks of k of split
-    `program_id(2)`: one tile of partial sums.
+    """One tile of partial sums: ROWS rows, BLOCK_OUT outputs, the blocks of k of one split.
 
-    Programs of one weight tile follow each other, so that more than `ROWS` rows find it in the cache.
-    `WIDEN` multiplies in fp32, for an interpreter that cannot multiply bf16. With metadata, a tile of rows
-    none of which is read is left out."""
+    `program_id(0)` is the tile of rows, `program_id(1)` the tile of outputs, `program_id(2)` the split.
+    Programs of one weight tile follow each other, so that further rows find it in the cache. `WIDEN`
+    multiplies in fp32, for an interpreter that cannot multiply bf16. With metadata, a tile without a row
+    that is read is skipped.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if HAS_META:
         read_R = tl.load(meta + row * meta_width + READ_COLUMN, mask=row < num_rows, other=0)
@@ -114,10 +119,12 @@ def multiply_kernel(
 @triton.jit
 def combine_kernel(
     partial, bias, meta, out, num_rows, out_features, meta_width,
-    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, HAS_META: tl.constexpr, READ_COLUMN: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_META: tl.constexpr, READ_COLUMN: tl.constexpr,
 ):  # fmt: skip
-    """The partial sums of row `program_id(0)`, split after split, then the bias; rounded once. Of a row
-    that is read.
+    """Add the partial sums of row `program_id(0)` in the order of the splits, then the bias; round once.
+
+    With metadata, a row that is not read is skipped.
     """
     row = tl.program_id(0)
     if HAS_META:
@@ -150,15 +157,16 @@ def launch(
         x: (..., in_features), bfloat16 or float32.
         weight_OI: (out_features, in_features), contiguous, in the dtype of `x`.
         bias: (out_features) in the dtype of `x`, or None.
-        meta_NM: Metadata of the rows: what comes out for one that is not read is not defined.
+        meta_NM: Metadata of the rows: the output of a row that is not read is undefined.
         wrap: Lets the compiler see the kernels.
 
     Returns:
-        (..., out_features) in the dtype of `x`; a row's bits do not depend on the others nor on their
+        (..., out_features) in the dtype of `x`; a row's bits depend neither on the other rows nor on their
         number.
 
-    Cost: two kernels, no sync. Every 16 rows read the weight once, from the device's cache where it is
-    still there; beside it `num_splits` fp32 values an output are written and read."""
+    Cost: two kernels, no sync. Every 16 rows read the weight once, if possible from the device's cache, and
+    write and read `num_splits` fp32 values per output.
+    """
     out_features, in_features = weight_OI.shape
     rows = x.reshape(-1, in_features).contiguous()
     num_rows = rows.shape[0]
@@ -170,7 +178,8 @@ def launch(
     wrap(multiply_kernel)[(triton.cdiv(num_rows, ROWS), triton.cdiv(out_features, BLOCK_OUT), splits)](
         rows, weight_OI, meta, partial, num_rows, out_features, in_features,
         triton.cdiv(triton.cdiv(in_features, BLOCK_K), splits), meta_width,
-        ROWS=ROWS, BLOCK_OUT=BLOCK_OUT, BLOCK_K=BLOCK_K, WIDEN=not x.is_cuda, HAS_META=has_meta, READ_COLUMN=READ,
+        ROWS=ROWS, BLOCK_OUT=BLOCK_OUT, BLOCK_K=BLOCK_K, WIDEN=not x.is_cuda,
+        HAS_META=has_meta, READ_COLUMN=READ,
     )  # fmt: skip
     wrap(combine_kernel)[(num_rows, triton.cdiv(out_features, BLOCK_COMBINED))](
         partial, partial if bias is None else bias, meta, out, num_rows, out_features, meta_width,
@@ -180,8 +189,9 @@ def launch(
 
 
 def register() -> None:
-    """Define `ygg::linear_cuda` and `ygg::read_linear_cuda`, through which the compiler sees the kernels;
-    once, before a graph is built for CUDA.
+    """Define `ygg::linear_cuda` and `ygg::read_linear_cuda`, which show the kernels to the compiler.
+
+    Call once, before a graph is built for CUDA.
     """
 
     @torch.library.triton_op("ygg::linear_cuda", mutates_args=())
@@ -194,14 +204,14 @@ def register() -> None:
 
 
 class OrderedLinear(nn.Module):
-    """`nn.Linear` for inference on CUDA with rows that are bitwise the same whatever runs beside them.
+    """`nn.Linear` for inference on CUDA; the bits of a row do not depend on the other rows.
 
     Args:
-        linear: Its weight and bias become this layer's own, the very parameters, so that tied weights stay
-            tied and keep their names.
+        linear: This layer takes its parameters, not copies, so that tied weights stay tied and keep their
+            names.
     """
 
-    takes_meta: ClassVar = True  # as an output embedding, for the rows that are read
+    takes_meta: ClassVar = True  # as an output embedding it computes only the rows that are read
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -209,12 +219,14 @@ class OrderedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor, meta_NM: Tensor | None = None) -> Tensor:
-        """x: (..., in_features) -> (..., out_features), in the layer's dtype; with metadata, of the rows
-        that are read.
+        """x: (..., in_features) -> (..., out_features), in the layer's dtype.
+
+        With metadata, only the rows that are read are computed.
         """
         weight = self.weight, self.bias
-        linear = torch.ops.ygg.linear_cuda
-        out: Tensor = (
-            linear(x, *weight) if meta_NM is None else torch.ops.ygg.read_linear_cuda(x, meta_NM, *weight)
-        )
+        out: Tensor
+        if meta_NM is None:
+            out = torch.ops.ygg.linear_cuda(x, *weight)
+        else:
+            out = torch.ops.ygg.read_linear_cuda(x, meta_NM, *weight)
         return out

@@ -1,10 +1,14 @@
-"""Pages of KV to other pages: what a shrinking pool does with the pages at its end.
+"""Move pages of KV to other pages, as a shrinking pool does with the pages at its end.
 
 ```
-storage   [ 0 | 1 | 2 | 3 | 4 | 5 ]        sources 5, 3    a page is one range of bytes: all layers, keys and values, heads, 16 slots
-                ^-------------- 5          targets 1, 2
-                    ^-- 3                  no source is a target, so moves may run in any order, and all at once
+storage   [ 0 | 1 | 2 | 3 | 4 | 5 ]        sources 5, 3    no source is a target,
+                ^-------------- 5          targets 1, 2    so moves may run in any order
+                    ^-- 3
 ```
+
+A page is one range of bytes: all layers, keys and values, heads and 16 slots.
+
+Shapes: P = pages, X = the dimensions of a page. Here M = moves.
 """
 
 from __future__ import annotations
@@ -16,25 +20,24 @@ from torch import Tensor
 
 from yggdrasil.staging import upload
 
-__all__ = ["move_pages_", "move_pages_plain_"]
+__all__ = ["move_pages_", "move_pages_reference_"]
 
 
 def move_pages_(
     storage_PX: Tensor, sources: Sequence[int] | Tensor, targets: Sequence[int] | Tensor
 ) -> None:
-    """Page `sources[i]` becomes page `targets[i]`, for every i; sources keep their bytes.
+    """Copy page `sources[i]` to page `targets[i]`, for every i; sources keep their bytes.
 
     Args:
         storage_PX: Contiguous, pages first; any dtype. The rest of the shape is a page.
         sources: Page numbers: a sequence, or an int32 or int64 tensor on the storage's device.
-        targets: As many, of the same kind; all different, none among the sources.
+        targets: The same number of pages, of the same type; all different, none among the sources.
 
     Raises:
-        ValueError: page numbers in sequences that break these rules. Tensors are believed: looking at them
+        ValueError: page numbers in sequences that break these rules. Tensors are not checked, because that
             would be a sync.
 
-    Cost: reads and writes every moved page once. On CUDA one upload where sequences come, one kernel, no
-    sync.
+    Cost: reads and writes every moved page once. On CUDA one upload of sequences, one kernel, no sync.
     Source: Nightjar section 5 (migration of blocks when the pool contracts).
 
     Example:
@@ -59,11 +62,11 @@ def move_pages_(
 
         launch_(storage_PX, source_M, target_M)
     else:
-        move_pages_plain_(storage_PX, source_M, target_M)
+        move_pages_reference_(storage_PX, source_M, target_M)
 
 
-def move_pages_plain_(storage_PX: Tensor, source_M: Tensor, target_M: Tensor) -> None:
-    """`move_pages_` page by page: the specification of the kernel, and what runs on a CPU."""
+def move_pages_reference_(storage_PX: Tensor, source_M: Tensor, target_M: Tensor) -> None:
+    """`move_pages_` page by page: the specification of the kernel, and the code for a CPU."""
     for source, target in zip(source_M.tolist(), target_M.tolist(), strict=True):
         storage_PX[target].copy_(storage_PX[source])
 
@@ -77,14 +80,15 @@ def _check(sources: Sequence[int], targets: Sequence[int], num_pages: int) -> No
     both = sorted(set(sources) & set(targets))
     if both:
         raise ValueError(
-            f"move_pages_: page {both[0]} is source and target; move it to a free page first, in a call of its own"
+            f"move_pages_: page {both[0]} is source and target; move it to a free page first, in a call of "
+            "its own"
         )
 
 
 def _numbers(
     sources: Sequence[int] | Tensor, targets: Sequence[int] | Tensor, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Both as tensors; two sequences are uploaded as one."""
+    """Both as tensors; two sequences take one upload."""
     if isinstance(sources, Tensor) and isinstance(targets, Tensor):
         return sources, targets
     source_M, target_M = upload(

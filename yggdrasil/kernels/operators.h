@@ -1,5 +1,8 @@
-// Our operators. Their files include of torch what a tensor is and no more: what registers operators and makes tensors takes a compiler 5 s a file, and is
-// included by operators.cpp alone.
+// Our operators, as C++ calls them. operators.cpp unpacks the arguments of torch's dispatcher into these
+// records.
+//
+// The files of the operators include only the header of at::Tensor. The headers that register operators and
+// create tensors take the compiler 5 s per file, so only operators.cpp includes them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,42 +18,115 @@ at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 // ---- linear.cpp ----
 
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t out_features);
-at::Tensor packed_linears(const at::Tensor& x, at::ArrayRef<at::Tensor> packed, const std::vector<std::optional<at::Tensor>>& bias,
-                          at::IntArrayRef out_features);
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed,
+                         const std::optional<at::Tensor>& bias, int64_t out_features);
+at::Tensor packed_linears(const at::Tensor& x, at::ArrayRef<at::Tensor> packed,
+                          const std::vector<std::optional<at::Tensor>>& bias, at::IntArrayRef out_features);
 at::Tensor read_linear(const at::Tensor& x, const at::Tensor& meta, const at::Tensor& packed,
                        const std::optional<at::Tensor>& bias, int64_t out_features);
-at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate, const std::optional<at::Tensor>& gate_bias, const at::Tensor& up,
+at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate,
+                        const std::optional<at::Tensor>& gate_bias, const at::Tensor& up,
                         const std::optional<at::Tensor>& up_bias, int64_t out_features);
 
 // ---- attention.cpp ----
 
-at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_cache, at::Tensor value_cache,
-                  const at::Tensor& meta, const at::Tensor& pages, double scale);
+// Arguments of `attend`; attention.py has their shapes.
+struct Attention {
+  const at::Tensor &query, &key, &value;
+  at::Tensor &key_cache, &value_cache;
+  const at::Tensor &meta, &pages;
+  double scale;
+};
+
+at::Tensor attend(const Attention& attention);
 
 // ---- candidates.cpp ----
 
-std::tuple<at::Tensor, at::Tensor> candidates(const at::Tensor& logits, const at::Tensor& meta, int64_t count);
-std::tuple<at::Tensor, at::Tensor> greatest(const at::Tensor& scores);
-std::tuple<std::vector<int64_t>, std::vector<int64_t>> follow(const at::Tensor& logits, const at::Tensor& parent, const at::Tensor& token);
+// The best next tokens of every row, best first: both (rows, C).
+struct Candidates {
+  at::Tensor log_probs, tokens;
+};
+
+// The largest score of every row and its column: both (rows).
+struct Largest {
+  at::Tensor values, tokens;
+};
+
+// The accepted nodes, root first, and the tokens that the target emits at each of them.
+struct Accepted {
+  std::vector<int64_t> path, tokens;
+};
+
+Candidates candidates(const at::Tensor& logits, const at::Tensor& meta, int64_t count);
+Largest largest(const at::Tensor& scores);
+Accepted follow(const at::Tensor& logits, const at::Tensor& parent, const at::Tensor& token);
 
 // ---- tree.cpp ----
 
-using TreeArrays = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // token, parent, depth, log_prob, path
+// The arrays of a TokenTree (tree.py): all (capacity), the paths (capacity, path width).
+struct Tree {
+  at::Tensor token, parent, depth, log_prob, path;
 
-void grow_(at::Tensor frontier_log_prob, at::Tensor frontier_token, const at::Tensor& log_probs, const at::Tensor& tokens, int64_t num_known, int64_t num_new,
-           at::Tensor token, at::Tensor parent, at::Tensor depth, at::Tensor log_prob, at::Tensor path, int64_t first, int64_t width, at::Tensor meta,
-           int64_t root_pos, double slope, double offset);
-double worth(const at::Tensor& log_prob, int64_t num_nodes, const at::Tensor& prices);
+  int64_t capacity() const { return token.size(0); }
+  int64_t path_width() const { return path.size(1); }
+};
+
+// The candidate children of the nodes drafted so far: both (capacity, C). The log-probabilities are those
+// of whole paths, -inf once a candidate is in the tree.
+struct Frontier {
+  at::Tensor log_prob, token;
+
+  int64_t capacity() const { return log_prob.size(0); }
+  int64_t candidates() const { return log_prob.size(1); }
+};
+
+// One growth step: `num_new` nodes enter a frontier of `num_known`; nodes [first, first + width) join the
+// tree.
+struct Growth {
+  int64_t num_known, num_new, first, width, root_pos;
+};
+
+// PlattScale of step/platt.py.
+struct PlattScale {
+  double slope, offset;
+
+  bool is_identity() const { return slope == 1.0 && offset == 0.0; }
+  double log(double log_prob) const;
+};
+
+// Tree nodes [first, last) of request `row`, whose committed tokens end before `root_pos`.
+struct NodeRange {
+  int64_t first, last, root_pos, row;
+};
+
+// Pieces of requests, one element per piece in each list; `tokens` holds the tokens of all pieces in order.
+struct Chains {
+  at::IntArrayRef tokens, lens, start_positions, rows, num_read;
+};
+
+// The widths (numbers of nodes) that a tree may be verified with, and the cost of the step with each.
+struct VerifyCosts {
+  std::vector<int64_t> widths;
+  std::vector<double> costs_ms;
+};
+
+// The subtree to verify, the ids its nodes had before, and the number of emitted tokens expected of it.
+struct Pruned {
+  Tree tree;
+  std::vector<int64_t> keep;
+  double expected;
+};
+
+void grow_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,
+           const Growth& growth, const PlattScale& platt);
+double value_of(const at::Tensor& log_prob, int64_t num_nodes, const at::Tensor& prices);
 double last_gain(const at::Tensor& log_prob, int64_t num_nodes, int64_t width, const at::Tensor& prices);
-void pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& depth, const at::Tensor& path, int64_t first, int64_t last, int64_t root_pos,
-                 int64_t row);
-void pack_chains_(at::Tensor meta, at::IntArrayRef tokens, at::IntArrayRef lens, at::IntArrayRef start_positions, at::IntArrayRef rows,
-                  at::IntArrayRef num_read);
-TreeArrays root(int64_t token, int64_t capacity, int64_t path_width);
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::vector<int64_t>, double> prune(
-    const at::Tensor& token, const at::Tensor& parent, const at::Tensor& depth, const at::Tensor& log_prob, const at::Tensor& path, int64_t num_nodes,
-    const at::Tensor& knots, at::IntArrayRef widths, at::ArrayRef<double> costs_ms);
+void pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& depth, const at::Tensor& path,
+                 const NodeRange& nodes);
+void pack_chains_(at::Tensor meta, const Chains& chains);
+Tree root(int64_t token, int64_t capacity, int64_t path_width);
+Pruned prune(const Tree& tree, int64_t num_nodes, const at::Tensor& knots, at::IntArrayRef widths,
+             at::ArrayRef<double> costs_ms);
 void move_slots_(at::Tensor storage, at::IntArrayRef source, int64_t target);
 
 }  // namespace ygg

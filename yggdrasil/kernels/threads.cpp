@@ -1,13 +1,14 @@
 // Bodies of threads.h.
 //
-//   caller    open a call, ring the partners, take pieces until none is left, close, wait until nobody is inside
+//   caller    open a call, ring the partners, take all pieces, close, wait until no partner is inside
 //   partner   wait for a ring, enter, take pieces while the call is open, leave
 //
-// A wait spins for microseconds and then sleeps, which gives the core to whatever needs it. A partner that comes too late
-// finds the call closed. Only one that lost its core within a piece is waited for: its result is needed.
+// A wait spins for microseconds and then sleeps, which frees the core. A partner that comes too late finds
+// the call closed. The caller waits only for a partner that lost its core within a piece, because it needs
+// the result.
 //
-// Not OpenMP: its threads spin at every barrier for milliseconds, and so hold the core that their partner needs as soon as
-// other processes run.
+// Not OpenMP: its threads spin at every barrier for milliseconds, and so hold the core that their partner
+// needs when other processes run.
 #include "threads.h"
 
 #include <ATen/Parallel.h>
@@ -23,9 +24,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kMostThreads = 256, kPiecesOfThread = 8;
-constexpr auto kSpin = std::chrono::microseconds(200);  // longer than what lies between two operators of a graph, or two forwards
-constexpr int kLooks = 32;                              // between two looks at the clock
+constexpr int64_t kMostThreads = 256;
+constexpr int64_t kPiecesOfThread = 8;
+constexpr auto kSpin = std::chrono::microseconds(200);  // more than between two operators or two forwards
+constexpr int kLooks = 32;                              // between two readings of the clock
 
 void relax() {
 #if defined(__x86_64__)
@@ -35,7 +37,7 @@ void relax() {
 #endif
 }
 
-// A number that a thread waits to see changed.
+// A number; threads wait until it changes.
 class alignas(64) Bell {
  public:
   uint32_t read() const { return number_.load(); }
@@ -45,7 +47,7 @@ class alignas(64) Bell {
     number_.notify_all();
   }
 
-  // The number, as soon as it is not `seen`.
+  // Waits until the number is not `seen`, and returns it.
   uint32_t wait(uint32_t seen) const {
     const auto end = Clock::now() + kSpin;
     do {
@@ -60,13 +62,13 @@ class alignas(64) Bell {
   std::atomic<uint32_t> number_{0};
 };
 
-// The pieces [next, end) that are left of a thread's share. Its owner takes the first, so that it reads the same weights in
-// every call as long as nobody is late; others take the last.
+// The remaining pieces [next, end) of a thread's share. Its owner takes the first one, so that it reads the
+// same weights in every call while no thread is late; others take the last one.
 class alignas(64) Share {
  public:
   void set(uint32_t next, uint32_t end) { range_.store(pack(next, end), std::memory_order_relaxed); }
 
-  // Whether there was one to take.
+  // Returns whether there was a piece to take.
   bool take(bool is_own, int64_t& piece) {
     uint64_t range = range_.load(std::memory_order_relaxed);
     for (;;) {
@@ -85,8 +87,9 @@ class alignas(64) Share {
   std::atomic<uint64_t> range_{0};
 };
 
-// Whether partners help: the time that they save the caller, less the time that it waits for one that lost its core. Where
-// other processes want the cores this falls below zero, and the caller works alone for a while.
+// Whether partners help: the time that they save the caller, less the time that it waits for one that lost
+// its core. If other processes use the cores, this falls below zero, and the caller works alone for a
+// while.
 class Benefit {
  public:
   bool is_positive() {
@@ -98,7 +101,8 @@ class Benefit {
 
   // After a call of `pieces`, of which the caller took `own` in `worked` and then `waited` for the others.
   void observe(int64_t own, int64_t pieces, Clock::duration worked, Clock::duration waited) {
-    const Clock::duration piece = own ? std::min(worked, Clock::duration(kMostWorked)) / own : Clock::duration(0);
+    const Clock::duration piece =
+        own ? std::min(worked, Clock::duration(kMostWorked)) / own : Clock::duration(0);
     const Clock::duration saved = piece * (pieces - own);
     balance_ = std::min(balance_ + saved - waited, Clock::duration(kMost));
     if (balance_ == kMost) pause_ = kFirstPause;
@@ -108,9 +112,13 @@ class Benefit {
   }
 
  private:
-  static constexpr Clock::duration kMost = std::chrono::milliseconds(5), kTrial = std::chrono::milliseconds(1);
-  static constexpr Clock::duration kMostWorked = std::chrono::milliseconds(1);  // of a call; the rest another process had
-  static constexpr Clock::duration kFirstPause = std::chrono::milliseconds(20), kLongestPause = std::chrono::milliseconds(320);
+  using Milliseconds = std::chrono::milliseconds;
+  static constexpr Clock::duration kMost = Milliseconds(5);
+  static constexpr Clock::duration kTrial = Milliseconds(1);
+  static constexpr Clock::duration kMostWorked =
+      Milliseconds(1);  // of a call; any more went to another process
+  static constexpr Clock::duration kFirstPause = Milliseconds(20);
+  static constexpr Clock::duration kLongestPause = Milliseconds(320);
 
   Clock::duration balance_ = kMost, pause_ = kFirstPause;
   Clock::time_point alone_until_;
@@ -150,12 +158,13 @@ class Pool {
     int64_t piece, taken = 0;
     for (int64_t step = 0; step < threads_; ++step) {
       Share& share = shares_[(thread + step) % threads_];
-      for (; share.take(step == 0, piece); ++taken) (*body_)(piece * count_ / pieces_, (piece + 1) * count_ / pieces_);
+      for (; share.take(step == 0, piece); ++taken)
+        (*body_)(piece* count_ / pieces_, (piece + 1) * count_ / pieces_);
     }
     return taken;
   }
 
-  // Of partner number `thread`, which begins when it is first rung and never ends.
+  // The bell of partner number `thread`, which starts at its first ring and never ends.
   Bell& bell_of(int64_t thread) {
     while (int64_t(bells_.size()) < thread) {
       Bell* bell = bells_.emplace_back(new Bell);
@@ -167,7 +176,7 @@ class Pool {
   void serve(Bell* bell, int64_t thread) {
     for (uint32_t seen = 0;;) {
       seen = bell->wait(seen);
-      inside_.fetch_add(1);  // before the look at `is_open_`: the caller closes first and then looks here
+      inside_.fetch_add(1);  // before `is_open_` is read: the caller closes first and then reads this
       if (is_open_.load() && thread < threads_) take_pieces(thread);
       if (inside_.fetch_sub(1) == 1 && !is_open_.load()) left_.ring();
     }
@@ -180,7 +189,7 @@ class Pool {
   Share shares_[kMostThreads];
   std::atomic<bool> is_open_{false};
   std::atomic<int64_t> inside_{0};  // partners that may be in a piece
-  Bell left_;                       // rung when the last of them is not any more
+  Bell left_;                       // rung when the last of them leaves
   std::vector<Bell*> bells_;
 };
 
@@ -193,7 +202,7 @@ std::atomic<int64_t>& most_threads() {
 
 thread_local bool stays_alone = false;
 
-// A child process has the memory of the pool and none of its threads.
+// A child process has the memory of the pool but none of its threads.
 [[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
 
 }  // namespace
@@ -208,6 +217,8 @@ void ygg::parallel_for(int64_t count, int64_t least, const Body& body) {
 
 int64_t ygg_num_threads() noexcept { return most_threads(); }
 
-void ygg_set_num_threads(int64_t count) noexcept { most_threads() = std::clamp<int64_t>(count, 1, kMostThreads); }
+void ygg_set_num_threads(int64_t count) noexcept {
+  most_threads() = std::clamp<int64_t>(count, 1, kMostThreads);
+}
 
 void ygg_stay_alone() noexcept { stays_alone = true; }

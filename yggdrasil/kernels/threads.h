@@ -1,4 +1,5 @@
-// The threads that our operators run on: the calling one and its partners, which spin for microseconds and then sleep.
+// The threads that our operators run on: the calling one and its partners, which spin for microseconds and
+// then sleep.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +7,7 @@
 
 namespace ygg {
 
-// A function of a range of places [begin, end), which the caller of `parallel_for` owns.
+// A reference to a function of a range of places [begin, end).
 class Body {
  public:
   template <class Function>
@@ -22,16 +23,17 @@ class Body {
   void (*call_)(const void*, int64_t, int64_t);
 };
 
-// Runs `body` over [0, count) in pieces of at least `least` places. Every thread has a share of neighbouring pieces, the
-// same in every call of that size, and takes from the others' shares when its own is done: the calling thread finishes
-// alone what its partners do not come for. A piece runs once, on any thread; no result may depend on which. One piece, a
-// call within a piece, and a call while another thread's is under way run on the calling thread alone.
+// Runs `body` over [0, count) in pieces of at least `least` places. Every thread has a share of
+// neighbouring pieces, the same in every call of that size, and takes pieces from the other shares when its
+// own is done. So the calling thread finishes alone what late partners do not take. A piece runs once, on
+// any thread; no result may depend on which. Three kinds of calls run on the calling thread alone: a call
+// of one piece, a call within a piece, and a call during that of another thread.
 void parallel_for(int64_t count, int64_t least, const Body& body);
 
 }  // namespace ygg
 
-// For Python. Most threads of a call, the calling one included; at first as many as torch has.
+// For Python. Most threads of a call, the calling one included; at first torch's number.
 extern "C" int64_t ygg_num_threads() noexcept;
 extern "C" void ygg_set_num_threads(int64_t count) noexcept;
-// The calls of the calling thread run on it alone from now on.
+// From now on the calls of the calling thread run on that thread alone.
 extern "C" void ygg_stay_alone() noexcept;

@@ -1,7 +1,8 @@
 // Vectors of the native width over words, and the two dtypes of the kernels.
 //
-// A word is 32 bits: one fp32 number, or two bf16 numbers that are multiplied by two others and added in one step. A kernel reads one operand as single words
-// and the other as lines of 16 words, so one loop serves both dtypes.
+// A word is 32 bits: one fp32 number, or two bf16 numbers that are multiplied by two others and added in
+// one step. A kernel reads one operand as single words and the other as lines of 16 words, so one loop
+// serves both dtypes.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -27,7 +28,7 @@ constexpr int kColumns = 16;  // words of a line
 typedef uint32_t Word __attribute__((may_alias));
 
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kMaxRows = 8;  // rows of accumulators that the registers hold
+constexpr int kLanes = 16, kMaxRows = 8;  // most rows of accumulators in registers
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int kLanes = 8, kMaxRows = 6;
 #else
@@ -55,20 +56,25 @@ inline Vec multiply_add(Vec a, Vec b, Vec sum) {
 #endif
 }
 
-// Through ATen's vectors, which are as wide.
+// Calls a function of ATen's vectors, which have the same width.
 template <class Function>
 inline Vec apply(Function function, Vec value) {
   at::vec::Vectorized<float> result = function(at::vec::Vectorized<float>::loadu(&value));
   result.store(&value);
   return value;
 }
-inline Vec exp_u20(Vec value) { return apply([](const auto& v) { return v.exp_u20(); }, value); }
-inline Vec exp(Vec value) { return apply([](const auto& v) { return v.exp(); }, value); }
-inline Vec maximum(Vec a, Vec b) {  // NaN stays
-  return apply([&](const auto& v) { return at::vec::maximum(v, at::vec::Vectorized<float>::loadu(&b)); }, a);
+inline Vec exp_u20(Vec value) {
+  return apply([](const auto& v) { return v.exp_u20(); }, value);
+}
+inline Vec exp(Vec value) {
+  return apply([](const auto& v) { return v.exp(); }, value);
+}
+inline Vec maximum(Vec a, Vec b) {  // keeps NaN
+  return apply([&](const auto& v) { return at::vec::maximum(v, at::vec::Vectorized<float>::loadu(&b)); },
+               a);
 }
 
-// Of all numbers of a vector, half with half.
+// Reduces the numbers of a vector, half with half.
 template <class Operation>
 inline float of_all(Vec value, Operation operation) {
   float numbers[kLanes];
@@ -81,7 +87,7 @@ inline float of_all(Vec value, Operation operation) {
 struct Float32 {
   using Element = float;
   static constexpr int kPair = 1;   // numbers of a word
-  static constexpr int kParts = 1;  // products of a word: one of all its numbers together, or one of fp32 for each
+  static constexpr int kParts = 1;  // products of a word: one for all its numbers, or one in fp32 for each
   static Vec widen_all(const Element* numbers) { return load(numbers); }
   static WordVec line(const Element* const* rows, int64_t first) { return (WordVec)load(rows[0] + first); }
   static Vec round(Vec value) { return value; }
@@ -101,7 +107,7 @@ struct BFloat16 {
 #endif
     return __builtin_convertvector(nearest_bits(value) >> 16, Narrow);
   }
-  static Vec nearest(Vec value) {  // the same as fp32
+  static Vec nearest(Vec value) {  // rounded likewise, as fp32
 #if defined(__AVX512BF16__)
     return widen_all(round(value));
 #endif
@@ -123,21 +129,28 @@ struct BFloat16 {
 #if defined(__AVX512F__)
     return (WordVec)_mm512_cvtepu16_epi32((__m256i)numbers);
 #elif defined(__AVX2__)
-    return (WordVec)_mm256_cvtepu16_epi32((__m128i)numbers);  // of __builtin_convertvector GCC 12 makes five instructions
+    // GCC 12 compiles __builtin_convertvector to five instructions
+    return (WordVec)_mm256_cvtepu16_epi32((__m128i)numbers);
 #else
     return __builtin_convertvector(numbers, WordVec);
 #endif
   }
   static WordVec pair(Narrow even, Narrow odd) { return words(even) | words(odd) << 16; }
-  // Words of the same places of two rows.
-  static WordVec line(const Element* const* rows, int64_t first) { return pair(narrow(rows[0] + first), narrow(rows[1] + first)); }
+  // A line of words from the same places of two rows.
+  static WordVec line(const Element* const* rows, int64_t first) {
+    return pair(narrow(rows[0] + first), narrow(rows[1] + first));
+  }
 #if defined(__AVX512BF16__)
   static constexpr int kParts = 1;
   static Vec part(Vec words, int) { return words; }
-  static Vec multiply(Vec sum, Vec a, Vec b) { return (Vec)_mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+  static Vec multiply(Vec sum, Vec a, Vec b) {
+    return (Vec)_mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+  }
 #else
   static constexpr int kParts = 2;
-  static Vec part(Vec words, int odd) { return (Vec)(odd ? (WordVec)words & 0xffff0000u : (WordVec)words << 16); }
+  static Vec part(Vec words, int odd) {
+    return (Vec)(odd ? (WordVec)words & 0xffff0000u : (WordVec)words << 16);
+  }
   static Vec multiply(Vec sum, Vec a, Vec b) { return multiply_add(a, b, sum); }
 #endif
 };
@@ -145,7 +158,7 @@ struct BFloat16 {
 constexpr int kTileRows = 16, kTileWords = kTileRows * kColumns;
 
 #if defined(__AMX_BF16__)
-inline bool amx_granted() {  // Linux grants the tile registers per process, on request
+inline bool amx_granted() {  // Linux grants the tile registers to a process on request
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return granted;

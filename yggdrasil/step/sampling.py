@@ -126,7 +126,7 @@ def greatest(scores_KV: Tensor) -> Said:
     """Every row's greatest score and its token, the first of equals, where the scores are. Cost: one
     operator, no sync.
     """
-    score_K, token_K = torch.ops.ygg.greatest(scores_KV) if scores_KV.is_cpu else scores_KV.max(dim=-1)
+    score_K, token_K = torch.ops.ygg.largest(scores_KV) if scores_KV.is_cpu else scores_KV.max(dim=-1)
     return Said(token_K, score_K)
 
 

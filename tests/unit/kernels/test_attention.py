@@ -1,4 +1,4 @@
-"""`ygg::attend` agrees with its reference, and a token's bits depend on its own history alone."""
+"""`ygg::attend` agrees with its reference, and a token's bits depend only on its own history."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_padding_returns_zeros_and_stores_nothing(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ("chain", "tree"))
-def test_nan_in_slots_that_nobody_reads_never_leaks(layout: str, dtype: torch.dtype) -> None:
+def test_nan_in_slots_that_no_token_reads_never_leaks(layout: str, dtype: torch.dtype) -> None:
     num_tokens = 12
     meta_NM = meta_of(layout, 12)
     clean = Attention(num_tokens, dtype)
@@ -150,7 +150,7 @@ def test_nan_in_slots_that_nobody_reads_never_leaks(layout: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_in_one_token_stays_with_those_who_see_it(dtype: torch.dtype) -> None:
+def test_nan_in_one_token_reaches_only_tokens_that_see_it(dtype: torch.dtype) -> None:
     tree = TokenTree.root(0, 4, max_depth=MAX_DEPTH)
     tree.grow(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([-0.1, -0.2]))
     tree.grow(torch.tensor([1]), torch.tensor([3]), torch.tensor([-0.3]))
@@ -275,7 +275,7 @@ def test_rows_of_other_requests_in_one_call_change_nothing(dtype: torch.dtype) -
     assert_agrees(attention, both_NM)
 
 
-def test_a_head_dimension_that_is_no_multiple_of_16_is_refused() -> None:
+def test_a_head_dimension_that_is_not_a_multiple_of_16_is_refused() -> None:
     with pytest.raises(RuntimeError, match="head dimension 24 is not a multiple of 16"):
         Attention(2, torch.float32, dim=24).run(empty_meta(2, MAX_DEPTH))
     with pytest.raises(RuntimeError, match="neither float32 nor bfloat16"):
@@ -303,7 +303,7 @@ def test_packing_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype: torch.dtype) -> None:
+def test_attend_passes_opcheck(dtype: torch.dtype) -> None:
     attention = Attention(4, dtype)
     inputs = (
         attention.query,

@@ -1,4 +1,4 @@
-"""`ygg::candidates` agrees with its reference, orders ties by token, and treats every row by itself."""
+"""`ygg::candidates` agrees with its reference, orders ties by token, and treats each row alone."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_ties_are_ordered_by_token() -> None:
     assert candidates(logits_NV, 5)[1].tolist() == [[1, 3, 5, 2, 4], [0, 1, 2, 3, 4]]
 
 
-def test_tokens_that_cannot_come_are_last_with_probability_zero() -> None:
+def test_impossible_tokens_are_last_with_probability_zero() -> None:
     logits_NV = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0]])
     log_probs, tokens = candidates(logits_NV, 2)
     assert tokens.tolist() == [[1, 3]]
@@ -90,6 +90,6 @@ def test_a_count_outside_the_vocabulary_is_refused() -> None:
             candidates(torch.zeros(1, 5), count)
 
 
-def test_opcheck() -> None:
+def test_candidates_pass_opcheck() -> None:
     logits_NV = torch.randn(3, 40)
     torch.library.opcheck(torch.ops.ygg.candidates.default, (logits_NV, all_read(logits_NV), 4))

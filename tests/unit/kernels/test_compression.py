@@ -1,6 +1,4 @@
-"""Compressed weights are the weights: expanding gives every bit back, and layers over them write the bits
-of layers over the packed ones.
-"""
+"""Compression loses no bit, and layers with compressed weights return the bits of the packed ones."""
 
 from __future__ import annotations
 
@@ -87,7 +85,7 @@ def test_the_layout_is_as_documented() -> None:
     assert table[:2] == [0x3F, 0x0D]
     assert num_escapes == 1
     tile = row[64 : 64 + 768]
-    # Line 0, weight 7, stands behind the first seven of its line; the upper line's eight follow.
+    # weight 7 of line 0 comes after the first seven of its line; eight of the upper line follow
     assert tile[7] == 0x20
     assert table[tile[512 + 7] & 15] == 0x40
     # Line 2 is in the second pair of the first four: its codes are upper halves of the same bytes.
@@ -101,7 +99,7 @@ def test_the_layout_is_as_documented() -> None:
 @pytest.mark.parametrize("kind", (normal, zeros, spread))
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
-def test_a_layer_writes_the_bits_of_the_uncompressed_one(
+def test_a_layer_returns_the_bits_of_the_uncompressed_one(
     out_features: int, in_features: int, bias: bool, kind: Callable[[int, int], Tensor]
 ) -> None:
     packed = pack_weight(kind(out_features, in_features))
@@ -116,7 +114,7 @@ def test_a_layer_writes_the_bits_of_the_uncompressed_one(
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_fused_layers_write_the_bits_of_the_uncompressed_ones(width: int) -> None:
+def test_fused_layers_return_the_bits_of_the_uncompressed_ones(width: int) -> None:
     gate, up = (pack_weight(kind(150, 352)) for kind in (normal, spread))
     x = torch.randn(width, 352).bfloat16()
     gated = torch.ops.ygg.gated_linear(x, gate, None, up, None, 150)
@@ -156,7 +154,7 @@ def test_rows_do_not_depend_on_threads() -> None:
         set_num_threads(num_threads)
 
 
-def test_a_layer_that_would_not_get_smaller_stays_packed() -> None:
+def test_a_layer_that_does_not_shrink_stays_packed() -> None:
     layers = {kind: nn.Linear(352, 64, bias=False, dtype=torch.bfloat16) for kind in (normal, any_bits)}
     for kind, layer in layers.items():
         layer.weight.data = kind(64, 352)
@@ -164,7 +162,7 @@ def test_a_layer_that_would_not_get_smaller_stays_packed() -> None:
     assert PackedLinear.from_linear(layers[any_bits], compress=True).packed.dtype == torch.bfloat16
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_compressed_weights_of_another_shape_are_refused() -> None:
     compressed = compress_weight(pack_weight(normal(32, 64)))
     with pytest.raises(RuntimeError, match="compressed to rows of bytes"):
         torch.ops.ygg.packed_linear(torch.randn(1, 640).bfloat16(), compressed, None, 32)

@@ -1,6 +1,4 @@
-"""The Triton body of linear layers, in Triton's interpreter: the torch reference to rounding, and one order
-of summation for every number of rows.
-"""
+"""The Triton body of linear layers agrees with its reference; a row has the same bits in all widths."""
 
 import os
 import subprocess
@@ -22,19 +20,26 @@ torch.manual_seed(0)
 
 def inputs(num_rows, out_features, in_features, dtype, has_bias):
     weight = torch.randn(out_features, in_features, dtype=dtype) / in_features**0.5
-    return torch.randn(num_rows, in_features, dtype=dtype), weight, torch.randn(out_features, dtype=dtype) if has_bias else None
+    x = torch.randn(num_rows, in_features, dtype=dtype)
+    return x, weight, torch.randn(out_features, dtype=dtype) if has_bias else None
+
+shapes = (
+    (1, 32, 128, False), (2, 40, 96, True), (17, 70, 300, True), (5, 33, 1030, False), (16, 1, 1, True),
+)
 
 for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
-    for num_rows, out_features, in_features, has_bias in ((1, 32, 128, False), (2, 40, 96, True), (17, 70, 300, True), (5, 33, 1030, False), (16, 1, 1, True)):
+    for num_rows, out_features, in_features, has_bias in shapes:
         x, weight, bias = inputs(num_rows, out_features, in_features, dtype, has_bias)
-        torch.testing.assert_close(linear_triton.launch(x, weight, bias), linear_triton.reference(x, weight, bias), atol=tolerance, rtol=tolerance)
+        expected = linear_triton.reference(x, weight, bias)
+        got = linear_triton.launch(x, weight, bias)
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
     x, weight, bias = inputs(12, 48, 256, dtype, True)
     strided = x.view(1, 3, 4, 256).transpose(1, 2)
     got = linear_triton.launch(strided, weight, bias)
     assert got.shape == (1, 4, 3, 48)
     assert torch.equal(got, linear_triton.launch(x, weight, bias).view(1, 3, 4, 48).transpose(1, 2))
 
-# every row's bits are those of the row by itself
+# every row has the bits of the row alone
 for dtype in (torch.float32, torch.bfloat16):
     x, weight, bias = inputs(64, 72, 650, dtype, True)
     assert linear_triton.num_splits(72, 650) > 1
@@ -43,7 +48,7 @@ for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(linear_triton.launch(x[:width], weight, bias), alone[:width]), width
         assert torch.equal(linear_triton.launch(x[64 - width :], weight, bias), alone[64 - width :]), width
 
-# rows that are read have their bits, whatever tiles are left out
+# rows that are read keep their bits when other tiles are skipped
 from yggdrasil.layout import READ
 from yggdrasil.models.packing import empty_meta
 
@@ -63,16 +68,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from yggdrasil.kernels import linear_triton
 
-tiles = {"ROWS": 16, "BLOCK_OUT": linear_triton.BLOCK_OUT, "BLOCK_K": linear_triton.BLOCK_K, "WIDEN": False, "HAS_META": True, "READ_COLUMN": 5}
+blocks = {"ROWS": 16, "BLOCK_OUT": linear_triton.BLOCK_OUT, "BLOCK_K": linear_triton.BLOCK_K}
+tiles = {**blocks, "WIDEN": False, "HAS_META": True, "READ_COLUMN": 5}
 sizes = ("num_rows", "out_features", "in_features", "blocks_per_split", "meta_width")
-signature = {"x": "*bf16", "weight": "*bf16", "meta": "*i32", "partial": "*fp32", **dict.fromkeys(sizes, "i32")}
-source = ASTSource(fn=linear_triton.multiply_kernel, signature={**signature, **dict.fromkeys(tiles, "constexpr")}, constexprs=tiles)
-print(*sorted(set(re.findall("w?g?mma[^ ]+m[0-9]+n[0-9]+k[0-9]+", compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))))
+pointers = {"x": "*bf16", "weight": "*bf16", "meta": "*i32", "partial": "*fp32"}
+signature = {**pointers, **dict.fromkeys(sizes, "i32"), **dict.fromkeys(tiles, "constexpr")}
+source = ASTSource(fn=linear_triton.multiply_kernel, signature=signature, constexprs=tiles)
+ptx = compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+print(*sorted(set(re.findall("w?g?mma[^ ]+m[0-9]+n[0-9]+k[0-9]+", ptx))))
 """
 
 
 def test_the_product_compiles_for_a_device_to_tensor_cores_of_sixteen_rows() -> None:
-    """The compiler needs no device. Sixteen rows and k in order is what makes a row's bits its own."""
+    """Sixteen rows and k in order make a row's bits independent. The compiler needs no device."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FOR_A_DEVICE],
@@ -85,7 +93,7 @@ def test_the_product_compiles_for_a_device_to_tensor_cores_of_sixteen_rows() -> 
 
 
 def test_the_kernels_equal_the_reference_and_rows_do_not_depend_on_their_number() -> None:
-    # A process of its own: Triton decides at import whether it interprets.
+    # in its own process, because Triton decides at import whether it interprets
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
@@ -98,7 +106,7 @@ def test_the_kernels_equal_the_reference_and_rows_do_not_depend_on_their_number(
 
 
 def test_replaced_layers_keep_their_parameters_names_and_ties() -> None:
-    """So the stored weights are those of the checkpoint, whichever kernels read them."""
+    """So all kernels read the weights that the checkpoint stores."""
     model = nn.ModuleDict(
         {"embed": nn.Embedding(24, 16), "up": nn.Linear(16, 32), "head": nn.Linear(16, 24, bias=False)}
     )

@@ -1,4 +1,4 @@
-"""Pages move by their bytes, and what cannot be a migration is refused."""
+"""Pages move with all their bytes, and impossible migrations are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from yggdrasil.kernels.migrate import move_pages_
 
 
-def test_by_hand() -> None:
+def test_one_page_moves_by_hand() -> None:
     storage = torch.arange(24).view(6, 2, 2)
     move_pages_(storage, [5, 3], [1, 2])
     assert storage[:, 0, 0].tolist() == [0, 20, 12, 12, 16, 20]
@@ -31,7 +31,7 @@ def test_no_moves_change_nothing() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.permutations(range(8)), st.integers(0, 4))
-def test_targets_become_sources_and_all_else_stays(pages: list[int], count: int) -> None:
+def test_targets_get_the_sources_and_other_pages_stay(pages: list[int], count: int) -> None:
     sources = pages[:count]
     targets = pages[count : 2 * count]
     storage = torch.randn(8, 3).bfloat16()
@@ -53,7 +53,7 @@ def test_targets_become_sources_and_all_else_stays(pages: list[int], count: int)
         ([0, 1], [1, 2], "page 1 is source and target"),
     ],
 )
-def test_what_is_no_migration_is_refused(sources: list[int], targets: list[int], message: str) -> None:
+def test_an_impossible_migration_is_refused(sources: list[int], targets: list[int], message: str) -> None:
     storage = torch.zeros(4, 1)
     with pytest.raises(ValueError, match=message):
         move_pages_(storage, sources, targets)

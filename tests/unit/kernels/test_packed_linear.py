@@ -1,6 +1,4 @@
-"""The packed linear operator agrees with its torch reference, and every row is bitwise the same whatever
-runs beside it.
-"""
+"""The packed linear operator agrees with its reference, and a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -260,7 +258,7 @@ def test_lists_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", (False, True))
-def test_opcheck(bias: bool, dtype: torch.dtype) -> None:
+def test_linear_operators_pass_opcheck(bias: bool, dtype: torch.dtype) -> None:
     packed, bias_O = layer(20, 40, dtype, bias)
     x = torch.randn(2, 3, 40).to(dtype)
     torch.library.opcheck(torch.ops.ygg.packed_linear.default, (x, packed, bias_O, 20))
@@ -301,5 +299,5 @@ def test_a_row_that_is_not_read_is_not_computed() -> None:
 
 def test_metadata_of_another_forward_is_refused() -> None:
     layer = PackedLinear.from_linear(nn.Linear(32, 16))
-    with pytest.raises(RuntimeError, match="a row of metadata for every row of x"):
+    with pytest.raises(RuntimeError, match="every row of x has a row of metadata"):
         layer(torch.zeros(4, 32), empty_meta(3, 3))

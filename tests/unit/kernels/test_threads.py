@@ -1,6 +1,4 @@
-"""The threads of our operators: results are the same whoever computes them, nobody spins for long, no
-caller hangs.
-"""
+"""Threads change no result of an operator, do not spin for long and never hang a caller."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def product(x: Tensor, packed: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_many_calls_give_what_one_thread_gives(packed: Tensor) -> None:
+def test_many_threads_return_what_one_thread_returns(packed: Tensor) -> None:
     xs = [torch.randn(rows, IN_FEATURES).bfloat16() for rows in (1, 4, 9, 40)]
     shared = [[product(x, packed) for x in xs] for _ in range(50)]
     set_num_threads(1)
@@ -119,7 +117,7 @@ def test_a_thread_that_stays_alone_leaves_torch_and_others_their_threads(packed:
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_within_a_step_torch_has_one_thread_and_afterwards_what_it_had() -> None:
+def test_torch_has_one_thread_within_a_step_and_its_own_number_after_it() -> None:
     with pytest.raises(KeyError), one_torch_thread():
         assert torch.get_num_threads() == 1
         raise KeyError
@@ -127,6 +125,6 @@ def test_within_a_step_torch_has_one_thread_and_afterwards_what_it_had() -> None
 
 
 @pytest.mark.parametrize("count", (0, -1, 257))
-def test_a_number_of_threads_that_cannot_be_is_refused(count: int) -> None:
+def test_an_impossible_number_of_threads_is_refused(count: int) -> None:
     with pytest.raises(ConfigError, match=f"threads: {count} is not allowed; it must be from 1 to 256"):
         set_num_threads(count)

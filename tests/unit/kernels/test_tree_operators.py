@@ -1,4 +1,4 @@
-"""Every operator of the step's host side does what its plain specification does."""
+"""Every operator of the step's host side agrees with its specification."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_same_tree(one: TokenTree, other: TokenTree) -> None:
 
 
 @pytest.mark.parametrize(("first", "last"), ((0, 1), (0, 12), (5, 9), (11, 12)))
-def test_packing_nodes_fills_what_the_plain_packing_fills(first: int, last: int) -> None:
+def test_packing_nodes_agrees_with_the_reference(first: int, last: int) -> None:
     tree = random_tree(12, 0)
     meta_NM = empty_meta(14, MAX_DEPTH).fill_(99)
     plain_NM = empty_meta(14, MAX_DEPTH).fill_(98)
@@ -55,7 +55,7 @@ def test_packing_nodes_fills_what_the_plain_packing_fills(first: int, last: int)
 
 
 @pytest.mark.parametrize("lens", ((), (0,), (1,), (8,), (3, 0, 4), (1, 1, 1, 1)))
-def test_packing_chains_fills_what_the_plain_packing_fills(lens: tuple[int, ...]) -> None:
+def test_packing_chains_agrees_with_the_reference(lens: tuple[int, ...]) -> None:
     meta_NM = empty_meta(8, MAX_DEPTH).fill_(99)
     plain_NM = empty_meta(8, MAX_DEPTH).fill_(98)
     chunks = [
@@ -86,10 +86,8 @@ def test_a_root_is_the_root_of_a_tree() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_pruning_keeps_what_the_plain_pruning_keeps(seed: int) -> None:
-    """Knots are few, so that many nodes are worth the same; costs are such that every K is the best one for
-    some seed.
-    """
+def test_pruning_agrees_with_the_reference(seed: int) -> None:
+    """The knots are few, so many nodes have equal values; each K is the best one for some seed."""
     generator = torch.Generator().manual_seed(seed)
     tree = random_tree(int(torch.randint(2, 24, (1,), generator=generator)), seed)
     knots_2M = torch.stack(
@@ -109,35 +107,38 @@ def test_pruning_to_more_nodes_than_there_are_is_refused() -> None:
         torch.ops.ygg.prune(*random_tree(3, 0).arrays, 3, knots_2M, [2, 4], [1.0, 1.0])
 
 
-def said_along(tree: TokenTree, generator: torch.Generator, *, elsewhere: bool) -> torch.Tensor:
-    """What a target says that follows the tree with some probability at every node; else its token is 5, or
-    one that stands elsewhere in the tree.
+def target_tokens(tree: TokenTree, generator: torch.Generator, *, elsewhere: bool) -> torch.Tensor:
+    """Tokens of a target that follows the tree with some probability at every node.
+
+    Otherwise its token is 5, or one from elsewhere in the tree.
     """
     num_nodes = len(tree)
-    said_K = (
+    token_K = (
         tree.token_N[torch.randint(num_nodes, (num_nodes,), generator=generator)].long()
         if elsewhere
         else torch.full((num_nodes,), 5)
     )
     for node in range(1, num_nodes):
         if torch.rand(1, generator=generator) < 0.7:
-            said_K[tree.parent_N[node]] = tree.token_N[node]
-    return said_K
+            token_K[tree.parent_N[node]] = tree.token_N[node]
+    return token_K
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("seed", range(20))
-def test_following_in_one_call_is_following_what_is_said(seed: int, dtype: torch.dtype) -> None:
+def test_following_in_one_call_agrees_with_following_stage_by_stage(seed: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     tree = random_tree(int(torch.randint(1, 24, (1,), generator=generator)), seed)
-    said_K = said_along(tree, generator, elsewhere=seed % 2 == 1)
-    logits_KV = torch.randn(len(tree), 200, generator=generator).to(dtype).scatter_(1, said_K[:, None], 9.0)
+    token_K = target_tokens(tree, generator, elsewhere=seed % 2 == 1)
+    logits_KV = (
+        torch.randn(len(tree), 200, generator=generator).to(dtype).scatter_(1, token_K[:, None], 9.0)
+    )
     expected = follow(tree, say(tree, logits_KV, 3, SamplingConfig()))
     token, parent, *_ = tree.arrays
     assert torch.ops.ygg.follow(logits_KV, parent, token) == (expected.path, expected.tokens)
 
 
-def test_nothing_is_followed_where_a_node_is_broken() -> None:
+def test_a_tree_with_a_broken_node_is_not_followed() -> None:
     tree = random_tree(4, 0)
     logits_KV = torch.zeros(4, 40)
     logits_KV[3, 7] = float("nan")
@@ -147,16 +148,16 @@ def test_nothing_is_followed_where_a_node_is_broken() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_walk_where_the_arrays_are_passes_the_nodes_of_the_walk(seed: int) -> None:
+def test_the_walk_in_arrays_passes_the_nodes_of_the_walk(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tree = random_tree(int(torch.randint(1, 24, (1,), generator=generator)), seed)
-    said_K = said_along(tree, generator, elsewhere=seed % 2 == 1)
-    assert torch.nonzero(tree.on_walk(said_K))[:, 0].tolist() == tree.walk(said_K)
+    token_K = target_tokens(tree, generator, elsewhere=seed % 2 == 1)
+    assert torch.nonzero(tree.on_walk(token_K))[:, 0].tolist() == tree.walk(token_K)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("source", ([4], [4, 5, 9], [3, 4, 5], [5, 8, 15], [4, 15, 16, 31]))
-def test_slots_move_as_in_torch(source: list[int], dtype: torch.dtype) -> None:
+def test_moving_slots_agrees_with_the_reference(source: list[int], dtype: torch.dtype) -> None:
     storage = torch.randn(2, 2, 2, 3, 16, 4).to(dtype)
     expected = storage.clone()
     move_plain_(expected, source, 3)
@@ -173,15 +174,15 @@ def test_slots_outside_the_cache_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("places", (1, 15, 16, 257))
-def test_the_greatest_is_the_first_greatest(places: int, dtype: torch.dtype) -> None:
+def test_the_largest_score_is_the_first_of_equal_ones(places: int, dtype: torch.dtype) -> None:
     scores = torch.randint(-20, 20, (9, places)).to(dtype)
-    values, tokens = torch.ops.ygg.greatest(scores)
+    values, tokens = torch.ops.ygg.largest(scores)
     assert torch.equal(values, scores.float().max(dim=-1).values)
     assert tokens.tolist() == [row.index(max(row)) for row in scores.tolist()]
 
 
-def test_a_row_with_nan_has_no_finite_greatest() -> None:
+def test_a_row_with_nan_has_no_finite_largest_score() -> None:
     scores = torch.zeros(3, 40)
     scores[1, 37] = float("nan")
     scores[2, 0] = float("inf")
-    assert torch.ops.ygg.greatest(scores)[0].isfinite().tolist() == [True, False, False]
+    assert torch.ops.ygg.largest(scores)[0].isfinite().tolist() == [True, False, False]

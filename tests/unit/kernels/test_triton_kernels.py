@@ -1,5 +1,6 @@
-"""The claims of triton_claims.py: in Triton's interpreter everywhere, and compiled where there is a device.
-What the compilers see, without one.
+"""The claims of triton_claims.py hold in Triton's interpreter, and compiled on a device if there is one.
+
+What the compilers see is tested without a device.
 """
 
 from __future__ import annotations
@@ -24,15 +25,13 @@ from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import empty_meta
 
 HOPPER = GPUTarget("cuda", 90, 32)
-LEAST_SHARED_BYTES = 99 * 1024  # that a program has on every device since Ampere
+LEAST_SHARED_BYTES = 99 * 1024  # shared memory of a program on every device since Ampere
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 
 
 @pytest.fixture(scope="module")
 def refuted() -> dict[str, str | None]:
-    """What the interpreter says of every claim, in a process of its own: Triton decides at import whether
-    it interprets.
-    """
+    """The interpreter's result for every claim, from its own process."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
@@ -50,14 +49,14 @@ def refuted() -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("name", triton_claims.CLAIMS)
-def test_in_the_interpreter(name: str, refuted: dict[str, str | None]) -> None:
+def test_a_claim_holds_in_the_interpreter(name: str, refuted: dict[str, str | None]) -> None:
     assert refuted[name] is None, refuted[name]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", triton_claims.CLAIMS)
-def test_on_a_device(name: str) -> None:
+def test_a_claim_holds_on_a_device(name: str) -> None:
     triton_claims.CLAIMS[name]("cuda")
 
 
@@ -115,7 +114,7 @@ def layer_inputs() -> tuple[Tensor, ...]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_compiler_sees_that_the_caches_are_written_and_nothing_else_of_the_caller_s(
+def test_the_compiler_sees_that_only_the_caches_of_the_caller_are_written(
     target: None, attend_cuda: None
 ) -> None:
     with torch.no_grad():
@@ -196,7 +195,7 @@ def attention_launches(num_tokens: int, dim: int) -> list[tuple[Any, tuple[Any, 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_attention_kernels_compile_for_a_device_that_is_not_here() -> None:
+def test_the_attention_kernels_compile_without_a_device() -> None:
     launches = attention_launches(16, 80)
     assert [kernel.__name__ for kernel, _, _ in launches] == ["store_kernel", "body_kernel", "tail_kernel"]
     for launch in launches:
@@ -219,9 +218,7 @@ def arithmetic(kernel: Any) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_migration_and_commit_compile_for_a_device_that_is_not_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_migration_and_commit_compile_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     for module, name in ((migrate_triton, "move_pages_kernel"), (commit_triton, "move_slots_kernel")):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))

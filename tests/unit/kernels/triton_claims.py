@@ -1,9 +1,9 @@
-"""What the Triton kernels claim, as functions of a device: "cpu" under Triton's interpreter, or "cuda"
-compiled.
+"""The claims of the Triton kernels, as functions of a device.
 
-Triton decides at import whether it interprets, so test_triton_kernels.py runs this file in a process of its
-own with TRITON_INTERPRET=1. It prints one JSON document: of every claim nothing, or the traceback that
-refutes it."""
+The device is "cpu" under Triton's interpreter, or "cuda" for compiled kernels. Triton decides at import
+whether it interprets, so test_triton_kernels.py runs this file in its own process with TRITON_INTERPRET=1.
+It prints one JSON document: for every claim null, or the traceback that refutes it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from yggdrasil.tree import TokenTree
 
 Claim = Callable[[str], None]
 CLAIMS: dict[str, Claim] = {}
-# several splits in a context that an interpreter gets through
+# several splits in a context that is short enough for an interpreter
 SMALL = Config(lanes=16, block=16, split=32, num_warps=1, num_stages=1)
 MAX_DEPTH = 5
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -79,7 +79,7 @@ class Call:
         ], storage
 
     def run(self, device: str, **options: Any) -> tuple[Tensor, Tensor]:
-        """(N, H, F) and the storage behind it, on the host."""
+        """(N, H, F) and the storage after it, on the host."""
         arguments, storage = self.arguments(device)
         return attention_triton.launch(*arguments, self.dim**-0.5, config=self.config, **options)[
             0
@@ -99,9 +99,7 @@ class Call:
 
 
 def tree_of(path_len: int, siblings: int) -> tuple[TokenTree, list[int]]:
-    """A tree whose levels have so many siblings beside the node that goes on, and the nodes that do, root
-    first.
-    """
+    """A tree with `siblings` leaves next to each node of a path, and the path, root first."""
     tree = TokenTree.root(0, 1 + (path_len - 1) * (1 + siblings), max_depth=MAX_DEPTH)
     path = [0]
     for step in range(1, path_len):
@@ -335,7 +333,7 @@ class Text:
     def batch(
         self, count: int, before: Sequence[Chunk], after: Sequence[Chunk], pages_BP: Tensor, *, row: int
     ) -> Tensor:
-        """The last `count` tokens as one row among others, none of them behind its prefix."""
+        """The last `count` tokens as one row among others, without other tokens after its prefix."""
         first = self.length - count
         start = sum(len(chunk.tokens) for chunk in before)
         chunks = [*before, Chunk(row, [0] * count, first), *after]
@@ -404,9 +402,8 @@ def a_row_of_a_batch_has_the_bits_of_plain_decoding(device: str) -> None:
             (1, [Chunk(2, range(6), 0), Chunk(0, [1], 85)], []),
         ):
             row = text.batch(count, before, after, tables(3, num_pages(text)), row=1)
-            assert torch.equal(row, expected), (
-                f"{text.shape}: {count} tokens behind {len(before)} other rows"
-            )
+            case = f"{text.shape}: {count} tokens after {len(before)} other rows"
+            assert torch.equal(row, expected), case
 
 
 @claim
@@ -428,7 +425,9 @@ def shapes_that_the_kernels_would_read_wrong_are_refused(device: str) -> None:
     assert_refused(
         "a page contiguous", query, key, value, key_cache.transpose(1, 2), value_cache, meta, pages
     )
-    assert_refused("equally far apart", query, key, value, key_cache.contiguous(), value_cache, meta, pages)
+    assert_refused(
+        "have the same stride", query, key, value, key_cache.contiguous(), value_cache, meta, pages
+    )
     assert_refused("no kernel for head dimension 32 in torch.float16", query.half(), *arguments[1:])
 
 
@@ -445,7 +444,7 @@ def assert_refused(message: str, *arguments: Tensor) -> None:
 
 
 @claim
-def moved_pages_equal_the_plain_operators(device: str) -> None:
+def moved_pages_equal_the_reference(device: str) -> None:
     # pages of whole tiles, parts of one, and odd numbers of bytes
     shapes = ((9, 3, 2, 2, 16, 8), (6, 5), (5, 4099), (4, 2 * migrate_triton.TILE))
     for index, shape in enumerate(shapes):
@@ -455,7 +454,7 @@ def moved_pages_equal_the_plain_operators(device: str) -> None:
             moves = torch.randperm(shape[0])[: shape[0] // 2 * 2].view(2, -1).to(number)
             want = storage.clone()
             got = storage.to(device, copy=True)
-            migrate.move_pages_plain_(want, moves[0], moves[1])
+            migrate.move_pages_reference_(want, moves[0], moves[1])
             migrate_triton.launch_(got, *moves.to(device))
             assert torch.equal(got.cpu(), want), f"{shape} of {dtype}"
 
@@ -465,7 +464,7 @@ def pages_are_moved_inside_a_part_of_a_buffer(device: str) -> None:
     buffer = torch.arange(1 + 6 * 10, dtype=torch.bfloat16).to(device)
     storage = buffer[1:].view(6, 10)  # begins in the middle of a wider word
     want = storage.cpu()
-    migrate.move_pages_plain_(want, torch.tensor([5]), torch.tensor([0]))
+    migrate.move_pages_reference_(want, torch.tensor([5]), torch.tensor([0]))
     migrate_triton.launch_(storage, torch.tensor([5]).to(device), torch.tensor([0]).to(device))
     assert torch.equal(storage.cpu(), want)
     assert buffer[0] == 0

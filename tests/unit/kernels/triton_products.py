@@ -1,8 +1,9 @@
-"""Products of tiles in Triton's interpreter as a device computes them: every row by itself.
+"""Products of tiles in Triton's interpreter as a device computes them: each row alone.
 
-The interpreter multiplies with NumPy, so with the host's BLAS. Some of its kernels (OpenBLAS on processors
-with AVX2 but without AVX-512) sum a row in an order that depends on its place in the tile, which tensor
-cores do not."""
+The interpreter multiplies with NumPy, and so with the host's BLAS. Some kernels of BLAS (OpenBLAS on
+processors with AVX2 but without AVX-512) sum a row in an order that depends on its place in the tile;
+tensor cores do not.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ Array = NDArray[np.floating]
 
 
 class _RowByRow:
-    """NumPy, but for its product of matrices."""
+    """NumPy with another product of matrices."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(np, name)
@@ -24,5 +25,5 @@ class _RowByRow:
 
 
 def multiply_row_by_row() -> None:
-    """Let this process's interpreter compute products so."""
+    """Let the interpreter of this process compute products row by row."""
     interpreter.np = _RowByRow()

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
-from yggdrasil import kernels, layout
 from yggdrasil.models.packing import Chunk
 
 
@@ -22,11 +18,3 @@ def test_the_parts_of_a_piece_are_read_as_the_whole_is(num_read: int | None, len
     assert flags == [index >= 7 - whole.read_len for index in range(7)]
     assert [token for part in parts for token in part.tokens] == list(range(50, 57))
     assert [part.start_pos for part in parts] == list(range(30, 37, length))
-
-
-def test_the_operators_have_the_columns_of_the_layout() -> None:
-    header = (Path(kernels.__file__).parent / "layout.h").read_text()
-    names = re.search(r"enum Column \{(.*)\}", header)
-    assert names is not None
-    columns = [name.strip().removeprefix("k").upper() for name in names[1].split(",")]
-    assert [getattr(layout, name) for name in columns] == list(range(len(columns)))

@@ -1,0 +1,32 @@
+"""Constants and declarations that Python and C++ both have are equal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from yggdrasil import kernels, layout
+from yggdrasil.kernels.shims import c_shims
+
+FOLDER = Path(kernels.__file__).parent
+
+
+def constants_of_header() -> dict[str, int]:
+    """`kPageLen = 16` as PAGE_LEN: 16."""
+    found = re.findall(r"\bk(\w+) = (\d+)[,;]", (FOLDER / "layout.h").read_text())
+    return {re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper(): int(value) for name, value in found}
+
+
+def test_the_header_has_the_constants_of_the_layout() -> None:
+    assert constants_of_header() == {name: getattr(layout, name) for name in layout.__all__}
+
+
+@pytest.mark.usefixtures("kernels")
+def test_entry_points_are_defined_as_they_are_declared() -> None:
+    source = re.sub(r"\s+", "", (FOLDER / "operators.cpp").read_text())
+    declarations = [declaration for each in c_shims().values() for declaration in each]
+    assert len(declarations) == source.count("AOTITorchErroraoti_torch_cpu_")
+    for declaration in declarations:
+        assert re.sub(r"\s+", "", declaration) + "{" in source
