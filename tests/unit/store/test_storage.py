@@ -78,7 +78,7 @@ def test_temporaries_of_dead_processes_are_swept_and_those_of_living_ones_stay(t
 
 def test_what_a_killed_process_unpacked_is_swept_by_the_next(tmp_path: Path) -> None:
     script = (
-        "import os, signal; from yggdrasil import storage as s; s.YOUNG_S = 0; c = "
+        "import os, signal; from yggdrasil.store import storage as s; s.YOUNG_S = 0; c = "
         "s.scratch_for_graphs(); c.__enter__()\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
