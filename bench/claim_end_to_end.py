@@ -38,7 +38,7 @@ from bench.harness import interleave
 from bench.subject import Subject, subject
 from bench.workloads import WORKLOADS, Workload, beginnings
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.structures import sequoia_latency
+from yggdrasil.policy.baselines import sequoia_latency
 from yggdrasil.state import Shape
 
 OURS = "yggdrasil"

@@ -33,7 +33,7 @@ from bench.harness import interleave
 from bench.subject import Subject, subject
 from bench.workloads import WORKLOADS, Workload, beginnings
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.structures import equal_growth
+from yggdrasil.policy.baselines import equal_growth
 from yggdrasil.state import Shape
 
 SPEEDUP = "speedup"

@@ -14,7 +14,7 @@ from bench.counting import Counter, candidates
 from bench.eager import eager_engine
 from bench.harness import TextMismatchError, interleave
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.structures import dynamic_sequence, equal_growth, k_ary, sequence, structure_ms
+from yggdrasil.policy.baselines import dynamic_sequence, equal_growth, k_ary, sequence, structure_ms
 from yggdrasil.state import PLAIN, Shape
 
 NUM_TOKENS = 24

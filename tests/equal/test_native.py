@@ -24,13 +24,13 @@ from yggdrasil.models.protocol import TokenModel
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import FixedShape, ShapePolicy
-from yggdrasil.policy.structures import LowConfidence, SmallGain
+from yggdrasil.policy.stopping import LowConfidence, SmallGain
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.native import ByStages, NativeStep
 from yggdrasil.schedule.search import plans
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
-from yggdrasil.step.draft import grow, grow_plain, head_draft, prefill
+from yggdrasil.step.draft import grow, grow_reference, head_draft, prefill
 from yggdrasil.step.platt import PlattScale
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
@@ -360,7 +360,7 @@ def test_growth_in_one_call_is_growth_step_by_step(tiny: LoadedPair, engine: Eng
         state = fresh(engine, tiny.tokenizer.encode(prompt))
         head = head_draft(engine.draft, state)
         platt = PlattScale(1.8, 1.3)
-        plain = grow_plain(engine.draft, state, shape, head, platt, spare=3)
+        plain = grow_reference(engine.draft, state, shape, head, platt, spare=3)
         fused = grow(engine.draft, state, shape, head, platt, spare=3)
         assert (fused.shape, fused.num_run, len(fused.tree), fused.tree.capacity) == (
             plain.shape,

@@ -28,7 +28,7 @@ from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.schedule import choice as choice_module
 from yggdrasil.schedule import executor as executor_module
 from yggdrasil.schedule import profile as profile_module
-from yggdrasil.schedule.choice import LEAST_TURNS, Trial, search_plan, try_plan
+from yggdrasil.schedule.choice import MIN_TURNS, Trial, search_plan, try_plan
 from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.native import NativeStep
 from yggdrasil.schedule.plan import SEQUENTIAL, Plan
@@ -510,7 +510,7 @@ def test_the_tried_arms_are_the_plan_and_what_runs_without_one(
     engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice_module, "best_plan", lambda profile: MOST)
-    monkeypatch.setattr(choice_module, "MOST_TURNS", LEAST_TURNS)
+    monkeypatch.setattr(choice_module, "MAX_TURNS", MIN_TURNS)
     ran: list[str] = []
     for kind in (NativeStep, Executor):
         run = kind.step
@@ -521,8 +521,8 @@ def test_the_tried_arms_are_the_plan_and_what_runs_without_one(
         )
     found = search_plan(work(engine, prompts[0], SAMPLED), budget_s=120.0)
     assert found.trial is not None
-    assert (found.trial.plan, found.trial.num_turns) == (MOST, LEAST_TURNS)
-    in_trial = ran[-2 * LEAST_TURNS * (1 + NUM_STEPS) :]
+    assert (found.trial.plan, found.trial.num_turns) == (MOST, MIN_TURNS)
+    in_trial = ran[-2 * MIN_TURNS * (1 + NUM_STEPS) :]
     assert Counter(in_trial) == {"NativeStep": len(in_trial) // 2, "Executor": len(in_trial) // 2}
     assert found.profile is not None
     assert found.profile.host_ms["tail on side"] > 0
@@ -542,7 +542,7 @@ def test_greedy_decoding_measures_no_noise_and_no_gain_from_it(
         == profile.stretch_ms["noise"]
         == 0
     )
-    assert profile.host_ms["say after noise"] == profile.host_ms["say"]
+    assert profile.host_ms["target_tokens after noise"] == profile.host_ms["target_tokens"]
     assert profile.host_ms["tail on main"] > 0
 
 
@@ -597,7 +597,7 @@ def test_on_a_device_a_plan_wins_where_it_hides_work(
     device_work: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next head is drafted while the host chooses a shape: all of a run's but the last."""
-    monkeypatch.setattr(choice_module, "MOST_TURNS", LEAST_TURNS)
+    monkeypatch.setattr(choice_module, "MAX_TURNS", MIN_TURNS)
     plan = next(plan for plan in PLANS if plan.name == "tail side, next_head side")
     trial = try_plan(device_work, plan, math.inf)
     assert (trial.step_ms, trial.plan_ms) == pytest.approx((56.0, 56.0 - 3 / 4 * DRAFT_MS))

@@ -10,9 +10,7 @@ import pytest
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.latency import Curve, LatencyModel
-from yggdrasil.policy.shape import BestShape, DepthRule, FixedShape
-from yggdrasil.policy.structures import (
+from yggdrasil.policy.baselines import (
     dynamic_sequence,
     equal_growth,
     k_ary,
@@ -21,6 +19,8 @@ from yggdrasil.policy.structures import (
     sequoia,
     sequoia_latency,
 )
+from yggdrasil.policy.latency import Curve, LatencyModel
+from yggdrasil.policy.shape import BestShape, DepthRule, FixedShape
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.state import Shape, StepResult
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from yggdrasil.errors import ConfigError
-from yggdrasil.tree import TokenTree, greatest_subtree, greatest_subtree_by_programme
+from yggdrasil.tree import TokenTree, best_subtree, best_subtree_reference
 
 QUICK = settings(max_examples=60, deadline=None)
 
@@ -190,7 +190,7 @@ def test_programme_is_optimal_against_brute_force_whatever_the_values(
     case: tuple[list[int], list[float], int],
 ) -> None:
     parents, values, k = case
-    keep = greatest_subtree_by_programme(parents, values, k)
+    keep = best_subtree_reference(parents, values, k)
     assert keep[0] == 0
     assert len(keep) <= k
     assert all(parents[node] in keep for node in keep[1:])
@@ -203,7 +203,7 @@ def test_pruning_takes_the_optimum_whether_values_rise_or_not(
     case: tuple[list[int], list[float], int],
 ) -> None:
     parents, values, k = case
-    assert sum(values[node] for node in greatest_subtree(parents, values, k)) == brute_force(
+    assert sum(values[node] for node in best_subtree(parents, values, k)) == brute_force(
         parents, values, k
     )
 
@@ -219,8 +219,8 @@ def test_programme_equals_the_k_greatest_where_values_never_rise(
         values.append(values[parents[node]] * (1 - falls[node] / 4) * (1 - node / 4096))
     assume(len(set(values)) == len(values))  # equal values leave more than one answer
     best = sorted(sorted(range(len(values)), key=lambda node: -values[node])[:k])
-    assert greatest_subtree_by_programme(parents, values, k) == best
-    assert greatest_subtree(parents, values, k) == best
+    assert best_subtree_reference(parents, values, k) == best
+    assert best_subtree(parents, values, k) == best
 
 
 def test_walk_descends_while_the_target_agrees() -> None:

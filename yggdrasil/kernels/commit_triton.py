@@ -1,5 +1,5 @@
 """KV commit on CUDA: the accepted path of a single row, moved down to where committed keys end
-(specification: `move_plain_` in kv.py).
+(specification: `move_slots_reference_` in kv.py).
 
 ```
 slot     target                                 sources  9, 10, 14   target 8

@@ -1,4 +1,4 @@
-// Bodies of graph.h. Specifications are in Python: `Step::run` is Engine.step, `grow` is step/draft.py `grow_plain`, `verify_costs` FixedShape's.
+// Bodies of graph.h. Specifications are in Python: `Step::run` is Engine.step, `grow` is step/draft.py `grow_reference`, `verify_costs` FixedShape's.
 #include "graph.h"
 
 #include <algorithm>

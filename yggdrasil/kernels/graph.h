@@ -90,7 +90,7 @@ class Step : public torch::CustomClassHolder {
 };
 
 // A tree of up to `depth` steps of `width` nodes from the root's candidates, row `head_row` of a forward's; how many nodes it has, and when every forward began and
-// ended. It ends after a step that gained less than `least` over `prices`, or without prices one whose last edge is below it: `grow_plain`, step/draft.py.
+// ended. It ends after a step that gained less than `least` over `prices`, or without prices one whose last edge is below it: `grow_reference`, step/draft.py.
 std::tuple<TreeArrays, int64_t, std::vector<double>> grow(Graph& graph, const at::Tensor& meta, const std::tuple<at::Tensor, at::Tensor>& head, int64_t head_row,
                                                           int64_t token, int64_t capacity, int64_t path_width, int64_t root_pos, int64_t width, int64_t depth,
                                                           int64_t candidates, const Growth& growth);

@@ -1,6 +1,6 @@
 // The host's side of a step on a CPU, one call where torch takes a dozen small operators: on caches that a target's weights have just swept, each of those
-// costs as much as a forward of the draft. The specifications are in Python: `grow_` is step/draft.py `grow_plain_`, `pack_nodes_` and `pack_chains_` are
-// `pack_nodes_plain_` and `pack_chains_plain_` in models/packing.py, `root` is TokenTree's, `prune` step/prune.py `prune_plain`, `move_slots_` is `move_plain_` in kv.py.
+// costs as much as a forward of the draft. The specifications are in Python: `grow_` is step/draft.py `grow_reference_`, `pack_nodes_` and `pack_chains_` are
+// `pack_nodes_reference_` and `pack_chains_reference_` in models/packing.py, `root` is TokenTree's, `prune` step/prune.py `prune_reference`, `move_slots_` is `move_slots_reference_` in kv.py.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -117,7 +117,7 @@ double ygg::worth(const at::Tensor& log_prob, int64_t num_nodes, const at::Tenso
   return sum;
 }
 
-// What the last `width` of the first `num_nodes` add to that: `last_gain_plain`, policy/structures.py.
+// What the last `width` of the first `num_nodes` add to that: `last_gain_reference`, policy/stopping.py.
 double ygg::last_gain(const at::Tensor& log_prob, int64_t num_nodes, int64_t width, const at::Tensor& prices) {
   TORCH_CHECK(0 < width && width <= num_nodes && num_nodes <= log_prob.size(0), "last_gain: ", width, " of ", num_nodes, " nodes");
   return worth(log_prob, num_nodes, prices) - worth(log_prob, num_nodes - width, prices);
@@ -219,7 +219,7 @@ double interpolated(double at, const double* x, const double* y, int64_t count) 
 
 }  // namespace
 
-// The best nodes, as many as Eq. 3 likes best of `widths`, and the emitted tokens that are expected of them: `prune_plain`, step/prune.py.
+// The best nodes, as many as Eq. 3 likes best of `widths`, and the emitted tokens that are expected of them: `prune_reference`, step/prune.py.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::vector<int64_t>, double> ygg::prune(
     const at::Tensor& token, const at::Tensor& parent, const at::Tensor& depth, const at::Tensor& log_prob, const at::Tensor& path, int64_t num_nodes,
     const at::Tensor& knots, at::IntArrayRef widths, at::ArrayRef<double> costs_ms) {

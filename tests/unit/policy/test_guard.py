@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from yggdrasil.policy.acceptance import Acceptance
-from yggdrasil.policy.guard import ANSWER_STEPS, MEASURED_STEPS, SHARE, START_STEPS, Guard
+from yggdrasil.policy.guard import CHECK_INTERVAL, CHECK_STEPS, REFILL_SHARE, START_STEPS, Guard
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import FixedShape
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
@@ -64,7 +64,7 @@ def test_a_winning_session_never_stops_speculating() -> None:
 def test_a_losing_session_stays_within_three_percent_of_plain_decoding() -> None:
     spent, tokens, speculated = run(guard(), 128, emitted=1)
     assert spent <= 1.03 * tokens * PLAIN_MS
-    assert spent <= tokens * PLAIN_MS + START_STEPS * PLAIN_MS + SHARE * spent + STEP_MS
+    assert spent <= tokens * PLAIN_MS + START_STEPS * PLAIN_MS + REFILL_SHARE * spent + STEP_MS
     assert 0 < sum(speculated) < 10
 
 
@@ -120,15 +120,15 @@ def test_the_verified_width_is_the_inner_policy_s() -> None:
 def test_on_a_busy_machine_where_every_step_is_slow_speculation_goes_on() -> None:
     policy = guard()
     _, _, speculated = run(policy, 300, emitted=3, plain_ms=4 * PLAIN_MS, step_ms=4 * STEP_MS)
-    assert speculated[:30].count(False) <= ANSWER_STEPS
-    assert speculated.count(False) <= ANSWER_STEPS * (1 + 300 // MEASURED_STEPS)
+    assert speculated[:30].count(False) <= CHECK_STEPS
+    assert speculated.count(False) <= CHECK_STEPS * (1 + 300 // CHECK_INTERVAL)
 
 
 def test_a_machine_that_becomes_busy_does_not_stop_a_winning_session() -> None:
     policy = guard()
     run(policy, 100, emitted=3)
     _, _, speculated = run(policy, 200, emitted=3, plain_ms=5 * PLAIN_MS, step_ms=5 * STEP_MS)
-    assert speculated.count(False) <= ANSWER_STEPS * (1 + 200 // MEASURED_STEPS)
+    assert speculated.count(False) <= CHECK_STEPS * (1 + 200 // CHECK_INTERVAL)
 
 
 def test_a_profile_that_is_wrong_about_speculative_steps_alone_hides_no_loss() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yggdrasil.policy.acceptance import LEAST_SLOPE, fit_platt
+from yggdrasil.policy.acceptance import MIN_SLOPE, fit_platt
 from yggdrasil.step.platt import UNSCALED, PlattScale
 
 SURE = PlattScale(slope=2.0, offset=1.0)
@@ -28,7 +28,7 @@ def test_unscaled_is_what_the_draft_says() -> None:
 
 
 @given(
-    slope=st.floats(LEAST_SLOPE, 5),
+    slope=st.floats(MIN_SLOPE, 5),
     offset=st.floats(-5, 5),
     log_probs=st.lists(
         st.floats(-80, 0) | st.sampled_from([0.0, -1e-7, -math.inf]), min_size=1, max_size=8
@@ -71,4 +71,4 @@ def test_a_fit_without_both_outcomes_scales_nothing() -> None:
 
 def test_a_draft_that_is_wrong_the_surer_it_is_keeps_the_order_of_siblings() -> None:
     log_probs_MC = np.log(np.tile([0.9, 0.1], (500, 1)))
-    assert fit_platt(log_probs_MC, np.tile([False, True], (500, 1))).slope == LEAST_SLOPE
+    assert fit_platt(log_probs_MC, np.tile([False, True], (500, 1))).slope == MIN_SLOPE

@@ -11,7 +11,7 @@ from yggdrasil.policy.acceptance import Acceptance, AcceptanceTable, TreeRecord,
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.objective import speedup
 from yggdrasil.policy.shape import Arms, BestShape, FixedShape, StoppingShape, best_shape
-from yggdrasil.policy.structures import SmallGain
+from yggdrasil.policy.stopping import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Shape
 from yggdrasil.step.prune import best_width, prune
 from yggdrasil.tree import TokenTree
@@ -161,7 +161,7 @@ def test_growth_stops_where_a_step_is_worth_less_than_its_time() -> None:
     assert (shape.stop.width, shape.stop.min_gain) == (4, pytest.approx(3.5 / 15.0 * 2.5))
     # four nodes are verified in the time of one, the next four take half a millisecond each, more have no
     # graph
-    assert shape.stop.prices == pytest.approx((0.0,) * 4 + (3.5 / 15.0 * 0.5,) * 4)
+    assert shape.stop.costs == pytest.approx((0.0,) * 4 + (3.5 / 15.0 * 0.5,) * 4)
 
 
 def test_what_a_token_more_takes_never_falls() -> None:

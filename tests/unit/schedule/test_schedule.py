@@ -27,8 +27,8 @@ from yggdrasil.schedule import profile as profile_module
 from yggdrasil.schedule import workload as workload_module
 from yggdrasil.schedule.choice import (
     BUDGET_S,
-    LEAST_TURNS,
-    MOST_TURNS,
+    MAX_TURNS,
+    MIN_TURNS,
     PlanChoice,
     PlanSearch,
     Trial,
@@ -37,7 +37,15 @@ from yggdrasil.schedule.choice import (
     try_plan,
 )
 from yggdrasil.schedule.plan import SEQUENTIAL, Placement, Plan
-from yggdrasil.schedule.profile import NUM_STEPS, PROBES, Sample, StageProfile, Stay, fastest, profile_of
+from yggdrasil.schedule.profile import (
+    NUM_STEPS,
+    PROBES,
+    Sample,
+    StageProfile,
+    StageTimes,
+    fastest,
+    profile_of,
+)
 from yggdrasil.schedule.search import best_plan, plans, simulate
 from yggdrasil.schedule.side import SideThread
 from yggdrasil.schedule.stages import AHEAD, MAIN, needs
@@ -49,13 +57,13 @@ TAIL_SIDE = PLANS["tail side"]
 TAIL_LATE = PLANS["tail late"]
 
 MAIN_MS = {
-    "policy": 0.0, "head": 2.0, "grow": 4.0, "prune": 0.5, "verify": 10.0, "say": 1.0, "walk": 0.5, "commit_target": 0.25, "commit_draft": 0.25, "text": 0.5,
+    "policy": 0.0, "head": 2.0, "grow": 4.0, "prune": 0.5, "verify": 10.0, "target_tokens": 1.0, "walk": 0.5, "commit_target": 0.25, "commit_draft": 0.25, "text": 0.5,
 }  # fmt: skip
 HOST_MS = {
     **MAIN_MS,
     "head after tail": 1.5,
     "head after next_head": 0.0,
-    "say after noise": 0.25,
+    "target_tokens after noise": 0.25,
     "commit_draft after next_head": 0.5,
     "tail on main": 2.0,
     "tail on side": 3.0,
@@ -92,11 +100,11 @@ def test_the_main_stages_form_a_chain_up_to_the_walk() -> None:
 
 def test_the_next_head_reads_what_the_target_said_and_not_the_walk() -> None:
     graph = stage_graph()
-    assert set(graph.predecessors("next_head")) == {"say", "tail"}
+    assert set(graph.predecessors("next_head")) == {"target_tokens", "tail"}
     assert not networkx.has_path(graph, "walk", "next_head")
     assert not networkx.has_path(graph, "verify", "tail")
     assert not networkx.has_path(graph, "tail", "walk")
-    assert set(graph.successors("noise")) == {"say"}
+    assert set(graph.successors("noise")) == {"target_tokens"}
 
 
 def test_the_text_comes_after_both_histories() -> None:
@@ -115,7 +123,7 @@ def test_the_order_of_all_stages_is_topological() -> None:
         (MAIN[:-1], "placements of text: 0 is not allowed; it must be 1"),
         ((*MAIN, "text"), "placements of text: 2 is not allowed"),
         ((*MAIN[:3], "tail", "tail", *MAIN[3:]), "placements of tail: 2 is not allowed; it must be 0 or 1"),
-        ((*MAIN[:4], "say", "verify", *MAIN[6:]), "place of say: 'before verify' is not allowed"),
+        ((*MAIN[:4], "target_tokens", "verify", *MAIN[6:]), "place of target_tokens: 'before verify' is not allowed"),
         ((*MAIN, "tail"), "place of commit_draft: 'before tail' is not allowed"),
         ((*MAIN[:2], "tail", *MAIN[2:]), "place of tail: 'before grow' is not allowed"),
         ((*MAIN[:6], "next_head", *MAIN[6:]), "with tail ahead of time"),
@@ -166,15 +174,15 @@ def test_the_probes_measure_every_form_of_every_plan() -> None:
 
 
 def test_what_ran_ahead_of_time_changes_the_form_of_what_is_left() -> None:
-    assert [SEQUENTIAL.form(stage) for stage in ("head", "say", "commit_draft")] == [
+    assert [SEQUENTIAL.form(stage) for stage in ("head", "target_tokens", "commit_draft")] == [
         "head",
-        "say",
+        "target_tokens",
         "commit_draft",
     ]
     assert TAIL_SIDE.form("head") == "head after tail"
     everything = PLANS["tail late, next_head main, noise late"]
-    assert [everything.form(stage) for stage in ("head", "say", "commit_draft", "noise")] == [
-        "head after next_head", "say after noise", "commit_draft after next_head", "noise on main",
+    assert [everything.form(stage) for stage in ("head", "target_tokens", "commit_draft", "noise")] == [
+        "head after next_head", "target_tokens after noise", "commit_draft after next_head", "noise on main",
     ]  # fmt: skip
 
 
@@ -207,7 +215,7 @@ def test_side_stages_run_one_after_another() -> None:
     assert timed["noise", "side"] == (4.25, 5.25)
     assert timed["tail", "side"] == (5.25, 8.25)
     assert timed["verify", "main"] == (4.5, 16.0)
-    assert timed["say", "main"] == (16.0, 16.25)
+    assert timed["target_tokens", "main"] == (16.0, 16.25)
     assert timed["next_head", "side"] == (16.5, 21.5)
     assert timed["commit_draft", "main"] == (21.75, 22.25)
 
@@ -308,7 +316,7 @@ def test_the_interval_of_a_median_is_that_of_the_sign_test() -> None:
     ascending = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
     assert median_interval([]) is None
     assert median_interval(ascending[:5]) is None
-    assert median_interval(ascending[:LEAST_TURNS][::-1]) == (0.1, 0.6)
+    assert median_interval(ascending[:MIN_TURNS][::-1]) == (0.1, 0.6)
     assert median_interval(ascending[:8]) == (0.1, 0.8)
     assert median_interval(ascending) == (0.2, 0.8)
 
@@ -376,14 +384,14 @@ def test_a_machine_that_gets_slower_or_faster_favours_neither_arm(
 ) -> None:
     changing = partial(next, (50.0 + change_ms * num for num in count()))
     found = Machine(monkeypatch, changing, changing).tried(seconds=100.0)
-    assert found.num_turns == MOST_TURNS
+    assert found.num_turns == MAX_TURNS
     assert not found.gains
 
 
 def test_the_arms_take_turns_and_either_comes_first_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, lambda: 1.0, lambda: 1.0)
     machine.tried()
-    assert len(machine.ran) == 2 * MOST_TURNS * (NUM_STEPS + 1)
+    assert len(machine.ran) == 2 * MAX_TURNS * (NUM_STEPS + 1)
     assert machine.ran[:: NUM_STEPS + 1][:6] == ["step", "plan", "plan", "step", "step", "plan"]
 
 
@@ -416,15 +424,15 @@ def test_gantt_charts_are_drawn(tmp_path: Path) -> None:
 
 def sample(ms: float, **stages_ms: float) -> Sample:
     """Main stages one after another, each after 0.25 ms of waiting, the others from the end of growth."""
-    stays = {}
+    times = {}
     now = 100.0
     for stage in MAIN:
-        stays[stage] = Stay(now, now + 0.25, now + 0.25 + stages_ms.get(stage, 1.0))
-        now = stays[stage].end_ms
-    grown = stays["grow"].end_ms
+        times[stage] = StageTimes(now, now + 0.25, now + 0.25 + stages_ms.get(stage, 1.0))
+        now = times[stage].end_ms
+    grown = times["grow"].end_ms
     start = grown + 0.5
-    stays |= {stage: Stay(grown, start, start + stages_ms[stage]) for stage in AHEAD if stage in stages_ms}
-    return Sample(ms, stays, {})
+    times |= {stage: StageTimes(grown, start, start + stages_ms[stage]) for stage in AHEAD if stage in stages_ms}
+    return Sample(ms, times, {})
 
 
 def test_of_every_iteration_the_fastest_run_counts() -> None:
@@ -434,12 +442,12 @@ def test_of_every_iteration_the_fastest_run_counts() -> None:
 
 def test_the_profile_takes_each_form_from_the_first_probe_that_has_it() -> None:
     samples = {
-        "sequential": [sample(16.5, verify=3.0, say=2.0), sample(19.5, verify=5.0, say=2.0)],
+        "sequential": [sample(16.5, verify=3.0, target_tokens=2.0), sample(19.5, verify=5.0, target_tokens=2.0)],
         "tail": [sample(13.0, head=0.75, verify=99.0, tail=1.5)],
-        "all": [sample(13.0, head=0.0, say=1.25, tail=9.0, noise=0.25, next_head=3.0, commit_draft=1.5)],
-        "noise beside": [sample(13.0, verify=4.5, say=1.25, noise=0.5)],
-        "tail beside": [sample(13.0, verify=5.0, head=0.75, say=2.0, tail=2.5)],
-        "all beside": [sample(13.0, verify=6.0, head=0.0, say=1.25, walk=1.25, noise=0.5, tail=2.5, next_head=7.0, commit_draft=1.5)],
+        "all": [sample(13.0, head=0.0, target_tokens=1.25, tail=9.0, noise=0.25, next_head=3.0, commit_draft=1.5)],
+        "noise on side": [sample(13.0, verify=4.5, target_tokens=1.25, noise=0.5)],
+        "tail on side": [sample(13.0, verify=5.0, head=0.75, target_tokens=2.0, tail=2.5)],
+        "all on side": [sample(13.0, verify=6.0, head=0.0, target_tokens=1.25, walk=1.25, noise=0.5, tail=2.5, next_head=7.0, commit_draft=1.5)],
     }  # fmt: skip
     profile = profile_of({name: [each] for name, each in samples.items()})
     assert profile.host_ms["verify"] == pytest.approx(4.0)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from yggdrasil.kernels import load_kernels
 from yggdrasil.models.packing import empty_meta
-from yggdrasil.step.draft import Frontier, grow_fused_, grow_plain_
+from yggdrasil.step.draft import Frontier, grow_fused_, grow_reference_
 from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.tree import TokenTree
 
@@ -43,7 +43,7 @@ def grown(grow_, *, width: int, depth: int, candidates: int, seed: int, platt: P
 )
 def test_the_fused_growth_step_equals_the_plain_one(width: int, depth: int, extra: int, seed: int) -> None:
     load_kernels()
-    plain, plain_metas = grown(grow_plain_, width=width, depth=depth, candidates=width + extra, seed=seed)
+    plain, plain_metas = grown(grow_reference_, width=width, depth=depth, candidates=width + extra, seed=seed)
     fused, fused_metas = grown(grow_fused_, width=width, depth=depth, candidates=width + extra, seed=seed)
     fused.check()
     for name in ("token_N", "parent_N", "depth_N", "log_prob_N", "path_NA"):
@@ -66,7 +66,7 @@ def test_both_growth_steps_scale_the_edges_alike(
     load_kernels()
     trees = [
         grown(grow_, width=width, depth=depth, candidates=8, seed=seed, platt=PlattScale(slope, offset))[0]
-        for grow_ in (grow_plain_, grow_fused_)
+        for grow_ in (grow_reference_, grow_fused_)
     ]
     trees[1].check()
     # values, not nodes: logarithms round to near ties
@@ -79,7 +79,7 @@ def test_scaled_edges_grow_deep_where_the_draft_s_own_probabilities_grow_wide() 
         tree = TokenTree.root(3, 3, max_depth=2)
         meta_NM = empty_meta(2, 2)
         for token in (10, 20):
-            grow_plain_(
+            grow_reference_(
                 frontier,
                 tree,
                 torch.tensor([[token, token + 1]]),
@@ -94,7 +94,7 @@ def test_scaled_edges_grow_deep_where_the_draft_s_own_probabilities_grow_wide() 
     assert tree(PlattScale(2.0, 1.0)).parent_N.tolist() == [-1, 0, 1]
 
 
-@pytest.mark.parametrize("grow_", (grow_plain_, grow_fused_))
+@pytest.mark.parametrize("grow_", (grow_reference_, grow_fused_))
 def test_a_frontier_keeps_the_best_of_the_candidates_that_are_named(grow_) -> None:  # type: ignore[no-untyped-def]
     load_kernels()
     tree = TokenTree.root(3, 4, max_depth=3)
@@ -114,14 +114,14 @@ def test_a_taken_candidate_is_not_taken_again() -> None:
     assert frontier.take(1)[1].tolist() == [9]
 
 
-@pytest.mark.parametrize("grow_", (grow_plain_, grow_fused_))
+@pytest.mark.parametrize("grow_", (grow_reference_, grow_fused_))
 def test_more_nodes_than_candidates_are_refused(grow_) -> None:  # type: ignore[no-untyped-def]
     load_kernels()
     with pytest.raises(RuntimeError):
         grown(grow_, width=5, depth=1, candidates=4, seed=0)
 
 
-@pytest.mark.parametrize("grow_", (grow_plain_, grow_fused_))
+@pytest.mark.parametrize("grow_", (grow_reference_, grow_fused_))
 def test_a_path_longer_than_the_tree_s_is_refused_and_no_node_counts(grow_) -> None:  # type: ignore[no-untyped-def]
     load_kernels()
     tree = TokenTree.root(3, 4, max_depth=1)

@@ -15,15 +15,15 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step import sampling as sampling_module
-from yggdrasil.step.accept import accept, follow, say
+from yggdrasil.step.accept import accept, follow, target_tokens
 from yggdrasil.step.rows import Chain, accept_rows
 from yggdrasil.step.sampling import (
+    beyond_top_p_in_integers,
     draw_noise,
     gumbel_noise,
     next_token,
     next_tokens,
     process_logits,
-    whole_shares_beyond,
 )
 from yggdrasil.tree import TokenTree
 
@@ -179,7 +179,7 @@ def test_whole_shares_filter_what_probabilities_filter(top_p: float) -> None:
     ):
         probability_KV = rows_KV.double().softmax(dim=-1)
         assert torch.equal(
-            whole_shares_beyond(rows_KV, top_p), probability_KV.cumsum(dim=-1) - probability_KV >= top_p
+            beyond_top_p_in_integers(rows_KV, top_p), probability_KV.cumsum(dim=-1) - probability_KV >= top_p
         )
 
 
@@ -208,8 +208,8 @@ def test_a_device_sums_integers_alone_for_their_sum_has_no_order() -> None:
 
 @pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")))
 def test_whole_shares_leave_a_broken_row_as_it_is_for_it_to_be_found(value: float) -> None:
-    assert not whole_shares_beyond(torch.full((1, 9), value), 0.5).any()
-    assert not whole_shares_beyond(torch.tensor([[value, 2.0, 1.0]]), 0.5).any()
+    assert not beyond_top_p_in_integers(torch.full((1, 9), value), 0.5).any()
+    assert not beyond_top_p_in_integers(torch.tensor([[value, 2.0, 1.0]]), 0.5).any()
 
 
 TREE = TokenTree.root(3, 8)
@@ -219,7 +219,7 @@ FILTERS = ({}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 4, "top_p
 
 
 @pytest.mark.parametrize("options", FILTERS)
-def test_the_sampling_walk_accepts_what_saying_everywhere_and_following_accepts(
+def test_the_sampling_walk_accepts_what_target_tokensing_everywhere_and_following_accepts(
     options: dict[str, float],
 ) -> None:
     lens = set()
@@ -227,14 +227,14 @@ def test_the_sampling_walk_accepts_what_saying_everywhere_and_following_accepts(
         sampling = SamplingConfig(temperature=0.9, seed=seed, **options)
         logits_KV = torch.randn(len(TREE), 5)
         accepted = accept(TREE, logits_KV, 70, sampling)
-        assert accepted == follow(TREE, say(TREE, logits_KV, 70, sampling))
+        assert accepted == follow(TREE, target_tokens(TREE, logits_KV, 70, sampling))
         assert next_token(logits_KV[2:3], 71, sampling) == next_tokens(logits_KV[2:3], [71], sampling)[0]
         lens.add(len(accepted.path))
     assert lens == {1, 2, 3}
 
 
 @pytest.mark.parametrize("options", FILTERS)
-def test_a_row_of_a_batch_accepts_what_saying_everywhere_accepts(options: dict[str, float]) -> None:
+def test_a_row_of_a_batch_accepts_what_target_tokensing_everywhere_accepts(options: dict[str, float]) -> None:
     lens = set()
     for seed in range(40):
         sampling = SamplingConfig(temperature=0.9, seed=seed, **options)

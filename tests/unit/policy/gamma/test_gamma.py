@@ -45,7 +45,7 @@ class Script:
 
     def __init__(
         self, uniforms: list[float] = [], arms: list[int] = [], normals: list[list[float]] = []
-    ) -> None:  # noqa: B006
+    ) -> None:
         self.uniforms = iter(uniforms)
         self.arms = iter(arms)
         self.normals = iter(normals)
