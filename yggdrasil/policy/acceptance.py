@@ -1,4 +1,7 @@
-"""From the draft's probabilities to measured acceptance: first for each edge, then for each path."""
+"""From the draft's probabilities to measured acceptance: first for each edge, then for each path.
+
+Shapes: M = knots, or positions of a text.
+"""
 
 from __future__ import annotations
 

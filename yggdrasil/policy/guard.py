@@ -26,7 +26,7 @@ CHECK_STEPS = 2  # plain steps of a new measurement
 
 @dataclass
 class Guard:
-    """A policy that follows another one while speculation is measured to be faster, else decodes plainly.
+    """Follows another policy while speculation is measured to be faster, else uses plain decoding.
 
     The allowance is a token bucket of milliseconds. A speculative step subtracts its wall clock and adds
     the time that plain decoding would have taken for its tokens. A small share of all elapsed time is added

@@ -1,4 +1,7 @@
-"""The shape of the next step: the policy protocol, and its policies as values."""
+"""The shape of the next step: the policy protocol, and its policies as values.
+
+Shapes: M = arms of the menu.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A pass over the target's weights evicts Python's data from the caches, so the eight calls of a step take ten
 times as long as their work. Here they are one call of kernels/graph.cpp, over the same operators in the
 same order. `Engine.step` is its specification; a test checks that all results are equal.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Draft: let the draft model catch up with the committed text, then grow an equal-growth tree."""
+"""Draft: let the draft model catch up with the committed text, then grow an equal-growth tree.
+
+Shapes: X = hidden features or candidates, M = metadata columns or candidates.
+"""
 
 from __future__ import annotations
 

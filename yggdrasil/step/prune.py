@@ -1,4 +1,7 @@
-"""Prune: keep the subtree that emits the most tokens for its time."""
+"""Prune: keep the subtree that emits the most tokens for its time.
+
+Shapes: M = knots.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_small_gain_by_hand() -> None:
     tree = TokenTree.root(0, 5)
     tree.grow(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([0.5, 0.4]).log())
     tree.grow(torch.tensor([1, 1]), torch.tensor([3, 4]), torch.tensor([0.3, 0.2]).log())
-    # the best three nodes are 1 + 0.5 + 0.4 before and after: the step gains nothing; with four it gains 0.3
+    # the best three nodes are 1 + 0.5 + 0.4 before and after: no gain; of the best four, the step gains 0.3
     assert SmallGain(2, (0.0,) * 3, 0.01).enough(tree)
     assert not SmallGain(2, (0.0,) * 4, 0.29).enough(tree)
     assert SmallGain(2, (0.0,) * 4, 0.31).enough(tree)
