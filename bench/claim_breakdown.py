@@ -34,7 +34,7 @@ from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
 from yggdrasil.engine import Engine
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.structures import equal_growth
+from yggdrasil.policy.baselines import equal_growth
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

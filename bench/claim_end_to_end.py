@@ -38,7 +38,7 @@ from bench.lib.harness import interleave
 from bench.lib.subject import Subject, subject
 from bench.lib.workloads import WORKLOADS, Workload, beginnings
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.structures import sequoia_latency
+from yggdrasil.policy.baselines import sequoia_latency
 from yggdrasil.state import Shape
 
 OURS = "yggdrasil"

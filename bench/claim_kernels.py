@@ -35,7 +35,7 @@ from bench.lib.claim import Log, save_figure
 from bench.lib.harness import environment, save_result, spread
 from yggdrasil.kernels.migrate import move_pages_, move_pages_reference_
 from yggdrasil.layout import PAGE_LEN
-from yggdrasil.models.packing import empty_meta, pack_nodes_plain_
+from yggdrasil.models.packing import empty_meta, pack_nodes_reference_
 from yggdrasil.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def tree_meta(width: int, context: int) -> Tensor:
         tree.grow(torch.full((count,), parent), torch.arange(count), torch.full((count,), -float(first)))
         parent = first
     meta_NM = empty_meta(width, MAX_DEPTH)
-    pack_nodes_plain_(meta_NM, tree, 0, width, context)
+    pack_nodes_reference_(meta_NM, tree, 0, width, context)
     return meta_NM
 
 

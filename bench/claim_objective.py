@@ -33,7 +33,7 @@ from bench.lib.harness import interleave
 from bench.lib.subject import Subject, subject
 from bench.lib.workloads import WORKLOADS, Workload, beginnings
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.structures import equal_growth
+from yggdrasil.policy.baselines import equal_growth
 from yggdrasil.state import Shape
 
 SPEEDUP = "speedup"

@@ -22,7 +22,7 @@ from bench.lib.harness import interleave
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.structures import equal_growth
+from yggdrasil.policy.baselines import equal_growth
 from yggdrasil.state import Shape
 
 DEPTHS = (2, 4, 6, 8, 12, 16)

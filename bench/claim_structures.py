@@ -22,8 +22,8 @@ from bench.lib.counting import Counter, candidates
 from bench.lib.subject import subject
 from bench.lib.workloads import WORKLOADS, Workload, beginnings
 from yggdrasil.pair import LoadedPair
+from yggdrasil.policy.baselines import equal_growth, k_ary, sequence, sequoia, sequoia_latency
 from yggdrasil.policy.objective import speedup
-from yggdrasil.policy.structures import equal_growth, k_ary, sequence, sequoia, sequoia_latency
 from yggdrasil.state import Shape
 
 if TYPE_CHECKING:

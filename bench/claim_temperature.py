@@ -29,7 +29,7 @@ from bench.lib.harness import interleave
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.structures import sequoia_latency
+from yggdrasil.policy.baselines import sequoia_latency
 
 TEMPERATURES = (0.0, 0.3, 0.6, 1.0)
 OURS = "yggdrasil"

@@ -1,15 +1,14 @@
-"""A CUDA device that is not there: tensors that say they lie on it, and a record of every call for which
-the host would wait for it.
+"""A pretended CUDA device: its tensors, and a record of every call for which the host would wait.
 
-A `Pretended` tensor holds its values in an ordinary one, and every operator runs on those. What waits is
-decided as torch does it: values that are read, shapes that depend on values, and copies between host and
-device unless the host's side is pinned and the copy may run behind. An assigned number is such a copy, from
-pageable memory, where it goes to a single element or through an index; into a slice it is a fill.
+A `Pretended` tensor holds its values in an ordinary tensor, on which every operator runs. A call waits
+under the same conditions as in torch: it reads values, its shape depends on values, or it copies between
+host and device, unless the host's memory is pinned and the copy is non-blocking. Assigning a number to a
+single element or through an index is such a copy, from pageable memory; assigning it to a slice is a fill.
 
-Time is pretended too: the host's work takes none, a forward of a `DeviceModel` as long as it is to take
-on its stream, and a wait ends with what it is for.
+Time is pretended, too: the host's work takes none, a forward of a `DeviceModel` takes a given time on its
+stream, and a wait ends when the awaited work ends.
 
-To torch itself the tensors are on its "meta" device, which every build has.
+For torch itself the tensors are on its "meta" device, which every build has.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ class Sync(NamedTuple):
     """A call that waits.
 
     Args:
-        stage: Of the step, empty outside.
+        stage: Stage of the step, empty outside a step.
         what: The operator.
-        path: Of the innermost file of the package that led to it.
-        line: In it.
+        path: The innermost file of the package in the call stack.
+        line: Line in that file.
     """
 
     stage: str
@@ -91,7 +90,7 @@ class Pretended(torch.Tensor):
     is_cpu = property(lambda self: False)
 
     def tolist(self) -> Any:
-        """torch refuses it for subclasses; on a device it is a copy to the host."""
+        """`tolist`, which torch refuses for subclasses; on a device it is a copy to the host."""
         _note("tolist")
         return self.host.tolist()
 
@@ -104,13 +103,13 @@ class Pretended(torch.Tensor):
         kwargs = {**kwargs, "device": torch.device("cpu")} if to_device is not None else kwargs
         given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Pretended)]
         out = func(*tree_map(_host, args), **tree_map(_host, kwargs))
-        # what was copied to the host
+        # a copy to the host
         stays = to_device is not None and torch.device(to_device).type == "cpu"
 
         def wrapped(value: Any) -> Any:
             if not isinstance(value, Tensor) or stays:
                 return value
-            # what is changed in place comes back as itself
+            # an in-place operator returns its argument
             same = [tensor for tensor in given if tensor.host is value]
             return same[0] if same else Pretended(value)
 
@@ -175,7 +174,7 @@ def _note(what: str) -> None:
 
 
 class Host:
-    """The clock of the host: it stands still but for `sleep` and for waits."""
+    """The clock of the host: only `sleep` and waits advance it."""
 
     now = 0.0
 
@@ -189,7 +188,7 @@ class Host:
 
 
 class Event:
-    """When a stream was done with what it had been given."""
+    """The time at which a stream finishes the work that it had been given."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.at = 0.0
@@ -202,7 +201,7 @@ class Event:
 
 
 class Stream:
-    """Work that takes time, one piece after another; the host goes on unless it waits."""
+    """Work that takes time and runs in order; the host continues unless it waits."""
 
     current: Stream
     all: list[Stream]
@@ -255,11 +254,11 @@ CUDA: dict[str, Any] = {
     "stream": _on_stream,
     "synchronize": _synchronize,
 }
-"""Of torch.cuda, what knows streams and time."""
+"""Replacements in torch.cuda for streams and time."""
 
 
 class _Bindings(TorchFunctionMode):
-    """What torch would do with a device that it has: make tensors on it, pin memory, copy back and forth."""
+    """Replacements for torch functions that make tensors on a device, pin memory, or copy."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -307,7 +306,7 @@ def _is_device(device: Any) -> bool:
 
 @contextmanager
 def pretended_device() -> Iterator[list[Sync]]:
-    """A block in which "cuda" is a device; gives the syncs so far, which the block may clear."""
+    """A block in which "cuda" is a device; yields the list of syncs, which the block may clear."""
     _syncs.clear()
     _pinned.clear()
     Stream.all = []
@@ -321,7 +320,7 @@ def pretended_device() -> Iterator[list[Sync]]:
 
 
 class StageNames(Trace):
-    """A trace that tells the record which stage is running."""
+    """A trace that gives the record the name of the running stage."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -334,15 +333,14 @@ class StageNames(Trace):
 
 
 class DeviceModel:
-    """A compiled model of the CPU behind the protocol of one on CUDA; see yggdrasil/models/protocol.py.
+    """A compiled CPU model with the protocol of one on CUDA; see yggdrasil/models/protocol.py.
 
-    Metadata and outputs lie on the device. As with captured graphs, which share their memory, a forward
-    writes over whatever the one before returned. The cache stays the host's: what moves in it is not of
-    this record.
+    Metadata and outputs are on the device. As with captured graphs, which share memory, a forward
+    overwrites the outputs of the one before. The cache stays on the host, so its moves are not recorded.
 
     Args:
-        model: Does the work, at once.
-        forward_ms: What the device takes for a forward.
+        model: Runs the forwards immediately.
+        forward_ms: Pretended time of a forward.
     """
 
     def __init__(self, model: TokenModel, forward_ms: float = 0.0) -> None:

@@ -16,17 +16,25 @@ from yggdrasil.state import PLAIN, Shape
 
 PROMPTS = ("Once upon a time", "One day Lily saw a small owl near the river. The owl said: let us")
 FEW_GRAPHS: dict[str, Any] = {
-    "dtype": "float32", "max_context": 128, "widths": (2,), "max_depth": 3, "verify_widths": (4,), "prefill_chunk": 16, "num_candidates": 2,
-    "calibration_texts": 1, "calibration_tokens": 6,
-}  # fmt: skip
+    "dtype": "float32",
+    "max_context": 128,
+    "widths": (2,),
+    "max_depth": 3,
+    "verify_widths": (4,),
+    "prefill_chunk": 16,
+    "num_candidates": 2,
+    "calibration_texts": 1,
+    "calibration_tokens": 6,
+}
 SAMPLINGS = {"greedy": SamplingConfig(), "sampled": SamplingConfig(temperature=1.0, seed=7)}
 SHAPES = {"plain": PLAIN, "speculative": Shape(2, 3, 4)}
 NUM_TOKENS = 48
 
 
 def compile_and_write(target: str, draft: str, name: str, calibration: str) -> None:
-    """Compile the pair for as many processes as there are, with the fewest graphs; print texts as JSON,
-    with speculation and without.
+    """Compile the pair for all processes with the fewest graphs; print texts as JSON.
+
+    The texts are written with speculation and without.
     """
     from yggdrasil.offline.pipeline import compile_pair
 
@@ -69,7 +77,7 @@ def written(name: str, shape: Shape, sampling: SamplingConfig) -> list[list[int]
 
 
 def compare_shards(target: str) -> None:
-    """Fail unless this rank's part of every layer is what transformers itself would give this rank."""
+    """Fail unless this rank's part of every layer is the one that transformers gives this rank."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 

@@ -61,7 +61,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is asked for: torch alone costs a second, which `ygg --help` should not."""
+    """Import a public name at its first use: torch takes a second, which `ygg --help` must not."""
     if name in _HOMES:
         return getattr(import_module(f"yggdrasil.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

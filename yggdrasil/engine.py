@@ -1,4 +1,15 @@
-"""The online half: one request at a time, one step at a time."""
+"""The online half: decode one request, step by step.
+
+A step (`Engine.step`) emits one or more tokens:
+    choose      the policy chooses the shape of the tree: W nodes per growth step, D steps
+    roll back   KV of an interrupted step is dropped
+    draft       the draft model grows a tree of candidate tokens under the last token
+    prune       the subtree with the most expected tokens per millisecond is kept
+    verify      the target runs all its nodes in one forward
+    accept      the path on which the tree has the target's own tokens is accepted, plus one bonus token
+    commit      the path's KV is kept in both caches and its tokens are added to the text
+    observe     the policy sees the result
+"""
 
 from __future__ import annotations
 
@@ -17,7 +28,7 @@ from yggdrasil.schedule.native import NativeStep
 from yggdrasil.schedule.plan import Plan
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult, truncate
 from yggdrasil.step.accept import accept
-from yggdrasil.step.commit import commit_, forget_unfinished_
+from yggdrasil.step.commit import commit_, roll_back_unfinished_
 from yggdrasil.step.draft import catch_up_, draft, prefill
 from yggdrasil.step.prune import prune
 from yggdrasil.step.verify import verify
@@ -26,29 +37,27 @@ from yggdrasil.trace import Trace
 
 __all__ = ["Engine", "check_request", "check_tokens", "checked_prompt"]
 
-ANY_TOKEN = 2**31  # ids that the metadata of a forward, int32, can hold
-# a graph of so many tokens and a tree costs less than two graphs; a longer prompt would take the chunk's
-# graph twice
-MOST_LEFT = 32
+ANY_TOKEN = 2**31  # the metadata of a forward is int32
+# One graph for up to 32 prompt tokens and a tree costs less than two graphs.
+MAX_MERGED_TOKENS = 32
 
 
 class Engine:
-    """A pair of models and a policy.
+    """Decodes text with a pair of models.
 
     Args:
         target: Decides every token.
-        draft: Guesses.
-        max_context: Most tokens of prompt and output together.
+        draft: Proposes tokens.
+        max_context: Maximum tokens of prompt and output together.
         eos_tokens: Tokens that end a text.
-        vocab: V: the token ids of both models go from 0 up to this.
-        tokenizer: Reads what was emitted, for stop texts; without one they are refused.
-        greedy_plan: How `generate` runs iterations at temperature 0; without a plan, or with one that does
-            nothing there, they run in one call where both models can, else by `step`.
+        vocab: V: token ids of both models are below V.
+        tokenizer: Decodes emitted tokens to find stop texts; without one, stop texts are refused.
+        greedy_plan: How `generate` runs iterations at temperature 0. Without a plan, or with one without
+            effect there, an iteration is one native call where both models support it, else `step`.
         sampled_plan: The same above temperature 0.
-        trace: Where the milliseconds of stages go; a new one when not given.
+        trace: Collects the milliseconds of the stages; a new one when not given.
 
-    Example: a target that counts, and a draft that counts too. `load_pair().engine` is one over compiled
-    models.
+    Example: both models count. `load_pair().engine` is an engine over compiled models.
         >>> import torch
         >>> from yggdrasil import GenerateConfig
         >>> from yggdrasil.kernels import load_kernels
@@ -58,21 +67,25 @@ class Engine:
         >>> from yggdrasil.policy.uncalibrated import uncalibrated_policy
         >>> from yggdrasil.state import Shape
         >>> class Counting:
-        ...     device, max_depth, sizes, prefill_chunk, widest, num_candidates, graph_ms = "cpu", 3, (8,), 8, 8, 1, 0.0
-        ...     def __init__(self, guesses):
-        ...         self.cache = KVCache(KVShape(num_layers=1, num_kv_heads=1, head_dim=16, capacity=64), dtype=torch.float32, device="cpu")
-        ...         self.guesses = guesses
+        ...     device, max_depth, sizes, prefill_chunk = "cpu", 3, (8,), 8
+        ...     widest, num_candidates, graph_ms = 8, 1, 0.0
+        ...     def __init__(self, is_draft):
+        ...         shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=16, capacity=64)
+        ...         self.cache = KVCache(shape, dtype=torch.float32, device="cpu")
+        ...         self.is_draft = is_draft
         ...     def meta(self, num_tokens):
         ...         return empty_meta(8, self.max_depth)
         ...     def native(self, meta_NM):
         ...         return None
         ...     def forward(self, meta_NM):
         ...         next_N1 = (meta_NM[:, TOKEN:TOKEN + 1].long() + 1) % 10
-        ...         return (next_N1, -0.1 * torch.ones(8, 1)) if self.guesses else (torch.eye(10)[next_N1[:, 0]], torch.zeros(8, 1))
+        ...         if self.is_draft:
+        ...             return next_N1, -0.1 * torch.ones(8, 1)
+        ...         return torch.eye(10)[next_N1[:, 0]], torch.zeros(8, 1)
         >>> load_kernels()
-        >>> engine = Engine(Counting(guesses=False), Counting(guesses=True), max_context=32)
-        >>> three_guesses = uncalibrated_policy(Shape(width=1, depth=3, verify=4))
-        >>> [result.tokens for result in engine.generate([7], three_guesses, GenerateConfig(max_new_tokens=6))]
+        >>> engine = Engine(Counting(is_draft=False), Counting(is_draft=True), max_context=32)
+        >>> policy = uncalibrated_policy(Shape(width=1, depth=3, verify=4))
+        >>> [result.tokens for result in engine.generate([7], policy, GenerateConfig(max_new_tokens=6))]
         [[8, 9, 0, 1], [2, 3]]
     """
 
@@ -100,20 +113,20 @@ class Engine:
         self._native = NativeStep(target, draft, self.trace, self.step_with) if in_one_call else None
         self._greedy = self._executor(greedy_plan, 0.0)
         self._sampled = self._executor(sampled_plan, 1.0)
-        # whose text the KV of both models holds, since `generate` began it
+        # the request whose text is in the KV of both models
         self._generating: DecodeState | None = None
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
-        """Emit one or more tokens: the specification of an iteration.
+        """Emit one or more tokens: the specification of an iteration, see the top of this module.
 
         Args:
-            state: The request; its tokens are extended by what is emitted.
+            state: The request; the emitted tokens are added to its tokens.
             policy: Chooses the shape.
 
         Raises:
             YggError: the target's logits are not finite; the text so far is intact.
 
-        Cost: 1 + (D - 1) draft forwards and one target forward; the syncs are named in step/.
+        Cost: 1 + (D - 1) draft forwards and one target forward; each sync is marked in step/.
         Source: Yggdrasil sections 4 and 5.1, stages one after another.
         """
         began = time.perf_counter()
@@ -122,42 +135,40 @@ class Engine:
         return self.step_with(state, policy, shape, began)
 
     def step_with(self, state: DecodeState, policy: ShapePolicy, shape: Shape, began: float) -> StepResult:
-        """`step` with a shape that was chosen already.
+        """`step` with a shape that the policy has already chosen.
 
         Args:
             state: The request.
-            policy: What chose; it is not asked for a shape again.
+            policy: The policy that chose the shape.
             shape: Its choice.
-            began: `time.perf_counter` before it chose: choosing is part of the step.
+            began: `time.perf_counter` before the choice, which is part of the step's time.
         """
         root_pos = state.root_pos
         stage = self.trace.stage
-        forget_unfinished_(self.target, self.draft, root_pos)
+        roll_back_unfinished_(self.target, self.draft, root_pos)
         with stage("draft"):
             caught_up = shape.depth > 0 and catch_up_(self.draft, state)
             drafted = draft(self.draft, state, PLAIN if caught_up else shape, policy.platt)
         with stage("prune"):
-            pruned = prune(
-                drafted.tree, drafted.shape, policy, root_pos, lag=root_pos - self.target.cache.len
-            )
+            lag = root_pos - self.target.cache.len
+            pruned = prune(drafted.tree, drafted.shape, policy, root_pos, lag=lag)
         with stage("verify"):
             logits_KV, hidden_KE = verify(self.target, pruned.tree, state.tokens)
         with stage("accept"):
             accepted = accept(pruned.tree, logits_KV, root_pos, state.sampling)
         with stage("commit"):
             commit_(state, self.target, self.draft, pruned, accepted, drafted.num_run, hidden_KE)
-        ms = (time.perf_counter() - began) * 1e3
-        sizes = len(drafted.tree), len(pruned.tree)
         result = StepResult(
-            accepted.tokens,
-            drafted.shape,
-            *sizes,
-            root_pos,
-            pruned.expected_emitted,
-            lambda: pruned.tree,
-            accepted.path,
-            ms,
-            caught_up,
+            tokens=accepted.tokens,
+            shape=drafted.shape,
+            drafted=len(drafted.tree),
+            verified=len(pruned.tree),
+            context_len=root_pos,
+            predicted_emitted=pruned.expected_emitted,
+            tree_of=lambda: pruned.tree,
+            path=accepted.path,
+            ms=(time.perf_counter() - began) * 1e3,
+            caught_up=caught_up,
         )
         policy.observe(result)
         return result
@@ -168,12 +179,12 @@ class Engine:
         return Executor(plan, self.target, self.draft, self.trace)
 
     def runner(self, temperature: float) -> Executor | NativeStep | Engine:
-        """Whose `step` runs the iterations of `generate` at this temperature."""
+        """The object whose `step` runs the iterations of `generate` at this temperature."""
         planned = self._sampled if temperature > 0 else self._greedy
         return planned or self._native or self
 
     def fast_step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
-        """`step`, as `generate` runs it; result for result the same."""
+        """`step` as `generate` runs it: the same results, faster."""
         return self.runner(state.sampling.temperature).step(state, policy)
 
     def generate(
@@ -183,19 +194,18 @@ class Engine:
 
         Args:
             prompt: At least one token.
-            policy: Chooses the shape of every step. Not asked where the request says plain: then the draft
-                runs neither over the prompt nor after it.
+            policy: Chooses the shape of every step. Not used with `config.plain`: the draft never runs.
             config: Limits, sampling and stop texts.
 
         Yields:
-            What every step did, with its tokens cut at the end of the text, behind the token that completes
-            a stop text, and at the limit.
+            The result of every step. Its tokens end at the end of the text, after the token that completes
+            a stop text, or at the limit.
 
         Raises:
-            ConfigError: at the call: a prompt that is no list of tokens, or one that the context cannot
-                hold with the tokens asked for; an id beyond V; stop texts without a tokenizer.
-            YggError: another generation has begun on this engine since: its text took the place of this
-                one's in the KV of both models.
+            ConfigError: at the call: a prompt that is not a list of tokens, or that does not fit the
+                context together with the requested tokens; an id beyond V; stop texts without a tokenizer.
+            YggError: another generation has begun on this engine and has replaced this text in the KV of
+                both models.
         """
         tokens = checked_prompt(prompt)
         check_tokens(tokens, self.vocab)
@@ -213,18 +223,16 @@ class Engine:
         self, prompt: list[int], policy: ShapePolicy, config: GenerateConfig, limit: int
     ) -> Iterator[StepResult]:
         eos_tokens = frozenset[int]() if config.ignore_eos else self.eos_tokens
-        stream = (
-            TextStream(self.tokenizer, config.stop, prompt)
-            if config.stop and self.tokenizer is not None
-            else None
-        )
+        stream = None
+        if config.stop and self.tokenizer is not None:
+            stream = TextStream(self.tokenizer, config.stop, prompt)
         self._generating = state = DecodeState(prompt, config.sampling)
         self.target.cache.rollback_(0)
         self.draft.cache.rollback_(0)
         with self.trace.stage("prefill"):
-            left = self._left_to_verification(state.root_pos)
-            hidden_E = prefill(self.target, state.tokens[: state.root_pos - left])
-            state.hidden_of = None if hidden_E is None or left else hidden_E.detach
+            num_merged = self._num_merged_with_verify(state.root_pos)
+            hidden_E = prefill(self.target, state.tokens[: state.root_pos - num_merged])
+            state.hidden_of = None if hidden_E is None or num_merged else hidden_E.detach
             if not config.plain:
                 prefill(self.draft, state.tokens[:-1])
         while (before := state.num_emitted) < limit:
@@ -233,29 +241,26 @@ class Engine:
             tokens = truncate(result.tokens, room=limit - before, eos_tokens=eos_tokens)
             tokens = tokens if stream is None else stream.take(tokens)
             yield result if tokens == result.tokens else replace(result, tokens=tokens)
-            if (
-                len(tokens) < len(result.tokens)
-                or tokens[-1] in eos_tokens
-                or (stream is not None and stream.stopped)
-            ):
+            is_cut = len(tokens) < len(result.tokens)
+            if is_cut or tokens[-1] in eos_tokens or (stream is not None and stream.stopped):
                 return
 
     def _require_own_text(self, state: DecodeState) -> None:
         if self._generating is not state:
             raise YggError(
-                "another generation has begun on this engine, which decodes one text at a time; read each to its end first, or load the pair twice"
+                "another generation has begun on this engine, which decodes one text at a time; "
+                "read each to its end first, or load the pair twice"
             )
 
-    def _left_to_verification(self, root_pos: int) -> int:
-        """How many tokens of a prompt's last chunk run beside the first tree: a few cost less there than a
-        pass over the weights of their own.
-        """
-        left = root_pos % self.target.prefill_chunk
-        return left if left <= min(MOST_LEFT, self.target.prefill_chunk - self.target.widest) else 0
+    def _num_merged_with_verify(self, root_pos: int) -> int:
+        """How many last prompt tokens run in the first verification: a few cost less there than alone."""
+        last_chunk = root_pos % self.target.prefill_chunk
+        room = min(MAX_MERGED_TOKENS, self.target.prefill_chunk - self.target.widest)
+        return last_chunk if last_chunk <= room else 0
 
 
 def checked_prompt(prompt: Sequence[int]) -> list[int]:
-    """The tokens of one prompt; raises ConfigError for a text, a batch, and what is no token."""
+    """The tokens of one prompt. Raises ConfigError for a text, a batch, or entries that are not tokens."""
     if isinstance(prompt, str | bytes):
         raise ConfigError(
             "prompt", prompt[:40], "a list of tokens", "pair.tokenizer.encode(text) makes one"
@@ -277,9 +282,7 @@ def checked_prompt(prompt: Sequence[int]) -> list[int]:
 
 
 def check_request(prompt_len: int, config: GenerateConfig, max_context: int) -> int:
-    """The most tokens this request may emit; raises ConfigError when prompt and output do not fit the
-    context.
-    """
+    """The maximum tokens of a request. Raises ConfigError if prompt and output do not fit the context."""
     if prompt_len == 0:
         raise ConfigError("prompt", "", "at least one token")
     room = max_context - prompt_len
@@ -304,7 +307,7 @@ def check_request(prompt_len: int, config: GenerateConfig, max_context: int) -> 
 
 
 def check_tokens(prompt: Sequence[int], vocab: int) -> None:
-    """Raises ConfigError at an id that the models have no embedding for: a forward would read beyond it."""
+    """Raises ConfigError for an id without an embedding: a forward would read out of bounds."""
     unknown = next((token for token in prompt if not 0 <= token < vocab), None)
     if unknown is not None:
         raise ConfigError("prompt", unknown, f"made of token ids from 0 to {vocab - 1}")

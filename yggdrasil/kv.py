@@ -1,12 +1,13 @@
-"""Keys and values of one model: the storage that its graphs write, and the cache of a single request over
-it.
+"""Keys and values of one model: the storage that its graphs write, and the cache of a single request.
 
 ```
 index   0 ........ len-1 | len  len+1  len+2 ...
-        committed        | provisional: tree nodes, root first; overwritten by the next step unless committed
+        committed        | provisional: tree nodes, root first; kept only by a commit
 ```
 
 A batch has the same storage and graphs, with a page table of many rows; see serve/pages.py.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
 """
 
 from __future__ import annotations
@@ -20,22 +21,20 @@ from torch import Tensor
 from yggdrasil.errors import CapacityError
 from yggdrasil.layout import PAGE_LEN
 
-__all__ = ["KVCache", "KVShape", "KVStorage", "move_plain_"]
+__all__ = ["KVCache", "KVShape", "KVStorage", "move_slots_reference_"]
 
 
-def move_plain_(storage_PL2GSF: Tensor, source: Sequence[int], target: int) -> None:
-    """Slots `source[i]`, ascending, become slots `target + i` in every layer: the specification of
-    `ygg::move_slots_`.
-    """
+def move_slots_reference_(storage_PL2GSF: Tensor, source: Sequence[int], target: int) -> None:
+    """Move slots `source[i]` (ascending) to `target + i` in every layer: specifies `ygg::move_slots_`."""
     slots = torch.tensor([source, range(target, target + len(source))], device=storage_PL2GSF.device)
-    (from_page, to_page) = slots // PAGE_LEN
-    (from_place, to_place) = slots % PAGE_LEN
+    from_page, to_page = slots // PAGE_LEN
+    from_place, to_place = slots % PAGE_LEN
     storage_PL2GSF[to_page, :, :, :, to_place] = storage_PL2GSF[from_page, :, :, :, from_place]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVShape:
-    """What a model stores for a token, and for how many tokens.
+    """Size of a model's KV: of one token, and the number of tokens.
 
     Args:
         num_layers: Decoder layers.
@@ -54,24 +53,23 @@ class KVShape:
         return self.capacity // PAGE_LEN
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """What the keys and values of one token take."""
+        """Bytes of one token's keys and values."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 class KVStorage:
-    """Keys and values of every layer in one tensor, and the page table through which graphs find those of a
-    row.
+    """Keys and values of all layers in one tensor, and the page table that maps rows to pages.
 
     Args:
-        shape: Of a token's keys and values; its capacity is the longest row.
-        num_pages: Pages of 16 slots in all.
-        pages_BP: (B, P) int32, page of every 16 indices of a row. Aliasing: its owner goes on changing it.
-        dtype: Of keys and values.
-        device: Where they lie.
+        shape: Size of a token's keys and values; its capacity is the length of the longest row.
+        num_pages: Total number of pages of 16 slots.
+        pages_BP: (B, P) int32, the page of every 16 indices of a row. Aliasing: its owner changes it.
+        dtype: Type of keys and values.
+        device: Device of the storage.
 
     Attributes:
-        storage_PL2GSF: (pages, layers, key or value, G, 16, F): a page is one range of bytes, so that a
-            range of pages can be lent as memory.
+        storage_PL2GSF: (pages, layers, key or value, G, 16, F). A page is one range of bytes, so a range of
+            pages can be lent as memory.
     """
 
     def __init__(
@@ -100,8 +98,7 @@ class KVStorage:
 
 
 class KVCache(KVStorage):
-    """The storage of a single row, as a transaction: forwards write provisional indices, `commit_` keeps a
-    path.
+    """The storage of a single row, as a transaction: forwards write provisional KV, `commit_` keeps a path.
 
     Attributes:
         len: Committed indices.
@@ -127,12 +124,12 @@ class KVCache(KVStorage):
             )
 
     def commit_(self, path: Sequence[int]) -> None:
-        """Keep the provisional tokens at `len + path[i]` as indices `len + i`; forget the rest.
+        """Keep the provisional tokens at `len + path[i]` as indices `len + i`; drop the rest.
 
         Args:
             path: Ascending offsets from `len`; empty commits nothing.
 
-        Cost: nothing to move for a chain, else one gather and one scatter over all layers. No sync.
+        Cost: nothing for a chain, else one gather and one scatter over all layers. No sync.
         """
         moved = next((i for i, offset in enumerate(path) if offset != i), len(path))
         if moved < len(path):
@@ -142,11 +139,11 @@ class KVCache(KVStorage):
         self.len += len(path)
 
     def kept_(self, length: int) -> None:
-        """Indices below `length` are committed: an operator has put there what is kept."""
+        """Set the committed length, after an operator has moved the kept tokens below `length`."""
         assert self.len <= length <= self.shape.capacity
         self.len = length
 
     def rollback_(self, length: int) -> None:
-        """Forget every index from `length` on."""
+        """Drop every index from `length` on."""
         assert 0 <= length <= self.len
         self.len = length

@@ -1,8 +1,8 @@
-"""Small host data for a device, handed over without waiting for the device.
+"""Copy small host data to a device without waiting for the device.
 
-A copy from ordinary memory makes the host wait until the stream has come that far; one from pinned memory
-does not. torch hands pinned memory out again only when the copies from it are done, so nothing here keeps
-or reuses a buffer."""
+A copy from ordinary memory makes the host wait until the stream reaches the copy; a copy from pinned memory
+does not. torch reuses pinned memory only after the copies from it are done, so no buffer is kept here.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def upload(
     *,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """Integers as a tensor of a device.
+    """Integers as a tensor on a device.
 
     Args:
-        values: Equally long rows, or one row.
+        values: Rows of equal length, or one row.
         device: "cpu" makes an ordinary tensor.
-        dtype: Of the result.
+        dtype: Type of the result.
 
     Cost: one small copy; no sync.
     """
@@ -36,12 +36,10 @@ def upload(
 
 
 def staged_like(target: Tensor) -> Tensor:
-    """Uninitialised host memory of the shape and dtype of a device's tensor, to be filled and given to
-    `send_`.
-    """
+    """Uninitialised pinned host memory with the shape and dtype of `target`, to be filled for `send_`."""
     return torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
 
 
 def send_(target: Tensor, staged: Tensor) -> None:
-    """Copy what `staged_like` made into its device tensor. Cost: one copy on the current stream; no sync."""
+    """Copy `staged_like` memory to its device tensor. Cost: one copy on the current stream; no sync."""
     target.copy_(staged, non_blocking=True)

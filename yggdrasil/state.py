@@ -1,4 +1,4 @@
-"""The state of one request between steps, and what a step reports."""
+"""The state of one request between steps, and the result of a step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ __all__ = ["PLAIN", "DecodeState", "Head", "Row", "Shape", "StepResult", "StopRu
 
 
 class StopRule(Protocol):
-    """Ends drafting before its depth, for structures whose length follows the draft's own confidence."""
+    """Ends drafting before its full depth, according to the draft's own probabilities."""
 
     def enough(self, tree: TokenTree) -> bool:
-        """Whether the tree so far is deep enough. On a device this waits for the draft: the default
-        policies have a rule on a CPU alone.
+        """Whether the tree so far is deep enough.
+
+        On a device this waits for the draft, so the default policies have a rule only on a CPU.
         """
         ...
 
     @property
     def native(self) -> tuple[Tensor, float] | None:
-        """The same for the loop in kernels/graph.cpp: prices of nodes by rank, float64, and the least that
-        a step must gain over them; without prices, the least log-probability of the last edge. None for a
-        rule that is Python's alone."""
+        """The same rule for the loop in kernels/graph.cpp; None for a rule that exists only in Python.
+
+        Either the costs of nodes by rank, float64, and the minimum gain of a step; or an empty tensor and
+        the minimum log-probability of the last edge.
+        """
         ...
 
 
@@ -38,16 +41,16 @@ class Shape:
 
     Args:
         width: W, nodes attached per growth step.
-        depth: D, growth steps; 0 decodes plainly.
-        verify: K, most nodes verified, root included; None lets pruning choose from the menu.
+        depth: D, growth steps; 0 is plain decoding.
+        verify: K, maximum nodes verified, root included; None lets pruning choose from the menu.
         levels: A static tree instead of equal growth: levels[d] holds the (parent node, rank among the
             parent's children) of every node at depth d + 1, in the order of their ids. W is then the widest
             level and D the number of levels.
         stop: Ends the growth early.
 
     Raises:
-        ConfigError: levels that are no tree: a parent that is not of the level before, a place taken twice,
-            another width or depth than theirs.
+        ConfigError: levels that are not a tree: a parent outside the level before, a place used twice, or
+            a width or depth that differs from the levels'.
     """
 
     width: int
@@ -85,14 +88,10 @@ class Shape:
     def __str__(self) -> str:
         if self.depth == 0:
             return "plain"
-        drafted = (
-            f"W={self.width} D={self.depth}"
-            if self.levels is None
-            else f"static N={self.num_nodes} D={self.depth}"
-        )
-        return f"{drafted} K={'auto' if self.verify is None else self.verify}" + (
-            f" {self.stop}" if self.stop else ""
-        )
+        size = f"W={self.width}" if self.levels is None else f"static N={self.num_nodes}"
+        verify = "auto" if self.verify is None else self.verify
+        stop = f" {self.stop}" if self.stop else ""
+        return f"{size} D={self.depth} K={verify}{stop}"
 
 
 PLAIN = Shape(1, 0, 1)
@@ -104,9 +103,9 @@ class Head:
 
     Args:
         root_pos: Position of that root.
-        tokens_NC: (N, C) the best next tokens of all that ran in one forward.
+        tokens_NC: (N, C) the best next tokens after each token of one forward.
         log_probs_NC: (N, C) their log-probabilities.
-        row: Which of them are the root's.
+        row: Row of the root.
     """
 
     root_pos: int
@@ -116,7 +115,7 @@ class Head:
 
     @property
     def candidates(self) -> tuple[Tensor, Tensor]:
-        """The root's, (1, C) each."""
+        """The root's candidates and their log-probabilities, (1, C) each."""
         return self.tokens_NC[self.row : self.row + 1], self.log_probs_NC[self.row : self.row + 1]
 
 
@@ -126,10 +125,10 @@ class DecodeState:
 
     Attributes:
         tokens: Prompt and emitted tokens.
-        prompt_len: How many of them are the prompt.
-        sampling: How tokens are taken.
-        hidden_of: Gives `hidden_E` until the target's next forward writes over it; None before the first.
-        head: The head draft when it ran ahead of time; its root's KV is then provisional in the draft's
+        prompt_len: Length of the prompt.
+        sampling: How tokens are chosen.
+        hidden_of: Returns `hidden_E` until the target's next forward overwrites it; None before the first.
+        head: The head draft if it ran ahead of time; its root's KV is then provisional in the draft's
             cache.
     """
 
@@ -144,7 +143,7 @@ class DecodeState:
 
     @property
     def hidden_E(self) -> Tensor | None:
-        """The target's last hidden state of the last token in its KV, (E,); None before the first forward."""
+        """The target's last hidden state, (E,), of the last token in its KV; None at the start."""
         return None if self.hidden_of is None else self.hidden_of()
 
     @property
@@ -163,13 +162,13 @@ class DecodeState:
 
 @dataclass(eq=False)
 class Row:
-    """A request's place in a batch, and how much of its text each model's KV holds.
+    """A request's row in a batch, and how much of its text is in each model's KV.
 
     Attributes:
-        row: Of the page table.
+        row: Row of the page table.
         state: The request.
         target_len: Committed tokens in the target's KV.
-        draft_len: Committed tokens in the draft's.
+        draft_len: Committed tokens in the draft's KV.
     """
 
     row: int
@@ -184,27 +183,27 @@ class Row:
 
     @property
     def lag(self) -> int:
-        """Tokens before the root that the draft has not seen."""
+        """Tokens before the root that the draft's KV lacks."""
         return self.state.root_pos - self.draft_len
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did.
+    """The result of one step.
 
     Args:
-        tokens: Emitted tokens: the accepted draft tokens, then the target's own (the bonus); fewer where
-            the text ends among them.
-        shape: The shape that was drafted, as deep as it was grown.
+        tokens: Emitted tokens: the accepted draft tokens, then the target's own (the bonus). Fewer if the
+            text ends among them.
+        shape: The grown shape.
         drafted: Nodes of the drafted tree, root included.
         verified: Nodes of the verified tree, root included: its K.
         context_len: Committed tokens before the root.
         predicted_emitted: Emitted tokens that the calibration expected of the verified tree.
-        tree_of: The verified tree, made when it is asked for.
-        path: Accepted nodes in it, root first.
+        tree_of: Makes the verified tree.
+        path: Accepted nodes of that tree, root first.
         ms: Wall clock of the step.
-        caught_up: Whether the step was to draft, and made up a chunk of what the draft lagged behind
-            instead; its shape is then plain.
+        caught_up: Whether the draft ran a chunk of text that its KV lacked, instead of drafting; the shape
+            is then plain.
     """
 
     tokens: list[int]
@@ -225,15 +224,11 @@ class StepResult:
 
     @property
     def accepted(self) -> int:
-        """Draft tokens that the target said too: one after which the text ends was not rejected."""
+        """Accepted draft tokens, also those after the end of the text."""
         return len(self.path) - 1
 
 
 def truncate(tokens: list[int], *, room: int, eos_tokens: Collection[int]) -> list[int]:
-    """Emitted tokens up to the first end of text, that one included, and at most `room` of them."""
-    end = (
-        next((place + 1 for place, token in enumerate(tokens) if token in eos_tokens), len(tokens))
-        if eos_tokens
-        else len(tokens)
-    )
-    return tokens[: min(end, room)]
+    """The tokens up to the first end-of-text token, that one included, and at most `room` tokens."""
+    ends = (place + 1 for place, token in enumerate(tokens) if token in eos_tokens)
+    return tokens[: min(next(ends, len(tokens)), room)]

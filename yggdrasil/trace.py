@@ -33,8 +33,11 @@ class Trace:
             self.note((name,), (start * 1e3, time.perf_counter() * 1e3))
 
     def note(self, names: Sequence[str], marks_ms: Sequence[float]) -> None:
-        """Enter a run of stages one after another, in milliseconds of `time.perf_counter`: when the first
-        began, and when each of them ended.
+        """Add a run of consecutive stages.
+
+        Args:
+            names: The stages in order.
+            marks_ms: Milliseconds of `time.perf_counter`: when the first stage began, then when each ended.
         """
         total_ms = self.total_ms
         count = self.count
@@ -46,12 +49,13 @@ class Trace:
 
 
 class DeviceTrace(Trace):
-    """Stages as a CUDA device ran them: launches return at once, so the host's clock would give a forward's
-    time to whatever waits for it.
+    """Stage times on a CUDA device.
 
-    A stage is entered in the books at the end of the first stage, itself or a later one, that finds the
-    device done with it. In the batch that is acceptance, which waits for all before it; a step that emits
-    nothing waits for nothing, and its forward is entered in the next."""
+    Launches return at once, so the host's clock would add a forward's time to the stage that waits for it.
+    A stage is recorded once the device has finished it, at the end of that stage or of a later one. In a
+    batch that is acceptance, which waits for all stages before it. A step that emits nothing does not wait,
+    so its forward is recorded in the next step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,17 +63,18 @@ class DeviceTrace(Trace):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time what the block gives the current stream, and the host where the stream is idle. Cost: two
-        events; no device sync.
+        """Time the block's work on the current stream, and host time in which the stream is idle.
+
+        Cost: two events; no device sync.
         """
         begin = _mark()
         try:
             yield
         finally:
             self._running.append((name, begin, _mark()))
-            self._enter_finished()
+            self._record_finished()
 
-    def _enter_finished(self) -> None:
+    def _record_finished(self) -> None:
         while self._running and self._running[0][2].query():
             name, begin, end = self._running.popleft()
             self.total_ms[name] += begin.elapsed_time(end)
@@ -77,7 +82,7 @@ class DeviceTrace(Trace):
 
 
 def _mark() -> Any:
-    import torch  # here: the host's clock is wanted where torch is not
+    import torch  # imported here: `Trace` is used without torch
 
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()

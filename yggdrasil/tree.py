@@ -1,13 +1,14 @@
-"""TokenTree: the speculation tree that drafting grows, pruning cuts and verification walks.
+"""TokenTree: the tree of draft tokens that drafting grows, pruning cuts and acceptance walks.
 
 ```
-node     0      1     2     3     4          token:    what the node says
-        root ── the ─ cat ─ sat              parent:   -1 for the root
+node     0      1     2     3     4          token:    vocabulary id of the node
+        root ── the ─ cat ─ sat              parent:   node id, -1 for the root
           └──── a ─── dog                    path:     node ids root .. self, -1 after it
 ```
 
 Node 0 is the root: the last emitted token, whose KV no model has computed yet. A parent always has a
-smaller id than its children, so any ascending set of nodes is in position order along every path."""
+smaller id than its children, so any ascending set of nodes is in position order along every path.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +29,17 @@ __all__ = ["TokenTree"]
 
 
 class TokenTree:
-    """A tree of candidate continuations over preallocated arrays; growing never reallocates and never
-    syncs.
+    """A tree of candidate tokens over preallocated arrays; growth never reallocates and never syncs.
 
     Attributes (all of length `len(tree)`; A is the path capacity):
         token_N: Vocabulary ids, int32.
         parent_N: Node ids, int32, -1 for the root.
         depth_N: Edges from the root, int32.
-        log_prob_N: Path log-probability, float32, 0 for the root: the draft's, each edge scaled to what the
-            target takes of it (step/platt.py).
+        log_prob_N: Path log-probability, float32, 0 for the root: the draft's, with each edge scaled to
+            the target's acceptance (step/platt.py).
         path_NA: Node ids from the root to the node itself, int32, -1 after it.
 
-    Example: grow two children of the root and one grandchild, then walk with what the target says after
-    each node.
+    Example: grow two children of the root and one grandchild, then walk with the target's tokens.
         >>> import torch
         >>> from yggdrasil import TokenTree
         >>> tree = TokenTree.root(token=5, capacity=8)
@@ -55,7 +54,8 @@ class TokenTree:
         ├── 11  -0.10
         │   └── 21  -0.40
         └── 12  -2.50
-        >>> tree.walk(torch.tensor([11, 21, 0, 99]))  # the target says 11 after the root, 21 after node 1, 99 after node 3
+        >>> # the target's token is 11 after the root, 21 after node 1, 99 after node 3
+        >>> tree.walk(torch.tensor([11, 21, 0, 99]))
         [0, 1, 3]
 
     Source: Yggdrasil section 6 (the TokenTree abstraction) and 4.2 (equal growth).
@@ -79,9 +79,9 @@ class TokenTree:
 
         Args:
             token: The last emitted token.
-            capacity: Most nodes it will hold, root included.
+            capacity: Maximum number of nodes, root included.
             max_depth: Longest path in edges; `capacity - 1` when not given.
-            device: Where the arrays live.
+            device: Device of the arrays.
 
         Raises:
             ConfigError: a capacity below one or a negative token.
@@ -91,7 +91,7 @@ class TokenTree:
         if token < 0:
             raise ConfigError("token", token, "a vocabulary id")
         tree = cls(capacity, capacity - 1 if max_depth is None else max_depth, device)
-        # assigned to one element, a number would be a copy from the host, and a sync
+        # an assignment to one element would copy a number from the host, which is a sync
         tree._token[:1].fill_(token)
         tree._path[:1, :1].fill_(0)
         tree._len = 1
@@ -109,9 +109,9 @@ class TokenTree:
             depth: (capacity,) int32.
             log_prob: (capacity,) float32.
             path: (capacity, max_depth + 1) int32.
-            length: Nodes that are there.
+            length: Number of nodes in the arrays.
 
-        Aliasing: the arrays become the tree's own. Nothing is checked; see `check`.
+        Aliasing: the tree keeps the arrays. Nothing is checked; see `check`.
         """
         tree = cls.__new__(cls)
         tree.capacity = len(token)
@@ -126,14 +126,14 @@ class TokenTree:
 
     @classmethod
     def unpacked(cls, block: Tensor, length: int) -> TokenTree:
-        """A tree of one block of memory.
+        """A tree over one block of memory.
 
         Args:
             block: int32: (N,) tokens, (N,) parents, (N,) depths, (N,) log-probabilities as float32, and (N,
                 max_depth + 1) paths, one after another.
             length: N, the tree's nodes and its capacity.
 
-        Aliasing: the block becomes the tree's own.
+        Aliasing: the tree keeps the block.
         """
         token, parent, depth, log_prob = block[: 4 * length].view(4, length)
         return cls.of(
@@ -150,8 +150,9 @@ class TokenTree:
 
     @property
     def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Token, parent, depth, log-probability and path arrays for operators, whole: what is beyond
-        `len(tree)` means nothing. Aliasing: the tree's own.
+        """The whole token, parent, depth, log-probability and path arrays, for operators.
+
+        Entries from `len(tree)` on have no meaning. Aliasing: the tree's own arrays.
         """
         return self._token, self._parent, self._depth, self._log_prob, self._path
 
@@ -188,10 +189,10 @@ class TokenTree:
             log_probs: (W,) path log-probabilities, float, none above its parent's.
 
         Raises:
-            ConfigError: more nodes than the capacity, lengths that differ, or on a CPU a parent that is not
-                there.
+            ConfigError: more nodes than the capacity, lengths that differ, or, on a CPU only, a parent that
+                does not exist.
 
-        Cost: seven small operators, no sync: on a device values are checked by `check`, not here.
+        Cost: seven small operators, no sync. Values are checked by `check`, not here.
         """
         width = len(parents)
         first = self._len
@@ -219,10 +220,9 @@ class TokenTree:
 
     @contextmanager
     def growing(self, width: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]:
-        """For an operator that writes `width` nodes itself: the first new id and the whole token, parent,
-        depth, log-probability and path arrays.
+        """For an operator that writes `width` nodes itself: the first new id and the whole `arrays`.
 
-        The nodes count once the block ends well. Raises ConfigError beyond the capacity.
+        The nodes are added when the block ends without an error. Raises ConfigError beyond the capacity.
         """
         self._require_room(width)
         yield self._len, *self.arrays
@@ -231,22 +231,22 @@ class TokenTree:
     def _require_parents(self, parents: Tensor) -> None:
         if parents.is_floating_point() or parents.dtype == torch.bool:
             raise ConfigError("parents", str(parents.dtype), "integers")
-        strangers = parents[(parents < 0) | (parents >= self._len)]
-        if len(strangers):
-            raise ConfigError("parents", strangers.tolist(), f"ids of existing nodes, 0 to {self._len - 1}")
+        unknown = parents[(parents < 0) | (parents >= self._len)]
+        if len(unknown):
+            raise ConfigError("parents", unknown.tolist(), f"ids of existing nodes, 0 to {self._len - 1}")
 
     def _require_room(self, width: int) -> None:
         if self._len + width > self.capacity:
             raise ConfigError("nodes", self._len + width, f"at most the tree's capacity of {self.capacity}")
 
     def ancestor_mask(self) -> Tensor:
-        """(N, N) bool: whether row's node sees column's node, its ancestors and itself."""
+        """(N, N) bool: whether the row's node attends to the column's node: its ancestors and itself."""
         mask_NN = torch.zeros(self._len, self._len + 1, dtype=torch.bool, device=self._path.device)
         mask_NN.scatter_(1, self.path_NA.long() % (self._len + 1), True)  # -1 falls into the extra column
         return mask_NN[:, : self._len]
 
     def positions(self, offset: int) -> Tensor:
-        """(N,) int32 sequence positions when the root stands at `offset`."""
+        """(N,) int32 sequence positions, the root's being `offset`."""
         return self.depth_N + offset
 
     @property
@@ -254,21 +254,20 @@ class TokenTree:
         """Ids of the nodes without children, ascending, int64."""
         has_child = torch.zeros(self._len + 1, dtype=torch.bool, device=self._parent.device)
         has_child[self.parent_N.long()] = True  # the root's parent -1 is the extra entry
-        return torch.nonzero(~has_child[: self._len])[:, 0]  # sync: how many there are is a shape
+        return torch.nonzero(~has_child[: self._len])[:, 0]  # sync: their number is a shape
 
     def paths(self) -> list[list[int]]:
         """Node ids from the root to every leaf, in the leaves' order."""
         return [[node for node in path if node >= 0] for path in self.path_NA[self.leaves].tolist()]
 
     def prune(self, k: int, *, values: Tensor | None = None) -> tuple[TokenTree, Tensor]:
-        """The connected subtree of at most `k` nodes that contains the root and has the greatest sum of
-        values.
+        """The connected subtree of at most `k` nodes, root included, with the largest sum of values.
 
         Args:
             k: Nodes to keep, root included.
-            values: (N,) non-negative; the path log-probabilities' exponentials when not given. Where no
-                child has a greater value than its parent, the k greatest are connected and simply taken;
-                else the dynamic programme decides.
+            values: (N,) non-negative; the path probabilities when not given. Where no child has a larger
+                value than its parent, the k largest are connected and taken; else a dynamic programme
+                decides.
 
         Returns:
             The subtree and the (K,) ids that its nodes had in this tree, ascending.
@@ -285,12 +284,13 @@ class TokenTree:
         if len(values) != self._len:
             raise ConfigError("length of values", len(values), f"the number of nodes, {self._len}")
         # sync: the kept ids decide shapes
-        keep = greatest_subtree(self.parent_N.tolist(), values.tolist(), k)
+        keep = best_subtree(self.parent_N.tolist(), values.tolist(), k)
         return self.subtree(keep), torch.tensor(keep, dtype=torch.int64)
 
     def subtree(self, keep: Sequence[int]) -> TokenTree:
-        """The nodes `keep` (ascending, connected, root first) as a tree of their own; this very tree when
-        it is all of them. No sync.
+        """The nodes `keep` (ascending, connected, root first) as a new tree; this tree if all are kept.
+
+        Cost: no sync.
         """
         if len(keep) == self._len:
             return self
@@ -307,7 +307,7 @@ class TokenTree:
         return tree
 
     def walk(self, next_tokens: Tensor) -> list[int]:
-        """The accepted path: from the root, descend while a child says what the target says.
+        """The accepted path: from the root, descend while a child has the target's token.
 
         Args:
             next_tokens: (N,) the target's own token after each node.
@@ -316,40 +316,38 @@ class TokenTree:
             Node ids, root first. The bonus token is `next_tokens[path[-1]]`.
 
         Cost: O(N) on the host; on a device three syncs, where `on_walk` has none.
-        Source: design of the acceptance law: the tree is deterministic, so matching the target's token is
-        exact."""
-        # sync: the walk is the host's
+        Source: the acceptance law: the tree is deterministic, so matching the target's token is exact.
+        """
+        # sync: the walk runs on the host
         parents = self.parent_N.tolist()
         tokens = self.token_N.tolist()
         wanted = next_tokens.tolist()
         path = [0]
-        for node in range(1, self._len):  # a child's id is greater than its parent's: one pass suffices
+        for node in range(1, self._len):  # a child's id is larger than its parent's: one pass suffices
             if parents[node] == path[-1] and tokens[node] == wanted[path[-1]]:
                 path.append(node)
         return path
 
     def on_walk(self, next_tokens: Tensor) -> Tensor:
-        """Which nodes `walk` passes, found where the arrays are: every node of whose path says what the
-        target says after its parent.
+        """Which nodes are on the path of `walk`, computed on the arrays' device.
+
+        A node is on it if every node of its own path has the target's token after that node's parent.
 
         Args:
             next_tokens: (N,) the target's own token after each node, integer.
 
         Returns:
-            (N,) bool; the nodes are the path of `walk`, for ids ascend along a path and siblings differ.
+            (N,) bool; in ascending order the nodes are the path of `walk`, because siblings differ.
 
         Cost: seven small operators, no sync.
         """
-        # of the root, whose parent -1 reads the last node, nothing is asked
-        is_said_N = self.token_N == next_tokens[self.parent_N.long()]
-        is_said_N[:1].fill_(True)
+        is_match_N = self.token_N == next_tokens[self.parent_N.long()]
+        is_match_N[:1].fill_(True)  # the root always matches; its parent -1 read the last node
         path_NA = self.path_NA.long()
-        return (is_said_N[path_NA] | (path_NA < 0)).all(dim=1)  # -1 reads the last node and does not count
+        return (is_match_N[path_NA] | (path_NA < 0)).all(dim=1)  # -1 reads the last node, which is ignored
 
     def check(self) -> None:
-        """Raises ConfigError on a tree that no sequence of `grow` calls with sound values makes: parents,
-        depths, paths, siblings, values.
-        """
+        """Raises ConfigError for parents, depths, paths, siblings or values that `grow` never makes."""
         parents = self.parent_N.tolist()
         tokens = self.token_N.tolist()
         log_probs = self.log_prob_N.tolist()
@@ -363,15 +361,13 @@ class TokenTree:
                     log_probs[node],
                     f"at most its parent's, {log_probs[parent]}",
                 )
-            path = (
-                [self.path_NA[parent, d].item() for d in range(int(self.depth_N[parent]) + 1)]
-                if node
-                else []
-            )
-            if [entry for entry in self.path_NA[node].tolist() if entry >= 0] != [*path, node] or int(
-                self.depth_N[node]
-            ) != len(path):
-                raise ConfigError(f"path of node {node}", self.path_NA[node].tolist(), f"{[*path, node]}")
+            path = [node]
+            if node:
+                parent_depth = int(self.depth_N[parent])
+                path = [*self.path_NA[parent, : parent_depth + 1].tolist(), node]
+            entries = [entry for entry in self.path_NA[node].tolist() if entry >= 0]
+            if entries != path or int(self.depth_N[node]) != len(path) - 1:
+                raise ConfigError(f"path of node {node}", self.path_NA[node].tolist(), f"{path}")
         if len(set(zip(parents, tokens, strict=True))) != self._len:
             raise ConfigError("siblings", tokens, "distinct tokens under one parent")
 
@@ -380,15 +376,9 @@ class TokenTree:
         import networkx
 
         graph: networkx.DiGraph[int] = networkx.DiGraph()
-        for node, (token, parent, depth, log_prob) in enumerate(
-            zip(
-                self.token_N.tolist(),
-                self.parent_N.tolist(),
-                self.depth_N.tolist(),
-                self.log_prob_N.tolist(),
-                strict=True,
-            )
-        ):
+        arrays_N = (self.token_N, self.parent_N, self.depth_N, self.log_prob_N)
+        nodes = zip(*(array_N.tolist() for array_N in arrays_N), strict=True)
+        for node, (token, parent, depth, log_prob) in enumerate(nodes):
             graph.add_node(node, token=token, depth=depth, log_prob=log_prob)
             if parent >= 0:
                 graph.add_edge(parent, node)
@@ -399,7 +389,7 @@ class TokenTree:
 
         Args:
             label: A text for every node; its token when not given.
-            marked: Nodes to star, such as an accepted path.
+            marked: Nodes to mark with a star, such as an accepted path.
         """
         graph = self.to_networkx()
         tokens = self.token_N.tolist()
@@ -421,24 +411,25 @@ class TokenTree:
         return "\n".join([text(0), *lines(0, "")])
 
 
-def greatest_subtree(parents: Sequence[int], values: Sequence[float], k: int) -> list[int]:
+def best_subtree(parents: Sequence[int], values: Sequence[float], k: int) -> list[int]:
     """Ids, ascending, of the best connected subtree of at most `k` nodes; see `TokenTree.prune`."""
     rising = any(values[node] > values[parents[node]] for node in range(1, len(parents)))
     if rising:
-        return greatest_subtree_by_programme(parents, values, k)
-    # ties: the parent, being earlier, first
+        return best_subtree_reference(parents, values, k)
+    # among equals the parent, being earlier, comes first
     by_value = sorted(range(1, len(parents)), key=lambda node: (-values[node], node))
     return sorted([0, *by_value[: k - 1]])
 
 
-def greatest_subtree_by_programme(parents: Sequence[int], values: Sequence[float], k: int) -> list[int]:
-    """The dynamic programme that specifies pruning: any non-negative values, any tree.
+def best_subtree_reference(parents: Sequence[int], values: Sequence[float], k: int) -> list[int]:
+    """The dynamic programme that specifies pruning, for any tree and any non-negative values.
 
-    Bottom-up, `best[node][size]` is the greatest value of a connected subtree of exactly `size` nodes
-    rooted at `node`, with the nodes that reach it; children are merged one at a time, as in a knapsack.
+    Bottom-up, `best[node][size]` is the largest value of a connected subtree of exactly `size` nodes rooted
+    at `node`, with its nodes. Children are merged one at a time, as in a knapsack.
 
     Source: Yggdrasil section 4.2: "traverses the tree in a bottom-up fashion, computing the speedup value
-    for each node and its children"."""
+    for each node and its children".
+    """
     best: list[dict[int, tuple[float, tuple[int, ...]]]] = [
         {0: (0.0, ()), 1: (value, (node,))} for node, value in enumerate(values)
     ]

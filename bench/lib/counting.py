@@ -13,9 +13,9 @@ from typing import Any
 from bench.lib.harness import TextMismatchError
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.pair import LoadedPair
+from yggdrasil.policy.baselines import dynamic_sequence, k_ary, opt_tree, sequence, structure_ms
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import FixedShape, ShapePolicy
-from yggdrasil.policy.structures import dynamic_sequence, k_ary, opt_tree, sequence, structure_ms
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.state import Shape, StepResult
 

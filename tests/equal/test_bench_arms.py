@@ -14,7 +14,7 @@ from bench.lib.counting import Counter, candidates
 from bench.lib.eager import eager_engine
 from bench.lib.harness import TextMismatchError, interleave
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.structures import dynamic_sequence, equal_growth, k_ary, sequence, structure_ms
+from yggdrasil.policy.baselines import dynamic_sequence, equal_growth, k_ary, sequence, structure_ms
 from yggdrasil.state import PLAIN, Shape
 
 NUM_TOKENS = 24

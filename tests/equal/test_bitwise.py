@@ -21,9 +21,7 @@ TEXT = [60, 61, 62, 63]
 
 @pytest.fixture(scope="module", params=("float32", "bfloat16"))
 def pair(request: pytest.FixtureRequest, ygg_home: Path, tiny: LoadedPair) -> LoadedPair:
-    """Llama in float32; Qwen3 in bfloat16 with compressed weights, which tests/equal/test_exact.py compiles
-    too.
-    """
+    """Llama in float32, and the Qwen3 pair of test_exact.py in bfloat16 with compressed weights."""
     if request.param == "float32":
         return tiny
     folder = ygg_home / "models" / "qwen3"
@@ -50,7 +48,7 @@ def chain(model: CompiledModel, tokens: list[int], size: int) -> Tensor:
 
 
 def in_tree(model: CompiledModel, size: int, max_depth: int) -> Tensor:
-    """Logits of TEXT as a path of a tree that fills the graph of `size` tokens, siblings between its nodes."""
+    """Logits of TEXT as a path of a tree of `size` nodes, with siblings between the path's nodes."""
     tree = TokenTree.root(TEXT[0], size, max_depth=max_depth)
     nodes = [0]
     per_level = (size - 1) // (len(TEXT) - 1)
@@ -87,9 +85,7 @@ def test_rows_are_bitwise_equal_across_the_menu(pair: LoadedPair) -> None:
 
 @pytest.mark.parametrize("prefix_len", (1, 14, 31, 32, 33, 63, 77))
 def test_rows_are_bitwise_equal_at_every_context(pair: LoadedPair, prefix_len: int) -> None:
-    """Around the ends of pages and of blocks of keys, where the last keys of a row move from one block to
-    the next.
-    """
+    """Contexts around the ends of pages and key blocks, where a row's last keys move to the next block."""
     model = pair.engine.target
     prefix = [(7 * place) % 90 + 5 for place in range(prefix_len)]
     prefilled(model, prefix)
@@ -137,7 +133,7 @@ def test_rows_do_not_depend_on_how_the_prefix_was_prefilled(pair: LoadedPair) ->
 
 
 def test_draft_candidates_are_bitwise_equal_across_the_menu(pair: LoadedPair) -> None:
-    """So the tree that is drafted does not depend on how the draft caught up."""
+    """So the drafted tree does not depend on how the draft caught up."""
     model = pair.engine.draft
     prefilled(model, PREFIX)
     outputs = []
@@ -150,7 +146,7 @@ def test_draft_candidates_are_bitwise_equal_across_the_menu(pair: LoadedPair) ->
         assert torch.equal(log_probs_C, outputs[0][1])
 
 
-def test_a_committed_path_reads_like_a_plain_history(pair: LoadedPair) -> None:
+def test_a_committed_path_has_the_bits_of_plain_decoding(pair: LoadedPair) -> None:
     model = pair.engine.target
     prefilled(model, [*PREFIX, *TEXT])
     expected = chain(model, [77], 2)[0].clone()

@@ -36,7 +36,7 @@ from yggdrasil.step.draft import draft, prefill
 from yggdrasil.tree import TokenTree
 
 PROMPTS = ("Once upon a time", "Tom", "One day Lily saw a red fox near the café.", "xyz 123")
-# None: the best by Eq. 3
+# None: the best shape by Eq. 3
 SHAPES = (Shape(1, 1), Shape(1, 4), Shape(4, 1, 4), Shape(4, 4), Shape(4, 4, 16), Shape(4, 2, 3), None)
 SAMPLED = SamplingConfig(temperature=0.8, top_p=0.95, seed=7)
 
@@ -89,16 +89,16 @@ def test_speculative_equals_plain_and_transformers(
 
 
 @pytest.mark.parametrize("prompt_len", (1, 2, 9, 16, 17, 18, 32, 33, 34, 49, 50, 70))
-def test_the_end_of_a_prompt_beside_the_first_tree_changes_nothing(
+def test_verifying_the_first_tree_with_the_end_of_the_prompt_changes_nothing(
     tiny: LoadedPair, prompt_len: int
 ) -> None:
-    """Chunks are of 32 tokens here, and up to 16 of the last one run in the first verification."""
+    """Chunks have 32 tokens here; up to 16 tokens of the last one run in the first verification."""
     prompt = [(5 * place) % 60 + 4 for place in range(prompt_len)]
     state = DecodeState(list(prompt))
     engine = tiny.engine
     for model in (engine.target, engine.draft):
         model.cache.rollback_(0)
-        prefill(model, prompt[:-1])  # all of it by itself
+        prefill(model, prompt[:-1])  # the whole prompt separately
     while len(state.emitted) < 12:
         engine.step(state, plain_policy())
     expected = list(state.emitted)
@@ -106,7 +106,7 @@ def test_the_end_of_a_prompt_beside_the_first_tree_changes_nothing(
         assert decode(tiny, prompt, shape, num_tokens=12, ignore_eos=True) == expected, str(shape)
 
 
-def test_a_short_prompt_needs_no_pass_of_its_own(tiny: LoadedPair) -> None:
+def test_a_short_prompt_needs_no_separate_forward(tiny: LoadedPair) -> None:
     passes = list[int]()
     record_forward_ = tiny.engine.target.record_forward_
 
@@ -130,7 +130,7 @@ def test_a_short_prompt_needs_no_pass_of_its_own(tiny: LoadedPair) -> None:
     assert passes == [14]  # nine tokens of the prompt and a tree of five
 
 
-def test_a_plain_request_is_decoded_plainly_whatever_the_policy_says(
+def test_a_plain_request_is_decoded_plainly_with_any_policy(
     tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = tiny.tokenizer.encode(PROMPTS[2])
@@ -148,7 +148,7 @@ def test_a_plain_request_is_decoded_plainly_whatever_the_policy_says(
 
 
 @pytest.mark.parametrize("plain", (True, False))
-def test_a_generation_that_another_one_displaced_says_so_and_the_other_goes_on(
+def test_a_replaced_generation_raises_an_error_and_the_new_one_continues(
     tiny: LoadedPair, plain: bool
 ) -> None:
     expected = decode(tiny, PROMPTS[1], Shape(4, 4), plain=plain, ignore_eos=True)
@@ -174,15 +174,13 @@ def test_a_generation_that_another_one_displaced_says_so_and_the_other_goes_on(
         (Shape(1, 1, levels=(((0, 4),),)), "width: 5 is not allowed"),
     ),
 )
-def test_a_shape_that_was_not_compiled_for_is_refused(
-    tiny: LoadedPair, shape: Shape, complaint: str
-) -> None:
+def test_a_shape_that_was_not_compiled_is_refused(tiny: LoadedPair, shape: Shape, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         tiny.policy(shape=shape)
 
 
 def test_one_node_a_step_is_a_chain(tiny: LoadedPair) -> None:
-    # a draft that knows as little as this one likes a sibling better, sooner or later
+    # a draft as poor as this one prefers a sibling at some step
     for last in range(20, 40):
         tiny.engine.draft.cache.rollback_(0)
         assert draft(
@@ -200,7 +198,7 @@ def test_a_static_tree_may_be_wider_than_a_node_has_children(tiny: LoadedPair) -
 
 
 def test_speculation_is_accepted_and_rejected_in_these_tests(tiny: LoadedPair) -> None:
-    """Otherwise the equalities above would say little."""
+    """Without this, the equalities above would prove little."""
     config = GenerateConfig(max_new_tokens=64, ignore_eos=True)
     results = [
         r
@@ -247,7 +245,7 @@ def test_the_thread_count_changes_no_token(tiny: LoadedPair) -> None:
 
 
 def test_shapes_may_change_at_every_step(tiny: LoadedPair) -> None:
-    """Also through plain steps, during which the draft falls behind and has to catch up."""
+    """Also to plain steps, during which the draft lags and has to catch up."""
     sequence = [
         Shape(4, 4),
         *[Shape(1, 0, 1)] * 5,
@@ -272,8 +270,9 @@ def test_shapes_may_change_at_every_step(tiny: LoadedPair) -> None:
 
 @pytest.fixture(scope="module", params=("qwen3", "gptneox"))
 def other(request: pytest.FixtureRequest, ygg_home: Path, kernels: None) -> LoadedPair:
-    """A random Qwen3 pair in bfloat16, its weights compressed, and a random GPT-NeoX pair in float32, each
-    with the smallest menu.
+    """A Qwen3 pair in bfloat16 with compressed weights, and a GPT-NeoX pair in float32, both random.
+
+    Each has the smallest menu.
     """
     architecture = request.param
     folder = ygg_home / "models" / request.param
@@ -308,16 +307,14 @@ def test_other_architectures_speculative_equals_plain_in_bf16_too(other: LoadedP
     assert max(rates) > 0
 
 
-def test_graphs_read_compressed_weights_where_that_was_asked_for(other: LoadedPair) -> None:
+def test_graphs_read_compressed_weights_if_configured(other: LoadedPair) -> None:
     for model in (other.engine.target, other.engine.draft):
         dtypes = {tensor.dtype for name, tensor in model.weights.items() if name.endswith(".packed")}
         assert dtypes == {torch.uint8 if other.bundle.config.compress else torch.float32}
 
 
 def test_other_architectures_write_what_transformers_writes(other: LoadedPair) -> None:
-    """In bfloat16 transformers rounds differently: there only the first tokens' logits are compared, with
-    tolerance; in float32 a text as well.
-    """
+    """Compares logits and a text in float32; in bfloat16, which rounds differently, only first logits."""
     from transformers import AutoModelForCausalLM
 
     bundle = other.bundle
@@ -382,7 +379,7 @@ def test_a_compilation_inside_the_loop_raises(tiny: LoadedPair, tmp_path: Path) 
 
 
 def tree_meta(num_tokens: int, max_depth: int, root_pos: int) -> torch.Tensor:
-    """A bushy tree of `num_tokens` nodes under `root_pos` committed tokens."""
+    """A tree with many branches, of `num_tokens` nodes, after `root_pos` committed tokens."""
     tree = TokenTree.root(5, num_tokens, max_depth=max_depth)
     while len(tree) < num_tokens:
         parent = (len(tree) - 1) // 3
@@ -476,7 +473,7 @@ def test_commit_interrupted_between_the_models_leaves_committed_history(
     assert list(state.emitted)[:48] == expected
 
 
-def test_logits_that_are_not_finite_lose_the_step_not_the_text(tiny: LoadedPair) -> None:
+def test_logits_that_are_not_finite_lose_only_the_step(tiny: LoadedPair) -> None:
     state = DecodeState(tiny.tokenizer.encode(PROMPTS[0]))
     history = list(state.tokens)
     for model in (tiny.engine.target, tiny.engine.draft):
@@ -495,7 +492,7 @@ def test_logits_that_are_not_finite_lose_the_step_not_the_text(tiny: LoadedPair)
 
 def test_end_of_text_ends_the_text_and_is_its_last_token(tiny: LoadedPair) -> None:
     free = decode(tiny, PROMPTS[0], Shape(4, 4, 16), num_tokens=120, ignore_eos=True)
-    end = free[40]  # any token that comes will do as an end of text
+    end = free[40]  # any emitted token can serve as the end of text
     first = free.index(end) + 1
     engine = Engine(
         tiny.engine.target, tiny.engine.draft, max_context=tiny.bundle.max_context, eos_tokens=(end,)
@@ -506,7 +503,7 @@ def test_end_of_text_ends_the_text_and_is_its_last_token(tiny: LoadedPair) -> No
 
 
 @pytest.mark.parametrize("num_tokens", (1, 2, 3, 5, 17))
-def test_never_more_tokens_than_asked_for(tiny: LoadedPair, num_tokens: int) -> None:
+def test_never_more_tokens_than_requested(tiny: LoadedPair, num_tokens: int) -> None:
     free = decode(tiny, PROMPTS[0], None, plain=True, num_tokens=20, ignore_eos=True)
     assert (
         decode(tiny, PROMPTS[0], Shape(4, 4, 16), num_tokens=num_tokens, ignore_eos=True)
@@ -514,7 +511,7 @@ def test_never_more_tokens_than_asked_for(tiny: LoadedPair, num_tokens: int) -> 
     )
 
 
-def test_the_context_can_be_filled_to_its_last_token(tiny: LoadedPair) -> None:
+def test_the_context_can_be_filled_completely(tiny: LoadedPair) -> None:
     context = tiny.bundle.max_context
     prompt = (tiny.tokenizer.encode(" ".join(tiny_pair.stories(8))))[: context - 10]
     expected = decode(tiny, prompt, None, plain=True, num_tokens=10, ignore_eos=True)
@@ -525,7 +522,7 @@ def test_the_context_can_be_filled_to_its_last_token(tiny: LoadedPair) -> None:
     )
 
 
-def test_requests_that_do_not_fit_are_refused_by_name(tiny: LoadedPair) -> None:
+def test_requests_that_do_not_fit_are_refused(tiny: LoadedPair) -> None:
     context = tiny.bundle.max_context
     with pytest.raises(ConfigError, match="max_new_tokens: 247 .*at most 246"):
         decode(tiny, [1] * 10, None, num_tokens=247)
@@ -536,7 +533,7 @@ def test_requests_that_do_not_fit_are_refused_by_name(tiny: LoadedPair) -> None:
     assert check_request(250, GenerateConfig(), tiny.engine.max_context) == 6
 
 
-def test_a_tree_wider_than_the_menu_names_the_menu(tiny: LoadedPair) -> None:
+def test_the_error_for_a_tree_wider_than_the_menu_names_the_menu(tiny: LoadedPair) -> None:
     with pytest.raises(
         ShapeNotCompiled, match=r"no compiled graph takes 33 tokens; the menu is \[2, 4, 8, 16, 32\]"
     ):
@@ -559,9 +556,7 @@ def test_long_prompts_are_prefilled_in_chunks_with_the_same_result(tiny: LoadedP
 
 
 def test_a_useless_draft_changes_no_token_and_the_guard_stops_it(tiny_bundle: Bundle) -> None:
-    """The calibration is the intact draft's; its embedding is shuffled afterwards, in memory. By the
-    profile of this test a plain step takes no time.
-    """
+    """The draft's embedding is shuffled after calibration; in this profile a plain step takes no time."""
     pair = load_pair(tiny_bundle.name)
     embedding = next(
         tensor for name, tensor in pair.engine.draft.weights.items() if name.endswith("embed_tokens.weight")

@@ -1,6 +1,4 @@
-"""The step in one call against `Engine.step`, its specification: result for result, and bit for bit in both
-caches.
-"""
+"""The native step against `Engine.step`, its specification: equal results and equal bits in both caches."""
 
 from __future__ import annotations
 
@@ -24,13 +22,13 @@ from yggdrasil.models.protocol import TokenModel
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import FixedShape, ShapePolicy
-from yggdrasil.policy.structures import LowConfidence, SmallGain
+from yggdrasil.policy.stopping import LowConfidence, SmallGain
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.native import ByStages, NativeStep
 from yggdrasil.schedule.search import plans
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
-from yggdrasil.step.draft import grow, grow_plain, head_draft, prefill
+from yggdrasil.step.draft import grow, grow_reference, head_draft, prefill
 from yggdrasil.step.platt import PlattScale
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
@@ -55,7 +53,7 @@ Step = Callable[[DecodeState, ShapePolicy], StepResult]
 
 
 class TwoDeep:
-    """A rule that is Python's alone."""
+    """A stop rule that exists only in Python."""
 
     native = None
 
@@ -65,7 +63,7 @@ class TwoDeep:
 
 @dataclass(kw_only=True)
 class Turns(FixedShape):
-    """The shapes in turn, by how long the text is."""
+    """Cycles through the shapes by the length of the text."""
 
     shapes: tuple[Shape, ...]
 
@@ -89,7 +87,7 @@ def engine(tiny_bundle: Bundle) -> Engine:
 def fresh(
     engine: Engine, prompt: Sequence[int], sampling: SamplingConfig = GREEDY, *, lag: int = 0
 ) -> DecodeState:
-    """A request whose prompt is in both caches, but for the target's last tokens."""
+    """A request whose prompt is in both caches, except the last tokens in the target's."""
     state = DecodeState(list(prompt), sampling)
     for model, left in ((engine.target, lag), (engine.draft, 0)):
         model.cache.rollback_(0)
@@ -98,7 +96,7 @@ def fresh(
 
 
 def record(engine: Engine, state: DecodeState, result: StepResult) -> tuple[Any, ...]:
-    """All that a step did, but how long it took."""
+    """Everything in a step's result except its time."""
     arrays = [
         array.tolist()
         for array in (
@@ -124,14 +122,14 @@ def history(
 
 
 def stored(model: TokenModel, length: int) -> Tensor:
-    """The keys and values of the first `length` indices, slot after slot."""
+    """The keys and values of the first `length` indices, in slot order."""
     return model.cache.storage_PL2GSF.permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:length].clone()
 
 
 def both(
     tiny: LoadedPair, engine: Engine, policy: ShapePolicy, sampling: SamplingConfig, *, lag: int = 0
 ) -> None:
-    """Holds one step against the other along a text, and then the caches."""
+    """Compares the two kinds of step along a text, and then the caches."""
     for prompt in PROMPTS:
         tokens = tiny.tokenizer.encode(prompt)
         histories = []
@@ -149,7 +147,7 @@ def both(
 
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
 @pytest.mark.parametrize("name", SHAPES)
-def test_one_call_does_what_the_step_does(
+def test_the_native_step_equals_the_step(
     tiny: LoadedPair, engine: Engine, name: str, sampling: SamplingConfig
 ) -> None:
     both(tiny, engine, tiny.policy(shape=SHAPES[name]), sampling)
@@ -159,28 +157,30 @@ def test_one_call_does_what_the_step_does(
 def test_shapes_may_change_from_step_to_step(
     tiny: LoadedPair, engine: Engine, sampling: SamplingConfig
 ) -> None:
-    settled = tiny.policy(shape=PLAIN)
+    calibrated = tiny.policy(shape=PLAIN)
     both(
         tiny,
         engine,
         Turns(
-            PLAIN, settled.acceptance, settled.latency, settled.verify_widths, shapes=tuple(SHAPES.values())
+            PLAIN,
+            calibrated.acceptance,
+            calibrated.latency,
+            calibrated.verify_widths,
+            shapes=tuple(SHAPES.values()),
         ),
         sampling,
     )  # type: ignore[attr-defined]
 
 
-def test_the_default_policy_takes_the_call(tiny: LoadedPair, engine: Engine) -> None:
+def test_the_default_policy_runs_natively(tiny: LoadedPair, engine: Engine) -> None:
     both(tiny, engine, tiny.policy(guard=False), GREEDY)
 
 
-def test_the_end_of_a_prompt_runs_beside_the_first_tree(tiny: LoadedPair, engine: Engine) -> None:
+def test_the_end_of_a_prompt_runs_with_the_first_tree(tiny: LoadedPair, engine: Engine) -> None:
     both(tiny, engine, tiny.policy(shape=Shape(4, 4)), GREEDY, lag=5)
 
 
-def test_generation_takes_the_call_and_accounts_for_its_stages_and_forwards(
-    tiny: LoadedPair, engine: Engine
-) -> None:
+def test_generation_runs_natively_and_records_stages_and_forwards(tiny: LoadedPair, engine: Engine) -> None:
     assert isinstance(engine.runner(0.0), NativeStep)
     assert engine.runner(0.8) is engine.runner(0.0)
     trace = Trace()
@@ -201,7 +201,7 @@ def test_generation_takes_the_call_and_accounts_for_its_stages_and_forwards(
 
 
 def counted(step: ByStages) -> tuple[ByStages, list[Shape]]:
-    """The step, and the shapes that it was taken for."""
+    """The step, and a list of the shapes for which it is called."""
     taken: list[Shape] = []
 
     def counting(state: DecodeState, policy: ShapePolicy, shape: Shape, began: float) -> StepResult:
@@ -218,7 +218,9 @@ LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
 @pytest.mark.parametrize(
     "shape", (Shape(3, 3, 8, LEVELS), Shape(4, 4, 8, stop=TwoDeep())), ids=("static", "a rule of Python's")
 )
-def test_what_the_call_does_not_do_goes_by_stages(tiny: LoadedPair, engine: Engine, shape: Shape) -> None:
+def test_what_the_native_step_does_not_support_runs_by_stages(
+    tiny: LoadedPair, engine: Engine, shape: Shape
+) -> None:
     policy = tiny.policy(shape=shape)
     tokens = tiny.tokenizer.encode(PROMPTS[0])
     by_stages, taken = counted(engine.step_with)
@@ -240,7 +242,7 @@ def test_a_draft_that_lags_by_a_chunk_is_caught_up_by_stages(tiny: LoadedPair, e
     assert taken == [PLAIN]
 
 
-def test_at_the_end_of_the_context_the_step_says_what_is_wrong(tiny: LoadedPair, engine: Engine) -> None:
+def test_at_the_end_of_the_context_the_step_raises_a_clear_error(tiny: LoadedPair, engine: Engine) -> None:
     capacity = engine.target.cache.shape.capacity
     state = fresh(engine, [5] * (capacity - 8))
     with pytest.raises(YggError, match="context is full"):
@@ -248,7 +250,7 @@ def test_at_the_end_of_the_context_the_step_says_what_is_wrong(tiny: LoadedPair,
     assert len(state.tokens) == capacity - 8
 
 
-def test_logits_that_are_not_finite_lose_the_step_not_the_text(tiny: LoadedPair, engine: Engine) -> None:
+def test_logits_that_are_not_finite_lose_only_the_step(tiny: LoadedPair, engine: Engine) -> None:
     policy = tiny.policy(shape=Shape(4, 4, 16))
     tokens = tiny.tokenizer.encode(PROMPTS[0])
     state = fresh(engine, tokens)
@@ -268,7 +270,7 @@ def test_logits_that_are_not_finite_lose_the_step_not_the_text(tiny: LoadedPair,
 
 
 class Asked:
-    """Another policy, and how often it is asked for a shape and shown a step."""
+    """Another policy; counts how often it chooses a shape and observes a step."""
 
     def __init__(self, inner: ShapePolicy) -> None:
         self.inner = inner
@@ -288,7 +290,7 @@ class Asked:
 
 
 def by_python(tiny: LoadedPair) -> ShapePolicy:
-    """A policy that only Python can ask for costs."""
+    """A policy whose costs only Python can compute."""
     policy = tiny.policy(shape=Shape(4, 4))
     policy.__dict__["native_costs"] = None
     return policy
@@ -307,7 +309,7 @@ FALL_BACKS: dict[str, Callable[[LoadedPair], ShapePolicy]] = {
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
 @pytest.mark.parametrize("name", FALL_BACKS)
 @pytest.mark.parametrize("form", ("call", "stages", "plan"))
-def test_a_step_asks_the_policy_for_a_shape_once(
+def test_a_step_lets_the_policy_choose_once(
     tiny: LoadedPair, engine: Engine, form: str, name: str, sampling: SamplingConfig
 ) -> None:
     by_stages, taken = counted(engine.step_with)
@@ -342,7 +344,7 @@ def test_a_step_asks_the_policy_for_a_shape_once(
 def test_choosing_a_shape_is_part_of_a_step_by_stages(
     tiny: LoadedPair, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The guard charges a session for what its policy thinks."""
+    """The guard subtracts the time of the choice, too."""
     policy = tiny.policy(shape=Shape(3, 3, 8, LEVELS))
     tokens = tiny.tokenizer.encode(PROMPTS[0])
     monkeypatch.setattr(policy, "choose", lambda state: (time.sleep(0.05), Shape(3, 3, 8, LEVELS))[1])
@@ -355,22 +357,22 @@ def test_choosing_a_shape_is_part_of_a_step_by_stages(
     [shape for shape in SHAPES.values() if shape.depth],
     ids=[name for name, shape in SHAPES.items() if shape.depth],
 )
-def test_growth_in_one_call_is_growth_step_by_step(tiny: LoadedPair, engine: Engine, shape: Shape) -> None:
+def test_native_growth_equals_its_reference(tiny: LoadedPair, engine: Engine, shape: Shape) -> None:
     for prompt in PROMPTS:
         state = fresh(engine, tiny.tokenizer.encode(prompt))
         head = head_draft(engine.draft, state)
         platt = PlattScale(1.8, 1.3)
-        plain = grow_plain(engine.draft, state, shape, head, platt, spare=3)
+        reference = grow_reference(engine.draft, state, shape, head, platt, spare=3)
         fused = grow(engine.draft, state, shape, head, platt, spare=3)
         assert (fused.shape, fused.num_run, len(fused.tree), fused.tree.capacity) == (
-            plain.shape,
-            plain.num_run,
-            len(plain.tree),
-            plain.tree.capacity,
+            reference.shape,
+            reference.num_run,
+            len(reference.tree),
+            reference.tree.capacity,
         )
         fused.tree.check()
         for name in ("token_N", "parent_N", "depth_N", "log_prob_N", "path_NA"):
-            assert torch.equal(getattr(fused.tree, name), getattr(plain.tree, name)), name
+            assert torch.equal(getattr(fused.tree, name), getattr(reference.tree, name)), name
 
 
 MS = st.floats(0.1, 50.0)
@@ -384,7 +386,7 @@ MS = st.floats(0.1, 50.0)
     context_len=st.integers(0, 1200),
     lag=st.integers(0, 40),
 )
-def test_the_widths_to_choose_from_and_their_costs_are_those_of_the_policy(
+def test_native_verify_costs_are_those_of_the_policy(
     data: st.DataObject, width: int, depth: int, context_len: int, lag: int
 ) -> None:
     load_kernels()

@@ -1,6 +1,4 @@
-"""Models whose vocabularies differ by padding: what stands for no text is neither guessed nor emitted,
-however great its logits.
-"""
+"""Models whose vocabularies differ by padding: padded ids are never drafted nor emitted, at any logits."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def load(ygg_home: Path, folders: dict[str, tuple[str, str]], which: str) -> Loa
 
 
 def greedy(model: Any, prompt: list[int]) -> list[int]:
-    """What transformers writes."""
+    """The greedy text of transformers."""
     written: torch.Tensor = model.generate(
         torch.tensor([prompt]),
         max_new_tokens=NUM_TOKENS,
@@ -62,7 +60,7 @@ def decode(pair: LoadedPair, shape: Shape, sampling: SamplingConfig) -> list[int
     ]
 
 
-def test_a_padded_target_writes_what_it_would_without_its_padding(
+def test_a_padded_target_writes_the_text_without_padding(
     ygg_home: Path, folders: dict[str, tuple[str, str]], llama_folders: tuple[str, str], kernels: None
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -72,14 +70,14 @@ def test_a_padded_target_writes_what_it_would_without_its_padding(
     padded, bare = (
         AutoModelForCausalLM.from_pretrained(name) for name in (folders["target"][0], llama_folders[0])
     )
-    assert max(greedy(padded, prompt)) >= tiny_pair.VOCAB  # its padding is loud
+    assert max(greedy(padded, prompt)) >= tiny_pair.VOCAB  # padded ids have the largest logits
     for shape in (PLAIN, Shape(2, 3, 4)):
         assert decode(pair, shape, SamplingConfig()) == greedy(bare, prompt)
     sampled = SamplingConfig(temperature=1.0, seed=7)
     assert decode(pair, Shape(2, 3, 4), sampled) == decode(pair, PLAIN, sampled)
 
 
-def test_a_padded_draft_guesses_only_what_the_target_knows(
+def test_a_padded_draft_proposes_only_tokens_of_the_target(
     ygg_home: Path, folders: dict[str, tuple[str, str]], kernels: None
 ) -> None:
     from transformers import AutoModelForCausalLM

@@ -1,6 +1,4 @@
-"""Whatever the plan, an iteration emits what `Engine.step` emits, drafts the trees it drafts, and leaves
-the history it leaves.
-"""
+"""With every plan an iteration has the same tokens, trees and committed KV as `Engine.step`."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.schedule import choice as choice_module
 from yggdrasil.schedule import executor as executor_module
 from yggdrasil.schedule import profile as profile_module
-from yggdrasil.schedule.choice import LEAST_TURNS, Trial, search_plan, try_plan
+from yggdrasil.schedule.choice import MIN_TURNS, Trial, search_plan, try_plan
 from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.native import NativeStep
 from yggdrasil.schedule.plan import SEQUENTIAL, Plan
@@ -52,7 +50,7 @@ PLANS = plans()
 MOST = next(plan for plan in PLANS if plan.name == "tail side, next_head side, noise side")
 ON_MAIN = next(plan for plan in PLANS if plan.name == "tail early, next_head main, noise late")
 NUM_TOKENS = 40
-PATIENCE_S = 60.0  # with what runs on another thread, before a test is given up
+PATIENCE_S = 60.0  # for work on another thread, before the test fails
 NAMES = [plan.name for plan in PLANS]
 
 Stepper = Callable[[DecodeState, Any], StepResult]
@@ -60,7 +58,7 @@ Stepper = Callable[[DecodeState, Any], StepResult]
 
 @dataclass
 class Sequence:
-    """A policy that takes shapes in turn and scales the edges; K is the shape's."""
+    """A policy that cycles through shapes and scales the edges; K is the shape's."""
 
     shapes: tuple[Shape, ...]
     num_steps: int = field(default=0, init=False)
@@ -143,7 +141,7 @@ def fresh(engine: Engine, prompt: list[int], sampling: SamplingConfig = GREEDY) 
 def history(
     engine: Engine, state: DecodeState, step: Stepper, policy: Sequence, num_tokens: int = NUM_TOKENS
 ) -> list[tuple[Any, ...]]:
-    """What every step did: tokens, path, verified tree, sizes."""
+    """The result of every step: tokens, path, verified tree, sizes."""
     done = []
     while len(state.emitted) < num_tokens:
         result = step(state, policy)
@@ -173,7 +171,7 @@ Expected = dict[tuple[str, int, bool], list[tuple[Any, ...]]]
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine, prompts: list[list[int]]) -> Expected:
-    """What `Engine.step` does, by policy, prompt and whether tokens are sampled."""
+    """Results of `Engine.step`, by policy, prompt and whether tokens are sampled."""
     return {
         (name, index, sampled): history(
             engine, fresh(engine, prompt, SAMPLED if sampled else GREEDY), engine.step, Sequence(shapes)
@@ -185,12 +183,10 @@ def expected(engine: Engine, prompts: list[list[int]]) -> Expected:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=NAMES)
-def test_every_plan_does_what_the_step_does(
+def test_every_plan_equals_the_step(
     engine: Engine, prompts: list[list[int]], expected: Expected, plan: Plan
 ) -> None:
-    """Each policy with one prompt greedily and another sampled; over the plans every policy meets every
-    prompt.
-    """
+    """Each policy runs one prompt greedily and another sampled; over all plans it runs every prompt."""
     runner = executor(engine, plan)
     for turn, (name, shapes) in enumerate(POLICIES.items()):
         for sampled in (False, True):
@@ -201,10 +197,10 @@ def test_every_plan_does_what_the_step_does(
             ), (name, index, sampled)
 
 
-def test_the_stages_ahead_of_time_run_and_are_used_in_these_tests(
+def test_stages_ahead_of_time_run_and_are_used_in_these_tests(
     engine: Engine, prompts: list[list[int]]
 ) -> None:
-    """Otherwise the equalities above would say little."""
+    """Without this, the equalities above would prove little."""
     trace = Trace()
     runner = Executor(MOST, engine.target, engine.draft, trace)
     state = fresh(engine, prompts[0], SAMPLED)
@@ -230,25 +226,25 @@ def test_the_stages_ahead_of_time_run_and_are_used_in_these_tests(
             num_forwards.clear()
             ready = state.head
             runner.step(state, Sequence(POLICIES["chain"]))
-            # head, growth, tail, five nodes in pieces of the widest graph
+            # head, growth, tail, five nodes in chunks of the widest graph
             assert len(num_forwards) == (ready is None) + 3 + 1 + 2
             assert state.head is not None
             assert state.head.root_pos == state.root_pos == engine.draft.cache.len
-    # the first step learns the vocabulary
+    # V is known only after the first step
     assert (trace.count["tail"], trace.count["next_head"], trace.count["noise"]) == (6, 6, 5)
 
 
 def stored(model: TokenModel, length: int) -> Tensor:
-    """The keys and values of the first `length` indices, slot after slot."""
+    """The keys and values of the first `length` indices, in slot order."""
     storage_PL2GSF = model.cache.storage_PL2GSF
     return storage_PL2GSF.permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:length]
 
 
 @pytest.mark.parametrize("name", ("tree", "changing", "static"))
-def test_the_caches_end_up_with_the_bits_of_a_prefill(
+def test_the_caches_end_with_the_bits_of_a_prefill(
     engine: Engine, prompts: list[list[int]], name: str
 ) -> None:
-    """What was drafted ahead of time and moved into place is what the committed text itself gives."""
+    """KV that was drafted ahead of time and moved equals that of the committed text."""
     state = fresh(engine, prompts[2])
     history(engine, state, executor(engine, MOST).step, Sequence(POLICIES[name]))
     models = (engine.target, engine.draft)
@@ -262,7 +258,7 @@ def test_the_caches_end_up_with_the_bits_of_a_prefill(
 
 
 @pytest.mark.parametrize("plan", (None, MOST, ON_MAIN), ids=str)
-def test_a_draft_that_comes_back_after_long_is_caught_up_a_chunk_a_step(
+def test_a_draft_that_lags_far_catches_up_a_chunk_a_step(
     engine: Engine, prompts: list[list[int]], plan: Plan | None
 ) -> None:
     step: Stepper = engine.step if plan is None else executor(engine, plan).step
@@ -289,7 +285,7 @@ def test_a_draft_that_comes_back_after_long_is_caught_up_a_chunk_a_step(
     assert plain.emitted[: len(state.emitted)] == state.emitted
 
 
-def test_steps_and_plans_may_take_turns(
+def test_steps_and_plans_may_alternate(
     engine: Engine, prompts: list[list[int]], expected: Expected
 ) -> None:
     steppers = [
@@ -320,12 +316,10 @@ def test_an_interrupted_stage_leaves_committed_history(
     plan: Plan,
     stage: str,
 ) -> None:
-    """Interrupted before its work and after it, in every iteration but the first; what was lost is done
-    again by the same executor.
-    """
+    """Interrupts before and after the work in every iteration but the first; the executor repeats it."""
     if stage not in plan.order:
         return
-    # the text is the last word
+    # the text is extended last
     run = executor_module.RUN[stage]
     moments = ["before", "after"] if stage != "text" else ["before"]
     cut = ""
@@ -354,7 +348,7 @@ def test_an_interrupted_stage_leaves_committed_history(
     assert history(engine, state, step, Sequence(POLICIES["tree"])) == expected["tree", 1, True]
 
 
-def test_nothing_runs_on_beside_after_an_error(
+def test_no_side_job_runs_after_an_error(
     engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = threading.Event()
@@ -365,12 +359,12 @@ def test_nothing_runs_on_beside_after_an_error(
     def slow_tail(it: Any) -> None:
         started.set()
         assert failing.wait(PATIENCE_S)
-        time.sleep(0.05)  # an executor that does not wait for it would be back by then
+        time.sleep(0.05)  # an executor that did not wait would have returned by then
         tail(it)
         ended.set()
 
     def broken_verify(it: Any) -> None:
-        assert started.wait(PATIENCE_S), "the tail does not run beside verification"
+        assert started.wait(PATIENCE_S), "the tail does not run during verification"
         failing.set()
         raise YggError("the target is broken")
 
@@ -383,7 +377,7 @@ def test_nothing_runs_on_beside_after_an_error(
     assert ended.is_set()
 
 
-def test_an_error_beside_reaches_the_caller(
+def test_an_error_on_side_reaches_the_caller(
     engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken_tail(it: Any) -> None:
@@ -412,7 +406,7 @@ def test_without_room_for_a_head_ahead_of_time_the_next_iteration_drafts_it(
 
 
 @pytest.mark.parametrize("plan", (MOST, ON_MAIN), ids=lambda plan: plan.name)
-def test_the_context_can_be_filled_to_its_last_token_by_a_plan(
+def test_a_plan_can_fill_the_context_completely(
     engine: Engine, prompts: list[list[int]], plan: Plan
 ) -> None:
     prompt = (prompts[2] * 20)[: engine.max_context - 20]
@@ -430,7 +424,7 @@ def test_the_context_can_be_filled_to_its_last_token_by_a_plan(
     assert len(texts[1]) == 20
 
 
-def test_a_plan_runs_where_it_does_something_and_nowhere_else(engine: Engine) -> None:
+def test_a_plan_runs_only_where_it_has_an_effect(engine: Engine) -> None:
     noise = next(plan for plan in PLANS if plan.name == "noise side")
     for plan, planned in ((None, []), (SEQUENTIAL, []), (noise, [0.8]), (MOST, [0.0, 0.8])):
         each = Engine(engine.target, engine.draft, max_context=64, greedy_plan=plan, sampled_plan=plan)
@@ -444,7 +438,7 @@ def test_a_plan_runs_where_it_does_something_and_nowhere_else(engine: Engine) ->
 def replan(
     bundle: Bundle, path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]
 ) -> None:
-    """The bundle's plan file, changed, in another place."""
+    """A changed copy of the bundle's plan file."""
     payload = artifacts.load_json(bundle.plan_path, "")
     change(payload)
     artifacts.save_json(path, payload)
@@ -453,7 +447,7 @@ def replan(
 
 @pytest.mark.parametrize("greedy", (None, (-0.02, 0.05), (0.02, 0.05)), ids=str)
 @pytest.mark.parametrize("sampled", (None, (-0.02, 0.05), (0.02, 0.05)), ids=str)
-def test_a_loaded_pair_runs_the_step_in_one_call_unless_a_plan_was_measured_to_gain(
+def test_a_loaded_pair_runs_natively_unless_a_plan_was_measured_to_gain(
     tiny_bundle: Bundle,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -506,11 +500,11 @@ def work(
     )
 
 
-def test_the_tried_arms_are_the_plan_and_what_runs_without_one(
+def test_the_compared_arms_are_the_plan_and_the_step_without_one(
     engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice_module, "best_plan", lambda profile: MOST)
-    monkeypatch.setattr(choice_module, "MOST_TURNS", LEAST_TURNS)
+    monkeypatch.setattr(choice_module, "MAX_TURNS", MIN_TURNS)
     ran: list[str] = []
     for kind in (NativeStep, Executor):
         run = kind.step
@@ -521,8 +515,8 @@ def test_the_tried_arms_are_the_plan_and_what_runs_without_one(
         )
     found = search_plan(work(engine, prompts[0], SAMPLED), budget_s=120.0)
     assert found.trial is not None
-    assert (found.trial.plan, found.trial.num_turns) == (MOST, LEAST_TURNS)
-    in_trial = ran[-2 * LEAST_TURNS * (1 + NUM_STEPS) :]
+    assert (found.trial.plan, found.trial.num_turns) == (MOST, MIN_TURNS)
+    in_trial = ran[-2 * MIN_TURNS * (1 + NUM_STEPS) :]
     assert Counter(in_trial) == {"NativeStep": len(in_trial) // 2, "Executor": len(in_trial) // 2}
     assert found.profile is not None
     assert found.profile.host_ms["tail on side"] > 0
@@ -530,7 +524,7 @@ def test_the_tried_arms_are_the_plan_and_what_runs_without_one(
     assert "head after next_head" in found.profile.host_ms
 
 
-def test_greedy_decoding_measures_no_noise_and_no_gain_from_it(
+def test_greedy_decoding_measures_no_noise_and_no_gain_from_noise(
     engine: Engine, prompts: list[list[int]]
 ) -> None:
     greedy = work(engine, prompts[0])
@@ -542,11 +536,11 @@ def test_greedy_decoding_measures_no_noise_and_no_gain_from_it(
         == profile.stretch_ms["noise"]
         == 0
     )
-    assert profile.host_ms["say after noise"] == profile.host_ms["say"]
+    assert profile.host_ms["target_tokens after noise"] == profile.host_ms["target_tokens"]
     assert profile.host_ms["tail on main"] > 0
 
 
-def test_a_context_without_room_to_measure_in_gets_no_plan(engine: Engine) -> None:
+def test_a_context_without_room_for_a_measurement_gets_no_plan(engine: Engine) -> None:
     found = search_plan(work(engine, [5] * 250), budget_s=math.inf)
     assert found.plan is None
     assert "time or context did not suffice" in found.why()
@@ -558,7 +552,7 @@ TARGET_MS = 16.0
 
 @dataclass
 class Slow(Sequence):
-    """A policy that keeps the host for a while."""
+    """A policy that occupies the host for some time."""
 
     def choose(self, state: DecodeState) -> Shape:
         time.sleep(DRAFT_MS / 1e3)
@@ -574,13 +568,13 @@ def device_work(engine: Engine, prompts: list[list[int]]) -> Iterator[Workload]:
         found = work(on_device, prompts[0], policy=Slow((Shape(4, 4, 4),)))
         found.prefill()
         yield found
-    gumbel_noise.cache_clear()  # it kept tensors of the device
+    gumbel_noise.cache_clear()  # it cached tensors of the device
 
 
-def test_an_iteration_on_a_device_is_charged_for_what_the_device_does(
+def test_the_time_of_an_iteration_includes_the_device_s_work(
     device_work: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the clock of its stages as well: what a stage waits for before it starts counts."""
+    """Also in the sum of its stages: a stage's wait before it starts counts."""
     monkeypatch.setattr(profile_module, "ROUNDS", 1)
     sequential = Executor(SEQUENTIAL, device_work.target, device_work.draft, Trace())
     for step in (device_work.step, sequential.step):
@@ -593,11 +587,11 @@ def test_an_iteration_on_a_device_is_charged_for_what_the_device_does(
     assert simulate(SEQUENTIAL, profile).makespan_ms == pytest.approx(56.0)
 
 
-def test_on_a_device_a_plan_wins_where_it_hides_work(
+def test_on_a_device_a_plan_that_overlaps_work_gains(
     device_work: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next head is drafted while the host chooses a shape: all of a run's but the last."""
-    monkeypatch.setattr(choice_module, "MOST_TURNS", LEAST_TURNS)
+    """The next head is drafted while the host chooses a shape, except the last of a run."""
+    monkeypatch.setattr(choice_module, "MAX_TURNS", MIN_TURNS)
     plan = next(plan for plan in PLANS if plan.name == "tail side, next_head side")
     trial = try_plan(device_work, plan, math.inf)
     assert (trial.step_ms, trial.plan_ms) == pytest.approx((56.0, 56.0 - 3 / 4 * DRAFT_MS))

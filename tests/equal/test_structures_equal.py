@@ -1,4 +1,4 @@
-"""Whatever the structure of the tree, the text is plain decoding's."""
+"""With every tree structure the text is that of plain decoding."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import pytest
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.latency import Curve, LatencyModel
-from yggdrasil.policy.shape import BestShape, DepthRule, FixedShape
-from yggdrasil.policy.structures import (
+from yggdrasil.policy.baselines import (
     dynamic_sequence,
     equal_growth,
     k_ary,
@@ -21,6 +19,8 @@ from yggdrasil.policy.structures import (
     sequoia,
     sequoia_latency,
 )
+from yggdrasil.policy.latency import Curve, LatencyModel
+from yggdrasil.policy.shape import BestShape, DepthRule, FixedShape
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.state import Shape, StepResult
 
@@ -66,7 +66,7 @@ def test_every_structure_writes_the_plain_text(tiny: LoadedPair, name: str, temp
         )
 
 
-def test_the_latency_aware_tree_of_a_real_profile_writes_the_plain_text(tiny: LoadedPair) -> None:
+def test_sequoia_latency_with_a_real_profile_writes_the_plain_text(tiny: LoadedPair) -> None:
     shape = sequoia_latency(BY_RANK, 4, tiny.latency, tiny.bundle.config.verify_widths, 64)
     assert text(steps(tiny, PROMPTS[0], fixed(tiny, shape), SamplingConfig())) == text(
         steps(tiny, PROMPTS[0], plain_policy(), SamplingConfig())
@@ -75,7 +75,7 @@ def test_the_latency_aware_tree_of_a_real_profile_writes_the_plain_text(tiny: Lo
 
 @pytest.mark.parametrize("name", ("dynamic sequence", "opt-tree"))
 def test_stop_rules_stop_at_different_depths(tiny: LoadedPair, name: str) -> None:
-    """Otherwise the equalities above would say little about them."""
+    """Without this, the equalities above would prove little about stop rules."""
     results = [
         result
         for prompt in PROMPTS
@@ -86,12 +86,10 @@ def test_stop_rules_stop_at_different_depths(tiny: LoadedPair, name: str) -> Non
 
 
 @pytest.mark.parametrize("depth", get_args(DepthRule))
-def test_wherever_the_depth_comes_from_the_text_is_the_plain_one(
-    tiny: LoadedPair, depth: DepthRule
-) -> None:
+def test_every_depth_rule_writes_the_plain_text(tiny: LoadedPair, depth: DepthRule) -> None:
     chosen = tiny.policy(depth=depth, guard=False)
     assert isinstance(chosen, BestShape)
-    # where nothing but verification takes time, speculation is best for any pair
+    # if only verification takes time, speculation is best for any pair
     eager = replace(chosen, latency=FREE, arms_by_context={})
     written = steps(tiny, PROMPTS[0], eager, SamplingConfig())
     assert text(written) == text(steps(tiny, PROMPTS[0], plain_policy(), SamplingConfig()))

@@ -1,8 +1,8 @@
-"""On a device the host waits where the code says so and nowhere else: drafting never, once to prune, once
-to accept.
+"""On a device the host waits only at marked places: once to prune and once to accept, never to draft.
 
-There is no device here. `pretend` makes tensors that take the paths of CUDA tensors and records every call
-for which the host would wait; the last test asks a real device the same."""
+Most tests need no device: `pretend` makes tensors that take the paths of CUDA tensors and records every
+call for which the host would wait. The last test checks the same on a real device.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ class Always:
 def syncs() -> Iterator[list[pretend.Sync]]:
     with pretend.pretended_device() as found:
         yield found
-    gumbel_noise.cache_clear()  # it kept tensors of the device
+    gumbel_noise.cache_clear()  # it cached tensors of the device
 
 
 def on_device(pair: LoadedPair, plan: Plan | None = None) -> tuple[Engine, Stepper]:
-    """The engine over models whose tensors say that they are on CUDA, and its step by a plan."""
+    """An engine over models with pretended CUDA tensors, and its step by a plan."""
     engine = Engine(
         pretend.DeviceModel(pair.engine.target),
         pretend.DeviceModel(pair.engine.draft),
@@ -122,12 +122,10 @@ def test_a_step_waits_once_to_prune_and_once_to_accept(
 
 
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
-def test_a_plan_waits_no_more_often(
+def test_a_plan_does_not_wait_more_often(
     tiny: LoadedPair, syncs: list[pretend.Sync], sampling: SamplingConfig
 ) -> None:
-    """Tail, noise and the head of the next tree are queued behind what runs; nodes under all leaves take
-    several forwards of one graph.
-    """
+    """Tail, noise and next head are queued after running work; `next_head` takes several forwards."""
     prompt = tiny.tokenizer.encode("One day Lily saw a red fox")
     expected = texts(tiny.engine, tiny.engine.step, Always(Shape(4, 3, 8)), sampling, prompt)
     engine, step = on_device(tiny, ON_MAIN)
@@ -137,7 +135,7 @@ def test_a_plan_waits_no_more_often(
     assert [sync for sync in syncs if not sync.is_explained] == []
 
 
-def test_the_policy_waits_for_the_hidden_state_alone(tiny: LoadedPair, syncs: list[pretend.Sync]) -> None:
+def test_the_policy_waits_only_for_the_hidden_state(tiny: LoadedPair, syncs: list[pretend.Sync]) -> None:
     engine, step = on_device(tiny)
     assert isinstance(tiny.depth.predictor, DepthPredictor)
     texts(engine, step, tiny.policy(depth="predicted", guard=False), GREEDY, tiny.tokenizer.encode("Tom"))
@@ -146,7 +144,7 @@ def test_the_policy_waits_for_the_hidden_state_alone(tiny: LoadedPair, syncs: li
     assert [sync for sync in syncs if not sync.is_explained] == []
 
 
-def test_a_planted_sync_is_found(
+def test_the_record_finds_a_planted_sync(
     tiny: LoadedPair, syncs: list[pretend.Sync], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take = Frontier.take

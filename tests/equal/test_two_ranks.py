@@ -1,5 +1,6 @@
-"""Two processes with a shard of the target each write what one process writes; torchrun starts them as a
-user would. Gloo, on a CPU.
+"""Two processes, each with a shard of the target, write the text of one process.
+
+The tests use Gloo on a CPU; torchrun starts the processes as for a user.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_ranks(*commands: tuple[str, ...]) -> list[tuple[int, str]]:
-    """A process a rank, without torchrun, which would end the others when one fails; exit codes and
-    standard error.
+    """Start one process per rank and return exit codes and standard error.
+
+    Without torchrun, which would end the other processes when one fails.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -87,7 +89,7 @@ def run_ranks(*commands: tuple[str, ...]) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def compiled(ygg_home: Path, llama_folders: tuple[str, str], kernels: None) -> dict[str, Any]:
-    """The pair compiled for two ranks, and what they wrote."""
+    """The pair compiled for two ranks, and the texts that they wrote."""
     done = run(
         *TORCHRUN,
         two_ranks.__file__,
@@ -116,7 +118,7 @@ def generate(*options: str) -> dict[str, Any]:
     )
     done = run(*TORCHRUN, *words, *options)
     assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)  # rank 0 prints, nobody else
+    report: dict[str, Any] = json.loads(done.stdout)  # only rank 0 prints
     return report
 
 
@@ -171,14 +173,12 @@ def test_torchrun_generate_writes_the_text_of_one_process(
 
 
 @pytest.mark.usefixtures("compiled")
-def test_a_pair_for_two_ranks_says_so_to_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_process_refuses_a_pair_for_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--pair", NAME, "Hello"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert (
-        "compiled for 2 ranks, this run has 1; `torchrun --nproc-per-node 2 -m yggdrasil generate ...` "
-        "decodes with it" in error
-    )
+    command_line = "torchrun --nproc-per-node 2 -m yggdrasil generate ..."
+    assert f"compiled for 2 ranks, this run has 1; `{command_line}` decodes with it" in error
 
 
 @pytest.mark.usefixtures("compiled")
@@ -198,11 +198,12 @@ def test_an_interrupt_of_rank_0_releases_the_others() -> None:
 
 
 @pytest.mark.usefixtures("tiny_bundle")
-def test_a_mistake_on_rank_0_releases_the_others_and_is_said_once() -> None:
+def test_an_error_on_rank_0_releases_the_others_and_is_printed_once() -> None:
     command = ("-m", "yggdrasil", "generate", "--pair", "tiny", "Hello")
     (code, error), other = run_ranks(command, command)
     assert (code, error.count("\n"), other) == (2, 1, (0, ""))
+    fix = "run `torchrun --nproc-per-node 2 -m ygg"
     assert (
-        "compiled for 1 process, this run has 2; without torchrun it decodes, or compile it for 2; run "
-        "`torchrun --nproc-per-node 2 -m ygg" in error
+        f"compiled for 1 process, this run has 2; without torchrun it decodes, or compile it for 2; {fix}"
+        in error
     )

@@ -1,8 +1,9 @@
-"""The law: whatever tree is verified, the text is the target's own.
+"""The acceptance law: with any verified tree, the text is the target's own.
 
-The target is a script over a vocabulary of three: a function from a text to logits. A step verifies a tree
-under the text so far and emits what `accept` says; plain decoding is the same with a tree of one node. Both
-must write the same tokens for every seed, and the first token must be distributed as the softmax says."""
+The target is a function from a text to logits over a vocabulary of three. A step verifies a tree after the
+text so far and emits the tokens of `accept`; plain decoding is the same with a tree of one node. Both must
+write the same tokens for every seed, and the first token must have the distribution of the softmax.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from yggdrasil.step.accept import accept
 from yggdrasil.step.sampling import process_logits
 from yggdrasil.tree import TokenTree
 
-pytestmark = pytest.mark.usefixtures("kernels")  # the argmax over logits is one of them
+pytestmark = pytest.mark.usefixtures("kernels")  # the argmax over logits is a kernel
 
 VOCAB = 3
 PROMPT = (0,)
@@ -32,9 +33,7 @@ Nested = dict[int, "Nested"]  # a tree shape: children by token
 
 
 def nested_shapes(depth: int) -> list[Nested]:
-    """Every tree over the vocabulary no deeper than `depth`: each node has any subset of the tokens as
-    children.
-    """
+    """All trees of at most `depth` levels: each node has any subset of the tokens as children."""
     if depth == 0:
         return [{}]
     below = nested_shapes(depth - 1)
@@ -47,9 +46,9 @@ def nested_shapes(depth: int) -> list[Nested]:
 
 
 def tree_of(shape: Nested, root_token: int) -> tuple[TokenTree, list[tuple[int, ...]]]:
-    """The tree, level by level as drafting would grow it, and every node's tokens after the root."""
+    """The tree, grown level by level like a draft, and each node's tokens after the root."""
     nodes: list[tuple[int, Nested, tuple[int, ...]]] = [(-1, shape, ())]
-    for node, (_, children, text) in enumerate(nodes):  # grows while it is read
+    for node, (_, children, text) in enumerate(nodes):  # the list grows during the loop
         nodes.extend((node, below, (*text, token)) for token, below in children.items())
     tree = TokenTree.root(root_token, len(nodes), max_depth=3)
     if len(nodes) > 1:
@@ -67,7 +66,7 @@ def tree_of(shape: Nested, root_token: int) -> tuple[TokenTree, list[tuple[int, 
 
 
 def step(target: Target, text: tuple[int, ...], shape: Nested, sampling: SamplingConfig) -> tuple[int, ...]:
-    """What one speculative step emits after `text`."""
+    """The tokens that one speculative step emits after `text`."""
     tree, texts = tree_of(shape, text[-1])
     logits_KV = torch.stack([target((*text, *after)) for after in texts])
     return tuple(accept(tree, logits_KV, len(text) - 1, sampling).tokens)
@@ -88,7 +87,7 @@ def plain(target: Target, length: int, sampling: SamplingConfig) -> tuple[int, .
 
 
 def scripted(kind: str, seed: int) -> Target:
-    """Logits by text: random; one-hot; with a token that cannot come; with ties; or any of these."""
+    """Logits by text: random; one-hot; with a token of probability 0; with ties; or any of these."""
 
     @cache
     def logits(text: tuple[int, ...]) -> Tensor:
@@ -111,11 +110,10 @@ KINDS = ("random", "one-hot", "zero", "ties", "mixed")
 
 
 def level_shapes() -> list[Nested]:
-    """Shapes to depth 3 in which the nodes of one level have the same children: 8 subsets at each of three
-    levels.
+    """Shapes up to depth 3 whose nodes of a level have the same children: 8 subsets at each level.
 
-    All shapes to depth 3 are 730**3. The law can depend only on which children the nodes on the walk have,
-    and every combination of those along three levels, under every text, is among these."""
+    There are 730**3 shapes up to depth 3. The law can depend only on the children of the nodes on the walk,
+    and all combinations of those along three levels, after every text, are among these shapes."""
     subsets = [chosen for size in range(VOCAB + 1) for chosen in combinations(range(VOCAB), size)]
     return [
         {a: {b: {c: {} for c in third} for b in second} for a in first}
@@ -141,7 +139,7 @@ SHAPES = {
 SAMPLINGS = [SamplingConfig(), *(SamplingConfig(temperature=0.9, seed=seed) for seed in range(3))]
 
 
-def test_the_shapes_are_all_there() -> None:
+def test_all_shapes_are_generated() -> None:
     assert {name: len(shapes) for name, shapes in SHAPES.items()} == {
         "all to depth 2": 729,
         "all levels to depth 3": 512,
@@ -152,7 +150,7 @@ def test_the_shapes_are_all_there() -> None:
 
 @pytest.mark.parametrize("kind", ("mixed", "ties"))
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_a_step_emits_what_plain_decoding_emits_and_as_much_as_the_tree_holds(
+def test_a_step_emits_the_tokens_of_plain_decoding_as_far_as_the_tree_has_them(
     shapes: str, kind: str
 ) -> None:
     target = scripted(kind, 0)
@@ -168,7 +166,7 @@ def test_a_step_emits_what_plain_decoding_emits_and_as_much_as_the_tree_holds(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_sequence_of_trees_writes_the_plain_text_of_every_seed(kind: str) -> None:
+def test_any_sequence_of_trees_writes_the_plain_text_for_every_seed(kind: str) -> None:
     rng = random.Random(1)
     for seed in range(15):
         target = scripted(kind, seed)
@@ -193,7 +191,7 @@ def exact_pairs(target: Target, sampling: SamplingConfig) -> dict[tuple[int, int
 
 Sampler = Callable[[TokenTree, Tensor, SamplingConfig], tuple[int, ...]]
 NUM_SEEDS = 4000
-LEAST_PVALUE = 1e-6  # how often a sound sampler fails
+LEAST_PVALUE = 1e-6  # probability that a correct sampler fails
 LAWS = [
     ("random", {"temperature": 0.8}),
     ("zero", {"temperature": 1.5, "min_p": 0.05}),
@@ -206,14 +204,14 @@ def sound(tree: TokenTree, logits_KV: Tensor, sampling: SamplingConfig) -> tuple
 
 
 def trusting(tree: TokenTree, logits_KV: Tensor, sampling: SamplingConfig) -> tuple[int, ...]:
-    """Wrong: takes the root's first child unasked, for one seed in three."""
+    """A wrong sampler: it always takes the root's first child for one seed in three."""
     if sampling.seed % 3 == 0 and len(tree) > 1:
         return (int(tree.token_N[1]),)
     return sound(tree, logits_KV, sampling)
 
 
 def count_pairs(target: Target, options: dict[str, float], sampler: Sampler) -> Counter[tuple[int, int]]:
-    """How often each first two tokens are written over all seeds, a tree in turn."""
+    """Counts of the first two tokens over all seeds, cycling through the trees."""
     rng = random.Random(2)
     counts = Counter[tuple[int, int]]()
     trees = [
@@ -229,7 +227,7 @@ def count_pairs(target: Target, options: dict[str, float], sampler: Sampler) -> 
 
 
 def pvalue(counts: Counter[tuple[int, int]], expected: dict[tuple[int, int], float]) -> float:
-    """Of the chi-square statistic against the exact law; 0 where a pair of probability zero was written."""
+    """P-value of the chi-square statistic; 0 if a pair of tokens with probability zero was written."""
     possible = [pair for pair, probability in expected.items() if probability > 0]
     if sum(counts[pair] for pair in possible) < NUM_SEEDS:
         return 0.0
@@ -246,9 +244,7 @@ def pvalue(counts: Counter[tuple[int, int]], expected: dict[tuple[int, int], flo
 
 @pytest.mark.parametrize(("kind", "options"), LAWS)
 def test_tree_sampling_preserves_the_target_s_distribution(kind: str, options: dict[str, float]) -> None:
-    """Frequencies of the first two tokens over 4000 seeds, chi-square against the exact law; a sound
-    sampler fails with probability 1e-6.
-    """
+    """Chi-square of the first two tokens over 4000 seeds; a correct sampler fails with probability 1e-6."""
     target = scripted(kind, 3)
     assert (
         pvalue(count_pairs(target, options, sound), exact_pairs(target, SamplingConfig(**options)))
@@ -279,17 +275,20 @@ def test_a_child_of_probability_zero_is_never_accepted() -> None:
 def test_accept_by_hand() -> None:
     tree, texts = tree_of({1: {2: {}}, 2: {}}, 0)
     assert texts == [(), (1,), (2,), (1, 2)]
-    says = torch.nn.functional.one_hot(torch.tensor([1, 2, 0, 0]), VOCAB).float()
-    accepted = accept(tree, says, 10, SamplingConfig())
+    logits_KV = torch.nn.functional.one_hot(torch.tensor([1, 2, 0, 0]), VOCAB).float()
+    accepted = accept(tree, logits_KV, 10, SamplingConfig())
     assert (accepted.path, accepted.tokens) == ([0, 1, 3], [1, 2, 0])
-    says[0] = torch.tensor([9.0, 0.0, 0.0])
-    accepted = accept(tree, says, 10, SamplingConfig())
-    assert (accepted.path, accepted.tokens) == ([0], [0])  # no child says 0: the target's own token alone
+    logits_KV[0] = torch.tensor([9.0, 0.0, 0.0])
+    accepted = accept(tree, logits_KV, 10, SamplingConfig())
+    assert (accepted.path, accepted.tokens) == (
+        [0],
+        [0],
+    )  # no child has token 0: only the target's own token is emitted
 
 
 @pytest.mark.parametrize("sampling", (SamplingConfig(), SamplingConfig(temperature=1.0)))
 @pytest.mark.parametrize("node", range(4))
-def test_nan_logits_are_rejected_at_whatever_node(node: int, sampling: SamplingConfig) -> None:
+def test_nan_logits_are_rejected_at_every_node(node: int, sampling: SamplingConfig) -> None:
     tree, _ = tree_of({1: {2: {}}, 2: {}}, 0)
     logits_KV = torch.zeros(4, VOCAB)
     logits_KV[node, 1] = float("nan")

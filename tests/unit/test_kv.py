@@ -1,4 +1,4 @@
-"""The KV cache as a transaction: what is committed stays, what is not was never there."""
+"""The KV cache as a transaction: committed tokens are kept, others are dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages on a device are timed by the device: what a launch costs the host is not what the forward takes."""
+"""Stages on a device are timed by the device, because a launch returns before its work is done."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from yggdrasil.trace import DeviceTrace
 
 
 class Device:
-    """A stream with a clock of its own; the host waits for it only where it says so."""
+    """A stream with its own clock; the host waits for it only explicitly."""
 
     def __init__(self) -> None:
-        self.queued_ms = 0.0  # when all that was launched will be done
-        self.done_ms = 0.0  # how far the device has come, as far as the host knows
+        self.queued_ms = 0.0  # when all launched work will be done
+        self.done_ms = 0.0  # the device's progress that the host has observed
 
     def launch(self, ms: float) -> None:
         self.queued_ms += ms
@@ -27,7 +27,7 @@ class Device:
 
 
 class Event:
-    """As torch.cuda.Event on that stream."""
+    """Like torch.cuda.Event, on that stream."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

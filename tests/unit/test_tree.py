@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from yggdrasil.errors import ConfigError
-from yggdrasil.tree import TokenTree, greatest_subtree, greatest_subtree_by_programme
+from yggdrasil.tree import TokenTree, best_subtree, best_subtree_reference
 
 QUICK = settings(max_examples=60, deadline=None)
 
@@ -95,7 +95,7 @@ def test_a_root_alone_is_a_leaf_with_a_path_of_itself() -> None:
 
 @QUICK
 @given(grown_trees())
-def test_whatever_growth_makes_passes_check(tree: TokenTree) -> None:
+def test_every_grown_tree_passes_check(tree: TokenTree) -> None:
     tree.check()
 
 
@@ -135,7 +135,7 @@ def test_paths_lead_from_the_root_to_every_leaf(tree: TokenTree) -> None:
     assert tree.paths() == [sorted(closure(parents, leaf)) for leaf in tree.leaves.tolist()]
 
 
-def test_prune_by_hand_keeps_the_likeliest_connected_nodes() -> None:
+def test_prune_by_hand_keeps_the_most_likely_connected_nodes() -> None:
     tree, kept = hand_tree().prune(4)
     tree.check()
     assert kept.tolist() == [0, 1, 3, 5]
@@ -144,8 +144,8 @@ def test_prune_by_hand_keeps_the_likeliest_connected_nodes() -> None:
     assert tree.path_NA[3, :5].tolist() == [0, 1, 2, 3, -1]
 
 
-def test_prune_with_rising_values_pays_for_a_poor_parent_with_its_child() -> None:
-    values = torch.tensor([1.0, 0.1, 0.4, 0.0, 0.9, 0.0])  # node 4 hangs under the poor node 1
+def test_prune_with_rising_values_keeps_a_poor_parent_for_its_child() -> None:
+    values = torch.tensor([1.0, 0.1, 0.4, 0.0, 0.9, 0.0])  # node 4 is a child of the poor node 1
     _, kept = hand_tree().prune(3, values=values)
     assert kept.tolist() == [0, 1, 4]
 
@@ -174,7 +174,7 @@ def valued_parents(draw: st.DrawFn) -> tuple[list[int], list[float], int]:
 
 
 def brute_force(parents: list[int], values: list[float], k: int) -> float:
-    """The greatest sum over all connected node sets with the root, of at most k nodes."""
+    """The largest sum over all connected sets of at most k nodes that contain the root."""
     rest = range(1, len(parents))
     sets = ({0, *chosen} for size in range(min(k, len(parents))) for chosen in combinations(rest, size))
     return max(
@@ -186,11 +186,9 @@ def brute_force(parents: list[int], values: list[float], k: int) -> float:
 
 @QUICK
 @given(valued_parents())
-def test_programme_is_optimal_against_brute_force_whatever_the_values(
-    case: tuple[list[int], list[float], int],
-) -> None:
+def test_the_reference_equals_brute_force_for_any_values(case: tuple[list[int], list[float], int]) -> None:
     parents, values, k = case
-    keep = greatest_subtree_by_programme(parents, values, k)
+    keep = best_subtree_reference(parents, values, k)
     assert keep[0] == 0
     assert len(keep) <= k
     assert all(parents[node] in keep for node in keep[1:])
@@ -199,18 +197,16 @@ def test_programme_is_optimal_against_brute_force_whatever_the_values(
 
 @QUICK
 @given(valued_parents())
-def test_pruning_takes_the_optimum_whether_values_rise_or_not(
+def test_best_subtree_is_optimal_for_rising_and_falling_values(
     case: tuple[list[int], list[float], int],
 ) -> None:
     parents, values, k = case
-    assert sum(values[node] for node in greatest_subtree(parents, values, k)) == brute_force(
-        parents, values, k
-    )
+    assert sum(values[node] for node in best_subtree(parents, values, k)) == brute_force(parents, values, k)
 
 
 @QUICK
 @given(valued_parents())
-def test_programme_equals_the_k_greatest_where_values_never_rise(
+def test_the_reference_takes_the_k_largest_where_values_never_rise(
     case: tuple[list[int], list[float], int],
 ) -> None:
     parents, falls, k = case
@@ -219,8 +215,8 @@ def test_programme_equals_the_k_greatest_where_values_never_rise(
         values.append(values[parents[node]] * (1 - falls[node] / 4) * (1 - node / 4096))
     assume(len(set(values)) == len(values))  # equal values leave more than one answer
     best = sorted(sorted(range(len(values)), key=lambda node: -values[node])[:k])
-    assert greatest_subtree_by_programme(parents, values, k) == best
-    assert greatest_subtree(parents, values, k) == best
+    assert best_subtree_reference(parents, values, k) == best
+    assert best_subtree(parents, values, k) == best
 
 
 def test_walk_descends_while_the_target_agrees() -> None:
@@ -229,12 +225,12 @@ def test_walk_descends_while_the_target_agrees() -> None:
 
 
 def test_walk_stops_at_the_first_rejected_node() -> None:
-    # node 3 would be accepted by its own entry, but its parent says 99
+    # node 3 would be accepted by its own entry, but the target's token at its parent is 99
     assert hand_tree().walk(torch.tensor([11, 99, 0, 31, 0, 77])) == [0, 1]
     assert hand_tree().walk(torch.tensor([99, 21, 0, 31, 0, 77])) == [0]
 
 
-def test_walk_takes_the_second_child_when_the_target_says_it() -> None:
+def test_walk_takes_the_second_child_if_it_has_the_target_s_token() -> None:
     assert hand_tree().walk(torch.tensor([12, 21, 0, 31, 0, 77])) == [0, 2]
     # token 21 is a child of 1, not of 4
     assert hand_tree().walk(torch.tensor([11, 22, 0, 31, 21, 77])) == [0, 1, 4]
@@ -246,7 +242,7 @@ def test_networkx_export_has_edges_to_children_and_the_nodes_attributes() -> Non
     assert graph.nodes[4] == {"token": 22, "depth": 2, "log_prob": -2.0}
 
 
-def test_render_puts_the_likelier_child_first_and_stars_the_marked() -> None:
+def test_render_puts_the_more_likely_child_first_and_marks_nodes_with_stars() -> None:
     tree = TokenTree.root(token=0, capacity=4)
     tree.grow(torch.tensor([0, 0]), torch.tensor([7, 8]), torch.tensor([-3.0, -0.5]))
     tree.grow(torch.tensor([2]), torch.tensor([9]), torch.tensor([-1.0]))
@@ -272,7 +268,7 @@ def test_errors_name_the_field_and_the_value() -> None:
     with pytest.raises(ConfigError, match="token: -1 "):
         TokenTree.root(token=-1, capacity=1)
     tree.check()
-    assert len(tree) == 6  # a refused call left no trace
+    assert len(tree) == 6  # a refused call changes nothing
 
 
 @pytest.mark.parametrize(
@@ -280,14 +276,14 @@ def test_errors_name_the_field_and_the_value() -> None:
     [
         ("parent_N", 3, 4, "parent of node 3: 4"),  # a later node
         ("parent_N", 0, 2, "parent of node 0: 2"),  # the root has none
-        ("parent_N", 4, 2, "path of node 4"),  # another parent than the path says
+        ("parent_N", 4, 2, "path of node 4"),  # another parent than in the path
         ("depth_N", 5, 2, "path of node 5"),
         ("token_N", 4, 21, "siblings: .*distinct tokens"),
         ("log_prob_N", 3, -0.1, "log-probability of node 3: -0.1.* at most its parent's, -0.25"),
         ("log_prob_N", 3, float("nan"), "log-probability of node 3: nan"),
     ],
 )
-def test_check_catches_planted_corruption(array: str, node: int, value: float, complaint: str) -> None:
+def test_check_finds_every_planted_error(array: str, node: int, value: float, complaint: str) -> None:
     tree = hand_tree()
     getattr(tree, array)[node] = value
     with pytest.raises(ConfigError, match=complaint):

@@ -2,7 +2,7 @@
 // of them costs as much as a forward of the draft: the target's weights have just filled the caches.
 //
 // Python has the specifications: step/draft.py of `grow_`, models/packing.py of `pack_nodes_` and
-// `pack_chains_`, tree.py of `root`, step/prune.py of `prune`, policy/structures.py of `last_gain`, kv.py
+// `pack_chains_`, tree.py of `root`, step/prune.py of `prune`, policy/stopping.py of `last_gain`, kv.py
 // of `move_slots_`.
 #include <ATen/core/Tensor.h>
 

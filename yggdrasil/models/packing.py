@@ -21,9 +21,9 @@ __all__ = [
     "empty_meta",
     "pack_chain_",
     "pack_chains_",
-    "pack_chains_plain_",
+    "pack_chains_reference_",
     "pack_nodes_",
-    "pack_nodes_plain_",
+    "pack_nodes_reference_",
 ]
 
 
@@ -106,10 +106,10 @@ def pack_nodes_(
         token, _, depth, _, path = tree.arrays
         torch.ops.ygg.pack_nodes_(meta_NM, token, depth, path, first, last, root_pos, row)
     else:
-        pack_nodes_plain_(meta_NM, tree, first, last, root_pos, row=row)
+        pack_nodes_reference_(meta_NM, tree, first, last, root_pos, row=row)
 
 
-def pack_chains_plain_(meta_NM: Tensor, chunks: Sequence[Chunk]) -> None:
+def pack_chains_reference_(meta_NM: Tensor, chunks: Sequence[Chunk]) -> None:
     """`pack_chains_`, operator by operator, for metadata on the host."""
     first = 0
     for chunk in chunks:
@@ -130,7 +130,7 @@ def pack_chains_plain_(meta_NM: Tensor, chunks: Sequence[Chunk]) -> None:
     _pad_(meta_NM, first)
 
 
-def pack_nodes_plain_(
+def pack_nodes_reference_(
     meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0
 ) -> None:
     """`pack_nodes_`, operator by operator; also what runs on CUDA."""

@@ -23,7 +23,7 @@ from yggdrasil.policy.depth import Array, inputs_of
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.forest import Seed, grow_forest
 from yggdrasil.step.platt import UNSCALED, PlattScale
-from yggdrasil.step.rows import Chain, accept_rows, run_pieces
+from yggdrasil.step.rows import Chain, accept_rows, run_chunks
 from yggdrasil.tokenizer import Tokenizer
 from yggdrasil.tree import TokenTree
 
@@ -219,7 +219,7 @@ def _outputs(
 
     Aliasing: on CUDA overwritten by the next replay.
     """
-    for batch, outputs in run_pieces(model, chunks, model.prefill_chunk):
+    for batch, outputs in run_chunks(model, chunks, model.prefill_chunk):
         lens = [len(chunk.tokens) for chunk in batch]
         for chunk, first, second in zip(
             batch, *(torch.split(output[: sum(lens)], lens) for output in outputs), strict=True

@@ -1,4 +1,7 @@
-"""From what the draft says to the measured probability of acceptance: edge by edge, then by path."""
+"""From the draft's probabilities to measured acceptance: first for each edge, then for each path.
+
+Shapes: M = knots, or positions of a text.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ from yggdrasil.step.platt import UNSCALED, PlattScale
 __all__ = ["Acceptance", "AcceptanceTable", "TreeRecord", "fit_acceptance", "fit_platt"]
 
 POOL_STEPS = 4  # entries of the pooled table for one draft token a row
-LEAST_SLOPE = 0.05  # of a draft whose probabilities say nothing: siblings keep their order
+MIN_SLOPE = 0.05  # for a draft whose probabilities carry no information: siblings keep their order
 
 
 @dataclass(frozen=True)
 class TreeRecord:
-    """One drafted tree and what became of it.
+    """One drafted tree and which of its nodes were accepted.
 
     Args:
-        width: W it was grown with.
+        width: W of the tree.
         log_probs: Path log-probability of every node, root included.
         accepted: Whether the target's own text passes through the node.
     """
@@ -44,12 +47,11 @@ class Acceptance:
         probabilities: Acceptance at the knots, not falling.
         aal: By width: aal[width][depth - 1][k - 1], the mean emitted tokens of a tree of that width and
             depth pruned to k nodes.
-        by_rank: P(the target's token is the draft's r-th best), r = 1.. up to the greatest width.
-        platt: What the draft's probability of a child is worth; path log-probabilities are sums of edges
-            scaled by it.
-        pooled: Of chains: pooled[gamma - 1][j], the mean accepted tokens of a row when rows draft gamma
-            tokens each and the likeliest j / POOL_STEPS a row of all of them are verified, in whatever rows
-            they are; empty without chains.
+        by_rank: P(the target's token is the draft's r-th best), r = 1.. up to the largest width.
+        platt: Scale of the draft's probabilities; path log-probabilities are sums of scaled edges.
+        pooled: For batches of chains: pooled[gamma - 1][j], the mean accepted tokens of a row when each row
+            drafts gamma tokens and the most likely ones of the whole batch, j / POOL_STEPS a row on
+            average, are verified. Empty without chains.
     """
 
     log_probs: tuple[float, ...]
@@ -72,12 +74,11 @@ class Acceptance:
         return torch.tensor([self.log_probs, self.probabilities], dtype=torch.float64)
 
     def pooled_accepted(self, gamma: int, drafts_per_row: float) -> float:
-        """Accepted tokens of a row when the likeliest drafts of a great batch are verified, so many a row;
-        linear between entries.
+        """Mean accepted tokens of a row when the most likely draft tokens of a large batch are verified.
 
         Args:
             gamma: Draft tokens of every row, from 1 to the calibrated depth.
-            drafts_per_row: Verified ones, from 0 to gamma.
+            drafts_per_row: Mean verified draft tokens of a row, from 0 to gamma; linear between entries.
         """
         row = self.pooled[gamma - 1]
         place = min(drafts_per_row * POOL_STEPS, len(row) - 1)
@@ -119,7 +120,7 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class AcceptanceTable:
-    """Calibrations by sampling temperature: the hotter the target, the less it agrees."""
+    """Calibrations by sampling temperature: the higher it is, the less target and draft agree."""
 
     by_temperature: Mapping[float, Acceptance]
 
@@ -128,7 +129,7 @@ class AcceptanceTable:
         return self.by_temperature[self.nearest_temperature(temperature)]
 
     def nearest_temperature(self, temperature: float) -> float:
-        """That temperature."""
+        """The calibrated temperature that is closest."""
         return min(self.by_temperature, key=lambda known: abs(known - temperature))
 
     @classmethod
@@ -139,14 +140,14 @@ class AcceptanceTable:
 
 
 def fit_platt(log_probs_MC: npt.NDArray[np.floating], is_next_MC: npt.NDArray[np.bool_]) -> PlattScale:
-    """What the draft's probability of a child is worth.
+    """Fit the scale of the draft's probabilities.
 
     Args:
-        log_probs_MC: (M, C) what the draft gave its candidates along a text of the target.
-        is_next_MC: (M, C) whether the text went on with each.
+        log_probs_MC: (M, C) the draft's log-probabilities of its candidates along a text of the target.
+        is_next_MC: (M, C) whether the candidate is the text's next token.
 
     Returns:
-        The scale by logistic regression; none where all or no candidates came true.
+        The scale by logistic regression; `UNSCALED` if all or none of the candidates are next tokens.
 
     Source: Platt 1999.
     """
@@ -158,19 +159,19 @@ def fit_platt(log_probs_MC: npt.NDArray[np.floating], is_next_MC: npt.NDArray[np
     log_probs = np.clip(log_probs_MC.ravel().astype(np.float64), -50.0, -1e-7)
     log_odds = log_probs - np.log(-np.expm1(log_probs))
     fitted = LogisticRegression().fit(log_odds[:, None], is_next)
-    return PlattScale(max(LEAST_SLOPE, float(fitted.coef_[0, 0])), float(fitted.intercept_[0]))
+    return PlattScale(max(MIN_SLOPE, float(fitted.coef_[0, 0])), float(fitted.intercept_[0]))
 
 
 def fit_acceptance(records: Sequence[TreeRecord], platt: PlattScale = UNSCALED) -> Acceptance:
     """Calibrate on drafted trees whose true continuation is known.
 
-    The map is an isotonic regression over all nodes but roots: it mends what the edges of a path have in
-    common, and leaves the order as it is. The table needs no model: growth is greedy, so the first 1 + W *
-    D nodes of a deep tree are the tree of depth D, and its pruning to k nodes keeps the k best values.
+    The map is an isotonic regression over all nodes but roots. It corrects errors that the edges of a path
+    share, and keeps the order of nodes. The AAL table needs no model: growth is greedy, so the first
+    1 + W * D nodes of a deep tree are the tree of depth D, and pruning to k nodes keeps the k best values.
 
     Args:
         records: Trees of every width, all grown to one depth.
-        platt: The scale that they were grown with.
+        platt: The scale with which they were grown.
 
     Source: Yggdrasil section 4.2 (surrogates of acceptance, OPT-Tree); isotonic calibration is ours.
     """
@@ -195,16 +196,14 @@ def fit_acceptance(records: Sequence[TreeRecord], platt: PlattScale = UNSCALED) 
 
 
 def _by_rank(records: Sequence[TreeRecord]) -> tuple[float, ...]:
-    """The first growth step of the widest trees attaches the root's best children in the order of their
-    ranks.
-    """
+    """`Acceptance.by_rank`, from the widest trees: their first growth step attaches children by rank."""
     widest = max(record.width for record in records)
     firsts = [record.accepted[1 : 1 + widest] for record in records if record.width == widest]
     return tuple(np.mean(np.array(firsts, dtype=float), axis=0).tolist())
 
 
 def _pooled(chains: Sequence[TreeRecord]) -> tuple[tuple[float, ...], ...]:
-    """The table `Acceptance.pooled`: all chains are one great batch."""
+    """The table `Acceptance.pooled`: all chains are taken as one large batch."""
     if not chains:
         return ()
     log_probs = np.array([chain.log_probs[1:] for chain in chains])
@@ -213,13 +212,9 @@ def _pooled(chains: Sequence[TreeRecord]) -> tuple[tuple[float, ...], ...]:
     for gamma in range(1, log_probs.shape[1] + 1):
         order = np.argsort(-log_probs[:, :gamma], axis=None, kind="stable")
         sums = np.concatenate([[0.0], accepted[:, :gamma].ravel()[order].cumsum()]) / len(chains)
-        rows.append(
-            tuple(
-                np.interp(
-                    np.arange(POOL_STEPS * gamma + 1) / POOL_STEPS, np.arange(len(sums)) / len(chains), sums
-                ).tolist()
-            )
-        )
+        verified_per_row = np.arange(len(sums)) / len(chains)
+        entries = np.arange(POOL_STEPS * gamma + 1) / POOL_STEPS
+        rows.append(tuple(np.interp(entries, verified_per_row, sums).tolist()))
     return tuple(rows)
 
 

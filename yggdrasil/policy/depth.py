@@ -1,4 +1,7 @@
-"""How many draft tokens the target will accept next, predicted from its last hidden state."""
+"""How many draft tokens the target will accept next, predicted from its last hidden state.
+
+Shapes: X = features of an input.
+"""
 
 from __future__ import annotations
 
@@ -20,33 +23,34 @@ TRUST = "trust."
 
 @dataclass(frozen=True)
 class DepthPredictor:
-    """A two-layer MLP encoder with one head per depth; scaling of the inputs and calibration of the heads
-    are folded into the weights.
+    """A two-layer MLP encoder with one head per depth.
+
+    Input scaling and head calibration are folded into the weights.
 
     Args:
         weights: "<layer>.weight", (inputs, outputs), and "<layer>.bias" of encoder_1, encoder_2 and heads.
-        mean_survival: By temperature of the calibration text, (D,) the mean of what the predictor says
-            there.
-        trust: By temperature, from 0 to 1: how much of a predicted deviation from the mean comes true on
-            text it has not seen.
+        mean_survival: By temperature of the calibration text, (D,) the mean prediction there.
+        trust: By temperature, from 0 to 1: the part of a predicted deviation from the mean that is correct
+            on unseen text.
 
-    Source: Yggdrasil section 4.2, "Draft Depth Prediction". Departures: the temperature is an input beside
+    Source: Yggdrasil section 4.2, "Draft Depth Prediction". Departures: the temperature is an input next to
     the hidden state, so that one predictor serves greedy and sampled text; heads are calibrated (Platt),
-    and their sum is shrunk to its mean by `trust`."""
+    and their sum is shrunk to its mean by `trust`.
+    """
 
     weights: Mapping[str, Array]
     mean_survival: Mapping[float, Array]
     trust: Mapping[float, float]
 
     def to_bytes(self) -> bytes:
-        """A safetensors file with everything in it."""
+        """The predictor as a safetensors file."""
         means = {f"{MEAN}{temperature}": mean for temperature, mean in self.mean_survival.items()}
         trust = {f"{TRUST}{temperature}": np.array(share) for temperature, share in self.trust.items()}
         return safetensors.numpy.save({**self.weights, **means, **trust})
 
     @classmethod
     def from_bytes(cls, content: bytes) -> DepthPredictor:
-        """What `to_bytes` wrote; raises SafetensorError or KeyError on anything else."""
+        """The inverse of `to_bytes`; raises SafetensorError or KeyError on anything else."""
         tensors = safetensors.numpy.load(content)
         means = {
             float(name.removeprefix(MEAN)): mean for name, mean in tensors.items() if name.startswith(MEAN)
@@ -65,12 +69,14 @@ class DepthPredictor:
         return len(self.weights["heads.bias"])
 
     def at(self, temperature: float) -> Callable[[Tensor], Array]:
-        """For one temperature: from (E,) the target's last hidden state of the last accepted token to the
-        growth, (D,): the expected accepted length within depth d = 1..D as a multiple of its mean on the
-        calibration text.
+        """The predictor for one temperature, as a function of the target's last hidden state, (E,).
+
+        The function returns (D,): the expected accepted length within depth d = 1..D, as a multiple of its
+        mean on the calibration text. The hidden state is that of the last accepted token.
 
         Cost of a call: three small matrix products and a dozen small operators on the host; on CUDA one
-        sync for the hidden state."""
+        sync for the hidden state.
+        """
         known = min(self.mean_survival, key=lambda other: abs(other - temperature))
         mean_D = self.mean_survival[known].cumsum()
         trust = np.float32(self.trust[known])
@@ -81,7 +87,7 @@ class DepthPredictor:
         zero = np.float32(0)
 
         def growth(hidden_E: Tensor) -> Array:
-            state = hidden_E.float().cpu().numpy()  # sync: the choice of a shape is the host's
+            state = hidden_E.float().cpu().numpy()  # sync: the host chooses the shape
             encoded = np.maximum(np.maximum(state @ first + bias_1, zero) @ second + bias_2, zero)
             grown: Array = 1 + trust * (_survival(encoded @ heads + bias_3).cumsum() / mean_D - 1)
             return grown
@@ -89,11 +95,11 @@ class DepthPredictor:
         return growth
 
     def survivals(self, inputs_NX: Array) -> Array:
-        """P(accepted length >= d) for d = 1..D at many positions, (N, D), never rising, from `inputs_of`."""
+        """P(accepted length >= d) for d = 1..D, (N, D), never rising with d, from `inputs_of`."""
         return _survival(self.logits(inputs_NX))
 
     def logits(self, inputs_NX: Array) -> Array:
-        """(N, D) what the heads say before the sigmoid, each by itself."""
+        """(N, D) outputs of the heads before the sigmoid."""
         activation = inputs_NX
         for layer in LAYERS[:-1]:
             activation = np.maximum(
@@ -106,8 +112,8 @@ class DepthPredictor:
 
 
 def _survival(logits_ND: Array) -> Array:
-    """Sigmoids, (..., D), made to fall with depth."""
-    # no overflow, unlike exp
+    """Sigmoids, (..., D), made non-increasing with depth."""
+    # tanh does not overflow, unlike exp
     survival: Array = np.minimum.accumulate(0.5 + 0.5 * np.tanh(0.5 * logits_ND), axis=-1)
     return survival
 

@@ -1,4 +1,4 @@
-"""Never slower: speculation runs on a credit of milliseconds, and plain decoding runs while there is none."""
+"""Never slower than plain decoding: speculation may lose only a small allowance of milliseconds."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from yggdrasil.step.platt import PlattScale
 
 __all__ = ["Guard"]
 
-START_STEPS = 2.25  # plain steps' worth of milliseconds that a session may lose before it is known to lose
-PROBE_STEPS = 0.25  # plain steps' worth at which a stopped session tries again
-SHARE = 0.0075  # of the time that passes becomes credit: what trying again may cost
-MOST_STEPS = 16.0  # plain steps' worth that a winning session can save up for a losing passage
-PLAIN_MEMORY = 0.8
-SLOWER = 1.25  # times the pace of plain steps: more is a question of whose fault it is
-MEASURED_STEPS = 64  # speculative steps after which a plain step's pace is too old an answer
-ANSWER_STEPS = 2  # plain steps that give a new one
+# The allowance, in multiples of a plain step's milliseconds:
+START_STEPS = 2.25  # at the start of a session
+PROBE_STEPS = 0.25  # at which a stopped session tries speculation again
+MAX_STEPS = 16.0  # that a session can collect by winning
+REFILL_SHARE = 0.0075  # share of all elapsed time that is added to the allowance
+PLAIN_MEMORY = 0.8  # weight of the past in the running mean of plain steps' slowness
+SUSPECT_SLOWNESS = 1.25  # times the slowness of plain steps: above it, plain steps are measured again
+CHECK_INTERVAL = 64  # speculative steps after which the last measured plain step is too old
+CHECK_STEPS = 2  # plain steps of a new measurement
 
 
 @dataclass
 class Guard:
-    """A policy that follows another one while speculation is measured to pay, and decodes plainly while it
-    is not.
+    """Follows another policy while speculation is measured to be faster, else uses plain decoding.
 
-    A token bucket of milliseconds: a speculative step pays its wall clock and earns what plain decoding
-    would have taken for its tokens; a small share of all time passing is earned as well, so an exhausted
-    session probes again, the later the more it lost. What a session can lose against plain decoding is
-    therefore START_STEPS steps and SHARE of its time, whatever the draft does. Before it probes, a draft
-    that has fallen behind is caught up, a chunk a step; that is paid for as well.
+    The allowance is a token bucket of milliseconds. A speculative step subtracts its wall clock and adds
+    the time that plain decoding would have taken for its tokens. A small share of all elapsed time is added
+    too, so a stopped session tries again; the more it lost, the later. So a session can lose at most
+    START_STEPS plain steps and REFILL_SHARE of its time, for any draft. Before a new attempt the draft
+    catches up with the text, a chunk a step; this time is subtracted, too.
 
-    Where speculative steps take longer than the profile has them, the machine is busy, or the profile is
-    wrong about them. Two plain steps decide which: until then the surplus does not count.
+    If speculative steps take longer than the profile predicts, either the machine is busy or the profile is
+    wrong about them. Two plain steps decide which. Until then the excess time is not subtracted.
 
     Args:
-        inner: Decides while there is credit.
-        latency: What a plain step takes before this session has measured one.
+        inner: Chooses shapes while the allowance lasts.
+        latency: Predicts a plain step before this session has measured one.
 
     Source: design, "never slower"; the paper has no guard.
     """
@@ -47,14 +47,15 @@ class Guard:
     inner: ShapePolicy
     latency: LatencyModel
     speculating: bool = field(default=True, init=False)
-    _credit_ms: float | None = field(default=None, init=False, repr=False)
-    _plain_over_profile: float = field(default=1.0, init=False, repr=False)
-    _slowness: dict[bool, float] = field(default_factory=dict, init=False, repr=False)
-    _since_plain: int = field(default=MEASURED_STEPS, init=False, repr=False)
-    _asking: int = field(default=0, init=False, repr=False)
+    _allowance_ms: float | None = field(default=None, init=False, repr=False)
+    # measured over predicted milliseconds: running mean of plain steps, and the last step by `is_plain`
+    _plain_slowness: float = field(default=1.0, init=False, repr=False)
+    _last_slowness: dict[bool, float] = field(default_factory=dict, init=False, repr=False)
+    _steps_since_plain: int = field(default=CHECK_INTERVAL, init=False, repr=False)
+    _checks_left: int = field(default=0, init=False, repr=False)
 
     def choose(self, state: DecodeState) -> Shape:
-        return self.inner.choose(state) if self.speculating and not self._asking else PLAIN
+        return self.inner.choose(state) if self.speculating and not self._checks_left else PLAIN
 
     @property
     def platt(self) -> PlattScale:
@@ -74,22 +75,22 @@ class Guard:
         return self.inner.native_costs
 
     def observe(self, result: StepResult) -> None:
-        """Settle the step's account."""
-        plain_ms = self.latency.plain_ms(result.context_len) * self._plain_over_profile
-        if self._credit_ms is None:
-            self._credit_ms = START_STEPS * plain_ms
-        ms = self._settled_ms(result)
+        """Update the allowance, and decide whether the next step speculates."""
+        plain_ms = self.latency.plain_ms(result.context_len) * self._plain_slowness
+        if self._allowance_ms is None:
+            self._allowance_ms = START_STEPS * plain_ms
+        ms = self._counted_ms(result)
         if result.shape.depth > 0 or result.caught_up:
-            self._credit_ms += len(result.tokens) * plain_ms - ms
-        self._credit_ms = min(self._credit_ms + SHARE * ms, MOST_STEPS * plain_ms)
-        self.speculating = result.caught_up or self._credit_ms >= (
-            0.0 if self.speculating else PROBE_STEPS * plain_ms
-        )
+            self._allowance_ms += len(result.tokens) * plain_ms - ms
+        self._allowance_ms = min(self._allowance_ms + REFILL_SHARE * ms, MAX_STEPS * plain_ms)
+        needed_ms = 0.0 if self.speculating else PROBE_STEPS * plain_ms
+        self.speculating = result.caught_up or self._allowance_ms >= needed_ms
         self.inner.observe(result)
 
-    def _settled_ms(self, result: StepResult) -> float:
-        """The step's milliseconds; a hiccup of the machine is not the draft's fault, so slowness counts
-        when two steps in a row have it.
+    def _counted_ms(self, result: StepResult) -> float:
+        """The step's milliseconds; slowness counts only if two consecutive steps of a kind have it.
+
+        A single slow step is an interruption by the machine, not the draft's fault.
         """
         if result.caught_up:
             return result.ms
@@ -97,34 +98,34 @@ class Guard:
         predicted_ms = self.latency.step_ms(shape.width, shape.depth, result.verified, result.context_len)
         is_plain = shape.depth == 0
         slowness = result.ms / predicted_ms
-        settled = min(slowness, self._slowness.get(is_plain, 1.0))
-        self._slowness[is_plain] = slowness
+        counted = min(slowness, self._last_slowness.get(is_plain, 1.0))
+        self._last_slowness[is_plain] = slowness
         if is_plain:
-            self._answer(settled)
+            self._observe_plain(counted)
         else:
-            settled = self._unquestioned(settled)
-            # a machine faster than its profile decodes plainly faster as well
-            if True not in self._slowness:
-                self._remember(min(1.0, settled))
-        return settled * predicted_ms
+            counted = self._limit_unchecked(counted)
+            # a machine faster than its profile is also faster in plain steps
+            if True not in self._last_slowness:
+                self._average_plain(min(1.0, counted))
+        return counted * predicted_ms
 
-    def _unquestioned(self, slowness: float) -> float:
-        """What of a speculative step's slowness counts: all, once plain steps have shown their own pace."""
-        self._since_plain += 1
-        most = SLOWER * self._plain_over_profile
-        if slowness <= most or self._since_plain <= MEASURED_STEPS:
+    def _limit_unchecked(self, slowness: float) -> float:
+        """A speculative step's slowness, limited and checked if plain steps were not measured recently."""
+        self._steps_since_plain += 1
+        limit = SUSPECT_SLOWNESS * self._plain_slowness
+        if slowness <= limit or self._steps_since_plain <= CHECK_INTERVAL:
             return slowness
-        self._asking = ANSWER_STEPS
-        return most
+        self._checks_left = CHECK_STEPS
+        return limit
 
-    def _answer(self, slowness: float) -> None:
-        self._since_plain = 0
-        if self._asking:
-            self._asking -= 1
-            if not self._asking:
-                self._plain_over_profile = slowness
-        else:
-            self._remember(slowness)
+    def _observe_plain(self, slowness: float) -> None:
+        self._steps_since_plain = 0
+        if not self._checks_left:
+            self._average_plain(slowness)
+            return
+        self._checks_left -= 1
+        if not self._checks_left:
+            self._plain_slowness = slowness
 
-    def _remember(self, slowness: float) -> None:
-        self._plain_over_profile += (1 - PLAIN_MEMORY) * (slowness - self._plain_over_profile)
+    def _average_plain(self, slowness: float) -> None:
+        self._plain_slowness += (1 - PLAIN_MEMORY) * (slowness - self._plain_slowness)

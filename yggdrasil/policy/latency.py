@@ -1,4 +1,4 @@
-"""T_draft(W) and T_verify(W) of this machine, measured, at the current context length."""
+"""T_draft(W) and T_verify(K), measured on this machine, at any context length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["BUSY_FACTOR", "Curve", "LatencyModel"]
 
-BUSY_FACTOR = 3.0  # times what the profile predicts: another process wants the machine
+BUSY_FACTOR = 3.0  # times the predicted milliseconds: another process uses the machine
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class Curve:
     ms: tuple[tuple[float, ...], ...]
 
     def at(self, num_tokens: int, context_len: int) -> float:
-        """Milliseconds of the smallest measured size that holds `num_tokens`, linear between contexts,
-        clamped at both ends.
+        """Milliseconds of the smallest measured size that holds `num_tokens`.
+
+        Linear between contexts, clamped at both ends.
         """
         [ms] = self.at_each((num_tokens,), context_len)
         return ms
@@ -55,10 +56,11 @@ class Curve:
         return [before[column] * (1 - share) + after[column] * share for column in columns]
 
     def marginal_ms(self, most: int, context_len: int) -> list[float]:
-        """What every further token adds, the first 0, up to `most`: slopes of the greatest convex curve
-        that lies nowhere above this one at its sizes.
+        """Milliseconds that each further token adds, up to `most` tokens; the first adds 0.
 
-        Graphs come in steps; who adds tokens one by one would stop before a step that pays as a whole.
+        The values are slopes of the largest convex curve that is nowhere above this curve at its sizes.
+        Graph sizes come in steps, so a rule that adds tokens one by one would stop before a step that gains
+        as a whole.
         """
         sizes = [1, *(size for size in self.sizes if 1 < size <= most)]
         hull: list[tuple[int, float]] = []
@@ -70,20 +72,16 @@ class Curve:
 
     @cached_property
     def table(self) -> Tensor:
-        """(1 + contexts, 1 + sizes) float64 for operators: `ms`, the contexts before its columns and the
-        sizes above its rows.
+        """The curve for operators, (1 + contexts, 1 + sizes) float64.
+
+        Row 0 holds the sizes, column 0 the contexts, the rest `ms`.
         """
-        return torch.tensor(
-            [
-                (0, *self.sizes),
-                *((context, *row) for context, row in zip(self.contexts, self.ms, strict=True)),
-            ],
-            dtype=torch.float64,
-        )
+        rows = [(context, *row) for context, row in zip(self.contexts, self.ms, strict=True)]
+        return torch.tensor([(0, *self.sizes), *rows], dtype=torch.float64)
 
     @property
     def widest(self) -> int:
-        """Token count of the greatest graph that a step uses: the one above it is the prefill chunk's."""
+        """Token count of the largest graph that a step uses; the next larger one is the prefill chunk's."""
         return self.sizes[-2:][0]
 
     @classmethod
@@ -107,7 +105,7 @@ class LatencyModel:
         growth_host_ms: Host time of one growth step outside the draft's graph.
         step_host_ms: Host time of a speculative step outside graphs and growth.
         plain_host_ms: Host time of a plain step outside the graph.
-        num_threads: Of the operators that were measured; 0 where nothing was.
+        num_threads: Threads of the measured operators; 0 if nothing was measured.
 
     Source: Yggdrasil Fig. 5 and Eq. 3.
     """
@@ -120,17 +118,17 @@ class LatencyModel:
     num_threads: int = 0
 
     def plain_ms(self, context_len: int) -> float:
-        """One token without speculation: T_verify(1) and the host."""
+        """Milliseconds of one token without speculation: T_verify(1) and host time."""
         return self.verify.at(1, context_len) + self.plain_host_ms
 
     def step_ms(self, width: int, depth: int, verify: int, context_len: int) -> float:
-        """One iteration: head draft, D growth steps of which the last runs no forward, verification, host."""
+        """Milliseconds of one iteration: head draft, D - 1 growth forwards, verification, host time."""
         if depth == 0:
             return self.plain_ms(context_len)
         return self.before_verify_ms(width, depth, context_len) + self.verify.at(verify, context_len)
 
     def before_verify_ms(self, width: int, depth: int, context_len: int) -> float:
-        """What of an iteration does not depend on the verified width: drafting and the host."""
+        """The part of `step_ms` that does not depend on K: drafting and host time."""
         drafting = self.draft.at(2, context_len) + (depth - 1) * self.draft.at(width, context_len)
         return drafting + depth * self.growth_host_ms + self.step_host_ms
 

@@ -10,8 +10,9 @@ __all__ = ["speedup"]
 def speedup(
     aal: float, *, width: int, depth: int, verify: int, context_len: int, latency: LatencyModel
 ) -> float:
-    """Eq. 3: AAL(W, D, K) * T_verify(1) / (sum over D of T_draft(W) + T_verify(K)), with the host's
-    measured share on both sides.
+    """Eq. 3: AAL(W, D, K) * T_verify(1) / (sum over D of T_draft(W) + T_verify(K)).
+
+    Measured host time is added to the numerator's and the denominator's times.
 
     Args:
         aal: Emitted tokens per target forward, the bonus included.
@@ -21,6 +22,6 @@ def speedup(
         context_len: Committed tokens.
         latency: The profile.
 
-    Source: Yggdrasil Eq. (3). Departure: the overhead of the host, which the paper's schedule hides, is a
-    term here."""
+    Source: Yggdrasil Eq. (3). Departure: host time, which the paper's schedule hides, is a term here.
+    """
     return aal * latency.plain_ms(context_len) / latency.step_ms(width, depth, verify, context_len)

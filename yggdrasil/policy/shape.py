@@ -1,4 +1,7 @@
-"""The shape of the next step: one protocol, its policies as values."""
+"""The shape of the next step: the policy protocol, and its policies as values.
+
+Shapes: M = arms of the menu.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import Tensor
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.latency import LatencyModel
-from yggdrasil.policy.structures import SmallGain
+from yggdrasil.policy.stopping import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 from yggdrasil.step.platt import PlattScale
 
@@ -31,20 +34,23 @@ __all__ = [
 ]
 
 DepthRule = Literal["fixed", "predicted", "stopping"]
-"""Where D comes from: the calibration text (`BestShape`), this context before drafting (`ContextShape`), or
-the tree while it grows (`StoppingShape`).
+"""What determines D: calibration text (`BestShape`), the context (`ContextShape`), or the growing tree
+(`StoppingShape`).
 """
 
-CONTEXT_STEP = 128  # tokens of context after which the shape is chosen anew: attention's share moves slowly
+CONTEXT_STEP = 128  # tokens of context after which the shape is chosen again: costs change slowly
 
 
 NativeCosts = tuple[Tensor, Tensor, float, float, list[int]]
-"""Arguments of `ygg::verify_costs`: T_draft and T_verify as `Curve.table`, the host's milliseconds of a
-growth step and of a step, and the verified widths, ascending, with the greatest graph behind them."""
+"""Arguments of `ygg::verify_costs`.
+
+T_draft and T_verify as `Curve.table`, host milliseconds of a growth step and of a step, and the verified
+widths, ascending, followed by the size of the largest graph.
+"""
 
 
 class ShapePolicy(Protocol):
-    """Chooses W and D before drafting and K after it, and sees what came of it."""
+    """Chooses W and D before drafting and K after it, and observes the result."""
 
     def choose(self, state: DecodeState) -> Shape:
         """The shape of the next step; depth 0 is plain decoding."""
@@ -52,7 +58,7 @@ class ShapePolicy(Protocol):
 
     @property
     def platt(self) -> PlattScale:
-        """What the draft's probability of a child is worth to a tree that grows."""
+        """Scale of the draft's probabilities while a tree grows."""
         ...
 
     @property
@@ -63,18 +69,16 @@ class ShapePolicy(Protocol):
     def verify_costs(
         self, shape: Shape, num_nodes: int, context_len: int, lag: int
     ) -> tuple[list[int], list[float]]:
-        """The K to choose from for a tree of so many nodes, and the milliseconds of the step with each; see
-        step/prune.py.
-        """
+        """The K to choose from, and the step's milliseconds with each; see step/prune.py."""
         ...
 
     @property
     def native_costs(self) -> NativeCosts | None:
-        """What `verify_costs` is computed from; None when it has to be asked."""
+        """The data from which `verify_costs` is computed; None if the method must be called."""
         ...
 
     def observe(self, result: StepResult) -> None:
-        """What the step did."""
+        """Take note of a step's result."""
         ...
 
 
@@ -83,7 +87,7 @@ class FixedShape:
     """One shape for every step; with `shape.verify` unset, K still follows the objective.
 
     Args:
-        shape: W, D and perhaps K.
+        shape: W, D and optionally K.
         acceptance: Calibration of this pair.
         latency: Profile of this machine.
         verify_widths: Menu of K.
@@ -108,24 +112,18 @@ class FixedShape:
     def verify_costs(
         self, shape: Shape, num_nodes: int, context_len: int, lag: int
     ) -> tuple[list[int], list[float]]:
-        """What of every graph is left beside the tokens that lag, as far as the tree fills it; what comes
-        before verification is in every cost.
+        """The room that each graph has after `lag` tokens, as far as the tree fills it, and its cost.
+
+        Every cost includes the milliseconds before verification.
         """
         if shape.verify is not None:
             return [min(shape.verify, num_nodes)], [1.0]
         most = min(num_nodes, self.verify_widths[-1])
-        menu = sorted(
-            {
-                min(size - lag, most)
-                for size in (*self.verify_widths, self.latency.verify.sizes[-1])
-                if size > lag
-            }
-        )
-        settled_ms = self.latency.before_verify_ms(shape.width, shape.depth, context_len)
-        return menu, [
-            settled_ms + ms
-            for ms in self.latency.verify.at_each([lag + width for width in menu], context_len)
-        ]
+        sizes = (*self.verify_widths, self.latency.verify.sizes[-1])
+        menu = sorted({min(size - lag, most) for size in sizes if size > lag})
+        before_ms = self.latency.before_verify_ms(shape.width, shape.depth, context_len)
+        verify_ms = self.latency.verify.at_each([lag + width for width in menu], context_len)
+        return menu, [before_ms + ms for ms in verify_ms]
 
     @cached_property
     def native_costs(self) -> NativeCosts:
@@ -140,7 +138,7 @@ class FixedShape:
         )
 
     def observe(self, result: StepResult) -> None:
-        """Nothing is learnt: which shape runs depends on the text alone."""
+        """Does nothing: the choice of shapes depends only on the text."""
 
 
 @dataclass(frozen=True)
@@ -148,10 +146,10 @@ class Arms:
     """Every (W, D, K) of the menu at one context length as arrays, plain decoding first.
 
     Args:
-        shapes: (W, D) of every arm, K left to pruning.
+        shapes: (W, D) of every arm; pruning chooses K.
         width_M: (M,) W.
         depth_M: (M,) D; 0 for plain decoding.
-        verify_M: (M,) the K for which an arm is priced.
+        verify_M: (M,) the K that the arm's cost assumes.
         gain_M: (M,) accepted tokens, AAL - 1, on the calibration text; 0 for plain decoding.
         cost_M: (M,) milliseconds of an iteration.
     """
@@ -186,37 +184,37 @@ class Arms:
             for shape in shapes
             for verify in verify_widths
         ]
-        chosen, width_M, depth_M, verify_M, gain_M = zip(*rows, strict=True)
-        arrays = np.array(width_M), np.array(depth_M), np.array(verify_M)
-        return cls(chosen, *arrays, np.array(gain_M), _costs(*arrays, latency, context_len))
+        chosen, *columns = zip(*rows, strict=True)
+        width_M, depth_M, verify_M, gain_M = map(np.array, columns)
+        cost_M = _costs(width_M, depth_M, verify_M, latency, context_len)
+        return cls(chosen, width_M, depth_M, verify_M, gain_M, cost_M)
 
     def at(self, latency: LatencyModel, context_len: int) -> Arms:
         """The same arms at another context length. Cost: some microseconds."""
         return replace(self, cost_M=_costs(self.width_M, self.depth_M, self.verify_M, latency, context_len))
 
     def best(self, growth_D: npt.NDArray[np.floating] | float = 1.0, rate: float | None = None) -> int:
-        """The arm that Eq. 3 prefers; of equals the smaller tree.
+        """Index of the arm that Eq. 3 prefers; among equals that of the smaller tree.
 
         Args:
-            growth_D: The accepted length within depth D as a multiple, growth_D[D - 1], of the
-                calibration's; (D,), or one for all.
-            rate: Emitted tokens per millisecond that a run attains; None compares the arms' own ratios.
+            growth_D: (D,) growth_D[D - 1] is the accepted length within depth D, divided by that of the
+                calibration; or one value for all depths.
+            rate: Emitted tokens per millisecond of the whole run; None compares the arms' own ratios.
         """
-        emitted_M = 1.0 + self.gain_M * (
-            growth_D if isinstance(growth_D, float) else growth_D[self.depth_M - 1]
-        )
+        growth_M = growth_D if isinstance(growth_D, float) else growth_D[self.depth_M - 1]
+        emitted_M = 1.0 + self.gain_M * growth_M
         score_M = emitted_M / self.cost_M if rate is None else emitted_M - rate * self.cost_M
         return int(score_M.argmax())
 
     @cached_property
-    def settled(self) -> int:
-        """The arm that Eq. 3 prefers on the calibration text."""
+    def calibrated_best(self) -> int:
+        """Index of the arm that Eq. 3 prefers on the calibration text."""
         return self.best()
 
     @cached_property
     def rate(self) -> float:
-        """Emitted tokens per millisecond that the calibration and the profile promise of the best arm."""
-        return float((1.0 + self.gain_M[self.settled]) / self.cost_M[self.settled])
+        """Emitted tokens per millisecond of the best arm, by the calibration and the profile."""
+        return float((1.0 + self.gain_M[self.calibrated_best]) / self.cost_M[self.calibrated_best])
 
 
 def _costs(
@@ -238,53 +236,54 @@ def _costs(
 
 @dataclass(kw_only=True)
 class BestShape(FixedShape):
-    """The (W, D) that Eq. 3 likes best at the current context length, chain and plain decoding among the
-    arms.
+    """The (W, D) that maximises Eq. 3 at the current context length; chains and plain decoding included.
 
     Args:
         widths: Menu of W.
-        arms_by_context: Filled as contexts are met; policies of one acceptance and latency may share it,
-            for it takes a millisecond.
+        arms_by_context: A cache that takes a millisecond per entry to fill. Policies with the same
+            acceptance and latency may share it.
 
-    Source: Yggdrasil Eq. (3) over the whole menu; one shape for all contexts of a length, the depth
-    predictor refines it."""
+    Source: Yggdrasil Eq. (3) over the whole menu. All contexts of a length get the same shape; the depth
+    predictor refines it.
+    """
 
     widths: tuple[int, ...]
     arms_by_context: dict[int, Arms] = field(default_factory=dict, repr=False)
 
     def choose(self, state: DecodeState) -> Shape:
         arms = self.arms(state.root_pos)
-        return arms.shapes[arms.settled]
+        return arms.shapes[arms.calibrated_best]
 
     def arms(self, context_len: int) -> Arms:
         """The menu at this context length, in steps of CONTEXT_STEP."""
         key = context_len // CONTEXT_STEP * CONTEXT_STEP
         known = self.arms_by_context
-        if key not in known:
+        if key in known:
+            return known[key]
+        if known:
+            known[key] = next(iter(known.values())).at(self.latency, key)
+        else:
             menu = {"widths": self.widths, "verify_widths": self.verify_widths}
-            known[key] = (
-                next(iter(known.values())).at(self.latency, key)
-                if known
-                else Arms.of(self.acceptance, self.latency, **menu, context_len=key)
-            )
+            known[key] = Arms.of(self.acceptance, self.latency, **menu, context_len=key)
         return known[key]
 
 
 @dataclass(kw_only=True)
 class ContextShape(BestShape):
-    """The (W, D) that Eq. 3 likes best under the accepted length predicted for this very context.
+    """The (W, D) that maximises Eq. 3 with the accepted length predicted for this context.
 
-    The predictor says P(accepted >= d); its sum up to D, over the same sum on the calibration text, scales
-    the calibrated AAL of every shape of that depth. Eq. 3 is a ratio of means, so arms compete by tokens -
-    rate * milliseconds at the rate that is promised: a hopeless context gets a small tree, a promising one
-    a great one. Plain decoding is an arm.
+    The predictor returns P(accepted >= d). Its sum up to D, divided by the same sum on the calibration
+    text, scales the calibrated AAL of every shape of that depth. Eq. 3 is a ratio of means, so arms are
+    compared by tokens - rate * milliseconds, at the expected rate of the run. A context with few expected
+    tokens gets a small tree, one with many a large tree. Plain decoding is an arm.
 
     Args:
-        predictor: Of this pair and kind of text.
-        temperature: Of the sampling.
+        predictor: Predictor for this pair and kind of text.
+        temperature: Sampling temperature.
 
     Source: Yggdrasil section 4.2, "Draft Depth Prediction" and "Draft Width Selection". Departure: D and W
-    are chosen together, which costs one product over the menu, instead of D first and W at that D."""
+    are chosen together, which costs one product over the menu, instead of D first and W at that D.
+    """
 
     predictor: DepthPredictor
     temperature: float
@@ -294,7 +293,7 @@ class ContextShape(BestShape):
         self._growth = self.predictor.at(self.temperature)
 
     def choose(self, state: DecodeState) -> Shape:
-        if state.hidden_E is None:  # the first step, when the end of the prompt runs beside its tree
+        if state.hidden_E is None:  # the first step, if the end of the prompt runs with its tree
             return super().choose(state)
         arms = self.arms(state.root_pos)
         return arms.shapes[arms.best(self._growth(state.hidden_E), arms.rate)]
@@ -302,16 +301,17 @@ class ContextShape(BestShape):
 
 @dataclass(kw_only=True)
 class StoppingShape(BestShape):
-    """The best shape's W, grown until a step is worth less than its time.
+    """The best shape's W, grown until a step adds less value than it costs.
 
-    At the rate of tokens that Eq. 3 promises, every millisecond is worth some tokens: those of a growth
-    step, a draft forward and the host's share, and those that verifying one node more takes. Growth ends
-    with the first step that raised the worth of the best nodes by less than its own price. Each tree is as
-    deep as its own probabilities deserve, which no prediction from the text before it knows. For a CPU: a
-    host that only launches would have to wait for every step.
+    The expected rate of Eq. 3 converts milliseconds to tokens. So a growth step (draft forward and host
+    time) and the verification of one more node have a cost in tokens. Growth ends with the first step that
+    raises the value of the best nodes by less than the step's cost. So the depth of a tree follows its own
+    probabilities, which cannot be predicted from the text before it. For a CPU only: on a device, the host
+    would have to wait for every step.
 
-    Source: Yggdrasil Eq. (3), read as a price; the rule is OPT-Tree's, with a price for each node instead
-    of a budget. Departure: the paper predicts D before drafting."""
+    Source: Yggdrasil Eq. (3), as a cost per step; the rule is OPT-Tree's, with a cost for each node instead
+    of a budget. Departure: the paper predicts D before drafting.
+    """
 
     _shape_by_context: dict[int, Shape] = field(default_factory=dict, init=False, repr=False)
 
@@ -324,18 +324,13 @@ class StoppingShape(BestShape):
 
     def _stopping(self, context_len: int) -> Shape:
         arms = self.arms(context_len)
-        shape = arms.shapes[arms.settled]
+        shape = arms.shapes[arms.calibrated_best]
         if shape.depth == 0:
             return shape
         step_ms = self.latency.draft.at(shape.width, context_len) + self.latency.growth_host_ms
-        prices = [
-            arms.rate * ms for ms in self.latency.verify.marginal_ms(self.verify_widths[-1], context_len)
-        ]
-        return Shape(
-            shape.width,
-            self.acceptance.max_depth,
-            stop=SmallGain(shape.width, tuple(prices), arms.rate * step_ms),
-        )
+        node_ms = self.latency.verify.marginal_ms(self.verify_widths[-1], context_len)
+        stop = SmallGain(shape.width, tuple(arms.rate * ms for ms in node_ms), arms.rate * step_ms)
+        return Shape(shape.width, self.acceptance.max_depth, stop=stop)
 
 
 def best_shape(
@@ -346,10 +341,10 @@ def best_shape(
     verify_widths: Sequence[int],
     context_len: int,
 ) -> tuple[Shape, float]:
-    """The shape of the menu with the greatest predicted speedup, and that speedup; K is left to pruning.
+    """The shape of the menu with the largest predicted speedup, and that speedup; pruning chooses K.
 
-    Ties go to the smaller tree: plain decoding is the first arm, with a speedup of exactly 1.
+    Among equals the smaller tree is taken. Plain decoding is the first arm, with a speedup of exactly 1.
     """
     arms = Arms.of(acceptance, latency, widths=widths, verify_widths=verify_widths, context_len=context_len)
-    best = arms.settled
+    best = arms.calibrated_best
     return arms.shapes[best], float((1.0 + arms.gain_M[best]) * arms.cost_M[0] / arms.cost_M[best])

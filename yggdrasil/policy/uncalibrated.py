@@ -1,6 +1,4 @@
-"""Shapes for which nothing has to be measured: plain decoding, and those that calibration itself decodes
-with.
-"""
+"""Policies that need no measurements: plain decoding, and the shapes that calibration itself uses."""
 
 from __future__ import annotations
 
@@ -15,15 +13,16 @@ __all__ = ["UNCALIBRATED", "plain_policy", "uncalibrated_policy"]
 
 NO_LATENCY = LatencyModel(Curve((0,), (1,), ((1.0,),)), Curve((0,), (1,), ((1.0,),)), 0.0, 0.0, 0.0)
 KNOTS = tuple(-0.25 * step for step in range(32, -1, -1))
-UNCALIBRATED = Acceptance(KNOTS, tuple(math.exp(knot) for knot in KNOTS), {})  # takes the draft at its word
+# acceptance equals the draft's probability
+UNCALIBRATED = Acceptance(KNOTS, tuple(math.exp(knot) for knot in KNOTS), {})
 
 
 def plain_policy() -> FixedShape:
-    """Plain decoding, for which nothing has to be known yet."""
+    """Plain decoding; it needs no measurements."""
     return uncalibrated_policy(PLAIN)
 
 
 def uncalibrated_policy(shape: Shape) -> FixedShape:
-    """A shape with a set K, before anything is known about the pair."""
+    """A shape with a fixed K, for a pair without measurements."""
     assert shape.verify is not None
     return FixedShape(shape, UNCALIBRATED, NO_LATENCY, (shape.verify,))

@@ -1,3 +1,1 @@
-"""The iteration as stages, the order and place in which they run, the search for the best such plan, and
-what runs any of them.
-"""
+"""An iteration as stages, plans that order them, the search for the best plan, and the executor."""

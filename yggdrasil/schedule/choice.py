@@ -1,4 +1,4 @@
-"""Choose a pair's plans on this machine: measure the stages, search, and try the best against the step."""
+"""Choose a pair's plans on this machine: measure stages, search, and test the best plan."""
 
 from __future__ import annotations
 
@@ -14,38 +14,40 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.plan import SEQUENTIAL, Plan
 from yggdrasil.schedule.profile import NUM_STEPS, PROBES, StageProfile, profile_stages
-from yggdrasil.schedule.search import LEAST_GAIN, Timeline, best_plan, plans, simulate
+from yggdrasil.schedule.search import MIN_GAIN, Timeline, best_plan, plans, simulate
 from yggdrasil.schedule.workload import NoRoom, Workload
 from yggdrasil.trace import Trace
 
 __all__ = ["FORMAT", "TEMPERATURES", "PlanChoice", "PlanSearch", "Trial", "choose_plans", "search_plan"]
 
-FORMAT = 2
-"""Of a stored `PlanChoice`."""
+FORMAT = 3
+"""Format number of a stored `PlanChoice`."""
 
 TEMPERATURES = (0.0, 1.0)
-"""A greedy text and a sampled one: what runs ahead of time, and what it saves, differ."""
+"""Greedy and sampled text have different stages ahead of time, and gain differently from them."""
 
 BUDGET_S = {"cpu": 3.0, "cuda": 20.0}
-"""Of a search at all temperatures together, whatever the size of the models. A CPU gets less: where a
-forward ahead of time shares the cores with all else, there is little to find."""
+"""Seconds for the search at all temperatures together, for models of any size.
 
-PROFILE_SHARE = 1 / 3  # of a search's time for the stages; the rest is for the trial
-MOST_TURNS = 31
-LEAST_TURNS = 6  # fewer have no 95 % interval: all of five agree by chance once in sixteen
-LEAST_ITERATIONS = (len(PROBES) + 2 * LEAST_TURNS) * (NUM_STEPS + 1)  # that a search needs to take a plan
+A CPU gets less: a forward ahead of time shares the cores with all other work, so plans gain little there.
+"""
+
+PROFILE_SHARE = 1 / 3  # share of a search's time for measuring stages; the rest is for the trial
+MAX_TURNS = 31
+MIN_TURNS = 6  # fewer have no 95 % interval: five agree by chance once in sixteen
+MIN_ITERATIONS = (len(PROBES) + 2 * MIN_TURNS) * (NUM_STEPS + 1)  # that a search needs to find a plan
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan against what runs without it, in turns over the same text.
+    """A plan compared with the step without a plan, in turns over the same text.
 
     Args:
-        plan: Which.
-        plan_ms: Of an iteration by the plan, median over the turns.
-        step_ms: Of an iteration without it.
+        plan: The plan.
+        plan_ms: Milliseconds of an iteration with the plan, median over the turns.
+        step_ms: Milliseconds of an iteration without it, median over the turns.
         num_turns: Pairs of runs.
-        gain95: 95 % interval of the median over turns of 1 - plan / step; None of too few turns.
+        gain95: 95 % interval of the median over turns of 1 - plan / step; None for too few turns.
     """
 
     plan: Plan
@@ -62,13 +64,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """What was found for requests of one kind.
+    """The result of a search at one temperature.
 
     Args:
-        temperature: At which it was measured.
-        step_ms: What an iteration was expected to take.
-        profile: Of every stage; None where time or context did not suffice to measure it.
-        trial: Of the plan with the best prediction; None where that was to run nothing ahead of time.
+        temperature: Sampling temperature of the measured text.
+        step_ms: Expected milliseconds of an iteration.
+        profile: Times of all stages; None if time or context was too short to measure them.
+        trial: Trial of the plan with the best prediction; None if that plan runs nothing ahead of time.
     """
 
     temperature: float
@@ -78,28 +80,28 @@ class PlanSearch:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan to run."""
+        """The plan to run, if one gains."""
         return self.trial.plan if self.trial is not None and self.trial.gains else None
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
-        """Simulated iterations: stages one after another, and the plan that was tried."""
+        """Simulated iterations: the sequential plan and the plan that was tried."""
         if self.profile is None:
             return ()
         tried = [] if self.trial is None else [self.trial.plan]
         return tuple(simulate(plan, self.profile) for plan in (SEQUENTIAL, *tried))
 
     def why(self) -> str:
-        """The plan, or that there is none, and the reason in numbers."""
+        """The plan or its absence, and the measured reason."""
         if self.profile is None:
             expected = f"an iteration was expected to take {self.step_ms:.2f} ms"
             return f"no plan: time or context did not suffice to measure any; {expected}"
         trial = self.trial
         if trial is None:
             num_plans = len(plans(has_streams=bool(self.profile.device_ms))) - 1
-            return f"no plan: none of {num_plans} is predicted to gain {LEAST_GAIN:.0%}"
+            return f"no plan: none of {num_plans} is predicted to gain {MIN_GAIN:.0%}"
         if trial.gain95 is None:
-            return f"no plan: {trial.plan.name} had {trial.num_turns} turns, and needs {LEAST_TURNS}"
+            return f"no plan: {trial.plan.name} had {trial.num_turns} turns, and needs {MIN_TURNS}"
         low, high = trial.gain95
         measured = f"{trial.plan_ms:.3f} ms an iteration, {trial.step_ms:.3f} without it"
         gain = f"gain {low:+.1%} to {high:+.1%} (95 %, {trial.num_turns} turns)"
@@ -108,7 +110,7 @@ class PlanSearch:
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """A pair's plans on a machine, and why.
+    """A pair's plans on a machine, with their measurements.
 
     Args:
         greedy: For requests at temperature 0.
@@ -120,7 +122,7 @@ class PlanChoice:
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> PlanChoice:
-        """Of `asdict`. Raises ConfigError, KeyError or TypeError on anything else."""
+        """The inverse of `asdict`. Raises ConfigError, KeyError or TypeError on anything else."""
         return cls(*(_search(payload[kind]) for kind in ("greedy", "sampled")))
 
 
@@ -137,10 +139,10 @@ def _search(payload: Mapping[str, Any]) -> PlanSearch:
 
 
 def choose_plans(work: Workload, *, tick: Callable[[], None] = lambda: None) -> PlanChoice:
-    """Search at every temperature, each with its share of the time.
+    """Search at every temperature, with equal shares of the time.
 
     Args:
-        work: What is decoded meanwhile, at the temperature of each search.
+        work: The text to decode; each search sets its own temperature.
         tick: Called after each of `TEMPERATURES`.
     """
     found = []
@@ -154,13 +156,14 @@ def choose_plans(work: Workload, *, tick: Callable[[], None] = lambda: None) -> 
 def search_plan(work: Workload, budget_s: float) -> PlanSearch:
     """Profile the stages, simulate every plan, and try the best one.
 
-    A search for which the time would not suffice at the expected duration of an iteration is not begun.
+    Nothing is measured if the time would be too short at the expected duration of an iteration.
 
-    Source: Yggdrasil section 5.2. Departure: the paper runs the best by prediction; here it must gain.
+    Source: Yggdrasil section 5.2. Departure: the paper runs the plan with the best prediction; here it must
+    also gain when measured.
     """
     start = time.perf_counter()
     temperature = work.sampling.temperature
-    if LEAST_ITERATIONS * work.step_ms > budget_s * 1e3:
+    if MIN_ITERATIONS * work.step_ms > budget_s * 1e3:
         return PlanSearch(temperature, work.step_ms)
     work.prefill()
     try:
@@ -173,19 +176,19 @@ def search_plan(work: Workload, budget_s: float) -> PlanSearch:
 
 
 def try_plan(work: Workload, plan: Plan, deadline: float) -> Trial:
-    """Run a plan and what runs without it in turns, either first as often, until the deadline.
+    """Run the plan and the step without it in turns until the deadline; each is first equally often.
 
-    A pair of runs that the deadline breaks off does not count.
+    A pair of runs that the deadline interrupts does not count.
 
     Args:
-        work: What is decoded; its prompt is in the caches.
-        plan: What to try.
-        deadline: Of `time.perf_counter`.
+        work: The text to decode; its prompt is in the caches.
+        plan: The plan to try.
+        deadline: Value of `time.perf_counter`.
     """
     arms = {"plan": Executor(plan, work.target, work.draft, Trace()).step, "step": work.step}
     turns: list[dict[str, float]] = []
     try:
-        while len(turns) < MOST_TURNS:
+        while len(turns) < MAX_TURNS:
             order = sorted(arms, reverse=len(turns) % 2 == 0)
             turns.append({arm: work.mean_ms(arms[arm], NUM_STEPS, deadline) for arm in order})
     except NoRoom:
@@ -196,10 +199,11 @@ def try_plan(work: Workload, plan: Plan, deadline: float) -> Trial:
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % interval of a median by the sign test: two order statistics as far from either end.
+    """The 95 % interval of a median by the sign test: two order statistics, equally far from both ends.
 
     Returns:
-        Exact for any distribution. None for fewer than `LEAST_TURNS`: not even their extremes are one.
+        An interval that is valid for any distribution. None for fewer than `MIN_TURNS` samples, whose
+        extremes are not yet a 95 % interval.
     """
     ordered = sorted(samples)
     ways = accumulate(comb(len(samples), place) for place in count())  # with at most `place` below

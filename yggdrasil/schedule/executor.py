@@ -1,6 +1,4 @@
-"""Run an iteration by a plan: the same calls as `Engine.step`, in the plan's order, some ahead of time,
-some beside the others.
-"""
+"""Run an iteration by a plan: the calls of `Engine.step` in another order, some of them in parallel."""
 
 from __future__ import annotations
 
@@ -21,18 +19,18 @@ from yggdrasil.schedule.side import Side, side_of
 from yggdrasil.schedule.stages import needs
 from yggdrasil.staging import upload
 from yggdrasil.state import PLAIN, DecodeState, Head, Shape, StepResult
-from yggdrasil.step.accept import Accepted, follow, say
-from yggdrasil.step.commit import commit_draft_, commit_text_, forget_unfinished_
+from yggdrasil.step.accept import Accepted, follow, target_tokens
+from yggdrasil.step.commit import commit_draft_, commit_text_, roll_back_unfinished_
 from yggdrasil.step.draft import Drafted, catch_up_, draft, grow, head_draft, run_nodes
 from yggdrasil.step.prune import Pruned, prune
-from yggdrasil.step.sampling import Said, gumbel_noise
+from yggdrasil.step.sampling import TargetTokens, gumbel_noise
 from yggdrasil.step.verify import verify
 
 __all__ = ["Executor", "StageClock"]
 
 
 class StageClock(Protocol):
-    """Times stages: a `Trace`, or one that asks the device."""
+    """Times stages: a `Trace`, or a clock that also times the device."""
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Time the block as one run of stage `name`."""
@@ -41,17 +39,16 @@ class StageClock(Protocol):
 
 @dataclass
 class Iteration:
-    """What the stages of one iteration hand to each other; each field is written by one stage and read by
-    later ones.
+    """The data of one iteration; each field is written by one stage and read by later ones.
 
     Attributes:
         vocab: V, 0 until the target has run once.
         keeps_head: Whether the plan drafts the next head ahead of time.
-        num_run: Nodes of the drafted tree, from the root on, with KV in the draft's cache.
-        said: The target's own token after every verified node.
-        after_said: The draft's candidates after those tokens and their log-probabilities, (K, C) each,
-            where next_head ran.
-        next_head: The one of them that the text takes.
+        num_run: The first `num_run` nodes of the drafted tree have KV in the draft's cache.
+        target_tokens: The target's own token after every verified node.
+        next_candidates: The draft's candidates after those tokens and their log-probabilities, (K, C) each,
+            if next_head ran.
+        next_head: The candidates after the last accepted node.
     """
 
     target: TokenModel
@@ -68,10 +65,10 @@ class Iteration:
     pruned: Pruned = field(init=False)
     logits_KV: Tensor = field(init=False)
     hidden_KE: Tensor = field(init=False)
-    said: Said = field(init=False)
+    target_tokens: TargetTokens = field(init=False)
     accepted: Accepted = field(init=False)
     caught_up: bool = False
-    after_said: tuple[Tensor, Tensor] | None = None
+    next_candidates: tuple[Tensor, Tensor] | None = None
     next_head: Head | None = None
 
 
@@ -80,8 +77,9 @@ def _policy(it: Iteration) -> None:
 
 
 def _head(it: Iteration) -> None:
-    """The head drafted ahead of time when it is of this very root; used up either way, so that no
-    interrupted iteration leaves one behind.
+    """Use the head drafted ahead of time if it belongs to this root, else draft one.
+
+    The old head is dropped in either case, so an interrupted iteration leaves none.
     """
     ready = it.state.head
     it.state.head = None
@@ -100,15 +98,10 @@ def _grow(it: Iteration) -> None:
     if it.shape.depth == 0:
         it.drafted = draft(it.draft, it.state, it.shape)
     else:
-        it.drafted = grow(
-            it.draft,
-            it.state,
-            it.shape,
-            it.head,
-            it.policy.platt,
-            spare=it.shape.num_nodes if it.keeps_head else 0,
-        )
-    it.num_run, it.shape = it.drafted.num_run, it.drafted.shape
+        spare = it.shape.num_nodes if it.keeps_head else 0
+        it.drafted = grow(it.draft, it.state, it.shape, it.head, it.policy.platt, spare=spare)
+    it.num_run = it.drafted.num_run
+    it.shape = it.drafted.shape
 
 
 def _noise(it: Iteration) -> None:
@@ -123,33 +116,30 @@ def _tail(it: Iteration) -> None:
 
 
 def _prune(it: Iteration) -> None:
-    it.pruned = prune(
-        it.drafted.tree, it.shape, it.policy, it.root_pos, lag=it.root_pos - it.target.cache.len
-    )
+    lag = it.root_pos - it.target.cache.len
+    it.pruned = prune(it.drafted.tree, it.shape, it.policy, it.root_pos, lag=lag)
 
 
 def _verify(it: Iteration) -> None:
     it.logits_KV, it.hidden_KE = verify(it.target, it.pruned.tree, it.state.tokens)
 
 
-def _say(it: Iteration) -> None:
-    it.said = say(it.pruned.tree, it.logits_KV, it.root_pos, it.state.sampling)
+def _target_tokens(it: Iteration) -> None:
+    it.target_tokens = target_tokens(it.pruned.tree, it.logits_KV, it.root_pos, it.state.sampling)
 
 
 def _next_head(it: Iteration) -> None:
-    """One node under every verified node, with what the target said there; only one of them will be the
-    next root.
-    """
-    # the same arrays with a length of its own: `walk` must not see these nodes
+    """Run the draft over the target's token after every verified node; one of them is the next root."""
+    # the same arrays but another length: `walk` must not see these nodes
     tree = copy(it.drafted.tree)
     first = len(tree)
-    parents_K = upload(it.pruned.drafted_node, it.said.token_K.device)
-    tree.grow(parents_K, it.said.token_K, tree.log_prob_N[parents_K])
-    it.after_said = run_nodes(it.draft, tree, first, len(tree), it.root_pos)
+    parents_K = upload(it.pruned.drafted_node, it.target_tokens.token_K.device)
+    tree.grow(parents_K, it.target_tokens.token_K, tree.log_prob_N[parents_K])
+    it.next_candidates = run_nodes(it.draft, tree, first, len(tree), it.root_pos)
 
 
 def _walk(it: Iteration) -> None:
-    it.accepted = follow(it.pruned.tree, it.said)
+    it.accepted = follow(it.pruned.tree, it.target_tokens)
 
 
 def _commit_target(it: Iteration) -> None:
@@ -157,15 +147,15 @@ def _commit_target(it: Iteration) -> None:
 
 
 def _commit_draft(it: Iteration) -> None:
-    """The path; and the next root behind it as a provisional index, where its KV is there already."""
-    if it.after_said is None:
+    """Commit the path; if next_head ran, keep the next root's KV after it as provisional."""
+    if it.next_candidates is None:
         return commit_draft_(it.draft, it.pruned, it.accepted, it.num_run)
     path = it.accepted.path
     cache = it.draft.cache
     last = path[-1]
     cache.commit_([*(it.pruned.drafted_node[node] for node in path), len(it.drafted.tree) + last])
     cache.rollback_(cache.len - 1)
-    it.next_head = Head(it.root_pos + len(path), *it.after_said, last)
+    it.next_head = Head(it.root_pos + len(path), *it.next_candidates, last)
     return None
 
 
@@ -182,7 +172,7 @@ RUN: Mapping[str, Callable[[Iteration], None]] = {
     "tail": _tail,
     "prune": _prune,
     "verify": _verify,
-    "say": _say,
+    "target_tokens": _target_tokens,
     "next_head": _next_head,
     "walk": _walk,
     "commit_target": _commit_target,
@@ -200,9 +190,7 @@ def _tail_helps(it: Iteration) -> bool:
 
 
 def _next_head_helps(it: Iteration) -> bool:
-    """Where the cache has no room or metadata no depth for a node under every leaf, the next iteration
-    drafts its head itself.
-    """
+    """Whether cache and metadata have room for a node under every leaf; else the next `head` drafts it."""
     num_nodes = len(it.drafted.tree) + len(it.pruned.tree)
     return it.num_run > 0 and it.shape.depth < it.draft.max_depth and num_nodes <= it.draft.cache.num_free
 
@@ -212,30 +200,31 @@ HELPS: Mapping[str, Callable[[Iteration], bool]] = {
     "tail": _tail_helps,
     "next_head": _next_head_helps,
 }
-"""Whether a stage ahead of time has anything to do; nothing does in a plain step."""
+"""Whether a stage ahead of time has any work; in a plain step none has."""
 
 
-class Turn(NamedTuple):
-    """One placement, resolved: what to wait for, whether to run at all, what, and where."""
+class PlannedStage(NamedTuple):
+    """One placement of a plan, resolved for execution."""
 
     name: str
     waits: tuple[str, ...]
     helps: Callable[[Iteration], bool] | None
     run: Callable[[Iteration], None]
-    beside: bool
+    on_side: bool
 
 
 class Executor:
-    """Runs iterations by a plan, token for token what `Engine.step` emits.
+    """Runs iterations by a plan; emits the same tokens as `Engine.step`.
 
     Args:
-        plan: Any valid one.
+        plan: Any valid plan.
         target: Decides every token.
-        draft: Guesses.
-        trace: Gets the milliseconds of every stage, by name; a stage on "side" times its own run.
+        draft: Proposes tokens.
+        trace: Receives the milliseconds of every stage; a stage on "side" times its own run.
 
-    Cost: beyond the stages a few microseconds per iteration, and a handover per stage on "side". On CUDA no
-    sync but the stages' own."""
+    Cost: in addition to the stages a few microseconds per iteration, and a handover per stage on "side". On
+    CUDA no sync except those of the stages.
+    """
 
     def __init__(self, plan: Plan, target: TokenModel, draft: TokenModel, trace: StageClock) -> None:
         self.plan = plan
@@ -243,43 +232,29 @@ class Executor:
         self.draft = draft
         self.trace = trace
         self._vocab = 0
-        self._side: Side | None = side_of(draft.device) if plan.beside else None
-        self._turns = [self._turn(stage) for stage in plan.order]
+        self._side: Side | None = side_of(draft.device) if plan.on_side else None
+        self._stages = [self._planned(stage) for stage in plan.order]
 
-    def _turn(self, stage: str) -> Turn:
-        beside = stage in self.plan.beside
-        waits = (
-            ()
-            if beside
-            else tuple(need for need in needs(stage, self.plan.ahead) if need in self.plan.beside)
-        )
-        return Turn(stage, waits, HELPS.get(stage), RUN[stage], beside)
+    def _planned(self, stage: str) -> PlannedStage:
+        on_side = stage in self.plan.on_side
+        needed = () if on_side else needs(stage, self.plan.ahead)
+        waits = tuple(need for need in needed if need in self.plan.on_side)
+        return PlannedStage(stage, waits, HELPS.get(stage), RUN[stage], on_side)
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
-        """Emit one or more tokens; the contract of `Engine.step`.
-
-        Args:
-            state: The request; its tokens are extended by what is emitted.
-            policy: Chooses the shape.
+        """Emit one or more tokens; arguments and result are those of `Engine.step`.
 
         Raises:
-            YggError: the target's logits are not finite; whatever is raised, the text so far is intact and
-                nothing runs on.
+            YggError: the target's logits are not finite. After any error the text so far is intact and no
+                stage is still running.
         """
         start = time.perf_counter()
         side = self._side
         if side is not None:
-            side.join()  # an interrupt may have struck while the last step was being cleared away
-        forget_unfinished_(self.target, self.draft, state.root_pos)
-        it = Iteration(
-            self.target,
-            self.draft,
-            state,
-            policy,
-            state.root_pos,
-            self._vocab,
-            "next_head" in self.plan.ahead,
-        )
+            side.join()  # the last step may have been interrupted before it joined
+        roll_back_unfinished_(self.target, self.draft, state.root_pos)
+        keeps_head = "next_head" in self.plan.ahead
+        it = Iteration(self.target, self.draft, state, policy, state.root_pos, self._vocab, keeps_head)
         try:
             self._run(it, side)
         finally:
@@ -287,37 +262,35 @@ class Executor:
                 side.join()
         self._vocab = it.logits_KV.shape[1]
         pruned = it.pruned
-        path = it.accepted.path
-        ms = (time.perf_counter() - start) * 1e3
-        sizes = len(it.drafted.tree), len(pruned.tree)
         result = StepResult(
-            it.accepted.tokens,
-            it.shape,
-            *sizes,
-            it.root_pos,
-            pruned.expected_emitted,
-            lambda: pruned.tree,
-            path,
-            ms,
-            it.caught_up,
+            tokens=it.accepted.tokens,
+            shape=it.shape,
+            drafted=len(it.drafted.tree),
+            verified=len(pruned.tree),
+            context_len=it.root_pos,
+            predicted_emitted=pruned.expected_emitted,
+            tree_of=lambda: pruned.tree,
+            path=it.accepted.path,
+            ms=(time.perf_counter() - start) * 1e3,
+            caught_up=it.caught_up,
         )
         policy.observe(result)
         return result
 
     def _run(self, it: Iteration, side: Side | None) -> None:
         stage = self.trace.stage
-        for name, waits, helps, run, beside in self._turns:
+        for name, waits, helps, run, on_side in self._stages:
             if side is not None:
                 for awaited in waits:
                     side.wait(awaited)
             if helps is not None and not helps(it):
                 continue
-            if beside and side is not None:
-                side.submit(name, partial(self._run_beside, name, run, it))
+            if on_side and side is not None:
+                side.submit(name, partial(self._run_on_side, name, run, it))
             else:
                 with stage(name):
                     run(it)
 
-    def _run_beside(self, name: str, run: Callable[[Iteration], None], it: Iteration) -> None:
+    def _run_on_side(self, name: str, run: Callable[[Iteration], None], it: Iteration) -> None:
         with self.trace.stage(name):
             run(it)

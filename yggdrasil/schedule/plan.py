@@ -12,10 +12,10 @@ from yggdrasil.schedule.stages import AHEAD, MAIN, STAGES, needs
 __all__ = ["RESOURCES", "SEQUENTIAL", "Placement", "Plan"]
 
 RESOURCES = ("main", "side")
-"""The calling thread and one worker beside it; on CUDA the calling thread's stream and a second one."""
+"""The calling thread and one worker thread; on CUDA the calling thread's stream and a second stream."""
 
-# stages with less, or other, work left
-_EASED = {"head": ("next_head", "tail"), "say": ("noise",), "commit_draft": ("next_head",)}
+# stages that have less or other work when one of these stages ran ahead of time
+_REDUCED_BY = {"head": ("next_head", "tail"), "target_tokens": ("noise",), "commit_draft": ("next_head",)}
 
 
 @dataclass(frozen=True)
@@ -28,23 +28,23 @@ class Placement:
 
 @dataclass(frozen=True)
 class Plan:
-    """An iteration, in the order in which the calling thread comes to its stages: it runs those of "main"
-    and hands over those of "side".
+    """An iteration: its stages in the calling thread's order, which runs "main" and hands over "side".
 
     Args:
-        name: For people.
-        placements: Every stage of `MAIN` once, on "main", and any of `AHEAD` once, each after what it
-            needs.
+        name: A readable name.
+        placements: Every stage of `MAIN` once, on "main", and any of `AHEAD` once, each after the stages
+            that it needs.
 
     Raises:
-        ConfigError: a stage or resource that does not exist, is missing or comes twice, stands before what
-            it needs, or is not for "side".
+        ConfigError: a stage or resource that does not exist, is missing, comes twice, comes before a stage
+            that it needs, or may not run on "side".
 
     Example:
         >>> from yggdrasil.schedule.plan import SEQUENTIAL, Plan
         >>> SEQUENTIAL.ahead
         ()
-        >>> Plan.of("tail beside verification", [*SEQUENTIAL.order[:3], ("tail", "side"), *SEQUENTIAL.order[3:]]).ahead
+        >>> order = SEQUENTIAL.order
+        >>> Plan.of("tail during verification", [*order[:3], ("tail", "side"), *order[3:]]).ahead
         ('tail',)
 
     Source: Yggdrasil section 5.2.
@@ -86,14 +86,12 @@ class Plan:
     @classmethod
     def of(cls, name: str, order: Sequence[str | tuple[str, str]]) -> Plan:
         """A plan from stages; a pair names the resource, a bare stage runs on "main"."""
-        return cls(
-            name,
-            tuple(Placement(entry) if isinstance(entry, str) else Placement(*entry) for entry in order),
-        )
+        entries = ((entry,) if isinstance(entry, str) else entry for entry in order)
+        return cls(name, tuple(Placement(*entry) for entry in entries))
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The stages without their resources."""
+        """The names of the stages, in order."""
         return tuple(place.stage for place in self.placements)
 
     @property
@@ -102,28 +100,31 @@ class Plan:
         return tuple(stage for stage in AHEAD if stage in self.order)
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def on_side(self) -> tuple[str, ...]:
         """The stages on "side", in order."""
         return tuple(place.stage for place in self.placements if place.resource == "side")
 
     def helps(self, temperature: float) -> bool:
-        """Whether anything runs ahead of time at this temperature: at 0 there is no noise to draw."""
+        """Whether any stage runs ahead of time at this temperature: at 0 there is no noise to draw."""
         return any(stage != "noise" or temperature > 0 for stage in self.ahead)
 
     def form(self, stage: str) -> str:
-        """Under which name the stage's milliseconds are measured: where it runs, and what ran ahead of
-        time, change its work.
+        """The name under which the stage's milliseconds are measured.
+
+        A stage's work depends on where it runs and on what ran ahead of time.
         """
         if stage in AHEAD:
-            return f"{stage} on {'side' if stage in self.beside else 'main'}"
-        eased = next((earlier for earlier in _EASED.get(stage, ()) if earlier in self.ahead), None)
-        return stage if eased is None else f"{stage} after {eased}"
+            return f"{stage} on {'side' if stage in self.on_side else 'main'}"
+        reduced_by = next(
+            (earlier for earlier in _REDUCED_BY.get(stage, ()) if earlier in self.ahead), None
+        )
+        return stage if reduced_by is None else f"{stage} after {reduced_by}"
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Plan:
-        """Of `asdict`. Raises ConfigError, KeyError or TypeError on what is not a valid plan."""
+        """The inverse of `asdict`. Raises ConfigError, KeyError or TypeError for an invalid plan."""
         return cls(payload["name"], tuple(Placement(**placement) for placement in payload["placements"]))
 
 
 SEQUENTIAL = Plan.of("sequential", MAIN)
-"""The order of `Engine.step`, nothing ahead of time."""
+"""The order of `Engine.step`; no stage runs ahead of time."""

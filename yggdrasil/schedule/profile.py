@@ -1,4 +1,4 @@
-"""Measure every stage in its place: in real iterations, in every form that a plan can give it."""
+"""Measure every stage in real iterations, in every form that a plan can give it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,34 @@ from yggdrasil.schedule.plan import Plan
 from yggdrasil.schedule.stages import MAIN
 from yggdrasil.schedule.workload import NoRoom, Workload
 
-__all__ = ["BESIDE", "NUM_STEPS", "PROBES", "Clock", "Sample", "StageProfile", "Stay", "profile_stages"]
+__all__ = [
+    "NUM_STEPS",
+    "OVERLAPS",
+    "PROBES",
+    "Clock",
+    "Sample",
+    "StageProfile",
+    "StageTimes",
+    "profile_stages",
+]
 
-BESIDE = {"noise": "verify", "tail": "verify", "next_head": "walk"}
-"""The stage of the calling thread that one on "side" mostly runs beside."""
+OVERLAPS = {"noise": "verify", "tail": "verify", "next_head": "walk"}
+"""For each stage on "side", the stage of the calling thread during which it mostly runs."""
 
 PROBES = (
     Plan.of("sequential", MAIN),
     Plan.of("tail", (*MAIN[:5], "tail", *MAIN[5:])),
-    Plan.of("all", (*MAIN[:5], "noise", "tail", "say", "next_head", *MAIN[6:])),
-    Plan.of("noise beside", (*MAIN[:3], ("noise", "side"), *MAIN[3:])),
-    Plan.of("tail beside", (*MAIN[:3], ("tail", "side"), *MAIN[3:])),
+    Plan.of("all", (*MAIN[:5], "noise", "tail", "target_tokens", "next_head", *MAIN[6:])),
+    Plan.of("noise on side", (*MAIN[:3], ("noise", "side"), *MAIN[3:])),
+    Plan.of("tail on side", (*MAIN[:3], ("tail", "side"), *MAIN[3:])),
     Plan.of(
-        "all beside",
+        "all on side",
         (*MAIN[:3], ("noise", "side"), ("tail", "side"), *MAIN[3:6], ("next_head", "side"), *MAIN[6:]),
     ),
 )
-"""Plans that between them run every stage in every form; a form is measured in the first that has it."""
+"""Plans that together run every stage in every form; a form is measured in the first plan that has it."""
 
-NUM_STEPS = 4  # that count, of a run
+NUM_STEPS = 4  # measured iterations of a run; one more runs before them
 ROUNDS = 3
 
 
@@ -43,12 +52,12 @@ class StageProfile:
     """Milliseconds of every form of every stage, see `Plan.form`.
 
     Args:
-        host_ms: Of the thread that runs the stage; on CUDA of its launches and waits.
-        device_ms: Of the stream, on CUDA; empty on a CPU.
-        stretch_ms: What the calling thread's stages lose while a stage runs on "side": the contention.
-        overhead_ms: What an iteration takes between its stages.
-        handover_ms: From handing a stage to "side" until it runs, and from its end until who waits for it
-            goes on.
+        host_ms: Time on the thread that runs the stage; on CUDA its launches and waits.
+        device_ms: Time on the stream, on CUDA; empty on a CPU.
+        stretch_ms: Slowdown of the calling thread's stages while a stage runs on "side": the contention.
+        overhead_ms: Time of an iteration between its stages.
+        handover_ms: Time from handing a stage to "side" until it runs, and from its end until the waiting
+            thread continues.
     """
 
     host_ms: Mapping[str, float]
@@ -58,10 +67,10 @@ class StageProfile:
     handover_ms: float
 
 
-class Stay(NamedTuple):
-    """A stage on its thread, milliseconds of one clock.
+class StageTimes(NamedTuple):
+    """Times of one stage on its thread, in milliseconds of one clock.
 
-    On CUDA the thread waits for the stages before between entering it and starting its work.
+    On CUDA the thread first waits for the stages before it, between `entered_ms` and `start_ms`.
     """
 
     entered_ms: float
@@ -74,24 +83,24 @@ class Sample:
     """One measured iteration.
 
     Args:
-        ms: Of the calling thread.
-        stays: Of every stage.
-        device_ms: Of every stage on its stream, on CUDA.
+        ms: Milliseconds of the calling thread.
+        stages: Times of every stage.
+        device_ms: Milliseconds of every stage on its stream, on CUDA.
     """
 
     ms: float
-    stays: Mapping[str, Stay]
+    stages: Mapping[str, StageTimes]
     device_ms: Mapping[str, float]
 
     def host_ms(self, stage: str) -> float:
-        """Of a stage on its thread, 0 when it did not run."""
-        stay = self.stays.get(stage)
-        return 0.0 if stay is None else stay.end_ms - stay.start_ms
+        """Milliseconds of a stage on its thread, 0 when it did not run."""
+        times = self.stages.get(stage)
+        return 0.0 if times is None else times.end_ms - times.start_ms
 
     @property
     def between_ms(self) -> float:
-        """What lies between stages that run one after another: neither their work nor a wait for it."""
-        return self.ms - sum(stay.end_ms - stay.entered_ms for stay in self.stays.values())
+        """Time between consecutive stages: neither their work nor a wait for it."""
+        return self.ms - sum(times.end_ms - times.entered_ms for times in self.stages.values())
 
 
 class Clock:
@@ -102,47 +111,47 @@ class Clock:
         self._reset()
 
     def _reset(self) -> None:
-        self._stays: dict[str, Stay] = {}
+        self._stages: dict[str, StageTimes] = {}
         self._events: dict[str, tuple[Any, Any]] = {}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time the block as the run of stage `name`, its work on the current stream too."""
+        """Time the block as the run of stage `name`, on the host and on the current stream."""
         entered = time.perf_counter()
         if self._on_device:
-            # sync: else a stage that waits for its own result would be charged for what was queued before
-            # it
+            # sync: else the time of earlier queued work would count for a stage that waits for its result
             torch.cuda.current_stream().synchronize()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
         start = time.perf_counter()
         yield
-        self._stays[name] = Stay(entered * 1e3, start * 1e3, time.perf_counter() * 1e3)
+        self._stages[name] = StageTimes(entered * 1e3, start * 1e3, time.perf_counter() * 1e3)
         if self._on_device:
             end.record()
             self._events[name] = begin, end
 
     def take(self, ms: float) -> Sample:
-        """The iteration since the last call, all of whose work is done."""
+        """The sample of the iteration since the last call; all its work must be done."""
         device_ms = {name: begin.elapsed_time(end) for name, (begin, end) in self._events.items()}
-        sample = Sample(ms, self._stays, device_ms)
+        sample = Sample(ms, self._stages, device_ms)
         self._reset()
         return sample
 
 
 def fastest(runs: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Of every iteration the fastest run: they do the same work, and whatever else the machine does can
-    only add to it.
+    """The fastest run of every iteration.
+
+    All runs do the same work; other work of the machine can only add to their time.
     """
     return [min(same, key=lambda sample: sample.ms) for same in zip(*runs, strict=False)]
 
 
 def profile_stages(work: Workload, deadline: float) -> StageProfile:
-    """Run the probe plans in turns and read every stage's clock.
+    """Run the probe plans in turns and measure every stage.
 
     Args:
-        work: What is decoded.
-        deadline: Of `time.perf_counter`; rounds after the first are run as far as time allows.
+        work: The text to decode.
+        deadline: Value of `time.perf_counter`; rounds after the first run only while time is left.
 
     Raises:
         NoRoom: not every probe could run once.
@@ -178,20 +187,17 @@ def profile_of(runs: Mapping[str, Sequence[Sequence[Sample]]]) -> StageProfile:
     device_ms: dict[str, float] = {}
     for plan in PROBES:
         for stage in plan.order:
-            host_ms.setdefault(
-                plan.form(stage), fmean(sample.host_ms(stage) for sample in samples[plan.name])
-            )
-            device_ms.setdefault(
-                plan.form(stage), fmean(sample.device_ms.get(stage, 0.0) for sample in samples[plan.name])
-            )
-
+            form = plan.form(stage)
+            host_ms.setdefault(form, fmean(sample.host_ms(stage) for sample in samples[plan.name]))
+            on_device = [sample.device_ms.get(stage, 0.0) for sample in samples[plan.name]]
+            device_ms.setdefault(form, fmean(on_device))
     for form in [form for form in host_ms if " after " in form]:
         stage, earlier = form.split(" after ")
-        if host_ms[f"{earlier} on main"] == 0:  # it had nothing to do, so it eased nothing
+        if host_ms[f"{earlier} on main"] == 0:  # it had no work, so it reduced none
             host_ms[form] = host_ms[stage]
             device_ms[form] = device_ms[stage]
-    beside = [sample.stays for sample in samples["tail beside"] if "tail" in sample.stays]
-    delays_ms = [stays["tail"].start_ms - stays["grow"].end_ms for stays in beside]
+    with_tail = [sample.stages for sample in samples["tail on side"] if "tail" in sample.stages]
+    delays_ms = [stages["tail"].start_ms - stages["grow"].end_ms for stages in with_tail]
     return StageProfile(
         host_ms=host_ms,
         device_ms=device_ms if any(device_ms.values()) else {},
@@ -202,18 +208,18 @@ def profile_of(runs: Mapping[str, Sequence[Sequence[Sample]]]) -> StageProfile:
 
 
 def _stretch_ms(samples: Mapping[str, Sequence[Sample]], host_ms: Mapping[str, float]) -> dict[str, float]:
-    """What the calling thread's stages take longer than alone while one runs beside them."""
+    """How much longer the calling thread's stages take while another stage runs on "side"."""
     lost = {
         plan.name: sum(
             fmean(sample.host_ms(stage) for sample in samples[plan.name]) - host_ms[plan.form(stage)]
             for stage in MAIN
         )
         for plan in PROBES
-        if plan.beside
+        if plan.on_side
     }
     stretch_ms = {
-        "noise": lost["noise beside"],
-        "tail": lost["tail beside"],
-        "next_head": lost["all beside"] - lost["noise beside"] - lost["tail beside"],
+        "noise": lost["noise on side"],
+        "tail": lost["tail on side"],
+        "next_head": lost["all on side"] - lost["noise on side"] - lost["tail on side"],
     }
     return {stage: max(0.0, ms) if host_ms[f"{stage} on side"] else 0.0 for stage, ms in stretch_ms.items()}

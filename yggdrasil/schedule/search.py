@@ -1,4 +1,4 @@
-"""Every plan worth trying, how long each would take by the measured stages, and the best of them."""
+"""All plans that can differ in time, a simulation of each from measured stages, and the best plan."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functools import cache
 from itertools import product
 
 from yggdrasil.schedule.plan import SEQUENTIAL, Plan
-from yggdrasil.schedule.profile import BESIDE, StageProfile
+from yggdrasil.schedule.profile import OVERLAPS, StageProfile
 from yggdrasil.schedule.stages import SYNCS, needs
 
-__all__ = ["LEAST_GAIN", "Span", "Timeline", "best_plan", "plans", "simulate"]
+__all__ = ["MIN_GAIN", "Span", "Timeline", "best_plan", "plans", "simulate"]
 
-LEAST_GAIN = 0.01  # of an iteration: a smaller prediction does not justify work ahead of time
+MIN_GAIN = 0.01  # share of an iteration; a smaller predicted gain does not justify work ahead of time
 
 _TAILS = ("", "early", "late", "side")
 _NEXT_HEADS = ("", "main", "side")
@@ -28,8 +28,8 @@ class Span:
     Args:
         stage: Its name.
         lane: "main" or "side"; on CUDA "host" for the calling thread, and "main" or "side" for a stream.
-        start_ms: From the start of the iteration.
-        end_ms: Of the same clock.
+        start_ms: Start, from the start of the iteration.
+        end_ms: End, on the same clock.
     """
 
     stage: str
@@ -43,9 +43,9 @@ class Timeline:
     """A simulated iteration.
 
     Args:
-        plan: Whose.
-        spans: In the plan's order.
-        makespan_ms: Of the iteration, with what it costs between stages.
+        plan: The simulated plan.
+        spans: Its stages, in the plan's order.
+        makespan_ms: Duration of the iteration, with the overhead between stages.
     """
 
     plan: Plan
@@ -55,25 +55,25 @@ class Timeline:
 
 @cache
 def plans(*, has_streams: bool = True) -> tuple[Plan, ...]:
-    """Every plan that can differ in time, the sequential one first, those with less ahead of time before
-    those with more.
+    """All plans that can differ in time, ordered by the number of stages ahead of time; sequential first.
 
     Args:
-        has_streams: Whether the device runs beside the host. Where it does not, a stage of the host gains
-            nothing by standing elsewhere on the same thread.
+        has_streams: Whether the device runs in parallel with the host. If not, moving a host stage to
+            another place on the same thread gains nothing.
 
-    The main stages depend on one another in a chain up to `walk`, so orders differ only in where the stages
-    ahead of time stand. On "main": the tail draft before pruning, or behind verification, where a device
-    has it queued while the host waits; noise behind verification, where the host draws it while a device
-    verifies. On "side": as soon as their data is there, noise before the tail draft, for `say` waits for
-    noise and only the commit waits for the draft."""
+    The main stages form a chain of dependencies up to `walk`. So orders differ only in the places of the
+    stages ahead of time. On "main", the tail draft runs before pruning, or after verification, where a
+    device has it queued while the host waits; noise runs after verification, where the host draws it while
+    a device verifies. On "side", stages start as soon as their data is ready. Noise comes before the tail
+    draft, because `target_tokens` waits for noise while only the commit waits for the draft.
+    """
     options = [
         (tail, head, noise)
         for tail, head, noise in product(_TAILS, _NEXT_HEADS, _NOISES)
         if tail or not head
     ]
     made = [_plan(*option) for option in options if has_streams or option[2] != "late"]
-    return tuple(sorted(made, key=lambda plan: (len(plan.ahead), len(plan.beside))))
+    return tuple(sorted(made, key=lambda plan: (len(plan.ahead), len(plan.on_side))))
 
 
 def _plan(tail: str, next_head: str, noise: str) -> Plan:
@@ -81,31 +81,32 @@ def _plan(tail: str, next_head: str, noise: str) -> Plan:
     for stage in SEQUENTIAL.order:
         order.append(stage)
         if stage == "grow":
-            order += (
-                [("noise", "side")] * (noise == "side")
-                + [("tail", "side")] * (tail == "side")
-                + ["tail"] * (tail == "early")
-            )
+            if noise == "side":
+                order.append(("noise", "side"))
+            if tail == "side":
+                order.append(("tail", "side"))
+            if tail == "early":
+                order.append("tail")
         elif stage == "verify":
-            order += ["noise"] * (noise == "late") + ["tail"] * (tail == "late")
-        elif stage == "say" and next_head:
+            if noise == "late":
+                order.append("noise")
+            if tail == "late":
+                order.append("tail")
+        elif stage == "target_tokens" and next_head:
             order.append(("next_head", next_head))
-    parts = [
-        f"{stage} {place}"
-        for stage, place in (("tail", tail), ("next_head", next_head), ("noise", noise))
-        if place
-    ]
-    return Plan.of(", ".join(parts) or SEQUENTIAL.name, order)
+    places = {"tail": tail, "next_head": next_head, "noise": noise}
+    name = ", ".join(f"{stage} {place}" for stage, place in places.items() if place)
+    return Plan.of(name or SEQUENTIAL.name, order)
 
 
 def simulate(plan: Plan, profile: StageProfile) -> Timeline:
-    """The iteration as the profile says it would run.
+    """The timeline of an iteration by this plan, computed from the profile.
 
-    The calling thread takes its stages in the plan's order and waits where data of "side" is missing; a
-    stage on "side" starts when it was handed over and those before it have ended. A stage beside others
-    takes its time as measured there, and stretches the stage it stands beside. On CUDA a stage keeps the
-    host for its launches, then its stream for the device's time; only `SYNCS` keep the host until the
-    device is done.
+    The calling thread runs its stages in the plan's order and waits for missing data of "side". A stage on
+    "side" starts when it has been handed over and the stages before it on "side" have ended. It takes the
+    time measured there, and slows down the stage that runs at the same time. On CUDA a stage occupies the
+    host during its launches, then its stream during the device's time; only `SYNCS` occupy the host until
+    the device is done.
 
     Source: Yggdrasil section 5.2.
     """
@@ -125,7 +126,7 @@ def _simulate_threads(plan: Plan, profile: StageProfile) -> Timeline:
             awaited = [
                 end[need] + profile.handover_ms
                 for need in needs(stage, plan.ahead)
-                if need in plan.beside and end[need] > free["main"]
+                if need in plan.on_side and end[need] > free["main"]
             ]
             start = max([free["main"], *awaited])
         end[stage] = free[place.resource] = start + profile.host_ms[plan.form(stage)] + stretch[stage]
@@ -135,8 +136,8 @@ def _simulate_threads(plan: Plan, profile: StageProfile) -> Timeline:
 
 def _stretch(plan: Plan, profile: StageProfile) -> Mapping[str, float]:
     added: dict[str, float] = defaultdict(float)
-    for stage in plan.beside:
-        added[BESIDE[stage]] += profile.stretch_ms.get(stage, 0.0)
+    for stage in plan.on_side:
+        added[OVERLAPS[stage]] += profile.stretch_ms.get(stage, 0.0)
     return added
 
 
@@ -161,15 +162,16 @@ def _simulate_streams(plan: Plan, profile: StageProfile) -> Timeline:
 
 
 def best_plan(profile: StageProfile) -> Plan:
-    """The plan of least makespan; among those within `LEAST_GAIN` of it, the one with least ahead of time,
-    then least on "side".
+    """The plan with the shortest makespan, or a simpler one within `MIN_GAIN` of it.
+
+    The simplest plan has the fewest stages ahead of time, then the fewest on "side".
 
     Source: Yggdrasil section 5.2, "a simple grid search".
     """
     timelines = [simulate(plan, profile) for plan in plans(has_streams=bool(profile.device_ms))]
-    least = min(timeline.makespan_ms for timeline in timelines)
-    near = [timeline for timeline in timelines if timeline.makespan_ms * (1 - LEAST_GAIN) <= least]
+    shortest = min(timeline.makespan_ms for timeline in timelines)
+    near = [timeline for timeline in timelines if timeline.makespan_ms * (1 - MIN_GAIN) <= shortest]
     return min(
         near,
-        key=lambda timeline: (len(timeline.plan.ahead), len(timeline.plan.beside), timeline.makespan_ms),
+        key=lambda timeline: (len(timeline.plan.ahead), len(timeline.plan.on_side), timeline.makespan_ms),
     ).plan

@@ -1,4 +1,4 @@
-"""What runs beside the calling thread: one worker thread on a CPU, a second stream on CUDA."""
+"""The "side" of a plan: one worker thread on a CPU, a second stream on CUDA."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Job = Callable[[], None]
 
 
 class Side(Protocol):
-    """Takes named jobs and runs them in order. A job may read whatever was done before it was submitted."""
+    """Runs named jobs in order. A job may read everything that was computed before it was submitted."""
 
     def submit(self, name: str, job: Job) -> None:
-        """Start a job as soon as those before it have ended."""
+        """Start a job as soon as the jobs before it have ended."""
         ...
 
     def wait(self, name: str) -> None:
-        """Until the job of that name, if there is one, has ended; raises what it raised."""
+        """Wait until the job of that name, if there is one, has ended; raises the job's error."""
         ...
 
     def join(self) -> None:
-        """Until no job runs; raises nothing that a job raised."""
+        """Wait until no job runs; raises no job's error."""
         ...
 
 
@@ -39,7 +39,7 @@ def side_of(device: str) -> Side:
 
 
 class SideThread:
-    """A worker thread whose operators run on that thread alone: their partners are the calling thread's.
+    """A worker thread; its operators use one thread, because the others serve the calling thread.
 
     Cost: a job costs the calling thread a few microseconds, and starts tens of microseconds later.
     """
@@ -51,7 +51,7 @@ class SideThread:
         num_threads = torch.get_num_threads()
         Thread(target=_work, args=(self._jobs, self._ended), name="yggdrasil-side", daemon=True).start()
         self._ended.get()
-        # the worker's setting is its own, but also what later threads would start with
+        # the worker changed its own setting, which is also the default of later threads
         torch.set_num_threads(num_threads)
         weakref.finalize(self, self._jobs.put, None)
 
@@ -69,7 +69,8 @@ class SideThread:
     def join(self) -> None:
         if not self._pending:
             return
-        barrier = object()  # not the pending names: an interrupt may have struck before a job was queued
+        # a pending name would not do: an interrupt may have come before its job was queued
+        barrier = object()
         self._jobs.put((barrier, _nothing))
         while self._ended.get()[0] is not barrier:
             pass
@@ -88,18 +89,18 @@ def _work(jobs: SimpleQueue[tuple[object, Job] | None], ended: SimpleQueue[Any])
         error = None
         try:
             job()
-        except BaseException as raised:  # it belongs to the calling thread
+        except BaseException as raised:  # raised again in the calling thread
             error = raised
-        del entry, job  # whoever waits may drop the iteration, and its tensors, at once
+        del entry, job  # so that the waiting thread can free the iteration and its tensors at once
         ended.put((name, error))
 
 
 class SideStream:
-    """A second CUDA stream that the calling thread launches on; events order it against the calling
-    thread's stream. No sync.
+    """A second CUDA stream, used by the calling thread and ordered by events. No sync.
 
-    Memory is safe without `record_stream`: every job starts after all that the calling stream was given
-    before it, and the calling stream waits for every job before the iteration ends."""
+    Memory is safe without `record_stream`: a job starts after all earlier work of the calling stream, and
+    the calling stream waits for every job before the iteration ends.
+    """
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

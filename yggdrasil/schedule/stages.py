@@ -1,15 +1,19 @@
 """The stages of an iteration and the data each waits for: the graph that a plan puts in order.
 
 ```
-policy ── head ── grow ── prune ── verify ── say ── walk ──┬── commit_target ──┬── text
-                   ├── (noise) ───────────────┘  │         └── commit_draft ───┘
-                   └── (tail) ──────────────────┬┴── (next_head) ──┘
+policy ─ head ─ grow ─ prune ─ verify ─ target_tokens ─ walk ─┬─ commit_target ─┬─ text
+                 ├─ (noise) ─────────────┘  │                 └─ commit_draft ──┘
+                 └─ (tail) ────────────────┬┴─ (next_head) ──────┤
+                                           └─────────────────────┘
 ```
 
-In brackets what may run ahead of time, before it is known to be needed:
-    noise      the Gumbel noise of every position the tree reaches, while the target verifies; else drawn inside `say`
-    tail       the draft's forward over the leaves of the last growth step; else over the accepted one, inside the next `head`
-    next_head  the draft's forward over what the target said after each verified node; else over the one root, inside the next `head`
+Stages in brackets may run ahead of time, before it is known whether they are needed:
+    noise      draws the Gumbel noise of every position that the tree reaches, while the target verifies;
+               otherwise `target_tokens` draws it
+    tail       the draft's forward over the leaves of the last growth step; otherwise the next `head` runs
+               it, over the accepted leaf only
+    next_head  the draft's forward over the target's token after each verified node; otherwise the next
+               `head` runs it, over the one root
 """
 
 from __future__ import annotations
@@ -26,21 +30,20 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "tail": ("grow",),
     "prune": ("grow",),
     "verify": ("prune",),
-    "say": ("verify", "noise"),
-    "next_head": ("say", "tail"),
-    "walk": ("say",),
+    "target_tokens": ("verify", "noise"),
+    "next_head": ("target_tokens", "tail"),
+    "walk": ("target_tokens",),
     "commit_target": ("walk",),
     "commit_draft": ("walk", "tail", "next_head"),
-    # The text is the truth that everything else is rolled back to: it may not run ahead of the target's
-    # history.
+    # Everything else is rolled back to the text, so the text must not be ahead of the target's KV.
     "text": ("commit_target", "commit_draft"),
 }
 
 AHEAD = ("noise", "tail", "next_head")
-"""Stages that exist only where they run ahead of time."""
+"""Stages that exist only when they run ahead of time."""
 
 STAGES = tuple(_NEEDS)
-"""Every stage, in an order that respects all data."""
+"""Every stage, in an order that respects all dependencies."""
 
 MAIN = tuple(stage for stage in STAGES if stage not in AHEAD)
 """The stages of every iteration, in the order of `Engine.step`."""
@@ -52,6 +55,6 @@ SYNCS = ("prune", "walk")
 def needs(stage: str, ahead: Collection[str] = ()) -> tuple[str, ...]:
     """The stages whose results `stage` reads, when the stages `ahead` run ahead of time.
 
-    Source: Yggdrasil Fig. 9 and section 5.1. Departure: `noise` is ours, the host work of seeded sampling.
+    Source: Yggdrasil Fig. 9 and section 5.1. Departure: `noise`, host work of seeded sampling, is added.
     """
     return tuple(need for need in _NEEDS[stage] if need not in AHEAD or need in ahead)

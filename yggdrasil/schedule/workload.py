@@ -1,4 +1,4 @@
-"""One text, decoded over and over while forms of an iteration are timed."""
+"""One text that is decoded repeatedly while forms of an iteration are timed."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is decoded while a plan is measured.
+    """The text that is decoded while a plan is measured.
 
     Args:
-        target: Its cache is used up.
-        draft: Its cache is used up.
-        step: What runs without a plan: `Engine.fast_step` of an engine over both that has none.
-        step_ms: What an iteration is expected to take.
+        target: Its cache is overwritten.
+        draft: Its cache is overwritten.
+        step: The step without a plan: `Engine.fast_step` of an engine without plans.
+        step_ms: Expected milliseconds of an iteration.
         prompt: At least one token.
-        policy: Best a fixed shape, so that every run does the same work.
-        max_context: Most tokens of prompt and output together.
-        sampling: Of the text; greedy when not given.
+        policy: Preferably a fixed shape, so that every run does the same work.
+        max_context: Maximum tokens of prompt and output together.
+        sampling: Greedy when not given.
     """
 
     target: TokenModel
@@ -55,18 +55,19 @@ class Workload:
             prefill(model, [*self.prompt[:-1]])
 
     def iterations(self, step: Step, num_steps: int, deadline: float) -> Iterator[float]:
-        """Decode the prompt from its start: the text, and the work of an iteration, is always the same.
+        """Decode from the end of the prompt; the text, and the work of each iteration, is always the same.
 
         Args:
             step: Runs an iteration.
-            num_steps: How many to run behind the first, which has no head ahead of time.
-            deadline: Of `time.perf_counter`.
+            num_steps: Iterations after the first one, which has no head drafted ahead of time.
+            deadline: Value of `time.perf_counter`.
 
         Yields:
-            Milliseconds of every iteration on the calling thread; `wait` for what it left to the device.
+            Milliseconds of every iteration on the calling thread; call `wait` for the device's work.
 
         Raises:
-            NoRoom: before an iteration that would end too late if it took as long as the last one.
+            NoRoom: before an iteration that would end too late if it took as long as the last one, or that
+                would not fit the context.
         """
         state = self._start()
         seconds = self.step_ms / 1e3
@@ -80,10 +81,10 @@ class Workload:
             yield seconds * 1e3
 
     def mean_ms(self, step: Step, num_steps: int, deadline: float) -> float:
-        """Milliseconds of an iteration behind the first, the device's included.
+        """Mean milliseconds of the iterations after the first, with the device's time.
 
-        Only the ends of the run wait for the device: what it does from one iteration into the next is
-        part of a form. Arguments and errors as for `iterations`.
+        Only the start and the end of the run wait for the device, since a form may leave work to the next
+        iteration. Arguments and errors as for `iterations`.
         """
         run = self.iterations(step, num_steps, deadline)
         next(run)
@@ -95,12 +96,12 @@ class Workload:
         return (time.perf_counter() - start) * 1e3 / num_steps
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has finished its work."""
         if self.draft.device == "cuda":
-            torch.cuda.synchronize()  # sync: a measured run has a duration when all of it is done
+            torch.cuda.synchronize()  # sync: a run is measured until all its work is done
 
     def _start(self) -> DecodeState:
         for model in (self.target, self.draft):
             model.cache.rollback_(len(self.prompt) - 1)
-        gumbel_noise.cache_clear()  # the last run drew the noise of these very positions
+        gumbel_noise.cache_clear()  # the last run drew the noise of the same positions
         return DecodeState(list(self.prompt), self.sampling)

@@ -1,1 +1,1 @@
-"""The step, in this order: draft, prune, verify, accept, commit; sampling decides what the target says."""
+"""The stages of a step, in order: draft, prune, verify, accept, commit. `sampling` picks target tokens."""

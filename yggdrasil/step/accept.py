@@ -1,4 +1,4 @@
-"""Accept: walk down the tree while the target says what the draft guessed."""
+"""Accept: walk down the tree as long as the draft's token equals the target's own."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from torch import Tensor
 
 from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
-from yggdrasil.step.sampling import BROKEN, Said, choose_tokens, greatest, next_token, told
+from yggdrasil.step.sampling import (
+    BROKEN,
+    TargetTokens,
+    choose_tokens,
+    largest_scores,
+    next_token,
+    tokens_to_host,
+)
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Accepted", "accept", "follow", "say", "walk_sampling"]
+__all__ = ["Accepted", "accept", "follow", "target_tokens", "walk_sampling"]
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """What the target keeps.
+    """What the target accepts.
 
     Args:
         path: Nodes of the verified tree, root first.
-        tokens: Emitted tokens: one for every node of the path, the last being the bonus.
+        tokens: Emitted tokens, one for each node of the path; the last one is the bonus.
     """
 
     path: list[int]
@@ -30,28 +37,29 @@ class Accepted:
 
 
 def accept(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: SamplingConfig) -> Accepted:
-    """The exact acceptance law of a deterministic tree: what the target says at a node is emitted, and
-    followed if it is a child.
+    """The exact acceptance law of a deterministic tree.
+
+    The target's token at a node is emitted. If a child of the node has this token, the walk goes on there.
 
     Args:
         tree: K nodes.
-        logits_KV: (K, V) of the target after each.
+        logits_KV: (K, V) the target's logits after each node.
         root_pos: Position of the root.
         sampling: How the target chooses.
 
     Raises:
         YggError: logits that are not finite.
 
-    Cost: one sync. On a CPU, noise is drawn and logits are filtered only where the walk passes.
+    Cost: one sync. On a CPU, noise is drawn and logits are filtered only at the nodes of the path.
     Source: no draft probabilities enter, so the target's distribution is preserved for any tree.
     """
     if tree.is_cpu and sampling.temperature > 0:
         places = enumerate(zip(tree.parent_N.tolist(), tree.token_N.tolist(), strict=True))
         return walk_sampling({place: node for node, place in places}, logits_KV, root_pos, sampling)
     if not tree.is_cpu:
-        return follow(tree, say(tree, logits_KV, root_pos, sampling))
+        return follow(tree, target_tokens(tree, logits_KV, root_pos, sampling))
     token, parent, *_ = tree.arrays
-    # the same in one host call; even two slices would cost as much as that
+    # the same in one host call; even two slices would cost as much as this call
     path, tokens = torch.ops.ygg.follow(logits_KV, parent, token)
     if not path:
         raise YggError(BROKEN)
@@ -61,21 +69,21 @@ def accept(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: Sampling
 def walk_sampling(
     child_of: Mapping[tuple[int, int], int], logits_KV: Tensor, root_pos: int, sampling: SamplingConfig
 ) -> Accepted:
-    """Say and follow in one, for a CPU: after a node that is not passed nothing is drawn.
+    """Sample and walk together, on a CPU: noise is drawn only for the nodes of the path.
 
     Args:
-        child_of: The node that says a token under a node, by (node, token); the root is 0.
-        logits_KV: (K, V) of the target after each node, on a CPU.
+        child_of: The child of a node that has a token, by (node, token); the root is 0.
+        logits_KV: (K, V) the target's logits after each node, on a CPU.
         root_pos: Position of the root.
         sampling: A temperature above 0.
 
     Raises:
-        YggError: logits that are not finite, of whatever node.
+        YggError: logits of any node that are not finite.
 
-    Cost: one pass over the logits; noise and filters of one row for every node that is passed.
+    Cost: one pass over the logits; noise and filters of one row for each node of the path.
     """
-    # what is broken off the path is broken: it must not be found only where the walk passes
-    told(greatest(logits_KV))
+    # broken logits are an error at every node, also off the path
+    tokens_to_host(largest_scores(logits_KV))
     path = list[int]()
     tokens = list[int]()
     node: int | None = 0
@@ -86,23 +94,26 @@ def walk_sampling(
     return Accepted(path, tokens)
 
 
-def say(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: SamplingConfig) -> Said:
-    """What the target says after every node, left where it is. Arguments as for `accept`. Cost: no sync."""
+def target_tokens(
+    tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: SamplingConfig
+) -> TargetTokens:
+    """The target's own token after every node, on the device. Arguments as for `accept`. Cost: no sync."""
     if sampling.temperature == 0:
         return choose_tokens(logits_KV, (), tree.depth_N, sampling)
-    # a device would have to be asked
+    # on a device, reading the depth would be a sync
     deepest = int(tree.depth_N.max()) if tree.is_cpu else min(len(tree) - 1, tree.max_depth)
     return choose_tokens(logits_KV, range(root_pos + 1, root_pos + 2 + deepest), tree.depth_N, sampling)
 
 
-def follow(tree: TokenTree, said: Said) -> Accepted:
-    """The path on which the tree says what the target said, and the tokens that are emitted. Raises as
-    `accept`. Cost: one sync.
+def follow(tree: TokenTree, chosen: TargetTokens) -> Accepted:
+    """The path on which the tree has the target's tokens, and the emitted tokens.
+
+    Raises as `accept`. Cost: one sync.
     """
     if tree.is_cpu:
-        [tokens] = told(said)
-        path = tree.walk(said.token_K)
+        [tokens] = tokens_to_host(chosen)
+        path = tree.walk(chosen.token_K)
     else:
-        tokens, is_passed = told(said, tree.on_walk(said.token_K))
-        path = [node for node, passed in enumerate(is_passed) if passed]
+        tokens, is_on_path = tokens_to_host(chosen, tree.on_walk(chosen.token_K))
+        path = [node for node, on_path in enumerate(is_on_path) if on_path]
     return Accepted(path, [tokens[node] for node in path])

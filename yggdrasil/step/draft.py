@@ -1,4 +1,7 @@
-"""Draft: catch the draft model up with the committed text, then grow an equal-growth tree."""
+"""Draft: let the draft model catch up with the committed text, then grow an equal-growth tree.
+
+Shapes: X = hidden features or candidates, M = metadata columns or candidates.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,15 @@ __all__ = [
     "draft",
     "grow",
     "grow_fused_",
-    "grow_plain",
-    "grow_plain_",
+    "grow_reference",
+    "grow_reference_",
     "grown",
     "head_draft",
     "prefill",
     "run_nodes",
 ]
 
-# a rule that ends no growth, as `StopRule.native` says it
+# the value of `StopRule.native` for a rule that never stops growth
 NEVER = torch.empty(0, dtype=torch.float64), -math.inf
 
 
@@ -43,8 +46,8 @@ class Drafted:
 
     Args:
         tree: N nodes.
-        num_run: How many of them, from the root on, have KV in the draft's cache.
-        shape: As it was grown: as deep as a stop rule let it.
+        num_run: The first `num_run` nodes have KV in the draft's cache.
+        shape: The grown shape; a stop rule may have made it less deep.
     """
 
     tree: TokenTree
@@ -53,19 +56,19 @@ class Drafted:
 
 
 class Frontier:
-    """The candidate children of every node drafted so far; growing takes the best and strikes them out.
+    """The candidate children of all drafted nodes. Growing takes the best ones and removes them.
 
     Args:
-        num_nodes: Most nodes whose children it will hold.
-        num_candidates: C, children kept per node: the best of those that a forward names.
-        device: Where the arrays live.
-        platt: What the draft's probability of a child is worth.
+        num_nodes: Largest number of nodes whose children it holds.
+        num_candidates: C, children kept per node: the best of those that a forward returns.
+        device: Device of the arrays.
+        platt: Scale of the draft's probabilities.
 
     Attributes:
-        log_prob_NC: Path log-probability of every candidate, its edges scaled, -inf once taken; the first
-            `len` rows are filled.
-        token_NC: Its token.
-        len: Nodes entered.
+        log_prob_NC: Path log-probability of every candidate, edges scaled, -inf once taken. The first `len`
+            rows are filled.
+        token_NC: Token of every candidate.
+        len: Number of filled rows.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Frontier:
         self.len = 0
 
     def add(self, tokens_WC: Tensor, log_probs_WC: Tensor, path_log_prob_W: Tensor) -> None:
-        """Enter the children of the next W nodes, (W, C), with their parents' path log-probabilities, (W,)."""
+        """Add the children of the next W nodes, (W, C), given the nodes' path log-probabilities, (W,)."""
         new = slice(self.len, self.len + len(path_log_prob_W))
         kept = self.token_NC.shape[1]
         torch.add(
@@ -89,25 +92,25 @@ class Frontier:
         self.len = new.stop
 
     def take(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The `width` best (parent, token, path log-probability) among all nodes so far, best first; struck
-        out.
+        """Remove and return the `width` best (parent, token, path log-probability), best first.
 
         Source: Yggdrasil section 4.2: attach W leaves anywhere, by generation probabilities. Departures:
-        those are scaled, see `PlattScale`; of each node only its C best children are candidates, C being at
-        least W."""
+        the probabilities are scaled, see `PlattScale`; only the C best children of a node are candidates, C
+        being at least W.
+        """
         log_prob_M = self.log_prob_NC[: self.len].view(-1)
         best = log_prob_M.topk(width)
-        # assigned by index, the number would be copied from the host: a sync
+        # an assignment by index would copy the number from the host, which is a sync
         log_prob_M.scatter_(0, best.indices, -torch.inf)
         return best.indices // self.token_NC.shape[1], self.token_NC.view(-1)[best.indices], best.values
 
     def ranked(self, level: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for the given (parent, rank) places of a static tree; nothing is struck out."""
+        """The same for the given (parent, rank) places of a static tree; nothing is removed."""
         parents, ranks = upload(level, self.token_NC.device).T
         return parents, self.token_NC[parents, ranks], self.log_prob_NC[parents, ranks]
 
 
-def grow_plain_(
+def grow_reference_(
     frontier: Frontier,
     tree: TokenTree,
     tokens_WC: Tensor,
@@ -116,20 +119,20 @@ def grow_plain_(
     meta_NM: Tensor,
     root_pos: int,
 ) -> None:
-    """One growth step, operator by operator: the specification of `ygg::grow_`, and what runs on CUDA.
+    """One growth step, operator by operator: the specification of `ygg::grow_`; on CUDA this runs.
 
     Args:
-        frontier: Gets the children of the nodes that were just run, loses the ones taken.
-        tree: Gets `width` nodes.
-        tokens_WC: Candidates of the nodes that were just run.
+        frontier: The children of the nodes that just ran are added; the attached ones are removed.
+        tree: `width` nodes are attached.
+        tokens_WC: Candidates of the nodes that just ran.
         log_probs_WC: Their log-probabilities.
         width: W.
         meta_NM: Filled for a forward over the new nodes.
         root_pos: Position of the root.
 
     Raises:
-        RuntimeError: fewer candidates than `width`, or a path longer than the tree's; then the tree is as
-            long as it was.
+        RuntimeError: fewer candidates than `width`, or a path longer than the tree allows; then the tree's
+            length is unchanged.
 
     Cost: about two dozen small operators; no sync.
     """
@@ -148,7 +151,7 @@ def grow_fused_(
     meta_NM: Tensor,
     root_pos: int,
 ) -> None:
-    """`grow_plain_` in one host call, for a CPU: a dozen operators cost more than the draft's forward."""
+    """`grow_reference_` in one host call, for a CPU: a dozen operators cost more than a forward."""
     known = frontier.len
     num_new = len(tree) - frontier.len
     with tree.growing(width) as (first, token, parent, depth, log_prob, path):
@@ -178,8 +181,8 @@ def prefill(model: TokenModel, tokens: list[int]) -> Tensor | None:
     """Run committed tokens that the model's KV lacks, in chunks, and commit them.
 
     Returns:
-        The last forward's second output for the last token: of a target its hidden state, (E,); None when
-        nothing was lacking.
+        The last forward's second output for the last token: a target's hidden state, (E,). None if the KV
+        lacked no token.
         Aliasing: on CUDA overwritten by the next replay.
     """
     last = None
@@ -195,12 +198,13 @@ def prefill(model: TokenModel, tokens: list[int]) -> Tensor | None:
 
 
 def catch_up_(model: TokenModel, state: DecodeState) -> bool:
-    """Run one chunk of the text that the draft lacks, if it lacks more than the head draft takes in one
-    forward, as after many plain steps.
+    """Run one chunk of the text that the draft's KV lacks, if the head draft cannot run it in one forward.
+
+    A draft lags that far after many steps of plain decoding. It catches up over several steps, so no single
+    step stalls.
 
     Returns:
-        Whether it did. Then this step decodes plainly: a long lag is made up over several steps, none of
-        which stalls.
+        Whether a chunk ran. This step then decodes without speculation.
     """
     if state.root_pos - model.cache.len < model.prefill_chunk:
         return False
@@ -212,17 +216,17 @@ def draft(model: TokenModel, state: DecodeState, shape: Shape, platt: PlattScale
     """A tree under the last token: head draft, then growth.
 
     Args:
-        model: The draft; its cache is caught up to the root's position, tree nodes are provisional.
+        model: The draft; its cache becomes complete up to the root, tree nodes are provisional.
         state: The request.
-        shape: W and D; D = 0 touches no model.
-        platt: What the draft's probability of a child is worth.
+        shape: W and D; D = 0 runs no model.
+        platt: Scale of the draft's probabilities.
 
     Raises:
-        CapacityError: the cache cannot hold the tree beside the text.
+        CapacityError: the cache cannot hold both the text and the tree.
 
     Cost: 1 + (D - 1) forwards and D selections; no sync. The head draft is one forward of width two when
     one token lags.
-    Source: Yggdrasil section 4.2 and 5.1 (plain head and tail draft).
+    Source: Yggdrasil section 4.2 and 5.1 (head and tail draft, neither ahead of time).
     """
     if shape.depth == 0:
         return Drafted(_root(model, state.tokens[-1], 1), 0, shape)
@@ -230,15 +234,15 @@ def draft(model: TokenModel, state: DecodeState, shape: Shape, platt: PlattScale
 
 
 def _root(model: TokenModel, token: int, capacity: int) -> TokenTree:
-    if model.device == "cpu":  # one call for what allocates five arrays
+    if model.device == "cpu":  # allocates five arrays in one call
         return TokenTree.of(*torch.ops.ygg.root(token, capacity, model.max_depth + 1), length=1)
     return TokenTree.root(token, capacity, max_depth=model.max_depth, device=model.device)
 
 
 def head_draft(model: TokenModel, state: DecodeState) -> Head:
-    """The root's candidates; commits the tokens that lag behind it, leaves the root provisional.
+    """The root's candidates; commits the lagging tokens before the root, leaves the root provisional.
 
-    Lagging are the tail that the last acceptance left, or what was emitted while speculation was off.
+    Lagging tokens are the tail of the last accepted path, or text emitted while speculation was off.
 
     Source: Yggdrasil section 5.1: head and tail draft in one forward.
     """
@@ -263,42 +267,40 @@ def grow(
 ) -> Drafted:
     """Grow a tree from the root's candidates: D steps of W nodes, or the levels of a static tree.
 
-    With W = 1 a node has one candidate, its best child, and the tree is a chain: attached anywhere, single
-    nodes would go to siblings. The last step's nodes are leaves: their forward is left to the next head
-    draft.
+    With W = 1 a node has one candidate, its best child, so the tree is a chain; with more candidates
+    single nodes would also be attached as siblings. The last step's nodes are leaves: the next head draft
+    runs their forward.
 
     Args:
         model: The draft, its cache committed up to the root, the root provisional.
         state: The request.
         shape: W and D.
-        head: Of this root.
-        platt: What the draft's probability of a child is worth.
-        spare: Nodes that the tree has room for beyond the shape's.
+        head: Candidates of this root.
+        platt: Scale of the draft's probabilities.
+        spare: Room for this many nodes in addition to the shape's.
     """
     model.cache.reserve(shape.num_nodes)
     if shape.levels is not None:
         return _grow_levels(model, state, shape, head, platt, spare=spare)
-    graph = (
-        model.native(model.meta(shape.width))
-        if model.device == "cpu" and (shape.stop is None or shape.stop.native is not None)
-        else None
-    )
+    stops_natively = shape.stop is None or shape.stop.native is not None
+    graph = model.native(model.meta(shape.width)) if model.device == "cpu" and stops_natively else None
     if graph is None:
-        return grow_plain(model, state, shape, head, platt, spare=spare)
+        return grow_reference(model, state, shape, head, platt, spare=spare)
     return _grow_native(graph, model, state, shape, head, platt, spare=spare)
 
 
-def grow_plain(
+def grow_reference(
     model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt: PlattScale, *, spare: int
 ) -> Drafted:
-    """`grow` without levels, a forward and a selection at a time: the specification of `grow` in
-    kernels/graph.cpp, and what runs on a device.
+    """`grow` without levels, one forward and one selection at a time.
+
+    The specification of `grow` in kernels/graph.cpp; on a device this runs.
     """
     tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
     frontier = Frontier(shape.num_nodes, _num_candidates(model, shape), model.device, platt)
-    grow_ = grow_fused_ if model.device == "cpu" else grow_plain_
+    grow_ = grow_fused_ if model.device == "cpu" else grow_reference_
     meta_NM = model.meta(shape.width)
-    (tokens_NC, log_probs_NC) = head.candidates
+    tokens_NC, log_probs_NC = head.candidates
     num_run = 1
     for depth in range(1, shape.depth + 1):
         grow_(frontier, tree, tokens_NC, log_probs_NC, shape.width, meta_NM, state.root_pos)
@@ -319,10 +321,10 @@ def _grow_native(
     *,
     spare: int,
 ) -> Drafted:
-    """The same in one host call, forwards included."""
+    """`grow_reference` in one host call, forwards included."""
     meta_NM = model.meta(shape.width)
     width = shape.width
-    tree_of = (
+    tree_arguments = (
         state.tokens[-1],
         shape.num_nodes + spare,
         model.max_depth + 1,
@@ -333,21 +335,27 @@ def _grow_native(
     )
     stop = NEVER if shape.stop is None else shape.stop.native or NEVER
     arrays, length, times_ms = graph.grow(
-        meta_NM, head.tokens_NC, head.log_probs_NC, head.row, *tree_of, platt.slope, platt.offset, *stop
+        meta_NM,
+        head.tokens_NC,
+        head.log_probs_NC,
+        head.row,
+        *tree_arguments,
+        platt.slope,
+        platt.offset,
+        *stop,
     )
     model.record_forward_(width, times_ms)
-    return Drafted(
-        TokenTree.of(*arrays, length=length), length - width, grown(shape, (length - 1) // width)
-    )
+    depth = (length - 1) // width
+    return Drafted(TokenTree.of(*arrays, length=length), length - width, grown(shape, depth))
 
 
 def _num_candidates(model: TokenModel, shape: Shape) -> int:
-    """Children of a node that may be attached: of a chain's the best alone."""
+    """How many children of a node may be attached; in a chain only the best."""
     return 1 if shape.width == 1 and shape.levels is None else model.num_candidates
 
 
 def grown(shape: Shape, depth: int) -> Shape:
-    """The shape as deep as its stop rule let it be."""
+    """The shape with the depth at which its stop rule ended growth."""
     return shape if shape.stop is None else Shape(shape.width, depth, shape.verify)
 
 
@@ -358,7 +366,7 @@ def _grow_levels(
     assert shape.levels is not None
     tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
     frontier = Frontier(shape.num_nodes, _num_candidates(model, shape), model.device, platt)
-    (tokens_NC, log_probs_NC) = head.candidates
+    tokens_NC, log_probs_NC = head.candidates
     num_run = 1
     for depth, level in enumerate(shape.levels):
         frontier.add(tokens_NC, log_probs_NC, tree.log_prob_N[frontier.len :])
@@ -372,7 +380,7 @@ def _grow_levels(
 def run_nodes(
     model: TokenModel, tree: TokenTree, first: int, last: int, root_pos: int
 ) -> tuple[Tensor, Tensor]:
-    """One or more draft forwards over tree nodes `first..last-1`; their KV is provisional.
+    """Run the draft over tree nodes `first..last-1`, in one or more forwards; their KV is provisional.
 
     Returns:
         Candidates and their log-probabilities, (last - first, C) each.
@@ -385,7 +393,7 @@ def run_nodes(
         meta_NM = model.meta(end - start)
         pack_nodes_(meta_NM, tree, start, end, root_pos)
         tokens_NC, log_probs_NC = model.forward(meta_NM)
-        # on CUDA the next replay writes over them
+        # on CUDA the next replay overwrites the outputs
         outputs.append((tokens_NC[: end - start].clone(), log_probs_NC[: end - start].clone()))
     if len(outputs) == 1:
         return outputs[0]

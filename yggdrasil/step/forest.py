@@ -1,6 +1,4 @@
-"""Grow the trees of many rows together: each forward runs the newest nodes of as many trees as its graph
-holds.
-"""
+"""Grow the trees of many rows together: each forward runs the newest nodes of several trees."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from torch import Tensor
 from yggdrasil.layout import ROW
 from yggdrasil.models.packing import empty_meta
 from yggdrasil.models.protocol import TokenGraphs
-from yggdrasil.step.draft import Frontier, grow_fused_, grow_plain_
+from yggdrasil.step.draft import Frontier, grow_fused_, grow_reference_
 from yggdrasil.step.platt import PlattScale
 from yggdrasil.tree import TokenTree
 
@@ -23,17 +21,17 @@ __all__ = ["Seed", "grow_forest"]
 
 @dataclass(frozen=True)
 class Seed:
-    """A tree to be grown, to its full depth.
+    """A tree to be grown to its full depth.
 
     Args:
-        row: Of the page table; the draft's KV of its text lies there up to the root.
+        row: Row of the page table that holds the draft's KV of the text up to the root.
         root: The last token of the text.
         root_pos: Its position.
         width: W.
         depth: D.
         tokens_1C: Candidates of the root.
         log_probs_1C: Their log-probabilities.
-        platt: What the draft's probability of a child is worth.
+        platt: Scale of the draft's probabilities.
     """
 
     row: int
@@ -47,26 +45,27 @@ class Seed:
 
 
 class _Growing:
-    """A tree under way, and the seeds that its row grows after it."""
+    """A tree that is being grown, and the seeds that its row grows after it."""
 
     def __init__(self, model: TokenGraphs, seed: Seed, later: Iterator[Seed]) -> None:
         num_nodes = 1 + seed.width * seed.depth
-        # of a chain the best alone, as in `grow`
+        # in a chain only the best child, as in `grow`
         num_candidates = 1 if seed.width == 1 else model.num_candidates
         self.seed = seed
         self.later = later
         self.tree = TokenTree.root(seed.root, num_nodes, max_depth=model.max_depth, device=model.device)
-        self.candidates = seed.tokens_1C, seed.log_probs_1C  # of the nodes that were run last
+        # candidates of the nodes that ran last
+        self.candidates = (seed.tokens_1C, seed.log_probs_1C)
         self._frontier = Frontier(num_nodes, num_candidates, model.device, seed.platt)
-        self._grow_ = grow_fused_ if model.device == "cpu" else grow_plain_
+        self._grow_ = grow_fused_ if model.device == "cpu" else grow_reference_
 
     @property
     def wants_forward(self) -> bool:
-        """Whether nodes that are still to be attached may stand under the next ones: leaves are not run."""
+        """Whether the next step's nodes will run: those of the last step are leaves and do not."""
         return len(self.tree) + self.seed.width < 1 + self.seed.width * self.seed.depth
 
     def grow_(self, meta_WM: Tensor) -> None:
-        """Attach W nodes, and describe their forward."""
+        """Attach W nodes and write the metadata of their forward."""
         self._grow_(
             self._frontier, self.tree, *self.candidates, self.seed.width, meta_WM, self.seed.root_pos
         )
@@ -74,24 +73,25 @@ class _Growing:
 
 
 def grow_forest(model: TokenGraphs, rows: Iterable[Iterable[Seed]]) -> Iterator[tuple[Seed, TokenTree]]:
-    """The trees of many rows, each the one that `grow` gives for its row alone.
+    """Grow the trees of many rows; each tree equals the one that `grow` gives for its row alone.
 
     Args:
-        model: The draft, over pages of its rows. What a tree writes behind its root is provisional, and
-            overwrites the text there.
-        rows: The seeds of every row; a row grows one tree at a time. So roots of a row go from the last to
-            the first.
+        model: The draft, over pages of its rows. A tree's KV after its root is provisional and overwrites
+            the text there.
+        rows: The seeds of every row. A row grows one tree at a time, so its roots must come in descending
+            order of position.
 
     Yields:
-        Every seed with its tree, as they are finished.
+        Each seed with its tree, as soon as it is finished.
 
     Cost: D - 1 forwards of W nodes a tree, packed into forwards of up to `model.prefill_chunk` tokens; no
-    sync."""
+    sync.
+    """
     waiting = deque[_Growing]()
     for seeds in rows:
         yield from _next_of_row(model, iter(seeds), waiting)
     while waiting:
-        batch = _most(waiting, model.prefill_chunk)
+        batch = _next_batch(waiting, model.prefill_chunk)
         _forward_(model, batch)
         for growing in batch:
             if growing.wants_forward:
@@ -104,7 +104,7 @@ def grow_forest(model: TokenGraphs, rows: Iterable[Iterable[Seed]]) -> Iterator[
 def _next_of_row(
     model: TokenGraphs, seeds: Iterator[Seed], waiting: deque[_Growing]
 ) -> Iterator[tuple[Seed, TokenTree]]:
-    """Enter a row's next tree that needs a forward; those of depth one are finished at once."""
+    """Queue a row's next tree that needs a forward; trees of depth one are finished at once."""
     for seed in seeds:
         growing = _Growing(model, seed, seeds)
         if growing.wants_forward:
@@ -113,8 +113,8 @@ def _next_of_row(
         yield _finished(model, growing)
 
 
-def _most(waiting: deque[_Growing], limit: int) -> list[_Growing]:
-    """Take as many from the left as one forward holds."""
+def _next_batch(waiting: deque[_Growing], limit: int) -> list[_Growing]:
+    """Take trees from the left until one forward of `limit` tokens is full."""
     batch = [waiting.popleft()]
     room = limit - batch[0].seed.width
     while waiting and waiting[0].seed.width <= room:
@@ -124,14 +124,14 @@ def _most(waiting: deque[_Growing], limit: int) -> list[_Growing]:
 
 
 def _forward_(model: TokenGraphs, batch: Sequence[_Growing]) -> None:
-    """Grow every tree by a step and run the new nodes of all."""
+    """Grow every tree by one step and run all new nodes."""
     widths = [growing.seed.width for growing in batch]
     num_tokens = sum(widths)
     meta_NM = model.meta(num_tokens)
     meta_NM[num_tokens:] = empty_meta(len(meta_NM) - num_tokens, model.max_depth, device=model.device)
     for growing, meta_WM in zip(batch, torch.split(meta_NM[:num_tokens], widths), strict=True):
         growing.grow_(meta_WM)
-    # on CUDA the next replay writes over them
+    # on CUDA the next replay overwrites the outputs
     parts = [torch.split(output[:num_tokens].clone(), widths) for output in model.forward(meta_NM)]
     for growing, *candidates in zip(batch, *parts, strict=True):
         growing.candidates = (candidates[0], candidates[1])

@@ -1,4 +1,4 @@
-"""How likely the target takes an edge of the tree, given what the draft says of it: Platt scaling."""
+"""Platt scaling: from the draft's probability of a child to the probability that the target takes it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ __all__ = ["UNSCALED", "PlattScale"]
 
 @dataclass(frozen=True)
 class PlattScale:
-    """P(the target takes a child, having taken its parent) = sigmoid(slope * logit(p) + offset), where the
-    draft gives the child p.
+    """P(target takes child | it took the parent) = sigmoid(slope * logit(p) + offset), p from the draft.
 
-    A greedy target takes the draft's best token far more often than p says, a hot one less often. A path
-    multiplies its edges, so the draft's own path probability calls deep paths too unlikely, or too likely,
-    and no monotone map of it can mend the order.
+    A greedy target takes the draft's best token far more often than p, a target at high temperature less
+    often. A path multiplies its edges. So the draft's own path probability is too low or too high for deep
+    paths, and no monotone map of it can correct the order.
 
     Args:
-        slope: Above 0: siblings keep their order.
+        slope: Above 0, so siblings keep their order.
         offset: In log-odds.
 
     Example:
@@ -29,13 +28,14 @@ class PlattScale:
         0.937
 
     Source: Platt 1999. Departure from Yggdrasil section 4.2, where the draft's path probability itself
-    orders the nodes."""
+    orders the nodes.
+    """
 
     slope: float
     offset: float
 
     def log(self, log_prob: float) -> float:
-        """The logarithm of that probability, from the draft's log-probability."""
+        """The scaled log-probability of a draft's log-probability."""
         if self == UNSCALED:
             return log_prob
         complement = -math.expm1(min(log_prob, 0.0))
@@ -45,13 +45,14 @@ class PlattScale:
         return min(log_odds, 0.0) - math.log1p(math.exp(-abs(log_odds)))
 
     def logs(self, log_probs: Tensor) -> Tensor:
-        """`log` of every entry, where they are: seven small operators, no sync. Unscaled, they are returned
-        as they are.
+        """`log` of every entry, on its device. The unscaled scale returns its argument.
+
+        Cost: seven small operators, no sync.
         """
         if self == UNSCALED:
             return log_probs
-        log_probs = log_probs.clamp(max=0.0)  # rounding may lift a certainty above it
+        log_probs = log_probs.clamp(max=0.0)  # rounding may lift a probability of 1 above it
         return logsigmoid(self.slope * (log_probs - (-log_probs.expm1()).log()) + self.offset)
 
 
-UNSCALED = PlattScale(1.0, 0.0)  # takes the draft at its word
+UNSCALED = PlattScale(1.0, 0.0)  # the draft's probabilities as they are

@@ -1,8 +1,9 @@
 """The step over a batch: every row drafts a chain of its own, all rows share each forward.
 
-The stages are those of a single request and so are the words: draft, prune, verify, accept, commit. A chain
-is consecutive tokens of its row, so guesses are packed like a prompt and keeping the accepted ones moves no
-KV: a length grows, or does not."""
+The stages are those of a single request: draft, prune, verify, accept, commit. A chain is consecutive
+tokens of its row. So draft tokens are packed like a prompt, and committing the accepted ones moves no KV:
+only a length grows.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +30,21 @@ __all__ = [
     "commit_row_",
     "draft_rows",
     "prune_rows",
-    "run_pieces",
+    "run_chunks",
     "verify_rows",
 ]
 
-WIDE_PIECES = 3  # so many of the draft's widest graph cost less than its prompt chunk
+MOST_WIDEST_FORWARDS = 3  # up to 3 replays of the draft's widest graph cost less than its prompt chunk
 
 
 @dataclass
 class Chain:
-    """What the draft guesses for one row.
+    """The draft tokens of one row.
 
     Attributes:
-        tokens: Draft tokens, one after another.
-        log_probs: Path log-probability of each, its edges scaled: never rising.
-        num_run: Tokens from the root on with KV in the draft's storage.
+        tokens: Draft tokens, each the successor of the one before.
+        log_probs: Path log-probability of each, edges scaled; never rising.
+        num_run: How many tokens, from the root on, have KV in the draft's storage.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -51,10 +52,10 @@ class Chain:
     num_run: int = 0
 
 
-def run_pieces(
+def run_chunks(
     model: TokenGraphs, chunks: Sequence[Chunk], limit: int
 ) -> Iterator[tuple[Sequence[Chunk], tuple[Tensor, Tensor]]]:
-    """Run chunks in forwards of at most `limit` tokens, splitting what does not fit.
+    """Run chunks in forwards of at most `limit` tokens; a chunk that does not fit is split.
 
     Yields:
         The chunks of a forward, and its outputs. Aliasing: on CUDA overwritten by the next replay.
@@ -83,14 +84,14 @@ def _forward(model: TokenGraphs, chunks: Sequence[Chunk]) -> tuple[Tensor, Tenso
 
 
 def _limit(model: TokenGraphs, num_tokens: int) -> int:
-    """The graph for many tokens of a draft: no graph lies between its widest and the prompt chunk."""
-    return model.widest if num_tokens <= WIDE_PIECES * model.widest else model.prefill_chunk
+    """Size of the draft's graph for this many tokens: its widest one or the prompt chunk's."""
+    return model.widest if num_tokens <= MOST_WIDEST_FORWARDS * model.widest else model.prefill_chunk
 
 
 def catch_up_rows_(model: TokenGraphs, rows: Sequence[Row]) -> None:
-    """Bring the draft's KV up to every row's root: after a prompt, or after steps without speculation.
+    """Complete the draft's KV up to every row's root: after a prompt, or after steps without speculation.
 
-    A lag of one token is left: the head draft takes it along.
+    A lag of one token is left to the head draft.
 
     Source: Nightjar section 4.2, "Prefill Cost Modeling".
     """
@@ -99,7 +100,7 @@ def catch_up_rows_(model: TokenGraphs, rows: Sequence[Row]) -> None:
         Chunk(row.row, row.state.tokens[row.draft_len : row.state.root_pos], row.draft_len, 0)
         for row in lagging
     ]
-    for _ in run_pieces(model, chunks, _limit(model, sum(len(chunk.tokens) for chunk in chunks))):
+    for _ in run_chunks(model, chunks, _limit(model, sum(len(chunk.tokens) for chunk in chunks))):
         pass
     for row in lagging:
         row.draft_len = row.state.root_pos
@@ -111,15 +112,15 @@ def draft_rows(
     """A chain under every row's root.
 
     Args:
-        model: The draft, caught up; what it writes after the roots is provisional.
+        model: The draft, with at most one lagging token a row; KV after the roots is provisional.
         rows: The batch.
-        gammas: Draft tokens wanted of each; 0 touches no model.
-        platts: What the draft's probabilities are worth in each.
+        gammas: Draft tokens for each row; 0 runs no model.
+        platts: Scale of the draft's probabilities for each row.
 
     Returns:
         A chain of `gammas[i]` tokens for every row.
 
-    Cost: max(gammas) forwards of a token a row, each with a sync: the guess is the next forward's input.
+    Cost: max(gammas) forwards of a token a row, each with a sync: its token is the next forward's input.
     Source: Nightjar section 4.1: gamma draft tokens a row.
     """
     chains = [Chain(num_run=gamma) for gamma in gammas]
@@ -127,7 +128,7 @@ def draft_rows(
     chunks = [Chunk(row.row, row.state.tokens[row.draft_len :], row.draft_len, 1) for row, _ in live]
     depth = 0
     while live:
-        for (_, chain), (token, log_prob) in zip(live, _guesses(model, chunks), strict=True):
+        for (_, chain), (token, log_prob) in zip(live, _best_next(model, chunks), strict=True):
             chain.tokens.append(token)
             chain.log_probs.append(log_prob)
         depth += 1
@@ -138,40 +139,35 @@ def draft_rows(
 
 
 def _scale_paths_(chains: Sequence[Chain], platts: Sequence[PlattScale]) -> None:
-    """From what the draft says of each token to path log-probabilities, edges scaled; neighbours of one
-    scale in one call.
-    """
+    """Turn log-probabilities of edges into scaled ones of paths; rows with the same scale in one call."""
     for platt, group in groupby(zip(platts, chains, strict=True), key=itemgetter(0)):
-        of_scale = [chain for _, chain in group]
-        edges = iter(
-            platt.logs(
-                torch.tensor([edge for chain in of_scale for edge in chain.log_probs], dtype=torch.float64)
-            ).tolist()
-        )
-        for chain in of_scale:
-            chain.log_probs = list(accumulate(islice(edges, len(chain.log_probs))))
+        same_scale = [chain for _, chain in group]
+        edges = [edge for chain in same_scale for edge in chain.log_probs]
+        scaled_edges = iter(platt.logs(torch.tensor(edges, dtype=torch.float64)).tolist())
+        for chain in same_scale:
+            chain.log_probs = list(accumulate(islice(scaled_edges, len(chain.log_probs))))
 
 
-def _guesses(model: TokenGraphs, chunks: Sequence[Chunk]) -> list[tuple[int, float]]:
-    """The likeliest next token after every chunk and its log-probability."""
-    guesses = {}
-    for batch, (tokens_NC, log_probs_NC) in run_pieces(
-        model, chunks, _limit(model, sum(len(chunk.tokens) for chunk in chunks))
-    ):
-        # sync: the next forward's input; the second copy waits for nothing more
+def _best_next(model: TokenGraphs, chunks: Sequence[Chunk]) -> list[tuple[int, float]]:
+    """The most likely next token after every chunk, and its log-probability."""
+    best = {}
+    limit = _limit(model, sum(len(chunk.tokens) for chunk in chunks))
+    for batch, (tokens_NC, log_probs_NC) in run_chunks(model, chunks, limit):
+        # sync: the next forward's input; the second copy has nothing left to wait for
         tokens = tokens_NC[:, 0].tolist()
         log_probs = log_probs_NC[:, 0].tolist()
         last = -1
         for chunk in batch:
             last += len(chunk.tokens)
-            # of a chunk that was split, the last part's stays
-            guesses[chunk.row] = tokens[last], log_probs[last]
-    return [guesses[chunk.row] for chunk in chunks]
+            # a later part of a split chunk replaces the entry of an earlier one
+            best[chunk.row] = (tokens[last], log_probs[last])
+    return [best[chunk.row] for chunk in chunks]
 
 
 def prune_rows(chains: Sequence[Chain], most: int) -> None:
-    """Keep the `most` likeliest draft tokens of the whole batch; a chain keeps a prefix, for path
-    log-probabilities never rise.
+    """Keep the `most` most likely draft tokens of the whole batch.
+
+    A chain keeps a prefix, because path log-probabilities never rise.
 
     Source: TETRIS, as Nightjar section 6.1 describes it.
     """
@@ -180,9 +176,8 @@ def prune_rows(chains: Sequence[Chain], most: int) -> None:
     if most == 0:
         kept = [0] * len(chains)
     else:
-        least = sorted((log_prob for chain in chains for log_prob in chain.log_probs), reverse=True)[
-            most - 1
-        ]
+        log_probs = sorted((log_prob for chain in chains for log_prob in chain.log_probs), reverse=True)
+        least = log_probs[most - 1]
         kept = [sum(log_prob > least for log_prob in chain.log_probs) for chain in chains]
         equal = sorted(
             (depth, index)
@@ -190,7 +185,8 @@ def prune_rows(chains: Sequence[Chain], most: int) -> None:
             for depth, log_prob in enumerate(chain.log_probs)
             if log_prob == least
         )
-        for _, index in equal[: most - sum(kept)]:  # those nearest to their roots
+        # among equals, those nearest to their roots
+        for _, index in equal[: most - sum(kept)]:
             kept[index] += 1
     for chain, count in zip(chains, kept, strict=True):
         del chain.tokens[count:], chain.log_probs[count:]
@@ -199,21 +195,21 @@ def prune_rows(chains: Sequence[Chain], most: int) -> None:
 def verify_rows(
     model: TokenGraphs, rows: Sequence[Row], chains: Sequence[Chain], prompts: Sequence[Chunk]
 ) -> tuple[Tensor, list[int]]:
-    """One forward of the target over every row's root and chain, and over parts of prompts beside them.
+    """One forward of the target over every row's root and chain, and over parts of other rows' prompts.
 
     Args:
-        model: The target; what it writes after the roots is provisional.
-        rows: Those that emit. What of a row's text before its root the target lacks, the end of a prompt,
-            runs in the same forward.
+        model: The target; KV after the roots is provisional.
+        rows: The rows that emit. Tokens before a row's root that the target lacks (the end of a prompt) run
+            in the same forward.
         chains: One a row.
-        prompts: Tokens of rows whose root this forward does not reach; nobody reads their logits.
+        prompts: Tokens of rows whose root this forward does not reach; their logits are not used.
 
     Returns:
-        (N, V) logits, defined for roots and chains, and where among the N each row's root stands; its chain
-        follows.
+        (N, V) logits, defined for roots and chains, and the index among the N of each row's root; its chain
+        follows it.
 
     Raises:
-        ShapeNotCompiled: more tokens than the menu's greatest graph.
+        ShapeNotCompiled: more tokens than the menu's largest graph.
 
     Cost: one graph. Aliasing: on CUDA overwritten by the next replay.
     """
@@ -234,26 +230,24 @@ def verify_rows(
 def accept_rows(
     rows: Sequence[Row], chains: Sequence[Chain], logits_NV: Tensor, roots: Sequence[int]
 ) -> list[Accepted | YggError]:
-    """The acceptance law for every row by itself; a row whose logits are not finite gets its error, the
-    others their tokens.
+    """Apply the acceptance law to each row; a row whose logits are not finite gets an error instead.
 
     Args:
-        rows: As they were verified.
-        chains: As they were verified.
-        logits_NV: Of the forward.
-        roots: Where each row's root stands in it.
+        rows: The verified rows.
+        chains: Their verified chains.
+        logits_NV: Result of `verify_rows`.
+        roots: Result of `verify_rows`.
 
-    Cost: one sync for a batch that decodes greedily, else one a row; on a CPU, sampling, what the walk down
-    each chain needs."""
+    Cost: one sync if all rows are greedy, else one a row. A CPU samples only along the accepted paths.
+    """
     if all(row.state.sampling.temperature == 0 for row in rows):
+        last = roots[-1] + 1 + len(chains[-1].tokens)
         try:
-            said = next_tokens(
-                logits_NV[: roots[-1] + 1 + len(chains[-1].tokens)], (), rows[0].state.sampling
-            )
+            tokens = next_tokens(logits_NV[:last], (), rows[0].state.sampling)
         except YggError:
-            pass  # some row is broken: one by one tells which
+            pass  # some row is broken: the loop over rows below finds which
         else:
-            return [_follow(chain, said[root:]) for chain, root in zip(chains, roots, strict=True)]
+            return [_follow(chain, tokens[root:]) for chain, root in zip(chains, roots, strict=True)]
     return [
         _accept(row, chain, logits_NV[root : root + 1 + len(chain.tokens)])
         for row, chain, root in zip(rows, chains, roots, strict=True)
@@ -265,28 +259,22 @@ def _accept(row: Row, chain: Chain, logits_KV: Tensor) -> Accepted | YggError:
     sampling = row.state.sampling
     try:
         if logits_KV.is_cpu and sampling.temperature > 0:
-            return walk_sampling(
-                {(node, token): node + 1 for node, token in enumerate(chain.tokens)},
-                logits_KV,
-                root_pos,
-                sampling,
-            )
-        return _follow(
-            chain, next_tokens(logits_KV, range(root_pos + 1, root_pos + 2 + len(chain.tokens)), sampling)
-        )
+            child_of = {(node, token): node + 1 for node, token in enumerate(chain.tokens)}
+            return walk_sampling(child_of, logits_KV, root_pos, sampling)
+        positions = range(root_pos + 1, root_pos + 2 + len(chain.tokens))
+        return _follow(chain, next_tokens(logits_KV, positions, sampling))
     except YggError as error:
         return error
 
 
-def _follow(chain: Chain, said: Sequence[int]) -> Accepted:
-    kept = next(
-        (place for place, token in enumerate(chain.tokens) if token != said[place]), len(chain.tokens)
-    )
-    return Accepted(list(range(kept + 1)), list(said[: kept + 1]))
+def _follow(chain: Chain, target_tokens: Sequence[int]) -> Accepted:
+    rejected = (place for place, token in enumerate(chain.tokens) if token != target_tokens[place])
+    kept = next(rejected, len(chain.tokens))
+    return Accepted(list(range(kept + 1)), list(target_tokens[: kept + 1]))
 
 
 def commit_row_(row: Row, chain: Chain, accepted: Accepted) -> None:
-    """Make the accepted tokens history: lengths grow over KV that lies where it belongs."""
+    """Add the accepted tokens to the text; their KV is already in place, so only lengths grow."""
     root_pos = row.state.root_pos
     row.target_len = root_pos + len(accepted.path)
     if chain.num_run:

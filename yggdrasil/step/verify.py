@@ -19,11 +19,11 @@ def verify(model: TokenModel, tree: TokenTree, tokens: Sequence[int]) -> tuple[T
     Args:
         model: The target; the nodes' KV is provisional.
         tree: K nodes, whose root is the last of the tokens.
-        tokens: The text. What of it before the root the cache lacks, the end of a prompt, runs in the same
-            forward and is committed.
+        tokens: The text. Tokens before the root that the cache lacks (the end of a prompt) run in the same
+            forward and are committed.
 
     Raises:
-        CapacityError: the cache cannot hold the nodes beside the text.
+        CapacityError: the cache cannot hold both the text and the nodes.
         ShapeNotCompiled: more nodes than the menu's widest graph.
 
     Cost: one graph. Aliasing: on CUDA the outputs are overwritten by the next replay of the same graph.
@@ -40,7 +40,7 @@ def verify(model: TokenModel, tree: TokenTree, tokens: Sequence[int]) -> tuple[T
     outputs = model.forward(meta_NM)
     if lagging:
         model.cache.commit_(range(first))
-    # nothing to cut off: behind a pass over the weights a slice takes some 30 us
+    # nothing to cut off: right after a pass over the weights a slice takes some 30 us
     if len(meta_NM) == len(tree):
         return outputs
     logits_NV, hidden_NE = outputs

@@ -7,17 +7,17 @@ import torch
 
 from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
-from yggdrasil.kv import move_plain_
+from yggdrasil.kv import move_slots_reference_
 from yggdrasil.models.packing import (
     Chunk,
     empty_meta,
     pack_chains_,
-    pack_chains_plain_,
+    pack_chains_reference_,
     pack_nodes_,
-    pack_nodes_plain_,
+    pack_nodes_reference_,
 )
-from yggdrasil.step.accept import accept, follow, say
-from yggdrasil.step.prune import prune_plain
+from yggdrasil.step.accept import accept, follow, target_tokens
+from yggdrasil.step.prune import prune_reference
 from yggdrasil.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -50,7 +50,7 @@ def test_packing_nodes_agrees_with_the_reference(first: int, last: int) -> None:
     meta_NM = empty_meta(14, MAX_DEPTH).fill_(99)
     plain_NM = empty_meta(14, MAX_DEPTH).fill_(98)
     pack_nodes_(meta_NM, tree, first, last, 40, row=3)
-    pack_nodes_plain_(plain_NM, tree, first, last, 40, row=3)
+    pack_nodes_reference_(plain_NM, tree, first, last, 40, row=3)
     assert torch.equal(meta_NM, plain_NM)
 
 
@@ -68,7 +68,7 @@ def test_packing_chains_agrees_with_the_reference(lens: tuple[int, ...]) -> None
         for place, count in enumerate(lens)
     ]
     pack_chains_(meta_NM, chunks)
-    pack_chains_plain_(plain_NM, chunks)
+    pack_chains_reference_(plain_NM, chunks)
     assert torch.equal(meta_NM, plain_NM)
 
 
@@ -95,7 +95,7 @@ def test_pruning_agrees_with_the_reference(seed: int) -> None:
     ).double()
     widths = [width for width in (1, 2, 4, 7, 12) if width < len(tree)] + [len(tree)]
     costs_ms = (0.5 + torch.rand(len(widths), generator=generator)).tolist()
-    plain = prune_plain(tree, knots_2M, widths, costs_ms)
+    plain = prune_reference(tree, knots_2M, widths, costs_ms)
     *arrays, keep, expected = torch.ops.ygg.prune(*tree.arrays, len(tree), knots_2M, widths, costs_ms)
     assert (keep, expected) == (plain.drafted_node, plain.expected_emitted)
     assert_same_tree(TokenTree.of(*arrays, length=len(keep)), plain.tree)
@@ -107,7 +107,7 @@ def test_pruning_to_more_nodes_than_there_are_is_refused() -> None:
         torch.ops.ygg.prune(*random_tree(3, 0).arrays, 3, knots_2M, [2, 4], [1.0, 1.0])
 
 
-def target_tokens(tree: TokenTree, generator: torch.Generator, *, elsewhere: bool) -> torch.Tensor:
+def best_tokens(tree: TokenTree, generator: torch.Generator, *, elsewhere: bool) -> torch.Tensor:
     """Tokens of a target that follows the tree with some probability at every node.
 
     Otherwise its token is 5, or one from elsewhere in the tree.
@@ -129,11 +129,11 @@ def target_tokens(tree: TokenTree, generator: torch.Generator, *, elsewhere: boo
 def test_following_in_one_call_agrees_with_following_stage_by_stage(seed: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     tree = random_tree(int(torch.randint(1, 24, (1,), generator=generator)), seed)
-    token_K = target_tokens(tree, generator, elsewhere=seed % 2 == 1)
+    token_K = best_tokens(tree, generator, elsewhere=seed % 2 == 1)
     logits_KV = (
         torch.randn(len(tree), 200, generator=generator).to(dtype).scatter_(1, token_K[:, None], 9.0)
     )
-    expected = follow(tree, say(tree, logits_KV, 3, SamplingConfig()))
+    expected = follow(tree, target_tokens(tree, logits_KV, 3, SamplingConfig()))
     token, parent, *_ = tree.arrays
     assert torch.ops.ygg.follow(logits_KV, parent, token) == (expected.path, expected.tokens)
 
@@ -151,7 +151,7 @@ def test_a_tree_with_a_broken_node_is_not_followed() -> None:
 def test_the_walk_in_arrays_passes_the_nodes_of_the_walk(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tree = random_tree(int(torch.randint(1, 24, (1,), generator=generator)), seed)
-    token_K = target_tokens(tree, generator, elsewhere=seed % 2 == 1)
+    token_K = best_tokens(tree, generator, elsewhere=seed % 2 == 1)
     assert torch.nonzero(tree.on_walk(token_K))[:, 0].tolist() == tree.walk(token_K)
 
 
@@ -160,7 +160,7 @@ def test_the_walk_in_arrays_passes_the_nodes_of_the_walk(seed: int) -> None:
 def test_moving_slots_agrees_with_the_reference(source: list[int], dtype: torch.dtype) -> None:
     storage = torch.randn(2, 2, 2, 3, 16, 4).to(dtype)
     expected = storage.clone()
-    move_plain_(expected, source, 3)
+    move_slots_reference_(expected, source, 3)
     torch.ops.ygg.move_slots_(storage, source, 3)
     assert torch.equal(storage, expected)
 

@@ -236,7 +236,7 @@ def test_migration_and_commit_compile_without_a_device(monkeypatch: pytest.Monke
 def test_a_packaged_graph_runs_the_kernels(attend_cuda: None, tmp_path: Any) -> None:
     layer = Layer().cuda()
     inputs = tuple(each.cuda() for each in layer_inputs())
-    triton_claims.pack_chains_plain_(inputs[3], [triton_claims.Chunk(0, range(6), 0)])
+    triton_claims.pack_chains_reference_(inputs[3], [triton_claims.Chunk(0, range(6), 0)])
     with torch.no_grad():
         path = torch._inductor.aoti_compile_and_package(
             torch.export.export(layer, inputs, strict=False), package_path=str(tmp_path / "layer.pt2")

@@ -20,7 +20,7 @@ from triton_products import multiply_row_by_row
 from yggdrasil.kernels import attention, attention_triton, commit_triton, migrate, migrate_triton
 from yggdrasil.kernels.attention_triton import CONFIGS, Config
 from yggdrasil.layout import PAGE_LEN
-from yggdrasil.models.packing import Chunk, empty_meta, pack_chains_plain_, pack_nodes_plain_
+from yggdrasil.models.packing import Chunk, empty_meta, pack_chains_reference_, pack_nodes_reference_
 from yggdrasil.tree import TokenTree
 
 Claim = Callable[[str], None]
@@ -116,13 +116,13 @@ def tree_of(path_len: int, siblings: int) -> tuple[TokenTree, list[int]]:
 def tree_meta(context: int, width: int, *, path_len: int = 4, siblings: int = 1, row: int = 0) -> Tensor:
     meta_NM = empty_meta(width, MAX_DEPTH)
     (tree, _) = tree_of(path_len, siblings)
-    pack_nodes_plain_(meta_NM, tree, 0, len(tree), context, row=row)
+    pack_nodes_reference_(meta_NM, tree, 0, len(tree), context, row=row)
     return meta_NM
 
 
 def chain_meta(width: int, *chunks: Chunk) -> Tensor:
     meta_NM = empty_meta(width, MAX_DEPTH)
-    pack_chains_plain_(meta_NM, chunks)
+    pack_chains_reference_(meta_NM, chunks)
     return meta_NM
 
 

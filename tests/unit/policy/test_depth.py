@@ -1,4 +1,4 @@
-"""The depth predictor: labels, splits, fitting, held-out figures and decisions, on traces made up by hand."""
+"""The depth predictor: labels, splits, fitting, held-out figures and decisions, on synthetic traces."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def chain(num_accepted: int) -> TreeRecord:
 
 
 def traces(num_texts: int = 30, per_text: int = 20) -> Traces:
-    """The first feature says whether the draft gets 4 tokens or none, with one lie in ten; the others are
-    noise.
-    """
+    """The first feature predicts 4 accepted tokens or none, wrongly in one of ten; the rest is noise."""
     rng = np.random.default_rng(0)
     easy = rng.random(num_texts * per_text) < 0.5
     lie = rng.random(len(easy)) < 0.1
@@ -69,7 +67,7 @@ def test_accepted_length_counts_draft_tokens_only() -> None:
     assert accepted_lengths([chain(0), chain(3)]).tolist() == [0, 3]
 
 
-def test_every_text_is_judged_by_a_predictor_that_has_not_seen_it(found: HeldOut) -> None:
+def test_every_text_is_predicted_by_a_predictor_not_fitted_on_it(found: HeldOut) -> None:
     folds_of_text = [set(found.fold_N[found.trace.text_N == text].tolist()) for text in range(30)]
     assert all(len(folds) == 1 for folds in folds_of_text)
     assert set.union(*folds_of_text) == {0, 1, 2, 3}
@@ -111,11 +109,11 @@ def test_decisions_lie_between_the_fixed_depth_and_the_oracle(found: HeldOut) ->
     assert ms["oracle"] < ms["predicted"] < ms["fixed"]
     assert decisions["best"] == "predicted"
     assert decisions["regret_ms_predicted"] == pytest.approx(ms["predicted"] - ms["oracle"])
-    # 5 tokens in 14 ms or 1 in 14 ms, half and half: 4.67 ms a token, the other depths are worse
+    # 5 tokens in 14 ms or 1 in 14 ms, equally often: 4.67 ms a token, the other depths are slower
     assert decisions["fixed_depths"] == [4, 4, 4, 4]
 
 
-def test_noise_is_not_called_useful() -> None:
+def test_a_predictor_fitted_on_noise_is_not_useful() -> None:
     trace = traces()
     shuffled = np.random.default_rng(1).permutation(len(trace.deep))
     noise = Traces(0.0, trace.inputs_NX[shuffled], trace.text_N, trace.deep, ())
@@ -124,10 +122,8 @@ def test_noise_is_not_called_useful() -> None:
     assert decisions["best"] == "fixed"
 
 
-def test_growth_that_stops_is_priced_where_it_may_be_used(found: HeldOut) -> None:
-    """Half of the chains are accepted to their end and half not at all; a draft that knows which stops
-    after one step where it is not.
-    """
+def test_stopping_growth_is_evaluated_where_it_may_be_used(found: HeldOut) -> None:
+    """Half of the chains are accepted, half are not; the draft stops the latter after one step."""
     assert "stopping" not in decision_quality(found, LATENCY, (2, 8))["ms_per_token"]
     knowing = tuple(
         replace(record, log_probs=(0.0, *[0.0 if record.accepted[-1] else -9.0] * DEPTH))
@@ -146,7 +142,7 @@ def test_growth_that_stops_is_priced_where_it_may_be_used(found: HeldOut) -> Non
 
 
 def constant(value: float, trust: float = 1.0) -> DepthPredictor:
-    """A network that always says `value` at every depth, of a text whose mean was one half."""
+    """A network that predicts `value` at every depth, for a text whose mean was one half."""
     bias = np.full(DEPTH, np.log(value / (1 - value)), dtype=np.float32)
     zero = {"encoder_1": (3, 2), "encoder_2": (2, 2), "heads": (2, DEPTH)}
     weights = {f"{name}.weight": np.zeros(shape, dtype=np.float32) for name, shape in zero.items()}
@@ -188,15 +184,15 @@ def state() -> DecodeState:
     return DecodeState([1, 2], hidden_of=torch.ones(2).detach)
 
 
-def test_a_context_without_hope_is_decoded_plainly() -> None:
+def test_a_context_with_zero_predicted_acceptance_is_decoded_plainly() -> None:
     assert policy(constant(0.01)).choose(state()) == PLAIN
 
 
-def test_a_promising_context_is_drafted_deeply() -> None:
+def test_a_context_with_high_predicted_acceptance_is_drafted_deeply() -> None:
     assert policy(constant(0.99)).choose(state()) == Shape(1, DEPTH)
 
 
-def test_a_predictor_that_is_not_trusted_decides_nothing() -> None:
+def test_a_predictor_with_zero_trust_changes_no_shape() -> None:
     assert (
         policy(constant(0.01, trust=0.0)).choose(state())
         == policy(constant(0.99, trust=0.0)).choose(state())
@@ -204,7 +200,7 @@ def test_a_predictor_that_is_not_trusted_decides_nothing() -> None:
     )
 
 
-def test_growth_of_one_position_is_that_of_many(found: HeldOut) -> None:
+def test_growth_of_one_position_equals_growth_of_many(found: HeldOut) -> None:
     predictor = fit_predictor([found.trace], DEPTH, trust={0.0: 0.5})
     hidden_E = torch.from_numpy(found.trace.inputs_NX[7, :-1])
     expected = 1 + 0.5 * (
@@ -214,7 +210,7 @@ def test_growth_of_one_position_is_that_of_many(found: HeldOut) -> None:
     np.testing.assert_allclose(predictor.at(0.0)(hidden_E), expected, rtol=1e-4)
 
 
-def test_trust_is_the_share_of_a_prediction_that_comes_true(found: HeldOut) -> None:
+def test_trust_is_the_correct_share_of_a_predicted_deviation(found: HeldOut) -> None:
     assert 0.5 < found.trust <= 1.0
     exaggerated = replace(found, growth_ND=1 + 4 * (found.growth_ND - 1))
     assert exaggerated.trust == pytest.approx(found.trust / 4, rel=0.3)
@@ -225,7 +221,7 @@ def test_without_a_hidden_state_the_best_shape_of_the_calibration_is_taken() -> 
     assert policy(constant(0.01)).choose(DecodeState([1])).depth > 0
 
 
-def test_arms_of_the_calibration_s_own_growth_are_those_of_equation_three() -> None:
+def test_growth_of_one_selects_the_arm_of_equation_three() -> None:
     arms = policy(constant(0.5)).arms(0)
     assert isinstance(arms, Arms)
     # depth 4: 3 tokens in 1 + 3 + 10 = 14 ms; depth 3: 2.5 in 13; depth 2: 2 in 12; depth 1: 1.5 in 11;

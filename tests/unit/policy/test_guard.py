@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from yggdrasil.policy.acceptance import Acceptance
-from yggdrasil.policy.guard import ANSWER_STEPS, MEASURED_STEPS, SHARE, START_STEPS, Guard
+from yggdrasil.policy.guard import CHECK_INTERVAL, CHECK_STEPS, REFILL_SHARE, START_STEPS, Guard
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import FixedShape
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
@@ -50,8 +50,8 @@ def run(
         shape = policy.choose(state)
         one = result(shape, emitted, step_ms) if shape.depth else result(PLAIN, 1, plain_ms)
         policy.observe(one)
-        spent = spent + one.ms
-        tokens = tokens + len(one.tokens)
+        spent += one.ms
+        tokens += len(one.tokens)
         speculated.append(shape.depth > 0)
     return spent, tokens, speculated
 
@@ -64,7 +64,7 @@ def test_a_winning_session_never_stops_speculating() -> None:
 def test_a_losing_session_stays_within_three_percent_of_plain_decoding() -> None:
     spent, tokens, speculated = run(guard(), 128, emitted=1)
     assert spent <= 1.03 * tokens * PLAIN_MS
-    assert spent <= tokens * PLAIN_MS + START_STEPS * PLAIN_MS + SHARE * spent + STEP_MS
+    assert spent <= tokens * PLAIN_MS + START_STEPS * PLAIN_MS + REFILL_SHARE * spent + STEP_MS
     assert 0 < sum(speculated) < 10
 
 
@@ -90,14 +90,14 @@ def test_one_slow_step_of_the_machine_does_not_stop_a_winning_session() -> None:
 
 
 def test_a_profile_slower_than_the_machine_does_not_hide_a_loss() -> None:
-    """The profile says 10 and 15 ms; the machine takes 5 and 7.5, so 1 token per step loses as before."""
+    """The profile has 10 and 15 ms; the machine takes 5 and 7.5, so 1 token per step still loses."""
     spent, tokens, speculated = run(guard(), 200, emitted=1, plain_ms=5.0, step_ms=7.5)
     assert sum(speculated) < 30
-    # what was lost before it was known
+    # lost before the loss was measured
     assert spent <= 1.03 * tokens * 5.0 + START_STEPS * PLAIN_MS + STEP_MS
 
 
-def test_a_draft_that_is_caught_up_before_a_probe_is_paid_for_and_not_given_up_halfway() -> None:
+def test_catching_up_before_a_probe_is_counted_and_not_interrupted() -> None:
     policy = guard()
     run(policy, 50, emitted=1)
     while not policy.speculating:
@@ -111,7 +111,7 @@ def test_a_draft_that_is_caught_up_before_a_probe_is_paid_for_and_not_given_up_h
     assert not any(speculated)  # 80 ms lost at 0.0075 of the time take a thousand steps
 
 
-def test_the_verified_width_is_the_inner_policy_s() -> None:
+def test_costs_and_knots_are_those_of_the_inner_policy() -> None:
     policy = guard()
     assert policy.verify_costs(SPECULATIVE, 9, 0, 0) == ([5], [1.0])
     assert policy.knots is policy.inner.knots
@@ -120,20 +120,20 @@ def test_the_verified_width_is_the_inner_policy_s() -> None:
 def test_on_a_busy_machine_where_every_step_is_slow_speculation_goes_on() -> None:
     policy = guard()
     _, _, speculated = run(policy, 300, emitted=3, plain_ms=4 * PLAIN_MS, step_ms=4 * STEP_MS)
-    assert speculated[:30].count(False) <= ANSWER_STEPS
-    assert speculated.count(False) <= ANSWER_STEPS * (1 + 300 // MEASURED_STEPS)
+    assert speculated[:30].count(False) <= CHECK_STEPS
+    assert speculated.count(False) <= CHECK_STEPS * (1 + 300 // CHECK_INTERVAL)
 
 
 def test_a_machine_that_becomes_busy_does_not_stop_a_winning_session() -> None:
     policy = guard()
     run(policy, 100, emitted=3)
     _, _, speculated = run(policy, 200, emitted=3, plain_ms=5 * PLAIN_MS, step_ms=5 * STEP_MS)
-    assert speculated.count(False) <= ANSWER_STEPS * (1 + 200 // MEASURED_STEPS)
+    assert speculated.count(False) <= CHECK_STEPS * (1 + 200 // CHECK_INTERVAL)
 
 
 def test_a_profile_that_is_wrong_about_speculative_steps_alone_hides_no_loss() -> None:
-    """Steps take four times what the profile has, plain ones do not: 20 ms a token instead of 10."""
+    """Speculative steps take four times their predicted time, plain ones do not: 20 ms a token, not 10."""
     spent, tokens, speculated = run(guard(), 400, emitted=3, step_ms=4 * STEP_MS)
     assert sum(speculated) < 20
-    surplus = 2 * 4 * STEP_MS  # of the two steps before plain ones were asked
+    surplus = 2 * 4 * STEP_MS  # of the two steps before plain steps were measured
     assert spent <= 1.03 * tokens * PLAIN_MS + START_STEPS * PLAIN_MS + surplus

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yggdrasil.policy.acceptance import LEAST_SLOPE, fit_platt
+from yggdrasil.policy.acceptance import MIN_SLOPE, fit_platt
 from yggdrasil.step.platt import UNSCALED, PlattScale
 
 SURE = PlattScale(slope=2.0, offset=1.0)
@@ -19,7 +19,7 @@ def test_scaling_by_hand() -> None:
     assert math.exp(SURE.log(math.log(0.75))) == pytest.approx(9 * math.e / (9 * math.e + 1))
 
 
-def test_unscaled_is_what_the_draft_says() -> None:
+def test_the_unscaled_scale_changes_nothing() -> None:
     log_probs = torch.tensor([-0.3, -7.0])
     assert UNSCALED.log(-0.3) == -0.3
     assert UNSCALED.logs(log_probs) is log_probs
@@ -28,7 +28,7 @@ def test_unscaled_is_what_the_draft_says() -> None:
 
 
 @given(
-    slope=st.floats(LEAST_SLOPE, 5),
+    slope=st.floats(MIN_SLOPE, 5),
     offset=st.floats(-5, 5),
     log_probs=st.lists(
         st.floats(-80, 0) | st.sampled_from([0.0, -1e-7, -math.inf]), min_size=1, max_size=8
@@ -47,7 +47,7 @@ def test_both_forms_agree_and_give_logarithms_of_probabilities_in_order(
     assert (scaled[:-1] <= scaled[1:] + 1e-5).all()
 
 
-def test_what_rounding_lifts_above_certainty_is_certain() -> None:
+def test_a_probability_rounded_above_one_counts_as_one() -> None:
     assert SURE.log(1e-7) == 0.0
     assert SURE.logs(torch.tensor([1e-7])).tolist() == [0.0]
 
@@ -69,6 +69,6 @@ def test_a_fit_without_both_outcomes_scales_nothing() -> None:
     assert fit_platt(log_probs_MC, np.array([[False, False]])) == UNSCALED
 
 
-def test_a_draft_that_is_wrong_the_surer_it_is_keeps_the_order_of_siblings() -> None:
+def test_the_slope_stays_positive_for_a_draft_with_inverted_confidence() -> None:
     log_probs_MC = np.log(np.tile([0.9, 0.1], (500, 1)))
-    assert fit_platt(log_probs_MC, np.tile([False, True], (500, 1))).slope == LEAST_SLOPE
+    assert fit_platt(log_probs_MC, np.tile([False, True], (500, 1))).slope == MIN_SLOPE

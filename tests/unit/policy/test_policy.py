@@ -11,7 +11,7 @@ from yggdrasil.policy.acceptance import Acceptance, AcceptanceTable, TreeRecord,
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.objective import speedup
 from yggdrasil.policy.shape import Arms, BestShape, FixedShape, StoppingShape, best_shape
-from yggdrasil.policy.structures import SmallGain
+from yggdrasil.policy.stopping import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Shape
 from yggdrasil.step.prune import best_width, prune
 from yggdrasil.tree import TokenTree
@@ -97,7 +97,7 @@ def test_best_shape_is_plain_when_the_draft_is_useless() -> None:
     assert choose(USELESS) == (PLAIN, 1.0)
 
 
-def test_best_shape_is_a_chain_when_width_does_not_pay() -> None:
+def test_best_shape_is_a_chain_when_width_does_not_gain() -> None:
     shape, gain = choose(acceptance([1.7, 2.3, 2.8], [1.7, 2.3, 2.8]))
     assert (shape.width, shape.depth) == (1, 3)
     # W = 1, D = 3, K = 4: head 1, two growth forwards of 1 (the two-token graph), host 1.5, verification
@@ -105,13 +105,13 @@ def test_best_shape_is_a_chain_when_width_does_not_pay() -> None:
     assert gain == pytest.approx(2.8 * 10.5 / 15.5)
 
 
-def test_best_shape_is_a_tree_when_width_pays() -> None:
+def test_best_shape_is_a_tree_when_width_gains() -> None:
     shape, gain = choose(acceptance([1.2, 1.3, 1.3], [1.5, 3.5, 3.6]))
     assert (shape.width, shape.depth, shape.verify) == (4, 2, None)
     assert gain == pytest.approx(3.5 * 10.5 / (1.0 + 2.0 + 1.0 + 10.0 + 1.0))
 
 
-def test_best_shape_policy_asks_for_the_current_context_once() -> None:
+def test_best_shape_policy_computes_each_context_once() -> None:
     policy = BestShape(
         shape=PLAIN,
         acceptance=acceptance([1.7, 2.3, 2.8], [1.7, 2.3, 2.8]),
@@ -123,14 +123,12 @@ def test_best_shape_policy_asks_for_the_current_context_once() -> None:
     longer = DecodeState([1] * 100)
     assert policy.choose(short) == policy.choose(longer) == Shape(1, 3)
     policy.latency = LatencyModel(LATENCY.draft, LATENCY.verify, 1e6, 1e6, 0.5)
-    assert policy.choose(short) == Shape(1, 3)  # remembered for this stretch of the context
+    assert policy.choose(short) == Shape(1, 3)  # cached for this range of context lengths
     assert policy.choose(DecodeState([1] * 200)) == PLAIN
 
 
 def test_the_pooled_table_by_hand() -> None:
-    """Four chains of two tokens; of the likeliest drafts the first two come true, then the third of the
-    first chain's does not.
-    """
+    """Four chains of two tokens; by log-probability the first two are accepted and the third is not."""
     chains = [
         TreeRecord(1, (0.0, -0.1, -0.2), (True, True, True)),
         TreeRecord(1, (0.0, -0.3, -0.9), (True, True, False)),
@@ -146,7 +144,7 @@ def test_the_pooled_table_by_hand() -> None:
     assert Acceptance.from_json(json.loads(json.dumps(calibrated.to_json()))) == calibrated
 
 
-def test_growth_stops_where_a_step_is_worth_less_than_its_time() -> None:
+def test_growth_stops_after_a_step_that_adds_less_than_its_cost() -> None:
     menu = {
         "acceptance": acceptance([1.2, 1.3, 1.3], [1.5, 3.5, 3.6]),
         "latency": LATENCY,
@@ -161,33 +159,33 @@ def test_growth_stops_where_a_step_is_worth_less_than_its_time() -> None:
     assert (shape.stop.width, shape.stop.min_gain) == (4, pytest.approx(3.5 / 15.0 * 2.5))
     # four nodes are verified in the time of one, the next four take half a millisecond each, more have no
     # graph
-    assert shape.stop.prices == pytest.approx((0.0,) * 4 + (3.5 / 15.0 * 0.5,) * 4)
+    assert shape.stop.costs == pytest.approx((0.0,) * 4 + (3.5 / 15.0 * 0.5,) * 4)
 
 
-def test_what_a_token_more_takes_never_falls() -> None:
-    """A graph of 4 tokens is not worth its 2 ms where one of 8 takes 4, nor that where one of 16 takes 5."""
+def test_the_marginal_cost_of_a_token_never_falls() -> None:
+    """Steps to 4 tokens for 2 ms, 8 for 4 ms and 16 for 5 ms: the convex curve skips the middle ones."""
     steps = Curve((0,), (2, 4, 8, 16, 128), ((10.0, 12.0, 14.0, 15.0, 90.0),))
     assert steps.marginal_ms(8, 0) == pytest.approx([0.0, 0.0, *[4.0 / 6] * 6])
     assert steps.marginal_ms(16, 0) == pytest.approx([0.0, 0.0, *[5.0 / 14] * 14])
 
 
-def test_nothing_grows_where_plain_decoding_is_best() -> None:
+def test_no_tree_grows_where_plain_decoding_is_best() -> None:
     policy = StoppingShape(
         shape=PLAIN, acceptance=USELESS, latency=LATENCY, verify_widths=VERIFY_WIDTHS, widths=WIDTHS
     )
     assert policy.choose(DecodeState([1] * 10)) == PLAIN
 
 
-def test_every_arm_costs_what_its_step_does() -> None:
+def test_the_cost_of_every_arm_is_that_of_its_step() -> None:
     calibrated = acceptance([1.7, 2.3, 2.8], [1.5, 3.5, 3.6])
     arms = Arms.of(calibrated, LATENCY, widths=WIDTHS, verify_widths=VERIFY_WIDTHS, context_len=7)
     longer = LatencyModel(CURVE, CURVE, 0.5, 1.0, 0.5)
-    for priced, latency, context_len in ((arms, LATENCY, 7), (arms.at(longer, 250), longer, 250)):
+    for at_context, latency, context_len in ((arms, LATENCY, 7), (arms.at(longer, 250), longer, 250)):
         rows = zip(
-            priced.shapes,
-            priced.verify_M.tolist(),
-            priced.gain_M.tolist(),
-            priced.cost_M.tolist(),
+            at_context.shapes,
+            at_context.verify_M.tolist(),
+            at_context.gain_M.tolist(),
+            at_context.cost_M.tolist(),
             strict=True,
         )
         for shape, verify, gain, cost_ms in rows:
@@ -208,12 +206,12 @@ def test_verify_width_by_hand() -> None:
     assert verify_width(policy, steep, shape) == 8  # nine nodes fit no graph
 
 
-def test_a_wider_verification_has_to_bring_its_time_in_proportion() -> None:
+def test_a_wider_verification_must_add_tokens_in_proportion_to_its_time() -> None:
     policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
     shape = Shape(4, 2)
     costs = {width: LATENCY.step_ms(4, 2, width, 7) for width in (4, 8)}
-    worth = 3.0 * (costs[8] / costs[4] - 1.0)
-    for extra, chosen in ((0.9 * worth, 4), (1.1 * worth, 8)):
+    break_even = 3.0 * (costs[8] / costs[4] - 1.0)
+    for extra, chosen in ((0.9 * break_even, 4), (1.1 * break_even, 8)):
         assert (
             verify_width(policy, [1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0 + extra, 3.0 + extra], shape)
             == chosen
@@ -226,7 +224,7 @@ def test_verify_width_of_a_small_tree_is_the_whole_tree() -> None:
     assert verify_width(policy, [1.0, 1.9, 2.7, 3.4, 4.0, 4.5], Shape(1, 5)) == 6
 
 
-def test_verify_width_obeys_the_shape_where_it_says() -> None:
+def test_verify_width_is_that_of_the_shape_if_set() -> None:
     policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
     assert verify_width(policy, [1.0, 1.9, 2.7, 3.4], Shape(1, 3, 2)) == 2
     assert verify_width(policy, [1.0, 1.9, 2.7, 3.4], Shape(1, 3, 64)) == 4
@@ -236,7 +234,7 @@ def verify_width(policy: FixedShape, expected: list[float], shape: Shape) -> int
     return best_width(expected, *policy.verify_costs(shape, len(expected), 7, 0))
 
 
-def test_the_tokens_that_lag_leave_a_tree_what_is_left_of_a_graph() -> None:
+def test_a_tree_gets_the_room_of_a_graph_that_lagging_tokens_leave() -> None:
     latency = LatencyModel(
         draft=LATENCY.draft,
         verify=Curve((0,), (2, 4, 8, 32), ((10.0, 10.0, 12.0, 40.0),)),
@@ -262,7 +260,7 @@ def tree_for_pruning() -> TokenTree:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_prune_keeps_the_best_nodes_and_says_what_it_expects() -> None:
+def test_prune_keeps_the_best_nodes_and_returns_their_expected_tokens() -> None:
     policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
     pruned = prune(tree_for_pruning(), Shape(4, 2, 4), policy, 7, lag=0)
     assert pruned.drafted_node == [0, 1, 2, 5]  # values 1, 0.9, 0.5 and 0.7
@@ -285,7 +283,7 @@ def test_prune_agrees_with_the_reference_for_every_k() -> None:
         pruned.tree.check()
 
 
-def test_prune_leaves_a_root_alone() -> None:
+def test_prune_does_not_change_a_root_without_children() -> None:
     pruned = prune(
         TokenTree.root(0, 1), PLAIN, FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS), 7, lag=0
     )
@@ -310,7 +308,7 @@ def test_fit_calibrates_to_the_measured_shares_by_hand() -> None:
     assert values == pytest.approx([0.0, 0.0, 0.0, 0.25, 0.5, 0.5, 0.5])
 
 
-def test_fitted_values_never_fall_as_the_draft_grows_surer() -> None:
+def test_fitted_values_never_fall_as_the_draft_probability_rises() -> None:
     unruly = [
         TreeRecord(1, (0.0, -0.1 * i, -0.1 * i - 1), (True, i % 3 == 0, i % 6 == 0)) for i in range(1, 40)
     ]
@@ -330,7 +328,7 @@ def test_acceptance_survives_json_and_the_nearest_temperature_is_taken() -> None
     assert table.nearest(7.0) == USELESS
 
 
-def test_shape_prints_what_it_is() -> None:
+def test_a_shape_has_a_readable_text() -> None:
     assert [str(shape) for shape in (PLAIN, Shape(4, 3), Shape(1, 5, 6))] == [
         "plain",
         "W=4 D=3 K=auto",

@@ -1,6 +1,4 @@
-"""The graph of stages, which plans are valid, what a plan is predicted to take and which is chosen: numbers
-worked out by hand.
-"""
+"""Stages, valid plans, predicted times of plans, and the chosen plan: numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ from yggdrasil.schedule import profile as profile_module
 from yggdrasil.schedule import workload as workload_module
 from yggdrasil.schedule.choice import (
     BUDGET_S,
-    LEAST_TURNS,
-    MOST_TURNS,
+    MAX_TURNS,
+    MIN_TURNS,
     PlanChoice,
     PlanSearch,
     Trial,
@@ -37,7 +35,15 @@ from yggdrasil.schedule.choice import (
     try_plan,
 )
 from yggdrasil.schedule.plan import SEQUENTIAL, Placement, Plan
-from yggdrasil.schedule.profile import NUM_STEPS, PROBES, Sample, StageProfile, Stay, fastest, profile_of
+from yggdrasil.schedule.profile import (
+    NUM_STEPS,
+    PROBES,
+    Sample,
+    StageProfile,
+    StageTimes,
+    fastest,
+    profile_of,
+)
 from yggdrasil.schedule.search import best_plan, plans, simulate
 from yggdrasil.schedule.side import SideThread
 from yggdrasil.schedule.stages import AHEAD, MAIN, needs
@@ -49,13 +55,22 @@ TAIL_SIDE = PLANS["tail side"]
 TAIL_LATE = PLANS["tail late"]
 
 MAIN_MS = {
-    "policy": 0.0, "head": 2.0, "grow": 4.0, "prune": 0.5, "verify": 10.0, "say": 1.0, "walk": 0.5, "commit_target": 0.25, "commit_draft": 0.25, "text": 0.5,
-}  # fmt: skip
+    "policy": 0.0,
+    "head": 2.0,
+    "grow": 4.0,
+    "prune": 0.5,
+    "verify": 10.0,
+    "target_tokens": 1.0,
+    "walk": 0.5,
+    "commit_target": 0.25,
+    "commit_draft": 0.25,
+    "text": 0.5,
+}
 HOST_MS = {
     **MAIN_MS,
     "head after tail": 1.5,
     "head after next_head": 0.0,
-    "say after noise": 0.25,
+    "target_tokens after noise": 0.25,
     "commit_draft after next_head": 0.5,
     "tail on main": 2.0,
     "tail on side": 3.0,
@@ -74,11 +89,11 @@ def spans(plan: Plan, profile: StageProfile) -> dict[tuple[str, str], tuple[floa
 
 
 def stage_graph(ahead: tuple[str, ...] = AHEAD) -> networkx.DiGraph[str]:
-    """From data to its reader."""
+    """A directed graph with an edge from each stage to the stages that read its result."""
     return networkx.DiGraph([(need, stage) for stage in (*MAIN, *ahead) for need in needs(stage, ahead)])
 
 
-def test_the_graph_is_acyclic_and_holds_the_stages_that_run() -> None:
+def test_the_graph_is_acyclic_and_has_exactly_the_stages_that_run() -> None:
     for ahead in ((), ("noise",), ("tail",), ("tail", "next_head"), AHEAD):
         graph = stage_graph(ahead)
         assert networkx.is_directed_acyclic_graph(graph)
@@ -90,16 +105,16 @@ def test_the_main_stages_form_a_chain_up_to_the_walk() -> None:
     assert set(stage_graph(()).subgraph(chain).edges) == set(pairwise(chain))
 
 
-def test_the_next_head_reads_what_the_target_said_and_not_the_walk() -> None:
+def test_the_next_head_reads_the_target_tokens_and_not_the_walk() -> None:
     graph = stage_graph()
-    assert set(graph.predecessors("next_head")) == {"say", "tail"}
+    assert set(graph.predecessors("next_head")) == {"target_tokens", "tail"}
     assert not networkx.has_path(graph, "walk", "next_head")
     assert not networkx.has_path(graph, "verify", "tail")
     assert not networkx.has_path(graph, "tail", "walk")
-    assert set(graph.successors("noise")) == {"say"}
+    assert set(graph.successors("noise")) == {"target_tokens"}
 
 
-def test_the_text_comes_after_both_histories() -> None:
+def test_the_text_comes_after_both_commits() -> None:
     assert networkx.ancestors(stage_graph(), "text") == {*MAIN, *AHEAD} - {"text"}
 
 
@@ -115,7 +130,10 @@ def test_the_order_of_all_stages_is_topological() -> None:
         (MAIN[:-1], "placements of text: 0 is not allowed; it must be 1"),
         ((*MAIN, "text"), "placements of text: 2 is not allowed"),
         ((*MAIN[:3], "tail", "tail", *MAIN[3:]), "placements of tail: 2 is not allowed; it must be 0 or 1"),
-        ((*MAIN[:4], "say", "verify", *MAIN[6:]), "place of say: 'before verify' is not allowed"),
+        (
+            (*MAIN[:4], "target_tokens", "verify", *MAIN[6:]),
+            "place of target_tokens: 'before verify' is not allowed",
+        ),
         ((*MAIN, "tail"), "place of commit_draft: 'before tail' is not allowed"),
         ((*MAIN[:2], "tail", *MAIN[2:]), "place of tail: 'before grow' is not allowed"),
         ((*MAIN[:6], "next_head", *MAIN[6:]), "with tail ahead of time"),
@@ -127,9 +145,7 @@ def test_the_order_of_all_stages_is_topological() -> None:
         ((*MAIN, "coffee"), "stage: 'coffee' is not allowed; it must be one of"),
     ],
 )
-def test_a_plan_that_is_not_valid_is_refused_by_name(
-    order: tuple[str | tuple[str, str], ...], message: str
-) -> None:
+def test_an_invalid_plan_is_refused(order: tuple[str | tuple[str, str], ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Plan.of("broken", order)
 
@@ -146,7 +162,7 @@ def test_the_sequential_plan_is_the_order_of_the_step() -> None:
     assert plans()[0] == SEQUENTIAL
 
 
-def test_the_search_emits_distinct_plans_and_few() -> None:
+def test_the_search_has_few_plans_and_all_differ() -> None:
     assert len({plan.placements for plan in plans()}) == len(PLANS) == len(plans())
     assert len(plans()) <= 48
     assert {plan.ahead for plan in plans()} == {
@@ -165,36 +181,39 @@ def test_the_probes_measure_every_form_of_every_plan() -> None:
     assert measured == set(HOST_MS)
 
 
-def test_what_ran_ahead_of_time_changes_the_form_of_what_is_left() -> None:
-    assert [SEQUENTIAL.form(stage) for stage in ("head", "say", "commit_draft")] == [
+def test_stages_ahead_of_time_change_the_form_of_later_stages() -> None:
+    assert [SEQUENTIAL.form(stage) for stage in ("head", "target_tokens", "commit_draft")] == [
         "head",
-        "say",
+        "target_tokens",
         "commit_draft",
     ]
     assert TAIL_SIDE.form("head") == "head after tail"
     everything = PLANS["tail late, next_head main, noise late"]
-    assert [everything.form(stage) for stage in ("head", "say", "commit_draft", "noise")] == [
-        "head after next_head", "say after noise", "commit_draft after next_head", "noise on main",
-    ]  # fmt: skip
+    assert [everything.form(stage) for stage in ("head", "target_tokens", "commit_draft", "noise")] == [
+        "head after next_head",
+        "target_tokens after noise",
+        "commit_draft after next_head",
+        "noise on main",
+    ]
 
 
 def test_the_sequential_plan_takes_the_sum_of_its_stages() -> None:
     assert simulate(SEQUENTIAL, PROFILE).makespan_ms == pytest.approx(sum(MAIN_MS.values()) + 0.5)
 
 
-def test_a_tail_on_main_adds_its_time_and_eases_the_head() -> None:
+def test_a_tail_on_main_adds_its_time_and_shortens_the_head() -> None:
     assert simulate(TAIL_LATE, PROFILE).makespan_ms == pytest.approx(19.0 + 0.5 + 2.0 - 0.5)
 
 
-def test_a_tail_on_side_stretches_verification_and_hides_under_it() -> None:
+def test_a_tail_on_side_overlaps_verification_and_slows_it() -> None:
     timed = spans(TAIL_SIDE, PROFILE)
     assert timed["grow", "main"] == (1.5, 5.5)
     assert timed["tail", "side"] == (5.75, 8.75)  # handed over 0.25 after growth
-    assert timed["verify", "main"] == (6.0, 17.0)  # 10 and 1 of contention
+    assert timed["verify", "main"] == (6.0, 17.0)  # 10 plus 1 of contention
     assert simulate(TAIL_SIDE, PROFILE).makespan_ms == pytest.approx(19.0 + 0.5 - 0.5 + 1.0)
 
 
-def test_a_stage_waits_for_what_runs_on_side_and_for_the_way_back() -> None:
+def test_a_stage_waits_for_the_side_and_for_the_handover() -> None:
     slow = replace(PROFILE, host_ms={**HOST_MS, "tail on side": 20.0})
     timed = spans(TAIL_SIDE, slow)
     assert timed["walk", "main"] == (18.0, 18.5)
@@ -207,7 +226,7 @@ def test_side_stages_run_one_after_another() -> None:
     assert timed["noise", "side"] == (4.25, 5.25)
     assert timed["tail", "side"] == (5.25, 8.25)
     assert timed["verify", "main"] == (4.5, 16.0)
-    assert timed["say", "main"] == (16.0, 16.25)
+    assert timed["target_tokens", "main"] == (16.0, 16.25)
     assert timed["next_head", "side"] == (16.5, 21.5)
     assert timed["commit_draft", "main"] == (21.75, 22.25)
 
@@ -229,29 +248,29 @@ def test_on_a_device_the_host_launches_ahead_and_waits_only_where_it_syncs() -> 
     assert timed["grow", "main"] == pytest.approx((2.1, 6.1))
     assert timed["verify", "host"] == pytest.approx((6.1, 6.2))  # pruning waited for the tree
     assert timed["verify", "main"] == pytest.approx((6.1, 16.1))
-    assert timed["commit_target", "host"][0] == pytest.approx(16.1)  # the walk waited for what was said
+    assert timed["commit_target", "host"][0] == pytest.approx(16.1)  # the walk waited for the target tokens
     assert simulate(SEQUENTIAL, profile).makespan_ms == pytest.approx(16.4)
-    # a second stream, under pruning and verification
+    # a second stream, during pruning and verification
     assert spans(TAIL_SIDE, profile)["tail", "side"] == pytest.approx((5.1, 8.1))
     assert best_plan(profile) == TAIL_SIDE
 
 
-def test_the_search_picks_overlap_when_it_pays() -> None:
-    pays = replace(
+def test_the_search_picks_overlap_when_it_gains() -> None:
+    overlap_gains = replace(
         PROFILE,
         host_ms={**HOST_MS, "head after tail": 0.5},
         stretch_ms={"tail": 0.25, "noise": 2.0, "next_head": 0.0},
     )
-    assert simulate(TAIL_SIDE, pays).makespan_ms < simulate(SEQUENTIAL, pays).makespan_ms
-    assert best_plan(pays) == TAIL_SIDE
+    assert simulate(TAIL_SIDE, overlap_gains).makespan_ms < simulate(SEQUENTIAL, overlap_gains).makespan_ms
+    assert best_plan(overlap_gains) == TAIL_SIDE
 
 
-def test_the_search_picks_sequential_when_overlap_does_not_pay() -> None:
+def test_the_search_picks_sequential_when_overlap_does_not_gain() -> None:
     one_processor = replace(PROFILE, stretch_ms={"tail": 3.0, "noise": 1.0, "next_head": 5.0})
     assert best_plan(one_processor) == SEQUENTIAL
 
 
-def test_a_gain_below_one_percent_goes_to_the_plan_with_less_ahead_of_time() -> None:
+def test_below_one_percent_gain_the_simpler_plan_is_chosen() -> None:
     hardly = replace(
         PROFILE,
         host_ms={**HOST_MS, "head after tail": 1.9},
@@ -293,7 +312,7 @@ def test_a_choice_survives_json_and_keeps_its_charts() -> None:
         ),
     ],
 )
-def test_a_plan_runs_only_if_its_whole_interval_is_a_gain(
+def test_a_plan_runs_only_if_its_whole_interval_is_above_zero(
     found: PlanSearch, plan: Plan | None, reason: str
 ) -> None:
     assert found.plan == plan
@@ -308,18 +327,18 @@ def test_the_interval_of_a_median_is_that_of_the_sign_test() -> None:
     ascending = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
     assert median_interval([]) is None
     assert median_interval(ascending[:5]) is None
-    assert median_interval(ascending[:LEAST_TURNS][::-1]) == (0.1, 0.6)
+    assert median_interval(ascending[:MIN_TURNS][::-1]) == (0.1, 0.6)
     assert median_interval(ascending[:8]) == (0.1, 0.8)
     assert median_interval(ascending) == (0.2, 0.8)
 
 
-def test_a_plan_helps_where_something_runs_ahead_of_time() -> None:
+def test_a_plan_helps_if_a_stage_runs_ahead_of_time() -> None:
     for temperature, without in ((0.0, {"sequential", "noise side", "noise late"}), (0.7, {"sequential"})):
         assert {plan.name for plan in plans() if not plan.helps(temperature)} == without
 
 
 class Machine:
-    """A clock of our own, on which an iteration takes what it is to take; time stands still otherwise."""
+    """A simulated clock that advances only during iterations, by a given time."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, step_ms: Callable[[], float], plan_ms: Callable[[], float]
@@ -376,23 +395,23 @@ def test_a_machine_that_gets_slower_or_faster_favours_neither_arm(
 ) -> None:
     changing = partial(next, (50.0 + change_ms * num for num in count()))
     found = Machine(monkeypatch, changing, changing).tried(seconds=100.0)
-    assert found.num_turns == MOST_TURNS
+    assert found.num_turns == MAX_TURNS
     assert not found.gains
 
 
-def test_the_arms_take_turns_and_either_comes_first_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arms_take_turns_and_each_is_first_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, lambda: 1.0, lambda: 1.0)
     machine.tried()
-    assert len(machine.ran) == 2 * MOST_TURNS * (NUM_STEPS + 1)
+    assert len(machine.ran) == 2 * MAX_TURNS * (NUM_STEPS + 1)
     assert machine.ran[:: NUM_STEPS + 1][:6] == ["step", "plan", "plan", "step", "step", "plan"]
 
 
 @pytest.mark.parametrize("step_ms", (0.2, 5.0, 15.0, 17.0, 300.0, 1000.0))
 @pytest.mark.parametrize("slower", (1.0, 3.0))
-def test_the_search_keeps_to_its_time_whatever_an_iteration_takes(
+def test_the_search_keeps_its_time_limit_for_any_iteration_time(
     monkeypatch: pytest.MonkeyPatch, step_ms: float, slower: float
 ) -> None:
-    """Whether the profile was right or the machine is three times slower by now."""
+    """Both with a correct profile and on a machine that is now three times slower."""
     machine = Machine(monkeypatch, lambda: slower * step_ms, lambda: slower * step_ms)
     monkeypatch.setattr(choice_module, "best_plan", lambda profile: TAIL_SIDE)
     monkeypatch.setattr(Workload, "prefill", lambda self: None)
@@ -403,7 +422,7 @@ def test_the_search_keeps_to_its_time_whatever_an_iteration_takes(
         assert found.plan is None
         assert (found.trial is not None and found.trial.gain95 is not None) == (slower * step_ms <= 15.0)
     assert chosen.greedy.temperature == 0.0 < chosen.sampled.temperature
-    assert step_ms < 17.0 or not machine.ran  # what cannot end in time is not begun
+    assert step_ms < 17.0 or not machine.ran  # an iteration that cannot end in time does not start
 
 
 def test_gantt_charts_are_drawn(tmp_path: Path) -> None:
@@ -415,32 +434,41 @@ def test_gantt_charts_are_drawn(tmp_path: Path) -> None:
 
 
 def sample(ms: float, **stages_ms: float) -> Sample:
-    """Main stages one after another, each after 0.25 ms of waiting, the others from the end of growth."""
-    stays = {}
+    """Main stages in sequence, each after 0.25 ms of waiting; the others start at the end of growth."""
+    times = {}
     now = 100.0
     for stage in MAIN:
-        stays[stage] = Stay(now, now + 0.25, now + 0.25 + stages_ms.get(stage, 1.0))
-        now = stays[stage].end_ms
-    grown = stays["grow"].end_ms
+        times[stage] = StageTimes(now, now + 0.25, now + 0.25 + stages_ms.get(stage, 1.0))
+        now = times[stage].end_ms
+    grown = times["grow"].end_ms
     start = grown + 0.5
-    stays |= {stage: Stay(grown, start, start + stages_ms[stage]) for stage in AHEAD if stage in stages_ms}
-    return Sample(ms, stays, {})
+    times |= {
+        stage: StageTimes(grown, start, start + stages_ms[stage]) for stage in AHEAD if stage in stages_ms
+    }
+    return Sample(ms, times, {})
 
 
-def test_of_every_iteration_the_fastest_run_counts() -> None:
+def test_the_fastest_run_of_each_iteration_counts() -> None:
     runs = [[sample(5.0), sample(9.0)], [sample(6.0), sample(8.0)], [sample(50.0), sample(70.0)]]
     assert [kept.ms for kept in fastest(runs)] == [5.0, 8.0]
 
 
 def test_the_profile_takes_each_form_from_the_first_probe_that_has_it() -> None:
+    after_next_head = {"head": 0.0, "commit_draft": 1.5}
+    ahead_on_side = {"noise": 0.5, "tail": 2.5, "next_head": 7.0}
     samples = {
-        "sequential": [sample(16.5, verify=3.0, say=2.0), sample(19.5, verify=5.0, say=2.0)],
+        "sequential": [
+            sample(16.5, verify=3.0, target_tokens=2.0),
+            sample(19.5, verify=5.0, target_tokens=2.0),
+        ],
         "tail": [sample(13.0, head=0.75, verify=99.0, tail=1.5)],
-        "all": [sample(13.0, head=0.0, say=1.25, tail=9.0, noise=0.25, next_head=3.0, commit_draft=1.5)],
-        "noise beside": [sample(13.0, verify=4.5, say=1.25, noise=0.5)],
-        "tail beside": [sample(13.0, verify=5.0, head=0.75, say=2.0, tail=2.5)],
-        "all beside": [sample(13.0, verify=6.0, head=0.0, say=1.25, walk=1.25, noise=0.5, tail=2.5, next_head=7.0, commit_draft=1.5)],
-    }  # fmt: skip
+        "all": [sample(13.0, target_tokens=1.25, tail=9.0, noise=0.25, next_head=3.0, **after_next_head)],
+        "noise on side": [sample(13.0, verify=4.5, target_tokens=1.25, noise=0.5)],
+        "tail on side": [sample(13.0, verify=5.0, head=0.75, target_tokens=2.0, tail=2.5)],
+        "all on side": [
+            sample(13.0, verify=6.0, walk=1.25, **ahead_on_side, target_tokens=1.25, **after_next_head)
+        ],
+    }
     profile = profile_of({name: [each] for name, each in samples.items()})
     assert profile.host_ms["verify"] == pytest.approx(4.0)
     assert (
@@ -452,12 +480,12 @@ def test_the_profile_takes_each_form_from_the_first_probe_that_has_it() -> None:
     assert profile.host_ms["tail on side"] == 2.5
     assert profile.host_ms["commit_draft after next_head"] == 1.5
     assert profile.stretch_ms == pytest.approx({"noise": 0.5, "tail": 1.0, "next_head": 2.25 - 1.5})
-    assert profile.overhead_ms == pytest.approx(1.5)  # 1.0 and 2.0, stages and waits aside
+    assert profile.overhead_ms == pytest.approx(1.5)  # mean of 1.0 and 2.0, without stages and waits
     assert profile.handover_ms == pytest.approx(0.5)
     assert profile.device_ms == {}
 
 
-def test_side_jobs_run_in_order_and_their_errors_reach_who_waits() -> None:
+def test_side_jobs_run_in_order_and_wait_raises_their_errors() -> None:
     side = SideThread()
     order = []
 
@@ -478,7 +506,7 @@ def test_side_jobs_run_in_order_and_their_errors_reach_who_waits() -> None:
     side.join()
 
 
-def test_the_side_runs_on_one_thread_and_leaves_the_others_alone() -> None:
+def test_the_side_uses_one_thread_and_leaves_the_thread_count_unchanged() -> None:
     before = torch.get_num_threads()
     seen = []
     try:
@@ -495,8 +523,8 @@ def test_the_side_runs_on_one_thread_and_leaves_the_others_alone() -> None:
         torch.set_num_threads(before)
 
 
-def test_a_side_that_nobody_holds_ends_its_thread() -> None:
-    before = set(threading.enumerate())  # those of other tests may be ending just now
+def test_an_unreferenced_side_ends_its_thread() -> None:
+    before = set(threading.enumerate())  # threads of other tests may end at this moment
     side = SideThread()
     (worker,) = [thread for thread in threading.enumerate() if thread not in before]
     del side

@@ -1,6 +1,4 @@
-"""Python's own calls: what a generation gives, where it stops, and one clear error for every wrong
-argument, raised at the call.
-"""
+"""Calls from Python: results of a generation, where it stops, and a clear error for each wrong argument."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def test_generation_ends_at_the_token_that_completes_a_stop_text(
         assert run.text == text[: text.index(stop)]
 
 
-def test_a_stop_text_that_does_not_come_changes_nothing(tiny: LoadedPair) -> None:
+def test_a_stop_text_that_does_not_occur_changes_nothing(tiny: LoadedPair) -> None:
     assert emitted(tiny, replace(LONG, stop=("never written",)), Shape(4, 4)) == emitted(
         tiny, LONG, Shape(4, 4)
     )
@@ -83,9 +81,7 @@ def test_an_engine_without_a_tokenizer_refuses_stop_texts(tiny: LoadedPair) -> N
     ],
     ids=str,
 )
-def test_a_prompt_that_is_none_is_refused_at_the_call(
-    prompt: Any, complaint: str, tiny: LoadedPair
-) -> None:
+def test_an_invalid_prompt_is_refused_at_the_call(prompt: Any, complaint: str, tiny: LoadedPair) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         tiny.engine.generate(prompt, tiny.policy(), LONG)
     assert "\n" not in str(caught.value)
@@ -111,7 +107,7 @@ def test_any_sequence_of_whole_numbers_is_a_prompt(kind: Any, tiny: LoadedPair) 
         ({"max_new_tokens": "5"}, "max_new_tokens: '5' .*whole number"),
     ],
 )
-def test_a_request_of_the_wrong_kind_is_refused(fields: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_request_is_refused(fields: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         GenerateConfig(**fields)
 
@@ -129,7 +125,7 @@ def test_a_request_of_the_wrong_kind_is_refused(fields: dict[str, Any], complain
         (2, (((0, 0),),), r"width and depth: \(2, 1\) .*\(1, 1\)"),
     ],
 )
-def test_a_static_tree_that_is_none_is_refused(width: int, levels: Any, complaint: str) -> None:
+def test_levels_that_are_not_a_tree_are_refused(width: int, levels: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         Shape(width, len(levels), levels=levels)
 
@@ -143,7 +139,7 @@ def test_a_static_tree_that_is_none_is_refused(width: int, levels: Any, complain
         ([0.0, 0.0], "parents: 'torch.float32' .*integers"),
     ],
 )
-def test_a_tree_does_not_grow_under_a_node_that_is_not_there(parents: list[float], complaint: str) -> None:
+def test_a_tree_does_not_grow_under_a_missing_node(parents: list[float], complaint: str) -> None:
     tree = TokenTree.root(token=5, capacity=8)
     with pytest.raises(ConfigError, match=complaint):
         tree.grow(torch.tensor(parents), torch.tensor([11, 12]), torch.tensor([-0.1, -0.5]))
@@ -176,7 +172,7 @@ def step(ms: float, shape: Shape, *, verified: int = 1, caught_up: bool = False)
 
 
 def slowdown(*results: StepResult) -> float | None:
-    """Of steps on a machine where a plain step takes 2 ms and one of a chain of two 2 + 1 + 1."""
+    """Slowdown on a machine where a plain step takes 2 ms and a step with a chain of two 2 + 1 + 1 ms."""
     verify, draft = (Curve((0,), (1,), ((ms,),)) for ms in (2.0, 1.0))
     run = SimpleNamespace(
         pair=SimpleNamespace(latency=LatencyModel(draft, verify, 0.0, 0.0, 0.0)), results=results
@@ -187,7 +183,7 @@ def slowdown(*results: StepResult) -> float | None:
     return found
 
 
-def test_slowdown_is_the_median_step_over_what_the_profile_predicts_for_its_shape() -> None:
+def test_slowdown_is_the_median_of_measured_over_predicted_milliseconds() -> None:
     chain = Shape(1, 2, 3)
     assert slowdown(*(step(2.0, PLAIN) for _ in range(ENOUGH_STEPS))) == 1.0
     assert slowdown(*(step(12.0, chain, verified=3) for _ in range(ENOUGH_STEPS))) == 3.0
@@ -195,7 +191,7 @@ def test_slowdown_is_the_median_step_over_what_the_profile_predicts_for_its_shap
     assert slowdown(*hiccups, *(step(2.0, PLAIN) for _ in range(ENOUGH_STEPS))) == 1.0
 
 
-def test_too_few_steps_have_no_slowdown_and_those_that_catch_up_do_not_count() -> None:
+def test_few_steps_have_no_slowdown_and_catching_up_does_not_count() -> None:
     few = [step(9.0, PLAIN) for _ in range(ENOUGH_STEPS - 1)]
     assert slowdown(*few) is None
     assert slowdown(*few, step(50.0, PLAIN, caught_up=True)) is None
@@ -206,7 +202,7 @@ def test_a_run_of_many_steps_has_a_slowdown(tiny: LoadedPair) -> None:
     assert run.to_json()["slowdown"] > 0
 
 
-def test_messages_stay_one_line_whatever_the_value() -> None:
+def test_messages_are_one_line_for_any_value() -> None:
     with pytest.raises(ConfigError) as caught:
         GenerateConfig(stop=("",))
     assert re.fullmatch(r"stop: \('',\) is not allowed; it must be .*", str(caught.value))

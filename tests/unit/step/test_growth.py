@@ -1,4 +1,4 @@
-"""The fused growth step against the operators that specify it."""
+"""The fused growth step against its reference."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from yggdrasil.kernels import load_kernels
 from yggdrasil.models.packing import empty_meta
-from yggdrasil.step.draft import Frontier, grow_fused_, grow_plain_
+from yggdrasil.step.draft import Frontier, grow_fused_, grow_reference_
 from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.tree import TokenTree
 
@@ -21,16 +21,16 @@ def grown(grow_, *, width: int, depth: int, candidates: int, seed: int, platt: P
     frontier = Frontier(1 + width * depth, candidates, platt=platt)
     meta_NM = empty_meta(max(width, 2) + 1, MAX_DEPTH)
     metas = []
-    fresh = 1
+    num_new = 1
     for _ in range(depth):
         # padded rows, as a graph of a wider bucket returns them
-        log_probs = -torch.rand(fresh + 1, candidates, generator=generator).sort(dim=1).values
+        log_probs = -torch.rand(num_new + 1, candidates, generator=generator).sort(dim=1).values
         tokens = torch.stack(
-            [torch.randperm(50, generator=generator)[:candidates] for _ in range(fresh + 1)]
+            [torch.randperm(50, generator=generator)[:candidates] for _ in range(num_new + 1)]
         )
         grow_(frontier, tree, tokens, log_probs, width, meta_NM, 17)
         metas.append(meta_NM.clone())
-        fresh = width
+        num_new = width
     return tree, metas
 
 
@@ -41,15 +41,17 @@ def grown(grow_, *, width: int, depth: int, candidates: int, seed: int, platt: P
     extra=st.integers(0, 3),
     seed=st.integers(0, 10_000),
 )
-def test_the_fused_growth_step_equals_the_plain_one(width: int, depth: int, extra: int, seed: int) -> None:
+def test_the_fused_growth_step_equals_its_reference(width: int, depth: int, extra: int, seed: int) -> None:
     load_kernels()
-    plain, plain_metas = grown(grow_plain_, width=width, depth=depth, candidates=width + extra, seed=seed)
+    reference, reference_metas = grown(
+        grow_reference_, width=width, depth=depth, candidates=width + extra, seed=seed
+    )
     fused, fused_metas = grown(grow_fused_, width=width, depth=depth, candidates=width + extra, seed=seed)
     fused.check()
     for name in ("token_N", "parent_N", "depth_N", "log_prob_N", "path_NA"):
-        assert torch.equal(getattr(plain, name), getattr(fused, name)), name
-    for plain_meta, fused_meta in zip(plain_metas, fused_metas, strict=True):
-        assert torch.equal(plain_meta, fused_meta)
+        assert torch.equal(getattr(reference, name), getattr(fused, name)), name
+    for reference_meta, fused_meta in zip(reference_metas, fused_metas, strict=True):
+        assert torch.equal(reference_meta, fused_meta)
 
 
 @settings(max_examples=40, deadline=None)
@@ -60,26 +62,26 @@ def test_the_fused_growth_step_equals_the_plain_one(width: int, depth: int, extr
     offset=st.floats(-3, 3),
     seed=st.integers(0, 10_000),
 )
-def test_both_growth_steps_scale_the_edges_alike(
+def test_both_growth_steps_scale_edges_the_same(
     width: int, depth: int, slope: float, offset: float, seed: int
 ) -> None:
     load_kernels()
     trees = [
         grown(grow_, width=width, depth=depth, candidates=8, seed=seed, platt=PlattScale(slope, offset))[0]
-        for grow_ in (grow_plain_, grow_fused_)
+        for grow_ in (grow_reference_, grow_fused_)
     ]
     trees[1].check()
     # values, not nodes: logarithms round to near ties
     torch.testing.assert_close(trees[0].log_prob_N, trees[1].log_prob_N, rtol=1e-4, atol=1e-5)
 
 
-def test_scaled_edges_grow_deep_where_the_draft_s_own_probabilities_grow_wide() -> None:
+def test_scaled_edges_can_make_a_tree_deep_instead_of_wide() -> None:
     def tree(platt: PlattScale) -> TokenTree:
         frontier = Frontier(3, 2, platt=platt)
         tree = TokenTree.root(3, 3, max_depth=2)
         meta_NM = empty_meta(2, 2)
         for token in (10, 20):
-            grow_plain_(
+            grow_reference_(
                 frontier,
                 tree,
                 torch.tensor([[token, token + 1]]),
@@ -94,8 +96,8 @@ def test_scaled_edges_grow_deep_where_the_draft_s_own_probabilities_grow_wide() 
     assert tree(PlattScale(2.0, 1.0)).parent_N.tolist() == [-1, 0, 1]
 
 
-@pytest.mark.parametrize("grow_", (grow_plain_, grow_fused_))
-def test_a_frontier_keeps_the_best_of_the_candidates_that_are_named(grow_) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("grow_", (grow_reference_, grow_fused_))
+def test_a_frontier_keeps_only_the_best_candidates(grow_) -> None:  # type: ignore[no-untyped-def]
     load_kernels()
     tree = TokenTree.root(3, 4, max_depth=3)
     frontier = Frontier(4, 1)
@@ -114,22 +116,22 @@ def test_a_taken_candidate_is_not_taken_again() -> None:
     assert frontier.take(1)[1].tolist() == [9]
 
 
-@pytest.mark.parametrize("grow_", (grow_plain_, grow_fused_))
+@pytest.mark.parametrize("grow_", (grow_reference_, grow_fused_))
 def test_more_nodes_than_candidates_are_refused(grow_) -> None:  # type: ignore[no-untyped-def]
     load_kernels()
     with pytest.raises(RuntimeError):
         grown(grow_, width=5, depth=1, candidates=4, seed=0)
 
 
-@pytest.mark.parametrize("grow_", (grow_plain_, grow_fused_))
-def test_a_path_longer_than_the_tree_s_is_refused_and_no_node_counts(grow_) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("grow_", (grow_reference_, grow_fused_))
+def test_a_path_longer_than_max_depth_is_refused_and_adds_no_node(grow_) -> None:  # type: ignore[no-untyped-def]
     load_kernels()
     tree = TokenTree.root(3, 4, max_depth=1)
     frontier = Frontier(4, 1)
     meta_NM = empty_meta(2, 1)
-    guess = torch.tensor([[7]]), torch.tensor([[-0.5]])
-    grow_(frontier, tree, *guess, 1, meta_NM, 17)
+    candidates = torch.tensor([[7]]), torch.tensor([[-0.5]])
+    grow_(frontier, tree, *candidates, 1, meta_NM, 17)
     with pytest.raises(RuntimeError):
-        grow_(frontier, tree, *guess, 1, meta_NM, 17)
+        grow_(frontier, tree, *candidates, 1, meta_NM, 17)
     assert len(tree) == 2
     tree.check()

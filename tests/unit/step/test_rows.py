@@ -14,11 +14,16 @@ from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.step.rows import Chain, draft_rows, prune_rows
 
-NEXT = {10: (11, 0.6), 11: (12, 0.6), 20: (21, 0.4), 21: (22, 0.4)}  # token: what follows, and how likely
+NEXT = {
+    10: (11, 0.6),
+    11: (12, 0.6),
+    20: (21, 0.4),
+    21: (22, 0.4),
+}  # token: the next token and its probability
 
 
 class Scripted:
-    """A draft that knows what follows a token."""
+    """A draft with a fixed next token after each token."""
 
     device = "cpu"
     max_depth = 3
@@ -32,24 +37,20 @@ class Scripted:
         return empty_meta(8, self.max_depth)
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
-        says = [NEXT.get(int(token), (0, 1.0)) for token in meta_NM[:, TOKEN]]
-        return torch.tensor([[token] for token, _ in says]), torch.tensor(
-            [[probability] for _, probability in says]
-        ).log()
+        following = [NEXT.get(int(token), (0, 1.0)) for token in meta_NM[:, TOKEN]]
+        tokens_N1 = torch.tensor([[token] for token, _ in following])
+        probabilities_N1 = torch.tensor([[probability] for _, probability in following])
+        return tokens_N1, probabilities_N1.log()
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
-    ("platt", "kept"),
-    [(UNSCALED, [1, 1]), (PlattScale(1.8, 1.3), [2, 0])],
-    ids=("as the draft says", "scaled"),
+    ("platt", "kept"), [(UNSCALED, [1, 1]), (PlattScale(1.8, 1.3), [2, 0])], ids=("unscaled", "scaled")
 )
-def test_a_batch_s_drafts_are_ordered_by_what_the_target_takes_of_them(
+def test_draft_tokens_of_a_batch_are_ordered_by_scaled_probability(
     platt: PlattScale, kept: list[int]
 ) -> None:
-    """Two tokens of 0.6 make 0.36, less than one of 0.4; but of 0.6 the target takes 0.88, twice 0.78, and
-    of 0.4 only 0.64.
-    """
+    """Unscaled, 0.6 * 0.6 = 0.36 is less than 0.4. Scaled, 0.88 * 0.88 = 0.78 is more than 0.64."""
     rows = [Row(row, DecodeState([root])) for row, root in enumerate((10, 20))]
     chains = draft_rows(Scripted(), rows, [2, 2], [platt] * 2)
     assert [chain.tokens for chain in chains] == [[11, 12], [21, 22]]
@@ -58,9 +59,7 @@ def test_a_batch_s_drafts_are_ordered_by_what_the_target_takes_of_them(
 
 
 @pytest.mark.parametrize("most", range(8))
-def test_what_is_kept_of_a_batch_is_the_likeliest_and_of_equals_what_is_nearest_to_its_root(
-    most: int,
-) -> None:
+def test_the_most_likely_tokens_of_a_batch_are_kept_and_among_equals_the_shallowest(most: int) -> None:
     log_probs = [[-0.1, -0.5, -0.5], [], [-0.5, -0.5], [-0.2, -0.9]]
     places = sorted(
         (-log_prob, depth, index)
@@ -78,7 +77,7 @@ def test_what_is_kept_of_a_batch_is_the_likeliest_and_of_equals_what_is_nearest_
 
 
 @pytest.mark.usefixtures("kernels")
-def test_rows_of_several_scales_each_get_their_own() -> None:
+def test_each_row_uses_its_own_scale() -> None:
     platts = [PlattScale(1.8, 1.3), PlattScale(1.8, 1.3), UNSCALED, PlattScale(0.5, 0.0)]
     rows = [Row(row, DecodeState([10])) for row in range(4)]
     chains = draft_rows(Scripted(), rows, [2, 0, 1, 2], platts)

@@ -1,6 +1,4 @@
-"""What the target says: filters by hand, noise that depends on seed and position alone, rows that do not
-see each other.
-"""
+"""Target tokens: filters by hand, noise keyed by seed and position, rows that are independent."""
 
 from __future__ import annotations
 
@@ -15,15 +13,15 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step import sampling as sampling_module
-from yggdrasil.step.accept import accept, follow, say
+from yggdrasil.step.accept import accept, follow, target_tokens
 from yggdrasil.step.rows import Chain, accept_rows
 from yggdrasil.step.sampling import (
+    beyond_top_p_in_integers,
     draw_noise,
     gumbel_noise,
     next_token,
     next_tokens,
     process_logits,
-    whole_shares_beyond,
 )
 from yggdrasil.tree import TokenTree
 
@@ -47,14 +45,14 @@ pytestmark = pytest.mark.usefixtures("kernels")
         ({"top_k": 3}, [0, 1, 3]),
         ({"top_k": 4}, [0, 1, 2, 3]),
         ({"top_k": 99}, [0, 1, 2, 3]),
-        ({"top_p": 0.01}, [1]),  # the likeliest token always stays
+        ({"top_p": 0.01}, [1]),  # the most likely token is always kept
         ({"top_p": 0.45}, [1]),
         ({"top_p": 0.7}, [1, 3]),  # 0.5 is not enough, 0.8 is
         ({"top_p": 0.9}, [0, 1, 3]),
         ({"min_p": 0.25}, [0, 1, 3]),  # at least 0.125
         ({"min_p": 0.5}, [1, 3]),
         ({"min_p": 1.0}, [1]),
-        ({"top_k": 2, "top_p": 0.6}, [1]),  # of the two, the likeliest has 0.625
+        ({"top_k": 2, "top_p": 0.6}, [1]),  # the more likely of the two has 0.625
         ({"top_p": 0.9, "min_p": 0.5}, [1, 3]),
     ],
 )
@@ -62,7 +60,7 @@ def test_filters_keep_by_hand(options: dict[str, float], tokens: list[int]) -> N
     assert kept(SamplingConfig(temperature=1.0, **options)) == tokens
 
 
-def test_what_is_kept_is_not_changed_but_renormalised() -> None:
+def test_kept_probabilities_are_only_renormalised() -> None:
     processed = process_logits(LOGITS, SamplingConfig(temperature=1.0, top_k=2)).softmax(dim=-1)
     torch.testing.assert_close(processed, torch.tensor([[0.0, 0.625, 0.0, 0.375]]))
 
@@ -91,7 +89,7 @@ def test_noise_is_standard_gumbel() -> None:
     )
 
 
-def test_greedy_takes_the_argmax_and_the_first_of_equals() -> None:
+def test_greedy_takes_the_argmax_and_the_first_among_equals() -> None:
     logits_KV = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, 1.0], [-torch.inf, -torch.inf, -5.0]])
     assert next_tokens(logits_KV, range(3), SamplingConfig()) == [1, 0, 2]
 
@@ -165,7 +163,7 @@ def test_rows_are_bitwise_independent_of_each_other_and_of_their_number(
 
 
 @pytest.mark.parametrize("top_p", (0.01, 0.45, 0.7, 0.9, 0.96))
-def test_whole_shares_filter_what_probabilities_filter(top_p: float) -> None:
+def test_integer_top_p_filters_the_same_tokens_as_probabilities(top_p: float) -> None:
     ordered_KV = (
         torch.cat((LOGITS.sort(descending=True).values.repeat(1, 8), -torch.inf * torch.ones(1, 8)), dim=1)
         .sort(descending=True)
@@ -179,12 +177,13 @@ def test_whole_shares_filter_what_probabilities_filter(top_p: float) -> None:
     ):
         probability_KV = rows_KV.double().softmax(dim=-1)
         assert torch.equal(
-            whole_shares_beyond(rows_KV, top_p), probability_KV.cumsum(dim=-1) - probability_KV >= top_p
+            beyond_top_p_in_integers(rows_KV, top_p),
+            probability_KV.cumsum(dim=-1) - probability_KV >= top_p,
         )
 
 
 class Sums(TorchDispatchMode):
-    """Keeps what is summed: the operator and the dtype."""
+    """Records every sum: the operator and the dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +196,7 @@ class Sums(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_device_sums_integers_alone_for_their_sum_has_no_order() -> None:
+def test_a_device_sums_only_integers() -> None:
     with Sums() as sums:
         process_logits(
             torch.empty(3, 50, device="meta"),
@@ -207,9 +206,9 @@ def test_a_device_sums_integers_alone_for_their_sum_has_no_order() -> None:
 
 
 @pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")))
-def test_whole_shares_leave_a_broken_row_as_it_is_for_it_to_be_found(value: float) -> None:
-    assert not whole_shares_beyond(torch.full((1, 9), value), 0.5).any()
-    assert not whole_shares_beyond(torch.tensor([[value, 2.0, 1.0]]), 0.5).any()
+def test_integer_top_p_does_not_filter_a_broken_row(value: float) -> None:
+    assert not beyond_top_p_in_integers(torch.full((1, 9), value), 0.5).any()
+    assert not beyond_top_p_in_integers(torch.tensor([[value, 2.0, 1.0]]), 0.5).any()
 
 
 TREE = TokenTree.root(3, 8)
@@ -219,22 +218,20 @@ FILTERS = ({}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 4, "top_p
 
 
 @pytest.mark.parametrize("options", FILTERS)
-def test_the_sampling_walk_accepts_what_saying_everywhere_and_following_accepts(
-    options: dict[str, float],
-) -> None:
+def test_walk_sampling_accepts_the_same_as_target_tokens_and_follow(options: dict[str, float]) -> None:
     lens = set()
     for seed in range(40):
         sampling = SamplingConfig(temperature=0.9, seed=seed, **options)
         logits_KV = torch.randn(len(TREE), 5)
         accepted = accept(TREE, logits_KV, 70, sampling)
-        assert accepted == follow(TREE, say(TREE, logits_KV, 70, sampling))
+        assert accepted == follow(TREE, target_tokens(TREE, logits_KV, 70, sampling))
         assert next_token(logits_KV[2:3], 71, sampling) == next_tokens(logits_KV[2:3], [71], sampling)[0]
         lens.add(len(accepted.path))
     assert lens == {1, 2, 3}
 
 
 @pytest.mark.parametrize("options", FILTERS)
-def test_a_row_of_a_batch_accepts_what_saying_everywhere_accepts(options: dict[str, float]) -> None:
+def test_a_row_of_a_batch_accepts_the_same_as_a_tree(options: dict[str, float]) -> None:
     lens = set()
     for seed in range(40):
         sampling = SamplingConfig(temperature=0.9, seed=seed, **options)
@@ -249,7 +246,7 @@ def test_a_row_of_a_batch_accepts_what_saying_everywhere_accepts(options: dict[s
     assert {0, 1, 2} <= lens
 
 
-def test_noise_is_drawn_for_the_accepted_path_alone_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_drawn_once_and_only_for_the_accepted_path(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     monkeypatch.setattr(
         sampling_module,
@@ -257,7 +254,7 @@ def test_noise_is_drawn_for_the_accepted_path_alone_and_once(monkeypatch: pytest
         lambda seed, position, vocab: drawn.append(position) or draw_noise(seed, position, vocab),
     )
     logits_KV = torch.zeros(len(TREE), 5)
-    for node, token in ((0, 2), (2, 4)):  # node 2 is passed, its child is not
+    for node, token in ((0, 2), (2, 4)):  # node 2 is on the path, its child is not
         logits_KV[node, token] = 1e4
     sampling = SamplingConfig(temperature=1.0)
     assert accept(TREE, logits_KV, 70, sampling).path == [0, 2]
@@ -269,7 +266,7 @@ def test_noise_is_drawn_for_the_accepted_path_alone_and_once(monkeypatch: pytest
 
 @pytest.mark.parametrize("temperature", (1e-30, 9.9e-31, 1e-38, 1e-45, 5e-324, 1e38, 1e300))
 @pytest.mark.parametrize("options", ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}), ids=str)
-def test_any_temperature_has_a_finite_score_and_a_tiny_one_is_greedy(
+def test_scores_are_finite_at_any_temperature_and_a_tiny_one_is_greedy(
     temperature: float, options: dict[str, Any]
 ) -> None:
     logits_KV = torch.randn(6, 50) * 20
@@ -278,6 +275,6 @@ def test_any_temperature_has_a_finite_score_and_a_tiny_one_is_greedy(
         assert said == next_tokens(logits_KV, (), SamplingConfig())
 
 
-def test_equal_logits_at_a_tiny_temperature_are_drawn_from() -> None:
+def test_a_tiny_temperature_samples_among_equal_logits() -> None:
     logits_KV = torch.tensor([[1e4, -3.0, 1e4, torch.finfo(torch.float32).min]]).expand(200, -1)
     assert set(next_tokens(logits_KV, range(200), SamplingConfig(temperature=1e-38))) == {0, 2}

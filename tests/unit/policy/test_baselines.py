@@ -1,25 +1,20 @@
-"""Structures of other systems: their shapes by hand, Sequoia's programme against every tree there is."""
+"""Structures of other systems: shapes by hand, and Sequoia's programme against all possible trees."""
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yggdrasil.errors import ConfigError
-from yggdrasil.policy import structures
-from yggdrasil.policy.latency import Curve, LatencyModel
-from yggdrasil.policy.structures import (
-    LowConfidence,
-    SmallGain,
+from yggdrasil.policy import baselines
+from yggdrasil.policy.baselines import (
     dynamic_sequence,
     equal_growth,
     k_ary,
-    last_gain_plain,
     opt_tree,
     sequence,
     sequoia,
@@ -27,8 +22,8 @@ from yggdrasil.policy.structures import (
     static_accepted,
     structure_ms,
 )
+from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.state import Shape
-from yggdrasil.tree import TokenTree
 
 FLAT = Curve((0,), (2, 4, 8, 16, 32, 64), ((10.0,) * 6,))
 STEEP = Curve((0,), (2, 4, 8, 16, 32, 64), ((10.0, 20.0, 40.0, 80.0, 160.0, 320.0),))
@@ -40,13 +35,13 @@ def latency(draft: Curve, verify: Curve) -> LatencyModel:
     return LatencyModel(draft, verify, growth_host_ms=0.0, step_host_ms=0.0, plain_host_ms=0.0)
 
 
-def test_sequences_and_equal_growth_are_plain_shapes() -> None:
+def test_sequences_and_equal_growth_have_no_levels_and_no_stop_rule() -> None:
     assert sequence(5) == Shape(1, 5, 6)
     assert equal_growth(4, 3) == Shape(4, 3)
     assert equal_growth(4, 3, 8) == Shape(4, 3, 8)
 
 
-def test_a_rule_is_readable_in_the_shape() -> None:
+def test_a_shape_shows_its_stop_rule() -> None:
     assert str(dynamic_sequence(8, 0.35)) == "W=1 D=8 K=9 until P<0.35"
     assert str(opt_tree(32, 8, 10, 0.1)) == "W=8 D=10 K=32 until gain<0.1"
 
@@ -67,60 +62,6 @@ def test_k_ary_is_cut_in_its_last_level(num_nodes: int, sizes: list[int]) -> Non
     assert shape.num_nodes == shape.verify == num_nodes
 
 
-def chain(*probabilities: float) -> TokenTree:
-    tree = TokenTree.root(0, 1 + len(probabilities))
-    log_prob = 0.0
-    for node, probability in enumerate(probabilities):
-        log_prob += torch.tensor(probability).log().item()
-        tree.grow(torch.tensor([node]), torch.tensor([node + 1]), torch.tensor([log_prob]))
-    return tree
-
-
-def test_low_confidence_judges_the_last_token_and_not_the_path() -> None:
-    rule = LowConfidence(0.5)
-    assert not rule.enough(chain(0.6, 0.6, 0.6))  # the path has 0.216
-    assert not rule.enough(chain(0.1, 0.9))
-    assert rule.enough(chain(0.9, 0.4))
-    assert rule.enough(chain(0.4))
-
-
-@pytest.mark.usefixtures("kernels")
-def test_small_gain_by_hand() -> None:
-    tree = TokenTree.root(0, 5)
-    tree.grow(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([0.5, 0.4]).log())
-    tree.grow(torch.tensor([1, 1]), torch.tensor([3, 4]), torch.tensor([0.3, 0.2]).log())
-    # best three before 1 + 0.5 + 0.4, after the same: the step gained nothing; of four nodes it gains 0.3
-    assert SmallGain(2, (0.0,) * 3, 0.01).enough(tree)
-    assert not SmallGain(2, (0.0,) * 4, 0.29).enough(tree)
-    assert SmallGain(2, (0.0,) * 4, 0.31).enough(tree)
-    assert not SmallGain(2, (0.0,) * 64, 0.49).enough(tree)
-    # verifying a fourth node costs 0.25, a fifth 0.25 too: the step is worth 0.05
-    assert not SmallGain(2, (0.0, 0.1, 0.1, 0.25, 0.25), 0.04).enough(tree)
-    assert SmallGain(2, (0.0, 0.1, 0.1, 0.25, 0.25), 0.06).enough(tree)
-
-
-@pytest.mark.usefixtures("kernels")
-def test_the_last_gain_of_a_tree_is_that_of_its_specification() -> None:
-    generator = np.random.default_rng(0)
-    for _ in range(200):
-        num_nodes = int(generator.integers(2, 40))
-        width = int(generator.integers(1, num_nodes + 1))
-        prices = np.sort(generator.uniform(size=int(generator.integers(1, 48)))).tolist()
-        log_prob_N = torch.from_numpy(-generator.exponential(size=num_nodes + 2)).float()
-        expected = last_gain_plain(log_prob_N[:num_nodes].numpy(), width, prices)
-        assert torch.ops.ygg.last_gain(
-            log_prob_N, num_nodes, width, torch.tensor(prices, dtype=torch.float64)
-        ) == pytest.approx(float(expected), abs=1e-9)
-
-
-def test_the_last_gain_of_many_trees_is_that_of_each() -> None:
-    log_prob_MN = -np.random.default_rng(1).exponential(size=(5, 9))
-    prices = (0.0, 0.0, 0.1, 0.1, 0.2, 0.2)
-    assert last_gain_plain(log_prob_MN, 4, prices).tolist() == [
-        pytest.approx(float(last_gain_plain(log_prob_N, 4, prices))) for log_prob_N in log_prob_MN
-    ]
-
-
 def test_sequoia_by_hand() -> None:
     # after the root's two best children, 0.6 and 0.3, the best child of the best, 0.36, comes first
     assert sequoia((0.6, 0.3), 2, 4).levels == (((0, 0),),)
@@ -130,18 +71,18 @@ def test_sequoia_by_hand() -> None:
     assert static_accepted(sequoia((0.6, 0.3), 4, 4), (0.6, 0.3)) == pytest.approx(0.6 + 0.3 + 0.36)
 
 
-def test_sequoia_takes_the_ranks_that_pay_even_out_of_order() -> None:
+def test_sequoia_takes_the_best_ranks_even_out_of_order() -> None:
     assert sequoia((0.1, 0.5), 2, 3).levels == (((0, 1),),)
 
 
-def test_sequoia_says_when_a_tree_cannot_be_that_large() -> None:
+def test_sequoia_refuses_a_tree_that_is_too_large() -> None:
     assert sequoia((0.5, 0.4), 7, 2).num_nodes == 7
     with pytest.raises(ConfigError, match="num_nodes: 8"):
         sequoia((0.5, 0.4), 8, 2)
 
 
-def greatest(by_rank: tuple[float, ...], num_nodes: int, max_depth: int) -> float:
-    """Expected length over every tree, by plain recursion: a second writing of the definition."""
+def best_value(by_rank: tuple[float, ...], num_nodes: int, max_depth: int) -> float:
+    """Largest expected length over all trees, by recursion over the definition."""
 
     @cache
     def forest(nodes: int, depth: int, rank: int) -> float:
@@ -160,7 +101,7 @@ def greatest(by_rank: tuple[float, ...], num_nodes: int, max_depth: int) -> floa
 
 
 def all_trees(num_ranks: int, num_nodes: int, max_depth: int) -> set[tuple[tuple[int, ...], ...]]:
-    """Every tree as the set of its rank paths, by attaching one node at a time."""
+    """All trees, each as the set of its rank paths, made by attaching one node at a time."""
     trees = {((),)}
     for _ in range(num_nodes - 1):
         grown = set()
@@ -177,13 +118,7 @@ def test_sequoia_equals_brute_force_over_every_tree(
     by_rank: tuple[float, ...], num_nodes: int, max_depth: int
 ) -> None:
     def value(tree: tuple[tuple[int, ...], ...]) -> float:
-        return (
-            sum(
-                float(torch.tensor([by_rank[rank] for rank in path], dtype=torch.float64).prod())
-                for path in tree
-            )
-            - 1
-        )
+        return sum(math.prod(by_rank[rank] for rank in path) for path in tree) - 1
 
     best = max(map(value, all_trees(len(by_rank), num_nodes, max_depth)))
     assert static_accepted(sequoia(by_rank, num_nodes, max_depth), by_rank) == pytest.approx(best)
@@ -196,7 +131,7 @@ def test_sequoia_equals_brute_force_over_every_tree(
     max_depth=st.integers(1, 6),
 )
 def test_sequoia_is_the_best_tree_and_a_tree(by_rank: list[float], num_nodes: int, max_depth: int) -> None:
-    best = greatest(tuple(by_rank), num_nodes, max_depth)
+    best = best_value(tuple(by_rank), num_nodes, max_depth)
     if best == float("-inf"):
         with pytest.raises(ConfigError):
             sequoia(by_rank, num_nodes, max_depth)
@@ -211,17 +146,17 @@ def test_sequoia_is_the_best_tree_and_a_tree(by_rank: list[float], num_nodes: in
     places = set()
     for level in shape.levels:
         assert all(first <= parent < first + size and 0 <= rank < len(by_rank) for parent, rank in level)
-        first = first + size
+        first += size
         size = len(level)
         places |= set(level)
     assert len(places) == num_nodes - 1
 
 
-def test_sequoia_of_sixty_four_nodes_solves_every_level_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequoia_solves_every_level_once(monkeypatch: pytest.MonkeyPatch) -> None:
     solved = []
-    forest = structures._Programme._forest
+    forest = baselines._Programme._forest
     monkeypatch.setattr(
-        structures._Programme,
+        baselines._Programme,
         "_forest",
         lambda self, *args: (solved.append(args[1:]), forest(self, *args))[1],
     )
@@ -233,22 +168,20 @@ def test_sequoia_of_sixty_four_nodes_solves_every_level_once(monkeypatch: pytest
 BY_RANK = (0.6, 0.2, 0.1)
 
 
-def test_hardware_awareness_grows_the_tree_where_verification_is_flat_and_cuts_it_where_it_is_steep() -> (
-    None
-):
+def test_sequoia_latency_prefers_large_trees_only_where_verification_is_flat() -> None:
     flat = sequoia_latency(BY_RANK, 8, latency(FREE_DRAFT, FLAT), (4, 8, 16, 32, 64), 0)
     steep = sequoia_latency(BY_RANK, 8, latency(FREE_DRAFT, STEEP), (4, 8, 16, 32, 64), 0)
     assert (flat.num_nodes, steep.num_nodes) == (64, 4)
 
 
-def test_hardware_awareness_makes_the_tree_shallow_where_drafting_costs() -> None:
+def test_sequoia_latency_prefers_shallow_trees_where_drafting_is_expensive() -> None:
     free = sequoia_latency(BY_RANK, 8, latency(FREE_DRAFT, FLAT), (4,), 0)
     costly = sequoia_latency(BY_RANK, 8, latency(COSTLY_DRAFT, FLAT), (4,), 0)
     # 0.6 + 0.36 + 0.216 in three levels, 0.6 + 0.2 + 0.1 in one
     assert (free.depth, costly.depth) == (3, 1)
 
 
-def test_sizes_that_no_depth_fills_are_left_out() -> None:
+def test_sequoia_latency_skips_sizes_that_no_depth_fills() -> None:
     assert sequoia_latency((0.5,), 3, latency(FREE_DRAFT, FLAT), (4, 64), 0).num_nodes == 4
     with pytest.raises(ConfigError, match="verify_widths"):
         sequoia_latency((0.5,), 2, latency(FREE_DRAFT, FLAT), (64,), 0)
