@@ -13,6 +13,8 @@ profiles/<pair>/<machine>.json                          measured latencies
 predictors/<pair>/<dataset>/acceptance.json             calibrated acceptance
                            /predictor.json, .safetensors  depth predictor, its figures on held-out text
 ```
+
+Shapes: P = pages of a row.
 """
 
 from __future__ import annotations

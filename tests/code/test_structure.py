@@ -139,7 +139,6 @@ def test_shapes_are_read_from_names_and_docstrings() -> None:
     assert listed_shapes("Keys.\n\nShapes: G = KV heads, S = slots of\na page, 16.\n\nT = 3") == {"G", "S"}
 
 
-@pytest.mark.xfail(strict=False, reason="branches list their shapes one after another")
 @pytest.mark.parametrize("module", ["yggdrasil", *MODULES])
 def test_every_shape_letter_is_global_or_listed_in_its_module(module: str) -> None:
     tree = source(module)

@@ -1,4 +1,7 @@
-"""A compiled model: its menu of graphs, its packed weights and its cache."""
+"""A compiled model: its menu of graphs, its packed weights and its cache.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = features of a head.
+"""
 
 from __future__ import annotations
 

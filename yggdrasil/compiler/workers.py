@@ -2,7 +2,10 @@
 
 A worker reads a job a line from standard input, builds it, and answers with a line; it keeps its model, of
 which it has no weights, so the imports and the model take time once. The parent hands jobs out one at a
-time, so the workers finish together."""
+time, so the workers finish together.
+
+Shapes: P = pages of a row.
+"""
 
 from __future__ import annotations
 

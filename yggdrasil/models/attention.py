@@ -1,4 +1,7 @@
-"""Tree attention as an attention implementation of transformers, so that every model runs unmodified."""
+"""Tree attention as an attention implementation of transformers, so that every model runs unmodified.
+
+Shapes: P = pages of a row.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A causal LM as one function of N tokens: the module that is exported once for every shape of the menu."""
+"""A causal LM as one function of N tokens: the module that is exported once for every shape of the menu.
+
+Shapes: P = pages, G = KV heads, S = slots of a page, F = features of a head.
+"""
 
 from __future__ import annotations
 

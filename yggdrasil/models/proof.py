@@ -9,6 +9,8 @@ ours       a chain       | a path through a tree with a sibling before every nod
 
 What mixes tokens anywhere but in attention, a convolution for one, differs in the tree: a node's neighbours
 are not the tokens before it.
+
+Shapes: L = tokens of a passage.
 """
 
 from __future__ import annotations

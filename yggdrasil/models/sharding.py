@@ -8,7 +8,10 @@ colwise_gather_output   the output embedding  colwise, and every rank gets the w
 
 The plan is the model's (`model.tp_plan`), the collectives are in the layers below, so that they are part of
 the exported graph. The shards of all ranks have one shape and the graph does not know its rank: one family
-of graphs serves them all."""
+of graphs serves them all.
+
+Shapes: O = outputs of a layer, I = inputs.
+"""
 
 from __future__ import annotations
 

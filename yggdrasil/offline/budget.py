@@ -1,5 +1,7 @@
 """How much calibration fits a budget of seconds: how many texts, and at how many of their positions trees
 stand.
+
+Shapes: X = any further dimension.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Train the depth predictor on traces and measure it on text that it has not seen."""
+"""Train the depth predictor on traces and measure it on text that it has not seen.
+
+Shapes: X = inputs of the network; here M = positions of a batch.
+"""
 
 from __future__ import annotations
 

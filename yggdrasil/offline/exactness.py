@@ -1,5 +1,7 @@
 """Does a token have the same bits in every graph, in a chain and in a tree? Then speculation writes what
 plain decoding writes, to the bit.
+
+Shapes: L = tokens of the text.
 """
 
 from __future__ import annotations

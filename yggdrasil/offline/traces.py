@@ -1,5 +1,7 @@
 """Calibration text, and traces of it, collected once: what the target wrote, its hidden states, and how far
 drafted trees went along with it.
+
+Shapes: L = tokens of a text, X = inputs of the network.
 """
 
 from __future__ import annotations

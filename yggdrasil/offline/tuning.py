@@ -1,4 +1,7 @@
-"""What is measured of a compiled pair and learnt: acceptance, latencies, plans, a depth predictor."""
+"""What is measured of a compiled pair and learnt: acceptance, latencies, plans, a depth predictor.
+
+Shapes: P = pages of a row.
+"""
 
 from __future__ import annotations
 

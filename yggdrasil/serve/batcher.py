@@ -6,6 +6,8 @@ waiting  --admit-->  running: prefilling --root reached--> decoding  --end, canc
    ^                     |
    +------ preempt ------+      no page for the next token of the oldest rows: the youngest waits again
 ```
+
+Shapes: P = pages of a row.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ back.
              gamma = 0 and few free pages, for a while                       queue empty, room to spare
  draft in  ---- expand ---->  room lent  ---- contract ---->  returning  ---- whole ---->  draft in
 ```
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = features of a head.
 """
 
 from __future__ import annotations

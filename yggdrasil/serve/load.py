@@ -1,4 +1,7 @@
-"""From a compiled pair's name to a batcher over its graphs."""
+"""From a compiled pair's name to a batcher over its graphs.
+
+Shapes: P = pages of a row.
+"""
 
 from __future__ import annotations
 

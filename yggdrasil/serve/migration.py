@@ -1,4 +1,7 @@
-"""In which order pages move, so that none is overwritten before it was read."""
+"""In which order pages move, so that none is overwritten before it was read.
+
+Shapes: P = pages, X = elements of a page.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,10 @@ free    3, 8, 5 ...      oldest first; a later prompt may find the text of a fre
 ```
 
 A page id names the same slots in the target's storage and in the draft's. Pages that the pool is lent for a
-while are the target's alone: the draft is away then."""
+while are the target's alone: the draft is away then.
+
+Shapes: P = pages of a row.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The batcher in a thread of its own: requests come in from any thread, events go out from this one."""
+"""The batcher in a thread of its own: requests come in from any thread, events go out from this one.
+
+Shapes: P = pages of a row.
+"""
 
 from __future__ import annotations
 
