@@ -61,7 +61,9 @@ class Sync(NamedTuple):
 
     @property
     def is_explained(self) -> bool:
-        return "# sync: " in linecache.getline(self.path, self.line)
+        """Whether a comment on the line, or one that fills the line above, explains the wait."""
+        above = linecache.getline(self.path, self.line - 1).strip()
+        return "# sync: " in linecache.getline(self.path, self.line) or above.startswith("# sync: ")
 
 
 class Pretended(torch.Tensor):

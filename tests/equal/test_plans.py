@@ -480,7 +480,7 @@ def test_a_plan_file_of_the_former_format_is_stale(
         payload.update(kept, plan=asdict(SEQUENTIAL), profile={}, predicted_ms={}, measured=[])
 
     replan(tiny_bundle, tmp_path / "plan.json", monkeypatch, change)
-    with pytest.raises(ArtifactError, match="plan.json: stale: written in format 1, current is 2; "):
+    with pytest.raises(ArtifactError, match="plan.json: stale: written in format 1, current is 3; "):
         load_pair(tiny_bundle.name)
 
 

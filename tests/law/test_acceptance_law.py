@@ -113,7 +113,8 @@ def level_shapes() -> list[Nested]:
     """Shapes up to depth 3 whose nodes of a level have the same children: 8 subsets at each level.
 
     There are 730**3 shapes up to depth 3. The law can depend only on the children of the nodes on the walk,
-    and all combinations of those along three levels, after every text, are among these shapes."""
+    and all combinations of those along three levels, after every text, are among these shapes.
+    """
     subsets = [chosen for size in range(VOCAB + 1) for chosen in combinations(range(VOCAB), size)]
     return [
         {a: {b: {c: {} for c in third} for b in second} for a in first}

@@ -26,9 +26,7 @@ def hand_tree() -> TokenTree:
 
 @st.composite
 def grown_trees(draw: st.DrawFn, max_nodes: int = 14) -> TokenTree:
-    """Any tree that growing can make: steps of any width, parents anywhere, distinct siblings, values that
-    do not rise.
-    """
+    """Any tree that growth can make: steps of any width, any parents, distinct siblings, falling values."""
     capacity = draw(st.integers(1, max_nodes))
     tree = TokenTree.root(draw(st.integers(0, 50)), capacity)
     parents = [-1]

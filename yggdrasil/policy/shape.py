@@ -34,8 +34,9 @@ __all__ = [
 ]
 
 DepthRule = Literal["fixed", "predicted", "stopping"]
-"""What determines D: calibration text (`BestShape`), the context (`ContextShape`), or the growing tree
-(`StoppingShape`).
+"""What determines D: the calibration text, the context, or the growing tree.
+
+The policies are `BestShape`, `ContextShape` and `StoppingShape`.
 """
 
 CONTEXT_STEP = 128  # tokens of context after which the shape is chosen again: costs change slowly
