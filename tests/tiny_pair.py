@@ -150,7 +150,7 @@ def save_llama_pair(folder: Path) -> tuple[str, str]:
 
 
 def save_padded(model: str, folder: Path, vocab: int) -> str:
-    """The model with embeddings of `vocab` rows; what is behind the tokenizer's ids has greater logits than
+    """The model with embeddings of `vocab` rows; ids after the tokenizer's have larger logits than
     any token ought to.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -190,7 +190,7 @@ def save_random_pair(folder: Path, architecture: str) -> tuple[str, str]:
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(random_config(architecture, num_layers=2))
     with torch.no_grad():
-        target.get_output_embeddings().weight.mul_(20)  # logits with a clear greatest
+        target.get_output_embeddings().weight.mul_(20)  # logits with a clear maximum
     draft = AutoModelForCausalLM.from_config(random_config(architecture, num_layers=1))
     draft.load_state_dict(
         {name: tensor for name, tensor in target.state_dict().items() if name in draft.state_dict()}

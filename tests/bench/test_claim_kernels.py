@@ -1,4 +1,4 @@
-"""The kernel benchmark's arithmetic by hand, its report, and what it says without a device."""
+"""The kernel benchmark's arithmetic by hand, its report, and its error without a device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Scripts of claims: a rehearsal replaces no result, standard output ends in the JSON document, and a
-result says what was decoded.
+result shows what was decoded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one command for a GPU says what it does: its parts are claims that are there and take the flags they
+"""The one command for a GPU does what it lists: its parts are claims that are there and take the flags they
 are given.
 """
 

@@ -163,15 +163,15 @@ def test_weights_that_shrank_in_conversion_are_refused(
 ) -> None:
     monkeypatch.setenv("YGG_HOME", str(tmp_path / "home"))
     save_file({"a": torch.ones(16)}, tmp_path / "model.safetensors")
-    said: list[str] = []
+    logged: list[str] = []
     with pytest.raises(PeerError, match="63 bytes of weights for the 64"):
         openvino.converted(
-            executable(tmp_path / "bin" / "shrinks", EXPORTER.format(63)), tmp_path, said.append
+            executable(tmp_path / "bin" / "shrinks", EXPORTER.format(63)), tmp_path, logged.append
         )
     whole = executable(tmp_path / "bin" / "keeps", EXPORTER.format(64))
-    folders = {openvino.converted(whole, tmp_path, said.append) for _ in range(2)}
+    folders = {openvino.converted(whole, tmp_path, logged.append) for _ in range(2)}
     assert len(folders) == 1
-    assert len(said) == 2, "converted once, after the refusal"
+    assert len(logged) == 2, "converted once, after the refusal"
 
 
 def test_an_environment_is_made_once_and_a_failing_pip_is_one_line(
@@ -273,17 +273,17 @@ def test_llama_cpp_is_converted_served_and_asked(
     executable(
         tmp_path / "llama.cpp" / "conversion" / "base.py", "class TextModel:\n    _set_vocab_gpt2 = None\n"
     )
-    said: list[str] = []
+    logged: list[str] = []
     folders = {
         "folder": tmp_path / "llama.cpp" / "build" / "bin",
         "target": checkpoint,
         "draft": checkpoint,
     }
     with llama_cpp_peer(
-        **folders, num_tokens=9, assistant_tokens=(6,), num_threads=2, log=said.append
+        **folders, num_tokens=9, assistant_tokens=(6,), num_threads=2, log=logged.append
     ) as peer:
         done = {arm.name: arm.generate([4, 5]) for arm in peer.arms}
-    assert said == ["llama.cpp: converting checkpoint", "llama.cpp: loading"]
+    assert logged == ["llama.cpp: converting checkpoint", "llama.cpp: loading"]
     assert {name: (each.token_ids, each.total_ms, each.aal) for name, each in done.items()} == {
         "llama.cpp plain": ([4] * 9, 3, 1),
         "llama.cpp draft, k=6": ([4] * 9, 3, 3),

@@ -1,4 +1,4 @@
-"""RESULTS.md is what the committed results log, and each state of a claim can be told from its cell."""
+"""RESULTS.md agrees with the committed results, and each state of a claim shows in its cell."""
 
 from __future__ import annotations
 

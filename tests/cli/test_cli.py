@@ -723,8 +723,8 @@ def test_notes_on_a_pair_are_shown_and_are_lines_on_stderr_when_it_is_compiled(
     assert "  note: one thing\n  note: another\n" in capsys.readouterr().out
     monkeypatch.setattr(pipeline, "compile_pair", lambda *models, **options: noted)
     assert main(["compile", *llama_folders, "--name", "tiny"]) == 0
-    told = capsys.readouterr().err
-    assert "ygg compile: note: one thing\nygg compile: note: another\n" in told
+    errors = capsys.readouterr().err
+    assert "ygg compile: note: one thing\nygg compile: note: another\n" in errors
 
 
 def test_a_model_that_would_be_decoded_wrongly_is_refused_by_name_and_leaves_no_pair(
@@ -835,7 +835,7 @@ def test_an_interrupted_recompilation_leaves_the_pair_that_was_there(
     calibration = tiny_pair.save_calibration(copied / "stories.txt")
     monkeypatch.setattr(pipeline, "machine_fields", lambda: {**old.machine, "torch": "the next one"})
     new = pipeline._describe(*llama_folders, "tiny", TINY, calibration)
-    shutil.copytree(old.folder, new.folder)  # its graphs are built: what is left is to measure
+    shutil.copytree(old.folder, new.folder)  # its graphs are built: it has to be measured
     before = snapshot(copied)
 
     def interrupt(*args: object, **kwargs: object) -> None:

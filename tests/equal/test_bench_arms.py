@@ -1,4 +1,4 @@
-"""What the claims measure with: uncompiled models write what they write plainly, counts and prices are
+"""What the claims measure with: uncompiled models write what they write plainly, counts and times are
 those of the steps, tuning takes the best.
 """
 
@@ -57,12 +57,12 @@ def test_a_count_is_priced_by_the_profile(tiny: LoadedPair, counter: Counter, sh
     # linear between them; a noisy machine's profile need not rise
     contexts = tiny.latency.verify.contexts
     widths = range(1, shape.num_nodes + 1)
-    prices = [
+    times = [
         structure_ms(shape, tiny.latency, verified=verified, context_len=context)
         for context in contexts
         for verified in widths
     ]
-    assert min(prices) * count.passes <= count.ms <= max(prices) * count.passes
+    assert min(times) * count.passes <= count.ms <= max(times) * count.passes
 
 
 def test_a_chain_that_stops_early_is_priced_for_what_it_drafted(counter: Counter) -> None:
@@ -73,7 +73,7 @@ def test_a_chain_that_stops_early_is_priced_for_what_it_drafted(counter: Counter
     assert timid.passes == counter.count(sequence(1)).passes
 
 
-def test_tuning_takes_the_structure_with_the_greatest_speedup(counter: Counter) -> None:
+def test_tuning_takes_the_structure_with_the_largest_speedup(counter: Counter) -> None:
     shapes = {str(shape): shape for shape in (sequence(1), sequence(2), sequence(4))}
     speedups = {name: counter.count(shape).speedup for name, shape in shapes.items()}
     assert speedups[counter.best(shapes)] == max(speedups.values())

@@ -32,7 +32,7 @@ SIZES = {
 
 
 def refused_configs() -> dict[str, tuple[Any, str]]:
-    """A configuration and what the error says about it."""
+    """A configuration and what the error contains about it."""
     import transformers as t
 
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}

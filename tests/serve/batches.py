@@ -16,12 +16,12 @@ from yggdrasil.serve.load import open_batcher
 from yggdrasil.serve.pages import PagePool
 from yggdrasil.serve.request import Event, Request
 
-# 4 rows of 8 drafts are more than the greatest graph verifies
+# 4 rows of 8 drafts are more than the largest graph verifies
 CONFIG = ServeConfig(policy="off", gamma_max=8, max_batch=4)
 
 
 class Schedule(FixedGamma):
-    """Any gamma at any step, and any share of it verified, as a list says; the last entry stays."""
+    """Any gamma at any step, and any share of it verified, from a list; the last entry stays."""
 
     def __init__(self, gammas: Sequence[int], budgets: Sequence[int] = (10**6,)) -> None:
         super().__init__(0)
@@ -32,13 +32,13 @@ class Schedule(FixedGamma):
         return min(self._gammas.pop(0) if len(self._gammas) > 1 else self._gammas[0], load.deepest)
 
     def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
-        assert load.drafts_max is not None, "a batcher says what its menu holds"
+        assert load.drafts_max is not None, "a batcher reports what its menu holds"
         return min(self._budgets.pop(0) if len(self._budgets) > 1 else self._budgets[0], load.drafts_max)
 
 
 @dataclass
 class Client:
-    """Asks once and remembers what it is told."""
+    """Asks once and keeps what it receives."""
 
     prompt: Sequence[int]
     config: GenerateConfig

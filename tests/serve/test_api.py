@@ -53,7 +53,7 @@ class FakeService:
     Attributes:
         is_stuck: Nothing is emitted.
         is_full: Nothing is queued.
-        fails_after: A row ends with an error after so many tokens.
+        fails_after: Number of tokens after which a row ends with an error.
         submitted: Every request.
         cancelled: How many rows were cancelled before their end.
     """
@@ -168,7 +168,7 @@ class Running:
 
 @contextmanager
 def server(most_connections: int = 100, **options: Any) -> Iterator[Running]:
-    """A fake service behind a real server; leaves no row behind unless a test fails."""
+    """A fake service in a real server; no row remains unless a test fails."""
     tokenizer = Tokenizer(bundled_models()[0] / "tokenizer.json", "ygg compile")
     service = FakeService(tokenizer)
     metrics = Metrics(token_bytes=1024, gamma_max=7)

@@ -59,7 +59,7 @@ def test_rows_write_what_they_write_alone(bench: Bench, gamma: int) -> None:
 
 
 def test_speculation_is_accepted_and_rejected_in_these_tests(bench: Bench) -> None:
-    """Otherwise the equalities would say little."""
+    """Otherwise the equalities would show little."""
     batcher = bench.batcher(Schedule([4]))
     for index in range(4):
         batcher.submit(batcher.ticket(client(bench, 5 + index, 30).request()))
@@ -74,9 +74,8 @@ def test_speculation_is_accepted_and_rejected_in_these_tests(bench: Bench) -> No
 
 
 def test_a_policy_that_picks_may_draft_deeper_than_the_menu_verifies(bench: Bench) -> None:
-    """4 rows of 8 drafts are 36 tokens, the greatest graph has 32: a fixed length drafts 7, who picks
-    drafts 8 and verifies 28 of them.
-    """
+    """4 rows of 8 drafts are 36 tokens, the largest graph has 32: a fixed length drafts 7, a policy that
+    picks drafts 8 and verifies 28 of them."""
 
     def deepest(policy: GammaPolicy) -> tuple[int, int]:
         batcher = bench.batcher(policy)
@@ -104,7 +103,7 @@ SCHEDULES = st.fixed_dictionaries(
                 st.sampled_from((None, 0, 2)),  # speculation
                 st.sampled_from((None, 5, 6)),  # seed
                 st.integers(0, 12),  # arrives at step
-                st.sampled_from((None, None, 3, 9)),  # cancelled so many steps later
+                st.sampled_from((None, None, 3, 9)),  # steps until it is cancelled
                 st.sampled_from((0, 0, 7)),  # where its prompt begins
             ),
             min_size=1,
@@ -238,16 +237,16 @@ def test_acceptance_after_200_steps_without_the_draft_is_what_it_is_without_the_
 
 
 def test_log_probabilities_are_those_of_plain_decoding(bench: Bench) -> None:
-    told = []
+    reported = []
     for gamma in (0, 4):
         asking = client(bench, 9, 16, num_top=3)
         batcher = bench.batcher(Schedule([gamma]))
         batcher.submit(batcher.ticket(asking.request()))
         run(batcher)
-        told.append([entry for event in asking.events for entry in event.log_probs])
-    assert told[0] == told[1]
-    assert [entry.token for entry in told[0]] == [entry.top[0][0] for entry in told[0]]  # greedy
-    assert all(entry.log_prob == entry.top[0][1] and len(entry.top) == 3 for entry in told[0])
+        reported.append([entry for event in asking.events for entry in event.log_probs])
+    assert reported[0] == reported[1]
+    assert [entry.token for entry in reported[0]] == [entry.top[0][0] for entry in reported[0]]  # greedy
+    assert all(entry.log_prob == entry.top[0][1] and len(entry.top) == 3 for entry in reported[0])
 
 
 def test_a_row_with_broken_logits_ends_alone(bench: Bench) -> None:
@@ -292,7 +291,7 @@ def test_stop_texts_end_a_row_before_they_are_shown(bench: Bench) -> None:
     assert sum(sum(report.emitted) for report in reports) > len(asking.tokens)
 
 
-def test_a_policy_is_told_which_steps_ran_beside_a_prompt(bench: Bench) -> None:
+def test_a_policy_sees_which_steps_ran_next_to_a_prompt(bench: Bench) -> None:
     outcomes: list[Outcome] = []
 
     class Listening(Schedule):
@@ -305,7 +304,7 @@ def test_a_policy_is_told_which_steps_ran_beside_a_prompt(bench: Bench) -> None:
     batcher.step()
     assert [(outcome.load.batch_size, outcome.is_timed) for outcome in outcomes] == [(1, True)]
     batcher.submit(batcher.ticket(client(bench, 90, 12, start=3).request()))
-    report = batcher.step()  # decodes beside the prompt of the other
+    report = batcher.step()  # decodes next to the prompt of the other
     assert report is not None
     assert (outcomes[-1].load.waiting_tokens, outcomes[-1].prompt_tokens) == (
         min(90, batcher.target.prefill_chunk),

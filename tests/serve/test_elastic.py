@@ -52,7 +52,7 @@ def digest(room: DraftRoom) -> str:
 
 class Stand:
     """One set of graphs over elastic memory; each test gets an empty pool of a few pages, whose room begins
-    right behind.
+    right after it.
     """
 
     def __init__(self, pair: LoadedPair) -> None:
@@ -295,7 +295,7 @@ WORKLOADS = st.fixed_dictionaries(
                 st.sampled_from((0, 0, 7)),  # where its prompt begins
                 st.sampled_from((None, 5)),  # seed
                 st.integers(0, 20),  # arrives at step
-                st.sampled_from((None, None, 4)),  # cancelled so many steps later
+                st.sampled_from((None, None, 4)),  # steps until it is cancelled
             ),
             min_size=1,
             max_size=8,

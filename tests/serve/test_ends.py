@@ -41,7 +41,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Scripted:
-    """A batcher and an engine without models: the target says what a script says, so many tokens a step."""
+    """A batcher and an engine without models: the target emits the tokens of a script, step by step."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], config: GenerateConfig) -> None:
         self.tokenizer = tokenizer
@@ -49,9 +49,7 @@ class Scripted:
         self.config = config
 
     def batched(self, steps: Sequence[list[int]]) -> tuple[Client, Ticket, list[tuple[list[int], int]]]:
-        """What a client of the batch was told, its books, and what every step says was emitted, row by row,
-        and told.
-        """
+        """What a client of the batch received, its ticket, and what every step reports, row by row."""
         nobody: Any = None
         pool = PagePool(16, num_rows=1, max_indices=256)
         batcher = Batcher(
@@ -69,14 +67,18 @@ class Scripted:
         ticket = batcher.ticket(client.request())
         batcher.submit(ticket)
         batcher._admit_()
-        for said in steps:
+        for written in steps:
             if ticket.is_finished:
                 break
-            pool.extend_(0, len(ticket.state.tokens) + len(said))
-            accepted = Accepted(list(range(len(said))), said)
+            pool.extend_(0, len(ticket.state.tokens) + len(written))
+            accepted = Accepted(list(range(len(written))), written)
             counts += [
                 batcher._commit_(
-                    [ticket], [Chain(said[:-1])], [accepted], torch.zeros(len(said), tiny_pair.VOCAB), [0]
+                    [ticket],
+                    [Chain(written[:-1])],
+                    [accepted],
+                    torch.zeros(len(written), tiny_pair.VOCAB),
+                    [0],
                 )
             ]
         batcher.check()
@@ -103,25 +105,25 @@ class Scripted:
         tree = TokenTree.root(END, capacity=1)
         assert room is not None
         stream = TextStream(self.tokenizer, self.config.stop, self.prompt)
-        for said in steps:
-            tokens = stream.take(truncate(said, room=room, eos_tokens=ends))
+        for written in steps:
+            tokens = stream.take(truncate(written, room=room, eos_tokens=ends))
             room -= len(tokens)
             yield StepResult(
                 tokens,
-                Shape(1, len(said) - 1),
-                len(said),
-                len(said),
+                Shape(1, len(written) - 1),
+                len(written),
+                len(written),
                 0,
                 1.0,
                 lambda: tree,
-                list(range(len(said))),
+                list(range(len(written))),
             )
             if room == 0 or tokens[-1] in ends or stream.stopped:
                 return
 
 
 def split(tokens: list[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Steps of so many tokens; of one where sizes have run out."""
+    """Steps of the given sizes, then of one token."""
     steps = []
     start = 0
     for size in (*sizes, *[1] * len(tokens)):
@@ -187,11 +189,11 @@ def test_any_split_into_steps_gives_the_same_text_tokens_and_reason(
 def test_the_end_of_a_text_is_no_rejection(tokenizer: Tokenizer) -> None:
     a = tokenizer.encode("a")[0]
     b = tokenizer.encode("b")[0]
-    for said, stop in (([a, END, a, b], ()), ([a, b, a, b], ("ab",))):
+    for written, stop in (([a, END, a, b], ()), ([a, b, a, b], ("ab",))):
         scripted = Scripted(tokenizer, tokenizer.encode("Q"), GenerateConfig(max_new_tokens=50, stop=stop))
-        client, _, counts = scripted.batched([said])
-        [result] = scripted.alone([said]).results
-        assert client.tokens == result.tokens == said[:2]
+        client, _, counts = scripted.batched([written])
+        [result] = scripted.alone([written]).results
+        assert client.tokens == result.tokens == written[:2]
         assert counts == [([4], 2)]
         assert result.accepted == 3
 

@@ -53,14 +53,14 @@ def test_streams(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == STORY
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens > 0
-    said = list(
+    reply = list(
         client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Hi"}], stream=True
         )
     )
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in said) == STORY
-    assert said[0].choices[0].delta.role == "assistant"
-    assert said[-1].choices[0].finish_reason == "stop"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in reply) == STORY
+    assert reply[0].choices[0].delta.role == "assistant"
+    assert reply[-1].choices[0].finish_reason == "stop"
 
 
 def test_the_stream_helper_of_chat_puts_the_answer_together(client: openai.OpenAI) -> None:
@@ -82,14 +82,14 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     assert scores.token_logprobs == [-0.5] * 3
     assert scores.top_logprobs is not None
     assert scores.text_offset is not None
-    said = client.chat.completions.create(
+    reply = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "Hi"}],
         max_tokens=3,
         logprobs=True,
         top_logprobs=2,
     )
-    chat_scores = said.choices[0].logprobs
+    chat_scores = reply.choices[0].logprobs
     assert chat_scores is not None
     assert chat_scores.content is not None
     assert [entry.token for entry in chat_scores.content] == scores.tokens

@@ -65,7 +65,7 @@ def test_a_prompt_shares_the_full_pages_of_an_equal_beginning() -> None:
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     pages = pool()
     filled(pages, 0, TEXT[:49])
-    # 48 tokens are three full pages, but someone must say what follows
+    # 48 tokens are three full pages, but a token must follow
     assert pages.share_(1, TEXT[:48]) == (32, 0)
 
 

@@ -258,7 +258,7 @@ def test_a_thread_that_dies_while_it_drains_ends_the_wait(
 ) -> None:
     batcher = bench.batcher(Schedule([0]))
     service = Service(batcher, max_queue=8, policy_name="off", observer=Observer())
-    # dies when all is done and the books are looked over
+    # dies when all is done and the state is checked
     asking = Waiting([5, 6], 8, on_first=lambda: setattr(batcher, "check", lambda: 1 / 0))
     service.start()
     service.submit(asking.request())

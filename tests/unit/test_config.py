@@ -45,7 +45,7 @@ INF = float("inf")
         (CompileConfig, "verify_widths", (4, 4)),
         (CompileConfig, "max_depth", 0),
         (CompileConfig, "prefill_chunk", 1),
-        (CompileConfig, "prefill_chunk", 64),  # as many as the greatest verified width
+        (CompileConfig, "prefill_chunk", 64),  # as many as the largest verified width
         (CompileConfig, "num_candidates", 7),
         (CompileConfig, "calibration_texts", 0),
         (CompileConfig, "calibration_tokens", 0),

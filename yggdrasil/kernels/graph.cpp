@@ -23,8 +23,8 @@ double now_ms() {
 // value now.
 bool is_enough(const at::Tensor& log_prob, int64_t length, const GrowthPolicy& policy, double& value) {
   if (policy.least == -std::numeric_limits<double>::infinity()) return false;
-  if (policy.prices.numel()) {
-    const double before = std::exchange(value, value_of(log_prob, length, policy.prices));
+  if (policy.node_costs.numel()) {
+    const double before = std::exchange(value, value_of(log_prob, length, policy.node_costs));
     return value - before < policy.least;
   }
   const float* values = log_prob.const_data_ptr<float>();
@@ -103,7 +103,7 @@ Drafted grow(Graph& graph, const at::Tensor& meta, const Head& head, const TreeS
                           empty({size.capacity, size.candidates}, next.tokens.options())};
   int64_t& num_nodes = drafted.num_nodes;
   int64_t num_known = 0;
-  double value = policy.prices.numel() ? value_of(log_prob, num_nodes, policy.prices) : 0.0;
+  double value = policy.node_costs.numel() ? value_of(log_prob, num_nodes, policy.node_costs) : 0.0;
   for (int64_t step = 1;; ++step) {
     grow_(frontier, next, drafted.tree, meta,
           {num_known, num_nodes - num_known, num_nodes, size.width, head.root_pos}, policy.platt);

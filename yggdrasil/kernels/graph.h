@@ -35,10 +35,10 @@ class Graph : public torch::CustomClassHolder {
   torch::inductor::AOTIModelPackageLoader loader_;
 };
 
-// How a policy scales edges and when it stops growth: `prices` and `least` are those of `StopRule.native`.
+// How a policy scales edges and when it stops growth: `node_costs` and `least` of `StopRule.native`.
 struct GrowthPolicy {
   PlattScale platt;
-  at::Tensor prices;
+  at::Tensor node_costs;
   double least;
 };
 
@@ -147,8 +147,8 @@ class Step : public torch::CustomClassHolder {
   Result result_;
 };
 
-// Grows a tree from its head. Growth stops after a step that gained less than `least` over `prices`, or,
-// without prices, after a step whose last edge is below `least`.
+// Grows a tree from its head. Growth stops after a step that gained less than `least` over `node_costs`;
+// without costs, after a step whose last edge is below `least`.
 Drafted grow(Graph& graph, const at::Tensor& meta, const Head& head, const TreeSize& size,
              const GrowthPolicy& policy);
 

@@ -102,10 +102,10 @@ std::tuple<Arrays, int64_t, Times> grow(const c10::intrusive_ptr<ygg::Graph>& gr
                                         int64_t head_row, int64_t token, int64_t capacity,
                                         int64_t path_width, int64_t root_pos, int64_t width, int64_t depth,
                                         int64_t candidates, double slope, double offset,
-                                        const Tensor& prices, double least) {
+                                        const Tensor& node_costs, double least) {
   const ygg::Head head{{head_log_probs, head_tokens}, head_row, token, root_pos};
   const ygg::TreeSize size{capacity, path_width, width, depth, candidates};
-  const ygg::Drafted drafted = ygg::grow(*graph, meta, head, size, {{slope, offset}, prices, least});
+  const ygg::Drafted drafted = ygg::grow(*graph, meta, head, size, {{slope, offset}, node_costs, least});
   return {arrays(drafted.tree), drafted.num_nodes, drafted.times_ms};
 }
 
@@ -119,11 +119,11 @@ StepPointer make_step(ygg::Step::Graphs target, Tensors target_metas, Tensor tar
                                         candidates);
 }
 
-void follow_policy_(const StepPointer& step, double slope, double offset, Tensor prices, double least,
+void follow_policy_(const StepPointer& step, double slope, double offset, Tensor node_costs, double least,
                     Tensor knots, Tensor draft_ms, Tensor verify_ms, double growth_host_ms,
                     double step_host_ms, Numbers verify_sizes) {
   const ygg::Costs costs{draft_ms, verify_ms, growth_host_ms, step_host_ms, verify_sizes};
-  step->follow_policy_({{{slope, offset}, prices, least}, knots, costs});
+  step->follow_policy_({{{slope, offset}, node_costs, least}, knots, costs});
 }
 
 int64_t address(const StepPointer& step) { return int64_t(reinterpret_cast<intptr_t>(step.get())); }
@@ -174,7 +174,7 @@ void define_step(torch::Library& library) {
       "Tensor tokens, int num_known, int num_new, Tensor(c!) token, Tensor(d!) parent, "
       "Tensor(e!) depth, Tensor(f!) log_prob, Tensor(g!) path, int first, int width, "
       "Tensor(h!) meta, int root_pos, float slope, float offset) -> ()");
-  library.def("last_gain(Tensor log_prob, int num_nodes, int width, Tensor prices) -> float");
+  library.def("last_gain(Tensor log_prob, int num_nodes, int width, Tensor node_costs) -> float");
   library.def(
       "pack_nodes_(Tensor(a!) meta, Tensor token, Tensor depth, Tensor path, int first, int last, "
       "int root_pos, int row) -> ()");

@@ -119,8 +119,9 @@ struct Pruned {
 
 void grow_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,
            const Growth& growth, const PlattScale& platt);
-double value_of(const at::Tensor& log_prob, int64_t num_nodes, const at::Tensor& prices);
-double last_gain(const at::Tensor& log_prob, int64_t num_nodes, int64_t width, const at::Tensor& prices);
+double value_of(const at::Tensor& log_prob, int64_t num_nodes, const at::Tensor& node_costs);
+double last_gain(const at::Tensor& log_prob, int64_t num_nodes, int64_t width,
+                 const at::Tensor& node_costs);
 void pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& depth, const at::Tensor& path,
                  const NodeRange& nodes);
 void pack_chains_(at::Tensor meta, const Chains& chains);

@@ -142,23 +142,23 @@ void ygg::grow_(Frontier frontier, const Candidates& candidates, Tree tree, at::
   pad(meta, growth.width);
 }
 
-// The value of the first `num_nodes`: the sum of the best probabilities, each less the price of its rank.
-double ygg::value_of(const at::Tensor& log_prob, int64_t num_nodes, const at::Tensor& prices) {
-  const double* price = prices.const_data_ptr<double>();
+// The value of the first `num_nodes`: the sum of the best probabilities, each less the cost of its rank.
+double ygg::value_of(const at::Tensor& log_prob, int64_t num_nodes, const at::Tensor& node_costs) {
+  const double* cost = node_costs.const_data_ptr<double>();
   std::vector<float> values(log_prob.const_data_ptr<float>(), log_prob.const_data_ptr<float>() + num_nodes);
-  const int64_t kept = std::min(prices.size(0), num_nodes);
+  const int64_t kept = std::min(node_costs.size(0), num_nodes);
   std::partial_sort(values.begin(), values.begin() + kept, values.end(), std::greater<float>());
   double sum = 0.0;
-  for (int64_t i = 0; i < kept; ++i) sum += std::max(std::exp(double(values[i])) - price[i], 0.0);
+  for (int64_t i = 0; i < kept; ++i) sum += std::max(std::exp(double(values[i])) - cost[i], 0.0);
   return sum;
 }
 
 // The value that the last `width` of the first `num_nodes` add.
 double ygg::last_gain(const at::Tensor& log_prob, int64_t num_nodes, int64_t width,
-                      const at::Tensor& prices) {
+                      const at::Tensor& node_costs) {
   TORCH_CHECK(0 < width && width <= num_nodes && num_nodes <= log_prob.size(0), "last_gain: ", width,
               " of ", num_nodes, " nodes");
-  return value_of(log_prob, num_nodes, prices) - value_of(log_prob, num_nodes - width, prices);
+  return value_of(log_prob, num_nodes, node_costs) - value_of(log_prob, num_nodes - width, node_costs);
 }
 
 // Metadata of tree nodes: each sees `root_pos` indices and its path.

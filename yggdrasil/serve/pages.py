@@ -174,7 +174,7 @@ class PagePool:
             self._forget(page)
 
     def check(self) -> None:
-        """Check that free and used pages are all pages, the table says what is owned, no page is both
+        """Check that free and used pages are all pages, the table lists what is owned, no page is both
         free and owned.
         """
         owners = [0] * self.num_pages

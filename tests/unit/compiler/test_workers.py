@@ -1,4 +1,4 @@
-"""The worker processes that build graphs: a failure ends them all and leaves nothing behind."""
+"""The worker processes that build graphs: a failure ends them all and leaves no file."""
 
 from pathlib import Path
 

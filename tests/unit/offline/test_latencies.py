@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 class Clocked:
-    """A model whose forwards take what they are told to, by size and round; the time stands still
+    """A model whose forwards take given times, by size and round; the time stands still
     otherwise.
     """
 

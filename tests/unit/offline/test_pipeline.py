@@ -54,7 +54,7 @@ def fingerprint(target: str, draft: str) -> str:
     return pipeline._describe(target, draft, "pair", TINY, CALIBRATION_TEXT).folder.name
 
 
-def test_a_new_commit_of_a_draft_on_the_hub_is_another_pair_beside_a_target_in_a_folder(
+def test_a_new_commit_of_a_draft_on_the_hub_is_another_pair_with_a_target_in_a_folder(
     hub: dict[str, str], llama_folders: tuple[str, str]
 ) -> None:
     before = fingerprint(llama_folders[0], "org/draft")
@@ -206,7 +206,7 @@ def test_vocabularies_may_differ_by_ids_that_the_tokenizer_has_not(
     with pytest.raises(
         ModelMismatch, match="vocabulary size differs: the target has 384 tokens, the draft has 400 tokens"
     ):
-        fingerprint(llama_folders[0], padded)  # nothing says what its ids mean
+        fingerprint(llama_folders[0], padded)  # nothing tells what its ids mean
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_s_is_refused() -> None:

@@ -77,9 +77,9 @@ def test_every_text_is_predicted_by_a_predictor_not_fitted_on_it(found: HeldOut)
 
 
 def test_calibration_error_by_hand() -> None:
-    said = np.array([0.05, 0.05, 0.95, 0.95])
-    assert calibration_error(np.array([False, False, True, True]), said) == pytest.approx(0.05)
-    assert calibration_error(np.array([True, True, False, False]), said) == pytest.approx(0.95)
+    scores = np.array([0.05, 0.05, 0.95, 0.95])
+    assert calibration_error(np.array([False, False, True, True]), scores) == pytest.approx(0.05)
+    assert calibration_error(np.array([True, True, False, False]), scores) == pytest.approx(0.95)
 
 
 def test_predictor_separates_easy_from_hard_and_beats_the_constant(found: HeldOut) -> None:

@@ -55,8 +55,8 @@ def test_a_probability_rounded_above_one_counts_as_one() -> None:
 def test_a_fit_finds_the_scale_that_the_outcomes_were_drawn_with() -> None:
     rng = np.random.default_rng(0)
     log_probs_MC = np.log(rng.uniform(0.02, 0.98, size=(20_000, 2)))
-    says = np.vectorize(lambda log_prob: math.exp(SURE.log(log_prob)))(log_probs_MC)
-    fitted = fit_platt(log_probs_MC, rng.random(says.shape) < says)
+    probability = np.vectorize(lambda log_prob: math.exp(SURE.log(log_prob)))(log_probs_MC)
+    fitted = fit_platt(log_probs_MC, rng.random(probability.shape) < probability)
     assert (fitted.slope, fitted.offset) == (
         pytest.approx(SURE.slope, abs=0.05),
         pytest.approx(SURE.offset, abs=0.05),

@@ -1,4 +1,4 @@
-"""Rank 0 leads, the others follow: what is said over the link, what a shard is, what is refused."""
+"""Rank 0 leads, the others follow: what is sent over the link, what a shard is, what is refused."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_follower_does_what_it_is_told_in_order_until_stop() -> None:
     wire.message(Message(FORWARD, 2))
     wire.tensor(meta_NM)
     cache = LeadingCache(leader, SHAPE, dtype=torch.float32, device="cpu")
-    cache.commit_([0, 1, 2])  # a chain lies where it belongs: nothing to say
+    cache.commit_([0, 1, 2])  # a chain lies where it belongs: no message
     cache.commit_([0, 2])
     leader.stop()
     assert [entry.kind for entry in wire.queue if isinstance(entry, Message)] == [
@@ -134,11 +134,11 @@ def test_a_follower_without_rank_0_ends_with_an_error() -> None:
 
 def test_an_interrupt_waits_for_the_end_of_an_exchange() -> None:
     leader = Leader(Wire())
-    said = []
+    sent = []
     with pytest.raises(KeyboardInterrupt), leader.exchange():
         leader.on_interrupt()
-        said.append("the rest")
-    assert said == ["the rest"]
+        sent.append("the rest")
+    assert sent == ["the rest"]
     with leader.exchange():
         pass  # raised once
     with pytest.raises(KeyboardInterrupt):
@@ -147,17 +147,17 @@ def test_an_interrupt_waits_for_the_end_of_an_exchange() -> None:
 
 def test_stopping_ranks_that_are_gone_is_no_error() -> None:
     class Gone(Wire):
-        said = 0
+        sent = 0
 
         def message(self, message: Message | None = None) -> Message:
-            self.said += 1
+            self.sent += 1
             raise RankLost(0, 2, "Connection reset")
 
     wire = Gone()
     leader = Leader(wire)
     leader.stop()
     leader.stop()  # one that hangs would keep rank 0 waiting for nothing
-    assert wire.said == 1
+    assert wire.sent == 1
 
 
 def test_a_process_has_a_rank_only_where_torchrun_says_both_numbers(

@@ -108,10 +108,10 @@ def test_a_sample_is_the_argmax_of_logits_and_the_noise_of_its_position() -> Non
 
 def test_a_token_that_is_filtered_is_never_sampled() -> None:
     positions = torch.arange(500)
-    said = next_tokens(
+    chosen = next_tokens(
         LOGITS.expand(500, -1), positions.tolist(), SamplingConfig(temperature=1.0, top_p=0.7)
     )
-    assert set(said) == {1, 3}
+    assert set(chosen) == {1, 3}
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def test_rows_are_bitwise_independent_of_each_other_and_of_their_number(
     sampling = SamplingConfig(temperature=0.8, top_k=200, top_p=0.9, min_p=0.01, seed=5)
     together = process_logits(logits_KV.float(), sampling)
     positions = torch.arange(40, 57)
-    said = next_tokens(logits_KV, positions.tolist(), sampling)
+    chosen = next_tokens(logits_KV, positions.tolist(), sampling)
     for rows in (slice(0, 1), slice(3, 5), slice(4, 12), slice(4, 16), slice(16, 17)):
         assert torch.equal(process_logits(logits_KV[rows].float(), sampling), together[rows])
-        assert next_tokens(logits_KV[rows], positions[rows].tolist(), sampling) == said[rows]
+        assert next_tokens(logits_KV[rows], positions[rows].tolist(), sampling) == chosen[rows]
 
 
 @pytest.mark.parametrize("top_p", (0.01, 0.45, 0.7, 0.9, 0.96))
@@ -239,9 +239,9 @@ def test_a_row_of_a_batch_accepts_the_same_as_a_tree(options: dict[str, float]) 
         [accepted] = accept_rows(
             [Row(0, DecodeState([0] * 71, sampling))], [Chain([1, 2, 1])], logits_KV, [0]
         )
-        said = next_tokens(logits_KV, range(71, 75), sampling)
-        kept = next((place for place, token in enumerate([1, 2, 1]) if token != said[place]), 3)
-        assert accepted == type(accepted)(list(range(kept + 1)), said[: kept + 1])
+        chosen = next_tokens(logits_KV, range(71, 75), sampling)
+        kept = next((place for place, token in enumerate([1, 2, 1]) if token != chosen[place]), 3)
+        assert accepted == type(accepted)(list(range(kept + 1)), chosen[: kept + 1])
         lens.add(kept)
     assert {0, 1, 2} <= lens
 
@@ -270,9 +270,9 @@ def test_scores_are_finite_at_any_temperature_and_a_tiny_one_is_greedy(
     temperature: float, options: dict[str, Any]
 ) -> None:
     logits_KV = torch.randn(6, 50) * 20
-    said = next_tokens(logits_KV, range(6), SamplingConfig(temperature=temperature, seed=3, **options))
+    chosen = next_tokens(logits_KV, range(6), SamplingConfig(temperature=temperature, seed=3, **options))
     if temperature < 1:
-        assert said == next_tokens(logits_KV, (), SamplingConfig())
+        assert chosen == next_tokens(logits_KV, (), SamplingConfig())
 
 
 def test_a_tiny_temperature_samples_among_equal_logits() -> None:

@@ -1,4 +1,4 @@
-"""Artifacts are written whole or not at all, and say what is wrong with them."""
+"""Artifacts are written whole or not at all, and errors name what is wrong with them."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ flags\t\t: other
 
 @pytest.fixture
 def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
-    """`cpu_flags` of a machine whose kernel says this."""
+    """`cpu_flags` of a machine whose kernel reports this."""
     monkeypatch.setattr(artifacts, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
 
@@ -241,7 +241,7 @@ def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 def test_a_processor_is_told_by_its_model_and_by_every_flag(cpuinfo: Callable[[str], str]) -> None:
     assert re.fullmatch(r"x86_64 Xeon 8480 avx2 avx512f \(4 flags, [0-9a-f]{12}\)", cpuinfo(X86))
-    assert cpuinfo(X86.replace("fpu avx512f", "avx512f fpu")) == cpuinfo(X86)  # the order says nothing
+    assert cpuinfo(X86.replace("fpu avx512f", "avx512f fpu")) == cpuinfo(X86)  # the order means nothing
     assert cpuinfo(X86.replace("fpu", "gfni")) != cpuinfo(X86)  # a flag that is in no list of ours
     assert cpuinfo(X86.replace("8480", "8592")) != cpuinfo(X86)
     assert cpuinfo("processor: 0\nFeatures: asimd sve\n").startswith("x86_64 asimd sve (2 flags, ")

@@ -120,7 +120,7 @@ class Nightjar:
     Explore. Every step adds a share of its own time, EXPLORATION / sqrt(n) for the n-th, to an allowance.
     Among the arms that are not the best, the one that has waited longest, measured in what it is predicted
     to lose, is next; it runs for one step as soon as the allowance covers that loss, a restart of the draft
-    included. So exploring costs 2 * EXPLORATION * sqrt(T) steps' worth at most (1 % of the first 100 steps'
+    included. So exploring costs 2 * EXPLORATION * sqrt(T) steps at most (1 % of the first 100 steps'
     time), cheap arms are tried often, expensive ones seldom, and none never: as the allowance grows without
     bound there is no decision deadlock.
 

@@ -71,7 +71,7 @@ def outcome(gamma: int, goodput: float, *, batch_size: int = 1, gamma_max: int =
 
 
 def accepted(gamma: int, *by_row: int) -> Outcome:
-    """A step of 10 ms whose rows accepted so many of gamma draft tokens."""
+    """A step of 10 ms whose rows accepted `accepted` of gamma draft tokens."""
     return Outcome(
         Load(len(by_row), GAMMA_MAX), gamma, [gamma] * len(by_row), [1 + count for count in by_row], 0.01
     )
@@ -135,7 +135,7 @@ def test_dsd_averages_the_acceptance_rate_over_decided_tokens_and_learns_nothing
 
 
 def test_banditspec_tries_every_arm_once_and_then_follows_ucb1() -> None:
-    """t = 3, greatest 200: 100/200 + sqrt(2 ln 3) = 1.98 against 150/200 + sqrt(ln 3) = 1.80."""
+    """t = 3, best 200: 100/200 + sqrt(2 ln 3) = 1.98 against 150/200 + sqrt(ln 3) = 1.80."""
     policy = BanditSpec()
     load = Load(1, 1)
     chosen = []
@@ -184,7 +184,7 @@ def test_a_reward_is_not_learnt_from_a_step_that_computed_prompts_as_well(name: 
 
 
 @pytest.mark.parametrize("name", ["nightjar", "dsd", "tiers"])
-def test_acceptance_is_learnt_beside_prompts_too(name: str) -> None:
+def test_acceptance_is_learnt_next_to_prompts_too(name: str) -> None:
     policy = gamma_policy(name, PARTS)
     fresh = gamma_policy(name, PARTS)
     policy.observe(dataclasses.replace(accepted(3, 2, 1), prompt_tokens=5))
@@ -379,7 +379,7 @@ def test_prompts_never_take_more_than_waits_or_than_a_graph_holds(num_tokens: in
     assert room > 0 or wanted == 0
 
 
-def test_a_graph_is_not_widened_for_a_few_tokens_that_fit_beside() -> None:
+def test_a_graph_is_not_widened_for_a_few_tokens_that_fit_next_to_it() -> None:
     assert prompt_room((48, 64, 128), 43, 5) == 5
 
 

@@ -50,7 +50,7 @@ FIRST_22_ROUNDS = [
 
 
 class Script:
-    """A random generator that draws what it was told, and fails when asked for more."""
+    """A random generator that draws the given numbers, and fails when asked for more."""
 
     def __init__(self, uniforms: list[float], arms: list[int]) -> None:
         self.uniforms = iter(uniforms)
@@ -134,7 +134,7 @@ def explored(cost: Callable[[int, int], float] = free) -> PrintedNightjar:
     return policy
 
 
-def test_eq_3_without_switching_cost_takes_the_greatest_mean_goodput() -> None:
+def test_eq_3_without_switching_cost_takes_the_largest_mean_goodput() -> None:
     assert explored().select(Load(2, 2, previous_gamma=0)) == 1
 
 
@@ -241,11 +241,11 @@ def test_the_variant_leaves_drafts_out_that_would_take_the_next_graph() -> None:
     assert policy.verified(Load(8, 1), 1, [[0.8]] * 8) == 8  # here all fit
 
 
-def test_every_load_of_a_server_is_priced_before_the_first_step() -> None:
-    """A selection is arithmetic on what is known: pricing a load takes ten times as long."""
+def test_every_load_of_a_server_is_evaluated_before_the_first_step() -> None:
+    """A selection is arithmetic on what is known: evaluating a load takes ten times as long."""
     policy = Nightjar(STAIRS, free, gamma_max=2, max_batch=6)
-    priced = policy._ways.cache_info().misses
-    assert priced == 6 * 5  # 0, 8, 16, 24 and 32 tokens of prompts
+    evaluated = policy._ways.cache_info().misses
+    assert evaluated == 6 * 5  # 0, 8, 16, 24 and 32 tokens of prompts
     for batch_size, waiting in product(range(1, 7), range(33)):
         policy.select(
             Load(
@@ -255,7 +255,7 @@ def test_every_load_of_a_server_is_priced_before_the_first_step() -> None:
                 drafts_max=draft_room(STAIRS.widths, batch_size, waiting),
             )
         )
-    assert policy._ways.cache_info().misses == priced
+    assert policy._ways.cache_info().misses == evaluated
 
 
 def test_the_variant_drafts_deeper_than_the_menu_verifies() -> None:
@@ -273,7 +273,7 @@ def test_the_variant_drafts_deeper_than_the_menu_verifies() -> None:
 
 
 def test_the_graph_is_chosen_once_more_by_what_the_draft_says_of_these_tokens() -> None:
-    """8 rows at gamma 2: 8 drafts of 16 fill the graph of 16 tokens; whether the graph of 32 is worth its
+    """8 rows at gamma 2: 8 drafts of 16 fill the graph of 16 tokens; whether the graph of 32 gains its
     time depends on the others.
     """
     policy = Nightjar(STAIRS, free, gamma_max=2)
@@ -345,7 +345,7 @@ def test_the_variant_leaves_room_for_the_prompts_that_wait() -> None:
     assert policy.select(Load(8, 1, previous_gamma=1, waiting_tokens=8)) == 0
 
 
-def test_a_step_beside_prompts_corrects_its_arm_by_the_graph_that_ran() -> None:
+def test_a_step_next_to_prompts_corrects_its_arm_by_the_graph_that_ran() -> None:
     """8 rows, 8 drafts and 6 tokens of prompts were 22 tokens: 21 ms were predicted, not 11."""
     policy = Nightjar(STAIRS, free, gamma_max=1)
     policy.observe(Outcome(Load(8, 1, previous_gamma=1), 1, [1] * 8, [2] * 8, 0.021, prompt_tokens=6))
