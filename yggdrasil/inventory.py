@@ -21,7 +21,6 @@ class StoredPair:
     """A pair as it lies in the store.
 
     Args:
-        name: Of the pair.
         num_bytes: Of all its builds and measurements.
         models: Target and draft as they were named; None where that cannot be read.
         problem: Why it cannot be used on this machine, and what to run; None where it can.

@@ -37,7 +37,6 @@ class KVShape:
     """Size of a model's KV: of one token, and the number of tokens.
 
     Args:
-        num_layers: Decoder layers.
         num_kv_heads: Key/value heads, G.
         head_dim: Features of a head, F.
         capacity: Indices per row, committed and provisional; a multiple of 16.
@@ -65,7 +64,6 @@ class KVStorage:
         num_pages: Total number of pages of 16 slots.
         pages_BP: (B, P) int32, the page of every 16 indices of a row. Aliasing: its owner changes it.
         dtype: Type of keys and values.
-        device: Device of the storage.
 
     Attributes:
         storage_PL2GSF: (pages, layers, key or value, G, 16, F). A page is one range of bytes, so a range of

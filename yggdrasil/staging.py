@@ -25,7 +25,6 @@ def upload(
     Args:
         values: Rows of equal length, or one row.
         device: "cpu" makes an ordinary tensor.
-        dtype: Type of the result.
 
     Cost: one small copy; no sync.
     """

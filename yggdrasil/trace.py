@@ -36,7 +36,6 @@ class Trace:
         """Add a run of consecutive stages.
 
         Args:
-            names: The stages in order.
             marks_ms: Milliseconds of `time.perf_counter`: when the first stage began, then when each ended.
         """
         total_ms = self.total_ms

@@ -161,6 +161,18 @@ def tracked_files() -> list[Path]:
     return [ROOT / name for name in listed if (ROOT / name).is_file()]
 
 
+def test_lines_of_cpp_fit_108_columns() -> None:
+    sources = [path for path in tracked_files() if path.suffix in (".cpp", ".h")]
+    assert sources
+    wide = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sources
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 108
+    ]
+    assert wide == []
+
+
 def test_no_path_of_a_developer_s_machine_in_tracked_files() -> None:
     offenders = []
     for path in tracked_files():

@@ -145,7 +145,6 @@ def pair_name(
     for a name that nobody compiled.
 
     Args:
-        options: Of the verb.
         check: Called with target and draft before they are compiled, to refuse what could not work
             afterwards.
 

@@ -34,10 +34,6 @@ def apply_threads(options: argparse.Namespace) -> None:
 def note_threads(latency: LatencyModel, command: str) -> None:
     """A line on standard error where the pair was measured with another number: shapes may then not be the
     best.
-
-    Args:
-        latency: The profile.
-        command: What compiles the pair.
     """
     from yggdrasil.kernels.threads import get_num_threads
 

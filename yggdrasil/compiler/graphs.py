@@ -104,7 +104,6 @@ class LoadedGraph:
     """A compiled shape bound to the caller's weights and cache.
 
     Args:
-        path: The package.
         constants: Every weight and buffer by its name in the module; kept alive here, never copied.
         command: What rebuilds the package, for the error.
 
@@ -136,7 +135,6 @@ class ReplayedGraph:
     """A loaded graph captured as a CUDA graph: a call is one launch.
 
     Args:
-        graph: What to capture.
         meta_NM: The metadata buffer that every call fills.
         pool: Memory shared by all captures of a model, from `torch.cuda.graph_pool_handle()`.
 

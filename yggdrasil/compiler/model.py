@@ -34,13 +34,10 @@ class CompiledModel(Generic[Storage]):
 
     Args:
         folder: With `tokens_*.pt2`.
-        menu: Sizes to load.
         weights: Of the model, by name, on the device. Aliasing: graphs read these very tensors.
         cache: What the graphs write; any number of rows and pages.
-        device: "cpu" or "cuda".
         max_depth: Longest tree path.
         num_candidates: C of a draft; 0 for a target.
-        command: What rebuilds the folder.
         captured: On CUDA, replay captured graphs; else every call launches its kernels one by one.
 
     Raises:

@@ -49,7 +49,6 @@ def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
     Args:
         folder: With `weights.safetensors`.
         device: On the CPU the file is mapped, not read; "cuda" is the current device.
-        command: What rebuilds it.
 
     Raises:
         ArtifactError: missing, unreadable or truncated.

@@ -47,13 +47,8 @@ class GraphJob:
         model: Folder or hub id.
         weights: Folder of its packed weights.
         num_candidates: C of a draft; 0 for a target.
-        vocab: V of the pair.
         dtype: "bfloat16" or "float32".
-        device: "cpu" or "cuda".
-        kv: Shape of the cache.
         max_depth: Longest tree path.
-        num_tokens: N.
-        path: The package to write.
         exact: Whether linear layers on CUDA have one order of summation; on a CPU they have.
         ranks: Number of shards of the model; the graph fits any of them.
     """
@@ -135,7 +130,6 @@ def compile_graphs(
 
     Args:
         jobs: Graphs; those whose package exists are the caller's to leave out.
-        num_workers: Processes.
         on_done: Called from a thread after each.
 
     Raises:

@@ -49,7 +49,6 @@ class ForwardContext:
         meta_NM: Row metadata, int32; see layout.py.
         pages_BP: Page table, int32.
         keys: Key cache of every layer, (P, G, 16, F).
-        values: Value caches.
     """
 
     meta_NM: Tensor
@@ -63,10 +62,8 @@ class AttentionCall:
     """One layer's request for attention.
 
     Args:
-        layer: Its index.
         query: Shape, (1, heads, N, F).
         key: Shape, (1, G, N, F).
-        value: Shape.
         options: Those of CHANGING that are set.
     """
 

@@ -35,10 +35,6 @@ def check_pointers(folder: Path) -> None:
 def check_weights(folder: Path, config: Any) -> None:
     """Whether every file of weights is there to its end, and has tensors of the configured shapes.
 
-    Args:
-        folder: Of the model.
-        config: Its transformers configuration.
-
     Raises:
         BrokenCheckpoint: names the first file that is missing or cut off, or the first tensor of another
             shape.

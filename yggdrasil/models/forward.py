@@ -28,7 +28,6 @@ class _TokenForward(nn.Module):
 
     Args:
         model: The transformers model, prepared; its rotary embeddings are frozen, in place.
-        cache: Whose layers become buffers.
         vocab: V of the pair; the model's own logits beyond it are padding and left out.
     """
 

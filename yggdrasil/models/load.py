@@ -146,7 +146,6 @@ def pack_linears_(
     nothing but the layer. For the CPU.
 
     Args:
-        model: Changed in place.
         compress: Keep bf16 weights in three quarters of their bytes (kernels/compression.py).
         tick: Called after every layer.
     """
@@ -169,7 +168,6 @@ def outline_model(name: str, stored: Mapping[str, Tensor], *, dtype: torch.dtype
     Args:
         name: Folder or hub id.
         stored: Its parameters and buffers by name, tied ones as one tensor; packed layers have a "packed".
-        dtype: Of the model.
         ranks: Number of shards of the model; `stored` is one of them.
     """
     from transformers import AutoModelForCausalLM
@@ -216,8 +214,6 @@ def check_vocabularies(target: Any, draft: Any, num_ids: int | None) -> None:
     """Vocabularies may differ by padding: by ids that the tokenizer does not have.
 
     Args:
-        target: Configuration of the target.
-        draft: Configuration of the draft.
         num_ids: Of the tokenizer that both have, one more than the largest id; None where the draft has
             none, and only the sizes can be compared.
 

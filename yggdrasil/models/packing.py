@@ -31,7 +31,6 @@ class Chunk(NamedTuple):
     """Consecutive tokens of one row.
 
     Args:
-        row: Of the page table.
         tokens: Vocabulary ids.
         start_pos: Position of the first.
         num_read: Of how many, the last ones, somebody reads the model's outputs; None for all.

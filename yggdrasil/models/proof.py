@@ -69,7 +69,6 @@ def expected_passages(name: str, model: Any, vocab: int, num_positions: int) -> 
     Args:
         name: Of the model, for the error.
         model: As transformers loaded it, before anything in it is replaced; left as it is.
-        vocab: V of the pair.
         num_positions: That a token may stand at: the context, and a tree after it.
 
     Raises:
@@ -121,7 +120,6 @@ def check_forward(
         model: With tree attention, as it is exported: linear layers packed or not; on the CPU.
         kv: The cache that its configuration asks for; the capacity is not used.
         passages: From `expected_passages`.
-        num_positions: As there.
 
     Raises:
         UnsupportedModel: names what differs.

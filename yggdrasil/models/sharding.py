@@ -40,7 +40,6 @@ class SummedLinear(nn.Module):
     Args:
         linear: Of this rank's input features, without bias.
         bias: (out_features), or None.
-        num_ranks: Ranks.
     """
 
     bias: Tensor | None
@@ -66,7 +65,6 @@ class GatheredLinear(nn.Module):
 
     Args:
         linear: Of this rank's output features.
-        num_ranks: Ranks.
     """
 
     def __init__(self, linear: nn.Linear, num_ranks: int) -> None:
@@ -100,7 +98,6 @@ def shard_(model: Any, rank: int, num_ranks: int) -> None:
     Args:
         model: A causal LM of transformers as it was loaded, whole.
         rank: Whose part; shapes are the same for every rank.
-        num_ranks: Ranks.
 
     Raises:
         ConfigError: a layer does not divide by the number of ranks.

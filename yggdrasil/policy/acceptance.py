@@ -28,7 +28,6 @@ class TreeRecord:
     """One drafted tree and which of its nodes were accepted.
 
     Args:
-        width: W of the tree.
         log_probs: Path log-probability of every node, root included.
         accepted: Whether the target's own text passes through the node.
     """

@@ -85,8 +85,6 @@ def k_ary(k: int, depth: int, *, num_nodes: int | None = None) -> Shape:
     """Every node gets its `k` best children, level by level.
 
     Args:
-        k: Children per node.
-        depth: Levels below the root.
         num_nodes: Size, root included, to which the tree is cut in its last level; None cuts nothing.
 
     Source: SpecInfer (Miao et al. 2024), its expansion of one draft.
@@ -244,9 +242,6 @@ def structure_ms(shape: Shape, latency: LatencyModel, *, verified: int, context_
     """The denominator of Eq. 3 for any structure: milliseconds of one step by the profile.
 
     Args:
-        shape: The grown shape.
-        latency: The profile.
-        verified: K.
         context_len: Committed tokens.
 
     Source: Yggdrasil Eq. (3). A level wider than the draft's widest graph runs in parts of that size.

@@ -100,8 +100,6 @@ class LatencyModel:
     """The profile of a pair on a machine.
 
     Args:
-        draft: T_draft by width.
-        verify: T_verify by verified width.
         growth_host_ms: Host time of one growth step outside the draft's graph.
         step_host_ms: Host time of a speculative step outside graphs and growth.
         plain_host_ms: Host time of a plain step outside the graph.

@@ -16,11 +16,8 @@ def speedup(
 
     Args:
         aal: Emitted tokens per target forward, the bonus included.
-        width: W.
         depth: D; 0 gives 1.
-        verify: K.
         context_len: Committed tokens.
-        latency: The profile.
 
     Source: Yggdrasil Eq. (3). Departure: host time, which the paper's schedule hides, is a term here.
     """

@@ -89,9 +89,6 @@ class FixedShape:
 
     Args:
         shape: W, D and optionally K.
-        acceptance: Calibration of this pair.
-        latency: Profile of this machine.
-        verify_widths: Menu of K.
     """
 
     shape: Shape
@@ -240,7 +237,6 @@ class BestShape(FixedShape):
     """The (W, D) that maximises Eq. 3 at the current context length; chains and plain decoding included.
 
     Args:
-        widths: Menu of W.
         arms_by_context: A cache that takes a millisecond per entry to fill. Policies with the same
             acceptance and latency may share it.
 
@@ -280,7 +276,6 @@ class ContextShape(BestShape):
 
     Args:
         predictor: Predictor for this pair and kind of text.
-        temperature: Sampling temperature.
 
     Source: Yggdrasil section 4.2, "Draft Depth Prediction" and "Draft Width Selection". Departure: D and W
     are chosen together, which costs one product over the menu, instead of D first and W at that D.

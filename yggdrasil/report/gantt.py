@@ -21,9 +21,7 @@ def plot_plans(charts: Mapping[str, Timeline], path: Path, *, title: str = "") -
     """One chart for every timeline, lanes under each other, all on one millisecond axis.
 
     Args:
-        charts: Timelines by their titles.
         path: A PNG file to write.
-        title: Over all charts.
 
     Raises:
         ConfigError: matplotlib is not installed, or there is nothing to draw.

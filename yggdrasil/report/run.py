@@ -25,8 +25,6 @@ class Run:
 
     Args:
         pair: Models, policy data, tokenizer.
-        prompt: Tokens.
-        config: The request.
         start: `time.perf_counter()` when the user started waiting.
         policy: Chooses shapes; by default the pair's best one, or plain decoding if the request asks for
             it.

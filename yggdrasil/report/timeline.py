@@ -83,8 +83,6 @@ class StepRecord:
     """One step on the clock.
 
     Args:
-        shape: What was drafted.
-        start_ms: When the step began.
         end_ms: When its tokens were handed out.
         stages: In the order in which they ran, none within another.
         graphs: In the order in which they ran, each within a stage.
@@ -156,11 +154,7 @@ def gaps(step: StepRecord) -> list[list[Interval]]:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Steps in which the same graphs ran in the same order.
-
-    Args:
-        steps: At least one.
-    """
+    """Steps in which the same graphs ran in the same order."""
 
     steps: tuple[StepRecord, ...]
 
@@ -229,7 +223,6 @@ class Forwards(NamedTuple):
     them.
 
     Args:
-        kind: Of the graph.
         num_tokens: Of each.
         times_ms: Start and end of each.
         sizes: Of the menu, where `num_tokens` may have been padded to one of them.
@@ -279,9 +272,7 @@ class RecordedModel:
     """A model that notes when its graphs run; see models/protocol.py.
 
     Args:
-        model: Does the work.
         kind: Of its graphs, for their names.
-        notes: Gets what ran.
 
     Cost: a microsecond a forward. On CUDA a sync, else a graph would be charged for its launch alone.
     """
@@ -394,7 +385,6 @@ def plot_timeline(step: StepRecord, path: Path, *, title: str = "") -> Path:
     Args:
         step: Such as `Timeline.representative`.
         path: A PNG file to write.
-        title: Over the lanes.
 
     Raises:
         ConfigError: matplotlib is not installed.

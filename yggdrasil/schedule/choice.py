@@ -43,7 +43,6 @@ class Trial:
     """A plan compared with the step without a plan, in turns over the same text.
 
     Args:
-        plan: The plan.
         plan_ms: Milliseconds of an iteration with the plan, median over the turns.
         step_ms: Milliseconds of an iteration without it, median over the turns.
         num_turns: Pairs of runs.
@@ -182,7 +181,6 @@ def try_plan(work: Workload, plan: Plan, deadline: float) -> Trial:
 
     Args:
         work: The text to decode; its prompt is in the caches.
-        plan: The plan to try.
         deadline: Value of `time.perf_counter`.
     """
     arms = {"plan": Executor(plan, work.target, work.draft, Trace()).step, "step": work.step}

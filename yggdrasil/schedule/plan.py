@@ -31,7 +31,6 @@ class Plan:
     """An iteration: its stages in the calling thread's order, which runs "main" and hands over "side".
 
     Args:
-        name: A readable name.
         placements: Every stage of `MAIN` once, on "main", and any of `AHEAD` once, each after the stages
             that it needs.
 

@@ -150,7 +150,6 @@ def profile_stages(work: Workload, deadline: float) -> StageProfile:
     """Run the probe plans in turns and measure every stage.
 
     Args:
-        work: The text to decode.
         deadline: Value of `time.perf_counter`; rounds after the first run only while time is left.
 
     Raises:

@@ -26,7 +26,6 @@ class Span:
     """A stage in a timeline.
 
     Args:
-        stage: Its name.
         lane: "main" or "side"; on CUDA "host" for the calling thread, and "main" or "side" for a stream.
         start_ms: Start, from the start of the iteration.
         end_ms: End, on the same clock.
@@ -43,7 +42,6 @@ class Timeline:
     """A simulated iteration.
 
     Args:
-        plan: The simulated plan.
         spans: Its stages, in the plan's order.
         makespan_ms: Duration of the iteration, with the overhead between stages.
     """

@@ -58,7 +58,6 @@ class Workload:
         """Decode from the end of the prompt; the text, and the work of each iteration, is always the same.
 
         Args:
-            step: Runs an iteration.
             num_steps: Iterations after the first one, which has no head drafted ahead of time.
             deadline: Value of `time.perf_counter`.
 

@@ -71,11 +71,6 @@ class Serving:
     """What the routes share.
 
     Args:
-        service: Decodes.
-        tokenizer: Of the pair.
-        template: Of conversations.
-        metrics: Also the service's observer.
-        model: Name that clients use.
         max_context: Most tokens of prompt and output together.
         vocab: V: the token ids of both models go from 0 up to this.
         max_rows: Most choices of one HTTP request.
@@ -119,11 +114,7 @@ def create_app(serving: Serving) -> FastAPI:
 
 
 class Rows:
-    """The rows of one HTTP request: submitted together, heard together, cancelled together.
-
-    Args:
-        service: Where they run.
-    """
+    """The rows of one HTTP request: submitted together, heard together, cancelled together."""
 
     def __init__(self, service: BatchService) -> None:
         self._service = service

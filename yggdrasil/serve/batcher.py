@@ -59,7 +59,6 @@ class Batcher:
         policy: Chooses the speculative length of every step.
         tokenizer: For the text of events and stop texts.
         max_context: Most tokens of prompt and output together.
-        gamma_max: Greatest speculative length.
         eos_tokens: Tokens that end a text.
         vocab: V: the token ids of both models go from 0 up to this.
         observer: Told about steps and finished requests.

@@ -70,7 +70,6 @@ class ElasticMemory:
 
         Args:
             gamma: Speculative length of the last step that decoded.
-            num_waiting: Requests in the queue.
 
         Source: Nightjar section 5.1.
         """

@@ -33,10 +33,7 @@ class AuthMiddleware:
     """Lets in those who have the key and call this server by its name.
 
     Args:
-        app: What it protects.
         api_key: Asked of clients; empty asks for none. With a key any name will do.
-        hosts: Names of this server.
-        metrics: Counts refusals.
 
     Attributes:
         held_bytes: Of the bodies of all requests that are being answered.

@@ -62,11 +62,8 @@ class ApiError(Exception):
     """An HTTP error in OpenAI's shape.
 
     Args:
-        status: HTTP status code.
         message: What is wrong and what would be right; a long one is cut.
-        param: The field to blame.
         code: For programs.
-        headers: Of the response.
     """
 
     def __init__(

@@ -40,7 +40,6 @@ class PagePool:
         num_pages: Pages in all, until the pool expands.
         num_rows: Most rows at once.
         max_indices: Longest row.
-        device: Where the table lies.
 
     Attributes:
         table_BP: (rows, pages a row) int32: what the graphs of both models read.
@@ -84,7 +83,6 @@ class PagePool:
         """Let an empty row begin with pages that already hold the beginning of its text.
 
         Args:
-            row: Owns no page.
             tokens: Its text; the last token's KV is always computed, for its logits are wanted.
 
         Returns:

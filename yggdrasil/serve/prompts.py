@@ -19,8 +19,6 @@ class PromptEncoder:
     """What turns prompts into tokens.
 
     Args:
-        tokenizer: Of the pair.
-        template: Of conversations.
         max_context: Most tokens of prompt and output together.
         vocab: V: the token ids of both models go from 0 up to this.
     """

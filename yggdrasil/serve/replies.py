@@ -34,8 +34,6 @@ class Reply:
     """Writes what one HTTP request's rows emit as OpenAI's objects; counts it.
 
     Args:
-        request: What was asked.
-        model: Served name.
         tokenizer: Spells tokens.
         prompts: As tokens.
     """

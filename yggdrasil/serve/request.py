@@ -86,9 +86,6 @@ class RequestReport:
     """One finished request in figures.
 
     Args:
-        finish: Why it ended.
-        prompt_tokens: Of the prompt.
-        emitted_tokens: Of the output.
         shared_tokens: Prompt tokens whose KV another request had left.
         target_passes: Steps that emitted something for it.
         preemptions: Times it lost its pages and was computed again.
@@ -129,7 +126,6 @@ class StepReport:
         max_lag: L_max: tokens that the draft's KV lagged behind in the worst row when the step began.
         catch_up_ms: Bringing the draft's KV up to the text.
         draft_ms: Drafting, that included.
-        verify_ms: The target's forward.
         total_ms: The whole step; what is neither drafting nor verifying is the host's.
         running: Rows after the step.
         waiting: Queued requests after it.

@@ -42,10 +42,7 @@ def accept(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: Sampling
     The target's token at a node is emitted. If a child of the node has this token, the walk goes on there.
 
     Args:
-        tree: K nodes.
         logits_KV: (K, V) the target's logits after each node.
-        root_pos: Position of the root.
-        sampling: How the target chooses.
 
     Raises:
         YggError: logits that are not finite.
@@ -74,7 +71,6 @@ def walk_sampling(
     Args:
         child_of: The child of a node that has a token, by (node, token); the root is 0.
         logits_KV: (K, V) the target's logits after each node, on a CPU.
-        root_pos: Position of the root.
         sampling: A temperature above 0.
 
     Raises:

@@ -45,7 +45,6 @@ class Drafted:
     """A drafted tree.
 
     Args:
-        tree: N nodes.
         num_run: The first `num_run` nodes have KV in the draft's cache.
         shape: The grown shape; a stop rule may have made it less deep.
     """
@@ -61,7 +60,6 @@ class Frontier:
     Args:
         num_nodes: Largest number of nodes whose children it holds.
         num_candidates: C, children kept per node: the best of those that a forward returns.
-        device: Device of the arrays.
         platt: Scale of the draft's probabilities.
 
     Attributes:
@@ -125,10 +123,7 @@ def grow_reference_(
         frontier: The children of the nodes that just ran are added; the attached ones are removed.
         tree: `width` nodes are attached.
         tokens_WC: Candidates of the nodes that just ran.
-        log_probs_WC: Their log-probabilities.
-        width: W.
         meta_NM: Filled for a forward over the new nodes.
-        root_pos: Position of the root.
 
     Raises:
         RuntimeError: fewer candidates than `width`, or a path longer than the tree allows; then the tree's
@@ -217,7 +212,6 @@ def draft(model: TokenModel, state: DecodeState, shape: Shape, platt: PlattScale
 
     Args:
         model: The draft; its cache becomes complete up to the root, tree nodes are provisional.
-        state: The request.
         shape: W and D; D = 0 runs no model.
         platt: Scale of the draft's probabilities.
 
@@ -273,9 +267,6 @@ def grow(
 
     Args:
         model: The draft, its cache committed up to the root, the root provisional.
-        state: The request.
-        shape: W and D.
-        head: Candidates of this root.
         platt: Scale of the draft's probabilities.
         spare: Room for this many nodes in addition to the shape's.
     """

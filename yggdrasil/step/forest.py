@@ -26,11 +26,6 @@ class Seed:
     Args:
         row: Row of the page table that holds the draft's KV of the text up to the root.
         root: The last token of the text.
-        root_pos: Its position.
-        width: W.
-        depth: D.
-        tokens_1C: Candidates of the root.
-        log_probs_1C: Their log-probabilities.
         platt: Scale of the draft's probabilities.
     """
 

@@ -64,8 +64,6 @@ def prune(tree: TokenTree, shape: Shape, policy: VerifyPolicy, context_len: int,
     """The subtree that maximises Eq. 3 over the menu of K, or the best one of `shape.verify` nodes.
 
     Args:
-        tree: The drafted tree.
-        shape: Its shape.
         policy: Knows the acceptance of nodes and the cost of verification.
         context_len: Committed tokens before the root.
         lag: How many of them the target has yet to compute, in the same forward as the tree.
@@ -93,7 +91,6 @@ def prune_reference(
     nodes, and the best for K - 1 is its prefix: one sort serves the whole menu.
 
     Args:
-        tree: At least two nodes.
         knots_2M: `VerifyPolicy.knots`.
         widths: The K to choose from; among equally good ones the first is taken.
         costs_ms: Milliseconds of the step with each K.

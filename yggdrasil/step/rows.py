@@ -113,7 +113,6 @@ def draft_rows(
 
     Args:
         model: The draft, with at most one lagging token a row; KV after the roots is provisional.
-        rows: The batch.
         gammas: Draft tokens for each row; 0 runs no model.
         platts: Scale of the draft's probabilities for each row.
 
@@ -201,7 +200,6 @@ def verify_rows(
         model: The target; KV after the roots is provisional.
         rows: The rows that emit. Tokens before a row's root that the target lacks (the end of a prompt) run
             in the same forward.
-        chains: One a row.
         prompts: Tokens of rows whose root this forward does not reach; their logits are not used.
 
     Returns:
@@ -233,8 +231,6 @@ def accept_rows(
     """Apply the acceptance law to each row; a row whose logits are not finite gets an error instead.
 
     Args:
-        rows: The verified rows.
-        chains: Their verified chains.
         logits_NV: Result of `verify_rows`.
         roots: Result of `verify_rows`.
 

@@ -26,8 +26,6 @@ class KnownFile:
 
     Args:
         path: Absolute.
-        size: Bytes.
-        mtime_ns: Modification time.
         digest: Of its bytes.
     """
 
@@ -86,9 +84,6 @@ class Ledger:
 
     It also has size and time at which a file last had its digest: a start reads only what has been touched
     since.
-
-    Args:
-        folder: Of the build.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -128,7 +123,6 @@ class Ledger:
 
         Args:
             expected: Digest by name.
-            command: What rebuilds them.
             full: Read every file, whatever its size and time are.
 
         Raises:

@@ -167,9 +167,6 @@ def _remove_scratch(folder: Path, pid: int) -> None:
 def store_errors(root: Path) -> Iterator[None]:
     """A block whose failures to write are errors of one line.
 
-    Args:
-        root: Of the store.
-
     Raises:
         StoreError: a disk is full, read-only or closed to this user, or something else stands in a folder's
             place; found in the error, in what caused it, or in what a compiler or a library wrote about it.

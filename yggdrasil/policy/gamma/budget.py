@@ -30,7 +30,6 @@ def prompt_room(widths: Sequence[int], num_tokens: int, wanted: int) -> int:
 
     Args:
         widths: Sizes of the graphs, ascending.
-        num_tokens: Of rows that decode.
         wanted: Prompt tokens that wait.
 
     >>> [prompt_room((16, 32, 64), 12, wanted) for wanted in (2, 14, 25, 100)]

@@ -31,7 +31,6 @@ class PositionAcceptance:
 
     Args:
         prior: Its `emitted` is the calibration.
-        gamma_max: Greatest position.
     """
 
     def __init__(self, prior: GoodputPrior, gamma_max: int) -> None:
@@ -137,9 +136,6 @@ class StepSeconds:
 
     The measured over the predicted time is averaged per gamma over all batch sizes, which corrects sizes
     never seen, and per (batch size, gamma), where the former counts as one step.
-
-    Args:
-        gamma_max: Greatest gamma.
     """
 
     def __init__(self, gamma_max: int) -> None:
@@ -175,9 +171,6 @@ class GraphSeconds:
     A machine that is slow for a minute is slow whatever runs: a quick mean of measured over predicted time
     over all steps is taken out, so that the arm which happened to run is not blamed. What is left belongs
     to the graph, whatever filled it: drafts or prompts.
-
-    Args:
-        widths: Sizes of the graphs.
 
     Attributes:
         corrections: What to multiply the prediction of a step by, by the graph that runs.

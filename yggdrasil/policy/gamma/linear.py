@@ -68,7 +68,6 @@ class LinUCB(VerifiesAll):
     """The arm with the largest x . theta + alpha sqrt(x' A^-1 x).
 
     Args:
-        gamma_max: Greatest arm.
         max_batch: B_max, which scales the context.
 
     Source: Li et al. 2010, disjoint arms, as the ablation of Nightjar section 6.3.1. Departures: rewards
@@ -96,9 +95,7 @@ class LinThompson(VerifiesAll):
     """The arm whose goodput, drawn from its posterior at this context, is largest.
 
     Args:
-        gamma_max: Greatest arm.
         max_batch: B_max, which scales the context.
-        random: Draws the posterior samples.
 
     Source: Agrawal and Goyal 2013, as the ablation of Nightjar section 6.3.1. Departures: one parameter
     vector per arm; x . theta is drawn directly, which is normal with the same mean and variance as if theta

@@ -46,7 +46,6 @@ class PrintedNightjar(VerifiesAll):
     `bench/claim_bandits.py` measures it).
 
     Args:
-        switching_cost: c_prefill.
         random: Draws the types of bins and the arms of exploring rounds.
 
     Source: Nightjar Algorithm 1 and Eq. (3). Departure: a bin that exploits before any arm of its batch
@@ -128,8 +127,6 @@ class Nightjar:
     STAY_STEPS of them.
 
     Args:
-        prior: The predicted step.
-        switching_cost: c_prefill.
         gamma_max: Greatest arm; a load that allows more gets no more.
         max_batch: Loads of up to this many rows are evaluated here, a sixth of a millisecond each, so that
             no selection has to; others when they are met.

@@ -85,7 +85,6 @@ class GoodputPrior:
         """What of a batch's drafts may be verified: all that can be, or what fills a narrower graph.
 
         Args:
-            batch_size: B.
             gamma: Draft tokens of a row.
             waiting: Prompt tokens that wait.
             drafts: Draft tokens that there are, where not every row has gamma of them.
@@ -118,7 +117,6 @@ def predicted_goodput(latency: LatencyModel, acceptance: Acceptance, context_len
     share. Beyond the calibrated depth a longer chain is taken to emit no more.
 
     Args:
-        latency: Profile of this machine.
         acceptance: Calibration of this pair; width 1 must be in it.
         context_len: Tokens of context of a typical row.
 

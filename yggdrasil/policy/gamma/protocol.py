@@ -48,8 +48,6 @@ class Outcome:
     """What a step did.
 
     Args:
-        load: As it was before.
-        gamma: Speculative length that ran.
         drafted: Draft tokens verified, row by row.
         emitted: Tokens emitted, row by row: accepted + 1.
         seconds: Wall clock of the step.

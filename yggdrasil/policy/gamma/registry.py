@@ -36,9 +36,6 @@ class PolicyParts:
 
     Args:
         gamma_max: Greatest speculative length at any batch size, at least 1.
-        max_batch: B_max.
-        prior: The predicted step.
-        switching_cost: c_prefill.
         seed: Of the policies that draw random numbers.
     """
 
@@ -97,7 +94,6 @@ def policy_builder(name: str, gamma_max: int) -> Callable[[PolicyParts], GammaPo
     Args:
         name: One of POLICIES, "fixed-N" with N from 1 to `gamma_max`, or "tiers:PATH" with a JSON file of
             `TierConfig`.
-        gamma_max: Greatest speculative length.
 
     Raises:
         ConfigError: No such policy, or its file cannot be used.

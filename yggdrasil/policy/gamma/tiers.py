@@ -19,7 +19,6 @@ class TierConfig:
     Args:
         candidate_steps: Tiers, ascending.
         ema_alpha: Weight of the last batch in the average.
-        update_interval: Batches between decisions.
         warmup_batches: Batches before the first interval.
         down_hysteresis: Added to the bound below which a tier is left downwards.
         up_hysteresis: Added to the bound above which a tier is left upwards.
@@ -48,7 +47,6 @@ class AdaptiveTiers(VerifiesAll):
     """The tier one step beyond the average accepted length, with hysteresis both ways.
 
     Args:
-        config: Tiers and gates.
         initial_steps: The tier nearest to it is the first one.
 
     Source: SGLang, "Adaptive Speculative Decoding". Departures: the average starts at the first batch's
