@@ -680,7 +680,7 @@ DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
     ),
     "plan of the former format": (
         lambda bundle: edit(bundle.plan_path, lambda payload: payload.pop("format")),
-        r"-plan\.json: stale: written in format 1, current is 2",
+        r"-plan\.json: stale: written in format 1, current is 3",
     ),
     "predictor of another compilation": (
         lambda bundle: edit(
