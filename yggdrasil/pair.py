@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
-from yggdrasil.bundle import BUNDLED, MALFORMED, Bundle, compile_command, load_bundle
+from yggdrasil.bundle import BUNDLED, MALFORMED, Bundle, compile_command
 from yggdrasil.config import CompileConfig
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ArtifactError, ConfigError
+from yggdrasil.loading import load_bundle, load_models
 from yggdrasil.policy.acceptance import AcceptanceTable
 from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.gamma.switching import SwitchTable
@@ -177,7 +178,7 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     measured = load_measurements(bundle, dataset)
     depth, plan = load_decisions(bundle, dataset)
     tokenizer = Tokenizer(bundle.tokenizer_path, bundle.command)
-    target, draft = bundle.load_models()
+    target, draft = load_models(bundle)
     greedy = plan.greedy.plan
     sampled = plan.sampled.plan
     limits: dict[str, Any] = {

@@ -22,11 +22,12 @@ import tiny_pair
 from conftest import TINY
 
 import yggdrasil
-from yggdrasil.bundle import Bundle, load_bundle
+from yggdrasil.bundle import Bundle
 from yggdrasil.cli import generate as generate_command
 from yggdrasil.cli import main
 from yggdrasil.kernels.compilations import compilations
-from yggdrasil.offline import pipeline, tuning
+from yggdrasil.loading import load_bundle, load_models
+from yggdrasil.offline import inputs, pipeline, tuning
 from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.pair import load_pair
 from yggdrasil.report.run import Run
@@ -318,7 +319,7 @@ def test_what_cannot_work_is_refused_before_anything_is_compiled(
 ) -> None:
     monkeypatch.setenv("YGG_HOME", str(tmp_path))
     monkeypatch.setattr(pipeline, "compile_pair", lambda *args, **kwargs: pytest.fail("compiles"))
-    monkeypatch.setattr(pipeline, "bundled_arguments", lambda: (*llama_folders, "tinystories"))
+    monkeypatch.setattr("yggdrasil.bundle.bundled_models", lambda: tuple(map(Path, llama_folders)))
     for models in ((), ("--target", llama_folders[0], "--draft", llama_folders[1])):
         assert re.search(complaint, refused(capfd, "generate", PROMPT, *models, *arguments))
     assert list(tmp_path.iterdir()) == []
@@ -327,7 +328,7 @@ def test_what_cannot_work_is_refused_before_anything_is_compiled(
 def test_a_calibration_file_that_is_not_there_is_refused_before_the_models_are_read(
     llama_folders: tuple[str, str], capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_describe", lambda *args: pytest.fail("reads the models"))
+    monkeypatch.setattr(pipeline, "describe_pair", lambda *args: pytest.fail("reads the models"))
     assert "--calibration: " in refused(
         capfd, "compile", *llama_folders, "--name", "x", "--calibration", str(tmp_path / "no.txt")
     )
@@ -455,8 +456,11 @@ def refused(capture: Capture, *arguments: str) -> str:
         (("--max-tokens", "-5"), "--max-new-tokens: -5"),
         (("-n", "9999"), "--max-new-tokens: 9999 .*at most .*256"),
         (("--stop", ""), "--stop: "),
-        (("--target", "a"), "--pair goes without --target and --draft: ygg generate --pair tiny"),
-        (("--target", "a", "--draft", "b"), "--pair goes without --target and --draft"),
+        (
+            ("--target", "a"),
+            "--pair cannot be combined with --target and --draft: ygg generate --pair tiny",
+        ),
+        (("--target", "a", "--draft", "b"), "--pair cannot be combined with --target and --draft"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(
@@ -800,7 +804,7 @@ def test_compiling_again_keeps_what_is_whole_and_builds_what_is_missing_or_broke
     assert {
         name: digest for name, digest in snapshot(folder).items() if name not in ("bundle.json", graph)
     } == {name: digest for name, digest in kept.items() if name != graph}
-    assert len(again.load_models()) == 2
+    assert len(load_models(again)) == 2
     generate(capsys)
 
 
@@ -833,9 +837,9 @@ def test_an_interrupted_recompilation_leaves_the_pair_that_was_there(
 ) -> None:
     old = load_bundle("tiny")
     calibration = tiny_pair.save_calibration(copied / "stories.txt")
-    monkeypatch.setattr(pipeline, "machine_fields", lambda: {**old.machine, "torch": "the next one"})
-    new = pipeline._describe(*llama_folders, "tiny", TINY, calibration)
-    shutil.copytree(old.folder, new.folder)  # its graphs are built: it has to be measured
+    monkeypatch.setattr(inputs, "machine_fields", lambda: {**old.machine, "torch": "the next one"})
+    new = inputs.describe_pair(*llama_folders, "tiny", TINY, calibration)
+    shutil.copytree(old.folder, new.folder)  # its graphs are built: what is left is to measure
     before = snapshot(copied)
 
     def interrupt(*args: object, **kwargs: object) -> None:

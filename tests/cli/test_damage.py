@@ -16,10 +16,11 @@ import pytest
 import tiny_pair
 from conftest import TINY
 
-from yggdrasil.bundle import Bundle, load_bundle
+from yggdrasil.bundle import Bundle
 from yggdrasil.cli import main
 from yggdrasil.kernels import build as kernels_build
 from yggdrasil.kernels import library_path
+from yggdrasil.loading import load_bundle
 from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.pair import LoadedPair
 from yggdrasil.store import artifacts

@@ -41,7 +41,7 @@ def refused(capture: Capture, *arguments: str) -> str:
         (("--gamma-max", "-1"), "--gamma-max: -1"),
         (("--max-queue", "0"), "--max-queue: 0"),
         (("--kv-memory", "0MiB"), "--kv-memory: 0"),
-        (("--target", "a", "--draft", "b"), "--pair goes without --target and --draft"),
+        (("--target", "a", "--draft", "b"), "--pair cannot be combined with --target and --draft"),
         ((), "no compiled pair named 'nobody'"),
         (("--host", "256.0.0.1"), "--host: '256.0.0.1'"),
         (("--port", "65536"), "--port: 65536"),

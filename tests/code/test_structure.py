@@ -27,7 +27,7 @@ GROUPS = (  # a module imports from its own group and from those before it
     ("compiler",),
     ("schedule",),
     ("engine",),
-    ("ranks", "bundle", "inventory", "pair"),
+    ("ranks", "bundle", "inventory", "loading", "pair"),
     ("report",),
     ("offline",),
     ("serve",),

@@ -17,7 +17,7 @@ from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ConfigError, ModelMismatch, UnsupportedModel
 from yggdrasil.models import hub
 from yggdrasil.models.load import load_config
-from yggdrasil.offline import pipeline
+from yggdrasil.offline.inputs import max_context
 from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.tokenizer import load_tokenizer
 
@@ -97,7 +97,7 @@ def test_refused_models(tmp_path: Path, name: str) -> None:
 
 
 def settled(config: CompileConfig, **models: Any) -> int:
-    return pipeline._max_context(config, models)
+    return max_context(config, models)
 
 
 def test_a_sliding_window_as_long_as_the_context_and_a_tree_is_none() -> None:

@@ -178,7 +178,7 @@ def test_one_process_refuses_a_pair_for_two_ranks(capsys: pytest.CaptureFixture[
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     command_line = "torchrun --nproc-per-node 2 -m yggdrasil generate ..."
-    assert f"compiled for 2 ranks, this run has 1; `{command_line}` decodes with it" in error
+    assert f"compiled for 2 ranks, this run has 1; decode with `{command_line}`" in error
 
 
 @pytest.mark.usefixtures("compiled")
@@ -204,6 +204,6 @@ def test_an_error_on_rank_0_releases_the_others_and_is_printed_once() -> None:
     assert (code, error.count("\n"), other) == (2, 1, (0, ""))
     fix = "run `torchrun --nproc-per-node 2 -m ygg"
     assert (
-        f"compiled for 1 process, this run has 2; without torchrun it decodes, or compile it for 2; {fix}"
+        f"compiled for 1 process, this run has 2; decode without torchrun, or compile it for 2; {fix}"
         in error
     )

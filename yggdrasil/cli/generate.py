@@ -147,7 +147,7 @@ def _check_uncompiled(
 ) -> None:
     """Refuse what cannot work with this pair before minutes go into compiling it."""
     from yggdrasil.engine import check_request
-    from yggdrasil.offline.pipeline import planned_context
+    from yggdrasil.offline.inputs import planned_context
     from yggdrasil.offline.traces import BUNDLED_TEXT
     from yggdrasil.tokenizer import load_tokenizer
 

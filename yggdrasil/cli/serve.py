@@ -211,7 +211,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tuple[Serving, Service]:
     import torch
 
-    from yggdrasil.bundle import load_bundle
+    from yggdrasil.loading import load_bundle
     from yggdrasil.serve.api import Serving
     from yggdrasil.serve.chat import load_chat_template
     from yggdrasil.serve.hosts import HostNames

@@ -18,6 +18,7 @@ from yggdrasil.engine import Engine
 from yggdrasil.kernels.threads import get_num_threads
 from yggdrasil.kv import KVCache, KVShape, KVStorage
 from yggdrasil.layout import PAGE_LEN
+from yggdrasil.loading import load_draft, load_draft_weights, load_target, paged_storage
 from yggdrasil.offline.budget import (
     CalibrationSize,
     PassClock,
@@ -110,10 +111,9 @@ def collect(
     target, target_rows = _target_rows(
         bundle, models[0], len(prompts) * len(CALIBRATION_TEMPERATURES), PROMPT_LEN + whole.num_written
     )
-    draft = bundle.load_draft(
-        _pages_of_rows(bundle, bundle.kv_draft, len(prompts), PROMPT_LEN + whole.num_tokens + tree_len),
-        models[1].weights,
-    )
+    row_len = PROMPT_LEN + whole.num_tokens + tree_len
+    draft_pages = _pages_of_rows(bundle, bundle.kv_draft, len(prompts), row_len)
+    draft = load_draft(bundle, draft_pages, models[1].weights)
     size, seconds = _affordable(
         bundle,
         whole,
@@ -203,7 +203,7 @@ def _target_rows(
         target.cache.rollback_(0)
         return target, 1
     num_rows = min(num_texts, target.prefill_chunk)
-    return bundle.load_target(_pages_of_rows(bundle, bundle.kv_target, num_rows, row_len)), num_rows
+    return load_target(bundle, _pages_of_rows(bundle, bundle.kv_target, num_rows, row_len)), num_rows
 
 
 def _pages_of_rows(bundle: Bundle, kv: KVShape, num_rows: int, row_len: int) -> KVStorage:
@@ -211,7 +211,7 @@ def _pages_of_rows(bundle: Bundle, kv: KVShape, num_rows: int, row_len: int) -> 
     pages = -(-row_len // PAGE_LEN)
     pages_BP = torch.zeros(num_rows, kv.num_pages, dtype=torch.int32)
     pages_BP[:, :pages] = torch.arange(num_rows * pages, dtype=torch.int32).view(num_rows, pages)
-    return bundle.paged_storage(kv, pages_BP.to(bundle.config.device), num_rows * pages)
+    return paged_storage(bundle, kv, pages_BP.to(bundle.config.device), num_rows * pages)
 
 
 def _reference_width(config: CompileConfig) -> int:
@@ -262,12 +262,12 @@ def _switching(bundle: Bundle, progress: Progress) -> SwitchTable:
     if bundle.config.ranks > 1:
         return SwitchTable((1,), (1,), ((0.0,),))  # nothing is served over several ranks
     max_lag = min(MAX_LAG, bundle.max_context - 1)
-    pages_BP = torch.arange(
-        bundle.kv_target.num_pages, dtype=torch.int32, device=bundle.config.device
-    ).repeat(SWITCH_ROWS, 1)
-    target = bundle.load_target(bundle.paged_storage(bundle.kv_target, pages_BP, pages_BP.shape[1]))
-    weights = bundle.load_draft_weights(bundle.config.device)
-    draft = bundle.load_draft(bundle.paged_storage(bundle.kv_draft, pages_BP, pages_BP.shape[1]), weights)
+    pages_P = torch.arange(bundle.kv_target.num_pages, dtype=torch.int32, device=bundle.config.device)
+    pages_BP = pages_P.repeat(SWITCH_ROWS, 1)
+    num_pages = bundle.kv_target.num_pages
+    target = load_target(bundle, paged_storage(bundle, bundle.kv_target, pages_BP, num_pages))
+    weights = load_draft_weights(bundle, bundle.config.device)
+    draft = load_draft(bundle, paged_storage(bundle, bundle.kv_draft, pages_BP, num_pages), weights)
     num_rows = min(SWITCH_ROWS, target.prefill_chunk)
     lags, batch_sizes = switch_grid(max_lag, num_rows)
     with progress.phase("measure catching up", len(lags) * len(batch_sizes)):

@@ -12,6 +12,7 @@ from yggdrasil.bundle import Bundle
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.kernels import load_kernels
 from yggdrasil.kv import KVCache
+from yggdrasil.loading import target_arguments
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.ranks.launch import rank
 from yggdrasil.ranks.link import COMMIT, FORWARD, LOAD, STOP, GroupLink, Link
@@ -68,4 +69,4 @@ def load_shard(bundle: Bundle) -> CompiledModel[KVCache]:
     bundle.check_files(rank())
     load_kernels(bundle.command)
     cache = KVCache(bundle.kv_target, dtype=bundle.dtype, device=bundle.config.device)
-    return CompiledModel(**bundle.target_arguments(rank()), cache=cache)
+    return CompiledModel(**target_arguments(bundle, rank()), cache=cache)
