@@ -493,7 +493,7 @@ def test_show_of_the_bundled_pair_says_how_to_compile_it(
 ) -> None:
     monkeypatch.setenv("YGG_HOME", str(tmp_path))
     assert refused(capfd, "show", "pair").endswith(
-        "no compiled pair named 'tinystories' (there are: none yet); run `ygg compile`\n"
+        "no compiled pair named 'tinystories' (known: none yet); run `ygg compile`\n"
     )
 
 

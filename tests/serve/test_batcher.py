@@ -38,7 +38,7 @@ def client(
     **options: object,
 ) -> Client:
     """A request for the continuation of a stretch of text."""
-    tokens = bench.lib.pair.tokenizer.encode(TEXT * 3)
+    tokens = bench.pair.tokenizer.encode(TEXT * 3)
     sampling = SamplingConfig() if seed is None else SamplingConfig(temperature=0.8, top_p=0.9, seed=seed)
     config = GenerateConfig(max_new_tokens=num_tokens, sampling=sampling, ignore_eos=True)
     return Client(tokens[start : start + length], config, **options)  # type: ignore[arg-type]
@@ -276,7 +276,7 @@ def test_a_row_with_broken_logits_ends_alone(bench: Bench) -> None:
 
 def test_stop_texts_end_a_row_before_they_are_shown(bench: Bench) -> None:
     whole = client(bench, 5, 40)
-    reference = bench.lib.pair.tokenizer.decode(bench.reference(whole))
+    reference = bench.pair.tokenizer.decode(bench.reference(whole))
     stop = reference[20:26]
     asking = Client(whole.prompt, GenerateConfig(max_new_tokens=40, ignore_eos=True, stop=(stop,)))
     batcher = bench.batcher(Schedule([4]))

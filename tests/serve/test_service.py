@@ -204,7 +204,7 @@ def test_a_step_that_fails_before_its_forwards_ends_every_request(bench: Bench) 
 
 
 def test_a_token_beyond_the_embedding_is_refused_whatever_the_tokenizer_has(bench: Bench) -> None:
-    vocab = bench.lib.pair.bundle.vocab
+    vocab = bench.pair.bundle.vocab
     for token in (-1, vocab):
         asking = Waiting([5, token], 4)
         with (
@@ -213,7 +213,7 @@ def test_a_token_beyond_the_embedding_is_refused_whatever_the_tokenizer_has(benc
         ):
             service.submit(asking.request())
         with pytest.raises(ConfigError, match=f"prompt: {token} .* from 0 to {vocab - 1}"):
-            next(bench.lib.pair.engine.generate(asking.prompt, plain_policy(), asking.config))
+            next(bench.pair.engine.generate(asking.prompt, plain_policy(), asking.config))
 
 
 def test_draining_finishes_what_was_asked(bench: Bench) -> None:
@@ -274,8 +274,8 @@ def test_a_thread_that_dies_while_it_drains_ends_the_wait(
 
 
 def test_the_context_that_is_served_is_what_the_pages_hold(bench: Bench) -> None:
-    page_bytes = bench.lib.pair.bundle.page_bytes
-    name = bench.lib.pair.bundle.name
+    page_bytes = bench.pair.bundle.page_bytes
+    name = bench.pair.bundle.name
     for num_pages, context in ((4, 64), (1000, 256)):
         opened = open_service(
             name, ServeConfig(gamma_max=4, max_batch=2, kv_memory_bytes=num_pages * page_bytes), Observer()
@@ -294,7 +294,7 @@ def test_the_context_that_is_served_is_what_the_pages_hold(bench: Bench) -> None
 @pytest.mark.parametrize("policy", ("nightjar", "nightjar-printed", "dsd", "tetris", "tiers"))
 def test_a_pair_is_served_under_every_kind_of_policy(bench: Bench, policy: str) -> None:
     opened = open_service(
-        bench.lib.pair.bundle.name, ServeConfig(policy=policy, gamma_max=4, max_batch=3), Observer()
+        bench.pair.bundle.name, ServeConfig(policy=policy, gamma_max=4, max_batch=3), Observer()
     )
     opened.service.start()
     clients = [Waiting(list(range(30 + place, 38 + place)), 30) for place in range(5)]
@@ -307,7 +307,7 @@ def test_a_pair_is_served_under_every_kind_of_policy(bench: Bench, policy: str) 
 
 
 def test_what_cannot_be_opened_is_said_in_one_line(bench: Bench) -> None:
-    name = bench.lib.pair.bundle.name
+    name = bench.pair.bundle.name
     with pytest.raises(ArtifactError, match="no compiled pair named 'nobody'"):
         open_service("nobody", ServeConfig(), Observer())
     with pytest.raises(ConfigError, match="policy: 'best'"):
