@@ -17,8 +17,7 @@ __all__ = ["evaluate_sines_once_"]
 def evaluate_sines_once_(graph: Graph) -> None:
     """Realize every sine and cosine that has several users, in the form in which they read it.
 
-    Args:
-        graph: Of an ExportedProgram for a CPU.
+    The graph is that of an ExportedProgram for a CPU; it is changed in place.
 
     Numerics: a sine is rounded to the model's dtype, as in eager execution and in every graph of the menu.
     """

@@ -61,10 +61,10 @@ class TokenGraphs(Protocol):
         ...
 
     def record_forward_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
-        """Add forwards of `num_tokens` tokens that a C++ step ran to `graph_ms`.
+        """Record forwards of `num_tokens` tokens that a C++ step ran.
 
         Args:
-            times_ms: Start and end of each forward, in the time of `time.perf_counter`.
+            times_ms: Start and end of each forward in turn, in milliseconds of `time.perf_counter`.
         """
         ...
 
