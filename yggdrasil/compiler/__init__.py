@@ -1,1 +1,1 @@
-"""The menu of shapes, and how a forward becomes one static graph for each of them."""
+"""The menu of shapes, and the lowering of a forward to one static graph per shape."""

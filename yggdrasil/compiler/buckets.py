@@ -10,10 +10,12 @@ from yggdrasil.errors import ShapeNotCompiled
 
 __all__ = ["Menu", "draft_menu", "target_menu"]
 
-# one token runs as two: compilers treat a dimension of one specially, and a padded row costs nothing
+# One token runs as two: torch.export specializes dimensions of size 1, and a padded row takes no time.
 SMALLEST = 2
-SMALLEST_DRAFT = 4  # a draft is too small for fewer to take less time
-BATCH = 32  # of a draft: a token for every row of a batch
+# A draft is so small that fewer tokens take as long.
+SMALLEST_DRAFT = 4
+# A batch drafts one token for each of its rows.
+DRAFT_BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -31,17 +33,15 @@ class Menu:
 
 
 def target_menu(config: CompileConfig) -> Menu:
-    """Plain decoding, every verified width, and the prefill chunk."""
-    return Menu(
-        tuple(
-            sorted(
-                {SMALLEST, *(max(width, SMALLEST) for width in config.verify_widths), config.prefill_chunk}
-            )
-        )
-    )
+    """One token for plain decoding, every verified width, and the prefill chunk."""
+    widths = {max(width, SMALLEST) for width in config.verify_widths}
+    return Menu(tuple(sorted({SMALLEST, config.prefill_chunk} | widths)))
 
 
 def draft_menu(config: CompileConfig) -> Menu:
-    """Every draft width, the head draft in the smallest of them, a batch's rows, and the prefill chunk."""
-    sizes = {max(width, SMALLEST_DRAFT) for width in config.widths} | {BATCH}
+    """Every draft width, a token for each row of a batch, and the prefill chunk.
+
+    The head draft runs in the smallest of them.
+    """
+    sizes = {max(width, SMALLEST_DRAFT) for width in config.widths} | {DRAFT_BATCH}
     return Menu((*sorted(size for size in sizes if size < config.prefill_chunk), config.prefill_chunk))

@@ -1,4 +1,4 @@
-"""Lower one forward at one shape with TorchInductor ahead of time, and load it again in milliseconds."""
+"""Compile a forward at one shape with torch.export and AOTInductor, and load the package."""
 
 from __future__ import annotations
 
@@ -20,25 +20,31 @@ from yggdrasil.store import storage
 __all__ = ["LoadedGraph", "ReplayedGraph", "compile_graph", "full_precision"]
 
 INDUCTOR_OPTIONS = {
-    # weights and KV stay the caller's: one copy for the whole menu
+    # The package has no constants. The caller binds weights and KV: all graphs of the menu share one copy.
     "aot_inductor.package_constants_in_so": False,
-    "always_keep_tensor_constants": True,  # small buffers too: the compiler may see uninitialised values
+    # Small constants are bound too, not inlined: at compile time their values may be uninitialised.
+    "always_keep_tensor_constants": True,
+    # Only profilers read line tables.
     "aot_inductor.enable_line_tables": False,
-    "cpp.vec_isa_ok": True,  # our operators were built and loaded with the same flags: no trial builds
+    # Inductor compiles no test program for the vector ISA: our operators are built with the same flags.
+    "cpp.vec_isa_ok": True,
 }
 
 
 def full_precision() -> None:
-    """Let cuBLAS neither round fp32 inputs to TF32 nor reduce in bf16. It is asked when a graph is lowered,
-    and again when it runs or is captured.
+    """Keep cuBLAS from rounding fp32 inputs to TF32 and from reducing in bf16.
+
+    The settings apply when a graph is lowered, and again when it runs or is captured.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def _reduction_options() -> dict[str, bool]:
-    """On CUDA Inductor times ways to add up a row and takes the fastest, graph by graph; these modes, of
-    which older versions have one, forbid it.
+    """Options that give a reduction the same order of summation in every graph, on CUDA.
+
+    Without them Inductor benchmarks several configurations of each reduction and takes the fastest one.
+    Older versions have only one of the two options.
     """
     return {
         name: True for name in ("deterministic", "batch_invariant") if hasattr(torch._inductor.config, name)
@@ -48,22 +54,20 @@ def _reduction_options() -> dict[str, bool]:
 def compile_graph(
     module: nn.Module, meta_NM: Tensor, path: Path, *, exact: bool = True, is_small: bool = False
 ) -> None:
-    """Export `module` at the shape of `meta_NM` as one graph and write it as an AOTInductor package without
-    weights.
+    """Export `module` at the shape of `meta_NM` and write an AOTInductor package without constants.
 
     Args:
-        module: A TargetForward or DraftForward; weight values are not read.
-        meta_NM: Metadata of the shape, values free.
-        path: A `.pt2` file to write.
-        exact: On CUDA, let a row's sums not depend on how many rows the graph has, as far as Inductor's own
-            kernels go.
-        is_small: Whether its kernels are so short that what an optimised wrapper saves counts: a tenth of a
-            draft's forward.
+        module: A TargetForward or DraftForward; values of weights are not read.
+        meta_NM: Metadata of the right shape; its values are not read.
+        path: The `.pt2` file to write.
+        exact: On CUDA, Inductor's own kernels compute a row in the same way for any number of rows.
+        is_small: The kernels are short, so the wrapper is compiled with optimisation. That saves a tenth of
+            a draft's forward.
 
     Raises:
-        Whatever torch.export raises for a model that it cannot capture: there is no fallback.
+        Any error of torch.export: a model that it cannot capture as one graph has no fallback.
 
-    Cost: seconds of tracing, seconds of the C++ compiler.
+    Cost: seconds of tracing and seconds of C++ compilation.
     """
     count_compilation()
     full_precision()
@@ -79,40 +83,40 @@ def compile_graph(
         options = {
             **INDUCTOR_OPTIONS,
             **(_reduction_options() if exact and meta_NM.is_cuda else {}),
+            # O0 compiles faster.
             "aot_inductor.compile_wrapper_opt_level": "O1" if is_small else "O0",
+            # The wrapper calls our operators directly, not through the dispatcher.
             "aot_inductor.custom_ops_to_c_shims": c_shims(),
         }
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
 
 
 def _separate_buffers_(module: nn.Module) -> None:
-    """Give every buffer a storage of its own, with its strides: views of one storage look like aliases to
-    the compiler, which then copies whole caches.
+    """Give every buffer its own uninitialised storage, with the same strides.
+
+    The compiler treats views of one storage as aliases and copies whole caches.
     """
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.untyped_storage().nbytes() != buffer.nbytes:
-            setattr(
-                module,
-                name,
-                torch.empty_strided(
-                    buffer.size(), buffer.stride(), dtype=buffer.dtype, device=buffer.device
-                ),
+            own = torch.empty_strided(
+                buffer.size(), buffer.stride(), dtype=buffer.dtype, device=buffer.device
             )
+            setattr(module, name, own)
 
 
 class LoadedGraph:
-    """A compiled shape bound to the caller's weights and cache.
+    """An AOTInductor package with the caller's weights and cache as its constants.
 
     Args:
-        constants: Every weight and buffer by its name in the module; kept alive here, never copied.
-        command: What rebuilds the package, for the error.
+        constants: Every weight and buffer by its name in the module. Aliasing: kept alive, never copied.
+        command: The command that builds the package again, for the error.
 
     Attributes:
-        native: The same as an object of kernels/graph.cpp, for loops that run it from there.
+        native: The graph object of kernels/graph.cpp, for C++ steps that run it.
 
     Raises:
-        ArtifactError: the package does not load, or asks for a constant that is not there.
-        StoreError: the folder for temporary files, where it is unpacked, is full or closed.
+        ArtifactError: the package does not load, or needs a constant that is not in `constants`.
+        StoreError: the folder for temporary files, where the package is unpacked, is full or not writable.
     """
 
     def __init__(self, path: Path, constants: dict[str, Tensor], command: str) -> None:
@@ -126,7 +130,7 @@ class LoadedGraph:
             raise ArtifactError(path, f"corrupt ({str(error).strip().splitlines()[0]})", command) from None
 
     def __call__(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
-        """Run; new output tensors every call."""
+        """Run the graph; every call returns new tensors."""
         first, second = self.native.run(meta_NM)
         return first, second
 
@@ -135,16 +139,17 @@ class ReplayedGraph:
     """A loaded graph captured as a CUDA graph: a call is one launch.
 
     Args:
-        meta_NM: The metadata buffer that every call fills.
-        pool: Memory shared by all captures of a model, from `torch.cuda.graph_pool_handle()`.
+        meta_NM: The metadata buffer that every call reads.
+        pool: Memory that all captures of a model share, from `torch.cuda.graph_pool_handle()`.
 
-    Aliasing: outputs are overwritten by the next call of any graph with this pool: what one graph returns,
-    another may use in between."""
+    Aliasing: the next call of any graph with this pool may overwrite the outputs.
+    """
 
     def __init__(self, graph: LoadedGraph, meta_NM: Tensor, pool: Any) -> None:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # lazy initialisation must not be captured
+        # warm-up: a capture must not record lazy initialisation
+        with torch.cuda.stream(stream):
             for _ in range(3):
                 graph(meta_NM)
         torch.cuda.current_stream().wait_stream(stream)

@@ -1,4 +1,4 @@
-"""A compiled model: its menu of graphs, its packed weights and its cache.
+"""A compiled model: the graphs of a menu, packed weights and a KV cache.
 
 Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = features of a head.
 """
@@ -22,7 +22,7 @@ __all__ = ["CompiledModel", "graph_path"]
 
 
 def graph_path(folder: Path, num_tokens: int) -> Path:
-    """Where the graph for `num_tokens` lies in a model's folder of the bundle."""
+    """Path of the graph for `num_tokens` in a model's folder of the bundle."""
     return folder / f"tokens_{num_tokens}.pt2"
 
 
@@ -30,18 +30,19 @@ Storage = TypeVar("Storage", bound=KVStorage)
 
 
 class CompiledModel(Generic[Storage]):
-    """Static graphs over one set of weights and one cache; see models/protocol.py for what the step uses.
+    """Static graphs that share weights and a cache; implements `TokenGraphs` of models/protocol.py.
 
     Args:
-        folder: With `tokens_*.pt2`.
-        weights: Of the model, by name, on the device. Aliasing: graphs read these very tensors.
-        cache: What the graphs write; any number of rows and pages.
+        folder: Folder of the `tokens_*.pt2` packages.
+        weights: Tensors by name, on the device. Aliasing: the graphs read these tensors.
+        cache: The KV that the graphs write, of any number of rows and pages.
         max_depth: Longest tree path.
         num_candidates: C of a draft; 0 for a target.
-        captured: On CUDA, replay captured graphs; else every call launches its kernels one by one.
+        command: The command that builds the packages again, for errors.
+        captured: On CUDA, replay CUDA graphs; if False, every call launches its kernels one by one.
 
     Raises:
-        ArtifactError: a file is missing or does not load.
+        ArtifactError: a package is missing or does not load.
     """
 
     def __init__(
@@ -67,32 +68,37 @@ class CompiledModel(Generic[Storage]):
         self.graph_ms = 0.0
         self.cache = cache
         self.weights = weights
-        constants = {**self.weights, **cache_constants(self.cache)}
+        constants = {**weights, **cache_constants(cache)}
         self._meta = {size: empty_meta(size, max_depth, device=device) for size in menu.sizes}
         loaded = {size: LoadedGraph(graph_path(folder, size), constants, command) for size in menu.sizes}
         self._graphs: Mapping[int, LoadedGraph | ReplayedGraph] = loaded
         if device == "cuda":
             full_precision()
             if isinstance(cache, KVCache):
-                # onto itself: the first launch compiles, and not in the loop
+                # compiles the kernel now, not in the first step; the slot stays where it is
                 torch.ops.ygg.move_slots_(cache.storage_PL2GSF, [0], 0)
-        if device == "cuda" and captured:
-            pool = torch.cuda.graph_pool_handle()
-            largest_first = reversed(loaded.items())  # the others find room in what it leaves
-            self._graphs = {
-                size: ReplayedGraph(graph, self._meta[size], pool) for size, graph in largest_first
-            }
+            if captured:
+                self._graphs = self._capture(loaded)
+
+    def _capture(self, loaded: dict[int, LoadedGraph]) -> dict[int, ReplayedGraph]:
+        pool = torch.cuda.graph_pool_handle()
+        # smaller graphs reuse the memory of the largest
+        largest_first = reversed(loaded.items())
+        return {size: ReplayedGraph(graph, self._meta[size], pool) for size, graph in largest_first}
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that a forward reads at least once, embeddings included."""
+        """Bytes of all weights, embeddings included; tied weights count once per name."""
         return sum(tensor.nbytes for tensor in self.weights.values())
 
     def meta(self, num_tokens: int) -> Tensor:
         return self._meta[self.menu.bucket(num_tokens)]
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the graph of this buffer. Aliasing: on CUDA overwritten by the next forward of any size."""
+        """Run the graph of this buffer.
+
+        Aliasing: on CUDA the next forward of any size may overwrite the results.
+        """
         start = time.perf_counter()
         outputs = self._graphs[len(meta_NM)](meta_NM)
         self.graph_ms += (time.perf_counter() - start) * 1e3
@@ -107,7 +113,7 @@ class CompiledModel(Generic[Storage]):
 
 
 def cache_constants(cache: KVStorage) -> dict[str, Tensor]:
-    """The cache under the names that models/forward.py gives its buffers."""
+    """Tensors of the cache by the names of the buffers in models/forward.py."""
     constants = {"pages": cache.pages_BP}
     for layer in range(cache.shape.num_layers):
         constants[f"key_{layer}"], constants[f"value_{layer}"] = cache.layer(layer)

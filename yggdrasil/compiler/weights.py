@@ -1,4 +1,4 @@
-"""Weights as the graphs want them, stored once and mapped into memory by every later process."""
+"""The weight file of a bundle: written once, in the layout of the graphs, and mapped by every process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ FILE_NAME = "weights.safetensors"
 
 
 def save_weights(model: nn.Module, folder: Path) -> None:
-    """Write every parameter and buffer of a packed model, tied ones once, under the names that exported
-    graphs use.
+    """Write `weights.safetensors`: every parameter and buffer of a packed model, tied ones once.
 
-    Args:
-        model: The transformers model, linear layers packed.
-        folder: Gets `weights.safetensors`.
+    Names are those of the constants of exported graphs: `model.` and the tensor's name in `model`.
     """
     from safetensors.torch import save_file
 
@@ -38,27 +35,28 @@ def save_weights(model: nn.Module, folder: Path) -> None:
             tensors[first] = tensor.detach().contiguous()
         else:
             aliases[f"model.{name}"] = first
-    # Tensors begin wherever the library's header ends: begun at cache lines, a packed linear layer that
-    # streams from memory is no faster (bench/LOG.md).
+    # Tensors start right after the library's header. Aligning them to cache lines does not make a packed
+    # linear layer faster (bench/LOG.md).
     save_file(tensors, folder / FILE_NAME, metadata=aliases)
 
 
 def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
-    """The tensors of `save_weights` by name, aliases included.
+    """The tensors of `save_weights` by name; tied ones are one tensor under several names.
 
     Args:
-        folder: With `weights.safetensors`.
-        device: On the CPU the file is mapped, not read; "cuda" is the current device.
+        device: "cpu" maps the file without reading it; "cuda" copies it to the current device.
+        command: The command that writes the file again, for the error.
 
     Raises:
-        ArtifactError: missing, unreadable or truncated.
+        ArtifactError: the file is missing, unreadable or truncated.
     """
     from safetensors import SafetensorError, safe_open
 
     path = folder / FILE_NAME
     try:
         with safe_open(path, framework="pt", device=_current(device)) as file:
-            tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            names = file.keys()
+            tensors: dict[str, Any] = {name: file.get_tensor(name) for name in names}
             aliases = file.metadata() or {}
     except OSError as error:
         raise unreadable(path, error, command) from None
@@ -68,5 +66,5 @@ def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
 
 
 def _current(device: str) -> str:
-    # the library takes "cuda" for the first one
+    # safetensors reads "cuda" as the first device
     return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device

@@ -1,8 +1,8 @@
 """Build the graphs of a menu in worker processes: `python -m yggdrasil.compiler.workers` is one worker.
 
-A worker reads a job a line from standard input, builds it, and answers with a line; it keeps its model, of
-which it has no weights, so the imports and the model take time once. The parent hands jobs out one at a
-time, so the workers finish together.
+A worker reads jobs from standard input, one per line, and answers each with a line. It keeps the model
+between jobs, without weights, so imports and the model's construction take time only once. The parent gives
+a worker its next job when the last one is done, so the workers finish at about the same time.
 
 Shapes: P = pages of a row.
 """
@@ -18,11 +18,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from yggdrasil.compiler.graphs import compile_graph
 from yggdrasil.compiler.weights import load_weights
@@ -36,7 +37,8 @@ from yggdrasil.store import storage
 
 __all__ = ["GraphJob", "compile_graphs", "run_job"]
 
-GROWTH_TOKENS = 8  # graphs of a draft up to this size run many times a step
+# Graphs of a draft up to this size run many times per step.
+GROWTH_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,13 @@ class GraphJob:
 
     Args:
         model: Folder or hub id.
-        weights: Folder of its packed weights.
+        weights: Folder of the model's packed weights.
         num_candidates: C of a draft; 0 for a target.
         dtype: "bfloat16" or "float32".
         max_depth: Longest tree path.
-        exact: Whether linear layers on CUDA have one order of summation; on a CPU they have.
-        ranks: Number of shards of the model; the graph fits any of them.
+        path: The package to write.
+        exact: On CUDA, linear layers have one order of summation; on a CPU they always have.
+        ranks: Number of shards of the model; the graph is the same for all of them.
     """
 
     model: str
@@ -68,52 +71,32 @@ class GraphJob:
 
 
 @lru_cache(maxsize=2)
-def _module(
-    model: str,
-    weights: str,
-    num_candidates: int,
-    vocab: int,
-    dtype: str,
-    device: str,
-    kv: KVShape,
-    exact: bool,
-    ranks: int,
-) -> torch.nn.Module:
+def _module(job: GraphJob) -> nn.Module:
+    """The module of a job without shape and path, to export at any shape."""
     load_kernels()
-    stored = {
-        name.removeprefix("model."): tensor
-        for name, tensor in load_weights(Path(weights), device, command="").items()
-    }
-    loaded = outline_model(model, stored, dtype=getattr(torch, dtype), ranks=ranks)
-    if device == "cuda":
+    weights = load_weights(Path(job.weights), job.device, command="")
+    stored = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    dtype = getattr(torch, job.dtype)
+    model = outline_model(job.model, stored, dtype=dtype, ranks=job.ranks)
+    if job.device == "cuda":
         load_cuda_kernels()
-        if exact:
-            order_linears_(loaded)
-    # Graphs depend on the strides of a page and on how many pages a row may have, not on how many there
-    # are: two will do.
-    pages_BP = torch.zeros(1, kv.num_pages, dtype=torch.int32, device=device)
-    cache = KVStorage(kv, num_pages=2, pages_BP=pages_BP, dtype=getattr(torch, dtype), device=device)
-    module = (
-        DraftForward(loaded, cache, vocab, num_candidates)
-        if num_candidates
-        else TargetForward(loaded, cache, vocab)
-    )
-    return module.to(device).eval()
+        if job.exact:
+            order_linears_(model)
+    # A graph depends on the strides of a page and on the pages of a row, not on the pages in all: two
+    # are enough.
+    pages_BP = torch.zeros(1, job.kv.num_pages, dtype=torch.int32, device=job.device)
+    cache = KVStorage(job.kv, num_pages=2, pages_BP=pages_BP, dtype=dtype, device=job.device)
+    module: nn.Module
+    if job.num_candidates:
+        module = DraftForward(model, cache, job.vocab, job.num_candidates)
+    else:
+        module = TargetForward(model, cache, job.vocab)
+    return module.to(job.device).eval()
 
 
 def run_job(job: GraphJob) -> None:
     """Build one graph in this process; the package appears whole or not at all."""
-    module = _module(
-        job.model,
-        job.weights,
-        job.num_candidates,
-        job.vocab,
-        job.dtype,
-        job.device,
-        job.kv,
-        job.exact,
-        job.ranks,
-    )
+    module = _module(replace(job, num_tokens=0, path=""))
     path = Path(job.path)
     with storage.temporary_folder(path.parent, path.name) as folder:
         temporary = folder / path.name
@@ -129,11 +112,11 @@ def compile_graphs(
     """Build every job, `num_workers` at a time.
 
     Args:
-        jobs: Graphs; those whose package exists are the caller's to leave out.
-        on_done: Called from a thread after each.
+        jobs: All of them are built, even where a package exists.
+        on_done: Called after each job, from a thread.
 
     Raises:
-        RuntimeError: a worker failed; its traceback is in the message. The packages that were done stay.
+        RuntimeError: a worker failed; the message has its traceback. Finished packages stay.
     """
     for _ in jobs:
         count_compilation()
@@ -156,7 +139,8 @@ def compile_graphs(
             future.result()
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:  # after Ctrl-C or a failure the builds under way end here
+        # after Ctrl-C or a failure this ends the running builds
+        for worker in workers:
             worker.kill()
         threads.shutdown()
         for worker in workers:
@@ -178,7 +162,7 @@ class _Worker:
         )
 
     def build(self, job: GraphJob) -> None:
-        """Raises RuntimeError with the worker's errors if it could not."""
+        """Build in the worker; raises RuntimeError with the worker's standard error if that fails."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -187,9 +171,8 @@ class _Worker:
         except BrokenPipeError:
             answer = ""
         if not answer.startswith("done"):
-            raise RuntimeError(
-                f"the graph of {job.num_tokens} tokens of {job.model} could not be built:\n{self._stderr()}"
-            )
+            graph = f"the graph of {job.num_tokens} tokens of {job.model}"
+            raise RuntimeError(f"{graph} could not be built:\n{self._stderr()}")
 
     def _stderr(self) -> str:
         self._process.wait()
@@ -197,12 +180,12 @@ class _Worker:
         return self._errors.read()[-4000:]
 
     def kill(self) -> None:
-        """End the process; a thread that waits for its answer reads the end of the stream."""
+        """End the process; a thread that waits for its answer then reads an empty line."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """Close its streams, once no thread reads any more."""
+        """Close the streams, after all threads have ended."""
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
                 with suppress(BrokenPipeError):
@@ -210,15 +193,13 @@ class _Worker:
 
 
 def _serve() -> None:
-    """The worker: one job a line on standard input, `done` a line on standard output, which nothing else
-    may write.
-    """
+    """Build each job of standard input and answer `done` on standard output."""
+    # other output goes to standard error
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    # Inductor builds the thread count into its own loops, which are short compared with our operators; and
-    # a
-    # reduction that is split
-    # over threads for some token counts and not for others would cost the equality of bits between them.
+    # Inductor generates its loops for the current number of threads. One is enough, because they are short
+    # compared with our operators. It also keeps bits equal: with more, Inductor would split a reduction
+    # over threads in the graphs of some token counts only.
     torch.set_num_threads(1)
     for line in sys.stdin:
         payload = json.loads(line)

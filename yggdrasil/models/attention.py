@@ -1,4 +1,4 @@
-"""Tree attention as an attention implementation of transformers, so that every model runs unmodified.
+"""Tree attention as an attention implementation of transformers, so that models run unmodified.
 
 Shapes: P = pages of a row.
 """
@@ -36,19 +36,18 @@ CHANGING: Final = (
     "sliding_window",
     "softcap",
 )
-"""Options of transformers' attention functions that, when they are set, change what is attended to, or how
-much.
-"""
+"""Options of transformers' attention functions that change the attention when they are set."""
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What a layer's attention needs apart from its own queries, keys and values.
+    """Inputs of a layer's attention apart from its own queries, keys and values.
 
     Args:
         meta_NM: Row metadata, int32; see layout.py.
         pages_BP: Page table, int32.
-        keys: Key cache of every layer, (P, G, 16, F).
+        keys: Key cache of every layer, (pages, G, 16, F).
+        values: Value caches, of the same shape.
     """
 
     meta_NM: Tensor
@@ -62,9 +61,9 @@ class AttentionCall:
     """One layer's request for attention.
 
     Args:
-        query: Shape, (1, heads, N, F).
-        key: Shape, (1, G, N, F).
-        options: Those of CHANGING that are set.
+        query: Shape of the queries, (1, heads, N, F).
+        key: Shape of the keys, (1, G, N, F).
+        options: The options of CHANGING that are set.
     """
 
     layer: int
@@ -80,7 +79,7 @@ _calls: ContextVar[list[AttentionCall] | None] = ContextVar("yggdrasil_calls", d
 
 @contextmanager
 def recorded_calls() -> Iterator[list[AttentionCall]]:
-    """The calls of the attention layers in this block, as they come."""
+    """Record the calls of attention layers in this block, in their order."""
     calls: list[AttentionCall] = []
     token = _calls.set(calls)
     try:
@@ -91,7 +90,7 @@ def recorded_calls() -> Iterator[list[AttentionCall]]:
 
 @contextmanager
 def attend_with(context: ForwardContext) -> Iterator[None]:
-    """Let attention layers that are called in this block read `context`: models do not pass it through."""
+    """Give `context` to the attention layers that this block calls: models do not pass it through."""
     token = _current.set(context)
     try:
         yield
@@ -100,9 +99,7 @@ def attend_with(context: ForwardContext) -> Iterator[None]:
 
 
 class NoCache:
-    """Stands where transformers wants a cache: keys and values pass through, for `ygg::attend` stores them
-    itself.
-    """
+    """A cache for transformers that returns keys and values as they are: `ygg::attend` stores them."""
 
     is_compileable = True
 
@@ -131,36 +128,23 @@ def _attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     calls = _calls.get()
     if calls is not None:
-        options = {**kwargs, "attention_mask": attention_mask}
-        calls.append(
-            AttentionCall(
-                layer,
-                query.shape,
-                key.shape,
-                value.shape,
-                {name: options[name] for name in CHANGING if _is_set(options.get(name))},
-            )
-        )
+        given = {**kwargs, "attention_mask": attention_mask}
+        options = {name: given[name] for name in CHANGING if _is_set(given.get(name))}
+        calls.append(AttentionCall(layer, query.shape, key.shape, value.shape, options))
     scale = kwargs.get("scaling")
     if scale is None:
         scale = query.shape[-1] ** -0.5
     attend = torch.ops.ygg.attend_cuda if query.is_cuda else torch.ops.ygg.attend
-    return attend(
-        query,
-        key,
-        value,
-        context.keys[layer],
-        context.values[layer],
-        context.meta_NM,
-        context.pages_BP,
-        scale,
-    ), None
+    cache = (context.keys[layer], context.values[layer])
+    return attend(query, key, value, *cache, context.meta_NM, context.pages_BP, scale), None
 
 
 def register_attention() -> None:
-    """Teach transformers the implementation named `yggdrasil`; with no mask function of that name it builds
-    no mask.
+    """Register the implementation `yggdrasil`; transformers builds no mask for it.
+
+    Transformers builds masks only for implementations with a registered mask function.
     """
-    from transformers import AttentionInterface  # seconds to import: only the compiler needs it
+    # takes seconds to import, and only the compiler needs it
+    from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, _attention)

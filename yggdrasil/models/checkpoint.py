@@ -1,5 +1,6 @@
-"""Is a folder a whole checkpoint, of the shapes that its configuration names? Read from names, sizes and
-headers, before anything is loaded or built.
+"""Check that a folder holds a whole checkpoint with the shapes of its configuration.
+
+Only names, sizes and headers of files are read, before anything is loaded or built.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ __all__ = ["check_pointers", "check_weights"]
 POINTER = b"version https://git-lfs"
 INDEX = ".index.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
-MOST_HEADER_BYTES = 100_000_000  # the library's own limit
+MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
 
 
 def check_pointers(folder: Path) -> None:
-    """Raises BrokenCheckpoint for a file that stands for one that Git LFS did not fetch."""
+    """Raises BrokenCheckpoint if a file is a pointer to one that Git LFS did not fetch."""
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
         with path.open("rb") as file:
             if file.read(len(POINTER)) == POINTER:
@@ -33,12 +34,12 @@ def check_pointers(folder: Path) -> None:
 
 
 def check_weights(folder: Path, config: Any) -> None:
-    """Whether every file of weights is there to its end, and has tensors of the configured shapes.
+    """Check that every weight file is complete and that its tensors have the configured shapes.
 
     Raises:
-        BrokenCheckpoint: names the first file that is missing or cut off, or the first tensor of another
+        BrokenCheckpoint: names the first file that is missing or cut off, or the first tensor with another
             shape.
-        ConfigError: transformers cannot build what the configuration describes.
+        ConfigError: transformers cannot build a model from the configuration.
     """
     expected = _expected_shapes(folder, config)
     for path in _weight_files(folder):
@@ -67,21 +68,16 @@ def _shards(path: Path, index: dict[str, Any]) -> list[Path]:
     shards = [path.parent / name for name in sorted(set(named.values()))]
     missing = [shard for shard in shards if not shard.is_file()]
     if missing:
-        raise BrokenCheckpoint(
-            path.parent,
-            f"{missing[0].name} is missing, {len(missing)} of the {len(shards)} files that {path.name} "
-            "names",
-        )
+        count = f"{len(missing)} of the {len(shards)} files that {path.name} names"
+        raise BrokenCheckpoint(path.parent, f"{missing[0].name} is missing, {count}")
     return shards
 
 
 def _stored_shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes from a file's header; none for a pickle, of which only the end can be checked."""
+    """Names and shapes from a file's header; none for a pickle: only its end can be checked."""
     if path.suffix == ".safetensors":
-        header = _header(path)
-        yield from (
-            (name, tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"
-        )
+        for name, entry in _header(path).items():
+            yield name, tuple(entry["shape"])
         return
     with path.open("rb") as file:
         if file.read(2) == b"PK" and not zipfile.is_zipfile(path):
@@ -89,25 +85,23 @@ def _stored_shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _header(path: Path) -> dict[str, Any]:
+    """Entries of the tensors in a safetensors file by name."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_len = int.from_bytes(file.read(8), "little")
         if size < 8 or header_len > min(MOST_HEADER_BYTES, size - 8):
             raise BrokenCheckpoint(path, f"cut off within its header, at {size} bytes")
         try:
-            header: dict[str, Any] = json.loads(file.read(header_len))
-            ends = [
-                int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"
-            ]
-            assert all(
-                math.prod(entry["shape"]) >= 0 for name, entry in header.items() if name != "__metadata__"
-            )
+            header = json.loads(file.read(header_len))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
+            assert all(math.prod(entry["shape"]) >= 0 for entry in entries.values())
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             raise BrokenCheckpoint(path, "its header is no header of safetensors") from None
     needed = 8 + header_len + max(ends, default=0)
     if size < needed:
         raise BrokenCheckpoint(path, f"cut off: {size} bytes of {needed}")
-    return header
+    return entries
 
 
 def _expected_shapes(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
@@ -116,8 +110,8 @@ def _expected_shapes(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    except Exception as error:  # whatever a model's constructor makes of sizes that do not fit together
-        raise ConfigError(
-            "model", str(folder), "one that transformers can build from its config.json", first_line(error)
-        ) from None
+    # a model's constructor may raise any error for sizes that do not fit together
+    except Exception as error:
+        allowed = "one that transformers can build from its config.json"
+        raise ConfigError("model", str(folder), allowed, first_line(error)) from None
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -1,6 +1,4 @@
-"""What a model's own configuration asks of decoding: where a text ends, and settings that transformers
-would apply to every request.
-"""
+"""Decoding settings that come with a model: end tokens, and defaults that are not applied here."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ __all__ = ["end_tokens", "unapplied_defaults"]
 
 FILE = "generation_config.json"
 OPTIONS: Final = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None}
-"""Options of a request, with transformers' own defaults; they count where it would sample."""
+"""Options of a request with transformers' defaults; they have an effect only if the model samples."""
 
 PROCESSORS: Final = {
     "bad_words_ids": None,
@@ -42,42 +40,33 @@ PROCESSORS: Final = {
     "typical_p": 1.0,
     "watermarking_config": None,
 }
-"""Settings that change the text and have no equivalent here, with the value that changes nothing."""
+"""Settings that change the text and have no equivalent here, with the value that has no effect."""
 
 
 def end_tokens(name: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a text: generation_config.json's; where it names none, those of config.json and of the
-    tokenizer.
+    """Ids that end a text, from generation_config.json; if it has none, from config.json and the tokenizer.
 
     Raises:
-        BrokenCheckpoint: generation_config.json does not read, or its end tokens are no ids.
+        BrokenCheckpoint: generation_config.json is not valid, or an end token is not an id.
     """
     own = (read_json(name, FILE) or {}).get("eos_token_id")
     if own is not None:
         return _ids(name, FILE, own)
-    return tuple(
-        dict.fromkeys(
-            (
-                *_ids(name, "config.json", config.eos_token_id),
-                *_ids(name, "the tokenizer", tokenizer.eos_token_id),
-            )
-        )
-    )
+    configured = _ids(name, "config.json", config.eos_token_id)
+    tokenized = _ids(name, "the tokenizer", tokenizer.eos_token_id)
+    return tuple(dict.fromkeys((*configured, *tokenized)))
 
 
 def _ids(name: str, origin: str, value: Any) -> tuple[int, ...]:
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if not all(type(token) is int and token >= 0 for token in ids):
-        raise BrokenCheckpoint(
-            name, f"eos_token_id of {origin} is {value!r}, where ids of tokens are wanted", "correct it"
-        )
+        problem = f"eos_token_id of {origin} is {value!r}, not a token id or a list of token ids"
+        raise BrokenCheckpoint(name, problem, "correct it")
     return tuple(ids)
 
 
 def unapplied_defaults(name: str) -> str:
-    """What generation_config.json sets and decoding here does not apply, as a sentence; empty where there
-    is nothing.
-    """
+    """A sentence with the settings of generation_config.json that are not applied here; empty if none."""
     settings = read_json(name, FILE) or {}
     processors = _set(settings, PROCESSORS)
     options = _set(settings, OPTIONS) if settings.get("do_sample") else []

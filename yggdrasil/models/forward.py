@@ -1,4 +1,4 @@
-"""A causal LM as one function of N tokens: the module that is exported once for every shape of the menu.
+"""A causal LM as one function of N tokens: the module that is exported at every shape of the menu.
 
 Shapes: P = pages, G = KV heads, S = slots of a page, F = features of a head.
 """
@@ -21,14 +21,14 @@ __all__ = ["DraftForward", "TargetForward"]
 
 
 class _TokenForward(nn.Module):
-    """Embedding to logits for N tokens, with the KV cache as buffers.
+    """Token ids to logits for N tokens, with the KV cache as buffers.
 
-    The cache's layers are buffers so that a compiled graph takes them, like the weights, from its caller:
-    all graphs of the menu write one cache.
+    Buffers become constants of the compiled graph, like the weights, and the caller binds them: all graphs
+    of the menu write one cache.
 
     Args:
-        model: The transformers model, prepared; its rotary embeddings are frozen, in place.
-        vocab: V of the pair; the model's own logits beyond it are padding and left out.
+        model: A transformers model with tree attention. Its rotary embeddings are frozen in place.
+        vocab: V of the pair; logits of the model above it are padding and are dropped.
     """
 
     def __init__(self, model: Any, cache: KVStorage, vocab: int) -> None:
@@ -36,11 +36,9 @@ class _TokenForward(nn.Module):
         freeze_ropes_(model)
         self.model = model
         self.vocab = vocab
-        # transformers renamed the argument: versions that know the new name warn of the old one, those
-        # before know the old one alone.
-        self.cache_argument = (
-            "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        )
+        # transformers renamed the argument: newer versions warn about the old name
+        is_renamed = "cache" in inspect.signature(model.forward).parameters
+        self.cache_argument = "cache" if is_renamed else "past_key_values"
         self.num_layers = cache.shape.num_layers
         self.register_buffer("pages", cache.pages_BP)
         for layer in range(self.num_layers):
@@ -49,7 +47,7 @@ class _TokenForward(nn.Module):
             self.register_buffer(f"value_{layer}", value_PGSF)
 
     def logits_and_hidden(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, V) logits and (N, E) last hidden states, both in the model's dtype."""
+        """Logits (N, V) and last hidden states (N, E), both in the model's dtype."""
         context = ForwardContext(
             meta_NM,
             self.get_buffer("pages"),
@@ -59,7 +57,8 @@ class _TokenForward(nn.Module):
         hidden: list[Tensor] = []
 
         def enter_head(head: nn.Module, args: tuple[Tensor]) -> tuple[Tensor, ...]:
-            hidden.append(args[0])  # the last hidden state, whatever the architecture calls it
+            # the input of the head is the last hidden state in every architecture
+            hidden.append(args[0])
             return (args[0], meta_NM) if getattr(head, "takes_meta", False) else args
 
         hook = self.model.get_output_embeddings().register_forward_pre_hook(enter_head)
@@ -79,15 +78,16 @@ class _TokenForward(nn.Module):
 
 
 class TargetForward(_TokenForward):
-    """N tokens to logits (N, V), defined where they are read, and last hidden states (N, E)."""
+    """N tokens to logits (N, V) and last hidden states (N, E); logits are defined only in read rows."""
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         return self.logits_and_hidden(meta_NM)
 
 
 class DraftForward(_TokenForward):
-    """N tokens to the C best next tokens of each, (N, C) int64, and their log-probabilities, (N, C)
-    float32: one growth step is one call.
+    """N tokens to the C likeliest next tokens of each: one growth step is one call.
+
+    Returns (N, C) int64 tokens and their (N, C) float32 log-probabilities.
     """
 
     def __init__(self, model: Any, cache: KVStorage, vocab: int, num_candidates: int) -> None:

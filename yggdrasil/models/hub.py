@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, or the hub, which is asked only where it answers."""
+"""Find a model's files in a folder or on the hub; if the hub does not answer, in its local cache."""
 
 from __future__ import annotations
 
@@ -21,54 +21,53 @@ CONNECT_SECONDS = 3.0
 
 
 def check_name(name: str) -> None:
-    """Settle where `name` is looked up. Where the hub does not answer, only what was downloaded before is
-    looked at: retries would take half a minute a file.
+    """Check that `name` is a folder or a valid hub id; go offline if the hub does not answer.
+
+    Offline, only files that were downloaded before are found. Online, retries would take half a minute per
+    file.
 
     Raises:
-        ConfigError: it is neither a folder nor what an id on the hub looks like.
+        ConfigError: `name` is neither a folder nor a valid hub id.
     """
     if Path(name).is_dir():
         return
     if Path(name).exists() or not HUB_ID.fullmatch(name):
         reason = "it is a file" if Path(name).exists() else "there is no such folder"
-        raise ConfigError(
-            "model", name, "a folder with a config.json, or the id of a model on the hub", reason
-        )
+        allowed = "a folder with a config.json, or the id of a model on the hub"
+        raise ConfigError("model", name, allowed, reason)
     if not _hub_answers():
         _stay_offline()
 
 
 @cache
 def _hub_answers() -> bool:
-    """Whether the hub, or the proxy that leads to it, takes a connection."""
+    """Whether the hub, or the proxy to it, accepts a connection."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
         return False
     endpoint = urlsplit(constants.ENDPOINT)
     proxies = getproxies()
-    way = urlsplit(proxies.get(endpoint.scheme) or proxies.get("all") or constants.ENDPOINT)
+    url = urlsplit(proxies.get(endpoint.scheme) or proxies.get("all") or constants.ENDPOINT)
+    port = url.port or (80 if url.scheme == "http" else 443)
     try:
-        socket.create_connection(
-            (way.hostname, way.port or (80 if way.scheme == "http" else 443)), CONNECT_SECONDS
-        ).close()
+        socket.create_connection((url.hostname, port), CONNECT_SECONDS).close()
     except OSError:
         return False
     return True
 
 
 def _stay_offline() -> None:
-    """For the libraries of this process, which read the variable when they were imported, and for the
-    processes that it starts.
-    """
     from huggingface_hub import constants
 
+    # for the processes that this one starts
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # for this process: the library read the variable when it was imported
     constants.HF_HUB_OFFLINE = True
 
 
 def hub_reason(error: Exception) -> str:
-    """Why a look-up on the hub failed, in a line."""
+    """The reason why a look-up on the hub failed, in one line."""
     from huggingface_hub import constants
 
     return (
@@ -79,11 +78,14 @@ def hub_reason(error: Exception) -> str:
 
 
 def read_json(name: str, file: str) -> dict[str, Any] | None:
-    """A JSON file of a model folder or hub id; None where the model has none.
+    """The content of a JSON file of a model; None if the model does not have the file.
+
+    Args:
+        name: Folder or hub id.
 
     Raises:
-        BrokenCheckpoint: it is there and is no JSON object.
-        ConfigError: the hub does not answer, and whether there is one was not looked up before.
+        BrokenCheckpoint: the file is not a JSON object.
+        ConfigError: the hub does not answer, and the file was not looked up before.
     """
     path = _find(name, file)
     if path is None:

@@ -1,6 +1,4 @@
-"""Load a Hugging Face causal LM from a folder or a hub id, refuse what we would decode wrongly, pack its
-linear layers.
-"""
+"""Load a causal LM from a folder or a hub id, refuse unsupported ones, replace its linear layers."""
 
 from __future__ import annotations
 
@@ -34,12 +32,12 @@ __all__ = [
 
 
 def load_config(name: str) -> Any:
-    """The transformers configuration of a local folder or a hub id, checked.
+    """The transformers configuration of a folder or hub id, after the checks of support.py.
 
     Raises:
-        ConfigError: no such folder and no such model on the hub.
-        BrokenCheckpoint: files of the folder were never fetched.
-        UnsupportedModel: an architecture that this runtime would decode wrongly.
+        ConfigError: there is no such folder, and no such model on the hub.
+        BrokenCheckpoint: files of the folder are pointers of Git LFS.
+        UnsupportedModel: this runtime would decode the architecture wrongly.
     """
     from transformers import AutoConfig
 
@@ -48,18 +46,13 @@ def load_config(name: str) -> Any:
         check_pointers(Path(name))
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # a configuration is checked by code of its architecture, which raises what it likes
+    # code of the architecture checks the configuration and may raise any error
+    except Exception as error:
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(name, "a model that brings code of its own to run") from None
         reason = first_line(error) if Path(name).is_dir() else hub_reason(error)
-        raise ConfigError(
-            "model",
-            name,
-            "a folder with a config.json that transformers reads, or the id of a model on the hub",
-            reason,
-        ) from None
+        allowed = "a folder with a config.json that transformers reads, or the id of a model on the hub"
+        raise ConfigError("model", name, allowed, reason) from None
     check_supported(name, config)
     return config
 
@@ -68,18 +61,20 @@ def load_model(name: str, *, dtype: torch.dtype) -> Any:
     """The unmodified transformers model, in evaluation mode, with tree attention.
 
     Raises:
-        ConfigError: not a loadable causal LM.
-        BrokenCheckpoint: the checkpoint lacks tensors, or has some that its configuration has no place for.
-        UnsupportedModel: an architecture that this runtime would decode wrongly.
+        ConfigError: transformers cannot load it as a causal LM.
+        BrokenCheckpoint: tensors are missing, have another shape, or have no place in the model.
+        UnsupportedModel: this runtime would decode the architecture wrongly.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # loading is a step of our own progress display
+    # our own progress display shows the loading
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = load_config(name)
     register_attention()
     try:
-        with _errors_alone():  # what else there is to report is an error here
+        # transformers only warns about missing tensors; _check_whole makes an error of them
+        with _only_errors():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -99,7 +94,7 @@ def load_model(name: str, *, dtype: torch.dtype) -> Any:
 
 
 @contextmanager
-def _errors_alone() -> Iterator[None]:
+def _only_errors() -> Iterator[None]:
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -111,27 +106,23 @@ def _errors_alone() -> Iterator[None]:
 
 
 def _check_whole(name: str, model: nn.Module, found: Mapping[str, Any]) -> None:
-    """Raises BrokenCheckpoint where a tensor of the model has no value in the checkpoint, or a value has no
-    place: transformers fills the first at random.
+    """Raises BrokenCheckpoint for tensors that are missing or of another shape, and for unused biases.
+
+    Transformers would fill missing tensors at random and ignore biases.
     """
     missing = sorted(found["missing_keys"])
     if missing:
-        raise BrokenCheckpoint(
-            name, f"{len(missing)} of the model's tensors are missing, the first is {missing[0]}"
-        )
+        problem = f"{len(missing)} of the model's tensors are missing, the first is {missing[0]}"
+        raise BrokenCheckpoint(name, problem)
     mismatched = sorted(found["mismatched_keys"])
     if mismatched:
         tensor, stored, expected = mismatched[0]
-        raise BrokenCheckpoint(
-            name, f"{tensor} is {list(stored)}, where config.json makes it {list(expected)}"
-        )
+        problem = f"{tensor} is {list(stored)}, where config.json makes it {list(expected)}"
+        raise BrokenCheckpoint(name, problem)
     biases = sorted(tensor for tensor in found["unexpected_keys"] if _is_bias(model, tensor))
     if biases:
-        raise BrokenCheckpoint(
-            name,
-            f"{len(biases)} biases that config.json has no place for, the first is {biases[0]}",
-            "correct config.json",
-        )
+        problem = f"{len(biases)} biases that config.json has no place for, the first is {biases[0]}"
+        raise BrokenCheckpoint(name, problem, "correct config.json")
 
 
 def _is_bias(model: nn.Module, tensor: str) -> bool:
@@ -142,8 +133,9 @@ def _is_bias(model: nn.Module, tensor: str) -> bool:
 def pack_linears_(
     model: nn.Module, *, compress: bool = False, tick: Callable[[], None] = lambda: None
 ) -> None:
-    """Replace every `nn.Linear` by one that reads a packed copy: the summation order then depends on
-    nothing but the layer. For the CPU.
+    """Replace every `nn.Linear` by a PackedLinear, in place; for the CPU.
+
+    The order of summation then depends only on the layer.
 
     Args:
         compress: Keep bf16 weights in three quarters of their bytes (kernels/compression.py).
@@ -159,15 +151,14 @@ def pack_linears_(
 
 
 def outline_model(name: str, stored: Mapping[str, Tensor], *, dtype: torch.dtype, ranks: int = 1) -> Any:
-    """The model that `stored` was taken from, with uninitialised weights: for a compiler, which reads
-    shapes only.
+    """The model of stored tensors with uninitialised weights, for a compiler, which reads only shapes.
 
-    No weight is read, and memory that nobody touches is never given: a process that builds graphs of a
-    large model stays small.
+    No weight is read, and memory that nothing touches is never allocated, so a process that builds graphs
+    of a large model stays small.
 
     Args:
         name: Folder or hub id.
-        stored: Its parameters and buffers by name, tied ones as one tensor; packed layers have a "packed".
+        stored: Parameters and buffers by name; tied ones are one tensor, a packed layer has a `packed`.
         ranks: Number of shards of the model; `stored` is one of them.
     """
     from transformers import AutoModelForCausalLM
@@ -182,12 +173,12 @@ def outline_model(name: str, stored: Mapping[str, Tensor], *, dtype: torch.dtype
         shard_(model, 0, ranks)
     packed = {layer.removesuffix(".packed") for layer in stored if layer.endswith(".packed")}
     _replace_linears_(model, lambda layer, linear: PackedLinear.like(linear) if layer in packed else linear)
+    # by identity, so that tied tensors stay tied
     outlines = {id(tensor): torch.empty_like(tensor) for tensor in stored.values()}
     for layer, module in model.named_modules():
-        for child, tensor in [
-            *module.named_parameters(recurse=False),
-            *module.named_buffers(recurse=False),
-        ]:
+        parameters = module.named_parameters(recurse=False)
+        buffers = module.named_buffers(recurse=False)
+        for child, tensor in [*parameters, *buffers]:
             outline = outlines[id(stored[f"{layer}.{child}".removeprefix(".")])]
             is_parameter = isinstance(tensor, nn.Parameter)
             setattr(module, child, nn.Parameter(outline, requires_grad=False) if is_parameter else outline)
@@ -195,10 +186,9 @@ def outline_model(name: str, stored: Mapping[str, Tensor], *, dtype: torch.dtype
 
 
 def order_linears_(model: nn.Module) -> None:
-    """Replace every `nn.Linear` by one that adds in the same order whatever runs next to it, on the same
-    weights. For CUDA; changes `model` in place.
-    """
-    from yggdrasil.kernels.linear_triton import OrderedLinear  # imports Triton, which a CPU can do without
+    """Replace every `nn.Linear` by one on the same weights with a fixed order of summation; for CUDA."""
+    # imports Triton, which a CPU does not need
+    from yggdrasil.kernels.linear_triton import OrderedLinear
 
     _replace_linears_(model, lambda name, linear: OrderedLinear(linear))
 
@@ -206,16 +196,18 @@ def order_linears_(model: nn.Module) -> None:
 def _replace_linears_(model: nn.Module, make: Callable[[str, nn.Linear], nn.Module]) -> None:
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
-            parent = model.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], make(name, module))
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, make(name, module))
 
 
 def check_vocabularies(target: Any, draft: Any, num_ids: int | None) -> None:
-    """Vocabularies may differ by padding: by ids that the tokenizer does not have.
+    """Check that vocabularies differ at most by padding, that is, by ids that the tokenizer does not have.
 
     Args:
-        num_ids: Of the tokenizer that both have, one more than the largest id; None where the draft has
-            none, and only the sizes can be compared.
+        target: Configuration of the target.
+        draft: Configuration of the draft.
+        num_ids: One more than the largest id of the common tokenizer. None if the draft has no tokenizer:
+            then the sizes must be equal.
 
     Raises:
         ModelMismatch: names both sizes.
@@ -226,7 +218,8 @@ def check_vocabularies(target: Any, draft: Any, num_ids: int | None) -> None:
 
 
 def shared_vocab(target: Any, draft: Any) -> int:
-    """V of a pair: the ids that both models know. What one has beyond them is padding, stands for no text,
-    and is neither guessed nor emitted.
+    """V of a pair: the number of ids that both models have.
+
+    Larger ids are padding: they stand for no text, and are neither drafted nor emitted.
     """
     return min(int(target.vocab_size), int(draft.vocab_size))

@@ -1,8 +1,9 @@
-"""Fill the metadata of a forward: which token, where it stands, what it sees. Columns in layout.py.
+"""Fill the metadata of a forward: tokens, positions and what each token sees; columns are in layout.py.
 
-Host data, that is chains, is filled in by one operator on the host, on CUDA in pinned memory that one copy
-takes to the device. A tree is where its arrays are: one operator on a CPU, a dozen small ones on CUDA.
-Nothing syncs. The functions named plain are the specification of the operators."""
+Chains are host data: one operator fills them in on the host; on CUDA it fills pinned memory, and one copy
+takes it to the device. Trees are filled in on the device of their arrays: by one operator on a CPU, by a
+dozen small ones on CUDA. Nothing syncs. The functions `..._reference_` specify the operators.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +32,10 @@ class Chunk(NamedTuple):
     """Consecutive tokens of one row.
 
     Args:
+        row: Row of the page table.
         tokens: Vocabulary ids.
-        start_pos: Position of the first.
-        num_read: Of how many, the last ones, somebody reads the model's outputs; None for all.
+        start_pos: Position of the first token.
+        num_read: Number of tokens, from the end, whose outputs are read; None for all.
     """
 
     row: int
@@ -43,11 +45,11 @@ class Chunk(NamedTuple):
 
     @property
     def read_len(self) -> int:
-        """`num_read` as a number."""
+        """`num_read`, or the number of tokens if it is None."""
         return len(self.tokens) if self.num_read is None else self.num_read
 
     def part(self, start: int, length: int) -> Chunk:
-        """Some of its tokens, with as many of them read as in the whole."""
+        """The chunk of `length` tokens from `start` on; the same tokens are read as in the whole."""
         tokens = self.tokens[start : start + length]
         num_unread = len(self.tokens) - self.read_len
         num_read = len(tokens) - min(max(num_unread - start, 0), len(tokens))
@@ -55,7 +57,7 @@ class Chunk(NamedTuple):
 
 
 def empty_meta(num_tokens: int, max_depth: int, *, device: str = "cpu") -> Tensor:
-    """(N, 6 + A) int32 of padding: nothing stored, seen or read."""
+    """Metadata of N rows of padding, (N, 6 + A) int32: they store, see and return nothing."""
     meta_NM = torch.zeros(num_tokens, PATH + max_depth + 1, dtype=torch.int32, device=device)
     _pad_(meta_NM, 0)
     return meta_NM
@@ -72,15 +74,15 @@ def _pad_(meta_NM: Tensor, first: int) -> None:
 def pack_chain_(
     meta_NM: Tensor, tokens: Sequence[int], start_pos: int, *, row: int = 0, num_read: int | None = None
 ) -> None:
-    """Consecutive committed tokens: each sees everything up to itself. A prompt chunk, or a draft catching
-    up.
+    """Fill in consecutive tokens of one row; each sees everything up to itself.
+
+    Used for prompts, and for a draft that reads the tokens of the last step.
     """
     pack_chains_(meta_NM, [Chunk(row, tokens, start_pos, num_read)])
 
 
 def pack_chains_(meta_NM: Tensor, chunks: Sequence[Chunk]) -> None:
-    """Pieces of several rows, one after another; a chain of guesses is a chunk like any other. Of one row
-    at most one chunk.
+    """Fill in chunks of several rows, at most one chunk per row; drafted chains are chunks too.
 
     Cost: one host call; on CUDA also one copy, and no sync.
     """
@@ -98,8 +100,10 @@ def pack_chains_(meta_NM: Tensor, chunks: Sequence[Chunk]) -> None:
 def pack_nodes_(
     meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0
 ) -> None:
-    """Tree nodes `first..last-1`: provisional indices after the committed `root_pos` ones; each sees those
-    and its path.
+    """Fill in tree nodes `first..last-1` at provisional indices; each sees the prefix and its path.
+
+    Args:
+        root_pos: Number of committed indices, which are the prefix and come before the provisional ones.
     """
     if meta_NM.is_cpu:
         token, _, depth, _, path = tree.arrays
@@ -109,7 +113,7 @@ def pack_nodes_(
 
 
 def pack_chains_reference_(meta_NM: Tensor, chunks: Sequence[Chunk]) -> None:
-    """`pack_chains_`, operator by operator, for metadata on the host."""
+    """Specifies `ygg::pack_chains_`; metadata on the host."""
     first = 0
     for chunk in chunks:
         row, tokens, start_pos, _ = chunk
@@ -132,7 +136,7 @@ def pack_chains_reference_(meta_NM: Tensor, chunks: Sequence[Chunk]) -> None:
 def pack_nodes_reference_(
     meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0
 ) -> None:
-    """`pack_nodes_`, operator by operator; also what runs on CUDA."""
+    """Specifies `ygg::pack_nodes_`; also used on CUDA."""
     count = last - first
     _pad_(meta_NM, count)
     meta_NM[:count, TOKEN] = tree.token_N[first:last]

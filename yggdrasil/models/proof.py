@@ -1,5 +1,6 @@
-"""Is our forward the model's? Every layer reaches the tree attention once, and logits are those of
-transformers' own eager forward.
+"""Check that our forward computes what the model computes.
+
+Every layer must call the tree attention once, and logits must agree with transformers' own eager forward.
 
 ```
 passage    t0 t1 ... t15 | t16 t17 ... t23        at position 0, and at the last positions of the context
@@ -7,8 +8,8 @@ expected   one forward of all tokens by transformers, with its own attention
 ours       a chain       | a path through a tree with a sibling before every node
 ```
 
-What mixes tokens anywhere but in attention, a convolution for one, differs in the tree: a node's neighbours
-are not the tokens before it.
+A layer that mixes tokens outside attention, such as a convolution, fails in the tree: the rows before a
+node are not the tokens before it.
 
 Shapes: L = tokens of a passage.
 """
@@ -40,21 +41,20 @@ PASSAGE_LEN = PREFIX_LEN + PATH_LEN
 CAPACITY = (PASSAGE_LEN + PATH_LEN + PAGE_LEN - 1) // PAGE_LEN * PAGE_LEN
 
 TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""Most that a token's logits may differ, in standard deviations of them over the vocabulary.
+"""Largest allowed deviation of a token's logits, in their standard deviations over the vocabulary.
 
-Over the architectures of `bench/architectures.py`, of 2 to 48 layers, rounding takes 1e-6 to 1e-5 of them
-in fp32 and 0.01 to 0.07 in bf16; another function
-takes 0.5 and more.
+For the architectures of `bench/architectures.py` with 2 to 48 layers, rounding deviates by 1e-6 to 1e-5 in
+fp32 and by 0.01 to 0.07 in bf16; a wrong function deviates by 0.5 or more.
 """
 
 
 class Passage(NamedTuple):
-    """Tokens with the logits that transformers computes.
+    """Tokens and the logits that transformers computes for them.
 
     Args:
         tokens: Vocabulary ids.
-        start_pos: Position of the first.
-        logits_LV: Of every token.
+        start_pos: Position of the first token.
+        logits_LV: Logits of every token.
     """
 
     tokens: tuple[int, ...]
@@ -64,15 +64,15 @@ class Passage(NamedTuple):
 
 @torch.no_grad()
 def expected_passages(name: str, model: Any, vocab: int, num_positions: int) -> list[Passage]:
-    """Passages at the first and at the last positions, as transformers' own eager forward has them.
+    """Passages at the first and at the last positions, with logits of transformers' own eager forward.
 
     Args:
-        name: Of the model, for the error.
-        model: As transformers loaded it, before anything in it is replaced; left as it is.
-        num_positions: That a token may stand at: the context, and a tree after it.
+        name: Name of the model, for the error.
+        model: The model as transformers loaded it, before any layer is replaced. It is not changed.
+        num_positions: Number of positions that a token can have: the context, and a tree after it.
 
     Raises:
-        UnsupportedModel: its own forward fails at these positions, or is not finite.
+        UnsupportedModel: the model's own forward fails at these positions, or its logits are not finite.
 
     Cost: two forwards of 24 tokens; the logits are kept.
     """
@@ -100,10 +100,10 @@ def _own_logits(name: str, model: Any, tokens: Sequence[int], start_pos: int) ->
         logits_LV: Tensor = model(
             input_ids=torch.tensor(tokens)[None], position_ids=position_1L, use_cache=False
         ).logits[0]
-    except Exception as error:  # a model's code raises what it likes
-        raise UnsupportedModel(
-            name, f"a model whose own forward fails at position {start_pos} ({first_line(error)})"
-        ) from error
+    # a model's code may raise any error
+    except Exception as error:
+        failure = f"a model whose own forward fails at position {start_pos} ({first_line(error)})"
+        raise UnsupportedModel(name, failure) from error
     if not logits_LV.isfinite().all():
         raise UnsupportedModel(name, f"a model whose own logits at position {start_pos} are not finite")
     return logits_LV
@@ -113,37 +113,36 @@ def _own_logits(name: str, model: Any, tokens: Sequence[int], start_pos: int) ->
 def check_forward(
     name: str, model: Any, kv: KVShape, passages: Sequence[Passage], num_positions: int
 ) -> None:
-    """Whether our forward of `model` is the model's.
+    """Check our forward of `model` against the passages.
 
     Args:
-        name: Of the model, for the error.
-        model: With tree attention, as it is exported: linear layers packed or not; on the CPU.
-        kv: The cache that its configuration asks for; the capacity is not used.
+        name: Name of the model, for the error.
+        model: The model with tree attention as it is exported, on the CPU; linear layers packed or not.
+        kv: Shape of the cache by the model's configuration; the capacity is not used.
         passages: From `expected_passages`.
+        num_positions: The same as for `expected_passages`.
 
     Raises:
-        UnsupportedModel: names what differs.
+        UnsupportedModel: names the difference.
 
     Cost: four forwards of at most 16 tokens.
     """
     for passage in passages:
         ours_LV = _our_logits(name, model, kv, passage, num_positions)
-        deviates = deviation(ours_LV, passage.logits_LV)
+        found = deviation(ours_LV, passage.logits_LV)
         allowed = TOLERANCE[passage.logits_LV.dtype]
-        if not deviates <= allowed:  # not a number is no agreement
-            what = (
-                f"its logits differ from transformers' own by {deviates:.2g} of their spread, above "
+        # written so that NaN is refused too
+        if not found <= allowed:
+            difference = (
+                f"its logits differ from transformers' own by {found:.2g} of their spread, above "
                 f"{allowed:.2g}, at positions from {passage.start_pos}"
             )
-            raise UnsupportedModel(
-                name, f"{_architecture(model)}, which this runtime computes wrongly ({what}),"
-            )
+            feature = f"{_architecture(model)}, which this runtime computes wrongly ({difference}),"
+            raise UnsupportedModel(name, feature)
 
 
 def deviation(ours_LV: Tensor, expected_LV: Tensor) -> float:
-    """The largest distance of a token's logits, root of the mean square, in standard deviations of what is
-    expected over the vocabulary.
-    """
+    """The largest root mean square error of a token's logits, in their expected standard deviations."""
     distance_L = (ours_LV.float() - expected_LV.float()).square().mean(dim=-1).sqrt()
     return float((distance_L / expected_LV.float().std(dim=-1)).max())
 
@@ -162,7 +161,7 @@ def _our_logits(name: str, model: Any, kv: KVShape, passage: Passage, num_positi
         with recorded_calls() as calls:
             try:
                 logits.append(forward(meta_NM)[0])
-            # shapes that are not the cache's, an output embedding that is not called, own errors
+            # shapes that do not fit the cache, an output embedding that is not called, a model's own errors
             except Exception as error:
                 failure = first_line(error)
             else:
@@ -174,19 +173,16 @@ def _our_logits(name: str, model: Any, kv: KVShape, passage: Passage, num_positi
 def sibling_tree(
     tokens: Sequence[int], *, max_depth: int, device: str = "cpu"
 ) -> tuple[TokenTree, list[int]]:
-    """A path of these tokens through a tree where every node but the root has an earlier sibling, so that
-    its keys lie in every second slot; and its nodes.
+    """A tree with `tokens` as a path, and the nodes of the path.
+
+    Every node of the path but the root has an earlier sibling, so the path's keys lie in every second slot.
     """
     tree = TokenTree.root(tokens[0], 2 * len(tokens) - 1, max_depth=max_depth, device=device)
     nodes = [0]
     for depth, token in enumerate(tokens[1:], 1):
         sibling = token - 1 if token else 1
-        tree.grow(
-            *(
-                torch.tensor(column, device=device)
-                for column in ([nodes[-1]] * 2, [sibling, token], [-float(depth)] * 2)
-            )
-        )
+        columns = ([nodes[-1]] * 2, [sibling, token], [-float(depth)] * 2)
+        tree.grow(*(torch.tensor(column, device=device) for column in columns))
         nodes.append(len(tree) - 1)
     return tree, nodes
 
@@ -194,45 +190,37 @@ def sibling_tree(
 def _check_calls(
     name: str, model: Any, kv: KVShape, calls: Sequence[AttentionCall], num_positions: int, failure: str
 ) -> None:
-    """Raises UnsupportedModel for attention that is not the cache's or not plain, for a forward that
-    failed, and for layers that did not ask once each.
-    """
+    """Raises UnsupportedModel for calls that tree attention cannot serve, and for a forward that failed."""
     architecture = _architecture(model)
     for call in calls:
-        sizes = [list(each) for each in (call.query, call.key, call.value)]
-        if (
-            call.key != call.value
-            or [call.key[1], call.key[3], call.query[3]] != [kv.num_kv_heads, kv.head_dim, kv.head_dim]
-            or call.layer >= kv.num_layers
-        ):
-            cached = f"{kv.num_layers} layers of {kv.num_kv_heads} heads of {kv.head_dim} features"
-            raise UnsupportedModel(
-                name,
-                f"{architecture}, whose layer {call.layer} attends with {sizes}, where config.json "
-                f"promises {cached},",
-            )
-        window = call.options.get("sliding_window")
-        if unknown := sorted(call.options.keys() - {"sliding_window"}):
-            raise UnsupportedModel(
-                name, f"{architecture}, whose layer {call.layer} attends with {unknown[0]!r},"
-            )
-        if window is not None and window < num_positions:
-            raise UnsupportedModel(
-                name,
-                f"{architecture}, whose layer {call.layer} has a window of {window} tokens for "
-                f"{num_positions} positions,",
-            )
+        if problem := _call_problem(call, kv, num_positions):
+            raise UnsupportedModel(name, f"{architecture}, whose layer {call.layer} {problem},")
     if failure:
-        raise UnsupportedModel(
-            name, f"{architecture}, whose forward fails with tree attention ({failure}),"
-        )
+        feature = f"{architecture}, whose forward fails with tree attention ({failure}),"
+        raise UnsupportedModel(name, feature)
     counts = Counter(call.layer for call in calls)
     odd = [layer for layer in range(kv.num_layers) if counts[layer] != 1]
     if odd:
-        raise UnsupportedModel(
-            name,
-            f"{architecture}, whose layer {odd[0]} asks for attention {counts[odd[0]]} times in a forward,",
-        )
+        times = f"layer {odd[0]} asks for attention {counts[odd[0]]} times in a forward"
+        raise UnsupportedModel(name, f"{architecture}, whose {times},")
+
+
+def _call_problem(call: AttentionCall, kv: KVShape, num_positions: int) -> str:
+    """What tree attention does not support in this call, to follow "whose layer"; empty if nothing."""
+    if (
+        call.key != call.value
+        or [call.key[1], call.key[3], call.query[3]] != [kv.num_kv_heads, kv.head_dim, kv.head_dim]
+        or call.layer >= kv.num_layers
+    ):
+        sizes = [list(each) for each in (call.query, call.key, call.value)]
+        cached = f"{kv.num_layers} layers of {kv.num_kv_heads} heads of {kv.head_dim} features"
+        return f"attends with {sizes}, where config.json promises {cached}"
+    if unsupported := sorted(call.options.keys() - {"sliding_window"}):
+        return f"attends with {unsupported[0]!r}"
+    window = call.options.get("sliding_window")
+    if window is not None and window < num_positions:
+        return f"has a window of {window} tokens for {num_positions} positions"
+    return ""
 
 
 def _architecture(model: Any) -> str:

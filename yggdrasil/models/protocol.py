@@ -1,4 +1,4 @@
-"""What the step needs of a model: fill metadata, run N tokens, keep or forget their KV."""
+"""The interface of a model for the step: metadata to fill, a forward of N tokens, and a cache."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class TokenGraphs(Protocol):
     """A model as static graphs over N tokens of any rows.
 
     Attributes:
-        device: Where metadata lives.
+        device: "cpu" or "cuda"; metadata lives there.
         max_depth: Longest tree path that metadata can hold.
-        sizes: Tokens of every graph, ascending.
-        prefill_chunk: Most tokens of one forward.
-        widest: Most tokens of a forward that is not a prompt's.
-        num_candidates: C, of a draft.
-        graph_ms: Milliseconds spent inside `forward` so far: the rest of a step is the host's. On CUDA
-            of the launches alone.
+        sizes: Token counts of the graphs, ascending.
+        prefill_chunk: Largest number of tokens in a forward.
+        widest: Largest number of tokens in a forward that is not a prompt's.
+        num_candidates: C of a draft.
+        graph_ms: Milliseconds inside `forward` so far; the rest of a step is host time. On CUDA only the
+            launches count.
     """
 
     device: str
@@ -35,40 +35,45 @@ class TokenGraphs(Protocol):
     graph_ms: float
 
     def meta(self, num_tokens: int) -> Tensor:
-        """The metadata buffer, (bucket, 6 + A) int32, of the smallest graph for `num_tokens`. Aliasing: the
-        same one every time.
+        """The metadata buffer, (bucket, 6 + A) int32, of the smallest graph that holds `num_tokens`.
+
+        Aliasing: every call returns the same buffer.
+
+        Raises:
+            ShapeNotCompiled: no graph holds `num_tokens`.
         """
         ...
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the graph of that buffer: (logits, hidden) of a target, (tokens, log-probabilities) of a
-        draft, padding rows included.
+        """Run the graph of a buffer from `meta`.
 
-        Rows that the metadata does not mark as read have a hidden state; their other outputs are not
-        defined.
+        Returns:
+            Logits (N, V) and last hidden states (N, E) of a target, or candidates (N, C) and their
+            log-probabilities (N, C) of a draft. Padding rows are included. In rows that are not read only
+            the hidden states are defined.
 
-        Aliasing: on CUDA the next forward of this model, of whatever size, may write over the results.
+        Aliasing: on CUDA the next forward of this model, of any size, may overwrite the results.
         """
         ...
 
     def native(self, meta_NM: Tensor) -> Any | None:
-        """The graph of that buffer as an object of kernels/graph.cpp, for loops that run it there; None
-        where a forward is anything else.
-        """
+        """The graph of a buffer as an object of kernels/graph.cpp, for C++ steps; None if there is none."""
         ...
 
     def record_forward_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
-        """Record forwards of `num_tokens` tokens that such a loop ran: start and end of each, by
-        `time.perf_counter`.
+        """Record forwards of `num_tokens` tokens that a C++ step ran.
+
+        Args:
+            times_ms: Start and end of each forward in turn, in milliseconds of `time.perf_counter`.
         """
         ...
 
 
 class TokenModel(TokenGraphs, Protocol):
-    """The same with the cache of a single request.
+    """Static graphs with the KV cache of a single request.
 
     Attributes:
-        cache: Its KV; forwards write provisional indices.
+        cache: Forwards write to its provisional indices.
     """
 
     cache: KVCache

@@ -1,6 +1,4 @@
-"""Rotary embeddings whose frequencies transformers chooses anew in every forward, by the largest position
-in it.
-"""
+"""Freeze rotary embeddings whose frequencies depend on the largest position of a forward."""
 
 from __future__ import annotations
 
@@ -12,11 +10,10 @@ FROZEN = "frozen"
 
 
 def freeze_ropes_(model: nn.Module) -> None:
-    """Keep the frequencies of short texts, in place; the context ends before they would change
-    (`support.context_limits`).
+    """Keep the frequencies of short texts, in place.
 
-    A token's embedding must not depend on what runs in the same forward, and a choice by the data is no
-    static graph.
+    A token's embedding must not depend on the other tokens of the forward, and a static graph has no
+    data-dependent branch. `support.context_limits` ends the context before the frequencies would change.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)

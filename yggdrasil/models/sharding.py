@@ -6,11 +6,11 @@ rowwise                 o, down               a rank has some of the inputs; out
 colwise_gather_output   the output embedding  colwise, and every rank gets the whole output
 ```
 
-The plan is the model's (`model.tp_plan`), the collectives are in the layers below, so that they are part of
-the exported graph. The shards of all ranks have one shape and the graph does not know its rank: one family
-of graphs serves them all.
+The plan is the model's (`model.tp_plan`). The layers below call the collectives, so these are part of the
+exported graph. The shards of all ranks have the same shapes and the graph does not depend on the rank: all
+ranks share one set of graphs.
 
-Shapes: O = outputs of a layer, I = inputs.
+Shapes: O = output features, I = input features.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["GatheredLinear", "SummedLinear", "check_divisible", "shard_"]
 
 GATHERED = ("colwise_gather_output", "colwise_rep")
 WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "replicate")
-"""Left whole on every rank: a look-up reads one row of a table, and a norm of a head has the same few
-weights for every head.
+"""Styles of layers that every rank keeps whole.
+
+An embedding reads only one row per token, and a norm of heads has the same few weights for every head.
 """
 
 
 class SummedLinear(nn.Module):
-    """A row-wise layer: this rank's part of the product, summed over the ranks in their order and in fp32;
-    then the bias, once.
+    """A row-wise layer: partial products, summed over the ranks in rank order and in fp32, then the bias.
 
     Args:
-        linear: Of this rank's input features, without bias.
+        linear: The layer of this rank's input features, without bias.
         bias: (out_features), or None.
     """
 
@@ -61,10 +61,10 @@ class SummedLinear(nn.Module):
 
 
 class GatheredLinear(nn.Module):
-    """A column-wise layer whose whole output every rank gets.
+    """A column-wise layer that gathers the whole output on every rank.
 
     Args:
-        linear: Of this rank's output features.
+        linear: The layer of this rank's output features.
     """
 
     def __init__(self, linear: nn.Linear, num_ranks: int) -> None:
@@ -78,9 +78,7 @@ class GatheredLinear(nn.Module):
 
 
 def check_divisible(config: Any, num_ranks: int) -> None:
-    """Raises ConfigError when a model of this transformers configuration cannot be shared out evenly;
-    before anything is loaded.
-    """
+    """Raises ConfigError if a model of this configuration cannot be split evenly; nothing is loaded."""
     heads = config.num_attention_heads
     counts = {
         "attention heads": heads,
@@ -93,21 +91,21 @@ def check_divisible(config: Any, num_ranks: int) -> None:
 
 
 def shard_(model: Any, rank: int, num_ranks: int) -> None:
-    """Keep one rank's part of every layer that the model's plan shares out, in place.
+    """Keep one rank's part of every layer that the model's plan splits, in place.
 
     Args:
-        model: A causal LM of transformers as it was loaded, whole.
-        rank: Whose part; shapes are the same for every rank.
+        model: A whole causal LM of transformers.
+        rank: The rank whose part is kept; shapes are the same for every rank.
 
     Raises:
-        ConfigError: a layer does not divide by the number of ranks.
-        UnsupportedModel: no plan, or one with a style that is not understood here.
+        ConfigError: the number of ranks does not divide the features of a layer.
+        UnsupportedModel: the model has no plan, or its plan has an unknown style.
 
-    Aliasing: parts are copies: a view of a tied weight would be taken for the whole weight when shards are
-    stored.
-    Source: the styles are those of transformers' tensor parallelism. Departures: the sum is ordered
-    (kernels/gather.py), the input embedding stays whole, and so does an output embedding whose vocabulary
-    does not divide."""
+    Aliasing: parts are copies. A view of a tied weight would be stored as the whole weight.
+    Source: the styles of transformers' tensor parallelism. Departures: the sum is ordered
+    (kernels/gather.py); the input embedding stays whole, and so does an output embedding whose vocabulary
+    the number of ranks does not divide.
+    """
     plan = {pattern: style for pattern, style in model.tp_plan.items() if style not in WHOLE}
     if not plan:
         raise UnsupportedModel(
@@ -119,18 +117,13 @@ def shard_(model: Any, rank: int, num_ranks: int) -> None:
         if (pattern := re.sub(r"\.\d+(?=\.)", ".*", name)) in plan
     }
     if unmatched := sorted(plan.keys() - set(layers.values())):
-        raise UnsupportedModel(
-            type(model).__name__,
-            f"a tensor-parallel plan that names {unmatched[0]!r}, which the model has not,",
-        )
+        feature = f"a tensor-parallel plan that names {unmatched[0]!r}, which the model does not have,"
+        raise UnsupportedModel(type(model).__name__, feature)
     for name, pattern in layers.items():
         parent, _, child = name.rpartition(".")
         module = model.get_submodule(name)
-        setattr(
-            model.get_submodule(parent),
-            child,
-            _shard(type(model).__name__, module, plan[pattern], rank, num_ranks),
-        )
+        shard = _shard(type(model).__name__, module, plan[pattern], rank, num_ranks)
+        setattr(model.get_submodule(parent), child, shard)
 
 
 def _shard(model: str, module: nn.Module, style: str, rank: int, num_ranks: int) -> nn.Module:
@@ -145,9 +138,8 @@ def _shard(model: str, module: nn.Module, style: str, rank: int, num_ranks: int)
         return SummedLinear(linear, None if bias is None else bias.detach().clone(), num_ranks)
     if style in GATHERED and module.out_features % num_ranks:
         return module
-    linear = _linear(
-        _part(weight_OI, 0, rank, num_ranks), None if bias is None else _part(bias, 0, rank, num_ranks)
-    )
+    bias_part = None if bias is None else _part(bias, 0, rank, num_ranks)
+    linear = _linear(_part(weight_OI, 0, rank, num_ranks), bias_part)
     return GatheredLinear(linear, num_ranks) if style in GATHERED else linear
 
 
@@ -158,9 +150,9 @@ def _part(tensor: Tensor, dim: int, rank: int, num_ranks: int) -> Tensor:
 
 
 def _linear(weight_OI: Tensor, bias: Tensor | None) -> nn.Linear:
-    linear = nn.Linear(
-        weight_OI.shape[1], weight_OI.shape[0], bias=bias is not None, device="meta", dtype=weight_OI.dtype
-    )
+    out_features, in_features = weight_OI.shape
+    has_bias = bias is not None
+    linear = nn.Linear(in_features, out_features, has_bias, device="meta", dtype=weight_OI.dtype)
     linear.weight = nn.Parameter(weight_OI, requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias, requires_grad=False)

@@ -1,5 +1,6 @@
-"""What this runtime decodes as the model would, as far as a configuration tells; the rest is proved on the
-model itself (proof.py).
+"""Check a model's configuration for features that this runtime would decode wrongly.
+
+Not every feature shows in a configuration: proof.py checks the model itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ EXPERTS = (
     "moe_num_experts",
     "moe_intermediate_size",
 )
-FEATURES = {  # a field of the configuration, if it is set, and what it stands for
+# fields of configurations, and the feature that a model has if the field is set
+FEATURES = {
     "kv_lora_rank": "latent attention",
     "attention_chunk_size": "attention in chunks",
     "attn_logit_softcapping": "soft-capped attention scores",
@@ -40,8 +42,7 @@ class ContextLimit(NamedTuple):
     """The number of positions up to which this runtime computes a model exactly.
 
     Args:
-        num_positions: At most.
-        reason: What changes beyond them, to follow "it has".
+        reason: The feature that sets the limit, to follow "it has".
     """
 
     num_positions: int
@@ -49,13 +50,10 @@ class ContextLimit(NamedTuple):
 
 
 def check_supported(name: str, config: Any) -> None:
-    """Raises UnsupportedModel for what the tree attention does not express; called before anything is
-    loaded.
-    """
+    """Raises UnsupportedModel for features that tree attention does not support; nothing is loaded."""
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(
-            name, f"a checkpoint with quantized weights ({_quantization(config.quantization_config)})"
-        )
+        method = _quantization(config.quantization_config)
+        raise UnsupportedModel(name, f"a checkpoint with quantized weights ({method})")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(name, "an encoder-decoder")
     if getattr(config, "is_heterogeneous", False):
@@ -71,44 +69,38 @@ def check_supported(name: str, config: Any) -> None:
             raise UnsupportedModel(name, f"{feature} ({field} = {getattr(config, field)})")
     if hasattr(config, "text_config"):
         raise UnsupportedModel(name, "a multimodal model")
-    if not all(
-        hasattr(config, field)
-        for field in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size")
-    ):
+    sizes = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size")
+    if not all(hasattr(config, field) for field in sizes):
         raise UnsupportedModel(name, f"an architecture without attention heads ({config.model_type})")
     _check_class(name, config)
     head_dim = kv_shape(config, 0).head_dim
     if head_dim % HEAD_DIM_STEP:
-        raise UnsupportedModel(
-            name, f"a head dimension of {head_dim}, which is no multiple of {HEAD_DIM_STEP},"
-        )
+        feature = f"a head dimension of {head_dim}, which is no multiple of {HEAD_DIM_STEP},"
+        raise UnsupportedModel(name, feature)
 
 
 def _quantization(settings: Any) -> str:
-    method = (
-        settings.get("quant_method")
-        if isinstance(settings, dict)
-        else getattr(settings, "quant_method", None)
-    )
+    is_dict = isinstance(settings, dict)
+    method = settings.get("quant_method") if is_dict else getattr(settings, "quant_method", None)
     return str(getattr(method, "value", method) or "method not named")
 
 
 def _check_class(name: str, config: Any) -> None:
-    """Whether transformers has a causal LM of this configuration whose layers look their attention up."""
+    """Check that transformers has a causal LM of this configuration whose attention can be replaced."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModel(
-            name, f"an architecture that transformers has no causal LM for ({config.model_type})"
-        )
+        feature = f"an architecture that transformers has no causal LM for ({config.model_type})"
+        raise UnsupportedModel(name, feature)
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not getattr(architecture, "_supports_attention_backend", False):
         raise UnsupportedModel(name, f"{architecture.__name__}, whose attention cannot be replaced,")
 
 
 def context_limits(config: Any) -> list[ContextLimit]:
-    """What holds for short texts alone: a window that reaches over all of one is none, and some rotary
-    embeddings change with the text's length.
+    """Limits of the context: sliding windows, and rotary embeddings that change with a text's length.
+
+    Up to the length of its window, sliding attention is full attention.
     """
     windows = [ContextLimit(window, f"a sliding window of {window} tokens") for window in _windows(config)]
     return windows + [
@@ -134,10 +126,8 @@ def _changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
         if "dynamic" in kind:
             yield kind, config.max_position_embeddings
         elif kind == "longrope":
-            yield (
-                kind,
-                each.get("original_max_position_embeddings") or config.original_max_position_embeddings,
-            )
+            original = each.get("original_max_position_embeddings")
+            yield kind, original or config.original_max_position_embeddings
 
 
 def kv_shape(config: Any, capacity: int) -> KVShape:

@@ -1,4 +1,4 @@
-"""The fusion pass merges what reads one input, and only that."""
+"""The fusion pass merges linear layers with the same input, and only those."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def packed(in_features: int, out_features: int, *, bias: bool = False) -> Packed
 
 
 class Layer(nn.Module):
-    """Attention's projections and a gated network, as decoders have them."""
+    """The projections of attention and a gated feed-forward layer, as in decoders."""
 
     def __init__(self, *, bias: bool = False) -> None:
         super().__init__()
@@ -57,9 +57,7 @@ class UpFirst(Layer):
 def fused(
     module: nn.Module, x: Tensor
 ) -> tuple[Counter[str], tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """How often each operator of ours is left, and the outputs of the exported program without and with
-    fusion.
-    """
+    """The count of each of our operators after fusion, and the outputs before and after it."""
     exported = torch.export.export(module.eval(), (x,))
     before = exported.module()(x)
     fuse_linears_(exported.graph_module.graph)
@@ -71,7 +69,7 @@ def fused(
 
 
 @pytest.mark.parametrize("bias", (False, True))
-def test_layers_of_one_input_become_one_operator_and_a_gate_another(bias: bool) -> None:
+def test_layers_of_one_input_become_one_operator_and_gate_and_up_another(bias: bool) -> None:
     names, before, after = fused(Layer(bias=bias), torch.randn(5, 32))
     assert names == {
         "ygg.packed_linears.default": 1,
@@ -88,14 +86,14 @@ def test_the_order_of_the_factors_does_not_matter() -> None:
     torch.testing.assert_close(after[0], before[0])
 
 
-def test_a_gate_that_is_read_elsewhere_stays_but_shares_its_input() -> None:
+def test_a_gate_with_another_user_is_not_gated_but_shares_its_input() -> None:
     names, before, after = fused(GateReadTwice(), torch.randn(5, 32))
     assert names == {"ygg.packed_linear.default": 1, "ygg.packed_linears.default": 1}
     assert torch.equal(after[1], before[1])
     torch.testing.assert_close(after[0], before[0])
 
 
-def test_layers_of_different_inputs_stay_apart() -> None:
+def test_layers_of_different_inputs_are_not_fused() -> None:
     names, before, after = fused(GatesOfTwoInputs(), torch.randn(5, 32))
     assert names == {"ygg.packed_linear.default": 3}
     assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))

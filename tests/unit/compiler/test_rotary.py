@@ -1,4 +1,4 @@
-"""The pass over sines writes what several layers read, and only that; Inductor then evaluates it once."""
+"""The pass realizes the sines that several layers read, and only those; Inductor computes them once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from yggdrasil.compiler.rotary import evaluate_sines_once_
 
 
 class Rotary(nn.Module):
-    """Rotary embeddings as decoders have them: angles once, their cosines and sines in every layer."""
+    """Rotary embeddings as in decoders: one cosine and one sine of the angles, which every layer reads."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
@@ -26,7 +26,8 @@ class Rotary(nn.Module):
         sin_NF = (angle_NF.sin() * 1.0).to(x_NHF.dtype)
         for _ in range(self.num_layers):
             x_NHF = torch.relu(x_NHF * cos_NF[:, None] + x_NHF.flip(-1) * sin_NF[:, None])
-            x_NHF = x_NHF @ torch.eye(32, dtype=x_NHF.dtype)  # ends the kernel that Inductor builds
+            # a matrix product ends the kernel that Inductor generates
+            x_NHF = x_NHF @ torch.eye(32, dtype=x_NHF.dtype)
         return x_NHF
 
 
@@ -35,35 +36,29 @@ def exported(num_layers: int) -> tuple[Any, tuple[Tensor, Tensor]]:
     return torch.export.export(Rotary(num_layers), arguments), arguments
 
 
-def written(program: Any) -> list[Any]:
-    return program.graph_module.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.as_strided.default
-    )
+def realized(program: Any) -> list[Any]:
+    target = torch.ops.aten.as_strided.default
+    return program.graph_module.graph.find_nodes(op="call_function", target=target)
 
 
-def test_several_readers() -> None:
+def test_sines_of_several_users_are_realized_in_the_model_s_dtype() -> None:
     program, arguments = exported(3)
     before = program.module()(*arguments)
     evaluate_sines_once_(program.graph_module.graph)
     program.graph_module.recompile()
-    assert len(written(program)) == 2
-    assert all(node.meta["val"].dtype == torch.bfloat16 for node in written(program)), (
-        "in its last form, which layers read"
-    )
+    assert [node.meta["val"].dtype for node in realized(program)] == [torch.bfloat16] * 2
     assert torch.equal(program.module()(*arguments), before)
 
 
-def test_one_reader() -> None:
+def test_sines_of_one_user_are_left_to_inductor() -> None:
     program, _ = exported(1)
     evaluate_sines_once_(program.graph_module.graph)
-    assert not written(program), "what is read once may stay inside its reader"
+    assert not realized(program)
 
 
 @pytest.mark.parametrize("is_rewritten", [False, True])
-def test_inductor_evaluates_once(is_rewritten: bool) -> None:
-    """Without the pass every layer has sines of its own: when this half fails, Inductor knows better and
-    the pass can go.
-    """
+def test_inductor_computes_sines_once_only_after_the_pass(is_rewritten: bool) -> None:
+    """When the half without the pass fails, Inductor has become better and the pass can be removed."""
     from torch._inductor.utils import run_and_get_code
 
     program, arguments = exported(3)

@@ -1,4 +1,4 @@
-"""The weight file: what is written comes back, to everyone who may read its folder."""
+"""The weight file: it loads as it was saved, and is as readable as its folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from yggdrasil.offline import build
 
 
 class Odd(nn.Module):
-    """Odd sizes, several dtypes, a scalar, nothing at all, and a tied pair."""
+    """Odd sizes, several dtypes, a scalar, an empty tensor, and a tied pair."""
 
     config = None
 
@@ -37,7 +37,7 @@ class Odd(nn.Module):
             self.register_buffer(name, buffer)
 
 
-def test_every_tensor_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_every_tensor_loads_as_it_was_saved(tmp_path: Path) -> None:
     model = Odd()
     save_weights(model, tmp_path)
     loaded = load_weights(tmp_path, "cpu", "ygg compile")
@@ -53,7 +53,7 @@ def test_every_tensor_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def packing(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
-    """A bundle whose models are stand-ins, and a list of those whose forward was proved."""
+    """A bundle with `Odd` as its models, and a list of the models whose forward was checked."""
     proved: list[Any] = []
     monkeypatch.setattr(build, "load_model", lambda model, dtype: Odd())
     monkeypatch.setattr(build, "kv_shape", lambda config, capacity: None)
@@ -77,7 +77,7 @@ def test_weights_are_as_readable_as_their_folder(tmp_path: Path, monkeypatch: py
         assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == expected
 
 
-def test_a_model_is_proved_before_its_weights_are_written(
+def test_a_forward_is_checked_before_its_weights_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, proved = packing(monkeypatch)
@@ -95,7 +95,7 @@ def test_a_model_is_proved_before_its_weights_are_written(
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
 
-def test_damaged_weights_are_named_with_the_command(tmp_path: Path) -> None:
+def test_an_error_names_the_damaged_file_and_the_command(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"weights\.safetensors: missing; run `ygg compile`"):
         load_weights(tmp_path, "cpu", "ygg compile")
     (tmp_path / FILE_NAME).write_bytes(b"truncated")

@@ -8,21 +8,21 @@ from yggdrasil.compiler.workers import GraphJob, compile_graphs
 from yggdrasil.kv import KVShape
 
 
-def test_a_failing_graph_ends_the_other_workers_and_names_itself(tmp_path: Path, kernels: None) -> None:
+def test_a_failure_ends_all_workers_and_names_its_graph(tmp_path: Path, kernels: None) -> None:
     kv = KVShape(num_layers=1, num_kv_heads=1, head_dim=16, capacity=16)
     (tmp_path / ".4.pt2.abandon8").mkdir()
     jobs = [
         GraphJob(
-            str(tmp_path / "nowhere"),
-            str(tmp_path),
-            0,
-            384,
-            "float32",
-            "cpu",
-            kv,
-            2,
-            size,
-            str(tmp_path / f"{size}.pt2"),
+            model=str(tmp_path / "nowhere"),
+            weights=str(tmp_path),
+            num_candidates=0,
+            vocab=384,
+            dtype="float32",
+            device="cpu",
+            kv=kv,
+            max_depth=2,
+            num_tokens=size,
+            path=str(tmp_path / f"{size}.pt2"),
         )
         for size in (2, 4, 8, 16)
     ]

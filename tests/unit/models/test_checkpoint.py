@@ -1,6 +1,4 @@
-"""Checkpoints that are not whole, or not of their configuration, are refused in one line that names the
-file or the tensor.
-"""
+"""Incomplete checkpoints, and those that do not fit their configuration, are refused in one line."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ def test_whole_checkpoints_pass(folder: Path, sharded: Path) -> None:
         load_model(str(each), dtype=torch.float32)
 
 
-def test_a_shard_that_is_missing_is_named(sharded: Path) -> None:
+def test_a_missing_shard_is_named(sharded: Path) -> None:
     lost = sorted(sharded.glob("*.safetensors"))[1]
     lost.unlink()
     assert re.search(
@@ -100,13 +98,13 @@ def test_a_pickle_that_ends_early_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("header", (b"[]", b"{", b'{"a": 1}', b'{"a": {"shape": [1]}}', b"\xff" * 9))
-def test_a_header_that_is_none_is_named(folder: Path, header: bytes) -> None:
+def test_an_invalid_header_is_named(folder: Path, header: bytes) -> None:
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     assert "its header is no header of safetensors" in refusal(folder)
 
 
 @pytest.mark.parametrize("content", ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'))
-def test_an_index_that_is_none_is_named(sharded: Path, content: str) -> None:
+def test_an_invalid_index_is_named(sharded: Path, content: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(content)
     assert "model.safetensors.index.json: " in refusal(sharded)
 
@@ -117,7 +115,7 @@ def test_a_folder_without_weights_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ("model.safetensors", "config.json", "tokenizer.json"))
-def test_a_pointer_in_a_file_s_place_is_named_with_the_command(folder: Path, name: str) -> None:
+def test_a_git_lfs_pointer_is_named_with_the_command(folder: Path, name: str) -> None:
     (folder / name).write_text(POINTER)
     with pytest.raises(
         BrokenCheckpoint, match=f"{name}: a Git LFS pointer, not the file itself; git lfs pull"
@@ -125,7 +123,7 @@ def test_a_pointer_in_a_file_s_place_is_named_with_the_command(folder: Path, nam
         load_config(str(folder))
 
 
-def test_embeddings_of_another_size_than_the_configuration_s_are_named(folder: Path) -> None:
+def test_embeddings_of_another_size_than_in_the_configuration_are_named(folder: Path) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 100}))
     assert re.search(
@@ -136,7 +134,7 @@ def test_embeddings_of_another_size_than_the_configuration_s_are_named(folder: P
         load_model(str(folder), dtype=torch.float32)
 
 
-def test_sizes_that_do_not_fit_together_are_one_line(folder: Path) -> None:
+def test_sizes_that_do_not_fit_together_are_an_error_of_one_line(folder: Path) -> None:
     path = folder / "config.json"
     path.write_text(
         json.dumps({**json.loads(path.read_text()), "rope_parameters": {"rope_type": "linear"}})
@@ -175,9 +173,7 @@ def test_a_tensor_of_another_shape_is_named(folder: Path) -> None:
         load_model(str(folder), dtype=torch.float32)
 
 
-def test_biases_that_the_configuration_leaves_out_are_refused_and_other_extra_tensors_are_not(
-    folder: Path,
-) -> None:
+def test_unused_biases_are_refused_and_other_unused_tensors_are_not(folder: Path) -> None:
     change(
         folder,
         lambda tensors: tensors.update(
@@ -205,7 +201,9 @@ def test_broken_checkpoints_are_refused_before_operators_are_built(
             describe_pair(*map(str, folders), "pair", TINY, CALIBRATION_TEXT)
 
 
-def test_a_tokenizer_that_does_not_read_is_one_line(tmp_path: Path, llama_folders: tuple[str, str]) -> None:
+def test_an_invalid_tokenizer_is_an_error_of_one_line(
+    tmp_path: Path, llama_folders: tuple[str, str]
+) -> None:
     folder = Path(shutil.copytree(llama_folders[0], tmp_path / "model"))
     (folder / "tokenizer.json").write_text('{"version": "1.0", "model": ')
     with pytest.raises(ConfigError, match="tokenizer: .* is not allowed"):

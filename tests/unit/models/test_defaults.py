@@ -35,23 +35,23 @@ def ends(folder: Path, generation: Any, config: Any, tokenizer: Any) -> tuple[in
         ({"eos_token_id": [1, 2]}, 7, 5, (1, 2)),
     ],
 )
-def test_end_tokens_are_the_generation_config_s_or_all_that_others_name(
+def test_end_tokens_are_those_of_the_generation_config_or_else_of_config_and_tokenizer(
     tmp_path: Path, generation: Any, config: Any, tokenizer: Any, expected: tuple[int, ...]
 ) -> None:
     assert ends(tmp_path, generation, config, tokenizer) == expected
 
 
 @pytest.mark.parametrize("value", ("2", [2, "3"], -1, 2.5, True, {}))
-def test_end_tokens_that_are_no_ids_are_refused(tmp_path: Path, value: Any) -> None:
+def test_end_tokens_that_are_not_ids_are_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(
         BrokenCheckpoint,
-        match="eos_token_id of generation_config.json is .*, where ids of tokens are wanted",
+        match="eos_token_id of generation_config.json is .*, not a token id or a list of token ids",
     ):
         ends(tmp_path, {"eos_token_id": value}, None, None)
 
 
 @pytest.mark.parametrize("content", ("", "{", "[]", '"text"', "[" * 100_000))
-def test_a_broken_generation_config_is_one_line(tmp_path: Path, content: str) -> None:
+def test_a_broken_generation_config_is_an_error_of_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     for read in (lambda: unapplied_defaults(str(tmp_path)), lambda: ends(tmp_path, None, 1, 1)):
         with pytest.raises(BrokenCheckpoint, match="generation_config.json: not (a )?JSON") as caught:
@@ -63,7 +63,7 @@ def test_a_broken_generation_config_is_one_line(tmp_path: Path, content: str) ->
     ("settings", "expected"),
     [
         ({}, []),
-        # it does not sample
+        # sampling is off, so its options have no effect
         (
             {
                 "repetition_penalty": 1.0,
@@ -86,7 +86,7 @@ def test_a_broken_generation_config_is_one_line(tmp_path: Path, content: str) ->
         ),
     ],
 )
-def test_defaults_that_are_not_applied_are_named(
+def test_the_note_names_defaults_that_are_not_applied(
     tmp_path: Path, settings: Any, expected: list[str]
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
@@ -96,5 +96,5 @@ def test_defaults_that_are_not_applied_are_named(
     assert [part for part in expected if part not in note] == []
 
 
-def test_a_model_without_a_generation_config_has_no_such_note(tmp_path: Path) -> None:
+def test_a_model_without_a_generation_config_has_no_note(tmp_path: Path) -> None:
     assert unapplied_defaults(str(tmp_path)) == ""

@@ -1,4 +1,4 @@
-"""Pieces of text in metadata: a chunk that is split keeps which of its tokens are read."""
+"""A chunk that is split reads the same tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from yggdrasil.models.packing import Chunk
 
 @pytest.mark.parametrize("num_read", (None, 0, 1, 3, 7))
 @pytest.mark.parametrize("length", (1, 2, 4, 7))
-def test_the_parts_of_a_piece_are_read_as_the_whole_is(num_read: int | None, length: int) -> None:
+def test_parts_of_a_chunk_read_the_tokens_that_the_whole_reads(num_read: int | None, length: int) -> None:
     whole = Chunk(2, range(50, 57), 30, num_read)
     parts = [whole.part(start, length) for start in range(0, 7, length)]
     flags = [

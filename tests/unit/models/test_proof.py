@@ -1,6 +1,4 @@
-"""The proof that our forward is the model's: right models pass, in both dtypes, and every kind of wrong one
-is refused by name.
-"""
+"""The check of our forward: right models pass in both dtypes, and every kind of wrong one is refused."""
 
 from __future__ import annotations
 
@@ -58,33 +56,27 @@ def llama(**others: Any) -> t.LlamaConfig:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("layers", (2, 24))
-def test_a_right_forward_is_accepted_shallow_and_deep(
+def test_right_forwards_of_few_and_many_layers_are_accepted(
     dtype: torch.dtype, layers: int, kernels: None
 ) -> None:
-    prove(
-        built(
-            t.Qwen3Config(
-                **{**SIZES, "num_hidden_layers": layers}, head_dim=32, max_position_embeddings=256
-            ),
-            dtype,
-        )
-    )
+    sizes = {**SIZES, "num_hidden_layers": layers}
+    prove(built(t.Qwen3Config(**sizes, head_dim=32, max_position_embeddings=256), dtype))
 
 
-def test_the_model_goes_on_with_tree_attention(kernels: None) -> None:
+def test_the_model_keeps_tree_attention(kernels: None) -> None:
     model = built(llama())
     expected_passages("mine", model, 96, POSITIONS)
     assert model.config._attn_implementation == IMPLEMENTATION
 
 
-def test_attention_that_a_layer_asks_for_twice_is_refused(kernels: None) -> None:
+def test_a_layer_that_calls_attention_twice_is_refused(kernels: None) -> None:
     with pytest.raises(
         UnsupportedModel, match="mine: DiffLlamaForCausalLM, whose layer 0 asks for attention 2 times"
     ):
         prove(built(t.DiffLlamaConfig(**SIZES)))
 
 
-def test_a_layer_that_never_asks_for_attention_is_refused(kernels: None) -> None:
+def test_a_layer_that_never_calls_attention_is_refused(kernels: None) -> None:
     model = built(llama())
     passages = expected_passages("mine", model, 96, POSITIONS)
     attention = model.model.layers[1].self_attn
@@ -93,7 +85,7 @@ def test_a_layer_that_never_asks_for_attention_is_refused(kernels: None) -> None
         check_forward("mine", model, kv_shape(model.config, 0), passages, POSITIONS)
 
 
-def test_attention_to_tokens_that_follow_is_refused(kernels: None) -> None:
+def test_attention_to_later_tokens_is_refused(kernels: None) -> None:
     config = t.BertConfig(**{**SIZES, "num_key_value_heads": 4}, max_position_embeddings=256)
     with pytest.raises(
         UnsupportedModel, match="BertLMHeadModel, which this runtime computes wrongly .its logits differ"
@@ -102,7 +94,7 @@ def test_attention_to_tokens_that_follow_is_refused(kernels: None) -> None:
 
 
 class Mixing(nn.Module):
-    """A layer that sees the token before: right in a chain, wrong wherever the node before is a sibling."""
+    """A layer that sees the row before: right in a chain, wrong where that row is a sibling."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -113,7 +105,7 @@ class Mixing(nn.Module):
         return out
 
 
-def test_tokens_that_mix_outside_of_attention_are_refused(kernels: None) -> None:
+def test_a_layer_that_mixes_tokens_outside_attention_is_refused(kernels: None) -> None:
     model = built(llama())
     model.model.layers[0].mlp = Mixing(model.model.layers[0].mlp)
     with pytest.raises(UnsupportedModel, match="computes wrongly"):
@@ -138,7 +130,7 @@ def test_other_weights_and_other_positions_are_refused_in_both_dtypes(
         check_forward("mine", model, shape, passages, POSITIONS)
 
 
-def test_a_window_shorter_than_the_context_is_refused_where_a_layer_asks_for_it(kernels: None) -> None:
+def test_a_window_shorter_than_the_context_is_refused(kernels: None) -> None:
     config = t.MistralConfig(**SIZES, sliding_window=POSITIONS - 1, max_position_embeddings=256)
     with pytest.raises(
         UnsupportedModel, match=f"layer 0 has a window of {POSITIONS - 1} tokens for {POSITIONS} positions"
@@ -147,26 +139,21 @@ def test_a_window_shorter_than_the_context_is_refused_where_a_layer_asks_for_it(
     prove(built(config), POSITIONS - 1)
 
 
-def test_sinks_are_refused_where_a_layer_asks_for_them(kernels: None) -> None:
+def test_attention_sinks_are_refused(kernels: None) -> None:
     config = t.GraniteSWAConfig(**SIZES, max_position_embeddings=256, sliding_window=256, pad_token_id=0)
     with pytest.raises(UnsupportedModel, match="layer 0 attends with 's_aux'"):
         prove(built(config))
 
 
-def test_heads_that_the_configuration_does_not_promise_are_refused(kernels: None) -> None:
+def test_heads_that_differ_from_the_configuration_are_refused(kernels: None) -> None:
     model = built(llama())
     passages = expected_passages("mine", model, 96, POSITIONS)
+    other = t.LlamaConfig(**{**SIZES, "num_key_value_heads": 4})
     with pytest.raises(
         UnsupportedModel,
         match=r"attends with \[\[1, 4, 16, 16\], .* where config.json promises 2 layers of 4 heads",
     ):
-        check_forward(
-            "mine",
-            model,
-            kv_shape(llama().__class__(**{**SIZES, "num_key_value_heads": 4}), 0),
-            passages,
-            POSITIONS,
-        )
+        check_forward("mine", model, kv_shape(other, 0), passages, POSITIONS)
 
 
 def test_a_forward_that_fails_or_is_not_finite_is_refused() -> None:
@@ -198,16 +185,14 @@ def rope_llama(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ("longrope", "dynamic"))
-def test_rotary_embeddings_that_change_with_length_are_right_up_to_where_they_change(
-    kind: str, kernels: None
-) -> None:
+def test_rotary_embeddings_are_right_up_to_the_length_where_they_change(kind: str, kernels: None) -> None:
     prove(built(rope_llama(kind)), 128)
     with pytest.raises(UnsupportedModel, match="computes wrongly"):
-        prove(built(rope_llama(kind)), 137)  # `build._max_context` lets nobody get there
+        prove(built(rope_llama(kind)), 137)
 
 
 @pytest.mark.parametrize("kind", ("longrope", "dynamic"))
-def test_frozen_rotary_embeddings_are_transformers_own_at_every_position(kind: str) -> None:
+def test_frozen_rotary_embeddings_equal_those_of_transformers_at_every_position(kind: str) -> None:
     model = built(rope_llama(kind))
     tokens = (torch.arange(128) * 7 % 96)[None]
     model.set_attn_implementation("eager")
@@ -219,15 +204,15 @@ def test_frozen_rotary_embeddings_are_transformers_own_at_every_position(kind: s
 
 
 @pytest.mark.parametrize("kind", ("longrope", "dynamic"))
-def test_a_model_with_such_rotary_embeddings_is_one_static_graph(kind: str, kernels: None) -> None:
+def test_frozen_rotary_embeddings_are_one_static_graph(kind: str, kernels: None) -> None:
     model = built(rope_llama(kind))
     cache = KVCache(kv_shape(model.config, 32), dtype=torch.float32, device="cpu")
     graph = torch.export.export(TargetForward(model, cache, 96), (empty_meta(4, 5),), strict=False).graph
-    # frequencies that a forward writes
+    # no forward writes its frequencies
     assert [node for node in graph.nodes if "copy_" in str(node.target)] == []
 
 
-def test_a_deviation_is_of_the_worst_token_in_spreads_of_its_logits() -> None:
+def test_a_deviation_is_that_of_the_worst_token_in_standard_deviations() -> None:
     expected_LV = torch.tensor([[-1.0, 1.0, -1.0, 1.0], [-3.0, 3.0, -3.0, 3.0]])
     spread = float(expected_LV[0].std())
     assert deviation(expected_LV, expected_LV) == 0

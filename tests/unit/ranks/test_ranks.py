@@ -273,7 +273,7 @@ def test_what_cannot_be_shared_out_is_refused_by_name() -> None:
         shard_(model, 0, 2)
     model._tp_plan = {"model.layers.*.mlp.gate_up_proj": "colwise"}
     with pytest.raises(
-        UnsupportedModel, match="names .model.layers.*mlp.gate_up_proj., which the model has not"
+        UnsupportedModel, match="names .model.layers.*mlp.gate_up_proj., which the model does not have"
     ):
         shard_(model, 0, 2)
     model._tp_plan = {}
