@@ -19,10 +19,11 @@ from bench.pair import (
     inflated_model,
 )
 from bench.workloads import STORIES, Workload
-from yggdrasil.bundle import BUNDLED, bundled_models, load_bundle
+from yggdrasil.bundle import BUNDLED, bundled_models
 from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError
+from yggdrasil.loading import load_bundle
 from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.offline.traces import BUNDLED_TEXT
 from yggdrasil.pair import LoadedPair, load_pair

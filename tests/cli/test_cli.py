@@ -22,11 +22,12 @@ import tiny_pair
 from conftest import TINY
 
 import yggdrasil
-from yggdrasil.bundle import Bundle, load_bundle
+from yggdrasil.bundle import Bundle
 from yggdrasil.cli import generate as generate_command
 from yggdrasil.cli import main
 from yggdrasil.kernels.compilations import compilations
-from yggdrasil.offline import pipeline, tuning
+from yggdrasil.loading import load_bundle, load_models
+from yggdrasil.offline import inputs, pipeline, tuning
 from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.pair import load_pair
 from yggdrasil.report.run import Run
@@ -34,8 +35,8 @@ from yggdrasil.store import artifacts
 from yggdrasil.store.artifacts import digest_file, save_json
 
 KEYS = (
-    "text", "token_ids", "num_tokens", "target_passes", "aal", "ttft_ms", "tpot_ms", "tok_per_s", "compilations", "stages_ms", "speculation", "seed", "device",
-    "dtype",
+    "text", "token_ids", "num_tokens", "target_passes", "aal", "ttft_ms", "tpot_ms", "tok_per_s",
+    "compilations", "stages_ms", "speculation", "seed", "device", "dtype",
 )  # fmt: skip
 PROMPT = "Once upon a time"
 PNG = b"\x89PNG\r\n"
@@ -122,7 +123,8 @@ def test_collections_pass_over_the_loaded_pair_while_text_is_written(
 
 
 def test_the_heap_is_thawed_where_bindings_count_what_is_left_at_the_end(ygg_home: Path) -> None:
-    script = f"import sys, triton; from yggdrasil.cli import main; sys.exit(main(['generate', {PROMPT!r}, '--pair', 'tiny', '--max-new-tokens', '7']))"
+    words = ["generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "7"]
+    script = f"import sys, triton; from yggdrasil.cli import main; sys.exit(main({words!r}))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr == ""
 
@@ -204,7 +206,8 @@ def test_steps_that_take_several_times_their_profile_are_noted_on_stderr(
     out, err = capsys.readouterr()
     assert json.loads(out)["text"] == report["text"]
     assert re.fullmatch(
-        r"ygg generate: the machine is busy: steps took 3\.4 times .*; end other programs, .*: ygg compile .*\n",
+        r"ygg generate: the machine is busy: steps took 3\.4 times .*; "
+        r"end other programs, .*: ygg compile .*\n",
         err,
     )
 
@@ -302,7 +305,7 @@ def test_what_cannot_work_is_refused_before_anything_is_compiled(
 ) -> None:
     monkeypatch.setenv("YGG_HOME", str(tmp_path))
     monkeypatch.setattr(pipeline, "compile_pair", lambda *args, **kwargs: pytest.fail("compiles"))
-    monkeypatch.setattr(pipeline, "bundled_arguments", lambda: (*llama_folders, "tinystories"))
+    monkeypatch.setattr("yggdrasil.bundle.bundled_models", lambda: tuple(map(Path, llama_folders)))
     for models in ((), ("--target", llama_folders[0], "--draft", llama_folders[1])):
         assert re.search(complaint, refused(capfd, "generate", PROMPT, *models, *arguments))
     assert list(tmp_path.iterdir()) == []
@@ -311,7 +314,7 @@ def test_what_cannot_work_is_refused_before_anything_is_compiled(
 def test_a_calibration_file_that_is_not_there_is_refused_before_the_models_are_read(
     llama_folders: tuple[str, str], capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_describe", lambda *args: pytest.fail("reads the models"))
+    monkeypatch.setattr(pipeline, "describe_pair", lambda *args: pytest.fail("reads the models"))
     assert "--calibration: " in refused(
         capfd, "compile", *llama_folders, "--name", "x", "--calibration", str(tmp_path / "no.txt")
     )
@@ -439,8 +442,11 @@ def refused(capture: Capture, *arguments: str) -> str:
         (("--max-tokens", "-5"), "--max-new-tokens: -5"),
         (("-n", "9999"), "--max-new-tokens: 9999 .*at most .*256"),
         (("--stop", ""), "--stop: "),
-        (("--target", "a"), "--pair goes without --target and --draft: ygg generate --pair tiny"),
-        (("--target", "a", "--draft", "b"), "--pair goes without --target and --draft"),
+        (
+            ("--target", "a"),
+            "--pair cannot be combined with --target and --draft: ygg generate --pair tiny",
+        ),
+        (("--target", "a", "--draft", "b"), "--pair cannot be combined with --target and --draft"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(
@@ -473,7 +479,7 @@ def test_show_of_the_bundled_pair_says_how_to_compile_it(
 ) -> None:
     monkeypatch.setenv("YGG_HOME", str(tmp_path))
     assert refused(capfd, "show", "pair").endswith(
-        "no compiled pair named 'tinystories' (there are: none yet); run `ygg compile`\n"
+        "no compiled pair named 'tinystories' (known: none yet); run `ygg compile`\n"
     )
 
 
@@ -678,7 +684,7 @@ DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
     ),
     "truncated predictor weights": (
         lambda bundle: truncate(predictor_file(bundle, "predictor.safetensors")),
-        "predictor.json: corrupt .predictor.safetensors is not the file",
+        "predictor.json: corrupt .predictor.safetensors was not written together with it",
     ),
 }
 
@@ -707,8 +713,8 @@ def test_notes_on_a_pair_are_shown_and_are_lines_on_stderr_when_it_is_compiled(
     assert "  note: one thing\n  note: another\n" in capsys.readouterr().out
     monkeypatch.setattr(pipeline, "compile_pair", lambda *models, **options: noted)
     assert main(["compile", *llama_folders, "--name", "tiny"]) == 0
-    told = capsys.readouterr().err
-    assert "ygg compile: note: one thing\nygg compile: note: another\n" in told
+    err = capsys.readouterr().err
+    assert "ygg compile: note: one thing\nygg compile: note: another\n" in err
 
 
 def test_a_model_that_would_be_decoded_wrongly_is_refused_by_name_and_leaves_no_pair(
@@ -784,7 +790,7 @@ def test_compiling_again_keeps_what_is_whole_and_builds_what_is_missing_or_broke
     assert {
         name: digest for name, digest in snapshot(folder).items() if name not in ("bundle.json", graph)
     } == {name: digest for name, digest in kept.items() if name != graph}
-    assert len(again.load_models()) == 2
+    assert len(load_models(again)) == 2
     generate(capsys)
 
 
@@ -817,8 +823,8 @@ def test_an_interrupted_recompilation_leaves_the_pair_that_was_there(
 ) -> None:
     old = load_bundle("tiny")
     calibration = tiny_pair.save_calibration(copied / "stories.txt")
-    monkeypatch.setattr(pipeline, "machine_fields", lambda: {**old.machine, "torch": "the next one"})
-    new = pipeline._describe(*llama_folders, "tiny", TINY, calibration)
+    monkeypatch.setattr(inputs, "machine_fields", lambda: {**old.machine, "torch": "the next one"})
+    new = inputs.describe_pair(*llama_folders, "tiny", TINY, calibration)
     shutil.copytree(old.folder, new.folder)  # its graphs are built: what is left is to measure
     before = snapshot(copied)
 
@@ -856,7 +862,10 @@ class Phases(tiny_pair.SilentProgress):
 @contextmanager
 def held(home: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that compiles the pair: it has the lock until its standard input is closed."""
-    script = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    script = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
     path = home / "compile_cache" / "tiny" / artifacts.LOCK_NAME
     with subprocess.Popen(
         [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -957,7 +966,7 @@ def test_a_calibration_without_a_budget_is_refused_before_it_begins(budget: str,
 
 def test_an_unknown_predictor_is_refused_with_the_known_ones(copied: Path, capfd: Capture) -> None:
     line = refused(capfd, "generate", PROMPT, "--pair", "tiny", "--predictor", "poems")
-    assert "no predictor named 'poems' (there are: stories)" in line
+    assert "no predictor named 'poems' (known: stories)" in line
     assert "--calibration poems.txt" in line
 
 

@@ -16,10 +16,11 @@ import pytest
 import tiny_pair
 from conftest import TINY
 
-from yggdrasil.bundle import Bundle, load_bundle
+from yggdrasil.bundle import Bundle
 from yggdrasil.cli import main
 from yggdrasil.kernels import build as kernels_build
 from yggdrasil.kernels import library_path
+from yggdrasil.loading import load_bundle
 from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.pair import LoadedPair
 from yggdrasil.store import artifacts
@@ -214,7 +215,10 @@ def test_rm_refuses_what_is_no_pair(name: str, copied: Path, capsys: Capture) ->
 
 def test_rm_leaves_a_pair_that_is_being_compiled(copied: Path, capsys: Capture) -> None:
     lock = copied / "compile_cache" / "tiny" / artifacts.LOCK_NAME
-    script = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    script = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:

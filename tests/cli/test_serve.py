@@ -41,7 +41,7 @@ def refused(capture: Capture, *arguments: str) -> str:
         (("--gamma-max", "-1"), "--gamma-max: -1"),
         (("--max-queue", "0"), "--max-queue: 0"),
         (("--kv-memory", "0MiB"), "--kv-memory: 0"),
-        (("--target", "a", "--draft", "b"), "--pair goes without --target and --draft"),
+        (("--target", "a", "--draft", "b"), "--pair cannot be combined with --target and --draft"),
         ((), "no compiled pair named 'nobody'"),
         (("--host", "256.0.0.1"), "--host: '256.0.0.1'"),
         (("--port", "65536"), "--port: 65536"),
@@ -101,7 +101,7 @@ def test_a_missing_package_names_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     line = refused(capsys)
-    assert f"{package} is not installed, which serving needs" in line
+    assert f"{package} is not installed, but serving needs it" in line
     assert "pip install 'yggdrasil-decoding[serve]'" in line
 
 
@@ -116,7 +116,7 @@ def test_a_size_that_is_none_is_refused(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--kv-memory", "much"])
     assert ended.value.code == 2
-    assert "'much' is no size; write 512MiB" in capsys.readouterr().err
+    assert "'much' is not a size; write 512MiB" in capsys.readouterr().err
 
 
 def test_help_shows_the_defaults_of_the_config_and_imports_nothing_heavy() -> None:
@@ -182,7 +182,10 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out + err
 
 
-UNFINISHED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\nExpect: 100-continue\r\n\r\n"
+UNFINISHED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 10\r\nExpect: 100-continue\r\n\r\n"
+)
 
 
 def is_taking_requests(url: str) -> bool:

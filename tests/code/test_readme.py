@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from yggdrasil.bundle import BUNDLED, Bundle, load_bundle
+from yggdrasil.bundle import BUNDLED, Bundle
 from yggdrasil.cli import main
 from yggdrasil.cli.main import _parser
+from yggdrasil.loading import load_bundle
 from yggdrasil.offline import pipeline
 from yggdrasil.store import artifacts
 

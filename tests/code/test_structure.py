@@ -27,7 +27,7 @@ GROUPS = (  # a module imports from its own group and from those before it
     ("compiler",),
     ("schedule",),
     ("engine",),
-    ("ranks", "bundle", "inventory", "pair"),
+    ("ranks", "bundle", "inventory", "loading", "pair"),
     ("report",),
     ("offline",),
     ("serve",),
@@ -72,7 +72,9 @@ def test_every_group_member_exists() -> None:
 
 def test_the_order_would_notice_a_forbidden_import() -> None:
     assert group("yggdrasil.step.accept") < group("yggdrasil.engine") < group("yggdrasil.cli.main")
-    assert "yggdrasil.store.artifacts" in imports("yggdrasil.bundle")  # `from yggdrasil.store import artifacts`
+    assert "yggdrasil.store.artifacts" in imports(
+        "yggdrasil.bundle"
+    )  # `from yggdrasil.store import artifacts`
     assert "yggdrasil.report.run" in imports("yggdrasil.cli.generate")  # inside a function
 
 

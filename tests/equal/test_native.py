@@ -20,6 +20,7 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.errors import YggError
 from yggdrasil.kernels import load_kernels
+from yggdrasil.loading import load_models
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.latency import Curve, LatencyModel
@@ -83,7 +84,7 @@ def native(engine: Engine, by_stages: ByStages = never) -> NativeStep:
 
 @pytest.fixture(scope="module")
 def engine(tiny_bundle: Bundle) -> Engine:
-    return Engine(*tiny_bundle.load_models(), max_context=tiny_bundle.max_context)
+    return Engine(*load_models(tiny_bundle), max_context=tiny_bundle.max_context)
 
 
 def fresh(

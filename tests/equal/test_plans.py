@@ -22,6 +22,7 @@ from yggdrasil.bundle import Bundle
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ArtifactError, YggError
+from yggdrasil.loading import load_models
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.pair import load_pair
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
@@ -122,7 +123,7 @@ POLICIES = {
 
 @pytest.fixture(scope="module")
 def engine(tiny_bundle: Bundle) -> Engine:
-    return Engine(*tiny_bundle.load_models(), max_context=tiny_bundle.max_context)
+    return Engine(*load_models(tiny_bundle), max_context=tiny_bundle.max_context)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ConfigError, ModelMismatch, UnsupportedModel
 from yggdrasil.models import hub
 from yggdrasil.models.load import load_config
-from yggdrasil.offline import pipeline
+from yggdrasil.offline.inputs import max_context
 from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.tokenizer import load_tokenizer
 
@@ -71,8 +71,9 @@ def refused_configs() -> dict[str, tuple[Any, str]]:
 
 
 @pytest.mark.parametrize("name", (
-    "soft caps", "encoder-decoder", "mixture of experts", "qwen3 mixture of experts", "state space", "latent attention", "chunks", "hybrid", "alibi",
-    "own attention", "gptq", "awq", "multimodal", "heads of 24",
+    "soft caps", "encoder-decoder", "mixture of experts", "qwen3 mixture of experts", "state space",
+    "latent attention", "chunks", "hybrid", "alibi", "own attention", "gptq", "awq", "multimodal",
+    "heads of 24",
 ))  # fmt: skip
 def test_refused_models(tmp_path: Path, name: str) -> None:
     config, feature = refused_configs()[name]
@@ -82,7 +83,7 @@ def test_refused_models(tmp_path: Path, name: str) -> None:
 
 
 def settled(config: CompileConfig, **models: Any) -> int:
-    return pipeline._max_context(config, models)
+    return max_context(config, models)
 
 
 def test_a_sliding_window_as_long_as_the_context_and_a_tree_is_none() -> None:
@@ -112,7 +113,7 @@ def test_a_sliding_window_as_long_as_the_context_and_a_tree_is_none() -> None:
             else:
                 with pytest.raises(
                     ConfigError,
-                    match=f"at most 240: {name} has a sliding window of {window} tokens, .*add --max-context 240",
+                    match=f"at most 240: {name} has a sliding window of {window} .*--max-context 240",
                 ):
                     settled(TINY, **{name: config})
     # it does not use it
@@ -146,7 +147,8 @@ def test_the_context_ends_where_rotary_embeddings_would_change() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match="at most 112: phi has 'longrope' rotary embeddings that change beyond 128 positions, .*--max-context 112",
+        match="at most 112: phi has 'longrope' rotary embeddings that change beyond 128 positions, "
+        ".*--max-context 112",
     ):
         settled(TINY, phi=phi)
     assert settled(replace(TINY, max_context=112), phi=phi) == 112
@@ -201,7 +203,8 @@ def test_a_hub_that_does_not_answer_is_not_asked_again(monkeypatch: pytest.Monke
     start = time.perf_counter()
     with pytest.raises(
         ConfigError,
-        match="model: 'nobody/nothing' is not allowed; it must be a folder .*the hub does not answer, .*not downloaded before",
+        match="model: 'nobody/nothing' is not allowed; it must be a folder "
+        ".*the hub does not answer, .*not downloaded before",
     ):
         load_config("nobody/nothing")
     hub._hub_answers.cache_clear()

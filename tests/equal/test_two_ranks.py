@@ -176,7 +176,7 @@ def test_a_pair_for_two_ranks_says_so_to_one_process(capsys: pytest.CaptureFixtu
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert (
-        "compiled for 2 ranks, this run has 1; `torchrun --nproc-per-node 2 -m yggdrasil generate ...` decodes with it"
+        "compiled for 2 ranks, this run has 1; decode with `torchrun --nproc-per-node 2 -m yggdrasil generate ...`"
         in error
     )
 
@@ -203,6 +203,6 @@ def test_a_mistake_on_rank_0_releases_the_others_and_is_said_once() -> None:
     (code, error), other = run_ranks(command, command)
     assert (code, error.count("\n"), other) == (2, 1, (0, ""))
     assert (
-        "compiled for 1 process, this run has 2; without torchrun it decodes, or compile it for 2; run `torchrun --nproc-per-node 2 -m ygg"
+        "compiled for 1 process, this run has 2; decode without torchrun, or compile it for 2; run `torchrun --nproc-per-node 2 -m ygg"
         in error
     )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from yggdrasil.config import GenerateConfig, SamplingConfig, ServeConfig
 from yggdrasil.errors import CapacityError
+from yggdrasil.loading import load_draft_weights
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.protocol import GammaPolicy
 from yggdrasil.policy.uncalibrated import plain_policy
@@ -177,7 +178,7 @@ def test_the_draft_comes_back_whole_and_in_chunks(stand: Stand, monkeypatch: pyt
     from yggdrasil.serve import draft_memory as room_module
 
     monkeypatch.setitem(room_module.CHUNK_BYTES, "cpu", 5000)
-    weights = stand.pair.bundle.load_draft_weights("cpu")
+    weights = load_draft_weights(stand.pair.bundle, "cpu")
     memory = torch.zeros(room_bytes(weights) + 64, dtype=torch.uint8)
     room = DraftRoom(weights, memory[-memory.data_ptr() % 64 :])
     whole = digest(room)
@@ -201,7 +202,7 @@ def test_the_draft_comes_back_whole_and_in_chunks(stand: Stand, monkeypatch: pyt
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_draft_comes_back_over_a_stream_of_its_own_behind_what_was_launched(tiny: LoadedPair) -> None:
-    weights = tiny.bundle.load_draft_weights("cpu")
+    weights = load_draft_weights(tiny.bundle, "cpu")
     room = DraftRoom(weights, torch.zeros(room_bytes(weights), dtype=torch.uint8, device="cuda"))
     room.leave_()
     for tensor in room.weights.values():

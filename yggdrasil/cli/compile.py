@@ -1,4 +1,4 @@
-"""`ygg compile`: lower a pair to static graphs, measure this machine, calibrate acceptance."""
+"""`ygg compile`: compile a pair to static graphs, measure this machine, calibrate acceptance."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "pair_name", "run"]
 
 DESCRIPTION = """\
-Compile a target and a draft for this machine, once. Both are lowered with TorchInductor to one static graph per token
-count of a small menu; then the graphs are timed and the draft's guesses are calibrated on text. After Ctrl-C the same
-command keeps the graphs that were finished; a pair compiled before works until the new one is done. Without arguments
-the bundled pair is compiled.
+Compile a target and a draft for this machine, once. TorchInductor compiles each to one static graph per
+token count of a small menu; then the graphs are timed, and the draft is calibrated on text. After Ctrl-C,
+run the same command again: finished graphs are kept. Until the new pair is done, an earlier one of that
+name still works. Without arguments, the bundled pair is compiled.
 
-For several GPUs: torchrun --nproc-per-node 2 -m yggdrasil compile TARGET DRAFT ...; the target is shared out by its tensor-parallel plan in
-transformers, and the pair then runs on as many processes.
+For several GPUs: torchrun --nproc-per-node 2 -m yggdrasil compile TARGET DRAFT ...
+The target is split by its tensor-parallel plan in transformers; the pair then runs on as many processes.
 """
 
 
@@ -50,14 +50,14 @@ def add_parser(verbs: Any) -> None:
         "--calibration",
         type=Path,
         metavar="FILE",
-        help='text to calibrate acceptance on: plain, or .jsonl with a "text" a line',
+        help='text to calibrate on: a text file, or .jsonl with a "text" in every line',
     )
     parser.add_argument(
         "--calibration-budget",
         type=float,
         default=defaults.calibration_budget_s,
         metavar="SECONDS",
-        help="most seconds for writing calibration text and drafting along it; a large pair gets fewer trees and texts (default: %(default)g)",
+        help="most seconds for calibration; a large pair gets fewer trees and texts (default: %(default)g)",
     )
     parser.add_argument("--device", default=defaults.device, help="cpu or cuda (default: %(default)s)")
     parser.add_argument(
@@ -72,24 +72,23 @@ def add_parser(verbs: Any) -> None:
         "--exact",
         action=argparse.BooleanOptionalAction,
         default=defaults.exact,
-        help="on cuda, linear layers that round alike in every graph, so that speculation writes what plain decoding writes, to the bit; --no-exact takes "
-        "cuBLAS's, which round by the number of tokens. On a cpu every graph is exact anyway (default: --exact)",
+        help="on cuda, use linear layers that round the same in every graph, so that speculation writes "
+        "what plain decoding writes, bit for bit; --no-exact uses cuBLAS, where rounding depends on the "
+        "number of tokens. On a cpu every graph is exact (default: --exact)",
     )
     parser.add_argument(
         "--compress",
         action=argparse.BooleanOptionalAction,
         default=defaults.compress,
-        help="on a cpu, keep bfloat16 weights in three quarters of their bytes, and every bit of them: worth it where memory is waited for and the processor "
-        "has time to expand them (default: on processors with AMX, models of more than 8 MB)",
+        help="on a cpu, store bfloat16 weights without loss in three quarters of their bytes; faster if "
+        "the processor waits for memory (default: on processors with AMX, for models of more than 8 MB)",
     )
-    add_threads(parser, ", and processes that build graphs; the pair is measured with as many")
+    add_threads(parser, "; also processes that compile graphs, and threads of the measurements")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Compile and say what to do next."""
-    from yggdrasil.offline.pipeline import bundled_arguments, resolved
-
+    """Compile a pair and print what was measured."""
     config = CompileConfig(
         device=options.device,
         dtype=options.dtype,
@@ -99,52 +98,68 @@ def run(options: argparse.Namespace) -> None:
         calibration_budget_s=options.calibration_budget,
         ranks=num_ranks(),
     )
-    if options.target is None and options.name is not None:
-        raise UsageError(
-            "--name goes with the models it is for", f"ygg compile TARGET DRAFT --name {options.name}"
-        )
-    if options.target is None:
-        target, draft, name = bundled_arguments()
-    elif options.draft is None:
-        raise UsageError("the draft is missing", f"{shlex.join(['ygg', 'compile', options.target])} DRAFT")
-    else:
-        target = options.target
-        draft = options.draft
-        name = options.name or Path(resolved(options.target)).name
-        _check_name(name, target, draft)
+    target, draft, name = _models_and_name(options)
     apply_threads(options)
-    _report(*_compile(target, draft, name, config, options.calibration, options.threads))
+    start = time.perf_counter()
+    bundle = _compile(target, draft, name, config, options.threads, options.calibration)
+    _report(bundle, time.perf_counter() - start)
+
+
+def _models_and_name(options: argparse.Namespace) -> tuple[str, str, str]:
+    """Target, draft and name of the pair to compile."""
+    from yggdrasil.offline.inputs import resolved
+
+    if options.target is None:
+        if options.name is not None:
+            problem = "--name needs the models that it names"
+            raise UsageError(problem, f"ygg compile TARGET DRAFT --name {options.name}")
+        return _bundled_pair()
+    if options.draft is None:
+        raise UsageError("the draft is missing", f"{shlex.join(['ygg', 'compile', options.target])} DRAFT")
+    name = options.name or Path(resolved(options.target)).name
+    _check_name(name, options.target, options.draft)
+    return options.target, options.draft, name
+
+
+def _bundled_pair() -> tuple[str, str, str]:
+    from yggdrasil.bundle import BUNDLED, bundled_models
+
+    target, draft = bundled_models()
+    return str(target), str(draft), BUNDLED
 
 
 def _check_name(name: str, target: str, draft: str) -> None:
-    """Raises ConfigError for what cannot be a folder of its own in the stores, or is one already."""
+    """Raise ConfigError for a name that cannot be a folder in the store, or is reserved."""
     from yggdrasil.bundle import BUNDLED
     from yggdrasil.store.artifacts import OPERATORS
 
     if name in (BUNDLED, OPERATORS) or not re.fullmatch(r"[^\W_][\w.-]*", name):
-        allowed = f"letters, digits, dots, dashes and underscores, a letter or digit first; {BUNDLED} and {OPERATORS} are taken"
-        raise ConfigError(
-            "name", name, allowed, f"{shlex.join(['ygg', 'compile', target, draft])} --name NAME"
+        allowed = (
+            "letters, digits, dots, dashes and underscores, a letter or digit first; "
+            f"{BUNDLED} and {OPERATORS} are taken"
         )
+        command = f"{shlex.join(['ygg', 'compile', target, draft])} --name NAME"
+        raise ConfigError("name", name, allowed, command)
 
 
 def pair_name(
     options: argparse.Namespace, check: Callable[[str, str], None] = lambda target, draft: None
 ) -> str:
-    """The compiled pair that `--pair`, or `--target` and `--draft`, name; compiled first if need be, but
-    for a name that nobody compiled.
+    """Name of the pair that `--pair`, or `--target` and `--draft`, choose.
+
+    The bundled pair, and a pair given by its models, are compiled if they are not yet.
 
     Args:
-        options: Of the verb.
-        check: Called with target and draft before they are compiled, to refuse what could not work
-            afterwards.
+        options: Options of `ygg generate` or `ygg serve`.
+        check: Called with target and draft before they are compiled, to refuse what cannot work later.
 
     Raises:
-        UsageError: half of a pair, or two.
+        UsageError: one model is missing, or both a name and models are given.
     """
     verb = f"ygg {options.verb}"
     if options.pair is not None and (options.target is not None or options.draft is not None):
-        raise UsageError("--pair goes without --target and --draft", f"{verb} --pair {options.pair}")
+        problem = "--pair cannot be combined with --target and --draft"
+        raise UsageError(problem, f"{verb} --pair {options.pair}")
     if options.target is not None and options.draft is None:
         raise UsageError("--draft is missing", f"{verb} --target {options.target} --draft DRAFT")
     if options.draft is not None and options.target is None:
@@ -152,56 +167,55 @@ def pair_name(
     from yggdrasil.bundle import BUNDLED, is_compiled
 
     if options.target is not None:
-        return _compile_named(options.target, options.draft, options.threads, check)
-    if options.pair in (None, BUNDLED) and not is_compiled(BUNDLED):
-        _compile_bundled(options.threads, check)
-    return options.pair or BUNDLED
-
-
-def _compile_named(target: str, draft: str, threads: int | None, check: Callable[[str, str], None]) -> str:
-    """Under a name made of both models, unless that is done."""
-    from yggdrasil.bundle import is_compiled
-    from yggdrasil.offline.pipeline import resolved
-    from yggdrasil.store.artifacts import digest
-
-    name = f"{Path(target).resolve().name}-{digest(resolved(target), resolved(draft))}"
-    # one that `ygg compile --name` takes, for errors will say to run that
-    name = re.sub(r"[^\w.-]", "-", name).lstrip("._-")
+        target = options.target
+        draft = options.draft
+        name = _name_of_models(target, draft)
+    elif options.pair not in (None, BUNDLED):
+        return str(options.pair)
+    else:
+        target, draft, name = _bundled_pair()
     if not is_compiled(name):
         check(target, draft)
-        _compile(target, draft, name, CompileConfig(ranks=num_ranks()), None, threads)
+        if name == BUNDLED:
+            announcement = "first run: compiling the bundled pair for this machine (a few minutes, once)"
+            print(announcement, file=sys.stderr)
+        _compile(target, draft, name, CompileConfig(ranks=num_ranks()), options.threads)
     return name
 
 
-def _compile_bundled(threads: int | None, check: Callable[[str, str], None]) -> None:
-    """With its defaults, for a first `ygg generate` or `ygg serve`."""
-    from yggdrasil.offline.pipeline import bundled_arguments
+def _name_of_models(target: str, draft: str) -> str:
+    """A name that `ygg compile --name` accepts, since error messages suggest that command."""
+    from yggdrasil.offline.inputs import resolved
+    from yggdrasil.store.artifacts import digest
 
-    check(*bundled_arguments()[:2])
-    print("first run: compiling the bundled pair for this machine (a few minutes, once)", file=sys.stderr)
-    _compile(*bundled_arguments(), CompileConfig(ranks=num_ranks()), None, threads)
+    name = f"{Path(target).resolve().name}-{digest(resolved(target), resolved(draft))}"
+    return re.sub(r"[^\w.-]", "-", name).lstrip("._-")
 
 
 def _compile(
-    target: str, draft: str, name: str, config: CompileConfig, calibration: Path | None, threads: int | None
-) -> tuple[Bundle, float]:
+    target: str,
+    draft: str,
+    name: str,
+    config: CompileConfig,
+    num_workers: int | None,
+    calibration: Path | None = None,
+) -> Bundle:
     from yggdrasil.cli.progress import RichProgress
     from yggdrasil.offline.pipeline import compile_pair
     from yggdrasil.offline.traces import CALIBRATION_TEXT
 
-    start = time.perf_counter()
     bundle = compile_pair(
         target,
         draft,
         name=name,
         config=config,
         calibration=calibration or CALIBRATION_TEXT,
-        num_workers=threads,
+        num_workers=num_workers,
         progress=RichProgress(),
     )
     for note in bundle.notes:
         print(f"ygg compile: note: {note}", file=sys.stderr)
-    return bundle, time.perf_counter() - start
+    return bundle
 
 
 def _report(bundle: Bundle, seconds: float) -> None:

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from yggdrasil.bundle import Bundle, load_bundle
+from yggdrasil.bundle import Bundle
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import CompileConfig, ServeConfig
 from yggdrasil.errors import ConfigError
 from yggdrasil.kv import KVStorage
 from yggdrasil.layout import PAGE_LEN
+from yggdrasil.loading import load_bundle, load_draft, load_draft_weights, load_target, paged_storage
 from yggdrasil.pair import load_measurements
 from yggdrasil.policy.gamma.prior import predicted_goodput
 from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy, policy_builder
@@ -119,17 +120,21 @@ def _load_models(
     draft's weights.
     """
     device = bundle.config.device
-    host_weights = bundle.load_draft_weights("cpu")
+    host_weights = load_draft_weights(bundle, "cpu")
     page_bytes = PAGE_LEN * bundle.kv_target.token_bytes(bundle.dtype)
     room_pages = -(-room_bytes(host_weights) // page_bytes) if config.elastic else 0
-    target = bundle.paged_storage(bundle.kv_target, pool.table_BP, pool.num_pages + room_pages)
-    draft = bundle.paged_storage(bundle.kv_draft, pool.table_BP, pool.num_pages)
+    target = paged_storage(bundle, bundle.kv_target, pool.table_BP, pool.num_pages + room_pages)
+    draft = paged_storage(bundle, bundle.kv_draft, pool.table_BP, pool.num_pages)
     if not config.elastic:
-        return bundle.load_target(target), bundle.load_draft(draft, bundle.load_draft_weights(device)), None
+        return (
+            load_target(bundle, target),
+            load_draft(bundle, draft, load_draft_weights(bundle, device)),
+            None,
+        )
     room = DraftRoom(host_weights, target.bytes_from(pool.num_pages))
     low_pages = scarce_below(config.tau_low, pool.num_pages)
     elastic = ElasticMemory(pool, target, room, low_pages=low_pages, persist_steps=config.persist_steps)
-    return bundle.load_target(target), bundle.load_draft(draft, room.weights), elastic
+    return load_target(bundle, target), load_draft(bundle, draft, room.weights), elastic
 
 
 def policy_parts(bundle: Bundle, config: ServeConfig) -> PolicyParts:

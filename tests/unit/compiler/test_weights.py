@@ -13,7 +13,7 @@ from torch import nn
 
 from yggdrasil.compiler.weights import FILE_NAME, load_weights, save_weights
 from yggdrasil.errors import ArtifactError, UnsupportedModel
-from yggdrasil.offline import pipeline
+from yggdrasil.offline import build
 
 
 class Odd(nn.Module):
@@ -55,11 +55,11 @@ def test_every_tensor_comes_back_as_it_was(tmp_path: Path) -> None:
 def packing(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
     """A bundle whose models are stand-ins, and a list of those whose forward was proved."""
     proved: list[Any] = []
-    monkeypatch.setattr(pipeline, "load_model", lambda model, dtype: Odd())
-    monkeypatch.setattr(pipeline, "kv_shape", lambda config, capacity: None)
-    monkeypatch.setattr(pipeline, "expected_passages", lambda model, *others: [model])
+    monkeypatch.setattr(build, "load_model", lambda model, dtype: Odd())
+    monkeypatch.setattr(build, "kv_shape", lambda config, capacity: None)
+    monkeypatch.setattr(build, "expected_passages", lambda model, *others: [model])
     monkeypatch.setattr(
-        pipeline,
+        build,
         "check_forward",
         lambda model, loaded, kv, passages, num_positions: proved.append((model, passages)),
     )
@@ -73,7 +73,7 @@ def test_weights_are_as_readable_as_their_folder(tmp_path: Path, monkeypatch: py
     bundle, _ = packing(monkeypatch)
     for mode, expected in ((0o755, 0o644), (0o700, 0o600), (0o777, 0o644)):
         tmp_path.chmod(mode)
-        pipeline._pack(bundle, tmp_path, 0, 0, 1, tiny_pair.SilentProgress())
+        build._pack(bundle, bundle.models[0], tmp_path, 0, 1, tiny_pair.SilentProgress())
         assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == expected
 
 
@@ -82,15 +82,15 @@ def test_a_model_is_proved_before_its_weights_are_written(
 ) -> None:
     bundle, proved = packing(monkeypatch)
     for which in (0, 1):
-        pipeline._pack(bundle, tmp_path, which, 0, 1, tiny_pair.SilentProgress())
+        build._pack(bundle, bundle.models[which], tmp_path, 0, 1, tiny_pair.SilentProgress())
     assert proved == [("one", ["one"]), ("another", ["another"])]
 
     def refuse(*given: Any) -> None:
         raise UnsupportedModel("one", "another forward")
 
-    monkeypatch.setattr(pipeline, "check_forward", refuse)
+    monkeypatch.setattr(build, "check_forward", refuse)
     with pytest.raises(UnsupportedModel):
-        pipeline._pack(bundle, tmp_path / "refused", 0, 0, 1, tiny_pair.SilentProgress())
+        build._pack(bundle, bundle.models[0], tmp_path / "refused", 0, 1, tiny_pair.SilentProgress())
     assert not (tmp_path / "refused").exists()
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 

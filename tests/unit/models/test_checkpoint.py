@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from yggdrasil.errors import BrokenCheckpoint, ConfigError, YggError
 from yggdrasil.models.checkpoint import check_weights
 from yggdrasil.models.load import load_config, load_model
-from yggdrasil.offline import pipeline
+from yggdrasil.offline.inputs import describe_pair
 from yggdrasil.offline.traces import CALIBRATION_TEXT
 from yggdrasil.tokenizer import load_tokenizer
 
@@ -200,7 +200,7 @@ def test_broken_checkpoints_are_refused_before_operators_are_built(
         path = folders[which] / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(BrokenCheckpoint, match=f"{path}: cut off"):
-            pipeline._describe(*map(str, folders), "pair", TINY, CALIBRATION_TEXT)
+            describe_pair(*map(str, folders), "pair", TINY, CALIBRATION_TEXT)
 
 
 def test_a_tokenizer_that_does_not_read_is_one_line(tmp_path: Path, llama_folders: tuple[str, str]) -> None:

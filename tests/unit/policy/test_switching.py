@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from yggdrasil.bundle import Bundle, load_bundle
+from yggdrasil.bundle import Bundle
+from yggdrasil.loading import load_bundle
 from yggdrasil.pair import load_measurements
 from yggdrasil.policy.gamma.switching import SwitchTable
 

@@ -1,0 +1,245 @@
+"""Check the inputs of a compilation and decide what will be built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from yggdrasil.bundle import MALFORMED, Bundle, machine_fields
+from yggdrasil.config import CompileConfig
+from yggdrasil.errors import ArtifactError, BrokenCheckpoint, ConfigError, ModelMismatch, UnsupportedModel
+from yggdrasil.layout import PAGE_LEN
+from yggdrasil.models.checkpoint import check_weights
+from yggdrasil.models.defaults import end_tokens, unapplied_defaults
+from yggdrasil.models.load import check_vocabularies, load_config, shared_vocab
+from yggdrasil.models.sharding import check_divisible
+from yggdrasil.models.support import context_limits, kv_shape
+from yggdrasil.offline.traces import BUNDLED_TEXT, CALIBRATION_TEXT
+from yggdrasil.store import artifacts
+from yggdrasil.store.digests import KnownFile, read_files
+from yggdrasil.tokenizer import load_tokenizer
+
+__all__ = [
+    "common_ids",
+    "describe_pair",
+    "max_context",
+    "model_files",
+    "planned_context",
+    "resolved",
+    "source_files",
+]
+
+DEFAULT_MAX_CONTEXT = 2048
+MIN_CONTEXT = 32  # the smallest that `CompileConfig` accepts
+
+
+def describe_pair(
+    target: str,
+    draft: str,
+    name: str,
+    config: CompileConfig,
+    calibration: Path,
+    tick: Callable[[], None] = lambda: None,
+) -> Bundle:
+    """Check the inputs and describe the bundle to build; writes nothing.
+
+    Args:
+        target: Absolute folder or hub id of the target.
+        draft: Absolute folder or hub id of the draft.
+        name: Name of the pair.
+        config: Menu, dtype, device, limits.
+        calibration: Path of the calibration text.
+        tick: Called once for every file in `model_files` of both models.
+
+    Raises:
+        ConfigError, BrokenCheckpoint, ModelMismatch, UnsupportedModel: an input that cannot work.
+    """
+    _check_device(config)
+    target_config = load_config(target)
+    draft_config = load_config(draft)
+    check_divisible(target_config, config.ranks)
+    tokenizer = load_tokenizer(target)
+    check_vocabularies(target_config, draft_config, common_ids(tokenizer, draft))
+    notes = [_absent_tokens(target, tokenizer, target_config.vocab_size), unapplied_defaults(target)]
+    eos_tokens = end_tokens(target, target_config, tokenizer)
+    context_len = max_context(config, {target: target_config, draft: draft_config})
+    config = replace(config, max_context=context_len)
+    for model, model_config in ((target, target_config), (draft, draft_config)):
+        if Path(model).is_dir():
+            check_weights(Path(model), model_config)
+    capacity = -(-(context_len + config.max_nodes) // PAGE_LEN) * PAGE_LEN
+    kv_target = kv_shape(target_config, capacity)
+    kv_target = replace(kv_target, num_kv_heads=kv_target.num_kv_heads // config.ranks)
+    kv_draft = kv_shape(draft_config, capacity)
+    sources = source_files((target, draft), name, tick)
+    origins = [_origin(model, files) for model, files in zip((target, draft), sources, strict=True)]
+    machine = machine_fields()
+    fingerprint = artifacts.digest(*origins, asdict(kv_target), asdict(kv_draft), config.lowering, machine)
+    is_bundled_text = calibration == CALIBRATION_TEXT
+    return Bundle(
+        name=name,
+        folder=artifacts.compile_cache() / name / fingerprint,
+        config=config,
+        dataset=BUNDLED_TEXT if is_bundled_text else calibration.stem,
+        calibration="" if is_bundled_text else str(calibration.resolve()),
+        kv_target=kv_target,
+        kv_draft=kv_draft,
+        vocab=shared_vocab(target_config, draft_config),
+        eos_tokens=eos_tokens,
+        sources=tuple(file for files in sources for file in files),
+        models=(target, draft),
+        machine=machine,
+        notes=tuple(note for note in notes if note),
+    )
+
+
+def resolved(model: str) -> str:
+    """Absolute path of a local folder; a hub id stays as it is."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+def _check_device(config: CompileConfig) -> None:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        allowed = "cpu on this machine: torch finds no CUDA device"
+        raise ConfigError("device", "cuda", allowed, "ygg compile TARGET DRAFT --device cpu")
+
+
+def common_ids(tokenizer: Any, draft: str) -> int | None:
+    """Number of token ids that both tokenizers share: the largest id plus one.
+
+    Args:
+        tokenizer: The target's.
+        draft: Folder or hub id; a folder without a tokenizer was trained on the target's and gives None.
+
+    Raises:
+        ModelMismatch: names the first token that differs.
+    """
+    if Path(draft).is_dir() and not any(Path(draft).glob("tokenizer*")):
+        return None
+    ours, theirs = (
+        {token: repr(text) for text, token in each.get_vocab().items()}
+        for each in (tokenizer, load_tokenizer(draft))
+    )
+    for token in sorted(ours.keys() | theirs.keys()):
+        in_target = ours.get(token, "none")
+        in_draft = theirs.get(token, "none")
+        if in_target != in_draft:
+            raise ModelMismatch(f"tokenizer: token {token}", in_target, in_draft)
+    num_ids: int = max(ours) + 1
+    return num_ids
+
+
+def _absent_tokens(target: str, tokenizer: Any, vocab: int) -> str:
+    """A note on special tokens without an embedding in the target, such as added padding; empty if none.
+
+    Raises:
+        BrokenCheckpoint: tokens of ordinary text have no embedding.
+    """
+    absent = {token: text for text, token in tokenizer.get_vocab().items() if token >= vocab}
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    if words := sorted(absent.keys() - special):
+        raise BrokenCheckpoint(
+            target,
+            f"{len(words)} tokens of its tokenizer have no embedding, the first is {absent[words[0]]!r} "
+            f"({words[0]}); the model has {vocab}",
+            "call resize_token_embeddings and train them, or use the tokenizer of the training",
+        )
+    if not absent:
+        return ""
+    tokens = ", ".join(f"{absent[token]!r} ({token})" for token in sorted(absent))
+    return (
+        f"the target has no embedding for special tokens of its tokenizer: {tokens}; "
+        "a prompt that contains one is refused"
+    )
+
+
+def max_context(config: CompileConfig, models: Mapping[str, Any]) -> int:
+    """Longest context of a pair: the one asked for, or the models' limit, at most DEFAULT_MAX_CONTEXT.
+
+    Args:
+        config: What is asked for.
+        models: Configurations of target and draft, by name.
+
+    Raises:
+        ConfigError: more was asked for than the models support.
+        UnsupportedModel: a model supports less than MIN_CONTEXT.
+    """
+    num_positions = min(
+        getattr(model, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT + config.path_depth
+        for model in models.values()
+    )
+    most = _longest_context(num_positions, config)
+    if config.max_context is not None and config.max_context > most:
+        why = f"the models have {num_positions} positions, a tree needs {config.path_depth}"
+        raise ConfigError("max_context", config.max_context, f"at most {most}: {why}")
+    context_len = config.max_context or min(DEFAULT_MAX_CONTEXT, most)
+    limits = [
+        (limit.num_positions, name, limit.reason)
+        for name, model in models.items()
+        for limit in context_limits(model)
+    ]
+    num_positions, name, reason = min(limits, default=(context_len + config.path_depth, "", ""))
+    longest = _longest_context(num_positions, config)
+    if longest < MIN_CONTEXT:
+        raise UnsupportedModel(name, reason)
+    if context_len > longest:
+        allowed = f"at most {longest}: {name} has {reason}, a tree needs {config.path_depth}"
+        raise ConfigError("max_context", context_len, allowed, f"add --max-context {longest}")
+    return context_len
+
+
+def _longest_context(num_positions: int, config: CompileConfig) -> int:
+    """Longest context, in whole pages, that leaves room for a tree within `num_positions`."""
+    return (num_positions - config.path_depth) // PAGE_LEN * PAGE_LEN
+
+
+def planned_context(target: str, draft: str) -> int:
+    """Longest context of a pair that would be compiled with the defaults."""
+    models = {model: load_config(model) for model in (resolved(target), resolved(draft))}
+    return max_context(CompileConfig(), models)
+
+
+def source_files(models: Sequence[str], name: str, tick: Callable[[], None]) -> list[list[KnownFile]]:
+    """Files of each model with their digests; files that an earlier build has recorded are not read."""
+    paths = [model_files(model) for model in models]
+    all_paths = [path.resolve() for folder in paths for path in folder]
+    try:
+        files = read_files(all_paths, known=_known_sources(name), tick=tick)
+    except OSError as error:
+        path = Path(error.filename or models[0])
+        raise artifacts.unreadable(path, error, "ygg compile TARGET DRAFT") from None
+    num_first = len(paths[0])
+    return [files[:num_first], files[num_first:]]
+
+
+def _known_sources(name: str) -> list[KnownFile]:
+    known = []
+    for path in (artifacts.compile_cache() / name).glob("*/bundle.json"):
+        with suppress(ArtifactError, *MALFORMED):
+            known += [KnownFile(**source) for source in artifacts.load_json(path, "")["sources"]]
+    return known
+
+
+def model_files(model: str) -> list[Path]:
+    """Configuration and weight files of a local model; none for a hub id."""
+    folder = Path(model)
+    entries = folder.iterdir() if folder.is_dir() else []
+    return sorted(
+        path for path in entries if path.suffix in (".json", ".safetensors", ".bin") and path.is_file()
+    )
+
+
+def _origin(model: str, files: Sequence[KnownFile]) -> list[str]:
+    """What identifies a model: the digests of a folder's files, or a hub id with its commit."""
+    from transformers.utils.hub import cached_file
+
+    if files:
+        return [file.digest for file in files]
+    config_path = cached_file(model, "config.json")  # <cache>/models--<id>/snapshots/<commit>/config.json
+    assert config_path is not None, "load_config has read it"
+    return [model, Path(config_path).parent.name]
