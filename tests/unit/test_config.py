@@ -45,7 +45,7 @@ INF = float("inf")
         (CompileConfig, "verify_widths", (4, 4)),
         (CompileConfig, "max_depth", 0),
         (CompileConfig, "prefill_chunk", 1),
-        (CompileConfig, "prefill_chunk", 64),  # as many as the greatest verified width
+        (CompileConfig, "prefill_chunk", 64),  # as many as the largest verified width
         (CompileConfig, "num_candidates", 7),
         (CompileConfig, "calibration_texts", 0),
         (CompileConfig, "calibration_tokens", 0),
@@ -93,8 +93,7 @@ def test_compression_is_refused_where_it_would_not_apply(other: dict[str, Any]) 
 
 def test_a_prefill_chunk_is_wider_than_any_draft_and_any_verification() -> None:
     with pytest.raises(
-        ConfigError,
-        match="prefill_chunk: 8 is not allowed; it must be above 8, the greatest of widths and verify_widths",
+        ConfigError, match="prefill_chunk: 8 is not allowed; it must be above 8, the largest of "
     ):
         CompileConfig(widths=(1, 8), verify_widths=(4,), prefill_chunk=8)
     CompileConfig(widths=(1, 8), verify_widths=(4,), prefill_chunk=9)

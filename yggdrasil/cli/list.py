@@ -8,8 +8,9 @@ from typing import Any
 __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
-Every compiled pair with its size on disk and its models: `current` pairs run on this machine as they are. For any other
-a second line gives the reason and the command that compiles it again; `ygg rm NAME` removes it.
+List every pair with its size on disk and its models. `current` pairs can be used on this machine. For an
+`unusable` pair a second line gives the reason and the command that compiles it again; `ygg rm NAME`
+removes it.
 """
 
 
@@ -25,7 +26,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """List them."""
+    """List the pairs."""
     from yggdrasil.inventory import stored_pairs
     from yggdrasil.store.artifacts import root
 

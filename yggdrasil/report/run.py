@@ -17,18 +17,15 @@ from yggdrasil.tokenizer import TextStream
 
 __all__ = ["Run"]
 
-ENOUGH_STEPS = 8  # for a median that a hiccup or two do not move
+ENOUGH_STEPS = 8  # for a median that one or two slow steps do not change
 
 
 class Run:
-    """Decode one prompt and keep the books.
+    """Decode one prompt, and time and count every step.
 
     Args:
-        pair: Models, policy data, tokenizer.
-        prompt: Tokens.
-        config: The request.
-        start: `time.perf_counter()` when the user started waiting.
-        policy: Chooses shapes; the pair's best one when not given, plain when the request says so.
+        start: `time.perf_counter()` when the user started the command.
+        policy: Chooses shapes; by default the pair's best policy, or plain decoding if requested.
     """
 
     def __init__(
@@ -56,10 +53,9 @@ class Run:
         self._predicted: list[float] = []
 
     def steps(self) -> Iterator[tuple[str, StepResult | None]]:
-        """Yield the text that every step releases, with the step; at the end what was still held back, with
-        None.
+        """Yield the text of every step, with the step; at the end the text held back, with None.
 
-        Nothing after a stop text is part of the answer.
+        Text after a stop text is not part of the answer.
         """
         engine = self.pair.engine
         stream = TextStream(self.pair.tokenizer, self.config.stop, self.prompt)
@@ -126,7 +122,7 @@ class Run:
 
     @property
     def slowdown(self) -> float | None:
-        """Milliseconds of the median step over what the profile predicts for its shape; None of few steps."""
+        """Median of measured over predicted milliseconds of a step; None after too few steps."""
         latency = self.pair.latency
         ratios = [
             result.ms
@@ -137,7 +133,7 @@ class Run:
         return median(ratios) if len(ratios) >= ENOUGH_STEPS else None
 
     def to_json(self) -> dict[str, Any]:
-        """Every figure of the run; keys with units."""
+        """All figures of the run, with units in the keys."""
         engine = self.pair.engine
         bundle = self.pair.bundle
         stages, in_draft, in_target = self._before
@@ -194,9 +190,12 @@ class Run:
         }
         stages = "  ".join(f"{name} {value:.2f}" for name, value in per_step.items())
         return (
-            f"{report['num_tokens']} tokens in {report['target_passes']} target passes: {report['aal']:.2f} tokens per pass\n"
-            f"first token after {report['ttft_ms']:.0f} ms, then {report['tpot_ms']:.2f} ms per token ({report['tok_per_s']:.0f} tokens/s)\n"
-            f"speedup over plain decoding that the profile predicts: {report['predicted_speedup']:.2f}; to measure it, run again with --plain\n"
+            f"{report['num_tokens']} tokens in {report['target_passes']} target passes: "
+            f"{report['aal']:.2f} tokens per pass\n"
+            f"first token after {report['ttft_ms']:.0f} ms, then {report['tpot_ms']:.2f} ms per token "
+            f"({report['tok_per_s']:.0f} tokens/s)\n"
+            f"speedup over plain decoding that the profile predicts: {report['predicted_speedup']:.2f}; "
+            "to measure it, run again with --plain\n"
             f"ms per step: {stages}\n"
             f"shapes: {report['speculation']}"
         )

@@ -258,7 +258,7 @@ def test_what_cannot_be_shared_out_is_refused_by_name() -> None:
     check_divisible(config, 2)
     with pytest.raises(
         ConfigError,
-        match=r"--nproc-per-node: 3 is not allowed; it must be a number that divides the target's 4 attention heads",
+        match=r"--nproc-per-node: 3 is not allowed; it must be .* divides the target's 4 attention heads",
     ):
         check_divisible(config, 3)
     with pytest.raises(ConfigError, match="2 key/value heads"):

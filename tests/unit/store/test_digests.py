@@ -23,7 +23,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
-    """Of a build with two files."""
+    """The ledger of a build with two files."""
     (tmp_path / "deep").mkdir()
     (tmp_path / "a").write_bytes(b"abc")
     (tmp_path / "deep" / "b").write_bytes(b"b" * 1000)

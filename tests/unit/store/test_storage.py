@@ -77,7 +77,10 @@ def test_temporaries_of_dead_processes_are_swept_and_those_of_living_ones_stay(t
 
 
 def test_what_a_killed_process_unpacked_is_swept_by_the_next(tmp_path: Path) -> None:
-    script = "import os, signal; from yggdrasil import storage as s; s.YOUNG_S = 0; c = s.scratch_for_graphs(); c.__enter__()\n"
+    script = (
+        "import os, signal; from yggdrasil.store import storage; storage.YOUNG_S = 0; "
+        "scratch = storage.scratch_for_graphs(); scratch.__enter__()\n"
+    )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
 
     def run(end: str) -> None:
@@ -123,7 +126,8 @@ def compiler(path: Path) -> Exception:
 
 def unpacking(path: Path) -> Exception:
     return RuntimeError(
-        "Failed to extract zip file a.so to destination file b.so, mz_zip error string: write callback failed"
+        "Failed to extract zip file a.so to destination file b.so, "
+        "mz_zip error string: write callback failed"
     )
 
 
