@@ -1,4 +1,4 @@
-"""The command line on a compiled pair: what it prints, and one clear line for every mistake."""
+"""The command line on a compiled pair: its output, and one clear line for every error."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_dash_reads_the_prompt_from_stdin(capsys: Capture, monkeypatch: pytest
     assert json.loads(capsys.readouterr().out)["token_ids"] == expected
 
 
-def test_unquoted_words_are_one_prompt_wherever_they_stand(capsys: Capture) -> None:
+def test_unquoted_words_are_one_prompt(capsys: Capture) -> None:
     expected = generate(capsys)["token_ids"]
     for words in (
         ("Once", "upon", "a", "time", "--pair", "tiny"),
@@ -260,7 +260,7 @@ def test_version_is_the_package_s(capsys: Capture) -> None:
         ("generat x", "ygg", "'generat' is none of .*; did you mean generate?"),
     ],
 )
-def test_a_wrong_command_line_shows_the_verb_s_usage_and_the_nearest_word(
+def test_a_wrong_command_line_shows_usage_and_the_nearest_word(
     words: str, verb: str, complaint: str, capsys: Capture
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -311,7 +311,7 @@ def test_what_cannot_work_is_refused_before_anything_is_compiled(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_calibration_file_that_is_not_there_is_refused_before_the_models_are_read(
+def test_a_missing_calibration_file_is_refused_before_models_are_read(
     llama_folders: tuple[str, str], capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "describe_pair", lambda *args: pytest.fail("reads the models"))
@@ -536,7 +536,7 @@ def test_a_name_that_is_no_folder_of_its_own_is_refused_with_the_command(
     assert line.endswith(f"; ygg compile {folder} draft --name NAME\n")
 
 
-def test_the_name_of_a_pair_is_that_of_the_folder_wherever_one_stands(
+def test_the_default_name_of_a_pair_is_its_target_folder(
     llama_folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Found(Exception):
@@ -690,7 +690,7 @@ DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_artifact_is_one_line_that_says_what_to_run_and_nothing_is_touched(
+def test_a_damaged_artifact_is_one_line_with_a_command_and_no_file_changes(
     damage: str, copied: Path, capfd: Capture
 ) -> None:
     bundle = load_bundle("tiny")
@@ -704,7 +704,7 @@ def test_a_damaged_artifact_is_one_line_that_says_what_to_run_and_nothing_is_tou
     assert snapshot(copied) == before
 
 
-def test_notes_on_a_pair_are_shown_and_are_lines_on_stderr_when_it_is_compiled(
+def test_notes_on_a_pair_are_shown_and_printed_by_compile(
     copied: Path, llama_folders: tuple[str, str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = replace(load_bundle("tiny"), notes=("one thing", "another"))
@@ -717,7 +717,7 @@ def test_notes_on_a_pair_are_shown_and_are_lines_on_stderr_when_it_is_compiled(
     assert "ygg compile: note: one thing\nygg compile: note: another\n" in err
 
 
-def test_a_model_that_would_be_decoded_wrongly_is_refused_by_name_and_leaves_no_pair(
+def test_an_unsupported_model_is_refused_by_name_and_leaves_no_pair(
     ygg_home: Path, capfd: Capture, tmp_path: Path
 ) -> None:
     import transformers as t
@@ -768,7 +768,7 @@ def test_sources_that_are_gone_do_not_matter(copied: Path, capsys: Capture, tmp_
     generate(capsys)
 
 
-def test_compiling_again_keeps_what_is_whole_and_builds_what_is_missing_or_broken(
+def test_compiling_again_builds_only_missing_or_damaged_files(
     copied: Path, llama_folders: tuple[str, str], capsys: Capture
 ) -> None:
     folder = load_bundle("tiny").folder
@@ -794,7 +794,7 @@ def test_compiling_again_keeps_what_is_whole_and_builds_what_is_missing_or_broke
     generate(capsys)
 
 
-def test_builds_that_nothing_can_load_any_more_go_once_the_new_one_is_whole(
+def test_outdated_builds_are_removed_after_the_new_one_is_complete(
     copied: Path, llama_folders: tuple[str, str], capsys: Capture
 ) -> None:
     folder = load_bundle("tiny").folder
@@ -904,7 +904,7 @@ def test_a_second_compilation_goes_on_where_the_first_broke_off(
     assert found == load_bundle("tiny")
 
 
-def test_a_compilation_alone_waits_for_nobody(
+def test_a_single_compilation_does_not_wait(
     copied: Path, ygg_home: Path, llama_folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calibration = tiny_pair.save_calibration(ygg_home / "stories.txt")
@@ -935,7 +935,7 @@ def test_another_calibration_text_gives_another_predictor_of_the_same_graphs(
     generate(capsys, "--predictor", "stories")
 
 
-def test_every_phase_of_more_than_one_step_advances_and_never_past_its_total(
+def test_every_phase_advances_and_never_past_its_total(
     copied: Path, ygg_home: Path, llama_folders: tuple[str, str]
 ) -> None:
     calibration = tiny_pair.save_calibration(ygg_home / "stories.txt")
@@ -979,7 +979,7 @@ def threads_restored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads_restored")
-def test_the_number_of_threads_changes_no_text_and_is_noted_where_the_profile_has_another(
+def test_the_number_of_threads_changes_no_text_and_a_different_one_is_noted(
     tiny_bundle: Bundle, capfd: pytest.CaptureFixture[str]
 ) -> None:
     texts = []

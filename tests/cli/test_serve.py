@@ -1,4 +1,4 @@
-"""`ygg serve` as a process: what it refuses, what it prints, and how it ends."""
+"""`ygg serve` as a process: refusals, output, and its end."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ class TestServer:
                 "ygg serve: ended at once; requests that were running are lost\n",
             )
 
-    def test_idle_connections_of_all_descriptors_stop_nobody(self, tiny_bundle: Bundle) -> None:
+    def test_idle_connections_on_all_descriptors_do_not_stop_requests(self, tiny_bundle: Bundle) -> None:
         limit = 'ulimit -n 400 && exec "$@"'
         with served("--max-batch", "2", before=("bash", "-c", limit, "bash")) as (process, url):
             port = httpx.URL(url).port

@@ -233,7 +233,7 @@ def test_different_vocabularies_name_both_sizes_and_write_nothing(
     assert not (ygg_home / "compile_cache" / "mismatch").exists()
 
 
-def test_tokenizers_of_one_size_with_other_words_are_told_apart(
+def test_tokenizers_of_equal_size_with_different_words_are_refused(
     tmp_path: Path, ygg_home: Path, llama_folders: tuple[str, str]
 ) -> None:
     import transformers as t
