@@ -1,6 +1,4 @@
-"""One artifact root for the session, the operators built once in it, and one small compiled pair that every
-test shares.
-"""
+"""Shared fixtures: one artifact root per session, the operators in it, and one small compiled pair."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ COMPRESSED = replace(SMALLEST, compress=True)
 
 @pytest.fixture(scope="session", autouse=True)
 def ygg_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The artifact root of this session: fresh, or the folder `YGG_TEST_HOME`, which a contributor keeps
-    between runs to compile once.
-    """
+    """The artifact root of this session: a new folder, or `YGG_TEST_HOME`, kept between runs."""
     kept = os.environ.get("YGG_TEST_HOME")
     before = os.environ.get("YGG_HOME")
     home = Path(kept) if kept else tmp_path_factory.mktemp("home")
@@ -59,15 +55,14 @@ def ygg_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny models on one thread: waking a second one for every operator costs more than the operator, far
-    more on a busy machine.
+    """Run tiny models on one thread: waking a second thread takes longer than an operator.
 
-    That the thread count changes no bit has tests of its own.
+    Other tests check that the number of threads changes no bit.
     """
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # ours begin with as many
+    torch.set_num_threads(1)  # our operators take this number
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("OMP_NUM_THREADS", "1")  # of the processes that tests start
+        patched.setenv("OMP_NUM_THREADS", "1")  # for processes that tests start
         yield
     torch.set_num_threads(num_threads)
 
@@ -82,7 +77,7 @@ def kernels(ygg_home: Path) -> None:
 
 @pytest.fixture(scope="session")
 def llama_folders(ygg_home: Path) -> tuple[str, str]:
-    """Folders of the Llama target and its draft, taught a few stories."""
+    """Folders of the Llama target and its draft, trained on a few stories."""
     folder = ygg_home / "models" / "llama"
     if not (folder / "draft" / "model.safetensors").exists():
         return tiny_pair.save_llama_pair(folder)
@@ -91,12 +86,12 @@ def llama_folders(ygg_home: Path) -> tuple[str, str]:
 
 @pytest.fixture(scope="session")
 def tiny_bundle(ygg_home: Path, llama_folders: tuple[str, str], kernels: None) -> Bundle:
-    """The Llama pair compiled in float32 under the name `tiny`; tests leave it as it is."""
+    """The Llama pair compiled in float32 under the name `tiny`; tests must not change it."""
     return compiled(ygg_home, "tiny", llama_folders, TINY)
 
 
 def compiled(home: Path, name: str, folders: tuple[str, str], config: CompileConfig) -> Bundle:
-    """Compile a pair unless a kept artifact root has it."""
+    """Compile a pair, unless it is in a kept artifact root."""
     from yggdrasil.bundle import is_compiled
     from yggdrasil.errors import ArtifactError
     from yggdrasil.offline.pipeline import compile_pair

@@ -1,6 +1,6 @@
-"""Damages every artifact of a pair in turn, loads the pair, prints what came of it.
+"""Damage every artifact of a pair in turn, load the pair, print the result.
 
-Run by tests/cli/test_damage.py as a process of its own, which wrong native code could end.
+tests/cli/test_damage.py runs this in another process, since damaged compiled code could end it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STORES = ("compile_cache", "profiles", "predictors")
 
 
 def artifact_files(home: Path) -> list[Path]:
-    """Of the store, those last that hold only what can be read again."""
+    """All files of the store; ledgers last, since they are written again."""
     files = [
         path
         for store in STORES
@@ -79,7 +79,7 @@ DAMAGES: dict[str, Callable[[Path], Iterator[None]]] = {
 
 
 def outcome() -> str:
-    """The message of a refusal, or the tokens that were written."""
+    """The error message, or the tokens that were written."""
     from yggdrasil.config import GenerateConfig
     from yggdrasil.errors import YggError
     from yggdrasil.pair import load_pair

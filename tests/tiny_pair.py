@@ -22,7 +22,7 @@ VERBS = ("run", "sing", "sleep", "dance")
 
 
 class SilentProgress:
-    """A compilation that reports to nobody."""
+    """Progress that reports nothing."""
 
     @contextmanager
     def phase(self, name: str, total: int) -> Iterator[None]:
@@ -36,7 +36,7 @@ class SilentProgress:
 
 
 class CountedProgress(SilentProgress):
-    """Adds up how far every phase came, and of how much."""
+    """Counts the steps of every phase, and keeps its total."""
 
     def __init__(self) -> None:
         self.totals: dict[str, int] = {}
@@ -62,10 +62,10 @@ def stories(count: int, seed: int = 0) -> list[str]:
         name = rng.choice(NAMES)
         place = rng.choice(PLACES)
         texts.append(
-            f"Once upon a time there was a {rng.choice(COLOURS)} {animal} named {name}. {name} liked to "
-            f"{rng.choice(VERBS)} in the {place}. "
-            f"One day {name} saw a {rng.choice(COLOURS)} {other} near the {place}. The {other} said: "
-            f"let us {rng.choice(VERBS)} together! "
+            f"Once upon a time there was a {rng.choice(COLOURS)} {animal} named {name}. "
+            f"{name} liked to {rng.choice(VERBS)} in the {place}. "
+            f"One day {name} saw a {rng.choice(COLOURS)} {other} near the {place}. "
+            f"The {other} said: let us {rng.choice(VERBS)} together! "
             f"So {name} and the {other} went home and were friends."
         )
     return texts
@@ -131,17 +131,10 @@ def save_llama_pair(folder: Path) -> tuple[str, str]:
     torch.manual_seed(0)
     for name, hidden, layers, steps in (("target", 64, 2, 160), ("draft", 32, 1, 160)):
         config = LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=hidden // 16,
-            num_key_value_heads=max(1, hidden // 32),
-            max_position_embeddings=512,
-            eos_token_id=0,
-            bos_token_id=None,
-            pad_token_id=None,
-        )
+            vocab_size=VOCAB, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+            num_attention_heads=hidden // 16, num_key_value_heads=max(1, hidden // 32),
+            max_position_embeddings=512, eos_token_id=0, bos_token_id=None, pad_token_id=None,
+        )  # fmt: skip
         model = LlamaForCausalLM(config)
         tokenizer = save_tokenizer(folder / name)
         _teach(model, tokenizer, steps)
@@ -150,9 +143,7 @@ def save_llama_pair(folder: Path) -> tuple[str, str]:
 
 
 def save_padded(model: str, folder: Path, vocab: int) -> str:
-    """The model with embeddings of `vocab` rows; ids after the tokenizer's have larger logits than
-    any token ought to.
-    """
+    """The model with `vocab` embeddings; ids after the tokenizer's have larger logits than tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     padded = AutoModelForCausalLM.from_pretrained(model)
@@ -182,9 +173,7 @@ def _teach(model: Any, tokenizer: Any, steps: int) -> None:
 
 
 def save_random_pair(folder: Path, architecture: str) -> tuple[str, str]:
-    """A random pair of Qwen3 or GPT-NeoX whose draft is the target without its last layer: it agrees now
-    and then.
-    """
+    """A random pair of Qwen3 or GPT-NeoX; the draft is the target without its last layer."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)

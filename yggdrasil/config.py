@@ -1,6 +1,4 @@
-"""What a user can set: frozen, validated once, defaults written here and nowhere else (the command line
-reads them).
-"""
+"""Configurations: frozen, validated once; the command line takes its defaults from here."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ __all__ = [
 T = TypeVar("T")
 
 HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?")
-DEFAULT_NEW_TOKENS = 256  # of a request that sets no limit, where the context has room for it
+DEFAULT_NEW_TOKENS = 256  # of a request without a limit, if the context has room
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -70,10 +68,10 @@ class GenerateConfig:
     """One request.
 
     Args:
-        max_new_tokens: Most tokens to emit; None takes DEFAULT_NEW_TOKENS or what the context leaves,
-            whichever is less.
+        max_new_tokens: Most tokens to emit; None takes the smaller of DEFAULT_NEW_TOKENS and the rest of
+            the context.
         stop: Texts that end the output; they are not part of it.
-        ignore_eos: Go on past the end-of-text token, for measuring.
+        ignore_eos: Continue after the end-of-text token, for measurements.
         plain: Decode without speculation.
         sampling: How tokens are taken.
     """
@@ -101,8 +99,9 @@ class GenerateConfig:
 def default_verify_widths() -> tuple[int, ...]:
     """Menu of verified widths for this processor.
 
-    Where arithmetic is slow compared with memory, 4 and 6 tokens take much less time than 8:
-    on Zen 3, with AVX2 alone, T(8) was 2.3 times T(2), with AVX-512 bf16 or AMX 1.1 to 1.3 times."""
+    If arithmetic is slow compared with memory, 4 and 6 tokens take much less time than 8: on Zen 3, with
+    only AVX2, T(8) was 2.3 times T(2); with AVX-512 bf16 or AMX it was 1.1 to 1.3 times.
+    """
     narrow = () if "avx512f" in artifacts.cpu_flags().split() else (4, 6)
     return (*narrow, 8, 12, 16, 24, 32, 48, 64)
 
@@ -112,28 +111,27 @@ class CompileConfig:
     """What `ygg compile` builds.
 
     Args:
-        dtype: Of weights, activations and KV: "bfloat16" or "float32".
+        dtype: Type of weights, activations and KV: "bfloat16" or "float32".
         device: "cpu" or "cuda".
-        ranks: Processes that share the target, a shard each.
+        ranks: Processes that share the target; each has one shard.
         max_context: Most tokens of prompt and output together; a multiple of 16. None takes the models' own
             limit, at most 2048.
-        widths: Menu of draft widths W; each is a draft graph, but those below 4 share one.
+        widths: Menu of draft widths W; each is a draft graph, except that those below 4 share one.
         max_depth: Most growth steps D.
         verify_widths: Menu of verified widths K; each is a target graph. The default depends on the
             processor.
-        prefill_chunk: Tokens of a prompt that run together; more than any width, for it is the largest
-            graph of both models.
+        prefill_chunk: Tokens of a prompt that run together: the largest graph of both models, so larger
+            than any width.
         num_candidates: Children a node can have, C; at least the largest width.
-        calibration_texts: Texts used to calibrate acceptance and to train the depth predictor, the first
+        calibration_texts: Texts used to calibrate acceptance and to train the depth predictor: the first
             ones of the file.
-        calibration_tokens: Tokens decoded after the beginning of each.
-        calibration_budget_s: Most seconds that writing these texts and drafting along them may take, by an
-            estimate from a few timed passes. Where all of it would take longer there are fewer trees, then
-            fewer texts.
-        exact: Linear layers add in one order whatever the graph, so that speculation writes what plain
-            decoding writes, to the bit. A CPU has no other.
-        compress: Keep bf16 weights in three quarters of their bytes, and every bit of them. None does so on
-            a CPU with AMX, which expands them while it waits for memory, for a model that no cache holds.
+        calibration_tokens: Tokens decoded after the prompt from each text.
+        calibration_budget_s: Most seconds for writing these texts and drafting along them, estimated from a
+            few timed passes. If all would take longer, there are fewer trees, then fewer texts.
+        exact: Linear layers add in the same order in every graph, so that speculation writes what plain
+            decoding writes, bit for bit. On a CPU they always do.
+        compress: Store bf16 weights without loss in three quarters of their bytes. None does so on a CPU
+            with AMX for models larger than its caches: it expands them while it waits for memory.
     """
 
     dtype: str = "bfloat16"
@@ -165,7 +163,7 @@ class CompileConfig:
             not self.compress or self.can_compress,
             "compress",
             self.compress,
-            "False but for bfloat16 on a cpu, in one process",
+            "False, except for bfloat16 on a cpu in one process",
         )
         context = self.max_context
         _require(
@@ -208,26 +206,22 @@ class CompileConfig:
 
     @property
     def lowering(self) -> dict[str, Any]:
-        """The part that graphs depend on: another calibration must not compile them again."""
+        """The fields that graphs depend on: all except those of the calibration."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("calibration_")}
 
     @property
     def can_compress(self) -> bool:
-        """Whether weights can be compressed: shards would be to different sizes, and their graphs are of
-        one.
-        """
+        """Whether weights can be compressed; shards would get different sizes, but share one graph."""
         return self.dtype == "bfloat16" and self.device == "cpu" and self.ranks == 1
 
     @property
     def max_nodes(self) -> int:
-        """Most provisional KV indices of a step: a drafted tree, and a head draft after each of its
-        verified nodes.
-        """
+        """Most provisional KV indices of a step: the tree, and a head draft after each verified node."""
         return 1 + self.widths[-1] * self.max_depth + self.verify_widths[-1]
 
     @property
     def path_depth(self) -> int:
-        """Longest path that metadata holds, in edges: a head draft ahead of time stands under a leaf."""
+        """Longest path that metadata holds, in edges: a head draft ahead of time is below a leaf."""
         return self.max_depth + 1
 
 
@@ -236,20 +230,20 @@ class ServeConfig:
     """How `ygg serve` batches, where it listens and how it ends.
 
     Args:
-        policy: Name of what chooses the speculative length; see policy/gamma/registry.py.
-        gamma_max: Most draft tokens of a row and step.
+        policy: Name of the policy that chooses the speculative length; see policy/gamma/registry.py.
+        gamma_max: Most draft tokens per row and step.
         max_batch: Most rows at once.
-        kv_memory_bytes: For the KV pages of both models; None takes what a full batch of the longest rows
-            needs, at most half of the free memory.
+        kv_memory_bytes: Memory for the KV pages of both models; None takes what a full batch of the longest
+            rows needs, at most half of the free memory.
         max_queue: Most requests that wait for a row.
-        elastic: Whether the draft's room is lent to KV pages while speculation is off and pages are scarce.
-        tau_low: Fewer free pages than this share of all are scarce.
-        persist_steps: So many steps have to find them scarce, and speculation off, before the draft leaves;
-            the paper names no number, 8 was not tuned.
+        elastic: Use the draft's memory for KV pages while speculation is off and pages are scarce.
+        tau_low: Pages are scarce if fewer than this share of all are free.
+        persist_steps: Steps in a row with scarce pages and no speculation before the draft leaves; the
+            paper gives no number, 8 was not tuned.
         host: Address to listen on.
-        port: To listen on; 0 takes a free one.
-        allow_hosts: More names that clients may call the server by.
-        drain_seconds: Running requests may take so long to finish after a signal.
+        port: Port to listen on; 0 takes a free one.
+        allow_hosts: More host names that clients may use for this server.
+        drain_seconds: Seconds that running requests get to finish after a signal.
     """
 
     policy: str = "nightjar"
@@ -277,7 +271,7 @@ class ServeConfig:
         _require(self.max_queue >= 1, "max_queue", self.max_queue, "at least 1")
         _require(0 < self.tau_low < 1, "tau_low", self.tau_low, "between 0 and 1")
         _require(self.persist_steps >= 1, "persist_steps", self.persist_steps, "at least 1")
-        # the resolver would take it modulo 65536
+        # the resolver would take the rest of a division by 65536
         _require(0 <= self.port < 2**16, "port", self.port, "from 0 to 65535")
         for name in self.allow_hosts:
             is_name = HOST_NAME.fullmatch(name) is not None

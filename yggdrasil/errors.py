@@ -2,18 +2,18 @@
 
 ```
 YggError
-├── UsageError         a command line or a call that cannot be: what is wrong with it, and one that is right
-├── ConfigError        an option or an argument: names the field, the value and what is allowed
-├── ModelMismatch      target and draft do not share a vocabulary: names both
-├── UnsupportedModel   an architecture we would decode wrongly: names the feature
-├── BrokenCheckpoint   a model's files are not whole, or do not fit its configuration: path, problem, remedy
+├── UsageError         a wrong command line or call: the problem, and a correct one
+├── ConfigError        a wrong option or argument: field, value, allowed values
+├── ModelMismatch      target and draft do not share a vocabulary: both values
+├── UnsupportedModel   an architecture that would be decoded wrongly: the feature
+├── BrokenCheckpoint   a model's files are damaged or do not fit its configuration: path, problem, remedy
 ├── ArtifactError      a compiled file is missing, stale or corrupt: path, field, command
 ├── StoreError         a file cannot be written: path, reason, remedy
-├── ShapeNotCompiled   more tokens than the menu of static graphs holds: names the menu
+├── ShapeNotCompiled   more tokens than any compiled graph takes: the menu
 ├── CapacityError      the context or a pool is full: needed and free
-├── QueueFull          a server has more waiting requests than it holds: how many, and when to try again
-├── ServiceEnded       a server that decodes no more: what to do
-└── RankLost           another process of this run is gone, with the error of the connection
+├── QueueFull          a server has too many waiting requests: how many, and when to try again
+├── ServiceEnded       a server that no longer decodes: what to do
+└── RankLost           another process of this run is gone: what the connection to it said
 ```
 
 The command line prints the message on one line and exits with 2.
@@ -42,14 +42,14 @@ __all__ = [
 ]
 
 
-SHOWN = reprlib.Repr()  # of a value that is refused: a client may have sent megabytes
+SHOWN = reprlib.Repr()  # shortens a refused value: a client may have sent megabytes
 SHOWN.maxstring = SHOWN.maxother = 300
 SHOWN.maxlong = 60
 SHOWN.maxlist = SHOWN.maxtuple = SHOWN.maxset = SHOWN.maxdict = 20
 
 
 def first_line(error: Exception) -> str:
-    """What another library's error tells in its first line; its class where it has no text."""
+    """First line of an error of another library; its class name if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -59,7 +59,7 @@ class YggError(Exception):
 
 
 class UsageError(YggError):
-    """A command line that lacks something, or has what does not go together."""
+    """A command line with a missing part, or with parts that exclude each other."""
 
     def __init__(self, problem: str, command: str) -> None:
         super().__init__(f"{problem}: {command}")
@@ -75,7 +75,7 @@ class ConfigError(YggError, ValueError):
         self._rest = value, allowed, fix
 
     def renamed(self, field: str) -> ConfigError:
-        """The same error where the field has another name, such as that of an option."""
+        """The same error with another name for the field, such as an option's."""
         return ConfigError(field, *self._rest)
 
 
@@ -84,13 +84,13 @@ class ModelMismatch(YggError):
 
     def __init__(self, what: str, target: object, draft: object) -> None:
         super().__init__(
-            f"{what} differs: the target has {target}, the draft has {draft}; speculation needs a draft "
-            "with the target's own tokenizer"
+            f"{what} differs: the target has {target}, the draft has {draft}; "
+            "speculation needs a draft with the target's own tokenizer"
         )
 
 
 class UnsupportedModel(YggError):
-    """A model that this runtime does not decode correctly, so it does not decode it at all."""
+    """A model that this runtime would decode wrongly, so it refuses it."""
 
     def __init__(self, model: str, feature: str) -> None:
         super().__init__(
@@ -100,7 +100,7 @@ class UnsupportedModel(YggError):
 
 
 class BrokenCheckpoint(YggError):
-    """Files of a model that cannot be used as they are."""
+    """Files of a model that cannot be used."""
 
     def __init__(self, path: object, problem: str, remedy: str = "download the model again") -> None:
         super().__init__(f"{path}: {problem}; {remedy}")
@@ -126,8 +126,8 @@ class ShapeNotCompiled(YggError):
 
     def __init__(self, num_tokens: int, menu: Iterable[int]) -> None:
         super().__init__(
-            f"no compiled graph takes {num_tokens} tokens; the menu is {sorted(menu)}; compile with a "
-            "larger one"
+            f"no compiled graph takes {num_tokens} tokens; the menu is {sorted(menu)}; "
+            "compile with a larger one"
         )
 
 
@@ -139,31 +139,32 @@ class CapacityError(YggError):
 
 
 class QueueFull(YggError):
-    """A request that a server does not take on now."""
+    """A request that a server refuses because its queue is full."""
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
         super().__init__(
-            f"{waiting} requests are waiting already, no more are queued; try again in "
-            f"{retry_after_s:.0f} s, or serve with a larger --max-queue"
+            f"{waiting} requests are waiting already, no more are queued; "
+            f"try again in {retry_after_s:.0f} s, or serve with a larger --max-queue"
         )
         self.retry_after_s = retry_after_s
 
 
 class ServiceEnded(YggError):
-    """A server whose decoding thread has ended, or died."""
+    """A server whose decoding thread has ended."""
 
     def __init__(self) -> None:
         super().__init__(
-            "the decoding thread does not run, no request is taken; the server's log has the reason, start "
-            "`ygg serve` again"
+            "the decoding thread is not running, no request is accepted; "
+            "see the server's log, then start `ygg serve` again"
         )
 
 
 class RankLost(YggError):
-    """Another process of this run is gone, or does not answer."""
+    """Another process of this run has ended or does not answer."""
 
     def __init__(self, rank: int, num_ranks: int, reason: str) -> None:
+        first = reason.strip().splitlines()[0]
         super().__init__(
-            f"rank {rank} of {num_ranks} lost another one, which may have printed the reason above: "
-            f"{reason.strip().splitlines()[0]}; start the run again"
+            f"rank {rank} of {num_ranks} lost another rank, which may have reported why above: {first}; "
+            "start the run again"
         )

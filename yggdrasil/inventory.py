@@ -1,4 +1,4 @@
-"""What the store holds: which pairs, whether they can be used, whether every byte is as it was written."""
+"""The pairs in the store: can they be used, and are their files whole?"""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ __all__ = ["StoredPair", "stored_pairs", "verified_files"]
 
 @dataclass(frozen=True)
 class StoredPair:
-    """A pair as it lies in the store.
+    """A pair in the store.
 
     Args:
-        num_bytes: Of all its builds and measurements.
-        models: Target and draft as they were named; None where that cannot be read.
-        problem: Why it cannot be used on this machine, and what to run; None where it can.
+        name: Name of the pair.
+        num_bytes: Bytes of all its builds and measurements.
+        models: Target and draft; None if the bundle cannot be read.
+        problem: Why the pair cannot be used on this machine, and what to run; None if it can be used.
     """
 
     name: str
@@ -52,10 +53,10 @@ def stored_pairs() -> Iterator[StoredPair]:
 
 
 def verified_files(name: str) -> Iterator[Path]:
-    """Read every artifact of a pair in full; gives those that are whole.
+    """Read every file of a pair in full; yields those that are whole.
 
     Raises:
-        ArtifactError: at the first that is not, or where the pair is not compiled for this machine.
+        ArtifactError: a file is damaged, or the pair is not compiled for this machine.
     """
     bundle = read_bundle(name)
     check_current(bundle)
@@ -77,7 +78,7 @@ def verified_files(name: str) -> Iterator[Path]:
 
 
 def _calibrations(bundle: Bundle) -> list[str]:
-    """The text that is used by default, and others that this very build was calibrated on."""
+    """Calibration texts of this build, the default one first."""
     others = [dataset for dataset in bundle.datasets if dataset != bundle.dataset]
     paths = {dataset: bundle.predictor_folder(dataset) / "acceptance.json" for dataset in others}
     current = [

@@ -1,4 +1,4 @@
-"""A compiled pair in memory: an engine, and what its decisions rest on."""
+"""A compiled pair in memory: an engine, and the measurements its policies use."""
 
 from __future__ import annotations
 
@@ -38,12 +38,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrainedDepth:
-    """A depth predictor and its quality on held-out text.
+    """A depth predictor and its held-out results.
 
     Args:
         predictor: The network.
-        rules: By temperature of the held-out text, what took the fewest milliseconds per token there: the
-            predictor, a fixed depth, or growth that stops.
+        rules: The depth rule with the fewest milliseconds per token on held-out text, by temperature.
         report: Held-out figures, cost and reference width, as `ygg compile` stored them.
     """
 
@@ -52,17 +51,17 @@ class TrainedDepth:
     report: Mapping[str, Any]
 
     def rule(self, temperature: float) -> DepthRule:
-        """What was best at the nearest temperature that was measured."""
+        """The best rule at the nearest measured temperature."""
         return self.rules[min(self.rules, key=lambda known: abs(known - temperature))]
 
 
 class Measurements(NamedTuple):
-    """What was measured of a pair.
+    """Measurements of a pair.
 
     Args:
-        latency: Of every graph, on this machine.
+        latency: Latency of every graph, on this machine.
         acceptance: Calibrations by temperature.
-        switching: What it costs to bring the draft back in a batch, on this machine.
+        switching: Cost of bringing the draft back in a batch, on this machine.
     """
 
     latency: LatencyModel
@@ -78,11 +77,11 @@ class LoadedPair:
         bundle: What was compiled.
         engine: Both models.
         tokenizer: Text to tokens and back.
-        dataset: The calibration text that acceptance and depth come from.
+        dataset: Name of the calibration text that acceptance and depth come from.
         acceptance: Calibrations by temperature.
         depth: The depth predictor.
         latency: Profile of this machine.
-        plan: The execution plans of the engine, and what the search found.
+        plan: Execution plans of the engine, and the results of the search.
     """
 
     bundle: Bundle
@@ -103,17 +102,16 @@ class LoadedPair:
         depth: DepthRule | None = None,
         guard: bool = True,
     ) -> ShapePolicy:
-        """How the shape of every step is chosen.
+        """The policy that chooses the shape of every step.
 
         Args:
-            temperature: Of the sampling; calibration and predictor follow it.
-            shape: Always this one, unguarded; its K is still chosen by Eq. 3 when unset.
-            depth: Where D comes from; None takes what was best on held-out text.
-            guard: Stop speculating while it is measured to lose.
+            temperature: Sampling temperature; selects calibration and predictor.
+            shape: Use always this shape, without a guard; Eq. 3 chooses its K if it has none.
+            depth: Rule that chooses D; None takes the best one on held-out text.
+            guard: Stop speculating while it is measured to be slower.
 
         Raises:
-            ConfigError: a shape that was not compiled for: wider than the candidates of a node, or deeper
-                than a path.
+            ConfigError: the shape is wider or deeper than the pair was compiled for.
         """
         acceptance = self.acceptance.nearest(temperature)
         config = self.bundle.config
@@ -140,7 +138,7 @@ class LoadedPair:
 
 
 def _check_shape(shape: Shape, config: CompileConfig) -> None:
-    """Raises ConfigError where growing a tree of this shape would ask for what was not compiled."""
+    """Raise ConfigError if a tree of this shape is wider or deeper than what was compiled."""
     num_ranks = (
         shape.width
         if shape.levels is None
@@ -164,12 +162,12 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     """Load a compiled pair; compiles nothing.
 
     Args:
-        name: Of the pair.
-        dataset: Calibration text whose acceptance and depth predictor to use; the last one compiled when
-            not given.
+        name: Name of the pair.
+        dataset: Calibration text whose acceptance and depth predictor to use; by default the last one
+            compiled.
 
     Raises:
-        ArtifactError: unknown, corrupt or stale; names the field and the command that fixes it.
+        ArtifactError: the pair is unknown, corrupt or stale; names the field and the command that fixes it.
 
     Cost: imports, then milliseconds: weights are mapped, graphs are shared libraries.
     """
@@ -193,18 +191,16 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
 
 
 def load_measurements(bundle: Bundle, dataset: str) -> Measurements:
-    """The measurements of a pair on this machine and with the acceptance of one calibration text.
+    """Measurements on this machine, and acceptance on one calibration text.
 
     Raises:
         ArtifactError: not calibrated on this text, or a file is missing, corrupt or stale.
     """
     folder = bundle.predictor_folder(dataset)
     if dataset not in bundle.datasets:
-        raise ArtifactError(
-            folder,
-            f"no predictor named {dataset!r} (there are: {', '.join(bundle.datasets) or 'none'})",
-            _other_text(bundle, dataset),
-        )
+        known = ", ".join(bundle.datasets) or "none"
+        problem = f"no predictor named {dataset!r} (known: {known})"
+        raise ArtifactError(folder, problem, _calibration_command(bundle, dataset))
     latency, switching = _parse(
         bundle.profile_path,
         bundle,
@@ -216,51 +212,41 @@ def load_measurements(bundle: Bundle, dataset: str) -> Measurements:
 
 
 def load_decisions(bundle: Bundle, dataset: str) -> tuple[TrainedDepth, PlanChoice]:
-    """The depth predictor of a calibration text, and the execution plan; raises as `load_measurements`
-    does.
-    """
+    """Depth predictor of a calibration text, and the execution plan; raises like `load_measurements`."""
     folder = bundle.predictor_folder(dataset)
     depth = _parse(folder / "predictor.json", bundle, lambda payload: _trained_depth(folder, payload))
     return depth, _parse(bundle.plan_path, bundle, PlanChoice.from_json, written=FORMAT)
 
 
-def _other_text(bundle: Bundle, dataset: str) -> str:
-    return (
-        bundle.command
-        if dataset == bundle.dataset
-        else compile_command(bundle.name, bundle.models, bundle.config, f"{dataset}.txt")
-    )
+def _calibration_command(bundle: Bundle, dataset: str) -> str:
+    if dataset == bundle.dataset:
+        return bundle.command
+    return compile_command(bundle.name, bundle.models, bundle.config, f"{dataset}.txt")
 
 
 def _trained_depth(folder: Path, payload: dict[str, Any]) -> TrainedDepth:
     path = folder / "predictor.safetensors"
     try:
         if artifacts.digest_file(path) != payload["weights_digest"]:
-            raise ValueError(f"{path.name} is not the file that was written with it")
+            raise ValueError(f"{path.name} was not written together with it")
         predictor = DepthPredictor.from_bytes(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path.name}: {error}") from None
     rules = {float(key): found["decisions"]["best"] for key, found in payload["held_out"].items()}
     if unknown := set(rules.values()) - set(get_args(DepthRule)):
-        raise ValueError(f"a depth rule named {unknown.pop()!r}")
+        raise ValueError(f"unknown depth rule {unknown.pop()!r}")
     return TrainedDepth(predictor, rules, payload)
 
 
 def _parse(path: Path, bundle: Bundle, parse: Callable[[dict[str, Any]], T], *, written: int = 1) -> T:
-    """Read an artifact of this fingerprint, in the format that is written today.
-
-    The command that fixes it names the text it was calibrated on.
-    """
+    """Read an artifact of this build; errors name the command for the text it was calibrated on."""
     payload = artifacts.load_json(path, bundle.command)
     calibration = str(payload.get("calibration", bundle.calibration))
     command = compile_command(bundle.name, bundle.models, bundle.config, calibration)
     if payload.get("fingerprint") != bundle.folder.name:
-        raise ArtifactError(
-            path,
-            f"stale: measured for fingerprint {payload.get('fingerprint')}, current is "
-            f"{bundle.folder.name}",
-            command,
-        )
+        measured_for = payload.get("fingerprint")
+        problem = f"stale: measured for fingerprint {measured_for}, current is {bundle.folder.name}"
+        raise ArtifactError(path, problem, command)
     if (found := payload.get("format", 1)) != written:
         raise ArtifactError(path, f"stale: written in format {found}, current is {written}", command)
     try:

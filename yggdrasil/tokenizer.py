@@ -1,4 +1,4 @@
-"""The only module that knows text: encoding, streaming decoding, stop texts."""
+"""Text to tokens and back: encoding, streaming decoding, stop texts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from yggdrasil.errors import ArtifactError, ConfigError, UnsupportedModel, first
 __all__ = ["TextStream", "Tokenizer", "load_tokenizer"]
 
 LONG_TEXT = 1 << 10  # characters
-CONTEXT = 16  # tokens that are decoded before others, for what these add within a text
-MOST_DECODED = 64  # by a step
+CONTEXT = 16  # earlier tokens that are decoded together with new ones
+MOST_DECODED = 64  # tokens decoded in a step
 
 
 class Tokenizer:
-    """A Hugging Face `tokenizer.json`, read without transformers: its import costs seconds of every start.
+    """A Hugging Face `tokenizer.json`, read without transformers, whose import takes seconds.
 
     It neither truncates nor pads.
 
     Args:
         path: The file.
-        command: What rebuilds it.
+        command: Command that rebuilds the file, for the error.
 
     Raises:
-        ArtifactError: missing or not a tokenizer.
+        ArtifactError: the file is missing or not a tokenizer.
     """
 
     def __init__(self, path: Path, command: str) -> None:
@@ -41,18 +41,18 @@ class Tokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """Vocabulary ids that mean something: from 0 up to this."""
+        """Number of token ids that stand for text or are special."""
         size: int = self._tokenizer.get_vocab_size()
         return size
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids; `special_tokens` adds those that the tokenizer itself puts around a text.
+        """Token ids of a text; `special_tokens` adds those that the tokenizer puts around a text.
 
-        Cost: some microseconds a character, during which other threads run if the text is long.
+        Cost: some microseconds per character; other threads run meanwhile if the text is long.
         """
         if len(text) < LONG_TEXT:
             encoded = self._tokenizer.encode(text, add_special_tokens=special_tokens)
-        else:  # `encode` would hold the interpreter's lock for seconds a megabyte
+        else:  # `encode` would hold the interpreter's lock for seconds per megabyte
             [encoded] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
         ids: list[int] = encoded.ids
         return ids
@@ -67,8 +67,8 @@ class Tokenizer:
         return repr(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token adds within a text, in UTF-8; part of a character where that spans tokens."""
-        # A decoder may strip the blank that begins a text, so the token is decoded after another one.
+        """UTF-8 bytes that a token adds within a text; part of a character if that spans tokens."""
+        # A decoder may strip the blank at the beginning of a text: decode the token after another one.
         before = self._tokenizer.decode([self._anchor], skip_special_tokens=False)
         text: str = self._tokenizer.decode([self._anchor, token], skip_special_tokens=False)[len(before) :]
         if "\ufffd" not in text:
@@ -85,28 +85,27 @@ class Tokenizer:
 
     @cached_property
     def _anchor(self) -> int:
-        """A token that is whole characters by itself."""
+        """A token that consists of whole characters."""
         anchor: int = self._tokenizer.encode("a", add_special_tokens=False).ids[-1]
         return anchor
 
 
 class TextStream:
-    """Turns tokens into text that never has to be taken back.
+    """Turns tokens into text that is never revised.
 
-    A character can span tokens, and a stop text can span steps: what could still change is held until it
-    cannot. Text and tokens end at the first token that completes a stop text, however the tokens are shared
-    out among steps.
+    A character can span tokens, and a stop text can span steps: text that could still change is held back.
+    Text and tokens end at the first token that completes a stop text, in whatever steps the tokens come.
 
     Args:
-        tokenizer: Decodes.
+        tokenizer: Decodes the tokens.
         stop: Texts that end the stream; neither they nor what follows is part of it.
-        after: Tokens that the stream goes on after, a prompt's. A decoder may strip the blank that begins a
-            text; the stream does not begin one.
+        after: Tokens before the stream, such as a prompt's: a decoder may strip the blank at the beginning
+            of a text, and the stream is not one.
 
     Attributes:
         text: Everything released so far.
-        num_tokens: Tokens taken: none after the one that completed a stop text.
-        stopped: Whether a stop text came.
+        num_tokens: Tokens of the stream, up to the one that completed a stop text.
+        stopped: Whether a stop text was completed.
 
     Example: print text as it is decoded.
         >>> from yggdrasil import GenerateConfig, TextStream, load_pair
@@ -124,31 +123,30 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         before = tokenizer.decode(after[-CONTEXT:])
-        # else it ends within a character, and where its text ends is not known
+        # if the prompt ends within a character, where its text ends is unknown
         is_whole = not before.endswith("\ufffd")
-        self._tokens = list(after[-CONTEXT:]) if is_whole else []  # those that are decoded
-        self._offset = len(before) if is_whole else 0  # characters of their text that are no news
+        self._tokens = list(after[-CONTEXT:]) if is_whole else []
+        self._offset = len(before) if is_whole else 0  # characters of the prompt in the decoded text
         self._settled = ""
         self.text = ""
         self.num_tokens = 0
         self.stopped = False
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Add tokens, up to the one that completes a stop text; returns the text that they release."""
+        """Add tokens, up to the one that completes a stop text; returns the text that is now final."""
         if not self._stop:
             return self._add(tokens)
-        # One by one: of two stop texts in one step the one that is completed first counts, as if every
-        # token had come alone.
+        # One by one: if a step completes two stop texts, the first one counts.
         return "".join(self._add([token]) for token in tokens if not self.stopped)
 
     def take(self, tokens: Sequence[int]) -> list[int]:
-        """`push`, but returns tokens: those up to the one that completes a stop text."""
+        """Like `push`, but returns the tokens up to the one that completes a stop text."""
         before = self.num_tokens
         self.push(tokens)
         return list(tokens[: self.num_tokens - before])
 
     def finish(self) -> str:
-        """The rest: an unfinished character or a stop text that did not come."""
+        """The rest: an unfinished character, or the beginning of a stop text."""
         return "" if self.stopped else self._release(self._decoded(), final=True)
 
     def _add(self, tokens: Sequence[int]) -> str:
@@ -164,9 +162,7 @@ class TextStream:
         return whole
 
     def _forget(self, tail: str) -> None:
-        """Keep only the last tokens and some before them, so that the cost of a step does not grow; not
-        where a character spans the cut.
-        """
+        """Drop old tokens so that the cost of a step does not grow, unless a character spans the cut."""
         tokens = self._tokens[-2 * CONTEXT :]
         before = self._tokenizer.decode(tokens[:CONTEXT])
         recent = self._tokenizer.decode(tokens)[len(before) :]
@@ -204,18 +200,14 @@ class TextStream:
 
 
 def _keep_whole_(tokenizer: Any) -> None:
-    """Switch off what the file may ask for, meant for training: a prompt would lose its end, or get
-    padding.
-    """
+    """Switch off the truncation and the padding that the file may set for training."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
 
 @cache
 def _byte_of_letter() -> dict[str, int]:
-    """The alphabet in which byte-level tokenizers spell bytes: printable Latin-1 stands for itself, the
-    rest follows from U+0100 on.
-    """
+    """The letters of byte-level tokenizers: printable Latin-1 is itself, other bytes start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -227,14 +219,14 @@ def load_tokenizer(name: str) -> Any:
     """The transformers fast tokenizer of a model folder or hub id; it neither truncates nor pads.
 
     Raises:
-        ConfigError: there is none, it does not read, or it has no `tokenizer.json` form.
-        UnsupportedModel: it is code that comes with the model.
+        ConfigError: it is missing, cannot be read, or has no `tokenizer.json` form.
+        UnsupportedModel: it needs code that comes with the model.
     """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # the library below raises a bare Exception for a file that it cannot read
+    except Exception as error:  # the library raises a bare Exception for a file that it cannot read
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(name, "a tokenizer that brings code of its own to run") from None
         raise ConfigError("tokenizer", name, "a model with a tokenizer", first_line(error)) from None

@@ -1,4 +1,4 @@
-"""The command line on a compiled pair: what it prints, and one clear line for every mistake."""
+"""The command line on a compiled pair: its output, and one clear line for every error."""
 
 from __future__ import annotations
 
@@ -35,21 +35,9 @@ from yggdrasil.store import artifacts
 from yggdrasil.store.artifacts import digest_file, save_json
 
 KEYS = (
-    "text",
-    "token_ids",
-    "num_tokens",
-    "target_passes",
-    "aal",
-    "ttft_ms",
-    "tpot_ms",
-    "tok_per_s",
-    "compilations",
-    "stages_ms",
-    "speculation",
-    "seed",
-    "device",
-    "dtype",
-)
+    "text", "token_ids", "num_tokens", "target_passes", "aal", "ttft_ms", "tpot_ms", "tok_per_s",
+    "compilations", "stages_ms", "speculation", "seed", "device", "dtype",
+)  # fmt: skip
 PROMPT = "Once upon a time"
 PNG = b"\x89PNG\r\n"
 
@@ -135,10 +123,8 @@ def test_collections_pass_over_the_loaded_pair_while_text_is_written(
 
 
 def test_the_heap_is_thawed_where_bindings_count_what_is_left_at_the_end(ygg_home: Path) -> None:
-    script = (
-        f"import sys, triton; from yggdrasil.cli import main; sys.exit(main(['generate', {PROMPT!r}, "
-        "'--pair', 'tiny', '--max-new-tokens', '7']))"
-    )
+    words = ["generate", PROMPT, "--pair", "tiny", "--max-new-tokens", "7"]
+    script = f"import sys, triton; from yggdrasil.cli import main; sys.exit(main({words!r}))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr == ""
 
@@ -193,7 +179,7 @@ def test_a_dash_reads_the_prompt_from_stdin(capsys: Capture, monkeypatch: pytest
     assert json.loads(capsys.readouterr().out)["token_ids"] == expected
 
 
-def test_unquoted_words_are_one_prompt_wherever_they_stand(capsys: Capture) -> None:
+def test_unquoted_words_are_one_prompt(capsys: Capture) -> None:
     expected = generate(capsys)["token_ids"]
     for words in (
         ("Once", "upon", "a", "time", "--pair", "tiny"),
@@ -220,8 +206,8 @@ def test_steps_that_take_several_times_their_profile_are_noted_on_stderr(
     out, err = capsys.readouterr()
     assert json.loads(out)["text"] == report["text"]
     assert re.fullmatch(
-        r"ygg generate: the machine is busy: steps took 3\.4 times .*; end other programs, .*: ygg "
-        r"compile .*\n",
+        r"ygg generate: the machine is busy: steps took 3\.4 times .*; "
+        r"end other programs, .*: ygg compile .*\n",
         err,
     )
 
@@ -274,7 +260,7 @@ def test_version_is_the_package_s(capsys: Capture) -> None:
         ("generat x", "ygg", "'generat' is none of .*; did you mean generate?"),
     ],
 )
-def test_a_wrong_command_line_shows_the_verb_s_usage_and_the_nearest_word(
+def test_a_wrong_command_line_shows_usage_and_the_nearest_word(
     words: str, verb: str, complaint: str, capsys: Capture
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -325,7 +311,7 @@ def test_what_cannot_work_is_refused_before_anything_is_compiled(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_calibration_file_that_is_not_there_is_refused_before_the_models_are_read(
+def test_a_missing_calibration_file_is_refused_before_models_are_read(
     llama_folders: tuple[str, str], capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "describe_pair", lambda *args: pytest.fail("reads the models"))
@@ -550,7 +536,7 @@ def test_a_name_that_is_no_folder_of_its_own_is_refused_with_the_command(
     assert line.endswith(f"; ygg compile {folder} draft --name NAME\n")
 
 
-def test_the_name_of_a_pair_is_that_of_the_folder_wherever_one_stands(
+def test_the_default_name_of_a_pair_is_its_target_folder(
     llama_folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Found(Exception):
@@ -698,13 +684,13 @@ DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
     ),
     "truncated predictor weights": (
         lambda bundle: truncate(predictor_file(bundle, "predictor.safetensors")),
-        "predictor.json: corrupt .predictor.safetensors is not the file",
+        "predictor.json: corrupt .predictor.safetensors was not written together with it",
     ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_artifact_is_one_line_that_says_what_to_run_and_nothing_is_touched(
+def test_a_damaged_artifact_is_one_line_with_a_command_and_no_file_changes(
     damage: str, copied: Path, capfd: Capture
 ) -> None:
     bundle = load_bundle("tiny")
@@ -718,7 +704,7 @@ def test_a_damaged_artifact_is_one_line_that_says_what_to_run_and_nothing_is_tou
     assert snapshot(copied) == before
 
 
-def test_notes_on_a_pair_are_shown_and_are_lines_on_stderr_when_it_is_compiled(
+def test_notes_on_a_pair_are_shown_and_printed_by_compile(
     copied: Path, llama_folders: tuple[str, str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = replace(load_bundle("tiny"), notes=("one thing", "another"))
@@ -727,11 +713,11 @@ def test_notes_on_a_pair_are_shown_and_are_lines_on_stderr_when_it_is_compiled(
     assert "  note: one thing\n  note: another\n" in capsys.readouterr().out
     monkeypatch.setattr(pipeline, "compile_pair", lambda *models, **options: noted)
     assert main(["compile", *llama_folders, "--name", "tiny"]) == 0
-    errors = capsys.readouterr().err
-    assert "ygg compile: note: one thing\nygg compile: note: another\n" in errors
+    err = capsys.readouterr().err
+    assert "ygg compile: note: one thing\nygg compile: note: another\n" in err
 
 
-def test_a_model_that_would_be_decoded_wrongly_is_refused_by_name_and_leaves_no_pair(
+def test_an_unsupported_model_is_refused_by_name_and_leaves_no_pair(
     ygg_home: Path, capfd: Capture, tmp_path: Path
 ) -> None:
     import transformers as t
@@ -782,7 +768,7 @@ def test_sources_that_are_gone_do_not_matter(copied: Path, capsys: Capture, tmp_
     generate(capsys)
 
 
-def test_compiling_again_keeps_what_is_whole_and_builds_what_is_missing_or_broken(
+def test_compiling_again_builds_only_missing_or_damaged_files(
     copied: Path, llama_folders: tuple[str, str], capsys: Capture
 ) -> None:
     folder = load_bundle("tiny").folder
@@ -808,7 +794,7 @@ def test_compiling_again_keeps_what_is_whole_and_builds_what_is_missing_or_broke
     generate(capsys)
 
 
-def test_builds_that_nothing_can_load_any_more_go_once_the_new_one_is_whole(
+def test_outdated_builds_are_removed_after_the_new_one_is_complete(
     copied: Path, llama_folders: tuple[str, str], capsys: Capture
 ) -> None:
     folder = load_bundle("tiny").folder
@@ -918,7 +904,7 @@ def test_a_second_compilation_goes_on_where_the_first_broke_off(
     assert found == load_bundle("tiny")
 
 
-def test_a_compilation_alone_waits_for_nobody(
+def test_a_single_compilation_does_not_wait(
     copied: Path, ygg_home: Path, llama_folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calibration = tiny_pair.save_calibration(ygg_home / "stories.txt")
@@ -949,7 +935,7 @@ def test_another_calibration_text_gives_another_predictor_of_the_same_graphs(
     generate(capsys, "--predictor", "stories")
 
 
-def test_every_phase_of_more_than_one_step_advances_and_never_past_its_total(
+def test_every_phase_advances_and_never_past_its_total(
     copied: Path, ygg_home: Path, llama_folders: tuple[str, str]
 ) -> None:
     calibration = tiny_pair.save_calibration(ygg_home / "stories.txt")
@@ -980,7 +966,7 @@ def test_a_calibration_without_a_budget_is_refused_before_it_begins(budget: str,
 
 def test_an_unknown_predictor_is_refused_with_the_known_ones(copied: Path, capfd: Capture) -> None:
     line = refused(capfd, "generate", PROMPT, "--pair", "tiny", "--predictor", "poems")
-    assert "no predictor named 'poems' (there are: stories)" in line
+    assert "no predictor named 'poems' (known: stories)" in line
     assert "--calibration poems.txt" in line
 
 
@@ -993,7 +979,7 @@ def threads_restored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads_restored")
-def test_the_number_of_threads_changes_no_text_and_is_noted_where_the_profile_has_another(
+def test_the_number_of_threads_changes_no_text_and_a_different_one_is_noted(
     tiny_bundle: Bundle, capfd: pytest.CaptureFixture[str]
 ) -> None:
     texts = []

@@ -1,6 +1,4 @@
-"""Whatever happens to a file of a compiled pair, it is one line that names a command, and never a crash or
-another text; and compiling again repairs it.
-"""
+"""Every damaged file of a pair gives one line with a command, never a crash or other text."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def test_the_files_to_damage_are_all_that_was_written(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", damages.DAMAGES)
-def test_every_damaged_artifact_is_one_line_with_a_command_before_anything_is_loaded(
+def test_every_damaged_artifact_is_refused_in_one_line_before_loading(
     damage: str, copied: Path, tiny: LoadedPair
 ) -> None:
     done = subprocess.run(
@@ -95,9 +93,7 @@ def text(pair: LoadedPair) -> list[int]:
     ]
 
 
-def test_compiling_again_builds_what_has_other_bytes_and_keeps_the_rest(
-    copied: Path, llama_folders: tuple[str, str]
-) -> None:
+def test_compiling_again_builds_only_changed_files(copied: Path, llama_folders: tuple[str, str]) -> None:
     folder = load_bundle("tiny").folder
     damaged = [
         folder / "draft" / "tokens_4.pt2",
@@ -231,7 +227,7 @@ def test_rm_leaves_a_pair_that_is_being_compiled(copied: Path, capsys: Capture) 
     assert main(["verify", "tiny"]) == 0
 
 
-def test_a_store_that_others_can_write_is_refused_with_the_command_that_closes_it(
+def test_a_store_that_others_can_write_is_refused_with_a_chmod_command(
     copied: Path, capsys: Capture
 ) -> None:
     (copied / "compile_cache").chmod(0o777)

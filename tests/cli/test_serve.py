@@ -1,4 +1,4 @@
-"""`ygg serve` as a process: what it refuses, what it prints, and how it ends."""
+"""`ygg serve` as a process: refusals, output, and its end."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_missing_package_names_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     line = refused(capsys)
-    assert f"{package} is not installed, which serving needs" in line
+    assert f"{package} is not installed, but serving needs it" in line
     assert "pip install 'yggdrasil-decoding[serve]'" in line
 
 
@@ -116,7 +116,7 @@ def test_a_size_that_is_none_is_refused(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--kv-memory", "much"])
     assert ended.value.code == 2
-    assert "'much' is no size; write 512MiB" in capsys.readouterr().err
+    assert "'much' is not a size; write 512MiB" in capsys.readouterr().err
 
 
 def test_help_shows_the_defaults_of_the_config_and_imports_nothing_heavy() -> None:
@@ -278,7 +278,7 @@ class TestServer:
                 "ygg serve: ended at once; requests that were running are lost\n",
             )
 
-    def test_idle_connections_of_all_descriptors_stop_nobody(self, tiny_bundle: Bundle) -> None:
+    def test_idle_connections_on_all_descriptors_do_not_stop_requests(self, tiny_bundle: Bundle) -> None:
         limit = 'ulimit -n 400 && exec "$@"'
         with served("--max-batch", "2", before=("bash", "-c", limit, "bash")) as (process, url):
             port = httpx.URL(url).port

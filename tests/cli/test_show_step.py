@@ -1,4 +1,4 @@
-"""A compiled pair on the clock: `ygg show step` and what it records."""
+"""`ygg show step` on a compiled pair."""
 
 from __future__ import annotations
 

@@ -70,25 +70,11 @@ def refused_configs() -> dict[str, tuple[Any, str]]:
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    (
-        "soft caps",
-        "encoder-decoder",
-        "mixture of experts",
-        "qwen3 mixture of experts",
-        "state space",
-        "latent attention",
-        "chunks",
-        "hybrid",
-        "alibi",
-        "own attention",
-        "gptq",
-        "awq",
-        "multimodal",
-        "heads of 24",
-    ),
-)
+@pytest.mark.parametrize("name", (
+    "soft caps", "encoder-decoder", "mixture of experts", "qwen3 mixture of experts", "state space",
+    "latent attention", "chunks", "hybrid", "alibi", "own attention", "gptq", "awq", "multimodal",
+    "heads of 24",
+))  # fmt: skip
 def test_refused_models(tmp_path: Path, name: str) -> None:
     config, feature = refused_configs()[name]
     config.save_pretrained(tmp_path)
@@ -127,8 +113,7 @@ def test_a_sliding_window_as_long_as_the_context_and_a_tree_is_none() -> None:
             else:
                 with pytest.raises(
                     ConfigError,
-                    match=f"at most 240: {name} has a sliding window of {window} tokens, .*add "
-                    "--max-context 240",
+                    match=f"at most 240: {name} has a sliding window of {window} .*--max-context 240",
                 ):
                     settled(TINY, **{name: config})
     # it does not use it
@@ -218,8 +203,8 @@ def test_a_hub_that_does_not_answer_is_not_asked_again(monkeypatch: pytest.Monke
     start = time.perf_counter()
     with pytest.raises(
         ConfigError,
-        match="model: 'nobody/nothing' is not allowed; it must be a folder .*the hub does not answer, "
-        ".*not downloaded before",
+        match="model: 'nobody/nothing' is not allowed; it must be a folder "
+        ".*the hub does not answer, .*not downloaded before",
     ):
         load_config("nobody/nothing")
     hub._hub_answers.cache_clear()
@@ -248,7 +233,7 @@ def test_different_vocabularies_name_both_sizes_and_write_nothing(
     assert not (ygg_home / "compile_cache" / "mismatch").exists()
 
 
-def test_tokenizers_of_one_size_with_other_words_are_told_apart(
+def test_tokenizers_of_equal_size_with_different_words_are_refused(
     tmp_path: Path, ygg_home: Path, llama_folders: tuple[str, str]
 ) -> None:
     import transformers as t

@@ -186,7 +186,7 @@ def test_rank_0_ends_with_one_line_when_another_rank_is_gone() -> None:
     command = ("-m", "yggdrasil", "generate", "--pair", NAME, "Once upon", "--max-new-tokens", "24")
     (code, error), _ = run_ranks(command, ("-c", VANISHES))
     assert code == 2
-    assert error.splitlines()[-1].startswith("ygg generate: rank 0 of 2 lost another one")
+    assert error.splitlines()[-1].startswith("ygg generate: rank 0 of 2 lost another rank")
 
 
 @pytest.mark.usefixtures("compiled")

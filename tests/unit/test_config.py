@@ -93,9 +93,7 @@ def test_compression_is_refused_where_it_would_not_apply(other: dict[str, Any]) 
 
 def test_a_prefill_chunk_is_wider_than_any_draft_and_any_verification() -> None:
     with pytest.raises(
-        ConfigError,
-        match="prefill_chunk: 8 is not allowed; it must be above 8, the largest of widths and "
-        "verify_widths",
+        ConfigError, match="prefill_chunk: 8 is not allowed; it must be above 8, the largest of "
     ):
         CompileConfig(widths=(1, 8), verify_widths=(4,), prefill_chunk=8)
     CompileConfig(widths=(1, 8), verify_widths=(4,), prefill_chunk=9)

@@ -1,4 +1,4 @@
-"""TextStream: text that never has to be taken back, and all of it in the end."""
+"""TextStream: text is never revised, and complete at the end."""
 
 from __future__ import annotations
 
@@ -107,9 +107,7 @@ def test_what_could_begin_a_stop_text_is_held_until_it_cannot(tokenizer: Tokeniz
     assert stream.text == "xxabcabcabz"
 
 
-def test_finish_releases_a_stop_text_that_did_not_come_and_a_character_that_never_ended(
-    tokenizer: Tokenizer,
-) -> None:
+def test_finish_releases_unfinished_stop_texts_and_characters(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, stop=("abcd",))
     assert stream.push(tokenizer.encode("xabc")) == "x"
     assert stream.finish() == "abc"

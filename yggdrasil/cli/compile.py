@@ -1,4 +1,4 @@
-"""`ygg compile`: lower a pair to static graphs, measure this machine, calibrate acceptance."""
+"""`ygg compile`: compile a pair to static graphs, measure this machine, calibrate acceptance."""
 
 from __future__ import annotations
 
@@ -22,16 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "pair_name", "run"]
 
 DESCRIPTION = """\
-Compile a target and a draft for this machine, once. TorchInductor lowers each to one static graph for
-every token count of a small menu. Then the graphs are timed, and the draft is calibrated on text. After
-Ctrl-C, the same command continues with the graphs that are finished; until the new pair is complete, an
-earlier one of the same name works. Without arguments, the bundled pair is compiled.
+Compile a target and a draft for this machine, once. TorchInductor compiles each to one static graph per
+token count of a small menu; then the graphs are timed, and the draft is calibrated on text. After Ctrl-C,
+run the same command again: finished graphs are kept. Until the new pair is done, an earlier one of that
+name still works. Without arguments, the bundled pair is compiled.
 
-Several processes can share the target by transformers' tensor-parallel plan:
-
-  torchrun --nproc-per-node 2 -m yggdrasil compile TARGET DRAFT --name mine
-
-The pair then runs on the same number of processes.
+For several GPUs: torchrun --nproc-per-node 2 -m yggdrasil compile TARGET DRAFT ...
+The target is split by its tensor-parallel plan in transformers; the pair then runs on as many processes.
 """
 
 
@@ -53,15 +50,14 @@ def add_parser(verbs: Any) -> None:
         "--calibration",
         type=Path,
         metavar="FILE",
-        help='text to calibrate acceptance on: plain, or .jsonl with a "text" a line',
+        help='text to calibrate on: a text file, or .jsonl with a "text" in every line',
     )
     parser.add_argument(
         "--calibration-budget",
         type=float,
         default=defaults.calibration_budget_s,
         metavar="SECONDS",
-        help="most seconds for writing calibration text and drafting along it; a large pair gets fewer "
-        "trees and texts (default: %(default)g)",
+        help="most seconds for calibration; a large pair gets fewer trees and texts (default: %(default)g)",
     )
     parser.add_argument("--device", default=defaults.device, help="cpu or cuda (default: %(default)s)")
     parser.add_argument(
@@ -76,20 +72,18 @@ def add_parser(verbs: Any) -> None:
         "--exact",
         action=argparse.BooleanOptionalAction,
         default=defaults.exact,
-        help="on cuda, linear layers that round alike in every graph, so that speculation writes what "
-        "plain decoding writes, to the bit; --no-exact takes "
-        "cuBLAS's, which round by the number of tokens. On a cpu every graph is exact anyway (default: "
-        "--exact)",
+        help="on cuda, use linear layers that round the same in every graph, so that speculation writes "
+        "what plain decoding writes, bit for bit; --no-exact uses cuBLAS, where rounding depends on the "
+        "number of tokens. On a cpu every graph is exact (default: --exact)",
     )
     parser.add_argument(
         "--compress",
         action=argparse.BooleanOptionalAction,
         default=defaults.compress,
-        help="on a cpu, keep bfloat16 weights in three quarters of their bytes, and every bit of them: "
-        "useful where memory is the limit and the processor "
-        "has time to expand them (default: on processors with AMX, models of more than 8 MB)",
+        help="on a cpu, store bfloat16 weights without loss in three quarters of their bytes; faster if "
+        "the processor waits for memory (default: on processors with AMX, for models of more than 8 MB)",
     )
-    add_threads(parser, ", and processes that build graphs; the pair is measured with as many")
+    add_threads(parser, "; also processes that compile graphs, and threads of the measurements")
     parser.set_defaults(run=run)
 
 

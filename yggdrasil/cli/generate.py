@@ -1,4 +1,4 @@
-"""`ygg generate`: stream text to standard output; everything else goes to standard error."""
+"""`ygg generate`: stream text to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
-Decode a prompt with speculation. The text is what the target alone would have written; --plain shows it.
-The prompt is all words that are no options, or standard input when it is "-".
+Continue a prompt with speculation. The text is what the target alone would write; --plain shows that.
+The prompt is every word that is not an option; "-" reads it from standard input.
 
 A pair compiled for several GPUs: torchrun --nproc-per-node 2 -m yggdrasil generate ...
 """
@@ -43,8 +43,7 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--pair", help="a pair compiled with `ygg compile` (default: the bundled pair)")
     parser.add_argument(
-        "--target",
-        help="instead of --pair: folder or hub id of the target; compiled first if it is not yet",
+        "--target", help="instead of --pair: folder or hub id of the target; compiled first if needed"
     )
     parser.add_argument("--draft", help="with --target: folder or hub id of the draft")
     parser.add_argument(
@@ -54,7 +53,7 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument(
         "-n", "--max-tokens", "--max-new-tokens", type=int, metavar="N", dest="max_new_tokens",
-        help=f"most tokens to write (default: {DEFAULT_NEW_TOKENS}, or what the context leaves)",
+        help=f"most tokens to write (default: {DEFAULT_NEW_TOKENS}, less if the context is full before)",
     )  # fmt: skip
     parser.add_argument(
         "--temperature",
@@ -95,9 +94,9 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--plain", action="store_true", help="decode without speculation")
     parser.add_argument(
-        "--ignore-eos", action="store_true", help="go on past the end of the text, for measuring"
+        "--ignore-eos", action="store_true", help="continue after the end-of-text token, for measurements"
     )
-    add_threads(parser, "; how many changes no text")
+    add_threads(parser, "; the number does not change the text")
     parser.add_argument(
         "--stats",
         action="store_true",
@@ -121,7 +120,7 @@ def run(options: argparse.Namespace) -> None:
     name = pair_name(
         options, lambda target, draft: _check_uncompiled(options, config, prompt, target, draft)
     )
-    from yggdrasil.pair import load_pair  # torch costs a second: wrong options are reported before
+    from yggdrasil.pair import load_pair  # imports torch, a second: after wrong options are refused
 
     pair = load_pair(name, dataset=options.predictor)
     note_threads(pair.latency, pair.bundle.command)
@@ -145,16 +144,15 @@ def run(options: argparse.Namespace) -> None:
 def _check_uncompiled(
     options: argparse.Namespace, config: GenerateConfig, prompt: str, target: str, draft: str
 ) -> None:
-    """Refuse what cannot work with this pair before minutes go into compiling it."""
+    """Refuse what cannot work with this pair before it is compiled, which takes minutes."""
     from yggdrasil.engine import check_request
     from yggdrasil.offline.inputs import planned_context
     from yggdrasil.offline.traces import BUNDLED_TEXT
     from yggdrasil.tokenizer import load_tokenizer
 
     if options.predictor not in (None, BUNDLED_TEXT):
-        raise ConfigError(
-            "predictor", options.predictor, f"{BUNDLED_TEXT} where the pair is not compiled yet"
-        )
+        allowed = f"{BUNDLED_TEXT} if the pair is not compiled yet"
+        raise ConfigError("predictor", options.predictor, allowed)
     num_tokens = len(load_tokenizer(target).backend_tokenizer.encode(prompt).ids)
     check_request(num_tokens, config, planned_context(target, draft))
 
@@ -162,7 +160,7 @@ def _check_uncompiled(
 def _busy_line(slowdown: float, command: str) -> str:
     return (
         f"ygg generate: the machine is busy: steps took {slowdown:.1f} times what its profile predicts; "
-        f"end other programs, or, where there are none, measure it again: {command}"
+        f"end other programs, or if there are none, measure it again: {command}"
     )
 
 

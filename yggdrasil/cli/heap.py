@@ -1,4 +1,4 @@
-"""Keep Python's garbage collector away from what a command loads once and uses to its end."""
+"""Keep Python's garbage collector away from objects that live as long as the command."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ __all__ = ["frozen_heap"]
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Within, collections pass over everything that is alive at its beginning.
+    """A block in which the garbage collector skips all objects that exist at its beginning.
 
-    To be entered once the models are loaded: a full collection over what torch imports takes a tenth of a
-    second, and would fall into the first step. Thawed at the end, also of an error: what is frozen outlives
-    the interpreter, and bindings that count their objects (Triton's) would report leaks."""
+    Enter it after the models are loaded: a full collection over what torch imports takes a tenth of a
+    second, and would happen in the first step. The heap is always thawed at the end: frozen objects outlive
+    the interpreter, and bindings that count their objects (Triton's) would report leaks.
+    """
     gc.freeze()
     try:
         yield

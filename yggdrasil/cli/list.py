@@ -8,9 +8,9 @@ from typing import Any
 __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
-List every compiled pair with its size on disk and its models. A `current` pair runs on this machine as
-it is. For any other pair, a second line gives the reason and the command that compiles it again; `ygg
-rm NAME` removes it.
+List every pair with its size on disk and its models. `current` pairs can be used on this machine. For an
+`unusable` pair a second line gives the reason and the command that compiles it again; `ygg rm NAME`
+removes it.
 """
 
 
@@ -26,7 +26,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """List them."""
+    """List the pairs."""
     from yggdrasil.inventory import stored_pairs
     from yggdrasil.store.artifacts import root
 

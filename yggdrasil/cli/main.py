@@ -1,6 +1,4 @@
-"""Parse the command line and report errors: one line on standard error and exit code 2 for what the user
-can fix.
-"""
+"""Parse the command line; an error that the user can fix is one line on standard error and exit code 2."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ first steps:
   ygg generate --pair mine "Hello"           decode with it
   ygg serve --pair mine                      answer OpenAI clients
 
-several GPUs (the target in one shard each, the draft on the first):
+several GPUs (each has a shard of the target, the first also the draft):
   torchrun --nproc-per-node 2 -m yggdrasil compile TARGET DRAFT --name mine
   torchrun --nproc-per-node 2 -m yggdrasil generate --pair mine "Hello"
 """
@@ -60,16 +58,16 @@ def _parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code: 0, 2 for a mistake the user can fix, 130 after Ctrl-C.
+    """Run one verb; returns the exit code: 0, 2 for an error that the user can fix, 130 after Ctrl-C.
 
-    Under torchrun the process of rank 0 does, and the others follow it.
+    Under torchrun rank 0 runs the verb, and the other ranks follow it.
     """
     try:
         if num_ranks() == 1:
             return _run(arguments)
         if rank() > 0:
             return _follow()
-        from yggdrasil.ranks.lead import leading  # torch: only where there are ranks
+        from yggdrasil.ranks.lead import leading  # imports torch
 
         with leading():
             return _run(arguments)
@@ -96,7 +94,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         with guarded_output():
             return _run_verb(arguments)
-    except BrokenPipeError:  # the reader of our output went away: nothing is wrong
+    except BrokenPipeError:  # the reader of the output has closed it, as `head` does
         return 0
 
 
@@ -126,6 +124,6 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
 
 
 def _in_words_of(options: argparse.Namespace, error: ConfigError) -> ConfigError:
-    """The error under the option's name, where the field is an option of this verb."""
+    """The error with the option's name, if the field is an option of this verb."""
     is_option = error.field != "prompt" and hasattr(options, error.field)
     return error.renamed(f"--{error.field.replace('_', '-')}") if is_option else error

@@ -1,4 +1,4 @@
-"""Standard output as a file or a pipe that may be closed, full or of another encoding."""
+"""Standard output that may be closed, full or of another encoding."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ __all__ = ["guarded_output"]
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
-    """A block that prints everything by its end, and in UTF-8 whatever the locale: text leaves as the model
-    wrote it.
+    """A block whose output is UTF-8 in every locale, and is flushed at the end.
 
     Raises:
-        UsageError: standard output is closed or cannot be written, to a full disk for example.
-        BrokenPipeError: the reader went away.
+        UsageError: standard output is closed, or cannot be written, as on a full disk.
+        BrokenPipeError: the reader has closed the pipe.
     """
     stream = sys.stdout
     if stream is None:
@@ -36,7 +35,7 @@ def guarded_output() -> Iterator[None]:
 
 
 class _Guarded:
-    """A stream whose errors are distinct from those of other files."""
+    """A stream that turns its write errors into UsageError."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -65,10 +64,8 @@ class _Guarded:
             raise UsageError(problem, "ygg ... > FILE") from None
 
     def _drop(self) -> None:
-        """Send what is still buffered nowhere: another flush, the interpreter's own at last, would fail as
-        well.
-        """
-        with contextlib.suppress(OSError):  # a stream without a descriptor has no reader that could go away
+        """Discard the buffer: the interpreter flushes it at exit, which would fail again."""
+        with contextlib.suppress(OSError):  # a stream without a descriptor has no pipe to close
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)

@@ -1,4 +1,4 @@
-"""An argument parser whose errors read like a person's."""
+"""An argument parser with readable errors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PHRASES = (  # argparse's words, ours
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes options by their whole names only, and positional words anywhere among them.
+    """Accepts options by their whole names only, and positional words anywhere among them.
 
-    A wrong option is an error of the verb that got it: with that verb's usage, and the nearest option there
-    is."""
+    An unknown option is an error of its verb: it prints the verb's usage and suggests the nearest option.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse does, but nothing is left over."""
+        """Parse all arguments; unknown ones are an error."""
         found, left = super().parse_known_args(args, namespace)
         options = [word.partition("=")[0] for word in left if OPTION.match(word)]
         if options:
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         if left and not isinstance(getattr(found, "prompt", None), list):
             self.error(f"{' '.join(map(repr, left))} is one too many")
         if left:
-            found.prompt = [*found.prompt, *left]  # argparse took the words up to an option alone
+            found.prompt = [*found.prompt, *left]  # argparse takes only the words before an option
         return found, []
 
     def error(self, message: str) -> NoReturn:

@@ -21,17 +21,15 @@ from rich.progress import (
 __all__ = ["RichProgress"]
 
 LOG_EVERY_S = 10.0
-# after so long a phase is announced: one that ends or fails before needs no line of its own for that
-BEGUN_S = 3.0
+BEGUN_S = 3.0  # a phase is announced after this time; a shorter one prints only its end
 
 
 class RichProgress:
-    """Draws a bar a phase on a terminal, with the time left; elsewhere prints a line when a phase has
-    begun, every ten seconds, and when it ends.
+    """Draws a bar per phase on a terminal; elsewhere prints lines: at its begin, every 10 s, at its end.
 
     Args:
         log_every_s: Seconds between two lines of a phase.
-        begun_s: Seconds after which a phase is announced.
+        begun_s: Seconds after which the begin of a phase is printed.
     """
 
     def __init__(self, log_every_s: float = LOG_EVERY_S, begun_s: float = BEGUN_S) -> None:
@@ -90,7 +88,7 @@ def _bar(console: Console, name: str, total: int) -> Iterator[_Bar]:
 
 
 class _Log:
-    """Counts, and puts the state of a phase into words; counted from several threads."""
+    """Counts the steps of a phase, from several threads, and describes its state."""
 
     def __init__(self, name: str, total: int) -> None:
         self._name = name
@@ -115,7 +113,7 @@ class _Log:
 
 @contextmanager
 def _log(console: Console, name: str, total: int, begun_s: float, every_s: float) -> Iterator[_Log]:
-    """Lines come from a thread of their own: what takes long need not advance meanwhile."""
+    """Print lines from a thread, so that they also come while a long step runs."""
     log = _Log(name, total)
     is_over = threading.Event()
 

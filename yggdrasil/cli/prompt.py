@@ -13,18 +13,18 @@ EXAMPLE = 'ygg generate "Once upon a time"'
 
 
 def prompt_of(words: Sequence[str]) -> str:
-    """The words as one text, a blank between each two; standard input where the only one is a dash.
+    """The words joined by blanks; standard input if the only word is a dash.
 
     Raises:
-        UsageError: there is none.
-        ConfigError: it is not UTF-8.
+        UsageError: the prompt is missing or empty.
+        ConfigError: the prompt is not UTF-8.
     """
     if not words:
         raise UsageError("a prompt is missing", EXAMPLE)
     is_input = list(words) == ["-"]
     try:
         prompt = sys.stdin.read() if is_input else " ".join(words)
-        prompt.encode()  # bytes that are no text come as half of a pair of surrogates
+        prompt.encode()  # the shell passes bytes that are not UTF-8 as lone surrogates
     except UnicodeDecodeError as error:
         raise _not_text(error.object[error.start], error.start) from None
     except UnicodeEncodeError as error:
@@ -32,9 +32,8 @@ def prompt_of(words: Sequence[str]) -> str:
             ord(error.object[error.start]) & 0xFF, len(error.object[: error.start].encode())
         ) from None
     if not prompt:
-        raise UsageError(
-            "the prompt is empty", "echo Once upon a time | ygg generate -" if is_input else EXAMPLE
-        )
+        example = "echo Once upon a time | ygg generate -" if is_input else EXAMPLE
+        raise UsageError("the prompt is empty", example)
     return prompt
 
 

@@ -12,9 +12,8 @@ from yggdrasil.store import artifacts, storage
 __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
-Remove all that was compiled and measured for a pair: graphs, packed weights, profiles and predictors.
-Its models stay, and so do the operators, which all pairs share. The command does not ask; `ygg list`
-shows the names.
+Remove all files of a pair: graphs, weights, profiles and predictors. The models stay, and so do the
+operators that all pairs share. There is no question before; `ygg list` shows the names.
 """
 
 
@@ -26,18 +25,17 @@ def add_parser(verbs: Any) -> None:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", help="of the pair")
+    parser.add_argument("name", metavar="NAME", help="name of the pair")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Remove one pair and report what that freed."""
+    """Remove one pair and print the space that this freed."""
     name = options.name
     known = artifacts.pair_names()
     if name not in known:
-        raise ConfigError(
-            "NAME", name, f"a pair in {artifacts.root()}: {', '.join(known) or 'there is none'}", "ygg list"
-        )
+        allowed = f"a pair in {artifacts.root()}: {', '.join(known) or 'there is none'}"
+        raise ConfigError("NAME", name, allowed, "ygg list")
     with storage.store_errors(artifacts.root()), ExitStack() as locks:
         lock = artifacts.compile_cache() / name / artifacts.LOCK_NAME
         if lock.is_file():

@@ -1,6 +1,4 @@
-"""`ygg serve`: an OpenAI-compatible server on a compiled pair; SIGTERM and Ctrl-C let running requests
-finish.
-"""
+"""`ygg serve`: an OpenAI-compatible server; SIGTERM and Ctrl-C let running requests finish."""
 
 from __future__ import annotations
 
@@ -29,10 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
-Serve a compiled pair over HTTP with OpenAI's completions and chat completions. Every OpenAI client
-works, with base_url http://HOST:PORT/v1. Requests are batched, and the policy chooses the speculative
-length at every step. Each text is what the target alone writes. /metrics has the metrics, /server_info
-the policy's state.
+Serve a compiled pair over HTTP with OpenAI's completions and chat completions: OpenAI clients work with
+base_url http://HOST:PORT/v1. Requests are batched; a policy chooses the speculative length of every step.
+The texts are what the target alone would write. Metrics: /metrics. State of the policy: /server_info.
 """
 KEY_VARIABLE = "YGG_API_KEY"
 HANG_UP_SECONDS = 5
@@ -51,21 +48,20 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--pair", help="a pair compiled with `ygg compile` (default: the bundled pair)")
     parser.add_argument(
-        "--target",
-        help="instead of --pair: folder or hub id of the target; compiled first if it is not yet",
+        "--target", help="instead of --pair: folder or hub id of the target; compiled first if needed"
     )
     parser.add_argument("--draft", help="with --target: folder or hub id of the draft")
     parser.add_argument(
         "--policy",
         default=defaults.policy,
-        help="what chooses the speculative length; off never speculates (default: %(default)s)",
+        help="policy that chooses the speculative length; off never speculates (default: %(default)s)",
     )
     parser.add_argument(
         "--gamma-max",
         type=int,
         default=defaults.gamma_max,
         metavar="N",
-        help="most draft tokens of a row and step (default: %(default)s)",
+        help="most draft tokens per request and step (default: %(default)s)",
     )
     parser.add_argument(
         "--max-batch",
@@ -78,53 +74,56 @@ def add_parser(verbs: Any) -> None:
         "--kv-memory",
         type=_num_bytes,
         metavar="SIZE",
-        help="for KV pages, 512MiB for example (default: a full batch's, at most half of what is free)",
+        help="memory for KV pages, such as 512MiB (default: for a full batch, at most half of free memory)",
     )
     parser.add_argument(
         "--elastic",
         action=argparse.BooleanOptionalAction,
         default=defaults.elastic,
-        help="let KV pages have the draft's memory while speculation is off and pages are scarce "
+        help="use the draft's memory for KV pages while speculation is off and pages are scarce "
         "(default: %(default)s)",
     )
     parser.add_argument(
         "--tau-low",
         type=float,
         metavar="SHARE",
-        help="fewer free pages than this share are scarce; not with --no-elastic (default: "
-        f"{defaults.tau_low})",
+        help="pages are scarce if fewer than this share are free; not with --no-elastic "
+        f"(default: {defaults.tau_low})",
     )
     parser.add_argument(
         "--max-queue",
         type=int,
         default=defaults.max_queue,
         metavar="N",
-        help="most waiting requests, then 429 (default: %(default)s)",
+        help="most waiting requests; more get status 429 (default: %(default)s)",
     )
     parser.add_argument(
         "--host",
         default=defaults.host,
-        help="address to listen on; 0.0.0.0 is every one of them (default: %(default)s)",
+        help="address to listen on; 0.0.0.0 is all addresses (default: %(default)s)",
     )
     parser.add_argument(
-        "--port", type=int, default=defaults.port, help="0 takes a free one (default: %(default)s)"
+        "--port",
+        type=int,
+        default=defaults.port,
+        help="port to listen on; 0 takes a free one (default: %(default)s)",
     )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"asked of clients, for all but /health (default: the variable {KEY_VARIABLE}, else none)",
+        help=f"key that clients must send, except to /health (default: {KEY_VARIABLE}, else none)",
     )
     parser.add_argument(
         "--model-name", metavar="NAME", help="what clients call the model (default: the pair's name)"
     )
-    names = "answer to this name too, not only this machine's own; may be given again; with a key, to any"
+    names = "also answer to this host name; may be repeated; with a key, every name is accepted"
     parser.add_argument("--allow-host", action="append", metavar="NAME", help=names)
     parser.add_argument(
         "--drain-seconds",
         type=float,
         default=defaults.drain_seconds,
         metavar="S",
-        help="running requests may take this long to finish (default: %(default)s)",
+        help="seconds that running requests get to finish after a signal (default: %(default)s)",
     )
     add_threads(parser, "")
     parser.set_defaults(run=run)
@@ -153,7 +152,7 @@ def run(options: argparse.Namespace) -> None:
         drain_seconds=options.drain_seconds,
     )
     _check_installed()
-    with _listening(config.host, config.port) as listener:  # before the seconds that loading takes
+    with _listening(config.host, config.port) as listener:  # before loading, which takes seconds
         apply_threads(options)
         name = pair_name(options, lambda target, draft: _check_uncompiled(config))
         serving, service = _serving(name, config, options)
@@ -163,7 +162,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check_uncompiled(config: ServeConfig) -> None:
-    """Refuse what cannot work before minutes go into compiling a pair with the defaults."""
+    """Refuse what cannot work with the defaults before a pair is compiled, which takes minutes."""
     from yggdrasil.serve.load import check_fits
 
     check_fits(config, CompileConfig())
@@ -172,7 +171,7 @@ def _check_uncompiled(config: ServeConfig) -> None:
 def _num_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 512MiB or 2GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 512MiB or 2GiB")
     return int(float(match[1]) * UNITS[match[2]])
 
 
@@ -184,7 +183,8 @@ def _check_installed() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            f"{error.name} is not installed, which serving needs", "pip install 'yggdrasil-decoding[serve]'"
+            f"{error.name} is not installed, but serving needs it",
+            "pip install 'yggdrasil-decoding[serve]'",
         ) from None
 
 
@@ -250,19 +250,18 @@ async def _serve(serving: Serving, service: Service, listener: socket.socket, dr
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            listener.listen(WAITING_CONNECTIONS)  # the loop has set this to what it accepts at once
+            listener.listen(WAITING_CONNECTIONS)  # the loop has set a smaller number
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
-            # the signals are ours: uvicorn would stop listening before the service has finished, and die of
-            # the signal
+            # `_serve` handles signals: uvicorn would stop listening before the service has finished
             yield
 
     settings = uvicorn.Config(
         create_app(serving),
         http=connections.limited(connections.raise_descriptor_limit()),
         backlog=connections.ACCEPTED_AT_ONCE,
-        log_level="error",  # uvicorn warns of every malformed request, which costs a client nothing,
+        log_level="error",  # uvicorn warns about every malformed request
         lifespan="off",
         ws="none",
         timeout_graceful_shutdown=HANG_UP_SECONDS,
@@ -292,15 +291,13 @@ async def _serve(serving: Serving, service: Service, listener: socket.socket, dr
 
 
 def _end_at_once(number: int, frame: object) -> None:
-    """A second signal: nothing is waited for, not even threads."""
+    """At a second signal, end without waiting, not even for threads."""
     os.write(2, b"ygg serve: ended at once; requests that were running are lost\n")
     os._exit(128 + number)
 
 
 async def _drained(service: Service, drain_seconds: float) -> bool:
-    """`service.drain` in a thread that a second signal does not have to wait for, as it would for the
-    loop's own.
-    """
+    """Run `service.drain` in a daemon thread: a second signal need not wait for it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[bool] = loop.create_future()
 
@@ -319,7 +316,5 @@ def _greeting(serving: Serving, listener: socket.socket) -> str:
     body = f'{{"model": "{serving.model}", "prompt": "Once upon a time", "max_tokens": 64}}'
     is_open = not serving.api_key and not host.startswith("127.") and host != "::1"
     warning = "\nanyone who reaches this address may use it: set --api-key" if is_open else ""
-    return (
-        f"serving {serving.model} on {url}\n  curl {url}/v1/completions{key} -H 'Content-Type: "
-        f"application/json' -d '{body}'{warning}"
-    )
+    curl = f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    return f"serving {serving.model} on {url}\n  {curl}{warning}"

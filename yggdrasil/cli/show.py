@@ -15,10 +15,10 @@ PROMPT = "Once upon a time"
 
 DESCRIPTION = """\
 pair       what was compiled, from what, and the shape that decoding will use
-profile    latency and predicted speedup against verified width (plots as PNG)
-plan       what greedy and sampled requests run by, and why (Gantt charts of an iteration's stages as PNG)
+profile    latency and predicted speedup by verified width (plots as PNG)
+plan       the plans of greedy and sampled requests, and why (Gantt charts of an iteration as PNG)
 predictor  the depth predictor on held-out text: scores, decisions, whether it is used (and a plot)
-step       the wall clock of one step after a prompt: its graphs and the time between them (PNG)
+step       the wall clock of one step after a prompt: every graph, and the time between graphs (PNG)
 tree       the tree that one step drafts, verifies and accepts after a prompt
 """
 
@@ -38,11 +38,11 @@ def add_parser(verbs: Any) -> None:
         default=[],
         help=f"for step and tree: the text before the step (default: {PROMPT})",
     )
-    parser.add_argument("--pair", help="which compiled pair (default: the bundled one)")
+    parser.add_argument("--pair", help="the compiled pair (default: the bundled one)")
     parser.add_argument(
         "--predictor",
         metavar="DATASET",
-        help="which calibration text's predictor (default: the last one compiled)",
+        help="calibration text whose depth predictor to use (default: the last one compiled)",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("."), help="folder for PNG files (default: the working directory)"
@@ -78,14 +78,12 @@ def _show_pair(pair: Any, options: argparse.Namespace) -> None:
     print(f"pair {bundle.name}: target {bundle.models[0]}, draft {bundle.models[1]}")
     megabytes = [model.weight_bytes / 1e6 for model in (pair.engine.target, pair.engine.draft)]
     ranks = "" if config.ranks == 1 else f", the target in {config.ranks} shards like this one"
-    print(
-        f"  {config.dtype} on {config.device}, context {bundle.max_context}, weights {megabytes[0]:.1f} "
-        f"+ {megabytes[1]:.1f} MB{ranks}"
+    weights = f"weights {megabytes[0]:.1f} + {megabytes[1]:.1f} MB{ranks}"
+    print(f"  {config.dtype} on {config.device}, context {bundle.max_context}, {weights}")
+    target_sizes, draft_sizes = (
+        list(model.menu.sizes) for model in (pair.engine.target, pair.engine.draft)
     )
-    print(
-        f"  target graphs {list(pair.engine.target.menu.sizes)}, draft graphs "
-        f"{list(pair.engine.draft.menu.sizes)} tokens"
-    )
+    print(f"  target graphs {target_sizes}, draft graphs {draft_sizes} tokens")
     print(f"  {bundle.exactness}")
     for note in bundle.notes:
         print(f"  note: {note}")
@@ -150,13 +148,8 @@ def _show_step(pair: Any, options: argparse.Namespace) -> None:
     timeline = record_timeline(pair, pair.tokenizer.encode(options.prompt))
     print(timeline_table(timeline))
     step = timeline.representative
-    print(
-        plot_timeline(
-            step,
-            options.out / f"{pair.bundle.name}-step.png",
-            title=f"{pair.bundle.name}: {step.shape}, {step.ms:.2f} ms",
-        )
-    )
+    title = f"{pair.bundle.name}: {step.shape}, {step.ms:.2f} ms"
+    print(plot_timeline(step, options.out / f"{pair.bundle.name}-step.png", title=title))
 
 
 def _show_tree(pair: Any, options: argparse.Namespace) -> None:

@@ -13,17 +13,17 @@ __all__ = ["add_threads", "apply_threads", "note_threads"]
 
 
 def add_threads(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the option; `what` ends its help."""
+    """Add the option; `what` is the end of its help text."""
     parser.add_argument(
-        "--threads", type=int, metavar="N", help=f"threads to run on (default: one for every core){what}"
+        "--threads", type=int, metavar="N", help=f"threads to run on (default: one per core){what}"
     )
 
 
 def apply_threads(options: argparse.Namespace) -> None:
-    """Run on the number of threads of the option from now on.
+    """Set the number of threads from the option.
 
     Raises:
-        ConfigError: fewer than one, or more than there can be.
+        ConfigError: the number is below one or too large.
     """
     if options.threads is not None:
         from yggdrasil.kernels.threads import set_num_threads  # imports torch
@@ -32,18 +32,14 @@ def apply_threads(options: argparse.Namespace) -> None:
 
 
 def note_threads(latency: LatencyModel, command: str) -> None:
-    """A line on standard error where the pair was measured with another number: shapes may then not be the
-    best.
-    """
+    """Print a line on standard error if the pair was measured with another number of threads."""
     from yggdrasil.kernels.threads import get_num_threads
 
     count = get_num_threads()
     if latency.num_threads not in (0, count):
-        measured = (
-            f"measured with --threads {latency.num_threads}, this run has {count}: the text is the "
-            "same, the speed not the best"
-        )
         print(
-            f"ygg: the pair was {measured}; `{command} --threads {count}` measures it again",
+            f"ygg: the pair was measured with --threads {latency.num_threads}, this run has {count}: "
+            "the text is the same, but the speed is not the best; "
+            f"`{command} --threads {count}` measures it again",
             file=sys.stderr,
         )

@@ -8,11 +8,11 @@ from typing import Any
 __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
-Read every file that was compiled or measured for a pair and compare it with its digest. Each whole file
-gets a line. At the first damaged file, one line names it and the command that builds it again.
+Read all files of a pair and compare them with their digests: one line for every file that is whole. At the
+first damaged file, one line names it and the command that builds it again.
 
-A start reads only files whose size or time has changed since they were last read. After trouble with a
-disk or with a copy, this command reads everything.
+Other commands read only files whose size or time has changed since they were last read. This one reads
+everything; use it after trouble with a disk or a copy.
 
   ygg verify              the bundled pair
   ygg verify mine
@@ -27,7 +27,9 @@ def add_parser(verbs: Any) -> None:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of the pair (default: the bundled one)")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="name of the pair (default: the bundled one)"
+    )
     parser.set_defaults(run=run)
 
 

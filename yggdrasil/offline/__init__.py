@@ -1,1 +1,1 @@
-"""What `ygg compile` does: build, measure, calibrate, learn; nothing here runs while text is decoded."""
+"""`ygg compile`: build, measure, calibrate, train. Nothing here runs during decoding."""

@@ -1,5 +1,4 @@
-"""How much calibration fits a budget of seconds: how many texts, and at how many of their positions trees
-stand.
+"""Choose the largest calibration that fits a budget of seconds.
 
 Shapes: X = any further dimension.
 """
@@ -29,26 +28,24 @@ __all__ = [
     "seconds_of_sampling",
 ]
 
-# positions from tree to tree: neighbours see nearly the same text and would show nearly the same
-STEP = 2
-# at every EVERY-th of those positions trees of all widths stand, at the others of the reference width
-EVERY = 4
-FEWEST_TEXTS = 16  # fewer show little, whatever they cost
-FEWEST_ROOTS = 2  # of a text
+STEP = 2  # a tree at every second position: neighbouring positions give nearly the same results
+EVERY = 4  # every fourth root has trees of all widths, the others one of the reference width
+FEWEST_TEXTS = 16  # fewer texts give too little information
+FEWEST_ROOTS = 2  # roots per text
 TIMED_PASSES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationSize:
-    """What is written and drafted at one temperature.
+    """Amount of text and trees at one temperature.
 
     Args:
-        num_texts: Texts.
-        num_tokens: Positions of each.
-        stride: Positions from tree to tree.
-        max_depth: Depth of every tree; texts are longer by so much, to judge the last one.
+        num_texts: Number of texts.
+        num_tokens: Positions of each text that can be roots.
+        stride: Distance of two roots, in positions.
+        max_depth: Depth of every tree; a text is longer by this, to judge its last tree.
         widths: Widths of the trees.
-        reference_width: Width of those at every root; the others stand at one root of `EVERY`.
+        reference_width: Width of the tree at every root; one root of `EVERY` has all widths.
     """
 
     num_texts: int
@@ -64,9 +61,7 @@ class CalibrationSize:
         return self.num_tokens + self.max_depth
 
     def root_ends(self, text: int, prompt_len: int) -> range:
-        """Lengths of the beginnings of a text after which trees stand; texts begin at different ones where
-        not all positions have a tree.
-        """
+        """Lengths of a text up to each root; different texts start at different positions."""
         return range(prompt_len + STEP * text % self.stride, prompt_len + self.num_tokens, self.stride)
 
     @property
@@ -76,14 +71,14 @@ class CalibrationSize:
 
     @property
     def num_tree_tokens(self) -> int:
-        """Nodes of all trees that the draft runs: leaves are not run, and roots run with the text."""
+        """Nodes that the draft runs for all trees: no leaves, and no roots, which run with the text."""
         others = sum(self.widths) - self.reference_width
         return (self.num_roots * self.reference_width + -(-self.num_roots // EVERY) * others) * (
             self.max_depth - 1
         )
 
     def smaller(self) -> Iterator[CalibrationSize]:
-        """This one, then fewer and fewer trees of each text, then fewer texts."""
+        """This size, then sizes with fewer trees per text, then with fewer texts."""
         strides = range(self.stride, max(self.stride, self.num_tokens // FEWEST_ROOTS) + 1)
         for stride in strides:
             yield self._with(self.num_texts, stride)
@@ -102,16 +97,15 @@ class CalibrationSize:
 
 
 class PassClock:
-    """Seconds of a model's forwards by their number of tokens; each graph is timed when it is first asked
-    for.
+    """Seconds of a model's forwards by number of tokens; each graph is timed when it is first needed.
 
     Args:
-        model: Over pages of `num_rows` rows, whose first index each is written to.
+        model: A model over pages; the first index of each row is overwritten.
         num_rows: Rows of its page table.
-        now: The clock.
+        now: Clock, in seconds.
 
     Attributes:
-        num_columns: Of the first output: of a target V.
+        num_columns: Columns of the first output; V for a target.
     """
 
     def __init__(
@@ -124,7 +118,7 @@ class PassClock:
         self.num_columns = 0
 
     def __call__(self, num_tokens: int) -> float:
-        """Seconds of this many tokens, in as few forwards as hold them."""
+        """Seconds for `num_tokens`, in as few forwards as possible."""
         full, rest = divmod(num_tokens, self._model.prefill_chunk)
         return full * self._pass(self._model.prefill_chunk) + (self._pass(rest) if rest else 0.0)
 
@@ -140,13 +134,13 @@ class PassClock:
         pack_chains_(meta_NM, [Chunk(row, [0], 0) for row in range(min(size, self._num_rows))])
         start = self._now()
         first_NX, second_NX = self._model.forward(meta_NM)
-        second_NX[0].tolist()  # sync: a pass is over when its result is there
+        second_NX[0].tolist()  # sync: a pass ends when its result has arrived
         self.num_columns = first_NX.shape[1]
         return self._now() - start
 
 
 def seconds_of_sampling(vocab: int, now: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds to sample one token out of `vocab`: noise is drawn for each of them."""
+    """Seconds to sample one token from `vocab` logits."""
     logits_1V = torch.zeros(1, vocab)
     sampling = SamplingConfig(temperature=1.0)
     times = []
@@ -167,14 +161,14 @@ def seconds_of(
     target_rows: int,
     sampling_s: float,
 ) -> float:
-    """What collecting traces will take.
+    """Seconds that collecting traces will take.
 
     Args:
-        size: How much.
-        prompt_lens: Of at least as many prompts as there are texts.
-        temperatures: Of the texts.
-        target: Its forwards.
-        draft: Its forwards.
+        size: Amount of text and trees.
+        prompt_lens: Tokens of each prompt; at least `size.num_texts` of them.
+        temperatures: Temperatures of the texts.
+        target: Times of the target.
+        draft: Times of the draft.
         target_rows: Texts that are written together.
         sampling_s: Seconds to sample one token.
     """
@@ -192,9 +186,7 @@ def seconds_of(
 def largest_within(
     whole: CalibrationSize, seconds: Callable[[CalibrationSize], float], budget_s: float
 ) -> CalibrationSize:
-    """The largest calibration that takes no longer than the budget; the smallest useful one where none
-    does.
-    """
+    """The largest calibration within the budget; the smallest useful one if none is."""
     for size in whole.smaller():
         if seconds(size) <= budget_s:
             break

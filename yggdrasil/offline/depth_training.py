@@ -1,4 +1,4 @@
-"""Train the depth predictor on traces and measure it on text that it has not seen.
+"""Train the depth predictor on traces, and evaluate it on text that it has not seen.
 
 Shapes: X = inputs of the network; here M = positions of a batch.
 """
@@ -33,10 +33,10 @@ HIDDEN = (64, 64)
 WEIGHT_DECAY = 10.0  # a few thousand positions of a few dozen texts: less overfits the texts (bench/LOG.md)
 EPOCHS = 40
 PATIENCE = 6
-VALIDATION_SHARE = 0.25  # of the texts, for early stopping and for the calibration of the heads
+VALIDATION_SHARE = 0.25  # share of the texts for early stopping and for calibrating the heads
 FOLDS = 4
 BINS = 10
-CONTEXT_LEN = 64  # tokens before the root at which decisions are evaluated
+CONTEXT_LEN = 64  # context length for the cost of decisions
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
@@ -44,16 +44,15 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What predictors return for texts they were not trained on: the texts were split into folds, each
-    judged by the predictor of the others.
+    """Predictions for texts by predictors that were trained on other texts (cross-validation).
 
     Args:
         trace: The positions.
-        fold_N: (N,) which fold a position is in.
-        survival_ND: (N, D) P(accepted >= d) as predicted.
+        fold_N: (N,) fold of each position.
+        survival_ND: (N, D) predicted P(accepted >= d).
         growth_ND: (N, D) expected accepted length within d, as a multiple of its mean on the predictor's
             own texts.
-        constant_ND: (N, D) the share on the other folds: what a constant predictor returns.
+        constant_ND: (N, D) share on the other folds: the prediction of a constant predictor.
     """
 
     trace: Traces
@@ -64,8 +63,10 @@ class HeldOut:
 
     @property
     def trust(self) -> float:
-        """The slope, from 0 to 1, of what happened over what was predicted, both as deviations from the
-        mean: a predictor that exaggerates makes worse decisions than none."""
+        """Slope, from 0 to 1, of actual over predicted lengths, both as deviations from the mean.
+
+        A predictor that exaggerates makes worse decisions than none.
+        """
         predicted = self.growth_ND[:, -1].astype(float) - 1.0
         lengths = accepted_lengths(self.trace.deep)
         happened = lengths / max(lengths.mean(), 1e-9) - 1.0
@@ -73,7 +74,7 @@ class HeldOut:
 
 
 def accepted_lengths(records: Sequence[TreeRecord]) -> Indices:
-    """(N,) draft tokens that the target takes from every tree, unpruned."""
+    """(N,) draft tokens that the target accepts from every unpruned tree."""
     return np.array([sum(record.accepted) - 1 for record in records])
 
 
@@ -89,13 +90,13 @@ def fit_predictor(
     trust: Mapping[float, float] | None = None,
     without: Sequence[Indices] | None = None,
 ) -> DepthPredictor:
-    """Fit encoder and heads, stop early by the validation texts, calibrate every head on them.
+    """Fit encoder and heads with early stopping on validation texts, then calibrate every head.
 
     Args:
-        traces: By temperature, of the same texts.
-        max_depth: D, heads.
-        trust: See `HeldOut.trust`; full when not given.
-        without: Positions of every trace to leave out.
+        traces: Traces of the same texts, one per temperature.
+        max_depth: D, the number of heads.
+        trust: `HeldOut.trust` by temperature; 1 by default.
+        without: Positions to leave out, for every trace.
 
     Source: Yggdrasil section 4.2, "Draft Depth Prediction".
     """
@@ -138,13 +139,13 @@ def fit_predictor(
 def held_out(
     traces: Sequence[Traces], max_depth: int, tick: Callable[[], None] = lambda: None
 ) -> list[HeldOut]:
-    """Cross-validate: for every position, the output of a predictor that was trained without its text.
+    """Cross-validate: predict every position with a predictor that was trained without its text.
 
-    One text alone is judged by the predictor trained on it: there is no other.
+    A single text is predicted by the predictor that was trained on it.
 
     Args:
-        traces: By temperature, of the same texts.
-        max_depth: D, heads.
+        traces: Traces of the same texts, one per temperature.
+        max_depth: D, the number of heads.
         tick: Called after every fold, at most `FOLDS` times.
     """
     from sklearn.model_selection import GroupKFold
@@ -157,7 +158,7 @@ def held_out(
                 GroupKFold(min(FOLDS, num_texts)).split(trace.inputs_NX, groups=trace.text_N)
             ):
                 fold_N[test] = fold
-    found = [_nothing_said(trace, fold_N, max_depth) for trace, fold_N in zip(traces, folds, strict=True)]
+    found = [_no_predictions(trace, fold_N, max_depth) for trace, fold_N in zip(traces, folds, strict=True)]
     for fold in range(max(fold_N.max() for fold_N in folds) + 1):
         inside = [np.flatnonzero(fold_N == fold) for fold_N in folds]
         predictor = fit_predictor(traces, max_depth, without=inside if num_texts > 1 else None)
@@ -172,7 +173,7 @@ def held_out(
     return found
 
 
-def _nothing_said(trace: Traces, fold_N: Indices, max_depth: int) -> HeldOut:
+def _no_predictions(trace: Traces, fold_N: Indices, max_depth: int) -> HeldOut:
     shape = (len(fold_N), max_depth)
     return HeldOut(
         trace, fold_N, np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32), np.zeros(shape)
@@ -180,7 +181,7 @@ def _nothing_said(trace: Traces, fold_N: Indices, max_depth: int) -> HeldOut:
 
 
 def _others(fold_N: Indices, fold: int) -> Indices:
-    """Positions of the other folds; all when there are no others."""
+    """Positions of the other folds; all positions if there is one fold."""
     others = np.flatnonzero(fold_N != fold)
     return others if len(others) else np.arange(len(fold_N))
 
@@ -191,7 +192,7 @@ def _fit(
     validation_NX: Array,
     validation_ND: npt.NDArray[np.bool_],
 ) -> dict[str, Array]:
-    """The weights of the epoch that does best on the validation texts."""
+    """Weights of the epoch with the lowest loss on the validation texts."""
     from sklearn.neural_network import MLPClassifier
 
     num_heads = train_ND.shape[1]
@@ -233,7 +234,7 @@ def _log_loss(labels_ND: npt.NDArray[np.bool_], probabilities_ND: Floats) -> flo
 def _calibrated(
     predictor: DepthPredictor, inputs_NX: Array, labels_ND: npt.NDArray[np.bool_]
 ) -> DepthPredictor:
-    """Fold Platt's scaling of every head into its weights; a head with one outcome stays as it is."""
+    """Fold Platt scaling into every head's weights; a head with only one outcome is unchanged."""
     from sklearn.linear_model import LogisticRegression
 
     weights = dict(predictor.weights)
@@ -257,19 +258,18 @@ def evaluate(
     decision_ms: float = 0.0,
     may_stop: bool = False,
 ) -> dict[str, Any]:
-    """Held-out figures at one temperature: per depth against the constant predictor, and what the decisions
-    cost.
+    """Held-out figures at one temperature: scores by depth, and the cost of the decisions.
 
     Args:
-        found: What was predicted for the texts.
+        found: Predictions for the texts.
         latency: The profile.
         verify_widths: Menu of K.
-        decision_ms: What a prediction costs.
-        may_stop: Whether growth may be stopped, too: where the host need not wait for the draft.
+        decision_ms: Milliseconds of a prediction.
+        may_stop: Also evaluate growth that stops; only if the host need not wait for the draft.
 
     Returns:
-        "texts", "positions". "depths": by depth, Brier score of predictor and constant, AUC (None when only
-        one outcome was seen; the constant's is 0.5), expected calibration error. "decisions": see
+        "texts", "positions". "depths": by depth, Brier score of predictor and constant predictor, AUC (None
+        if there was only one outcome; the constant's is 0.5), expected calibration error. "decisions": see
         `decision_quality`.
     """
     from sklearn.metrics import brier_score_loss, roc_auc_score
@@ -298,14 +298,12 @@ def evaluate(
     }
 
 
-def calibration_error(label_N: npt.NDArray[np.bool_], said_N: npt.NDArray[np.floating[Any]]) -> float:
-    """Expected calibration error over ten equal bins: the mean distance of what was predicted from what
-    happened.
-    """
-    bin_N = np.minimum((said_N * BINS).astype(int), BINS - 1)
+def calibration_error(label_N: npt.NDArray[np.bool_], predicted_N: npt.NDArray[np.floating[Any]]) -> float:
+    """Expected calibration error over ten equal bins: mean distance of predicted and actual shares."""
+    bin_N = np.minimum((predicted_N * BINS).astype(int), BINS - 1)
     return float(
         sum(
-            abs(float(label_N[bin_N == b].mean()) - float(said_N[bin_N == b].mean()))
+            abs(float(label_N[bin_N == b].mean()) - float(predicted_N[bin_N == b].mean()))
             * float((bin_N == b).mean())
             for b in set(bin_N.tolist())
         )
@@ -319,12 +317,12 @@ def decision_quality(
     decision_ms: float = 0.0,
     may_stop: bool = False,
 ) -> dict[str, Any]:
-    """Milliseconds per token on held-out texts when the depth is fixed, predicted, found while growing, or
-    known in advance; depth 0 is plain decoding.
+    """Milliseconds per token on held-out texts by depth rule; depth 0 is plain decoding.
 
-    Every tree is pruned to the K of its own best ratio, as when it is verified. For every fold, the best
-    fixed depth and its rate are those of the other folds. The oracle knows how far every tree will be
-    accepted. A prediction costs `decision_ms`, which the others save."""
+    The rules: a fixed depth, a predicted one, growth that stops, and an oracle that knows how far every
+    tree will be accepted. Every tree is pruned to the K of its best ratio, as in a step. The best fixed
+    depth of a fold and its rate come from the other folds. Only a prediction costs `decision_ms`.
+    """
     max_depth = found.survival_ND.shape[1]
     rules: list[str] = ["fixed", "predicted", *(["stopping"] if may_stop else [])]
     spent_ms = dict.fromkeys([*rules, "oracle"], 0.0)
@@ -377,26 +375,27 @@ def decision_quality(
 def _stopped(
     records: Sequence[TreeRecord], test: Indices, latency: LatencyModel, most: int, rate: float
 ) -> Indices:
-    """(N,) how deep `StoppingShape` would grow each tree, of which `most` nodes can be verified, at this
-    rate of tokens per millisecond.
+    """(N,) depth to which `StoppingShape` would grow each tree.
+
+    Args:
+        most: Largest number of nodes that can be verified.
+        rate: Tokens per millisecond.
     """
     width = records[0].width
     min_gain = rate * (latency.draft.at(width, CONTEXT_LEN) + latency.growth_host_ms)
-    costs = [rate * ms for ms in latency.verify.marginal_ms(most, CONTEXT_LEN)]
+    min_gains = [rate * ms for ms in latency.verify.marginal_ms(most, CONTEXT_LEN)]
     log_probs = np.array([records[position].log_probs for position in test])
     max_depth = (log_probs.shape[1] - 1) // width
     depth_N = np.full(len(test), max_depth)
     for depth in range(max_depth - 1, 0, -1):
-        depth_N[last_gain_reference(log_probs[:, : 1 + width * depth], width, costs) < min_gain] = depth
+        depth_N[last_gain_reference(log_probs[:, : 1 + width * depth], width, min_gains) < min_gain] = depth
     return depth_N
 
 
 def _outcomes(
     records: Sequence[TreeRecord], latency: LatencyModel, verify_widths: Sequence[int], max_depth: int
 ) -> tuple[Floats, Floats]:
-    """Emitted tokens and milliseconds of every position at every depth, (N, 1 + D) each; K by the ratio
-    that each tree promises, as `FixedShape` has it.
-    """
+    """Emitted tokens and milliseconds by position and depth, (N, 1 + D) each; K as in `FixedShape`."""
     width = records[0].width
     each = np.arange(len(records))
     emitted = [np.ones(len(records))]
@@ -413,9 +412,7 @@ def _outcomes(
 
 
 def _by_k(records: Sequence[TreeRecord], num_nodes: int) -> tuple[Floats, Floats]:
-    """(N, num_nodes) tokens emitted, and those expected, when the tree's first nodes are pruned to the k
-    best.
-    """
+    """(N, num_nodes) emitted and expected tokens when a tree's first nodes are pruned to the k best."""
     log_probs = np.array([record.log_probs[:num_nodes] for record in records])
     accepted = np.array([record.accepted[:num_nodes] for record in records], dtype=float)
     order = np.argsort(-log_probs, axis=1, kind="stable")
@@ -426,9 +423,7 @@ def _by_k(records: Sequence[TreeRecord], num_nodes: int) -> tuple[Floats, Floats
 
 
 def _oracle(emitted_NM: Floats, cost_NM: Floats) -> Indices:
-    """(N,) the choices with the least ratio of total milliseconds to total tokens, by Dinkelbach's
-    iteration.
-    """
+    """(N,) choices with the smallest ratio of total milliseconds to total tokens (Dinkelbach)."""
     best = np.inf
     each = np.arange(len(emitted_NM))
     chosen_N: Indices = (emitted_NM / cost_NM).argmax(axis=1)

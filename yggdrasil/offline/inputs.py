@@ -147,7 +147,7 @@ def _absent_tokens(target: str, tokenizer: Any, vocab: int) -> str:
             target,
             f"{len(words)} tokens of its tokenizer have no embedding, the first is {absent[words[0]]!r} "
             f"({words[0]}); the model has {vocab}",
-            "call resize_token_embeddings and train them, or use the tokenizer that it was trained with",
+            "call resize_token_embeddings and train them, or use the tokenizer of the training",
         )
     if not absent:
         return ""

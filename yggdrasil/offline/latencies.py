@@ -1,4 +1,4 @@
-"""Measure this machine and this pair: latencies of every graph, the host's share of a step."""
+"""Measure latencies on this machine: every graph, and the host's part of a step."""
 
 from __future__ import annotations
 
@@ -38,32 +38,30 @@ __all__ = [
 
 ROUNDS = 9
 LEAST_ROUNDS = 2
-CURVE_SECONDS = 10.0  # of a large model's curve: no round is begun later
+CURVE_SECONDS = 10.0  # no round of a curve starts later
 HOST_RUNS = 4
-RUN_SECONDS = 2.0  # of a text that is decoded to be measured: no step is begun later
+RUN_SECONDS = 2.0  # no step of a measured text starts later
 SWITCH_ROUNDS = 3
-SWITCH_SECONDS = 0.5  # of a lag and batch size: no round is begun later
-SWITCH_CHUNKS = 4  # of a lag and batch size that is measured: more of them take time in proportion
+SWITCH_SECONDS = 0.5  # no round of a lag and batch size starts later
+SWITCH_CHUNKS = 4  # most full draft graphs that are measured; more take time in proportion
 LAGS = (2, 16, 64, 256)
 
 
 def latency_curve(
     model: CompiledModel[Any], contexts: Sequence[int], tick: Callable[[], None] = lambda: None
 ) -> Curve:
-    """Milliseconds of every graph of the menu at every context length; all of them take turns, so drift
-    hits all alike.
+    """Milliseconds of every graph of the menu at every context length.
 
-    Others on the machine only ever make a graph slower, so the lower quartile of the rounds counts; and
-    the rest of them must not make a wider graph look quicker than a narrower one (isotonic regression),
-    or decisions would hop between the two. The KV that is attended to is whatever the cache holds: latency
-    does not depend on its values.
+    Graphs and contexts take turns, so drift affects all alike. Other programs only make a graph slower, so
+    the lower quartile of the rounds is used. Isotonic regression removes the remaining noise: otherwise a
+    wider graph could look faster than a narrower one, and decisions would jump between them. The values in
+    the KV cache are arbitrary: latency does not depend on them.
 
     Args:
         model: Its cache is left empty.
-        contexts: Context lengths.
         tick: Called after every forward, at most `ROUNDS` times for each graph and context.
 
-    Cost: `ROUNDS` rounds; of a model that is slow as few as `LEAST_ROUNDS`.
+    Cost: `ROUNDS` rounds; fewer for a slow model, at least `LEAST_ROUNDS`.
     """
     begin = time.perf_counter()
     samples: dict[tuple[int, int], list[float]] = {
@@ -87,7 +85,7 @@ def latency_curve(
 
 
 def _rising(ms: Sequence[float]) -> tuple[float, ...]:
-    """The nearest latencies that never fall."""
+    """The nearest latencies that never decrease."""
     from sklearn.isotonic import IsotonicRegression
 
     return tuple(IsotonicRegression().fit_transform(range(len(ms)), ms).tolist())
@@ -95,7 +93,7 @@ def _rising(ms: Sequence[float]) -> tuple[float, ...]:
 
 def _wait(device: str) -> None:
     if device == "cuda":
-        torch.cuda.synchronize()  # sync: a latency is the time until the result is there
+        torch.cuda.synchronize()  # sync: a latency is the time until the result has arrived
 
 
 def host_milliseconds(
@@ -106,16 +104,16 @@ def host_milliseconds(
     num_tokens: int = 48,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """What a step costs outside the graphs: per growth step, per speculative step, per plain step.
+    """Milliseconds outside the graphs: per growth step, per speculative step, per plain step.
 
     Args:
-        engine: Both models compiled.
-        prompt: Any.
-        policy: A speculative shape; plain decoding runs in turn with it.
-        num_tokens: Tokens of each run, fewer of a model that is slow.
+        engine: Both models, compiled.
+        prompt: Any prompt.
+        policy: A speculative shape; it takes turns with plain decoding.
+        num_tokens: Tokens of each run; fewer for a slow model.
         tick: Called after every run, `HOST_RUNS` times.
     """
-    # On CUDA a forward only launches: to measure the host's share, each forward here waits for its result.
+    # On CUDA a forward only launches its kernels; RecordedModel waits for the result.
     engine = Engine(
         *(RecordedModel(model, "", []) for model in (engine.target, engine.draft)),
         max_context=engine.max_context,
@@ -144,10 +142,9 @@ def host_milliseconds(
 def decision_milliseconds(
     engine: Engine, prompt: Sequence[int], policy: ContextShape, *, num_tokens: int = 64
 ) -> float:
-    """What choosing a shape by context costs a step, in its place, with the caches full of weights.
+    """Milliseconds to choose a shape by context, measured within steps, with caches full of weights.
 
-    The choice alone: what surrounds it in a step is in every policy's host time. The median, for others on
-    the machine only ever add to it.
+    The rest of the step is in every policy's host time. The median, since other programs only add to it.
     """
     samples: list[float] = []
     timed = copy(policy)
@@ -160,7 +157,7 @@ def decision_milliseconds(
 
     timed.choose = choose  # type: ignore[method-assign]
     config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True)
-    _run(engine, prompt, policy, config)  # builds the arms, once for a process
+    _run(engine, prompt, policy, config)  # builds the arms, once per process
     _run(engine, prompt, timed, config)
     return median(samples)
 
@@ -192,23 +189,22 @@ def switching_costs(
     num_rows: int,
     tick: Callable[[], None] = lambda: None,
 ) -> SwitchTable:
-    """c_prefill over a grid of lags and geometric batch sizes: what a step with the draft's catching up
-    takes longer than the same step without.
+    """c_prefill by lag and batch size: the time that a step takes longer when the draft catches up.
 
-    The difference T_SD - T_base is taken inside one step: a forward of the target, which leaves the
-    processor's caches full of its weights, then the catching up, which is timed. Subtracting two whole
-    steps would drown it in their noise.
+    The difference T_SD - T_base is measured inside one step: a forward of the target fills the processor's
+    caches with its weights, then the catching up is timed. The difference of two whole steps would be lost
+    in their noise.
 
     Args:
-        draft: Over a page table of `num_rows` rows; they may share pages, for latency does not depend on
-            values.
-        target: Over the same.
+        draft: Draft over a page table of `num_rows` rows; they may share pages, since latency does not
+            depend on values.
+        target: Target over the same rows.
         max_lag: Longest lag that the pages hold.
-        num_rows: Greatest batch size.
+        num_rows: Largest batch size.
         tick: Called after every lag and batch size.
 
-    Cost: of every lag the batch sizes up to `SWITCH_CHUNKS` full graphs of the draft; what takes more of
-    them is in proportion to these.
+    Cost: for every lag, the batch sizes up to `SWITCH_CHUNKS` full graphs of the draft; larger ones are
+    extrapolated in proportion.
     Source: Nightjar section 4.2, "Prefill Cost Modeling".
     """
     lags, batch_sizes = switch_grid(max_lag, num_rows)

@@ -1,4 +1,4 @@
-"""Where long work reports."""
+"""Protocol for the progress of a compilation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Progress"]
 
 
 class Progress(Protocol):
-    """Where a compilation reports: one phase at a time, in steps."""
+    """Receives the progress of a compilation: one phase at a time, in steps."""
 
     def phase(self, name: str, total: int) -> AbstractContextManager[Any]:
         """A block during which `advance` counts up to `total`."""
@@ -18,5 +18,5 @@ class Progress(Protocol):
     def advance(self, count: int = 1) -> None: ...
 
     def note(self, line: str) -> None:
-        """A line for the reader, such as what a phase is going to cost."""
+        """Print a line, such as the expected time of a phase."""
         ...

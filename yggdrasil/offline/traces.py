@@ -1,5 +1,4 @@
-"""Calibration text, and traces of it, collected once: what the target wrote, its hidden states, and how far
-drafted trees went along with it.
+"""Calibration texts and traces: the target's text, its hidden states, and trees drafted along it.
 
 Shapes: L = tokens of a text, X = inputs of the network.
 """
@@ -42,7 +41,7 @@ __all__ = [
 ]
 
 CALIBRATION_TEXT = Path(__file__).parent.parent / "data" / "calibration.jsonl"
-BUNDLED_TEXT = "stories"  # name of the data set that it is
+BUNDLED_TEXT = "stories"  # its name
 PROMPT_LEN = 24  # tokens of a calibration text that serve as its prompt
 
 
@@ -50,7 +49,7 @@ def read_texts(path: Path) -> list[str]:
     """The texts of a calibration file.
 
     Raises:
-        ConfigError: missing, unreadable or without text.
+        ConfigError: the file is missing, unreadable or without text.
     """
     try:
         lines = path.read_text().splitlines()
@@ -70,12 +69,12 @@ def read_texts(path: Path) -> list[str]:
 
 
 def beginnings(texts: Sequence[str], tokenizer: Tokenizer, calibration: str) -> list[list[int]]:
-    """The prompts of some texts: at most PROMPT_LEN tokens of each, and at least two.
+    """Prompts from texts: at most PROMPT_LEN tokens of each, at least two.
 
     Args:
-        texts: Of the calibration.
-        tokenizer: Of the pair.
-        calibration: Where the texts are from, empty for the bundled ones; for the error.
+        texts: Calibration texts.
+        tokenizer: The pair's.
+        calibration: Path of the texts for the error; empty for the bundled ones.
 
     Raises:
         ConfigError: no text has two tokens.
@@ -98,12 +97,12 @@ class Traces:
     """Positions of target text at one temperature.
 
     Args:
-        temperature: Of the target.
-        inputs_NX: (N, E + 1) what a depth predictor sees at every position.
-        text_N: (N,) which text a position belongs to: texts, not positions, are split.
-        deep: N trees of the reference width, as deep as the menu goes.
+        temperature: Sampling temperature of the target.
+        inputs_NX: (N, E + 1) inputs of a depth predictor.
+        text_N: (N,) text of each position; training and test sets split by text.
+        deep: N trees of the reference width and of the largest depth.
         others: Trees of the other widths at some of the positions.
-        platt: Calibration of the draft's probabilities; all trees were grown with it.
+        platt: Scale of the draft's probabilities; all trees were grown with it.
     """
 
     temperature: float
@@ -115,7 +114,7 @@ class Traces:
 
     @property
     def sampled(self) -> tuple[TreeRecord, ...]:
-        """Trees of every width, as many of each, for the calibration of acceptance."""
+        """Trees of every width, the same number of each, for the calibration of acceptance."""
         return (*self.deep[::EVERY], *self.others)
 
 
@@ -124,10 +123,10 @@ class Written:
     """A text of the target.
 
     Args:
-        tokens: The prompt and what the target wrote after it.
-        prompt_len: How many of them are the prompt, at least two.
-        hidden_LE: The target's last hidden states from the last but one token of the prompt to the last but
-            one of the text.
+        tokens: The prompt and the target's text after it.
+        prompt_len: Tokens of the prompt, at least two.
+        hidden_LE: The target's last hidden states, from the second last token of the prompt to the second
+            last of the text.
     """
 
     tokens: Sequence[int]
@@ -135,9 +134,7 @@ class Written:
     hidden_LE: torch.Tensor
 
     def hidden_before(self, ends: Sequence[int]) -> torch.Tensor:
-        """(N, E) what is known when a token at index `end - 1` is the root: the state of the token before
-        it.
-        """
+        """(N, E) hidden states known when the token at index `end - 1` is the root: of the token before."""
         return self.hidden_LE[[end - self.prompt_len for end in ends]]
 
 
@@ -150,16 +147,16 @@ def write_texts(
     num_rows: int,
     tick: Callable[[int], None],
 ) -> dict[float, list[Written]]:
-    """Let the target write after every prompt at every temperature, a token of every row in each forward.
+    """Decode every prompt at every temperature with the target, one token of every row per forward.
 
     Args:
-        target: Over pages of `num_rows` rows.
+        target: Target over pages of `num_rows` rows.
         prompts: Token lists of at least two tokens.
-        temperatures: Of the sampling. The seed of a text is its place: it is the text that the engine
-            writes after its prompt with this seed.
-        num_tokens: Of every text, after its prompt; a text does not end before.
+        temperatures: Sampling temperatures. The index of a prompt is its seed; the engine would write the
+            same text with that seed.
+        num_tokens: Tokens of every text after its prompt; end-of-text tokens are ignored.
         num_rows: Texts at a time.
-        tick: Called with the number of tokens that were run.
+        tick: Called with the number of tokens that have run.
 
     Raises:
         YggError: the target's logits are not finite.
@@ -204,7 +201,7 @@ def _write(
 
 
 def _append_(rows: Sequence[Row], logits_BV: torch.Tensor) -> None:
-    """Every row's next token, as plain decoding takes it."""
+    """Append every row's next token of plain decoding."""
     for row, accepted in zip(
         rows, accept_rows(rows, [Chain()] * len(rows), logits_BV, range(len(rows))), strict=True
     ):
@@ -216,8 +213,7 @@ def _append_(rows: Sequence[Row], logits_BV: torch.Tensor) -> None:
 def _outputs(
     model: TokenGraphs, chunks: Sequence[Chunk], tick: Callable[[int], None]
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Row and both outputs for the tokens of every chunk, (L, ...) each; a chunk that no forward held whole
-    comes in parts, one after another.
+    """Row and both outputs of every chunk, (L, ...) each; a chunk longer than a forward comes in parts.
 
     Aliasing: on CUDA overwritten by the next replay.
     """
@@ -235,7 +231,7 @@ def _candidates(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The draft's candidates after every token of every text and their log-probabilities, (L, C) each.
 
-    Those after the prompt's tokens but the last are not computed.
+    Of a prompt, only the candidates after its last token are computed.
     """
     chunks = [
         Chunk(row, text.tokens, 0, len(text.tokens) - text.prompt_len + 1) for row, text in enumerate(texts)
@@ -260,18 +256,17 @@ def drafted_traces(
     *,
     tick: Callable[[int], None],
 ) -> Traces:
-    """Ask the draft for its candidates along the texts, then draft trees there and see which nodes the
-    texts pass.
+    """Draft trees along the texts and record which of their nodes the texts follow.
 
-    The candidates give the scale of the edges, with which the trees grow. Growth is greedy, so a deep tree
-    holds all shallower ones and one pass over the text judges them all.
+    First the draft's candidates along the texts give the scale of the edges; the trees grow with it. Growth
+    is greedy, so a deep tree contains all shallower ones, and one pass over the text judges them all.
 
     Args:
-        draft: Over pages of a row for every text, with room for it and a tree.
-        texts: Of one temperature, of the length that `size` asks for.
-        temperature: Theirs.
-        size: Which trees.
-        tick: Called with the number of tokens that were run.
+        draft: Draft over pages with a row per text, with room for the text and a tree.
+        texts: Texts of one temperature, of the length in `size`.
+        temperature: Their sampling temperature.
+        size: Which trees to draft.
+        tick: Called with the number of tokens that have run.
     """
     candidates = _candidates(draft, texts, tick)
     edges = [_edges(*outputs, text) for outputs, text in zip(candidates, texts, strict=True)]
@@ -334,7 +329,7 @@ def _seeds(
 def _edges(
     tokens_LC: torch.Tensor, log_probs_LC: torch.Tensor, text: Written
 ) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """(M, C) the draft's candidates for every written token, and whether each is that token."""
+    """(M, C) log-probabilities of the candidates for every token, and whether each is that token."""
     start = text.prompt_len
     written = torch.tensor(text.tokens[start:], device=tokens_LC.device)
     is_next_MC = tokens_LC[start - 1 : -1] == written[:, None]
@@ -342,7 +337,7 @@ def _edges(
 
 
 def _record(tree: TokenTree, seed: Seed, text: Sequence[int]) -> TreeRecord:
-    """A tree, judged by what really follows."""
+    """A tree, with the nodes that the text follows."""
     end = seed.root_pos + 1
     follows = torch.tensor(
         [text[end + depth] if end + depth < len(text) else -1 for depth in tree.depth_N.tolist()]

@@ -1,4 +1,4 @@
-"""What is measured of a compiled pair and learnt: acceptance, latencies, plans, a depth predictor.
+"""Measure and calibrate a compiled pair: acceptance, latencies, plans, a depth predictor.
 
 Shapes: P = pages of a row.
 """
@@ -61,9 +61,8 @@ __all__ = [
 
 CALIBRATION_TEMPERATURES = (0.0, 1.0)
 REFERENCE_WIDTH = 4
-# how far the cost of bringing the draft back is measured
-SWITCH_ROWS = 16
-MAX_LAG = 1024
+SWITCH_ROWS = 16  # largest batch size for which bringing the draft back is measured
+MAX_LAG = 1024  # largest lag
 
 
 def tune(
@@ -72,14 +71,13 @@ def tune(
     texts: Sequence[str],
     progress: Progress,
 ) -> None:
-    """Measure and learn what the policies of a compiled pair decide by, and write it together with the
-    bundle, which is then current.
+    """Measure all that the policies of a pair use, then save it and the bundle, which becomes current.
 
     Args:
-        bundle: Its graphs and weights are there.
-        models: Target and draft of it.
-        texts: Of the calibration.
-        progress: Told about every phase.
+        bundle: A bundle whose files are built.
+        models: Its target and draft.
+        texts: Calibration texts.
+        progress: Gets every phase.
 
     Raises:
         ConfigError: no text has two tokens.
@@ -105,7 +103,7 @@ def collect(
     prompts: Sequence[Sequence[int]],
     progress: Progress,
 ) -> list[Traces]:
-    """Traces at every calibration temperature, as many as the budget allows."""
+    """Traces at every calibration temperature, as many as fit the budget."""
     whole = whole_size(bundle, len(prompts))
     tree_len = max(1 + max(whole.widths) * (whole.max_depth - 1), whole.max_depth)
     target, target_rows = _target_rows(
@@ -127,8 +125,8 @@ def collect(
     budget_s = bundle.config.calibration_budget_s
     num_trees = len(CALIBRATION_TEMPERATURES) * size.num_roots
     progress.note(
-        f"calibration on {size.num_texts} texts and {num_trees} trees takes about {seconds:.0f} s of a "
-        f"budget of {budget_s:g} s"
+        f"calibration on {size.num_texts} texts and {num_trees} trees "
+        f"takes about {seconds:.0f} s of a budget of {budget_s:g} s"
     )
     prompt_tokens = sum(map(len, prompts))
     num_written = prompt_tokens + size.num_texts * (size.num_written - 1)
@@ -150,7 +148,7 @@ def collect(
 
 
 def whole_size(bundle: Bundle, num_texts: int) -> CalibrationSize:
-    """What is collected where time does not matter."""
+    """Size of the calibration without a budget."""
     config = bundle.config
     return CalibrationSize(
         num_texts=num_texts,
@@ -172,7 +170,7 @@ def _affordable(
     target_rows: int,
     progress: Progress,
 ) -> tuple[CalibrationSize, float]:
-    """The largest size within the budget, by passes that are timed now, and the seconds it will take."""
+    """Time some passes; return the largest size within the budget, and its estimated seconds."""
 
     def seconds(size: CalibrationSize) -> float:
         lens = [len(prompt) for prompt in prompts]
@@ -196,9 +194,7 @@ def _affordable(
 def _target_rows(
     bundle: Bundle, target: CompiledModel[KVCache], num_texts: int, row_len: int
 ) -> tuple[CompiledModel[KVCache] | CompiledModel[KVStorage], int]:
-    """The target over pages of a row for every text that one forward holds a token of, and how many; over
-    its own single row where ranks share it.
-    """
+    """The target over pages with as many rows as fit, and their number; one row if ranks share it."""
     if bundle.config.ranks > 1:
         target.cache.rollback_(0)
         return target, 1
@@ -207,7 +203,7 @@ def _target_rows(
 
 
 def _pages_of_rows(bundle: Bundle, kv: KVShape, num_rows: int, row_len: int) -> KVStorage:
-    """Storage for rows of `row_len` indices, each with pages of its own."""
+    """Storage for rows of `row_len` indices, each with its own pages."""
     pages = -(-row_len // PAGE_LEN)
     pages_BP = torch.zeros(num_rows, kv.num_pages, dtype=torch.int32)
     pages_BP[:, :pages] = torch.arange(num_rows * pages, dtype=torch.int32).view(num_rows, pages)
@@ -215,14 +211,12 @@ def _pages_of_rows(bundle: Bundle, kv: KVShape, num_rows: int, row_len: int) -> 
 
 
 def _reference_width(config: CompileConfig) -> int:
-    """Width of the trees whose accepted length is predicted: of middle size, for it is scaled to the
-    others.
-    """
+    """Width of the trees for the depth predictor: a middle one, since it is scaled to the others."""
     return max((width for width in config.widths if width <= REFERENCE_WIDTH), default=config.widths[0])
 
 
 def calibrate(traces: Sequence[Traces], progress: Progress) -> AcceptanceTable:
-    """From drafted trees to acceptance by temperature."""
+    """Acceptance by temperature, from drafted trees."""
     with progress.phase("calibrate acceptance", 1):
         return AcceptanceTable(
             {trace.temperature: fit_acceptance(trace.sampled, trace.platt) for trace in traces}
@@ -237,7 +231,7 @@ def _profile(
     acceptance: AcceptanceTable,
     progress: Progress,
 ) -> dict[str, Any]:
-    """What `LatencyModel.from_json` reads, and the table of switching costs."""
+    """Measured latencies, as `LatencyModel.from_json` reads them, and the switching costs."""
     contexts = sorted(
         {min(64, bundle.max_context // 2), 512, bundle.max_context - bundle.config.prefill_chunk}
         & set(range(1, bundle.max_context))
@@ -258,9 +252,9 @@ def _profile(
 
 
 def _switching(bundle: Bundle, progress: Progress) -> SwitchTable:
-    """Every row reads the same pages: latency does not depend on what they hold."""
+    """Switching costs; every row reads the same pages, since latency does not depend on values."""
     if bundle.config.ranks > 1:
-        return SwitchTable((1,), (1,), ((0.0,),))  # nothing is served over several ranks
+        return SwitchTable((1,), (1,), ((0.0,),))  # a server runs on one rank
     max_lag = min(MAX_LAG, bundle.max_context - 1)
     pages_P = torch.arange(bundle.kv_target.num_pages, dtype=torch.int32, device=bundle.config.device)
     pages_BP = pages_P.repeat(SWITCH_ROWS, 1)
@@ -275,7 +269,7 @@ def _switching(bundle: Bundle, progress: Progress) -> SwitchTable:
 
 
 def _typical(bundle: Bundle, acceptance: AcceptanceTable, latency: LatencyModel) -> FixedShape:
-    """The shape that greedy decoding will mostly use, or some tree where that is none."""
+    """The best shape of greedy decoding; some tree if plain decoding is best."""
     config = bundle.config
     calibrated = acceptance.nearest(0.0)
     shape, _ = best_shape(
@@ -286,7 +280,7 @@ def _typical(bundle: Bundle, acceptance: AcceptanceTable, latency: LatencyModel)
 
 
 def _typical_verify(policy: FixedShape) -> int:
-    """The K that is best for a shape on average."""
+    """The best K of a shape, on average."""
     width = policy.shape.width
     depth = policy.shape.depth
     menu = sorted({min(verify, 1 + width * depth) for verify in policy.verify_widths})
@@ -307,9 +301,9 @@ def _plan(
     latency: LatencyModel,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Search the plans of an iteration; they lie with the profile, for they are this machine's."""
+    """Search the plans of an iteration."""
     policy = _typical(bundle, acceptance, latency)
-    verify = _typical_verify(policy)  # not left to pruning: every run must do the same work
+    verify = _typical_verify(policy)  # fixed, so that every run does the same work
     shape = replace(policy.shape, verify=verify)
     work = Workload(
         target=engine.target,
@@ -334,11 +328,9 @@ def train_depth(
     latency: LatencyModel,
     progress: Progress,
 ) -> tuple[bytes, dict[str, Any]]:
-    """Fit the depth predictor and judge it on held-out texts with what it costs: its weights, and the
-    report.
-    """
+    """Fit the depth predictor and evaluate it on held-out texts; returns its weights and the report."""
     config = bundle.config
-    may_stop = config.device == "cpu"  # elsewhere the host would wait for the draft after every step
+    may_stop = config.device == "cpu"  # on CUDA the host would wait for the draft after every step
     with progress.phase("train depth predictor", FOLDS + 2 + len(traces)):
         judged = held_out(traces, config.max_depth, progress.advance)
         predictor = fit_predictor(
@@ -373,7 +365,7 @@ def train_depth(
 def save_learnt(
     bundle: Bundle, acceptance: AcceptanceTable, predictor: bytes, report: dict[str, Any]
 ) -> None:
-    """Write what was learnt from the bundle's calibration text."""
+    """Save acceptance and depth predictor of the bundle's calibration text."""
     text = {"fingerprint": bundle.folder.name, "dataset": bundle.dataset, "calibration": bundle.calibration}
     by_temperature = {
         str(temperature): calibrated.to_json()
@@ -396,8 +388,9 @@ def _save(
     predictor: bytes,
     report: dict[str, Any],
 ) -> None:
-    """Write what was measured, then the bundle: these files belong to the pair, not to a fingerprint, and
-    half of them would break an earlier one.
+    """Save all measurements, then the bundle.
+
+    An earlier build of the pair uses the same files, so they are written together, at the end.
     """
     mark = {"fingerprint": bundle.folder.name}
     save_learnt(bundle, acceptance, predictor, report)

@@ -1,4 +1,4 @@
-"""The other ranks: do what rank 0 sends until it sends stop."""
+"""The other ranks: follow the messages of rank 0."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["follow", "follow_run", "load_shard"]
 
 
 def follow(link: Link, load: Callable[[Any], TokenModel]) -> None:
-    """Follow rank 0 until it sends stop.
+    """Follow the messages of rank 0 until STOP.
 
     Args:
-        link: To rank 0.
-        load: Makes this rank's model from what rank 0 sends.
+        link: Connection to rank 0.
+        load: Loads this rank's model from the object that rank 0 sends.
 
     Raises:
-        RankLost: rank 0 is gone, or another rank.
+        RankLost: rank 0 or another rank has ended.
     """
     model: TokenModel | None = None
     while (message := link.message()).kind != STOP:
@@ -41,19 +41,19 @@ def follow(link: Link, load: Callable[[Any], TokenModel]) -> None:
         else:
             assert message.kind == COMMIT, message
             path = link.tensor(torch.empty(message.second, dtype=torch.int64))
-            # lengths live on rank 0; here they only mark where a path starts
+            # rank 0 keeps the length; here it is only the start of the path
             model.cache.len = message.first
             model.cache.commit_(path.tolist())
 
 
 def follow_run() -> None:
-    """All that a process with a rank above 0 does.
+    """Run a process with a rank above 0, to its end.
 
     Raises:
-        RankLost: rank 0 went away without a word.
+        RankLost: rank 0 ended without STOP.
         ArtifactError: this rank's shard does not load.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which sends stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C and sends STOP
     link = GroupLink()
 
     def load(bundle: Bundle) -> TokenModel:
@@ -65,7 +65,7 @@ def follow_run() -> None:
 
 
 def load_shard(bundle: Bundle) -> CompiledModel[KVCache]:
-    """This rank's shard of the target, with the keys and values of its own heads."""
+    """This rank's shard of the target, with the KV cache of its heads."""
     bundle.check_files(rank())
     load_kernels(bundle.command)
     cache = KVCache(bundle.kv_target, dtype=bundle.dtype, device=bundle.config.device)

@@ -1,6 +1,4 @@
-"""Which process of a run this is, from torchrun's environment variables. Importing it costs nothing: the
-command line asks before torch is there.
-"""
+"""The rank of this process, from torchrun's environment variables; does not import torch."""
 
 from __future__ import annotations
 
@@ -12,26 +10,26 @@ __all__ = ["local_rank", "num_ranks", "rank"]
 
 
 def num_ranks() -> int:
-    """Processes that share the target; 1 where torchrun did not start this one.
+    """Processes that share the target; 1 without torchrun.
 
     Raises:
-        ConfigError: the environment holds something else than numbers.
+        ConfigError: a variable is not a number.
     """
     return _number("WORLD_SIZE", "at least 1") if _launched() else 1
 
 
 def rank() -> int:
-    """The number of this process: 0 leads, the others follow."""
+    """Number of this process: 0 leads, the others follow."""
     return _number("RANK", "a rank") if _launched() else 0
 
 
 def local_rank() -> int:
-    """Its number on this machine, which is that of its GPU."""
+    """Number of this process on its machine, and of its GPU."""
     return _number("LOCAL_RANK", "a rank") if "LOCAL_RANK" in os.environ else rank()
 
 
 def _launched() -> bool:
-    """Both: a cluster may set one of them for purposes of its own."""
+    """Whether torchrun started this process; a cluster may set one of the variables itself."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

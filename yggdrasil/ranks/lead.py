@@ -1,4 +1,4 @@
-"""Rank 0: a target whose every forward and every move of KV the other ranks make too."""
+"""Rank 0: a target whose forwards and KV moves also run on the other ranks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ __all__ = ["Leader", "LeadingCache", "LeadingModel", "leader", "leading"]
 
 
 class Leader:
-    """Rank 0's end of the link; a message is sent whole, Ctrl-C or not.
-
-    Args:
-        link: To the others.
-    """
+    """Rank 0's end of the link; Ctrl-C does not interrupt an exchange."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -35,9 +31,7 @@ class Leader:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """A block that Ctrl-C does not break off: half of an exchange would leave the others waiting for
-        the rest. It is raised afterwards.
-        """
+        """A block that Ctrl-C interrupts only at its end: the others would wait for the rest."""
         self._in_exchange = True
         try:
             yield
@@ -57,15 +51,17 @@ class Leader:
         self._interrupted = True
 
     def load(self, bundle: Any, device: str) -> None:
-        """Let every rank load its shard of this bundle."""
+        """Make every rank load its shard of a bundle."""
         with self.exchange():
             self.link.message(Message(LOAD))
             self.link.payload(bundle)
             self.link.use_device(device)
 
     def stop(self) -> None:
-        """Release the others. After one was lost nothing is sent any more, for one that hangs would not
-        take it: this process ends, and that is heard.
+        """Release the others.
+
+        If a rank was lost, send nothing: a rank that hangs would not receive it. The others notice the end
+        of this process.
         """
         if not self._lost:
             with suppress(RankLost), self.exchange():
@@ -73,7 +69,7 @@ class Leader:
 
 
 class LeadingCache(KVCache):
-    """Rank 0's keys and values; where kept ones have to be moved, every rank moves its own."""
+    """Rank 0's KV cache; if accepted entries have to move, every rank moves its own."""
 
     def __init__(self, leader: Leader, shape: KVShape, *, dtype: torch.dtype, device: str) -> None:
         super().__init__(shape, dtype=dtype, device=device)
@@ -92,13 +88,13 @@ class LeadingModel(CompiledModel[KVCache]):
     """Rank 0's shard of the target; a forward runs on every rank.
 
     Args:
-        leader: Tells the others.
-        arguments: Of `CompiledModel`.
+        leader: Sends the messages.
+        arguments: Arguments of `CompiledModel`.
 
     Raises:
-        RankLost: from `forward`, when another rank is gone or does not answer in time.
+        RankLost: from `forward`, if another rank has ended or does not answer in time.
 
-    Cost: two broadcasts before a graph; what the graph waits for is in `graph_ms`.
+    Cost: two broadcasts before a graph; `graph_ms` includes waiting for the other ranks.
     """
 
     def __init__(self, leader: Leader, **arguments: Any) -> None:
@@ -117,7 +113,7 @@ class LeadingModel(CompiledModel[KVCache]):
                 raise
 
     def native(self, meta_NM: Tensor) -> None:
-        """A forward is more than the graph: the others need a message."""
+        """None: a forward needs messages, which the C++ step does not send."""
 
 
 _leader: Leader | None = None
@@ -131,10 +127,10 @@ def leader() -> Leader:
 
 @contextmanager
 def leading() -> Iterator[None]:
-    """A run of rank 0: connect to the others, and release them at the end whatever happens.
+    """A run of rank 0: connect to the others, and always release them at the end.
 
     Raises:
-        RankLost: the others did not come.
+        RankLost: the others did not connect.
     """
     global _leader
     link = GroupLink()

@@ -1,5 +1,4 @@
-"""What rank 0 sends to the others: messages of three integers, tensors and objects, all from rank 0 to
-every other."""
+"""Messages, tensors and objects from rank 0 to all other ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from yggdrasil.ranks.launch import local_rank, num_ranks, rank
 __all__ = ["COMMIT", "FORWARD", "LOAD", "STOP", "GroupLink", "Link", "Message"]
 
 STOP, LOAD, FORWARD, COMMIT = range(4)
-ANSWER_TIMEOUT = timedelta(minutes=5)  # a rank that takes longer over its share of a forward hangs
-IDLE_TIMEOUT = timedelta(days=30)  # followers wait while rank 0 compiles, trains, or has nothing to decode
+ANSWER_TIMEOUT = timedelta(minutes=5)  # a rank that takes longer for a forward hangs
+IDLE_TIMEOUT = timedelta(days=30)  # followers wait while rank 0 compiles, trains or is idle
 
 
 class Message(NamedTuple):
-    """What a follower is to do.
+    """A command to the followers.
 
     Args:
         kind: STOP; LOAD, with an object after it; FORWARD, with metadata after it; COMMIT, with a path
@@ -37,36 +36,33 @@ class Message(NamedTuple):
 
 
 class Link(Protocol):
-    """One end of the connection; every call on rank 0 meets the same call on the others."""
+    """One end of the connection; every rank makes the same calls in the same order."""
 
     def message(self, message: Message | None = None) -> Message:
-        """Rank 0 gives a message, the others get it. Raises RankLost when another rank is gone."""
+        """Send a message from rank 0; returns it on every rank. Raises RankLost."""
         ...
 
     def tensor(self, values: Tensor) -> Tensor:
-        """Rank 0's values are written into the others' tensor of the same shape and dtype; returns it.
-        Raises RankLost.
-        """
+        """Copy rank 0's values into the others' tensor of the same shape and dtype; raises RankLost."""
         ...
 
     def payload(self, value: Any = None) -> Any:
-        """Rank 0 gives any picklable object, the others get it. Raises RankLost."""
+        """Send a picklable object from rank 0; returns it on every rank. Raises RankLost."""
         ...
 
     def use_device(self, device: str) -> None:
-        """Settle where tensors and collectives are from now on, "cpu" or "cuda"."""
+        """Use "cpu" or "cuda" for tensors and collectives from now on."""
         ...
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connection."""
         ...
 
 
 class GroupLink:
-    """The link over torch.distributed: messages over gloo, metadata and the graphs' collectives over gloo
-    on a CPU and over NCCL between GPUs.
+    """The link over torch.distributed: gloo for messages, and gloo or NCCL (on GPUs) for tensors.
 
-    Cost: a message is one broadcast. On CUDA metadata is broadcast on the current stream, without a sync.
+    Cost: one broadcast per message. On CUDA, tensors are broadcast on the current stream, without a sync.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""What people read: a run in numbers, tables, plots, the clock of a step."""
+"""Reports for people: a run in numbers, tables, plots, the timeline of a step."""

@@ -1,4 +1,4 @@
-"""The library that draws, which an installation may lack."""
+"""Import matplotlib, which may not be installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["load_matplotlib"]
 
 
 def load_matplotlib() -> Any:
-    """The `matplotlib` package, its figures and patches imported.
+    """The `matplotlib` package with figures and patches.
 
     Raises:
         UsageError: it is not installed.
@@ -23,6 +23,6 @@ def load_matplotlib() -> Any:
         import matplotlib.patches
     except ImportError:
         raise UsageError(
-            "matplotlib is not installed, which plots need", "pip install 'yggdrasil-decoding[plots]'"
+            "matplotlib is not installed, but plots need it", "pip install 'yggdrasil-decoding[plots]'"
         ) from None
     return matplotlib

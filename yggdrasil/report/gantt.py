@@ -14,17 +14,19 @@ from yggdrasil.schedule.stages import STAGES
 __all__ = ["plot_plans"]
 
 _LANES = ("host", "main", "side")
-_LABEL_SHARE = 0.045  # of the axis: a shorter bar has no room for its name
+_LABEL_SHARE = 0.045  # share of the axis; a shorter bar has no room for its name
 
 
 def plot_plans(charts: Mapping[str, Timeline], path: Path, *, title: str = "") -> Path:
-    """One chart for every timeline, lanes under each other, all on one millisecond axis.
+    """Draw one chart per timeline, one below another, on one millisecond axis.
 
     Args:
         path: A PNG file to write.
+        title: Title of the figure.
 
     Raises:
-        ConfigError: matplotlib is not installed, or there is nothing to draw.
+        UsageError: matplotlib is not installed.
+        ConfigError: there is nothing to draw.
     """
     if not charts:
         raise ConfigError("charts", 0, "at least one")

@@ -1,6 +1,4 @@
-"""Plots of what was measured: latency and speedup against width (Yggdrasil Fig. 5), acceptance calibration,
-AAL, the depth predictor.
-"""
+"""Plots: latency and speedup by width (Yggdrasil Fig. 5), acceptance, AAL, the depth predictor."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from yggdrasil.report.drawing import load_matplotlib
 
 __all__ = ["plot_acceptance", "plot_latency", "plot_predictor"]
 
-# the predictor's is its temperature's
+# the predictor has the colour of its temperature
 RULE_COLOURS = {"fixed": "grey", "oracle": "black", "stopping": "tan"}
 
 
@@ -26,7 +24,7 @@ def _figure(title_left: str, title_right: str) -> tuple[Any, Any, Any]:
 
 
 def plot_latency(pair: LoadedPair, folder: Path) -> Path:
-    """Milliseconds of a forward, and the speedup that Eq. 3 predicts, against width."""
+    """Plot milliseconds of a forward, and the speedup that Eq. 3 predicts, by width."""
     figure, left, right = _figure("latency of a forward", "predicted speedup (Eq. 3), best depth")
     for context in pair.latency.verify.contexts:
         for name, curve, style in (
@@ -74,7 +72,7 @@ def plot_latency(pair: LoadedPair, folder: Path) -> Path:
 
 
 def plot_acceptance(pair: LoadedPair, folder: Path) -> Path:
-    """Calibrated acceptance against the scaled path probability, and AAL against verified width."""
+    """Plot calibrated acceptance by scaled path probability, and AAL by verified width."""
     figure, left, right = _figure("acceptance calibration", "AAL, deepest trees, temperature 0")
     for temperature, acceptance in pair.acceptance.by_temperature.items():
         left.plot(
@@ -96,10 +94,9 @@ def plot_acceptance(pair: LoadedPair, folder: Path) -> Path:
 
 
 def plot_predictor(pair: LoadedPair, folder: Path) -> Path:
-    """How much better than a constant the depth predictor is, depth by depth, and what its decisions save,
-    on held-out text."""
+    """Plot held-out scores of the depth predictor by depth, and milliseconds per token by depth rule."""
     figure, left, right = _figure(
-        "Brier score of P(accepted >= d), held-out texts", "ms per token by who chooses the depth"
+        "Brier score of P(accepted >= d), held-out texts", "ms per token by depth rule"
     )
     held_out = pair.depth.report["held_out"]
     for place, (temperature, found) in enumerate(held_out.items()):

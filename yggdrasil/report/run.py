@@ -17,17 +17,15 @@ from yggdrasil.tokenizer import TextStream
 
 __all__ = ["Run"]
 
-ENOUGH_STEPS = 8  # for a median that a hiccup or two do not move
+ENOUGH_STEPS = 8  # for a median that one or two slow steps do not change
 
 
 class Run:
-    """Decode one prompt and record what it took.
+    """Decode one prompt, and time and count every step.
 
     Args:
-        pair: Models, policy data, tokenizer.
-        start: `time.perf_counter()` when the user started waiting.
-        policy: Chooses shapes; by default the pair's best one, or plain decoding if the request asks for
-            it.
+        start: `time.perf_counter()` when the user started the command.
+        policy: Chooses shapes; by default the pair's best policy, or plain decoding if requested.
     """
 
     def __init__(
@@ -55,10 +53,9 @@ class Run:
         self._predicted: list[float] = []
 
     def steps(self) -> Iterator[tuple[str, StepResult | None]]:
-        """Yield the text that every step releases, with the step; at the end what was still held back, with
-        None.
+        """Yield the text of every step, with the step; at the end the text held back, with None.
 
-        Nothing after a stop text is part of the answer.
+        Text after a stop text is not part of the answer.
         """
         engine = self.pair.engine
         stream = TextStream(self.pair.tokenizer, self.config.stop, self.prompt)
@@ -125,7 +122,7 @@ class Run:
 
     @property
     def slowdown(self) -> float | None:
-        """The median of steps' milliseconds over those that the profile predicts; None for few steps."""
+        """Median of measured over predicted milliseconds of a step; None after too few steps."""
         latency = self.pair.latency
         ratios = [
             result.ms
@@ -136,7 +133,7 @@ class Run:
         return median(ratios) if len(ratios) >= ENOUGH_STEPS else None
 
     def to_json(self) -> dict[str, Any]:
-        """Every figure of the run; keys with units."""
+        """All figures of the run, with units in the keys."""
         engine = self.pair.engine
         bundle = self.pair.bundle
         stages, in_draft, in_target = self._before

@@ -1,4 +1,4 @@
-"""Tables for a terminal: how good the depth predictor is, which plan was chosen and why."""
+"""Tables for a terminal: the depth predictor's results, and the chosen plans."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ DEPTHS_SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 def depth_table(pair: LoadedPair) -> str:
-    """The held-out figures of the depth predictor and whether it is used, at every temperature."""
+    """Held-out figures of the depth predictor, and whether it is used, by temperature."""
     report = pair.depth.report
     lines = [
-        f"depth predictor ({pair.dataset}), on texts it was not trained on; a decision takes "
-        f"{report['decision_ms'] * 1e3:.0f} us"
+        f"depth predictor ({pair.dataset}), on texts it was not trained on; "
+        f"a decision takes {report['decision_ms'] * 1e3:.0f} us"
     ]
     for temperature, found in report["held_out"].items():
         positions = f"{found['positions']} positions of {found['texts']} texts, cross-validated"
@@ -31,7 +31,7 @@ def depth_table(pair: LoadedPair) -> str:
 
 
 def plan_table(pair: LoadedPair) -> str:
-    """For greedy and for sampled requests: the plan that runs, or that none does, and why."""
+    """The plans that greedy and sampled requests run, if any, and why."""
     lines = ["plan of an iteration, and what it gains over the step that runs without one"]
     for search in (pair.plan.greedy, pair.plan.sampled):
         lines.append(f"  temperature {search.temperature}: {search.why()}")
@@ -42,10 +42,8 @@ def plan_table(pair: LoadedPair) -> str:
 
 def _depth_line(row: Mapping[str, Any]) -> str:
     auc = "    -" if row["auc"] is None else f"{row['auc']:.3f}"
-    return (
-        f"    {row['depth']:17d}   {row['share']:.3f}   {row['brier']:.4f} "
-        f"({row['brier_constant']:.4f})    {auc}   {row['ece']:.4f}"
-    )
+    brier = f"{row['brier']:.4f} ({row['brier_constant']:.4f})"
+    return f"    {row['depth']:17d}   {row['share']:.3f}   {brier}    {auc}   {row['ece']:.4f}"
 
 
 def _decision_line(found: Mapping[str, Any]) -> str:
@@ -62,8 +60,9 @@ def _decision_line(found: Mapping[str, Any]) -> str:
         else ""
     )
     return (
-        f"    ms per token: best fixed depth ({fixed}) {ms['fixed']:.3f}, predicted depth (mean "
-        f"{found['mean_predicted_depth']:.1f}) {ms['predicted']:.3f}, "
-        f"{stopping}oracle {ms['oracle']:.3f}; regret {found['regret_ms_fixed']:.3f} -> "
-        f"{found['regret_ms_predicted']:.3f}; {rules[found['best']]}"
+        f"    ms per token: best fixed depth ({fixed}) {ms['fixed']:.3f}, "
+        f"predicted depth (mean {found['mean_predicted_depth']:.1f}) {ms['predicted']:.3f}, "
+        f"{stopping}oracle {ms['oracle']:.3f}; "
+        f"regret {found['regret_ms_fixed']:.3f} -> {found['regret_ms_predicted']:.3f}; "
+        f"{rules[found['best']]}"
     )

@@ -1,18 +1,18 @@
-"""The wall clock of a step: every graph that runs, every stage of the host, and a name for all the time
-between the graphs.
+"""The timeline of a step: every graph, every stage of the host, and a name for all time between graphs.
 
 ```
-stages   policy |   draft                                        | prune |  verify          | accept, commit
-graphs                 [draft 4]        [draft 4]        [draft 4]                 [verify 16]
-host     choose shape, head    grow 1         grow 2        grow 3, prune, pack    outputs, accept, commit
+stages  policy |  draft                                | prune |  verify         | accept | commit
+graphs             [draft 4]   [draft 4]   [draft 4]           [verify 16]
+host    choose shape,     grow 1      grow 2      grow 3,                 outputs,
+        head                                      prune, pack             accept, commit, observe
 ```
 
-    head            the draft is caught up with the text: metadata of the head draft
-    grow i          the i-th growth step's nodes: selected, attached, their metadata filled
+    head            metadata of the head draft, which catches up with the text
+    grow i          nodes of the i-th growth step: selected, attached, their metadata filled
     pack            metadata of the verified tree
     outputs         from the target's last kernel to the rows that are used
-    observe         what the policy learns from the step, and the token limit
-    between stages  everything else, the clocks of this recording included
+    observe         the policy's update after the step, and the token limit
+    between stages  everything else, including the clocks of this recording
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ __all__ = [
 BETWEEN = "between stages"
 NUM_STEPS = 24
 MOST_RUNS = 6
-WARM_UP = 2  # steps of every run: the first one has the prompt's forwards in it
+WARM_UP = 2  # steps of every run that are dropped: the first contains the prompt's forwards
 
 
 class Interval(NamedTuple):
-    """Something that ran.
+    """A stage, a graph or a gap, with its times.
 
     Args:
-        name: Of the stage, the graph or the gap.
+        name: For a graph, its kind and its token count.
         start_ms: Milliseconds of `time.perf_counter`.
-        end_ms: Of the same clock.
-        is_graph: Whether it is a forward, with its token count in the name.
+        end_ms: Milliseconds of the same clock.
+        is_graph: Whether it is a forward.
     """
 
     name: str
@@ -80,12 +80,14 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step on the clock.
+    """The times of one step.
 
     Args:
-        end_ms: When its tokens were handed out.
-        stages: In the order in which they ran, none within another.
-        graphs: In the order in which they ran, each within a stage.
+        shape: Shape of the drafted tree.
+        start_ms: Start of the step.
+        end_ms: Time at which its tokens were returned.
+        stages: Stages in order; none contains another.
+        graphs: Graphs in order, each within a stage.
     """
 
     shape: str
@@ -99,12 +101,12 @@ class StepRecord:
         return self.end_ms - self.start_ms
 
     def pieces(self) -> list[Interval]:
-        """All of the step, without holes, in order: graphs and what lies between them."""
+        """The whole step without gaps, in order: graphs and the host's time between them."""
         return sorted([*self.graphs, *host_pieces(self)], key=_when)
 
 
 def host_pieces(step: StepRecord) -> list[Interval]:
-    """The time outside the graphs, cut where stages begin and end, every piece by its name."""
+    """The time outside the graphs, as named pieces that begin and end with the stages."""
     pieces = []
     for stage in step.stages:
         inside = [graph for graph in step.graphs if stage.start_ms <= graph.start_ms < stage.end_ms]
@@ -123,7 +125,7 @@ def _when(piece: Interval) -> tuple[float, float]:
 
 
 def _outside(inside: Sequence[Interval], start_ms: float, end_ms: float) -> list[tuple[float, float]]:
-    """What of the time from start to end lies before, between and after the intervals."""
+    """The time from start to end that is before, between and after the intervals."""
     edges = [
         start_ms,
         *(edge for interval in inside for edge in (interval.start_ms, interval.end_ms)),
@@ -133,7 +135,7 @@ def _outside(inside: Sequence[Interval], start_ms: float, end_ms: float) -> list
 
 
 def _gap_name(stage: str, index: int) -> str:
-    """Of the `index`-th gap of a stage: before its first graph is 0."""
+    """Name of the `index`-th gap of a stage; 0 is before its first graph."""
     if stage == "policy":
         return "choose shape"
     if stage == "draft":
@@ -144,7 +146,7 @@ def _gap_name(stage: str, index: int) -> str:
 
 
 def gaps(step: StepRecord) -> list[list[Interval]]:
-    """The pieces of the host, those that no graph separates together."""
+    """The host's pieces, grouped by the graphs between them."""
     return [
         list(pieces)
         for is_graph, pieces in groupby(step.pieces(), key=lambda piece: piece.is_graph)
@@ -160,7 +162,7 @@ class Timeline:
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord]) -> Timeline:
-        """The most frequent kind of step among these; of steps with a draft as long as there is one."""
+        """The most frequent kind of step; plain steps only if there is no other."""
         speculative = [step for step in steps if len(step.graphs) > 1] or steps
         kinds = [tuple(piece.name for piece in step.pieces()) for step in speculative]
         [(most, _)] = Counter(kinds).most_common(1)
@@ -172,9 +174,7 @@ class Timeline:
         return sorted(self.steps, key=lambda step: step.ms)[len(self.steps) // 2]
 
     def pieces_ms(self) -> list[tuple[str, bool, float]]:
-        """Name, whether it is a graph, and median milliseconds of every piece, in order; the pieces between
-        stages as one, the last.
-        """
+        """Name, whether it is a graph, and median ms of every piece; last, the sum between stages."""
         named = [
             column
             for column in zip(*(step.pieces() for step in self.steps), strict=True)
@@ -206,9 +206,7 @@ class Timeline:
 
     @property
     def growth_step_ms(self) -> float | None:
-        """Median milliseconds of a growth step, selection and forward: from a node's candidates to its
-        children's. None where no step has one.
-        """
+        """Median milliseconds of a growth step, selection and forward; None if no step has one."""
         growths = [
             growing.ms + graph.ms
             for step in self.steps
@@ -219,13 +217,13 @@ class Timeline:
 
 
 class Forwards(NamedTuple):
-    """Forwards of one graph, one after another; what is done about them while the clock runs is to keep
-    them.
+    """Forwards of one graph, stored as they ran; the work of naming them is left for later.
 
     Args:
-        num_tokens: Of each.
-        times_ms: Start and end of each.
-        sizes: Of the menu, where `num_tokens` may have been padded to one of them.
+        kind: Kind of the graph, "draft" or "verify".
+        num_tokens: Tokens of each forward.
+        times_ms: Start and end of each forward.
+        sizes: Sizes of the menu, if `num_tokens` may have been padded to one of them.
     """
 
     kind: str
@@ -234,7 +232,7 @@ class Forwards(NamedTuple):
     sizes: Sequence[int] = ()
 
     def intervals(self) -> list[Interval]:
-        """Each by itself, with the tokens of its graph in the name."""
+        """One interval per forward, named by kind and tokens of the graph."""
         size = next((size for size in self.sizes if size >= self.num_tokens), self.num_tokens)
         return [
             Interval(f"{self.kind} {size}", *times, True)
@@ -243,7 +241,7 @@ class Forwards(NamedTuple):
 
 
 class Recorder(Trace):
-    """A trace that keeps when the stages and graphs of a step ran, until `take`."""
+    """A trace that keeps the times of stages and graphs until `take`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +249,7 @@ class Recorder(Trace):
         self.graphs: list[Forwards] = []
 
     def note(self, names: Sequence[str], marks_ms: Sequence[float]) -> None:
-        """Keep a run of stages."""
+        """Keep the times of stages in a row."""
         self.stages.append((names, marks_ms))
 
     def take(self, shape: str, start_ms: float, end_ms: float) -> StepRecord:
@@ -269,12 +267,14 @@ class Recorder(Trace):
 
 
 class RecordedModel:
-    """A model that notes when its graphs run; see models/protocol.py.
+    """A model that records when its graphs run; see models/protocol.py.
 
     Args:
-        kind: Of its graphs, for their names.
+        model: The model that runs.
+        kind: Kind of its graphs, for their names.
+        notes: List that receives the forwards.
 
-    Cost: a microsecond a forward. On CUDA a sync, else a graph would be charged for its launch alone.
+    Cost: a microsecond per forward; on CUDA also a sync, since a forward only launches its kernels.
     """
 
     def __init__(self, model: TokenModel, kind: str, notes: list[Forwards]) -> None:
@@ -297,7 +297,7 @@ class RecordedModel:
         start = time.perf_counter()
         outputs = self._model.forward(meta_NM)
         if self.device == "cuda":
-            torch.cuda.synchronize()  # sync: a graph has run when its result is there
+            torch.cuda.synchronize()  # sync: a graph has run when its result has arrived
         end = time.perf_counter()
         self.graph_ms += (end - start) * 1e3
         self._notes.append(Forwards(self._kind, len(meta_NM), (start * 1e3, end * 1e3)))
@@ -312,18 +312,17 @@ class RecordedModel:
 
 
 def record_timeline(pair: LoadedPair, prompt: Sequence[int], *, num_steps: int = NUM_STEPS) -> Timeline:
-    """Decode a prompt by the default policy, stages one after another, until `num_steps` steps were alike.
+    """Decode a prompt with the default policy, without a plan, until `num_steps` steps were alike.
 
-    The guard is left out: on a busy machine it decodes plainly, and a plain step has no draft to show.
+    There is no guard: on a busy machine it stops speculation, and a plain step has no draft to show.
 
     Args:
-        pair: Its caches are used up.
-        prompt: At least one token; decoded again, up to `MOST_RUNS` times, when one text has too few steps
-            of a kind.
-        num_steps: Steps of one kind to look for; fewer are returned when there are no more.
+        pair: Its caches are overwritten.
+        prompt: At least one token; decoded up to `MOST_RUNS` times if one text has too few steps of a kind.
+        num_steps: Steps of one kind to find; fewer are returned if there are no more.
 
     Raises:
-        ConfigError: no room for a step after the warm-up.
+        ConfigError: the context has no room for a step after the warm-up.
     """
     steps: list[StepRecord] = []
     for _ in range(MOST_RUNS):
@@ -357,10 +356,10 @@ def _run(pair: LoadedPair, prompt: Sequence[int], num_steps: int) -> list[StepRe
 
 
 def timeline_table(timeline: Timeline) -> str:
-    """Every piece of the step in order, then the sums: graphs, host, growth step."""
+    """Every piece of the step in order, then the sums of graphs, host and growth step."""
+    shape = timeline.representative.shape
     lines = [
-        f"{timeline.representative.shape}: medians of {len(timeline.steps)} steps, stages one after "
-        "another",
+        f"{shape}: medians of {len(timeline.steps)} steps, stages one after another",
         "        ms   share  ",
     ]
     total_ms = timeline.total_ms
@@ -379,15 +378,15 @@ def timeline_table(timeline: Timeline) -> str:
 
 
 def plot_timeline(step: StepRecord, path: Path, *, title: str = "") -> Path:
-    """One step: a lane for the graphs, one for the stages, and the name and milliseconds of everything
-    between two graphs.
+    """Plot one step: a lane for graphs, one for stages, and name and milliseconds of every gap.
 
     Args:
-        step: Such as `Timeline.representative`.
+        step: A step, such as `Timeline.representative`.
         path: A PNG file to write.
+        title: Title of the plot.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        UsageError: matplotlib is not installed.
     """
     matplotlib = load_matplotlib()
     names = dict.fromkeys(span.name for span in (*step.graphs, *step.stages))
@@ -431,6 +430,6 @@ def plot_timeline(step: StepRecord, path: Path, *, title: str = "") -> Path:
 
 
 def _gap_label(gap: Sequence[Interval]) -> str:
-    """A line for every name."""
+    """One line per name, with its milliseconds."""
     names = dict.fromkeys(piece.name for piece in gap)
     return "\n".join(f"{name} {sum(piece.ms for piece in gap if piece.name == name):.3f}" for name in names)

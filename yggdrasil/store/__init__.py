@@ -1,1 +1,1 @@
-"""Files that outlive a process: written whole, checked by digest, loaded only where trusted."""
+"""Files of the store: written atomically, checked by digest, loaded only from trusted folders."""

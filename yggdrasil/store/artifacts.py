@@ -1,4 +1,4 @@
-"""Where compiled artifacts live, how they are written whole or not at all, and when they are stale.
+"""Artifacts: where they are, how they are written atomically, and when they are stale.
 
 ```
 <root>/compile_cache/<pair>/<fingerprint>/   graphs, packed weights, tokenizer, bundle.json
@@ -49,22 +49,21 @@ __all__ = [
 ]
 
 
-OPERATORS = "kernels"  # the folder of the compile cache that belongs to no pair
+OPERATORS = "kernels"  # folder of the compile cache that all pairs share
 LOCK_NAME = "compiling.lock"  # in the folder of a pair
 CPUINFO = Path("/proc/cpuinfo")
-# a source checkout where compile_cache/ lies next to the package
+# a source checkout, if it contains compile_cache/
 CHECKOUT = Path(__file__).resolve().parents[2]
-SEAL = "digest"  # the key of a JSON artifact's digest over all others
+SEAL = "digest"  # key of the digest over all other keys of a JSON artifact
 
 
 def root() -> Path:
-    """The artifact root: `YGG_HOME`, else the source checkout that this package runs from, else
-    `~/.cache/yggdrasil`.
+    """The artifact root: `YGG_HOME`, else the source checkout, else `~/.cache/yggdrasil`.
 
-    The working folder does not matter: what was compiled once is found from everywhere.
+    It does not depend on the working folder.
 
     Raises:
-        ConfigError: `YGG_HOME` is no folder, or it is not set and this user has no home folder.
+        ConfigError: `YGG_HOME` is not a folder, or it is not set and the user has no home folder.
     """
     if home := os.environ.get("YGG_HOME"):
         return _given_root(home)
@@ -110,12 +109,12 @@ def predictors() -> Path:
 
 
 def pair_folders(name: str) -> list[Path]:
-    """Where all that belongs to a pair lies: its builds, its latencies, its calibrations."""
+    """The folders of a pair: builds, latencies, calibrations."""
     return [store / name for store in (compile_cache(), profiles(), predictors())]
 
 
 def pair_names() -> list[str]:
-    """Every pair of which there is anything, compiled to the end or not."""
+    """Names of all pairs in the store, also of those not compiled to the end."""
     stores = (compile_cache(), profiles(), predictors())
     folders = [path for store in stores for path in store.glob("[!.]*") if os.path.isdir(path)]
     return sorted({path.name for path in folders} - {OPERATORS})
@@ -123,20 +122,24 @@ def pair_names() -> list[str]:
 
 @cache
 def cpu_flags() -> str:
-    """The processor that native code was compiled for; a foreign one must not load it.
+    """Identifies this processor: compiled code must not be loaded on another.
 
     Returns:
-        Its model, the instruction sets that one asks about first, and a digest of all of them.
+        Model, the most important instruction sets, and a digest of all flags.
     """
-    telling = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
+    important = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
     fields = _first_processor()
     flags = sorted(fields.get("flags", fields.get("Features", "")).split())  # on x86, on ARM
-    known = [platform.machine(), fields.get("model name", ""), *(flag for flag in telling if flag in flags)]
+    known = [
+        platform.machine(),
+        fields.get("model name", ""),
+        *(flag for flag in important if flag in flags),
+    ]
     return " ".join([*filter(None, known), f"({len(flags)} flags, {digest(flags)})"])
 
 
 def _first_processor() -> dict[str, str]:
-    """What the kernel reports, by field; nothing on a system without such a file."""
+    """Fields of the first processor in /proc/cpuinfo; empty if there is no such file."""
     try:
         lines = CPUINFO.read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -145,11 +148,10 @@ def _first_processor() -> dict[str, str]:
 
 
 def machine_name(gpu: str = "") -> str:
-    """A file name for what is measured on this machine: processor and core count decide the latencies, and
-    the GPU where models run on one.
+    """A file name for measurements on this machine, from processor, core count and GPU.
 
     Args:
-        gpu: Its name, as `torch.cuda.get_device_name` has it.
+        gpu: Name from `torch.cuda.get_device_name`; empty if models run on the CPU.
     """
     name = f"{platform.machine()}-{os.cpu_count()}cpu-{digest(cpu_flags())}"
     return f"{name}-{re.sub(r'[^A-Za-z0-9]+', '-', gpu)}" if gpu else name
@@ -170,8 +172,8 @@ def digest_file(path: Path) -> str:
 
 
 def save_json(path: Path, payload: Mapping[str, Any]) -> None:
-    """Write a JSON artifact whole or not at all, with a digest over its content that `load_json` checks."""
-    content = json.loads(json.dumps(payload))  # keys and tuples as they will be read
+    """Write a JSON artifact atomically, with a digest that `load_json` checks."""
+    content = json.loads(json.dumps(payload))  # keys and tuples as they are read back
     save_bytes(path, (json.dumps({**content, SEAL: digest(content)}, indent=1) + "\n").encode())
 
 
@@ -186,8 +188,8 @@ def load_json(path: Path, command: str) -> dict[str, Any]:
     """Read what `save_json` wrote.
 
     Raises:
-        ArtifactError: missing, unreadable, not an object, or not the content that was written; names the
-            path and the command that rebuilds it.
+        ArtifactError: the file is missing, unreadable, not an object or changed; names the path and the
+            command that rebuilds it.
     """
     try:
         payload = json.loads(path.read_bytes())
@@ -219,9 +221,7 @@ def unreadable(path: Path, error: OSError, command: str) -> ArtifactError:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Fill a temporary directory that takes its name only when the block ends well; another writer's result
-    wins.
-    """
+    """A temporary directory that gets its name if the block succeeds and no other writer was first."""
     with storage.temporary_folder(path.parent, path.name) as temporary:
         whole = temporary / path.name
         whole.mkdir()
@@ -235,14 +235,13 @@ def one_at_a_time(lock: Path, waiting: AbstractContextManager[Any]) -> Iterator[
     """A block that one process runs and others wait for.
 
     Args:
-        lock: A file that stands for what the block writes; it stays, for a file that goes would be locked
-            under two names.
+        lock: Lock file; it is never removed, since two processes could then lock different files.
         waiting: Entered while another process is in the block.
 
-    Gives whether it had to wait: then another process may have done the work.
+    Yields whether it had to wait: then the other process may have done the work.
     """
     storage.make_folder(lock.parent)
-    # closing it, or the end of this process, unlocks
+    # the lock ends when the file is closed or the process ends
     with os.fdopen(os.open(lock, os.O_WRONLY | os.O_CREAT, 0o644), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

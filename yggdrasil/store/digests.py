@@ -1,4 +1,4 @@
-"""Which bytes a file had, without reading it again while its size and time are the same."""
+"""Digests of files, without reading a file again while its size and time are the same."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ LEDGER_NAME = "verified.json"
 
 @dataclass(frozen=True)
 class KnownFile:
-    """A file as it was read.
+    """A file at the time it was read.
 
     Args:
-        path: Absolute.
-        digest: Of its bytes.
+        path: Absolute path.
+        size: Bytes.
+        mtime_ns: Modification time.
+        digest: Digest of its bytes.
     """
 
     path: str
@@ -35,7 +37,7 @@ class KnownFile:
     digest: str
 
     def changed(self) -> bool:
-        """Whether the file is there with other bytes; a file that is gone has not changed."""
+        """Whether the file exists with other bytes; a missing file has not changed."""
         try:
             [now] = read_files([Path(self.path)], known=[self])
         except OSError:
@@ -49,14 +51,14 @@ def read_files(
     """The digests of files, in order.
 
     Args:
-        paths: Absolute.
-        known: Files that were read before; where size and time are still the same they are not read again.
+        paths: Absolute paths.
+        known: Files that were read before; they are not read again if size and time are the same.
         tick: Called for every file.
 
     Raises:
         OSError: one of them cannot be read.
 
-    Cost: about a second a gigabyte, as many files at a time as there are cores.
+    Cost: about a second per gigabyte; one thread per core.
     """
     before = {(file.path, file.size, file.mtime_ns): file for file in known}
     keys = [_size_and_time(path) for path in paths]
@@ -80,10 +82,9 @@ def _size_and_time(path: Path) -> tuple[str, int, int]:
 
 
 class Ledger:
-    """The digests of the files of one build, as they were written, in a `verified.json` next to them.
+    """Digests of the files of one build, in a `verified.json` next to them.
 
-    It also has size and time at which a file last had its digest: a start reads only what has been touched
-    since.
+    It also keeps size and time of each file at its last check: a file is read again only if they changed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,7 +94,7 @@ class Ledger:
         self._known = {name: KnownFile(str(folder / name), *entry) for name, entry in self._load().items()}
 
     def _load(self) -> dict[str, tuple[int, int, str]]:
-        """Nothing where it is missing or damaged: then all is read again, or built again."""
+        """Entries of the ledger; empty if it is missing or damaged: then files are read or built again."""
         try:
             entries = artifacts.load_json(self.path, "")["files"]
             return {
@@ -103,15 +104,15 @@ class Ledger:
             return {}
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
-        """Of the files that are known."""
+        """Digests of those files that are known."""
         return {name: self._known[name].digest for name in names if name in self._known}
 
     def record(self, *names: str) -> None:
-        """Note files that were just written."""
+        """Record files that were just written."""
         self._remember(dict(zip(names, read_files([self.folder / name for name in names]), strict=True)))
 
     def whole(self, names: Sequence[str]) -> set[str]:
-        """Those files that have every byte that was written. Cost: reads them all."""
+        """Those files whose bytes are unchanged since they were written. Cost: reads them all."""
         there = [name for name in names if name in self._known and (self.folder / name).is_file()]
         found = read_files([self.folder / name for name in there])
         return {
@@ -123,13 +124,15 @@ class Ledger:
 
         Args:
             expected: Digest by name.
-            full: Read every file, whatever its size and time are.
+            command: Command that rebuilds them, for the error.
+            full: Read every file, even if its size and time are the same.
 
         Raises:
-            ArtifactError: names the first one that is missing, unreadable or changed.
+            ArtifactError: names the first file that is missing, unreadable or changed.
 
-        Cost: reads what was touched since the last time; reads it every time where this user cannot write
-        the ledger."""
+        Cost: reads files that changed since the last check; always reads them if the user cannot write the
+        ledger.
+        """
         try:
             files = read_files(
                 [self.folder / name for name in expected], known=() if full else self._known.values()
@@ -143,7 +146,7 @@ class Ledger:
                     self.folder / name, "corrupt (its bytes are not those that were written)", command
                 )
         if any(self._known.get(name) != file for name, file in found.items()):
-            with suppress(OSError):  # a store of somebody else's: read again next time
+            with suppress(OSError):  # another user's store: files are read again next time
                 self._remember(found)
 
     def _remember(self, files: Mapping[str, KnownFile]) -> None:

@@ -1,8 +1,8 @@
-"""How files of the store are written: whole or not at all, as readable as their folder, swept after a dead
-writer.
+"""Write files of the store atomically, with the access rights of their folder.
 
-A temporary is named `.<name>.<8 random characters>` until it is whole. Its writer holds a lock on it, which
-ends with the process."""
+A temporary is named `.<name>.<8 random characters>` until it is complete. Its writer holds a lock on it,
+which ends with the process; temporaries of ended processes are removed.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = [
     "temporary_folder",
 ]
 
-FOLDER_MODE = 0o755  # before umask: what is loaded as code must not be writable by others
+FOLDER_MODE = 0o755  # before umask: other users must not be able to write files that are loaded as code
 TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
-YOUNG_S = 60.0  # a temporary has no lock yet in the moment after it was made
+YOUNG_S = 60.0  # a new temporary has no lock for a moment
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 PRINTED = re.compile(r"\[Errno (\d+)\] [^:\n]+: '([^'\n]+)'")  # an OSError in a traceback
@@ -44,16 +44,14 @@ BLOCKED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, by umask, and never writable by others."""
+    """Make a folder and its parents, by umask, never writable by other users."""
     for folder in reversed([path, *path.parents]):
         if not folder.is_dir():
             folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
 
 
 def _settle_mode_(path: Path, folder_mode: int) -> None:
-    """Make what comes into a folder as readable as the folder, and never writable by others, whatever mode
-    a library gave it.
-    """
+    """Make a file or folder as readable as its parent, never writable by other users."""
     is_folder = path.is_dir()
     path.chmod(folder_mode & (FOLDER_MODE if is_folder else FOLDER_MODE & ~0o111))
     for child in sorted(path.iterdir()) if is_folder else ():
@@ -61,7 +59,7 @@ def _settle_mode_(path: Path, folder_mode: int) -> None:
 
 
 def put(temporary: Path, path: Path) -> None:
-    """Give a whole file or folder its name, in place of a file or folder that has it."""
+    """Move a complete file or folder to its path; replaces what is there."""
     _settle_mode_(temporary, path.parent.stat().st_mode)
     if path.is_dir() or (temporary.is_dir() and path.exists()):
         remove(path)
@@ -69,7 +67,7 @@ def put(temporary: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with all that is in it."""
+    """Remove a file, a link, or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -77,16 +75,14 @@ def remove(path: Path) -> None:
 
 
 def size_bytes(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder; 0 where there is nothing."""
+    """Bytes of a file, or of all files below a folder; 0 if nothing is there."""
     files = path.rglob("*") if os.path.isdir(path) else [path]
     return sum(file.lstat().st_size for file in files if os.path.isfile(file))
 
 
 @contextmanager
 def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
-    """A folder to fill, next to where its content will stand; it goes at the end, or is swept after this
-    process.
-    """
+    """A temporary folder in `folder`, removed at the end; if the process is killed, `sweep` removes it."""
     make_folder(folder)
     temporary = Path(tempfile.mkdtemp(dir=folder, prefix=f".{name}."))
     try:
@@ -98,7 +94,7 @@ def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
 
 @contextmanager
 def owned(path: Path) -> Iterator[None]:
-    """A block in which no other process has this file or folder; raises BlockingIOError if one has."""
+    """A block with an exclusive lock on a file or folder; raises BlockingIOError if another has it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,11 +104,11 @@ def owned(path: Path) -> Iterator[None]:
 
 
 def sweep(folders: Iterable[Path], *, older_than_s: float = YOUNG_S) -> None:
-    """Remove temporaries in these folders whose writer is gone.
+    """Remove temporaries in these folders whose writer has ended.
 
     Args:
-        folders: Not searched deeper; those that are not there have none.
-        older_than_s: Younger ones stay.
+        folders: Folders to search, without subfolders; they may be missing.
+        older_than_s: Younger temporaries stay.
     """
     for folder in folders:
         with suppress(OSError):
@@ -122,7 +118,7 @@ def sweep(folders: Iterable[Path], *, older_than_s: float = YOUNG_S) -> None:
 
 
 def _remove_abandoned(path: Path, older_than_s: float) -> None:
-    """A temporary of another user, or on a file system without locks, stays."""
+    """Remove a temporary, unless it is another user's or the file system has no locks."""
     with suppress(OSError):
         if time.time() - path.lstat().st_mtime >= older_than_s and not path.is_symlink():
             with owned(path):
@@ -133,8 +129,8 @@ def _remove_abandoned(path: Path, older_than_s: float) -> None:
 def scratch_for_graphs() -> Iterator[None]:
     """A block in which torch unpacks graphs into a folder of this process.
 
-    Torch removes them when the process ends well. The folder of a process that was killed is swept by the
-    next one."""
+    It is removed when the process ends; after a kill, the next process removes it.
+    """
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(_scratch())
     try:
@@ -153,23 +149,28 @@ def _scratch() -> Path:
     for abandoned in parent.glob(f"{prefix}*"):
         _remove_abandoned(abandoned, YOUNG_S)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # open, and locked, until this process ends
+    fcntl.flock(
+        os.open(folder, os.O_RDONLY), fcntl.LOCK_EX
+    )  # stays open and locked until this process ends
     atexit.register(_remove_scratch, folder, os.getpid())
     return folder
 
 
 def _remove_scratch(folder: Path, pid: int) -> None:
-    if os.getpid() == pid:  # not at the end of a forked child
+    if os.getpid() == pid:  # not in a forked child
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def store_errors(root: Path) -> Iterator[None]:
-    """A block whose failures to write are errors of one line.
+    """A block that turns failures to write into StoreError.
+
+    Args:
+        root: Root of the store.
 
     Raises:
-        StoreError: a disk is full, read-only or closed to this user, or something else stands in a folder's
-            place; found in the error, in what caused it, or in what a compiler or a library wrote about it.
+        StoreError: a disk is full, read-only or closed to this user, or a file is in a folder's place. The
+            cause is found in the error, in its causes, or in the text of a compiler or a library.
     """
     try:
         yield
@@ -183,7 +184,7 @@ def store_errors(root: Path) -> Iterator[None]:
 
 
 def _storage_problem(error: BaseException | None, root: Path) -> tuple[Path, int] | None:
-    """The path and the error number, where this is about what we write."""
+    """Path and error number, if the error is about a file that we write."""
     while error is not None:
         if isinstance(error, OSError):
             path = root if error.filename is None else Path(os.fsdecode(error.filename))
@@ -196,7 +197,7 @@ def _storage_problem(error: BaseException | None, root: Path) -> tuple[Path, int
 
 
 def _reported_problem(text: str, root: Path) -> tuple[Path, int] | None:
-    """The same from what a compiler, a library or another process printed."""
+    """Path and error number from the text of a compiler, a library or another process."""
     for code in (*FULL, errno.EROFS):
         if os.strerror(code) in text:
             return root, code
@@ -209,7 +210,7 @@ def _reported_problem(text: str, root: Path) -> tuple[Path, int] | None:
 
 
 def _is_ours(path: Path, root: Path) -> bool:
-    """In the store, above it, or in the folder for temporary files, where compilers work."""
+    """Whether a path is in the store, above it, or in the folder for temporary files."""
     return (
         path.is_relative_to(root) or root.is_relative_to(path) or path.is_relative_to(tempfile.gettempdir())
     )
@@ -219,11 +220,9 @@ def _remedy(code: int, root: Path) -> str:
     if code in FULL:
         places = " and ".join(dict.fromkeys((str(root), tempfile.gettempdir())))
         return (
-            f"make room in {places}, or set YGG_HOME and TMPDIR to folders that have it, and run the "
-            "command again"
+            f"make room in {places}, or set YGG_HOME and TMPDIR to folders that have it, "
+            "and run the command again"
         )
     if code in CLOSED:
         return "set YGG_HOME to a folder that you can write: `YGG_HOME=FOLDER ygg compile ...`"
-    return (
-        "move away what stands there, or set YGG_HOME to another folder: `YGG_HOME=FOLDER ygg compile ...`"
-    )
+    return "move away what is there, or set YGG_HOME to another folder: `YGG_HOME=FOLDER ygg compile ...`"

@@ -1,9 +1,10 @@
-"""Native code is loaded only from files that nobody else can change.
+"""Compiled code is loaded only from files that no other user can change.
 
-A file counts when it, and every folder above it, belongs to this user or to root, and no other user can
-write it. Folders where only the owner of an entry can remove it (sticky, as /tmp is) count as closed.
-Group-writable is open to others, except for a group of one: root's, or the one that has this user's name
-and no other member, as Debian and Fedora give to every user."""
+A file is trusted if it and every folder above it belong to this user or to root, and no other user can
+write them. A sticky folder such as /tmp is trusted: only the owner of an entry can remove it. A group that
+can write counts as another user, except root's group and this user's own group without other members, which
+Debian and Fedora create.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ __all__ = ["check_trusted"]
 
 
 def check_trusted(paths: Iterable[Path], command: str) -> None:
-    """Look at files that will run, and at every folder that leads to them, links followed.
+    """Check files that will be loaded as code, and every folder above them; links are followed.
 
     Args:
-        paths: Files; what is missing or cannot be reached is for their reader to report.
-        command: What builds them elsewhere, for an owner who is somebody else.
+        paths: Files; missing or unreachable ones are skipped.
+        command: Command that builds them elsewhere, for files of another user.
 
     Raises:
-        ArtifactError: names the first one that others own or can write, and the command that closes it.
+        ArtifactError: names the first path that another user owns or can write, and the command to fix it.
 
-    Cost: a system call a file and folder.
+    Cost: a system call per file and folder.
     """
     real = [Path(os.path.realpath(path)) for path in paths]
     for path in sorted({each for file in real for each in (file, *file.parents)}):

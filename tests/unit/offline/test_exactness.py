@@ -60,7 +60,7 @@ class CountingModel:
         return logits_NV, logits_NV
 
 
-# of a short context the text is shorter, and nothing is stored after its end
+# in a short context the text is shorter, and nothing is stored after the end of the context
 @pytest.mark.parametrize("capacity", (16, 32, 128))
 def test_graphs_that_agree_to_the_bit_are_all_exact(capacity: int) -> None:
     model = CountingModel(capacity=capacity)

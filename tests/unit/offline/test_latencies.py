@@ -1,4 +1,4 @@
-"""How latencies are read off a machine that others use, on a clock of our own."""
+"""Latencies on a busy machine, measured with a simulated clock."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, model: Any) -> Any:
     return latency_curve(model, (0, 32))
 
 
-def test_neighbours_that_slow_half_of_the_rounds_do_not_slow_the_curve(
+def test_programs_that_slow_half_of_the_rounds_do_not_change_the_curve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     quiet = [0.010] * (ROUNDS // 2)
@@ -71,9 +71,7 @@ def test_a_wider_graph_is_never_called_quicker(monkeypatch: pytest.MonkeyPatch) 
         assert row == pytest.approx((10.0, 25.0, 25.0, 40.0))
 
 
-def test_a_decision_costs_what_choosing_takes_and_not_what_stands_around_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_cost_of_a_decision_is_only_the_time_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(latencies.time, "perf_counter", lambda: clock.now)
     seconds = itertools.cycle([0.002, 0.002, 0.900])  # others on the machine
@@ -93,7 +91,7 @@ def test_a_decision_costs_what_choosing_takes_and_not_what_stands_around_it(
     assert decision_milliseconds(engine, [5], policy, num_tokens=9) == pytest.approx(2.0)
 
 
-def test_a_slow_model_gets_fewer_rounds_and_a_curve_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_model_gets_fewer_rounds_and_still_a_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Clocked({2: [0.1 * CURVE_SECONDS, 0.12 * CURVE_SECONDS], 4: [0.2 * CURVE_SECONDS]})
     found = timed(monkeypatch, model)
     assert model.num_forwards == LEAST_ROUNDS * 2 * 2

@@ -1,4 +1,4 @@
-"""What a compilation is identified by, and what it settles before it builds anything."""
+"""The inputs of a compilation: fingerprints, and the checks before anything is built."""
 
 from __future__ import annotations
 
@@ -49,11 +49,17 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, llama_folders: tuple[st
     return commits
 
 
+@pytest.fixture
+def described(llama_folders: tuple[str, str]) -> Bundle:
+    """The bundle of the Llama pair before it is built."""
+    return describe_pair(*llama_folders, "pair", TINY, CALIBRATION_TEXT)
+
+
 def fingerprint(target: str, draft: str) -> str:
     return describe_pair(target, draft, "pair", TINY, CALIBRATION_TEXT).folder.name
 
 
-def test_a_new_commit_of_a_draft_on_the_hub_is_another_pair_with_a_target_in_a_folder(
+def test_a_new_commit_of_a_hub_draft_is_another_pair(
     hub: dict[str, str], llama_folders: tuple[str, str]
 ) -> None:
     before = fingerprint(llama_folders[0], "org/draft")
@@ -74,15 +80,13 @@ def test_exchanged_models_are_another_pair(llama_folders: tuple[str, str]) -> No
     assert fingerprint(*llama_folders) != fingerprint(*reversed(llama_folders))  # type: ignore[arg-type]
 
 
-def test_workers_on_cuda_are_as_many_as_shards_of_the_target_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama_folders: tuple[str, str]
+def test_workers_on_cuda_are_limited_by_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: Bundle
 ) -> None:
     shard_bytes = 3000
     draft_bytes = 1000
     config = replace(TINY, device="cuda", ranks=2)
-    bundle = replace(
-        describe_pair(*llama_folders, "pair", TINY, CALIBRATION_TEXT), folder=tmp_path, config=config
-    )
+    bundle = replace(described, folder=tmp_path, config=config)
     for folder, size in (
         (bundle.target_weights(0), shard_bytes),
         (bundle.target_weights(1), shard_bytes),
@@ -106,7 +110,7 @@ def test_workers_on_cuda_are_as_many_as_shards_of_the_target_fit(
     (True, "avx2", 64, True),
     (False, "avx512f amx_bf16", 2048, False),
 ])  # fmt: skip
-def test_large_models_are_compressed_on_amx_and_others_where_that_is_asked_for(
+def test_large_models_are_compressed_on_amx_and_others_on_request(
     monkeypatch: pytest.MonkeyPatch, asked: bool | None, flags: str, width: int, expected: bool
 ) -> None:
     monkeypatch.setattr(artifacts, "cpu_flags", lambda: flags)
@@ -117,20 +121,17 @@ def test_large_models_are_compressed_on_amx_and_others_where_that_is_asked_for(
     assert not build._compresses(CompileConfig(dtype="float32"), model)
 
 
-def test_profiles_of_two_gpus_are_two_files(
-    monkeypatch: pytest.MonkeyPatch, llama_folders: tuple[str, str]
-) -> None:
-    bundle = describe_pair(*llama_folders, "pair", TINY, CALIBRATION_TEXT)
-    assert bundle.profile_path.stem == artifacts.machine_name()
-    on_gpu = replace(bundle, config=replace(TINY, device="cuda"))
+def test_profiles_of_two_gpus_are_two_files(monkeypatch: pytest.MonkeyPatch, described: Bundle) -> None:
+    assert described.profile_path.stem == artifacts.machine_name()
+    on_gpu = replace(described, config=replace(TINY, device="cuda"))
     paths = set()
     for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
         monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
-        paths |= {on_gpu.profile_path, on_gpu.plan_path, bundle.profile_path}
+        paths |= {on_gpu.profile_path, on_gpu.plan_path, described.profile_path}
     assert len(paths) == 5
 
 
-def test_measurements_are_of_the_compiler_the_models_and_every_operator_that_a_graph_calls() -> None:
+def test_graph_sources_include_every_operator_that_a_graph_calls() -> None:
     names = {f"{path.parent.name}/{path.name}" for path in graph_sources()}
     assert names >= {
         "yggdrasil/layout.py",
@@ -152,7 +153,7 @@ def test_measurements_are_of_the_compiler_the_models_and_every_operator_that_a_g
     assert [name for name in NOT_IN_GRAPHS if not (folder / name).exists()] == []
 
 
-def test_tokenizers_that_differ_are_told_by_the_first_token_that_does(
+def test_different_tokenizers_are_refused_with_the_first_token_that_differs(
     tmp_path: Path, llama_folders: tuple[str, str]
 ) -> None:
     tokenizer = load_tokenizer(llama_folders[0])
@@ -176,7 +177,7 @@ def test_a_calibration_text_without_two_tokens_is_refused_by_its_path(
         beginnings(["O"], tokenizer, "")
 
 
-def test_another_budget_of_calibration_is_in_the_command_and_compiles_no_graph_again() -> None:
+def test_another_calibration_budget_is_in_the_command_and_keeps_the_graphs() -> None:
     config = replace(TINY, calibration_budget_s=30.0)
     assert compile_command("pair", ("target", "draft"), config, "").endswith(
         "--calibration-budget 30 --max-context 256"
@@ -186,12 +187,12 @@ def test_another_budget_of_calibration_is_in_the_command_and_compiles_no_graph_a
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_cuda_where_there_is_none_is_refused_with_the_command(llama_folders: tuple[str, str]) -> None:
+def test_cuda_without_a_device_is_refused_with_a_command(llama_folders: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match="device: 'cuda' .*; ygg compile TARGET DRAFT --device cpu"):
         describe_pair(*llama_folders, "pair", replace(TINY, device="cuda"), CALIBRATION_TEXT)
 
 
-def test_vocabularies_may_differ_by_ids_that_the_tokenizer_has_not(
+def test_vocabularies_may_differ_by_ids_that_the_tokenizer_lacks(
     tmp_path: Path, llama_folders: tuple[str, str]
 ) -> None:
     padded = tiny_pair.save_padded(llama_folders[0], tmp_path / "padded", 400)
@@ -216,7 +217,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_s_is_refused() -> None:
     assert shared_vocab(*sizes) == 384
 
 
-def test_a_pair_that_this_user_may_not_read_is_not_called_unknown(
+def test_an_unreadable_pair_is_not_reported_as_unknown(
     tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stat = os.stat
@@ -258,8 +259,8 @@ def test_special_tokens_without_an_embedding_are_a_note(
     bundle = describe_pair(*folders, "pair", TINY, CALIBRATION_TEXT)  # type: ignore[arg-type]
     assert bundle.vocab == tiny_pair.VOCAB
     assert bundle.notes == (
-        "the target has no embedding for special tokens of its tokenizer: '[PAD]' (384); a prompt that "
-        "contains one is refused",
+        "the target has no embedding for special tokens of its tokenizer: '[PAD]' (384); "
+        "a prompt that contains one is refused",
     )
 
 
@@ -270,8 +271,7 @@ def test_words_without_an_embedding_are_refused(tmp_path: Path, llama_folders: t
     ]
     with pytest.raises(
         BrokenCheckpoint,
-        match=r"2 tokens of its tokenizer have no embedding, the first is 'blob' \(384\); the model has "
-        r"384; ",
+        match=r"2 tokens of its tokenizer have no embedding, the first is 'blob' \(384\); the model has ",
     ):
         describe_pair(*folders, "pair", TINY, CALIBRATION_TEXT)  # type: ignore[arg-type]
 
@@ -282,7 +282,7 @@ def test_special_tokens_that_the_draft_alone_lacks_are_a_mismatch() -> None:
         check_vocabularies(SimpleNamespace(vocab_size=385), SimpleNamespace(vocab_size=384), 385)
 
 
-def test_sampling_defaults_of_the_target_are_a_note_and_end_tokens_of_its_config_are_taken(
+def test_sampling_defaults_are_a_note_and_end_tokens_come_from_the_config(
     tmp_path: Path, llama_folders: tuple[str, str]
 ) -> None:
     target = Path(shutil.copytree(llama_folders[0], tmp_path / "target"))

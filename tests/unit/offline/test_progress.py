@@ -1,6 +1,4 @@
-"""What a compilation reports where nobody can draw a bar: lines that say what is under way and how long it
-will take.
-"""
+"""Progress lines where there is no terminal for a bar."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ def test_a_short_phase_is_one_line_and_one_that_fails_at_once_is_none(
     assert capfd.readouterr().err == ""
 
 
-def test_a_long_phase_says_how_far_it_is_and_how_long_it_will_take(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_long_phase_prints_its_state_and_the_time_left(capfd: pytest.CaptureFixture[str]) -> None:
     progress = RichProgress(log_every_s=0.05, begun_s=0.01)
     with progress.phase("write texts", 40):
         progress.advance(10)
@@ -45,7 +41,7 @@ def test_a_long_phase_says_how_far_it_is_and_how_long_it_will_take(
     )
 
 
-def test_a_phase_that_does_not_advance_still_says_that_it_runs(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_phase_that_does_not_advance_still_prints_lines(capfd: pytest.CaptureFixture[str]) -> None:
     progress = RichProgress(log_every_s=0.05, begun_s=0.01)
     with progress.phase("store target", 1):
         time.sleep(0.2)

@@ -1,6 +1,4 @@
-"""Calibration in batches finds what calibration one by one finds, and as much of it as a budget of seconds
-allows.
-"""
+"""Calibration in batches equals calibration one by one, and keeps to its budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Artifacts are written whole or not at all, and errors name what is wrong with them."""
+"""Artifacts are written atomically, and damage is reported."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_digests_depend_on_every_part_and_on_the_order(tmp_path: Path) -> None:
     assert digest_file(tmp_path / "f") == "ba7816bf8f01"  # the beginning of SHA-256 of "abc"
 
 
-def test_compilations_are_counted_and_forbidden_where_nothing_may_compile() -> None:
+def test_compilations_are_counted_and_can_be_forbidden() -> None:
     before = compilations()
     count_compilation()
     assert compilations() == before + 1
@@ -239,7 +239,7 @@ def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     artifacts.cpu_flags.cache_clear()
 
 
-def test_a_processor_is_told_by_its_model_and_by_every_flag(cpuinfo: Callable[[str], str]) -> None:
+def test_a_processor_is_identified_by_its_model_and_every_flag(cpuinfo: Callable[[str], str]) -> None:
     assert re.fullmatch(r"x86_64 Xeon 8480 avx2 avx512f \(4 flags, [0-9a-f]{12}\)", cpuinfo(X86))
     assert cpuinfo(X86.replace("fpu avx512f", "avx512f fpu")) == cpuinfo(X86)  # the order means nothing
     assert cpuinfo(X86.replace("fpu", "gfni")) != cpuinfo(X86)  # a flag that is in no list of ours

@@ -1,4 +1,4 @@
-"""What is known of a file's bytes, and when it is read again."""
+"""Digests of files, and when a file is read again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
-    """Of a build with two files."""
+    """The ledger of a build with two files."""
     (tmp_path / "deep").mkdir()
     (tmp_path / "a").write_bytes(b"abc")
     (tmp_path / "deep" / "b").write_bytes(b"b" * 1000)
@@ -46,7 +46,7 @@ def flip(path: Path, *, keep_time: bool = False) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + (0 if keep_time else 1_000_000)))
 
 
-def test_files_that_nobody_touched_are_not_read_at_a_start(ledger: Ledger, read: list[str]) -> None:
+def test_unchanged_files_are_not_read_at_a_start(ledger: Ledger, read: list[str]) -> None:
     assert expected(ledger)["a"] == "ba7816bf8f01"
     Ledger(ledger.folder).check(expected(ledger), "c")
     assert read == []

@@ -1,4 +1,4 @@
-"""Files are written whole, by umask; what a dead process left is swept; a closed store is one line."""
+"""Atomic writes, access rights, removal of temporaries, and errors of a store that cannot be written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def umask() -> Iterator[None]:
     ("mask", "folder_mode", "file_mode"),
     [(0o022, 0o755, 0o644), (0o000, 0o755, 0o644), (0o077, 0o700, 0o600), (0o027, 0o750, 0o640)],
 )
-def test_all_that_is_written_follows_umask_and_others_never_write_it(
+def test_written_files_follow_umask_and_are_never_writable_by_others(
     tmp_path: Path, umask: None, mask: int, folder_mode: int, file_mode: int
 ) -> None:
     os.umask(mask)
@@ -64,7 +64,7 @@ def test_a_file_takes_the_place_of_a_folder_and_a_folder_that_of_a_file(tmp_path
     assert (tmp_path / "taken").is_dir()
 
 
-def test_temporaries_of_dead_processes_are_swept_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+def test_temporaries_of_ended_processes_are_removed_and_others_stay(tmp_path: Path) -> None:
     for name in (".graph.pt2.abandon8", ".nfs00000001", "graph.pt2"):
         (tmp_path / name).mkdir()
     (tmp_path / ".bundle.json.abandon8").touch()
@@ -76,10 +76,10 @@ def test_temporaries_of_dead_processes_are_swept_and_those_of_living_ones_stay(t
     assert not mine.exists()
 
 
-def test_what_a_killed_process_unpacked_is_swept_by_the_next(tmp_path: Path) -> None:
+def test_the_next_process_removes_graphs_unpacked_by_a_killed_one(tmp_path: Path) -> None:
     script = (
-        "import os, signal; from yggdrasil.store import storage as s; s.YOUNG_S = 0; c = "
-        "s.scratch_for_graphs(); c.__enter__()\n"
+        "import os, signal; from yggdrasil.store import storage; storage.YOUNG_S = 0; "
+        "scratch = storage.scratch_for_graphs(); scratch.__enter__()\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
 
@@ -126,8 +126,8 @@ def compiler(path: Path) -> Exception:
 
 def unpacking(path: Path) -> Exception:
     return RuntimeError(
-        "Failed to extract zip file a.so to destination file b.so, mz_zip error string: write callback "
-        "failed"
+        "Failed to extract zip file a.so to destination file b.so, "
+        "mz_zip error string: write callback failed"
     )
 
 

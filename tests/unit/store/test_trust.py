@@ -1,4 +1,4 @@
-"""Native code is loaded only from where nobody else can write."""
+"""Compiled code is loaded only from files that no other user can write."""
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ def library(tmp_path: Path) -> Path:
     return path
 
 
-def test_files_of_one_s_own_that_nobody_else_can_write_are_trusted(library: Path) -> None:
+def test_own_files_that_no_other_user_can_write_are_trusted(library: Path) -> None:
     check_trusted([library, library.with_name("missing")], "c")
 
 
 @pytest.mark.parametrize("level", (0, 1, 2))
-def test_what_everybody_can_write_is_refused_with_the_command_that_closes_it(
-    library: Path, level: int
-) -> None:
+def test_files_that_everybody_can_write_are_refused_with_a_chmod_command(library: Path, level: int) -> None:
     open_path = [library, *library.parents][level]
     open_path.chmod(open_path.stat().st_mode | 0o002)
     with pytest.raises(
