@@ -18,7 +18,7 @@ from bench.lib.pair import (
     compiled_pair,
     inflated_model,
 )
-from bench.workloads import STORIES, Workload
+from bench.lib.workloads import STORIES, Workload
 from yggdrasil.bundle import BUNDLED, bundled_models
 from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig
