@@ -1,4 +1,4 @@
-"""Commands of README and bench/README parse or run, README's programs run, every link leads somewhere."""
+"""README and bench/README: commands and programs run or parse, links exist, figures are the results'."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,14 +26,12 @@ from yggdrasil.store import artifacts
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 BENCH_README = ROOT / "bench" / "README.md"
-PORT = "8123"  # of the README's server
+PORT = "8123"  # the server's port in the README
 SCRIPTS = sorted(script.stem for script in (ROOT / "bench").glob("claim_*.py"))
 
 
 def commands(page: Path, start: str) -> list[str]:
-    """Every command of a page's code blocks that begins with `start`, continued lines joined, prompts and
-    other commands of the line left out.
-    """
+    """Every command in a page's code blocks that begins with `start`; continued lines are joined."""
     blocks = re.findall(
         r"^```(?:bash|sh|shell|console|text)?\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL
     )
@@ -46,12 +45,8 @@ def commands(page: Path, start: str) -> list[str]:
 
 
 def verb_lines() -> list[list[str]]:
-    """What `ygg` or, under torchrun, `-m yggdrasil` is given."""
-    shared = [command.partition(" -m yggdrasil ")[2] for command in commands(README, "torchrun ")]
-    return [
-        shlex.split(line, comments=True)
-        for line in [*(command.removeprefix("ygg ") for command in commands(README, "ygg ")), *shared]
-    ]
+    """Arguments of every `ygg` command."""
+    return [shlex.split(command, comments=True)[1:] for command in commands(README, "ygg ")]
 
 
 def bench_lines() -> list[list[str]]:
@@ -64,10 +59,10 @@ def bench_lines() -> list[list[str]]:
 
 
 def parse_of(module: str, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
-    """Run a script's `main` as far as its command line is read."""
+    """Run a script's `main` until it has parsed its command line."""
 
     class ReadError(Exception):
-        """The command line was read."""
+        """The command line is parsed."""
 
     def stop(*args: object) -> None:
         raise ReadError
@@ -104,26 +99,23 @@ def home(
     llama_folders: tuple[str, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """An artifact root and working folder with the README's names: the tiny pair is `mine` and the bundled
-    one, and knows `code`."""
+    """An artifact root and working folder in which the tiny pair has the README's names."""
     folder = tmp_path_factory.mktemp("readme")
     shutil.copytree(ygg_home / "compile_cache" / "kernels", folder / "compile_cache" / "kernels")
     for name in ("mine", BUNDLED):
         for store in ("compile_cache", "profiles", "predictors"):
             shutil.copytree(ygg_home / store / "tiny", folder / store / name)
-        shutil.copytree(folder / "predictors" / name / "stories", folder / "predictors" / name / "code")
         stored = folder / "compile_cache" / name / tiny_bundle.folder.name / "bundle.json"
         artifacts.save_json(stored, {**artifacts.load_json(stored, ""), "name": name})
     (folder / "path" / "to").mkdir(parents=True)
     for model, path in zip(("target", "draft"), llama_folders, strict=True):
         (folder / "path" / "to" / model).symlink_to(path)
-    (folder / "code.txt").write_text("def add(a, b): return a + b")
     return folder
 
 
 @pytest.fixture
 def at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same, where a compilation ends after all its checks: the graphs are there."""
+    """`home` as the working folder; a compilation ends after its checks, because its graphs are there."""
     monkeypatch.setenv("YGG_HOME", str(home))
     monkeypatch.chdir(home)
     monkeypatch.setattr(
@@ -134,11 +126,11 @@ def at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def served(home: Path) -> Iterator[str]:
-    """The port of the README's server, started by its own line."""
+    """The port of a server that the README's command started."""
     (line,) = [line for line in verb_lines() if line[0] == "serve"]
-    # the most that graphs so small hold
-    words = [*("0" if word == PORT else word for word in line), "--max-batch", "16"]
-    command = [sys.executable, "-m", "yggdrasil", *words]
+    any_port = ["0" if word == PORT else word for word in line]
+    # the tiny pair's graphs hold 16 rows
+    command = [sys.executable, "-m", "yggdrasil", *any_port, "--max-batch", "16"]
     environment = {**os.environ, "YGG_HOME": str(home)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=home) as process:
         assert process.stderr is not None
@@ -152,13 +144,11 @@ def served(home: Path) -> Iterator[str]:
             process.communicate()
 
 
-@pytest.mark.parametrize(
-    "line", [line for line in verb_lines() if line[0] != "serve" and "cuda" not in line], ids=" ".join
-)
+@pytest.mark.parametrize("line", [line for line in verb_lines() if line[0] != "serve"], ids=" ".join)
 def test_commands_of_the_readme_run(
     line: list[str], at_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those under torchrun as in one process; `ygg serve` is the next test's."""
+    """All but `ygg serve`, which the next test runs."""
     assert main(line) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert out.strip()
@@ -214,6 +204,35 @@ def test_every_linked_file_exists(page: Path) -> None:
     named = re.findall(r"^\[[\w-]+\]: (?!https?://)(\S+)$", text, flags=re.MULTILINE)
     links = [link.partition("#")[0] for link in [*inline, *named]]
     assert [link for link in links if link and not (page.parent / link).exists()] == []
+
+
+ARMS = {  # arms of a result by the table's name of an engine; the fastest counts
+    "transformers, assisted": "transformers assisted",
+    "llama.cpp, draft model": "llama.cpp draft",
+    "OpenVINO GenAI, draft model": "OpenVINO speculative",
+    "Yggdrasil, without speculation": "plain",
+    "Yggdrasil, best chain": "chain",
+    "Yggdrasil, tree (the default)": "tree",
+}
+
+
+def test_figures_of_the_table_are_those_of_the_linked_results() -> None:
+    text = README.read_text()
+    links = dict(re.findall(r"^\[(\w+)\]: (bench/results/\w+\.json)$", text, flags=re.MULTILINE))
+    lines = re.findall(r"^\| (.*) \|$", text, flags=re.MULTILINE)
+    rows = [line.replace("*", "").split(" | ") for line in lines]
+    (header,) = [row for row in rows if row[0] == "engine"]
+    results = [
+        json.loads((ROOT / links[re.findall(r"\[(\w+)\]$", cell)[0]]).read_text()) for cell in header[1:]
+    ]
+    table = {row[0]: row[1:] for row in rows if row[0] in ARMS}
+    assert table == {engine: [fastest(result, arm) for result in results] for engine, arm in ARMS.items()}
+
+
+def fastest(result: dict[str, Any], prefix: str) -> str:
+    """Tokens per second of the fastest arm whose name begins with `prefix`, as the table writes it."""
+    found = [arm["tok_per_s"] for name, arm in result["arms"].items() if name.startswith(prefix)]
+    return f"{max(found):.1f}" if found else "-"
 
 
 def test_every_linked_line_begins_a_definition() -> None:
