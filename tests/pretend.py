@@ -61,9 +61,8 @@ class Sync(NamedTuple):
 
     @property
     def is_explained(self) -> bool:
-        """Whether a comment on the line, or one that fills the line above, explains the wait."""
-        above = linecache.getline(self.path, self.line - 1).strip()
-        return "# sync: " in linecache.getline(self.path, self.line) or above.startswith("# sync: ")
+        """Whether a comment on the line explains the wait."""
+        return "# sync: " in linecache.getline(self.path, self.line)
 
 
 class Pretended(torch.Tensor):

@@ -283,8 +283,7 @@ class TokenTree:
         values = self.log_prob_N.exp() if values is None else values
         if len(values) != self._len:
             raise ConfigError("length of values", len(values), f"the number of nodes, {self._len}")
-        # sync: the kept ids decide shapes
-        keep = best_subtree(self.parent_N.tolist(), values.tolist(), k)
+        keep = best_subtree(self.parent_N.tolist(), values.tolist(), k)  # sync: the kept ids decide shapes
         return self.subtree(keep), torch.tensor(keep, dtype=torch.int64)
 
     def subtree(self, keep: Sequence[int]) -> TokenTree:
@@ -318,9 +317,8 @@ class TokenTree:
         Cost: O(N) on the host; on a device three syncs, where `on_walk` has none.
         Source: the acceptance law: the tree is deterministic, so matching the target's token is exact.
         """
-        # sync: the walk runs on the host
-        parents = self.parent_N.tolist()
-        tokens = self.token_N.tolist()
+        parents = self.parent_N.tolist()  # sync: the walk runs on the host
+        tokens = self.token_N.tolist()  # sync: the walk runs on the host
         wanted = next_tokens.tolist()
         path = [0]
         for node in range(1, self._len):  # a child's id is larger than its parent's: one pass suffices

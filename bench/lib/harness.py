@@ -184,7 +184,7 @@ def interleave(
         prompts: Token lists.
         reference: Name of the arm whose tokens the exact arms must emit.
         stream: Measured once a round, so that the ceiling drifts with the machine as the arms do.
-        tick: Told about every round.
+        tick: Called after every round.
 
     Raises:
         TextMismatchError: an exact arm emitted other tokens.

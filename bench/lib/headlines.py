@@ -203,8 +203,10 @@ def _bandits(result: Result) -> Headline:
 
 def _elastic(result: Result) -> Headline:
     rates = sorted(result["verdict"], key=float)
-    lowest, highest = (result["verdict"][rate]["throughput_over_static"] for rate in (rates[0], rates[-1]))
-    return Headline(highest, "1.05", highest >= 1.05 and lowest >= 0.99)
+    lowest = result["verdict"][rates[0]]["throughput_over_static"]
+    highest = result["verdict"][rates[-1]]["throughput_over_static"]
+    turns = result["verdict"][rates[-1]]["turns"]
+    return Headline(highest, "1.05", highest >= 1.05 and lowest >= 0.99, (min(turns), max(turns)))
 
 
 def _soak(result: Result) -> Headline:

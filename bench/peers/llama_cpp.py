@@ -117,7 +117,7 @@ def llama_cpp_peer(
         assistant_tokens: Draft lengths; every one has a server of its own, for a request cannot choose it.
             They map one file: the weights are there once.
         num_threads: As in `torch.set_num_threads`.
-        log: Told about what takes long.
+        log: Called before what takes long.
 
     Raises:
         PeerError: something is missing or failed.

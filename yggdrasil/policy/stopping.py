@@ -73,8 +73,8 @@ class SmallGain:
         if tree.is_cpu:
             gain = torch.ops.ygg.last_gain(tree.arrays[3], len(tree), self.width, self._costs)
         else:
-            # sync: the tree ends or goes on
-            gain = last_gain_reference(tree.log_prob_N.numpy(force=True), self.width, self.costs)
+            log_probs = tree.log_prob_N.numpy(force=True)  # sync: the tree ends or goes on
+            gain = last_gain_reference(log_probs, self.width, self.costs)
         return bool(gain < self.min_gain)
 
     @cached_property

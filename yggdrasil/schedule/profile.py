@@ -119,8 +119,7 @@ class Clock:
         """Time the block as the run of stage `name`, on the host and on the current stream."""
         entered = time.perf_counter()
         if self._on_device:
-            # sync: else the time of earlier queued work would count for a stage that waits for its result
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream().synchronize()  # sync: earlier work is not this stage's time
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
         start = time.perf_counter()

@@ -61,7 +61,7 @@ class Batcher:
         max_context: Most tokens of prompt and output together.
         eos_tokens: Tokens that end a text.
         vocab: V: the token ids of both models go from 0 up to this.
-        observer: Told about steps and finished requests.
+        observer: Called after steps and finished requests.
         elastic: Lends the draft's room to the pool under load; None keeps the draft where it is.
         acceptance: Calibration of the pair by temperature, for policies that verify fewer guesses than were
             made.

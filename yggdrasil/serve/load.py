@@ -58,7 +58,7 @@ def open_service(name: str, config: ServeConfig, observer: Observer) -> OpenedSe
     Args:
         name: Of the pair.
         config: How to batch.
-        observer: Told about steps and finished requests.
+        observer: Called after steps and finished requests.
 
     Raises:
         ArtifactError: unknown, corrupt or stale.

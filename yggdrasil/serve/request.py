@@ -70,7 +70,7 @@ class Request:
             speculation.
         num_top: Log-probabilities wanted for every emitted token: its own and this many of the likeliest;
             None wants none.
-        on_event: Told about every step that emitted something and about the end, in the batcher's thread;
+        on_event: Called after every step that emitted something and at the end, in the batcher's thread;
             must return at once.
     """
 
@@ -162,7 +162,7 @@ class StepReport:
 
 
 class Observer:
-    """Told about every step and every finished request, in the batcher's thread; this one listens to
+    """Called after every step and every finished request, in the batcher's thread; this one listens to
     nothing.
     """
 

@@ -77,8 +77,9 @@ class Ticket:
             return []
         log_probs_NV = logits_NV.float().log_softmax(-1)
         best = log_probs_NV.topk(self.request.num_top)
-        # sync: a client asked
-        rows = zip(tokens, log_probs_NV, best.indices.tolist(), best.values.tolist(), strict=True)
+        top_tokens = best.indices.tolist()  # sync: a client asked
+        top_log_probs = best.values.tolist()  # sync: a client asked
+        rows = zip(tokens, log_probs_NV, top_tokens, top_log_probs, strict=True)
         return [
             TokenLogProb(token, float(row[token]), tuple(zip(top, values, strict=True)))
             for token, row, top, values in rows

@@ -152,9 +152,8 @@ def _best_next(model: TokenGraphs, chunks: Sequence[Chunk]) -> list[tuple[int, f
     best = {}
     limit = _limit(model, sum(len(chunk.tokens) for chunk in chunks))
     for batch, (tokens_NC, log_probs_NC) in run_chunks(model, chunks, limit):
-        # sync: the next forward's input; the second copy has nothing left to wait for
-        tokens = tokens_NC[:, 0].tolist()
-        log_probs = log_probs_NC[:, 0].tolist()
+        tokens = tokens_NC[:, 0].tolist()  # sync: the next forward's input
+        log_probs = log_probs_NC[:, 0].tolist()  # sync: it has come with the tokens
         last = -1
         for chunk in batch:
             last += len(chunk.tokens)

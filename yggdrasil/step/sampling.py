@@ -150,8 +150,9 @@ def tokens_to_host(chosen: TargetTokens, *more_K: Tensor) -> list[list[int]]:
         rows = [chosen.token_K.tolist(), *(row_K.tolist() for row_K in more_K)]
     else:
         token_K = chosen.token_K.masked_fill(~chosen.score_K.isfinite(), -1)
-        # sync: the tokens are the text and decide where the next tree stands
-        rows = torch.stack((token_K, *(row_K.long() for row_K in more_K))).tolist()
+        rows = torch.stack(
+            (token_K, *(row_K.long() for row_K in more_K))
+        ).tolist()  # sync: this is the text
         is_sound = min(rows[0]) >= 0
     if not is_sound:
         raise YggError(BROKEN)
