@@ -23,7 +23,7 @@ from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.policy.acceptance import Acceptance
-from yggdrasil.policy.gamma.budget import draft_room, prompt_room
+from yggdrasil.policy.gamma.budget import draft_budget, prompt_budget
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.serve.elastic import ElasticMemory
@@ -330,7 +330,7 @@ class Batcher:
             self.gamma,
             max_lag,
             waiting_tokens,
-            draft_room(self.target.sizes, batch_size, waiting_tokens),
+            draft_budget(self.target.sizes, batch_size, waiting_tokens),
         )
 
     def _row_gamma(self, ticket: Ticket, gamma: int) -> int:
@@ -347,7 +347,7 @@ class Batcher:
         and chunks of the others.
         """
         prefilling = [ticket for ticket in self._running if not ticket.running.is_prefilled]
-        room = prompt_room(self.target.sizes, num_tokens, self._num_prompt_tokens)
+        room = prompt_budget(self.target.sizes, num_tokens, self._num_prompt_tokens)
         reaching = []
         chunks = []
         for ticket in prefilling:
