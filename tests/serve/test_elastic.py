@@ -18,9 +18,9 @@ from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.protocol import GammaPolicy
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.batcher import Batcher
-from yggdrasil.serve.draft_memory import DraftRoom, Tenant, room_bytes
+from yggdrasil.serve.draft_memory import DraftMemory, MemoryState, weight_bytes
 from yggdrasil.serve.elastic import ElasticMemory, scarce_below
-from yggdrasil.serve.load import open_batcher
+from yggdrasil.serve.load import load_batcher
 
 TEXT = (
     "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. One day Tom saw a small owl near the river. "
@@ -42,7 +42,7 @@ def test_tau_low_is_a_page_at_least_and_less_than_all(share: float, num_pages: i
     assert scarce_below(share, num_pages) == low_pages
 
 
-def digest(room: DraftRoom) -> str:
+def digest(room: DraftMemory) -> str:
     """Of every weight in the room."""
     found = blake2b()
     for name in sorted(room.weights):
@@ -58,7 +58,7 @@ class Stand:
     def __init__(self, pair: LoadedPair) -> None:
         self.pair = pair
         self.page_bytes = pair.bundle.page_bytes
-        self.opened = open_batcher(
+        self.opened = load_batcher(
             pair.bundle,
             ServeConfig(
                 policy="off", gamma_max=4, max_batch=NUM_ROWS, kv_memory_bytes=NUM_PAGES * self.page_bytes
@@ -71,8 +71,8 @@ class Stand:
 
     def batcher(self, policy: GammaPolicy, *, persist_steps: int = 2) -> Batcher:
         opened = self.opened
-        room = self.elastic.room
-        if room.tenant is Tenant.PAGES:
+        room = self.elastic.memory
+        if room.state is MemoryState.LENT:
             room.begin_return_()
         room.finish_()
         for page in range(NUM_PAGES):
@@ -120,15 +120,15 @@ def elastic_of(batcher: Batcher) -> ElasticMemory:
 
 def test_the_room_is_the_tail_of_the_pool_s_own_memory(stand: Stand) -> None:
     storage = stand.elastic.target.storage_PL2GSF
-    room = stand.elastic.room
+    room = stand.elastic.memory
     begin = storage[NUM_PAGES].data_ptr()
     end = storage.data_ptr() + storage.nbytes
-    assert stand.elastic.room_pages >= 1
+    assert stand.elastic.draft_pages >= 1
     assert all(
         begin <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= end
         for tensor in room.weights.values()
     )
-    assert room.num_bytes == room_bytes(room.weights) <= end - begin < room.num_bytes + storage[0].nbytes
+    assert room.num_bytes == weight_bytes(room.weights) <= end - begin < room.num_bytes + storage[0].nbytes
 
 
 def test_expansion_waits_for_lasting_scarcity_without_speculation(stand: Stand) -> None:
@@ -138,8 +138,8 @@ def test_expansion_waits_for_lasting_scarcity_without_speculation(stand: Stand) 
     for gamma, is_in in ((0, True), (0, True), (1, True), (0, True), (0, True), (0, False)):
         elastic.advance_(gamma=gamma, num_waiting=5)
         assert elastic.is_draft_in == is_in
-    assert elastic.pool.num_pages == NUM_PAGES + elastic.room_pages
-    assert elastic.pool.num_free == 2 + elastic.room_pages
+    assert elastic.pool.num_pages == NUM_PAGES + elastic.draft_pages
+    assert elastic.pool.num_free == 2 + elastic.draft_pages
 
 
 def test_contraction_waits_for_an_empty_queue_and_free_pages(stand: Stand) -> None:
@@ -148,13 +148,13 @@ def test_contraction_waits_for_an_empty_queue_and_free_pages(stand: Stand) -> No
     pages = NUM_PAGES - LOW_PAGES
     elastic.pool.extend_(0, 16 * pages)
     elastic.advance_(gamma=0, num_waiting=0)
-    assert elastic.room.tenant is Tenant.PAGES  # exactly S_draft + tau_low are free: not more
+    assert elastic.memory.state is MemoryState.LENT  # exactly S_draft + tau_low are free: not more
     elastic.pool.release_(0)
     elastic.pool.extend_(0, 16 * (pages - 1))
     elastic.advance_(gamma=0, num_waiting=1)
-    assert elastic.room.tenant is Tenant.PAGES
+    assert elastic.memory.state is MemoryState.LENT
     elastic.advance_(gamma=0, num_waiting=0)
-    assert elastic.room.tenant is Tenant.RETURNING
+    assert elastic.memory.state is MemoryState.RETURNING
     assert elastic.pool.num_pages == NUM_PAGES
     elastic.settle_()
     assert elastic.is_draft_in
@@ -168,8 +168,8 @@ def test_a_contraction_that_does_not_fit_changes_nothing(stand: Stand) -> None:
     with pytest.raises(CapacityError, match="1 needed, 0 free"):
         elastic.contract_()
     assert torch.equal(elastic.pool.table_BP, table)
-    assert elastic.pool.num_pages == NUM_PAGES + elastic.room_pages
-    assert elastic.room.tenant is Tenant.PAGES
+    assert elastic.pool.num_pages == NUM_PAGES + elastic.draft_pages
+    assert elastic.memory.state is MemoryState.LENT
     elastic.pool.check()
 
 
@@ -178,8 +178,8 @@ def test_the_draft_comes_back_whole_and_in_chunks(stand: Stand, monkeypatch: pyt
 
     monkeypatch.setitem(room_module.CHUNK_BYTES, "cpu", 5000)
     weights = stand.pair.bundle.load_draft_weights("cpu")
-    memory = torch.zeros(room_bytes(weights) + 64, dtype=torch.uint8)
-    room = DraftRoom(weights, memory[-memory.data_ptr() % 64 :])
+    memory = torch.zeros(weight_bytes(weights) + 64, dtype=torch.uint8)
+    room = DraftMemory(weights, memory[-memory.data_ptr() % 64 :])
     whole = digest(room)
     assert all(
         torch.equal(room.weights[name].view(torch.uint8), tensor.view(torch.uint8))
@@ -190,7 +190,7 @@ def test_the_draft_comes_back_whole_and_in_chunks(stand: Stand, monkeypatch: pyt
     memory.fill_(0xFF)
     room.begin_return_()
     steps = 0
-    while room.tenant is Tenant.RETURNING:
+    while room.state is MemoryState.RETURNING:
         assert digest(room) != whole
         room.advance_()
         steps += 1
@@ -202,7 +202,7 @@ def test_the_draft_comes_back_whole_and_in_chunks(stand: Stand, monkeypatch: pyt
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_draft_comes_back_over_a_stream_of_its_own_behind_what_was_launched(tiny: LoadedPair) -> None:
     weights = tiny.bundle.load_draft_weights("cpu")
-    room = DraftRoom(weights, torch.zeros(room_bytes(weights), dtype=torch.uint8, device="cuda"))
+    room = DraftMemory(weights, torch.zeros(weight_bytes(weights), dtype=torch.uint8, device="cuda"))
     room.leave_()
     for tensor in room.weights.values():
         tensor.zero_()  # the pages' last writes
@@ -217,7 +217,7 @@ def test_speculation_stops_while_the_draft_is_away_and_goes_on_after(stand: Stan
     """
     batcher = stand.batcher(Schedule([0] * 12 + [3]))
     elastic = elastic_of(batcher)
-    whole = digest(stand.elastic.room)
+    whole = digest(stand.elastic.memory)
     sizes = ((40, 40), (30, 60), (50, 25), (20, 90))
     clients = [stand.client(*size, start=7 * index) for index, size in enumerate(sizes)]
     for each in clients:
@@ -225,14 +225,14 @@ def test_speculation_stops_while_the_draft_is_away_and_goes_on_after(stand: Stan
     seen = set()
     while (report := batcher.step()) is not None:
         batcher.check()
-        tenant = elastic.room.tenant
-        seen.add((tenant, any(report.drafted)))
-        assert report.is_draft_in == (tenant is Tenant.DRAFT)
-        assert report.num_pages == NUM_PAGES + (elastic.room_pages if tenant is Tenant.PAGES else 0)
-    assert {(Tenant.PAGES, False), (Tenant.DRAFT, True)} <= seen
-    assert not {(Tenant.PAGES, True), (Tenant.RETURNING, True)} & seen
+        state = elastic.memory.state
+        seen.add((state, any(report.drafted)))
+        assert report.is_draft_in == (state is MemoryState.RESIDENT)
+        assert report.num_pages == NUM_PAGES + (elastic.draft_pages if state is MemoryState.LENT else 0)
+    assert {(MemoryState.LENT, False), (MemoryState.RESIDENT, True)} <= seen
+    assert not {(MemoryState.LENT, True), (MemoryState.RETURNING, True)} & seen
     assert elastic.trace.count == {"expand": 1, "contract": 1, "dispatch reload": 1}
-    assert digest(elastic.room) == whole
+    assert digest(elastic.memory) == whole
     for index, (each, size) in enumerate(zip(clients, sizes, strict=True)):
         assert each.tokens == stand.expected(*size, start=7 * index)
 
@@ -299,18 +299,18 @@ WORKLOADS = st.fixed_dictionaries(
 
 def force(elastic: ElasticMemory, action: str | None) -> None:
     """What the triggers would not do now; a contraction that cannot fit waits."""
-    tenant = elastic.room.tenant
-    if action == "expand" and tenant is Tenant.DRAFT:
+    state = elastic.memory.state
+    if action == "expand" and state is MemoryState.RESIDENT:
         elastic.expand_()
         # lent pages are taken first, so that there is something to carry
         elastic.pool._free = dict.fromkeys(reversed(elastic.pool._free))
-    if action == "settle" and tenant is Tenant.RETURNING:
+    if action == "settle" and state is MemoryState.RETURNING:
         elastic.settle_()
-    if action == "contract" and tenant is Tenant.PAGES:
+    if action == "contract" and state is MemoryState.LENT:
         try:
             elastic.contract_()
         except CapacityError:
-            assert elastic.room.tenant is Tenant.PAGES
+            assert elastic.memory.state is MemoryState.LENT
 
 
 @settings(
@@ -325,7 +325,7 @@ def test_any_workload_with_any_expansions_and_contractions_writes_the_same_texts
     batcher = stand.batcher(Schedule(workload["gammas"]))  # type: ignore[arg-type]
     elastic = elastic_of(batcher)
     forced = list(workload["forced"])
-    whole = digest(elastic.room)
+    whole = digest(elastic.memory)
     asked = []
     for length, count, start, seed, arrival, leaves in workload["requests"]:
         asked.append(
@@ -349,9 +349,9 @@ def test_any_workload_with_any_expansions_and_contractions_writes_the_same_texts
         is_idle = batcher.step() is None
         batcher.check()
         assert elastic.pool.num_pages == NUM_PAGES + (
-            elastic.room_pages if elastic.room.tenant is Tenant.PAGES else 0
+            elastic.draft_pages if elastic.memory.state is MemoryState.LENT else 0
         )
-        assert elastic.room.tenant is not Tenant.DRAFT or digest(elastic.room) == whole
+        assert elastic.memory.state is not MemoryState.RESIDENT or digest(elastic.memory) == whole
         if is_idle and now > 40:
             break
     assert all(ticket.is_finished for ticket in tickets.values()), "a request is stuck"

@@ -21,7 +21,7 @@ from test_api import CONTEXT, VOCAB, Running, eventually, server
 
 from yggdrasil.errors import ArtifactError, ConfigError
 from yggdrasil.serve import connections, middleware
-from yggdrasil.serve.body import MAX_BODY_BYTES, MOST_VALUES
+from yggdrasil.serve.body import MAX_BODY_BYTES, MAX_VALUES
 from yggdrasil.serve.connections import limited, log_errors_rarely, raise_descriptor_limit
 from yggdrasil.serve.hosts import HostNames
 from yggdrasil.serve.openai import ApiError
@@ -82,7 +82,7 @@ def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(
 def test_text_full_of_brackets_and_commas_is_no_list(shared: Running) -> None:
     for text in ("[{,:" * 40_000 + "end", '\\"[,' * 100_000, "\\" * 50_001, '"' * 300_000, ',"' * 300_000):
         assert "take more" in refused(raw(shared, json.dumps({"prompt": text}).encode()))
-    assert MOST_VALUES[b","] < 300_000
+    assert MAX_VALUES[b","] < 300_000
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_a_client_that_goes_within_its_body_is_no_defect() -> None:
 
 
 def test_the_bodies_of_all_requests_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "MOST_HELD_BYTES", 1000)
+    monkeypatch.setattr(middleware, "MAX_HELD_BYTES", 1000)
     with server() as running, clients(running, 1) as (holding,):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n"
         holding.sendall(head + b" " * 800)
@@ -445,7 +445,7 @@ def test_descriptors_bound_the_connections() -> None:
     try:
         most = raise_descriptor_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
-        assert 1 <= most <= connections.MOST_CONNECTIONS
+        assert 1 <= most <= connections.MAX_CONNECTIONS
         assert hard == resource.RLIM_INFINITY or most <= max(1, hard - connections.OWN_DESCRIPTORS)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

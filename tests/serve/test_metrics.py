@@ -11,7 +11,7 @@ from yggdrasil.serve.metrics import Metrics
 from yggdrasil.serve.request import RequestReport, StepReport
 
 STEP = StepReport(
-    gamma=3, prompt_tokens=0, drafted=(3, 3), emitted=(4, 2), told=5, max_lag=0, catch_up_ms=0.0, draft_ms=2.0, verify_ms=5.0, total_ms=10.0,
+    gamma=3, prompt_tokens=0, drafted=(3, 3), emitted=(4, 2), returned_tokens=5, max_lag=0, catch_up_ms=0.0, draft_ms=2.0, verify_ms=5.0, total_ms=10.0,
     running=2, waiting=1, free_pages=30, num_pages=40
 )  # fmt: skip
 REQUEST = RequestReport(

@@ -15,7 +15,7 @@ from yggdrasil.errors import ArtifactError, ConfigError, QueueFull, ServiceEnded
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.batcher import Batcher
-from yggdrasil.serve.load import open_service
+from yggdrasil.serve.load import load_service
 from yggdrasil.serve.request import DEFECT, Event, Observer, Request, StepReport
 from yggdrasil.serve.service import Service
 
@@ -277,7 +277,7 @@ def test_the_context_that_is_served_is_what_the_pages_hold(bench: Bench) -> None
     page_bytes = bench.pair.bundle.page_bytes
     name = bench.pair.bundle.name
     for num_pages, context in ((4, 64), (1000, 256)):
-        opened = open_service(
+        opened = load_service(
             name, ServeConfig(gamma_max=4, max_batch=2, kv_memory_bytes=num_pages * page_bytes), Observer()
         )
         assert opened.service.max_context == context
@@ -293,7 +293,7 @@ def test_the_context_that_is_served_is_what_the_pages_hold(bench: Bench) -> None
 
 @pytest.mark.parametrize("policy", ("nightjar", "nightjar-printed", "dsd", "tetris", "tiers"))
 def test_a_pair_is_served_under_every_kind_of_policy(bench: Bench, policy: str) -> None:
-    opened = open_service(
+    opened = load_service(
         bench.pair.bundle.name, ServeConfig(policy=policy, gamma_max=4, max_batch=3), Observer()
     )
     opened.service.start()
@@ -309,12 +309,12 @@ def test_a_pair_is_served_under_every_kind_of_policy(bench: Bench, policy: str) 
 def test_what_cannot_be_opened_is_said_in_one_line(bench: Bench) -> None:
     name = bench.pair.bundle.name
     with pytest.raises(ArtifactError, match="no compiled pair named 'nobody'"):
-        open_service("nobody", ServeConfig(), Observer())
+        load_service("nobody", ServeConfig(), Observer())
     with pytest.raises(ConfigError, match="policy: 'best'"):
-        open_service(name, ServeConfig(policy="best", max_batch=4), Observer())
+        load_service(name, ServeConfig(policy="best", max_batch=4), Observer())
     with pytest.raises(ConfigError, match="at least one page of .*; ygg serve --kv-memory"):
-        open_service(name, ServeConfig(kv_memory_bytes=100, max_batch=4), Observer())
+        load_service(name, ServeConfig(kv_memory_bytes=100, max_batch=4), Observer())
     with pytest.raises(ConfigError, match="at most 16, half .*; ygg serve --max-batch 16"):
-        open_service(name, ServeConfig(max_batch=17), Observer())
+        load_service(name, ServeConfig(max_batch=17), Observer())
     with pytest.raises(ConfigError, match="gamma_max: 999 .*; ygg serve --gamma-max"):
-        open_service(name, ServeConfig(gamma_max=999, max_batch=4), Observer())
+        load_service(name, ServeConfig(gamma_max=999, max_batch=4), Observer())

@@ -1,9 +1,8 @@
-"""What the server did, for Prometheus: base units, names that begin with `ygg_`, and labels with few
-values.
+"""Metrics for Prometheus: base units, names that begin with `ygg_`, and labels with few values.
 
-A *pass* is one row's share of a target forward: it emits the accepted draft tokens and one more. So the
-mean of `ygg_emitted_per_pass` is the AAL, and a mean over any window is `rate(..._sum) / rate(..._count)`.
-Tokens per second of the server are `rate(ygg_emitted_tokens_total)`."""
+A *pass* is one row's part of a target forward: it emits the accepted draft tokens and one more. So the mean
+of `ygg_emitted_per_pass` is the AAL, and a mean over any window is `rate(..._sum) / rate(..._count)`.
+`rate(ygg_emitted_tokens_total)` is the server's tokens per second."""
 
 from __future__ import annotations
 
@@ -24,21 +23,16 @@ TOKENS_PER_SECOND = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.
 
 
 class Metrics(Observer):
-    """Prometheus metrics of one server, in a registry of their own.
+    """Prometheus metrics of one server, in their own registry.
 
     Args:
-        token_bytes: What the keys and values of one target token take.
-        gamma_max: Greatest speculative length; bounds the buckets of counts.
+        token_bytes: Bytes of the keys and values of one target token.
+        gamma_max: Largest speculative length; bounds the buckets of counts.
 
     >>> metrics = Metrics(token_bytes=1024, gamma_max=3)
-    >>> metrics.on_step(
-    ...     StepReport(
-    ...         gamma=3, prompt_tokens=0, drafted=(3, 3), emitted=(4, 2), told=6, max_lag=0, catch_up_ms=0.0, draft_ms=1.0, verify_ms=4.0, total_ms=6.0,
-    ...         running=2, waiting=0, free_pages=7, num_pages=8,
-    ...     )
-    ... )
-    >>> metrics.registry.get_sample_value("ygg_rollback_tokens_total"), metrics.registry.get_sample_value("ygg_emitted_tokens_total")
-    (2.0, 6.0)
+    >>> metrics.on_refusal(429)
+    >>> metrics.registry.get_sample_value("ygg_requests_refused_total", {"status": "429"})
+    1.0
     """
 
     def __init__(self, *, token_bytes: int, gamma_max: int) -> None:
@@ -57,7 +51,7 @@ class Metrics(Observer):
         return generate_latest(self.registry)
 
     def on_refusal(self, status: int) -> None:
-        """A request that was answered with an HTTP error."""
+        """Count a request that was answered with an HTTP error."""
         self._refused.labels(status).inc()
 
     def on_finish(self, report: RequestReport) -> None:
@@ -100,10 +94,14 @@ class Metrics(Observer):
             "ygg_prompt_tokens", "Prompt tokens of finished requests", registry=registry
         )
         self._shared_tokens = Counter(
-            "ygg_shared_prompt_tokens", "Prompt tokens whose KV another request had left", registry=registry
+            "ygg_shared_prompt_tokens",
+            "Prompt tokens whose KV another request had computed",
+            registry=registry,
         )
         self._preemptions = Counter(
-            "ygg_preemptions", "Times a request lost its KV pages and was computed again", registry=registry
+            "ygg_preemptions",
+            "How often a request lost its KV pages and was computed again",
+            registry=registry,
         )
         self._ttft = Histogram(
             "ygg_ttft_seconds",
@@ -135,13 +133,13 @@ class Metrics(Observer):
         self._passes = Counter("ygg_target_passes", "Target forwards, prompts included", registry=registry)
         self._prefilled = Counter(
             "ygg_prefilled_tokens",
-            "Prompt tokens that ran in the target; more than prompts have after preemption",
+            "Prompt tokens that ran in the target, those computed again after preemption included",
             registry=registry,
         )
         self._emitted = Counter("ygg_emitted_tokens", "Tokens that clients got", registry=registry)
         self._stages = Counter(
             "ygg_stage_seconds",
-            "Wall clock of steps by stage; host is what is neither drafting nor verifying",
+            "Wall clock of steps by stage; host is the time that is neither drafting nor verifying",
             ["stage"],
             registry=registry,
         )
@@ -167,18 +165,18 @@ class Metrics(Observer):
         )
         self._steps = Counter(
             "ygg_steps",
-            "Steps that emitted something, by the speculative length chosen",
+            "Steps that emitted something, by selected speculative length",
             ["gamma"],
             registry=registry,
         )
         self._plain_steps = Counter(
             "ygg_steps_without_speculation",
-            "Steps that emitted something without any draft token",
+            "Steps that emitted something and had no draft token",
             registry=registry,
         )
         self._switches = Counter(
             "ygg_speculation_switches",
-            "Times that speculation came on or went off",
+            "How often speculation was switched on or off",
             ["to"],
             registry=registry,
         )
@@ -193,7 +191,7 @@ class Metrics(Observer):
         registry = self.registry
         self._accepted = Histogram(
             "ygg_accepted_tokens",
-            "Draft tokens accepted of a row that drafted, by batch size",
+            "Accepted draft tokens of a row that drafted, by batch size",
             ["batch_size"],
             buckets=[*range(gamma_max + 1)],
             registry=registry,
@@ -217,10 +215,10 @@ class Metrics(Observer):
             registry=registry,
         )
         self._rollback = Counter(
-            "ygg_rollback_tokens", "Draft tokens verified and taken back", registry=registry
+            "ygg_rollback_tokens", "Draft tokens verified and not accepted", registry=registry
         )
         self._rejected_bytes = Counter(
-            "ygg_rejected_kv_bytes", "Target KV written for them", registry=registry
+            "ygg_rejected_kv_bytes", "Target KV written for draft tokens not accepted", registry=registry
         )
 
     def _define_state(self) -> None:
@@ -236,17 +234,14 @@ class Metrics(Observer):
         self._pages = Gauge("ygg_kv_pages", "KV pages by state", ["state"], registry=registry)
         self._draft_in = Gauge(
             "ygg_draft_in_memory",
-            "1 while the draft's weights are in memory, 0 while KV pages have their room",
+            "1 while the draft's weights are in memory, 0 while KV pages use their memory",
             registry=registry,
         )
 
     def _observe_time(self, report: StepReport) -> None:
         host_ms = max(0.0, report.total_ms - report.draft_ms - report.verify_ms)
-        for stage, spent_ms in (
-            ("draft", report.draft_ms),
-            ("verify", report.verify_ms),
-            ("host", host_ms),
-        ):
+        stages_ms = {"draft": report.draft_ms, "verify": report.verify_ms, "host": host_ms}
+        for stage, spent_ms in stages_ms.items():
             self._stages.labels(stage).inc(spent_ms / 1e3)
 
     def _set_state(self, report: StepReport) -> None:
@@ -260,12 +255,11 @@ class Metrics(Observer):
 
     def _observe_rows(self, report: StepReport, accepted: Sequence[int]) -> None:
         batch_size = report.batch_size
-        self._emitted.inc(report.told)
+        self._emitted.inc(report.returned_tokens)
         self._step.labels(batch_size).observe(report.total_ms / 1e3)
         accepted_tokens = self._accepted.labels(batch_size)
-        for row_drafted, row_emitted, row_accepted in zip(
-            report.drafted, report.emitted, accepted, strict=True
-        ):
+        rows = zip(report.drafted, report.emitted, accepted, strict=True)
+        for row_drafted, row_emitted, row_accepted in rows:
             if row_emitted:
                 self._emitted_per_pass.observe(row_emitted)
             if row_drafted:
@@ -275,7 +269,7 @@ class Metrics(Observer):
         self._rejected_bytes.inc(max(0, rolled_back) * self._token_bytes)
 
     def _observe_positions(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Counted over the rows first: a counter costs a lock."""
+        """Sum over the rows first, because every update of a counter takes a lock."""
         reached = Tally(depth for count in drafted for depth in range(1, count + 1))
         kept = Tally(depth for count in accepted for depth in range(1, count + 1))
         rejected = Tally(
@@ -283,11 +277,8 @@ class Metrics(Observer):
             for row_drafted, row_accepted in zip(drafted, accepted, strict=True)
             if row_accepted < row_drafted
         )
-        for counter, tally in (
-            (self._drafted_at, reached),
-            (self._accepted_at, kept),
-            (self._rejected_at, rejected),
-        ):
+        tallies = ((self._drafted_at, reached), (self._accepted_at, kept), (self._rejected_at, rejected))
+        for counter, tally in tallies:
             for depth, count in tally.items():
                 counter.labels(depth).inc(count)
 
@@ -301,7 +292,7 @@ class Metrics(Observer):
         if not report.prompt_tokens:
             arm = report.batch_size, report.gamma
             tokens, seconds = self._goodput.get(arm, (0, 0.0))
-            tokens = tokens + sum(report.emitted)
-            seconds = seconds + report.total_ms / 1e3
+            tokens += sum(report.emitted)
+            seconds += report.total_ms / 1e3
             self._goodput[arm] = tokens, seconds
             self._mean_goodput.labels(*arm).set(tokens / max(seconds, 1e-9))

@@ -38,7 +38,7 @@ class _RidgeArms:
         return min((gamma for gamma in self._untried if gamma <= load.gamma_max), default=None)
 
     def scores(self, load: Load) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Predicted goodput / largest observed one, and its standard deviation / that of the noise, by arm."""
+        """Predicted goodput / largest observed one, and its standard deviation in units of the noise."""
         num_arms = min(load.gamma_max + 1, len(self.theta_G2))
         share = load.batch_size / self.max_batch
         theta = self.theta_G2[:num_arms]
