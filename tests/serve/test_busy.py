@@ -1,4 +1,4 @@
-"""The warning of a busy machine: the median step is several times slower than the profile, once a minute."""
+"""The warning of a busy machine: the median step takes several times the profile, once a minute."""
 
 from __future__ import annotations
 
