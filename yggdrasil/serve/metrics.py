@@ -79,163 +79,125 @@ class Metrics(Observer):
             self._observe_positions(report.drafted, accepted)
             self._observe_speculation(report)
 
+    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
+
+    def _histogram(
+        self, name: str, text: str, labels: Sequence[str] = (), *, buckets: Sequence[float]
+    ) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
     def _define_requests(self) -> None:
-        registry = self.registry
-        self._requests = Counter(
-            "ygg_requests", "Finished requests by finish reason", ["finish"], registry=registry
+        self._requests = self._counter(
+            "ygg_requests", "Finished requests by finish reason", labels=["finish"]
         )
-        self._refused = Counter(
-            "ygg_requests_refused",
-            "Requests answered with an HTTP error, by status",
-            ["status"],
-            registry=registry,
+        self._refused = self._counter(
+            "ygg_requests_refused", "Requests answered with an HTTP error, by status", labels=["status"]
         )
-        self._prompt_tokens = Counter(
-            "ygg_prompt_tokens", "Prompt tokens of finished requests", registry=registry
+        self._prompt_tokens = self._counter("ygg_prompt_tokens", "Prompt tokens of finished requests")
+        self._shared_tokens = self._counter(
+            "ygg_shared_prompt_tokens", "Prompt tokens whose KV another request had computed"
         )
-        self._shared_tokens = Counter(
-            "ygg_shared_prompt_tokens",
-            "Prompt tokens whose KV another request had computed",
-            registry=registry,
+        self._preemptions = self._counter(
+            "ygg_preemptions", "How often a request lost its KV pages and was computed again"
         )
-        self._preemptions = Counter(
-            "ygg_preemptions",
-            "How often a request lost its KV pages and was computed again",
-            registry=registry,
+        self._ttft = self._histogram(
+            "ygg_ttft_seconds", "From arrival to the first token", buckets=REQUEST_SECONDS
         )
-        self._ttft = Histogram(
-            "ygg_ttft_seconds",
-            "From arrival to the first token",
-            buckets=REQUEST_SECONDS,
-            registry=registry,
+        self._tpot = self._histogram(
+            "ygg_tpot_seconds", "Per token after the first step, by request", buckets=TOKEN_SECONDS
         )
-        self._tpot = Histogram(
-            "ygg_tpot_seconds",
-            "Per token after the first step, by request",
-            buckets=TOKEN_SECONDS,
-            registry=registry,
+        self._total = self._histogram(
+            "ygg_request_seconds", "From arrival to the end", buckets=REQUEST_SECONDS
         )
-        self._total = Histogram(
-            "ygg_request_seconds", "From arrival to the end", buckets=REQUEST_SECONDS, registry=registry
+        self._queue = self._histogram(
+            "ygg_queue_seconds", "From arrival to admission", buckets=REQUEST_SECONDS
         )
-        self._queue = Histogram(
-            "ygg_queue_seconds", "From arrival to admission", buckets=REQUEST_SECONDS, registry=registry
-        )
-        self._rate = Histogram(
+        self._rate = self._histogram(
             "ygg_request_tokens_per_second",
             "Tokens per second after the first step, by request",
             buckets=TOKENS_PER_SECOND,
-            registry=registry,
         )
 
     def _define_steps(self, gamma_max: int) -> None:
-        registry = self.registry
-        self._passes = Counter("ygg_target_passes", "Target forwards, prompts included", registry=registry)
-        self._prefilled = Counter(
+        self._passes = self._counter("ygg_target_passes", "Target forwards, prompts included")
+        self._prefilled = self._counter(
             "ygg_prefilled_tokens",
             "Prompt tokens that ran in the target, those computed again after preemption included",
-            registry=registry,
         )
-        self._emitted = Counter("ygg_emitted_tokens", "Tokens that clients got", registry=registry)
-        self._stages = Counter(
+        self._emitted = self._counter("ygg_emitted_tokens", "Tokens that clients got")
+        self._stages = self._counter(
             "ygg_stage_seconds",
             "Wall clock of steps by stage; host is the time that is neither drafting nor verifying",
-            ["stage"],
-            registry=registry,
+            labels=["stage"],
         )
-        self._step = Histogram(
+        self._step = self._histogram(
             "ygg_step_seconds",
             "Wall clock of steps that emitted something",
-            ["batch_size"],
+            labels=["batch_size"],
             buckets=STEP_SECONDS,
-            registry=registry,
         )
         counts = [*range(1, gamma_max + 2)]
-        self._emitted_per_pass = Histogram(
-            "ygg_emitted_per_pass",
-            "Tokens that a pass of the target emitted for a row",
-            buckets=counts,
-            registry=registry,
+        self._emitted_per_pass = self._histogram(
+            "ygg_emitted_per_pass", "Tokens that a pass of the target emitted for a row", buckets=counts
         )
-        self._request_emitted_per_pass = Histogram(
-            "ygg_request_emitted_per_pass",
-            "Mean tokens per pass of a request",
-            buckets=counts,
-            registry=registry,
+        self._request_emitted_per_pass = self._histogram(
+            "ygg_request_emitted_per_pass", "Mean tokens per pass of a request", buckets=counts
         )
-        self._steps = Counter(
-            "ygg_steps",
-            "Steps that emitted something, by selected speculative length",
-            ["gamma"],
-            registry=registry,
+        self._steps = self._counter(
+            "ygg_steps", "Steps that emitted something, by selected speculative length", labels=["gamma"]
         )
-        self._plain_steps = Counter(
-            "ygg_steps_without_speculation",
-            "Steps that emitted something and had no draft token",
-            registry=registry,
+        self._plain_steps = self._counter(
+            "ygg_steps_without_speculation", "Steps that emitted something and had no draft token"
         )
-        self._switches = Counter(
-            "ygg_speculation_switches",
-            "How often speculation was switched on or off",
-            ["to"],
-            registry=registry,
+        self._switches = self._counter(
+            "ygg_speculation_switches", "How often speculation was switched on or off", labels=["to"]
         )
-        self._mean_goodput = Gauge(
+        self._mean_goodput = self._gauge(
             "ygg_goodput_tokens_per_second",
             "Mean realised goodput of steps without prompt tokens since the start",
-            ["batch_size", "gamma"],
-            registry=registry,
+            labels=["batch_size", "gamma"],
         )
 
     def _define_acceptance(self, gamma_max: int) -> None:
-        registry = self.registry
-        self._accepted = Histogram(
+        self._accepted = self._histogram(
             "ygg_accepted_tokens",
             "Accepted draft tokens of a row that drafted, by batch size",
-            ["batch_size"],
+            labels=["batch_size"],
             buckets=[*range(gamma_max + 1)],
-            registry=registry,
         )
-        self._drafted_at = Counter(
-            "ygg_drafted_at_depth",
-            "Draft tokens verified, by their place after the root",
-            ["depth"],
-            registry=registry,
+        self._drafted_at = self._counter(
+            "ygg_drafted_at_depth", "Draft tokens verified, by their place after the root", labels=["depth"]
         )
-        self._accepted_at = Counter(
+        self._accepted_at = self._counter(
             "ygg_accepted_at_depth",
             "Draft tokens accepted, by their place after the root",
-            ["depth"],
-            registry=registry,
+            labels=["depth"],
         )
-        self._rejected_at = Counter(
+        self._rejected_at = self._counter(
             "ygg_rejected_at_depth",
             "First rejected draft token of a row, by its place after the root",
-            ["depth"],
-            registry=registry,
+            labels=["depth"],
         )
-        self._rollback = Counter(
-            "ygg_rollback_tokens", "Draft tokens verified and not accepted", registry=registry
-        )
-        self._rejected_bytes = Counter(
-            "ygg_rejected_kv_bytes", "Target KV written for draft tokens not accepted", registry=registry
+        self._rollback = self._counter("ygg_rollback_tokens", "Draft tokens verified and not accepted")
+        self._rejected_bytes = self._counter(
+            "ygg_rejected_kv_bytes", "Target KV written for draft tokens not accepted"
         )
 
     def _define_state(self) -> None:
-        registry = self.registry
-        self._gamma = Gauge("ygg_gamma", "Speculative length of the last step", registry=registry)
-        self._lag = Gauge(
-            "ygg_draft_lag_tokens",
-            "Tokens by which the draft's KV lags in the worst row",
-            registry=registry,
+        self._gamma = self._gauge("ygg_gamma", "Speculative length of the last step")
+        self._lag = self._gauge(
+            "ygg_draft_lag_tokens", "Tokens by which the draft's KV lags in the worst row"
         )
-        self._running = Gauge("ygg_running_requests", "Rows of the batch", registry=registry)
-        self._waiting = Gauge("ygg_waiting_requests", "Queued requests", registry=registry)
-        self._pages = Gauge("ygg_kv_pages", "KV pages by state", ["state"], registry=registry)
-        self._draft_in = Gauge(
+        self._running = self._gauge("ygg_running_requests", "Rows of the batch")
+        self._waiting = self._gauge("ygg_waiting_requests", "Queued requests")
+        self._pages = self._gauge("ygg_kv_pages", "KV pages by state", labels=["state"])
+        self._draft_in = self._gauge(
             "ygg_draft_in_memory",
             "1 while the draft's weights are in memory, 0 while KV pages use their memory",
-            registry=registry,
         )
 
     def _observe_time(self, report: StepReport) -> None:
