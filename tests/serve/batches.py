@@ -1,4 +1,7 @@
-"""Batchers over the shared tiny pair, and the text that every request must get."""
+"""Batchers over the shared tiny pair, and the text that every request must get.
+
+Shapes: P = pages of a row.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Elastic memory: lending the draft's memory and taking it back changes no text and loses no page."""
+"""Elastic memory: lending the draft's memory and taking it back changes no text and loses no page.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pages: after any taking, sharing and releasing, every page is either free or used."""
+"""Pages: after any taking, sharing and releasing, every page is either free or used.
+
+Shapes: P = pages of a row.
+"""
 
 from __future__ import annotations
 
