@@ -43,7 +43,7 @@ from yggdrasil.layout import PAGE_LEN
 from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.elastic import ElasticMemory, scarce_below
-from yggdrasil.serve.load import open_batcher, policy_parts
+from yggdrasil.serve.load import load_batcher, policy_parts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,15 +92,15 @@ class Stand:
             max_batch=MAX_BATCH,
             kv_memory_bytes=options.pages * bundle.page_bytes,
         )
-        self.batcher: Batcher = open_batcher(bundle, config)
+        self.batcher: Batcher = load_batcher(bundle, config)
         self.parts: PolicyParts = policy_parts(bundle, config)
         assert self.batcher.elastic is not None
         self.elastic: ElasticMemory = self.batcher.elastic
         burst = self.arrivals(rate=1000.0, seconds=1.0, seed=7)[:BURST]
         self.run("static", "fixed-2", burst[:8])  # a warm-up
         self.capacity = self.run("static", "off", burst).sustained
-        log(
-            f"{self.elastic.base_pages} pages and {self.elastic.room_pages} in the draft's room; "
+        say(
+            f"{self.elastic.base_pages} pages and {self.elastic.draft_pages} in the draft's room; "
             f"without speculation and without the room {self.capacity:.2f} requests/s"
         )
 
@@ -195,7 +195,7 @@ def measure_operations(stand: Stand, log: Log) -> dict[str, Any]:
         before = dict(elastic.trace.total_ms)
         elastic.expand_()
         rows = _take(pool, elastic.base_pages, longest, 0)
-        lent = _take(pool, elastic.room_pages, longest, rows)
+        lent = _take(pool, elastic.draft_pages, longest, rows)
         for row in range(rows):
             pool.release_(row)
         elastic.contract_()
@@ -209,14 +209,14 @@ def measure_operations(stand: Stand, log: Log) -> dict[str, Any]:
             times[name].append(elastic.trace.total_ms[name] - before.get(name, 0.0))
     pool.flush_()
     medians = {name.replace(" ", "_") + "_ms": round(median(values), 4) for name, values in times.items()}
-    moved = elastic.room_pages * page_bytes
+    moved = elastic.draft_pages * page_bytes
     result = {
         **medians,
-        "lent_share": round(elastic.room_pages / (elastic.base_pages + elastic.room_pages), 3),
+        "lent_share": round(elastic.draft_pages / (elastic.base_pages + elastic.draft_pages), 3),
         "moved_bytes": moved,
         "contract_gb_per_s": round(moved / medians["contract_ms"] / 1e6, 2),
-        "draft_bytes": elastic.room.num_bytes,
-        "reload_gb_per_s": round(elastic.room.num_bytes / max(1e-6, medians["reload_ms"]) / 1e6, 2),
+        "draft_bytes": elastic.memory.num_bytes,
+        "reload_gb_per_s": round(elastic.memory.num_bytes / max(1e-6, medians["reload_ms"]) / 1e6, 2),
     }
     log(", ".join(f"{name} {value}" for name, value in result.items()))
     return result
@@ -344,7 +344,7 @@ def main() -> None:
         "environment": environment(),
         "target": stand.target.to_json(),
         "base_pages": stand.elastic.base_pages,
-        "room_pages": stand.elastic.room_pages,
+        "room_pages": stand.elastic.draft_pages,
         "capacity_requests_per_s": round(stand.capacity, 3),
         "rates": rates,
         "thresholds": measure_thresholds(stand, options, log),

@@ -60,7 +60,7 @@ from bench.make_trace import read_trace
 from yggdrasil.config import GenerateConfig, ServeConfig
 from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy
 from yggdrasil.serve.batcher import Batcher
-from yggdrasil.serve.load import open_batcher, policy_parts
+from yggdrasil.serve.load import load_batcher, policy_parts
 from yggdrasil.serve.request import Observer, Request
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Stand:
     def arm(self, policy: str) -> tuple[Batcher, Clock]:
         """The policy's batcher, its graphs warm, and the time that it lives in."""
         if policy not in self._arms:
-            batcher = open_batcher(
+            batcher = load_batcher(
                 self._bundle, replace(CONFIG, kv_memory_bytes=NUM_PAGES * self._bundle.page_bytes)
             )
             for model in (batcher.target, batcher.draft):

@@ -1,4 +1,7 @@
-"""Batchers over the shared tiny pair, and what every request must write."""
+"""Batchers over the shared tiny pair, and the text that every request must get.
+
+Shapes: P = pages of a row.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.batcher import Batcher
-from yggdrasil.serve.load import open_batcher
+from yggdrasil.serve.load import load_batcher
 from yggdrasil.serve.pages import PagePool
 from yggdrasil.serve.request import Event, Request
 
@@ -21,7 +24,7 @@ CONFIG = ServeConfig(policy="off", gamma_max=8, max_batch=4)
 
 
 class Schedule(FixedGamma):
-    """Any gamma at any step, and any share of it verified, from a list; the last entry stays."""
+    """Takes the gamma and the number of verified drafts of every step from lists; the last entries stay."""
 
     def __init__(self, gammas: Sequence[int], budgets: Sequence[int] = (10**6,)) -> None:
         super().__init__(0)
@@ -32,13 +35,13 @@ class Schedule(FixedGamma):
         return min(self._gammas.pop(0) if len(self._gammas) > 1 else self._gammas[0], load.deepest)
 
     def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
-        assert load.drafts_max is not None, "a batcher reports what its menu holds"
+        assert load.drafts_max is not None, "a batcher always sets this"
         return min(self._budgets.pop(0) if len(self._budgets) > 1 else self._budgets[0], load.drafts_max)
 
 
 @dataclass
 class Client:
-    """Asks once and keeps what it receives."""
+    """Makes one request and keeps its events."""
 
     prompt: Sequence[int]
     config: GenerateConfig
@@ -69,32 +72,32 @@ class Client:
 
 
 class Bench:
-    """One set of graphs for a module's tests: each test gets a batcher with an empty pool over them."""
+    """One set of graphs for a module's tests; each test gets a batcher with an empty pool over them."""
 
     def __init__(self, pair: LoadedPair) -> None:
         self.pair = pair
-        self._opened = open_batcher(pair.bundle, CONFIG)
+        self._loaded = load_batcher(pair.bundle, CONFIG)
 
     def batcher(
         self, policy: GammaPolicy, *, num_pages: int | None = None, num_rows: int | None = None
     ) -> Batcher:
-        """A fresh batcher; fewer pages or rows make them scarce."""
-        opened = self._opened
-        pool = pool_over(opened, num_pages or opened.pool.num_pages, num_rows or CONFIG.max_batch)
+        """A new batcher, by default with all pages and rows."""
+        loaded = self._loaded
+        pool = pool_over(loaded, num_pages or loaded.pool.num_pages, num_rows or CONFIG.max_batch)
         return Batcher(
-            opened.target,
-            opened.draft,
+            loaded.target,
+            loaded.draft,
             pool,
             policy,
-            tokenizer=opened.tokenizer,
-            max_context=opened.max_context,
+            tokenizer=loaded.tokenizer,
+            max_context=loaded.max_context,
             gamma_max=CONFIG.gamma_max,
-            eos_tokens=opened.eos_tokens,
-            vocab=opened.vocab,
+            eos_tokens=loaded.eos_tokens,
+            vocab=loaded.vocab,
         )
 
     def reference(self, client: Client) -> list[int]:
-        """What the engine writes for this request alone, without speculation."""
+        """The tokens that the engine emits for this request alone, without speculation."""
         config = replace(client.config, plain=True)
         return [
             token
@@ -103,16 +106,22 @@ class Bench:
         ]
 
 
-def pool_over(opened: Batcher, num_pages: int, num_rows: int) -> PagePool:
-    """An empty pool whose table the graphs of an opened batcher read."""
-    pool = PagePool(num_pages, num_rows=num_rows, max_indices=opened.pool.table_BP.shape[1] * PAGE_LEN)
-    opened.pool.table_BP.fill_(0)
-    pool.table_BP = opened.pool.table_BP[:num_rows]
+def pool_over(loaded: Batcher, num_pages: int, num_rows: int) -> PagePool:
+    """An empty pool whose table the graphs of a loaded batcher read."""
+    pool = PagePool(num_pages, num_rows=num_rows, max_indices=loaded.pool.table_BP.shape[1] * PAGE_LEN)
+    loaded.pool.table_BP.fill_(0)
+    pool.table_BP = loaded.pool.table_BP[:num_rows]
     return pool
 
 
+def submit(batcher: Batcher, *clients: Client) -> None:
+    """Queue the request of every client."""
+    for client in clients:
+        batcher.submit(batcher.ticket(client.request()))
+
+
 def run(batcher: Batcher, *, check: bool = True) -> int:
-    """Steps until nothing is left."""
+    """Run steps until no request is left; returns their number."""
     steps = 0
     while batcher.step() is not None:
         if check:

@@ -1,6 +1,4 @@
-"""The HTTP layer over a service without models: what is refused and how, and that nobody's rows are left
-behind.
-"""
+"""The HTTP layer over a service without models: replies, refusals, and the cancellation of all rows."""
 
 from __future__ import annotations
 
@@ -48,14 +46,14 @@ class Ticket:
 
 @dataclass(eq=False)
 class FakeService:
-    """Writes the same story for everybody, two tokens a step, in a thread of its own.
+    """Emits the same story for every request, two tokens per step, in its own thread.
 
     Attributes:
-        is_stuck: Nothing is emitted.
-        is_full: Nothing is queued.
-        fails_after: Number of tokens after which a row ends with an error.
-        submitted: Every request.
-        cancelled: How many rows were cancelled before their end.
+        is_stuck: No tokens are emitted.
+        is_full: No requests are queued.
+        fails_after: A row ends with an error after this many tokens.
+        submitted: All requests.
+        cancelled: Number of rows that were cancelled before their end.
     """
 
     tokenizer: Tokenizer
@@ -136,14 +134,12 @@ class FakeService:
 
     def _log_probs(self, ticket: Ticket, tokens: Sequence[int]) -> list[TokenLogProb]:
         num_top = ticket.request.num_top
-        return (
-            []
-            if num_top is None
-            else [
-                TokenLogProb(token, -0.5, tuple((token + place, -0.5 - place) for place in range(num_top)))
-                for token in tokens
-            ]
-        )
+        if num_top is None:
+            return []
+        return [
+            TokenLogProb(token, -0.5, tuple((token + place, -0.5 - place) for place in range(num_top)))
+            for token in tokens
+        ]
 
 
 @dataclass
@@ -165,27 +161,33 @@ class Running:
         answer: dict[str, Any] = response.json()
         return answer
 
+    def chat(self, **fields: Any) -> httpx.Response:
+        """A chat completion, by default of one short message."""
+        messages = [{"role": "user", "content": "Hi"}]
+        return self.post("/v1/chat/completions", **{"messages": messages, **fields})
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, **options)
+
 
 @contextmanager
-def server(most_connections: int = 100, **options: Any) -> Iterator[Running]:
-    """A fake service in a real server; no row remains unless a test fails."""
+def server(max_connections: int = 100, **options: Any) -> Iterator[Running]:
+    """A real server with a fake service; asserts at the end that no row is left."""
     tokenizer = Tokenizer(bundled_models()[0] / "tokenizer.json", "ygg compile")
     service = FakeService(tokenizer)
     metrics = Metrics(token_bytes=1024, gamma_max=7)
-    base = {"service": service, "tokenizer": tokenizer, "template": ChatTemplate(), "metrics": metrics}
-    serving = Serving(
-        **{**base, "model": "tiny", "max_context": CONTEXT, "vocab": VOCAB, "max_rows": 8, **options}
+    parts = {"service": service, "tokenizer": tokenizer, "template": ChatTemplate(), "metrics": metrics}
+    limits = {"model": "tiny", "max_context": CONTEXT, "vocab": VOCAB, "max_rows": 8}
+    serving = Serving(**{**parts, **limits, **options})
+    config = uvicorn.Config(
+        create_app(serving),
+        http=limited(max_connections),
+        port=0,
+        log_level="critical",
+        lifespan="off",
+        ws="none",
     )
-    web = uvicorn.Server(
-        uvicorn.Config(
-            create_app(serving),
-            http=limited(most_connections),
-            port=0,
-            log_level="critical",
-            lifespan="off",
-            ws="none",
-        )
-    )
+    web = uvicorn.Server(config)
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
     eventually(lambda: web.started)
@@ -200,6 +202,7 @@ def server(most_connections: int = 100, **options: Any) -> Iterator[Running]:
 
 
 def eventually(condition: Any, seconds: float = 5.0) -> None:
+    """Wait until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
@@ -235,11 +238,10 @@ def test_a_completion_has_text_reason_and_usage(shared: Running) -> None:
     assert answer["usage"] == expected
 
 
-def test_the_default_length_is_openai_s_and_never_more_than_the_context_leaves(shared: Running) -> None:
+def test_the_default_length_is_openai_s_limited_by_the_context(shared: Running) -> None:
     assert shared.ask()["usage"]["completion_tokens"] == 16
     assert shared.ask(prompt=[5] * (CONTEXT - 3))["usage"]["completion_tokens"] == 3
-    messages = [{"role": "user", "content": "Hi"}]
-    shared.post("/v1/chat/completions", messages=messages)
+    shared.chat()
     request = shared.service.submitted[-1]
     assert request.config.max_new_tokens == CONTEXT - len(request.prompt)
 
@@ -249,18 +251,18 @@ def test_the_default_length_is_openai_s_and_never_more_than_the_context_leaves(s
     [("a fox", 1), (["a fox", "a crow"], 2), ([5, 6, 7], 1), ([[5, 6], [7]], 2)],
     ids=["text", "texts", "tokens", "token lists"],
 )
-def test_a_prompt_is_a_text_texts_tokens_or_lists_of_tokens(
+def test_a_prompt_is_text_or_tokens_or_a_list_of_either(
     shared: Running, prompt: Any, num_prompts: int
 ) -> None:
     answer = shared.ask(prompt=prompt, n=2)
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * num_prompts))
-    asked = [list(request.prompt) for request in shared.service.submitted[-2 * num_prompts :]]
-    assert asked[::2] == asked[1::2]
+    submitted = [list(request.prompt) for request in shared.service.submitted[-2 * num_prompts :]]
+    assert submitted[::2] == submitted[1::2]
     if not isinstance(prompt, str) and isinstance(prompt[-1], list):
-        assert asked[::2] == prompt
+        assert submitted[::2] == prompt
 
 
-def test_every_choice_has_its_own_seed_and_a_given_seed_names_them(shared: Running) -> None:
+def test_every_choice_has_its_own_seed_which_follows_from_a_given_one(shared: Running) -> None:
     def seeds(**fields: Any) -> list[int]:
         shared.ask(**fields)
         return [request.config.sampling.seed for request in shared.service.submitted[-4:]]
@@ -270,36 +272,34 @@ def test_every_choice_has_its_own_seed_and_a_given_seed_names_them(shared: Runni
     assert len({*seeds(n=4), *seeds(n=4)}) == 8
 
 
-def test_every_sampling_field_arrives(shared: Running) -> None:
-    shared.ask(
-        temperature=0.5,
-        top_p=0.9,
-        top_k=40,
-        min_p=0.1,
-        seed=3,
-        stop=["fox", "crow"],
-        max_tokens=5,
-        ignore_eos=True,
-        logprobs=2,
-    )
+def test_every_sampling_field_reaches_the_service(shared: Running) -> None:
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 3}
+    shared.ask(**fields, stop=["fox", "crow"], max_tokens=5, ignore_eos=True, logprobs=2)
     request = shared.service.submitted[-1]
-    sampling = SamplingConfig(temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=3)
-    assert request.config == GenerateConfig(
-        max_new_tokens=5, stop=("fox", "crow"), ignore_eos=True, sampling=sampling
+    expected = GenerateConfig(
+        max_new_tokens=5,
+        stop=("fox", "crow"),
+        ignore_eos=True,
+        sampling=SamplingConfig(**fields),  # type: ignore[arg-type]
     )
+    assert request.config == expected
     assert request.num_top == 2
-    shared.ask()
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": None, "stop": None, "seed": None, "n": None}], ids=["absent", "null"]
+)
+def test_absent_and_null_fields_have_openai_s_defaults(shared: Running, fields: dict[str, Any]) -> None:
+    shared.ask(**fields)
     sampling = shared.service.submitted[-1].config.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
-    shared.ask(temperature=None, stop=None, seed=None, n=None)  # null is left out
-    assert shared.service.submitted[-1].config.sampling.temperature == 1.0
 
 
-@pytest.mark.parametrize(("asked", "limit"), [("auto", None), ("off", 0), (3, 3)])
-def test_speculation_can_be_limited_or_switched_off_by_request(
-    shared: Running, asked: Any, limit: int | None
+@pytest.mark.parametrize(("speculation", "limit"), [("auto", None), ("off", 0), (3, 3)])
+def test_a_request_can_limit_speculation_or_switch_it_off(
+    shared: Running, speculation: Any, limit: int | None
 ) -> None:
-    shared.ask(speculation=asked)
+    shared.ask(speculation=speculation)
     assert shared.service.submitted[-1].speculation == limit
 
 
@@ -315,21 +315,16 @@ def test_tokens_after_a_stop_text_are_not_in_the_usage(shared: Running) -> None:
     completed = next(end for end, text in enumerate(texts) if "café" in text) + 1
     for stop in ("café", "caf"):
         answer = shared.ask(max_tokens=100, stop=stop, logprobs=0)
-        assert (
-            answer["usage"]["completion_tokens"]
-            == len(answer["choices"][0]["logprobs"]["tokens"])
-            <= completed
-        )
+        num_tokens = answer["usage"]["completion_tokens"]
+        assert num_tokens == len(answer["choices"][0]["logprobs"]["tokens"])
+        assert num_tokens <= completed
     assert shared.ask(max_tokens=100, stop="café")["usage"]["completion_tokens"] == completed
 
 
 @pytest.mark.parametrize("is_llama", (False, True), ids=("metaspace", "llama"))
-def test_echo_and_offsets_agree_with_texts_whose_decoder_strips_a_blank(
-    tmp_path: Path, is_llama: bool
-) -> None:
-    tokenizer = Tokenizer(
-        tiny_pair.save_sentence_piece_tokenizer(tmp_path, is_llama=is_llama), "ygg compile"
-    )
+def test_echo_and_offsets_are_right_when_the_decoder_strips_a_blank(tmp_path: Path, is_llama: bool) -> None:
+    path = tiny_pair.save_sentence_piece_tokenizer(tmp_path, is_llama=is_llama)
+    tokenizer = Tokenizer(path, "ygg compile")
     tokens = tokenizer.encode(tiny_pair.stories(1)[0])
     prompt = tokens[:12]
     rest = tokens[12:]
@@ -348,22 +343,17 @@ def test_echo_and_offsets_agree_with_texts_whose_decoder_strips_a_blank(
 
 
 def test_echo_puts_the_prompt_before_every_choice(shared: Running) -> None:
-    texts = [
-        choice["text"]
-        for choice in shared.ask(prompt=["a fox", "a crow"], n=2, echo=True, max_tokens=3)["choices"]
-    ]
-    assert [
-        text.startswith(prompt)
-        for text, prompt in zip(texts, ["a fox", "a fox", "a crow", "a crow"], strict=True)
-    ] == [True] * 4
-    assert shared.ask(prompt=shared.service.tokenizer.encode("a fox"), echo=True, max_tokens=1)["choices"][
-        0
-    ]["text"].startswith("a fox")
+    choices = shared.ask(prompt=["a fox", "a crow"], n=2, echo=True, max_tokens=3)["choices"]
+    for choice, prompt in zip(choices, ["a fox", "a fox", "a crow", "a crow"], strict=True):
+        assert choice["text"].startswith(prompt)
+    tokens = shared.service.tokenizer.encode("a fox")
+    [choice] = shared.ask(prompt=tokens, echo=True, max_tokens=1)["choices"]
+    assert choice["text"].startswith("a fox")
     streamed = events(shared.post(prompt="a fox", echo=True, stream=True, max_tokens=100))
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed[:-1]) == "a fox" + STORY
 
 
-def test_a_stream_is_the_same_text_in_pieces_and_ends_with_done(shared: Running) -> None:
+def test_a_stream_has_the_same_text_in_pieces_and_ends_with_done(shared: Running) -> None:
     response = shared.post(
         prompt=["a", "b"], stream=True, max_tokens=100, stream_options={"include_usage": True}
     )
@@ -382,24 +372,17 @@ def test_a_stream_is_the_same_text_in_pieces_and_ends_with_done(shared: Running)
 
 
 def test_a_chat_stream_names_the_role_once(shared: Running) -> None:
-    response = shared.post(
-        "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], stream=True
-    )
+    response = shared.chat(stream=True)
     deltas = [chunk["choices"][0]["delta"] for chunk in events(response)[:-1]]
     assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
     assert "".join(delta.get("content", "") for delta in deltas) == STORY
 
 
-def test_log_probabilities_of_completions_spell_tokens_and_say_where_they_begin(shared: Running) -> None:
+def test_log_probabilities_of_completions_have_texts_and_offsets_of_tokens(shared: Running) -> None:
     scores = shared.ask(logprobs=2, max_tokens=100)["choices"][0]["logprobs"]
-    tokens = shared.service.tokenizer.encode(STORY)
-    assert (
-        len(scores["tokens"])
-        == len(scores["token_logprobs"])
-        == len(scores["text_offset"])
-        == len(scores["top_logprobs"])
-        == len(tokens)
-    )
+    num_tokens = len(shared.service.tokenizer.encode(STORY))
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        assert len(scores[name]) == num_tokens
     assert any(token.startswith("bytes:\\xf0") for token in scores["tokens"])  # 🦊 spans tokens
     assert scores["top_logprobs"][0][scores["tokens"][0]] == scores["token_logprobs"][0] == -0.5
     for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
@@ -413,27 +396,19 @@ def test_log_probabilities_of_completions_spell_tokens_and_say_where_they_begin(
 
 
 def test_the_bytes_of_chat_log_probabilities_are_the_text(shared: Running) -> None:
-    response = shared.post(
-        "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=3
-    )
+    response = shared.chat(logprobs=True, top_logprobs=3)
     content = response.json()["choices"][0]["logprobs"]["content"]
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == STORY
     assert {len(entry["top_logprobs"]) for entry in content} == {3}
 
 
-def test_the_plain_template_takes_texts_and_parts(shared: Running) -> None:
+def test_the_default_template_takes_texts_and_parts(shared: Running) -> None:
     parts = [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]
-    shared.post(
-        "/v1/chat/completions",
-        messages=[
-            {"role": "developer", "content": "Be brief."},
-            {"role": "user", "content": parts, "name": None},
-        ],
-    )
-    assert (
-        shared.service.tokenizer.decode(shared.service.submitted[-1].prompt)
-        == "system: Be brief.\nuser: Who are you?\nassistant:"
-    )
+    system = {"role": "developer", "content": "Be brief."}
+    user = {"role": "user", "content": parts, "name": None}
+    shared.chat(messages=[system, user])
+    prompt = shared.service.tokenizer.decode(shared.service.submitted[-1].prompt)
+    assert prompt == "system: Be brief.\nuser: Who are you?\nassistant:"
 
 
 @pytest.mark.parametrize(
@@ -478,7 +453,7 @@ def test_the_plain_template_takes_texts_and_parts(shared: Running) -> None:
     ],
     ids=str,
 )
-def test_what_would_not_apply_or_is_not_allowed_is_a_400_that_names_the_field(
+def test_an_unsupported_or_invalid_field_is_a_400_that_names_it(
     shared: Running, fields: dict[str, Any], param: str
 ) -> None:
     before = len(shared.service.submitted)
@@ -510,40 +485,32 @@ def test_what_would_not_apply_or_is_not_allowed_is_a_400_that_names_the_field(
     ],
     ids=str,
 )
-def test_chat_refuses_likewise(shared: Running, fields: dict[str, Any], param: str) -> None:
-    response = shared.post(
-        "/v1/chat/completions", **{"messages": [{"role": "user", "content": "Hi"}], **fields}
-    )
+def test_an_unsupported_or_invalid_field_of_chat_is_a_400_that_names_it(
+    shared: Running, fields: dict[str, Any], param: str
+) -> None:
+    response = shared.chat(**fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_neutral_values_and_labels_are_taken(shared: Running) -> None:
+def test_neutral_values_and_labels_are_accepted(shared: Running) -> None:
     neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
     shared.ask(**neutral, user="me", metadata={"a": "b"}, best_of=1)
 
 
-def test_a_prompt_or_an_output_beyond_the_context_says_so(shared: Running) -> None:
+def test_a_prompt_or_an_output_beyond_the_context_is_a_400(shared: Running) -> None:
     for fields, param in (
         ({"prompt": [5] * CONTEXT}, "prompt"),
         ({"prompt": [5] * 100, "max_tokens": 29}, "max_tokens"),
     ):
         response = shared.post(**fields)
         error = response.json()["error"]
-        assert (response.status_code, error["code"], error["param"]) == (
-            400,
-            "context_length_exceeded",
-            param,
-        )
+        assert response.status_code == 400
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
     assert "at most 28 can follow" in error["message"]
     messages = [{"role": "user", "content": "fox " * 200}]
-    assert (
-        shared.post("/v1/chat/completions", messages=messages).json()["error"]["code"]
-        == "context_length_exceeded"
-    )
-    error = shared.post("/v1/chat/completions", messages=messages[:1], max_completion_tokens=999).json()[
-        "error"
-    ]
-    assert error["code"] == "context_length_exceeded"
+    for limit in (None, 999):
+        error = shared.chat(messages=messages, max_completion_tokens=limit).json()["error"]
+        assert error["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(
@@ -556,7 +523,9 @@ def test_a_prompt_or_an_output_beyond_the_context_says_so(shared: Running) -> No
     ],
     ids=["cut", "a list", "no JSON header", "deep"],
 )
-def test_a_body_that_is_no_json_object_is_a_400(shared: Running, content: bytes, content_type: str) -> None:
+def test_a_body_that_is_not_a_json_object_is_a_400(
+    shared: Running, content: bytes, content_type: str
+) -> None:
     response = httpx.post(
         f"{shared.url}/v1/completions", content=content, headers={"Content-Type": content_type}
     )
@@ -565,91 +534,75 @@ def test_a_body_that_is_no_json_object_is_a_400(shared: Running, content: bytes,
 
 
 @pytest.mark.parametrize("has_length", (True, False))
-def test_a_body_too_large_is_a_413(shared: Running, has_length: bool) -> None:
+def test_a_too_large_body_is_a_413(shared: Running, has_length: bool) -> None:
     body = b" " * (MAX_BODY_BYTES + 1)
     content = body if has_length else iter([body[: 1 << 20]] * 5)
     try:
         response = httpx.post(
             f"{shared.url}/v1/completions", content=content, headers={"Content-Type": "application/json"}
         )
-    except httpx.WriteError:  # the answer came, and the connection went, before all was sent
+    except httpx.WriteError:  # the server replied and closed the connection before all was sent
         return
     assert response.status_code == 413
     assert "4 MiB" in response.json()["error"]["message"]
 
 
-def test_unknown_models_routes_and_methods_have_openai_s_shape(shared: Running) -> None:
-    error = shared.post(model="gpt-4", prompt="a")
-    assert (error.status_code, error.json()["error"]["code"], error.json()["error"]["param"]) == (
-        404,
-        "model_not_found",
-        "model",
-    )
-    assert httpx.get(f"{shared.url}/v1/models/gpt-4").status_code == 404
+def test_errors_of_unknown_models_routes_and_methods_have_openai_s_format(shared: Running) -> None:
+    response = shared.post(model="gpt-4", prompt="a")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert shared.get("/v1/models/gpt-4").status_code == 404
     assert "/v1/embeddings" in shared.post("/v1/embeddings").json()["error"]["message"]
-    response = httpx.get(f"{shared.url}/v1/completions")
-    assert (response.status_code, response.headers["allow"], response.json()["error"]["type"]) == (
-        405,
-        "POST",
-        "invalid_request_error",
-    )
+    response = shared.get("/v1/completions")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_models_health_info_and_metrics(shared: Running) -> None:
-    card = httpx.get(f"{shared.url}/v1/models").json()["data"][0]
+def test_the_model_is_listed_and_found_by_name(shared: Running) -> None:
+    card = shared.get("/v1/models").json()["data"][0]
     assert card["id"] == "tiny"
-    assert httpx.get(f"{shared.url}/v1/models/tiny").json() == card
-    assert httpx.get(f"{shared.url}/health").json() == {"status": "ok"}
-    info = httpx.get(f"{shared.url}/server_info").json()
+    assert shared.get("/v1/models/tiny").json() == card
+
+
+def test_health_info_and_metrics_show_the_state_of_the_service(shared: Running) -> None:
+    assert shared.get("/health").json() == {"status": "ok"}
+    info = shared.get("/server_info").json()
     assert info["internal_states"][0]["speculative_num_steps"] == info["speculative_num_steps"] == 3
-    assert (info["avg_spec_accept_length"], info["policy_state"], info["chat_template"]) == (
-        1.5,
-        {"block": 3},
-        "plain",
-    )
-    assert "# TYPE ygg_emitted_tokens_total counter" in httpx.get(f"{shared.url}/metrics").text
+    assert info["avg_spec_accept_length"] == 1.5
+    assert info["policy_state"] == {"block": 3}
+    assert info["chat_template"] == "plain"
+    assert "# TYPE ygg_emitted_tokens_total counter" in shared.get("/metrics").text
 
 
 def test_a_model_s_name_may_have_slashes() -> None:
     with server(model="me/mine") as running:
-        assert httpx.get(f"{running.url}/v1/models/me/mine").json()["id"] == "me/mine"
+        assert running.get("/v1/models/me/mine").json()["id"] == "me/mine"
 
 
-def test_a_key_opens_everything_and_health_is_open() -> None:
+def test_every_route_except_health_requires_the_key() -> None:
     with server(api_key="s3crét") as running:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3crét".encode()}):
             for path in ("/v1/models", "/metrics", "/server_info", "/openapi.json", "/nowhere"):
-                response = httpx.get(running.url + path, headers=headers)
+                response = running.get(path, headers=headers)
                 assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert httpx.get(f"{running.url}/health").status_code == 200
-        assert (
-            httpx.get(
-                f"{running.url}/v1/models", headers={"Authorization": "bearer s3crét".encode()}
-            ).status_code
-            == 200
-        )
-        assert (
-            running.serving.metrics.registry.get_sample_value(
-                "ygg_requests_refused_total", {"status": "401"}
-            )
-            == 15
-        )
+        assert running.get("/health").status_code == 200
+        right = {"Authorization": "bearer s3crét".encode()}
+        assert running.get("/v1/models", headers=right).status_code == 200
+        sample = running.serving.metrics.registry.get_sample_value
+        assert sample("ygg_requests_refused_total", {"status": "401"}) == 15
 
 
-def test_a_full_queue_is_a_429_that_says_when_to_come_back(shared: Running) -> None:
+def test_a_full_queue_is_a_429_with_a_time_to_retry(shared: Running) -> None:
     shared.service.is_full = True
     try:
         response = shared.post(prompt="a", n=3, stream=True)
     finally:
         shared.service.is_full = False
-    assert (response.status_code, response.headers["retry-after"], response.json()["error"]["code"]) == (
-        429,
-        "3",
-        "rate_limit_exceeded",
-    )
+    assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+    assert response.json()["error"]["code"] == "rate_limit_exceeded"
 
 
-def test_rows_before_the_one_that_is_refused_are_cancelled(
+def test_rows_submitted_before_a_refused_one_are_cancelled(
     shared: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit = shared.service.submit
@@ -667,32 +620,28 @@ def test_rows_before_the_one_that_is_refused_are_cancelled(
     assert shared.service.cancelled == before + 2
 
 
-def test_a_draining_server_takes_nothing_new_and_finishes_what_runs() -> None:
+def test_a_draining_server_refuses_new_requests_and_finishes_running_ones() -> None:
+    fields = {"prompt": "a", "max_tokens": 100, "stream": True}
     with (
         server() as running,
-        httpx.stream(
-            "POST", f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 100, "stream": True}
-        ) as response,
+        httpx.stream("POST", f"{running.url}/v1/completions", json=fields) as response,
     ):
         lines = response.iter_lines()
         next(lines)
         running.serving.is_draining = True
         refused = running.post(prompt="a")
         assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
-        assert httpx.get(f"{running.url}/health").status_code == 503
+        assert running.get("/health").status_code == 503
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
 @pytest.mark.parametrize("stream", (True, False))
-def test_a_client_that_goes_away_takes_all_its_rows_with_it(stream: bool) -> None:
+def test_all_rows_of_a_client_that_disconnects_are_cancelled(stream: bool) -> None:
+    fields = {"prompt": "a", "n": 3, "max_tokens": 100, "stream": stream}
     with server() as running:
         running.service.is_stuck = not stream
         with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.3) as client:  # noqa: SIM117
-            with client.stream(
-                "POST",
-                f"{running.url}/v1/completions",
-                json={"prompt": "a", "n": 3, "max_tokens": 100, "stream": stream},
-            ) as response:
+            with client.stream("POST", f"{running.url}/v1/completions", json=fields) as response:
                 running.service.is_stuck = True
                 for _ in response.iter_lines():
                     pass
@@ -702,17 +651,16 @@ def test_a_client_that_goes_away_takes_all_its_rows_with_it(stream: bool) -> Non
         assert running.ask()["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_client_that_goes_away_before_the_first_event_of_its_stream() -> None:
+def test_rows_are_cancelled_if_the_client_disconnects_before_the_first_event() -> None:
+    fields = {"prompt": "a", "n": 2, "stream": True}
     with server() as running:
         running.service.is_stuck = True
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(
-                f"{running.url}/v1/completions", json={"prompt": "a", "n": 2, "stream": True}, timeout=0.2
-            )
+            httpx.post(f"{running.url}/v1/completions", json=fields, timeout=0.2)
         eventually(lambda: running.service.cancelled == 2)
 
 
-def test_an_error_of_a_row_is_a_500_and_ends_a_stream_with_an_error() -> None:
+def test_an_error_of_a_row_is_a_500_or_the_end_of_a_stream() -> None:
     with server() as running:
         running.service.fails_after = 4
         response = running.post(prompt="a", n=2, max_tokens=100)
@@ -744,26 +692,29 @@ def test_a_service_that_takes_no_request_is_a_503(shared: Running, monkeypatch: 
 def test_a_row_that_a_shutdown_ends_is_a_503(stream: bool) -> None:
     with server() as running:
         running.service.is_stuck = True
-        threading.Timer(
-            0.2, lambda: [running.service.cancel(ticket) for ticket in list(running.service.live)]
-        ).start()
+
+        def cancel_all() -> None:
+            for ticket in list(running.service.live):
+                running.service.cancel(ticket)
+
+        threading.Timer(0.2, cancel_all).start()
         response = running.post(prompt="a", stream=stream)
         error = events(response)[-1]["error"] if stream else response.json()["error"]
-        assert response.status_code == (200 if stream else 503)  # of a stream the status line has gone
+        assert response.status_code == (200 if stream else 503)  # a stream's status line is already sent
         assert (error["message"], error["type"]) == ("the server is shutting down", "server_error")
 
 
-def test_a_dead_service_is_noticed_by_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_requests_end_if_the_service_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("yggdrasil.serve.api.HEALTH_CHECK_S", 0.05)
     with server() as running:
         running.service.is_stuck = True
         threading.Timer(0.2, setattr, (running.service, "is_healthy", False)).start()
         assert running.post(prompt="a").status_code == 500
-        assert httpx.get(f"{running.url}/health").json() == {"status": "failed"}
-        assert httpx.get(f"{running.url}/server_info").status_code == 503
+        assert running.get("/health").json() == {"status": "failed"}
+        assert running.get("/server_info").status_code == 503
 
 
-def test_a_template_sees_special_tokens_and_may_refuse() -> None:
+def test_a_template_can_use_special_tokens_and_refuse_messages() -> None:
     source = (
         "{{ bos_token }}{% for m in messages %}"
         "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -776,18 +727,18 @@ def test_a_template_sees_special_tokens_and_may_refuse() -> None:
     with pytest.raises(ConfigError, match="line 1"):
         ChatTemplate("{% for %}")
     with server(template=template) as running:
-        response = running.post("/v1/chat/completions", messages=[{"role": "system", "content": "Hi"}])
+        response = running.chat(messages=[{"role": "system", "content": "Hi"}])
         assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+def test_a_template_cannot_leave_its_sandbox() -> None:
     with pytest.raises(ConfigError, match="messages"):
         ChatTemplate("{{ messages.__class__.__base__.__subclasses__() }}").render([])
     with pytest.raises(ConfigError, match="messages"):
         ChatTemplate("{{ messages.append(1) }}").render([])
 
 
-def test_templates_are_found_where_models_keep_them(tmp_path: Any) -> None:
+def test_templates_are_read_from_the_files_of_a_model(tmp_path: Any) -> None:
     assert not load_chat_template(str(tmp_path)).is_own
     assert not load_chat_template(str(tmp_path / "gone")).is_own
     settings = {"bos_token": {"content": "<s>"}, "eos_token": None, "chat_template": "{{ bos_token }}old"}

@@ -1,12 +1,10 @@
-"""Many requests at once: every text is the one the request would have got alone, whatever happens around
-it.
-"""
+"""Many requests at once: every request gets the text that it would get alone."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from batches import Bench, Client, Schedule, run
+from batches import Bench, Client, Schedule, run, submit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +16,8 @@ from yggdrasil.policy.gamma.protocol import GammaPolicy, Outcome
 from yggdrasil.serve.request import Observer, RequestReport, StepReport
 
 TEXT = (
-    "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. One day Tom saw a "
-    "small owl near the river."
+    "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. "
+    "One day Tom saw a small owl near the river."
 )
 
 
@@ -37,7 +35,7 @@ def client(
     start: int = 0,
     **options: object,
 ) -> Client:
-    """A request for the continuation of a stretch of text."""
+    """A request to continue `length` tokens of the text, from `start` on."""
     tokens = bench.pair.tokenizer.encode(TEXT * 3)
     sampling = SamplingConfig() if seed is None else SamplingConfig(temperature=0.8, top_p=0.9, seed=seed)
     config = GenerateConfig(max_new_tokens=num_tokens, sampling=sampling, ignore_eos=True)
@@ -45,43 +43,39 @@ def client(
 
 
 @pytest.mark.parametrize("gamma", (0, 1, 3, 4, 8))
-def test_rows_write_what_they_write_alone(bench: Bench, gamma: int) -> None:
+def test_rows_get_the_tokens_that_they_get_alone(bench: Bench, gamma: int) -> None:
     batcher = bench.batcher(Schedule([gamma]))
     clients = [
         client(bench, 3 + 17 * index, 20 + index, seed=None if index % 2 else index) for index in range(6)
     ]
-    for each in clients:
-        batcher.submit(batcher.ticket(each.request()))
+    submit(batcher, *clients)
     run(batcher)
     for each in clients:
         assert each.tokens == bench.reference(each)
         assert each.finish == "length"
 
 
-def test_speculation_is_accepted_and_rejected_in_these_tests(bench: Bench) -> None:
-    """Otherwise the equalities would show little."""
+def test_drafts_are_both_accepted_and_rejected_in_these_tests(bench: Bench) -> None:
+    """Without this the other tests would check little."""
     batcher = bench.batcher(Schedule([4]))
-    for index in range(4):
-        batcher.submit(batcher.ticket(client(bench, 5 + index, 30).request()))
+    submit(batcher, *(client(bench, 5 + index, 30) for index in range(4)))
     accepted = []
     while (report := batcher.step()) is not None:
-        accepted += [
-            emitted - 1
-            for emitted, drafted in zip(report.emitted, report.drafted, strict=True)
-            if drafted == 4
-        ]
+        rows = zip(report.emitted, report.drafted, strict=True)
+        accepted += [emitted - 1 for emitted, drafted in rows if drafted == 4]
     assert {0, 4} <= set(accepted)
 
 
-def test_a_policy_that_picks_may_draft_deeper_than_the_menu_verifies(bench: Bench) -> None:
-    """4 rows of 8 drafts are 36 tokens, the largest graph has 32: a fixed length drafts 7, a policy that
-    picks drafts 8 and verifies 28 of them."""
+def test_a_policy_that_selects_drafts_may_draft_deeper_than_the_menu_verifies(bench: Bench) -> None:
+    """4 rows with 8 drafts are 36 tokens, more than the largest graph has: 32.
+
+    A fixed length drafts 7 per row; a policy that selects drafts 8 and verifies 28 of the batch.
+    """
 
     def deepest(policy: GammaPolicy) -> tuple[int, int]:
         batcher = bench.batcher(policy)
         steps = []
-        for index in range(4):
-            batcher.submit(batcher.ticket(client(bench, 5 + index, 30).request()))
+        submit(batcher, *(client(bench, 5 + index, 30) for index in range(4)))
         while (report := batcher.step()) is not None:
             steps += [(report.gamma, sum(report.drafted))] if report.batch_size == 4 else []
         return max(steps)
@@ -103,7 +97,7 @@ SCHEDULES = st.fixed_dictionaries(
                 st.sampled_from((None, 0, 2)),  # speculation
                 st.sampled_from((None, 5, 6)),  # seed
                 st.integers(0, 12),  # arrives at step
-                st.sampled_from((None, None, 3, 9)),  # steps until it is cancelled
+                st.sampled_from((None, None, 3, 9)),  # cancelled this many steps later
                 st.sampled_from((0, 0, 7)),  # where its prompt begins
             ),
             min_size=1,
@@ -119,12 +113,10 @@ SCHEDULES = st.fixed_dictionaries(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(SCHEDULES)
-def test_any_schedule_writes_the_same_texts_and_loses_no_page(
+def test_any_schedule_gives_the_same_texts_and_loses_no_page(
     bench: Bench, schedule: dict[str, list[int]]
 ) -> None:
-    """Any gamma at any step, part of the drafts verified, rows joining, leaving, cancelled and preempted,
-    prompts shared.
-    """
+    """Gamma changes, drafts are left out, rows are cancelled and preempted, and prompts are shared."""
     batcher = bench.batcher(
         Schedule(schedule["gammas"], schedule["budgets"]),
         num_pages=schedule["num_pages"],
@@ -159,7 +151,7 @@ def test_any_schedule_writes_the_same_texts_and_loses_no_page(
             assert (each.tokens, each.finish) == (reference, "length")
 
 
-def test_pages_run_out_and_the_youngest_row_is_computed_again(bench: Bench) -> None:
+def test_the_youngest_row_is_computed_again_when_pages_run_out(bench: Bench) -> None:
     finished: list[RequestReport] = []
 
     class Listener(Observer):
@@ -169,8 +161,7 @@ def test_pages_run_out_and_the_youngest_row_is_computed_again(bench: Bench) -> N
     batcher = bench.batcher(Schedule([2]), num_pages=12)
     batcher.observer = Listener()
     clients = [client(bench, 30 + index, 60, start=index) for index in range(4)]
-    for each in clients:
-        batcher.submit(batcher.ticket(each.request()))
+    submit(batcher, *clients)
     run(batcher)
     assert sum(report.preemptions for report in finished) > 0
     assert all(each.tokens == bench.reference(each) for each in clients)
@@ -179,7 +170,6 @@ def test_pages_run_out_and_the_youngest_row_is_computed_again(bench: Bench) -> N
 def test_equal_prompts_share_their_full_pages(bench: Bench) -> None:
     batcher = bench.batcher(Schedule([0]))
     clients = [client(bench, 50, 10) for _ in range(3)]
-    reports: list[StepReport] = []
     first = batcher.ticket(clients[0].request())
     batcher.submit(first)
     while first.row is None or not first.row.is_prefilled:
@@ -190,16 +180,15 @@ def test_equal_prompts_share_their_full_pages(bench: Bench) -> None:
         batcher.submit(ticket)
     report = batcher.step()
     assert report is not None
-    reports.append(report)
     assert [ticket.shared_tokens for ticket in tickets] == [48, 48]
-    # a page each for the two tokens that are left
+    # each takes a page for its last two tokens
     assert batcher.pool.num_pages - batcher.pool.num_free == used + 2
     assert report.prompt_tokens == 2  # the two before the roots
     run(batcher)
     assert clients[0].tokens == clients[1].tokens == clients[2].tokens == bench.reference(clients[0])
 
 
-def test_a_freed_prompt_is_still_found_and_the_draft_s_share_of_it_too(bench: Bench) -> None:
+def test_the_kv_of_a_finished_request_can_be_shared_for_target_and_draft(bench: Bench) -> None:
     batcher = bench.batcher(Schedule([3]))
     clients = [client(bench, 64, 12) for _ in range(2)]
     for each in clients:
@@ -212,14 +201,12 @@ def test_a_freed_prompt_is_still_found_and_the_draft_s_share_of_it_too(bench: Be
     assert clients[1].tokens == bench.reference(clients[1])
 
 
-def test_acceptance_after_200_steps_without_the_draft_is_what_it_is_without_the_pause(bench: Bench) -> None:
-    """Its KV is caught up: the rest of a text is guessed as well by a draft that slept as by one that reads
-    all of it as a prompt.
-    """
+def test_acceptance_is_the_same_after_200_steps_without_the_draft(bench: Bench) -> None:
+    """The draft's KV catches up, so its guesses are those of a draft that reads the text as a prompt."""
 
     def decoded(asking: Client, gammas: list[int]) -> list[tuple[int, ...]]:
         batcher = bench.batcher(Schedule(gammas))
-        batcher.submit(batcher.ticket(asking.request()))
+        submit(batcher, asking)
         emitted = []
         while (report := batcher.step()) is not None:
             emitted += [report.emitted] if report.emitted else []  # a step of a long prompt emits nothing
@@ -227,7 +214,7 @@ def test_acceptance_after_200_steps_without_the_draft_is_what_it_is_without_the_
         return emitted
 
     whole = client(bench, 5, 245)
-    # the first token comes with the prompt, whose step asks for no gamma
+    # the first token comes with the prompt, whose step selects no gamma
     paused = decoded(whole, [*[0] * 200, 4])
     assert paused[:201] == [(1,)] * 201
     rest = Client([*whole.prompt, *whole.tokens[:200]], GenerateConfig(max_new_tokens=45, ignore_eos=True))
@@ -237,23 +224,23 @@ def test_acceptance_after_200_steps_without_the_draft_is_what_it_is_without_the_
 
 
 def test_log_probabilities_are_those_of_plain_decoding(bench: Bench) -> None:
-    reported = []
+    log_probs = {}
     for gamma in (0, 4):
         asking = client(bench, 9, 16, num_top=3)
         batcher = bench.batcher(Schedule([gamma]))
-        batcher.submit(batcher.ticket(asking.request()))
+        submit(batcher, asking)
         run(batcher)
-        reported.append([entry for event in asking.events for entry in event.log_probs])
-    assert reported[0] == reported[1]
-    assert [entry.token for entry in reported[0]] == [entry.top[0][0] for entry in reported[0]]  # greedy
-    assert all(entry.log_prob == entry.top[0][1] and len(entry.top) == 3 for entry in reported[0])
+        log_probs[gamma] = [entry for event in asking.events for entry in event.log_probs]
+    assert log_probs[0] == log_probs[4]
+    for entry in log_probs[0]:
+        assert (entry.token, entry.log_prob) == entry.top[0]  # greedy
+        assert len(entry.top) == 3
 
 
-def test_a_row_with_broken_logits_ends_alone(bench: Bench) -> None:
+def test_only_the_row_with_broken_logits_ends(bench: Bench) -> None:
     batcher = bench.batcher(Schedule([2]))
     clients = [client(bench, 6 + index, 12) for index in range(3)]
-    for each in clients:
-        batcher.submit(batcher.ticket(each.request()))
+    submit(batcher, *clients)
     batcher.step()
     batcher.step()
     forward = batcher.target.forward
@@ -274,24 +261,24 @@ def test_a_row_with_broken_logits_ends_alone(bench: Bench) -> None:
     assert clients[2].tokens == bench.reference(clients[2])
 
 
-def test_stop_texts_end_a_row_before_they_are_shown(bench: Bench) -> None:
+def test_a_stop_text_ends_a_row_and_is_not_returned(bench: Bench) -> None:
     whole = client(bench, 5, 40)
     reference = bench.pair.tokenizer.decode(bench.reference(whole))
     stop = reference[20:26]
     asking = Client(whole.prompt, GenerateConfig(max_new_tokens=40, ignore_eos=True, stop=(stop,)))
     batcher = bench.batcher(Schedule([4]))
-    reports = []
-    batcher.submit(batcher.ticket(asking.request()))
+    reports: list[StepReport] = []
+    submit(batcher, asking)
     while (report := batcher.step()) is not None:
         reports.append(report)
     assert asking.text == reference[: reference.index(stop)]
     assert asking.finish == "stop"
-    assert sum(report.returned for report in reports) == len(asking.tokens)
-    # the last chain went beyond it
+    assert sum(report.returned_tokens for report in reports) == len(asking.tokens)
+    # the last chain went beyond the stop text
     assert sum(sum(report.emitted) for report in reports) > len(asking.tokens)
 
 
-def test_a_policy_sees_which_steps_ran_next_to_a_prompt(bench: Bench) -> None:
+def test_an_outcome_contains_the_prompt_tokens_of_its_step(bench: Bench) -> None:
     outcomes: list[Outcome] = []
 
     class Listening(Schedule):
@@ -299,17 +286,15 @@ def test_a_policy_sees_which_steps_ran_next_to_a_prompt(bench: Bench) -> None:
             outcomes.append(outcome)
 
     batcher = bench.batcher(Listening([2]))
-    batcher.submit(batcher.ticket(client(bench, 5, 60).request()))
+    submit(batcher, client(bench, 5, 60))
     batcher.step()  # its prompt
     batcher.step()
     assert [(outcome.load.batch_size, outcome.is_timed) for outcome in outcomes] == [(1, True)]
-    batcher.submit(batcher.ticket(client(bench, 90, 12, start=3).request()))
-    report = batcher.step()  # decodes next to the prompt of the other
+    submit(batcher, client(bench, 90, 12, start=3))
+    report = batcher.step()  # decodes, and computes the prompt of the other
     assert report is not None
-    assert (outcomes[-1].load.waiting_tokens, outcomes[-1].prompt_tokens) == (
-        min(90, batcher.target.prefill_chunk),
-        report.prompt_tokens,
-    )
+    assert outcomes[-1].load.waiting_tokens == min(90, batcher.target.prefill_chunk)
+    assert outcomes[-1].prompt_tokens == report.prompt_tokens
     assert not outcomes[-1].is_timed
     assert len(outcomes[-1].emitted) == 1  # the prompt's row does not decode yet
     run(batcher)
@@ -317,7 +302,7 @@ def test_a_policy_sees_which_steps_ran_next_to_a_prompt(bench: Bench) -> None:
     assert all(sum(outcome.emitted) and outcome.seconds > 0 for outcome in outcomes)
 
 
-def test_what_cannot_be_served_is_refused_before_it_waits(bench: Bench) -> None:
+def test_a_request_that_cannot_be_served_is_refused_before_it_waits(bench: Bench) -> None:
     batcher = bench.batcher(Schedule([0]), num_pages=4)
     with pytest.raises(ConfigError, match="at least one token"):
         batcher.ticket(client(bench, 0, 5).request())

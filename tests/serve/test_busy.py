@@ -1,4 +1,4 @@
-"""The warning of a busy machine: several times the profile, in the median, once a minute."""
+"""The warning of a busy machine: the median step takes several times the profile, once a minute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def report(verify_ms: float) -> StepReport:
 
 
 class Watched:
-    """A watch with a clock that stands still until it is moved, and what it passed on."""
+    """A watch with a clock that is set by hand, and the reports that it forwarded."""
 
     def __init__(self) -> None:
         self.clock = SimpleNamespace(now=100.0)
@@ -33,17 +33,21 @@ class Watched:
         self.watch = BusyWatch(observer, LATENCY, now=lambda: self.clock.now)
 
     def run(self, verify_ms: float, count: int = NUM_STEPS) -> None:
-        """So many steps."""
+        """Run `count` steps."""
         for _ in range(count):
             self.watch.on_step(report(verify_ms))
 
 
-def test_slow_steps_are_one_warning_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    watched = Watched()
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+def test_slow_steps_give_one_warning_a_minute(caplog: pytest.LogCaptureFixture, watched: Watched) -> None:
     with caplog.at_level(logging.WARNING):
         watched.run(35.0, 3 * NUM_STEPS)
         assert [record.getMessage() for record in caplog.records] == [
-            "the machine is busy: steps take 3.5 times what the pair's profile predicts"
+            "the machine is busy: steps take 3.5 times as long as the pair's profile predicts"
         ]
         watched.clock.now += EVERY_S
         watched.run(35.0, 2)
@@ -51,10 +55,9 @@ def test_slow_steps_are_one_warning_a_minute(caplog: pytest.LogCaptureFixture) -
     assert len(watched.seen) == 3 * NUM_STEPS + 2
 
 
-def test_steps_as_the_profile_has_them_and_a_hiccup_are_no_warning(
-    caplog: pytest.LogCaptureFixture,
+def test_normal_steps_and_a_few_slow_ones_give_no_warning(
+    caplog: pytest.LogCaptureFixture, watched: Watched
 ) -> None:
-    watched = Watched()
     with caplog.at_level(logging.WARNING):
         watched.run(11.0)
         watched.run(900.0, NUM_STEPS // 4)

@@ -1,4 +1,4 @@
-"""Chat templates as models have them: the dialect of transformers, found where models keep them."""
+"""Chat templates in the dialect of transformers, read from the files in which models store them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MESSAGES = [{"role": "user", "content": "café <b> & 'x'"}, {"role": "assistant"
         "{%- generation -%} x {%- endgeneration -%} y",
         "{% set ns = namespace(n=0) %}"
         "{% for m in messages %}{% set ns.n = ns.n + loop.index %}{% endfor %}{{ ns.n }}",
-        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
-        "{{ m.role }}{% continue %}!{% endfor %}",
+        "{% for m in messages %}"
+        "{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% continue %}!{% endfor %}",
         "{{ strftime_now('%Y') | length }}",
         "{{ dict(a=1) | tojson }}{{ add_generation_prompt }}{{ tools is none }}{{ documents is none }}",
     ],
@@ -40,7 +40,7 @@ def test_a_template_renders_as_in_transformers(source: str) -> None:
     assert ChatTemplate(source).render(MESSAGES) == theirs
 
 
-def test_a_template_that_raises_says_so_in_a_line() -> None:
+def test_an_error_that_a_template_raises_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render(MESSAGES)
 
@@ -51,7 +51,7 @@ def test_a_template_that_raises_says_so_in_a_line() -> None:
     ids=("text", "dict", "added token"),
 )
 @pytest.mark.parametrize("name", ("special_tokens_map.json", "tokenizer_config.json"))
-def test_special_tokens_are_found_where_models_keep_them(tmp_path: Path, name: str, value: Any) -> None:
+def test_special_tokens_are_read_from_either_file(tmp_path: Path, name: str, value: Any) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}|{{ eos_token }}|{{ image_token }}")
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": None, "extra_special_tokens": {"image_token": "<image>"}})
@@ -61,7 +61,7 @@ def test_special_tokens_are_found_where_models_keep_them(tmp_path: Path, name: s
     assert load_chat_template(str(tmp_path)).render([]) == "<s>|</s>|<image>"
 
 
-def test_the_tokenizer_s_own_settings_come_before_the_older_file(tmp_path: Path) -> None:
+def test_settings_of_the_tokenizer_override_the_older_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "<new>", "chat_template": "{{ bos_token }}{{ eos_token }}"})
     )
@@ -71,7 +71,7 @@ def test_the_tokenizer_s_own_settings_come_before_the_older_file(tmp_path: Path)
     assert load_chat_template(str(tmp_path)).render([]) == "<new><end>"
 
 
-def test_several_templates_need_one_for_conversations(tmp_path: Path) -> None:
+def test_several_templates_need_a_default_one(tmp_path: Path) -> None:
     for named in (
         {"default": "plain", "tool_use": "tools"},
         [{"name": "rag", "template": "rag"}, {"name": "default", "template": "plain"}],
@@ -91,7 +91,7 @@ def test_several_templates_need_one_for_conversations(tmp_path: Path) -> None:
     "content", (b"{", b"[1]", b"[" * 100_000, b'{"a": "\xff"}'), ids=("cut", "a list", "deep", "bytes")
 )
 @pytest.mark.parametrize("name", ("special_tokens_map.json", "tokenizer_config.json"))
-def test_a_broken_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+def test_an_error_of_a_broken_file_contains_its_name(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=name):
         load_chat_template(str(tmp_path))

@@ -1,6 +1,4 @@
-"""Where a text ends does not depend on how its tokens were shared out among steps: in the batch and for a
-single request alike.
-"""
+"""The end of a text does not depend on how its tokens are split into steps, in a batch or alone."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Scripted:
-    """A batcher and an engine without models: the target emits the tokens of a script, step by step."""
+    """A batcher and an engine without models: the target's tokens are given step by step."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], config: GenerateConfig) -> None:
         self.tokenizer = tokenizer
@@ -49,12 +47,16 @@ class Scripted:
         self.config = config
 
     def batched(self, steps: Sequence[list[int]]) -> tuple[Client, Ticket, list[tuple[list[int], int]]]:
-        """What a client of the batch received, its ticket, and what every step reports, row by row."""
-        nobody: Any = None
+        """Run the steps in a batch.
+
+        Returns:
+            The client, its ticket, and for every step the emitted tokens by row and the returned tokens.
+        """
+        no_model: Any = None
         pool = PagePool(16, num_rows=1, max_indices=256)
         batcher = Batcher(
-            nobody,
-            nobody,
+            no_model,
+            no_model,
             pool,
             FixedGamma(0),
             tokenizer=self.tokenizer,
@@ -67,25 +69,18 @@ class Scripted:
         ticket = batcher.ticket(client.request())
         batcher.submit(ticket)
         batcher._admit_()
-        for written in steps:
+        for tokens in steps:
             if ticket.is_finished:
                 break
-            pool.extend_(0, len(ticket.state.tokens) + len(written))
-            accepted = Accepted(list(range(len(written))), written)
-            counts += [
-                batcher._commit_(
-                    [ticket],
-                    [Chain(written[:-1])],
-                    [accepted],
-                    torch.zeros(len(written), tiny_pair.VOCAB),
-                    [0],
-                )
-            ]
+            pool.extend_(0, len(ticket.state.tokens) + len(tokens))
+            accepted = Accepted(list(range(len(tokens))), tokens)
+            logits_NV = torch.zeros(len(tokens), tiny_pair.VOCAB)
+            counts.append(batcher._commit_([ticket], [Chain(tokens[:-1])], [accepted], logits_NV, [0]))
         batcher.check()
         return client, ticket, counts
 
     def alone(self, steps: Sequence[list[int]]) -> Run:
-        """The run of a single request."""
+        """Run the steps as a single request."""
         model = SimpleNamespace(graph_ms=0.0)
         engine = SimpleNamespace(
             trace=Trace(),
@@ -99,31 +94,24 @@ class Scripted:
         return Run(pair, self.prompt, self.config, policy=object()).complete()
 
     def _results(self, steps: Sequence[list[int]]) -> Any:
-        """As the engine cuts them."""
-        room = self.config.max_new_tokens
+        """The steps, cut as the engine cuts them."""
+        num_left = self.config.max_new_tokens
         ends = () if self.config.ignore_eos else (END,)
         tree = TokenTree.root(END, capacity=1)
-        assert room is not None
+        assert num_left is not None
         stream = TextStream(self.tokenizer, self.config.stop, self.prompt)
-        for written in steps:
-            tokens = stream.take(truncate(written, room=room, eos_tokens=ends))
-            room -= len(tokens)
-            yield StepResult(
-                tokens,
-                Shape(1, len(written) - 1),
-                len(written),
-                len(written),
-                0,
-                1.0,
-                lambda: tree,
-                list(range(len(written))),
-            )
-            if room == 0 or tokens[-1] in ends or stream.stopped:
+        for emitted in steps:
+            tokens = stream.take(truncate(emitted, room=num_left, eos_tokens=ends))
+            num_left -= len(tokens)
+            size = len(emitted)
+            shape = Shape(1, size - 1)
+            yield StepResult(tokens, shape, size, size, 0, 1.0, lambda: tree, list(range(size)))
+            if num_left == 0 or tokens[-1] in ends or stream.stopped:
                 return
 
 
 def split(tokens: list[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Steps of the given sizes, then of one token."""
+    """Split tokens into steps of these sizes, then into steps of one token."""
     steps = []
     start = 0
     for size in (*sizes, *[1] * len(tokens)):
@@ -132,19 +120,14 @@ def split(tokens: list[int], sizes: Sequence[int]) -> list[list[int]]:
     return [step for step in steps if step]
 
 
-def test_the_stop_text_that_is_completed_first_ends_the_text_whatever_else_its_step_holds(
-    tokenizer: Tokenizer,
-) -> None:
+def test_the_stop_text_that_is_complete_first_ends_the_text(tokenizer: Tokenizer) -> None:
     tokens = [token for text in ("Sure", "\n", "User", ":") for token in tokenizer.encode(text)]
     scripted = Scripted(tokenizer, tokenizer.encode("Q"), GenerateConfig(max_new_tokens=100, stop=STOPS))
     for steps in (split(tokens, ()), [tokens]):
         client, ticket, _ = scripted.batched(steps)
         run = scripted.alone(steps)
-        assert (
-            (client.text, client.tokens, client.finish)
-            == (run.text, run.token_ids, run.finish_reason)
-            == ("Sure\n", tokens[:-1], "stop")
-        )
+        assert (client.text, client.tokens, client.finish) == ("Sure\n", tokens[:-1], "stop")
+        assert (run.text, run.token_ids, run.finish_reason) == ("Sure\n", tokens[:-1], "stop")
         assert [entry.token for event in client.events for entry in event.log_probs] == tokens[:-1]
         assert ticket.emitted_tokens == run.num_tokens
 
@@ -162,7 +145,7 @@ def test_any_split_into_steps_gives_the_same_text_tokens_and_reason(
     stop = tuple(
         data.draw(st.sets(st.sampled_from(("\nUser:", "User", "er", "日a", ": ", "xyz")), max_size=3))
     )
-    # no more than the script has: every text ends
+    # not more tokens than are given, so that every text ends
     config = GenerateConfig(
         max_new_tokens=data.draw(st.integers(1, len(tokens))),
         stop=stop,
@@ -172,36 +155,27 @@ def test_any_split_into_steps_gives_the_same_text_tokens_and_reason(
     expected = scripted.alone(split(tokens, ()))
     steps = split(tokens, data.draw(st.lists(st.integers(1, 9), max_size=20)))
     run = scripted.alone(steps)
-    (client, ticket, _) = scripted.batched(steps)
-    assert (run.text, run.token_ids, run.finish_reason) == (
-        expected.text,
-        expected.token_ids,
-        expected.finish_reason,
-    )
-    assert (client.text, client.tokens, client.finish) == (
-        expected.text,
-        expected.token_ids,
-        expected.finish_reason,
-    )
+    client, ticket, _ = scripted.batched(steps)
+    end = (expected.text, expected.token_ids, expected.finish_reason)
+    assert (run.text, run.token_ids, run.finish_reason) == end
+    assert (client.text, client.tokens, client.finish) == end
     assert list(ticket.state.emitted) == client.tokens  # the history is what the client got
 
 
-def test_the_end_of_a_text_is_no_rejection(tokenizer: Tokenizer) -> None:
+def test_tokens_after_the_end_of_a_text_do_not_count_as_rejected(tokenizer: Tokenizer) -> None:
     a = tokenizer.encode("a")[0]
     b = tokenizer.encode("b")[0]
-    for written, stop in (([a, END, a, b], ()), ([a, b, a, b], ("ab",))):
+    for emitted, stop in (([a, END, a, b], ()), ([a, b, a, b], ("ab",))):
         scripted = Scripted(tokenizer, tokenizer.encode("Q"), GenerateConfig(max_new_tokens=50, stop=stop))
-        client, _, counts = scripted.batched([written])
-        [result] = scripted.alone([written]).results
-        assert client.tokens == result.tokens == written[:2]
+        client, _, counts = scripted.batched([emitted])
+        [result] = scripted.alone([emitted]).results
+        assert client.tokens == result.tokens == emitted[:2]
         assert counts == [([4], 2)]
         assert result.accepted == 3
 
 
 @pytest.mark.parametrize("is_llama", (False, True), ids=("metaspace", "llama"))
-def test_what_goes_on_after_a_prompt_begins_with_the_blank_between_them(
-    tmp_path: Path, is_llama: bool
-) -> None:
+def test_the_text_after_a_prompt_begins_with_the_blank_between_them(tmp_path: Path, is_llama: bool) -> None:
     sentence_piece = Tokenizer(
         tiny_pair.save_sentence_piece_tokenizer(tmp_path, is_llama=is_llama), "ygg compile"
     )

@@ -1,4 +1,4 @@
-"""OpenAI's own client, unmodified, against the server."""
+"""OpenAI's own client, unmodified, with this server."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from test_api import CONTEXT, STORY, Running, eventually, server
 
 KEY = "a key"
+HI = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def client(running: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_completions(client: openai.OpenAI) -> None:
+def test_completions_have_all_choices_and_the_usage(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model="tiny", prompt=["Once", "Twice"], n=2, max_tokens=100, temperature=0.7, seed=1, user="me"
     )
@@ -33,18 +34,15 @@ def test_completions(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
-        max_completion_tokens=4,
-    )
+def test_chat_returns_a_message_of_the_assistant(client: openai.OpenAI) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *HI]
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=4)
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].message.role == "assistant"
     assert STORY.startswith(str(answer.choices[0].message.content))
 
 
-def test_streams(client: openai.OpenAI) -> None:
+def test_a_stream_of_completions_has_the_text_and_the_usage(client: openai.OpenAI) -> None:
     chunks = list(
         client.completions.create(
             model="tiny", prompt="Once", max_tokens=100, stream=True, stream_options={"include_usage": True}
@@ -53,20 +51,17 @@ def test_streams(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == STORY
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens > 0
-    reply = list(
-        client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "Hi"}], stream=True
-        )
-    )
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in reply) == STORY
-    assert reply[0].choices[0].delta.role == "assistant"
-    assert reply[-1].choices[0].finish_reason == "stop"
 
 
-def test_the_stream_helper_of_chat_puts_the_answer_together(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(
-        model="tiny", messages=[{"role": "user", "content": "Hi"}], logprobs=True
-    ) as stream:
+def test_a_stream_of_chat_has_the_text_and_the_role(client: openai.OpenAI) -> None:
+    chunks = list(client.chat.completions.create(model="tiny", messages=HI, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == STORY
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_the_stream_helper_of_chat_joins_the_answer(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(model="tiny", messages=HI, logprobs=True) as stream:
         for _ in stream:
             pass
         answer = stream.get_final_completion()
@@ -74,22 +69,17 @@ def test_the_stream_helper_of_chat_puts_the_answer_together(client: openai.OpenA
     assert answer.choices[0].logprobs is not None
 
 
-def test_log_probabilities(client: openai.OpenAI) -> None:
-    scores = (
-        client.completions.create(model="tiny", prompt="Once", max_tokens=3, logprobs=2).choices[0].logprobs
-    )
+def test_log_probabilities_of_completions_and_chat_agree(client: openai.OpenAI) -> None:
+    completion = client.completions.create(model="tiny", prompt="Once", max_tokens=3, logprobs=2)
+    scores = completion.choices[0].logprobs
     assert scores is not None
     assert scores.token_logprobs == [-0.5] * 3
     assert scores.top_logprobs is not None
     assert scores.text_offset is not None
-    reply = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "Hi"}],
-        max_tokens=3,
-        logprobs=True,
-        top_logprobs=2,
+    chat = client.chat.completions.create(
+        model="tiny", messages=HI, max_tokens=3, logprobs=True, top_logprobs=2
     )
-    chat_scores = reply.choices[0].logprobs
+    chat_scores = chat.choices[0].logprobs
     assert chat_scores is not None
     assert chat_scores.content is not None
     assert [entry.token for entry in chat_scores.content] == scores.tokens
@@ -103,27 +93,25 @@ def test_extra_fields_reach_the_batch(client: openai.OpenAI, running: Running) -
         extra_body={"top_k": 5, "min_p": 0.1, "ignore_eos": True, "speculation": "off"},
     )
     request = running.service.submitted[-1]
-    assert (
-        request.config.sampling.top_k,
-        request.config.sampling.min_p,
-        request.config.ignore_eos,
-        request.speculation,
-    ) == (5, 0.1, True, 0)
+    assert request.config.sampling.top_k == 5
+    assert request.config.sampling.min_p == 0.1
+    assert request.config.ignore_eos
+    assert request.speculation == 0
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_the_model_is_listed_and_found_by_name(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "yggdrasil"
 
 
-def test_errors_are_the_client_s_own(client: openai.OpenAI, running: Running) -> None:
+def test_errors_are_raised_as_the_client_s_own_classes(client: openai.OpenAI, running: Running) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model="tiny", prompt=[5] * CONTEXT)
     assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "prompt")
     with pytest.raises(openai.BadRequestError, match="logit_bias is not supported"):
         client.completions.create(model="tiny", prompt="Once", logit_bias={"5": 1})
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4'"):
-        client.chat.completions.create(model="gpt-4", messages=[{"role": "user", "content": "Hi"}])
+        client.chat.completions.create(model="gpt-4", messages=HI)
     with pytest.raises(openai.AuthenticationError, match="API key"):
         client.with_options(api_key="another").models.list()
     running.service.is_full = True

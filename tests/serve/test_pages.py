@@ -1,4 +1,7 @@
-"""Pages: whatever is taken, shared and given back, free and used ones are all there are."""
+"""Pages: after any taking, sharing and releasing, every page is either free or used.
+
+Shapes: P = pages of a row.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,13 @@ def pool(num_pages: int = 8) -> PagePool:
     return PagePool(num_pages, num_rows=3, max_indices=128)
 
 
-def filled(pages: PagePool, row: int, tokens: list[int], *, draft_len: int = 0) -> None:
-    """A row that has computed all but the last of its tokens."""
+@pytest.fixture
+def pages() -> PagePool:
+    return pool()
+
+
+def fill(pages: PagePool, row: int, tokens: list[int], *, draft_len: int = 0) -> None:
+    """Take pages for a row and publish all of its tokens except the last."""
     target_len, _ = pages.share_(row, tokens)
     pages.extend_(row, len(tokens))
     pages.publish_(row, tokens, max(target_len, len(tokens) - 1), draft_len)
@@ -31,8 +39,7 @@ def test_a_page_holds_sixteen_indices(indices: int, pages: int) -> None:
     assert pages_for(indices) == pages
 
 
-def test_a_row_s_table_lists_its_pages_in_order() -> None:
-    pages = pool()
+def test_a_row_s_table_lists_its_pages_in_order(pages: PagePool) -> None:
     pages.extend_(0, 20)
     pages.extend_(1, 16)
     pages.extend_(0, 33)
@@ -41,7 +48,7 @@ def test_a_row_s_table_lists_its_pages_in_order() -> None:
     assert (pages.num_free, pages.num_missing(0, 48), pages.num_missing(0, 49)) == (4, 0, 1)
 
 
-def test_too_few_pages_are_refused_and_none_is_taken() -> None:
+def test_a_row_takes_no_page_if_too_few_are_free() -> None:
     pages = pool(2)
     with pytest.raises(CapacityError, match="3 needed, 2 free"):
         pages.extend_(0, 40)
@@ -49,52 +56,49 @@ def test_too_few_pages_are_refused_and_none_is_taken() -> None:
     pages.check()
 
 
-def test_a_prompt_shares_the_full_pages_of_an_equal_beginning() -> None:
-    pages = pool()
-    filled(pages, 0, TEXT[:50], draft_len=20)
-    assert pages.share_(1, [*TEXT[:40], 1, 2, 3]) == (32, 16)  # of the draft only the first page was there
+def test_a_prompt_shares_the_full_pages_of_an_equal_beginning(pages: PagePool) -> None:
+    fill(pages, 0, TEXT[:50], draft_len=20)
+    assert pages.share_(1, [*TEXT[:40], 1, 2, 3]) == (32, 16)  # the draft had filled only the first page
     assert pages.table_BP[1, :2].tolist() == pages.table_BP[0, :2].tolist()
     pages.check()
     pages.release_(0)
     pages.check()
     assert pages.num_free == 6  # two are still in use
-    # another beginning, though all pages of it are the same text one token later
+    # another beginning: the same text, but one token later
     assert pages.share_(2, [9, *TEXT]) == (0, 0)
 
 
-def test_the_last_token_of_a_prompt_is_always_computed() -> None:
-    pages = pool()
-    filled(pages, 0, TEXT[:49])
-    # 48 tokens are three full pages, but a token must follow
+def test_the_last_token_of_a_prompt_is_always_computed(pages: PagePool) -> None:
+    fill(pages, 0, TEXT[:49])
+    # 48 tokens are three full pages, but the logits of the last token are needed
     assert pages.share_(1, TEXT[:48]) == (32, 0)
 
 
-def test_freed_text_is_found_until_its_page_is_taken() -> None:
+def test_released_text_can_be_shared_until_its_page_is_taken() -> None:
     pages = pool(4)
-    filled(pages, 0, TEXT[:49])
+    fill(pages, 0, TEXT[:49])
     pages.release_(0)
     assert pages.share_(1, TEXT[:49]) == (48, 0)
     pages.release_(1)
-    pages.extend_(2, 64)  # takes them all
+    pages.extend_(2, 64)  # takes all pages
     assert pages.share_(1, TEXT[:49]) == (0, 0)
     pages.check()
 
 
-def test_the_end_of_a_freed_text_is_taken_first() -> None:
+def test_the_end_of_a_released_text_is_taken_first() -> None:
     pages = pool(4)
-    filled(pages, 0, TEXT[:49])
+    fill(pages, 0, TEXT[:49])
     pages.release_(0)
     pages.extend_(2, 16)
-    assert pages.share_(1, TEXT[:49]) == (48, 0)  # the page that went was the unfinished fourth
+    assert pages.share_(1, TEXT[:49]) == (48, 0)  # the page taken was the fourth, which was not full
     pages.release_(1)
     pages.extend_(2, 32)
     assert pages.share_(1, TEXT[:49]) == (32, 0)
 
 
-def test_flushing_forgets_what_nobody_uses() -> None:
-    pages = pool()
-    filled(pages, 0, TEXT[:33])
-    filled(pages, 1, TEXT[40:73])
+def test_flushing_forgets_the_text_of_free_pages(pages: PagePool) -> None:
+    fill(pages, 0, TEXT[:33])
+    fill(pages, 1, TEXT[40:73])
     pages.release_(1)
     pages.flush_()
     assert pages.share_(1, TEXT[40:73]) == (0, 0)
@@ -113,7 +117,9 @@ def test_flushing_forgets_what_nobody_uses() -> None:
         max_size=40,
     )
 )
-def test_any_sequence_keeps_the_accounts(actions: list[tuple[str, int, int, int]]) -> None:
+def test_any_sequence_of_actions_keeps_the_pool_consistent(
+    actions: list[tuple[str, int, int, int]],
+) -> None:
     pages = pool(9)
     texts = {}
     for action, row, count, start in actions:
@@ -142,7 +148,7 @@ def test_any_sequence_keeps_the_accounts(actions: list[tuple[str, int, int, int]
     pages.check()
 
 
-def test_waves_move_a_page_only_after_its_place_was_read() -> None:
+def test_waves_write_a_page_only_after_it_was_read() -> None:
     assert list(waves({7: 1, 8: 2}, spare=9)) == [{7: 1, 8: 2}]
     assert list(waves({1: 2, 2: 3}, spare=9)) == [{2: 3}, {1: 2}]
     assert list(waves({1: 2, 2: 1}, spare=9)) == [{1: 9}, {2: 1}, {9: 2}]
@@ -150,7 +156,7 @@ def test_waves_move_a_page_only_after_its_place_was_read() -> None:
 
 
 @given(st.permutations(range(8)), st.permutations(range(8)), st.integers(0, 8))
-def test_any_mapping_of_pages_carries_every_page_once(old: list[int], new: list[int], count: int) -> None:
+def test_any_mapping_moves_every_page_once(old: list[int], new: list[int], count: int) -> None:
     moves = dict(zip(old[:count], new[:count], strict=True))
     storage = torch.arange(9.0)[:, None].repeat(1, 3)
     migrate_(storage, moves, spare=8)
@@ -178,7 +184,7 @@ def test_expansion_appends_pages_and_contraction_renames_what_rows_own() -> None
         pool.extend_(2, 32)
 
 
-def test_contraction_keeps_shared_prefixes_shared_and_findable() -> None:
+def test_contraction_keeps_shared_prefixes_shared() -> None:
     tokens = list(range(50))
     pool = PagePool(4, num_rows=3, max_indices=200)
     pool.extend_(2, 64)
@@ -190,11 +196,8 @@ def test_contraction_keeps_shared_prefixes_shared_and_findable() -> None:
     moves = pool.contract_(4)
     pool.check()
     assert sorted(moves) == [4, 5, 6, 7]
-    assert (
-        pool.table_BP[0, :3].tolist()
-        == pool.table_BP[1, :3].tolist()
-        == [moves[page] for page in (4, 5, 6)]
-    )
+    for row in (0, 1):
+        assert pool.table_BP[row, :3].tolist() == [moves[page] for page in (4, 5, 6)]
     pool.release_(1)
     assert pool.share_(1, tokens) == (48, 0)
     pool.check()

@@ -1,6 +1,4 @@
-"""The benchmark's replay of arrivals: the same load always, the same texts on any clock, figures that
-repeat where time is the profile's, arms in turns.
-"""
+"""The benchmark's replay of arrivals: the same load, the same texts on any clock, repeatable times."""
 
 from __future__ import annotations
 
@@ -28,26 +26,23 @@ def arrivals(tiny: LoadedPair) -> list[Arrival]:
     return poisson([tiny.tokenizer.encode(TEXT)], rate=200.0, seconds=0.04, seed=3, output_tokens=(4, 12))
 
 
-def by_the_profile(served: Bench, arrivals: list[Arrival]) -> Replay:
+def profile_replay(served: Bench, arrivals: list[Arrival]) -> Replay:
+    """A replay whose times are those of the profile."""
     batcher = served.batcher(FixedGamma(2))
     with ProfileClock(batcher, served.pair.latency).running():
         return replay(batcher, FixedGamma(2), arrivals)
 
 
-def test_time_by_the_profile_repeats_and_changes_no_text(served: Bench, arrivals: list[Arrival]) -> None:
+def test_times_of_the_profile_repeat_and_change_no_text(served: Bench, arrivals: list[Arrival]) -> None:
     assert len(arrivals) > 3
-    first, again = (by_the_profile(served, arrivals) for _ in range(2))
+    first, again = (profile_replay(served, arrivals) for _ in range(2))
     assert first.to_json() == again.to_json()
     assert first.texts == replay(served.batcher(FixedGamma(2)), FixedGamma(2), arrivals).texts
 
 
-def test_time_by_the_profile_is_what_its_forwards_take_and_what_nobody_asked_for(
-    served: Bench, arrivals: list[Arrival]
-) -> None:
-    """One request that comes after a second: the second is slept away, its steps take the profile's
-    milliseconds each.
-    """
-    done = by_the_profile(served, [Arrival(1.0, arrivals[0].prompt, 6)])
+def test_a_request_takes_the_profile_s_time_of_its_forwards(served: Bench, arrivals: list[Arrival]) -> None:
+    """One request arrives after a second without load, which does not count; then its steps take time."""
+    done = profile_replay(served, [Arrival(1.0, arrivals[0].prompt, 6)])
     latency = served.pair.latency
     busy_ms = sum(report.total_ms for _, report in done.steps)
     assert done.seconds == pytest.approx(busy_ms / 1e3, abs=1e-5)
@@ -55,11 +50,11 @@ def test_time_by_the_profile_is_what_its_forwards_take_and_what_nobody_asked_for
     assert done.steps[0][0] == pytest.approx(1.0 + done.steps[0][1].total_ms / 1e3, abs=1e-5)
 
 
-def test_an_own_clock_stands_still_while_others_run_and_does_not_wait_for_sleepers() -> None:
+def test_an_own_clock_stops_while_others_run_and_skips_sleep() -> None:
     ticks = count()
     clock = OwnClock(wall=lambda: float(next(ticks)))
     start = clock.now
-    with clock.running():  # the wall moves by one whenever it is read: at the start, here, and at the end
+    with clock.running():  # the wall clock advances by 1 when it is read: at the start, here, at the end
         assert time.perf_counter() == start + 1
     assert clock.now == clock.now == start + 2
     for _ in range(5):
@@ -69,8 +64,10 @@ def test_an_own_clock_stands_still_while_others_run_and_does_not_wait_for_sleepe
         assert time.perf_counter() == pytest.approx(start + 103, abs=1e-4)
 
 
-def test_in_turns_every_arm_has_the_time_it_has_alone(tiny: LoadedPair, arrivals: list[Arrival]) -> None:
-    """By the profile, where nothing else can make a difference."""
+def test_arms_in_turns_take_the_time_that_they_take_alone(
+    tiny: LoadedPair, arrivals: list[Arrival]
+) -> None:
+    """Times are those of the profile, so nothing else can make a difference."""
     benches = {gamma: Bench(tiny) for gamma in (0, 3)}
 
     def arm(gamma: int) -> tuple[Batcher, ProfileClock]:

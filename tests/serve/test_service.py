@@ -1,9 +1,9 @@
-"""The batcher in its thread: requests from other threads, cancellation, a full queue, a defect, the end."""
+"""The batcher in its thread: requests from other threads, cancellation, a full queue, defects, shutdown."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from queue import Queue
 
@@ -15,11 +15,11 @@ from yggdrasil.errors import ArtifactError, ConfigError, QueueFull, ServiceEnded
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.batcher import Batcher
-from yggdrasil.serve.load import open_service
+from yggdrasil.serve.load import load_service
 from yggdrasil.serve.request import DEFECT, Event, Observer, Request, StepReport
 from yggdrasil.serve.service import Service
 
-PATIENCE_S = 60.0  # no test waits so long unless something hangs
+PATIENCE_S = 60.0  # no test waits this long unless something hangs
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,14 @@ def bench(tiny: LoadedPair) -> Bench:
 
 @contextmanager
 def serving(batcher: Batcher, *, max_queue: int = 8) -> Iterator[Service]:
-    service = Service(batcher, max_queue=max_queue, policy_name="off", observer=Observer())
+    service = new_service(batcher, max_queue=max_queue)
     service.start()
     yield service
     service.drain(PATIENCE_S)
+
+
+def new_service(batcher: Batcher, *, max_queue: int = 8) -> Service:
+    return Service(batcher, max_queue=max_queue, policy_name="off", observer=Observer())
 
 
 class Waiting(Client):
@@ -56,6 +60,11 @@ class Waiting(Client):
         return Request(prompt=self.prompt, config=self.config, on_event=on_event)
 
 
+def all_end(clients: Iterable[Waiting]) -> bool:
+    """Wait until the requests of all clients have ended."""
+    return all(each.ended.wait(PATIENCE_S) for each in clients)
+
+
 def test_requests_of_many_threads_get_their_own_texts(bench: Bench) -> None:
     clients = [Waiting(list(range(10 + place, 20 + place)), 12 + place) for place in range(6)]
     with serving(bench.batcher(Schedule([3]))) as service:
@@ -66,27 +75,27 @@ def test_requests_of_many_threads_get_their_own_texts(bench: Bench) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert all(each.ended.wait(PATIENCE_S) for each in clients)
+        assert all_end(clients)
         assert service.is_healthy
     assert not service.is_healthy
     assert all(each.tokens == bench.reference(each) for each in clients)
 
 
-def test_a_cancelled_request_ends_and_gives_its_pages_back(bench: Bench) -> None:
+def test_a_cancelled_request_ends_and_frees_its_pages(bench: Bench) -> None:
     with serving(bench.batcher(Schedule([1]))) as service:
         begun = threading.Event()
         asking = Waiting([5, 6, 7], 240, on_first=begun.set)
         ticket = service.submit(asking.request())
         assert begun.wait(PATIENCE_S)
         service.cancel(ticket)
-        service.cancel(ticket)  # once more does nothing
+        service.cancel(ticket)  # the second time does nothing
         assert asking.ended.wait(PATIENCE_S)
         info = service.info()
         assert info["free_pages"] == info["num_pages"]
     assert (asking.finish, asking.tokens) == ("cancelled", bench.reference(asking)[: len(asking.tokens)])
 
 
-def test_a_full_queue_says_when_to_come_back(bench: Bench) -> None:
+def test_a_full_queue_refuses_a_request_and_gives_a_time_to_retry(bench: Bench) -> None:
     batcher = bench.batcher(Schedule([0]), num_rows=1)
     held = threading.Event()
     step = batcher.step
@@ -104,13 +113,13 @@ def test_a_full_queue_says_when_to_come_back(bench: Bench) -> None:
             service.submit(Waiting([5], 4).request())
         assert caught.value.retry_after_s >= 1
         held.set()
-        assert all(each.ended.wait(PATIENCE_S) for each in clients)
+        assert all_end(clients)
         last = Waiting([5], 4)
-        service.submit(last.request())  # there is room again
+        service.submit(last.request())  # the queue has space again
         assert last.ended.wait(PATIENCE_S)
 
 
-def test_what_a_request_gets_wrong_is_said_at_once(bench: Bench) -> None:
+def test_an_invalid_request_is_refused_at_once(bench: Bench) -> None:
     with (
         serving(bench.batcher(Schedule([0]))) as service,
         pytest.raises(ConfigError, match="max_new_tokens"),
@@ -137,7 +146,7 @@ def test_a_defect_ends_the_requests_of_its_step_and_the_next_are_served(
         asking = Waiting([5, 6], 4)
         service.submit(asking.request())
         assert asking.ended.wait(PATIENCE_S)
-        # what is broken is for the log
+        # the cause is only logged
         assert (asking.finish, asking.events[-1].error) == ("error", DEFECT)
         again = Waiting([5, 6], 4)
         service.submit(again.request())
@@ -164,13 +173,13 @@ def test_a_failing_forward_ends_only_the_requests_in_it(
         for request in requests:
             batcher.submit(batcher.ticket(request))
         with serving(batcher):
-            assert all(each.ended.wait(PATIENCE_S) for each in clients)
+            assert all_end(clients)
     assert [each.finish for each in clients] == ["error", "error", "length", "length"]
     assert all(each.tokens == bench.reference(each) for each in clients[2:])
     assert caplog.text.count("a step failed") == 1
 
 
-def test_a_long_prompt_that_was_not_in_the_forward_lives_on(bench: Bench) -> None:
+def test_a_request_that_was_not_in_the_failed_forward_continues(bench: Bench) -> None:
     batcher = bench.batcher(Schedule([0]))
     long = Waiting([7] * (2 * batcher.target.prefill_chunk), 3)
     later = Waiting([5, 6], 3)
@@ -182,7 +191,7 @@ def test_a_long_prompt_that_was_not_in_the_forward_lives_on(bench: Bench) -> Non
             batcher.step()
         batcher.fail()
     batcher.check()
-    assert (long.finish, later.finish) == ("error", None)  # the chunk of the first one left no room
+    assert (long.finish, later.finish) == ("error", None)  # the chunk of the first one filled the graph
     while batcher.step() is not None:
         batcher.check()
     assert later.tokens == bench.reference(later)
@@ -203,7 +212,7 @@ def test_a_step_that_fails_before_its_forwards_ends_every_request(bench: Bench) 
     batcher.check()
 
 
-def test_a_token_beyond_the_embedding_is_refused_whatever_the_tokenizer_has(bench: Bench) -> None:
+def test_a_token_beyond_the_embedding_is_refused(bench: Bench) -> None:
     vocab = bench.pair.bundle.vocab
     for token in (-1, vocab):
         asking = Waiting([5, token], 4)
@@ -216,8 +225,8 @@ def test_a_token_beyond_the_embedding_is_refused_whatever_the_tokenizer_has(benc
             next(bench.pair.engine.generate(asking.prompt, plain_policy(), asking.config))
 
 
-def test_draining_finishes_what_was_asked(bench: Bench) -> None:
-    service = Service(bench.batcher(Schedule([2])), max_queue=8, policy_name="off", observer=Observer())
+def test_draining_finishes_all_requests(bench: Bench) -> None:
+    service = new_service(bench.batcher(Schedule([2])))
     service.start()
     clients = [Waiting([5 + place, 6], 20) for place in range(6)]
     for each in clients:
@@ -226,29 +235,29 @@ def test_draining_finishes_what_was_asked(bench: Bench) -> None:
     assert all(each.finish == "length" for each in clients)
 
 
-def test_what_is_not_done_in_time_is_told_so(bench: Bench) -> None:
-    service = Service(bench.batcher(Schedule([0])), max_queue=8, policy_name="off", observer=Observer())
+def test_draining_cancels_requests_that_do_not_finish_in_time(bench: Bench) -> None:
+    service = new_service(bench.batcher(Schedule([0])))
     service.start()
     asking = Waiting([5, 6], 240)
     service.submit(asking.request())
     assert not service.drain(0.0)
-    assert asking.finish == "cancelled"  # which the API answers with 503: no defect of ours
+    assert asking.finish == "cancelled"  # for which the API responds with 503
     assert asking.tokens == bench.reference(asking)[: len(asking.tokens)]
 
 
-def test_a_dead_thread_takes_no_request_and_is_not_waited_for(
+def test_a_dead_thread_takes_no_request_and_draining_does_not_wait_for_it(
     bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = Service(bench.batcher(Schedule([0])), max_queue=1, policy_name="off", observer=Observer())
-    with pytest.raises(ServiceEnded):  # it does not live yet
+    service = new_service(bench.batcher(Schedule([0])), max_queue=1)
+    with pytest.raises(ServiceEnded):  # it has not started yet
         service.submit(Waiting([5, 6], 4).request())
     service.start()
     service._call(lambda: 1 / 0)  # a defect outside of a step
     service._thread.join(PATIENCE_S)
-    for _ in range(2):  # never a full queue, which would have clients come back for ever
+    for _ in range(2):  # never QueueFull, after which clients would retry for ever
         with pytest.raises(ServiceEnded, match="start `ygg serve` again"):
             service.submit(Waiting([5, 6], 4).request())
-    monkeypatch.setattr(service._idle, "wait", lambda timeout: pytest.fail("nobody will end this wait"))
+    monkeypatch.setattr(service._idle, "wait", lambda timeout: pytest.fail("this wait would never end"))
     assert not service.drain(PATIENCE_S)
     assert "the decoding thread died" in caplog.text
 
@@ -257,8 +266,8 @@ def test_a_thread_that_dies_while_it_drains_ends_the_wait(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batcher = bench.batcher(Schedule([0]))
-    service = Service(batcher, max_queue=8, policy_name="off", observer=Observer())
-    # dies when all is done and the state is checked
+    service = new_service(batcher)
+    # the thread dies in its check after all requests are done
     asking = Waiting([5, 6], 8, on_first=lambda: setattr(batcher, "check", lambda: 1 / 0))
     service.start()
     service.submit(asking.request())
@@ -268,53 +277,53 @@ def test_a_thread_that_dies_while_it_drains_ends_the_wait(
         service._idle, "wait", lambda timeout: was_woken.append(wait(timeout)) or was_woken[-1]
     )
     assert not service.drain(PATIENCE_S)
-    # not by the end of its patience; it does not wait at all where the thread was quicker
+    # the wait ends before its timeout; `drain` does not wait at all if the thread is already dead
     assert all(was_woken)
     assert not service.drain(PATIENCE_S)
 
 
-def test_the_context_that_is_served_is_what_the_pages_hold(bench: Bench) -> None:
+def test_the_served_context_is_limited_by_the_pages(bench: Bench) -> None:
     page_bytes = bench.pair.bundle.page_bytes
     name = bench.pair.bundle.name
     for num_pages, context in ((4, 64), (1000, 256)):
-        opened = open_service(
+        loaded = load_service(
             name, ServeConfig(gamma_max=4, max_batch=2, kv_memory_bytes=num_pages * page_bytes), Observer()
         )
-        assert opened.service.max_context == context
-        opened.service.start()
+        assert loaded.service.max_context == context
+        loaded.service.start()
         asking = Waiting([5, 6], 1)
-        asking.config = GenerateConfig(ignore_eos=True)  # no limit: as many as there is room for
-        opened.service.submit(asking.request())
+        asking.config = GenerateConfig(ignore_eos=True)  # no limit: as many tokens as the pages hold
+        loaded.service.submit(asking.request())
         assert asking.ended.wait(PATIENCE_S)
         assert (asking.finish, len(asking.tokens)) == ("length", context - 2)
-        assert opened.service.info()["max_context"] == context
-        opened.service.drain(PATIENCE_S)
+        assert loaded.service.info()["max_context"] == context
+        loaded.service.drain(PATIENCE_S)
 
 
 @pytest.mark.parametrize("policy", ("nightjar", "nightjar-printed", "dsd", "tetris", "tiers"))
 def test_a_pair_is_served_under_every_kind_of_policy(bench: Bench, policy: str) -> None:
-    opened = open_service(
+    loaded = load_service(
         bench.pair.bundle.name, ServeConfig(policy=policy, gamma_max=4, max_batch=3), Observer()
     )
-    opened.service.start()
+    loaded.service.start()
     clients = [Waiting(list(range(30 + place, 38 + place)), 30) for place in range(5)]
     for each in clients:
-        opened.service.submit(each.request())
-    assert all(each.ended.wait(PATIENCE_S) for each in clients)
-    assert opened.service.info()["policy"] == policy
-    opened.service.drain(PATIENCE_S)
+        loaded.service.submit(each.request())
+    assert all_end(clients)
+    assert loaded.service.info()["policy"] == policy
+    loaded.service.drain(PATIENCE_S)
     assert all(each.tokens == bench.reference(each) for each in clients)
 
 
-def test_what_cannot_be_opened_is_said_in_one_line(bench: Bench) -> None:
+def test_a_pair_that_cannot_be_served_is_an_error(bench: Bench) -> None:
     name = bench.pair.bundle.name
     with pytest.raises(ArtifactError, match="no compiled pair named 'nobody'"):
-        open_service("nobody", ServeConfig(), Observer())
+        load_service("nobody", ServeConfig(), Observer())
     with pytest.raises(ConfigError, match="policy: 'best'"):
-        open_service(name, ServeConfig(policy="best", max_batch=4), Observer())
+        load_service(name, ServeConfig(policy="best", max_batch=4), Observer())
     with pytest.raises(ConfigError, match="at least one page of .*; ygg serve --kv-memory"):
-        open_service(name, ServeConfig(kv_memory_bytes=100, max_batch=4), Observer())
+        load_service(name, ServeConfig(kv_memory_bytes=100, max_batch=4), Observer())
     with pytest.raises(ConfigError, match="at most 16, half .*; ygg serve --max-batch 16"):
-        open_service(name, ServeConfig(max_batch=17), Observer())
+        load_service(name, ServeConfig(max_batch=17), Observer())
     with pytest.raises(ConfigError, match="gamma_max: 999 .*; ygg serve --gamma-max"):
-        open_service(name, ServeConfig(gamma_max=999, max_batch=4), Observer())
+        load_service(name, ServeConfig(gamma_max=999, max_batch=4), Observer())

@@ -215,7 +215,7 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
     from yggdrasil.serve.api import Serving
     from yggdrasil.serve.chat import load_chat_template
     from yggdrasil.serve.hosts import HostNames
-    from yggdrasil.serve.load import open_service
+    from yggdrasil.serve.load import load_service
     from yggdrasil.serve.metrics import Metrics
 
     bundle = load_bundle(name)
@@ -223,7 +223,7 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
         token_bytes=bundle.kv_target.token_bytes(getattr(torch, bundle.config.dtype)),
         gamma_max=config.gamma_max,
     )
-    opened = open_service(name, config, metrics)
+    opened = load_service(name, config, metrics)
     note_threads(opened.latency, bundle.command)
     serving = Serving(
         service=opened.service,

@@ -1,3 +1,1 @@
-"""Many requests at once: pages of KV, rows around the same step, a thread that runs them, and HTTP in
-front.
-"""
+"""Serving many requests at once: pages of KV, a batcher, the thread that runs it, and HTTP."""

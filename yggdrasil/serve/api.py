@@ -5,8 +5,8 @@ POST /v1/completions  /v1/chat/completions
 GET  /v1/models  /v1/models/ID  /server_info  /metrics  /health
 ```
 
-With a key, every route but /health asks for it. A request becomes one row of the batch per choice; its rows
-are cancelled together when the client goes away, streaming or not, and when one of them fails."""
+If a key is set, every route except /health requires it. A request becomes one row of the batch per choice.
+Its rows are cancelled together when the client disconnects, streaming or not, or if one of them fails."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ router = APIRouter()
 
 
 class BatchService(Protocol):
-    """What this module needs of a service."""
+    """The part of a service that this module uses."""
 
     def submit(self, request: Request) -> Any:
         """Queue a request; returns its ticket."""
         ...
 
     def cancel(self, ticket: Any) -> None:
-        """Let a request go."""
+        """End a request early."""
         ...
 
     def info(self) -> dict[str, Any]:
-        """State, in JSON values; may wait for a step."""
+        """State in JSON values; may wait for a step."""
         ...
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it works."""
+        """Whether the service runs."""
         ...
 
 
@@ -71,14 +71,19 @@ class Serving:
     """What the routes share.
 
     Args:
-        max_context: Most tokens of prompt and output together.
-        vocab: V: the token ids of both models go from 0 up to this.
-        max_rows: Most choices of one HTTP request.
-        api_key: Asked of clients; empty asks for none.
-        hosts: Names that clients without a key may call this server by.
+        service: Decodes the requests.
+        tokenizer: Tokenizer of the pair.
+        template: Template of conversations.
+        metrics: Also the service's observer.
+        model: Name of the model for clients.
+        max_context: Largest number of tokens of prompt and output together.
+        vocab: V: the token ids of both models go from 0 to V - 1.
+        max_rows: Largest number of choices of one HTTP request.
+        api_key: Required of clients; empty requires none.
+        hosts: Host names that clients without a key may use.
 
     Attributes:
-        is_draining: Set when no new requests are taken.
+        is_draining: Set while new requests are refused.
     """
 
     service: BatchService
@@ -96,12 +101,12 @@ class Serving:
 
     @property
     def encoder(self) -> PromptEncoder:
-        """What turns prompts into tokens."""
+        """Turns prompts into tokens."""
         return PromptEncoder(self.tokenizer, self.template, self.max_context, self.vocab)
 
 
 def create_app(serving: Serving) -> FastAPI:
-    """The ASGI application."""
+    """Build the ASGI application."""
     app = FastAPI(title="Yggdrasil", openapi_url=None, redirect_slashes=False)
     app.state.serving = serving
     app.include_router(router)
@@ -114,54 +119,53 @@ def create_app(serving: Serving) -> FastAPI:
 
 
 class Rows:
-    """The rows of one HTTP request: submitted together, heard together, cancelled together."""
+    """The rows of one HTTP request: their submission, their events and their cancellation."""
 
     def __init__(self, service: BatchService) -> None:
         self._service = service
         self._loop = asyncio.get_running_loop()
-        self._heard: asyncio.Queue[tuple[int, Event] | ApiError | None] = asyncio.Queue()
+        self._received: asyncio.Queue[tuple[int, Event] | ApiError | None] = asyncio.Queue()
         self._tickets: dict[int, Any] = {}
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue all of them; when one is refused, `close` cancels those before it."""
+        """Queue all requests; if one is refused, `close` cancels those before it."""
         for index, request in enumerate(requests):
             self._tickets[index] = self._service.submit(
-                replace(request, on_event=partial(self._hear, index))
+                replace(request, on_event=partial(self._receive, index))
             )
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Every event with the index of its row, until all rows have ended or the client has gone.
+        """Every event with the index of its row, until all rows have ended or the client disconnects.
 
         Raises:
             ApiError: a row failed, or the service died.
         """
         while self._tickets:
-            heard = await self._heard.get()
-            if heard is None:
+            received = await self._received.get()
+            if received is None:
                 return
-            if isinstance(heard, ApiError):
-                raise heard
-            index, event = heard
+            if isinstance(received, ApiError):
+                raise received
+            index, event = received
             if event.finish is not None:
                 del self._tickets[index]
             if event.finish == "error":
                 raise ApiError(500, event.error or "decoding failed")
-            if event.finish == "cancelled":  # not by us: we no longer listen then
+            if event.finish == "cancelled":  # not by `close`, after which no events are read
                 raise ApiError(503, "the server is shutting down")
             yield index, event
 
     async def watch(self, http: HttpRequest) -> None:
-        """End `events` as soon as the client has gone or the service has died."""
+        """End `events` as soon as the client disconnects or the service dies."""
         while True:
             try:
                 async with asyncio.timeout(HEALTH_CHECK_S):
                     if (await http.receive())["type"] == "http.disconnect":
-                        return self._heard.put_nowait(None)
+                        return self._received.put_nowait(None)
             except TimeoutError:
                 if not self._service.is_healthy:
-                    return self._heard.put_nowait(
-                        ApiError(500, "the decoding thread has died; see the server's log")
-                    )
+                    error = ApiError(500, "the decoding thread has died; see the server's log")
+                    return self._received.put_nowait(error)
 
     def close(self) -> None:
         """Cancel the rows that have not ended."""
@@ -169,10 +173,10 @@ class Rows:
             self._service.cancel(ticket)
         self._tickets.clear()
 
-    def _hear(self, index: int, event: Event) -> None:
-        """In the service's thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self._heard.put_nowait, (index, event))
+    def _receive(self, index: int, event: Event) -> None:
+        """Called in the service's thread."""
+        with suppress(RuntimeError):  # the loop is closed, so no one waits for events
+            self._loop.call_soon_threadsafe(self._received.put_nowait, (index, event))
 
 
 def _serving(http: HttpRequest) -> Serving:
@@ -181,9 +185,7 @@ def _serving(http: HttpRequest) -> Serving:
 
 
 async def _rows(http: HttpRequest) -> AsyncIterator[Rows]:
-    """Rows that are closed after the response, however that ends: a stream may be cancelled before its
-    first event.
-    """
+    """Rows that are always closed after the response: a stream may be cancelled before its first event."""
     serving = _serving(http)
     if serving.is_draining:
         raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
@@ -198,7 +200,7 @@ async def _rows(http: HttpRequest) -> AsyncIterator[Rows]:
 
 CompletionBody = Annotated[CompletionRequest, Depends(read_body(CompletionRequest))]
 ChatBody = Annotated[ChatRequest, Depends(read_body(ChatRequest))]
-RowsOfRequest = Annotated[Rows, Depends(_rows)]  # after the body: it hears all that the client sends then
+RowsOfRequest = Annotated[Rows, Depends(_rows)]  # after the body: `watch` reads all later messages
 
 
 @router.post("/v1/completions")
@@ -206,7 +208,8 @@ async def completions(http: HttpRequest, body: CompletionBody, rows: RowsOfReque
     """Continue prompts."""
     serving = _serving(http)
     prompts = await _begin(serving, body, rows)
-    return await _respond(CompletionReply(body, serving.model, serving.tokenizer, prompts), body, rows)
+    reply = CompletionReply(body, serving.model, serving.tokenizer, prompts)
+    return await _respond(reply, body, rows)
 
 
 @router.post("/v1/chat/completions")
@@ -214,7 +217,8 @@ async def chat_completions(http: HttpRequest, body: ChatBody, rows: RowsOfReques
     """Answer a conversation."""
     serving = _serving(http)
     prompts = await _begin(serving, body, rows)
-    return await _respond(ChatReply(body, serving.model, serving.tokenizer, prompts), body, rows)
+    reply = ChatReply(body, serving.model, serving.tokenizer, prompts)
+    return await _respond(reply, body, rows)
 
 
 async def _begin(serving: Serving, body: WireRequest, rows: Rows) -> list[list[int]]:
@@ -227,18 +231,16 @@ async def _begin(serving: Serving, body: WireRequest, rows: Rows) -> list[list[i
 
 async def _respond(reply: Reply, body: WireRequest, rows: Rows) -> Response:
     if body.stream:
-        return StreamingResponse(
-            _stream(reply, body, rows),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache"},
-        )
-    heard: dict[int, list[Event]] = {}
+        stream = _stream(reply, body, rows)
+        headers = {"Cache-Control": "no-cache"}
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+    received: dict[int, list[Event]] = {}
     async for index, event in rows.events():
         reply.count(event)
-        heard.setdefault(index, []).append(event)
-    if not all(events[-1].finish for events in heard.values()):
-        return Response(status_code=499)  # the client has gone: nobody reads this
-    return JSONResponse(reply.whole([merge(heard[index]) for index in sorted(heard)]))
+        received.setdefault(index, []).append(event)
+    if not all(events[-1].finish for events in received.values()):
+        return Response(status_code=499)  # the client has disconnected and does not read this
+    return JSONResponse(reply.whole([merge(received[index]) for index in sorted(received)]))
 
 
 async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[str]:
@@ -250,7 +252,7 @@ async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[
         if body.include_usage:
             yield _sse(reply.last_chunk())
         yield "data: [DONE]\n\n"
-    except ApiError as error:  # the status line is sent: the error can only go into the stream
+    except ApiError as error:  # the status line is already sent, so the error goes into the stream
         yield _sse(error.body)
     except Exception:
         logging.getLogger(__name__).exception("a stream failed")
@@ -263,20 +265,20 @@ def _sse(payload: dict[str, Any]) -> str:
 
 @router.get("/v1/models")
 async def models(http: HttpRequest) -> Response:
-    """The one model there is."""
+    """List the only model."""
     return JSONResponse({"object": "list", "data": [_model_card(_serving(http))]})
 
 
 @router.get("/v1/models/{model:path}")
 async def model(http: HttpRequest, model: str) -> Response:
-    """That model by its name."""
+    """Describe the model by its name."""
     _check_model(_serving(http), model)
     return JSONResponse(_model_card(_serving(http)))
 
 
 @router.get("/health")
 async def health(http: HttpRequest) -> Response:
-    """200 while requests are taken, else 503."""
+    """200 while requests are accepted, else 503."""
     serving = _serving(http)
     state = "draining" if serving.is_draining else "ok" if serving.service.is_healthy else "failed"
     return JSONResponse({"status": state}, 200 if state == "ok" else 503)
@@ -284,7 +286,7 @@ async def health(http: HttpRequest) -> Response:
 
 @router.get("/server_info")
 async def server_info(http: HttpRequest) -> Response:
-    """What the batch does and the policy has learnt; `internal_states` is where SGLang's clients look."""
+    """State of the batch and the policy; SGLang's clients read it in `internal_states`."""
     serving = _serving(http)
     if not serving.service.is_healthy:
         raise ApiError(503, "the decoding thread is not running")
@@ -295,7 +297,7 @@ async def server_info(http: HttpRequest) -> Response:
 
 @router.get("/metrics")
 async def metrics(http: HttpRequest) -> Response:
-    """For Prometheus."""
+    """Metrics for Prometheus."""
     return Response(_serving(http).metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -311,9 +313,5 @@ def _model_card(serving: Serving) -> dict[str, Any]:
 
 def _check_model(serving: Serving, name: str) -> None:
     if name != serving.model:
-        raise ApiError(
-            404,
-            f"there is no model {name!r}; this server has {serving.model!r}",
-            param="model",
-            code="model_not_found",
-        )
+        message = f"there is no model {name!r}; this server has {serving.model!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")

@@ -1,11 +1,13 @@
-"""Continuous batching: requests join and leave between steps, and every step is the one of the engine over
-rows.
+"""Continuous batching: requests join and leave between steps; a step runs the engine's verbs over rows.
 
 ```
-waiting  --admit-->  running: prefilling --root reached--> decoding  --end, cancel--> gone
+waiting  --admit-->  running: prefilling --root reached--> decoding  --end, cancel--> finished
    ^                     |
-   +------ preempt ------+      no page for the next token of the oldest rows: the youngest waits again
+   +------ preempt ------+
 ```
+
+A row is preempted when no page is left for the next token of an older row: the youngest is computed again
+later.
 
 Shapes: P = pages of a row.
 """
@@ -25,7 +27,7 @@ from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.policy.acceptance import Acceptance
-from yggdrasil.policy.gamma.budget import draft_room, prompt_room
+from yggdrasil.policy.gamma.budget import draft_budget, prompt_budget
 from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.serve.elastic import ElasticMemory
@@ -50,21 +52,21 @@ __all__ = ["Batcher"]
 
 
 class Batcher:
-    """Rows around one step; used by a single thread.
+    """Runs one step after another over all rows; used by a single thread.
 
     Args:
-        target: Decides every token; over the pool's page table.
-        draft: Guesses; over the same table.
-        pool: Pages of both.
-        policy: Chooses the speculative length of every step.
-        tokenizer: For the text of events and stop texts.
-        max_context: Most tokens of prompt and output together.
+        target: The target, whose graphs read the pool's page table.
+        draft: The draft, whose graphs read the same table.
+        pool: Pages of both models.
+        policy: Selects the speculative length of every step.
+        tokenizer: Gives the text of events and stop texts.
+        max_context: Largest number of tokens of prompt and output together.
+        gamma_max: Largest speculative length.
         eos_tokens: Tokens that end a text.
-        vocab: V: the token ids of both models go from 0 up to this.
-        observer: Called after steps and finished requests.
-        elastic: Lends the draft's room to the pool under load; None keeps the draft where it is.
-        acceptance: Calibration of the pair by temperature, for policies that verify fewer guesses than were
-            made.
+        vocab: V: the token ids of both models go from 0 to V - 1.
+        observer: Receives the reports of steps and finished requests.
+        elastic: Lends the draft's memory to the pool under load; None keeps the draft in memory.
+        acceptance: Calibration of the pair by temperature, for policies that verify only some drafts.
 
     Attributes:
         trace: Milliseconds per stage since construction.
@@ -103,11 +105,11 @@ class Batcher:
         self.gamma = 0
         self._waiting: deque[Ticket] = deque()
         self._running: list[Ticket] = []  # in the order of admission
-        self._stepping: list[Ticket] = []  # those whose tokens the forwards of this step take
+        self._stepping: list[Ticket] = []  # those with tokens in the forwards of this step
         self._free_rows = list(reversed(range(len(pool.table_BP))))
-        self._lasting_pages = pool.num_pages  # those that are only lent cannot be promised
-        # and the free pages then: nothing to look up again before one more is free
-        self._turned_away: tuple[Ticket, int] | None = None
+        self._base_pages = pool.num_pages  # without lent pages, which cannot be promised to a request
+        # The last ticket not admitted, and the free pages then: it is tried again when they change.
+        self._not_admitted: tuple[Ticket, int] | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -119,56 +121,52 @@ class Batcher:
 
     @property
     def served_context(self) -> int:
-        """Most tokens of prompt and output together that the pages hold too, those that are only lent not
-        counted.
+        """Largest number of tokens of prompt and output together that the pages also hold.
+
+        Lent pages do not count.
         """
-        return min(self.max_context, self._lasting_pages * PAGE_LEN)
+        return min(self.max_context, self._base_pages * PAGE_LEN)
 
     def ticket(self, request: Request) -> Ticket:
-        """Books for a request, checked; it is not queued yet.
+        """Check a request and create its ticket; it is not queued yet.
 
         Raises:
-            ConfigError: a prompt that is empty, has tokens outside the vocabulary or does not fit the
-                context with what is asked for.
-            CapacityError: more KV pages than there are.
+            ConfigError: the prompt is empty, has tokens outside the vocabulary, or does not fit in the
+                context together with the output.
+            CapacityError: the request needs more KV pages than there are.
         """
         limit = check_request(len(request.prompt), request.config, self.max_context)
         check_tokens(request.prompt, self.vocab)
         if request.config.max_new_tokens is None:
             limit = max(1, min(limit, self.served_context - len(request.prompt)))
         needed = pages_for(len(request.prompt) + limit)
-        if needed > self._lasting_pages:
-            raise CapacityError(
-                "KV pages",
-                needed,
-                self._lasting_pages,
-                "ask for fewer tokens or serve with a larger --kv-memory",
-            )
+        if needed > self._base_pages:
+            fix = "request fewer tokens or serve with a larger --kv-memory"
+            raise CapacityError("KV pages", needed, self._base_pages, fix)
         state = DecodeState(list(request.prompt), request.config.sampling)
         speculation = 0 if request.config.plain else request.speculation
         stream = TextStream(self.tokenizer, request.config.stop, request.prompt)
-        return Ticket(
-            request, state, stream, limit, () if request.config.ignore_eos else self.eos_tokens, speculation
-        )
+        ends = () if request.config.ignore_eos else self.eos_tokens
+        return Ticket(request, state, stream, limit, ends, speculation)
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a request for the next free row."""
         self._waiting.append(ticket)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Let a request go, wherever it is; its pages are free. Nothing happens to one that has ended."""
+        """End a request, running or waiting, and free its pages; does nothing if it has already ended."""
         if not ticket.is_finished:
             self._finish_(ticket, "cancelled")
 
     def cancel_all(self) -> None:
-        """Let every request go: a server shuts down."""
+        """End every request, for shutdown."""
         for ticket in [*self._running, *self._waiting]:
             self._finish_(ticket, "cancelled")
 
     def fail(self) -> None:
-        """After a step that raised: end the requests of its forwards; what they left is nobody's history.
+        """After a step that raised, end the requests of its forwards: their state may be inconsistent.
 
-        A step that did not come to its forwards ends every request: the next one would fail likewise.
+        If the step did not reach its forwards, every request ends, because the next step would fail too.
         """
         for ticket in self._stepping or [*self._running, *self._waiting]:
             if not ticket.is_finished:
@@ -176,28 +174,25 @@ class Batcher:
         self._stepping = []
 
     def check(self) -> None:
-        """Check that pages, rows and requests agree."""
+        """Assert that pages, rows and requests are consistent."""
         self.pool.check()
-        rows = [ticket.running.row for ticket in self._running]
-        assert sorted([*rows, *self._free_rows]) == list(range(len(self.pool.table_BP))), (
-            "a row twice or never"
-        )
+        rows = sorted([*(ticket.running.row for ticket in self._running), *self._free_rows])
+        assert rows == list(range(len(self.pool.table_BP))), "a row is listed twice or not at all"
         for ticket in self._running:
             row = ticket.running
-            assert row.draft_len <= row.state.root_pos >= row.target_len, "KV beyond the root"
-            assert self.pool.num_missing(row.row, max(row.target_len, row.draft_len)) == 0, (
-                "KV without a page"
-            )
+            kv_len = max(row.target_len, row.draft_len)
+            assert kv_len <= row.state.root_pos, "KV beyond the root"
+            assert self.pool.num_missing(row.row, kv_len) == 0, "KV without a page"
         if not self._running:
-            assert self.pool.num_free == self.pool.num_pages, "pages that nobody gave back"
+            assert self.pool.num_free == self.pool.num_pages, "pages that were not released"
 
     def step(self) -> StepReport | None:
-        """Advance the batch: rows that decode emit one or more tokens, and prompts advance next to them.
+        """Advance the batch: decoding rows emit one or more tokens; prompts advance in the same forward.
 
         Returns:
-            What was done; None when nothing waits or runs.
+            The report of the step; None if no request waits or runs.
 
-        Cost: as the engine's step; drafting and verification are one sequence of graphs for all rows.
+        Cost: that of the engine's step; drafting and verification are one sequence of graphs for all rows.
         Source: Nightjar section 3.1 over the stages of Yggdrasil section 5.1.
         """
         if self.elastic is not None:
@@ -217,59 +212,58 @@ class Batcher:
         with stage("policy"):
             gamma = self.policy.select(load) if decoding else 0
         gammas = [self._row_gamma(ticket, gamma) for ticket in decoding]
-        with stage("catch up"):
-            catch_up_rows_(
-                self.draft,
-                [ticket.running for ticket, row_gamma in zip(decoding, gammas, strict=True) if row_gamma],
-            )
-        with stage("draft"):
-            calibrated = [self.acceptance(ticket.state.sampling.temperature) for ticket in decoding]
-            chains = draft_rows(
-                self.draft,
-                [ticket.running for ticket in decoding],
-                gammas,
-                [each.platt for each in calibrated],
-            )
-        with stage("prune"):
-            values = _values(calibrated, chains) if gamma else []
-            prune_rows(chains, self.policy.verified(load, gamma, values) if gamma else 0)
+        chains, values = self._draft_(load, gamma, decoding, gammas)
         reaching, prompts = self._prompts(len(decoding) + sum(len(chain.tokens) for chain in chains))
         chains += [Chain() for _ in reaching]
-        rows = [ticket.running for ticket in [*decoding, *reaching]]
-        self._stepping += [*reaching, *self._tickets_of(prompts)]
-        prompt_tokens = sum(row.state.root_pos - row.target_len for row in rows) + sum(
-            len(chunk.tokens) for chunk in prompts
-        )
+        emitting = [*decoding, *reaching]
+        rows = [ticket.running for ticket in emitting]
+        self._stepping += [*reaching, *self._prompt_tickets(prompts)]
+        prompt_tokens = sum(row.state.root_pos - row.target_len for row in rows)
+        prompt_tokens += sum(len(chunk.tokens) for chunk in prompts)
         with stage("verify"):
             logits_NV, roots = verify_rows(self.target, rows, chains, prompts)
         with stage("accept"):
             accepted = accept_rows(rows, chains, logits_NV, roots) if rows else []
         with stage("commit"):
-            emitting = [*decoding, *reaching]
-            emitted, returned = self._commit_(emitting, chains, accepted, logits_NV, roots)
+            emitted, num_returned = self._commit_(emitting, chains, accepted, logits_NV, roots)
             self._commit_prompts_(prompts)
-        report = self._report(load, gamma, chains, emitted, returned, prompt_tokens, start, before)
+        report = self._report(load, gamma, chains, emitted, num_returned, prompt_tokens, start, before)
         if decoding:
-            self._learn_(load, report, values, len(decoding))
+            self._observe_(load, report, values, len(decoding))
         self.observer.on_step(report)
         return report
 
+    def _draft_(
+        self, load: Load, gamma: int, decoding: Sequence[Ticket], gammas: Sequence[int]
+    ) -> tuple[list[Chain], list[list[float]]]:
+        """Draft a chain for every row; returns the pruned chains and the values of all drafts."""
+        rows = [ticket.running for ticket in decoding]
+        with self.trace.stage("catch up"):
+            drafting = [row for row, row_gamma in zip(rows, gammas, strict=True) if row_gamma]
+            catch_up_rows_(self.draft, drafting)
+        with self.trace.stage("draft"):
+            calibrated = [self.acceptance(ticket.state.sampling.temperature) for ticket in decoding]
+            chains = draft_rows(self.draft, rows, gammas, [each.platt for each in calibrated])
+        with self.trace.stage("prune"):
+            values = _values(calibrated, chains) if gamma else []
+            prune_rows(chains, self.policy.verified(load, gamma, values) if gamma else 0)
+        return chains, values
+
     def _admit_(self) -> None:
-        """Give rows and pages to those that wait, first come first served, while every running row keeps a
-        page to grow into.
+        """Give rows and pages to waiting requests in order of arrival.
+
+        Every running row keeps one free page to grow into.
         """
         while self._waiting and self._free_rows:
             ticket = self._waiting[0]
             row = self._free_rows[-1]
-            if self._turned_away == (ticket, self.pool.num_free):
+            if self._not_admitted == (ticket, self.pool.num_free):
                 return
             target_len, draft_len = self.pool.share_(row, ticket.state.tokens)
-            if (
-                self.pool.num_missing(row, len(ticket.state.tokens)) + len(self._running)
-                > self.pool.num_free
-            ):
+            num_missing = self.pool.num_missing(row, len(ticket.state.tokens))
+            if num_missing + len(self._running) > self.pool.num_free:
                 self.pool.release_(row)
-                self._turned_away = ticket, self.pool.num_free
+                self._not_admitted = ticket, self.pool.num_free
                 return
             self.pool.extend_(row, len(ticket.state.tokens))
             ticket.row = Row(row, ticket.state, target_len, draft_len)
@@ -280,8 +274,9 @@ class Batcher:
             self._running.append(ticket)
 
     def _reserve_(self) -> list[Ticket]:
-        """The rows that decode in this step, each with a page for its root; the youngest lose theirs where
-        pages run out.
+        """Give every row a page for its root; returns the rows that decode.
+
+        If pages run out, the youngest rows are preempted.
         """
         for ticket in list(self._running):
             while (
@@ -294,14 +289,12 @@ class Batcher:
         return [ticket for ticket in self._running if ticket.running.is_prefilled]
 
     def _preempt_(self, ticket: Ticket) -> None:
-        """Back to the head of the queue without its KV: text and seed determine it, so it will be
-        computed again.
-        """
-        self._leave_(ticket)
+        """Move a row to the head of the queue without its KV, which is computed again from its text."""
+        self._release_row_(ticket)
         ticket.preemptions += 1
         self._waiting.appendleft(ticket)
 
-    def _leave_(self, ticket: Ticket) -> None:
+    def _release_row_(self, ticket: Ticket) -> None:
         row = ticket.running.row
         self._running.remove(ticket)
         self.pool.release_(row)
@@ -309,74 +302,60 @@ class Batcher:
         ticket.row = None
 
     def _load(self, decoding: Sequence[Ticket]) -> Load:
-        """What the policy may choose from: lengths that the free pages hold, and none while the draft is
-        away; drafts that the largest graph holds.
-        """
+        """The load of this step: free pages, the draft's absence and the largest graph limit the drafts."""
         batch_size = max(1, len(decoding))
         waiting_tokens = min(self.target.prefill_chunk, self._num_prompt_tokens)
         deepest = self.gamma_max if self.elastic is None or self.elastic.is_draft_in else 0
-        while (
-            deepest
-            and sum(
-                self.pool.num_missing(ticket.running.row, len(ticket.state.tokens) + deepest)
-                for ticket in decoding
-            )
-            > self.pool.num_free
-        ):
+        while deepest and self._num_missing(decoding, deepest) > self.pool.num_free:
             deepest -= 1
         max_lag = max((ticket.running.lag for ticket in decoding if ticket.speculation != 0), default=0)
-        return Load(
-            batch_size,
-            deepest,
-            self.gamma,
-            max_lag,
-            waiting_tokens,
-            draft_room(self.target.sizes, batch_size, waiting_tokens),
+        drafts_max = draft_budget(self.target.sizes, batch_size, waiting_tokens)
+        return Load(batch_size, deepest, self.gamma, max_lag, waiting_tokens, drafts_max)
+
+    def _num_missing(self, decoding: Sequence[Ticket], gamma: int) -> int:
+        """Pages that the rows lack to hold gamma drafts each."""
+        return sum(
+            self.pool.num_missing(ticket.running.row, len(ticket.state.tokens) + gamma)
+            for ticket in decoding
         )
 
     def _row_gamma(self, ticket: Ticket, gamma: int) -> int:
-        """What of gamma a row takes: no more than its request allows or has left to emit. Its pages are
-        there afterwards.
-        """
+        """Draft tokens of a row: gamma, limited by its request and its rest; takes the pages for them."""
         most = gamma if ticket.speculation is None else min(gamma, ticket.speculation)
         most = min(most, ticket.num_left - 1)
         self.pool.extend_(ticket.running.row, len(ticket.state.tokens) + most)
         return most
 
     def _prompts(self, num_tokens: int) -> tuple[list[Ticket], list[Chunk]]:
-        """The part of prompts that runs next to `num_tokens` tokens of decoding rows: the rows whose root
-        is reached, and chunks of the others."""
+        """The prompts that run together with `num_tokens` tokens of decoding rows.
+
+        Returns:
+            The requests whose root is reached, and chunks of the others.
+        """
         prefilling = [ticket for ticket in self._running if not ticket.running.is_prefilled]
-        room = prompt_room(self.target.sizes, num_tokens, self._num_prompt_tokens)
+        budget = prompt_budget(self.target.sizes, num_tokens, self._num_prompt_tokens)
         reaching = []
         chunks = []
         for ticket in prefilling:
             row = ticket.running
-            if room == 0:
+            if budget == 0:
                 break
-            left = ticket.num_lacking
-            if left <= room:
+            if ticket.num_unseen <= budget:
                 reaching.append(ticket)
             else:
-                chunks.append(
-                    Chunk(
-                        row.row,
-                        ticket.state.tokens[row.target_len : row.target_len + room],
-                        row.target_len,
-                        0,
-                    )
-                )
-            room -= min(left, room)
+                tokens = ticket.state.tokens[row.target_len : row.target_len + budget]
+                chunks.append(Chunk(row.row, tokens, row.target_len, 0))
+            budget -= min(ticket.num_unseen, budget)
         return reaching, chunks
 
-    def _tickets_of(self, prompts: Sequence[Chunk]) -> list[Ticket]:
-        of_row = {ticket.running.row: ticket for ticket in self._running}
-        return [of_row[chunk.row] for chunk in prompts]
+    def _prompt_tickets(self, prompts: Sequence[Chunk]) -> list[Ticket]:
+        by_row = {ticket.running.row: ticket for ticket in self._running}
+        return [by_row[chunk.row] for chunk in prompts]
 
     @property
     def _num_prompt_tokens(self) -> int:
-        """Of the running rows' prompts, roots included, that the target has not seen."""
-        return sum(ticket.num_lacking for ticket in self._running if not ticket.running.is_prefilled)
+        """Prompt tokens of running rows, roots included, that the target has not processed."""
+        return sum(ticket.num_unseen for ticket in self._running if not ticket.running.is_prefilled)
 
     def _commit_(
         self,
@@ -386,11 +365,13 @@ class Batcher:
         logits_NV: Tensor,
         roots: Sequence[int],
     ) -> tuple[list[int], int]:
-        """Extend texts, tell clients, let finished rows go; returns the tokens that the target gave every
-        row, and how many in all a client got.
+        """Extend the texts, send events to clients and release finished rows.
+
+        Returns:
+            The number of tokens of the target for each row, and the total number that clients got.
         """
         emitted = []
-        returned = 0
+        num_returned = 0
         for ticket, chain, outcome, root in zip(emitting, chains, accepted, roots, strict=True):
             if isinstance(outcome, YggError):
                 self._finish_(ticket, "error", str(outcome))
@@ -399,32 +380,29 @@ class Batcher:
             text, tokens = ticket.read_(outcome.tokens)
             commit_row_(ticket.running, chain, Accepted(outcome.path[: len(tokens)], tokens))
             self._publish_(ticket.running)
-            self._tell_(
-                ticket, text, tokens, ticket.log_probs(tokens, logits_NV[root : root + len(tokens)])
-            )
-            # those after its end too: a policy must not take that for a rejection
+            log_probs = ticket.log_probs(tokens, logits_NV[root : root + len(tokens)])
+            self._send_(ticket, text, tokens, log_probs)
+            # tokens after the end of the text count: the policy must not see them as rejected
             emitted.append(len(outcome.tokens))
-            returned += len(tokens)
-        return emitted, returned
+            num_returned += len(tokens)
+        return emitted, num_returned
 
-    def _tell_(
+    def _send_(
         self, ticket: Ticket, text: str, tokens: Sequence[int], log_probs: Sequence[TokenLogProb]
     ) -> None:
+        """Send an event with the tokens of a step, the last one if they end the text."""
         ticket.first = ticket.first or time.perf_counter()
         ticket.target_passes += 1
         ticket.emitted_tokens += len(tokens)
         is_stop = ticket.stream.stopped or tokens[-1] in ticket.ends
         if is_stop or ticket.emitted_tokens == ticket.limit:
-            self._finish_(
-                ticket,
-                "stop" if is_stop else "length",
-                event=Event(text + ticket.stream.finish(), tokens, log_probs),
-            )
+            event = Event(text + ticket.stream.finish(), tokens, log_probs)
+            self._finish_(ticket, "stop" if is_stop else "length", event=event)
         else:
             ticket.request.on_event(Event(text, tokens, log_probs))
 
     def _commit_prompts_(self, prompts: Sequence[Chunk]) -> None:
-        for chunk, ticket in zip(prompts, self._tickets_of(prompts), strict=True):
+        for chunk, ticket in zip(prompts, self._prompt_tickets(prompts), strict=True):
             row = ticket.running
             row.target_len += len(chunk.tokens)
             self._publish_(row)
@@ -435,9 +413,9 @@ class Batcher:
     def _finish_(
         self, ticket: Ticket, reason: FinishReason, error: str = "", event: Event | None = None
     ) -> None:
-        """The end of a request: its row and pages are free, its client knows."""
+        """End a request: free its row and pages, and send the last event."""
         if ticket.row is not None:
-            self._leave_(ticket)
+            self._release_row_(ticket)
         elif ticket in self._waiting:
             self._waiting.remove(ticket)
         ticket.is_finished = True
@@ -445,12 +423,10 @@ class Batcher:
         ticket.request.on_event(Event(event.text, event.tokens, event.log_probs, reason, error))
         self.observer.on_finish(ticket.report(reason))
 
-    def _learn_(
+    def _observe_(
         self, load: Load, report: StepReport, values: Sequence[Sequence[float]], num_decoding: int
     ) -> None:
-        """Tell the policy about the rows that decoded; those whose root was reached, the last ones, were
-        prompts.
-        """
+        """Give the policy the outcome of the rows that decoded; later rows of the report were prompts."""
         self.gamma = report.gamma
         drafted = report.drafted[:num_decoding]
         emitted = report.emitted[:num_decoding]
@@ -474,12 +450,12 @@ class Batcher:
         gamma: int,
         chains: Sequence[Chain],
         emitted: Sequence[int],
-        returned: int,
+        num_returned: int,
         prompt_tokens: int,
         start: float,
         before: dict[str, float],
     ) -> StepReport:
-        """A step in figures, when it has ended."""
+        """The report of a step that has just ended."""
         total_ms = (time.perf_counter() - start) * 1e3
         draft_ms, catch_up_ms, verify_ms = (
             self.trace.total_ms[name] - before.get(name, 0.0) for name in ("draft", "catch up", "verify")
@@ -489,7 +465,7 @@ class Batcher:
             prompt_tokens=prompt_tokens,
             drafted=tuple(len(chain.tokens) for chain in chains),
             emitted=tuple(emitted),
-            returned=returned,
+            returned_tokens=num_returned,
             max_lag=load.max_lag,
             catch_up_ms=catch_up_ms,
             draft_ms=draft_ms + catch_up_ms,
@@ -504,13 +480,12 @@ class Batcher:
 
 
 def _values(calibrated: Sequence[Acceptance], chains: Sequence[Chain]) -> list[list[float]]:
-    """The value of every draft, row by row; neighbours with one calibration in one call."""
+    """Calibrated acceptance of every draft, row by row; neighbours with one calibration take one call."""
     values: list[list[float]] = []
     for _, group in groupby(zip(calibrated, chains, strict=True), key=lambda each: id(each[0])):
         (acceptance, first), *others = group
-        of_one = [first, *(chain for _, chain in others)]
-        found = iter(
-            acceptance.values([log_prob for chain in of_one for log_prob in chain.log_probs]).tolist()
-        )
-        values += [list(islice(found, len(chain.log_probs))) for chain in of_one]
+        neighbours = [first, *(chain for _, chain in others)]
+        log_probs = [log_prob for chain in neighbours for log_prob in chain.log_probs]
+        found = iter(acceptance.values(log_probs).tolist())
+        values += [list(islice(found, len(chain.log_probs))) for chain in neighbours]
     return values

@@ -1,7 +1,8 @@
-"""From the bytes of a body to a request, without holding up the other clients.
+"""From the bytes of a body to a request, without delaying the other clients.
 
-Python parses JSON while nothing else runs, in time that follows the number of values more than that of
-bytes: 4 MiB of brackets take seconds. So values are counted before, and a large body is parsed in a thread.
+While Python parses JSON, nothing else runs. The time depends on the number of values more than on the
+number of bytes: 4 MiB of brackets take seconds. So values are counted first, and a large body is parsed in
+a thread.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from starlette.requests import ClientDisconnect
 
 from yggdrasil.serve.openai import UNKNOWN_FIELD, ApiError, WireRequest
 
-__all__ = ["MAX_BODY_BYTES", "MOST_VALUES", "read_body"]
+__all__ = ["MAX_BODY_BYTES", "MAX_VALUES", "read_body"]
 
 MAX_BODY_BYTES = 4 << 20
-# by the separator that stands at every value of a kind; as many values as 64 prompts of 4096 tokens have
-MOST_VALUES = {b"[": 1 << 13, b"{": 1 << 13, b":": 1 << 15, b",": 1 << 18}
+# By the character that every value of a kind has; 64 prompts of 4096 tokens have as many values.
+MAX_VALUES = {b"[": 1 << 13, b"{": 1 << 13, b":": 1 << 15, b",": 1 << 18}
 NAMES = {b"[": "lists", b"{": "objects", b":": "fields", b",": "values"}
-SMALL_BYTES = 1 << 16  # read in less time than a thread takes to wake on a busy machine
+SMALL_BYTES = 1 << 16  # parsed faster than a thread wakes up on a busy machine
 
 Wire = TypeVar("Wire", bound=WireRequest)
 
 
 def read_body(kind: type[Wire]) -> Callable[[HttpRequest], Awaitable[Wire]]:
-    """A dependency of a route: the body as a request of this kind.
+    """Dependency of a route: the body as a request of this kind.
 
     Raises:
-        ApiError: a body that is not JSON, has too many values, or a field that is not allowed.
+        ApiError: the body is not JSON, has too many values, or has a field that is not allowed.
     """
 
     async def read(http: HttpRequest) -> Wire:
@@ -51,7 +52,7 @@ def read_body(kind: type[Wire]) -> Callable[[HttpRequest], Awaitable[Wire]]:
 
 
 def _is_json(content_type: str) -> bool:
-    """A page of another site can send any other type here without asking first."""
+    """Whether the type is JSON; a page of another site can send any other type here without permission."""
     media_type = content_type.partition(";")[0].strip().lower()
     return re.fullmatch(r"application/(json|.+\+json)", media_type) is not None
 
@@ -61,9 +62,9 @@ def _parsed(body: bytes, kind: type[Wire]) -> Wire:
     try:
         fields = json.loads(body.decode())
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is no JSON: byte {error.start} is not UTF-8") from None
+        raise ApiError(400, f"the body is not JSON: byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ApiError(400, f"the body is no JSON: {error.msg} at character {error.pos}") from None
+        raise ApiError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except ValueError:  # an integer of thousands of digits
@@ -77,14 +78,14 @@ def _parsed(body: bytes, kind: type[Wire]) -> Wire:
 
 
 def _check_counts(body: bytes) -> None:
-    if all(body.count(separator) <= most for separator, most in MOST_VALUES.items()):
+    if all(body.count(separator) <= most for separator, most in MAX_VALUES.items()):
         return
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quotation mark is one of a pair
-    most_strings = sum(MOST_VALUES.values())  # each stands before a separator or the end of what holds it
-    if unescaped.count(b'"') > 2 * most_strings:
-        raise _too_many(most_strings, "strings")
+    max_strings = sum(MAX_VALUES.values())  # after a string there is a separator or the end of a container
+    if unescaped.count(b'"') > 2 * max_strings:
+        raise _too_many(max_strings, "strings")
     outside = b"".join(unescaped.split(b'"')[::2])
-    for separator, most in MOST_VALUES.items():
+    for separator, most in MAX_VALUES.items():
         if outside.count(separator) > most:
             raise _too_many(most, NAMES[separator])
 
@@ -95,13 +96,13 @@ def _too_many(most: int, name: str) -> ApiError:
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The first field that pydantic complains of, with all that it could have been."""
+    """An error for the first wrong field, with all values that pydantic would accept."""
     errors = error.errors(include_url=False, include_input=False)
     first = errors[0]
     path = [str(part) for part in first["loc"]]
     if first["type"] == UNKNOWN_FIELD:
         path.append(first["ctx"]["field"])
-        message = f"{'.'.join(path)} is not a field that this server knows; leave it out"
+        message = f"{'.'.join(path)} is not a field of this server's requests; leave it out"
         return ApiError(400, message, param=path[0], code="unknown_parameter")
     complaints = [entry["msg"] for entry in errors if list(map(str, entry["loc"][:1])) == path[:1]]
     return ApiError(400, f"{'.'.join(path)}: {' or '.join(dict.fromkeys(complaints))}", param=path[0])

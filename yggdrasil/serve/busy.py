@@ -1,4 +1,4 @@
-"""Warn when the machine is busy: the batch's forwards then take several times what the profile predicts."""
+"""Warn when the machine is busy: forwards then take several times the time that the profile predicts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from yggdrasil.serve.request import Observer, RequestReport, StepReport
 
 __all__ = ["BusyWatch"]
 
-NUM_STEPS = 64  # whose median counts: a hiccup or two are no other process
+NUM_STEPS = 64  # the median of this many steps counts, so that single slow steps do not
 EVERY_S = 60.0
-CONTEXT_LEN = 512  # the length of a row's text moves a forward far less than the number of tokens
+CONTEXT_LEN = 512  # the context length changes a forward's time far less than the number of tokens
 
 
 class BusyWatch(Observer):
-    """Watches steps on their way to another observer, and logs a warning, at most one a minute.
+    """Forwards reports to another observer, and logs at most one warning a minute.
 
     Args:
-        observer: Gets every report.
+        observer: Receives every report.
         latency: The profile of the pair.
         now: The clock, in seconds.
     """
@@ -50,6 +50,5 @@ class BusyWatch(Observer):
     def _warn(self, slowdown: float) -> None:
         if slowdown >= BUSY_FACTOR:
             self._silent_until = self._now() + EVERY_S
-            logging.getLogger(__name__).warning(
-                "the machine is busy: steps take %.1f times what the pair's profile predicts", slowdown
-            )
+            message = "the machine is busy: steps take %.1f times as long as the pair's profile predicts"
+            logging.getLogger(__name__).warning(message, slowdown)

@@ -1,6 +1,6 @@
-"""A conversation as one prompt: by the model's own chat template, or plainly where it has none.
+"""A conversation as one prompt: by the model's own chat template, or by a default one.
 
-A model without a template gets
+The default template gives
 
 ```
 system: Be brief.
@@ -29,12 +29,12 @@ class ChatTemplate:
     """Renders messages.
 
     Args:
-        source: A Jinja template in the dialect of Hugging Face; empty renders plainly.
-        special_tokens: What the template calls them (`bos_token`, `eos_token`, ...) and their texts.
-        origin: Where the source comes from, for messages.
+        source: A Jinja template in the dialect of Hugging Face; empty for the default template.
+        special_tokens: Their names in the template (`bos_token`, `eos_token`, ...) and their texts.
+        origin: Where the source comes from, for error messages.
 
     Raises:
-        ConfigError: the source is no template.
+        ConfigError: the source is not a template.
 
     >>> print(ChatTemplate().render([{"role": "user", "content": "Who are you?"}]))
     user: Who are you?
@@ -58,24 +58,21 @@ class ChatTemplate:
         """The prompt that the assistant's answer continues.
 
         Raises:
-            ConfigError: the template refuses these messages, an order of roles for example.
+            ConfigError: the template refuses these messages, for example the order of roles.
         """
         if self._template is None:
-            return "\n".join(
-                [*(f"{message['role']}: {message['content']}" for message in messages), "assistant:"]
-            )
-        # templates test these against none, which an undefined name is not
+            lines = [f"{message['role']}: {message['content']}" for message in messages]
+            return "\n".join([*lines, "assistant:"])
+        # templates compare these with none, and an undefined name is not none
         absent = {"tools": None, "documents": None}
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, **absent, **self._special_tokens
             )
-        except Exception as error:  # a template can fail in every way a program can
-            raise ConfigError(
-                "messages",
-                [message["role"] for message in messages],
-                f"what the model's chat template accepts ({error})",
-            ) from None
+        except Exception as error:  # a template can fail in every way that a program can
+            roles = [message["role"] for message in messages]
+            allowed = f"what the model's chat template accepts ({error})"
+            raise ConfigError("messages", roles, allowed) from None
 
 
 def _compiled(source: str, origin: str) -> jinja2.Template:
@@ -96,7 +93,7 @@ def _compiled(source: str, origin: str) -> jinja2.Template:
 
 
 def _generation_block() -> type[jinja2.ext.Extension]:
-    """`{% generation %}` marks the assistant's text for training; here its body is all that matters."""
+    """`{% generation %}` marks the assistant's text for training; here only its body is rendered."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -119,7 +116,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: Any = False,
 ) -> str:
-    """With transformers' arguments in their order; Jinja's own escapes for HTML."""
+    """The `tojson` filter of transformers, with its arguments; Jinja's own would escape for HTML."""
     layout = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
@@ -131,10 +128,10 @@ def _raise_exception(message: str) -> None:
 
 
 def load_chat_template(model: str) -> ChatTemplate:
-    """The template of a folder, or of a hub id whose files are in the local cache; else the plain one.
+    """The template of a folder, or of a hub id whose files are in the local cache; else the default one.
 
     Raises:
-        ConfigError: a file that is no JSON, a template that is none, or several without a default.
+        ConfigError: a file is not JSON, a template is invalid, or there are several without a default.
     """
     settings = _settings(model, "tokenizer_config.json")
     older = _settings(model, "special_tokens_map.json")
@@ -144,7 +141,7 @@ def load_chat_template(model: str) -> ChatTemplate:
 
 
 def _source(model: str, configured: Any) -> str:
-    """A file of its own comes first; of several templates by name, the one for requests without tools."""
+    """A separate file comes before the setting; of several named templates the default one is used."""
     path = _file(model, "chat_template.jinja") or _file(model, "additional_chat_templates/default.jinja")
     if path is not None:
         try:
@@ -156,14 +153,14 @@ def _source(model: str, configured: Any) -> str:
         configured = {entry["name"]: entry["template"] for entry in configured}
     if isinstance(configured, dict):
         if "default" not in configured:
-            allowed = "one, or several of which one is named default"
+            allowed = "one template, or several of which one is named default"
             raise ConfigError("chat_template", sorted(configured), allowed)
         configured = configured["default"]
     return configured or ""
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Texts of `bos_token` and the like, and of those that a model adds by name."""
+    """Texts of `bos_token` and other standard tokens, and of those that a model adds by name."""
     added = settings.get("extra_special_tokens")
     named = {**settings, **(added if isinstance(added, dict) else {})}
     tokens = {name: value for name, value in named.items() if name.endswith("_token")}
@@ -172,7 +169,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _settings(model: str, name: str) -> dict[str, Any]:
-    """A JSON object among a model's files; empty where there is none."""
+    """The settings in a JSON file of a model; empty if there is no such file."""
     path = _file(model, name)
     try:
         settings = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}

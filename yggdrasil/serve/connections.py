@@ -1,13 +1,13 @@
-"""What a client may hold without sending a request: a connection, and that only for a while.
+"""Connections with deadlines and a limit on their number.
 
-uvicorn waits for headers without end, takes connections until no descriptor is free, and then logs every
-attempt. Here a connection has deadlines, and there are never more than a limit:
+uvicorn waits for headers without end, accepts connections until no descriptor is free, and then logs every
+attempt. Here connections end:
 
 ```
 accepted --(HEAD_SECONDS)--> request --> response --(keep-alive)--> request ...
     |                                        |
-    +-- the longest waiting one goes         +-- goes when the client reads nothing for STALL_SECONDS
-        where the limit is reached
+    +-- closed if the limit is reached and   +-- closed if the client reads nothing for STALL_SECONDS
+        no other one waits for longer
 ```
 """
 
@@ -27,17 +27,18 @@ __all__ = ["ACCEPTED_AT_ONCE", "Connection", "limited", "log_errors_rarely", "ra
 
 HEAD_SECONDS = 10.0  # from the connection, or the last response, to the end of a request's headers
 STALL_SECONDS = 60.0
-MOST_CONNECTIONS = 4096  # some 30 KB each
+MAX_CONNECTIONS = 4096  # about 30 KB each
 ACCEPTED_AT_ONCE = 64
-OWN_DESCRIPTORS = 64  # files, libraries, the loop's own
-# of the loop, from accepting one connection too many to closing another: it accepts in each
+OWN_DESCRIPTORS = 64  # files, libraries, the event loop
+# Iterations of the event loop between accepting one connection too many and closing another; in each of
+# them it accepts more.
 TURNS_TO_CLOSE = 3
 BUSY = b'{"error":{"message":"too many connections; try again later","type":"server_error"}}'
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process have all descriptors that it may; returns the most connections that these allow."""
+    """Raise the limit of open files as far as allowed; returns how many connections this permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -46,21 +47,21 @@ def raise_descriptor_limit() -> int:
         except (OSError, ValueError):  # macOS refuses its own "unlimited"
             pass
     if soft == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    return max(1, min(MOST_CONNECTIONS, soft - OWN_DESCRIPTORS - TURNS_TO_CLOSE * ACCEPTED_AT_ONCE))
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, soft - OWN_DESCRIPTORS - TURNS_TO_CLOSE * ACCEPTED_AT_ONCE))
 
 
 def log_errors_rarely(loop: asyncio.AbstractEventLoop) -> None:
-    """Where descriptors run out all the same, log it once a second: the loop would at every attempt."""
-    last = -1.0
+    """Log at most once a second that descriptors have run out; by default the loop logs every attempt."""
+    last_log = -1.0
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal last
+        nonlocal last_log
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in NO_DESCRIPTOR:
             return loop.default_exception_handler(context)
-        if time.monotonic() - last >= 1:
-            last = time.monotonic()
+        if time.monotonic() - last_log >= 1:
+            last_log = time.monotonic()
             logging.getLogger(__name__).warning("no connection can be accepted now: %s", error.strerror)
 
     loop.set_exception_handler(handle)
@@ -70,11 +71,11 @@ class Connection(H11Protocol):
     """uvicorn's connection with deadlines and a limit; `limited` makes the class of one server.
 
     Attributes:
-        most: Connections at once.
-        waiting: Those that wait for headers, the longest first.
+        max_connections: Connections at once.
+        waiting: Connections that wait for headers, the oldest first.
     """
 
-    most: ClassVar[int]
+    max_connections: ClassVar[int]
     waiting: ClassVar[dict[Connection, None]]
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
@@ -82,8 +83,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait_for_head()
-        if len(self.connections) > self.most:
-            self._make_room()
+        if len(self.connections) > self.max_connections:
+            self._close_oldest()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
@@ -97,7 +98,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # else the next request was there already
+        # otherwise the next request has already arrived
         if not self._is_served and not self.transport.is_closing():
             self._wait_for_head()
 
@@ -113,7 +114,7 @@ class Connection(H11Protocol):
 
     @property
     def _is_served(self) -> bool:
-        """Whether a request has come whose answer has not gone."""
+        """Whether a request has arrived whose response is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _wait_for_head(self) -> None:
@@ -126,24 +127,24 @@ class Connection(H11Protocol):
             self._head_timer = None
             del self.waiting[self]
 
-    def _make_room(self) -> None:
-        """One too many: the longest waiting one goes; if all others are served, this one gets a 503."""
+    def _close_oldest(self) -> None:
+        """Close the connection that waits longest; if all others are served, this one gets a 503."""
         oldest = next(iter(self.waiting))
         if oldest is self:
             self.app = _busy
         else:
             oldest._stop_waiting()
-            self.connections.discard(oldest)  # now: many more may come before the loop gets to close it
+            self.connections.discard(oldest)  # now: many more may arrive before the loop closes it
             oldest.transport.abort()
 
 
-def limited(most: int) -> type[Connection]:
-    """The connections of one server, at most `most` at once."""
+def limited(max_connections: int) -> type[Connection]:
+    """The connection class of one server with at most `max_connections` at once."""
 
     class Limited(Connection):
         waiting: ClassVar[dict[Connection, None]] = {}
 
-    Limited.most = most
+    Limited.max_connections = max_connections
     return Limited
 
 

@@ -1,4 +1,4 @@
-"""The room that the draft's weights take in the page pool's memory, and how they leave it and come back.
+"""The draft's weights in the page pool's memory: how they leave it and come back.
 
 ```
 pool's memory   | page 0 | page 1 | ... | page K-1 |  draft weights, 64-byte aligned          |     resident
@@ -16,49 +16,48 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["DraftRoom", "Tenant", "room_bytes"]
+__all__ = ["DraftMemory", "MemoryState", "weight_bytes"]
 
-ALIGNMENT = 64  # of every tensor in the room: more than any dtype or copy asks for
-# on a CPU a chunk is copied between two steps: a fraction of one
+ALIGNMENT = 64  # bytes, of every tensor: more than any dtype or copy needs
+# On a CPU a chunk is copied between two steps, in a fraction of a step's time.
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
-class Tenant(Enum):
-    """Who has the room."""
+class MemoryState(Enum):
+    """What the memory holds: the draft, KV pages, or a draft that is being copied back."""
 
-    DRAFT = "draft"
-    PAGES = "pages"
+    RESIDENT = "resident"
+    LENT = "lent"
     RETURNING = "returning"
 
 
-def room_bytes(weights: Mapping[str, Tensor]) -> int:
-    """What the weights take, aligned; those that share memory once."""
+def weight_bytes(weights: Mapping[str, Tensor]) -> int:
+    """Bytes of the aligned weights; tensors that share memory count once."""
     return _layout(weights)[1]
 
 
-class DraftRoom:
-    """Bytes whose tenant is the draft, or KV pages.
+class DraftMemory:
+    """Memory that holds the draft's weights or KV pages.
 
     Args:
-        weights: The draft's, on the host: mapped files stay mapped and are the copy that it comes back
-            from.
-        memory: At least `room_bytes(weights)` uint8, where graphs will read them; aligned.
+        weights: The draft's weights on the host, the source of every return; mapped files stay mapped.
+        memory: At least `weight_bytes(weights)` uint8, aligned, where graphs read the weights.
 
     Attributes:
-        tenant: Whose bytes they are.
-        weights: The same weights in the room, by name. Aliasing: these are the tensors that graphs are
-            bound to, whichever tenant has the memory.
+        state: What the memory holds.
+        weights: The weights in `memory`, by name. Aliasing: graphs are bound to these tensors in every
+            state.
 
     Source: Nightjar section 5.4.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], memory: Tensor) -> None:
-        places, num_bytes = _layout(weights)
-        assert (
-            memory.dtype == torch.uint8 and len(memory) >= num_bytes and memory.data_ptr() % ALIGNMENT == 0
-        )
+        offsets, num_bytes = _layout(weights)
+        assert memory.dtype == torch.uint8
+        assert len(memory) >= num_bytes
+        assert memory.data_ptr() % ALIGNMENT == 0
         self.weights = {
-            name: memory[places[_key(tensor)] :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            name: memory[offsets[_key(tensor)] :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for name, tensor in weights.items()
         }
         self.num_bytes = num_bytes
@@ -66,21 +65,21 @@ class DraftRoom:
         self._stream = torch.cuda.Stream() if memory.is_cuda else None  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event() if memory.is_cuda else None  # type: ignore[no-untyped-call]
         self._next = 0
-        self.tenant = Tenant.RETURNING
+        self.state = MemoryState.RETURNING
         self.begin_return_()
         self.finish_()
 
     def leave_(self) -> None:
-        """The bytes are the pages' from now on: at once, for the host has a copy."""
-        assert self.tenant is Tenant.DRAFT
-        self.tenant = Tenant.PAGES
+        """Give the memory to the pages, at once: the host has a copy of the weights."""
+        assert self.state is MemoryState.RESIDENT
+        self.state = MemoryState.LENT
 
     def begin_return_(self) -> None:
-        """Dispatch the weights' way back; the bytes are no page's any more.
+        """Take the memory back from the pages and begin to copy the weights.
 
-        Cost: on CUDA a copy a chunk on a stream of its own, after what was launched before; no sync. On a
+        Cost: on CUDA one copy per chunk on a separate stream, after all work launched before; no sync. On a
         CPU nothing yet."""
-        self.tenant = Tenant.RETURNING
+        self.state = MemoryState.RETURNING
         self._next = 0
         if self._stream is not None and self._arrived is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -90,23 +89,23 @@ class DraftRoom:
                 self._arrived.record(self._stream)
 
     def advance_(self) -> None:
-        """Between two steps: on a CPU copy the next chunk, on CUDA ask whether all have arrived."""
-        assert self.tenant is Tenant.RETURNING
+        """Between two steps: on a CPU copy the next chunk, on CUDA check whether all copies are done."""
+        assert self.state is MemoryState.RETURNING
         if self._arrived is not None:
-            is_whole = bool(self._arrived.query())  # type: ignore[no-untyped-call]
+            is_complete = bool(self._arrived.query())  # type: ignore[no-untyped-call]
         else:
             host, device = self._copies[self._next]
             device.copy_(host)
             self._next += 1
-            is_whole = self._next == len(self._copies)
-        if is_whole:
-            self.tenant = Tenant.DRAFT
+            is_complete = self._next == len(self._copies)
+        if is_complete:
+            self.state = MemoryState.RESIDENT
 
     def finish_(self) -> None:
-        """Wait until the draft is whole: when nobody else waits, it may take its time."""
-        while self.tenant is Tenant.RETURNING:
+        """Wait until the draft is complete; called only when no request waits."""
+        while self.state is MemoryState.RETURNING:
             if self._arrived is not None:
-                self._arrived.synchronize()  # sync: nobody waits for anything else
+                self._arrived.synchronize()  # sync: no request waits
             self.advance_()
 
 
@@ -115,20 +114,20 @@ def _key(tensor: Tensor) -> tuple[int, int]:
 
 
 def _layout(weights: Mapping[str, Tensor]) -> tuple[dict[tuple[int, int], int], int]:
-    """Where every tensor begins, tied ones at one place, and the end."""
-    places: dict[tuple[int, int], int] = {}
+    """Offset of every tensor, the same for tied ones, and the end."""
+    offsets: dict[tuple[int, int], int] = {}
     end = 0
     for tensor in weights.values():
-        if _key(tensor) not in places:
-            places[_key(tensor)] = end
+        if _key(tensor) not in offsets:
+            offsets[_key(tensor)] = end
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return places, end
+    return offsets, end
 
 
 def _copies(
     weights: Mapping[str, Tensor], placed: Mapping[str, Tensor], memory: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """What brings the weights back, chunk by chunk: (host bytes, bytes of the room)."""
+    """The copies that bring the weights back, chunk by chunk: (host bytes, bytes of `memory`)."""
     pairs = {
         placed[name].data_ptr(): (_bytes(tensor), _bytes(placed[name])) for name, tensor in weights.items()
     }

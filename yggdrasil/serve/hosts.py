@@ -1,7 +1,8 @@
-"""Which names a server answers to.
+"""The host names that a server answers to.
 
-A page of any site can have its own name resolve to this machine (DNS rebinding); a browser then sends the
-page's requests here and gives it the answers. It cannot change the Host header, which has the page's name.
+A web page can make its own name resolve to this machine (DNS rebinding). A browser then sends the page's
+requests here and lets the page read the answers. The page cannot change the Host header, which contains its
+own name.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ __all__ = ["HostNames"]
 
 
 class HostNames:
-    """The names of this machine, and more that its operator allows. Any address is: only names are rebound.
+    """The allowed host names. Every IP address is allowed, because only names can be rebound.
 
     Args:
-        names: More than `localhost` and what this machine calls itself.
+        names: Names in addition to `localhost` and the name of this machine.
 
     >>> names = HostNames(["gpu.example.org"])
     >>> [names.allow(host) for host in ("localhost:8000", "[::1]:8000", "10.0.0.7", "GPU.example.org.")]

@@ -1,4 +1,4 @@
-"""From a compiled pair's name to a batcher over its graphs.
+"""Load a compiled pair for serving: from its name to a batcher over its graphs.
 
 Shapes: P = pages of a row.
 """
@@ -23,28 +23,21 @@ from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy, policy_bu
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.busy import BusyWatch
-from yggdrasil.serve.draft_memory import DraftRoom, room_bytes
+from yggdrasil.serve.draft_memory import DraftMemory, weight_bytes
 from yggdrasil.serve.elastic import ElasticMemory, scarce_below
 from yggdrasil.serve.pages import PagePool, pages_for
 from yggdrasil.serve.request import Observer
 from yggdrasil.serve.service import Service
 from yggdrasil.tokenizer import Tokenizer
 
-__all__ = ["OpenedService", "open_batcher", "open_service", "policy_parts"]
+__all__ = ["LoadedService", "load_batcher", "load_service", "policy_parts"]
 
-TYPICAL_CONTEXT = 256  # at which the policies' prior predicts a step
+TYPICAL_CONTEXT = 256  # context length for which the policies' prior predicts a step
 FREE_MEMORY_SHARE = 0.5
 
 
-class OpenedService(NamedTuple):
-    """A service that is not started yet.
-
-    Args:
-        service: Takes requests.
-        tokenizer: Of the pair.
-        bundle: What was compiled.
-        latency: Its profile.
-    """
+class LoadedService(NamedTuple):
+    """A service that is not started yet, and the parts of its pair."""
 
     service: Service
     tokenizer: Tokenizer
@@ -52,31 +45,32 @@ class OpenedService(NamedTuple):
     latency: LatencyModel
 
 
-def open_service(name: str, config: ServeConfig, observer: Observer) -> OpenedService:
+def load_service(name: str, config: ServeConfig, observer: Observer) -> LoadedService:
     """Load a compiled pair for serving; compiles nothing.
 
     Args:
-        name: Of the pair.
+        name: Name of the pair.
         config: How to batch.
-        observer: Called after steps and finished requests.
+        observer: Receives the reports of steps and finished requests.
 
     Raises:
-        ArtifactError: unknown, corrupt or stale.
-        ConfigError: a policy that is not there, or memory for less than one page.
+        ArtifactError: the pair is unknown, corrupt or stale.
+        ConfigError: the policy is unknown, the memory holds less than one page, or the pair cannot serve
+            this configuration.
     """
     bundle = load_bundle(name)
-    batcher = open_batcher(bundle, config)
+    batcher = load_batcher(bundle, config)
     latency = load_measurements(bundle, bundle.dataset).latency
     watch = BusyWatch(observer, latency)
     service = Service(batcher, max_queue=config.max_queue, policy_name=config.policy, observer=watch)
-    return OpenedService(service, batcher.tokenizer, bundle, latency)
+    return LoadedService(service, batcher.tokenizer, bundle, latency)
 
 
-def open_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
-    """A batcher over the graphs of a bundle; raises as `open_service` does."""
+def load_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
+    """Load a batcher over the graphs of a bundle; raises the errors of `load_service`."""
     tokenizer = Tokenizer(bundle.tokenizer_path, bundle.command)
     check_fits(config, bundle.config)
-    # As many pages a row as a single request's cache has: graphs on CUDA know this width.
+    # A row has as many pages as a single request's cache: graphs on CUDA depend on this width.
     pool = PagePool(
         _num_pages(bundle, config),
         num_rows=config.max_batch,
@@ -100,74 +94,58 @@ def open_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
 
 
 def check_fits(config: ServeConfig, compiled: CompileConfig) -> None:
-    """Raises ConfigError for what a pair compiled this way cannot serve; it need not be compiled yet."""
+    """Raise ConfigError if a pair compiled this way cannot serve this; it need not be compiled yet."""
     policy_builder(config.policy, config.gamma_max)
     most = compiled.prefill_chunk // 2
     if config.max_batch > most:
-        raise ConfigError(
-            "max_batch",
-            config.max_batch,
-            f"at most {most}, half of the pair's largest graph",
-            f"ygg serve --max-batch {most}",
-        )
+        allowed = f"at most {most}, half of the pair's largest graph"
+        raise ConfigError("max_batch", config.max_batch, allowed, f"ygg serve --max-batch {most}")
     most = compiled.max_nodes - 1
     if config.gamma_max > most:
-        allowed = f"at most {most}, the room that the pair was compiled with for drafts"
+        allowed = f"at most {most}, the draft tokens that the pair was compiled for"
         raise ConfigError("gamma_max", config.gamma_max, allowed, f"ygg serve --gamma-max {most}")
 
 
 def _load_models(
     bundle: Bundle, pool: PagePool, config: ServeConfig
 ) -> tuple[CompiledModel[KVStorage], CompiledModel[KVStorage], ElasticMemory | None]:
-    """Both models over one pool; where memory is elastic, the target's storage reaches over the room of the
-    draft's weights.
-    """
+    """Load both models over one pool; elastic storage of the target covers the draft's weights as well."""
     device = bundle.config.device
     host_weights = load_draft_weights(bundle, "cpu")
     page_bytes = PAGE_LEN * bundle.kv_target.token_bytes(bundle.dtype)
-    room_pages = -(-room_bytes(host_weights) // page_bytes) if config.elastic else 0
-    target = paged_storage(bundle, bundle.kv_target, pool.table_BP, pool.num_pages + room_pages)
-    draft = paged_storage(bundle, bundle.kv_draft, pool.table_BP, pool.num_pages)
+    draft_pages = -(-weight_bytes(host_weights) // page_bytes) if config.elastic else 0
+    target = bundle.paged_storage(bundle.kv_target, pool.table_BP, pool.num_pages + draft_pages)
+    draft = bundle.paged_storage(bundle.kv_draft, pool.table_BP, pool.num_pages)
     if not config.elastic:
-        return (
-            load_target(bundle, target),
-            load_draft(bundle, draft, load_draft_weights(bundle, device)),
-            None,
-        )
-    room = DraftRoom(host_weights, target.bytes_from(pool.num_pages))
+        return bundle.load_target(target), bundle.load_draft(draft, bundle.load_draft_weights(device)), None
+    memory = DraftMemory(host_weights, target.bytes_from(pool.num_pages))
     low_pages = scarce_below(config.tau_low, pool.num_pages)
-    elastic = ElasticMemory(pool, target, room, low_pages=low_pages, persist_steps=config.persist_steps)
-    return load_target(bundle, target), load_draft(bundle, draft, room.weights), elastic
+    elastic = ElasticMemory(pool, target, memory, low_pages=low_pages, persist_steps=config.persist_steps)
+    return bundle.load_target(target), bundle.load_draft(draft, memory.weights), elastic
 
 
 def policy_parts(bundle: Bundle, config: ServeConfig) -> PolicyParts:
-    """What the policies know of a pair before the first step: greedy acceptance and latencies as they were
-    measured.
-    """
+    """What the policies know before the first step: measured latencies and greedy acceptance."""
     measured = load_measurements(bundle, bundle.dataset)
-    prior = predicted_goodput(
-        measured.latency, measured.acceptance.nearest(0.0), min(TYPICAL_CONTEXT, bundle.max_context)
-    )
+    context_len = min(TYPICAL_CONTEXT, bundle.max_context)
+    prior = predicted_goodput(measured.latency, measured.acceptance.nearest(0.0), context_len)
     return PolicyParts(max(1, config.gamma_max), config.max_batch, prior, measured.switching)
 
 
 def _num_pages(bundle: Bundle, config: ServeConfig) -> int:
-    """Pages that the memory for KV holds, or that a full batch of the longest rows takes where that is less
-    than half of what is free.
+    """Pages that fit in the memory for KV, at most those of a full batch of the longest rows.
+
+    The default for this memory is half of what is free.
     """
     most = config.max_batch * pages_for(bundle.max_context + config.gamma_max + 1)
     if config.kv_memory_bytes is None:
-        return max(
-            1, min(most, int(_free_bytes(bundle.config.device) * FREE_MEMORY_SHARE) // bundle.page_bytes)
-        )
+        kv_bytes = int(_free_bytes(bundle.config.device) * FREE_MEMORY_SHARE)
+        return max(1, min(most, kv_bytes // bundle.page_bytes))
     num_pages = config.kv_memory_bytes // bundle.page_bytes
     if num_pages < 1:
-        raise ConfigError(
-            "kv_memory",
-            config.kv_memory_bytes,
-            f"at least one page of {bundle.page_bytes} bytes",
-            f"ygg serve --kv-memory {bundle.page_bytes}",
-        )
+        allowed = f"at least one page of {bundle.page_bytes} bytes"
+        command = f"ygg serve --kv-memory {bundle.page_bytes}"
+        raise ConfigError("kv_memory", config.kv_memory_bytes, allowed, command)
     return min(most, num_pages)
 
 

@@ -1,9 +1,8 @@
-"""What the server did, for Prometheus: base units, names that begin with `ygg_`, and labels with few
-values.
+"""Metrics for Prometheus: base units, names that begin with `ygg_`, and labels with few values.
 
-A *pass* is one row's share of a target forward: it emits the accepted draft tokens and one more. So the
-mean of `ygg_emitted_per_pass` is the AAL, and a mean over any window is `rate(..._sum) / rate(..._count)`.
-Tokens per second of the server are `rate(ygg_emitted_tokens_total)`."""
+A *pass* is one row's part of a target forward: it emits the accepted draft tokens and one more. So the mean
+of `ygg_emitted_per_pass` is the AAL, and a mean over any window is `rate(..._sum) / rate(..._count)`.
+`rate(ygg_emitted_tokens_total)` is the server's tokens per second."""
 
 from __future__ import annotations
 
@@ -24,23 +23,16 @@ TOKENS_PER_SECOND = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.
 
 
 class Metrics(Observer):
-    """Prometheus metrics of one server, in a registry of their own.
+    """Prometheus metrics of one server, in their own registry.
 
     Args:
-        token_bytes: What the keys and values of one target token take.
-        gamma_max: Greatest speculative length; bounds the buckets of counts.
+        token_bytes: Bytes of the keys and values of one target token.
+        gamma_max: Largest speculative length; bounds the buckets of counts.
 
     >>> metrics = Metrics(token_bytes=1024, gamma_max=3)
-    >>> metrics.on_step(
-    ...     StepReport(
-    ...         gamma=3, prompt_tokens=0, drafted=(3, 3), emitted=(4, 2), returned=6, max_lag=0,
-    ...         catch_up_ms=0.0, draft_ms=1.0, verify_ms=4.0, total_ms=6.0,
-    ...         running=2, waiting=0, free_pages=7, num_pages=8,
-    ...     )
-    ... )
-    >>> value = metrics.registry.get_sample_value
-    >>> value("ygg_rollback_tokens_total"), value("ygg_emitted_tokens_total")
-    (2.0, 6.0)
+    >>> metrics.on_refusal(429)
+    >>> metrics.registry.get_sample_value("ygg_requests_refused_total", {"status": "429"})
+    1.0
     """
 
     def __init__(self, *, token_bytes: int, gamma_max: int) -> None:
@@ -59,7 +51,7 @@ class Metrics(Observer):
         return generate_latest(self.registry)
 
     def on_refusal(self, status: int) -> None:
-        """A request that was answered with an HTTP error."""
+        """Count a request that was answered with an HTTP error."""
         self._refused.labels(status).inc()
 
     def on_finish(self, report: RequestReport) -> None:
@@ -87,168 +79,131 @@ class Metrics(Observer):
             self._observe_positions(report.drafted, accepted)
             self._observe_speculation(report)
 
+    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
+
+    def _histogram(
+        self, name: str, text: str, labels: Sequence[str] = (), *, buckets: Sequence[float]
+    ) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
     def _define_requests(self) -> None:
-        registry = self.registry
-        self._requests = Counter(
-            "ygg_requests", "Finished requests by finish reason", ["finish"], registry=registry
+        self._requests = self._counter(
+            "ygg_requests", "Finished requests by finish reason", labels=["finish"]
         )
-        self._refused = Counter(
-            "ygg_requests_refused",
-            "Requests answered with an HTTP error, by status",
-            ["status"],
-            registry=registry,
+        self._refused = self._counter(
+            "ygg_requests_refused", "Requests answered with an HTTP error, by status", labels=["status"]
         )
-        self._prompt_tokens = Counter(
-            "ygg_prompt_tokens", "Prompt tokens of finished requests", registry=registry
+        self._prompt_tokens = self._counter("ygg_prompt_tokens", "Prompt tokens of finished requests")
+        self._shared_tokens = self._counter(
+            "ygg_shared_prompt_tokens", "Prompt tokens whose KV another request had computed"
         )
-        self._shared_tokens = Counter(
-            "ygg_shared_prompt_tokens", "Prompt tokens whose KV another request had left", registry=registry
+        self._preemptions = self._counter(
+            "ygg_preemptions", "How often a request lost its KV pages and was computed again"
         )
-        self._preemptions = Counter(
-            "ygg_preemptions", "Times a request lost its KV pages and was computed again", registry=registry
+        self._ttft = self._histogram(
+            "ygg_ttft_seconds", "From arrival to the first token", buckets=REQUEST_SECONDS
         )
-        self._ttft = Histogram(
-            "ygg_ttft_seconds",
-            "From arrival to the first token",
-            buckets=REQUEST_SECONDS,
-            registry=registry,
+        self._tpot = self._histogram(
+            "ygg_tpot_seconds", "Per token after the first step, by request", buckets=TOKEN_SECONDS
         )
-        self._tpot = Histogram(
-            "ygg_tpot_seconds",
-            "Per token after the first step, by request",
-            buckets=TOKEN_SECONDS,
-            registry=registry,
+        self._total = self._histogram(
+            "ygg_request_seconds", "From arrival to the end", buckets=REQUEST_SECONDS
         )
-        self._total = Histogram(
-            "ygg_request_seconds", "From arrival to the end", buckets=REQUEST_SECONDS, registry=registry
+        self._queue = self._histogram(
+            "ygg_queue_seconds", "From arrival to admission", buckets=REQUEST_SECONDS
         )
-        self._queue = Histogram(
-            "ygg_queue_seconds", "From arrival to admission", buckets=REQUEST_SECONDS, registry=registry
-        )
-        self._rate = Histogram(
+        self._rate = self._histogram(
             "ygg_request_tokens_per_second",
             "Tokens per second after the first step, by request",
             buckets=TOKENS_PER_SECOND,
-            registry=registry,
         )
 
     def _define_steps(self, gamma_max: int) -> None:
-        registry = self.registry
-        self._passes = Counter("ygg_target_passes", "Target forwards, prompts included", registry=registry)
-        self._prefilled = Counter(
+        self._passes = self._counter("ygg_target_passes", "Target forwards, prompts included")
+        self._prefilled = self._counter(
             "ygg_prefilled_tokens",
-            "Prompt tokens that ran in the target; more than prompts have after preemption",
-            registry=registry,
+            "Prompt tokens that ran in the target, those computed again after preemption included",
         )
-        self._emitted = Counter("ygg_emitted_tokens", "Tokens that clients got", registry=registry)
-        self._stages = Counter(
+        self._emitted = self._counter("ygg_emitted_tokens", "Tokens that clients got")
+        self._stages = self._counter(
             "ygg_stage_seconds",
-            "Wall clock of steps by stage; host is what is neither drafting nor verifying",
-            ["stage"],
-            registry=registry,
+            "Wall clock of steps by stage; host is the time that is neither drafting nor verifying",
+            labels=["stage"],
         )
-        self._step = Histogram(
+        self._step = self._histogram(
             "ygg_step_seconds",
             "Wall clock of steps that emitted something",
-            ["batch_size"],
+            labels=["batch_size"],
             buckets=STEP_SECONDS,
-            registry=registry,
         )
         counts = [*range(1, gamma_max + 2)]
-        self._emitted_per_pass = Histogram(
-            "ygg_emitted_per_pass",
-            "Tokens that a pass of the target emitted for a row",
-            buckets=counts,
-            registry=registry,
+        self._emitted_per_pass = self._histogram(
+            "ygg_emitted_per_pass", "Tokens that a pass of the target emitted for a row", buckets=counts
         )
-        self._request_emitted_per_pass = Histogram(
-            "ygg_request_emitted_per_pass",
-            "Mean tokens per pass of a request",
-            buckets=counts,
-            registry=registry,
+        self._request_emitted_per_pass = self._histogram(
+            "ygg_request_emitted_per_pass", "Mean tokens per pass of a request", buckets=counts
         )
-        self._steps = Counter(
-            "ygg_steps",
-            "Steps that emitted something, by the speculative length chosen",
-            ["gamma"],
-            registry=registry,
+        self._steps = self._counter(
+            "ygg_steps", "Steps that emitted something, by selected speculative length", labels=["gamma"]
         )
-        self._plain_steps = Counter(
-            "ygg_steps_without_speculation",
-            "Steps that emitted something without any draft token",
-            registry=registry,
+        self._plain_steps = self._counter(
+            "ygg_steps_without_speculation", "Steps that emitted something and had no draft token"
         )
-        self._switches = Counter(
-            "ygg_speculation_switches",
-            "Times that speculation came on or went off",
-            ["to"],
-            registry=registry,
+        self._switches = self._counter(
+            "ygg_speculation_switches", "How often speculation was switched on or off", labels=["to"]
         )
-        self._mean_goodput = Gauge(
+        self._mean_goodput = self._gauge(
             "ygg_goodput_tokens_per_second",
             "Mean realised goodput of steps without prompt tokens since the start",
-            ["batch_size", "gamma"],
-            registry=registry,
+            labels=["batch_size", "gamma"],
         )
 
     def _define_acceptance(self, gamma_max: int) -> None:
-        registry = self.registry
-        self._accepted = Histogram(
+        self._accepted = self._histogram(
             "ygg_accepted_tokens",
-            "Draft tokens accepted of a row that drafted, by batch size",
-            ["batch_size"],
+            "Accepted draft tokens of a row that drafted, by batch size",
+            labels=["batch_size"],
             buckets=[*range(gamma_max + 1)],
-            registry=registry,
         )
-        self._drafted_at = Counter(
-            "ygg_drafted_at_depth",
-            "Draft tokens verified, by their place after the root",
-            ["depth"],
-            registry=registry,
+        self._drafted_at = self._counter(
+            "ygg_drafted_at_depth", "Draft tokens verified, by their place after the root", labels=["depth"]
         )
-        self._accepted_at = Counter(
+        self._accepted_at = self._counter(
             "ygg_accepted_at_depth",
             "Draft tokens accepted, by their place after the root",
-            ["depth"],
-            registry=registry,
+            labels=["depth"],
         )
-        self._rejected_at = Counter(
+        self._rejected_at = self._counter(
             "ygg_rejected_at_depth",
             "First rejected draft token of a row, by its place after the root",
-            ["depth"],
-            registry=registry,
+            labels=["depth"],
         )
-        self._rollback = Counter(
-            "ygg_rollback_tokens", "Draft tokens verified and taken back", registry=registry
-        )
-        self._rejected_bytes = Counter(
-            "ygg_rejected_kv_bytes", "Target KV written for them", registry=registry
+        self._rollback = self._counter("ygg_rollback_tokens", "Draft tokens verified and not accepted")
+        self._rejected_bytes = self._counter(
+            "ygg_rejected_kv_bytes", "Target KV written for draft tokens not accepted"
         )
 
     def _define_state(self) -> None:
-        registry = self.registry
-        self._gamma = Gauge("ygg_gamma", "Speculative length of the last step", registry=registry)
-        self._lag = Gauge(
-            "ygg_draft_lag_tokens",
-            "Tokens by which the draft's KV lags in the worst row",
-            registry=registry,
+        self._gamma = self._gauge("ygg_gamma", "Speculative length of the last step")
+        self._lag = self._gauge(
+            "ygg_draft_lag_tokens", "Tokens by which the draft's KV lags in the worst row"
         )
-        self._running = Gauge("ygg_running_requests", "Rows of the batch", registry=registry)
-        self._waiting = Gauge("ygg_waiting_requests", "Queued requests", registry=registry)
-        self._pages = Gauge("ygg_kv_pages", "KV pages by state", ["state"], registry=registry)
-        self._draft_in = Gauge(
+        self._running = self._gauge("ygg_running_requests", "Rows of the batch")
+        self._waiting = self._gauge("ygg_waiting_requests", "Queued requests")
+        self._pages = self._gauge("ygg_kv_pages", "KV pages by state", labels=["state"])
+        self._draft_in = self._gauge(
             "ygg_draft_in_memory",
-            "1 while the draft's weights are in memory, 0 while KV pages have their room",
-            registry=registry,
+            "1 while the draft's weights are in memory, 0 while KV pages use their memory",
         )
 
     def _observe_time(self, report: StepReport) -> None:
         host_ms = max(0.0, report.total_ms - report.draft_ms - report.verify_ms)
-        for stage, spent_ms in (
-            ("draft", report.draft_ms),
-            ("verify", report.verify_ms),
-            ("host", host_ms),
-        ):
+        stages_ms = {"draft": report.draft_ms, "verify": report.verify_ms, "host": host_ms}
+        for stage, spent_ms in stages_ms.items():
             self._stages.labels(stage).inc(spent_ms / 1e3)
 
     def _set_state(self, report: StepReport) -> None:
@@ -262,12 +217,11 @@ class Metrics(Observer):
 
     def _observe_rows(self, report: StepReport, accepted: Sequence[int]) -> None:
         batch_size = report.batch_size
-        self._emitted.inc(report.returned)
+        self._emitted.inc(report.returned_tokens)
         self._step.labels(batch_size).observe(report.total_ms / 1e3)
         accepted_tokens = self._accepted.labels(batch_size)
-        for row_drafted, row_emitted, row_accepted in zip(
-            report.drafted, report.emitted, accepted, strict=True
-        ):
+        rows = zip(report.drafted, report.emitted, accepted, strict=True)
+        for row_drafted, row_emitted, row_accepted in rows:
             if row_emitted:
                 self._emitted_per_pass.observe(row_emitted)
             if row_drafted:
@@ -277,7 +231,7 @@ class Metrics(Observer):
         self._rejected_bytes.inc(max(0, rolled_back) * self._token_bytes)
 
     def _observe_positions(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Counted over the rows first: a counter costs a lock."""
+        """Sum over the rows first, because every update of a counter takes a lock."""
         reached = Tally(depth for count in drafted for depth in range(1, count + 1))
         kept = Tally(depth for count in accepted for depth in range(1, count + 1))
         rejected = Tally(
@@ -285,11 +239,8 @@ class Metrics(Observer):
             for row_drafted, row_accepted in zip(drafted, accepted, strict=True)
             if row_accepted < row_drafted
         )
-        for counter, tally in (
-            (self._drafted_at, reached),
-            (self._accepted_at, kept),
-            (self._rejected_at, rejected),
-        ):
+        tallies = ((self._drafted_at, reached), (self._accepted_at, kept), (self._rejected_at, rejected))
+        for counter, tally in tallies:
             for depth, count in tally.items():
                 counter.labels(depth).inc(count)
 
@@ -303,7 +254,7 @@ class Metrics(Observer):
         if not report.prompt_tokens:
             arm = report.batch_size, report.gamma
             tokens, seconds = self._goodput.get(arm, (0, 0.0))
-            tokens = tokens + sum(report.emitted)
-            seconds = seconds + report.total_ms / 1e3
+            tokens += sum(report.emitted)
+            seconds += report.total_ms / 1e3
             self._goodput[arm] = tokens, seconds
             self._mean_goodput.labels(*arm).set(tokens / max(seconds, 1e-9))

@@ -1,4 +1,4 @@
-"""The gate before the routes: host, key, size and pace of a body; and every error in OpenAI's shape."""
+"""Checks before the routes: host, key, size and time of a body; and every error in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ from yggdrasil.serve.request import DEFECT
 __all__ = ["BODY_SECONDS", "AuthMiddleware", "answer_error"]
 
 BODY_SECONDS = 30.0  # from the end of the headers to the end of the body
-MOST_HELD_BYTES = 64 * MAX_BODY_BYTES  # of all requests together
+MAX_HELD_BYTES = 64 * MAX_BODY_BYTES  # bodies of all requests together
 CLOSE = {"Connection": "close"}
 TOO_LARGE = f"the body is larger than {MAX_BODY_BYTES >> 20} MiB"
-TOO_SLOW = f"the body did not come within {BODY_SECONDS:g} s"
+TOO_SLOW = f"the body did not arrive within {BODY_SECONDS:g} s"
 FIELD_NAMES = {"max_new_tokens": "max_tokens"}
 
 
 class AuthMiddleware:
-    """Lets in those who have the key and call this server by its name.
+    """Admits requests that have the key or, if there is no key, name this server as their host.
 
     Args:
-        api_key: Asked of clients; empty asks for none. With a key any name will do.
+        app: The application that gets admitted requests.
+        api_key: Required of clients; empty requires none. With a key any host name is allowed.
+        hosts: Names of this server.
+        metrics: Counts refusals.
 
     Attributes:
-        held_bytes: Of the bodies of all requests that are being answered.
+        held_bytes: Bytes of the bodies of all requests in progress.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str, hosts: HostNames, metrics: Metrics) -> None:
@@ -78,39 +81,39 @@ class AuthMiddleware:
 
 
 class _Body:
-    """A body as it comes: in time, no more than a request needs, and with all others no more than fits."""
+    """Receives one body within limits: its time, its size, and the size of all bodies together."""
 
-    def __init__(self, receive: Receive, gate: AuthMiddleware) -> None:
+    def __init__(self, receive: Receive, auth: AuthMiddleware) -> None:
         self.num_bytes = 0
         self._receive = receive
-        self._gate = gate
-        self._is_whole = False
+        self._auth = auth
+        self._is_complete = False
         self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
 
     async def receive(self) -> Message:
-        if self._is_whole:  # what comes now is the client's end
+        if self._is_complete:  # the next message is the client's disconnection
             return await self._receive()
         try:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
             raise ApiError(408, TOO_SLOW, headers=CLOSE) from None
-        self._is_whole = not message.get("more_body", False)
+        self._is_complete = not message.get("more_body", False)
         self._count(len(message.get("body", b"")))
         return message
 
     def _count(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
-        self._gate.held_bytes += num_bytes
+        self._auth.held_bytes += num_bytes
         if self.num_bytes > MAX_BODY_BYTES:
             raise ApiError(413, TOO_LARGE, headers=CLOSE)
-        if self._gate.held_bytes > MOST_HELD_BYTES:
+        if self._auth.held_bytes > MAX_HELD_BYTES:
             message = "the server holds too many large requests; try again later"
             raise ApiError(503, message, headers={**CLOSE, "Retry-After": "5"})
 
 
 async def answer_error(http: HttpRequest, error: Exception, *, metrics: Metrics) -> Response:
-    """Any exception as a response in OpenAI's shape."""
+    """Convert any exception to a response in OpenAI's format."""
     return _error_response(_as_api_error(http, error), metrics)
 
 
@@ -120,9 +123,7 @@ def _error_response(error: ApiError, metrics: Metrics) -> JSONResponse:
 
 
 def _as_api_error(http: HttpRequest, error: Exception) -> ApiError:
-    """What a client should know; of anything unexpected nothing but that it happened (the server logs the
-    traceback).
-    """
+    """The error that a client gets; it contains nothing about unexpected ones (the server logs them)."""
     match error:
         case ApiError():
             return error
@@ -131,31 +132,24 @@ def _as_api_error(http: HttpRequest, error: Exception) -> ApiError:
         case HTTPException():
             path = http.scope["path"]
             known = {404: f"there is no {path}", 405: f"{path} does not take {http.method}"}
-            return ApiError(
-                error.status_code,
-                known.get(error.status_code, error.detail),
-                headers=dict(error.headers or {}),
-            )
+            message = known.get(error.status_code, error.detail)
+            return ApiError(error.status_code, message, headers=dict(error.headers or {}))
         case _:
             return ApiError(500, DEFECT)
 
 
 def _refused(error: YggError) -> ApiError:
-    """A request that the service, or one of our configs, does not take."""
+    """The error of a request that the service, or one of our configs, refuses."""
     match error:
         case QueueFull():
-            return ApiError(
-                429,
-                str(error),
-                code="rate_limit_exceeded",
-                headers={"Retry-After": str(math.ceil(error.retry_after_s))},
-            )
+            headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
+            return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)
         case ServiceEnded():
             return ApiError(503, str(error))
         case ConfigError():
             return ApiError(400, str(error), param=FIELD_NAMES.get(error.field, error.field))
         case CapacityError():
             return ApiError(400, str(error), code="context_length_exceeded")
-        case _:  # nothing that a client did
+        case _:  # not the client's fault
             logging.getLogger(__name__).error("a request failed", exc_info=error)
             return ApiError(500, DEFECT)

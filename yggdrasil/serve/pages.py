@@ -1,14 +1,13 @@
-"""Paged KV: who owns which page of 16 slots, which are free, and which hold text that another request can
-share.
+"""Paged KV: the owners of every page of 16 slots, the free pages, and the text that requests can share.
 
 ```
-row 0   [ 4 | 7 | 2 ]    pages of its first 48 indices; page 4 is shared: the same 16 tokens begin both
+row 0   [ 4 | 7 | 2 ]     pages of its first 48 indices; page 4 is shared: both prompts begin alike
 row 1   [ 4 | 9 ]
-free    3, 8, 5 ...      oldest first; a later prompt may find the text of a free page until it is taken
+free    3, 8, 5 ...       oldest first; a free page keeps its text until it is taken and can be shared
 ```
 
-A page id names the same slots in the target's storage and in the draft's. Pages that the pool is lent for a
-while are the target's alone: the draft is away then.
+A page id names the same slots in the storages of target and draft. Pages that are lent to the pool belong
+to the target alone, because the draft is away then.
 
 Shapes: P = pages of a row.
 """
@@ -29,7 +28,7 @@ __all__ = ["PagePool", "pages_for"]
 
 
 def pages_for(num_indices: int) -> int:
-    """Pages that hold this many indices of a row."""
+    """Pages for this number of indices of a row."""
     return -(-num_indices // PAGE_LEN)
 
 
@@ -37,21 +36,22 @@ class PagePool:
     """The page table of a batch and its free queue.
 
     Args:
-        num_pages: Pages in all, until the pool expands.
-        num_rows: Most rows at once.
-        max_indices: Longest row.
+        num_pages: Total pages, until the pool expands.
+        num_rows: Largest number of rows at once.
+        max_indices: Indices of the longest row.
+        device: Device of the table.
 
     Attributes:
-        table_BP: (rows, pages a row) int32: what the graphs of both models read.
+        table_BP: (rows, pages of a row) int32, read by the graphs of both models.
     """
 
     def __init__(self, num_pages: int, *, num_rows: int, max_indices: int, device: str = "cpu") -> None:
         self.num_pages = num_pages
         self.table_BP = torch.zeros(num_rows, pages_for(max_indices), dtype=torch.int32, device=device)
-        self._free = dict.fromkeys(range(num_pages))  # a queue from whose middle a page can be shared again
+        self._free = dict.fromkeys(range(num_pages))  # a queue; sharing can take a page from its middle
         self._owners = [0] * num_pages
         self._pages: list[list[int]] = [[] for _ in range(num_rows)]
-        # of the text up to the end of each full page
+        # by row, of the text up to the end of each full page
         self._digests: list[list[bytes]] = [[] for _ in range(num_rows)]
         self._page_of: dict[bytes, int] = {}
         self._digest_of: list[bytes | None] = [None] * num_pages
@@ -62,7 +62,7 @@ class PagePool:
         return len(self._free)
 
     def num_missing(self, row: int, num_indices: int) -> int:
-        """Pages that a row lacks to hold this many indices."""
+        """Pages that a row lacks to hold this number of indices."""
         return max(0, pages_for(num_indices) - len(self._pages[row]))
 
     def extend_(self, row: int, num_indices: int) -> None:
@@ -80,13 +80,14 @@ class PagePool:
             self._own(row, page)
 
     def share_(self, row: int, tokens: Sequence[int]) -> tuple[int, int]:
-        """Let an empty row begin with pages that already hold the beginning of its text.
+        """Give an empty row the pages that already hold the beginning of its text.
 
         Args:
-            tokens: Its text; the last token's KV is always computed, for its logits are wanted.
+            row: A row without pages.
+            tokens: Its text; the last token is always computed, because its logits are needed.
 
         Returns:
-            How many tokens the target's KV holds already, and how many the draft's.
+            The number of tokens that the target's KV and the draft's KV already hold.
         """
         num_draft = 0
         digest = b""
@@ -102,13 +103,14 @@ class PagePool:
         return len(self._pages[row]) * PAGE_LEN, num_draft * PAGE_LEN
 
     def publish_(self, row: int, tokens: Sequence[int], target_len: int, draft_len: int) -> None:
-        """Make the full pages of a row's committed text known, so that others can share them."""
+        """Register the full pages of a row's committed text, so that other rows can share them."""
         digests = self._digests[row]
         for page_tokens in _full_pages(tokens, len(digests), target_len // PAGE_LEN):
             digests.append(_digest(digests[-1] if digests else b"", page_tokens))
             page = self._pages[row][len(digests) - 1]
             if digests[-1] not in self._page_of:
-                self._page_of[digests[-1]], self._digest_of[page] = page, digests[-1]
+                self._page_of[digests[-1]] = page
+                self._digest_of[page] = digests[-1]
         for place in range(draft_len // PAGE_LEN - 1, -1, -1):
             page = self._pages[row][place]
             if self._has_draft[page]:
@@ -116,8 +118,9 @@ class PagePool:
             self._has_draft[page] = True
 
     def release_(self, row: int) -> None:
-        """Take a row's pages back; those that nobody shares are free, the end of the text first in the
-        queue: beginnings are what others share.
+        """Take a row's pages back; those without another owner become free.
+
+        The end of the text comes first in the queue, because other requests share beginnings.
         """
         for page in reversed(self._pages[row]):
             self._owners[page] -= 1
@@ -127,7 +130,7 @@ class PagePool:
         self._digests[row] = []
 
     def expand_(self, num_pages: int) -> None:
-        """Pages up to `num_pages` join the end of the free queue. Source: Nightjar section 5.2."""
+        """Append pages up to `num_pages` to the free queue. Source: Nightjar section 5.2."""
         new = range(self.num_pages, num_pages)
         self._owners += [0] * len(new)
         self._digest_of += [None] * len(new)
@@ -136,19 +139,18 @@ class PagePool:
         self.num_pages = num_pages
 
     def contract_(self, num_pages: int) -> dict[int, int]:
-        """Give the pages from `num_pages` on back; those that rows own are renamed, in tables, counts and
-        texts at once.
+        """Remove the pages from `num_pages` on; those that rows own get new ids in all tables and counts.
 
         Returns:
-            Old id to new, beginnings of texts first: whose data the caller has to move before anything
+            Old id to new, beginnings of texts first. The caller has to move their data before anything
             reads a page.
 
         Raises:
-            CapacityError: rows own more pages than are left; nothing has changed.
+            CapacityError: rows own more pages than remain; nothing has changed.
 
-        Source: Nightjar section 5.3, steps 1 to 3 and 5. Of predecessor links the tables are the only
-        record here: a page stands at the same place in every row that shares it, so the order of places is
-        the topological order."""
+        Source: Nightjar section 5.3, steps 1 to 3 and 5. The tables are the only record of predecessor
+        links: a page has the same place in every row that shares it, so the order of places is the
+        topological order."""
         moves = self._migration(num_pages)
         for old, new in moves.items():
             self._rename(old, new)
@@ -156,9 +158,8 @@ class PagePool:
             renamed = [moves.get(page, page) for page in pages]
             if renamed != pages:
                 self._pages[row] = renamed
-                self.table_BP[row, : len(renamed)] = upload(
-                    renamed, self.table_BP.device, dtype=torch.int32
-                )
+                uploaded = upload(renamed, self.table_BP.device, dtype=torch.int32)
+                self.table_BP[row, : len(renamed)] = uploaded
         for page in range(num_pages, self.num_pages):
             self._forget(page)
             self._free.pop(page, None)
@@ -167,31 +168,26 @@ class PagePool:
         return moves
 
     def flush_(self) -> None:
-        """Forget the text of free pages: the next prompt is computed, whatever was served before."""
+        """Forget the text of free pages, so that the next prompt cannot share it."""
         for page in self._free:
             self._forget(page)
 
     def check(self) -> None:
-        """Check that free and used pages are all pages, the table lists what is owned, no page is both
-        free and owned.
-        """
+        """Assert that every page is either free or used, and that the table lists the owned pages."""
         owners = [0] * self.num_pages
         for row, pages in enumerate(self._pages):
             assert len(set(pages)) == len(pages), f"row {row} owns a page twice: {pages}"
-            assert self.table_BP[row, : len(pages)].tolist() == pages, (
-                f"row {row}: the table is not its pages"
-            )
+            listed = self.table_BP[row, : len(pages)].tolist()
+            assert listed == pages, f"row {row}: the table does not list its pages"
             for page in pages:
                 owners[page] += 1
-        assert owners == self._owners, "reference counts"
+        assert owners == self._owners, "wrong reference counts"
         used = [page for page, count in enumerate(owners) if count]
-        assert len(used) + len(self._free) == self.num_pages, (
-            f"{len(used)} used and {len(self._free)} free of {self.num_pages} pages"
-        )
+        counts = f"{len(used)} used and {len(self._free)} free of {self.num_pages} pages"
+        assert len(used) + len(self._free) == self.num_pages, counts
         assert not self._free.keys() & set(used), "pages that are free and used"
-        assert all(self._digest_of[page] == digest for digest, page in self._page_of.items()), (
-            "a text that its page no longer holds"
-        )
+        for digest, page in self._page_of.items():
+            assert self._digest_of[page] == digest, f"page {page} no longer holds its registered text"
 
     def _migration(self, num_pages: int) -> dict[int, int]:
         depth = max(map(len, self._pages), default=0)
@@ -201,11 +197,8 @@ class PagePool:
             for pages in self._pages
             if place < len(pages) and pages[place] >= num_pages
         )
-        # texts that are likely to be found again last
-        free = sorted(
-            (page for page in self._free if page < num_pages),
-            key=lambda page: self._digest_of[page] is not None,
-        )
+        remaining = (page for page in self._free if page < num_pages)
+        free = sorted(remaining, key=lambda page: self._digest_of[page] is not None)  # with text last
         if len(evicted) > len(free):
             raise CapacityError(
                 "KV pages to contract into", len(evicted), len(free), "contract when requests have finished"
@@ -219,13 +212,15 @@ class PagePool:
         self._owners[old] = 0
         digest = self._digest_of[old]
         if digest is not None:
-            self._page_of[digest], self._digest_of[new], self._digest_of[old] = new, digest, None
+            self._page_of[digest] = new
+            self._digest_of[new] = digest
+            self._digest_of[old] = None
 
     def _own(self, row: int, page: int) -> None:
         self._free.pop(page, None)
         self._owners[page] += 1
         place = len(self._pages[row])
-        # assigned to one element, a number would be a copy from the host, and a sync
+        # assigning a number to a single element would copy from the host and sync
         self.table_BP[row, place : place + 1].fill_(page)
         self._pages[row].append(page)
 
@@ -242,5 +237,5 @@ def _full_pages(tokens: Sequence[int], first: int, last: int) -> list[Sequence[i
 
 
 def _digest(before: bytes, page_tokens: Sequence[int]) -> bytes:
-    """Of the text up to and including a page: another text with the same one is not to be feared."""
+    """Digest of the text up to and including a page; the probability of a collision is negligible."""
     return blake2b(before + np.asarray(page_tokens, dtype=np.int32).tobytes(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Texts of clients as tokens: what cannot be decoded here is refused before it costs anything."""
+"""From clients' texts to tokens: prompts that cannot be served are refused early."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from yggdrasil.tokenizer import Tokenizer
 
 __all__ = ["PromptEncoder"]
 
-PREFIX_CHARS = 16  # of a long text for every token that the context holds: about four times what fits
+# Characters of a long text to encode first, per token of the context: about four times as many as fit.
+PREFIX_CHARS = 16
 
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """What turns prompts into tokens.
+    """Turns prompts into tokens.
 
     Args:
-        max_context: Most tokens of prompt and output together.
-        vocab: V: the token ids of both models go from 0 up to this.
+        tokenizer: Tokenizer of the pair.
+        template: Template of conversations.
+        max_context: Largest number of tokens of prompt and output together.
+        vocab: V: the token ids of both models go from 0 to V - 1.
     """
 
     tokenizer: Tokenizer
@@ -29,24 +32,24 @@ class PromptEncoder:
     vocab: int
 
     def tokens(self, prompt: str | Sequence[int], field: str) -> list[int]:
-        """A text encoded, or token ids checked; raises as `encode` does."""
+        """Encode a text or check token ids; raises the errors of `encode`."""
         return self.encode(prompt, field) if isinstance(prompt, str) else self._checked(prompt, field)
 
     def encode(self, text: str, field: str, *, special_tokens: bool = True) -> list[int]:
-        """The whole text as tokens.
+        """Encode the whole text.
 
         Raises:
-            ApiError: no Unicode, more tokens than the context holds, or one that the models do not have.
+            ApiError: invalid Unicode, more tokens than the context holds, or a token that the models lack.
 
-        Cost: of a text that cannot fit, only what it takes to see that.
+        Cost: a text that is too long is encoded only as far as needed to detect it.
         """
         check_text(text, field)
         size = PREFIX_CHARS * self.max_context
         while size < len(text):
-            # a longer text may join the last tokens of a prefix to others, never half of them
+            # in a longer text the last tokens of a prefix may merge with others, but never half of them
             if len(self.tokenizer.encode(text[:size], special_tokens=False)) > 2 * self.max_context:
-                room = f"the context holds {self.max_context} tokens"
-                message = f"{field}: {room} and these {len(text)} characters take more; shorten it"
+                limit = f"the context holds {self.max_context} tokens"
+                message = f"{field}: {limit} and these {len(text)} characters take more; shorten it"
                 raise ApiError(400, message, param=field, code="context_length_exceeded")
             size *= 2
         return self._checked(self.tokenizer.encode(text, special_tokens=special_tokens), field)

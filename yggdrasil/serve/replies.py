@@ -1,6 +1,6 @@
-"""What a client reads, in OpenAI's wire format: events become choices, chunks and usage.
+"""Replies in OpenAI's wire format: events become choices, chunks and usage.
 
-Usage has `target_passes` next to the tokens, so every reply shows its tokens per pass.
+The usage also counts `target_passes`, so that every reply shows its tokens per pass.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from yggdrasil.tokenizer import Tokenizer
 
 __all__ = ["ChatReply", "CompletionReply", "Reply", "merge"]
 
-LEAST_LOG_PROB = -9999.0  # JSON has no infinity; OpenAI writes this
+MIN_LOG_PROB = -9999.0  # JSON has no infinity; OpenAI writes this
 
 
 def merge(events: Sequence[Event]) -> Event:
-    """All events of a row as one."""
+    """Merge all events of a row into one."""
     return Event(
         text="".join(event.text for event in events),
         tokens=[token for event in events for token in event.tokens],
@@ -31,11 +31,13 @@ def merge(events: Sequence[Event]) -> Event:
 
 
 class Reply:
-    """Writes what one HTTP request's rows emit as OpenAI's objects; counts it.
+    """Converts the events of one HTTP request's rows to OpenAI's objects and counts their tokens.
 
     Args:
-        tokenizer: Spells tokens.
-        prompts: As tokens.
+        request: The request.
+        model: Served name of the model.
+        tokenizer: Tokenizer of the pair.
+        prompts: Prompts as tokens.
     """
 
     id_prefix: ClassVar[str]
@@ -57,23 +59,23 @@ class Reply:
         self._passes = 0
 
     def count(self, event: Event) -> None:
-        """Enter an event into the usage."""
+        """Add an event to the usage."""
         self._emitted += len(event.tokens)
         self._passes += bool(event.tokens)
 
     def chunk(self, index: int, event: Event) -> dict[str, Any]:
-        """What a stream sends for an event of choice `index`."""
+        """The chunk of a stream for an event of choice `index`."""
         usage = {"usage": None} if self._request.include_usage else {}
         return {**self._head, "object": self.chunk_kind, "choices": [self._delta(index, event)], **usage}
 
     def last_chunk(self) -> dict[str, Any]:
-        """What ends a stream that was asked for its usage."""
+        """The last chunk of a stream that includes usage."""
         return {**self._head, "object": self.chunk_kind, "choices": [], "usage": self._usage()}
 
     def whole(self, choices: Sequence[Event]) -> dict[str, Any]:
-        """The answer to a request that did not ask for a stream; one merged event per choice."""
-        written = [self._choice(index, event) for index, event in enumerate(choices)]
-        return {**self._head, "object": self.kind, "choices": written, "usage": self._usage()}
+        """The reply to a request without `stream`, from one merged event per choice."""
+        objects = [self._choice(index, event) for index, event in enumerate(choices)]
+        return {**self._head, "object": self.kind, "choices": objects, "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
         total = self._prompt_tokens + self._emitted
@@ -91,7 +93,7 @@ class Reply:
         raise NotImplementedError
 
     def _spelled(self, token: int) -> str:
-        """Text of a token; bytes that are part of a character are escaped, as OpenAI does."""
+        """The text of a token; incomplete characters are escaped as OpenAI does."""
         data = self._tokenizer.token_bytes(token)
         try:
             return data.decode()
@@ -134,18 +136,16 @@ class CompletionReply(Reply):
         tops = [self._top(entry) for entry in entries] if self._request.num_top else None
         return {
             "tokens": [self._spelled(entry.token) for entry in entries],
-            "token_logprobs": [max(entry.log_prob, LEAST_LOG_PROB) for entry in entries],
+            "token_logprobs": [max(entry.log_prob, MIN_LOG_PROB) for entry in entries],
             "top_logprobs": tops,
             "text_offset": offsets,
         }
 
     def _top(self, entry: TokenLogProb) -> dict[str, float]:
-        """By spelling; the emitted token is always there, and of two tokens spelled alike the likelier
-        stays.
-        """
+        """Log-probabilities by text, the emitted token included; of two equal texts the likelier counts."""
         tops: dict[str, float] = {}
         for token, log_prob in (*entry.top, (entry.token, entry.log_prob)):
-            tops.setdefault(self._spelled(token), max(log_prob, LEAST_LOG_PROB))
+            tops.setdefault(self._spelled(token), max(log_prob, MIN_LOG_PROB))
         return tops
 
 
@@ -197,8 +197,4 @@ class ChatReply(Reply):
 
     def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token)
-        return {
-            "token": self._spelled(token),
-            "logprob": max(log_prob, LEAST_LOG_PROB),
-            "bytes": list(data),
-        }
+        return {"token": self._spelled(token), "logprob": max(log_prob, MIN_LOG_PROB), "bytes": list(data)}

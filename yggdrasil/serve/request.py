@@ -1,4 +1,4 @@
-"""What a client asks of the batch, and what it receives."""
+"""Requests to the batch, and the events and reports that it returns."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ __all__ = [
     "TokenLogProb",
 ]
 
-DEFECT = "internal error; the server's log has more"  # an exception's own words can hold paths and a stack
+# The message of an unexpected exception may contain paths and a stack, so clients get this one.
+DEFECT = "internal error; the server's log has more"
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
 class TokenLogProb:
-    """A token with what the target gave it before temperature and filters: the same with speculation and
-    without.
+    """A token and its log-probability from the target, the same with and without speculation.
 
     Args:
-        token: Its id.
-        log_prob: Natural logarithm.
-        top: The likeliest tokens at its place, (id, log-probability), likeliest first; as many as were
-            asked for.
+        token: Token id.
+        log_prob: Natural logarithm of its probability before temperature and filters.
+        top: The likeliest tokens at its place, (id, log-probability), likeliest first; `num_top` of them.
     """
 
     token: int
@@ -42,14 +41,14 @@ class TokenLogProb:
 
 @dataclass(frozen=True)
 class Event:
-    """What one step, or the end, brought a request.
+    """The result of one step for a request, or its end.
 
     Args:
-        text: Released text; empty while a character or a stop text is unfinished.
+        text: Released text; empty while a character or a stop text is incomplete.
         tokens: Emitted tokens.
-        log_probs: Of those tokens, when asked for.
-        finish: Why this is the last event; None when it is not.
-        error: In words, when `finish` is "error".
+        log_probs: Log-probabilities of these tokens, if requested.
+        finish: Reason why this is the last event; None if it is not.
+        error: Error message if `finish` is "error".
     """
 
     text: str
@@ -66,10 +65,10 @@ class Request:
     Args:
         prompt: At least one token.
         config: Limits, stop texts and sampling; `plain` is the same as `speculation=0`.
-        speculation: Most draft tokens of a step; None leaves it to the policy, 0 decodes this row without
-            speculation.
-        num_top: Log-probabilities wanted for every emitted token: its own and this many of the likeliest;
-            None wants none.
+        speculation: Largest number of draft tokens in a step; None leaves it to the policy, 0 decodes this
+            row without speculation.
+        num_top: Number of likeliest tokens to report in addition to every emitted token; None reports no
+            log-probabilities.
         on_event: Called after every step that emitted something and at the end, in the batcher's thread;
             must return at once.
     """
@@ -83,14 +82,17 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestReport:
-    """One finished request in figures.
+    """Counts and times of one finished request.
 
     Args:
-        shared_tokens: Prompt tokens whose KV another request had left.
+        finish: Why it ended.
+        prompt_tokens: Tokens of the prompt.
+        emitted_tokens: Tokens of the output.
+        shared_tokens: Prompt tokens whose KV another request had computed.
         target_passes: Steps that emitted something for it.
-        preemptions: Times it lost its pages and was computed again.
-        queue_ms: Until it was first admitted.
-        ttft_ms: From arrival to the first token; 0 when there was none.
+        preemptions: How often it lost its pages and was computed again.
+        queue_ms: From arrival to the first admission.
+        ttft_ms: From arrival to the first token; 0 if there was none.
         total_ms: From arrival to the end.
     """
 
@@ -107,30 +109,31 @@ class RequestReport:
     @property
     def tpot_ms(self) -> float:
         """Milliseconds per token after the first step; 0 for a single token."""
-        return (
-            (self.total_ms - self.ttft_ms) / (self.emitted_tokens - 1) if self.emitted_tokens > 1 else 0.0
-        )
+        if self.emitted_tokens <= 1:
+            return 0.0
+        return (self.total_ms - self.ttft_ms) / (self.emitted_tokens - 1)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of the batch in figures.
+    """Counts and times of one step of the batch.
 
     Args:
-        gamma: Speculative length that the policy chose.
-        prompt_tokens: Tokens of prompts that ran in the target's forward, roots not counted.
-        drafted: Draft tokens verified, row by row of the rows that emitted.
-        emitted: Tokens that the target gave them: accepted + 1. Those after the end of a text, which no
-            client gets, are among them.
-        returned: Tokens that clients received, over all rows.
-        max_lag: L_max: tokens that the draft's KV lagged behind in the worst row when the step began.
-        catch_up_ms: Bringing the draft's KV up to the text.
-        draft_ms: Drafting, that included.
-        total_ms: The whole step; what is neither drafting nor verifying is the host's.
+        gamma: Speculative length that the policy selected.
+        prompt_tokens: Prompt tokens that ran in the target's forward, without roots.
+        drafted: Draft tokens verified, for each row that emitted.
+        emitted: Tokens of the target for each of these rows: accepted + 1. Tokens after the end of a text,
+            which no client gets, are included.
+        returned_tokens: Tokens that clients got, of all rows.
+        max_lag: L_max: tokens by which the draft's KV lagged in the worst row when the step began.
+        catch_up_ms: Time to bring the draft's KV up to the text.
+        draft_ms: Time of drafting, `catch_up_ms` included.
+        verify_ms: Time of the target's forward.
+        total_ms: Time of the step; the part that is neither drafting nor verifying is the host's.
         running: Rows after the step.
-        waiting: Queued requests after it.
-        free_pages: KV pages in the free queue after it.
-        num_pages: KV pages in all; more while the draft's room is lent to them.
+        waiting: Queued requests after the step.
+        free_pages: KV pages in the free queue after the step.
+        num_pages: Total KV pages, those in the draft's memory included while they are lent.
         is_draft_in: Whether the draft's weights are in memory.
     """
 
@@ -138,7 +141,7 @@ class StepReport:
     prompt_tokens: int
     drafted: tuple[int, ...]
     emitted: tuple[int, ...]
-    returned: int
+    returned_tokens: int
     max_lag: int
     catch_up_ms: float
     draft_ms: float
@@ -162,12 +165,10 @@ class StepReport:
 
 
 class Observer:
-    """Called after every step and every finished request, in the batcher's thread; this one listens to
-    nothing.
-    """
+    """Receives reports of steps and finished requests in the batcher's thread; this one ignores them."""
 
     def on_step(self, report: StepReport) -> None:
-        """After every step."""
+        """Called after every step."""
 
     def on_finish(self, report: RequestReport) -> None:
-        """After every request."""
+        """Called after every request."""

@@ -1,4 +1,4 @@
-"""The batcher in a thread of its own: requests come in from any thread, events go out from this one.
+"""The batcher in its own thread: any thread can submit requests; events are sent from the batcher's.
 
 Shapes: P = pages of a row.
 """
@@ -21,8 +21,8 @@ from yggdrasil.serve.ticket import Ticket
 
 __all__ = ["Service"]
 
-RECENT = 32  # finished requests that show how fast a queue gets shorter
-LONGEST_RETRY_S = 60.0
+NUM_RECENT = 32  # finished requests from which the speed of the queue is estimated
+MAX_RETRY_S = 60.0
 ACCEPTANCE_MEMORY = 0.95
 
 
@@ -30,10 +30,10 @@ class Service(Observer):
     """Runs a batcher; every method may be called from any thread.
 
     Args:
-        batcher: Nobody else may touch it from now on.
-        max_queue: Most requests that wait for a row.
-        policy_name: For `info`.
-        observer: Told what the batcher reports, in the service's thread.
+        batcher: No other code may use it from now on.
+        max_queue: Largest number of requests that wait for a row.
+        policy_name: Name of the policy, for `info`.
+        observer: Receives the batcher's reports, in the service's thread.
     """
 
     def __init__(self, batcher: Batcher, *, max_queue: int, policy_name: str, observer: Observer) -> None:
@@ -47,34 +47,32 @@ class Service(Observer):
         self._stopping = False
         self._has_died = False
         self._num_queued = 0
-        self._finished: deque[float] = deque(maxlen=RECENT)
+        self._finished: deque[float] = deque(maxlen=NUM_RECENT)
         self._accept_length = 0.0
         self._thread = threading.Thread(target=self._run, name="ygg-batcher", daemon=True)
         batcher.observer = self
 
     def start(self) -> None:
-        """Begin to take requests."""
+        """Begin to accept requests."""
         self._thread.start()
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the thread lives."""
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
     def max_context(self) -> int:
-        """Most tokens of prompt and output together: the pair's, or what the KV pages hold where that is
-        less.
-        """
+        """Largest number of tokens of prompt and output together that the pair and the KV pages allow."""
         return self._batcher.served_context
 
     def submit(self, request: Request) -> Ticket:
         """Queue a request.
 
         Raises:
-            ServiceEnded: the thread does not live.
-            QueueFull: too many wait already.
-            ConfigError, CapacityError: the request itself.
+            ServiceEnded: the thread does not run.
+            QueueFull: too many requests wait.
+            ConfigError, CapacityError: the request cannot be served.
         """
         if not self.is_healthy:
             raise ServiceEnded
@@ -86,24 +84,23 @@ class Service(Observer):
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Let a request go; its pages are freed and a last event reports it. Nothing happens to one that
-        has ended."""
+        """End a request, free its pages and send a last event; does nothing if it has already ended."""
         self._call(lambda: self._batcher.cancel(ticket))
 
     def info(self) -> dict[str, Any]:
-        """What the server is and does, in JSON values; taken between two steps."""
-        answer: Future[dict[str, Any]] = Future()
-        self._call(lambda: answer.set_result(self._info()))
-        return answer.result(timeout=LONGEST_RETRY_S)
+        """Configuration and state of the server in JSON values, read between two steps."""
+        info: Future[dict[str, Any]] = Future()
+        self._call(lambda: info.set_result(self._info()))
+        return info.result(timeout=MAX_RETRY_S)
 
     def drain(self, timeout_s: float) -> bool:
-        """Finish what runs and waits, then stop the thread; at once where it has died.
+        """Finish running and waiting requests, then stop the thread; returns at once if it has died.
 
         Args:
-            timeout_s: After it, the remaining requests are cancelled.
+            timeout_s: Seconds after which the remaining requests are cancelled.
 
         Returns:
-            Whether everything came to its end.
+            Whether every request finished.
         """
         if not self.is_healthy:
             return not self._has_died
@@ -134,11 +131,11 @@ class Service(Observer):
         self._wake.set()
 
     def _retry_after_s(self) -> float:
-        """Until half of the queue is gone, at the rate at which requests finished lately."""
+        """Seconds until half of the queue is served, at the rate of recent requests."""
         if len(self._finished) < 2:
             return 1.0
         rate = (len(self._finished) - 1) / max(1e-3, time.monotonic() - self._finished[0])
-        return min(LONGEST_RETRY_S, max(1.0, self.max_queue / 2 / rate))
+        return min(MAX_RETRY_S, max(1.0, self.max_queue / 2 / rate))
 
     def _info(self) -> dict[str, Any]:
         batcher = self._batcher
@@ -166,25 +163,25 @@ class Service(Observer):
         except Exception:
             logging.getLogger(__name__).exception("the decoding thread died; start the server again")
             self._has_died = True
-            self._idle.set()  # who drains must not wait for it
+            self._idle.set()  # `drain` must not wait any longer
 
     def _serve(self) -> None:
         while True:
-            self._answer()
+            self._run_calls()
             if self._step() or self._inbox:
                 continue
-            self._rest()
+            self._wait_for_call()
             if self._stopping:
                 break
-        self._answer()  # what came while the last one was going out
+        self._run_calls()  # those that arrived during the last wait
         self._batcher.cancel_all()
 
-    def _answer(self) -> None:
+    def _run_calls(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
 
     def _step(self) -> bool:
-        """One step; whether there was anything to do. A defect ends the requests in it, not the server."""
+        """Run one step; returns whether there was work. A defect ends its requests, not the server."""
         try:
             return self._batcher.step() is not None
         except Exception:
@@ -192,8 +189,8 @@ class Service(Observer):
             self._batcher.fail()
             return True
 
-    def _rest(self) -> None:
-        """Nothing to do: check the state, then wait for a call."""
+    def _wait_for_call(self) -> None:
+        """With nothing to do, check the batcher's state, then wait for a call."""
         self._batcher.check()
         self._num_queued = 0
         self._idle.set()

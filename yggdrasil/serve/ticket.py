@@ -1,4 +1,4 @@
-"""A request as the batcher keeps it: what it may still emit, what it has emitted, and when."""
+"""The state of a request in the batcher: what it has emitted, what it may still emit, and its times."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Ticket:
     """The state of one request.
 
     Attributes:
-        row: Its place in the batch; None while it waits.
-        speculation: Most draft tokens a step, None without a limit.
-        limit: Most tokens to emit.
+        limit: Largest number of tokens to emit.
         ends: Tokens that end its text.
+        speculation: Largest number of draft tokens in a step, None without a limit.
+        row: Its place in the batch; None while it waits.
     """
 
     request: Request
@@ -45,48 +45,46 @@ class Ticket:
 
     @property
     def running(self) -> Row:
-        """Its row, where it is known to run."""
+        """The row of a request that is known to run."""
         assert self.row is not None
         return self.row
 
     @property
     def num_left(self) -> int:
-        """Tokens that it may still emit."""
+        """Tokens that the request may still emit."""
         return self.limit - self.emitted_tokens
 
     @property
-    def num_lacking(self) -> int:
-        """Tokens of its text, the root included, without KV in the target; 1 for a row that decodes."""
+    def num_unseen(self) -> int:
+        """Tokens, root included, that the target has not processed; 1 in a row that decodes."""
         return len(self.state.tokens) - self.running.target_len
 
-    def read_(self, emitted: list[int]) -> tuple[str, list[int]]:
-        """The text that a step releases, and its tokens up to the end of the request's: its limit, an end
-        of text or a stop text, whichever comes first.
+    def read_(self, accepted: list[int]) -> tuple[str, list[int]]:
+        """Cut a step's tokens at the end of the text; returns the text that they release and the tokens.
+
+        The end is the limit, an end-of-text token or a stop text, whichever comes first.
         """
-        tokens = truncate(emitted, room=self.num_left, eos_tokens=self.ends)
+        tokens = truncate(accepted, room=self.num_left, eos_tokens=self.ends)
         before = self.stream.num_tokens
         text = self.stream.push(tokens)
         return text, tokens[: self.stream.num_tokens - before]
 
     @one_torch_thread()
     def log_probs(self, tokens: Sequence[int], logits_NV: Tensor) -> list[TokenLogProb]:
-        """What the target gave the emitted tokens before temperature and filters, when the request wants
-        it.
-        """
+        """Log-probabilities of emitted tokens before temperature and filters, if the request wants them."""
         if self.request.num_top is None:
             return []
         log_probs_NV = logits_NV.float().log_softmax(-1)
         best = log_probs_NV.topk(self.request.num_top)
-        top_tokens = best.indices.tolist()  # sync: a client asked
-        top_log_probs = best.values.tolist()  # sync: a client asked
-        rows = zip(tokens, log_probs_NV, top_tokens, top_log_probs, strict=True)
+        # sync: a client requested them
+        rows = zip(tokens, log_probs_NV, best.indices.tolist(), best.values.tolist(), strict=True)
         return [
             TokenLogProb(token, float(row[token]), tuple(zip(top, values, strict=True)))
             for token, row, top, values in rows
         ]
 
     def report(self, reason: FinishReason) -> RequestReport:
-        """Its figures at the end."""
+        """Counts and times at the end of the request."""
         now = time.perf_counter()
         return RequestReport(
             finish=reason,

@@ -1,4 +1,4 @@
-"""The table of what it costs to bring the draft back."""
+"""The table of times to bring the draft back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLE = SwitchTable(lags=(2, 10, 100), batch_sizes=(1, 4), seconds=((0.1, 0.4), 
         (1000, 4, 40.0),  # more than was measured: in proportion
         (100, 64, 64.0),
         (200, 2, 4.0),
-        (1, 1, 0.05),  # less than was measured costs its share
+        (1, 1, 0.05),  # less than was measured: in proportion
         (0, 4, 0.0),
     ),
 )
@@ -39,4 +39,4 @@ def test_a_compiled_pair_has_a_measured_table(tiny_bundle: Bundle) -> None:
     table = load_measurements(load_bundle(tiny_bundle.name), tiny_bundle.dataset).switching
     assert table.lags == (2, 16, 64, 255)
     assert table.batch_sizes == (1, 2, 4, 8, 16)
-    assert table(255, 16) > table(2, 1) > 0  # four thousand tokens against two
+    assert table(255, 16) > table(2, 1) > 0  # 4080 tokens and 2

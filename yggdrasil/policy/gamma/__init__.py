@@ -1,3 +1,1 @@
-"""Speculative lengths of batched serving: the seam in `protocol`, one policy a module, all of them by name
-in `catalog`.
-"""
+"""Speculative lengths of batched serving: one policy per module, looked up by name in `registry`."""

@@ -19,8 +19,8 @@ class AdaBinGreedy(VerifiesAll):
     Args:
         random: Draws the types of bins and the arms of exploring rounds.
 
-    Source: Luo et al. 2018 as the ablation of Nightjar section 6.3.1. Departure: the tests for a changed
-    environment that Luo et al. add to their bins are left out, as Nightjar leaves them out."""
+    Source: Luo et al. 2018, as in the ablation of Nightjar section 6.3.1. Departure: like Nightjar, it
+    omits the tests for a changed environment that Luo et al. add to their bins."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self.random = random

@@ -1,4 +1,4 @@
-"""BanditSpec: an upper confidence bound over speculative lengths, blind to the batch size."""
+"""BanditSpec: an upper confidence bound over speculative lengths that ignores the batch size."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ __all__ = ["BanditSpec"]
 
 
 class BanditSpec(VerifiesAll):
-    """UCB1: the arm with the largest mean / best + sqrt(2 ln t / n), after every arm has run once.
+    """UCB1: the arm with the largest mean / maximum + sqrt(2 ln t / n), after every arm has run once.
 
-    Here t counts the observed steps, n those of the arm, and "best" is the highest goodput of any step,
-    so that rewards lie between 0 and 1.
+    t counts the observed steps and n the steps of the arm. The maximum is the highest goodput of any step,
+    so rewards lie between 0 and 1.
 
     Source: Hou et al. 2025 as described in Nightjar section 6.1 (a UCB variant without batch context).
-    Departures: one bandit for the server instead of one for a request, because all rows of a batch share
-    gamma; the reward is goodput, as for every policy here, and the radius is UCB1's.
+    Departures: one bandit per server instead of one per request, because all rows of a batch share gamma;
+    the reward is goodput, as for every policy here, and the radius is that of UCB1.
 
-    >>> ucb, load = BanditSpec(), Load(batch_size=1, deepest=1)
+    >>> ucb = BanditSpec()
+    >>> load = Load(batch_size=1, deepest=1)
     >>> ucb.observe(Outcome(load, 0, [0], [1], 0.01))
     >>> ucb.select(load)
     1
@@ -30,7 +31,7 @@ class BanditSpec(VerifiesAll):
 
     def __init__(self) -> None:
         self.goodput = MeanGoodput()
-        self.best = 0.0
+        self.max_goodput = 0.0
         self.steps = 0
 
     def select(self, load: Load) -> int:
@@ -38,16 +39,18 @@ class BanditSpec(VerifiesAll):
         for gamma in range(load.gamma_max + 1):
             if gamma not in rounds:
                 return gamma
-        width = 2 * math.log(self.steps)
-        return max(
-            range(load.gamma_max + 1),
-            key=lambda gamma: self.goodput.means[gamma] / self.best + math.sqrt(width / rounds[gamma]),
-        )
+        two_log_steps = 2 * math.log(self.steps)
+
+        def bound(gamma: int) -> float:
+            radius = math.sqrt(two_log_steps / rounds[gamma])
+            return self.goodput.means[gamma] / self.max_goodput + radius
+
+        return max(range(load.gamma_max + 1), key=bound)
 
     def observe(self, outcome: Outcome) -> None:
         if outcome.is_timed:
             self.steps += 1
-            self.best = max(self.best, outcome.goodput)
+            self.max_goodput = max(self.max_goodput, outcome.goodput)
             self.goodput.add_(outcome.gamma, outcome.goodput)
 
     @property

@@ -1,4 +1,4 @@
-"""The block and bin clock of ADA-BINGREEDY, and the running means that its exploitation compares."""
+"""The block and bin clock of ADA-BINGREEDY, and the running means that it exploits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["BinClock", "MeanGoodput"]
 
 
 class BinClock:
-    """Blocks of growing length, cut into bins of rounds; a bin explores or exploits as a whole.
+    """Blocks of growing length, divided into bins of rounds; a bin explores or exploits as a whole.
 
         block j: H = 2^(j-1)
         |  bin b = 1  |  bin b = 2  | ...         sqrt(H) bins (rounded down)
         | . . . . . . | . . . . . . |             sqrt(H) rounds each
 
-    A bin explores with probability 1 / sqrt(b). So a block spends up to the sum over b of sqrt(H) /
-    sqrt(b), about 2 H^(3/4), of its rounds exploring: the regret of whole exploring bins grows as T^(3/4).
-    Nightjar's Lemma 2 counts exploration *steps* as sqrt(T), which holds for a schedule that explores one
-    round of a bin.
+    A bin explores with probability 1 / sqrt(b). So a block explores in up to the sum over b of sqrt(H) /
+    sqrt(b) of its rounds, which is about 2 H^(3/4). The regret of whole exploring bins grows as T^(3/4).
+    Nightjar's Lemma 2 counts sqrt(T) exploration *steps*; that holds for a schedule that explores one round
+    per bin.
 
     Source: Nightjar Algorithm 1, lines 3, 6-8 and 16-22.
     """
@@ -32,19 +32,17 @@ class BinClock:
 
     @property
     def rounds_per_bin(self) -> int:
-        """Also the bins of a block: a bin ends when its round counter exceeds sqrt(H), a block when its bin
-        counter does.
-        """
+        """Rounds per bin and bins per block: each counter ends when it exceeds sqrt(H)."""
         return math.isqrt(2 ** (self.block - 1))
 
     def explores(self, random: np.random.Generator) -> bool:
-        """The type of the current bin, drawn once."""
+        """Whether the current bin explores; drawn once per bin."""
         if self._exploring is None:
             self._exploring = bool(random.random() < 1 / math.sqrt(self.bin))
         return self._exploring
 
     def tick_(self) -> None:
-        """One round has been observed."""
+        """Count one observed round."""
         self.round += 1
         if self.round > self.rounds_per_bin:
             self.bin = self.bin + 1
@@ -56,7 +54,7 @@ class BinClock:
 
 
 class MeanGoodput:
-    """Mean realised goodput of every arm, 0 before its first round.
+    """Mean realised goodput of every arm; 0 before its first round.
 
     Source: Nightjar section 4.2, the incremental average below Eq. (3).
     """
@@ -66,18 +64,18 @@ class MeanGoodput:
         self.means: dict[int, float] = {}
 
     def add_(self, gamma: int, goodput: float) -> None:
-        """One more round of this arm, in tokens per second."""
+        """Add a round of this arm, in tokens per second."""
         self.rounds[gamma] = self.rounds.get(gamma, 0) + 1
         mean = self.means.get(gamma, 0.0)
         self.means[gamma] = mean + (goodput - mean) / self.rounds[gamma]
 
     def seconds_per_token(self, gamma: int) -> float:
-        """1 / mean, infinite before the first round."""
+        """1 / mean; infinite before the first round."""
         mean = self.means.get(gamma, 0.0)
         return 1 / mean if mean > 0 else math.inf
 
     def best(self, arms: Iterable[int]) -> int:
-        """The arm with the largest mean, of equals the smaller."""
+        """The arm with the largest mean; the smaller arm if two are equal."""
         return max(arms, key=lambda gamma: (self.means.get(gamma, 0.0), -gamma))
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""DSD: the speculative length with the largest modelled goodput, acceptance taken from the past."""
+"""DSD: the speculative length with the largest modelled goodput at the average acceptance of the past."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from yggdrasil.policy.gamma.protocol import Load, Outcome
 __all__ = ["DSD"]
 
 RATE_STEP = 0.1  # weight of the last step in the acceptance rate
-HIGHEST_RATE = 0.99  # keeps the geometric sum finite
+MAX_RATE = 0.99  # keeps the geometric sum finite
 
 
 class DSD(VerifiesAll):
     """Goodput from a linear latency model, fitted offline, and one acceptance rate, averaged over the past.
 
-    A step without drafts shows nothing about acceptance. So once gamma = 0 wins, the rate stays what it
-    was, and at that load gamma = 0 wins for ever: the decision deadlock, kept here because it is the
-    method's.
+    A step without drafts shows nothing about acceptance. So once gamma = 0 wins, the rate stays the same
+    and gamma = 0 wins at that load for ever. This decision deadlock is part of the method, so it is kept.
 
     Args:
         points: Offline measurements: batch size, gamma, seconds of the step.
-        rate: Acceptance of a draft token before any was seen.
+        rate: Acceptance of a draft token before any was observed.
 
     Source: Liu et al. 2024 (SmartSpec), as described in Nightjar sections 6.1 and 7.1. Departures: the
     regressors are 1, gamma and the batch's tokens; the acceptance rate is an exponential average; no
-    latency is predicted below the least measured one, where the linear fit may go negative.
+    predicted latency is below the smallest measured one, because the linear fit can become negative.
 
     >>> dsd = DSD([(1, 0, 0.010), (1, 2, 0.012), (2, 0, 0.010), (2, 2, 0.012), (4, 1, 0.011)], rate=0.9)
     >>> dsd.select(Load(batch_size=1, deepest=3))
@@ -41,11 +40,11 @@ class DSD(VerifiesAll):
         rows = np.array([_regressors(batch_size, gamma) for batch_size, gamma, _ in points])
         seconds: npt.NDArray[np.float64] = np.array([point[2] for point in points])
         self.coefficients = [float(value) for value in np.linalg.lstsq(rows, seconds, rcond=None)[0]]
-        self.least_seconds = float(seconds.min())
+        self.min_seconds = float(seconds.min())
         self.rate = rate
 
     def select(self, load: Load) -> int:
-        rate = min(self.rate, HIGHEST_RATE)
+        rate = min(self.rate, MAX_RATE)
 
         def goodput(gamma: int) -> float:
             emitted = (1 - rate ** (gamma + 1)) / (1 - rate)
@@ -56,16 +55,12 @@ class DSD(VerifiesAll):
     def seconds(self, batch_size: int, gamma: int) -> float:
         """The fitted latency of a step."""
         constant, per_gamma, per_token = self.coefficients
-        return max(constant + per_gamma * gamma + per_token * batch_size * (gamma + 1), self.least_seconds)
+        return max(constant + per_gamma * gamma + per_token * batch_size * (gamma + 1), self.min_seconds)
 
     def observe(self, outcome: Outcome) -> None:
         accepted = sum(outcome.emitted) - len(outcome.emitted)
-        # a chain ends at its first
-        rejected = sum(
-            1
-            for drafted, emitted in zip(outcome.drafted, outcome.emitted, strict=True)
-            if emitted <= drafted
-        )
+        rows = zip(outcome.drafted, outcome.emitted, strict=True)
+        rejected = sum(1 for drafted, emitted in rows if emitted <= drafted)  # a chain ends at its first
         if trials := accepted + rejected:
             self.rate += RATE_STEP * (accepted / trials - self.rate)
 

@@ -1,5 +1,7 @@
-"""What Nightjar's variant learns from outcomes: acceptance by position, how good the draft's probabilities
-are, and how far step times are from their prediction."""
+"""What Nightjar's variant learns from outcomes: acceptance by position and errors of predictions.
+
+The predictions that it corrects are the draft's calibrated acceptance and the time of a step.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +11,40 @@ from yggdrasil.policy.gamma.prior import GoodputPrior
 
 __all__ = ["GraphSeconds", "PositionAcceptance", "StepSeconds", "ValueScale"]
 
-PRIOR_TRIALS = 16.0  # draft tokens that the calibrated acceptance of a position counts for
-# draft tokens of a position after which an old one has faded: some steps of a great batch, whose rows go on
-# as they are
+PRIOR_TRIALS = 16.0  # the calibrated acceptance of a position counts as this many draft tokens
+# The weight of a position's old draft tokens fades after this many: some steps of a large batch, whose rows
+# hardly change meanwhile.
 TRIALS_MEMORY = 300.0
-STEPS_MEMORY = 64.0  # steps of an arm after which an old one has faded
-PACE_MEMORY = 8.0  # steps after which the machine's pace has changed
-LOWEST = 0.01
-HIGHEST = 0.99
+STEPS_MEMORY = 64.0  # the weight of an arm's old steps fades after this many
+PACE_MEMORY = 8.0  # the same for the speed of the machine
+MIN_RATE = 0.01
+MAX_RATE = 0.99
 
 
 class PositionAcceptance:
-    """P(the k-th draft token is accepted, given that those before it are), k = 1.., and the emitted tokens
-    that follow from it.
+    """Acceptance by position k = 1.. of a chain, given that all tokens before it are accepted.
 
-    A row with n accepted of d verified tokens is n successes at positions 1..n and, if n < d, one failure
-    at n + 1. Which rows are verified at a position may follow from what the draft thinks of them; then
-    their share of successes is scaled to what it thinks of all rows. Positions learn for all batch sizes at
-    once. Every position starts from its calibrated value times what learning has made of the position
-    before, so that a text on which the first token is hard is not expected to be easy from the second on.
+    A row with n accepted of d verified tokens counts as n successes at positions 1..n and, if n < d, one
+    failure at n + 1. If the rows to verify at a position were selected by the draft's probabilities, their
+    share of successes is scaled to all rows by the same probabilities. Positions learn for all batch sizes
+    at once. A position starts from its calibrated value times the correction learnt for the position
+    before, so that a text whose first token is hard to guess is not expected to become easy at the second.
 
     Args:
         prior: Its `emitted` is the calibration.
+        gamma_max: Largest position.
+
+    Attributes:
+        rates: Acceptance; rates[k - 1] for position k.
+        emitted: Expected tokens of a row in a step, by speculative length.
+        gains: What one more draft token adds to `emitted`, by speculative length; 0 at the largest.
     """
 
     def __init__(self, prior: GoodputPrior, gamma_max: int) -> None:
         # P(accepted >= k)
         gains = [prior.emitted(gamma) - prior.emitted(gamma - 1) for gamma in range(1, gamma_max + 1)]
         self._prior = [
-            _clipped(gain / before) if before > 0 else LOWEST
+            _clipped(gain / before) if before > 0 else MIN_RATE
             for before, gain in zip([1.0, *gains], gains, strict=False)
         ]
         self._mean = [0.0] * gamma_max
@@ -50,9 +57,7 @@ class PositionAcceptance:
     def observe_(
         self, drafted: Sequence[int], emitted: Sequence[int], values: Sequence[Sequence[float]] = ()
     ) -> None:
-        """Tokens verified and emitted, row by row, and the calibrated acceptance of all that was drafted;
-        see `Outcome`.
-        """
+        """Learn from a step; arguments are those of `Outcome`."""
         for index in range(max(drafted)):
             tried = [
                 row
@@ -62,25 +67,21 @@ class PositionAcceptance:
             if not tried:
                 break
             trials = len(tried)
-            rate = (
-                sum(emitted[row] > index + 1 for row in tried) / trials * _selection(values, tried, index)
-            )
+            successes = sum(emitted[row] > index + 1 for row in tried)
+            rate = successes / trials * _selection(values, tried, index)
             self._trials[index] = max(min(self._trials[index] + trials, TRIALS_MEMORY), trials)
             self._mean[index] += trials / self._trials[index] * (rate - self._mean[index])
         self._update_()
 
     def _update_(self) -> None:
-        """`rates[k - 1]` by position; `emitted[gamma]` by speculative length, and `gains[gamma]`, what one
-        more adds, of the longest nothing.
-        """
         self.rates = []
         self.emitted = [1.0]
         self.gains = []
-        growth = path = 1.0
+        growth = 1.0
+        path = 1.0
         for prior, mean, trials in zip(self._prior, self._mean, self._trials, strict=True):
-            rate = min(
-                (PRIOR_TRIALS * _clipped(prior * growth) + trials * mean) / (PRIOR_TRIALS + trials), 1.0
-            )
+            expected = PRIOR_TRIALS * _clipped(prior * growth)
+            rate = min((expected + trials * mean) / (PRIOR_TRIALS + trials), 1.0)
             growth = rate / prior
             path = path * rate
             self.rates.append(rate)
@@ -90,52 +91,44 @@ class PositionAcceptance:
 
 
 def _selection(values: Sequence[Sequence[float]], tried: Sequence[int], index: int) -> float:
-    """What the draft expects of a position given those before it, in the mean of all rows that drafted it,
-    over the mean of those that were tried.
-    """
+    """Mean acceptance that the draft expects at a position: of all rows / of the rows that were tried."""
     if not values:
         return 1.0
     reached = [row[index - 1] if index else 1.0 for row in values if len(row) > index]
-    of_all = sum(row[index] for row in values if len(row) > index) / max(sum(reached), LOWEST)
-    of_tried = sum(
-        values[row][index] / max(values[row][index - 1] if index else 1.0, LOWEST) for row in tried
-    ) / len(tried)
-    return of_all / max(of_tried, LOWEST)
+    mean_of_all = sum(row[index] for row in values if len(row) > index) / max(sum(reached), MIN_RATE)
+    rates = [values[row][index] / max(values[row][index - 1] if index else 1.0, MIN_RATE) for row in tried]
+    mean_of_tried = sum(rates) / len(tried)
+    return mean_of_all / max(mean_of_tried, MIN_RATE)
 
 
 class ValueScale:
-    """How right the calibrated acceptance of drafts was: accepted over expected tokens of what was
-    verified; old ones fade.
-    """
+    """Accepted / expected tokens of the drafts that were verified; the weight of old ones fades."""
 
     def __init__(self) -> None:
         self._expected = self._accepted = PRIOR_TRIALS
 
     @property
     def estimate(self) -> float:
-        """What to multiply calibrated acceptance by."""
+        """The factor for calibrated acceptance."""
         return self._accepted / self._expected
 
     def observe_(
         self, drafted: Sequence[int], emitted: Sequence[int], values: Sequence[Sequence[float]]
     ) -> None:
-        """As for `PositionAcceptance`."""
+        """Learn from a step; arguments are those of `Outcome`."""
         self._expected += sum(sum(row[:width]) for row, width in zip(values, drafted, strict=True))
-        # a row that broke emits nothing
-        self._accepted += sum(
-            max(tokens - 1, 0) for tokens, width in zip(emitted, drafted, strict=True) if width
-        )
+        drafting_rows = [tokens for tokens, width in zip(emitted, drafted, strict=True) if width]
+        self._accepted += sum(max(tokens - 1, 0) for tokens in drafting_rows)  # a row that failed emits 0
         if self._expected > TRIALS_MEMORY:
             self._accepted *= TRIALS_MEMORY / self._expected
             self._expected = TRIALS_MEMORY
 
 
 class StepSeconds:
-    """By how much steps are slower than predicted, by batch size and gamma: all that is known of a step
-    where its graph is not.
+    """Measured / predicted time of steps by batch size and gamma, for priors that know no graphs.
 
-    The measured over the predicted time is averaged per gamma over all batch sizes, which corrects sizes
-    never seen, and per (batch size, gamma), where the former counts as one step.
+    The ratio is averaged per gamma over all batch sizes, which also corrects sizes that never ran, and per
+    (batch size, gamma), where the shared average counts as one step.
     """
 
     def __init__(self, gamma_max: int) -> None:
@@ -144,19 +137,19 @@ class StepSeconds:
         self._sizes: dict[int, list[_Ratio]] = {}
 
     def corrections(self, batch_size: int) -> list[float]:
-        """What to multiply predictions by, by gamma; the shared correction counts as one step."""
+        """Factors for predictions, by gamma."""
         return [
             (shared.estimate + own.weight * own.mean) / (1 + own.weight)
             for own, shared in zip(self._size(batch_size), self._shared, strict=True)
         ]
 
     def observe_(self, batch_size: int, gamma: int, ratio: float) -> None:
-        """One step of this arm: its measured over its predicted seconds."""
+        """Add a step of this arm: its measured / predicted seconds."""
         self._size(batch_size)[gamma].add_(ratio)
         self._shared[gamma].add_(ratio)
 
     def steps(self, batch_size: int) -> list[int]:
-        """How often every arm ran at this batch size."""
+        """Number of steps of every arm at this batch size."""
         return [ratio.steps for ratio in self._size(batch_size)]
 
     def _size(self, batch_size: int) -> list[_Ratio]:
@@ -166,14 +159,14 @@ class StepSeconds:
 
 
 class GraphSeconds:
-    """By how much the graphs are slower than predicted, relative to the machine's pace.
+    """Measured / predicted time of the graphs, relative to the current speed of the machine.
 
-    A machine that is slow for a minute is slow whatever runs: a quick mean of measured over predicted time
-    over all steps is taken out, so that the arm which happened to run is not blamed. What is left belongs
-    to the graph, whatever filled it: drafts or prompts.
+    If the machine is slow for a minute, every graph is slow. So a fast average of the ratio over all steps
+    is divided out, and the arm that happened to run is not blamed. The rest belongs to the graph, whether
+    drafts or prompts filled it.
 
     Attributes:
-        corrections: What to multiply the prediction of a step by, by the graph that runs.
+        corrections: Factors for predictions, by the graph that runs.
     """
 
     def __init__(self, widths: Sequence[int]) -> None:
@@ -182,7 +175,7 @@ class GraphSeconds:
         self.corrections = dict.fromkeys(widths, 1.0)
 
     def observe_(self, width: int, ratio: float) -> None:
-        """One step that ran this graph: its measured over its predicted seconds."""
+        """Add a step that ran this graph: its measured / predicted seconds."""
         self._pace.add_(ratio)
         self._graphs[width].add_(ratio / self._pace.estimate)
         pace = self._pace.estimate
@@ -190,8 +183,9 @@ class GraphSeconds:
 
 
 class _Ratio:
-    """A running mean whose step never falls below 1 / STEPS_MEMORY; `estimate` counts a prediction that was
-    right as one more step.
+    """A running mean in which a new value has at least the weight 1 / `memory`.
+
+    `estimate` counts one exact prediction as one more step.
     """
 
     __slots__ = ("estimate", "mean", "memory", "steps", "weight")
@@ -211,4 +205,4 @@ class _Ratio:
 
 
 def _clipped(rate: float) -> float:
-    return min(max(rate, LOWEST), HIGHEST)
+    return min(max(rate, MIN_RATE), MAX_RATE)

@@ -11,7 +11,7 @@ __all__ = ["FixedGamma", "VerifiesAll"]
 
 
 class VerifiesAll:
-    """The part of a policy that verifies whatever was drafted."""
+    """The part of a policy that verifies all drafts."""
 
     def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
         return sum(map(len, values))
@@ -21,7 +21,7 @@ class FixedGamma(VerifiesAll):
     """Standard speculative decoding ("SD"); at gamma 0 the draft never runs ("w/o SD").
 
     Args:
-        gamma: Draft tokens of every row; less where the menu holds less.
+        gamma: Draft tokens of every row; fewer if the menu holds fewer.
 
     Source: Nightjar section 6.1, baselines.
 

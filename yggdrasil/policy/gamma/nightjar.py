@@ -1,5 +1,6 @@
-"""Nightjar: learns the speculative length of every batch size from realised goodput; the printed algorithm
-and the variant that serves by default.
+"""Nightjar: learns the speculative length for every batch size from realised goodput.
+
+`PrintedNightjar` is the algorithm as printed, `Nightjar` the variant that serves by default.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
-from yggdrasil.policy.gamma.budget import draft_room
+from yggdrasil.policy.gamma.budget import draft_budget
 from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds, ValueScale
 from yggdrasil.policy.gamma.fixed import VerifiesAll
 from yggdrasil.policy.gamma.prior import Budget, GoodputPrior, SwitchingCost
@@ -21,36 +22,35 @@ from yggdrasil.policy.gamma.protocol import Load, Outcome
 
 __all__ = ["Nightjar", "PrintedNightjar"]
 
-# of a step's time is what the first one may spend on exploring, of the n-th 1 / sqrt(n) of that
+# Share of the first step's time that may be lost to exploring; of the n-th step it is 1 / sqrt(n) of that.
 EXPLORATION = 0.05
-# of every step's time, so that a server of any age notices that its world has changed
-LEAST_EXPLORATION = 0.0005
-LEAST_LOSS = 0.01  # of a step: what trying an arm counts for that is predicted to cost nothing
-STAY_STEPS = 32.0  # steps that the draft is expected to run once it has been caught up
-WELL_PREDICTED = 0.8  # of an arm's best way's goodput: what is predicted to be worse is not looked at again
-# waiting prompt tokens are rounded up to a multiple, so that there are few loads to evaluate
-WAITING_STEP = 8
-# loads whose predictions are kept: 64 rows with up to 128 tokens of prompts are half as many
+# The share is at least this, so that an old server still notices when its workload changes.
+MIN_EXPLORATION = 0.0005
+MIN_LOSS = 0.01  # share of a step: the smallest loss that trying another arm counts for
+STAY_STEPS = 32.0  # steps that the draft is expected to run after it has caught up
+# A way to verify an arm is dropped if its predicted goodput is below this share of the best way's.
+WELL_PREDICTED = 0.8
+WAITING_STEP = 8  # waiting prompt tokens are rounded up to a multiple, to have fewer loads to predict
+# Loads whose predictions are kept: twice as many as 64 rows with up to 128 prompt tokens have.
 WAYS_KEPT = 2048
-# of an emitted token, for one of a prompt: at 1 prompts crowd drafts out, at 0.5 rows wait for them
-# (bench/LOG.md)
+# Value of a prompt token in emitted tokens: at 1 prompts displace drafts, at 0.5 rows wait for their
+# prompts (bench/LOG.md).
 PROMPT_VALUE = 0.8
 
 
 class PrintedNightjar(VerifiesAll):
-    """Algorithm 1 and Eq. (3) as printed: per batch size a block and bin clock and a running mean of every
-    arm.
+    """Algorithm 1 and Eq. (3) as printed: for every batch size a block and bin clock and a mean per arm.
 
-    A bin explores as a whole, a new arm every round, so about 2 H^(3/4) rounds of a block of H explore: the
-    regret grows as T^0.75, not as the sqrt(T) of Theorem 1 (`BinClock` explains why;
-    `bench/claim_bandits.py` measures it).
+    A bin explores as a whole, a new arm every round, so about 2 H^(3/4) rounds of a block of H explore. The
+    regret grows as T^0.75, not as the sqrt(T) of Theorem 1 (see `BinClock`; `bench/claim_bandits.py`
+    measures it).
 
     Args:
         random: Draws the types of bins and the arms of exploring rounds.
 
     Source: Nightjar Algorithm 1 and Eq. (3). Departure: a bin that exploits before any arm of its batch
-    size has run takes gamma = 0, where the paper has 1/0 for every arm. An arm that has not run costs
-    infinity (its mean starts at 0), so only exploration ever tries it, as printed."""
+    size has run takes gamma = 0; the paper has 1/0 for every arm. As printed, an arm that has not run costs
+    infinity (its mean starts at 0), so only exploration ever tries it."""
 
     def __init__(self, switching_cost: SwitchingCost, random: np.random.Generator) -> None:
         self.switching_cost = switching_cost
@@ -65,8 +65,9 @@ class PrintedNightjar(VerifiesAll):
         return self._exploit(load)
 
     def _exploit(self, load: Load) -> int:
-        """Eq. (3): argmin of 1 / g + [the draft was off and would run] * c_prefill / gamma; of equals the
-        smaller gamma.
+        """Eq. (3): argmin of 1 / g + [the draft was off and would run] * c_prefill / gamma.
+
+        If two are equal, the smaller gamma is taken.
         """
         goodput = self.goodput.setdefault(load.batch_size, MeanGoodput())
         restart = self.switching_cost(load.max_lag, load.batch_size) if load.previous_gamma == 0 else 0.0
@@ -95,50 +96,54 @@ class PrintedNightjar(VerifiesAll):
 
 
 _Step = tuple[float, float]
-"""A predicted step: tokens emitted, and what those of prompts count for; seconds."""
+"""A predicted step: emitted tokens plus the value of its prompt tokens; seconds."""
 _Way = tuple[int, float, float, float, int, float]
-"""A way to verify an arm: positions of every row; rows, and those with one more, times what picking is
-gain; other tokens; graph; predicted seconds.
+"""A way to verify an arm:
+
+positions verified in every row; number of rows * selection gain; number of rows that verify one position
+more * selection gain; tokens to add; graph; predicted seconds
 """
 
 
 class Nightjar:
-    """The variant of Nightjar that serves by default: a corrected model exploits, a budget explores.
+    """The variant of Nightjar that serves by default: a corrected model exploits, a time budget explores.
 
     Exploit. The goodput of every arm is predicted as tokens / seconds from the pair's calibration and
-    profile, and both are corrected by what was observed: acceptance by position for all batch sizes at
-    once, seconds by graph (`PositionAcceptance`, `GraphSeconds`; by arm, `StepSeconds`, where the prior
-    knows no graphs). Old observations fade.
+    profile. Observations correct both: acceptance by position for all batch sizes at once
+    (`PositionAcceptance`), seconds by graph (`GraphSeconds`) or, if the prior knows no graphs, by arm
+    (`StepSeconds`). The weight of old observations fades.
 
-    Fill. A step costs what its graph costs, so of B * gamma drafts all are verified, or the likeliest of
-    the batch that fill a narrower graph, or the largest, where rows draft deeper than it holds: an arm is
-    the best of its ways, valued by what such picking brought on calibration text. When the drafts are
-    there, the graph is chosen once more by the draft's probabilities of these very tokens, as a tree's
-    verified width is. Prompts in the same step are counted, in the time as in the tokens.
+    Fill. The time of a step is that of its graph. So a step verifies all B * gamma drafts, or the likeliest
+    of the batch that fill a narrower graph, or those that fill the largest graph if the rows draft more
+    than it holds. An arm is predicted by its best way to verify, with the gain that this selection had on
+    calibration text. Once the drafts exist, the graph is chosen again from the draft's probabilities for
+    these tokens, like the verified width of a tree. Prompts of the same step count in time and in tokens.
 
-    Explore. Every step adds a share of its own time, EXPLORATION / sqrt(n) for the n-th, to an allowance.
-    Among the arms that are not the best, the one that has waited longest, measured in what it is predicted
-    to lose, is next; it runs for one step as soon as the allowance covers that loss, a restart of the draft
-    included. So exploring costs 2 * EXPLORATION * sqrt(T) steps at most (1 % of the first 100 steps'
-    time), cheap arms are tried often, expensive ones seldom, and none never: as the allowance grows without
-    bound there is no decision deadlock.
+    Explore. Every step adds a share of its own time to the exploration budget, EXPLORATION / sqrt(n) for
+    the n-th. The next arm to try is the one with the most steps since it ran per second of its predicted
+    loss; it runs for one step as soon as the budget covers that loss, a restart of the draft included. So
+    exploring loses at most the time of 2 * EXPLORATION * sqrt(T) steps (1 % of the first 100 steps). Arms
+    with a small loss are tried often and others rarely, but all are tried: the sum of the budget has no
+    bound, so there is no decision deadlock.
 
-    Switch. Catching the draft up is paid once and serves the steps that follow, so it is spread over
-    STAY_STEPS of them.
+    Switch. The draft catches up once for all steps that follow, so the cost is spread over STAY_STEPS
+    steps.
 
     Args:
-        gamma_max: Greatest arm; a load that allows more gets no more.
-        max_batch: Loads of up to this many rows are evaluated here, a sixth of a millisecond each, so that
-            no selection has to; others when they are met.
+        prior: The predicted step.
+        switching_cost: c_prefill.
+        gamma_max: Largest arm, also for a load that allows more.
+        max_batch: Loads of up to this many rows are predicted at construction, a sixth of a millisecond
+            each, so that `select` need not; other loads are predicted when they occur.
 
-    Source: the arms, the reward and the indicator of Nightjar Eq. (3). Departures: blocks and bins are
-    replaced by the allowance, whose sum grows as the sqrt(T) that Theorem 1 asks for, whereas the printed
-    bins explore T^(3/4) rounds; the running mean of realised goodput by the model above, which knows
-    something of arms and batch sizes that never ran; drafts are left out to fit a graph, the unlikeliest as
-    in TETRIS, by Yggdrasil's Eq. 3; steps with prompts are valued and learnt from, of which the paper has
-    none; c_prefill is divided by the tokens of STAY_STEPS steps of the whole batch instead of gamma, the
-    drafts of one row; and as estimates fade, a stationary world costs a small constant share of its time,
-    LEAST_EXPLORATION included.
+    Source: the arms, the reward and the indicator of Nightjar Eq. (3). Departures: the exploration budget,
+    whose sum grows as the sqrt(T) that Theorem 1 requires, replaces blocks and bins, which explore T^(3/4)
+    rounds as printed; the model above replaces the running mean of realised goodput, so that something is
+    known of arms and batch sizes that never ran; drafts are left out to fit a graph, the least likely as in
+    TETRIS, by Yggdrasil's Eq. 3; steps with prompts, which the paper does not have, are predicted and
+    learnt from; c_prefill is divided by the tokens of STAY_STEPS steps of the whole batch instead of gamma,
+    the drafts of one row; because estimates fade, a stationary workload loses a small constant share of its
+    time, MIN_EXPLORATION included.
 
     >>> prior = GoodputPrior(
     ...     drafting=lambda batch_size, gamma: 0.001 * gamma,
@@ -148,7 +153,7 @@ class Nightjar:
     ... )
     >>> policy = Nightjar(prior, lambda lag, batch_size: 0.0, gamma_max=2)
     >>> load = Load(batch_size=3, deepest=2)
-    >>> policy.select(load), policy.verified(load, 2, [[0.7, 0.5]] * 3)  # of 6 drafts 5 fill the graph of 8
+    >>> policy.select(load), policy.verified(load, 2, [[0.7, 0.5]] * 3)  # 5 of 6 drafts fill the graph of 8
     (2, 5)
     """
 
@@ -165,23 +170,18 @@ class Nightjar:
         self._prior = prior
         self._ways = lru_cache(maxsize=WAYS_KEPT)(self._new_ways)
         self._stop_cost = lru_cache(maxsize=WAYS_KEPT)(lambda batch_size: switching_cost(1, batch_size))
-        self.allowance_s = 0.0
+        self.exploration_s = 0.0
         self.steps = 0
         self._last_step: dict[int, list[int]] = {}
         waiting = range(0, prior.widths[-1] + 1, WAITING_STEP) if prior.widths else ()
         for batch_size, waits in product(range(1, max_batch + 1), waiting):
-            self._ways_at(
-                Load(
-                    batch_size,
-                    gamma_max,
-                    waiting_tokens=waits,
-                    drafts_max=draft_room(prior.widths, batch_size, waits),
-                )
-            )
+            drafts_max = draft_budget(prior.widths, batch_size, waits)
+            self._ways_at(Load(batch_size, gamma_max, waiting_tokens=waits, drafts_max=drafts_max))
 
     def select(self, load: Load) -> int:
-        """The best arm, or another one whose turn it is; the allowance is used here, for an explored step
-        need not be observed.
+        """The best arm, or another one to explore.
+
+        The loss is subtracted from the budget here, because an explored step need not be observed.
         """
         num_arms = min(load.deepest, self.gamma_max) + 1
         steps = self._steps(load, num_arms)
@@ -192,21 +192,21 @@ class Nightjar:
         ]
         least = min(costs)
         best = costs.index(least)
-        if num_arms == 1 or self.allowance_s <= 0:
+        if num_arms == 1 or self.exploration_s <= 0:
             return best
         # after a step without the draft it has to catch up
         stop = self._stop_cost(load.batch_size) if best and load.previous_gamma else 0.0
-        turn, loss = self._longest_waiting(
-            self._last_steps(load.batch_size), steps, best, least, stop, restart
-        )
-        if loss > self.allowance_s:
+        last_steps = self._last_steps(load.batch_size)
+        candidate, loss = self._longest_waiting(last_steps, steps, best, least, stop, restart)
+        if loss > self.exploration_s:
             return best
-        self.allowance_s -= loss
-        return turn
+        self.exploration_s -= loss
+        return candidate
 
     def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
-        """The drafts that fill the graph with the best goodput by these very values. Source: Yggdrasil
-        section 4.2, "Verification Width Pruning".
+        """The number of drafts that fills the graph with the best goodput at these values.
+
+        Source: Yggdrasil section 4.2, "Verification Width Pruning".
         """
         likeliest = sorted((value for row in values for value in row), reverse=True)
         sums = [0.0, *accumulate(likeliest)]
@@ -217,46 +217,44 @@ class Nightjar:
             tokens = load.batch_size + scale * sums[budget.verified] + PROMPT_VALUE * budget.prompt_tokens
             return tokens / (budget.seconds * self.graphs.corrections[width])
 
-        return max(
-            self._prior.budgets(
-                load.batch_size, gamma, load.waiting_tokens, len(likeliest), load.drafts_max
-            ),
-            key=goodput,
-        ).verified
+        budgets = self._prior.budgets(
+            load.batch_size, gamma, load.waiting_tokens, len(likeliest), load.drafts_max
+        )
+        return max(budgets, key=goodput).verified
 
     def _steps(self, load: Load, num_arms: int) -> list[_Step]:
-        """For every arm the step with the best predicted goodput: all drafts verified that can be, or as
-        many as fill a narrower graph.
-        """
+        """For every arm the step with the best predicted goodput of all its ways."""
         steps = []
         emitted = self.acceptance.emitted
         gains = self.acceptance.gains
         by_graph = self.graphs.corrections
         by_arm = self._as_predicted if self._prior.widths else self.seconds.corrections(load.batch_size)
         for ways, slower in zip(self._ways_at(load)[:num_arms], by_arm, strict=False):
-            best = most = least = 0.0
-            for whole, share, more, others, width, predicted in ways:
+            best = 0.0
+            best_tokens = 0.0
+            best_seconds = 0.0
+            for whole, rows, longer_rows, added, width, predicted in ways:
                 seconds = predicted * by_graph[width]
-                tokens = others + share * emitted[whole] + more * gains[whole]
+                tokens = added + rows * emitted[whole] + longer_rows * gains[whole]
                 goodput = tokens / seconds
                 if goodput > best:
                     best = goodput
-                    most = tokens
-                    least = seconds
-            steps.append((most, slower * least))
+                    best_tokens = tokens
+                    best_seconds = seconds
+            steps.append((best_tokens, slower * best_seconds))
         return steps
 
     def _ways_at(self, load: Load) -> list[list[_Way]]:
         if not load.waiting_tokens:
             return self._ways(load.batch_size, 0, load.drafts_max)
         waiting = -(-load.waiting_tokens // WAITING_STEP) * WAITING_STEP
-        most = load.drafts_max
-        if most is not None and self._prior.widths:
-            most = min(most, draft_room(self._prior.widths, load.batch_size, waiting))
-        return self._ways(load.batch_size, waiting, most)
+        drafts_max = load.drafts_max
+        if drafts_max is not None and self._prior.widths:
+            drafts_max = min(drafts_max, draft_budget(self._prior.widths, load.batch_size, waiting))
+        return self._ways(load.batch_size, waiting, drafts_max)
 
     def _new_ways(self, batch_size: int, waiting_tokens: int, drafts_max: int | None) -> list[list[_Way]]:
-        """The ways to verify every arm that may be best, as far as they do not change."""
+        """The good ways to verify every arm: the part of a prediction that observations do not change."""
         return [
             self._ways_of(batch_size, gamma, waiting_tokens, drafts_max)
             for gamma in range(self.gamma_max + 1)
@@ -267,35 +265,24 @@ class Nightjar:
     ) -> list[_Way]:
         ways = []
         goodputs = []
-        for budget in self._prior.budgets(batch_size, gamma, waiting_tokens, most=drafts_max):
+        for budget in self._prior.budgets(batch_size, gamma, waiting_tokens, drafts_max=drafts_max):
             whole, rest = divmod(budget.verified, batch_size)
-            # Rows are few: what a great batch gains by picking, one row cannot.
-            picking = (
-                1.0
-                + (self._prior.picking(gamma, budget.verified / batch_size) - 1.0)
-                * (1.0 - 1.0 / batch_size)
-                if budget.verified
-                else 1.0
-            )
-            of_prompts = PROMPT_VALUE * budget.prompt_tokens
+            drafts_per_row = budget.verified / batch_size
+            gain = self._selection_gain(batch_size, gamma, drafts_per_row)
+            prompt_value = PROMPT_VALUE * budget.prompt_tokens
+            added = batch_size * (1.0 - gain) + prompt_value
             width = self._prior.width(batch_size + budget.verified + budget.prompt_tokens)
-            ways.append(
-                (
-                    whole,
-                    batch_size * picking,
-                    rest * picking,
-                    batch_size * (1.0 - picking) + of_prompts,
-                    width,
-                    budget.seconds,
-                )
-            )
-            accepted = picking * self._prior.left_out(gamma, budget.verified / batch_size) if gamma else 0.0
-            goodputs.append((batch_size * (1.0 + accepted) + of_prompts) / budget.seconds)
-        return [
-            way
-            for way, goodput in zip(ways, goodputs, strict=True)
-            if goodput >= WELL_PREDICTED * max(goodputs)
-        ]
+            ways.append((whole, batch_size * gain, rest * gain, added, width, budget.seconds))
+            accepted = gain * self._prior.accepted_when_truncated(gamma, drafts_per_row) if gamma else 0.0
+            goodputs.append((batch_size * (1.0 + accepted) + prompt_value) / budget.seconds)
+        least = WELL_PREDICTED * max(goodputs)
+        return [way for way, goodput in zip(ways, goodputs, strict=True) if goodput >= least]
+
+    def _selection_gain(self, batch_size: int, gamma: int, drafts_per_row: float) -> float:
+        """The prior's gain is that of a large batch; a small one gains less, a single row nothing."""
+        if not drafts_per_row:
+            return 1.0
+        return 1.0 + (self._prior.selection_gain(gamma, drafts_per_row) - 1.0) * (1.0 - 1.0 / batch_size)
 
     def _longest_waiting(
         self,
@@ -306,54 +293,51 @@ class Nightjar:
         stop: float,
         restart: float,
     ) -> tuple[int, float]:
-        """The arm but the best with the most steps since it ran for every second that it is predicted to
-        lose, and that loss.
-        """
-        turn = best
-        max_loss = math.inf
+        """The arm other than the best with the most steps since it ran per second of loss, and its loss."""
+        candidate = best
+        candidate_loss = math.inf
         longest = -1.0
         gamma = 0
         switch = stop
-        # without `enumerate` and `max`: most of a selection is spent here and in `_steps`
+        # without `enumerate` and `max`: most of the time of `select` is spent here and in `_steps`
         for tokens, seconds in steps:
             if gamma != best:
                 loss = seconds - tokens * least
-                least_loss = LEAST_LOSS * seconds
-                loss = (loss if loss > least_loss else least_loss) + switch
+                min_loss = MIN_LOSS * seconds
+                loss = (loss if loss > min_loss else min_loss) + switch
                 waited = (self.steps + 1 - last_steps[gamma]) / loss
                 if waited > longest:
-                    turn = gamma
-                    max_loss = loss
+                    candidate = gamma
+                    candidate_loss = loss
                     longest = waited
             gamma = gamma + 1
             switch = restart
-        return turn, max_loss
+        return candidate, candidate_loss
 
     def observe(self, outcome: Outcome) -> None:
         load = outcome.load
         gamma = outcome.gamma
         self.steps += 1
-        # where there is nothing to explore, nothing is saved up for later
+        # a step with a single arm adds nothing to the budget
         if min(load.deepest, self.gamma_max) > 0:
-            self.allowance_s += (
-                max(EXPLORATION / math.sqrt(self.steps), LEAST_EXPLORATION) * outcome.seconds
-            )
+            share = max(EXPLORATION / math.sqrt(self.steps), MIN_EXPLORATION)
+            self.exploration_s += share * outcome.seconds
         self._last_steps(load.batch_size)[gamma] = self.steps
-        predicted = self._prior.seconds(load.batch_size, gamma, sum(outcome.drafted), outcome.prompt_tokens)
-        width = self._prior.width(load.batch_size + sum(outcome.drafted) + outcome.prompt_tokens)
+        num_drafts = sum(outcome.drafted)
+        predicted = self._prior.seconds(load.batch_size, gamma, num_drafts, outcome.prompt_tokens)
+        # `select` accounts for catching up
+        ratio = (outcome.seconds - outcome.catch_up_seconds) / predicted
+        width = self._prior.width(load.batch_size + num_drafts + outcome.prompt_tokens)
         if width:
-            self.graphs.observe_(width, (outcome.seconds - outcome.catch_up_seconds) / predicted)
-        # catching up is charged by `select`
-        self.seconds.observe_(
-            load.batch_size, gamma, (outcome.seconds - outcome.catch_up_seconds) / predicted
-        )
+            self.graphs.observe_(width, ratio)
+        self.seconds.observe_(load.batch_size, gamma, ratio)
         if gamma:
             self.acceptance.observe_(outcome.drafted, outcome.emitted, outcome.values)
             if outcome.values:
                 self.values.observe_(outcome.drafted, outcome.emitted, outcome.values)
 
     def _last_steps(self, batch_size: int) -> list[int]:
-        """When every arm ran last at this batch size."""
+        """The last step of every arm at this batch size."""
         if batch_size not in self._last_step:
             self._last_step[batch_size] = [0] * (self.gamma_max + 1)
         return self._last_step[batch_size]
@@ -367,7 +351,7 @@ class Nightjar:
         }
 
     def _size_state(self, batch_size: int) -> dict[str, Any]:
-        drafts_max = draft_room(self._prior.widths, batch_size, 0) if self._prior.widths else None
+        drafts_max = draft_budget(self._prior.widths, batch_size, 0) if self._prior.widths else None
         steps = self._steps(Load(batch_size, self.gamma_max, drafts_max=drafts_max), self.gamma_max + 1)
         goodput = [tokens / seconds for tokens, seconds in steps]
         best = goodput.index(max(goodput))

@@ -1,6 +1,4 @@
-"""What a step is predicted to do before anything has been observed: from measured latencies and calibrated
-acceptance.
-"""
+"""The predicted step before any observation, from measured latencies and calibrated acceptance."""
 
 from __future__ import annotations
 
@@ -11,19 +9,26 @@ from typing import NamedTuple
 
 from yggdrasil.errors import ConfigError
 from yggdrasil.policy.acceptance import Acceptance
-from yggdrasil.policy.gamma.budget import PROMPT_TOKENS, prompt_room
+from yggdrasil.policy.gamma.budget import PROMPT_TOKENS, prompt_budget
 from yggdrasil.policy.latency import Curve, LatencyModel
 
 __all__ = ["Budget", "GoodputPrior", "SwitchingCost", "predicted_goodput"]
 
 SwitchingCost = Callable[[int, int], float]
-"""c_prefill: seconds until the draft's KV is there again, by lag in tokens and batch size. Source: Nightjar
-section 4.2, Table 3.
+"""c_prefill: seconds until the draft's KV is complete again, by lag in tokens and batch size.
+
+Source: Nightjar section 4.2, Table 3.
 """
 
 
 class Budget(NamedTuple):
-    """Numbers of draft tokens and prompt tokens of a step, and its seconds."""
+    """Tokens of a step and its predicted time.
+
+    Args:
+        verified: Draft tokens of the batch that are verified.
+        prompt_tokens: Prompt tokens that run in the same step.
+        seconds: Predicted time of the step.
+    """
 
     verified: int
     prompt_tokens: int
@@ -36,13 +41,12 @@ class GoodputPrior:
 
     Args:
         drafting: Seconds of drafting, by batch size and gamma; 0 at gamma 0.
-        verifying: Seconds of everything else, by the tokens that are verified: roots, drafts and prompts
-            next to them.
+        verifying: Seconds of everything else, by the tokens of the forward: roots, drafts and prompts.
         emitted: Tokens of a row in a step, by gamma; 1 at gamma 0.
-        widths: Tokens beyond which `verifying` jumps, ascending: the sizes of the graphs.
-        picking: By gamma and the draft tokens verified a row: what picking the likeliest of a great batch
-            gains, as a multiple of the tokens that are accepted when the last positions of rows are left
-            out.
+        widths: Sizes of the graphs, ascending; above each of them `verifying` jumps.
+        selection_gain: Factor for accepted tokens, by gamma and draft tokens verified per row: the
+            likeliest tokens of a large batch are verified, compared with leaving out the last positions of
+            every row.
 
     >>> prior = GoodputPrior(
     ...     drafting=lambda batch_size, gamma: 0.002 * gamma,
@@ -57,20 +61,17 @@ class GoodputPrior:
     verifying: Callable[[int], float]
     emitted: Callable[[int], float]
     widths: tuple[int, ...] = ()
-    picking: Callable[[int, float], float] = lambda gamma, drafts_per_row: 1.0
+    selection_gain: Callable[[int, float], float] = lambda gamma, drafts_per_row: 1.0
 
     def width(self, tokens: int) -> int:
-        """The graph that holds this many tokens; 0 where graphs are not known."""
-        return next(
-            (width for width in self.widths if width >= tokens), self.widths[-1] if self.widths else 0
-        )
+        """The size of the graph that runs this many tokens; 0 if graphs are not known."""
+        largest = self.widths[-1] if self.widths else 0
+        return next((width for width in self.widths if width >= tokens), largest)
 
     def seconds(
         self, batch_size: int, gamma: int, verified: int | None = None, prompt_tokens: int = 0
     ) -> float:
-        """Seconds of a step that verifies this many draft tokens, by default all, and computes this many of
-        prompts.
-        """
+        """Seconds of a step; `verified` is the number of draft tokens that are verified, None for all."""
         drafts = batch_size * gamma if verified is None else verified
         return self.drafting(batch_size, gamma) + self.verifying(batch_size + drafts + prompt_tokens)
 
@@ -80,44 +81,42 @@ class GoodputPrior:
         gamma: int,
         waiting: int = 0,
         drafts: int | None = None,
-        most: int | None = None,
+        drafts_max: int | None = None,
     ) -> list[Budget]:
-        """What of a batch's drafts may be verified: all that can be, or what fills a narrower graph.
+        """The choices of how many drafts to verify: as many as possible, or as fill a narrower graph.
 
         Args:
             gamma: Draft tokens of a row.
             waiting: Prompt tokens that wait.
-            drafts: Draft tokens that there are, where not every row has gamma of them.
-            most: Draft tokens that can be verified, where that is not all.
+            drafts: Draft tokens of the batch, if some rows have fewer than gamma; None for B * gamma.
+            drafts_max: Draft tokens that can be verified; None for all.
         """
         drafts = batch_size * gamma if drafts is None else drafts
-        taken = batch_size + min(waiting, PROMPT_TOKENS)
-        most = drafts if most is None else min(drafts, most)
-        filling = [width - taken for width in self.widths if 0 < width - taken < most]
+        reserved = batch_size + min(waiting, PROMPT_TOKENS)
+        most = drafts if drafts_max is None else min(drafts, drafts_max)
+        filling = [width - reserved for width in self.widths if 0 < width - reserved < most]
         return [self._budget(batch_size, gamma, verified, waiting) for verified in (*filling, most)]
 
-    def left_out(self, gamma: int, drafts_per_row: float) -> float:
-        """Accepted tokens of a row when every row leaves out its last positions."""
+    def accepted_when_truncated(self, gamma: int, drafts_per_row: float) -> float:
+        """Accepted tokens of a row if every row leaves out its last positions."""
         whole = min(int(drafts_per_row), gamma - 1)
-        return (
-            self.emitted(whole)
-            + (drafts_per_row - whole) * (self.emitted(whole + 1) - self.emitted(whole))
-            - 1.0
-        )
+        gain = self.emitted(whole + 1) - self.emitted(whole)
+        return self.emitted(whole) + (drafts_per_row - whole) * gain - 1.0
 
     def _budget(self, batch_size: int, gamma: int, verified: int, waiting: int) -> Budget:
-        prompt_tokens = prompt_room(self.widths, batch_size + verified, waiting) if waiting else 0
+        prompt_tokens = prompt_budget(self.widths, batch_size + verified, waiting) if waiting else 0
         return Budget(verified, prompt_tokens, self.seconds(batch_size, gamma, verified, prompt_tokens))
 
 
 def predicted_goodput(latency: LatencyModel, acceptance: Acceptance, context_len: int) -> GoodputPrior:
     """The prior of a compiled pair.
 
-    A step is gamma draft forwards of B tokens, one verification of B * (gamma + 1) tokens, and the host's
-    share. Beyond the calibrated depth a longer chain is taken to emit no more.
+    A step is gamma draft forwards of B tokens, one verification of B * (gamma + 1) tokens, and the time of
+    the host. A chain longer than the calibrated depth is expected to emit no more.
 
     Args:
-        acceptance: Calibration of this pair; width 1 must be in it.
+        latency: Profile of this machine.
+        acceptance: Calibration of this pair; it must contain width 1.
         context_len: Tokens of context of a typical row.
 
     Raises:
@@ -135,37 +134,33 @@ def predicted_goodput(latency: LatencyModel, acceptance: Acceptance, context_len
     def drafting(batch_size: int, gamma: int) -> float:
         if gamma == 0:
             return 0.0
-        draft_ms = (
-            _graphs_ms(latency.draft, batch_size, latency.draft.widest, context_len)
-            + latency.growth_host_ms
-        )
+        forward_ms = _graphs_ms(latency.draft, batch_size, latency.draft.widest, context_len)
+        draft_ms = forward_ms + latency.growth_host_ms
         return (gamma * draft_ms + latency.step_host_ms - latency.plain_host_ms) / 1e3
 
     @cache
     def verifying(num_tokens: int) -> float:
-        return (
-            _graphs_ms(latency.verify, num_tokens, latency.verify.sizes[-1], context_len)
-            + latency.plain_host_ms
-        ) / 1e3
+        forward_ms = _graphs_ms(latency.verify, num_tokens, latency.verify.sizes[-1], context_len)
+        return (forward_ms + latency.plain_host_ms) / 1e3
 
     @cache
     def emitted(gamma: int) -> float:
         depth = min(gamma, acceptance.max_depth)
         return acceptance.expected_emitted(1, depth, depth + 1) if depth else 1.0
 
-    def picking(gamma: int, drafts_per_row: float) -> float:
+    def selection_gain(gamma: int, drafts_per_row: float) -> float:
         depth = min(gamma, len(acceptance.pooled))
         drafts_per_row = min(drafts_per_row, depth)
-        accepted = prior.left_out(depth, drafts_per_row) if depth else 0.0
-        return (
-            max(1.0, acceptance.pooled_accepted(depth, drafts_per_row) / accepted) if accepted > 0 else 1.0
-        )
+        accepted = prior.accepted_when_truncated(depth, drafts_per_row) if depth else 0.0
+        if accepted <= 0:
+            return 1.0
+        return max(1.0, acceptance.pooled_accepted(depth, drafts_per_row) / accepted)
 
-    prior = GoodputPrior(drafting, verifying, emitted, latency.verify.sizes, picking)
+    prior = GoodputPrior(drafting, verifying, emitted, latency.verify.sizes, selection_gain)
     return prior
 
 
 def _graphs_ms(curve: Curve, num_tokens: int, widest: int, context_len: int) -> float:
-    """Full graphs one after the other and one for the rest."""
+    """Milliseconds of full graphs one after another, and of one graph for the rest."""
     full, rest = divmod(num_tokens, widest)
     return full * curve.at(widest, context_len) + (curve.at(rest, context_len) if rest else 0.0)

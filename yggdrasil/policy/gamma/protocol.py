@@ -1,6 +1,4 @@
-"""How many tokens the draft guesses ahead for every row of a batch: one protocol, its policies side by
-side.
-"""
+"""How many tokens the draft guesses ahead for every row of a batch: the protocol of all policies."""
 
 from __future__ import annotations
 
@@ -17,13 +15,12 @@ class Load:
 
     Args:
         batch_size: B, rows that decode, at least 1.
-        deepest: Greatest speculative length that settings and pages allow; may be 0.
-        previous_gamma: Of the step before, at whatever batch size; 0 before the first.
-        max_lag: L_max: tokens that the draft's KV lags behind in the worst row that may speculate.
-        waiting_tokens: Tokens of prompts that wait; more than the largest graph holds count as
-            that.
-        drafts_max: Draft tokens of the whole batch that can be verified: what the menu holds next to the
-            roots. None where it holds all.
+        deepest: Largest speculative length that settings and pages allow; may be 0.
+        previous_gamma: Speculative length of the previous step, at any batch size; 0 before the first.
+        max_lag: L_max: tokens by which the draft's KV lags in the worst row that may speculate.
+        waiting_tokens: Prompt tokens that wait to run in the same step, at most the largest graph.
+        drafts_max: Draft tokens of the whole batch that can be verified: what the menu holds in addition
+            to the roots. None if there is no limit.
     """
 
     batch_size: int
@@ -35,12 +32,10 @@ class Load:
 
     @property
     def gamma_max(self) -> int:
-        """Greatest speculative length whose verification, B * (gamma + 1) tokens, the menu holds."""
-        return (
-            self.deepest
-            if self.drafts_max is None
-            else min(self.deepest, self.drafts_max // self.batch_size)
-        )
+        """Largest speculative length whose verification, B * (gamma + 1) tokens, the menu holds."""
+        if self.drafts_max is None:
+            return self.deepest
+        return min(self.deepest, self.drafts_max // self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -48,13 +43,15 @@ class Outcome:
     """What a step did.
 
     Args:
+        load: The load before the step.
+        gamma: Speculative length that ran.
         drafted: Draft tokens verified, row by row.
         emitted: Tokens emitted, row by row: accepted + 1.
         seconds: Wall clock of the step.
-        catch_up_seconds: What of it brought the draft's KV up to the text: after steps without it, and of
-            rows whose prompt is new.
-        prompt_tokens: Tokens of prompts in the same step, roots included: where there are any, the time is
-            not the arm's alone.
+        catch_up_seconds: The part of it that brought the draft's KV up to the text: after steps without
+            the draft, and in rows whose prompt is new.
+        prompt_tokens: Prompt tokens that ran in the same step, roots included. If there are any, the time
+            does not belong to the arm alone.
         values: For every row the calibrated acceptance of each token that it drafted, verified or not;
             empty if unknown.
     """
@@ -70,7 +67,7 @@ class Outcome:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the time is the arm's alone."""
+        """Whether the time belongs to the arm alone."""
         return self.prompt_tokens == 0
 
     @property
@@ -80,34 +77,35 @@ class Outcome:
 
 
 class GammaPolicy(Protocol):
-    """Selects gamma before a step and sees what came of it.
+    """Selects gamma before a step and observes its outcome.
 
-    A step may compute prompts as well. What it shows about acceptance counts all the same; a policy whose
-    reward is the goodput leaves it out."""
+    A step may compute prompts as well. Its acceptance counts in any case; a policy whose reward is goodput
+    ignores its time."""
 
     def select(self, load: Load) -> int:
-        """Draft tokens for every row, from 0 (the draft does not run) to `load.gamma_max`; to
-        `load.deepest` by who picks. Cost: below 20 microseconds.
+        """Draft tokens for every row, from 0 (the draft does not run) to `load.gamma_max`.
+
+        A policy whose `verified` leaves drafts out may go up to `load.deepest`. Cost: below 20
+        microseconds.
         """
         ...
 
     def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
-        """How many of the batch's draft tokens are verified, at most `load.drafts_max`; the most probable
-        ones are.
+        """Draft tokens of the batch to verify, at most `load.drafts_max`; the most probable are taken.
 
         Args:
-            load: As it was selected for.
-            gamma: What was selected.
-            values: For every row the calibrated acceptance of each token that it drafted: that of its whole
-                path, so never rising.
+            load: The load that was passed to `select`.
+            gamma: The speculative length that was selected.
+            values: For every row the calibrated acceptance of each token that it drafted. It is that of the
+                token's whole path, so it never rises along a row.
         """
         ...
 
     def observe(self, outcome: Outcome) -> None:
-        """What the step did."""
+        """Learn from a step."""
         ...
 
     @property
     def state(self) -> dict[str, Any]:
-        """What it has learnt, for `/server_info`: JSON values."""
+        """What the policy has learnt, for `/server_info`: JSON values."""
         ...

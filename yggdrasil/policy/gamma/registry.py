@@ -1,4 +1,4 @@
-"""Every policy of speculative lengths by the name that the command line and the benchmarks use."""
+"""All policies of speculative lengths by name, as the command line and the benchmarks use them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ from yggdrasil.policy.gamma.tiers import AdaptiveTiers, TierConfig
 
 __all__ = ["POLICIES", "PolicyParts", "gamma_policy", "policy_builder", "predicted_goodput"]
 
-# drafts 5 a row and verifies as many tokens as a fixed 3 would
+# TETRIS drafts 5 tokens per row and verifies as many tokens as a fixed length of 3.
 TETRIS_GAMMA = 5
 TETRIS_SHARE = 0.6
 
 
 @dataclass(frozen=True)
 class PolicyParts:
-    """What policies are made of.
+    """What policies are built from.
 
     Args:
-        gamma_max: Greatest speculative length at any batch size, at least 1.
-        seed: Of the policies that draw random numbers.
+        gamma_max: Largest speculative length at any batch size, at least 1.
+        max_batch: B_max.
+        prior: The predicted step.
+        switching_cost: c_prefill.
+        seed: Seed of the policies that draw random numbers.
     """
 
     gamma_max: int
@@ -47,21 +50,18 @@ class PolicyParts:
 
     @property
     def random(self) -> np.random.Generator:
-        """A new generator."""
+        """A new generator of random numbers."""
         return np.random.default_rng(self.seed)
 
 
 def _dsd(parts: PolicyParts) -> DSD:
-    """Its offline measurements are the profile's, at geometric batch sizes as far as one graph holds them;
-    its first rate is the calibrated acceptance of a first draft token."""
+    """DSD with offline measurements from the profile, at batch sizes of powers of 2 that fit in one graph.
+
+    Its first rate is the calibrated acceptance of a first draft token."""
     sizes = [2**power for power in range(parts.max_batch.bit_length())]
+    gammas = range(parts.gamma_max + 1)
     widest = max(parts.prior.widths, default=math.inf)
-    arms = [
-        (size, gamma)
-        for size in sizes
-        for gamma in range(parts.gamma_max + 1)
-        if size * (gamma + 1) <= widest
-    ]
+    arms = [(size, gamma) for size in sizes for gamma in gammas if size * (gamma + 1) <= widest]
     points = [(size, gamma, parts.prior.seconds(size, gamma)) for size, gamma in arms]
     return DSD(points, rate=parts.prior.emitted(1) - 1)
 
@@ -80,20 +80,21 @@ POLICIES: Mapping[str, Callable[[PolicyParts], GammaPolicy]] = {
     "ada-bingreedy": lambda parts: AdaBinGreedy(parts.random),
     "tiers": lambda parts: AdaptiveTiers(TierConfig()),
 }
-"""Builders of the policies without an argument; `policy_builder` also knows `fixed-N` and `tiers:PATH`."""
+"""Builders of policies without an argument; `policy_builder` also accepts `fixed-N` and `tiers:PATH`."""
 
 
 def gamma_policy(name: str, parts: PolicyParts) -> GammaPolicy:
-    """The policy of this name; raises as `policy_builder` does."""
+    """Build the policy of this name; raises the errors of `policy_builder`."""
     return policy_builder(name, parts.gamma_max)(parts)
 
 
 def policy_builder(name: str, gamma_max: int) -> Callable[[PolicyParts], GammaPolicy]:
-    """What makes the policy of this name, before there is a profile to make it of.
+    """Look up the builder of a policy; this needs no profile yet.
 
     Args:
         name: One of POLICIES, "fixed-N" with N from 1 to `gamma_max`, or "tiers:PATH" with a JSON file of
             `TierConfig`.
+        gamma_max: Largest speculative length.
 
     Raises:
         ConfigError: No such policy, or its file cannot be used.

@@ -1,4 +1,4 @@
-"""c_prefill: what it costs to bring the draft back after steps without it, measured once and looked up."""
+"""c_prefill: the time to bring the draft back after steps without it, measured once and looked up."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ class SwitchTable:
     seconds: tuple[tuple[float, ...], ...]
 
     def __call__(self, lag: int, batch_size: int) -> float:
-        """Linear between measured points along both axes; a lag below the least, and a lag or batch beyond
-        the largest, in proportion to it.
+        """Linear between measured points along both axes, proportional beyond them.
+
+        A lag below the smallest measured one, and a lag or batch size above the largest, scales the nearest
+        measured value.
         """
         if lag < self.lags[0]:
             return self(self.lags[0], batch_size) * max(lag, 0) / self.lags[0]
-        most_lag = self.lags[-1]
-        most_rows = self.batch_sizes[-1]
-        if lag > most_lag or batch_size > most_rows:  # full graphs one after another
+        max_lag = self.lags[-1]
+        max_rows = self.batch_sizes[-1]
+        if lag > max_lag or batch_size > max_rows:  # full graphs one after another
             return (
-                self(min(lag, most_lag), min(batch_size, most_rows))
-                * max(1.0, lag / most_lag)
-                * max(1.0, batch_size / most_rows)
+                self(min(lag, max_lag), min(batch_size, max_rows))
+                * max(1.0, lag / max_lag)
+                * max(1.0, batch_size / max_rows)
             )
         i, lag_share = _place(self.lags, lag)
         j, batch_share = _place(self.batch_sizes, batch_size)
@@ -66,7 +68,7 @@ class SwitchTable:
 
 
 def _place(points: Sequence[int], value: int) -> tuple[int, float]:
-    """The measured point before a value, and the share of the way to the next point."""
+    """The measured point before `value`, and the fraction of the way to the next; not beyond the last."""
     after = bisect_left(points, value)
     if after == 0:
         return 0, 0.0

@@ -1,4 +1,4 @@
-"""TETRIS: a fixed speculative length, and only the batch's most promising draft tokens are verified."""
+"""TETRIS: a fixed speculative length; only the most probable draft tokens of the batch are verified."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ __all__ = ["Tetris"]
 
 
 class Tetris(FixedGamma):
-    """Drafts gamma tokens for every row and verifies a share of them, wherever in the batch they are
-    likeliest.
+    """Drafts gamma tokens for every row and verifies a share of them: the likeliest of the batch.
 
     Args:
         gamma: Draft tokens of every row.
-        share: Of the batch's draft tokens that are verified; above 0, at most 1.
+        share: Share of the batch's draft tokens to verify; above 0, at most 1.
 
-    Source: Wu et al. 2025 as described in Nightjar section 6.1. Departures: the budget is a share of what
-    was drafted instead of a capacity in tokens; never more than the menu holds; the batcher ranks tokens by
+    Source: Wu et al. 2025 as described in Nightjar section 6.1. Departures: the budget is a share of the
+    drafts instead of a capacity in tokens, and never more than the menu holds; the batcher ranks tokens by
     their path probability.
 
     >>> Tetris(5, share=0.6).verified(Load(batch_size=3, deepest=5), 5, [[0.9, 0.8, 0.7, 0.6, 0.5]] * 3)
@@ -40,8 +39,8 @@ class Tetris(FixedGamma):
 
     def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
         # rounding: 0.6 * 15 is not 9 in binary
-        share = math.ceil(round(self.share * sum(map(len, values)), 6))
-        return share if load.drafts_max is None else min(share, load.drafts_max)
+        num_verified = math.ceil(round(self.share * sum(map(len, values)), 6))
+        return num_verified if load.drafts_max is None else min(num_verified, load.drafts_max)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Adaptive tiers: a few prebuilt speculative lengths, chosen by a moving average of what was accepted."""
+"""Adaptive tiers: a few fixed speculative lengths, chosen by a moving average of accepted tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TierConfig:
         candidate_steps: Tiers, ascending.
         ema_alpha: Weight of the last batch in the average.
         warmup_batches: Batches before the first interval.
-        down_hysteresis: Added to the bound below which a tier is left downwards.
-        up_hysteresis: Added to the bound above which a tier is left upwards.
+        down_hysteresis: Added to the bound for moving down a tier.
+        up_hysteresis: Added to the bound for moving up a tier.
     """
 
     candidate_steps: tuple[int, ...] = (1, 3, 7)
@@ -47,10 +47,11 @@ class AdaptiveTiers(VerifiesAll):
     """The tier one step beyond the average accepted length, with hysteresis both ways.
 
     Args:
-        initial_steps: The tier nearest to it is the first one.
+        config: Tiers and bounds.
+        initial_steps: The first tier is the one nearest to this length.
 
     Source: SGLang, "Adaptive Speculative Decoding". Departures: the average starts at the first batch's
-    mean; a tier beyond `gamma_max` runs at `gamma_max`; steps that drafted nothing are not batches to it.
+    mean; a tier beyond `gamma_max` runs at `gamma_max`; steps without drafts are ignored.
 
     >>> AdaptiveTiers(TierConfig(), initial_steps=4).select(Load(batch_size=2, deepest=7))
     3
@@ -77,18 +78,17 @@ class AdaptiveTiers(VerifiesAll):
         if outcome.gamma == 0:
             return
         accepted = sum(outcome.emitted) / len(outcome.emitted) - 1
-        self.accepted = (
-            accepted
-            if self.accepted is None
-            else self.accepted + self.config.ema_alpha * (accepted - self.accepted)
-        )
+        if self.accepted is None:
+            self.accepted = accepted
+        else:
+            self.accepted += self.config.ema_alpha * (accepted - self.accepted)
         self.batches += 1
         since_warmup = self.batches - self.config.warmup_batches
         if since_warmup > 0 and since_warmup % self.config.update_interval == 0:
             self._move_tier_(self.accepted)
 
     def _move_tier_(self, accepted: float) -> None:
-        """Within the bounds, round(accepted) + 1 is the current tier's length or next to it."""
+        """Move until round(accepted) + 1 is the tier's length, or lies between it and its neighbour's."""
         steps = self.config.candidate_steps
         config = self.config
         while self.tier > 0 and accepted <= steps[self.tier - 1] - 0.5 + config.down_hysteresis:

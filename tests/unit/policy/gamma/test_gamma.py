@@ -1,6 +1,4 @@
-"""Policies of speculative lengths but Nightjar's, on traces computed by hand; what holds for every policy,
-on random loads.
-"""
+"""Policies of speculative lengths except Nightjar's, on traces computed by hand; all on random loads."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ from yggdrasil.errors import ConfigError
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.gamma.adabingreedy import AdaBinGreedy
 from yggdrasil.policy.gamma.banditspec import BanditSpec
-from yggdrasil.policy.gamma.budget import prompt_room
+from yggdrasil.policy.gamma.budget import prompt_budget
 from yggdrasil.policy.gamma.dsd import DSD
 from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.linear import LinThompson, LinUCB
-from yggdrasil.policy.gamma.prior import GoodputPrior
+from yggdrasil.policy.gamma.prior import Budget, GoodputPrior
 from yggdrasil.policy.gamma.protocol import Load, Outcome
 from yggdrasil.policy.gamma.registry import POLICIES, PolicyParts, gamma_policy, predicted_goodput
 from yggdrasil.policy.gamma.tetris import Tetris
@@ -42,7 +40,7 @@ EVERY_POLICY = [*POLICIES, "fixed-3"]
 
 
 class Script:
-    """A random generator that draws the given numbers."""
+    """A random generator that draws given numbers."""
 
     def __init__(
         self, uniforms: Sequence[float] = (), arms: Sequence[int] = (), normals: Sequence[list[float]] = ()
@@ -65,28 +63,25 @@ class Script:
 
 def outcome(gamma: int, goodput: float, *, batch_size: int = 1, gamma_max: int = GAMMA_MAX) -> Outcome:
     """A step with this realised goodput: every row emits one token."""
-    return Outcome(
-        Load(batch_size, gamma_max), gamma, [gamma] * batch_size, [1] * batch_size, batch_size / goodput
-    )
+    load = Load(batch_size, gamma_max)
+    return Outcome(load, gamma, [gamma] * batch_size, [1] * batch_size, batch_size / goodput)
 
 
 def accepted(gamma: int, *by_row: int) -> Outcome:
-    """A step of 10 ms whose rows accepted `accepted` of gamma draft tokens."""
-    return Outcome(
-        Load(len(by_row), GAMMA_MAX), gamma, [gamma] * len(by_row), [1 + count for count in by_row], 0.01
-    )
+    """A step of 10 ms whose rows accepted these numbers of gamma draft tokens."""
+    load = Load(len(by_row), GAMMA_MAX)
+    return Outcome(load, gamma, [gamma] * len(by_row), [1 + count for count in by_row], 0.01)
 
 
-def test_a_fixed_gamma_is_clipped_to_what_the_menu_holds() -> None:
+def test_a_fixed_gamma_is_limited_by_the_menu() -> None:
     assert [FixedGamma(3).select(Load(8, gamma_max)) for gamma_max in (0, 2, 3, 7)] == [0, 2, 3, 3]
 
 
-def test_tetris_verifies_its_share_of_the_batch_s_draft_tokens_rounded_up() -> None:
+def test_tetris_verifies_its_share_of_draft_tokens_rounded_up() -> None:
     policy = Tetris(5, share=0.6)
     assert policy.select(Load(4, 7)) == 5
-    assert [
-        policy.verified(Load(batch_size, 7), 5, [[0.5] * 5] * batch_size) for batch_size in (1, 2, 3, 4)
-    ] == [3, 6, 9, 12]
+    for batch_size in (1, 2, 3, 4):
+        assert policy.verified(Load(batch_size, 7), 5, [[0.5] * 5] * batch_size) == 3 * batch_size
     assert policy.verified(Load(3, 7), 4, [[0.5] * 4] * 3) == 8  # 7.2 of 12
 
 
@@ -96,9 +91,7 @@ def test_a_tetris_share_that_verifies_nothing_is_an_error() -> None:
 
 
 def test_ada_bingreedy_shares_one_clock_and_one_mean_among_batch_sizes() -> None:
-    """Rounds 1-4 explore (bins whose type is certain), 5-6 are the second bin of block 3: 0.71 is above 1 /
-    sqrt(2).
-    """
+    """Rounds 1-4 are first bins, which always explore; 5-6 are a second bin: 0.71 is above 1 / sqrt(2)."""
     policy = AdaBinGreedy(Script([0.9, 0.9, 0.9, 0.71], [0, 1, 2, 0]))  # type: ignore[arg-type]
     goodputs = {0: 100.0, 1: 300.0, 2: 200.0}
     chosen = []
@@ -117,7 +110,7 @@ POINTS = [
 ]
 
 
-def test_dsd_recovers_a_linear_latency_and_maximises_modelled_goodput() -> None:
+def test_dsd_fits_a_linear_latency_and_maximises_modelled_goodput() -> None:
     """Rate 0.5, B = 1: 1/10.1, 1.5/11.2, 1.75/12.3 and 1.875/13.4 per ms; B = 100: 1/20, 1.5/31."""
     policy = DSD(POINTS, rate=0.5)
     assert policy.coefficients == pytest.approx([0.01, 0.001, 0.0001])
@@ -125,8 +118,8 @@ def test_dsd_recovers_a_linear_latency_and_maximises_modelled_goodput() -> None:
     assert policy.select(Load(100, 1)) == 0
 
 
-def test_dsd_averages_the_acceptance_rate_over_decided_tokens_and_learns_nothing_without_drafts() -> None:
-    """Two accepted and one rejected: what follows a rejection was decided by it."""
+def test_dsd_averages_acceptance_up_to_the_first_rejection_and_ignores_steps_without_drafts() -> None:
+    """Two tokens are accepted and one is rejected; the token after the rejected one does not count."""
     policy = DSD(POINTS, rate=0.9)
     policy.observe(accepted(2, 2, 0))
     assert policy.rate == pytest.approx(0.9 + 0.1 * (2 / 3 - 0.9))
@@ -135,7 +128,7 @@ def test_dsd_averages_the_acceptance_rate_over_decided_tokens_and_learns_nothing
 
 
 def test_banditspec_tries_every_arm_once_and_then_follows_ucb1() -> None:
-    """t = 3, best 200: 100/200 + sqrt(2 ln 3) = 1.98 against 150/200 + sqrt(ln 3) = 1.80."""
+    """t = 3, maximum 200: 100/200 + sqrt(2 ln 3) = 1.98 and 150/200 + sqrt(ln 3) = 1.80."""
     policy = BanditSpec()
     load = Load(1, 1)
     chosen = []
@@ -156,18 +149,16 @@ def test_linucb_runs_every_arm_once_and_then_adds_a_deviation_to_the_ridge_predi
     assert deviation == pytest.approx([(2 / 3) ** 0.5, 2**0.5])
     assert policy.select(load) == 1  # it has not run
     policy.observe(outcome(1, 190.0, batch_size=MAX_BATCH))
-    assert policy.select(load) == 0  # 0.667 + 0.816 against 0.633 + 0.816
+    assert policy.select(load) == 0  # 0.667 + 0.816 and 0.633 + 0.816
     policy.observe(outcome(0, 200.0, batch_size=MAX_BATCH))
-    # 0.8 + 0.632 against 0.633 + 0.816; with half a deviation it would be 0.8 + 0.316 against 0.633 + 0.408
+    # 0.8 + 0.632 and 0.633 + 0.816; with half a deviation it would be 0.8 + 0.316 and 0.633 + 0.408
     assert policy.select(load) == 1
 
 
 def test_linear_thompson_draws_from_the_same_posterior() -> None:
-    """Means 2/3 and 1/3, deviations 0.5 * 0.816: only a draw of more than 0.816 lifts the second arm over
-    the first.
-    """
-    # type: ignore[arg-type]
-    policy = LinThompson(1, MAX_BATCH, Script(normals=[[0.0, 0.8], [0.0, 0.85]]))
+    """Means 2/3 and 1/3, deviations 0.5 * 0.816: the second arm wins only if it draws more than 0.816."""
+    script = Script(normals=[[0.0, 0.8], [0.0, 0.85]])
+    policy = LinThompson(1, MAX_BATCH, script)  # type: ignore[arg-type]
     load = Load(MAX_BATCH, 1)
     for gamma, goodput in enumerate((100.0, 50.0)):
         assert policy.select(load) == gamma  # every arm once
@@ -176,7 +167,7 @@ def test_linear_thompson_draws_from_the_same_posterior() -> None:
 
 
 @pytest.mark.parametrize("name", ["nightjar-printed", "banditspec", "linucb", "lints", "ada-bingreedy"])
-def test_a_reward_is_not_learnt_from_a_step_that_computed_prompts_as_well(name: str) -> None:
+def test_a_reward_is_not_learnt_from_a_step_with_prompts(name: str) -> None:
     policy = gamma_policy(name, PARTS)
     fresh = gamma_policy(name, PARTS)
     policy.observe(dataclasses.replace(outcome(2, 100.0), prompt_tokens=5))
@@ -184,7 +175,7 @@ def test_a_reward_is_not_learnt_from_a_step_that_computed_prompts_as_well(name: 
 
 
 @pytest.mark.parametrize("name", ["nightjar", "dsd", "tiers"])
-def test_acceptance_is_learnt_next_to_prompts_too(name: str) -> None:
+def test_acceptance_is_learnt_from_a_step_with_prompts(name: str) -> None:
     policy = gamma_policy(name, PARTS)
     fresh = gamma_policy(name, PARTS)
     policy.observe(dataclasses.replace(accepted(3, 2, 1), prompt_tokens=5))
@@ -192,25 +183,26 @@ def test_acceptance_is_learnt_next_to_prompts_too(name: str) -> None:
 
 
 def test_tiers_move_after_the_warm_up_at_every_interval_and_down_to_the_average() -> None:
-    """Three accepted: the average 3 is above 3 - 0.5 at batch 15. Then none: 3 * 0.8^5 = 0.98 at 20, 0.32
-    at 25 and 0.11 at 30; bounds 2.25 and 0.25.
+    """First 3 tokens are accepted, then none; the average moves the tier at batches 15, 20 and 30.
+
+    At batch 15 the average 3 is above 3 - 0.5. Then it is 3 * 0.8^5 = 0.98 at 20, 0.32 at 25 and 0.11 at
+    30; the bounds are 2.25 and 0.25.
     """
     policy = AdaptiveTiers(TierConfig())
     tiers = []
     for batch in range(1, 31):
-        policy.observe(
-            accepted(policy.num_steps, 3, 3) if batch <= 15 else accepted(policy.num_steps, 0, 0)
-        )
+        count = 3 if batch <= 15 else 0
+        policy.observe(accepted(policy.num_steps, count, count))
         tiers.append(policy.num_steps)
     assert tiers == [3] * 14 + [7] * 5 + [3] * 10 + [1]
     assert policy.state == {"speculative_num_steps": 1, "avg_spec_accept_length": round(3 * 0.8**15, 4)}
 
 
-def test_the_average_of_the_tiers_is_over_rows_and_then_over_batches() -> None:
+def test_tiers_average_over_rows_and_then_over_batches() -> None:
     policy = AdaptiveTiers(TierConfig())
     policy.observe(accepted(3, 1, 3))  # starts at the batch's mean, 2
     policy.observe(accepted(3, 3, 3))
-    policy.observe(accepted(0, 0, 0))  # drafted nothing: no batch
+    policy.observe(accepted(0, 0, 0))  # no drafts: ignored
     assert policy.accepted == pytest.approx(2.2)
     assert policy.batches == 2
 
@@ -219,38 +211,37 @@ def immediate(**hysteresis: float) -> TierConfig:
     return TierConfig(warmup_batches=0, update_interval=1, ema_alpha=1.0, **hysteresis)
 
 
-def test_hysteresis_delays_a_tier_both_ways() -> None:
-    down = AdaptiveTiers(immediate(), initial_steps=7)
-    down_at_once = AdaptiveTiers(immediate(down_hysteresis=0.0), initial_steps=7)
-    up = AdaptiveTiers(immediate())
-    up_later = AdaptiveTiers(immediate(up_hysteresis=0.5))
-    for policy in (down, down_at_once):
-        policy.observe(accepted(7, 3, 2, 2, 2))  # 2.25 <= 3 - 0.5 - 0.25
-    assert (down.num_steps, down_at_once.num_steps) == (3, 3)
-    down = AdaptiveTiers(immediate(), initial_steps=7)
-    down_at_once = AdaptiveTiers(immediate(down_hysteresis=0.0), initial_steps=7)
-    for policy in (down, down_at_once):
-        policy.observe(accepted(7, 3, 2))  # 2.5 <= 3 - 0.5, not <= 2.25
-    assert (down.num_steps, down_at_once.num_steps) == (7, 3)
-    for policy in (up, up_later):
-        policy.observe(accepted(3, 3, 3))  # 3 > 2.5, not > 3
-    assert (up.num_steps, up_later.num_steps) == (7, 3)
+@pytest.mark.parametrize(
+    ("hysteresis", "by_row", "steps"),
+    [
+        (-0.25, (3, 2, 2, 2), 3),  # 2.25 <= 3 - 0.5 - 0.25
+        (0.0, (3, 2, 2, 2), 3),
+        (-0.25, (3, 2), 7),  # 2.5 > 3 - 0.5 - 0.25
+        (0.0, (3, 2), 3),  # 2.5 <= 3 - 0.5
+    ],
+)
+def test_down_hysteresis_delays_a_move_down(hysteresis: float, by_row: tuple[int, ...], steps: int) -> None:
+    policy = AdaptiveTiers(immediate(down_hysteresis=hysteresis), initial_steps=7)
+    policy.observe(accepted(7, *by_row))
+    assert policy.num_steps == steps
 
 
-def test_a_collapse_of_acceptance_steps_down_several_tiers_at_once() -> None:
+@pytest.mark.parametrize(("hysteresis", "steps"), [(0.0, 7), (0.5, 3)])  # 3 > 2.5, but not > 3
+def test_up_hysteresis_delays_a_move_up(hysteresis: float, steps: int) -> None:
+    policy = AdaptiveTiers(immediate(up_hysteresis=hysteresis))
+    policy.observe(accepted(3, 3, 3))
+    assert policy.num_steps == steps
+
+
+def test_tiers_move_down_several_at_once_when_acceptance_collapses() -> None:
     policy = AdaptiveTiers(immediate(), initial_steps=7)
     policy.observe(accepted(7, 0, 0))
     assert policy.num_steps == 1
 
 
 def test_the_first_tier_is_the_one_nearest_to_the_given_steps() -> None:
-    assert [AdaptiveTiers(TierConfig(), initial_steps=steps).num_steps for steps in (1, 3, 4, 6, 20)] == [
-        1,
-        3,
-        3,
-        7,
-        7,
-    ]
+    for initial_steps, first in ((1, 1), (3, 3), (4, 3), (6, 7), (20, 7)):
+        assert AdaptiveTiers(TierConfig(), initial_steps=initial_steps).num_steps == first
 
 
 @pytest.mark.parametrize(
@@ -263,12 +254,12 @@ def test_the_first_tier_is_the_one_nearest_to_the_given_steps() -> None:
         {"warmup_batches": -1},
     ],
 )
-def test_a_tier_config_names_the_field_that_is_wrong(wrong: dict[str, object]) -> None:
+def test_an_error_of_a_tier_config_names_the_wrong_field(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         TierConfig(**wrong)  # type: ignore[arg-type]
 
 
-def test_tiers_are_read_from_a_file_whose_unknown_keys_are_errors(tmp_path: Path) -> None:
+def test_tiers_are_read_from_a_file_and_unknown_keys_are_errors(tmp_path: Path) -> None:
     good = tmp_path / "good.json"
     bad = tmp_path / "bad.json"
     good.write_text(json.dumps({"candidate_steps": [2, 4], "ema_alpha": 0.5}))
@@ -281,9 +272,7 @@ def test_tiers_are_read_from_a_file_whose_unknown_keys_are_errors(tmp_path: Path
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1, 3]"])
-def test_a_tier_file_that_cannot_be_used_is_an_error_with_its_path(
-    content: str | None, tmp_path: Path
-) -> None:
+def test_an_error_of_a_tier_file_contains_its_path(content: str | None, tmp_path: Path) -> None:
     path = tmp_path / "tiers.json"
     if content is not None:
         path.write_text(content)
@@ -292,12 +281,12 @@ def test_a_tier_file_that_cannot_be_used_is_an_error_with_its_path(
 
 
 @pytest.mark.parametrize("name", ["ucb", "", "fixed", "fixed-0", "fixed-6", "fixed-x", "tiers:", "off-1"])
-def test_an_unknown_policy_is_an_error_that_names_the_known_ones(name: str) -> None:
+def test_an_error_of_an_unknown_policy_lists_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match="one of nightjar, nightjar-printed, off"):
         gamma_policy(name, PARTS)
 
 
-def test_the_catalog_builds_what_it_names() -> None:
+def test_a_policy_is_built_from_its_name() -> None:
     assert gamma_policy("fixed-5", PARTS).select(Load(1, 5)) == 5
     assert gamma_policy("off", PARTS).select(Load(1, 5)) == 0
     dsd = gamma_policy("dsd", PARTS)
@@ -316,91 +305,81 @@ LATENCY = LatencyModel(
 CHAINS = Acceptance((-1.0, 0.0), (0.0, 1.0), {1: ((1.0, 1.6), (1.0, 1.6, 1.9))})
 
 
-def test_the_prior_adds_draft_forwards_verification_and_host() -> None:
-    """B = 5 at gamma 2: each draft forward is a graph of 4 and one of 2, 3 ms, and 0.5 ms of host; 15
-    tokens are verified in 14 ms; 2 ms.
-    """
-    prior = predicted_goodput(LATENCY, CHAINS, 0)
+def test_the_prior_adds_draft_forwards_verification_and_host(prior: GoodputPrior) -> None:
+    """B = 5 at gamma 2: two drafts of 3 ms (graphs of 4 and 2) + 0.5 ms, 14 ms for 15 tokens, 2 ms."""
     assert prior.seconds(5, 2) == pytest.approx(0.023)
     assert prior.seconds(3, 0) == pytest.approx(0.011)
     assert prior.seconds(5, 3) == pytest.approx(0.0365)  # 20 tokens are a graph of 16 and one of 4
-    # drafted as many, 16 tokens
-    assert prior.seconds(5, 2, verified=3, prompt_tokens=8) == pytest.approx(0.023)
+    assert prior.seconds(5, 2, verified=3, prompt_tokens=8) == pytest.approx(0.023)  # 16 tokens
     assert prior.seconds(5, 2, verified=3) == pytest.approx(0.020)  # 8 tokens
 
 
-def test_a_budget_fills_a_graph() -> None:
+@pytest.fixture
+def prior() -> GoodputPrior:
+    return predicted_goodput(LATENCY, CHAINS, 0)
+
+
+def tokens(budgets: list[Budget]) -> list[tuple[int, int]]:
+    """Verified drafts and prompt tokens."""
+    return [(budget.verified, budget.prompt_tokens) for budget in budgets]
+
+
+def test_a_budget_fills_a_graph(prior: GoodputPrior) -> None:
     """7 rows at gamma 2 are 21 tokens: one draft fills the graph of 8, 9 the one of 16."""
-    prior = predicted_goodput(LATENCY, CHAINS, 0)
-    assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(7, 2)] == [
-        (1, 0),
-        (9, 0),
-        (14, 0),
-    ]
-    # some rows have fewer
-    assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(7, 2, drafts=9)] == [
-        (1, 0),
-        (9, 0),
-    ]
-    assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(7, 1)] == [(1, 0), (7, 0)]
-    # no narrower graph holds the roots
-    assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(9, 0)] == [(0, 0)]
-    assert [budget.seconds for budget in prior.budgets(7, 1)] == pytest.approx(
-        [prior.seconds(7, 1, 1), prior.seconds(7, 1)]
-    )
+    assert tokens(prior.budgets(7, 2)) == [(1, 0), (9, 0), (14, 0)]
+    assert tokens(prior.budgets(7, 2, drafts=9)) == [(1, 0), (9, 0)]  # some rows have fewer
+    assert tokens(prior.budgets(7, 1)) == [(1, 0), (7, 0)]
+    assert tokens(prior.budgets(9, 0)) == [(0, 0)]  # no narrower graph holds the roots
+    seconds = [budget.seconds for budget in prior.budgets(7, 1)]
+    assert seconds == pytest.approx([prior.seconds(7, 1, 1), prior.seconds(7, 1)])
 
 
-def test_a_budget_is_never_more_than_can_be_verified() -> None:
-    prior = predicted_goodput(LATENCY, CHAINS, 0)
-    assert [budget.verified for budget in prior.budgets(7, 2, most=10)] == [1, 9, 10]
-    assert [budget.verified for budget in prior.budgets(7, 2, most=9)] == [1, 9]
-    assert [budget.verified for budget in prior.budgets(7, 2, most=0)] == [0]
+@pytest.mark.parametrize(("drafts_max", "verified"), [(10, [1, 9, 10]), (9, [1, 9]), (0, [0])])
+def test_a_budget_is_never_more_than_can_be_verified(
+    prior: GoodputPrior, drafts_max: int, verified: list[int]
+) -> None:
+    assert [budget.verified for budget in prior.budgets(7, 2, drafts_max=drafts_max)] == verified
 
 
-def test_a_load_says_how_deep_drafts_go_that_are_all_verified() -> None:
+def test_gamma_max_of_a_load_is_the_depth_at_which_all_drafts_are_verified() -> None:
     assert [Load(5, deepest, drafts_max=12).gamma_max for deepest in (1, 2, 3)] == [1, 2, 2]
     assert Load(5, 3).gamma_max == 3
 
 
-def test_a_budget_leaves_the_prompts_that_wait_their_room() -> None:
-    """4 rows and 3 tokens of prompts: 9 drafts fill the graph of 16; all 12 would leave no room."""
-    prior = predicted_goodput(LATENCY, CHAINS, 0)
-    assert [(budget.verified, budget.prompt_tokens) for budget in prior.budgets(4, 3, waiting=3)] == [
-        (1, 3),
-        (9, 3),
-        (12, 0),
-    ]
+def test_a_budget_leaves_room_for_waiting_prompts(prior: GoodputPrior) -> None:
+    """4 rows and 3 prompt tokens: 9 drafts fill the graph of 16; all 12 would leave no room."""
+    assert tokens(prior.budgets(4, 3, waiting=3)) == [(1, 3), (9, 3), (12, 0)]
 
 
 @given(st.integers(0, 127), st.integers(0, 400))
 def test_prompts_never_take_more_than_waits_or_than_a_graph_holds(num_tokens: int, wanted: int) -> None:
-    room = prompt_room((2, 4, 8, 16, 24, 32, 48, 64, 128), num_tokens, wanted)
-    assert 0 <= room <= min(wanted, 128 - num_tokens)
-    assert room > 0 or wanted == 0
+    taken = prompt_budget((2, 4, 8, 16, 24, 32, 48, 64, 128), num_tokens, wanted)
+    assert 0 <= taken <= min(wanted, 128 - num_tokens)
+    assert taken > 0 or wanted == 0
 
 
-def test_a_graph_is_not_widened_for_a_few_tokens_that_fit_next_to_it() -> None:
-    assert prompt_room((48, 64, 128), 43, 5) == 5
+def test_a_few_prompt_tokens_that_fit_do_not_widen_the_graph() -> None:
+    assert prompt_budget((48, 64, 128), 43, 5) == 5
 
 
-def test_the_prior_expects_no_more_from_chains_longer_than_the_calibrated_ones() -> None:
-    prior = predicted_goodput(LATENCY, CHAINS, 0)
+def test_chains_longer_than_the_calibrated_ones_are_not_expected_to_emit_more(prior: GoodputPrior) -> None:
     assert [prior.emitted(gamma) for gamma in range(5)] == [1.0, 1.6, 1.9, 1.9, 1.9]
 
 
-def test_what_picking_is_worth_is_what_it_brought_on_the_calibration_text() -> None:
-    """One draft a row: every row's first accepts 0.6 a row, the likeliest of all 0.75; all first ones are
-    all there are at gamma 1.
+def test_the_selection_gain_is_that_of_the_calibration_text() -> None:
+    """One draft per row: the first of every row accept 0.6 per row, the likeliest of the batch 0.75.
+
+    At gamma 1 the first tokens are all tokens, so nothing is gained.
     """
     calibrated = dataclasses.replace(
         CHAINS, pooled=((0.0, 0.2, 0.4, 0.5, 0.6), (0.0, 0.2, 0.4, 0.6, 0.75, 0.8, 0.85, 0.9, 0.9))
     )
-    prior = predicted_goodput(LATENCY, calibrated, 0)
-    assert prior.picking(2, 1.0) == pytest.approx(0.75 / 0.6)
-    assert prior.picking(2, 1.5) == pytest.approx(0.85 / 0.75)
-    assert [prior.picking(gamma, gamma) for gamma in (1, 2)] == pytest.approx([1.0, 1.0])
-    assert prior.picking(2, 0.5) == pytest.approx(0.4 / 0.3)
-    assert prior.picking(0, 0.0) == predicted_goodput(LATENCY, CHAINS, 0).picking(2, 1.0) == 1.0
+    gain = predicted_goodput(LATENCY, calibrated, 0).selection_gain
+    assert gain(2, 1.0) == pytest.approx(0.75 / 0.6)
+    assert gain(2, 1.5) == pytest.approx(0.85 / 0.75)
+    assert [gain(gamma, gamma) for gamma in (1, 2)] == pytest.approx([1.0, 1.0])
+    assert gain(2, 0.5) == pytest.approx(0.4 / 0.3)
+    assert gain(0, 0.0) == predicted_goodput(LATENCY, CHAINS, 0).selection_gain(2, 1.0) == 1.0
 
 
 def test_a_pair_calibrated_without_chains_has_no_prior() -> None:
@@ -423,7 +402,7 @@ STEPS = st.lists(
 
 
 def choices(name: str, steps: list[Step]) -> list[int]:
-    """What a new policy selects; a step that is not observed computed prompts as well."""
+    """The arms that a new policy selects; steps that are not observed have no outcome."""
     policy = gamma_policy(name, PARTS)
     chosen = []
     previous = 0
@@ -439,16 +418,8 @@ def choices(name: str, steps: list[Step]) -> list[int]:
         even, more = divmod(verified, batch_size)
         drafted = [even + (row < more) for row in range(batch_size)]
         if observed:
-            policy.observe(
-                Outcome(
-                    load,
-                    gamma,
-                    drafted,
-                    [1 + min(luck, count) for count in drafted],
-                    seconds,
-                    values=values,
-                )
-            )
+            emitted = [1 + min(luck, count) for count in drafted]
+            policy.observe(Outcome(load, gamma, drafted, emitted, seconds, values=values))
         chosen = [*chosen, gamma]
         previous = gamma
         lag = 0 if gamma else lag + 1
@@ -459,7 +430,7 @@ def choices(name: str, steps: list[Step]) -> list[int]:
 @pytest.mark.parametrize("name", EVERY_POLICY)
 @given(steps=STEPS)
 @settings(max_examples=25, deadline=None)
-def test_every_policy_selects_a_legal_arm_has_a_json_state_and_repeats_itself_with_its_seed(
+def test_every_policy_selects_legal_arms_and_repeats_them_with_the_same_seed(
     name: str, steps: list[Step]
 ) -> None:
     assert choices(name, steps) == choices(name, steps)

@@ -1,17 +1,16 @@
-"""Nightjar as printed and its variant, on schedules and traces computed by hand, and both against DSD's
-deadlock.
-"""
+"""Nightjar as printed and its variant, on traces computed by hand and on the trace of DSD's deadlock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
-from yggdrasil.policy.gamma.budget import draft_room
+from yggdrasil.policy.gamma.budget import draft_budget
 from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds, ValueScale
 from yggdrasil.policy.gamma.nightjar import Nightjar, PrintedNightjar
 from yggdrasil.policy.gamma.prior import GoodputPrior
@@ -20,37 +19,17 @@ from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy
 
 # (block, bin, round): bins of floor(sqrt(H)) rounds, as many to a block, H = 1, 2, 4, 8, 16
 FIRST_22_ROUNDS = [
-    *[
-        (1, 1, 1),
-        (2, 1, 1),
-        (3, 1, 1),
-        (3, 1, 2),
-        (3, 2, 1),
-        (3, 2, 2),
-        (4, 1, 1),
-        (4, 1, 2),
-        (4, 2, 1),
-        (4, 2, 2),
-    ],
-    *[
-        (5, 1, 1),
-        (5, 1, 2),
-        (5, 1, 3),
-        (5, 1, 4),
-        (5, 2, 1),
-        (5, 2, 2),
-        (5, 2, 3),
-        (5, 2, 4),
-        (5, 3, 1),
-        (5, 3, 2),
-        (5, 3, 3),
-        (5, 3, 4),
-    ],
+    *((1, 1, 1), (2, 1, 1)),
+    *((3, 1, 1), (3, 1, 2), (3, 2, 1), (3, 2, 2)),
+    *((4, 1, 1), (4, 1, 2), (4, 2, 1), (4, 2, 2)),
+    *((5, 1, 1), (5, 1, 2), (5, 1, 3), (5, 1, 4)),
+    *((5, 2, 1), (5, 2, 2), (5, 2, 3), (5, 2, 4)),
+    *((5, 3, 1), (5, 3, 2), (5, 3, 3), (5, 3, 4)),
 ]
 
 
 class Script:
-    """A random generator that draws the given numbers, and fails when asked for more."""
+    """A random generator that draws given numbers and fails when they run out."""
 
     def __init__(self, uniforms: list[float], arms: list[int]) -> None:
         self.uniforms = iter(uniforms)
@@ -91,15 +70,16 @@ def test_blocks_and_bins_follow_algorithm_1_for_22_rounds() -> None:
     assert (clock.block, clock.bin, clock.round) == (5, 4, 1)
 
 
-def test_the_type_of_a_bin_is_drawn_once_at_its_first_round() -> None:
+def test_the_type_of_a_bin_is_drawn_once() -> None:
     clock = BinClock()
     script = Script([0.5], [])
     assert [clock.explores(script) for _ in range(3)] == [True] * 3  # type: ignore[arg-type]
 
 
 def test_the_printed_nightjar_explores_whole_bins_and_exploits_between_them() -> None:
-    """Second bins explore below 1 / sqrt(2) = 0.707, third ones below 0.577; first ones always. Best arm:
-    1.
+    """First bins always explore, second ones below 1 / sqrt(2) = 0.707, third ones below 0.577.
+
+    The best arm is 1.
     """
     uniforms = [0.99, 0.99, 0.99, 0.71, 0.99, 0.70, 0.99, 0.80, 0.57]
     policy = printed(uniforms, [0, 1, 2, 0, 1, 1, 2, 0, 0, 0, 0, 0, 2, 2, 2, 2])
@@ -119,15 +99,13 @@ def test_every_batch_size_has_its_own_clock_and_means() -> None:
 
 def test_a_step_that_is_not_observed_moves_no_counter() -> None:
     policy = printed([0.0, 0.0], [0, 1, 2, 0])
-    # an exploring round draws a new arm every time
+    # in an exploring round, every call draws a new arm
     assert [policy.select(Load(1, 2)) for _ in range(3)] == [0, 1, 2]
     assert (policy.clocks[1].block, policy.clocks[1].round) == (1, 1)
 
 
 def explored(cost: Callable[[int, int], float] = free) -> PrintedNightjar:
-    """Goodput 100, 200 and 180 tokens/s seen at B = 2, that is 10, 5 and 5.56 ms a token; the next bin
-    exploits.
-    """
+    """A policy that exploits next, after 10, 5 and 5.56 ms per token (100, 200, 180 tokens/s) at B = 2."""
     policy = printed([0.0, 0.0, 0.0, 0.99], [0, 1, 2, 0], cost)
     for _ in range(4):
         run_step(policy, {0: 100.0, 1: 200.0, 2: 180.0}, Load(2, 2))
@@ -140,31 +118,27 @@ def test_eq_3_without_switching_cost_takes_the_largest_mean_goodput() -> None:
 
 @pytest.mark.parametrize(("cost_ms", "gamma"), [(4, 2), (8, 2), (12, 0), (1, 1)])
 def test_eq_3_divides_the_switching_cost_by_gamma(cost_ms: float, gamma: int) -> None:
-    """At 4 ms 5 + 4 against 5.56 + 2; at 8 ms 13 against 9.56 and 10 without the draft; at 12 ms 17, 11.56
-    and 10; at 1 ms 6 against 6.06.
-    """
-    assert (
-        explored(lambda lag, batch_size: cost_ms / 1e3).select(Load(2, 2, previous_gamma=0, max_lag=5))
-        == gamma
-    )
+    """ms per token at gamma 1, 2, 0: 5 + 4, 5.56 + 2, 10; then 13, 9.56, 10; 17, 11.56, 10; 6, 6.06, 10."""
+    policy = explored(lambda lag, batch_size: cost_ms / 1e3)
+    assert policy.select(Load(2, 2, previous_gamma=0, max_lag=5)) == gamma
 
 
 def test_eq_3_adds_the_switching_cost_only_after_a_step_without_the_draft() -> None:
-    asked = []
+    calls = []
 
     def cost(lag: int, batch_size: int) -> float:
-        asked.append((lag, batch_size))
+        calls.append((lag, batch_size))
         return 1.0
 
     policy = explored(cost)
-    asked.clear()
+    calls.clear()
     assert policy.select(Load(2, 2, previous_gamma=1, max_lag=0)) == 1
-    assert asked == []
+    assert calls == []
     assert policy.select(Load(2, 2, previous_gamma=0, max_lag=7)) == 0
-    assert asked == [(7, 2)]
+    assert calls == [(7, 2)]
 
 
-def test_an_arm_that_never_ran_costs_infinity_and_where_none_ran_the_draft_stays_off() -> None:
+def test_an_arm_that_never_ran_costs_infinity_and_the_draft_stays_off_if_none_ran() -> None:
     policy = printed([0.0, 0.0, 0.0, 0.99], [2, 2, 2, 2])
     for _ in range(4):
         run_step(policy, {2: 50.0}, Load(1, 2))
@@ -193,9 +167,7 @@ def variant(cost: Callable[[int, int], float] = free, gamma_max: int = 2) -> Nig
 
 
 def test_acceptance_is_learnt_by_position_and_carries_over_to_the_next_one() -> None:
-    """One of two accepted: position 1 goes from 0.5 to (16 * 0.5 + 1) / 17, position 2 starts from as much
-    and fails once.
-    """
+    """One of two accepted: position 1 is (16 * 0.5 + 1) / 17; position 2 starts there and fails once."""
     acceptance = PositionAcceptance(PRIOR, 3)
     assert acceptance.emitted == pytest.approx([1.0, 1.5, 1.75, 1.875])
     acceptance.observe_([2], [2])
@@ -207,14 +179,14 @@ def test_acceptance_is_learnt_by_position_and_carries_over_to_the_next_one() -> 
     )
 
 
-def test_a_row_that_drafted_less_says_nothing_about_later_positions() -> None:
+def test_a_row_with_fewer_drafts_does_not_count_at_later_positions() -> None:
     acceptance = PositionAcceptance(PRIOR, 3)
     acceptance.observe_([1, 2, 0], [2, 3, 1])
     assert acceptance.rates[0] == pytest.approx(10 / 18)  # two trials, both accepted
     assert acceptance.rates[1] == pytest.approx((16 * 0.5 * (10 / 18 / 0.5) + 1) / 17)  # one trial
 
 
-def test_a_slow_step_corrects_its_arm_at_once_and_that_gamma_at_other_batch_sizes_by_half() -> None:
+def test_a_slow_step_corrects_its_arm_and_less_the_same_gamma_at_other_batch_sizes() -> None:
     seconds = StepSeconds(2)
     seconds.observe_(1, 2, 2.0)
     assert seconds.corrections(8) == pytest.approx([1, 1, 1.5])  # (1 + 2) / 2
@@ -230,10 +202,8 @@ STAIRS = GoodputPrior(
 )
 
 
-def test_the_variant_leaves_drafts_out_that_would_take_the_next_graph() -> None:
-    """12 rows at gamma 1: all drafts 21.6 tokens in 21 ms, the 4 that fill the graph 15.2 in 11 ms; without
-    the draft 12 in 10 ms.
-    """
+def test_the_variant_leaves_out_drafts_that_would_need_the_next_graph() -> None:
+    """12 rows: all drafts 21.6 tokens in 21 ms, 4 that fill the graph 15.2 in 11 ms, none 12 in 10 ms."""
     policy = Nightjar(STAIRS, free, gamma_max=1)
     load = Load(12, 1, previous_gamma=1)
     assert policy.select(load) == 1
@@ -241,77 +211,60 @@ def test_the_variant_leaves_drafts_out_that_would_take_the_next_graph() -> None:
     assert policy.verified(Load(8, 1), 1, [[0.8]] * 8) == 8  # here all fit
 
 
-def test_every_load_of_a_server_is_evaluated_before_the_first_step() -> None:
-    """A selection is arithmetic on what is known: evaluating a load takes ten times as long."""
+def test_every_load_of_a_server_is_predicted_before_the_first_step() -> None:
+    """Predicting a load takes ten times as long as a selection."""
     policy = Nightjar(STAIRS, free, gamma_max=2, max_batch=6)
-    evaluated = policy._ways.cache_info().misses
-    assert evaluated == 6 * 5  # 0, 8, 16, 24 and 32 tokens of prompts
+    predicted = policy._ways.cache_info().misses
+    assert predicted == 6 * 5  # 0, 8, 16, 24 and 32 prompt tokens
     for batch_size, waiting in product(range(1, 7), range(33)):
-        policy.select(
-            Load(
-                batch_size,
-                2,
-                waiting_tokens=waiting,
-                drafts_max=draft_room(STAIRS.widths, batch_size, waiting),
-            )
-        )
-    assert policy._ways.cache_info().misses == evaluated
+        drafts_max = draft_budget(STAIRS.widths, batch_size, waiting)
+        policy.select(Load(batch_size, 2, waiting_tokens=waiting, drafts_max=drafts_max))
+    assert policy._ways.cache_info().misses == predicted
 
 
 def test_the_variant_drafts_deeper_than_the_menu_verifies() -> None:
-    """The graph of 32 holds 12 drafts next to 20 rows: the best 12 of 40 are better than those of 20."""
+    """The graph of 32 holds 20 rows and 12 drafts: the likeliest 12 of 40 are better than those of 20."""
 
-    def picking(gamma: int, drafts_per_row: float) -> float:
+    def gain(gamma: int, drafts_per_row: float) -> float:
         return 1.0 + 0.2 * (gamma - 1)
 
-    prior = GoodputPrior(STAIRS.drafting, STAIRS.verifying, STAIRS.emitted, STAIRS.widths, picking)
-    policy = Nightjar(prior, free, gamma_max=2)
+    policy = Nightjar(replace(STAIRS, selection_gain=gain), free, gamma_max=2)
     load = Load(20, 2, previous_gamma=2, drafts_max=12)
     assert load.gamma_max == 0
     assert policy.select(load) == 2
     assert policy.verified(load, 2, [[0.9, 0.8]] * 20) == 12
 
 
-def test_the_graph_is_chosen_once_more_by_what_the_draft_says_of_these_tokens() -> None:
-    """8 rows at gamma 2: 8 drafts of 16 fill the graph of 16 tokens; whether the graph of 32 gains its
-    time depends on the others.
-    """
+def test_the_graph_is_chosen_again_by_the_draft_s_probabilities() -> None:
+    """8 of 16 drafts fill the graph of 16; whether the graph of 32 is better depends on the other 8."""
     policy = Nightjar(STAIRS, free, gamma_max=2)
     load = Load(8, 2, previous_gamma=2)
     assert policy.verified(load, 2, [[0.9, 0.1]] * 8) == 8
-    flat = GoodputPrior(
-        STAIRS.drafting, lambda tokens: 0.010 if tokens <= 16 else 0.012, STAIRS.emitted, STAIRS.widths
-    )
+    flat = replace(STAIRS, verifying=lambda tokens: 0.010 if tokens <= 16 else 0.012)
     sure = Nightjar(flat, free, gamma_max=2)
-    assert sure.verified(load, 2, [[0.9, 0.8]] * 8) == 16  # 8 + 13.6 in 14 ms against 8 + 7.2 in 12
+    assert sure.verified(load, 2, [[0.9, 0.8]] * 8) == 16  # 8 + 13.6 in 14 ms, better than 8 + 7.2 in 12
     assert sure.verified(load, 2, [[0.9, 0.1]] * 8) == 8  # 8 + 8 in 14 ms
-    sure.values.observe_([2] * 8, [1] * 8, [[0.9, 0.8]] * 8)  # nothing came of it
+    sure.values.observe_([2] * 8, [1] * 8, [[0.9, 0.8]] * 8)  # nothing was accepted
     assert sure.values.estimate == pytest.approx(16 / (16 + 13.6))
 
 
-def test_picking_the_likeliest_makes_an_arm_worth_more_the_more_rows_there_are_to_pick_from() -> None:
-    """4 of 12 drafts fill the graph: 1 + 0.8 / 3 a row, or with picking that doubles it at many rows 1 + (1
-    + 11 / 12) * 0.8 / 3.
+def test_the_selection_gain_of_an_arm_grows_with_the_number_of_rows() -> None:
+    """4 of 12 drafts fill the graph. With gain 1 a row emits 1 + 0.8 / 3 tokens.
+
+    A gain of 2 in a large batch is 1 + 11 / 12 in 12 rows: 1 + (1 + 11 / 12) * 0.8 / 3.
     """
 
-    def picking(gamma: int, drafts_per_row: float) -> float:
+    def gain(gamma: int, drafts_per_row: float) -> float:
         return 2.0 if drafts_per_row < gamma else 1.0
 
-    policy = Nightjar(
-        GoodputPrior(STAIRS.drafting, STAIRS.verifying, STAIRS.emitted, STAIRS.widths, picking),
-        free,
-        gamma_max=1,
-    )
+    policy = Nightjar(replace(STAIRS, selection_gain=gain), free, gamma_max=1)
     policy.observe(Outcome(Load(12, 1, previous_gamma=1), 0, [0] * 12, [1] * 12, 0.010))
-    assert policy.state["batch_sizes"]["12"]["tok_per_s"] == pytest.approx(
-        12 * (1 + 23 / 12 * 0.8 / 3) / 0.011, abs=0.01
-    )
+    goodput = policy.state["batch_sizes"]["12"]["tok_per_s"]
+    assert goodput == pytest.approx(12 * (1 + 23 / 12 * 0.8 / 3) / 0.011, abs=0.01)
 
 
-def test_rows_that_were_picked_do_not_speak_for_those_that_were_not() -> None:
-    """Two of four rows are verified at position 1, the sure ones, and both accept; all four together expect
-    half as much of it.
-    """
+def test_acceptance_of_selected_rows_is_scaled_to_all_rows() -> None:
+    """Two of four rows are verified at position 1 and accept; the mean expected of all four is half."""
     picked = PositionAcceptance(PRIOR, 3)
     all_alike = PositionAcceptance(PRIOR, 3)
     picked.observe_([1, 1, 0, 0], [2, 2, 1, 1], [[0.8], [0.8], [0.0], [0.0]])
@@ -320,41 +273,40 @@ def test_rows_that_were_picked_do_not_speak_for_those_that_were_not() -> None:
     assert all_alike.rates[0] == pytest.approx((16 * 0.5 + 2) / 18)
 
 
-def test_a_row_that_broke_has_accepted_nothing_and_not_less() -> None:
+def test_a_row_that_failed_counts_as_no_accepted_token() -> None:
     scale = ValueScale()
     scale.observe_([2], [0], [[0.9, 0.8]])
     assert scale.estimate == pytest.approx(16 / (16 + 1.7))
 
 
-def test_what_the_draft_s_word_is_worth_fades() -> None:
+def test_the_weight_of_old_values_fades() -> None:
     scale = ValueScale()
     for _ in range(100):
-        scale.observe_([4], [3], [[0.9, 0.8, 0.7, 0.6, 0.5]])  # the fifth was left out: 3 expected, 2 came
+        scale.observe_([4], [3], [[0.9, 0.8, 0.7, 0.6, 0.5]])  # of the first four 3 expected, 2 accepted
     assert scale.estimate == pytest.approx((16 + 200) / (16 + 300), abs=0.03)
     for _ in range(1000):
         scale.observe_([4], [5], [[0.9, 0.8, 0.7, 0.6, 0.5]])
     assert scale.estimate == pytest.approx(4 / 3, rel=0.02)
 
 
-def test_the_variant_leaves_room_for_the_prompts_that_wait() -> None:
-    """8 rows and 8 tokens of prompts fill the graph: without the draft (8 + 0.8 * 8) / 10 ms; 8 drafts more
-    take 21 ms for 6.4 tokens more.
-    """
+def test_the_variant_leaves_room_for_waiting_prompts() -> None:
+    """8 rows and 8 prompt tokens fill a graph: 8 + 0.8 * 8 in 10 ms; 8 drafts add 6.4 tokens and 11 ms."""
     policy = Nightjar(STAIRS, free, gamma_max=1)
     assert policy.select(Load(8, 1, previous_gamma=1)) == 1
     assert policy.select(Load(8, 1, previous_gamma=1, waiting_tokens=8)) == 0
 
 
-def test_a_step_next_to_prompts_corrects_its_arm_by_the_graph_that_ran() -> None:
-    """8 rows, 8 drafts and 6 tokens of prompts were 22 tokens: 21 ms were predicted, not 11."""
+def test_a_step_with_prompts_is_compared_with_the_prediction_of_its_own_graph() -> None:
+    """8 rows, 8 drafts and 6 prompt tokens are 22 tokens: 21 ms were predicted, not 11."""
     policy = Nightjar(STAIRS, free, gamma_max=1)
     policy.observe(Outcome(Load(8, 1, previous_gamma=1), 1, [1] * 8, [2] * 8, 0.021, prompt_tokens=6))
     assert list(policy.graphs.corrections.values()) == pytest.approx([1, 1, 1])
 
 
-def test_a_slow_minute_is_not_held_against_the_graph_that_ran_in_it() -> None:
-    """The pace after one step at twice the time is (1 + 2) / 2, and counts for graphs that did not run as
-    well; the one that ran keeps 2 / 1.5, as one step.
+def test_a_slow_minute_is_not_blamed_on_the_graph_that_ran() -> None:
+    """After one step at twice the time the pace is (1 + 2) / 2 for all graphs.
+
+    The graph that ran has the ratio 2 / 1.5 on top of it, which counts as one step.
     """
     graphs = GraphSeconds((16, 32))
     graphs.observe_(16, 2.0)
@@ -365,7 +317,7 @@ def test_a_slow_minute_is_not_held_against_the_graph_that_ran_in_it() -> None:
     assert graphs.corrections[16] == pytest.approx(graphs.corrections[32], rel=0.1)
 
 
-def test_a_graph_that_is_slower_than_others_is_found_out() -> None:
+def test_a_graph_slower_than_predicted_is_corrected() -> None:
     graphs = GraphSeconds((16, 32))
     for _ in range(50):
         graphs.observe_(16, 1.0)
@@ -374,49 +326,49 @@ def test_a_graph_that_is_slower_than_others_is_found_out() -> None:
 
 
 def test_the_first_step_of_the_variant_follows_the_prior() -> None:
-    assert variant().select(Load(4, 2)) == 2  # 10, 7.33 and 6.86 ms a token
+    assert variant().select(Load(4, 2)) == 2  # 10, 7.33 and 6.86 ms per token
     assert variant().select(Load(4, 1)) == 1
     assert variant().select(Load(4, 0)) == 0
     assert variant().select(Load(4, 9)) == 2
 
 
-def test_credit_pays_for_the_arm_that_waited_longest_for_its_loss() -> None:
-    """After one step of 12 ms that accepted both: emitted 1, 1.529 and 1.824, so 6.578 ms a token at gamma
-    2.
+def test_the_exploration_budget_runs_the_arm_that_waited_longest_per_loss() -> None:
+    """The arms emit 1, 1.529 and 1.824 after one step of 12 ms; gamma 2 takes 6.578 ms per token.
 
-    Gamma 0 would lose 10 - 6.578 = 3.42 ms, gamma 1 11 - 1.529 * 6.578 = 0.94 ms: of 2.4 ms it runs twice,
-    observed or not, then 0.52 ms are left."""
+    Gamma 0 would lose 10 - 6.578 = 3.42 ms, gamma 1 11 - 1.529 * 6.578 = 0.94 ms. With a budget of 2.4 ms
+    gamma 1 runs twice, observed or not; then 0.52 ms are left."""
     policy = variant()
     load = Load(1, 2, previous_gamma=2)
     policy.observe(Outcome(load, 2, [2], [3], 0.012))
-    assert policy.allowance_s == pytest.approx(0.05 * 0.012)
-    policy.allowance_s = 0.0024
+    assert policy.exploration_s == pytest.approx(0.05 * 0.012)
+    policy.exploration_s = 0.0024
     assert [policy.select(load) for _ in range(3)] == [1, 1, 2]
-    assert policy.allowance_s == pytest.approx(0.0024 - 2 * 0.00094, abs=1e-5)
+    assert policy.exploration_s == pytest.approx(0.0024 - 2 * 0.00094, abs=1e-5)
 
 
-def test_the_variant_spreads_a_restart_over_the_steps_that_it_serves() -> None:
-    """With 160 ms a restart adds 5 ms to 12: 17 / 1.75 = 9.71 against 10 ms a token; with 200 ms 18.25 /
-    1.75 = 10.43.
+def test_the_variant_spreads_a_restart_over_later_steps() -> None:
+    """A restart of 160 ms adds 5 ms to 12: 17 / 1.75 = 9.71 ms per token, below 10 at gamma 0.
+
+    A restart of 200 ms gives 18.25 / 1.75 = 10.43 ms per token.
     """
     assert variant(lambda lag, batch_size: 0.160).select(Load(1, 2, previous_gamma=0)) == 2
     assert variant(lambda lag, batch_size: 0.200).select(Load(1, 2, previous_gamma=0)) == 0
     assert variant(lambda lag, batch_size: 0.200).select(Load(1, 2, previous_gamma=1)) == 2
 
 
-def test_the_time_of_a_restart_is_not_the_arm_s() -> None:
+def test_the_time_of_a_restart_does_not_count_for_the_arm() -> None:
     policy = variant(lambda lag, batch_size: 0.1)
     policy.observe(Outcome(Load(1, 2, previous_gamma=0), 2, [2], [2], 0.112, catch_up_seconds=0.1))
     assert policy.seconds.corrections(1)[2] == pytest.approx(1)
 
 
-def test_nothing_is_saved_up_where_there_is_nothing_to_explore() -> None:
+def test_a_step_with_a_single_arm_adds_nothing_to_the_exploration_budget() -> None:
     policy = variant()
     policy.observe(Outcome(Load(64, 0), 0, [0] * 64, [1] * 64, 0.01))
-    assert policy.allowance_s == 0
+    assert policy.exploration_s == 0
 
 
-def test_the_variant_s_state_says_what_it_would_run() -> None:
+def test_the_state_of_the_variant_contains_its_best_arm() -> None:
     policy = variant()
     policy.observe(Outcome(Load(1, 2, previous_gamma=2), 2, [2], [3], 0.012))
     assert policy.state == {
@@ -429,7 +381,7 @@ def test_the_variant_s_state_says_what_it_would_run() -> None:
 def serve(
     policy: GammaPolicy, rates: list[float], *, batch_size: int = 8, gamma_max: int = 3
 ) -> tuple[list[int], float]:
-    """Steps of 10 + gamma ms at these acceptance rates: gammas, and expected tokens per second."""
+    """Run steps of 10 + gamma ms at these acceptance rates; returns gammas and expected tokens/s."""
     random = np.random.default_rng(0)
     chosen = []
     tokens = 0.0
@@ -458,13 +410,13 @@ def test_dsd_stays_off_for_ever_after_a_passage_of_low_acceptance() -> None:
 
 
 @pytest.mark.parametrize("name", ["nightjar", "nightjar-printed"])
-def test_both_nightjars_escape_the_deadlock(name: str) -> None:
+def test_both_nightjars_escape_dsd_s_deadlock(name: str) -> None:
     chosen, _ = serve(gamma_policy(name, PARTS), LOW_THEN_HIGH)
     assert np.mean(np.array(chosen[200:400]) == 0) > 0.5
     assert np.mean(np.array(chosen[-800:]) > 0) > 0.7
 
 
-def test_the_variant_comes_back_within_two_hundred_steps() -> None:
+def test_the_variant_speculates_again_within_two_hundred_steps() -> None:
     chosen, _ = serve(variant(gamma_max=3), LOW_THEN_HIGH)
     assert np.mean(np.array(chosen[600:]) == 3) > 0.9
 
