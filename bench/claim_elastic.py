@@ -1,13 +1,13 @@
-"""Does lending the draft's room to KV pages raise throughput where pages bind, and cost nothing where they
-do not?
+"""Does lending the draft's memory to KV pages raise throughput where pages bind, and cost nothing where
+they do not?
 
 A target of real size with a draft of a seventeenth of it, both function-preserving inflations, one batcher
 in this process, and a budget of KV pages that binds before the batch is full. Text is sampled on a kind
 that the models were not trained on, so that speculation stops paying in large batches.
 
 - Rates (paper: Fig. 13): Poisson arrivals at fractions of what the budget was measured to bear without
-  speculation and without the room; Nightjar with elastic memory and without, one after another on the same
-  arrivals, there and back again.
+  speculation and without that memory; Nightjar with elastic memory and without, one after another on the
+  same arrivals, there and back again.
 - Threshold (paper: Fig. 14): the same at the largest rate over tau_low.
 - Operations (paper: Table 6): expansion, contraction with every lent page in use, the reload's dispatch,
   and the time until the draft is whole.
@@ -99,9 +99,9 @@ class Stand:
         burst = self.arrivals(rate=1000.0, seconds=1.0, seed=7)[:BURST]
         self.run("static", "fixed-2", burst[:8])  # a warm-up
         self.capacity = self.run("static", "off", burst).sustained
-        say(
-            f"{self.elastic.base_pages} pages and {self.elastic.draft_pages} in the draft's room; "
-            f"without speculation and without the room {self.capacity:.2f} requests/s"
+        log(
+            f"{self.elastic.base_pages} pages and {self.elastic.draft_pages} in the draft's memory; "
+            f"without speculation and without that memory {self.capacity:.2f} requests/s"
         )
 
     def arrivals(self, *, rate: float, seconds: float, seed: int) -> list[Arrival]:
@@ -312,7 +312,7 @@ def main() -> None:
         "--pages",
         type=int,
         default=BASE_PAGES,
-        help="KV pages of the budget, without the draft's room (default: %(default)s)",
+        help="KV pages of the budget, without the draft's memory (default: %(default)s)",
     )
     add_options(parser)
     parser.add_argument(

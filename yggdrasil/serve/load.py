@@ -114,14 +114,15 @@ def _load_models(
     host_weights = load_draft_weights(bundle, "cpu")
     page_bytes = PAGE_LEN * bundle.kv_target.token_bytes(bundle.dtype)
     draft_pages = -(-weight_bytes(host_weights) // page_bytes) if config.elastic else 0
-    target = bundle.paged_storage(bundle.kv_target, pool.table_BP, pool.num_pages + draft_pages)
-    draft = bundle.paged_storage(bundle.kv_draft, pool.table_BP, pool.num_pages)
+    target = paged_storage(bundle, bundle.kv_target, pool.table_BP, pool.num_pages + draft_pages)
+    draft = paged_storage(bundle, bundle.kv_draft, pool.table_BP, pool.num_pages)
     if not config.elastic:
-        return bundle.load_target(target), bundle.load_draft(draft, bundle.load_draft_weights(device)), None
+        own_weights = load_draft_weights(bundle, device)
+        return load_target(bundle, target), load_draft(bundle, draft, own_weights), None
     memory = DraftMemory(host_weights, target.bytes_from(pool.num_pages))
     low_pages = scarce_below(config.tau_low, pool.num_pages)
     elastic = ElasticMemory(pool, target, memory, low_pages=low_pages, persist_steps=config.persist_steps)
-    return bundle.load_target(target), bundle.load_draft(draft, memory.weights), elastic
+    return load_target(bundle, target), load_draft(bundle, draft, memory.weights), elastic
 
 
 def policy_parts(bundle: Bundle, config: ServeConfig) -> PolicyParts:
