@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from yggdrasil.config import GenerateConfig, SamplingConfig, ServeConfig
 from yggdrasil.errors import CapacityError
 from yggdrasil.pair import LoadedPair
+from yggdrasil.loading import load_draft_weights
 from yggdrasil.policy.gamma.protocol import GammaPolicy
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve import draft_memory
@@ -183,7 +184,7 @@ def test_the_draft_comes_back_complete_and_in_chunks(
     bench: ElasticBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(draft_memory.CHUNK_BYTES, "cpu", 5000)
-    weights = bench.pair.bundle.load_draft_weights("cpu")
+    weights = load_draft_weights(bench.pair.bundle, "cpu")
     storage = torch.zeros(weight_bytes(weights) + 64, dtype=torch.uint8)
     memory = DraftMemory(weights, storage[-storage.data_ptr() % 64 :])
     complete = digest(memory)
@@ -207,7 +208,7 @@ def test_the_draft_comes_back_complete_and_in_chunks(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_draft_comes_back_on_a_separate_stream_after_earlier_work(tiny: LoadedPair) -> None:
-    weights = tiny.bundle.load_draft_weights("cpu")
+    weights = load_draft_weights(tiny.bundle, "cpu")
     memory = DraftMemory(weights, torch.zeros(weight_bytes(weights), dtype=torch.uint8, device="cuda"))
     memory.leave_()
     for tensor in memory.weights.values():
