@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from yggdrasil.config import GenerateConfig, SamplingConfig, ServeConfig
 from yggdrasil.errors import CapacityError
-from yggdrasil.pair import LoadedPair
 from yggdrasil.loading import load_draft_weights
+from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.protocol import GammaPolicy
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve import draft_memory
