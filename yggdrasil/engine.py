@@ -24,12 +24,13 @@ from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.schedule.executor import Executor
-from yggdrasil.schedule.native import NativeStep
 from yggdrasil.schedule.plan import Plan
-from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult, truncate
+from yggdrasil.state import PLAIN, DecodeState, Row, StepResult, truncate
 from yggdrasil.step.accept import accept
+from yggdrasil.step.choice import Choice
 from yggdrasil.step.commit import commit_, roll_back_unfinished_
-from yggdrasil.step.draft import catch_up_, draft, prefill
+from yggdrasil.step.draft import catch_up_, draft, prefill, row_of
+from yggdrasil.step.native import NativeStep
 from yggdrasil.step.prune import prune
 from yggdrasil.step.verify import verify
 from yggdrasil.tokenizer import TextStream, Tokenizer
@@ -110,7 +111,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.trace = Trace() if trace is None else trace
         in_one_call = NativeStep.runs(target, draft)
-        self._native = NativeStep(target, draft, self.trace, self.step_with) if in_one_call else None
+        self._native = NativeStep(target, draft, self.trace) if in_one_call else None
         self._greedy = self._executor(greedy_plan, 0.0)
         self._sampled = self._executor(sampled_plan, 1.0)
         # the request whose text is in the KV of both models
@@ -131,34 +132,30 @@ class Engine:
         """
         began = time.perf_counter()
         with self.trace.stage("policy"):
-            shape = policy.choose(state)
-        return self.step_with(state, policy, shape, began)
+            choice = policy.choose([row_of(state, self.target, self.draft)])
+        result = self._run(state, choice, began)
+        policy.observe(result)
+        return result
 
-    def step_with(self, state: DecodeState, policy: ShapePolicy, shape: Shape, began: float) -> StepResult:
-        """`step` with a shape that the policy has already chosen.
-
-        Args:
-            state: The request.
-            policy: The policy that chose the shape.
-            shape: Its choice.
-            began: `time.perf_counter` before the choice, which is part of the step's time.
-        """
+    def _run(self, state: DecodeState, choice: Choice, began: float) -> StepResult:
+        """The stages of `step` after the choice."""
         root_pos = state.root_pos
+        shape = choice.shapes[0]
         stage = self.trace.stage
         roll_back_unfinished_(self.target, self.draft, root_pos)
         with stage("draft"):
             caught_up = shape.depth > 0 and catch_up_(self.draft, state)
-            drafted = draft(self.draft, state, PLAIN if caught_up else shape, policy.platt)
+            platt = choice.calibrations[0].platt
+            drafted = draft(self.draft, state, PLAIN if caught_up else shape, platt)
         with stage("prune"):
-            lag = root_pos - self.target.cache.len
-            pruned = prune(drafted.tree, drafted.shape, policy, root_pos, lag=lag)
+            pruned = prune(drafted.tree, drafted.shape, choice)
         with stage("verify"):
             logits_KV, hidden_KE = verify(self.target, pruned.tree, state.tokens)
         with stage("accept"):
             accepted = accept(pruned.tree, logits_KV, root_pos, state.sampling)
         with stage("commit"):
             commit_(state, self.target, self.draft, pruned, accepted, drafted.num_run, hidden_KE)
-        result = StepResult(
+        return StepResult(
             tokens=accepted.tokens,
             shape=drafted.shape,
             drafted=len(drafted.tree),
@@ -170,22 +167,50 @@ class Engine:
             ms=(time.perf_counter() - began) * 1e3,
             caught_up=caught_up,
         )
+
+    def fast_step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
+        """`step` as `generate` runs it: the same results, faster."""
+        planned = self._sampled if state.sampling.temperature > 0 else self._greedy
+        if planned is not None:
+            return planned.step(state, policy)
+        if self._native is None:
+            return self.step(state, policy)
+        return self._native_step(self._native, state, policy)
+
+    def _native_step(self, native: NativeStep, state: DecodeState, policy: ShapePolicy) -> StepResult:
+        """`step` in one call of C++, if that runs the shape together with the text that the caches lack."""
+        began = time.perf_counter()
+        roll_back_unfinished_(self.target, self.draft, state.root_pos)
+        row = row_of(state, self.target, self.draft)
+        choice = policy.choose([row])
+        self.trace.note(("policy",), (began * 1e3, time.perf_counter() * 1e3))
+        if self._fits(row, choice):
+            [result] = native.run([row], choice)
+            self.draft.cache.kept_(row.draft_len)
+            if result.error:
+                raise YggError(result.error)
+            self.target.cache.kept_(row.target_len)
+        else:
+            result = self._run(state, choice, began)
         policy.observe(result)
         return result
+
+    def _fits(self, row: Row, choice: Choice) -> bool:
+        """Whether C++ knows the stop rule, the draft's lag is one chunk, and the tree fits both caches."""
+        [shape] = choice.shapes
+        root_pos = row.state.root_pos
+        capacity = min(self.target.cache.shape.capacity, self.draft.cache.shape.capacity)
+        return (
+            NativeStep.supports(choice)
+            and (shape.depth == 0 or row.lag < self.draft.prefill_chunk)
+            and root_pos + shape.num_nodes <= capacity
+            and root_pos - row.target_len + shape.num_nodes <= self.target.prefill_chunk
+        )
 
     def _executor(self, plan: Plan | None, temperature: float) -> Executor | None:
         if plan is None or not plan.helps(temperature):
             return None
         return Executor(plan, self.target, self.draft, self.trace)
-
-    def runner(self, temperature: float) -> Executor | NativeStep | Engine:
-        """The object whose `step` runs the iterations of `generate` at this temperature."""
-        planned = self._sampled if temperature > 0 else self._greedy
-        return planned or self._native or self
-
-    def fast_step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
-        """`step` as `generate` runs it: the same results, faster."""
-        return self.runner(state.sampling.temperature).step(state, policy)
 
     def generate(
         self, prompt: Sequence[int], policy: ShapePolicy, config: GenerateConfig

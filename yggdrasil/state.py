@@ -204,6 +204,8 @@ class StepResult:
         ms: Wall clock of the step.
         caught_up: Whether the draft ran a chunk of text that its KV lacked, instead of drafting; the shape
             is then plain.
+        error: What is wrong with the target's logits; then no token is emitted.
+        values: Calibrated acceptance of every drafted node but the root.
     """
 
     tokens: list[int]
@@ -216,6 +218,8 @@ class StepResult:
     path: list[int]
     ms: float = 0.0
     caught_up: bool = False
+    error: str = ""
+    values: Sequence[float] = ()
 
     @property
     def tree(self) -> TokenTree:

@@ -9,28 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from yggdrasil.bundle import Bundle
 from yggdrasil.config import SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.errors import YggError
-from yggdrasil.kernels import load_kernels
 from yggdrasil.loading import load_models
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import FixedShape, ShapePolicy
 from yggdrasil.policy.stopping import LowConfidence, SmallGain
-from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.schedule.executor import Executor
-from yggdrasil.schedule.native import ByStages, NativeStep
 from yggdrasil.schedule.search import plans
-from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
-from yggdrasil.step.draft import grow, grow_reference, head_draft, prefill
-from yggdrasil.step.platt import PlattScale
+from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
+from yggdrasil.step.choice import Choice
+from yggdrasil.step.draft import prefill
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
 
@@ -48,6 +42,8 @@ SHAPES = {
     "plain": PLAIN,
     "growth that stops": Shape(4, 4, stop=SmallGain(4, (0.0, 0.05, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3), 0.4)),
     "chain that stops": Shape(1, 4, 5, stop=LowConfidence(0.5)),
+    "static": Shape(3, 3, 8, (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))),
+    "static of one level": Shape(2, 1, 3, (((0, 1), (0, 0)),)),
 }
 
 Step = Callable[[DecodeState, ShapePolicy], StepResult]
@@ -68,16 +64,8 @@ class Turns(FixedShape):
 
     shapes: tuple[Shape, ...]
 
-    def choose(self, state: DecodeState) -> Shape:
-        return self.shapes[state.root_pos % len(self.shapes)]
-
-
-def never(state: DecodeState, policy: ShapePolicy, shape: Shape, began: float) -> StepResult:
-    raise AssertionError("the call was to do this")
-
-
-def native(engine: Engine, by_stages: ByStages = never) -> NativeStep:
-    return NativeStep(engine.target, engine.draft, Trace(), by_stages)
+    def shape_of(self, rows: Sequence[Row]) -> Shape:
+        return self.shapes[rows[0].state.root_pos % len(self.shapes)]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +98,8 @@ def record(engine: Engine, state: DecodeState, result: StepResult) -> tuple[Any,
     ]
     kept = engine.target.cache.len, engine.draft.cache.len, state.root_pos
     hidden = None if state.hidden_E is None else state.hidden_E.tolist()
-    return replace(result, ms=0.0, tree_of=None), arrays, kept, hidden  # type: ignore[arg-type]
+    bare = replace(result, ms=0.0, tree_of=None, values=())  # type: ignore[arg-type]
+    return bare, arrays, kept, hidden
 
 
 def history(
@@ -135,7 +124,7 @@ def both(
         tokens = tiny.tokenizer.encode(prompt)
         histories = []
         caches = []
-        for step in (engine.step, native(engine).step):
+        for step in (engine.step, engine.fast_step):
             histories.append(
                 history(
                     engine, fresh(engine, tokens, sampling, lag=min(lag, len(tokens) - 1)), step, policy
@@ -182,17 +171,11 @@ def test_the_end_of_a_prompt_runs_with_the_first_tree(tiny: LoadedPair, engine: 
 
 
 def test_generation_runs_natively_and_records_stages_and_forwards(tiny: LoadedPair, engine: Engine) -> None:
-    assert isinstance(engine.runner(0.0), NativeStep)
-    assert engine.runner(0.8) is engine.runner(0.0)
-    trace = Trace()
+    traced = Engine(engine.target, engine.draft, max_context=engine.max_context)
+    trace = traced.trace
     state = fresh(engine, tiny.tokenizer.encode(PROMPTS[0]))
     before = engine.draft.graph_ms, engine.target.graph_ms
-    results = [
-        NativeStep(engine.target, engine.draft, trace, never).step(
-            state, tiny.policy(shape=SHAPES["set K"])
-        )
-        for _ in range(4)
-    ]
+    results = [traced.fast_step(state, tiny.policy(shape=SHAPES["set K"])) for _ in range(4)]
     assert dict(trace.count) == dict.fromkeys(STAGES, 4)
     in_draft = engine.draft.graph_ms - before[0]
     in_target = engine.target.graph_ms - before[1]
@@ -201,53 +184,30 @@ def test_generation_runs_natively_and_records_stages_and_forwards(tiny: LoadedPa
     assert sum(trace.total_ms.values()) < sum(result.ms for result in results)
 
 
-def counted(step: ByStages) -> tuple[ByStages, list[Shape]]:
-    """The step, and a list of the shapes for which it is called."""
-    taken: list[Shape] = []
-
-    def counting(state: DecodeState, policy: ShapePolicy, shape: Shape, began: float) -> StepResult:
-        result = step(state, policy, shape, began)
-        taken.append(result.shape)
-        return result
-
-    return counting, taken
-
-
 LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
 
 
-@pytest.mark.parametrize(
-    "shape", (Shape(3, 3, 8, LEVELS), Shape(4, 4, 8, stop=TwoDeep())), ids=("static", "a rule of Python's")
-)
-def test_what_the_native_step_does_not_support_runs_by_stages(
-    tiny: LoadedPair, engine: Engine, shape: Shape
+def test_a_stop_rule_of_python_runs_by_stages(tiny: LoadedPair, engine: Engine) -> None:
+    both(tiny, engine, tiny.policy(shape=Shape(4, 4, 8, stop=TwoDeep())), GREEDY)
+
+
+def test_a_draft_that_lags_by_a_chunk_catches_up_over_several_steps(
+    tiny: LoadedPair, engine: Engine
 ) -> None:
-    policy = tiny.policy(shape=shape)
-    tokens = tiny.tokenizer.encode(PROMPTS[0])
-    by_stages, taken = counted(engine.step_with)
-    expected = history(engine, fresh(engine, tokens), engine.step, policy)
-    assert history(engine, fresh(engine, tokens), native(engine, by_stages).step, policy) == expected
-    assert len(taken) == len(expected)
-
-
-def test_a_draft_that_lags_by_a_chunk_is_caught_up_by_stages(tiny: LoadedPair, engine: Engine) -> None:
     state = fresh(engine, tiny.tokenizer.encode(PROMPTS[0]))
-    by_stages, taken = counted(engine.step_with)
-    runner = native(engine, by_stages)
     known = engine.draft.cache.len
     for _ in range(engine.draft.prefill_chunk + 1):
-        runner.step(state, tiny.policy(shape=PLAIN))
-    assert (engine.draft.cache.len, taken) == (known, [])
-    assert runner.step(state, tiny.policy(shape=Shape(4, 2))).caught_up
-    assert not runner.step(state, tiny.policy(shape=Shape(4, 2))).caught_up
-    assert taken == [PLAIN]
+        engine.fast_step(state, tiny.policy(shape=PLAIN))
+    assert engine.draft.cache.len == known
+    assert engine.fast_step(state, tiny.policy(shape=Shape(4, 2))).caught_up
+    assert not engine.fast_step(state, tiny.policy(shape=Shape(4, 2))).caught_up
 
 
 def test_at_the_end_of_the_context_the_step_raises_a_clear_error(tiny: LoadedPair, engine: Engine) -> None:
     capacity = engine.target.cache.shape.capacity
     state = fresh(engine, [5] * (capacity - 8))
     with pytest.raises(YggError, match="context is full"):
-        native(engine, engine.step_with).step(state, tiny.policy(shape=Shape(4, 4, 16)))
+        engine.fast_step(state, tiny.policy(shape=Shape(4, 4, 16)))
     assert len(state.tokens) == capacity - 8
 
 
@@ -261,11 +221,11 @@ def test_logits_that_are_not_finite_lose_only_the_step(tiny: LoadedPair, engine:
     for sampling in (GREEDY, SAMPLED):
         state.sampling = sampling
         with pytest.raises(YggError, match="not finite"):
-            native(engine).step(state, policy)
+            engine.fast_step(state, policy)
         assert state.tokens == tokens
     key[:, :, 0] = sound
     state.sampling = GREEDY
-    assert history(engine, state, native(engine).step, policy) == history(
+    assert history(engine, state, engine.fast_step, policy) == history(
         engine, fresh(engine, tokens), engine.step, policy
     )
 
@@ -281,27 +241,19 @@ class Asked:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def choose(self, state: DecodeState) -> Shape:
+    def choose(self, rows: Sequence[Row]) -> Choice:
         self.num_asked += 1
-        return self.inner.choose(state)
+        return self.inner.choose(rows)
 
     def observe(self, result: StepResult) -> None:
         self.num_told += 1
         self.inner.observe(result)
 
 
-def by_python(tiny: LoadedPair) -> ShapePolicy:
-    """A policy whose costs only Python can compute."""
-    policy = tiny.policy(shape=Shape(4, 4))
-    policy.__dict__["native_costs"] = None
-    return policy
-
-
 FALL_BACKS: dict[str, Callable[[LoadedPair], ShapePolicy]] = {
     "the call itself": lambda tiny: tiny.policy(),
     "static": lambda tiny: tiny.policy(shape=Shape(3, 3, 8, LEVELS)),
     "a rule of Python's": lambda tiny: tiny.policy(shape=Shape(4, 4, 8, stop=TwoDeep())),
-    "costs of Python's": by_python,
     "a draft that lags by a chunk": lambda tiny: tiny.policy(shape=Shape(4, 2)),
     "the end of the context": lambda tiny: tiny.policy(shape=Shape(4, 4, 16)),
 }
@@ -313,12 +265,12 @@ FALL_BACKS: dict[str, Callable[[LoadedPair], ShapePolicy]] = {
 def test_a_step_lets_the_policy_choose_once(
     tiny: LoadedPair, engine: Engine, form: str, name: str, sampling: SamplingConfig
 ) -> None:
-    by_stages, taken = counted(engine.step_with)
     trace = Trace()
-    runner = {
-        "call": NativeStep(engine.target, engine.draft, trace, by_stages),
-        "stages": Engine(engine.target, engine.draft, max_context=engine.max_context, trace=trace),
-        "plan": Executor(plans()[-1], engine.target, engine.draft, trace),
+    traced = Engine(engine.target, engine.draft, max_context=engine.max_context, trace=trace)
+    step = {
+        "call": traced.fast_step,
+        "stages": traced.step,
+        "plan": Executor(plans()[-1], engine.target, engine.draft, trace).step,
     }[form]
     policy = Asked(FALL_BACKS[name](tiny))
     tokens = tiny.tokenizer.encode(PROMPTS[0])
@@ -330,16 +282,13 @@ def test_a_step_lets_the_policy_choose_once(
         prefill(engine.target, state.tokens[:-1])
     if name == "the end of the context":
         with pytest.raises(YggError, match="context is full"):
-            runner.step(state, policy)
+            step(state, policy)
         assert policy.num_asked == 1
         return
     for num_steps in (1, 2, 3):
-        runner.step(state, policy)
+        step(state, policy)
         assert (policy.num_asked, policy.num_told) == (num_steps, num_steps)
     assert trace.count["policy"] == 3
-    if form == "call":
-        lagging = name == "a draft that lags by a chunk"
-        assert len(taken) == (0 if name == "the call itself" else 1 if lagging else 3)
 
 
 def test_choosing_a_shape_is_part_of_a_step_by_stages(
@@ -348,68 +297,7 @@ def test_choosing_a_shape_is_part_of_a_step_by_stages(
     """The guard subtracts the time of the choice, too."""
     policy = tiny.policy(shape=Shape(3, 3, 8, LEVELS))
     tokens = tiny.tokenizer.encode(PROMPTS[0])
-    monkeypatch.setattr(policy, "choose", lambda state: (time.sleep(0.05), Shape(3, 3, 8, LEVELS))[1])
-    for runner in (engine, native(engine, engine.step_with)):
-        assert runner.step(fresh(engine, tokens), policy).ms > 50.0
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [shape for shape in SHAPES.values() if shape.depth],
-    ids=[name for name, shape in SHAPES.items() if shape.depth],
-)
-def test_native_growth_equals_its_reference(tiny: LoadedPair, engine: Engine, shape: Shape) -> None:
-    for prompt in PROMPTS:
-        state = fresh(engine, tiny.tokenizer.encode(prompt))
-        head = head_draft(engine.draft, state)
-        platt = PlattScale(1.8, 1.3)
-        reference = grow_reference(engine.draft, state, shape, head, platt, spare=3)
-        fused = grow(engine.draft, state, shape, head, platt, spare=3)
-        assert (fused.shape, fused.num_run, len(fused.tree), fused.tree.capacity) == (
-            reference.shape,
-            reference.num_run,
-            len(reference.tree),
-            reference.tree.capacity,
-        )
-        fused.tree.check()
-        for name in ("token_N", "parent_N", "depth_N", "log_prob_N", "path_NA"):
-            assert torch.equal(getattr(fused.tree, name), getattr(reference.tree, name)), name
-
-
-MS = st.floats(0.1, 50.0)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    data=st.data(),
-    width=st.integers(1, 8),
-    depth=st.integers(1, 16),
-    context_len=st.integers(0, 1200),
-    lag=st.integers(0, 40),
-)
-def test_native_verify_costs_are_those_of_the_policy(
-    data: st.DataObject, width: int, depth: int, context_len: int, lag: int
-) -> None:
-    load_kernels()
-    contexts = tuple(sorted(data.draw(st.sets(st.integers(0, 1000), min_size=1, max_size=3))))
-    curves = [
-        Curve(
-            contexts,
-            sizes,
-            tuple(
-                tuple(data.draw(st.lists(MS, min_size=len(sizes), max_size=len(sizes)))) for _ in contexts
-            ),
-        )
-        for sizes in ((4, 8, 32, 128), (2, 4, 8, 16, 64))
-    ]
-    policy = FixedShape(
-        PLAIN, UNCALIBRATED, LatencyModel(*curves, *data.draw(st.tuples(MS, MS, MS))), (4, 8, 16)
-    )
-    num_nodes = 1 + width * depth
-    for verify in (None, data.draw(st.integers(1, 40))):
-        expected = policy.verify_costs(Shape(width, depth, verify), num_nodes, context_len, lag)
-        widths, costs_ms = torch.ops.ygg.verify_costs(
-            *policy.native_costs, verify or 0, width, depth, num_nodes, context_len, lag
-        )
-        assert widths == expected[0]
-        assert costs_ms == pytest.approx(expected[1], rel=1e-12)
+    choose = policy.choose
+    monkeypatch.setattr(policy, "choose", lambda rows: (time.sleep(0.05), choose(rows))[1])
+    for step in (engine.step, engine.fast_step):
+        assert step(fresh(engine, tokens), policy).ms > 50.0

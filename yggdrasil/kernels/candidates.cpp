@@ -181,15 +181,12 @@ ygg::Largest ygg::largest(const at::Tensor& scores) {
 }
 
 // The path whose every node holds the target's best token after its parent, and the best tokens along it.
-// Row i of the logits belongs to node i. Both are empty if the largest logit of any node is not finite.
-ygg::Accepted ygg::follow(const at::Tensor& logits, const at::Tensor& parent, const at::Tensor& token) {
-  const int64_t num_nodes = logits.size(0);
-  TORCH_CHECK(0 < num_nodes && num_nodes <= parent.size(0) && num_nodes <= token.size(0),
-              "follow: ", num_nodes, " rows of logits for ", token.size(0), " nodes");
-  const auto [values, best] = largest(logits);
+// Entry i of `best` belongs to node i. Both are empty if the largest logit of any node is not finite.
+ygg::Accepted ygg::walk(const Largest& best, const at::Tensor& parent, const at::Tensor& token) {
+  const int64_t num_nodes = best.values.size(0);
   for (int64_t node = 0; node < num_nodes; ++node)
-    if (!std::isfinite(values.const_data_ptr<float>()[node])) return {};
-  const int64_t* emitted = best.const_data_ptr<int64_t>();
+    if (!std::isfinite(best.values.const_data_ptr<float>()[node])) return {};
+  const int64_t* emitted = best.tokens.const_data_ptr<int64_t>();
   std::vector<int64_t> path{0}, tokens{emitted[0]};
   // a child's id is above its parent's, so one pass is enough
   for (int64_t node = 1; node < num_nodes; ++node) {
@@ -200,4 +197,12 @@ ygg::Accepted ygg::follow(const at::Tensor& logits, const at::Tensor& parent, co
     tokens.push_back(emitted[node]);
   }
   return {path, tokens};
+}
+
+// `walk` by the logits of every node.
+ygg::Accepted ygg::follow(const at::Tensor& logits, const at::Tensor& parent, const at::Tensor& token) {
+  const int64_t num_nodes = logits.size(0);
+  TORCH_CHECK(0 < num_nodes && num_nodes <= parent.size(0) && num_nodes <= token.size(0),
+              "follow: ", num_nodes, " rows of logits for ", token.size(0), " nodes");
+  return walk(largest(logits), parent, token);
 }

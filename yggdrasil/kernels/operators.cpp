@@ -1,4 +1,4 @@
-// Registers our operators and the classes of graph.h with torch, and defines the C entry points that the
+// Registers our operators and the classes of graph.h and step.h with torch, and defines the C entry points that the
 // code of AOTInductor calls directly: through torch's dispatcher a call costs about 5 us, as much as a
 // small linear layer.
 //
@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include "graph.h"
+#include "step.h"
 
 at::Tensor ygg::empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return at::empty(sizes, options);
@@ -23,7 +24,6 @@ namespace {
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
 using Numbers = std::vector<int64_t>;
-using Times = std::vector<double>;
 using Arrays = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Arrays arrays(const ygg::Tree& tree) {
@@ -79,51 +79,18 @@ Arrays root(int64_t token, int64_t capacity, int64_t path_width) {
   return arrays(ygg::root(token, capacity, path_width));
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Numbers, double> prune(
-    const Tensor& token, const Tensor& parent, const Tensor& depth, const Tensor& log_prob,
-    const Tensor& path, int64_t num_nodes, const Tensor& knots, at::IntArrayRef widths,
-    at::ArrayRef<double> costs_ms) {
-  const ygg::Pruned pruned =
-      ygg::prune({token, parent, depth, log_prob, path}, num_nodes, knots, widths, costs_ms);
-  return std::tuple_cat(arrays(pruned.tree), std::make_tuple(pruned.keep, pruned.expected));
-}
-
-std::tuple<Numbers, Times> verify_costs(const Tensor& draft_ms, const Tensor& verify_ms,
-                                        double growth_host_ms, double step_host_ms, at::IntArrayRef sizes,
-                                        int64_t verify, int64_t width, int64_t depth, int64_t num_nodes,
-                                        int64_t context_len, int64_t lag) {
-  const ygg::Costs costs{draft_ms, verify_ms, growth_host_ms, step_host_ms, sizes.vec()};
-  auto [widths, costs_ms] = ygg::verify_costs(costs, {width, depth, verify}, num_nodes, context_len, lag);
-  return {widths, costs_ms};
-}
-
-std::tuple<Arrays, int64_t, Times> grow(const c10::intrusive_ptr<ygg::Graph>& graph, const Tensor& meta,
-                                        const Tensor& head_tokens, const Tensor& head_log_probs,
-                                        int64_t head_row, int64_t token, int64_t capacity,
-                                        int64_t path_width, int64_t root_pos, int64_t width, int64_t depth,
-                                        int64_t candidates, double slope, double offset,
-                                        const Tensor& node_costs, double least) {
-  const ygg::Head head{{head_log_probs, head_tokens}, head_row, token, root_pos};
-  const ygg::TreeSize size{capacity, path_width, width, depth, candidates};
-  const ygg::Drafted drafted = ygg::grow(*graph, meta, head, size, {{slope, offset}, node_costs, least});
-  return {arrays(drafted.tree), drafted.num_nodes, drafted.times_ms};
-}
-
 using StepPointer = c10::intrusive_ptr<ygg::Step>;
 
 StepPointer make_step(ygg::Step::Graphs target, Tensors target_metas, Tensor target_storage,
-                      ygg::Step::Graphs draft, Tensors draft_metas, Tensor draft_storage,
-                      int64_t path_width, int64_t candidates) {
-  return c10::make_intrusive<ygg::Step>(ygg::Step::Model{target, target_metas, target_storage},
-                                        ygg::Step::Model{draft, draft_metas, draft_storage}, path_width,
-                                        candidates);
+                      Tensor target_pages, ygg::Step::Graphs draft, Tensors draft_metas,
+                      Tensor draft_storage, Tensor draft_pages, int64_t path_width, int64_t candidates) {
+  return c10::make_intrusive<ygg::Step>(
+      ygg::Step::Model{target, target_metas, target_storage, target_pages},
+      ygg::Step::Model{draft, draft_metas, draft_storage, draft_pages}, path_width, candidates);
 }
 
-void follow_policy_(const StepPointer& step, double slope, double offset, Tensor node_costs, double least,
-                    Tensor knots, Tensor draft_ms, Tensor verify_ms, double growth_host_ms,
-                    double step_host_ms, Numbers verify_sizes) {
-  const ygg::Costs costs{draft_ms, verify_ms, growth_host_ms, step_host_ms, verify_sizes};
-  step->follow_policy_({{{slope, offset}, node_costs, least}, knots, costs});
+int64_t add_calibration(const StepPointer& step, double slope, double offset, Tensor knots) {
+  return step->add_calibration({slope, offset}, knots);
 }
 
 int64_t address(const StepPointer& step) { return int64_t(reinterpret_cast<intptr_t>(step.get())); }
@@ -137,11 +104,13 @@ namespace {
 void define_classes(torch::Library& library) {
   library.class_<ygg::Graph>("Graph")
       .def(torch::init<const std::string&, int64_t, const c10::Dict<std::string, Tensor>&>())
-      .def("run", &ygg::Graph::run)
-      .def("grow", grow);
+      .def("run", &ygg::Graph::run);
   library.class_<ygg::Step>("Step")
       .def(torch::init(make_step))
-      .def("follow_policy_", follow_policy_)
+      .def("add_calibration", add_calibration)
+      .def("add_stop", &ygg::Step::add_stop)
+      .def("add_levels", &ygg::Step::add_levels)
+      .def("forget_", &ygg::Step::forget_)
       .def("logits_and_hidden", &ygg::Step::logits_and_hidden)
       .def("address", address);
 }
@@ -184,16 +153,7 @@ void define_step(torch::Library& library) {
   library.def(
       "root(int token, int capacity, int path_width) "
       "-> (Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path)");
-  library.def(
-      "prune(Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path, "
-      "int num_nodes, Tensor knots, int[] widths, float[] costs_ms) "
-      "-> (Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path, int[] keep, "
-      "float expected)");
   library.def("move_slots_(Tensor(a!) storage, int[] source, int target) -> ()");
-  library.def(
-      "verify_costs(Tensor draft_ms, Tensor verify_ms, float growth_host_ms, float step_host_ms, "
-      "int[] sizes, int verify, int width, int depth, int num_nodes, int context_len, int lag) "
-      "-> (int[] widths, float[] costs_ms)");
 }
 
 }  // namespace
@@ -219,9 +179,7 @@ TORCH_LIBRARY_IMPL(ygg, CPU, library) {
   library.impl("last_gain", &ygg::last_gain);
   library.impl("pack_nodes_", &pack_nodes_);
   library.impl("pack_chains_", &pack_chains_);
-  library.impl("prune", &prune);
   library.impl("move_slots_", &ygg::move_slots_);
-  library.impl("verify_costs", &verify_costs);
 }
 
 // ---- C entry points ----

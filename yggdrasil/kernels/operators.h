@@ -59,7 +59,21 @@ struct Accepted {
 
 Candidates candidates(const at::Tensor& logits, const at::Tensor& meta, int64_t count);
 Largest largest(const at::Tensor& scores);
+Accepted walk(const Largest& best, const at::Tensor& parent, const at::Tensor& token);
 Accepted follow(const at::Tensor& logits, const at::Tensor& parent, const at::Tensor& token);
+
+// ---- sampling.cpp ----
+
+// SamplingConfig of config.py, at a temperature above 0.
+struct Sampling {
+  double temperature;
+  int64_t top_k;
+  double top_p, min_p;
+  int64_t seed;
+};
+
+Accepted follow_sampling(const at::Tensor& logits, const at::Tensor& parent, const at::Tensor& token,
+                         int64_t root_pos, const Sampling& sampling);
 
 // ---- tree.cpp ----
 
@@ -81,9 +95,9 @@ struct Frontier {
 };
 
 // One growth step: `num_new` nodes enter a frontier of `num_known`; nodes [first, first + width) join the
-// tree.
+// tree. `row` is that of the page table.
 struct Growth {
-  int64_t num_known, num_new, first, width, root_pos;
+  int64_t num_known, num_new, first, width, root_pos, row = 0;
 };
 
 // PlattScale of step/platt.py.
@@ -104,12 +118,6 @@ struct Chains {
   at::IntArrayRef tokens, lens, start_positions, rows, num_read;
 };
 
-// The widths (numbers of nodes) that a tree may be verified with, and the cost of the step with each.
-struct VerifyCosts {
-  std::vector<int64_t> widths;
-  std::vector<double> costs_ms;
-};
-
 // The subtree to verify, the ids its nodes had before, and the number of emitted tokens expected of it.
 struct Pruned {
   Tree tree;
@@ -119,6 +127,10 @@ struct Pruned {
 
 void grow_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,
            const Growth& growth, const PlattScale& platt);
+void grow_level_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,
+                 const Growth& growth, const PlattScale& platt, at::IntArrayRef parents,
+                 at::IntArrayRef ranks);
+void pad_(at::Tensor meta, int64_t first);
 double value_of(const at::Tensor& log_prob, int64_t num_nodes, const at::Tensor& node_costs);
 double last_gain(const at::Tensor& log_prob, int64_t num_nodes, int64_t width,
                  const at::Tensor& node_costs);
@@ -126,8 +138,9 @@ void pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& dep
                  const NodeRange& nodes);
 void pack_chains_(at::Tensor meta, const Chains& chains);
 Tree root(int64_t token, int64_t capacity, int64_t path_width);
-Pruned prune(const Tree& tree, int64_t num_nodes, const at::Tensor& knots, at::IntArrayRef widths,
-             at::ArrayRef<double> costs_ms);
+Tree subtree(const Tree& tree, at::IntArrayRef keep);
+void acceptance_of(const at::Tensor& log_prob, int64_t num_nodes, const at::Tensor& knots, double* values);
+void copy_slots_(at::Tensor storage, at::IntArrayRef source, at::IntArrayRef target);
 void move_slots_(at::Tensor storage, at::IntArrayRef source, int64_t target);
 
 }  // namespace ygg

@@ -2,8 +2,7 @@
 // of them costs as much as a forward of the draft: the target's weights have just filled the caches.
 //
 // Python has the specifications: step/draft.py of `grow_`, models/packing.py of `pack_nodes_` and
-// `pack_chains_`, tree.py of `root`, step/prune.py of `prune`, policy/stopping.py of `last_gain`, kv.py
-// of `move_slots_`.
+// `pack_chains_`, tree.py of `root`, policy/stopping.py of `last_gain`, kv.py of `move_slots_`.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -25,17 +24,6 @@ struct Best {
   float log_prob;
   int64_t place;
 };
-
-// Pads the rows from `first` on: they store nothing, see nothing and are not read.
-void pad(at::Tensor& meta, int64_t first) {
-  const int64_t meta_width = meta.size(1);
-  for (int64_t row = first; row < meta.size(0); ++row) {
-    int32_t* fields = meta.mutable_data_ptr<int32_t>() + row * meta_width;
-    std::fill_n(fields, int64_t(kPath), 0);
-    std::fill(fields + kPath, fields + meta_width, -1);
-    fields[kIndex] = -1;
-  }
-}
 
 // The `count` largest entries, largest first; the first of equal ones comes first.
 std::vector<Best> take_best(const float* values, int64_t num_values, int64_t count) {
@@ -107,39 +95,76 @@ double ygg::PlattScale::log(double log_prob) const {
   return std::min(log_odds, 0.0) - std::log1p(std::exp(-std::abs(log_odds)));
 }
 
+// Pads the rows from `first` on: they store nothing, see nothing and are not read.
+void ygg::pad_(at::Tensor meta, int64_t first) {
+  const int64_t meta_width = meta.size(1);
+  for (int64_t row = first; row < meta.size(0); ++row) {
+    int32_t* fields = meta.mutable_data_ptr<int32_t>() + row * meta_width;
+    std::fill_n(fields, int64_t(kPath), 0);
+    std::fill(fields + kPath, fields + meta_width, -1);
+    fields[kIndex] = -1;
+  }
+}
+
+namespace {
+
+// Attaches candidates to the tree and writes their metadata.
+void attach_(const Frontier& frontier, const std::vector<Best>& taken, Tree& tree, at::Tensor& meta,
+             const Growth& growth) {
+  const int64_t per_node = frontier.candidates(), path_width = tree.path_width(), meta_width = meta.size(1);
+  const int64_t* token = frontier.token.const_data_ptr<int64_t>();
+  int32_t* depth = tree.depth.mutable_data_ptr<int32_t>();
+  int32_t* path = tree.path.mutable_data_ptr<int32_t>();
+  for (const Best& each : taken)
+    TORCH_CHECK(depth[each.place / per_node] + 1 < path_width, "grow_: a path of more than ", path_width,
+                " nodes");
+  const NodeRange nodes{growth.first, growth.first + growth.width, growth.root_pos, growth.row};
+  int32_t* fields = meta.mutable_data_ptr<int32_t>();
+  int64_t node = growth.first;
+  for (const Best& each : taken) {
+    const int64_t parent = each.place / per_node;
+    tree.token.mutable_data_ptr<int32_t>()[node] = int32_t(token[each.place]);
+    tree.parent.mutable_data_ptr<int32_t>()[node] = int32_t(parent);
+    depth[node] = depth[parent] + 1;
+    tree.log_prob.mutable_data_ptr<float>()[node] = each.log_prob;
+    std::copy_n(path + parent * path_width, path_width, path + node * path_width);
+    path[node * path_width + depth[node]] = int32_t(node);
+    write_node(fields, nodes, node, int32_t(token[each.place]), depth[node], path + node * path_width,
+               path_width);
+    fields += meta_width;
+    ++node;
+  }
+  pad_(meta, growth.width);
+}
+
+}  // namespace
+
 // Moves the `width` best candidates from the frontier into the tree, with their metadata.
 void ygg::grow_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,
                 const Growth& growth, const PlattScale& platt) {
   check_growth(frontier, candidates, tree, meta, growth);
   extend_(frontier, candidates, tree, growth, platt);
-  const int64_t per_node = frontier.candidates(), path_width = tree.path_width(), meta_width = meta.size(1);
   float* log_prob = frontier.log_prob.mutable_data_ptr<float>();
-  const int64_t* token = frontier.token.const_data_ptr<int64_t>();
-  int32_t* depth = tree.depth.mutable_data_ptr<int32_t>();
-  int32_t* path = tree.path.mutable_data_ptr<int32_t>();
-  const std::vector<Best> best =
-      take_best(log_prob, (growth.num_known + growth.num_new) * per_node, growth.width);
-  for (const Best& taken : best)
-    TORCH_CHECK(depth[taken.place / per_node] + 1 < path_width, "grow_: a path of more than ", path_width,
-                " nodes");
-  const NodeRange nodes{growth.first, growth.first + growth.width, growth.root_pos, 0};
-  int32_t* fields = meta.mutable_data_ptr<int32_t>();
-  int64_t node = growth.first;
-  for (const Best& taken : best) {
-    const int64_t parent = taken.place / per_node;
-    log_prob[taken.place] = -std::numeric_limits<float>::infinity();
-    tree.token.mutable_data_ptr<int32_t>()[node] = int32_t(token[taken.place]);
-    tree.parent.mutable_data_ptr<int32_t>()[node] = int32_t(parent);
-    depth[node] = depth[parent] + 1;
-    tree.log_prob.mutable_data_ptr<float>()[node] = taken.log_prob;
-    std::copy_n(path + parent * path_width, path_width, path + node * path_width);
-    path[node * path_width + depth[node]] = int32_t(node);
-    write_node(fields, nodes, node, int32_t(token[taken.place]), depth[node], path + node * path_width,
-               path_width);
-    fields += meta_width;
-    ++node;
+  const int64_t num_candidates = (growth.num_known + growth.num_new) * frontier.candidates();
+  const std::vector<Best> best = take_best(log_prob, num_candidates, growth.width);
+  attach_(frontier, best, tree, meta, growth);
+  for (const Best& taken : best) log_prob[taken.place] = -std::numeric_limits<float>::infinity();
+}
+
+// Copies the level of a static tree, the given parents' children of the given ranks, into the tree.
+void ygg::grow_level_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,
+                      const Growth& growth, const PlattScale& platt, at::IntArrayRef parents,
+                      at::IntArrayRef ranks) {
+  check_growth(frontier, candidates, tree, meta, growth);
+  extend_(frontier, candidates, tree, growth, platt);
+  std::vector<Best> level;
+  for (size_t i = 0; i < parents.size(); ++i) {
+    TORCH_CHECK(ranks[i] < frontier.candidates() && parents[i] < growth.first, "grow_level_: child ", ranks[i],
+                " of node ", parents[i]);
+    const int64_t place = parents[i] * frontier.candidates() + ranks[i];
+    level.push_back({frontier.log_prob.const_data_ptr<float>()[place], place});
   }
-  pad(meta, growth.width);
+  attach_(frontier, level, tree, meta, growth);
 }
 
 // The value of the first `num_nodes`: the sum of the best probabilities, each less the cost of its rank.
@@ -173,7 +198,7 @@ void ygg::pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor
     write_node(fields, nodes, node, token.const_data_ptr<int32_t>()[node],
                depth.const_data_ptr<int32_t>()[node], node_path, path_width);
   }
-  pad(meta, count);
+  pad_(meta, count);
 }
 
 // Metadata of consecutive tokens of requests, one piece after another. Each token sees its request up to
@@ -198,7 +223,7 @@ void ygg::pack_chains_(at::Tensor meta, const Chains& chains) {
       std::fill(fields + kPath, fields + meta_width, -1);
     }
   }
-  pad(meta, token);
+  pad_(meta, token);
 }
 
 namespace {
@@ -226,10 +251,8 @@ ygg::Tree ygg::root(int64_t token, int64_t capacity, int64_t path_width) {
   return tree;
 }
 
-namespace {
-
 // The nodes `keep` (ascending, connected, root first), renumbered.
-Tree subtree(const Tree& tree, const std::vector<int64_t>& keep) {
+ygg::Tree ygg::subtree(const Tree& tree, at::IntArrayRef keep) {
   const int64_t count = int64_t(keep.size()), path_width = tree.path_width();
   std::vector<int32_t> new_id(tree.capacity(), -1);
   for (int64_t place = 0; place < count; ++place) new_id[keep[place]] = int32_t(place);
@@ -248,6 +271,8 @@ Tree subtree(const Tree& tree, const std::vector<int64_t>& keep) {
   return kept;
 }
 
+namespace {
+
 // Linear between knots, clamped outside; `x` ascends.
 double interpolated(double at, const double* x, const double* y, int64_t count) {
   if (!(at > x[0])) return y[0];
@@ -258,56 +283,32 @@ double interpolated(double at, const double* x, const double* y, int64_t count) 
 
 }  // namespace
 
-// Keeps the best nodes, as many as maximise the emitted tokens per millisecond (Eq. 3).
-ygg::Pruned ygg::prune(const Tree& tree, int64_t num_nodes, const at::Tensor& knots, at::IntArrayRef widths,
-                       at::ArrayRef<double> costs_ms) {
-  TORCH_CHECK(0 < num_nodes && num_nodes <= tree.capacity(), "prune: ", num_nodes, " of ", tree.capacity(),
-              " nodes");
-  TORCH_CHECK(!widths.empty() && widths.size() == costs_ms.size(), "prune: ", widths.size(), " widths and ",
-              costs_ms.size(), " costs");
-  for (const int64_t width : widths)
-    TORCH_CHECK(0 < width && width <= num_nodes, "prune: ", width, " of ", num_nodes, " nodes");
+// The acceptance of every node but the root, by `knots`.
+void ygg::acceptance_of(const at::Tensor& log_prob, int64_t num_nodes, const at::Tensor& knots,
+                        double* values) {
   const int64_t num_knots = knots.size(1);
   const double* x = knots.const_data_ptr<double>();
-  const double* y = x + num_knots;
-  std::vector<double> values(num_nodes), expected{1.0};
   for (int64_t node = 1; node < num_nodes; ++node)
-    values[node] = interpolated(tree.log_prob.const_data_ptr<float>()[node], x, y, num_knots);
-  std::vector<int64_t> order(num_nodes);
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin() + 1, order.end(),
-                   [&](int64_t a, int64_t b) { return values[a] > values[b]; });
-  double sum = 0.0;
-  for (int64_t place = 1; place < num_nodes; ++place)
-    expected.push_back(1.0 + (sum += values[order[place]]));
-  size_t best = 0;
-  const auto speed = [&](size_t choice) { return expected[widths[choice] - 1] / costs_ms[choice]; };
-  for (size_t choice = 1; choice < widths.size(); ++choice)
-    if (speed(choice) > speed(best)) best = choice;
-  order.resize(widths[best]);
-  std::sort(order.begin(), order.end());
-  return {subtree(tree, order), order, expected[order.size() - 1]};
+    values[node - 1] = interpolated(log_prob.const_data_ptr<float>()[node], x, x + num_knots, num_knots);
 }
 
-// Slots source[i] of every layer, key and value, and head become slots target + i; `source` ascends and
-// source[i] >= target + i.
-void ygg::move_slots_(at::Tensor storage, at::IntArrayRef source, int64_t target) {
+// Copies slot source[i] of every layer, key and value, and head to slot target[i], one after another.
+void ygg::copy_slots_(at::Tensor storage, at::IntArrayRef source, at::IntArrayRef target) {
   TORCH_CHECK(storage.is_contiguous() && storage.dim() == 6,
-              "move_slots_: storage is (pages, layers, 2, G, slots of a page, F)");
-  const int64_t page_len = storage.size(4), count = int64_t(source.size());
-  const int64_t slot_bytes = storage.size(5) * storage.element_size();
+              "copy_slots_: storage is (pages, layers, 2, G, slots of a page, F)");
+  const int64_t page_len = storage.size(4), slot_bytes = storage.size(5) * storage.element_size();
   const int64_t planes = storage.size(1) * storage.size(2) * storage.size(3);
-  const int64_t plane_bytes = page_len * slot_bytes;
-  TORCH_CHECK(
-      count == 0 || (target >= 0 && source[0] >= target && source[count - 1] < storage.size(0) * page_len),
-      "move_slots_: slots outside the cache");
+  const int64_t plane_bytes = page_len * slot_bytes, num_slots = storage.size(0) * page_len;
+  for (size_t i = 0; i < source.size(); ++i)
+    TORCH_CHECK(0 <= source[i] && source[i] < num_slots && 0 <= target[i] && target[i] < num_slots,
+                "copy_slots_: slots outside the cache");
   char* first = static_cast<char*>(storage.mutable_data_ptr());
   const auto at = [&](int64_t slot) {
     return first + slot / page_len * planes * plane_bytes + slot % page_len * slot_bytes;
   };
-  for (int64_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < source.size(); ++i) {
     const char* from = at(source[i]);
-    char* to = at(target + i);
+    char* to = at(target[i]);
     for (int64_t plane = 0; plane < planes; ++plane) {
       // After a pass over the weights every plane is a cache miss or two; prefetched, the misses overlap.
       for (int64_t byte = 0; byte < slot_bytes; byte += 64) {
@@ -317,4 +318,12 @@ void ygg::move_slots_(at::Tensor storage, at::IntArrayRef source, int64_t target
       std::memmove(to + plane * plane_bytes, from + plane * plane_bytes, slot_bytes);
     }
   }
+}
+
+// Slots source[i] become slots target + i; `source` ascends and source[i] >= target + i.
+void ygg::move_slots_(at::Tensor storage, at::IntArrayRef source, int64_t target) {
+  TORCH_CHECK(source.empty() || source[0] >= target, "move_slots_: slots outside the cache");
+  std::vector<int64_t> targets(source.size());
+  std::iota(targets.begin(), targets.end(), target);
+  copy_slots_(storage, source, targets);
 }

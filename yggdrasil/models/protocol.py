@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from yggdrasil.kv import KVCache
+from yggdrasil.kv import KVCache, KVStorage
 
 __all__ = ["TokenGraphs", "TokenModel"]
 
@@ -33,6 +33,11 @@ class TokenGraphs(Protocol):
     widest: int
     num_candidates: int
     graph_ms: float
+
+    @property
+    def cache(self) -> KVStorage:
+        """Keys and values of all rows."""
+        ...
 
     def meta(self, num_tokens: int) -> Tensor:
         """The metadata buffer, (bucket, 6 + A) int32, of the smallest graph that holds `num_tokens`.
@@ -72,8 +77,10 @@ class TokenGraphs(Protocol):
 class TokenModel(TokenGraphs, Protocol):
     """Static graphs with the KV cache of a single request.
 
-    Attributes:
-        cache: Forwards write to its provisional indices.
+    The KV of the row is a transaction: forwards write to its provisional indices.
     """
 
-    cache: KVCache
+    @property
+    def cache(self) -> KVCache:
+        """Keys and values of the row."""
+        ...

@@ -21,7 +21,8 @@ from yggdrasil.policy.latency import Curve
 from yggdrasil.policy.shape import ContextShape, FixedShape
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.report.timeline import RecordedModel
-from yggdrasil.state import DecodeState, Row, Shape
+from yggdrasil.state import DecodeState, Row
+from yggdrasil.step.choice import Choice
 from yggdrasil.step.draft import prefill
 from yggdrasil.step.rows import Chain, catch_up_rows_, verify_rows
 
@@ -149,11 +150,11 @@ def decision_milliseconds(
     samples: list[float] = []
     timed = copy(policy)
 
-    def choose(state: DecodeState) -> Shape:
+    def choose(rows: Sequence[Row]) -> Choice:
         start = time.perf_counter()
-        shape = policy.choose(state)
+        choice = policy.choose(rows)
         samples.append((time.perf_counter() - start) * 1e3)
-        return shape
+        return choice
 
     timed.choose = choose  # type: ignore[method-assign]
     config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
+from yggdrasil.step.choice import Calibration
 from yggdrasil.step.platt import UNSCALED, PlattScale
 
 __all__ = ["Acceptance", "AcceptanceTable", "TreeRecord", "fit_acceptance", "fit_platt"]
@@ -62,15 +62,13 @@ class Acceptance:
 
     def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Calibrated acceptance of nodes: linear between knots, clamped outside."""
-        values: npt.NDArray[np.float64] = np.interp(
-            np.asarray(log_probs, dtype=np.float64), *self.knots.numpy()
-        )
-        return values
+        return self.calibration.values(log_probs)
 
     @cached_property
-    def knots(self) -> Tensor:
-        """(2, M) float64: the knots and the acceptance at each."""
-        return torch.tensor([self.log_probs, self.probabilities], dtype=torch.float64)
+    def calibration(self) -> Calibration:
+        """What a step reads of it."""
+        knots = torch.tensor([self.log_probs, self.probabilities], dtype=torch.float64)
+        return Calibration(self.platt, knots)
 
     def pooled_accepted(self, gamma: int, drafts_per_row: float) -> float:
         """Mean accepted tokens of a row when the most likely draft tokens of a large batch are verified.

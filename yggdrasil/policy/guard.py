@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from yggdrasil.policy.latency import LatencyModel
-from yggdrasil.policy.shape import NativeCosts, ShapePolicy
-from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
-from yggdrasil.step.platt import PlattScale
+from yggdrasil.policy.shape import ShapePolicy
+from yggdrasil.policy.uncalibrated import plain_policy
+from yggdrasil.state import Row, StepResult
+from yggdrasil.step.choice import Choice
 
 __all__ = ["Guard"]
 
@@ -25,7 +25,7 @@ CHECK_STEPS = 2  # plain steps of a new measurement
 
 
 @dataclass
-class Guard:
+class Guard(ShapePolicy):
     """Follows another policy while speculation is measured to be faster, else uses plain decoding.
 
     The allowance is a token bucket of milliseconds. A speculative step subtracts its wall clock and adds
@@ -40,12 +40,14 @@ class Guard:
     Args:
         inner: Chooses shapes while the allowance lasts.
         latency: Predicts a plain step before this session has measured one.
+        plain: Decodes without speculation.
 
     Source: design, "never slower"; the paper has no guard.
     """
 
     inner: ShapePolicy
     latency: LatencyModel
+    plain: ShapePolicy = field(default_factory=plain_policy, repr=False)
     speculating: bool = field(default=True, init=False)
     _allowance_ms: float | None = field(default=None, init=False, repr=False)
     # measured over predicted milliseconds: running mean of plain steps, and the last step by `is_plain`
@@ -54,25 +56,9 @@ class Guard:
     _steps_since_plain: int = field(default=CHECK_INTERVAL, init=False, repr=False)
     _checks_left: int = field(default=0, init=False, repr=False)
 
-    def choose(self, state: DecodeState) -> Shape:
-        return self.inner.choose(state) if self.speculating and not self._checks_left else PLAIN
-
-    @property
-    def platt(self) -> PlattScale:
-        return self.inner.platt
-
-    @property
-    def knots(self) -> Tensor:
-        return self.inner.knots
-
-    def verify_costs(
-        self, shape: Shape, num_nodes: int, context_len: int, lag: int
-    ) -> tuple[list[int], list[float]]:
-        return self.inner.verify_costs(shape, num_nodes, context_len, lag)
-
-    @property
-    def native_costs(self) -> NativeCosts | None:
-        return self.inner.native_costs
+    def choose(self, rows: Sequence[Row]) -> Choice:
+        is_plain = not self.speculating or self._checks_left
+        return (self.plain if is_plain else self.inner).choose(rows)
 
     def observe(self, result: StepResult) -> None:
         """Update the allowance, and decide whether the next step speculates."""

@@ -5,12 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
-
-import torch
-from torch import Tensor
 
 __all__ = ["BUSY_FACTOR", "Curve", "LatencyModel"]
 
@@ -55,6 +51,13 @@ class Curve:
         after = self.ms[place]
         return [before[column] * (1 - share) + after[column] * share for column in columns]
 
+    def graphs_ms(self, num_tokens: int, context_len: int) -> float:
+        """Milliseconds of as many full graphs as `num_tokens` needs, and of one graph for the rest."""
+        full, rest = divmod(num_tokens, self.sizes[-1])
+        if full == 0:
+            return self.at(rest, context_len)
+        return full * self.at(self.sizes[-1], context_len) + (self.at(rest, context_len) if rest else 0.0)
+
     def marginal_ms(self, most: int, context_len: int) -> list[float]:
         """Milliseconds that each further token adds, up to `most` tokens; the first adds 0.
 
@@ -69,15 +72,6 @@ class Curve:
                 hull.pop()
             hull.append(point)
         return [0.0, *(_slope(low, high) for low, high in pairwise(hull) for _ in range(high[0] - low[0]))]
-
-    @cached_property
-    def table(self) -> Tensor:
-        """The curve for operators, (1 + contexts, 1 + sizes) float64.
-
-        Row 0 holds the sizes, column 0 the contexts, the rest `ms`.
-        """
-        rows = [(context, *row) for context, row in zip(self.contexts, self.ms, strict=True)]
-        return torch.tensor([(0, *self.sizes), *rows], dtype=torch.float64)
 
     @property
     def widest(self) -> int:

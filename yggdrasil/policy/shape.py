@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,8 @@ from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.stopping import SmallGain
-from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
-from yggdrasil.step.platt import PlattScale
+from yggdrasil.state import PLAIN, Row, Shape, StepResult
+from yggdrasil.step.choice import VERIFY_ALL, Choice, VerifyMenu
 
 __all__ = [
     "Arms",
@@ -27,7 +27,6 @@ __all__ = [
     "ContextShape",
     "DepthRule",
     "FixedShape",
-    "NativeCosts",
     "ShapePolicy",
     "StoppingShape",
     "best_shape",
@@ -40,51 +39,29 @@ The policies are `BestShape`, `ContextShape` and `StoppingShape`.
 """
 
 CONTEXT_STEP = 128  # tokens of context after which the shape is chosen again: costs change slowly
+MENUS_KEPT = 256
 
 
-NativeCosts = tuple[Tensor, Tensor, float, float, list[int]]
-"""Arguments of `ygg::verify_costs`.
+class ShapePolicy:
+    """Chooses the shapes of a step, and observes its result. The base class of all policies of one request.
 
-T_draft and T_verify as `Curve.table`, host milliseconds of a growth step and of a step, and the verified
-widths, ascending, followed by the size of the largest graph.
-"""
+    A policy defines `choose`; one that learns also defines `observe`.
+    """
 
+    def choose(self, rows: Sequence[Row]) -> Choice:
+        """The shapes of the next step and the numbers that it reads; called once per step.
 
-class ShapePolicy(Protocol):
-    """Chooses W and D before drafting and K after it, and observes the result."""
-
-    def choose(self, state: DecodeState) -> Shape:
-        """The shape of the next step; depth 0 is plain decoding."""
-        ...
-
-    @property
-    def platt(self) -> PlattScale:
-        """Scale of the draft's probabilities while a tree grows."""
-        ...
-
-    @property
-    def knots(self) -> Tensor:
-        """Calibrated acceptance by path log-probability; see step/prune.py."""
-        ...
-
-    def verify_costs(
-        self, shape: Shape, num_nodes: int, context_len: int, lag: int
-    ) -> tuple[list[int], list[float]]:
-        """The K to choose from, and the step's milliseconds with each; see step/prune.py."""
-        ...
-
-    @property
-    def native_costs(self) -> NativeCosts | None:
-        """The data from which `verify_costs` is computed; None if the method must be called."""
-        ...
+        Args:
+            rows: The requests of the step. A shape of depth 0 is plain decoding.
+        """
+        raise NotImplementedError
 
     def observe(self, result: StepResult) -> None:
-        """Take note of a step's result."""
-        ...
+        """Take note of a step's result; does nothing here."""
 
 
 @dataclass
-class FixedShape:
+class FixedShape(ShapePolicy):
     """One shape for every step; with `shape.verify` unset, K still follows the objective.
 
     Args:
@@ -95,48 +72,55 @@ class FixedShape:
     acceptance: Acceptance
     latency: LatencyModel
     verify_widths: tuple[int, ...]
+    _menus: dict[tuple[int, int, int, int], VerifyMenu] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    def choose(self, state: DecodeState) -> Shape:
+    def choose(self, rows: Sequence[Row]) -> Choice:
+        shape = self.shape_of(rows)
+        shapes = (shape,) * len(rows)
+        return Choice(shapes, (self.acceptance.calibration,) * len(rows), self._menu(shape, rows))
+
+    def shape_of(self, rows: Sequence[Row]) -> Shape:
+        """The shape of every row in the next step."""
         return self.shape
 
-    @property
-    def platt(self) -> PlattScale:
-        return self.acceptance.platt
+    def _menu(self, shape: Shape, rows: Sequence[Row]) -> VerifyMenu:
+        """`menu` for these rows, cached by context in steps of CONTEXT_STEP."""
+        if shape.verify is not None or shape.depth == 0:
+            return VERIFY_ALL
+        lag = sum(row.state.root_pos - row.target_len for row in rows)
+        key = (shape.width, context_key(rows), len(rows), lag)
+        menu = self._menus.get(key)
+        if menu is None:
+            if len(self._menus) >= MENUS_KEPT:
+                self._menus.clear()
+            menu = self._menus[key] = self.menu(*key)
+        return menu
 
-    @property
-    def knots(self) -> Tensor:
-        return self.acceptance.knots
+    def menu(self, width: int, context_len: int, num_rows: int, lag: int) -> VerifyMenu:
+        """The nodes that each graph holds in addition to roots and lagging tokens, and the step's cost.
 
-    def verify_costs(
-        self, shape: Shape, num_nodes: int, context_len: int, lag: int
-    ) -> tuple[list[int], list[float]]:
-        """The room that each graph has after `lag` tokens, as far as the tree fills it, and its cost.
-
-        Every cost includes the milliseconds before verification.
+        Args:
+            width: W of every row.
+            lag: Tokens of the texts that run in the same target forward.
         """
-        if shape.verify is not None:
-            return [min(shape.verify, num_nodes)], [1.0]
-        most = min(num_nodes, self.verify_widths[-1])
-        sizes = (*self.verify_widths, self.latency.verify.sizes[-1])
-        menu = sorted({min(size - lag, most) for size in sizes if size > lag})
-        before_ms = self.latency.before_verify_ms(shape.width, shape.depth, context_len)
-        verify_ms = self.latency.verify.at_each([lag + width for width in menu], context_len)
-        return menu, [before_ms + ms for ms in verify_ms]
-
-    @cached_property
-    def native_costs(self) -> NativeCosts:
         latency = self.latency
-        sizes = [*self.verify_widths, latency.verify.sizes[-1]]
-        return (
-            latency.draft.table,
-            latency.verify.table,
-            latency.growth_host_ms,
-            latency.step_host_ms,
-            sizes,
-        )
+        growth_ms = latency.draft.graphs_ms(num_rows * width, context_len)
+        before_ms = latency.draft.graphs_ms(2 * num_rows, context_len) - growth_ms + latency.step_host_ms
+        reserved = lag + num_rows
+        most = num_rows * (self.verify_widths[-1] - 1)
+        larger = (size for size in latency.verify.sizes if size > self.verify_widths[-1])
+        sizes = (*self.verify_widths, *larger)
+        nodes = sorted({min(size - reserved, most) for size in sizes if size >= reserved})
+        verify_ms = latency.verify.at_each([reserved + count for count in nodes], context_len)
+        ms = tuple(before_ms + each for each in verify_ms)
+        return VerifyMenu(tuple(nodes), ms, growth_ms + latency.growth_host_ms)
 
-    def observe(self, result: StepResult) -> None:
-        """Does nothing: the choice of shapes depends only on the text."""
+
+def context_key(rows: Sequence[Row]) -> int:
+    """The context of the longest row, rounded down to a multiple of CONTEXT_STEP."""
+    return max(row.state.root_pos for row in rows) // CONTEXT_STEP * CONTEXT_STEP
 
 
 @dataclass(frozen=True)
@@ -148,8 +132,9 @@ class Arms:
         width_M: (M,) W.
         depth_M: (M,) D; 0 for plain decoding.
         verify_M: (M,) the K that the arm's cost assumes.
-        gain_M: (M,) accepted tokens, AAL - 1, on the calibration text; 0 for plain decoding.
-        cost_M: (M,) milliseconds of an iteration.
+        gain_M: (M,) accepted tokens of a row, AAL - 1, on the calibration text; 0 for plain decoding.
+        cost_M: (M,) milliseconds of a step over all rows; infinite if no graph holds its nodes.
+        num_rows: B.
     """
 
     shapes: tuple[Shape, ...]
@@ -158,6 +143,7 @@ class Arms:
     verify_M: npt.NDArray[np.int64]
     gain_M: npt.NDArray[np.float64]
     cost_M: npt.NDArray[np.float64]
+    num_rows: int = 1
 
     @classmethod
     def of(
@@ -187,9 +173,10 @@ class Arms:
         cost_M = _costs(width_M, depth_M, verify_M, latency, context_len)
         return cls(chosen, width_M, depth_M, verify_M, gain_M, cost_M)
 
-    def at(self, latency: LatencyModel, context_len: int) -> Arms:
-        """The same arms at another context length. Cost: some microseconds."""
-        return replace(self, cost_M=_costs(self.width_M, self.depth_M, self.verify_M, latency, context_len))
+    def at(self, latency: LatencyModel, context_len: int, num_rows: int = 1) -> Arms:
+        """The same arms at another context length or for more rows. Cost: some microseconds."""
+        cost_M = _costs(self.width_M, self.depth_M, self.verify_M, latency, context_len, num_rows)
+        return replace(self, cost_M=cost_M, num_rows=num_rows)
 
     def best(self, growth_D: npt.NDArray[np.floating] | float = 1.0, rate: float | None = None) -> int:
         """Index of the arm that Eq. 3 prefers; among equals that of the smaller tree.
@@ -197,10 +184,11 @@ class Arms:
         Args:
             growth_D: (D,) growth_D[D - 1] is the accepted length within depth D, divided by that of the
                 calibration; or one value for all depths.
-            rate: Emitted tokens per millisecond of the whole run; None compares the arms' own ratios.
+            rate: Emitted tokens of all rows per millisecond of the whole run; None compares the arms' own
+                ratios.
         """
         growth_M = growth_D if isinstance(growth_D, float) else growth_D[self.depth_M - 1]
-        emitted_M = 1.0 + self.gain_M * growth_M
+        emitted_M = self.num_rows * (1.0 + self.gain_M * growth_M)
         score_M = emitted_M / self.cost_M if rate is None else emitted_M - rate * self.cost_M
         return int(score_M.argmax())
 
@@ -212,7 +200,8 @@ class Arms:
     @cached_property
     def rate(self) -> float:
         """Emitted tokens per millisecond of the best arm, by the calibration and the profile."""
-        return float((1.0 + self.gain_M[self.calibrated_best]) / self.cost_M[self.calibrated_best])
+        emitted = self.num_rows * (1.0 + self.gain_M[self.calibrated_best])
+        return float(emitted / self.cost_M[self.calibrated_best])
 
 
 def _costs(
@@ -221,15 +210,18 @@ def _costs(
     verify_M: npt.NDArray[np.int64],
     latency: LatencyModel,
     context_len: int,
+    num_rows: int = 1,
 ) -> npt.NDArray[np.float64]:
-    """`LatencyModel.step_ms` of every arm."""
+    """Milliseconds of a step of every arm: `LatencyModel.step_ms`, over several rows."""
     widths, of_width_M = np.unique(width_M, return_inverse=True)
     verified, of_verify_M = np.unique(verify_M, return_inverse=True)
-    draft_M = np.array(latency.draft.at_each(widths.tolist(), context_len))[of_width_M]
-    verify_ms_M = np.array(latency.verify.at_each(verified.tolist(), context_len))[of_verify_M]
-    drafting_M = latency.draft.at(2, context_len) + (depth_M - 1) * draft_M
+    draft = latency.draft
+    draft_M = np.array([draft.graphs_ms(num_rows * width, context_len) for width in widths])[of_width_M]
+    verify_ms = latency.verify.at_each((num_rows * verified).tolist(), context_len)
+    verify_ms_M = np.where(num_rows * verified <= latency.verify.sizes[-1], verify_ms, np.inf)[of_verify_M]
+    drafting_M = draft.graphs_ms(2 * num_rows, context_len) + (depth_M - 1) * draft_M
     cost_M = drafting_M + depth_M * latency.growth_host_ms + latency.step_host_ms + verify_ms_M
-    return np.where(depth_M == 0, latency.plain_ms(context_len), cost_M)
+    return np.where(depth_M == 0, verify_ms_M + latency.plain_host_ms, cost_M)
 
 
 @dataclass(kw_only=True)
@@ -245,23 +237,22 @@ class BestShape(FixedShape):
     """
 
     widths: tuple[int, ...]
-    arms_by_context: dict[int, Arms] = field(default_factory=dict, repr=False)
+    arms_by_context: dict[tuple[int, int], Arms] = field(default_factory=dict, repr=False)
 
-    def choose(self, state: DecodeState) -> Shape:
-        arms = self.arms(state.root_pos)
+    def shape_of(self, rows: Sequence[Row]) -> Shape:
+        arms = self.arms(context_key(rows), len(rows))
         return arms.shapes[arms.calibrated_best]
 
-    def arms(self, context_len: int) -> Arms:
-        """The menu at this context length, in steps of CONTEXT_STEP."""
-        key = context_len // CONTEXT_STEP * CONTEXT_STEP
+    def arms(self, context_len: int, num_rows: int = 1) -> Arms:
+        """The menu at this context length, a multiple of CONTEXT_STEP, for this many rows."""
+        key = (context_len, num_rows)
         known = self.arms_by_context
-        if key in known:
-            return known[key]
-        if known:
-            known[key] = next(iter(known.values())).at(self.latency, key)
-        else:
-            menu = {"widths": self.widths, "verify_widths": self.verify_widths}
-            known[key] = Arms.of(self.acceptance, self.latency, **menu, context_len=key)
+        if key not in known:
+            first = next(iter(known.values()), None)
+            if first is None:
+                menu = {"widths": self.widths, "verify_widths": self.verify_widths}
+                first = Arms.of(self.acceptance, self.latency, **menu, context_len=context_len)
+            known[key] = first.at(self.latency, *key)
         return known[key]
 
 
@@ -288,11 +279,12 @@ class ContextShape(BestShape):
     def __post_init__(self) -> None:
         self._growth = self.predictor.at(self.temperature)
 
-    def choose(self, state: DecodeState) -> Shape:
-        if state.hidden_E is None:  # the first step, if the end of the prompt runs with its tree
-            return super().choose(state)
-        arms = self.arms(state.root_pos)
-        return arms.shapes[arms.best(self._growth(state.hidden_E), arms.rate)]
+    def shape_of(self, rows: Sequence[Row]) -> Shape:
+        hidden_E = rows[0].state.hidden_E if len(rows) == 1 else None
+        if hidden_E is None:  # the first step, if the end of the prompt runs with its tree
+            return super().shape_of(rows)
+        arms = self.arms(context_key(rows))
+        return arms.shapes[arms.best(self._growth(hidden_E), arms.rate)]
 
 
 @dataclass(kw_only=True)
@@ -309,22 +301,25 @@ class StoppingShape(BestShape):
     of a budget. Departure: the paper predicts D before drafting.
     """
 
-    _shape_by_context: dict[int, Shape] = field(default_factory=dict, init=False, repr=False)
+    _shapes: dict[tuple[int, int], Shape] = field(default_factory=dict, init=False, repr=False)
 
-    def choose(self, state: DecodeState) -> Shape:
-        key = state.root_pos // CONTEXT_STEP * CONTEXT_STEP
-        shape = self._shape_by_context.get(key)
+    def shape_of(self, rows: Sequence[Row]) -> Shape:
+        key = (context_key(rows), len(rows))
+        shape = self._shapes.get(key)
         if shape is None:
-            shape = self._shape_by_context[key] = self._stopping(key)
+            shape = self._shapes[key] = self._stopping(*key)
         return shape
 
-    def _stopping(self, context_len: int) -> Shape:
-        arms = self.arms(context_len)
+    def _stopping(self, context_len: int, num_rows: int) -> Shape:
+        """Rows share the cost of a growth step and the marginal cost of verified nodes."""
+        arms = self.arms(context_len, num_rows)
         shape = arms.shapes[arms.calibrated_best]
         if shape.depth == 0:
             return shape
-        step_ms = self.latency.draft.at(shape.width, context_len) + self.latency.growth_host_ms
-        node_ms = self.latency.verify.marginal_ms(self.verify_widths[-1], context_len)
+        draft_ms = self.latency.draft.graphs_ms(num_rows * shape.width, context_len)
+        step_ms = (draft_ms + self.latency.growth_host_ms) / num_rows
+        most = min(num_rows * self.verify_widths[-1], self.latency.verify.sizes[-1])
+        node_ms = self.latency.verify.marginal_ms(most, context_len)[::num_rows]
         stop = SmallGain(shape.width, tuple(arms.rate * ms for ms in node_ms), arms.rate * step_ms)
         return Shape(shape.width, self.acceptance.max_depth, stop=stop)
 

@@ -18,10 +18,11 @@ from yggdrasil.schedule.plan import Plan
 from yggdrasil.schedule.side import Side, side_of
 from yggdrasil.schedule.stages import needs
 from yggdrasil.staging import upload
-from yggdrasil.state import PLAIN, DecodeState, Head, Shape, StepResult
+from yggdrasil.state import PLAIN, DecodeState, Head, Row, Shape, StepResult
 from yggdrasil.step.accept import Accepted, follow, target_tokens
+from yggdrasil.step.choice import Choice
 from yggdrasil.step.commit import commit_draft_, commit_text_, roll_back_unfinished_
-from yggdrasil.step.draft import Drafted, catch_up_, draft, grow, head_draft, run_nodes
+from yggdrasil.step.draft import Drafted, catch_up_, draft, grow, head_draft, row_of, run_nodes
 from yggdrasil.step.prune import Pruned, prune
 from yggdrasil.step.sampling import TargetTokens, gumbel_noise
 from yggdrasil.step.verify import verify
@@ -55,9 +56,11 @@ class Iteration:
     draft: TokenModel
     state: DecodeState
     policy: ShapePolicy
-    root_pos: int
+    row: Row
     vocab: int
     keeps_head: bool
+    root_pos: int = field(init=False)
+    choice: Choice = field(init=False)
     shape: Shape = field(init=False)
     head: Head = field(init=False)
     drafted: Drafted = field(init=False)
@@ -71,9 +74,13 @@ class Iteration:
     next_candidates: tuple[Tensor, Tensor] | None = None
     next_head: Head | None = None
 
+    def __post_init__(self) -> None:
+        self.root_pos = self.state.root_pos
+
 
 def _policy(it: Iteration) -> None:
-    it.shape = it.policy.choose(it.state)
+    it.choice = it.policy.choose([it.row])
+    it.shape = it.choice.shapes[0]
 
 
 def _head(it: Iteration) -> None:
@@ -99,7 +106,9 @@ def _grow(it: Iteration) -> None:
         it.drafted = draft(it.draft, it.state, it.shape)
     else:
         spare = it.shape.num_nodes if it.keeps_head else 0
-        it.drafted = grow(it.draft, it.state, it.shape, it.head, it.policy.platt, spare=spare)
+        it.drafted = grow(
+            it.draft, it.state, it.shape, it.head, it.choice.calibrations[0].platt, spare=spare
+        )
     it.num_run = it.drafted.num_run
     it.shape = it.drafted.shape
 
@@ -116,8 +125,7 @@ def _tail(it: Iteration) -> None:
 
 
 def _prune(it: Iteration) -> None:
-    lag = it.root_pos - it.target.cache.len
-    it.pruned = prune(it.drafted.tree, it.shape, it.policy, it.root_pos, lag=lag)
+    it.pruned = prune(it.drafted.tree, it.shape, it.choice)
 
 
 def _verify(it: Iteration) -> None:
@@ -254,7 +262,8 @@ class Executor:
             side.join()  # the last step may have been interrupted before it joined
         roll_back_unfinished_(self.target, self.draft, state.root_pos)
         keeps_head = "next_head" in self.plan.ahead
-        it = Iteration(self.target, self.draft, state, policy, state.root_pos, self._vocab, keeps_head)
+        row = row_of(state, self.target, self.draft)
+        it = Iteration(self.target, self.draft, state, policy, row, self._vocab, keeps_head)
         try:
             self._run(it, side)
         finally:

@@ -15,7 +15,7 @@ from torch import Tensor
 from yggdrasil.state import Shape
 from yggdrasil.step.platt import PlattScale
 
-__all__ = ["Calibration", "Choice", "VerifyMenu"]
+__all__ = ["VERIFY_ALL", "Calibration", "Choice", "VerifyMenu"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +76,10 @@ class VerifyMenu:
             return tokens / (self.ms[entry] + depth * self.growth_ms)
 
         return min(self.nodes[max(range(len(self.nodes)), key=speed)], drafted)
+
+
+VERIFY_ALL = VerifyMenu((2**31,), (1.0,))
+"""The menu of a step that verifies all nodes, or as many as the shapes allow."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from yggdrasil.models.packing import pack_chain_, pack_nodes_
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.staging import upload
-from yggdrasil.state import DecodeState, Head, Shape
+from yggdrasil.state import DecodeState, Head, Row, Shape
 from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.tree import TokenTree
 
@@ -28,11 +27,11 @@ __all__ = [
     "draft",
     "grow",
     "grow_fused_",
-    "grow_reference",
     "grow_reference_",
     "grown",
     "head_draft",
     "prefill",
+    "row_of",
     "run_nodes",
 ]
 
@@ -172,6 +171,11 @@ def grow_fused_(
     frontier.len += num_new
 
 
+def row_of(state: DecodeState, target: TokenModel, draft: TokenModel) -> Row:
+    """The only row of two caches."""
+    return Row(0, state, target.cache.len, draft.cache.len)
+
+
 def prefill(model: TokenModel, tokens: list[int]) -> Tensor | None:
     """Run committed tokens that the model's KV lacks, in chunks, and commit them.
 
@@ -273,20 +277,13 @@ def grow(
     model.cache.reserve(shape.num_nodes)
     if shape.levels is not None:
         return _grow_levels(model, state, shape, head, platt, spare=spare)
-    stops_natively = shape.stop is None or shape.stop.native is not None
-    graph = model.native(model.meta(shape.width)) if model.device == "cpu" and stops_natively else None
-    if graph is None:
-        return grow_reference(model, state, shape, head, platt, spare=spare)
-    return _grow_native(graph, model, state, shape, head, platt, spare=spare)
+    return _grow_equally(model, state, shape, head, platt, spare=spare)
 
 
-def grow_reference(
+def _grow_equally(
     model: TokenModel, state: DecodeState, shape: Shape, head: Head, platt: PlattScale, *, spare: int
 ) -> Drafted:
-    """`grow` without levels, one forward and one selection at a time.
-
-    The specification of `grow` in kernels/graph.cpp; on a device this runs.
-    """
+    """`grow` without levels, one forward and one selection at a time."""
     tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
     frontier = Frontier(shape.num_nodes, _num_candidates(model, shape), model.device, platt)
     grow_ = grow_fused_ if model.device == "cpu" else grow_reference_
@@ -300,44 +297,6 @@ def grow_reference(
         tokens_NC, log_probs_NC = model.forward(meta_NM)
         num_run = len(tree)
     return Drafted(tree, num_run, grown(shape, depth))
-
-
-def _grow_native(
-    graph: Any,
-    model: TokenModel,
-    state: DecodeState,
-    shape: Shape,
-    head: Head,
-    platt: PlattScale,
-    *,
-    spare: int,
-) -> Drafted:
-    """`grow_reference` in one host call, forwards included."""
-    meta_NM = model.meta(shape.width)
-    width = shape.width
-    tree_arguments = (
-        state.tokens[-1],
-        shape.num_nodes + spare,
-        model.max_depth + 1,
-        state.root_pos,
-        width,
-        shape.depth,
-        _num_candidates(model, shape),
-    )
-    stop = NEVER if shape.stop is None else shape.stop.native or NEVER
-    arrays, length, times_ms = graph.grow(
-        meta_NM,
-        head.tokens_NC,
-        head.log_probs_NC,
-        head.row,
-        *tree_arguments,
-        platt.slope,
-        platt.offset,
-        *stop,
-    )
-    model.record_forward_(width, times_ms)
-    depth = (length - 1) // width
-    return Drafted(TokenTree.of(*arrays, length=length), length - width, grown(shape, depth))
 
 
 def _num_candidates(model: TokenModel, shape: Shape) -> int:

@@ -1,0 +1,395 @@
+"""The step over rows in one or two host calls, for a CPU: the functions of kernels/step.cpp.
+
+A pass over the target's weights evicts Python's data from the caches, so a step's dozen calls take ten
+times as long as their work. `StepOverRows` in step/rows.py is the specification; a test checks that all
+results are equal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yggdrasil.kernels import kernel_library
+from yggdrasil.models.packing import Chunk
+from yggdrasil.models.protocol import TokenGraphs
+from yggdrasil.state import PLAIN, Row, Shape, StepResult
+from yggdrasil.step.choice import Calibration, Choice, VerifyMenu
+from yggdrasil.step.draft import NEVER, grown
+from yggdrasil.step.sampling import BROKEN
+from yggdrasil.trace import Trace
+from yggdrasil.tree import TokenTree
+
+__all__ = ["NativeStep"]
+
+KEPT_RECORDS = 256  # calibrations, stop rules and levels that the C++ step keeps
+MOST_DRAFTED = 512  # nodes of a drafted tree
+DRAFT_STAGES = ("catch up", "draft", "prune")
+VERIFY_STAGES = ("verify", "accept", "commit")
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+_pointers = partial(_fields, ctypes.c_void_p)
+_ints = partial(_fields, ctypes.c_int64)
+_floats = partial(_fields, ctypes.c_double)
+
+
+# The structs of kernels/step.h, which explains them.
+
+
+class _Row(ctypes.Structure):
+    _fields_ = [
+        *_pointers("tail"),
+        *_ints("tail_len first place target_len draft_len width depth verify calibration stop levels"),
+        *_ints("top_k seed"),
+        *_floats("temperature top_p min_p"),
+    ]
+
+
+class _Prompt(ctypes.Structure):
+    _fields_ = [*_pointers("tokens"), *_ints("len start place")]
+
+
+class _Menu(ctypes.Structure):
+    _fields_ = [*_pointers("nodes ms extra"), *_ints("len"), *_floats("growth_ms scale")]
+
+
+class _RowResult(ctypes.Structure):
+    _fields_ = [
+        *_ints("drafted depth verified root_at target_len draft_len path_len ids_at words_at values_at"),
+        *_floats("expected"),
+    ]
+
+
+class _Forward(ctypes.Structure):
+    _fields_ = [*_ints("model num_tokens"), *_floats("begin_ms end_ms")]
+
+
+class _Reply(ctypes.Structure):
+    _fields_ = [
+        *_pointers("results ids words values forwards"),
+        *_ints("max_results max_ids max_words max_values max_forwards num_tokens num_forwards"),
+        ("draft_ms", 4 * ctypes.c_double),
+        ("verify_ms", 4 * ctypes.c_double),
+        ("error", 512 * ctypes.c_char),
+    ]
+
+
+STRUCTS: tuple[type[ctypes.Structure], ...] = (_Row, _Prompt, _Menu, _RowResult, _Forward, _Reply)
+
+
+class NativeStep:
+    """Runs each step in C++; the results are those of `StepOverRows`.
+
+    Args:
+        target: Decides every token. Its forwards are graphs of this process, like the draft's.
+        draft: Proposes tokens, over the same rows.
+        trace: Receives the milliseconds of every stage.
+    """
+
+    def __init__(self, target: TokenGraphs, draft: TokenGraphs, trace: Trace) -> None:
+        self._models = (target, draft)
+        self._trace = trace
+        arguments = [
+            argument
+            for model in self._models
+            for argument in (*_graphs(model), model.cache.storage_PL2GSF, model.cache.pages_BP)
+        ]
+        self._step: Any = torch.classes.ygg.Step(*arguments, draft.max_depth + 1, draft.num_candidates)
+        self._calls = _Calls(self._step.address())
+        self._records = _Records(self._step)
+        self._node_words = 5 + draft.max_depth
+        num_rows = len(target.cache.pages_BP)
+        self._rows = (num_rows * _Row)()
+        self._results = (num_rows * _RowResult)()
+        self._forwards = (1024 * _Forward)()
+        self._ids = array("q", bytes(16 * num_rows * (draft.max_depth + 1)))
+        self._words = array("i", bytes(4 * target.prefill_chunk * self._node_words))
+        self._values = array("d", bytes(8 * num_rows * MOST_DRAFTED))
+        self._reply = _Reply(max_results=num_rows, max_forwards=len(self._forwards))
+        self._reply.results = ctypes.addressof(self._results)
+        self._reply.forwards = ctypes.addressof(self._forwards)
+        for name in ("ids", "words", "values"):
+            address, length = getattr(self, f"_{name}").buffer_info()
+            setattr(self._reply, name, address)
+            setattr(self._reply, f"max_{name}", length)
+        self._stepping: list[Row] = []
+        self._shapes: list[Shape] = []
+        self._started = 0.0
+
+    @staticmethod
+    def runs(*models: TokenGraphs) -> bool:
+        """Whether C++ can run these models."""
+        return all(
+            model.device == "cpu" and all(graph is not None for graph in _graphs(model)[0])
+            for model in models
+        )
+
+    @staticmethod
+    def supports(choice: Choice) -> bool:
+        """Whether C++ knows all stop rules of a choice."""
+        return all(shape.stop is None or shape.stop.native is not None for shape in choice.shapes)
+
+    def run(self, rows: Sequence[Row], choice: Choice) -> list[StepResult]:
+        """`draft` and `verify` in one call, for rows without prompts beside them."""
+        self._start_(rows, choice.shapes)
+        sent = self._send(rows, choice)
+        menu = _menu(choice.menu)
+        self._calls.run(self._rows, len(rows), menu, self._reply)
+        del sent
+        self._note_(DRAFT_STAGES, self._reply.draft_ms)
+        return self._finish_()
+
+    def draft(self, rows: Sequence[Row], choice: Choice) -> int:
+        """Draft and prune a tree for every row.
+
+        Returns:
+            The tokens of the verification: roots, kept nodes, and text that the target lacks.
+        """
+        self._start_(rows, choice.shapes)
+        self._sent = self._send(rows, choice)
+        self._calls.draft(self._rows, len(rows), _menu(choice.menu), self._reply)
+        self._note_(DRAFT_STAGES, self._reply.draft_ms)
+        return int(self._reply.num_tokens)
+
+    def verify(self, joining: Sequence[Row], prompts: Sequence[Chunk]) -> list[StepResult]:
+        """Verify, accept and commit the rows of the last `draft`, and rows without a draft.
+
+        Args:
+            joining: Rows whose prompt ends in this step.
+            prompts: Tokens of rows whose root this step does not reach.
+
+        Returns:
+            The results, those of `joining` last. A row whose logits are not finite has an error instead of
+            tokens.
+        """
+        tails = self._fill(joining, [PLAIN] * len(joining), None)
+        tokens = [array("q", prompt.tokens) for prompt in prompts]
+        chunks = (len(prompts) * _Prompt)(
+            *(
+                _Prompt(buffer.buffer_info()[0], len(buffer), prompt.start_pos, prompt.row)
+                for buffer, prompt in zip(tokens, prompts, strict=True)
+            )
+        )
+        self._calls.verify(self._rows, len(joining), chunks, len(prompts), self._reply)
+        del tails
+        self._stepping += joining
+        self._shapes += [PLAIN] * len(joining)
+        return self._finish_()
+
+    def logits(self, place: int, path: Sequence[int]) -> Tensor:
+        """The target's logits after nodes of the place-th row of the last step, (len(path), V)."""
+        root_at = self._results[place].root_at
+        logits_NV: Tensor = self._step.logits_and_hidden()[0]
+        return logits_NV[[root_at + node for node in path]]
+
+    def _start_(self, rows: Sequence[Row], shapes: Sequence[Shape]) -> None:
+        self._started = time.perf_counter()
+        self._stepping = list(rows)
+        self._shapes = list(shapes)
+
+    def _send(self, rows: Sequence[Row], choice: Choice) -> array[int]:
+        self._records.make_room_(choice)
+        return self._fill(rows, choice.shapes, choice.calibrations)
+
+    def _fill(
+        self, rows: Sequence[Row], shapes: Sequence[Shape], calibrations: Sequence[Calibration] | None
+    ) -> array[int]:
+        """Write the rows' structs; returns the tokens that they point to, which must stay alive."""
+        records = self._records
+        firsts = [
+            min(row.target_len, row.draft_len if shape.depth else row.state.root_pos)
+            for row, shape in zip(rows, shapes, strict=True)
+        ]
+        tails = [row.state.tokens[first:] for row, first in zip(rows, firsts, strict=True)]
+        tokens = array("q", [token for tail in tails for token in tail])
+        address = tokens.buffer_info()[0]
+        for place, (row, shape, first, tail) in enumerate(zip(rows, shapes, firsts, tails, strict=True)):
+            sampling = row.state.sampling
+            self._rows[place] = _Row(
+                address,
+                len(tail),
+                first,
+                row.row,
+                row.target_len,
+                row.draft_len,
+                shape.width,
+                shape.depth,
+                shape.verify or 0,
+                0 if calibrations is None else records.calibration(calibrations[place]),
+                records.stop(shape),
+                records.levels(shape),
+                sampling.top_k,
+                sampling.seed,
+                sampling.temperature,
+                sampling.top_p,
+                sampling.min_p,
+            )
+            address += 8 * len(tail)
+        return tokens
+
+    def _finish_(self) -> list[StepResult]:
+        """Read the results into the rows."""
+        reply = self._reply
+        self._note_(VERIFY_STAGES, reply.verify_ms)
+        for forward in self._forwards[: reply.num_forwards]:
+            self._models[forward.model].record_forward_(
+                forward.num_tokens, (forward.begin_ms, forward.end_ms)
+            )
+        ms = (time.perf_counter() - self._started) * 1e3
+        return [
+            self._result_(row, shape, result, ms)
+            for row, shape, result in zip(self._stepping, self._shapes, self._results, strict=False)
+        ]
+
+    def _result_(self, row: Row, shape: Shape, result: _RowResult, ms: float) -> StepResult:
+        state = row.state
+        root_pos = state.root_pos
+        middle = result.ids_at + result.path_len
+        path = self._ids[result.ids_at : middle].tolist()
+        tokens = self._ids[middle : middle + result.path_len].tolist()
+        words = self._words[result.words_at : result.words_at + result.verified * self._node_words]
+        values = self._values[result.values_at : result.values_at + result.drafted - 1]
+        row.draft_len = result.draft_len
+        row.target_len = result.target_len
+        if path:
+            state.tokens.extend(tokens)
+            state.hidden_of = partial(self._hidden, result.root_at + path[-1])
+            state.head = None
+        return StepResult(
+            tokens=tokens,
+            shape=grown(shape, result.depth),
+            drafted=result.drafted,
+            verified=result.verified,
+            context_len=root_pos,
+            predicted_emitted=result.expected,
+            tree_of=partial(_unpacked, words, result.verified),
+            path=path,
+            ms=ms,
+            error="" if path else BROKEN,
+            values=values,
+        )
+
+    def _hidden(self, place: int) -> Tensor:
+        hidden_NE: Tensor = self._step.logits_and_hidden()[1]
+        return hidden_NE[place]
+
+    def _note_(self, stages: Sequence[str], times_ms: Sequence[float]) -> None:
+        self._trace.note(stages, times_ms)
+
+
+class _Calls:
+    """The C entry points of kernels/step.h for one step.
+
+    Raises:
+        RuntimeError: at a call that fails in C++, with its message.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+        library: Any = kernel_library()
+        sizes = (len(STRUCTS) * ctypes.c_int64)()
+        library.ygg_step_bytes(sizes)
+        assert [*sizes] == [ctypes.sizeof(struct) for struct in STRUCTS], "structs differ from step.h"
+        rows = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        self._draft = library.ygg_step_draft
+        self._run = library.ygg_step_run
+        self._verify = library.ygg_step_verify
+        self._draft.argtypes = self._run.argtypes = [*rows, ctypes.c_void_p, ctypes.c_void_p]
+        self._verify.argtypes = [*rows, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        for call in (self._draft, self._run, self._verify):
+            call.restype = ctypes.c_int64
+
+    def draft(self, rows: Any, num_rows: int, menu: _Menu, reply: _Reply) -> None:
+        _check(self._draft(self._address, rows, num_rows, ctypes.byref(menu), ctypes.byref(reply)), reply)
+
+    def run(self, rows: Any, num_rows: int, menu: _Menu, reply: _Reply) -> None:
+        _check(self._run(self._address, rows, num_rows, ctypes.byref(menu), ctypes.byref(reply)), reply)
+
+    def verify(self, rows: Any, num_rows: int, prompts: Any, num_prompts: int, reply: _Reply) -> None:
+        status = self._verify(self._address, rows, num_rows, prompts, num_prompts, ctypes.byref(reply))
+        _check(status, reply)
+
+
+def _check(status: int, reply: _Reply) -> None:
+    if status < 0:
+        raise RuntimeError(reply.error.decode(errors="replace"))
+
+
+class _Records:
+    """Numbers of the calibrations, stop rules and levels that the C++ step knows."""
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+        # by identity; the objects are kept, so that no other one gets their id
+        self._numbers: dict[int, tuple[int, object]] = {}
+
+    def make_room_(self, choice: Choice) -> None:
+        """Forget all records if the new ones could be too many."""
+        if len(self._numbers) + 3 * len(choice.shapes) > KEPT_RECORDS + 3 * len(choice.shapes):
+            self._step.forget_()
+            self._numbers.clear()
+
+    def calibration(self, calibration: Calibration) -> int:
+        platt = calibration.platt
+        return self._number(
+            calibration, lambda: self._step.add_calibration(platt.slope, platt.offset, calibration.knots)
+        )
+
+    def stop(self, shape: Shape) -> int:
+        if shape.stop is None:
+            return -1
+        rule = shape.stop
+        return self._number(rule, lambda: self._step.add_stop(*(rule.native or NEVER)))
+
+    def levels(self, shape: Shape) -> int:
+        if shape.levels is None:
+            return -1
+        levels = shape.levels
+        return self._number(levels, lambda: self._step.add_levels(*_by_level(levels)))
+
+    def _number(self, record: object, add: Callable[[], int]) -> int:
+        known = self._numbers.get(id(record))
+        if known is None:
+            known = self._numbers[id(record)] = (add(), record)
+        return known[0]
+
+
+def _by_level(levels: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[list[int]], list[list[int]]]:
+    """The parents of every level, and the ranks."""
+    return [[parent for parent, _ in level] for level in levels], [
+        [rank for _, rank in level] for level in levels
+    ]
+
+
+@lru_cache(maxsize=64)
+def _menu(menu: VerifyMenu) -> _Menu:
+    """The menu's struct; it keeps its arrays alive."""
+    count = len(menu.nodes)
+    struct = _Menu(len=count, growth_ms=menu.growth_ms, scale=menu.scale)
+    struct.arrays = [(count * ctypes.c_int64)(*menu.nodes), (count * ctypes.c_double)(*menu.ms)]
+    struct.nodes, struct.ms = map(ctypes.addressof, struct.arrays)
+    if menu.extra:
+        struct.arrays.append((count * ctypes.c_double)(*menu.extra))
+        struct.extra = ctypes.addressof(struct.arrays[-1])
+    return struct
+
+
+def _unpacked(words: array[int], length: int) -> TokenTree:
+    return TokenTree.unpacked(torch.frombuffer(words, dtype=torch.int32), length)
+
+
+def _graphs(model: TokenGraphs) -> tuple[list[Any], list[Tensor]]:
+    """All graphs of a model by ascending size, and the metadata of each."""
+    metas = [model.meta(size) for size in model.sizes]
+    return [model.native(meta_NM) for meta_NM in metas], metas
