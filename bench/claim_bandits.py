@@ -45,7 +45,7 @@ from matplotlib.figure import Figure
 
 from bench.lib.harness import environment, save_result
 from yggdrasil.policy.gamma.prior import GoodputPrior
-from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
+from yggdrasil.policy.gamma.protocol import BatchPolicy, Load, Outcome
 from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy
 
 __all__ = ["SETTINGS", "Run", "World", "measure", "simulate"]
@@ -198,7 +198,7 @@ class Oracle:
         return {}
 
 
-def simulate(policy: GammaPolicy, world: World) -> Run:
+def simulate(policy: ChainPolicy, world: World) -> Run:
     """Every step of a world."""
     random = np.random.default_rng(world.seed)
     noise = np.exp(TIME_NOISE * random.standard_normal(len(world.batch_sizes)))
@@ -214,8 +214,9 @@ def simulate(policy: GammaPolicy, world: World) -> Run:
         load = Load(batch_size, most_gamma(batch_size), previous, lag)
         gamma = policy.select(load)
         # of all rows the same: nobody has anything to pick
-        values = [[rate ** (index + 1) for index in range(gamma)]] * batch_size
-        verified = policy.verified(load, gamma, values)
+        values = np.repeat(rate ** np.arange(1, gamma + 1), batch_size)
+        menu = policy.menu(load, gamma, len(values)) if gamma else VERIFY_ALL
+        verified = menu.best([0.0, *values.cumsum()], num_rows=batch_size, depth=gamma)
         # the likeliest draft tokens are the first ones of every row
         even, more = divmod(verified, batch_size)
         restart = world.switching_s(lag, batch_size) if gamma and not previous else 0.0
@@ -278,7 +279,7 @@ def world_of(setting: str, seed: int, num_steps: int) -> World:
 SETTINGS = ("stationary", "switching", "drifting", "traffic")
 
 
-def policy_in(name: str, world: World, widths: tuple[int, ...] = ()) -> GammaPolicy:
+def policy_in(name: str, world: World, widths: tuple[int, ...] = ()) -> BatchPolicy:
     """A new policy that has seen nothing of this world, but knows graphs of these widths."""
     if name == ORACLE:
         return Oracle(world)

@@ -185,7 +185,7 @@ class Engine:
         choice = policy.choose([row])
         self.trace.note(("policy",), (began * 1e3, time.perf_counter() * 1e3))
         if self._fits(row, choice):
-            [result] = native.run([row], choice)
+            [result] = native.run([row], choice, began)
             self.draft.cache.kept_(row.draft_len)
             if result.error:
                 raise YggError(result.error)

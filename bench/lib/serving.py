@@ -23,7 +23,7 @@ from bench.lib.harness import TextMismatchError
 from bench.make_trace import TraceRequest
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.layout import INDEX, POSITION
-from yggdrasil.policy.gamma.protocol import GammaPolicy
+from yggdrasil.policy.gamma.protocol import BatchPolicy
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.request import Event, Observer, Request, RequestReport, StepReport
@@ -327,7 +327,7 @@ class Player:
     def __init__(
         self,
         batcher: Batcher,
-        policy: GammaPolicy,
+        policy: BatchPolicy,
         arrivals: Sequence[Arrival],
         sampling: SamplingConfig = GREEDY,
     ) -> None:
@@ -369,7 +369,7 @@ class Player:
 
 
 def replay(
-    batcher: Batcher, policy: GammaPolicy, arrivals: Sequence[Arrival], *, sampling: SamplingConfig = GREEDY
+    batcher: Batcher, policy: BatchPolicy, arrivals: Sequence[Arrival], *, sampling: SamplingConfig = GREEDY
 ) -> Replay:
     """Serve all arrivals, on whatever clock runs."""
     player = Player(batcher, policy, arrivals, sampling)
@@ -380,7 +380,7 @@ def replay(
 
 def in_turns(
     arms: Mapping[str, tuple[Batcher, Clock]],
-    policies: Mapping[str, GammaPolicy],
+    policies: Mapping[str, BatchPolicy],
     arrivals: Sequence[Arrival],
 ) -> dict[str, Replay]:
     """Serve the same arrivals with every arm: the one with the earliest clock takes the next step, so a

@@ -12,12 +12,13 @@ from yggdrasil.config import GenerateConfig, ServeConfig
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.fixed import FixedGamma
-from yggdrasil.policy.gamma.protocol import GammaPolicy, Load
+from yggdrasil.policy.gamma.protocol import BatchPolicy, Load
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.load import load_batcher
 from yggdrasil.serve.pages import PagePool
 from yggdrasil.serve.request import Event, Request
+from yggdrasil.step.choice import VerifyMenu, verify_most
 
 # 4 rows of 8 drafts are more than the largest graph verifies
 CONFIG = ServeConfig(policy="off", gamma_max=8, max_batch=4)
@@ -34,9 +35,10 @@ class Schedule(FixedGamma):
     def select(self, load: Load) -> int:
         return min(self._gammas.pop(0) if len(self._gammas) > 1 else self._gammas[0], load.deepest)
 
-    def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
+    def menu(self, load: Load, gamma: int, num_drafts: int) -> VerifyMenu:
         assert load.drafts_max is not None, "a batcher always sets this"
-        return min(self._budgets.pop(0) if len(self._budgets) > 1 else self._budgets[0], load.drafts_max)
+        budget = self._budgets.pop(0) if len(self._budgets) > 1 else self._budgets[0]
+        return verify_most(min(budget, load.drafts_max))
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Bench:
         self._loaded = load_batcher(pair.bundle, CONFIG)
 
     def batcher(
-        self, policy: GammaPolicy, *, num_pages: int | None = None, num_rows: int | None = None
+        self, policy: BatchPolicy, *, num_pages: int | None = None, num_rows: int | None = None
     ) -> Batcher:
         """A new batcher, by default with all pages and rows."""
         loaded = self._loaded

@@ -12,7 +12,7 @@ from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.errors import CapacityError, ConfigError
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.fixed import FixedGamma
-from yggdrasil.policy.gamma.protocol import GammaPolicy, Outcome
+from yggdrasil.policy.gamma.protocol import BatchPolicy, Outcome
 from yggdrasil.serve.request import Observer, RequestReport, StepReport
 
 TEXT = (
@@ -72,7 +72,7 @@ def test_a_policy_that_selects_drafts_may_draft_deeper_than_the_menu_verifies(be
     A fixed length drafts 7 per row; a policy that selects drafts 8 and verifies 28 of the batch.
     """
 
-    def deepest(policy: GammaPolicy) -> tuple[int, int]:
+    def deepest(policy: BatchPolicy) -> tuple[int, int]:
         batcher = bench.batcher(policy)
         steps = []
         submit(batcher, *(client(bench, 5 + index, 30) for index in range(4)))

@@ -17,7 +17,7 @@ from yggdrasil.config import GenerateConfig, SamplingConfig, ServeConfig
 from yggdrasil.errors import CapacityError
 from yggdrasil.loading import load_draft_weights
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.gamma.protocol import GammaPolicy
+from yggdrasil.policy.gamma.protocol import BatchPolicy
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve import draft_memory
 from yggdrasil.serve.batcher import Batcher
@@ -70,7 +70,7 @@ class ElasticBench:
         self.prompt = pair.tokenizer.encode(TEXT)
         self._expected: dict[tuple[int, int, int, int | None], list[int]] = {}
 
-    def batcher(self, policy: GammaPolicy, *, persist_steps: int = 2) -> Batcher:
+    def batcher(self, policy: BatchPolicy, *, persist_steps: int = 2) -> Batcher:
         loaded = self.loaded
         memory = self.elastic.memory
         if memory.state is MemoryState.LENT:

@@ -55,6 +55,14 @@ std::tuple<Numbers, Numbers> follow(const Tensor& logits, const Tensor& parent, 
   return {path, tokens};
 }
 
+std::tuple<Numbers, Numbers> follow_sampling(const Tensor& logits, const Tensor& parent,
+                                             const Tensor& token, int64_t root_pos, double temperature,
+                                             int64_t top_k, double top_p, double min_p, int64_t seed) {
+  const ygg::Sampling sampling{temperature, top_k, top_p, min_p, seed};
+  auto [path, tokens] = ygg::follow_sampling(logits, parent, token, root_pos, sampling);
+  return {path, tokens};
+}
+
 void grow_(Tensor frontier_log_prob, Tensor frontier_token, const Tensor& log_probs, const Tensor& tokens,
            int64_t num_known, int64_t num_new, Tensor token, Tensor parent, Tensor depth, Tensor log_prob,
            Tensor path, int64_t first, int64_t width, Tensor meta, int64_t root_pos, double slope,
@@ -138,6 +146,10 @@ void define_layers(torch::Library& library) {
 void define_step(torch::Library& library) {
   library.def("largest(Tensor scores) -> (Tensor values, Tensor tokens)");
   library.def("follow(Tensor logits, Tensor parent, Tensor token) -> (int[] path, int[] tokens)");
+  library.def("gumbel_noise(int seed, int position, int vocab) -> Tensor");
+  library.def(
+      "follow_sampling(Tensor logits, Tensor parent, Tensor token, int root_pos, float temperature, "
+      "int top_k, float top_p, float min_p, int seed) -> (int[] path, int[] tokens)");
   library.def(
       "grow_(Tensor(a!) frontier_log_prob, Tensor(b!) frontier_token, Tensor log_probs, "
       "Tensor tokens, int num_known, int num_new, Tensor(c!) token, Tensor(d!) parent, "
@@ -162,7 +174,8 @@ TORCH_LIBRARY_FRAGMENT(ygg, library) {
   define_classes(library);
   define_layers(library);
   define_step(library);
-  // `root` has no tensor argument that could select a device
+  // without a tensor argument that could select a device
+  library.impl("gumbel_noise", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(ygg::gumbel_noise));
   library.impl("root", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(root));
 }
 
@@ -175,6 +188,7 @@ TORCH_LIBRARY_IMPL(ygg, CPU, library) {
   library.impl("candidates", &candidates);
   library.impl("largest", &largest);
   library.impl("follow", &follow);
+  library.impl("follow_sampling", &follow_sampling);
   library.impl("grow_", &grow_);
   library.impl("last_gain", &ygg::last_gain);
   library.impl("pack_nodes_", &pack_nodes_);

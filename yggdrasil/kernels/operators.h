@@ -72,6 +72,7 @@ struct Sampling {
   int64_t seed;
 };
 
+at::Tensor gumbel_noise(int64_t seed, int64_t position, int64_t vocab);
 Accepted follow_sampling(const at::Tensor& logits, const at::Tensor& parent, const at::Tensor& token,
                          int64_t root_pos, const Sampling& sampling);
 

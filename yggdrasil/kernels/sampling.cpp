@@ -1,6 +1,192 @@
+// The target's own token, sampled. step/sampling.py explains and specifies it: the largest of the processed
+// logits plus Gumbel noise, whose numbers are keyed by seed and position.
+//
+// Most tokens cannot win whatever their noise is. A draw u gives the noise -log(-log u), which is at most
+// -log(1 - u). So a token needs its two logarithms only where 1 - u is small against its probability.
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/cumsum.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/ge.h>
+#include <ATen/ops/lt.h>
+#include <ATen/ops/masked_fill.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scatter.h>
+#include <ATen/ops/softmax.h>
+#include <ATen/ops/sort.h>
+#include <ATen/ops/sub.h>
+#include <ATen/ops/topk.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <vector>
+
 #include "operators.h"
-ygg::Accepted ygg::follow_sampling(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t,
-                                   const Sampling&) {
-  TORCH_CHECK(false, "not yet");
+#include "threads.h"
+
+namespace {
+
+using Vec = at::vec::Vectorized<float>;
+
+constexpr double kLowestTemperature = 1e-30;  // below it a quotient of float32 logits may overflow
+constexpr int64_t kBlockTokens = 256;         // tokens whose bounds are computed together
+constexpr int64_t kPieceTokens = 16 << 10;    // one thread draws fewer before another one has started
+
+// Philox4x64-10, as numpy's generator uses it: four draws of a counter that starts at 1.
+// Source: Salmon et al. 2011.
+std::array<uint64_t, 4> philox(uint64_t counter, uint64_t key0, uint64_t key1) {
+  std::array<uint64_t, 4> state{counter, 0, 0, 0};
+  for (int round = 0; round < 10; ++round) {
+    const auto first = static_cast<unsigned __int128>(0xD2E7470EE14C6C93) * state[0];
+    const auto second = static_cast<unsigned __int128>(0xCA5A826395121157) * state[2];
+    state = {uint64_t(second >> 64) ^ state[1] ^ key0, uint64_t(second),
+             uint64_t(first >> 64) ^ state[3] ^ key1, uint64_t(first)};
+    key0 += 0x9E3779B97F4A7C15;
+    key1 += 0xBB67AE8584CAA73B;
+  }
+  return state;
+}
+
+// The noise of a draw.
+float gumbel(uint64_t bits) {
+  const double uniform = std::max(double(bits >> 11) * 0x1p-53, std::numeric_limits<double>::min());
+  return float(-std::log(-std::log(uniform)));
+}
+
+struct Winner {
+  float score;
+  int64_t token;
+
+  // whether it comes before another: the first token among equal scores
+  bool beats(const Winner& other) const {
+    return score > other.score || (score == other.score && token < other.token);
+  }
+};
+
+// The largest perturbed score of tokens [begin, end), or `winner`; `begin` is a multiple of 4.
+Winner best_of(const float* scores, int64_t begin, int64_t end, int64_t seed, int64_t position,
+               Winner winner) {
+  float bounds[kBlockTokens];
+  for (int64_t block = begin; block < end; block += kBlockTokens) {
+    const int64_t count = std::min(kBlockTokens, end - block);
+    // of the winner at the start of the block; the rest covers rounding of score, sum and exponential
+    const float least = winner.score - (1e-3f + 1e-6f * std::abs(winner.score));
+    for (int64_t i = 0; i < count; i += Vec::size()) {
+      const int64_t lanes = std::min<int64_t>(Vec::size(), count - i);
+      (Vec::loadu(scores + block + i, lanes) - Vec(least)).exp_u20().store(bounds + i, lanes);
+    }
+    for (int64_t i = 0; i < count; i += 4) {
+      const std::array<uint64_t, 4> draws = philox(uint64_t(block + i) / 4 + 1, seed, position);
+      for (int64_t lane = 0; lane < std::min<int64_t>(4, count - i); ++lane) {
+        if (1.0 - double(draws[lane] >> 11) * 0x1p-53 > double(bounds[i + lane])) continue;
+        const int64_t token = block + i + lane;
+        const Winner found{scores[token] + gumbel(draws[lane]), token};
+        if (found.beats(winner)) winner = found;
+      }
+    }
+  }
+  return winner;
+}
+
+// The token with the largest perturbed score, the first among equals. The search starts from `likeliest`.
+int64_t sampled_of(const float* scores, int64_t vocab, int64_t likeliest, int64_t seed, int64_t position) {
+  const float noise = gumbel(philox(uint64_t(likeliest) / 4 + 1, seed, position)[likeliest % 4]);
+  const Winner first{scores[likeliest] + noise, likeliest};
+  const int64_t num_pieces = (vocab + kPieceTokens - 1) / kPieceTokens;
+  std::vector<Winner> winners(num_pieces, first);
+  ygg::parallel_for(num_pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece)
+      winners[piece] = best_of(scores, piece * kPieceTokens, std::min(vocab, (piece + 1) * kPieceTokens),
+                               seed, position, first);
+  });
+  Winner winner = first;
+  for (const Winner& other : winners)
+    if (other.beats(winner)) winner = other;
+  return winner.token;
+}
+
+// A block in which ATen runs on the calling thread: see `one_torch_thread` of threads.py.
+class OneThread {
+ public:
+  OneThread() : before_(at::get_num_threads()) { at::set_num_threads(1); }
+  ~OneThread() { at::set_num_threads(before_); }
+
+ private:
+  int before_;
+};
+
+// `process_logits` of step/sampling.py for one row, (1, V), by the same operators of ATen.
+at::Tensor processed(const at::Tensor& logits, const ygg::Sampling& sampling) {
+  const auto infinity = -std::numeric_limits<double>::infinity();
+  const OneThread guard;
+  at::Tensor row = logits;
+  double temperature = sampling.temperature;
+  if (temperature < kLowestTemperature) {
+    row = at::sub(row, at::amax(row, -1, true));
+    temperature = std::max(temperature, double(std::numeric_limits<float>::min()));
+  }
+  row = at::div(row, temperature);
+  const int64_t vocab = row.size(1);
+  if (0 < sampling.top_k && sampling.top_k < vocab) {
+    const at::Tensor best = std::get<0>(at::topk(row, sampling.top_k, -1));
+    row = at::masked_fill(row, at::lt(row, best.narrow(1, sampling.top_k - 1, 1)), infinity);
+  }
+  if (sampling.top_p < 1) {
+    const auto [ordered, order] = at::sort(row, /*stable=*/true, -1, /*descending=*/true);
+    const at::Tensor probability = at::softmax(ordered, -1);
+    const at::Tensor before = at::sub(at::cumsum(probability, -1), probability);
+    row = at::scatter(row, -1, order, at::masked_fill(ordered, at::ge(before, sampling.top_p), infinity));
+  }
+  if (sampling.min_p > 0) {
+    const at::Tensor share = at::softmax(row, -1);
+    row = at::masked_fill(row, at::lt(share, at::mul(at::amax(share, -1, true), sampling.min_p)), infinity);
+  }
+  return row.contiguous();
+}
+
+}  // namespace
+
+// (V) standard Gumbel noise of one position.
+at::Tensor ygg::gumbel_noise(int64_t seed, int64_t position, int64_t vocab) {
+  at::Tensor noise = empty({vocab}, at::TensorOptions().dtype(at::kFloat));
+  float* to = noise.mutable_data_ptr<float>();
+  parallel_for((vocab + 3) / 4, kPieceTokens / 16, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      const std::array<uint64_t, 4> draws = philox(uint64_t(block) + 1, seed, position);
+      for (int64_t lane = 0; lane < std::min<int64_t>(4, vocab - 4 * block); ++lane)
+        to[4 * block + lane] = gumbel(draws[lane]);
+    }
+  });
+  return noise;
+}
+
+// The path whose every node holds the token that the target emits after its parent, and these tokens. Row i
+// of the logits belongs to node i. Both are empty if the largest logit of any node is not finite.
+ygg::Accepted ygg::follow_sampling(const at::Tensor& logits, const at::Tensor& parent,
+                                   const at::Tensor& token, int64_t root_pos, const Sampling& sampling) {
+  const Largest best = largest(logits);
+  for (int64_t node = 0; node < logits.size(0); ++node)
+    if (!std::isfinite(best.values.const_data_ptr<float>()[node])) return {};
+  Accepted accepted;
+  int64_t node = 0;
+  while (node >= 0) {
+    accepted.path.push_back(node);
+    const at::Tensor row = processed(logits.narrow(0, node, 1).to(at::kFloat), sampling);
+    const int64_t emitted =
+        sampled_of(row.const_data_ptr<float>(), row.size(1), best.tokens.const_data_ptr<int64_t>()[node],
+                   sampling.seed, root_pos + int64_t(accepted.path.size()));
+    accepted.tokens.push_back(emitted);
+    const int64_t reached = node;
+    node = -1;
+    // a child's id is above its parent's
+    for (int64_t child = reached + 1; child < logits.size(0) && node < 0; ++child)
+      if (parent.const_data_ptr<int32_t>()[child] == reached &&
+          token.const_data_ptr<int32_t>()[child] == emitted)
+        node = child;
+  }
+  return accepted;
 }

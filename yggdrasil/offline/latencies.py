@@ -24,7 +24,7 @@ from yggdrasil.report.timeline import RecordedModel
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.choice import Choice
 from yggdrasil.step.draft import prefill
-from yggdrasil.step.rows import Chain, catch_up_rows_, verify_rows
+from yggdrasil.step.rows import catch_up_rows_, undrafted, verify_rows
 
 __all__ = [
     "HOST_RUNS",
@@ -230,7 +230,7 @@ def _catch_up_ms(draft: TokenGraphs, target: TokenGraphs, lag: int, batch_size: 
     begin = time.perf_counter()
     while len(samples) < SWITCH_ROUNDS and (not samples or time.perf_counter() - begin < SWITCH_SECONDS):
         rows = [Row(place, DecodeState([0] * (lag + 1)), target_len=lag) for place in range(batch_size)]
-        verify_rows(target, rows, [Chain()] * batch_size, ())
+        verify_rows(target, rows, [undrafted(target, row) for row in rows], ())
         _wait(target.device)
         start = time.perf_counter()
         catch_up_rows_(draft, rows)

@@ -17,38 +17,32 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from itertools import groupby, islice
-
-from torch import Tensor
+from functools import partial
 
 from yggdrasil.engine import ANY_TOKEN, check_request, check_tokens
-from yggdrasil.errors import CapacityError, YggError
+from yggdrasil.errors import CapacityError
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.gamma.budget import draft_budget, prompt_budget
-from yggdrasil.policy.gamma.protocol import GammaPolicy, Load, Outcome
+from yggdrasil.policy.gamma.protocol import BatchPolicy, Load, Outcome
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.serve.elastic import ElasticMemory
 from yggdrasil.serve.pages import PagePool, pages_for
 from yggdrasil.serve.request import DEFECT, Event, FinishReason, Observer, Request, StepReport, TokenLogProb
 from yggdrasil.serve.ticket import Ticket
-from yggdrasil.state import DecodeState, Row
-from yggdrasil.step.accept import Accepted
-from yggdrasil.step.rows import (
-    Chain,
-    accept_rows,
-    catch_up_rows_,
-    commit_row_,
-    draft_rows,
-    prune_rows,
-    verify_rows,
-)
+from yggdrasil.state import DecodeState, Row, StepResult
+from yggdrasil.step.choice import VERIFY_ALL, Choice
+from yggdrasil.step.native import NativeStep
+from yggdrasil.step.rows import StepOverRows
 from yggdrasil.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import DeviceTrace, Trace
 
 __all__ = ["Batcher"]
+
+NOTHING = Choice((), (), VERIFY_ALL)
+MOST_NODES = 128  # drafted nodes of a row besides its root
 
 
 class Batcher:
@@ -70,7 +64,7 @@ class Batcher:
 
     Attributes:
         trace: Milliseconds per stage since construction.
-        gamma: Speculative length of the last step that decoded.
+        gamma: Depth of the deepest tree of the last step that decoded.
     """
 
     def __init__(
@@ -78,7 +72,7 @@ class Batcher:
         target: TokenGraphs,
         draft: TokenGraphs,
         pool: PagePool,
-        policy: GammaPolicy,
+        policy: BatchPolicy,
         *,
         tokenizer: Tokenizer,
         max_context: int,
@@ -103,6 +97,8 @@ class Batcher:
         self.acceptance = acceptance
         self.trace = DeviceTrace() if pool.table_BP.is_cuda else Trace()
         self.gamma = 0
+        form = NativeStep if NativeStep.runs(target, draft) else StepOverRows
+        self._step = form(target, draft, self.trace)
         self._waiting: deque[Ticket] = deque()
         self._running: list[Ticket] = []  # in the order of admission
         self._stepping: list[Ticket] = []  # those with tokens in the forwards of this step
@@ -204,50 +200,28 @@ class Batcher:
                 self.elastic.settle_()
             return None
         start = time.perf_counter()
-        stage = self.trace.stage
         before = dict(self.trace.total_ms)
         decoding = self._reserve_()
         self._stepping = list(decoding)
         load = self._load(decoding)
-        with stage("policy"):
-            gamma = self.policy.select(load) if decoding else 0
-        gammas = [self._row_gamma(ticket, gamma) for ticket in decoding]
-        chains, values = self._draft_(load, gamma, decoding, gammas)
-        reaching, prompts = self._prompts(len(decoding) + sum(len(chain.tokens) for chain in chains))
-        chains += [Chain() for _ in reaching]
-        emitting = [*decoding, *reaching]
-        rows = [ticket.running for ticket in emitting]
+        with self.trace.stage("policy"):
+            choice = self.policy.choose(load) if decoding else NOTHING
+        for row, shape in zip(load.rows, choice.shapes, strict=True):
+            self.pool.extend_(row.row, len(row.state.tokens) + shape.num_nodes - 1)
+        num_tokens = self._step.draft(load.rows, choice)
+        reaching, prompts = self._prompts(num_tokens)
         self._stepping += [*reaching, *self._prompt_tickets(prompts)]
-        prompt_tokens = sum(row.state.root_pos - row.target_len for row in rows)
+        prompt_tokens = sum(ticket.num_unseen - 1 for ticket in reaching)
         prompt_tokens += sum(len(chunk.tokens) for chunk in prompts)
-        with stage("verify"):
-            logits_NV, roots = verify_rows(self.target, rows, chains, prompts)
-        with stage("accept"):
-            accepted = accept_rows(rows, chains, logits_NV, roots) if rows else []
-        with stage("commit"):
-            emitted, num_returned = self._commit_(emitting, chains, accepted, logits_NV, roots)
-            self._commit_prompts_(prompts)
-        report = self._report(load, gamma, chains, emitted, num_returned, prompt_tokens, start, before)
+        results = self._step.verify([ticket.running for ticket in reaching], prompts)
+        num_returned = self._publish_results_([*decoding, *reaching], results)
+        self._commit_prompts_(prompts)
+        gamma = max((shape.depth for shape in choice.shapes), default=0)
+        report = self._report(load, gamma, results, num_returned, prompt_tokens, start, before)
         if decoding:
-            self._observe_(load, report, values, len(decoding))
+            self._observe_(load, report, results[: len(decoding)])
         self.observer.on_step(report)
         return report
-
-    def _draft_(
-        self, load: Load, gamma: int, decoding: Sequence[Ticket], gammas: Sequence[int]
-    ) -> tuple[list[Chain], list[list[float]]]:
-        """Draft a chain for every row; returns the pruned chains and the values of all drafts."""
-        rows = [ticket.running for ticket in decoding]
-        with self.trace.stage("catch up"):
-            drafting = [row for row, row_gamma in zip(rows, gammas, strict=True) if row_gamma]
-            catch_up_rows_(self.draft, drafting)
-        with self.trace.stage("draft"):
-            calibrated = [self.acceptance(ticket.state.sampling.temperature) for ticket in decoding]
-            chains = draft_rows(self.draft, rows, gammas, [each.platt for each in calibrated])
-        with self.trace.stage("prune"):
-            values = _values(calibrated, chains) if gamma else []
-            prune_rows(chains, self.policy.verified(load, gamma, values) if gamma else 0)
-        return chains, values
 
     def _admit_(self) -> None:
         """Give rows and pages to waiting requests in order of arrival.
@@ -261,7 +235,7 @@ class Batcher:
                 return
             target_len, draft_len = self.pool.share_(row, ticket.state.tokens)
             num_missing = self.pool.num_missing(row, len(ticket.state.tokens))
-            if num_missing + len(self._running) > self.pool.num_free:
+            if not self._has_free_(num_missing + len(self._running)):
                 self.pool.release_(row)
                 self._not_admitted = ticket, self.pool.num_free
                 return
@@ -279,14 +253,20 @@ class Batcher:
         If pages run out, the youngest rows are preempted.
         """
         for ticket in list(self._running):
-            while (
-                ticket.row is not None
-                and self.pool.num_missing(ticket.row.row, len(ticket.state.tokens)) > self.pool.num_free
+            while ticket.row is not None and not self._has_free_(
+                self.pool.num_missing(ticket.row.row, len(ticket.state.tokens))
             ):
                 self._preempt_(self._running[-1])
             if ticket.row is not None:
                 self.pool.extend_(ticket.row.row, len(ticket.state.tokens))
         return [ticket for ticket in self._running if ticket.running.is_prefilled]
+
+    def _has_free_(self, num_pages: int) -> bool:
+        """Whether this many pages are free; takes back those that the last trees needed if they are not."""
+        if num_pages > self.pool.num_free:
+            for ticket in self._running:
+                self.pool.trim_(ticket.running.row, len(ticket.state.tokens))
+        return num_pages <= self.pool.num_free
 
     def _preempt_(self, ticket: Ticket) -> None:
         """Move a row to the head of the queue without its KV, which is computed again from its text."""
@@ -305,29 +285,30 @@ class Batcher:
         """The load of this step: free pages, the draft's absence and the largest graph limit the drafts."""
         batch_size = max(1, len(decoding))
         waiting_tokens = min(self.target.prefill_chunk, self._num_prompt_tokens)
-        deepest = self.gamma_max if self.elastic is None or self.elastic.is_draft_in else 0
-        while deepest and self._num_missing(decoding, deepest) > self.pool.num_free:
-            deepest -= 1
+        rows = [ticket.running for ticket in decoding]
+        nodes_max = MOST_NODES if self.elastic is None or self.elastic.is_draft_in else 0
+        while nodes_max and not self._has_free_(self._num_missing(rows, nodes_max)):
+            nodes_max -= PAGE_LEN if nodes_max > PAGE_LEN else 1
         max_lag = max((ticket.running.lag for ticket in decoding if ticket.speculation != 0), default=0)
-        drafts_max = draft_budget(self.target.sizes, batch_size, waiting_tokens)
-        return Load(batch_size, deepest, self.gamma, max_lag, waiting_tokens, drafts_max)
-
-    def _num_missing(self, decoding: Sequence[Ticket], gamma: int) -> int:
-        """Pages that the rows lack to hold gamma drafts each."""
-        return sum(
-            self.pool.num_missing(ticket.running.row, len(ticket.state.tokens) + gamma)
-            for ticket in decoding
+        return Load(
+            batch_size,
+            min(self.gamma_max, nodes_max),
+            self.gamma,
+            max_lag,
+            waiting_tokens,
+            draft_budget(self.target.sizes, batch_size, waiting_tokens),
+            rows=rows,
+            limits=[ticket.most_drafts for ticket in decoding],
+            calibrations=[self.acceptance(row.state.sampling.temperature).calibration for row in rows],
+            nodes_max=nodes_max,
         )
 
-    def _row_gamma(self, ticket: Ticket, gamma: int) -> int:
-        """Draft tokens of a row: gamma, limited by its request and its rest; takes the pages for them."""
-        most = gamma if ticket.speculation is None else min(gamma, ticket.speculation)
-        most = min(most, ticket.num_left - 1)
-        self.pool.extend_(ticket.running.row, len(ticket.state.tokens) + most)
-        return most
+    def _num_missing(self, rows: Sequence[Row], num_nodes: int) -> int:
+        """Pages that the rows lack to hold this many drafted nodes each."""
+        return sum(self.pool.num_missing(row.row, len(row.state.tokens) + num_nodes) for row in rows)
 
     def _prompts(self, num_tokens: int) -> tuple[list[Ticket], list[Chunk]]:
-        """The prompts that run together with `num_tokens` tokens of decoding rows.
+        """The prompts that run together with `num_tokens` tokens of trees.
 
         Returns:
             The requests whose root is reached, and chunks of the others.
@@ -357,35 +338,23 @@ class Batcher:
         """Prompt tokens of running rows, roots included, that the target has not processed."""
         return sum(ticket.num_unseen for ticket in self._running if not ticket.running.is_prefilled)
 
-    def _commit_(
-        self,
-        emitting: Sequence[Ticket],
-        chains: Sequence[Chain],
-        accepted: Sequence[Accepted | YggError],
-        logits_NV: Tensor,
-        roots: Sequence[int],
-    ) -> tuple[list[int], int]:
-        """Extend the texts, send events to clients and release finished rows.
+    def _publish_results_(self, emitting: Sequence[Ticket], results: Sequence[StepResult]) -> int:
+        """Send events to clients, publish the KV and release finished rows.
 
         Returns:
-            The number of tokens of the target for each row, and the total number that clients got.
+            The number of tokens that clients got.
         """
-        emitted = []
         num_returned = 0
-        for ticket, chain, outcome, root in zip(emitting, chains, accepted, roots, strict=True):
-            if isinstance(outcome, YggError):
-                self._finish_(ticket, "error", str(outcome))
-                emitted.append(0)
+        for place, (ticket, result) in enumerate(zip(emitting, results, strict=True)):
+            if result.error:
+                self._finish_(ticket, "error", result.error)
                 continue
-            text, tokens = ticket.read_(outcome.tokens)
-            commit_row_(ticket.running, chain, Accepted(outcome.path[: len(tokens)], tokens))
+            text, tokens = ticket.read_(result.tokens)
             self._publish_(ticket.running)
-            log_probs = ticket.log_probs(tokens, logits_NV[root : root + len(tokens)])
-            self._send_(ticket, text, tokens, log_probs)
-            # tokens after the end of the text count: the policy must not see them as rejected
-            emitted.append(len(outcome.tokens))
+            logits = partial(self._step.logits, place, result.path[: len(tokens)])
+            self._send_(ticket, text, tokens, ticket.log_probs(tokens, logits))
             num_returned += len(tokens)
-        return emitted, num_returned
+        return num_returned
 
     def _send_(
         self, ticket: Ticket, text: str, tokens: Sequence[int], log_probs: Sequence[TokenLogProb]
@@ -423,24 +392,20 @@ class Batcher:
         ticket.request.on_event(Event(event.text, event.tokens, event.log_probs, reason, error))
         self.observer.on_finish(ticket.report(reason))
 
-    def _observe_(
-        self, load: Load, report: StepReport, values: Sequence[Sequence[float]], num_decoding: int
-    ) -> None:
+    def _observe_(self, load: Load, report: StepReport, results: Sequence[StepResult]) -> None:
         """Give the policy the outcome of the rows that decoded; later rows of the report were prompts."""
         self.gamma = report.gamma
-        drafted = report.drafted[:num_decoding]
-        emitted = report.emitted[:num_decoding]
-        prompt_tokens = report.prompt_tokens + report.batch_size - num_decoding
         self.policy.observe(
             Outcome(
                 load,
                 report.gamma,
-                drafted,
-                emitted,
+                report.drafted[: len(results)],
+                report.emitted[: len(results)],
                 report.total_ms / 1e3,
                 report.catch_up_ms / 1e3,
-                prompt_tokens,
-                values,
+                report.prompt_tokens + report.batch_size - len(results),
+                [result.values for result in results],
+                results,
             )
         )
 
@@ -448,8 +413,7 @@ class Batcher:
         self,
         load: Load,
         gamma: int,
-        chains: Sequence[Chain],
-        emitted: Sequence[int],
+        results: Sequence[StepResult],
         num_returned: int,
         prompt_tokens: int,
         start: float,
@@ -463,8 +427,9 @@ class Batcher:
         return StepReport(
             gamma=gamma,
             prompt_tokens=prompt_tokens,
-            drafted=tuple(len(chain.tokens) for chain in chains),
-            emitted=tuple(emitted),
+            drafted=tuple(result.verified - 1 for result in results),
+            # tokens after the end of a text count: the policy must not see them as rejected
+            emitted=tuple(len(result.tokens) for result in results),
             returned_tokens=num_returned,
             max_lag=load.max_lag,
             catch_up_ms=catch_up_ms,
@@ -477,15 +442,3 @@ class Batcher:
             num_pages=self.pool.num_pages,
             is_draft_in=self.elastic is None or self.elastic.is_draft_in,
         )
-
-
-def _values(calibrated: Sequence[Acceptance], chains: Sequence[Chain]) -> list[list[float]]:
-    """Calibrated acceptance of every draft, row by row; neighbours with one calibration take one call."""
-    values: list[list[float]] = []
-    for _, group in groupby(zip(calibrated, chains, strict=True), key=lambda each: id(each[0])):
-        (acceptance, first), *others = group
-        neighbours = [first, *(chain for _, chain in others)]
-        log_probs = [log_prob for chain in neighbours for log_prob in chain.log_probs]
-        found = iter(acceptance.values(log_probs).tolist())
-        values += [list(islice(found, len(chain.log_probs))) for chain in neighbours]
-    return values

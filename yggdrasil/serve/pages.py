@@ -79,6 +79,14 @@ class PagePool:
             self._forget(page)
             self._own(row, page)
 
+    def trim_(self, row: int, num_indices: int) -> None:
+        """Take back the pages of a row beyond this number of indices; they hold no committed text."""
+        pages = self._pages[row]
+        while len(pages) > pages_for(num_indices):
+            page = pages.pop()
+            self._owners[page] -= 1
+            self._free[page] = None
+
     def share_(self, row: int, tokens: Sequence[int]) -> tuple[int, int]:
         """Give an empty row the pages that already hold the beginning of its text.
 

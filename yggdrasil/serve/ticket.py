@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -55,26 +55,45 @@ class Ticket:
         return self.limit - self.emitted_tokens
 
     @property
+    def most_drafts(self) -> int:
+        """Most draft tokens of a path that the request allows and can still emit."""
+        most = self.num_left - 1
+        return most if self.speculation is None else min(most, self.speculation)
+
+    @property
     def num_unseen(self) -> int:
         """Tokens, root included, that the target has not processed; 1 in a row that decodes."""
         return len(self.state.tokens) - self.running.target_len
 
     def read_(self, accepted: list[int]) -> tuple[str, list[int]]:
-        """Cut a step's tokens at the end of the text; returns the text that they release and the tokens.
+        """Cut a step's tokens, and the row, at the end of the text.
 
         The end is the limit, an end-of-text token or a stop text, whichever comes first.
+
+        Returns:
+            The text that the tokens release, and the tokens.
         """
         tokens = truncate(accepted, room=self.num_left, eos_tokens=self.ends)
         before = self.stream.num_tokens
         text = self.stream.push(tokens)
-        return text, tokens[: self.stream.num_tokens - before]
+        tokens = tokens[: self.stream.num_tokens - before]
+        if len(tokens) < len(accepted):
+            row = self.running
+            del self.state.tokens[len(tokens) - len(accepted) :]
+            row.target_len = min(row.target_len, self.state.root_pos)
+            row.draft_len = min(row.draft_len, self.state.root_pos)
+        return text, tokens
 
     @one_torch_thread()
-    def log_probs(self, tokens: Sequence[int], logits_NV: Tensor) -> list[TokenLogProb]:
-        """Log-probabilities of emitted tokens before temperature and filters, if the request wants them."""
+    def log_probs(self, tokens: Sequence[int], logits_of: Callable[[], Tensor]) -> list[TokenLogProb]:
+        """Log-probabilities of emitted tokens before temperature and filters, if the request wants them.
+
+        Args:
+            logits_of: Returns the target's logits that gave each token, (tokens, V).
+        """
         if self.request.num_top is None:
             return []
-        log_probs_NV = logits_NV.float().log_softmax(-1)
+        log_probs_NV = logits_of().float().log_softmax(-1)
         best = log_probs_NV.topk(self.request.num_top)
         # sync: a client requested them
         rows = zip(tokens, log_probs_NV, best.indices.tolist(), best.values.tolist(), strict=True)

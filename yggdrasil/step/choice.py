@@ -15,7 +15,7 @@ from torch import Tensor
 from yggdrasil.state import Shape
 from yggdrasil.step.platt import PlattScale
 
-__all__ = ["VERIFY_ALL", "Calibration", "Choice", "VerifyMenu"]
+__all__ = ["VERIFY_ALL", "Calibration", "Choice", "VerifyMenu", "verify_most"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,12 @@ class VerifyMenu:
         return min(self.nodes[max(range(len(self.nodes)), key=speed)], drafted)
 
 
-VERIFY_ALL = VerifyMenu((2**31,), (1.0,))
+def verify_most(num_nodes: int) -> VerifyMenu:
+    """The menu of a step that verifies this many nodes of the batch, the best ones."""
+    return VerifyMenu((num_nodes,), (1.0,))
+
+
+VERIFY_ALL = verify_most(2**31)
 """The menu of a step that verifies all nodes, or as many as the shapes allow."""
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from yggdrasil.models.packing import pack_chain_, pack_nodes_
-from yggdrasil.models.protocol import TokenModel
+from yggdrasil.models.protocol import TokenGraphs, TokenModel
 from yggdrasil.staging import upload
 from yggdrasil.state import DecodeState, Head, Row, Shape
 from yggdrasil.step.platt import UNSCALED, PlattScale
@@ -30,6 +30,7 @@ __all__ = [
     "grow_reference_",
     "grown",
     "head_draft",
+    "num_candidates",
     "prefill",
     "row_of",
     "run_nodes",
@@ -285,7 +286,7 @@ def _grow_equally(
 ) -> Drafted:
     """`grow` without levels, one forward and one selection at a time."""
     tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
-    frontier = Frontier(shape.num_nodes, _num_candidates(model, shape), model.device, platt)
+    frontier = Frontier(shape.num_nodes, num_candidates(model, shape), model.device, platt)
     grow_ = grow_fused_ if model.device == "cpu" else grow_reference_
     meta_NM = model.meta(shape.width)
     tokens_NC, log_probs_NC = head.candidates
@@ -299,7 +300,7 @@ def _grow_equally(
     return Drafted(tree, num_run, grown(shape, depth))
 
 
-def _num_candidates(model: TokenModel, shape: Shape) -> int:
+def num_candidates(model: TokenGraphs, shape: Shape) -> int:
     """How many children of a node may be attached; in a chain only the best."""
     return 1 if shape.width == 1 and shape.levels is None else model.num_candidates
 
@@ -315,7 +316,7 @@ def _grow_levels(
     """A static tree, level by level."""
     assert shape.levels is not None
     tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
-    frontier = Frontier(shape.num_nodes, _num_candidates(model, shape), model.device, platt)
+    frontier = Frontier(shape.num_nodes, num_candidates(model, shape), model.device, platt)
     tokens_NC, log_probs_NC = head.candidates
     num_run = 1
     for depth, level in enumerate(shape.levels):

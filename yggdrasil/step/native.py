@@ -126,6 +126,7 @@ class NativeStep:
         self._stepping: list[Row] = []
         self._shapes: list[Shape] = []
         self._started = 0.0
+        self._catches_up = False
 
     @staticmethod
     def runs(*models: TokenGraphs) -> bool:
@@ -140,14 +141,18 @@ class NativeStep:
         """Whether C++ knows all stop rules of a choice."""
         return all(shape.stop is None or shape.stop.native is not None for shape in choice.shapes)
 
-    def run(self, rows: Sequence[Row], choice: Choice) -> list[StepResult]:
-        """`draft` and `verify` in one call, for rows without prompts beside them."""
-        self._start_(rows, choice.shapes)
+    def run(self, rows: Sequence[Row], choice: Choice, began: float) -> list[StepResult]:
+        """`draft` and `verify` in one call, for rows without prompts beside them.
+
+        Args:
+            began: `time.perf_counter` before the choice, which is part of the step's time.
+        """
+        self._start_(rows, choice.shapes, began)
         sent = self._send(rows, choice)
         menu = _menu(choice.menu)
         self._calls.run(self._rows, len(rows), menu, self._reply)
         del sent
-        self._note_(DRAFT_STAGES, self._reply.draft_ms)
+        self._note_draft_()
         return self._finish_()
 
     def draft(self, rows: Sequence[Row], choice: Choice) -> int:
@@ -156,10 +161,10 @@ class NativeStep:
         Returns:
             The tokens of the verification: roots, kept nodes, and text that the target lacks.
         """
-        self._start_(rows, choice.shapes)
+        self._start_(rows, choice.shapes, time.perf_counter())
         self._sent = self._send(rows, choice)
         self._calls.draft(self._rows, len(rows), _menu(choice.menu), self._reply)
-        self._note_(DRAFT_STAGES, self._reply.draft_ms)
+        self._note_draft_()
         return int(self._reply.num_tokens)
 
     def verify(self, joining: Sequence[Row], prompts: Sequence[Chunk]) -> list[StepResult]:
@@ -193,10 +198,11 @@ class NativeStep:
         logits_NV: Tensor = self._step.logits_and_hidden()[0]
         return logits_NV[[root_at + node for node in path]]
 
-    def _start_(self, rows: Sequence[Row], shapes: Sequence[Shape]) -> None:
-        self._started = time.perf_counter()
+    def _start_(self, rows: Sequence[Row], shapes: Sequence[Shape], began: float) -> None:
+        self._started = began
         self._stepping = list(rows)
         self._shapes = list(shapes)
+        self._catches_up = any(row.lag > 1 and shape.depth for row, shape in zip(rows, shapes, strict=True))
 
     def _send(self, rows: Sequence[Row], choice: Choice) -> array[int]:
         self._records.make_room_(choice)
@@ -241,7 +247,7 @@ class NativeStep:
     def _finish_(self) -> list[StepResult]:
         """Read the results into the rows."""
         reply = self._reply
-        self._note_(VERIFY_STAGES, reply.verify_ms)
+        self._trace.note(VERIFY_STAGES, reply.verify_ms)
         for forward in self._forwards[: reply.num_forwards]:
             self._models[forward.model].record_forward_(
                 forward.num_tokens, (forward.begin_ms, forward.end_ms)
@@ -284,8 +290,10 @@ class NativeStep:
         hidden_NE: Tensor = self._step.logits_and_hidden()[1]
         return hidden_NE[place]
 
-    def _note_(self, stages: Sequence[str], times_ms: Sequence[float]) -> None:
-        self._trace.note(stages, times_ms)
+    def _note_draft_(self) -> None:
+        begin, *ends = self._reply.draft_ms
+        first = 0 if self._catches_up else 1
+        self._trace.note(DRAFT_STAGES[first:], (begin, *ends[first:]))
 
 
 class _Calls:

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
-from yggdrasil.policy.gamma.fixed import VerifiesAll
-from yggdrasil.policy.gamma.protocol import Load, Outcome
+from yggdrasil.policy.gamma.protocol import ChainPolicy, Load, Outcome
 
 __all__ = ["AdaBinGreedy"]
 
 
-class AdaBinGreedy(VerifiesAll):
+class AdaBinGreedy(ChainPolicy):
     """One clock and one mean per arm for all batch sizes; no switching cost.
 
     Args:

@@ -6,13 +6,12 @@ import math
 from typing import Any
 
 from yggdrasil.policy.gamma.bins import MeanGoodput
-from yggdrasil.policy.gamma.fixed import VerifiesAll
-from yggdrasil.policy.gamma.protocol import Load, Outcome
+from yggdrasil.policy.gamma.protocol import ChainPolicy, Load, Outcome
 
 __all__ = ["BanditSpec"]
 
 
-class BanditSpec(VerifiesAll):
+class BanditSpec(ChainPolicy):
     """UCB1: the arm with the largest mean / maximum + sqrt(2 ln t / n), after every arm has run once.
 
     t counts the observed steps and n the steps of the arm. The maximum is the highest goodput of any step,

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from yggdrasil.policy.gamma.fixed import VerifiesAll
-from yggdrasil.policy.gamma.protocol import Load, Outcome
+from yggdrasil.policy.gamma.protocol import ChainPolicy, Load, Outcome
 
 __all__ = ["DSD"]
 
@@ -17,7 +16,7 @@ RATE_STEP = 0.1  # weight of the last step in the acceptance rate
 MAX_RATE = 0.99  # keeps the geometric sum finite
 
 
-class DSD(VerifiesAll):
+class DSD(ChainPolicy):
     """Goodput from a linear latency model, fitted offline, and one acceptance rate, averaged over the past.
 
     A step without drafts shows nothing about acceptance. So once gamma = 0 wins, the rate stays the same

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from yggdrasil.policy.gamma.protocol import Load, Outcome
+from yggdrasil.policy.gamma.protocol import ChainPolicy, Load
 
-__all__ = ["FixedGamma", "VerifiesAll"]
-
-
-class VerifiesAll:
-    """The part of a policy that verifies all drafts."""
-
-    def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
-        return sum(map(len, values))
+__all__ = ["FixedGamma"]
 
 
-class FixedGamma(VerifiesAll):
+class FixedGamma(ChainPolicy):
     """Standard speculative decoding ("SD"); at gamma 0 the draft never runs ("w/o SD").
 
     Args:
@@ -34,9 +26,6 @@ class FixedGamma(VerifiesAll):
 
     def select(self, load: Load) -> int:
         return min(self.gamma, load.gamma_max)
-
-    def observe(self, outcome: Outcome) -> None:
-        """Nothing to learn."""
 
     @property
     def state(self) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from yggdrasil.policy.gamma.fixed import VerifiesAll
-from yggdrasil.policy.gamma.protocol import Load, Outcome
+from yggdrasil.policy.gamma.protocol import ChainPolicy, Load, Outcome
 
 __all__ = ["LinThompson", "LinUCB"]
 
@@ -65,7 +64,7 @@ class _RidgeArms:
         return {"intercept_and_slope_tok_per_s": np.round(self.theta_G2, 2).tolist()}
 
 
-class LinUCB(VerifiesAll):
+class LinUCB(ChainPolicy):
     """The arm with the largest x . theta + alpha sqrt(x' A^-1 x).
 
     Args:
@@ -93,7 +92,7 @@ class LinUCB(VerifiesAll):
         return self.arms.to_json()
 
 
-class LinThompson(VerifiesAll):
+class LinThompson(ChainPolicy):
     """The arm whose goodput, drawn from its posterior at this context, is largest.
 
     Args:

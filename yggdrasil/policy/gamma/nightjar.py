@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,9 @@ import numpy as np
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
 from yggdrasil.policy.gamma.budget import draft_budget
 from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds, ValueScale
-from yggdrasil.policy.gamma.fixed import VerifiesAll
-from yggdrasil.policy.gamma.prior import Budget, GoodputPrior, SwitchingCost
-from yggdrasil.policy.gamma.protocol import Load, Outcome
+from yggdrasil.policy.gamma.prior import GoodputPrior, SwitchingCost
+from yggdrasil.policy.gamma.protocol import ChainPolicy, Load, Outcome
+from yggdrasil.step.choice import VerifyMenu
 
 __all__ = ["Nightjar", "PrintedNightjar"]
 
@@ -38,7 +38,7 @@ WAYS_KEPT = 2048
 PROMPT_VALUE = 0.8
 
 
-class PrintedNightjar(VerifiesAll):
+class PrintedNightjar(ChainPolicy):
     """Algorithm 1 and Eq. (3) as printed: for every batch size a block and bin clock and a mean per arm.
 
     A bin explores as a whole, a new arm every round, so about 2 H^(3/4) rounds of a block of H explore. The
@@ -105,7 +105,7 @@ more * selection gain; tokens to add; graph; predicted seconds
 """
 
 
-class Nightjar:
+class Nightjar(ChainPolicy):
     """The variant of Nightjar that serves by default: a corrected model exploits, a time budget explores.
 
     Exploit. The goodput of every arm is predicted as tokens / seconds from the pair's calibration and
@@ -153,8 +153,8 @@ class Nightjar:
     ... )
     >>> policy = Nightjar(prior, lambda lag, batch_size: 0.0, gamma_max=2)
     >>> load = Load(batch_size=3, deepest=2)
-    >>> policy.select(load), policy.verified(load, 2, [[0.7, 0.5]] * 3)  # 5 of 6 drafts fill the graph of 8
-    (2, 5)
+    >>> policy.select(load), policy.menu(load, 2, num_drafts=6).nodes  # 5 of 6 drafts fill the graph of 8
+    (2, (5, 6))
     """
 
     def __init__(
@@ -203,24 +203,26 @@ class Nightjar:
         self.exploration_s -= loss
         return candidate
 
-    def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
-        """The number of drafts that fills the graph with the best goodput at these values.
+    def menu(self, load: Load, gamma: int, num_drafts: int) -> VerifyMenu:
+        """The numbers of drafts that fill a graph, and the predicted step with each.
 
         Source: Yggdrasil section 4.2, "Verification Width Pruning".
         """
-        likeliest = sorted((value for row in values for value in row), reverse=True)
-        sums = [0.0, *accumulate(likeliest)]
-        scale = self.values.estimate
-
-        def goodput(budget: Budget) -> float:
-            width = self._prior.width(load.batch_size + budget.verified + budget.prompt_tokens)
-            tokens = load.batch_size + scale * sums[budget.verified] + PROMPT_VALUE * budget.prompt_tokens
-            return tokens / (budget.seconds * self.graphs.corrections[width])
-
         budgets = self._prior.budgets(
-            load.batch_size, gamma, load.waiting_tokens, len(likeliest), load.drafts_max
+            load.batch_size, gamma, load.waiting_tokens, num_drafts, load.drafts_max
         )
-        return max(budgets, key=goodput).verified
+        batch_size = load.batch_size
+        widths = [
+            self._prior.width(batch_size + budget.verified + budget.prompt_tokens) for budget in budgets
+        ]
+        slower = [self.graphs.corrections[width] for width in widths]
+        ms = [1e3 * budget.seconds * factor for budget, factor in zip(budgets, slower, strict=True)]
+        return VerifyMenu(
+            tuple(budget.verified for budget in budgets),
+            tuple(ms),
+            scale=self.values.estimate,
+            extra=tuple(PROMPT_VALUE * budget.prompt_tokens for budget in budgets),
+        )
 
     def _steps(self, load: Load, num_arms: int) -> list[_Step]:
         """For every arm the step with the best predicted goodput of all its ways."""

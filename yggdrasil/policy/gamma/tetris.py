@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from yggdrasil.errors import ConfigError
 from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.protocol import Load
+from yggdrasil.step.choice import VerifyMenu, verify_most
 
 __all__ = ["Tetris"]
 
@@ -24,8 +24,8 @@ class Tetris(FixedGamma):
     drafts instead of a capacity in tokens, and never more than the menu holds; the batcher ranks tokens by
     their path probability.
 
-    >>> Tetris(5, share=0.6).verified(Load(batch_size=3, deepest=5), 5, [[0.9, 0.8, 0.7, 0.6, 0.5]] * 3)
-    9
+    >>> Tetris(5, share=0.6).menu(Load(batch_size=3, deepest=5), 5, num_drafts=15).nodes
+    (9,)
     """
 
     def __init__(self, gamma: int, *, share: float) -> None:
@@ -37,10 +37,10 @@ class Tetris(FixedGamma):
     def select(self, load: Load) -> int:
         return min(self.gamma, load.deepest)
 
-    def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
+    def menu(self, load: Load, gamma: int, num_drafts: int) -> VerifyMenu:
         # rounding: 0.6 * 15 is not 9 in binary
-        num_verified = math.ceil(round(self.share * sum(map(len, values)), 6))
-        return num_verified if load.drafts_max is None else min(num_verified, load.drafts_max)
+        num_verified = math.ceil(round(self.share * num_drafts, 6))
+        return verify_most(num_verified if load.drafts_max is None else min(num_verified, load.drafts_max))
 
     @property
     def state(self) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from yggdrasil.errors import ConfigError
-from yggdrasil.policy.gamma.fixed import VerifiesAll
-from yggdrasil.policy.gamma.protocol import Load, Outcome
+from yggdrasil.policy.gamma.protocol import ChainPolicy, Load, Outcome
 
 __all__ = ["AdaptiveTiers", "TierConfig"]
 
@@ -43,7 +42,7 @@ class TierConfig:
             raise ConfigError("warmup_batches", self.warmup_batches, "0 or above")
 
 
-class AdaptiveTiers(VerifiesAll):
+class AdaptiveTiers(ChainPolicy):
     """The tier one step beyond the average accepted length, with hysteresis both ways.
 
     Args:

@@ -81,8 +81,8 @@ def test_tetris_verifies_its_share_of_draft_tokens_rounded_up() -> None:
     policy = Tetris(5, share=0.6)
     assert policy.select(Load(4, 7)) == 5
     for batch_size in (1, 2, 3, 4):
-        assert policy.verified(Load(batch_size, 7), 5, [[0.5] * 5] * batch_size) == 3 * batch_size
-    assert policy.verified(Load(3, 7), 4, [[0.5] * 4] * 3) == 8  # 7.2 of 12
+        assert policy.menu(Load(batch_size, 7), 5, 5 * batch_size).nodes == (3 * batch_size,)
+    assert policy.menu(Load(3, 7), 4, 12).nodes == (8,)  # 7.2 of 12
 
 
 def test_a_tetris_share_that_verifies_nothing_is_an_error() -> None:
@@ -412,7 +412,9 @@ def choices(name: str, steps: list[Step]) -> list[int]:
         gamma = policy.select(load)
         assert 0 <= gamma <= deepest
         values = [[0.7 ** (index + 1) for index in range(gamma)]] * batch_size
-        verified = policy.verified(load, gamma, values)
+        sums = np.cumsum([0.0, *sorted((value for row in values for value in row), reverse=True)])
+        menu = policy.menu(load, gamma, batch_size * gamma)
+        verified = menu.best(sums.tolist(), num_rows=batch_size, depth=gamma)
         assert 0 <= verified <= batch_size * gamma
         assert drafts_max is None or verified <= drafts_max
         even, more = divmod(verified, batch_size)
