@@ -45,8 +45,9 @@ from matplotlib.figure import Figure
 
 from bench.lib.harness import environment, save_result
 from yggdrasil.policy.gamma.prior import GoodputPrior
-from yggdrasil.policy.gamma.protocol import BatchPolicy, Load, Outcome
+from yggdrasil.policy.gamma.protocol import ChainPolicy, Load, Outcome
 from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy
+from yggdrasil.step.choice import VERIFY_ALL
 
 __all__ = ["SETTINGS", "Run", "World", "measure", "simulate"]
 
@@ -173,7 +174,7 @@ def best_tok_per_s(batch_size: int, rate: float) -> float:
     return batch_size * expected_emitted(rate, gamma) / step_s(batch_size, gamma, batch_size * gamma)
 
 
-class Oracle:
+class Oracle(ChainPolicy):
     """Runs the best arm of every step; it alone sees the world."""
 
     def __init__(self, world: World) -> None:
@@ -186,16 +187,6 @@ class Oracle:
 
     def select(self, load: Load) -> int:
         return next(self._arms)
-
-    def verified(self, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
-        return sum(map(len, values))
-
-    def observe(self, outcome: Outcome) -> None:
-        """It knows."""
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return {}
 
 
 def simulate(policy: ChainPolicy, world: World) -> Run:
@@ -279,7 +270,7 @@ def world_of(setting: str, seed: int, num_steps: int) -> World:
 SETTINGS = ("stationary", "switching", "drifting", "traffic")
 
 
-def policy_in(name: str, world: World, widths: tuple[int, ...] = ()) -> BatchPolicy:
+def policy_in(name: str, world: World, widths: tuple[int, ...] = ()) -> ChainPolicy:
     """A new policy that has seen nothing of this world, but knows graphs of these widths."""
     if name == ORACLE:
         return Oracle(world)

@@ -168,9 +168,13 @@ class Engine:
             caught_up=caught_up,
         )
 
+    def planned(self, temperature: float) -> Executor | None:
+        """The executor of `generate` at this temperature, if a plan gains there."""
+        return self._sampled if temperature > 0 else self._greedy
+
     def fast_step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
         """`step` as `generate` runs it: the same results, faster."""
-        planned = self._sampled if state.sampling.temperature > 0 else self._greedy
+        planned = self.planned(state.sampling.temperature)
         if planned is not None:
             return planned.step(state, policy)
         if self._native is None:

@@ -131,8 +131,6 @@ def both(
                 )
             )
             caches.append([stored(model, model.cache.len) for model in (engine.target, engine.draft)])
-        for a, b in zip(*histories):
-            assert a == b, (a[:3], b[:3])
         assert histories[1] == histories[0]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*caches, strict=True))
 

@@ -29,14 +29,15 @@ from yggdrasil.schedule import executor as executor_module
 from yggdrasil.schedule import profile as profile_module
 from yggdrasil.schedule.choice import MIN_TURNS, Trial, search_plan, try_plan
 from yggdrasil.schedule.executor import Executor
-from yggdrasil.schedule.native import NativeStep
 from yggdrasil.schedule.plan import SEQUENTIAL, Plan
 from yggdrasil.schedule.profile import NUM_STEPS, profile_stages
 from yggdrasil.schedule.search import plans, simulate
 from yggdrasil.schedule.stages import STAGES
 from yggdrasil.schedule.workload import Workload
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
+from yggdrasil.step.choice import Calibration, Choice, verify_most
 from yggdrasil.step.draft import prefill
+from yggdrasil.step.native import NativeStep
 from yggdrasil.step.platt import PlattScale
 from yggdrasil.step.sampling import gumbel_noise
 from yggdrasil.store import artifacts
@@ -63,24 +64,11 @@ class Sequence:
 
     shapes: tuple[Shape, ...]
     num_steps: int = field(default=0, init=False)
-    native_costs = None
 
-    def choose(self, state: DecodeState) -> Shape:
+    def choose(self, rows: Any) -> Choice:
         self.num_steps += 1
-        return self.shapes[(self.num_steps - 1) % len(self.shapes)]
-
-    @property
-    def platt(self) -> PlattScale:
-        return PlattScale(1.8, 1.3)
-
-    @property
-    def knots(self) -> Tensor:
-        return UNCALIBRATED.knots
-
-    def verify_costs(
-        self, shape: Shape, num_nodes: int, context_len: int, lag: int
-    ) -> tuple[list[int], list[float]]:
-        return [min(shape.verify or 16, num_nodes)], [1.0]
+        shape = self.shapes[(self.num_steps - 1) % len(self.shapes)]
+        return Choice((shape,), (CALIBRATION,), verify_most(15))
 
     def observe(self, result: StepResult) -> None:
         assert result.ms > 0
@@ -95,6 +83,7 @@ class TwoDeep:
         return int(tree.depth_N.max()) >= 2
 
 
+CALIBRATION = Calibration(PlattScale(1.8, 1.3), UNCALIBRATED.calibration.knots)
 LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
 POLICIES = {
     "tree": (Shape(4, 4, 16),),
@@ -429,7 +418,7 @@ def test_a_plan_runs_only_where_it_has_an_effect(engine: Engine) -> None:
     noise = next(plan for plan in PLANS if plan.name == "noise side")
     for plan, planned in ((None, []), (SEQUENTIAL, []), (noise, [0.8]), (MOST, [0.0, 0.8])):
         each = Engine(engine.target, engine.draft, max_context=64, greedy_plan=plan, sampled_plan=plan)
-        assert [at for at in (0.0, 0.8) if isinstance(each.runner(at), Executor)] == planned
+        assert [at for at in (0.0, 0.8) if each.planned(at) is not None] == planned
     greedy = Engine(engine.target, engine.draft, max_context=64, greedy_plan=MOST)
     config = GenerateConfig(max_new_tokens=8, ignore_eos=True)
     list(greedy.generate([5, 6, 7], Sequence(POLICIES["tree"]), config))
@@ -465,7 +454,7 @@ def test_a_loaded_pair_runs_natively_unless_a_plan_was_measured_to_gain(
     config = GenerateConfig(max_new_tokens=8, ignore_eos=True)
     for sampling, gain95 in ((GREEDY, greedy), (SAMPLED, sampled)):
         runs = Executor if gain95 is not None and gain95[0] > 0 else NativeStep
-        assert type(pair.engine.runner(sampling.temperature)) is runs
+        assert (pair.engine.planned(sampling.temperature) is None) == (runs is NativeStep)
         pair.engine.trace.count.clear()
         policy = pair.policy(shape=Shape(4, 4))
         list(pair.engine.generate([5, 6, 7], policy, replace(config, sampling=sampling)))
@@ -507,12 +496,10 @@ def test_the_compared_arms_are_the_plan_and_the_step_without_one(
     monkeypatch.setattr(choice_module, "best_plan", lambda profile: MOST)
     monkeypatch.setattr(choice_module, "MAX_TURNS", MIN_TURNS)
     ran: list[str] = []
-    for kind in (NativeStep, Executor):
-        run = kind.step
+    for kind, name in ((NativeStep, "run"), (Executor, "step")):
+        run = getattr(kind, name)
         monkeypatch.setattr(
-            kind,
-            "step",
-            lambda self, *args, run=run: (ran.append(type(self).__name__), run(self, *args))[1],
+            kind, name, lambda self, *args, run=run: (ran.append(type(self).__name__), run(self, *args))[1]
         )
     found = search_plan(work(engine, prompts[0], SAMPLED), budget_s=120.0)
     assert found.trial is not None

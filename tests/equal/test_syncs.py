@@ -30,6 +30,7 @@ from yggdrasil.schedule.plan import Plan
 from yggdrasil.schedule.search import plans
 from yggdrasil.staging import upload
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
+from yggdrasil.step.choice import Calibration, Choice, verify_most
 from yggdrasil.step.draft import Frontier, prefill
 from yggdrasil.step.platt import PlattScale
 from yggdrasil.step.sampling import gumbel_noise
@@ -37,6 +38,7 @@ from yggdrasil.step.sampling import gumbel_noise
 NUM_STEPS = 6
 GREEDY = SamplingConfig()
 SAMPLED = SamplingConfig(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01, seed=7)
+CALIBRATION = Calibration(PlattScale(1.8, 1.3), UNCALIBRATED.calibration.knots)
 LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
 SHAPES = (
     PLAIN,
@@ -53,23 +55,9 @@ class Always:
     """One shape, the edges scaled."""
 
     shape: Shape
-    native_costs = None
 
-    def choose(self, state: DecodeState) -> Shape:
-        return self.shape
-
-    @property
-    def platt(self) -> PlattScale:
-        return PlattScale(1.8, 1.3)
-
-    @property
-    def knots(self) -> Tensor:
-        return UNCALIBRATED.knots
-
-    def verify_costs(
-        self, shape: Shape, num_nodes: int, context_len: int, lag: int
-    ) -> tuple[list[int], list[float]]:
-        return [min(shape.verify or 16, num_nodes)], [1.0]
+    def choose(self, rows: Any) -> Choice:
+        return Choice((self.shape,), (CALIBRATION,), verify_most(15))
 
     def observe(self, result: StepResult) -> None: ...
 

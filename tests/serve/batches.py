@@ -20,8 +20,8 @@ from yggdrasil.serve.pages import PagePool
 from yggdrasil.serve.request import Event, Request
 from yggdrasil.step.choice import VerifyMenu, verify_most
 
-# 4 rows of 8 drafts are more than the largest graph verifies
-CONFIG = ServeConfig(policy="off", gamma_max=8, max_batch=4)
+# 8 rows of 4 drafts are more than the largest graph verifies
+CONFIG = ServeConfig(policy="off", gamma_max=4, max_batch=8)
 
 
 class Schedule(FixedGamma):

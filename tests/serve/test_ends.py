@@ -21,8 +21,6 @@ from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.pages import PagePool
 from yggdrasil.serve.ticket import Ticket
 from yggdrasil.state import Shape, StepResult, truncate
-from yggdrasil.step.accept import Accepted
-from yggdrasil.step.rows import Chain
 from yggdrasil.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
@@ -46,13 +44,13 @@ class Scripted:
         self.prompt = prompt
         self.config = config
 
-    def batched(self, steps: Sequence[list[int]]) -> tuple[Client, Ticket, list[tuple[list[int], int]]]:
+    def batched(self, steps: Sequence[list[int]]) -> tuple[Client, Ticket, list[tuple[int, int]]]:
         """Run the steps in a batch.
 
         Returns:
-            The client, its ticket, and for every step the emitted tokens by row and the returned tokens.
+            The client, its ticket, and for every step the numbers of emitted and returned tokens.
         """
-        no_model: Any = None
+        no_model: Any = SimpleNamespace(device="")
         pool = PagePool(16, num_rows=1, max_indices=256)
         batcher = Batcher(
             no_model,
@@ -73,9 +71,16 @@ class Scripted:
             if ticket.is_finished:
                 break
             pool.extend_(0, len(ticket.state.tokens) + len(tokens))
-            accepted = Accepted(list(range(len(tokens))), tokens)
-            logits_NV = torch.zeros(len(tokens), tiny_pair.VOCAB)
-            counts.append(batcher._commit_([ticket], [Chain(tokens[:-1])], [accepted], logits_NV, [0]))
+            size = len(tokens)
+            batcher._step._logits = torch.zeros(size, tiny_pair.VOCAB)
+            batcher._step._roots = [0]
+            tree = TokenTree.root(END, capacity=1)
+            result = StepResult(
+                tokens, Shape(1, size - 1), size, size, 0, 1.0, lambda tree=tree: tree, list(range(size))
+            )
+            ticket.state.tokens.extend(tokens)
+            ticket.running.target_len = ticket.state.root_pos
+            counts.append((size, batcher._publish_results_([ticket], [result])))
         batcher.check()
         return client, ticket, counts
 

@@ -72,9 +72,12 @@ struct Node {
   double value;
 };
 
+// By falling value; among equals the lower id, so a parent before its child, then the earlier row.
 void by_value_(std::vector<Node>& nodes) {
-  std::stable_sort(nodes.begin(), nodes.end(),
-                   [](const Node& a, const Node& b) { return a.value > b.value; });
+  std::sort(nodes.begin(), nodes.end(), [](const Node& a, const Node& b) {
+    if (a.value != b.value) return a.value > b.value;
+    return a.id != b.id ? a.id < b.id : a.row < b.row;
+  });
 }
 
 }  // namespace
@@ -305,7 +308,6 @@ void Step::prune_(const Menu& menu, Reply& reply) {
     if (row.row.verify && row.row.verify < row.num_nodes) {
       by_value_(own);
       own.resize(size_t(row.row.verify - 1));
-      std::sort(own.begin(), own.end(), [](const Node& a, const Node& b) { return a.id < b.id; });
     }
     nodes.insert(nodes.end(), own.begin(), own.end());
     reply.results[i].values_at = num_values;

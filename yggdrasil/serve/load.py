@@ -100,9 +100,9 @@ def check_fits(config: ServeConfig, compiled: CompileConfig) -> None:
     if config.max_batch > most:
         allowed = f"at most {most}, half of the pair's largest graph"
         raise ConfigError("max_batch", config.max_batch, allowed, f"ygg serve --max-batch {most}")
-    most = compiled.max_nodes - 1
+    most = compiled.max_depth
     if config.gamma_max > most:
-        allowed = f"at most {most}, the draft tokens that the pair was compiled for"
+        allowed = f"at most {most}, the depth of trees that the pair was compiled for"
         raise ConfigError("gamma_max", config.gamma_max, allowed, f"ygg serve --gamma-max {most}")
 
 

@@ -273,12 +273,13 @@ def prune_rows(drafts: Sequence[RowDraft], choice: Choice) -> list[Pruned]:
         calibration.values(draft.tree.log_prob_N.tolist())[1:]  # sync: the number of nodes is a shape
         for draft, calibration in zip(drafts, choice.calibrations, strict=True)
     ]
-    competing = [
-        (place, node)
+    # among equals the lower node, so a parent before its child, then the earlier row
+    competing = sorted(
+        (int(node), place)
         for place, shape in enumerate(choice.shapes)
-        for node in np.sort(_best(values[place])[: None if shape.verify is None else shape.verify - 1])
-    ]
-    of_batch = np.array([values[place][node] for place, node in competing])
+        for node in _best(values[place])[: None if shape.verify is None else shape.verify - 1]
+    )
+    of_batch = np.array([values[place][node] for node, place in competing])
     order = _best(of_batch)
     sums = [0.0, *of_batch[order].cumsum().tolist()]
     depth = max(draft.shape.depth for draft in drafts)
@@ -287,15 +288,15 @@ def prune_rows(drafts: Sequence[RowDraft], choice: Choice) -> list[Pruned]:
     ]
     pruned = []
     for place, draft in enumerate(drafts):
-        nodes = [node for row, node in kept if row == place]
-        keep = [0, *(1 + int(node) for node in sorted(nodes))]
+        nodes = [node for node, row in kept if row == place]
+        keep = [0, *(1 + node for node in sorted(nodes))]
         tree = draft.tree if len(draft.tree) == 1 else draft.tree.subtree(keep)
         pruned.append(Pruned(tree, keep, 1.0 + sum(float(values[place][node]) for node in nodes)))
     return pruned
 
 
 def _best(values: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Indices by falling value; among equals the earlier one, so a parent before its child."""
+    """Indices by falling value; among equals the earlier one."""
     return np.argsort(-values, kind="stable")
 
 

@@ -17,7 +17,6 @@ from yggdrasil.models.packing import (
     pack_nodes_reference_,
 )
 from yggdrasil.step.accept import accept, follow, target_tokens
-from yggdrasil.step.prune import prune_reference
 from yggdrasil.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -83,28 +82,6 @@ def test_a_root_is_the_root_of_a_tree() -> None:
     assert (tree.capacity, tree.max_depth) == (9, MAX_DEPTH)
     tree.grow(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([-0.1, -0.2]))
     tree.check()
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_pruning_agrees_with_the_reference(seed: int) -> None:
-    """The knots are few, so many nodes have equal values; each K is the best one for some seed."""
-    generator = torch.Generator().manual_seed(seed)
-    tree = random_tree(int(torch.randint(2, 24, (1,), generator=generator)), seed)
-    knots_2M = torch.stack(
-        (torch.tensor([-2.0, -0.9, -0.2, -0.1]), torch.rand(4, generator=generator).sort().values)
-    ).double()
-    widths = [width for width in (1, 2, 4, 7, 12) if width < len(tree)] + [len(tree)]
-    costs_ms = (0.5 + torch.rand(len(widths), generator=generator)).tolist()
-    plain = prune_reference(tree, knots_2M, widths, costs_ms)
-    *arrays, keep, expected = torch.ops.ygg.prune(*tree.arrays, len(tree), knots_2M, widths, costs_ms)
-    assert (keep, expected) == (plain.drafted_node, plain.expected_emitted)
-    assert_same_tree(TokenTree.of(*arrays, length=len(keep)), plain.tree)
-
-
-def test_pruning_to_more_nodes_than_there_are_is_refused() -> None:
-    knots_2M = torch.tensor([[-1.0, 0.0], [0.1, 1.0]], dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="4 of 3 nodes"):
-        torch.ops.ygg.prune(*random_tree(3, 0).arrays, 3, knots_2M, [2, 4], [1.0, 1.0])
 
 
 def best_tokens(tree: TokenTree, generator: torch.Generator, *, elsewhere: bool) -> torch.Tensor:

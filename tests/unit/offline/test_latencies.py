@@ -18,7 +18,6 @@ from yggdrasil.offline.latencies import (
     decision_milliseconds,
     latency_curve,
 )
-from yggdrasil.state import PLAIN, DecodeState, Shape
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -77,14 +76,13 @@ def test_the_cost_of_a_decision_is_only_the_time_to_choose(monkeypatch: pytest.M
     seconds = itertools.cycle([0.002, 0.002, 0.900])  # others on the machine
 
     class Choosing:
-        def choose(self, state: DecodeState) -> Shape:
+        def choose(self, rows: Any) -> Any:
             clock.now += next(seconds)
-            return PLAIN
 
     def generate(prompt: list[int], policy: Any, config: Any) -> Any:
         for _ in range(config.max_new_tokens):
             clock.now += 0.005
-            yield policy.choose(DecodeState(prompt))
+            yield policy.choose([])
 
     engine: Any = SimpleNamespace(generate=generate)
     policy: Any = Choosing()

@@ -23,7 +23,7 @@ from yggdrasil.policy.acceptance import Acceptance, TreeRecord
 from yggdrasil.policy.depth import DepthPredictor, inputs_of
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import Arms, ContextShape
-from yggdrasil.state import PLAIN, DecodeState, Shape
+from yggdrasil.state import PLAIN, DecodeState, Row, Shape
 
 DEPTH = 4
 LATENCY = LatencyModel(
@@ -180,22 +180,25 @@ def policy(predictor: DepthPredictor) -> ContextShape:
     )
 
 
-def state() -> DecodeState:
-    return DecodeState([1, 2], hidden_of=torch.ones(2).detach)
+def shape_of(policy: ContextShape, state: DecodeState | None = None) -> Shape:
+    """The shape for a context whose hidden state is known, if no other is given."""
+    state = state or DecodeState([1, 2], hidden_of=torch.ones(2).detach)
+    [shape] = policy.choose([Row(0, state)]).shapes
+    return shape
 
 
 def test_a_context_with_zero_predicted_acceptance_is_decoded_plainly() -> None:
-    assert policy(constant(0.01)).choose(state()) == PLAIN
+    assert shape_of(policy(constant(0.01))) == PLAIN
 
 
 def test_a_context_with_high_predicted_acceptance_is_drafted_deeply() -> None:
-    assert policy(constant(0.99)).choose(state()) == Shape(1, DEPTH)
+    assert shape_of(policy(constant(0.99))) == Shape(1, DEPTH)
 
 
 def test_a_predictor_with_zero_trust_changes_no_shape() -> None:
     assert (
-        policy(constant(0.01, trust=0.0)).choose(state())
-        == policy(constant(0.99, trust=0.0)).choose(state())
+        shape_of(policy(constant(0.01, trust=0.0)))
+        == shape_of(policy(constant(0.99, trust=0.0)))
         == Shape(1, DEPTH)
     )
 
@@ -218,7 +221,7 @@ def test_trust_is_the_correct_share_of_a_predicted_deviation(found: HeldOut) -> 
 
 
 def test_without_a_hidden_state_the_best_shape_of_the_calibration_is_taken() -> None:
-    assert policy(constant(0.01)).choose(DecodeState([1])).depth > 0
+    assert shape_of(policy(constant(0.01)), DecodeState([1])).depth > 0
 
 
 def test_growth_of_one_selects_the_arm_of_equation_three() -> None:

@@ -10,7 +10,7 @@ from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.guard import CHECK_INTERVAL, CHECK_STEPS, REFILL_SHARE, START_STEPS, Guard
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import FixedShape
-from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
+from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
 from yggdrasil.tree import TokenTree
 
 PLAIN_MS = 10.0
@@ -45,9 +45,9 @@ def run(
     spent = 0.0
     tokens = 0
     speculated = []
-    state = DecodeState([1], hidden_of=torch.zeros(1).detach)
+    row = Row(0, DecodeState([1], hidden_of=torch.zeros(1).detach))
     for _ in range(num_steps):
-        shape = policy.choose(state)
+        [shape] = policy.choose([row]).shapes
         one = result(shape, emitted, step_ms) if shape.depth else result(PLAIN, 1, plain_ms)
         policy.observe(one)
         spent += one.ms
@@ -111,10 +111,11 @@ def test_catching_up_before_a_probe_is_counted_and_not_interrupted() -> None:
     assert not any(speculated)  # 80 ms lost at 0.0075 of the time take a thousand steps
 
 
-def test_costs_and_knots_are_those_of_the_inner_policy() -> None:
+def test_a_choice_is_that_of_the_inner_policy() -> None:
     policy = guard()
-    assert policy.verify_costs(SPECULATIVE, 9, 0, 0) == ([5], [1.0])
-    assert policy.knots is policy.inner.knots
+    choice = policy.choose([Row(0, DecodeState([1]))])
+    assert choice.shapes == (SPECULATIVE,)
+    assert choice.calibrations[0] is policy.inner.acceptance.calibration
 
 
 def test_on_a_busy_machine_where_every_step_is_slow_speculation_goes_on() -> None:

@@ -12,8 +12,8 @@ from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.objective import speedup
 from yggdrasil.policy.shape import Arms, BestShape, FixedShape, StoppingShape, best_shape
 from yggdrasil.policy.stopping import SmallGain
-from yggdrasil.state import PLAIN, DecodeState, Shape
-from yggdrasil.step.prune import best_width, prune
+from yggdrasil.state import PLAIN, DecodeState, Row, Shape
+from yggdrasil.step.prune import prune
 from yggdrasil.tree import TokenTree
 
 CURVE = Curve((100, 300), (2, 4, 8), ((10.0, 12.0, 20.0), (14.0, 20.0, 28.0)))
@@ -83,6 +83,16 @@ def test_speedup_of_plain_decoding_is_exactly_one() -> None:
         assert speedup(1.0, width=1, depth=0, verify=1, context_len=context_len, latency=LATENCY) == 1.0
 
 
+def row(num_tokens: int, lag: int = 0) -> Row:
+    """A request of this many tokens, of which the target lacks some before the root."""
+    return Row(0, DecodeState([1] * num_tokens), target_len=num_tokens - 1 - lag)
+
+
+def shape_of(policy: FixedShape, num_tokens: int) -> Shape:
+    [shape] = policy.choose([row(num_tokens)]).shapes
+    return shape
+
+
 def test_speedup_is_equation_three() -> None:
     assert speedup(3.0, width=4, depth=3, verify=8, context_len=7, latency=LATENCY) == pytest.approx(
         3.0 * 10.5 / 19.5
@@ -119,12 +129,10 @@ def test_best_shape_policy_computes_each_context_once() -> None:
         verify_widths=VERIFY_WIDTHS,
         widths=WIDTHS,
     )
-    short = DecodeState([1] * 10)
-    longer = DecodeState([1] * 100)
-    assert policy.choose(short) == policy.choose(longer) == Shape(1, 3)
+    assert shape_of(policy, 10) == shape_of(policy, 100) == Shape(1, 3)
     policy.latency = LatencyModel(LATENCY.draft, LATENCY.verify, 1e6, 1e6, 0.5)
-    assert policy.choose(short) == Shape(1, 3)  # cached for this range of context lengths
-    assert policy.choose(DecodeState([1] * 200)) == PLAIN
+    assert shape_of(policy, 10) == Shape(1, 3)  # cached for this range of context lengths
+    assert shape_of(policy, 200) == PLAIN
 
 
 def test_the_pooled_table_by_hand() -> None:
@@ -151,7 +159,7 @@ def test_growth_stops_after_a_step_that_adds_less_than_its_cost() -> None:
         "verify_widths": VERIFY_WIDTHS,
         "widths": WIDTHS,
     }
-    shape = StoppingShape(shape=PLAIN, **menu).choose(DecodeState([1] * 10))
+    shape = shape_of(StoppingShape(shape=PLAIN, **menu), 10)
     # best is W = 4, D = 2, K = 4: 3.5 tokens in 15 ms; a growth step takes 2 ms in the graph and 0.5 on the
     # host
     assert (shape.width, shape.depth, shape.verify) == (4, 3, None)
@@ -173,7 +181,7 @@ def test_no_tree_grows_where_plain_decoding_is_best() -> None:
     policy = StoppingShape(
         shape=PLAIN, acceptance=USELESS, latency=LATENCY, verify_widths=VERIFY_WIDTHS, widths=WIDTHS
     )
-    assert policy.choose(DecodeState([1] * 10)) == PLAIN
+    assert shape_of(policy, 10) == PLAIN
 
 
 def test_the_cost_of_every_arm_is_that_of_its_step() -> None:
@@ -231,7 +239,12 @@ def test_verify_width_is_that_of_the_shape_if_set() -> None:
 
 
 def verify_width(policy: FixedShape, expected: list[float], shape: Shape) -> int:
-    return best_width(expected, *policy.verify_costs(shape, len(expected), 7, 0))
+    """K for a tree whose best k nodes emit expected[k - 1] tokens."""
+    policy.shape = shape
+    menu = policy.choose([row(8)]).menu
+    most = len(expected) if shape.verify is None else min(shape.verify, len(expected))
+    sums = [emitted - 1 for emitted in expected[:most]]
+    return 1 + menu.best(sums, num_rows=1, depth=shape.depth)
 
 
 def test_a_tree_gets_the_room_of_a_graph_that_lagging_tokens_leave() -> None:
@@ -243,11 +256,20 @@ def test_a_tree_gets_the_room_of_a_graph_that_lagging_tokens_leave() -> None:
         plain_host_ms=0.0,
     )
     policy = FixedShape(PLAIN, USELESS, latency, (2, 4, 8))
+
+    def menu(shape: Shape, lag: int) -> list[tuple[int, float]]:
+        """The numbers of nodes, and the step's milliseconds with each."""
+        policy.shape = shape
+        found = policy.choose([row(30, lag)]).menu
+        step_ms = [ms + shape.depth * found.growth_ms for ms in found.ms]
+        return list(zip(found.nodes, step_ms, strict=True))
+
     before_ms = latency.before_verify_ms(1, 4, 7)
-    assert policy.verify_costs(Shape(1, 4), 5, 7, 3) == ([1, 5], [before_ms + 10.0, before_ms + 12.0])
-    assert policy.verify_costs(Shape(1, 4), 5, 7, 6) == ([2, 5], [before_ms + 12.0, before_ms + 40.0])
+    assert menu(Shape(1, 4), 3) == [(0, before_ms + 10.0), (4, before_ms + 12.0), (7, before_ms + 40.0)]
+    assert menu(Shape(1, 4), 6) == [(1, before_ms + 12.0), (7, before_ms + 40.0)]
     # the prompt's graph, but no more nodes than are ever verified
-    assert policy.verify_costs(Shape(4, 4), 17, 7, 20) == ([8], [before_ms + 3.0 + 40.0])
+    before_ms = latency.before_verify_ms(4, 4, 7)
+    assert menu(Shape(4, 4), 20) == [(7, before_ms + 40.0)]
 
 
 def tree_for_pruning() -> TokenTree:

@@ -19,7 +19,7 @@ from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.linear import LinThompson, LinUCB
 from yggdrasil.policy.gamma.nightjar import Nightjar, PrintedNightjar
 from yggdrasil.policy.gamma.prior import GoodputPrior, SwitchingCost, predicted_goodput
-from yggdrasil.policy.gamma.protocol import BatchPolicy
+from yggdrasil.policy.gamma.protocol import ChainPolicy
 from yggdrasil.policy.gamma.tetris import Tetris
 from yggdrasil.policy.gamma.tiers import AdaptiveTiers, TierConfig
 
@@ -66,7 +66,7 @@ def _dsd(parts: PolicyParts) -> DSD:
     return DSD(points, rate=parts.prior.emitted(1) - 1)
 
 
-POLICIES: Mapping[str, Callable[[PolicyParts], BatchPolicy]] = {
+POLICIES: Mapping[str, Callable[[PolicyParts], ChainPolicy]] = {
     "nightjar": lambda parts: Nightjar(
         parts.prior, parts.switching_cost, gamma_max=parts.gamma_max, max_batch=parts.max_batch
     ),
@@ -83,12 +83,12 @@ POLICIES: Mapping[str, Callable[[PolicyParts], BatchPolicy]] = {
 """Builders of policies without an argument; `policy_builder` also accepts `fixed-N` and `tiers:PATH`."""
 
 
-def gamma_policy(name: str, parts: PolicyParts) -> BatchPolicy:
+def gamma_policy(name: str, parts: PolicyParts) -> ChainPolicy:
     """Build the policy of this name; raises the errors of `policy_builder`."""
     return policy_builder(name, parts.gamma_max)(parts)
 
 
-def policy_builder(name: str, gamma_max: int) -> Callable[[PolicyParts], BatchPolicy]:
+def policy_builder(name: str, gamma_max: int) -> Callable[[PolicyParts], ChainPolicy]:
     """Look up the builder of a policy; this needs no profile yet.
 
     Args:

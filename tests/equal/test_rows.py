@@ -1,0 +1,171 @@
+"""The step over rows in C++ against its specification: equal results and equal KV over random histories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from yggdrasil.config import SamplingConfig, ServeConfig
+from yggdrasil.models.packing import Chunk
+from yggdrasil.pair import LoadedPair
+from yggdrasil.policy.stopping import LowConfidence, SmallGain
+from yggdrasil.serve.load import load_batcher
+from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
+from yggdrasil.step.choice import VERIFY_ALL, Choice, VerifyMenu, verify_most
+from yggdrasil.step.native import NativeStep
+from yggdrasil.step.rows import StepOverRows
+from yggdrasil.trace import Trace
+
+ROWS = 5
+LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
+SHAPES = (
+    PLAIN,
+    Shape(1, 1),
+    Shape(1, 4),
+    Shape(1, 4, 3),
+    Shape(4, 4),
+    Shape(4, 3, 6),
+    Shape(2, 3),
+    Shape(4, 4, stop=SmallGain(4, (0.0, 0.05, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3), 0.4)),
+    Shape(1, 4, stop=LowConfidence(0.5)),
+    Shape(3, 3, 8, LEVELS),
+)
+MENUS = (
+    VERIFY_ALL,
+    verify_most(6),
+    verify_most(0),
+    VerifyMenu((2, 8, 20), (10.0, 11.0, 14.0), growth_ms=0.3, scale=0.9, extra=(0.0, 0.5, 1.0)),
+)
+SAMPLINGS = (
+    SamplingConfig(),
+    SamplingConfig(temperature=0.8, seed=3),
+    SamplingConfig(temperature=1.2, top_k=20, top_p=0.9, seed=2**62),
+    SamplingConfig(temperature=0.6, min_p=0.05, seed=9),
+)
+
+
+@dataclass
+class Stand:
+    """Graphs over a page table whose rows own pages in a shuffled order."""
+
+    pair: LoadedPair
+
+    def __post_init__(self) -> None:
+        batcher = load_batcher(self.pair.bundle, ServeConfig(policy="off", gamma_max=4, max_batch=8))
+        self.target = batcher.target
+        self.draft = batcher.draft
+        self.acceptance = batcher.acceptance
+        table_BP = batcher.pool.table_BP
+        order = torch.randperm(batcher.pool.num_pages, generator=torch.Generator().manual_seed(5))
+        self.num_pages = batcher.pool.num_pages // ROWS
+        for row in range(ROWS):
+            pages = order[row * self.num_pages : (row + 1) * self.num_pages][: table_BP.shape[1]]
+            table_BP[row, : len(pages)] = pages
+
+    def choice(self, rows: Sequence[Row], shapes: Sequence[Shape], menu: VerifyMenu) -> Choice:
+        calibrations = [self.acceptance(row.state.sampling.temperature).calibration for row in rows]
+        return Choice(tuple(shapes), tuple(calibrations), menu)
+
+    def stored(self, rows: Sequence[Row]) -> list[Tensor]:
+        """The committed KV of every row in both models."""
+        found = []
+        for model, lens in (
+            (self.target, [row.target_len for row in rows]),
+            (self.draft, [row.draft_len for row in rows]),
+        ):
+            for row, length in zip(rows, lens, strict=True):
+                pages = model.cache.pages_BP[row.row, : self.num_pages].long()
+                slots = model.cache.storage_PL2GSF[pages].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)
+                found.append(slots[:length].clone())
+        return found
+
+
+@pytest.fixture(scope="module")
+def stand(tiny: LoadedPair) -> Stand:
+    return Stand(tiny)
+
+
+def record(result: StepResult) -> tuple[Any, ...]:
+    """Everything in a result except its time."""
+    tree = result.tree
+    arrays = [array.tolist() for array in (tree.token_N, tree.parent_N, tree.depth_N, tree.path_NA)]
+    values = [round(value, 12) for value in result.values]
+    bare = replace(result, ms=0.0, tree_of=None, values=(), predicted_emitted=0.0)  # type: ignore[arg-type]
+    return bare, arrays, tree.log_prob_N.tolist(), values, round(result.predicted_emitted, 12)
+
+
+HISTORIES = st.fixed_dictionaries(
+    {
+        "prompts": st.lists(
+            st.tuples(st.integers(1, 40), st.integers(0, 300), st.sampled_from(SAMPLINGS)),
+            min_size=1,
+            max_size=ROWS,
+        ),
+        "steps": st.lists(
+            st.tuples(
+                st.lists(st.sampled_from(SHAPES), min_size=ROWS, max_size=ROWS),
+                st.sampled_from(MENUS),
+                st.integers(0, 12),  # prompt tokens of a row whose root is not reached
+            ),
+            min_size=1,
+            max_size=5,
+        ),
+    }
+)
+
+
+def run(stand: Stand, form: Any, history: dict[str, Any]) -> tuple[list[Any], list[Tensor], list[int]]:
+    """The results of every step, the KV at the end, and the number of tokens of every verification.
+
+    Rows join with their prompts: the first one decodes from the start, the others join one a step. The last
+    row of the table runs a prompt besides.
+    """
+    step = form(stand.target, stand.draft, Trace())
+    states = [
+        DecodeState([(start + 7 * place) % 300 for place in range(length)], sampling)
+        for length, start, sampling in history["prompts"]
+    ]
+    waiting = [Row(place, state) for place, state in enumerate(states)]
+    decoding: list[Row] = []
+    records = []
+    nums_tokens = []
+    prompted = 0
+    for shapes, menu, most_prompt in history["steps"]:
+        nums_tokens.append(step.draft(decoding, stand.choice(decoding, shapes[: len(decoding)], menu)))
+        joining = (
+            [waiting.pop(0)] if waiting and len(waiting[0].state.tokens) + nums_tokens[-1] < 32 else []
+        )
+        used = nums_tokens[-1] + sum(len(row.state.tokens) for row in joining)
+        num_prompt = min(most_prompt, 32 - used) if len(states) < ROWS else 0
+        tokens = [5 + place for place in range(prompted, prompted + num_prompt)]
+        prompts = [Chunk(ROWS - 1, tokens, prompted, 0)] if num_prompt else []
+        results = step.verify(joining, prompts)
+        prompted += num_prompt
+        decoding += joining
+        for place, result in enumerate(results):
+            logits_NV = step.logits(place, result.path)
+            records.append((record(result), logits_NV.argmax(-1).tolist()))
+            if decoding[place].state.sampling.temperature == 0:
+                assert records[-1][1] == result.tokens
+    return records, stand.stored(decoding), nums_tokens
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(HISTORIES)
+def test_both_forms_of_the_step_over_rows_are_equal(stand: Stand, history: dict[str, Any]) -> None:
+    reference, kv, nums_tokens = run(stand, StepOverRows, history)
+    records, native_kv, native_nums_tokens = run(stand, NativeStep, history)
+    assert native_nums_tokens == nums_tokens
+    assert records == reference
+    assert all(torch.equal(*pair) for pair in zip(native_kv, kv, strict=True))
