@@ -44,10 +44,10 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from bench.lib.harness import environment, save_result
+from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.prior import GoodputPrior
 from yggdrasil.policy.gamma.protocol import ChainPolicy, Load, Outcome
 from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy
-from yggdrasil.step.choice import VERIFY_ALL
 
 __all__ = ["SETTINGS", "Run", "World", "measure", "simulate"]
 
@@ -174,10 +174,11 @@ def best_tok_per_s(batch_size: int, rate: float) -> float:
     return batch_size * expected_emitted(rate, gamma) / step_s(batch_size, gamma, batch_size * gamma)
 
 
-class Oracle(ChainPolicy):
+class Oracle(FixedGamma):
     """Runs the best arm of every step; it alone sees the world."""
 
     def __init__(self, world: World) -> None:
+        super().__init__(0)
         self._arms = iter(
             [
                 best_gamma(batch_size, float(rate))
@@ -206,7 +207,7 @@ def simulate(policy: ChainPolicy, world: World) -> Run:
         gamma = policy.select(load)
         # of all rows the same: nobody has anything to pick
         values = np.repeat(rate ** np.arange(1, gamma + 1), batch_size)
-        menu = policy.menu(load, gamma, len(values)) if gamma else VERIFY_ALL
+        menu = policy.menu(load, gamma, len(values))
         verified = menu.best([0.0, *values.cumsum()], num_rows=batch_size, depth=gamma)
         # the likeliest draft tokens are the first ones of every row
         even, more = divmod(verified, batch_size)

@@ -37,7 +37,7 @@ class Schedule(FixedGamma):
 
     def menu(self, load: Load, gamma: int, num_drafts: int) -> VerifyMenu:
         assert load.drafts_max is not None, "a batcher always sets this"
-        budget = self._budgets.pop(0) if len(self._budgets) > 1 else self._budgets[0]
+        budget = self._budgets.pop(0) if gamma and len(self._budgets) > 1 else self._budgets[0]
         return verify_most(min(budget, load.drafts_max))
 
 

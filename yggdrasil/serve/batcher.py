@@ -64,7 +64,7 @@ class Batcher:
 
     Attributes:
         trace: Milliseconds per stage since construction.
-        gamma: Depth of the deepest tree of the last step that decoded.
+        gamma: Depth that was selected for the last step that decoded.
     """
 
     def __init__(
@@ -216,8 +216,7 @@ class Batcher:
         results = self._step.verify([ticket.running for ticket in reaching], prompts)
         num_returned = self._publish_results_([*decoding, *reaching], results)
         self._commit_prompts_(prompts)
-        gamma = max((shape.depth for shape in choice.shapes), default=0)
-        report = self._report(load, gamma, results, num_returned, prompt_tokens, start, before)
+        report = self._report(load, choice.gamma, results, num_returned, prompt_tokens, start, before)
         if decoding:
             self._observe_(load, report, results[: len(decoding)])
         self.observer.on_step(report)
@@ -298,8 +297,8 @@ class Batcher:
             waiting_tokens,
             draft_budget(self.target.sizes, batch_size, waiting_tokens),
             rows=rows,
-            limits=[ticket.most_drafts for ticket in decoding],
-            calibrations=[self.acceptance(row.state.sampling.temperature).calibration for row in rows],
+            depth_limits=tuple(ticket.most_drafts for ticket in decoding),
+            calibrations=tuple(self.acceptance(row.state.sampling.temperature).calibration for row in rows),
             nodes_max=nodes_max,
         )
 

@@ -19,8 +19,9 @@ from yggdrasil.layout import PAGE_LEN
 from yggdrasil.loading import load_bundle, load_draft, load_draft_weights, load_target, paged_storage
 from yggdrasil.pair import load_measurements
 from yggdrasil.policy.gamma.prior import predicted_goodput
-from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy, policy_builder
+from yggdrasil.policy.gamma.registry import PolicyParts, batch_policy, check_policy
 from yggdrasil.policy.latency import LatencyModel
+from yggdrasil.policy.trees import TreeParts
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.busy import BusyWatch
 from yggdrasil.serve.draft_memory import DraftMemory, weight_bytes
@@ -82,7 +83,7 @@ def load_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
         target,
         draft,
         pool,
-        gamma_policy(config.policy, policy_parts(bundle, config)),
+        batch_policy(config.policy, policy_parts(bundle, config)),
         tokenizer=tokenizer,
         max_context=bundle.max_context,
         gamma_max=config.gamma_max,
@@ -95,7 +96,7 @@ def load_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
 
 def check_fits(config: ServeConfig, compiled: CompileConfig) -> None:
     """Raise ConfigError if a pair compiled this way cannot serve this; it need not be compiled yet."""
-    policy_builder(config.policy, config.gamma_max)
+    check_policy(config.policy, config.gamma_max)
     most = compiled.prefill_chunk // 2
     if config.max_batch > most:
         allowed = f"at most {most}, half of the pair's largest graph"
@@ -130,7 +131,14 @@ def policy_parts(bundle: Bundle, config: ServeConfig) -> PolicyParts:
     measured = load_measurements(bundle, bundle.dataset)
     context_len = min(TYPICAL_CONTEXT, bundle.max_context)
     prior = predicted_goodput(measured.latency, measured.acceptance.nearest(0.0), context_len)
-    return PolicyParts(max(1, config.gamma_max), config.max_batch, prior, measured.switching)
+    trees = TreeParts(
+        measured.acceptance.nearest,
+        measured.latency,
+        bundle.config.widths,
+        bundle.config.verify_widths,
+        stops=bundle.config.device == "cpu",
+    )
+    return PolicyParts(max(1, config.gamma_max), config.max_batch, prior, measured.switching, trees)
 
 
 def _num_pages(bundle: Bundle, config: ServeConfig) -> int:

@@ -95,8 +95,10 @@ class Choice:
         shapes: One for every row. A shape's `verify` limits the nodes of its row, root included.
         calibrations: One for every row.
         menu: Of the whole batch.
+        gamma: Depth that was selected, before the limits of rows; 0 is plain decoding.
     """
 
     shapes: tuple[Shape, ...]
     calibrations: tuple[Calibration, ...]
     menu: VerifyMenu
+    gamma: int = 0

@@ -13,6 +13,7 @@ from yggdrasil.policy.objective import speedup
 from yggdrasil.policy.shape import Arms, BestShape, FixedShape, StoppingShape, best_shape
 from yggdrasil.policy.stopping import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape
+from yggdrasil.step.choice import Choice
 from yggdrasil.step.prune import prune
 from yggdrasil.tree import TokenTree
 
@@ -272,6 +273,12 @@ def test_a_tree_gets_the_room_of_a_graph_that_lagging_tokens_leave() -> None:
     assert menu(Shape(4, 4), 20) == [(7, before_ms + 40.0)]
 
 
+def chosen(policy: FixedShape, shape: Shape) -> tuple[Shape, Choice]:
+    """A shape, and the choice of a step that grows it."""
+    policy.shape = shape
+    return shape, policy.choose([row(8)])
+
+
 def tree_for_pruning() -> TokenTree:
     import torch
 
@@ -284,7 +291,7 @@ def tree_for_pruning() -> TokenTree:
 @pytest.mark.usefixtures("kernels")
 def test_prune_keeps_the_best_nodes_and_returns_their_expected_tokens() -> None:
     policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
-    pruned = prune(tree_for_pruning(), Shape(4, 2, 4), policy, 7, lag=0)
+    pruned = prune(tree_for_pruning(), *chosen(policy, Shape(4, 2, 4)))
     assert pruned.drafted_node == [0, 1, 2, 5]  # values 1, 0.9, 0.5 and 0.7
     assert pruned.tree.token_N.tolist() == [0, 1, 2, 5]
     assert pruned.tree.parent_N.tolist() == [-1, 0, 0, 1]
@@ -300,15 +307,14 @@ def test_prune_agrees_with_the_reference_for_every_k() -> None:
     tree = tree_for_pruning()
     values = torch.tensor([1.0, *policy.acceptance.values(tree.log_prob_N.tolist())[1:]])
     for k in range(1, 10):
-        pruned = prune(tree, Shape(4, 2, k), policy, 7, lag=0)
+        pruned = prune(tree, *chosen(policy, Shape(4, 2, k)))
         assert pruned.drafted_node == tree.prune(k, values=values)[1].tolist()
         pruned.tree.check()
 
 
 def test_prune_does_not_change_a_root_without_children() -> None:
-    pruned = prune(
-        TokenTree.root(0, 1), PLAIN, FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS), 7, lag=0
-    )
+    policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
+    pruned = prune(TokenTree.root(0, 1), *chosen(policy, PLAIN))
     assert (pruned.drafted_node, pruned.expected_emitted, len(pruned.tree)) == ([0], 1.0, 1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from yggdrasil.policy.gamma.protocol import ChainPolicy, Load
+from yggdrasil.policy.gamma.protocol import ChainPolicy, Load, Outcome
 
 __all__ = ["FixedGamma"]
 
@@ -26,6 +26,9 @@ class FixedGamma(ChainPolicy):
 
     def select(self, load: Load) -> int:
         return min(self.gamma, load.gamma_max)
+
+    def observe(self, outcome: Outcome) -> None:
+        """Nothing to learn."""
 
     @property
     def state(self) -> dict[str, Any]:

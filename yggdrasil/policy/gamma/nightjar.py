@@ -16,7 +16,7 @@ import numpy as np
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
 from yggdrasil.policy.gamma.budget import draft_budget
 from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds, ValueScale
-from yggdrasil.policy.gamma.prior import GoodputPrior, SwitchingCost
+from yggdrasil.policy.gamma.prior import Budget, GoodputPrior, SwitchingCost
 from yggdrasil.policy.gamma.protocol import ChainPolicy, Load, Outcome
 from yggdrasil.step.choice import VerifyMenu
 
@@ -152,9 +152,11 @@ class Nightjar(ChainPolicy):
     ...     widths=(8, 16),
     ... )
     >>> policy = Nightjar(prior, lambda lag, batch_size: 0.0, gamma_max=2)
-    >>> load = Load(batch_size=3, deepest=2)
-    >>> policy.select(load), policy.menu(load, 2, num_drafts=6).nodes  # 5 of 6 drafts fill the graph of 8
+    >>> choice = policy.choose(Load(batch_size=3, deepest=2))
+    >>> choice.shapes[0].depth, choice.menu.nodes  # 5 of 6 drafts fill the graph of 8
     (2, (5, 6))
+    >>> choice.menu.best([0.0, 0.7, 1.4, 2.1, 2.6, 3.1, 3.6], num_rows=3, depth=0)
+    5
     """
 
     def __init__(
@@ -204,25 +206,20 @@ class Nightjar(ChainPolicy):
         return candidate
 
     def menu(self, load: Load, gamma: int, num_drafts: int) -> VerifyMenu:
-        """The numbers of drafts that fill a graph, and the predicted step with each.
-
-        Source: Yggdrasil section 4.2, "Verification Width Pruning".
-        """
-        budgets = self._prior.budgets(
-            load.batch_size, gamma, load.waiting_tokens, num_drafts, load.drafts_max
-        )
+        """The numbers of drafts that fill a graph, with the corrected times of these graphs."""
         batch_size = load.batch_size
-        widths = [
-            self._prior.width(batch_size + budget.verified + budget.prompt_tokens) for budget in budgets
-        ]
-        slower = [self.graphs.corrections[width] for width in widths]
-        ms = [1e3 * budget.seconds * factor for budget, factor in zip(budgets, slower, strict=True)]
+        budgets = self._prior.budgets(batch_size, gamma, load.waiting_tokens, num_drafts, load.drafts_max)
         return VerifyMenu(
-            tuple(budget.verified for budget in budgets),
-            tuple(ms),
+            nodes=tuple(budget.verified for budget in budgets),
+            ms=tuple(self._corrected_seconds(batch_size, budget) * 1e3 for budget in budgets),
             scale=self.values.estimate,
             extra=tuple(PROMPT_VALUE * budget.prompt_tokens for budget in budgets),
         )
+
+    def _corrected_seconds(self, batch_size: int, budget: Budget) -> float:
+        """Seconds of the step, drafting included, at the observed time of its graph."""
+        width = self._prior.width(batch_size + budget.verified + budget.prompt_tokens)
+        return budget.seconds * self.graphs.corrections[width]
 
     def _steps(self, load: Load, num_arms: int) -> list[_Step]:
         """For every arm the step with the best predicted goodput of all its ways."""

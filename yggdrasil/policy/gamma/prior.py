@@ -90,6 +90,9 @@ class GoodputPrior:
             waiting: Prompt tokens that wait.
             drafts: Draft tokens of the batch, if some rows have fewer than gamma; None for B * gamma.
             drafts_max: Draft tokens that can be verified; None for all.
+
+        Returns:
+            At least one; `verified` ascends and does not repeat.
         """
         drafts = batch_size * gamma if drafts is None else drafts
         reserved = batch_size + min(waiting, PROMPT_TOKENS)

@@ -1,13 +1,15 @@
-"""What the draft does for every row of a batch: the protocol of all policies, and the base of chains."""
+"""What every row of a batch drafts in a step: the protocol of all policies, and the base of chains."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 from yggdrasil.state import PLAIN, Row, Shape, StepResult
-from yggdrasil.step.choice import VERIFY_ALL, Calibration, Choice, VerifyMenu
+from yggdrasil.step.choice import Calibration, Choice, VerifyMenu
 
 __all__ = ["BatchPolicy", "ChainPolicy", "Load", "Outcome"]
 
@@ -24,10 +26,11 @@ class Load:
         waiting_tokens: Prompt tokens that wait to run in the same step, at most the largest graph.
         drafts_max: Draft tokens of the whole batch that can be verified: what the menu holds in addition
             to the roots. None if there is no limit.
-        rows: The rows that decode.
-        limits: Most draft tokens of a path of each row: what its request allows and can still emit.
-        calibrations: Of each row, by its temperature.
-        nodes_max: Most nodes of each drafted tree but the root: what the pages hold.
+        calibrations: One for every row that decodes, in the order of the batch.
+        depth_limits: Most draft tokens of a path that each of these rows can still use: the limit of its
+            request and the rest of its output. Empty if only `deepest` limits them.
+        rows: These rows; empty if unknown.
+        nodes_max: Most nodes of each drafted tree besides its root: what the pages hold.
     """
 
     batch_size: int
@@ -36,10 +39,15 @@ class Load:
     max_lag: int = 0
     waiting_tokens: int = 0
     drafts_max: int | None = None
+    calibrations: tuple[Calibration, ...] = ()
+    depth_limits: tuple[int, ...] = ()
     rows: Sequence[Row] = ()
-    limits: Sequence[int] = ()
-    calibrations: Sequence[Calibration] = ()
     nodes_max: int = 0
+
+    @property
+    def row_limits(self) -> tuple[int, ...]:
+        """Most draft tokens of a path, row by row."""
+        return self.depth_limits or (self.deepest,) * self.batch_size
 
     @property
     def gamma_max(self) -> int:
@@ -55,7 +63,7 @@ class Outcome:
 
     Args:
         load: The load before the step.
-        gamma: Speculative length that ran.
+        gamma: Speculative length that was selected.
         drafted: Draft tokens verified, row by row.
         emitted: Tokens emitted, row by row: accepted + 1.
         seconds: Wall clock of the step.
@@ -65,7 +73,7 @@ class Outcome:
             does not belong to the arm alone.
         values: For every row the calibrated acceptance of each token that it drafted, verified or not;
             empty if unknown.
-        results: Of every row.
+        results: Of every row; empty if unknown.
     """
 
     load: Load
@@ -90,13 +98,18 @@ class Outcome:
 
 
 class BatchPolicy(Protocol):
-    """Chooses the trees of a step over rows and observes its outcome.
+    """Chooses what the rows draft and what is verified, and observes the outcome of the step.
 
     A step may compute prompts as well. Its acceptance counts in any case; a policy whose reward is goodput
-    ignores its time."""
+    ignores its time.
+    """
 
     def choose(self, load: Load) -> Choice:
-        """A shape for every row of the load, and the numbers that the step reads; once per step."""
+        """One shape for every row that decodes, and the menu of the batch.
+
+        No shape is deeper than `load.deepest` or the limit of its row, and the menu verifies at most
+        `load.drafts_max` nodes. Cost: below 50 microseconds for chains.
+        """
         ...
 
     def observe(self, outcome: Outcome) -> None:
@@ -109,39 +122,44 @@ class BatchPolicy(Protocol):
         ...
 
 
-class ChainPolicy:
-    """The base of policies of a speculative length: every row drafts a chain of gamma tokens.
-
-    A policy defines `select`, `observe` and `state`; one that leaves drafts out also defines `menu`.
-    """
+class ChainPolicy(ABC):
+    """A `BatchPolicy` of a speculative length: every row drafts a chain of gamma tokens."""
 
     def choose(self, load: Load) -> Choice:
+        """Chains of gamma tokens, shorter in rows that can use fewer."""
         gamma = self.select(load)
-        depths = [min(gamma, limit) for limit in load.limits]
-        shapes = tuple(Shape(1, depth) if depth else PLAIN for depth in depths)
-        menu = self.menu(load, gamma, sum(depths)) if gamma else VERIFY_ALL
-        return Choice(shapes, tuple(load.calibrations), menu)
+        depths = [min(gamma, limit) for limit in load.row_limits]
+        menu = self.menu(load, gamma, sum(depths))
+        return Choice(tuple(map(_chain, depths)), load.calibrations, menu, gamma)
 
+    @abstractmethod
     def select(self, load: Load) -> int:
         """Draft tokens for every row, from 0 (the draft does not run) to `load.gamma_max`.
 
-        A policy whose `menu` leaves drafts out may go up to `load.deepest`. Cost: below 20 microseconds.
+        A policy whose menu leaves drafts out may go up to `load.deepest`. Cost: below 20 microseconds.
         """
-        raise NotImplementedError
 
     def menu(self, load: Load, gamma: int, num_drafts: int) -> VerifyMenu:
-        """How many drafts of the batch may be verified, at most `load.drafts_max`: all of them here.
+        """The numbers of drafts that may be verified; here all of them.
 
         Args:
             load: The load that was passed to `select`.
             gamma: The speculative length that was selected.
-            num_drafts: Draft tokens of all rows.
+            num_drafts: Draft tokens of the batch; fewer than B * gamma if rows have limits.
         """
-        return VERIFY_ALL
+        return VerifyMenu((num_drafts,), (1.0,))
 
+    @abstractmethod
     def observe(self, outcome: Outcome) -> None:
-        """Learn from a step; does nothing here."""
+        """Learn from a step."""
 
     @property
+    @abstractmethod
     def state(self) -> dict[str, Any]:
-        return {}
+        """What the policy has learnt: JSON values."""
+
+
+@cache
+def _chain(depth: int) -> Shape:
+    """The shape of a chain; the menu of the batch limits what is verified of it."""
+    return Shape(1, depth) if depth else PLAIN

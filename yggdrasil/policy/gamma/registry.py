@@ -19,11 +19,21 @@ from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.linear import LinThompson, LinUCB
 from yggdrasil.policy.gamma.nightjar import Nightjar, PrintedNightjar
 from yggdrasil.policy.gamma.prior import GoodputPrior, SwitchingCost, predicted_goodput
-from yggdrasil.policy.gamma.protocol import ChainPolicy
+from yggdrasil.policy.gamma.protocol import BatchPolicy, ChainPolicy
 from yggdrasil.policy.gamma.tetris import Tetris
 from yggdrasil.policy.gamma.tiers import AdaptiveTiers, TierConfig
+from yggdrasil.policy.trees import TreeParts, Trees
 
-__all__ = ["POLICIES", "PolicyParts", "gamma_policy", "policy_builder", "predicted_goodput"]
+__all__ = [
+    "POLICIES",
+    "TREES",
+    "PolicyParts",
+    "batch_policy",
+    "check_policy",
+    "gamma_policy",
+    "policy_builder",
+    "predicted_goodput",
+]
 
 # TETRIS drafts 5 tokens per row and verifies as many tokens as a fixed length of 3.
 TETRIS_GAMMA = 5
@@ -39,6 +49,7 @@ class PolicyParts:
         max_batch: B_max.
         prior: The predicted step.
         switching_cost: c_prefill.
+        trees: What the policy of trees knows of the pair; None builds no such policy.
         seed: Seed of the policies that draw random numbers.
     """
 
@@ -46,6 +57,7 @@ class PolicyParts:
     max_batch: int
     prior: GoodputPrior
     switching_cost: SwitchingCost
+    trees: TreeParts | None = None
     seed: int = 0
 
     @property
@@ -66,6 +78,7 @@ def _dsd(parts: PolicyParts) -> DSD:
     return DSD(points, rate=parts.prior.emitted(1) - 1)
 
 
+TREES = "trees"
 POLICIES: Mapping[str, Callable[[PolicyParts], ChainPolicy]] = {
     "nightjar": lambda parts: Nightjar(
         parts.prior, parts.switching_cost, gamma_max=parts.gamma_max, max_batch=parts.max_batch
@@ -83,9 +96,22 @@ POLICIES: Mapping[str, Callable[[PolicyParts], ChainPolicy]] = {
 """Builders of policies without an argument; `policy_builder` also accepts `fixed-N` and `tiers:PATH`."""
 
 
+def batch_policy(name: str, parts: PolicyParts) -> BatchPolicy:
+    """Build the policy of this name, one of trees or of chains; raises the errors of `check_policy`."""
+    if name == TREES and parts.trees is not None:
+        return Trees(parts.trees, parts.switching_cost)
+    return gamma_policy(name, parts)
+
+
 def gamma_policy(name: str, parts: PolicyParts) -> ChainPolicy:
-    """Build the policy of this name; raises the errors of `policy_builder`."""
+    """Build the policy of chains of this name; raises the errors of `check_policy`."""
     return policy_builder(name, parts.gamma_max)(parts)
+
+
+def check_policy(name: str, gamma_max: int) -> None:
+    """Raise the errors of `policy_builder`."""
+    if name != TREES:
+        policy_builder(name, gamma_max)
 
 
 def policy_builder(name: str, gamma_max: int) -> Callable[[PolicyParts], ChainPolicy]:
@@ -109,7 +135,7 @@ def policy_builder(name: str, gamma_max: int) -> Callable[[PolicyParts], ChainPo
         tiers = _tier_config(Path(path))
         return lambda parts: AdaptiveTiers(tiers)
     raise ConfigError(
-        "policy", name, f"one of {', '.join(POLICIES)}, fixed-1 to fixed-{gamma_max}, tiers:PATH"
+        "policy", name, f"one of {TREES}, {', '.join(POLICIES)}, fixed-1 to fixed-{gamma_max}, tiers:PATH"
     )
 
 

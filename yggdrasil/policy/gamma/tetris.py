@@ -8,7 +8,7 @@ from typing import Any
 from yggdrasil.errors import ConfigError
 from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.protocol import Load
-from yggdrasil.step.choice import VerifyMenu, verify_most
+from yggdrasil.step.choice import VerifyMenu
 
 __all__ = ["Tetris"]
 
@@ -24,7 +24,7 @@ class Tetris(FixedGamma):
     drafts instead of a capacity in tokens, and never more than the menu holds; the batcher ranks tokens by
     their path probability.
 
-    >>> Tetris(5, share=0.6).menu(Load(batch_size=3, deepest=5), 5, num_drafts=15).nodes
+    >>> Tetris(5, share=0.6).choose(Load(batch_size=3, deepest=5)).menu.nodes
     (9,)
     """
 
@@ -38,9 +38,12 @@ class Tetris(FixedGamma):
         return min(self.gamma, load.deepest)
 
     def menu(self, load: Load, gamma: int, num_drafts: int) -> VerifyMenu:
+        """One entry: the share of the drafts."""
         # rounding: 0.6 * 15 is not 9 in binary
         num_verified = math.ceil(round(self.share * num_drafts, 6))
-        return verify_most(num_verified if load.drafts_max is None else min(num_verified, load.drafts_max))
+        if load.drafts_max is not None:
+            num_verified = min(num_verified, load.drafts_max)
+        return VerifyMenu((num_verified,), (1.0,))
 
     @property
     def state(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +22,14 @@ from yggdrasil.policy.gamma.dsd import DSD
 from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.linear import LinThompson, LinUCB
 from yggdrasil.policy.gamma.prior import Budget, GoodputPrior
-from yggdrasil.policy.gamma.protocol import Load, Outcome
+from yggdrasil.policy.gamma.protocol import BatchPolicy, Load, Outcome
 from yggdrasil.policy.gamma.registry import POLICIES, PolicyParts, gamma_policy, predicted_goodput
 from yggdrasil.policy.gamma.tetris import Tetris
 from yggdrasil.policy.gamma.tiers import AdaptiveTiers, TierConfig
 from yggdrasil.policy.latency import Curve, LatencyModel
+from yggdrasil.policy.uncalibrated import UNCALIBRATED
+from yggdrasil.state import PLAIN, Shape
+from yggdrasil.step.choice import Calibration
 
 GAMMA_MAX = 5
 MAX_BATCH = 16
@@ -73,6 +77,34 @@ def accepted(gamma: int, *by_row: int) -> Outcome:
     return Outcome(load, gamma, [gamma] * len(by_row), [1 + count for count in by_row], 0.01)
 
 
+def chosen_gamma(policy: BatchPolicy, load: Load) -> int:
+    """The depth of the chains that a policy chooses for rows without limits."""
+    (gamma,) = {shape.depth for shape in policy.choose(load).shapes}
+    return gamma
+
+
+def test_a_chain_is_no_deeper_than_its_row_can_use() -> None:
+    """Row 2 can use no draft, so it is plain; all 3 + 2 + 3 drafts are verified."""
+    calibrations = tuple(Calibration(UNCALIBRATED.platt, UNCALIBRATED.calibration.knots) for _ in range(4))
+    load = Load(4, 5, calibrations=calibrations, depth_limits=(5, 2, 0, 3))
+    choice = FixedGamma(3).choose(load)
+    assert choice.shapes == (Shape(1, 3), Shape(1, 2), PLAIN, Shape(1, 3))
+    assert choice.calibrations == calibrations
+    assert (choice.menu.nodes, choice.menu.extra) == ((8,), ())
+    assert choice.menu.best([0.0] * 9, num_rows=4, depth=3) == 8
+
+
+def test_rows_without_limits_are_as_deep_as_settings_and_menu_allow() -> None:
+    assert FixedGamma(3).choose(Load(2, 2)).shapes == (Shape(1, 2),) * 2
+    assert FixedGamma(3).choose(Load(2, 3, drafts_max=3)).shapes == (Shape(1, 1),) * 2
+
+
+def test_without_speculation_every_row_is_plain_and_nothing_is_verified() -> None:
+    for choice in (FixedGamma(0).choose(Load(2, 5)), Tetris(5, share=0.6).choose(Load(2, 0))):
+        assert choice.shapes == (PLAIN, PLAIN)
+        assert choice.menu.best([0.0], num_rows=2, depth=0) == 0
+
+
 def test_a_fixed_gamma_is_limited_by_the_menu() -> None:
     assert [FixedGamma(3).select(Load(8, gamma_max)) for gamma_max in (0, 2, 3, 7)] == [0, 2, 3, 3]
 
@@ -81,8 +113,16 @@ def test_tetris_verifies_its_share_of_draft_tokens_rounded_up() -> None:
     policy = Tetris(5, share=0.6)
     assert policy.select(Load(4, 7)) == 5
     for batch_size in (1, 2, 3, 4):
-        assert policy.menu(Load(batch_size, 7), 5, 5 * batch_size).nodes == (3 * batch_size,)
-    assert policy.menu(Load(3, 7), 4, 12).nodes == (8,)  # 7.2 of 12
+        assert policy.choose(Load(batch_size, 7)).menu.nodes == (3 * batch_size,)
+    assert policy.choose(Load(3, 4)).menu.nodes == (8,)  # 7.2 of 12
+    assert policy.choose(Load(3, 7, depth_limits=(5, 5, 1))).menu.nodes == (7,)  # 6.6 of 11
+
+
+def test_tetris_verifies_no_more_than_the_largest_graph_holds() -> None:
+    policy = Tetris(5, share=0.6)
+    choices = [policy.choose(Load(4, 7, drafts_max=drafts_max)) for drafts_max in (11, 12, 13)]
+    assert [choice.menu.nodes for choice in choices] == [(11,), (12,), (12,)]
+    assert {choice.shapes for choice in choices} == {(Shape(1, 5),) * 4}
 
 
 def test_a_tetris_share_that_verifies_nothing_is_an_error() -> None:
@@ -282,13 +322,13 @@ def test_an_error_of_a_tier_file_contains_its_path(content: str | None, tmp_path
 
 @pytest.mark.parametrize("name", ["ucb", "", "fixed", "fixed-0", "fixed-6", "fixed-x", "tiers:", "off-1"])
 def test_an_error_of_an_unknown_policy_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(ConfigError, match="one of nightjar, nightjar-printed, off"):
+    with pytest.raises(ConfigError, match="one of trees, nightjar, nightjar-printed, off"):
         gamma_policy(name, PARTS)
 
 
 def test_a_policy_is_built_from_its_name() -> None:
-    assert gamma_policy("fixed-5", PARTS).select(Load(1, 5)) == 5
-    assert gamma_policy("off", PARTS).select(Load(1, 5)) == 0
+    assert chosen_gamma(gamma_policy("fixed-5", PARTS), Load(1, 5)) == 5
+    assert chosen_gamma(gamma_policy("off", PARTS), Load(1, 5)) == 0
     dsd = gamma_policy("dsd", PARTS)
     assert isinstance(dsd, DSD)
     assert dsd.coefficients == pytest.approx([0.01, 0.001, 0.0001])  # the prior's latencies
@@ -409,12 +449,14 @@ def choices(name: str, steps: list[Step]) -> list[int]:
     lag = 0
     for batch_size, deepest, seconds, luck, observed, drafts_max in steps:
         load = Load(batch_size, deepest, previous, lag, drafts_max=drafts_max)
-        gamma = policy.select(load)
+        choice = policy.choose(load)
+        gamma = max(shape.depth for shape in choice.shapes)
         assert 0 <= gamma <= deepest
+        assert len(choice.shapes) == batch_size
+        assert list(choice.menu.nodes) == sorted(set(choice.menu.nodes))
         values = [[0.7 ** (index + 1) for index in range(gamma)]] * batch_size
-        sums = np.cumsum([0.0, *sorted((value for row in values for value in row), reverse=True)])
-        menu = policy.menu(load, gamma, batch_size * gamma)
-        verified = menu.best(sums.tolist(), num_rows=batch_size, depth=gamma)
+        sums = [0.0, *accumulate(sorted((value for row in values for value in row), reverse=True))]
+        verified = choice.menu.best(sums, num_rows=batch_size, depth=gamma)
         assert 0 <= verified <= batch_size * gamma
         assert drafts_max is None or verified <= drafts_max
         even, more = divmod(verified, batch_size)

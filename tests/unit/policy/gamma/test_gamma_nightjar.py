@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 
@@ -12,9 +12,9 @@ import pytest
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
 from yggdrasil.policy.gamma.budget import draft_budget
 from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds, ValueScale
-from yggdrasil.policy.gamma.nightjar import Nightjar, PrintedNightjar
-from yggdrasil.policy.gamma.prior import GoodputPrior
-from yggdrasil.policy.gamma.protocol import BatchPolicy, Load, Outcome
+from yggdrasil.policy.gamma.nightjar import PROMPT_VALUE, Nightjar, PrintedNightjar
+from yggdrasil.policy.gamma.prior import Budget, GoodputPrior
+from yggdrasil.policy.gamma.protocol import BatchPolicy, ChainPolicy, Load, Outcome
 from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy
 
 # (block, bin, round): bins of floor(sqrt(H)) rounds, as many to a block, H = 1, 2, 4, 8, 16
@@ -52,7 +52,7 @@ def printed(
     return PrintedNightjar(cost, Script(uniforms, arms))  # type: ignore[arg-type]
 
 
-def run_step(policy: BatchPolicy, goodputs: dict[int, float], load: Load) -> int:
+def run_step(policy: ChainPolicy, goodputs: dict[int, float], load: Load) -> int:
     """Select, and observe the arm's goodput, one token a row."""
     gamma = policy.select(load)
     rows = load.batch_size
@@ -194,19 +194,23 @@ def test_a_slow_step_corrects_its_arm_and_less_the_same_gamma_at_other_batch_siz
     assert seconds.steps(1) == [0, 0, 1]
 
 
-def verified(policy: Nightjar, load: Load, gamma: int, values: list[list[float]]) -> int:
-    """The number of drafts that the step verifies."""
-    likeliest = sorted((value for row in values for value in row), reverse=True)
-    menu = policy.menu(load, gamma, len(likeliest))
-    return menu.best([0.0, *accumulate(likeliest)], num_rows=load.batch_size, depth=gamma)
-
-
 STAIRS = GoodputPrior(
     drafting=lambda batch_size, gamma: 0.001 * gamma,
     verifying=lambda tokens: 0.010 if tokens <= 16 else 0.020,
     emitted=lambda gamma: [1.0, 1.8, 2.4][gamma],
     widths=(8, 16, 32),
 )
+
+
+def verified(policy: Nightjar, load: Load, gamma: int, values: Sequence[Sequence[float]]) -> int:
+    """The number of drafts that the policy's menu verifies at these values."""
+    menu = policy.menu(load, gamma, sum(map(len, values)))
+    return menu.best(likeliest_sums(values), num_rows=load.batch_size, depth=gamma)
+
+
+def likeliest_sums(values: Sequence[Sequence[float]]) -> list[float]:
+    """The acceptance of the n likeliest drafts together, for every n."""
+    return [0.0, *accumulate(sorted((value for row in values for value in row), reverse=True))]
 
 
 def test_the_variant_leaves_out_drafts_that_would_need_the_next_graph() -> None:
@@ -253,6 +257,54 @@ def test_the_graph_is_chosen_again_by_the_draft_s_probabilities() -> None:
     assert verified(sure, load, 2, [[0.9, 0.1]] * 8) == 8  # 8 + 8 in 14 ms
     sure.values.observe_([2] * 8, [1] * 8, [[0.9, 0.8]] * 8)  # nothing was accepted
     assert sure.values.estimate == pytest.approx(16 / (16 + 13.6))
+
+
+def test_the_menu_chooses_the_best_of_all_budgets_on_random_values() -> None:
+    random = np.random.default_rng(0)
+    widths = tuple(range(4, 33, 4))
+    prior = replace(STAIRS, verifying=lambda tokens: 0.010 + 0.0005 * tokens, widths=widths)
+    chosen = set()
+    for _ in range(500):
+        policy = Nightjar(prior, free, gamma_max=2)
+        policy.graphs.corrections = dict(zip(widths, random.uniform(0.5, 2.0, 8), strict=True))
+        rows = int(random.integers(1, 21))
+        waiting = int(random.integers(0, 12)) if random.random() < 0.5 else 0
+        load = Load(rows, 2, waiting_tokens=waiting, drafts_max=int(random.integers(0, 32 - rows)))
+        values = [np.cumprod(random.uniform(size=random.integers(3))).tolist() for _ in range(rows)]
+        policy.values.observe_([len(row) for row in values], [2] * rows, values)
+        number, place, count = best_budget(policy, prior, load, values)
+        assert verified(policy, load, 2, values) == number
+        chosen.add((place, count))
+    assert chosen > {(place, count) for count in (1, 2, 3) for place in range(count)}
+
+
+def best_budget(
+    policy: Nightjar, prior: GoodputPrior, load: Load, values: Sequence[Sequence[float]]
+) -> tuple[int, int, int]:
+    """The drafts of the budget with most tokens, prompts included, per corrected second.
+
+    Returns:
+        Their number, the place of the budget, and the number of budgets.
+    """
+    sums = likeliest_sums(values)
+    budgets = prior.budgets(load.batch_size, 2, load.waiting_tokens, len(sums) - 1, load.drafts_max)
+
+    def goodput(budget: Budget) -> float:
+        width = prior.width(load.batch_size + budget.verified + budget.prompt_tokens)
+        accepted = policy.values.estimate * sums[budget.verified]
+        tokens = load.batch_size + accepted + PROMPT_VALUE * budget.prompt_tokens
+        return tokens / (budget.seconds * policy.graphs.corrections[width])
+
+    best = max(budgets, key=goodput)
+    return best.verified, budgets.index(best), len(budgets)
+
+
+def test_the_time_of_drafting_is_part_of_the_menu() -> None:
+    """8 rows: 8 drafts fill the graph of 16 in 10 ms, 16 need that of 32; drafting 2 tokens takes 2 ms."""
+    menu = Nightjar(STAIRS, free, gamma_max=2).menu(Load(8, 2), 2, 16)
+    assert menu.nodes == (8, 16)
+    assert menu.ms == pytest.approx((12.0, 22.0))
+    assert menu.growth_ms == 0
 
 
 def test_the_selection_gain_of_an_arm_grows_with_the_number_of_rows() -> None:
@@ -396,7 +448,7 @@ def serve(
     previous = 0
     for rate in rates:
         load = Load(batch_size, gamma_max, previous)
-        gamma = policy.select(load)
+        gamma = policy.choose(load).shapes[0].depth
         emitted = (1 + np.minimum(random.geometric(1 - rate, batch_size) - 1, gamma)).tolist()
         step_s = 0.010 + 0.001 * gamma
         policy.observe(Outcome(load, gamma, [gamma] * batch_size, emitted, step_s))
