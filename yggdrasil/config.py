@@ -231,7 +231,7 @@ class ServeConfig:
 
     Args:
         policy: Name of the policy that chooses the speculative length; see policy/gamma/registry.py.
-        gamma_max: Most draft tokens per row and step.
+        gamma_max: Most draft tokens of a chain; None takes 7, or less for a pair of shallower trees.
         max_batch: Most rows at once.
         kv_memory_bytes: Memory for the KV pages of both models; None takes what a full batch of the longest
             rows needs, at most half of the free memory.
@@ -247,7 +247,7 @@ class ServeConfig:
     """
 
     policy: str = "nightjar"
-    gamma_max: int = 7
+    gamma_max: int | None = None
     max_batch: int = 32
     kv_memory_bytes: int | None = None
     max_queue: int = 256
@@ -260,7 +260,7 @@ class ServeConfig:
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        _require(self.gamma_max >= 0, "gamma_max", self.gamma_max, "0 or above")
+        _require(self.gamma_max is None or self.gamma_max >= 0, "gamma_max", self.gamma_max, "0 or above")
         _require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
         _require(
             self.kv_memory_bytes is None or self.kv_memory_bytes > 0,

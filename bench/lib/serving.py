@@ -183,8 +183,8 @@ class ProfileClock(Clock):
     def __init__(self, batcher: Batcher, latency: LatencyModel) -> None:
         self._now = 1.0
         timed: tuple[Any, Any] = (
-            _Priced(batcher.target, latency.verify, latency.plain_host_ms, self),
-            _Priced(batcher.draft, latency.draft, latency.growth_host_ms, self),
+            _Timed(batcher.target, latency.verify, latency.plain_host_ms, self),
+            _Timed(batcher.draft, latency.draft, latency.growth_host_ms, self),
         )
         batcher.target, batcher.draft = timed
 
@@ -196,7 +196,7 @@ class ProfileClock(Clock):
         self._now += seconds
 
 
-class _Priced:
+class _Timed:
     """A model whose forwards take the profile's time."""
 
     def __init__(self, model: Any, curve: Curve, host_ms: float, clock: ProfileClock) -> None:
@@ -207,6 +207,9 @@ class _Priced:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+    def native(self, meta_NM: Tensor) -> None:
+        """None: the C++ step would run the forwards without this clock."""
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         positions = meta_NM[meta_NM[:, INDEX] >= 0, POSITION].float()

@@ -129,7 +129,6 @@ def test_help_shows_the_defaults_of_the_config_and_imports_nothing_heavy() -> No
     defaults = ServeConfig()
     for value in (
         defaults.policy,
-        defaults.gamma_max,
         defaults.max_batch,
         defaults.max_queue,
         defaults.host,

@@ -175,7 +175,7 @@ def test_tokens_after_the_end_of_a_text_do_not_count_as_rejected(tokenizer: Toke
         client, _, counts = scripted.batched([emitted])
         [result] = scripted.alone([emitted]).results
         assert client.tokens == result.tokens == emitted[:2]
-        assert counts == [([4], 2)]
+        assert counts == [(4, 2)]
         assert result.accepted == 3
 
 

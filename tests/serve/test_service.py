@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from queue import Queue
+from typing import Any
 
 import pytest
 from batches import Bench, Client, Schedule
@@ -131,18 +132,18 @@ def test_a_defect_ends_the_requests_of_its_step_and_the_next_are_served(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     batcher = bench.batcher(Schedule([2]))
-    forward = batcher.target.forward
+    verify = batcher._step.verify
     broken = Queue[None]()
     broken.put(None)
 
-    def forward_once_broken(meta_NM: object) -> object:
+    def once_broken(*arguments: Any) -> Any:
         if not broken.empty():
             broken.get()
             raise RuntimeError("a defect")
-        return forward(meta_NM)  # type: ignore[arg-type]
+        return verify(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, serving(batcher) as service:
-        patch.setattr(batcher.target, "forward", forward_once_broken)
+        patch.setattr(batcher._step, "verify", once_broken)
         asking = Waiting([5, 6], 4)
         service.submit(asking.request())
         assert asking.ended.wait(PATIENCE_S)
@@ -161,15 +162,15 @@ def test_a_failing_forward_ends_only_the_requests_in_it(
     batcher = bench.batcher(Schedule([2]), num_rows=2)
     clients = [Waiting([5 + place, 6], 12) for place in range(4)]
     requests = [each.request() for each in clients]
-    forward = batcher.target.forward
+    verify = batcher._step.verify
 
-    def broken_for_the_first_two(meta_NM: object) -> object:
+    def broken_for_the_first_two(*arguments: Any) -> Any:
         if not clients[0].ended.is_set():
             raise RuntimeError("a defect at /some/path\n  frame #0")
-        return forward(meta_NM)  # type: ignore[arg-type]
+        return verify(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batcher.target, "forward", broken_for_the_first_two)
+        patch.setattr(batcher._step, "verify", broken_for_the_first_two)
         for request in requests:
             batcher.submit(batcher.ticket(request))
         with serving(batcher):
@@ -186,7 +187,7 @@ def test_a_request_that_was_not_in_the_failed_forward_continues(bench: Bench) ->
     for each in (long, later):
         batcher.submit(batcher.ticket(each.request()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batcher.target, "forward", lambda meta_NM: 1 / 0)
+        patch.setattr(batcher._step, "verify", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             batcher.step()
         batcher.fail()

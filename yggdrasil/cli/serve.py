@@ -59,9 +59,8 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--gamma-max",
         type=int,
-        default=defaults.gamma_max,
         metavar="N",
-        help="most draft tokens per request and step (default: %(default)s)",
+        help="longest chain of policies that draft chains (default: 7, or the depth of the pair's trees)",
     )
     parser.add_argument(
         "--max-batch",
@@ -221,7 +220,7 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
     bundle = load_bundle(name)
     metrics = Metrics(
         token_bytes=bundle.kv_target.token_bytes(getattr(torch, bundle.config.dtype)),
-        gamma_max=config.gamma_max,
+        gamma_max=bundle.config.max_depth,
     )
     opened = load_service(name, config, metrics)
     note_threads(opened.latency, bundle.command)

@@ -35,6 +35,7 @@ __all__ = ["LoadedService", "load_batcher", "load_service", "policy_parts"]
 
 TYPICAL_CONTEXT = 256  # context length for which the policies' prior predicts a step
 FREE_MEMORY_SHARE = 0.5
+GAMMA_MAX = 7  # longer chains were never chosen
 
 
 class LoadedService(NamedTuple):
@@ -86,7 +87,7 @@ def load_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
         batch_policy(config.policy, policy_parts(bundle, config)),
         tokenizer=tokenizer,
         max_context=bundle.max_context,
-        gamma_max=config.gamma_max,
+        gamma_max=longest_chain(config, bundle.config),
         eos_tokens=bundle.eos_tokens,
         vocab=bundle.vocab,
         elastic=elastic,
@@ -96,15 +97,20 @@ def load_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
 
 def check_fits(config: ServeConfig, compiled: CompileConfig) -> None:
     """Raise ConfigError if a pair compiled this way cannot serve this; it need not be compiled yet."""
-    check_policy(config.policy, config.gamma_max)
+    check_policy(config.policy, longest_chain(config, compiled))
     most = compiled.prefill_chunk // 2
     if config.max_batch > most:
         allowed = f"at most {most}, half of the pair's largest graph"
         raise ConfigError("max_batch", config.max_batch, allowed, f"ygg serve --max-batch {most}")
     most = compiled.max_depth
-    if config.gamma_max > most:
+    if config.gamma_max is not None and config.gamma_max > most:
         allowed = f"at most {most}, the depth of trees that the pair was compiled for"
         raise ConfigError("gamma_max", config.gamma_max, allowed, f"ygg serve --gamma-max {most}")
+
+
+def longest_chain(config: ServeConfig, compiled: CompileConfig) -> int:
+    """Most draft tokens of a chain."""
+    return min(GAMMA_MAX, compiled.max_depth) if config.gamma_max is None else config.gamma_max
 
 
 def _load_models(
@@ -138,7 +144,8 @@ def policy_parts(bundle: Bundle, config: ServeConfig) -> PolicyParts:
         bundle.config.verify_widths,
         stops=bundle.config.device == "cpu",
     )
-    return PolicyParts(max(1, config.gamma_max), config.max_batch, prior, measured.switching, trees)
+    gamma_max = max(1, longest_chain(config, bundle.config))
+    return PolicyParts(gamma_max, config.max_batch, prior, measured.switching, trees)
 
 
 def _num_pages(bundle: Bundle, config: ServeConfig) -> int:
@@ -146,7 +153,7 @@ def _num_pages(bundle: Bundle, config: ServeConfig) -> int:
 
     The default for this memory is half of what is free.
     """
-    most = config.max_batch * pages_for(bundle.max_context + config.gamma_max + 1)
+    most = config.max_batch * pages_for(bundle.kv_target.capacity)
     if config.kv_memory_bytes is None:
         kv_bytes = int(_free_bytes(bundle.config.device) * FREE_MEMORY_SHARE)
         return max(1, min(most, kv_bytes // bundle.page_bytes))
