@@ -27,6 +27,7 @@ from yggdrasil.policy.gamma.protocol import BatchPolicy
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.request import Event, Observer, Request, RequestReport, StepReport
+from yggdrasil.step.rows import StepOverRows
 
 __all__ = [
     "Arrival",
@@ -187,6 +188,7 @@ class ProfileClock(Clock):
             _Timed(batcher.draft, latency.draft, latency.growth_host_ms, self),
         )
         batcher.target, batcher.draft = timed
+        batcher.stepper = StepOverRows(*timed, batcher.trace)
 
     @property
     def now(self) -> float:

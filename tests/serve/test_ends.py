@@ -72,8 +72,8 @@ class Scripted:
                 break
             pool.extend_(0, len(ticket.state.tokens) + len(tokens))
             size = len(tokens)
-            batcher._step._logits = torch.zeros(size, tiny_pair.VOCAB)
-            batcher._step._roots = [0]
+            batcher.stepper._logits = torch.zeros(size, tiny_pair.VOCAB)
+            batcher.stepper._roots = [0]
             tree = TokenTree.root(END, capacity=1)
             result = StepResult(
                 tokens, Shape(1, size - 1), size, size, 0, 1.0, lambda tree=tree: tree, list(range(size))

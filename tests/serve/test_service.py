@@ -132,7 +132,7 @@ def test_a_defect_ends_the_requests_of_its_step_and_the_next_are_served(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     batcher = bench.batcher(Schedule([2]))
-    verify = batcher._step.verify
+    verify = batcher.stepper.verify
     broken = Queue[None]()
     broken.put(None)
 
@@ -143,7 +143,7 @@ def test_a_defect_ends_the_requests_of_its_step_and_the_next_are_served(
         return verify(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, serving(batcher) as service:
-        patch.setattr(batcher._step, "verify", once_broken)
+        patch.setattr(batcher.stepper, "verify", once_broken)
         asking = Waiting([5, 6], 4)
         service.submit(asking.request())
         assert asking.ended.wait(PATIENCE_S)
@@ -162,7 +162,7 @@ def test_a_failing_forward_ends_only_the_requests_in_it(
     batcher = bench.batcher(Schedule([2]), num_rows=2)
     clients = [Waiting([5 + place, 6], 12) for place in range(4)]
     requests = [each.request() for each in clients]
-    verify = batcher._step.verify
+    verify = batcher.stepper.verify
 
     def broken_for_the_first_two(*arguments: Any) -> Any:
         if not clients[0].ended.is_set():
@@ -170,7 +170,7 @@ def test_a_failing_forward_ends_only_the_requests_in_it(
         return verify(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batcher._step, "verify", broken_for_the_first_two)
+        patch.setattr(batcher.stepper, "verify", broken_for_the_first_two)
         for request in requests:
             batcher.submit(batcher.ticket(request))
         with serving(batcher):
@@ -187,7 +187,7 @@ def test_a_request_that_was_not_in_the_failed_forward_continues(bench: Bench) ->
     for each in (long, later):
         batcher.submit(batcher.ticket(each.request()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batcher._step, "verify", lambda *arguments: 1 / 0)
+        patch.setattr(batcher.stepper, "verify", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             batcher.step()
         batcher.fail()

@@ -65,6 +65,7 @@ class Batcher:
     Attributes:
         trace: Milliseconds per stage since construction.
         gamma: Depth that was selected for the last step that decoded.
+        stepper: Runs the step over rows: in C++ where that knows the models.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class Batcher:
         self.acceptance = acceptance
         self.trace = DeviceTrace() if pool.table_BP.is_cuda else Trace()
         self.gamma = 0
-        form = NativeStep if NativeStep.runs(target, draft) else StepOverRows
-        self._step = form(target, draft, self.trace)
+        form: type[NativeStep | StepOverRows] = (
+            NativeStep if NativeStep.runs(target, draft) else StepOverRows
+        )
+        self.stepper = form(target, draft, self.trace)
         self._waiting: deque[Ticket] = deque()
         self._running: list[Ticket] = []  # in the order of admission
         self._stepping: list[Ticket] = []  # those with tokens in the forwards of this step
@@ -208,12 +211,12 @@ class Batcher:
             choice = self.policy.choose(load) if decoding else NOTHING
         for row, shape in zip(load.rows, choice.shapes, strict=True):
             self.pool.extend_(row.row, len(row.state.tokens) + shape.num_nodes - 1)
-        num_tokens = self._step.draft(load.rows, choice)
+        num_tokens = self.stepper.draft(load.rows, choice)
         reaching, prompts = self._prompts(num_tokens)
         self._stepping += [*reaching, *self._prompt_tickets(prompts)]
         prompt_tokens = sum(ticket.num_unseen - 1 for ticket in reaching)
         prompt_tokens += sum(len(chunk.tokens) for chunk in prompts)
-        results = self._step.verify([ticket.running for ticket in reaching], prompts)
+        results = self.stepper.verify([ticket.running for ticket in reaching], prompts)
         num_returned = self._publish_results_([*decoding, *reaching], results)
         self._commit_prompts_(prompts)
         report = self._report(load, choice.gamma, results, num_returned, prompt_tokens, start, before)
@@ -350,7 +353,7 @@ class Batcher:
                 continue
             text, tokens = ticket.read_(result.tokens)
             self._publish_(ticket.running)
-            logits = partial(self._step.logits, place, result.path[: len(tokens)])
+            logits = partial(self.stepper.logits, place, result.path[: len(tokens)])
             self._send_(ticket, text, tokens, ticket.log_probs(tokens, logits))
             num_returned += len(tokens)
         return num_returned
