@@ -1,0 +1,214 @@
+"""Do trees in batches decode faster than chains in batches?
+
+The paper names batched trees as its open problem (Yggdrasil section 9). Batches of 1, 2, 4 and 8 requests
+of the same length run to their end, on one batcher, arms in turns: the policy of trees, the same policy
+restricted to chains (W = 1), the server's policy of chains (nightjar), and plain decoding. With one request
+there is also `ygg generate`. Greedy and sampled; all arms must write the same texts.
+
+Refuted at a batch where trees have less than 0.99 of the chains' tokens per second, or less than 0.99 of
+plain decoding's, with the whole interval; and with one request below 0.97 of `ygg generate`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from bench.lib.claim import Claim, Log
+from bench.lib.harness import TextMismatchError, ratio, spread
+from bench.lib.subject import subject
+from bench.lib.workloads import STORIES, beginnings
+from yggdrasil.config import GenerateConfig, SamplingConfig, ServeConfig
+from yggdrasil.pair import LoadedPair
+from yggdrasil.policy.gamma.protocol import BatchPolicy
+from yggdrasil.policy.gamma.registry import PolicyParts, batch_policy
+from yggdrasil.policy.trees import Trees
+from yggdrasil.serve.batcher import Batcher
+from yggdrasil.serve.load import load_batcher, policy_parts
+from yggdrasil.serve.request import Event, Request
+
+SIZES = (1, 2, 4, 8)
+TEMPERATURES = (0.0, 0.8)
+TREES = "trees"
+CHAINS = "the same policy, W = 1"
+NIGHTJAR = "nightjar"
+PLAIN = "plain"
+ALONE = "ygg generate"
+ALONE_PLAIN = "ygg generate --plain"
+
+
+def new_policies(parts: PolicyParts) -> dict[str, BatchPolicy]:
+    """Every arm's policy, which has seen nothing yet."""
+    assert parts.trees is not None
+    return {
+        TREES: batch_policy("trees", parts),
+        CHAINS: Trees(replace(parts.trees, widths=(1,)), parts.switching_cost),
+        NIGHTJAR: batch_policy("nightjar", parts),
+        PLAIN: batch_policy("off", parts),
+    }
+
+
+@dataclass
+class Run:
+    """One batch from its first step to its last.
+
+    Args:
+        texts: Tokens of every request.
+        seconds: Wall clock.
+        steps: Passes of the target.
+    """
+
+    texts: list[list[int]]
+    seconds: float
+    steps: int
+
+
+def served(
+    batcher: Batcher, policy: BatchPolicy, prompts: Sequence[list[int]], config: GenerateConfig
+) -> Run:
+    """Decode the prompts as one batch."""
+    batcher.policy = policy
+    batcher.pool.flush_()
+    texts: list[list[int]] = [[] for _ in prompts]
+
+    def keep(text: list[int], event: Event) -> None:
+        text.extend(event.tokens)
+
+    for prompt, text in zip(prompts, texts, strict=True):
+        request = Request(
+            prompt=prompt, config=config, speculation=None, num_top=None, on_event=partial(keep, text)
+        )
+        batcher.submit(batcher.ticket(request))
+    start = time.perf_counter()
+    steps = 0
+    while batcher.step() is not None:
+        steps += 1
+    return Run(texts, time.perf_counter() - start, steps)
+
+
+def alone(pair: LoadedPair, prompts: Sequence[list[int]], config: GenerateConfig) -> Run:
+    """Decode the only prompt as `ygg generate` does."""
+    [prompt] = prompts
+    policy = pair.policy(temperature=config.sampling.temperature)
+    start = time.perf_counter()
+    results = list(pair.engine.generate(prompt, policy, config))
+    seconds = time.perf_counter() - start
+    return Run([[token for result in results for token in result.tokens]], seconds, len(results))
+
+
+def measure_size(
+    pair: LoadedPair,
+    batcher: Batcher,
+    parts: PolicyParts,
+    prompts: Sequence[list[int]],
+    config: GenerateConfig,
+    size: int,
+) -> dict[str, Any]:
+    """All arms in turns on batches of one size."""
+    arms: dict[str, Callable[..., Run]] = {
+        name: partial(served, batcher, policy) for name, policy in new_policies(parts).items()
+    }
+    if size == 1:
+        arms[ALONE] = partial(alone, pair)
+        arms[ALONE_PLAIN] = lambda texts, settings: alone(pair, texts, replace(settings, plain=True))
+    batches = [
+        [prompts[(size * turn + row) % len(prompts)] for row in range(size)] for turn in range(len(prompts))
+    ]
+    runs: dict[str, list[Run]] = defaultdict(list)
+    for turn, batch in enumerate([batches[0], *batches]):  # the first one warms up
+        settings = replace(config, sampling=replace(config.sampling, seed=turn))
+        done = {name: arm(batch, settings) for name, arm in arms.items()}
+        if len({str(run.texts) for run in done.values()}) > 1:
+            raise TextMismatchError(f"arms wrote different texts in batch {turn} of {size}")
+        for name, run in done.items() if turn else ():
+            runs[name].append(run)
+    tokens = size * (config.max_new_tokens or 0)
+    return {
+        "arms": {
+            name: {
+                "tok_per_s": spread([tokens / run.seconds for run in each]),
+                "tokens_per_pass": round(tokens * len(each) / sum(run.steps for run in each), 2),
+            }
+            for name, each in runs.items()
+        },
+        "trees_over": {
+            name: ratio([run.seconds for run in each], [run.seconds for run in runs[TREES]])
+            for name, each in runs.items()
+            if name != TREES
+        },
+        "plain_over_alone_plain": ratio(
+            [run.seconds for run in runs[ALONE_PLAIN]], [run.seconds for run in runs[PLAIN]]
+        )
+        if size == 1
+        else None,
+    }
+
+
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
+    """Every batch size at every temperature."""
+    under_test = subject(options)
+    pair = under_test.pair()
+    log(under_test.target.statement)
+    config = ServeConfig(max_batch=max(SIZES), elastic=False)
+    batcher = load_batcher(pair.bundle, config)
+    parts = policy_parts(pair.bundle, config)
+    prompts = beginnings(STORIES.test_texts, pair, options.prompts)
+    found: dict[str, dict[str, Any]] = {}
+    for temperature in TEMPERATURES:
+        generation = GenerateConfig(
+            max_new_tokens=options.tokens, ignore_eos=True, sampling=SamplingConfig(temperature=temperature)
+        )
+        found[f"{temperature:g}"] = {}
+        for size in SIZES:
+            each = measure_size(pair, batcher, parts, prompts, generation, size)
+            found[f"{temperature:g}"][str(size)] = each
+            over = {name: value["median"] for name, value in each["trees_over"].items()}
+            log(f"temperature {temperature:g}, {size} requests: trees over {over}")
+    return {"target": under_test.target.to_json(), "temperatures": found}
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Batch by batch."""
+    lines = [f"{'temperature, requests':<24}{'arm':<26}{'tokens/s':>10}{'per pass':>10}   trees over it"]
+    for temperature, sizes in result["temperatures"].items():
+        for size, found in sizes.items():
+            for name, arm in found["arms"].items():
+                over = found["trees_over"].get(name)
+                compared = f"{over['median']:.2f} {over['ci95']}" if over else ""
+                lines.append(
+                    f"{f'{temperature}, {size}':<24}{name:<26}{arm['tok_per_s']['median']:>10.1f}"
+                    f"{arm['tokens_per_pass']:>10.2f}   {compared}"
+                )
+    return "\n".join(lines)
+
+
+def draw(figure: Figure, result: Mapping[str, Any]) -> None:
+    """Tokens per second against the number of requests."""
+    temperatures = result["temperatures"]
+    for axes, (temperature, sizes) in zip(
+        figure.subplots(1, len(temperatures)), temperatures.items(), strict=True
+    ):
+        for name in (TREES, CHAINS, NIGHTJAR, PLAIN):
+            speeds = [found["arms"][name]["tok_per_s"]["median"] for found in sizes.values()]
+            axes.plot([int(size) for size in sizes], speeds, "o-", label=name)
+        axes.set(
+            title=f"temperature {temperature}",
+            xlabel="requests",
+            ylabel="tokens per second",
+            ylim=(0, None),
+        )
+        axes.legend(fontsize=7)
+
+
+CLAIM = Claim(
+    name="batched_trees", doc=__doc__, prompts=12, tokens=96, measure=measure, table=table, draw=draw
+)
+
+if __name__ == "__main__":
+    CLAIM.main()
