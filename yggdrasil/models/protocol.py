@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from yggdrasil.kv import KVCache
+from yggdrasil.kv import KVCache, KVStorage
 
 __all__ = ["TokenGraphs", "TokenModel"]
 
@@ -33,6 +33,11 @@ class TokenGraphs(Protocol):
     widest: int
     num_candidates: int
     graph_ms: float
+
+    @property
+    def cache(self) -> KVStorage:
+        """The KV that the graphs read and write, of one row or of many."""
+        ...
 
     def meta(self, num_tokens: int) -> Tensor:
         """The metadata buffer, (bucket, 6 + A) int32, of the smallest graph that holds `num_tokens`.
