@@ -204,6 +204,9 @@ class StepResult:
         ms: Wall clock of the step.
         caught_up: Whether the draft ran a chunk of text that its KV lacked, instead of drafting; the shape
             is then plain.
+        error: Why nothing was emitted or committed: logits that are not finite. Empty if all went well.
+        values: Calibrated acceptance of every drafted node but the root, by id. Only a step over rows
+            records them.
     """
 
     tokens: list[int]
@@ -216,6 +219,8 @@ class StepResult:
     path: list[int]
     ms: float = 0.0
     caught_up: bool = False
+    error: str = ""
+    values: tuple[float, ...] = ()
 
     @property
     def tree(self) -> TokenTree:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from yggdrasil.models.packing import pack_chain_, pack_nodes_
-from yggdrasil.models.protocol import TokenModel
+from yggdrasil.models.protocol import TokenGraphs, TokenModel
 from yggdrasil.staging import upload
 from yggdrasil.state import DecodeState, Head, Shape
 from yggdrasil.step.platt import UNSCALED, PlattScale
@@ -32,6 +32,7 @@ __all__ = [
     "grow_reference_",
     "grown",
     "head_draft",
+    "num_candidates",
     "prefill",
     "run_nodes",
 ]
@@ -288,7 +289,7 @@ def grow_reference(
     The specification of `grow` in kernels/graph.cpp; on a device this runs.
     """
     tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
-    frontier = Frontier(shape.num_nodes, _num_candidates(model, shape), model.device, platt)
+    frontier = Frontier(shape.num_nodes, num_candidates(model, shape), model.device, platt)
     grow_ = grow_fused_ if model.device == "cpu" else grow_reference_
     meta_NM = model.meta(shape.width)
     tokens_NC, log_probs_NC = head.candidates
@@ -322,7 +323,7 @@ def _grow_native(
         state.root_pos,
         width,
         shape.depth,
-        _num_candidates(model, shape),
+        num_candidates(model, shape),
     )
     stop = NEVER if shape.stop is None else shape.stop.native or NEVER
     arrays, length, times_ms = graph.grow(
@@ -340,7 +341,7 @@ def _grow_native(
     return Drafted(TokenTree.of(*arrays, length=length), length - width, grown(shape, depth))
 
 
-def _num_candidates(model: TokenModel, shape: Shape) -> int:
+def num_candidates(model: TokenGraphs, shape: Shape) -> int:
     """How many children of a node may be attached; in a chain only the best."""
     return 1 if shape.width == 1 and shape.levels is None else model.num_candidates
 
@@ -356,7 +357,7 @@ def _grow_levels(
     """A static tree, level by level."""
     assert shape.levels is not None
     tree = _root(model, state.tokens[-1], shape.num_nodes + spare)
-    frontier = Frontier(shape.num_nodes, _num_candidates(model, shape), model.device, platt)
+    frontier = Frontier(shape.num_nodes, num_candidates(model, shape), model.device, platt)
     tokens_NC, log_probs_NC = head.candidates
     num_run = 1
     for depth, level in enumerate(shape.levels):
