@@ -23,7 +23,7 @@ from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.report.timeline import RecordedModel
 from yggdrasil.state import DecodeState, Row, Shape
 from yggdrasil.step.draft import prefill
-from yggdrasil.step.rows import Chain, catch_up_rows_, verify_rows
+from yggdrasil.step.rows import catch_up_rows_, undrafted, verify_rows
 
 __all__ = [
     "HOST_RUNS",
@@ -229,7 +229,7 @@ def _catch_up_ms(draft: TokenGraphs, target: TokenGraphs, lag: int, batch_size: 
     begin = time.perf_counter()
     while len(samples) < SWITCH_ROUNDS and (not samples or time.perf_counter() - begin < SWITCH_SECONDS):
         rows = [Row(place, DecodeState([0] * (lag + 1)), target_len=lag) for place in range(batch_size)]
-        verify_rows(target, rows, [Chain()] * batch_size, ())
+        verify_rows(target, rows, undrafted(target, rows), ())
         _wait(target.device)
         start = time.perf_counter()
         catch_up_rows_(draft, rows)

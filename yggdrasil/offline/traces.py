@@ -24,7 +24,7 @@ from yggdrasil.policy.depth import Array, inputs_of
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.forest import Seed, grow_forest
 from yggdrasil.step.platt import UNSCALED, PlattScale
-from yggdrasil.step.rows import Chain, accept_rows, run_chunks
+from yggdrasil.step.rows import accept_rows, run_chunks, undrafted
 from yggdrasil.tokenizer import Tokenizer
 from yggdrasil.tree import TokenTree
 
@@ -191,7 +191,7 @@ def _write(
             (logits_1V.clone(), hidden_1E[0].clone())
             for _, logits_1V, hidden_1E in _outputs(target, roots, tick)
         ]
-        _append_(rows, torch.cat([logits_1V for logits_1V, _ in outputs]))
+        _append_(target, rows, torch.cat([logits_1V for logits_1V, _ in outputs]))
         for of_row, (_, hidden_E) in zip(hidden, outputs, strict=True):
             of_row.append(hidden_E)
     return [
@@ -200,11 +200,10 @@ def _write(
     ]
 
 
-def _append_(rows: Sequence[Row], logits_BV: torch.Tensor) -> None:
+def _append_(target: TokenGraphs, rows: Sequence[Row], logits_BV: torch.Tensor) -> None:
     """Append every row's next token of plain decoding."""
-    for row, accepted in zip(
-        rows, accept_rows(rows, [Chain()] * len(rows), logits_BV, range(len(rows))), strict=True
-    ):
+    outcomes = accept_rows(rows, undrafted(target, rows), logits_BV, range(len(rows)))
+    for row, accepted in zip(rows, outcomes, strict=True):
         if isinstance(accepted, YggError):
             raise accepted
         row.state.tokens.extend(accepted.tokens)

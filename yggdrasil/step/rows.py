@@ -1,55 +1,53 @@
-"""The step over a batch: every row drafts a chain of its own, all rows share each forward.
+"""The step over rows: every row drafts a tree of its own, and all rows share each forward.
 
-The stages are those of a single request: draft, prune, verify, accept, commit. A chain is consecutive
-tokens of its row. So draft tokens are packed like a prompt, and committing the accepted ones moves no KV:
-only a length grows.
+The stages are those of a single request: draft, prune, verify, accept, commit. A chain is a tree of width
+1, plain decoding a tree of depth 0, a single request a batch of one. Each row's tree is the one that
+step/draft.py grows for it alone. Only pruning looks at all rows together.
+
+This is the specification of the step, in torch alone; on CUDA it runs.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, groupby, islice
-from operator import itemgetter
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from yggdrasil.errors import YggError
-from yggdrasil.models.packing import Chunk, pack_chains_
+from yggdrasil.models.packing import Chunk, pack_chains_, pack_nodes_, pad_
 from yggdrasil.models.protocol import TokenGraphs
-from yggdrasil.state import Row
-from yggdrasil.step.accept import Accepted, walk_sampling
+from yggdrasil.staging import upload
+from yggdrasil.state import PLAIN, Row, Shape, StepResult
+from yggdrasil.step.accept import Accepted, accept
+from yggdrasil.step.choice import Choice, VerifyMenu
+from yggdrasil.step.draft import Drafted, Frontier, grown, num_candidates
 from yggdrasil.step.platt import PlattScale
-from yggdrasil.step.sampling import next_tokens
+from yggdrasil.step.prune import Pruned
+from yggdrasil.step.sampling import BROKEN, largest_scores
+from yggdrasil.trace import Trace
+from yggdrasil.tree import TokenTree, walk
 
 __all__ = [
-    "Chain",
+    "RowDraft",
+    "StepOverRows",
     "accept_rows",
     "catch_up_rows_",
     "commit_row_",
     "draft_rows",
     "prune_rows",
     "run_chunks",
+    "undrafted",
     "verify_rows",
 ]
 
 MOST_WIDEST_FORWARDS = 3  # up to 3 replays of the draft's widest graph cost less than its prompt chunk
 
-
-@dataclass
-class Chain:
-    """The draft tokens of one row.
-
-    Attributes:
-        tokens: Draft tokens, each the successor of the one before.
-        log_probs: Path log-probability of each, edges scaled; never rising.
-        num_run: How many tokens, from the root on, have KV in the draft's storage.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    num_run: int = 0
+RowDraft = Drafted  # what one row drafted
 
 
 def run_chunks(
@@ -83,15 +81,16 @@ def _forward(model: TokenGraphs, chunks: Sequence[Chunk]) -> tuple[Tensor, Tenso
     return model.forward(meta_NM)
 
 
-def _limit(model: TokenGraphs, num_tokens: int) -> int:
-    """Size of the draft's graph for this many tokens: its widest one or the prompt chunk's."""
+def _limit(model: TokenGraphs, chunks: Sequence[Chunk]) -> int:
+    """Size of the draft's graph for these chunks: its widest one or the prompt chunk's."""
+    num_tokens = sum(len(chunk.tokens) for chunk in chunks)
     return model.widest if num_tokens <= MOST_WIDEST_FORWARDS * model.widest else model.prefill_chunk
 
 
 def catch_up_rows_(model: TokenGraphs, rows: Sequence[Row]) -> None:
     """Complete the draft's KV up to every row's root: after a prompt, or after steps without speculation.
 
-    A lag of one token is left to the head draft.
+    A lag of one token is left to the draft's first forward.
 
     Source: Nightjar section 4.2, "Prefill Cost Modeling".
     """
@@ -100,178 +99,468 @@ def catch_up_rows_(model: TokenGraphs, rows: Sequence[Row]) -> None:
         Chunk(row.row, row.state.tokens[row.draft_len : row.state.root_pos], row.draft_len, 0)
         for row in lagging
     ]
-    for _ in run_chunks(model, chunks, _limit(model, sum(len(chunk.tokens) for chunk in chunks))):
+    for _ in run_chunks(model, chunks, _limit(model, chunks)):
         pass
     for row in lagging:
         row.draft_len = row.state.root_pos
 
 
-def draft_rows(
-    model: TokenGraphs, rows: Sequence[Row], gammas: Sequence[int], platts: Sequence[PlattScale]
-) -> list[Chain]:
-    """A chain under every row's root.
+class _Growing:
+    """A row's tree while it grows, the root first.
+
+    Attributes:
+        tree: The nodes so far.
+    """
+
+    def __init__(self, model: TokenGraphs, row: Row, shape: Shape, platt: PlattScale) -> None:
+        self.row = row
+        self.shape = shape
+        self.tree = _root(model, row, shape.num_nodes)
+        self._depth = 0
+        self._frontier = Frontier(shape.num_nodes, num_candidates(model, shape), model.device, platt)
+
+    @property
+    def num_run(self) -> int:
+        """The first `num_run` nodes have run: their candidates are known."""
+        return self._frontier.len
+
+    def ran_(self, tokens_WC: Tensor, log_probs_WC: Tensor) -> None:
+        """The next W nodes have run. Aliasing: the candidates are copied."""
+        nodes = slice(self.num_run, self.num_run + len(tokens_WC))
+        self._frontier.add(tokens_WC, log_probs_WC, self.tree.log_prob_N[nodes])
+
+    def grow_(self) -> bool:
+        """Attach the nodes of one growth step; returns whether another step follows."""
+        levels = self.shape.levels
+        if levels is None:
+            picked = self._frontier.take(self.shape.width)
+        else:
+            picked = self._frontier.ranked(levels[self._depth])
+        self.tree.grow(*picked)
+        self._depth += 1
+        if self._depth == self.shape.depth:
+            return False
+        return levels is not None or self.shape.stop is None or not self.shape.stop.enough(self.tree)
+
+    def finished(self) -> RowDraft:
+        shape = self.shape if self.shape.levels is not None else grown(self.shape, self._depth)
+        return RowDraft(self.tree, self.num_run, shape)
+
+
+class _Span(NamedTuple):
+    """Nodes `first..last-1` of a growing tree, which run in one forward."""
+
+    growing: _Growing
+    first: int
+    last: int
+
+
+def _root(model: TokenGraphs, row: Row, capacity: int) -> TokenTree:
+    token = row.state.tokens[-1]
+    return TokenTree.root(token, capacity, max_depth=model.max_depth, device=model.device)
+
+
+def draft_rows(model: TokenGraphs, rows: Sequence[Row], choice: Choice) -> list[RowDraft]:
+    """A tree under every row's root: one forward over the text up to the roots, then growth.
+
+    The nodes of a row's last growth step are leaves: the next step runs their forward.
 
     Args:
-        model: The draft, with at most one lagging token a row; KV after the roots is provisional.
-        gammas: Draft tokens for each row; 0 runs no model.
-        platts: Scale of the draft's probabilities for each row.
+        model: The draft. Its KV becomes complete up to the roots of the rows that draft; from the roots on
+            it is provisional.
+        rows: Rows with pages for their trees. A row of a shape without depth runs no model.
+        choice: A shape and a calibration for every row.
 
-    Returns:
-        A chain of `gammas[i]` tokens for every row.
+    Raises:
+        RuntimeError: a shape wider than the draft's candidates, or deeper than its paths.
 
-    Cost: max(gammas) forwards of a token a row, each with a sync: its token is the next forward's input.
-    Source: Nightjar section 4.1: gamma draft tokens a row.
+    Cost: 1 + (max(D) - 1) forwards, more if one graph does not hold the nodes of all rows, and a dozen
+    small operators a row for each. No sync without stop rules.
+    Source: Yggdrasil section 4.2; Nightjar section 4.1 has chains.
     """
-    chains = [Chain(num_run=gamma) for gamma in gammas]
-    live = [(row, chain) for row, chain in zip(rows, chains, strict=True) if chain.num_run]
-    chunks = [Chunk(row.row, row.state.tokens[row.draft_len :], row.draft_len, 1) for row, _ in live]
-    depth = 0
+    growing = [
+        _Growing(model, row, shape, calibration.platt)
+        for row, shape, calibration in zip(rows, choice.shapes, choice.calibrations, strict=True)
+    ]
+    live = [each for each in growing if each.shape.depth]
+    _run_roots_(model, live)
     while live:
-        for (_, chain), (token, log_prob) in zip(live, _best_next(model, chunks), strict=True):
-            chain.tokens.append(token)
-            chain.log_probs.append(log_prob)
-        depth += 1
-        live = [(row, chain) for row, chain in live if chain.num_run > depth]
-        chunks = [Chunk(row.row, chain.tokens[-1:], row.state.root_pos + depth) for row, chain in live]
-    _scale_paths_(chains, platts)
-    return chains
+        live = [each for each in live if each.grow_()]
+        _run_newest_(model, live)
+    return [each.finished() for each in growing]
 
 
-def _scale_paths_(chains: Sequence[Chain], platts: Sequence[PlattScale]) -> None:
-    """Turn log-probabilities of edges into scaled ones of paths; rows with the same scale in one call."""
-    for platt, group in groupby(zip(platts, chains, strict=True), key=itemgetter(0)):
-        same_scale = [chain for _, chain in group]
-        edges = [edge for chain in same_scale for edge in chain.log_probs]
-        scaled_edges = iter(platt.logs(torch.tensor(edges, dtype=torch.float64)).tolist())
-        for chain in same_scale:
-            chain.log_probs = list(accumulate(islice(scaled_edges, len(chain.log_probs))))
+def _run_roots_(model: TokenGraphs, live: Sequence[_Growing]) -> None:
+    """Run the text that the draft's KV lacks, each row's up to its root, and commit all but the root."""
+    growing_of = {each.row.row: each for each in live}
+    rows = [each.row for each in live]
+    chunks = [Chunk(row.row, row.state.tokens[row.draft_len :], row.draft_len, 1) for row in rows]
+    for batch, (tokens_NC, log_probs_NC) in run_chunks(model, chunks, _limit(model, chunks)):
+        for chunk, end in zip(batch, accumulate(len(chunk.tokens) for chunk in batch), strict=True):
+            # of a chunk that was split, only the last part has the root
+            if chunk.read_len:
+                growing_of[chunk.row].ran_(tokens_NC[end - 1 : end], log_probs_NC[end - 1 : end])
+    for row in rows:
+        row.draft_len = row.state.root_pos
 
 
-def _best_next(model: TokenGraphs, chunks: Sequence[Chunk]) -> list[tuple[int, float]]:
-    """The most likely next token after every chunk, and its log-probability."""
-    best = {}
-    limit = _limit(model, sum(len(chunk.tokens) for chunk in chunks))
-    for batch, (tokens_NC, log_probs_NC) in run_chunks(model, chunks, limit):
-        tokens = tokens_NC[:, 0].tolist()  # sync: the next forward's input
-        log_probs = log_probs_NC[:, 0].tolist()  # sync: it has come with the tokens
-        last = -1
-        for chunk in batch:
-            last += len(chunk.tokens)
-            # a later part of a split chunk replaces the entry of an earlier one
-            best[chunk.row] = (tokens[last], log_probs[last])
-    return [best[chunk.row] for chunk in chunks]
+def _run_newest_(model: TokenGraphs, live: Sequence[_Growing]) -> None:
+    """Run the nodes of every tree that have not run yet."""
+    for spans in _forwards(live, model.prefill_chunk):
+        meta_NM = model.meta(sum(last - first for _, first, last in spans))
+        end = 0
+        for growing, first, last in spans:
+            start = end
+            end += last - first
+            row = growing.row
+            pack_nodes_(meta_NM[start:end], growing.tree, first, last, row.state.root_pos, row=row.row)
+        pad_(meta_NM, end)
+        tokens_NC, log_probs_NC = model.forward(meta_NM)
+        end = 0
+        for growing, first, last in spans:
+            start = end
+            end += last - first
+            growing.ran_(tokens_NC[start:end], log_probs_NC[start:end])
 
 
-def prune_rows(chains: Sequence[Chain], most: int) -> None:
-    """Keep the `most` most likely draft tokens of the whole batch.
+def _forwards(live: Sequence[_Growing], limit: int) -> Iterator[list[_Span]]:
+    """The trees' newest nodes by forwards of at most `limit`; a tree's are split only if they are more."""
+    spans: list[_Span] = []
+    room = limit
+    for growing in live:
+        num_nodes = len(growing.tree)
+        for first in range(growing.num_run, num_nodes, limit):
+            last = min(first + limit, num_nodes)
+            if last - first > room:
+                yield spans
+                spans = []
+                room = limit
+            spans.append(_Span(growing, first, last))
+            room -= last - first
+    if spans:
+        yield spans
 
-    A chain keeps a prefix, because path log-probabilities never rise.
 
-    Source: TETRIS, as Nightjar section 6.1 describes it.
+def prune_rows(drafts: Sequence[RowDraft], choice: Choice) -> list[Pruned]:
+    """Keep the best nodes of the whole batch; `choice.menu` says how many.
+
+    A node's calibrated acceptance never is above its parent's, and the earlier of two equal nodes comes
+    first. So the best nodes of the batch are a tree in every row.
+
+    Args:
+        drafts: Result of `draft_rows`.
+        choice: The one that they were drafted with. Of a row whose shape sets `verify`, only its best
+            `verify - 1` nodes compete.
+
+    Cost: one sync (the values), one sort on the host.
+    Source: Yggdrasil section 4.2, "Verification Width Pruning"; over a batch as TETRIS does, which Nightjar
+    describes in section 6.1.
     """
-    if sum(len(chain.tokens) for chain in chains) <= most:
-        return
-    if most == 0:
-        kept = [0] * len(chains)
-    else:
-        log_probs = sorted((log_prob for chain in chains for log_prob in chain.log_probs), reverse=True)
-        least = log_probs[most - 1]
-        kept = [sum(log_prob > least for log_prob in chain.log_probs) for chain in chains]
-        equal = sorted(
-            (depth, index)
-            for index, chain in enumerate(chains)
-            for depth, log_prob in enumerate(chain.log_probs)
-            if log_prob == least
-        )
-        # among equals, those nearest to their roots
-        for _, index in equal[: most - sum(kept)]:
-            kept[index] += 1
-    for chain, count in zip(chains, kept, strict=True):
-        del chain.tokens[count:], chain.log_probs[count:]
+    return _prune(drafts, _values(drafts, choice), choice.menu)
+
+
+def _values(drafts: Sequence[RowDraft], choice: Choice) -> list[tuple[float, ...]]:
+    """Calibrated acceptance of every drafted node but the root, by id, for every row."""
+    lens = [len(draft.tree) for draft in drafts]
+    if all(length == 1 for length in lens):
+        return [()] * len(drafts)
+    log_prob_N = torch.cat([draft.tree.log_prob_N for draft in drafts])
+    log_probs: list[float] = log_prob_N.tolist()  # sync: the number of kept nodes is a shape
+    values = []
+    for calibration, length, end in zip(choice.calibrations, lens, accumulate(lens), strict=True):
+        values.append(tuple(calibration.values(log_probs[end - length + 1 : end]).tolist()))
+    return values
+
+
+class _Node(NamedTuple):
+    """A drafted node with its calibrated acceptance; `place` is its row's among the drafts."""
+
+    value: float
+    place: int
+    node: int
+
+
+def _prune(drafts: Sequence[RowDraft], values: Sequence[Sequence[float]], menu: VerifyMenu) -> list[Pruned]:
+    competing = [
+        _Node(values[place][node - 1], place, node)
+        for place, draft in enumerate(drafts)
+        for node in _best(values[place], draft.shape.verify)
+    ]
+    ranked = sorted(competing, key=lambda each: -each.value)  # stable: among equals the earlier one
+    sums = [0.0, *accumulate(each.value for each in ranked)]
+    depth = max((draft.shape.depth for draft in drafts), default=0)
+    num_kept = menu.best(sums, num_rows=len(drafts), depth=depth)
+    keeps = [[0] for _ in drafts]
+    gains = [0.0] * len(drafts)
+    for value, place, node in ranked[:num_kept]:
+        keeps[place].append(node)
+        gains[place] += value
+    return [
+        Pruned(draft.tree.subtree(sorted(keep)), sorted(keep), 1.0 + gain)
+        for draft, keep, gain in zip(drafts, keeps, gains, strict=True)
+    ]
+
+
+def _best(values: Sequence[float], verify: int | None) -> list[int]:
+    """Ids, ascending, of a row's nodes that compete with those of other rows; the root does not."""
+    nodes = range(1, 1 + len(values))
+    ranked = sorted(nodes, key=lambda node: -values[node - 1])
+    return sorted(ranked if verify is None else ranked[: verify - 1])
+
+
+def undrafted(model: TokenGraphs, rows: Sequence[Row]) -> list[Pruned]:
+    """What rows without a draft verify: their root alone."""
+    return [Pruned(_root(model, row, 1), [0], 1.0) for row in rows]
 
 
 def verify_rows(
-    model: TokenGraphs, rows: Sequence[Row], chains: Sequence[Chain], prompts: Sequence[Chunk]
-) -> tuple[Tensor, list[int]]:
-    """One forward of the target over every row's root and chain, and over parts of other rows' prompts.
+    model: TokenGraphs, rows: Sequence[Row], pruned: Sequence[Pruned], prompts: Sequence[Chunk]
+) -> tuple[Tensor, Tensor, list[int]]:
+    """One forward of the target over every row's tree, and over parts of other rows' prompts.
 
     Args:
-        model: The target; KV after the roots is provisional.
+        model: The target; KV from the roots on is provisional.
         rows: The rows that emit. Tokens before a row's root that the target lacks (the end of a prompt) run
             in the same forward.
+        pruned: The tree of each.
         prompts: Tokens of rows whose root this forward does not reach; their logits are not used.
 
     Returns:
-        (N, V) logits, defined for roots and chains, and the index among the N of each row's root; its chain
-        follows it.
+        (N, V) logits, defined for the trees' nodes, (N, E) last hidden states, and the index among the N of
+        each row's root; the other nodes of its tree follow it.
 
     Raises:
         ShapeNotCompiled: more tokens than the menu's largest graph.
 
     Cost: one graph. Aliasing: on CUDA overwritten by the next replay.
     """
-    chunks = [
-        Chunk(
-            row.row,
-            [*row.state.tokens[row.target_len :], *chain.tokens],
-            row.target_len,
-            1 + len(chain.tokens),
-        )
-        for row, chain in zip(rows, chains, strict=True)
+    texts = [
+        Chunk(row.row, row.state.tokens[row.target_len : row.state.root_pos], row.target_len, 0)
+        for row in rows
     ]
-    ends = accumulate(len(chunk.tokens) for chunk in chunks)
-    roots = [end - len(chain.tokens) - 1 for end, chain in zip(ends, chains, strict=True)]
-    return _forward(model, [*chunks, *prompts])[0], roots
+    num_text = sum(len(chunk.tokens) for chunk in (*texts, *prompts))
+    meta_NM = model.meta(num_text + sum(len(each.tree) for each in pruned))
+    roots = []
+    end = 0
+    for row, text, each in zip(rows, texts, pruned, strict=True):
+        root = end + len(text.tokens)
+        if text.tokens:
+            pack_chains_(meta_NM[end:root], [text])
+        end = root + len(each.tree)
+        pack_nodes_(meta_NM[root:end], each.tree, 0, len(each.tree), row.state.root_pos, row=row.row)
+        roots.append(root)
+    pack_chains_(meta_NM[end:], prompts)
+    logits_NV, hidden_NE = model.forward(meta_NM)
+    return logits_NV, hidden_NE, roots
 
 
 def accept_rows(
-    rows: Sequence[Row], chains: Sequence[Chain], logits_NV: Tensor, roots: Sequence[int]
+    rows: Sequence[Row], pruned: Sequence[Pruned], logits_NV: Tensor, roots: Sequence[int]
 ) -> list[Accepted | YggError]:
     """Apply the acceptance law to each row; a row whose logits are not finite gets an error instead.
 
     Args:
+        rows: The rows that `verify_rows` got.
+        pruned: The tree of each.
         logits_NV: Result of `verify_rows`.
         roots: Result of `verify_rows`.
 
-    Cost: one sync if all rows are greedy, else one a row. A CPU samples only along the accepted paths.
+    Cost: one sync for all greedy rows, and one for each row that samples.
     """
-    if all(row.state.sampling.temperature == 0 for row in rows):
-        last = roots[-1] + 1 + len(chains[-1].tokens)
-        try:
-            tokens = next_tokens(logits_NV[:last], (), rows[0].state.sampling)
-        except YggError:
-            pass  # some row is broken: the loop over rows below finds which
-        else:
-            return [_follow(chain, tokens[root:]) for chain, root in zip(chains, roots, strict=True)]
+    trees = [each.tree for each in pruned]
+    logits = [logits_NV[root : root + len(tree)] for root, tree in zip(roots, trees, strict=True)]
+    is_greedy = [row.state.sampling.temperature == 0 for row in rows]
+    places = [place for place, greedy in enumerate(is_greedy) if greedy]
+    outcomes = iter(_accept_greedy([trees[place] for place in places], [logits[place] for place in places]))
     return [
-        _accept(row, chain, logits_NV[root : root + 1 + len(chain.tokens)])
-        for row, chain, root in zip(rows, chains, roots, strict=True)
+        next(outcomes) if greedy else _accept(row, tree, logits_KV)
+        for row, tree, logits_KV, greedy in zip(rows, trees, logits, is_greedy, strict=True)
     ]
 
 
-def _accept(row: Row, chain: Chain, logits_KV: Tensor) -> Accepted | YggError:
-    root_pos = row.state.root_pos
-    sampling = row.state.sampling
+def _accept(row: Row, tree: TokenTree, logits_KV: Tensor) -> Accepted | YggError:
     try:
-        if logits_KV.is_cpu and sampling.temperature > 0:
-            child_of = {(node, token): node + 1 for node, token in enumerate(chain.tokens)}
-            return walk_sampling(child_of, logits_KV, root_pos, sampling)
-        positions = range(root_pos + 1, root_pos + 2 + len(chain.tokens))
-        return _follow(chain, next_tokens(logits_KV, positions, sampling))
+        return accept(tree, logits_KV, row.state.root_pos, row.state.sampling)
     except YggError as error:
         return error
 
 
-def _follow(chain: Chain, target_tokens: Sequence[int]) -> Accepted:
-    rejected = (place for place, token in enumerate(chain.tokens) if token != target_tokens[place])
-    kept = next(rejected, len(chain.tokens))
-    return Accepted(list(range(kept + 1)), list(target_tokens[: kept + 1]))
+def _accept_greedy(trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> list[Accepted | YggError]:
+    """`accept` at temperature 0 for several trees of K nodes, given the logits of each, (K, V)."""
+    if not trees:
+        return []
+    chosen = [largest_scores(logits_KV) for logits_KV in logits]
+    is_sound_N = torch.cat([each.score_K for each in chosen]).isfinite()
+    columns = (
+        torch.cat([each.token_K for each in chosen]).masked_fill(~is_sound_N, -1),
+        torch.cat([tree.token_N for tree in trees]).long(),
+        torch.cat([tree.parent_N for tree in trees]).long(),
+    )
+    all_wanted, all_tokens, all_parents = torch.stack(columns).tolist()  # sync: this is the text
+    outcomes: list[Accepted | YggError] = []
+    end = 0
+    for tree in trees:
+        nodes = slice(end, end + len(tree))
+        end = nodes.stop
+        wanted = all_wanted[nodes]
+        if min(wanted) < 0:
+            outcomes.append(YggError(BROKEN))
+            continue
+        path = walk(all_parents[nodes], all_tokens[nodes], wanted)
+        outcomes.append(Accepted(path, [wanted[node] for node in path]))
+    return outcomes
 
 
-def commit_row_(row: Row, chain: Chain, accepted: Accepted) -> None:
-    """Add the accepted tokens to the text; their KV is already in place, so only lengths grow."""
+def commit_row_(
+    target: TokenGraphs, draft: TokenGraphs, row: Row, drafted: RowDraft, pruned: Pruned, accepted: Accepted
+) -> None:
+    """Keep the accepted path in both models' KV and add its tokens to the text.
+
+    Cost: one gather and scatter per model whose path is not a chain already. No sync.
+    """
     root_pos = row.state.root_pos
+    target.cache.keep_(row.row, root_pos, accepted.path)
     row.target_len = root_pos + len(accepted.path)
-    if chain.num_run:
-        row.draft_len = root_pos + min(len(accepted.path), chain.num_run)
+    if drafted.num_run:
+        nodes = [pruned.drafted_node[node] for node in accepted.path]
+        kept = [node for node in nodes if node < drafted.num_run]
+        draft.cache.keep_(row.row, root_pos, kept)
+        row.draft_len = root_pos + len(kept)
     row.state.tokens.extend(accepted.tokens)
+    row.state.head = None
+
+
+class StepOverRows:
+    """One step after another over rows, each in two calls: `draft`, then `verify`.
+
+    Args:
+        target: The target, over pages of the rows.
+        draft: The draft, over the same page table.
+        trace: Gets the milliseconds of the stages catch up, draft, prune, verify, accept and commit.
+    """
+
+    def __init__(self, target: TokenGraphs, draft: TokenGraphs, trace: Trace) -> None:
+        self._target = target
+        self._draft = draft
+        self._trace = trace
+        self._forget_()
+
+    def _forget_(self) -> None:
+        """Drop what `draft` left for `verify`."""
+        self._rows: list[Row] = []
+        self._drafts: list[RowDraft] = []
+        self._values: list[tuple[float, ...]] = []
+        self._pruned: list[Pruned] = []
+        self._draft_ms = 0.0
+
+    def draft(self, rows: Sequence[Row], choice: Choice) -> int:
+        """The first half of a step: draft and prune. Without decoding rows it may be left out.
+
+        Args:
+            rows: The rows that decode, with pages for their trees.
+            choice: A shape and a calibration for every row, and the menu of the batch.
+
+        Returns:
+            The number of tokens that these rows verify: roots and kept nodes.
+
+        Raises:
+            RuntimeError: as `draft_rows`.
+
+        Cost: that of `catch_up_rows_`, `draft_rows` and `prune_rows`.
+        """
+        began = time.perf_counter()
+        stage = self._trace.stage
+        self._forget_()
+        with stage("catch up"):
+            drafting = [row for row, shape in zip(rows, choice.shapes, strict=True) if shape.depth]
+            catch_up_rows_(self._draft, drafting)
+        with stage("draft"):
+            drafts = draft_rows(self._draft, rows, choice)
+        with stage("prune"):
+            values = _values(drafts, choice)
+            pruned = _prune(drafts, values, choice.menu)
+        self._rows = list(rows)
+        self._drafts = drafts
+        self._values = values
+        self._pruned = pruned
+        self._draft_ms = (time.perf_counter() - began) * 1e3
+        return sum(len(each.tree) for each in pruned)
+
+    def verify(self, joining: Sequence[Row], prompts: Sequence[Chunk]) -> list[StepResult]:
+        """The second half: verify, accept and commit.
+
+        Args:
+            joining: Rows that emit without a draft: those whose prompt ends in this step.
+            prompts: Tokens of other rows' prompts for the same forward. The caller counts them in.
+
+        Returns:
+            A result for every row, decoding rows first, then joining ones. A row whose logits are not
+            finite has an error, and nothing of it is committed.
+
+        Raises:
+            ShapeNotCompiled: more tokens than the menu's largest graph; nothing is committed.
+
+        Cost: one forward of the target and the syncs of `accept_rows`.
+        """
+        began = time.perf_counter()
+        stage = self._trace.stage
+        rows = [*self._rows, *joining]
+        plain = undrafted(self._target, joining)
+        pruned = [*self._pruned, *plain]
+        drafts = [*self._drafts, *(RowDraft(each.tree, 0, PLAIN) for each in plain)]
+        values = [*self._values, *[()] * len(plain)]
+        before_ms = self._draft_ms
+        self._forget_()
+        with stage("verify"):
+            self._logits_NV, hidden_NE, self._roots = verify_rows(self._target, rows, pruned, prompts)
+        with stage("accept"):
+            accepted = accept_rows(rows, pruned, self._logits_NV, self._roots)
+        root_positions = [row.state.root_pos for row in rows]
+        with stage("commit"):
+            for place, outcome in enumerate(accepted):
+                if isinstance(outcome, Accepted):
+                    row = rows[place]
+                    commit_row_(self._target, self._draft, row, drafts[place], pruned[place], outcome)
+                    last = self._roots[place] + outcome.path[-1]
+                    row.state.hidden_of = partial(hidden_NE.select, 0, last)
+        ms = before_ms + (time.perf_counter() - began) * 1e3
+        of_rows = zip(drafts, values, pruned, accepted, root_positions, strict=True)
+        return [_result(*of_row, ms) for of_row in of_rows]
+
+    def logits(self, place: int, path: Sequence[int]) -> Tensor:
+        """(len(path), V) the target's logits after some nodes of a row of the last step.
+
+        Args:
+            place: Of the row among the results of `verify`.
+            path: Nodes of its verified tree.
+
+        Cost: one gather, no sync. Only until the target's next forward.
+        """
+        root = self._roots[place]
+        nodes = upload([root + node for node in path], self._logits_NV.device)
+        return self._logits_NV.index_select(0, nodes)
+
+
+def _result(
+    drafted: RowDraft,
+    values: tuple[float, ...],
+    pruned: Pruned,
+    accepted: Accepted | YggError,
+    root_pos: int,
+    ms: float,
+) -> StepResult:
+    error = str(accepted) if isinstance(accepted, YggError) else ""
+    emitted = Accepted([], []) if isinstance(accepted, YggError) else accepted
+    return StepResult(
+        tokens=emitted.tokens,
+        shape=drafted.shape,
+        drafted=len(drafted.tree),
+        verified=len(pruned.tree),
+        context_len=root_pos,
+        predicted_emitted=pruned.expected_emitted,
+        tree_of=lambda: pruned.tree,
+        path=emitted.path,
+        ms=ms,
+        error=error,
+        values=values,
+    )
