@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import pretend
 import pytest
+import tiny_pair
 import torch
 from torch import Tensor
 
@@ -26,7 +29,9 @@ from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
 from yggdrasil.step import draft as draft_module
 from yggdrasil.step.choice import Calibration, Choice, VerifyMenu
 from yggdrasil.step.draft import grow_reference_, prefill
+from yggdrasil.step.platt import PlattScale
 from yggdrasil.step.rows import StepOverRows
+from yggdrasil.step.sampling import gumbel_noise
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
 
@@ -41,6 +46,7 @@ SAMPLED = SamplingConfig(temperature=0.8, seed=7)
 FILTERED = SamplingConfig(temperature=0.9, top_k=20, top_p=0.9, seed=3)
 NUM_TOKENS = 40
 NUM_ROWS = 4
+NUM_STEPS = 8
 EVERYTHING = VerifyMenu((10**6,), (1.0,))
 LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
 
@@ -360,3 +366,44 @@ def test_a_row_with_broken_logits_gets_an_error_and_the_others_go_on(
     for row, prompt in zip(rows, prompts, strict=True):
         num_new = row.state.num_emitted
         assert row.state.tokens == plain_text(engine, prompt, sampling, num_new)
+
+
+@pytest.mark.parametrize(
+    ("samplings", "num_accepting"),
+    [((GREEDY,) * 4, 1), ((SAMPLED,) * 4, 4), ((SAMPLED, GREEDY, FILTERED, GREEDY), 3)],
+    ids=("greedy", "sampled", "mixed"),
+)
+def test_on_a_device_a_batch_waits_once_to_prune_and_once_to_accept_greedy_rows(
+    tiny: LoadedPair, paged: Paged, samplings: Sequence[SamplingConfig], num_accepting: int
+) -> None:
+    """Each row that samples is one wait more; results are those of a CPU."""
+    calibrations = (Calibration(PlattScale(1.8, 1.3), UNCALIBRATED.knots),) * 4
+    shapes = [shape for shape in SHAPES.values() if shape.stop is None]
+    texts = [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
+
+    def steps(models: Paged, trace: Trace) -> list[tuple[list[int], list[int]]]:
+        rows = [Row(place, DecodeState(list(texts[place]), samplings[place])) for place in range(4)]
+        for row in rows[:3]:
+            prefill_row_(paged, row)
+        step = StepOverRows(*models, trace)
+        step.verify((), [Chunk(3, rows[3].state.tokens[:3], 0, 0)])
+        rows[3].target_len = 3
+        results = []
+        for number in range(NUM_STEPS):
+            decoding = rows[: 4 if number else 3]
+            chosen = tuple(shapes[(number + row.row) % len(shapes)] for row in decoding)
+            step.draft(decoding, Choice(chosen, calibrations[: len(decoding)], EVERYTHING))
+            results += step.verify(rows[len(decoding) :], ())
+            read = step.logits(0, [0])
+            assert read.shape == (1, tiny_pair.VOCAB)
+        return [(result.tokens, result.path) for result in results]
+
+    expected = steps(paged, Trace())
+    with pretend.pretended_device() as syncs:
+        on_device = Paged(*map(pretend.DeviceModel, paged))  # type: ignore[arg-type]
+        assert steps(on_device, pretend.StageNames()) == expected
+        found = Counter(sync.stage for sync in syncs)
+        unexplained = [sync for sync in syncs if not sync.is_explained]
+    gumbel_noise.cache_clear()  # it cached tensors of the device
+    assert found == {"prune": NUM_STEPS, "accept": num_accepting * NUM_STEPS}
+    assert unexplained == []
