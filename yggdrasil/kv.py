@@ -33,6 +33,11 @@ def move_slots_reference_(storage_PL2GSF: Tensor, source: Sequence[int], target:
     storage_PL2GSF[to_page, :, :, :, to_place] = storage_PL2GSF[from_page, :, :, :, from_place]
 
 
+def _num_in_place(path: Sequence[int]) -> int:
+    """How many tokens of a path, from its first on, are already where a commit puts them."""
+    return next((place for place, offset in enumerate(path) if offset != place), len(path))
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVShape:
     """Size of a model's KV: of one token, and the number of tokens.
@@ -115,6 +120,27 @@ class KVStorage:
         """Keys and values of one layer, (P, G, 16, F) each. Aliasing: views of the storage."""
         return self.storage_PL2GSF[:, layer, 0], self.storage_PL2GSF[:, layer, 1]
 
+    def keep_(self, row: int, start: int, path: Sequence[int]) -> None:
+        """Move a row's indices `start + path[i]` to `start + i`, wherever its pages are.
+
+        Args:
+            row: Row of the page table.
+            start: Index of the root.
+            path: Ascending offsets from `start`.
+
+        Cost: nothing for a chain from the root, else one gather and one scatter over all layers. No sync.
+        """
+        moved = _num_in_place(path)
+        if moved == len(path):
+            return
+        source = [start + offset for offset in path[moved:]]
+        target = range(start + moved, start + len(path))
+        index_2N = upload([source, target], self.pages_BP.device)
+        from_page, to_page = self.pages_BP[row].long()[index_2N // PAGE_LEN]
+        from_place, to_place = index_2N % PAGE_LEN
+        storage = self.storage_PL2GSF
+        storage[to_page, :, :, :, to_place] = storage[from_page, :, :, :, from_place]
+
 
 class KVCache(KVStorage):
     """The storage of a single row, as a transaction: forwards write provisional KV, `commit_` keeps a path.
@@ -150,7 +176,7 @@ class KVCache(KVStorage):
 
         Cost: nothing for a chain, else one gather and one scatter over all layers. No sync.
         """
-        moved = next((i for i, offset in enumerate(path) if offset != i), len(path))
+        moved = _num_in_place(path)
         if moved < len(path):
             torch.ops.ygg.move_slots_(
                 self.storage_PL2GSF, [self.len + offset for offset in path[moved:]], self.len + moved

@@ -25,7 +25,7 @@ from yggdrasil.staging import upload
 if TYPE_CHECKING:
     import networkx
 
-__all__ = ["TokenTree"]
+__all__ = ["TokenTree", "walk"]
 
 
 class TokenTree:
@@ -319,12 +319,7 @@ class TokenTree:
         """
         parents = self.parent_N.tolist()  # sync: the walk runs on the host
         tokens = self.token_N.tolist()  # sync: the walk runs on the host
-        wanted = next_tokens.tolist()
-        path = [0]
-        for node in range(1, self._len):  # a child's id is larger than its parent's: one pass suffices
-            if parents[node] == path[-1] and tokens[node] == wanted[path[-1]]:
-                path.append(node)
-        return path
+        return walk(parents, tokens, next_tokens.tolist())
 
     def on_walk(self, next_tokens: Tensor) -> Tensor:
         """Which nodes are on the path of `walk`, computed on the arrays' device.
@@ -407,6 +402,15 @@ class TokenTree:
             return out
 
         return "\n".join([text(0), *lines(0, "")])
+
+
+def walk(parents: Sequence[int], tokens: Sequence[int], next_tokens: Sequence[int]) -> list[int]:
+    """`TokenTree.walk` over lists of the nodes' parents and tokens."""
+    path = [0]
+    for node in range(1, len(parents)):  # a child's id is larger than its parent's: one pass suffices
+        if parents[node] == path[-1] and tokens[node] == next_tokens[path[-1]]:
+            path.append(node)
+    return path
 
 
 def best_subtree(parents: Sequence[int], values: Sequence[float], k: int) -> list[int]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yggdrasil.errors import CapacityError
-from yggdrasil.kv import KVCache, KVShape
+from yggdrasil.kv import KVCache, KVShape, KVStorage
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=4, capacity=32)
 
@@ -66,6 +66,32 @@ def test_commit_of_any_ascending_path_keeps_history_and_path(committed: int, off
     assert cache.len == committed + len(path)
     kept = [*range(committed), *(committed + offset for offset in path)]
     assert torch.equal(slots(cache.storage_PL2GSF)[:, : cache.len], slots(before)[:, kept])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 20), st.sets(st.integers(0, 11)), st.permutations(range(5)), st.integers(0, 1))
+def test_a_row_keeps_a_path_wherever_its_pages_are(
+    start: int, offsets: set[int], order: list[int], row: int
+) -> None:
+    """Four of five pages, two a row; the other row and the spare page stay as they are."""
+    pages_BP = torch.tensor(order[:4], dtype=torch.int32).view(2, 2)
+    storage = KVStorage(SHAPE, num_pages=5, pages_BP=pages_BP, dtype=torch.float32, device="cpu")
+    storage.storage_PL2GSF.copy_(
+        torch.arange(storage.storage_PL2GSF.numel()).view_as(storage.storage_PL2GSF)
+    )
+    before = storage.storage_PL2GSF.clone()
+    path = sorted(offsets)
+    storage.keep_(row, start, path)
+    pages = pages_BP[row].long()
+    kept = [*range(start), *(start + offset for offset in path)]
+    assert torch.equal(
+        slots(storage.storage_PL2GSF[pages])[:, : start + len(path)], slots(before[pages])[:, kept]
+    )
+    after = storage.storage_PL2GSF
+    others = [page for page in range(5) if page not in pages]
+    assert torch.equal(after[others], before[others])
+    rest = range(start + len(path), SHAPE.capacity)
+    assert torch.equal(slots(after[pages])[:, rest], slots(before[pages])[:, rest])
 
 
 def test_rollback_forgets_indices_and_touches_no_byte() -> None:

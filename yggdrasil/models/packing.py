@@ -25,6 +25,7 @@ __all__ = [
     "pack_chains_reference_",
     "pack_nodes_",
     "pack_nodes_reference_",
+    "pad_",
 ]
 
 
@@ -59,11 +60,12 @@ class Chunk(NamedTuple):
 def empty_meta(num_tokens: int, max_depth: int, *, device: str = "cpu") -> Tensor:
     """Metadata of N rows of padding, (N, 6 + A) int32: they store, see and return nothing."""
     meta_NM = torch.zeros(num_tokens, PATH + max_depth + 1, dtype=torch.int32, device=device)
-    _pad_(meta_NM, 0)
+    pad_(meta_NM, 0)
     return meta_NM
 
 
-def _pad_(meta_NM: Tensor, first: int) -> None:
+def pad_(meta_NM: Tensor, first: int) -> None:
+    """Make the rows from `first` on padding. Cost: three small operators, no sync."""
     if first == len(meta_NM):
         return
     meta_NM[first:, :PATH] = 0
@@ -130,7 +132,7 @@ def pack_chains_reference_(meta_NM: Tensor, chunks: Sequence[Chunk]) -> None:
         meta_NM[last - chunk.read_len : last, READ] = 1
         meta_NM[first:last, PATH:] = -1
         first = last
-    _pad_(meta_NM, first)
+    pad_(meta_NM, first)
 
 
 def pack_nodes_reference_(
@@ -138,7 +140,7 @@ def pack_nodes_reference_(
 ) -> None:
     """Specifies `ygg::pack_nodes_`; also used on CUDA."""
     count = last - first
-    _pad_(meta_NM, count)
+    pad_(meta_NM, count)
     meta_NM[:count, TOKEN] = tree.token_N[first:last]
     meta_NM[:count, POSITION] = tree.depth_N[first:last] + root_pos
     meta_NM[:count, ROW] = row

@@ -36,7 +36,7 @@ class TokenGraphs(Protocol):
 
     @property
     def cache(self) -> KVStorage:
-        """Keys and values of all rows."""
+        """The KV that the graphs read and write, of one row or of many."""
         ...
 
     def meta(self, num_tokens: int) -> Tensor:

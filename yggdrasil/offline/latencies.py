@@ -230,7 +230,7 @@ def _catch_up_ms(draft: TokenGraphs, target: TokenGraphs, lag: int, batch_size: 
     begin = time.perf_counter()
     while len(samples) < SWITCH_ROUNDS and (not samples or time.perf_counter() - begin < SWITCH_SECONDS):
         rows = [Row(place, DecodeState([0] * (lag + 1)), target_len=lag) for place in range(batch_size)]
-        verify_rows(target, rows, [undrafted(target, row) for row in rows], ())
+        verify_rows(target, rows, undrafted(target, rows), ())
         _wait(target.device)
         start = time.perf_counter()
         catch_up_rows_(draft, rows)

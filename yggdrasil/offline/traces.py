@@ -202,8 +202,8 @@ def _write(
 
 def _append_(target: TokenGraphs, rows: Sequence[Row], logits_BV: torch.Tensor) -> None:
     """Append every row's next token of plain decoding."""
-    roots = [undrafted(target, row) for row in rows]
-    for row, accepted in zip(rows, accept_rows(rows, roots, logits_BV, range(len(rows))), strict=True):
+    outcomes = accept_rows(rows, undrafted(target, rows), logits_BV, range(len(rows)))
+    for row, accepted in zip(rows, outcomes, strict=True):
         if isinstance(accepted, YggError):
             raise accepted
         row.state.tokens.extend(accepted.tokens)

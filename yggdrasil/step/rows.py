@@ -1,17 +1,19 @@
-"""The step over rows: every row drafts a tree of its own, all rows share each forward.
+"""The step over rows: every row drafts a tree of its own, and all rows share each forward.
 
 The stages are those of a single request: draft, prune, verify, accept, commit. A chain is a tree of width
-1, plain decoding a tree of depth 0. `StepOverRows` runs the stages on any device and specifies
-kernels/step.cpp, which runs them on a CPU.
+1, plain decoding a tree of depth 0, a single request a batch of one. Each row's tree is the one that
+step/draft.py grows for it alone. Only pruning looks at all rows together.
+
+This is the specification of the step, in torch alone; on CUDA it runs.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +21,18 @@ import torch
 from torch import Tensor
 
 from yggdrasil.errors import YggError
-from yggdrasil.models.packing import Chunk, empty_meta, pack_chains_, pack_nodes_
+from yggdrasil.models.packing import Chunk, pack_chains_, pack_nodes_, pad_
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.staging import upload
 from yggdrasil.state import PLAIN, Row, Shape, StepResult
 from yggdrasil.step.accept import Accepted, accept
-from yggdrasil.step.choice import Calibration, Choice
-from yggdrasil.step.draft import Frontier, grown, num_candidates
+from yggdrasil.step.choice import Choice, VerifyMenu
+from yggdrasil.step.draft import Drafted, Frontier, grown, num_candidates
+from yggdrasil.step.platt import PlattScale
 from yggdrasil.step.prune import Pruned
-from yggdrasil.step.sampling import largest_scores, tokens_to_host
+from yggdrasil.step.sampling import BROKEN, largest_scores
 from yggdrasil.trace import Trace
-from yggdrasil.tree import TokenTree
+from yggdrasil.tree import TokenTree, walk
 
 __all__ = [
     "RowDraft",
@@ -46,30 +49,7 @@ __all__ = [
 
 MOST_WIDEST_FORWARDS = 3  # up to 3 replays of the draft's widest graph cost less than its prompt chunk
 
-
-@dataclass(frozen=True)
-class RowDraft:
-    """What one row drafted.
-
-    Args:
-        tree: The whole tree.
-        num_run: Its first nodes have KV in the draft's storage; 0 if the draft did not run.
-        shape: The grown shape; a stop rule may have made it less deep.
-    """
-
-    tree: TokenTree
-    num_run: int
-    shape: Shape
-
-
-def undrafted(model: TokenGraphs, row: Row) -> Pruned:
-    """The tree of a row that does not draft: its root."""
-    root = row.state.tokens[-1]
-    tree = TokenTree.root(root, 1, max_depth=model.max_depth, device=model.device)
-    return Pruned(tree, [0], 1.0)
-
-
-# ---- draft ----
+RowDraft = Drafted  # what one row drafted
 
 
 def run_chunks(
@@ -112,7 +92,7 @@ def _limit(model: TokenGraphs, chunks: Sequence[Chunk]) -> int:
 def catch_up_rows_(model: TokenGraphs, rows: Sequence[Row]) -> None:
     """Complete the draft's KV up to every row's root: after a prompt, or after steps without speculation.
 
-    A lag of one token is left to the head draft.
+    A lag of one token is left to the draft's first forward.
 
     Source: Nightjar section 4.2, "Prefill Cost Modeling".
     """
@@ -128,179 +108,211 @@ def catch_up_rows_(model: TokenGraphs, rows: Sequence[Row]) -> None:
 
 
 class _Growing:
-    """A row's tree while it grows.
+    """A row's tree while it grows, the root first.
 
     Attributes:
-        candidates: Of the nodes that ran last, and their log-probabilities: (nodes, C) each.
-        num_run: Nodes that the draft has run.
+        tree: The nodes so far.
     """
 
-    def __init__(
-        self,
-        model: TokenGraphs,
-        row: Row,
-        shape: Shape,
-        calibration: Calibration,
-        head: tuple[Tensor, Tensor],
-    ) -> None:
-        capacity = shape.num_nodes
-        root = row.state.tokens[-1]
+    def __init__(self, model: TokenGraphs, row: Row, shape: Shape, platt: PlattScale) -> None:
         self.row = row
         self.shape = shape
-        self.depth = 0
-        self.num_run = 1
-        self.candidates = head
-        self.tree = TokenTree.root(root, capacity, max_depth=model.max_depth, device=model.device)
-        self._frontier = Frontier(capacity, num_candidates(model, shape), model.device, calibration.platt)
+        self.tree = _root(model, row, shape.num_nodes)
+        self._depth = 0
+        self._frontier = Frontier(shape.num_nodes, num_candidates(model, shape), model.device, platt)
 
     @property
-    def next_width(self) -> int:
-        """The number of nodes of the next growth step."""
-        levels = self.shape.levels
-        return self.shape.width if levels is None else len(levels[self.depth])
+    def num_run(self) -> int:
+        """The first `num_run` nodes have run: their candidates are known."""
+        return self._frontier.len
 
-    @property
-    def is_grown(self) -> bool:
-        shape = self.shape
-        return self.depth == shape.depth or (shape.stop is not None and shape.stop.enough(self.tree))
+    def ran_(self, tokens_WC: Tensor, log_probs_WC: Tensor) -> None:
+        """The next W nodes have run. Aliasing: the candidates are copied."""
+        nodes = slice(self.num_run, self.num_run + len(tokens_WC))
+        self._frontier.add(tokens_WC, log_probs_WC, self.tree.log_prob_N[nodes])
 
-    def attach_(self) -> None:
-        """One growth step: W nodes anywhere, or the next level of a static tree."""
-        tree = self.tree
+    def grow_(self) -> bool:
+        """Attach the nodes of one growth step; returns whether another step follows."""
         levels = self.shape.levels
-        self._frontier.add(*self.candidates, tree.log_prob_N[self._frontier.len :])
         if levels is None:
-            tree.grow(*self._frontier.take(self.shape.width))
+            picked = self._frontier.take(self.shape.width)
         else:
-            tree.grow(*self._frontier.ranked(levels[self.depth]))
-        self.depth += 1
+            picked = self._frontier.ranked(levels[self._depth])
+        self.tree.grow(*picked)
+        self._depth += 1
+        if self._depth == self.shape.depth:
+            return False
+        return levels is not None or self.shape.stop is None or not self.shape.stop.enough(self.tree)
 
-    def pack_(self, meta_WM: Tensor) -> None:
-        """Write the metadata of the nodes that have not run."""
-        row = self.row
-        pack_nodes_(meta_WM, self.tree, self.num_run, len(self.tree), row.state.root_pos, row=row.row)
+    def finished(self) -> RowDraft:
+        shape = self.shape if self.shape.levels is not None else grown(self.shape, self._depth)
+        return RowDraft(self.tree, self.num_run, shape)
+
+
+class _Span(NamedTuple):
+    """Nodes `first..last-1` of a growing tree, which run in one forward."""
+
+    growing: _Growing
+    first: int
+    last: int
+
+
+def _root(model: TokenGraphs, row: Row, capacity: int) -> TokenTree:
+    token = row.state.tokens[-1]
+    return TokenTree.root(token, capacity, max_depth=model.max_depth, device=model.device)
 
 
 def draft_rows(model: TokenGraphs, rows: Sequence[Row], choice: Choice) -> list[RowDraft]:
-    """A tree under every row's root.
+    """A tree under every row's root: one forward over the text up to the roots, then growth.
+
+    The nodes of a row's last growth step are leaves: the next step runs their forward.
 
     Args:
-        model: The draft. A row's KV after its root is provisional.
-        rows: With at most one token before the root that the draft's KV lacks, if they draft.
-        choice: The shapes, and the scales of the draft's probabilities.
+        model: The draft. Its KV becomes complete up to the roots of the rows that draft; from the roots on
+            it is provisional.
+        rows: Rows with pages for their trees. A row of a shape without depth runs no model.
+        choice: A shape and a calibration for every row.
 
-    Cost: one forward for the roots, then max(D) - 1 of all rows' W nodes, if these fit in a graph.
-    Source: Yggdrasil section 4.2, over the rows of Nightjar section 4.1.
+    Raises:
+        RuntimeError: a shape wider than the draft's candidates, or deeper than its paths.
+
+    Cost: 1 + (max(D) - 1) forwards, more if one graph does not hold the nodes of all rows, and a dozen
+    small operators a row for each. No sync without stop rules.
+    Source: Yggdrasil section 4.2; Nightjar section 4.1 has chains.
     """
-    drafting = [place for place, shape in enumerate(choice.shapes) if shape.depth]
-    heads = _heads(model, [rows[place] for place in drafting])
-    growing = {
-        place: _Growing(model, rows[place], choice.shapes[place], choice.calibrations[place], head)
-        for place, head in zip(drafting, heads, strict=True)
-    }
-    _grow_(model, list(growing.values()))
-    return [
-        RowDraft(each.tree, each.num_run, grown(each.shape, each.depth))
-        if (each := growing.get(place)) is not None
-        else RowDraft(undrafted(model, row).tree, 0, PLAIN)
-        for place, row in enumerate(rows)
+    growing = [
+        _Growing(model, row, shape, calibration.platt)
+        for row, shape, calibration in zip(rows, choice.shapes, choice.calibrations, strict=True)
     ]
+    live = [each for each in growing if each.shape.depth]
+    _run_roots_(model, live)
+    while live:
+        live = [each for each in live if each.grow_()]
+        _run_newest_(model, live)
+    return [each.finished() for each in growing]
 
 
-def _heads(model: TokenGraphs, rows: Sequence[Row]) -> list[tuple[Tensor, Tensor]]:
-    """The candidates after every root, (1, C), and their log-probabilities; completes the KV before it."""
+def _run_roots_(model: TokenGraphs, live: Sequence[_Growing]) -> None:
+    """Run the text that the draft's KV lacks, each row's up to its root, and commit all but the root."""
+    growing_of = {each.row.row: each for each in live}
+    rows = [each.row for each in live]
     chunks = [Chunk(row.row, row.state.tokens[row.draft_len :], row.draft_len, 1) for row in rows]
-    heads = {}
-    for batch, outputs in run_chunks(model, chunks, _limit(model, chunks)):
-        last = 0
-        for chunk in batch:
-            last += len(chunk.tokens)
-            # a later part of a split chunk replaces the entry of an earlier one
-            heads[chunk.row] = tuple(output[last - 1 : last].clone() for output in outputs)
+    for batch, (tokens_NC, log_probs_NC) in run_chunks(model, chunks, _limit(model, chunks)):
+        for chunk, end in zip(batch, accumulate(len(chunk.tokens) for chunk in batch), strict=True):
+            # of a chunk that was split, only the last part has the root
+            if chunk.read_len:
+                growing_of[chunk.row].ran_(tokens_NC[end - 1 : end], log_probs_NC[end - 1 : end])
     for row in rows:
         row.draft_len = row.state.root_pos
-    return [(heads[row.row][0], heads[row.row][1]) for row in rows]
 
 
-def _grow_(model: TokenGraphs, live: list[_Growing]) -> None:
-    """Grow all trees; every forward runs the newest nodes of as many rows as fit."""
-    while live:
-        batch: list[_Growing] = []
-        growing = []
-        for each in live:
-            width = each.next_width
-            if sum(len(other.tree) - other.num_run for other in batch) + width > model.prefill_chunk:
-                _run_nodes_(model, batch)
-                batch = []
-            each.attach_()
-            if not each.is_grown:
-                batch.append(each)
-                growing.append(each)
-        _run_nodes_(model, batch)
-        live = growing
+def _run_newest_(model: TokenGraphs, live: Sequence[_Growing]) -> None:
+    """Run the nodes of every tree that have not run yet."""
+    for spans in _forwards(live, model.prefill_chunk):
+        meta_NM = model.meta(sum(last - first for _, first, last in spans))
+        end = 0
+        for growing, first, last in spans:
+            start = end
+            end += last - first
+            row = growing.row
+            pack_nodes_(meta_NM[start:end], growing.tree, first, last, row.state.root_pos, row=row.row)
+        pad_(meta_NM, end)
+        tokens_NC, log_probs_NC = model.forward(meta_NM)
+        end = 0
+        for growing, first, last in spans:
+            start = end
+            end += last - first
+            growing.ran_(tokens_NC[start:end], log_probs_NC[start:end])
 
 
-def _run_nodes_(model: TokenGraphs, batch: Sequence[_Growing]) -> None:
-    """Run the draft over the newest nodes of several trees."""
-    if not batch:
-        return
-    widths = [len(each.tree) - each.num_run for each in batch]
-    meta_NM = model.meta(sum(widths))
-    *parts, rest_NM = torch.split(meta_NM, [*widths, len(meta_NM) - sum(widths)])
-    for each, meta_WM in zip(batch, parts, strict=True):
-        each.pack_(meta_WM)
-        each.num_run = len(each.tree)
-    rest_NM.copy_(empty_meta(len(rest_NM), model.max_depth, device=model.device))
-    # on CUDA the next replay overwrites the outputs
-    outputs = [torch.split(output[: sum(widths)].clone(), widths) for output in model.forward(meta_NM)]
-    for each, tokens_WC, log_probs_WC in zip(batch, *outputs, strict=True):
-        each.candidates = (tokens_WC, log_probs_WC)
-
-
-# ---- prune ----
+def _forwards(live: Sequence[_Growing], limit: int) -> Iterator[list[_Span]]:
+    """The trees' newest nodes by forwards of at most `limit`; a tree's are split only if they are more."""
+    spans: list[_Span] = []
+    room = limit
+    for growing in live:
+        num_nodes = len(growing.tree)
+        for first in range(growing.num_run, num_nodes, limit):
+            last = min(first + limit, num_nodes)
+            if last - first > room:
+                yield spans
+                spans = []
+                room = limit
+            spans.append(_Span(growing, first, last))
+            room -= last - first
+    if spans:
+        yield spans
 
 
 def prune_rows(drafts: Sequence[RowDraft], choice: Choice) -> list[Pruned]:
-    """Keep the best nodes of the whole batch, as many as emit the most tokens per millisecond.
+    """Keep the best nodes of the whole batch; `choice.menu` says how many.
 
-    Calibrated acceptance never rises from parent to child, so the best n nodes of the batch are n nodes of
-    connected trees, and one sort serves every n.
+    A node's calibrated acceptance never is above its parent's, and the earlier of two equal nodes comes
+    first. So the best nodes of the batch are a tree in every row.
 
-    Cost: one sync for each drafted tree (its values).
-    Source: Yggdrasil section 4.2, "Verification Width Pruning", over all rows as in TETRIS.
+    Args:
+        drafts: Result of `draft_rows`.
+        choice: The one that they were drafted with. Of a row whose shape sets `verify`, only its best
+            `verify - 1` nodes compete.
+
+    Cost: one sync (the values), one sort on the host.
+    Source: Yggdrasil section 4.2, "Verification Width Pruning"; over a batch as TETRIS does, which Nightjar
+    describes in section 6.1.
     """
-    values = [
-        calibration.values(draft.tree.log_prob_N.tolist())[1:]  # sync: the number of nodes is a shape
-        for draft, calibration in zip(drafts, choice.calibrations, strict=True)
+    return _prune(drafts, _values(drafts, choice), choice.menu)
+
+
+def _values(drafts: Sequence[RowDraft], choice: Choice) -> list[tuple[float, ...]]:
+    """Calibrated acceptance of every drafted node but the root, by id, for every row."""
+    lens = [len(draft.tree) for draft in drafts]
+    if all(length == 1 for length in lens):
+        return [()] * len(drafts)
+    log_prob_N = torch.cat([draft.tree.log_prob_N for draft in drafts])
+    log_probs: list[float] = log_prob_N.tolist()  # sync: the number of kept nodes is a shape
+    values = []
+    for calibration, length, end in zip(choice.calibrations, lens, accumulate(lens), strict=True):
+        values.append(tuple(calibration.values(log_probs[end - length + 1 : end]).tolist()))
+    return values
+
+
+class _Node(NamedTuple):
+    """A drafted node with its calibrated acceptance; `place` is its row's among the drafts."""
+
+    value: float
+    place: int
+    node: int
+
+
+def _prune(drafts: Sequence[RowDraft], values: Sequence[Sequence[float]], menu: VerifyMenu) -> list[Pruned]:
+    competing = [
+        _Node(values[place][node - 1], place, node)
+        for place, draft in enumerate(drafts)
+        for node in _best(values[place], draft.shape.verify)
     ]
-    # among equals the lower node, so a parent before its child, then the earlier row
-    competing = sorted(
-        (int(node), place)
-        for place, shape in enumerate(choice.shapes)
-        for node in _best(values[place])[: None if shape.verify is None else shape.verify - 1]
-    )
-    of_batch = np.array([values[place][node] for node, place in competing])
-    order = _best(of_batch)
-    sums = [0.0, *of_batch[order].cumsum().tolist()]
-    depth = max(draft.shape.depth for draft in drafts)
-    kept = [
-        competing[index] for index in order[: choice.menu.best(sums, num_rows=len(drafts), depth=depth)]
+    ranked = sorted(competing, key=lambda each: -each.value)  # stable: among equals the earlier one
+    sums = [0.0, *accumulate(each.value for each in ranked)]
+    depth = max((draft.shape.depth for draft in drafts), default=0)
+    num_kept = menu.best(sums, num_rows=len(drafts), depth=depth)
+    keeps = [[0] for _ in drafts]
+    gains = [0.0] * len(drafts)
+    for value, place, node in ranked[:num_kept]:
+        keeps[place].append(node)
+        gains[place] += value
+    return [
+        Pruned(draft.tree.subtree(sorted(keep)), sorted(keep), 1.0 + gain)
+        for draft, keep, gain in zip(drafts, keeps, gains, strict=True)
     ]
-    pruned = []
-    for place, draft in enumerate(drafts):
-        nodes = [node for node, row in kept if row == place]
-        keep = [0, *(1 + node for node in sorted(nodes))]
-        tree = draft.tree if len(draft.tree) == 1 else draft.tree.subtree(keep)
-        pruned.append(Pruned(tree, keep, 1.0 + sum(float(values[place][node]) for node in nodes)))
-    return pruned
 
 
-def _best(values: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Indices by falling value; among equals the earlier one."""
-    return np.argsort(-values, kind="stable")
+def _best(values: Sequence[float], verify: int | None) -> list[int]:
+    """Ids, ascending, of a row's nodes that compete with those of other rows; the root does not."""
+    nodes = range(1, 1 + len(values))
+    ranked = sorted(nodes, key=lambda node: -values[node - 1])
+    return sorted(ranked if verify is None else ranked[: verify - 1])
 
 
-# ---- verify, accept, commit ----
+def undrafted(model: TokenGraphs, rows: Sequence[Row]) -> list[Pruned]:
+    """What rows without a draft verify: their root alone."""
+    return [Pruned(_root(model, row, 1), [0], 1.0) for row in rows]
 
 
 def verify_rows(
@@ -309,35 +321,39 @@ def verify_rows(
     """One forward of the target over every row's tree, and over parts of other rows' prompts.
 
     Args:
-        model: The target; KV after the roots is provisional.
+        model: The target; KV from the roots on is provisional.
         rows: The rows that emit. Tokens before a row's root that the target lacks (the end of a prompt) run
             in the same forward.
+        pruned: The tree of each.
         prompts: Tokens of rows whose root this forward does not reach; their logits are not used.
 
     Returns:
-        (N, V) logits, defined for tree nodes, (N, E) last hidden states, and the index among the N of each
-        row's root; its tree follows it.
+        (N, V) logits, defined for the trees' nodes, (N, E) last hidden states, and the index among the N of
+        each row's root; the other nodes of its tree follow it.
 
     Raises:
         ShapeNotCompiled: more tokens than the menu's largest graph.
 
     Cost: one graph. Aliasing: on CUDA overwritten by the next replay.
     """
-    lags = [row.state.root_pos - row.target_len for row in rows]
-    lens = [len(each.tree) for each in pruned]
-    ends = np.cumsum([lag + length for lag, length in zip(lags, lens, strict=True)]).tolist()
-    num_tokens = (ends[-1] if ends else 0) + sum(len(chunk.tokens) for chunk in prompts)
-    meta_NM = model.meta(num_tokens)
-    for (first, last), row, each in zip(pairwise([0, *ends]), rows, pruned, strict=True):
-        root_pos = row.state.root_pos
-        root = last - len(each.tree)
-        if root > first:
-            text = Chunk(row.row, row.state.tokens[row.target_len : root_pos], row.target_len, 0)
-            pack_chains_(meta_NM[first:root], [text])
-        pack_nodes_(meta_NM[root:last], each.tree, 0, len(each.tree), root_pos, row=row.row)
-    pack_chains_(meta_NM[ends[-1] if ends else 0 :], prompts)
+    texts = [
+        Chunk(row.row, row.state.tokens[row.target_len : row.state.root_pos], row.target_len, 0)
+        for row in rows
+    ]
+    num_text = sum(len(chunk.tokens) for chunk in (*texts, *prompts))
+    meta_NM = model.meta(num_text + sum(len(each.tree) for each in pruned))
+    roots = []
+    end = 0
+    for row, text, each in zip(rows, texts, pruned, strict=True):
+        root = end + len(text.tokens)
+        if text.tokens:
+            pack_chains_(meta_NM[end:root], [text])
+        end = root + len(each.tree)
+        pack_nodes_(meta_NM[root:end], each.tree, 0, len(each.tree), row.state.root_pos, row=row.row)
+        roots.append(root)
+    pack_chains_(meta_NM[end:], prompts)
     logits_NV, hidden_NE = model.forward(meta_NM)
-    return logits_NV, hidden_NE, [end - length for end, length in zip(ends, lens, strict=True)]
+    return logits_NV, hidden_NE, roots
 
 
 def accept_rows(
@@ -346,159 +362,209 @@ def accept_rows(
     """Apply the acceptance law to each row; a row whose logits are not finite gets an error instead.
 
     Args:
+        rows: The rows that `verify_rows` got.
+        pruned: The tree of each.
         logits_NV: Result of `verify_rows`.
         roots: Result of `verify_rows`.
 
-    Cost: one sync if all rows are greedy, else one a row. A CPU samples only along the accepted paths.
+    Cost: one sync for all greedy rows, and one for each row that samples.
     """
-    if all(row.state.sampling.temperature == 0 for row in rows):
-        try:
-            return list(_accept_greedy(pruned, logits_NV, roots))
-        except YggError:
-            pass  # some row is broken: the loop over rows below finds which
-    return [_accept(*each, logits_NV) for each in zip(rows, pruned, roots, strict=True)]
+    trees = [each.tree for each in pruned]
+    logits = [logits_NV[root : root + len(tree)] for root, tree in zip(roots, trees, strict=True)]
+    is_greedy = [row.state.sampling.temperature == 0 for row in rows]
+    places = [place for place, greedy in enumerate(is_greedy) if greedy]
+    outcomes = iter(_accept_greedy([trees[place] for place in places], [logits[place] for place in places]))
+    return [
+        next(outcomes) if greedy else _accept(row, tree, logits_KV)
+        for row, tree, logits_KV, greedy in zip(rows, trees, logits, is_greedy, strict=True)
+    ]
 
 
-def _accept_greedy(pruned: Sequence[Pruned], logits_NV: Tensor, roots: Sequence[int]) -> Iterator[Accepted]:
-    lens = [len(each.tree) for each in pruned]
-    nodes = [root + node for root, length in zip(roots, lens, strict=True) for node in range(length)]
-    chosen = largest_scores(logits_NV[: nodes[-1] + 1])
-    index = upload(nodes, logits_NV.device)
-    chosen = type(chosen)(*(column[index] for column in chosen))
-    per_row = torch.split(chosen.token_K, lens)
-    on_walk = torch.cat([each.tree.on_walk(token_K) for each, token_K in zip(pruned, per_row, strict=True)])
-    tokens, is_on_walk = tokens_to_host(chosen, on_walk)
-    first = 0
-    for length in lens:
-        path = [node for node in range(length) if is_on_walk[first + node]]
-        yield Accepted(path, [tokens[first + node] for node in path])
-        first += length
-
-
-def _accept(row: Row, pruned: Pruned, root: int, logits_NV: Tensor) -> Accepted | YggError:
-    logits_KV = logits_NV[root : root + len(pruned.tree)]
+def _accept(row: Row, tree: TokenTree, logits_KV: Tensor) -> Accepted | YggError:
     try:
-        return accept(pruned.tree, logits_KV, row.state.root_pos, row.state.sampling)
+        return accept(tree, logits_KV, row.state.root_pos, row.state.sampling)
     except YggError as error:
         return error
 
 
-def commit_row_(
-    target: TokenGraphs, draft: TokenGraphs, row: Row, num_run: int, pruned: Pruned, accepted: Accepted
-) -> None:
-    """Add the accepted path to the text and to both models' KV.
+def _accept_greedy(trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> list[Accepted | YggError]:
+    """`accept` at temperature 0 for several trees of K nodes, given the logits of each, (K, V)."""
+    if not trees:
+        return []
+    chosen = [largest_scores(logits_KV) for logits_KV in logits]
+    is_sound_N = torch.cat([each.score_K for each in chosen]).isfinite()
+    columns = (
+        torch.cat([each.token_K for each in chosen]).masked_fill(~is_sound_N, -1),
+        torch.cat([tree.token_N for tree in trees]).long(),
+        torch.cat([tree.parent_N for tree in trees]).long(),
+    )
+    all_wanted, all_tokens, all_parents = torch.stack(columns).tolist()  # sync: this is the text
+    outcomes: list[Accepted | YggError] = []
+    end = 0
+    for tree in trees:
+        nodes = slice(end, end + len(tree))
+        end = nodes.stop
+        wanted = all_wanted[nodes]
+        if min(wanted) < 0:
+            outcomes.append(YggError(BROKEN))
+            continue
+        path = walk(all_parents[nodes], all_tokens[nodes], wanted)
+        outcomes.append(Accepted(path, [wanted[node] for node in path]))
+    return outcomes
 
     Args:
         num_run: Nodes of the drafted tree that the draft ran.
 
-    Cost: one gather and scatter per model whose path is not a chain already.
+def commit_row_(
+    target: TokenGraphs, draft: TokenGraphs, row: Row, drafted: RowDraft, pruned: Pruned, accepted: Accepted
+) -> None:
+    """Keep the accepted path in both models' KV and add its tokens to the text.
+
+    Cost: one gather and scatter per model whose path is not a chain already. No sync.
     """
     root_pos = row.state.root_pos
     target.cache.keep_(row.row, root_pos, accepted.path)
     row.target_len = root_pos + len(accepted.path)
-    if num_run:
-        drafted = [pruned.drafted_node[node] for node in accepted.path]
-        kept = [node for node in drafted if node < num_run]
+    if drafted.num_run:
+        nodes = [pruned.drafted_node[node] for node in accepted.path]
+        kept = [node for node in nodes if node < drafted.num_run]
         draft.cache.keep_(row.row, root_pos, kept)
         row.draft_len = root_pos + len(kept)
     row.state.tokens.extend(accepted.tokens)
+    row.state.head = None
 
 
 class StepOverRows:
-    """The step over rows on any device.
+    """One step after another over rows, each in two calls: `draft`, then `verify`.
 
     Args:
-        target: Decides every token.
-        draft: Proposes tokens, over the same rows.
-        trace: Receives the milliseconds of every stage.
+        target: The target, over pages of the rows.
+        draft: The draft, over the same page table.
+        trace: Gets the milliseconds of the stages catch up, draft, prune, verify, accept and commit.
     """
 
     def __init__(self, target: TokenGraphs, draft: TokenGraphs, trace: Trace) -> None:
         self._target = target
         self._draft = draft
         self._trace = trace
-        self._started = 0.0
+        self._forget_()
+
+    def _forget_(self) -> None:
+        """Drop what `draft` left for `verify`."""
         self._rows: list[Row] = []
         self._drafts: list[RowDraft] = []
+        self._values: list[tuple[float, ...]] = []
         self._pruned: list[Pruned] = []
-        self._values: list[Sequence[float]] = []
-        self._logits = torch.empty(0)
-        self._roots: list[int] = []
+        self._draft_ms = 0.0
 
     def draft(self, rows: Sequence[Row], choice: Choice) -> int:
-        """Draft and prune a tree for every row.
+        """The first half of a step: draft and prune. Without decoding rows it may be left out.
+
+        Args:
+            rows: The rows that decode, with pages for their trees.
+            choice: A shape and a calibration for every row, and the menu of the batch.
 
         Returns:
-            The tokens of the verification: roots, kept nodes, and text that the target lacks.
+            The number of tokens that these rows verify: roots and kept nodes.
+
+        Raises:
+            RuntimeError: as `draft_rows`.
+
+        Cost: that of `catch_up_rows_`, `draft_rows` and `prune_rows`.
         """
-        self._started = time.perf_counter()
-        self._rows = list(rows)
+        began = time.perf_counter()
         stage = self._trace.stage
+        self._forget_()
         with stage("catch up"):
             drafting = [row for row, shape in zip(rows, choice.shapes, strict=True) if shape.depth]
             catch_up_rows_(self._draft, drafting)
         with stage("draft"):
-            self._drafts = draft_rows(self._draft, rows, choice)
+            drafts = draft_rows(self._draft, rows, choice)
         with stage("prune"):
-            self._pruned = prune_rows(self._drafts, choice) if rows else []
-        self._values = [
-            calibration.values(draft.tree.log_prob_N.tolist())[1:].tolist()
-            for draft, calibration in zip(self._drafts, choice.calibrations, strict=True)
-        ]
-        lags = sum(row.state.root_pos - row.target_len for row in rows)
-        return lags + sum(len(each.tree) for each in self._pruned)
+            values = _values(drafts, choice)
+            pruned = _prune(drafts, values, choice.menu)
+        self._rows = list(rows)
+        self._drafts = drafts
+        self._values = values
+        self._pruned = pruned
+        self._draft_ms = (time.perf_counter() - began) * 1e3
+        return sum(len(each.tree) for each in pruned)
 
     def verify(self, joining: Sequence[Row], prompts: Sequence[Chunk]) -> list[StepResult]:
-        """Verify, accept and commit the rows of the last `draft`, and rows without a draft.
+        """The second half: verify, accept and commit.
 
         Args:
-            joining: Rows whose prompt ends in this step.
-            prompts: Tokens of rows whose root this step does not reach.
+            joining: Rows that emit without a draft: those whose prompt ends in this step.
+            prompts: Tokens of other rows' prompts for the same forward. The caller counts them in.
 
         Returns:
-            The results, those of `joining` last. A row whose logits are not finite has an error instead of
-            tokens.
+            A result for every row, decoding rows first, then joining ones. A row whose logits are not
+            finite has an error, and nothing of it is committed.
+
+        Raises:
+            ShapeNotCompiled: more tokens than the menu's largest graph; nothing is committed.
+
+        Cost: one forward of the target and the syncs of `accept_rows`.
         """
-        self._rows += joining
-        self._pruned += [undrafted(self._target, row) for row in joining]
-        self._drafts += [RowDraft(each.tree, 0, PLAIN) for each in self._pruned[len(self._drafts) :]]
-        self._values += [()] * len(joining)
+        began = time.perf_counter()
         stage = self._trace.stage
+        rows = [*self._rows, *joining]
+        plain = undrafted(self._target, joining)
+        pruned = [*self._pruned, *plain]
+        drafts = [*self._drafts, *(RowDraft(each.tree, 0, PLAIN) for each in plain)]
+        values = [*self._values, *[()] * len(plain)]
+        before_ms = self._draft_ms
+        self._forget_()
         with stage("verify"):
-            outputs = verify_rows(self._target, self._rows, self._pruned, prompts)
-            self._logits, hidden_NE, self._roots = outputs
+            self._logits_NV, hidden_NE, self._roots = verify_rows(self._target, rows, pruned, prompts)
         with stage("accept"):
-            rows = self._rows
-            accepted = accept_rows(rows, self._pruned, self._logits, self._roots) if rows else []
+            accepted = accept_rows(rows, pruned, self._logits_NV, self._roots)
+        root_positions = [row.state.root_pos for row in rows]
         with stage("commit"):
-            results = [self._commit_(place, each, hidden_NE) for place, each in enumerate(accepted)]
-        ms = (time.perf_counter() - self._started) * 1e3
-        return [replace(result, ms=ms) for result in results]
+            for place, outcome in enumerate(accepted):
+                if isinstance(outcome, Accepted):
+                    row = rows[place]
+                    commit_row_(self._target, self._draft, row, drafts[place], pruned[place], outcome)
+                    last = self._roots[place] + outcome.path[-1]
+                    row.state.hidden_of = partial(hidden_NE.select, 0, last)
+        ms = before_ms + (time.perf_counter() - began) * 1e3
+        of_rows = zip(drafts, values, pruned, accepted, root_positions, strict=True)
+        return [_result(*of_row, ms) for of_row in of_rows]
 
     def logits(self, place: int, path: Sequence[int]) -> Tensor:
-        """The target's logits after nodes of the place-th row of the last step, (len(path), V)."""
-        return self._logits[upload([self._roots[place] + node for node in path], self._logits.device)]
+        """(len(path), V) the target's logits after some nodes of a row of the last step.
 
-    def _commit_(self, place: int, accepted: Accepted | YggError, hidden_NE: Tensor) -> StepResult:
-        row = self._rows[place]
-        pruned = self._pruned[place]
-        drafted = self._drafts[place]
-        root_pos = row.state.root_pos
-        error = str(accepted) if isinstance(accepted, YggError) else ""
-        path = accepted.path if isinstance(accepted, Accepted) else []
-        tokens = accepted.tokens if isinstance(accepted, Accepted) else []
-        if isinstance(accepted, Accepted):
-            commit_row_(self._target, self._draft, row, drafted.num_run, pruned, accepted)
-            row.state.hidden_of = partial(hidden_NE.select, 0, self._roots[place] + path[-1])
-        return StepResult(
-            tokens=tokens,
-            shape=drafted.shape,
-            drafted=len(drafted.tree),
-            verified=len(pruned.tree),
-            context_len=root_pos,
-            predicted_emitted=pruned.expected_emitted,
-            tree_of=lambda: pruned.tree,
-            path=path,
-            error=error,
-            values=self._values[place],
-        )
+        Args:
+            place: Of the row among the results of `verify`.
+            path: Nodes of its verified tree.
+
+        Cost: one gather, no sync. Only until the target's next forward.
+        """
+        root = self._roots[place]
+        nodes = upload([root + node for node in path], self._logits_NV.device)
+        return self._logits_NV.index_select(0, nodes)
+
+
+def _result(
+    drafted: RowDraft,
+    values: tuple[float, ...],
+    pruned: Pruned,
+    accepted: Accepted | YggError,
+    root_pos: int,
+    ms: float,
+) -> StepResult:
+    error = str(accepted) if isinstance(accepted, YggError) else ""
+    emitted = Accepted([], []) if isinstance(accepted, YggError) else accepted
+    return StepResult(
+        tokens=emitted.tokens,
+        shape=drafted.shape,
+        drafted=len(drafted.tree),
+        verified=len(pruned.tree),
+        context_len=root_pos,
+        predicted_emitted=pruned.expected_emitted,
+        tree_of=lambda: pruned.tree,
+        path=emitted.path,
+        ms=ms,
+        error=error,
+        values=values,
+    )

@@ -13,6 +13,8 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
 from yggdrasil.step import sampling as sampling_module
 from yggdrasil.step.accept import accept, follow, target_tokens
+from yggdrasil.step.prune import Pruned
+from yggdrasil.step.rows import accept_rows
 from yggdrasil.step.sampling import (
     beyond_top_p_in_integers,
     draw_noise,
@@ -212,6 +214,16 @@ def test_integer_top_p_does_not_filter_a_broken_row(value: float) -> None:
 TREE = TokenTree.root(3, 8)
 TREE.grow(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([-0.1, -0.2]))
 TREE.grow(torch.tensor([1, 1, 2]), torch.tensor([1, 2, 1]), torch.tensor([-0.3, -0.4, -0.5]))
+
+
+def pruned_chain(*tokens: int) -> Pruned:
+    """A verified chain of these draft tokens."""
+    tree = TokenTree.root(0, 1 + len(tokens))
+    for parent, token in enumerate(tokens):
+        tree.grow(torch.tensor([parent]), torch.tensor([token]), torch.tensor([-0.1 * (parent + 1)]))
+    return Pruned(tree, [*range(len(tree))], 1.0)
+
+
 FILTERS = ({}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 4, "top_p": 0.9, "min_p": 0.05})
 
 
@@ -228,6 +240,21 @@ def test_walk_sampling_accepts_the_same_as_target_tokens_and_follow(options: dic
     assert lens == {1, 2, 3}
 
 
+@pytest.mark.parametrize("options", FILTERS)
+def test_a_row_of_a_batch_accepts_the_same_as_a_tree(options: dict[str, float]) -> None:
+    lens = set()
+    for seed in range(40):
+        sampling = SamplingConfig(temperature=0.9, seed=seed, **options)
+        logits_KV = torch.randn(4, 5)
+        row = Row(0, DecodeState([0] * 71, sampling))
+        [accepted] = accept_rows([row], [pruned_chain(1, 2, 1)], logits_KV, [0])
+        chosen = next_tokens(logits_KV, range(71, 75), sampling)
+        kept = next((place for place, token in enumerate([1, 2, 1]) if token != chosen[place]), 3)
+        assert accepted == type(accepted)(list(range(kept + 1)), chosen[: kept + 1])
+        lens.add(kept)
+    assert {0, 1, 2} <= lens
+
+
 def test_noise_is_drawn_once_and_only_for_the_accepted_path(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     monkeypatch.setattr(
@@ -241,6 +268,9 @@ def test_noise_is_drawn_once_and_only_for_the_accepted_path(monkeypatch: pytest.
     sampling = SamplingConfig(temperature=1.0)
     assert accept(TREE, logits_KV, 70, sampling).path == [0, 2]
     assert drawn == [71, 72]
+    drawn.clear()
+    accept_rows([Row(0, DecodeState([0] * 71, sampling))], [pruned_chain(1, 2, 3, 4)], logits_KV, [0])
+    assert drawn == [71]
 
 
 @pytest.mark.parametrize("temperature", (1e-30, 9.9e-31, 1e-38, 1e-45, 5e-324, 1e38, 1e300))
