@@ -92,26 +92,6 @@ class KVStorage:
             device=device,
         )
 
-    def keep_(self, row: int, start: int, path: Sequence[int]) -> None:
-        """Move the tokens at `start + path[i]` of a row to `start + i`.
-
-        Args:
-            path: Ascending offsets from `start`.
-
-        Cost: nothing for a chain, else one gather and one scatter over all layers. No sync.
-        """
-        moved = next((i for i, offset in enumerate(path) if offset != i), len(path))
-        if moved == len(path):
-            return
-        device = self.pages_BP.device
-        indices = upload(
-            [[start + each for each in path[moved:]], range(start + moved, start + len(path))], device
-        )
-        pages = self.pages_BP[row].long()[indices // PAGE_LEN]
-        places = indices % PAGE_LEN
-        kept = self.storage_PL2GSF[pages[0], :, :, :, places[0]]
-        self.storage_PL2GSF[pages[1], :, :, :, places[1]] = kept
-
     def bytes_from(self, page: int) -> Tensor:
         """The memory of the pages from `page` on, uint8. Aliasing: the storage's own."""
         return self.storage_PL2GSF[page:].view(-1).view(torch.uint8)

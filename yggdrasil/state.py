@@ -204,9 +204,8 @@ class StepResult:
         ms: Wall clock of the step.
         caught_up: Whether the draft ran a chunk of text that its KV lacked, instead of drafting; the shape
             is then plain.
-        error: Why nothing was emitted or committed: logits that are not finite. Empty if all went well.
-        values: Calibrated acceptance of every drafted node but the root, by id. Only a step over rows
-            records them.
+        error: What is wrong with the target's logits; then no token is emitted.
+        values: Calibrated acceptance of every drafted node but the root.
     """
 
     tokens: list[int]
@@ -220,7 +219,7 @@ class StepResult:
     ms: float = 0.0
     caught_up: bool = False
     error: str = ""
-    values: tuple[float, ...] = ()
+    values: Sequence[float] = ()
 
     @property
     def tree(self) -> TokenTree:

@@ -352,7 +352,7 @@ void Step::draft(at::ArrayRef<Row> rows, const Menu& menu, Reply& reply) {
   prune_(menu, reply);
   reply.draft_ms[3] = now_ms();
   reply.num_tokens = 0;
-  for (const Growing& row : rows_) reply.num_tokens += row.row.lag() + int64_t(row.pruned.keep.size());
+  for (const Growing& row : rows_) reply.num_tokens += int64_t(row.pruned.keep.size());
 }
 
 // ---- verify, accept, commit ----
@@ -472,6 +472,7 @@ void Step::verify(at::ArrayRef<Row> joining, at::ArrayRef<Prompt> prompts, Reply
   TORCH_CHECK(int64_t(forwards_.size()) <= reply.max_forwards, "no place for ", forwards_.size(), " forwards");
   std::copy(forwards_.begin(), forwards_.end(), reply.forwards);
   reply.num_forwards = int64_t(forwards_.size());
+  rows_.clear();
   reply.verify_ms[3] = now_ms();
 }
 

@@ -36,7 +36,7 @@ class TokenGraphs(Protocol):
 
     @property
     def cache(self) -> KVStorage:
-        """The KV that the graphs read and write, of one row or of many."""
+        """Keys and values of all rows."""
         ...
 
     def meta(self, num_tokens: int) -> Tensor:

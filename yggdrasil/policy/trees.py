@@ -27,6 +27,9 @@ __all__ = ["TreeParts", "Trees"]
 
 PRIOR_TOKENS = 16.0  # the calibration counts as this many accepted tokens
 TOKENS_MEMORY = 300.0  # after this many expected tokens the weight of old ones fades
+ARM_WEIGHT = 0.125  # of a new step in an arm's slowness
+LONG_AGO = 64  # steps after which what is known of an arm's slowness counts no more than a new step
+MOST_JUMP = 2.0  # times the known slowness: a single step counts for no more, it may have been interrupted
 SAME = 0.02  # corrections within this share of the ones in use change no menu
 MENUS_KEPT = 512
 
@@ -48,6 +51,27 @@ class TreeParts:
     widths: tuple[int, ...]
     verify_widths: tuple[int, ...]
     stops: bool
+
+
+class ArmSlowness:
+    """Measured over predicted milliseconds of the steps of one arm.
+
+    If the machine changes its pace, the arm that runs notices first and looks worse or better than the
+    other. Then one step of the other arm brings both to the new pace.
+    """
+
+    def __init__(self) -> None:
+        self.estimate = 1.0
+        self._steps = 0
+        self._last = 0
+
+    def observe_(self, ratio: float, step: int) -> None:
+        """Add the ratio of one step, given the number of the step."""
+        self._steps += 1
+        is_old = step - self._last > LONG_AGO
+        weight = max(1 / self._steps, 0.5 if is_old else ARM_WEIGHT)
+        self._last = step
+        self.estimate += weight * (min(ratio, MOST_JUMP * self.estimate) - self.estimate)
 
 
 class Trees:
@@ -72,6 +96,7 @@ class Trees:
         self.steps = 0
         self.plain_steps = 0
         self.graphs = GraphSeconds(parts.latency.verify.sizes)
+        self.slowness = {True: ArmSlowness(), False: ArmSlowness()}  # with trees, without
         self._parts = parts
         self._expected = self._accepted = PRIOR_TOKENS
         self._by_acceptance: dict[int, BestShape] = {}
@@ -118,12 +143,11 @@ class Trees:
             return False
         gain = sum(float(each.gain_M[index]) for each, index in zip(arms, best, strict=True))
         tree_ms = max(float(each.cost_M[index]) for each, index in zip(arms, best, strict=True))
-        verified = max(int(each.verify_M[index]) for each, index in zip(arms, best, strict=True))
         restart_ms = 0.0
         if load.previous_gamma == 0 and load.max_lag > 1:
             restart_ms = 1e3 * self.switching_cost(load.max_lag, num_rows)
-        tree_ms = tree_ms * self._slowness[self._size(num_rows * verified)] + restart_ms / STAY_STEPS
-        plain_ms = float(arms[0].cost_M[0]) * self._slowness[self._size(num_rows)]
+        tree_ms = tree_ms * self.slowness[True].estimate + restart_ms / STAY_STEPS
+        plain_ms = float(arms[0].cost_M[0]) * self.slowness[False].estimate
         tree_rate = (num_rows + self._scale * gain) / tree_ms
         plain_rate = num_rows / plain_ms
         is_better = tree_rate > plain_rate
@@ -198,6 +222,7 @@ class Trees:
         taken_ms = 1e3 * (outcome.seconds - outcome.catch_up_seconds)
         self.graphs.observe_(self._size(num_tokens), taken_ms / predicted_ms)
         drafting = [result for result in results if result.shape.depth and not result.error]
+        self.slowness[bool(drafting)].observe_(taken_ms / predicted_ms, self.steps)
         self.plain_steps += not drafting
         self._expected += sum(result.predicted_emitted - 1 for result in drafting)
         self._accepted += sum(len(result.tokens) - 1 for result in drafting)
@@ -237,6 +262,10 @@ class Trees:
             "steps": self.steps,
             "plain_steps": self.plain_steps,
             "accepted_per_expected_token": round(self._scale, 3),
+            "slowness": {
+                "trees": round(self.slowness[True].estimate, 3),
+                "plain": round(self.slowness[False].estimate, 3),
+            },
             "slowness_by_graph": {str(size): round(ratio, 3) for size, ratio in self._slowness.items()},
         }
 

@@ -300,44 +300,6 @@ def _grow_equally(
     return Drafted(tree, num_run, grown(shape, depth))
 
 
-def _grow_native(
-    graph: Any,
-    model: TokenModel,
-    state: DecodeState,
-    shape: Shape,
-    head: Head,
-    platt: PlattScale,
-    *,
-    spare: int,
-) -> Drafted:
-    """`grow_reference` in one host call, forwards included."""
-    meta_NM = model.meta(shape.width)
-    width = shape.width
-    tree_arguments = (
-        state.tokens[-1],
-        shape.num_nodes + spare,
-        model.max_depth + 1,
-        state.root_pos,
-        width,
-        shape.depth,
-        num_candidates(model, shape),
-    )
-    stop = NEVER if shape.stop is None else shape.stop.native or NEVER
-    arrays, length, times_ms = graph.grow(
-        meta_NM,
-        head.tokens_NC,
-        head.log_probs_NC,
-        head.row,
-        *tree_arguments,
-        platt.slope,
-        platt.offset,
-        *stop,
-    )
-    model.record_forward_(width, times_ms)
-    depth = (length - 1) // width
-    return Drafted(TokenTree.of(*arrays, length=length), length - width, grown(shape, depth))
-
-
 def num_candidates(model: TokenGraphs, shape: Shape) -> int:
     """How many children of a node may be attached; in a chain only the best."""
     return 1 if shape.width == 1 and shape.levels is None else model.num_candidates

@@ -159,7 +159,7 @@ class NativeStep:
         """Draft and prune a tree for every row.
 
         Returns:
-            The tokens of the verification: roots, kept nodes, and text that the target lacks.
+            The number of tokens that these rows verify: roots and kept nodes.
         """
         self._start_(rows, choice.shapes, time.perf_counter())
         self._sent = self._send(rows, choice)
@@ -355,7 +355,7 @@ class _Records:
         )
 
     def stop(self, shape: Shape) -> int:
-        if shape.stop is None:
+        if shape.stop is None or shape.levels is not None:
             return -1
         rule = shape.stop
         return self._number(rule, lambda: self._step.add_stop(*(rule.native or NEVER)))

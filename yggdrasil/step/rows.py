@@ -4,7 +4,7 @@ The stages are those of a single request: draft, prune, verify, accept, commit. 
 1, plain decoding a tree of depth 0, a single request a batch of one. Each row's tree is the one that
 step/draft.py grows for it alone. Only pruning looks at all rows together.
 
-This is the specification of the step, in torch alone; on CUDA it runs.
+This is the specification of kernels/step.cpp, in torch alone; on CUDA it runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -246,7 +244,7 @@ def _forwards(live: Sequence[_Growing], limit: int) -> Iterator[list[_Span]]:
 def prune_rows(drafts: Sequence[RowDraft], choice: Choice) -> list[Pruned]:
     """Keep the best nodes of the whole batch; `choice.menu` says how many.
 
-    A node's calibrated acceptance never is above its parent's, and the earlier of two equal nodes comes
+    A node's calibrated acceptance never is above its parent's, and the lower of two equal nodes comes
     first. So the best nodes of the batch are a tree in every row.
 
     Args:
@@ -288,7 +286,8 @@ def _prune(drafts: Sequence[RowDraft], values: Sequence[Sequence[float]], menu: 
         for place, draft in enumerate(drafts)
         for node in _best(values[place], draft.shape.verify)
     ]
-    ranked = sorted(competing, key=lambda each: -each.value)  # stable: among equals the earlier one
+    # among equals the lower node, so a parent before its child, then the earlier row
+    ranked = sorted(competing, key=lambda each: (-each.value, each.node, each.place))
     sums = [0.0, *accumulate(each.value for each in ranked)]
     depth = max((draft.shape.depth for draft in drafts), default=0)
     num_kept = menu.best(sums, num_rows=len(drafts), depth=depth)
@@ -412,8 +411,6 @@ def _accept_greedy(trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> list
         outcomes.append(Accepted(path, [wanted[node] for node in path]))
     return outcomes
 
-    Args:
-        num_run: Nodes of the drafted tree that the draft ran.
 
 def commit_row_(
     target: TokenGraphs, draft: TokenGraphs, row: Row, drafted: RowDraft, pruned: Pruned, accepted: Accepted

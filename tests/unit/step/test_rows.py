@@ -43,7 +43,6 @@ NEXT = {
     20: (21, 0.4),
     21: (22, 0.4),
 }  # token: the next token and its probability
-KNOTS = UNCALIBRATED.calibration.knots
 
 
 def calibration(platt: PlattScale = UNSCALED) -> Calibration:
@@ -103,13 +102,6 @@ def choice(shapes: Sequence[Shape], menu: VerifyMenu | None = None) -> Choice:
 
 def tokens_of(drafts: Sequence[RowDraft]) -> list[list[int]]:
     return [draft.tree.token_N[1:].tolist() for draft in drafts]
-
-
-def chains(roots: list[int], depths: list[int], platts: list[PlattScale]) -> tuple[list[RowDraft], Choice]:
-    rows = [Row(row, DecodeState([root])) for row, root in enumerate(roots)]
-    shapes = tuple(Shape(1, depth) if depth else PLAIN for depth in depths)
-    choice = Choice(shapes, tuple(Calibration(platt, KNOTS) for platt in platts), verify_most(2))
-    return draft_rows(Scripted(), rows, choice), choice  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("kernels")

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
+from yggdrasil.state import DecodeState, Row
 from yggdrasil.step import sampling as sampling_module
 from yggdrasil.step.accept import accept, follow, target_tokens
 from yggdrasil.step.prune import Pruned

@@ -1,0 +1,171 @@
+"""The policy of trees over rows, on a profile and a calibration made by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from yggdrasil.policy.acceptance import Acceptance
+from yggdrasil.policy.gamma.protocol import Load, Outcome
+from yggdrasil.policy.latency import Curve, LatencyModel
+from yggdrasil.policy.shape import StoppingShape
+from yggdrasil.policy.trees import TreeParts, Trees
+from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
+from yggdrasil.step.choice import Choice
+from yggdrasil.tree import TokenTree
+
+# the draft costs a tenth of the target, which runs 16 tokens in the time of one, 64 in four times that
+LATENCY = LatencyModel(
+    draft=Curve((0,), (2, 8, 32, 128), ((1.0, 1.0, 1.5, 4.0),)),
+    verify=Curve((0,), (2, 16, 64, 128), ((10.0, 10.0, 40.0, 80.0),)),
+    growth_host_ms=0.1,
+    step_host_ms=0.2,
+    plain_host_ms=0.1,
+)
+DEPTH = 4
+CHAIN = tuple(tuple(1.0 + 0.7 * min(k, depth) for k in range(depth + 1)) for depth in range(1, DEPTH + 1))
+TREE = tuple(
+    tuple(1.0 + 0.9 * min(k, depth) for k in range(4 * depth + 1)) for depth in range(1, DEPTH + 1)
+)
+GOOD = Acceptance((-4.0, 0.0), (0.0, 0.9), {1: CHAIN, 4: TREE})
+USELESS = Acceptance(
+    (-1.0, 0.0),
+    (0.0, 0.01),
+    {width: tuple((1.0,) * (1 + width * depth) for depth in range(1, DEPTH + 1)) for width in (1, 4)},
+)
+
+
+def policy_of(acceptance: Acceptance = GOOD, latency: LatencyModel = LATENCY) -> Trees:
+    parts = TreeParts(lambda temperature: acceptance, latency, (1, 4), (4, 8, 16), stops=True)
+    return Trees(parts, lambda lag, batch_size: 0.001 * lag)
+
+
+def load_of(
+    num_rows: int, *, nodes_max: int = 64, limits: tuple[int, ...] = (), acceptance: Acceptance = GOOD
+) -> Load:
+    rows = [Row(place, DecodeState([1] * 20), target_len=19, draft_len=19) for place in range(num_rows)]
+    return Load(
+        num_rows,
+        deepest=7,
+        previous_gamma=1,
+        drafts_max=128 - num_rows,
+        calibrations=(acceptance.calibration,) * num_rows,
+        depth_limits=limits or (99,) * num_rows,
+        rows=rows,
+        nodes_max=nodes_max,
+    )
+
+
+def observed(policy: Trees, load: Load, choice: Choice, ms: float, tokens: int) -> None:
+    """A step of this choice in which every row emits the same number of tokens."""
+    tree = TokenTree.root(1, 1)
+    results = [
+        StepResult(
+            [1] * tokens, shape, shape.num_nodes, 4 if shape.depth else 1, 19, 3.0, lambda: tree, [0]
+        )
+        for shape in choice.shapes
+    ]
+    drafted = [result.verified - 1 for result in results]
+    emitted = [tokens] * len(results)
+    policy.observe(Outcome(load, choice.gamma, drafted, emitted, ms / 1e3, results=results))
+
+
+def test_a_single_row_gets_the_shape_of_the_policy_of_one_request() -> None:
+    load = load_of(1)
+    menu = {"latency": LATENCY, "verify_widths": (4, 8, 16), "widths": (1, 4)}
+    alone = StoppingShape(shape=PLAIN, acceptance=GOOD, **menu).choose(load.rows)
+    choice = policy_of().choose(load)
+    assert choice.shapes == alone.shapes
+    assert choice.gamma == choice.shapes[0].depth == DEPTH
+    assert choice.menu.nodes[-1] == 15  # the widest verified tree
+
+
+def test_rows_share_the_nodes_of_a_graph() -> None:
+    """8 rows: the graph of 16 tokens holds 8 nodes besides the roots; that of 64 costs four times that."""
+    choice = policy_of().choose(load_of(8))
+    assert len(set(map(id, choice.shapes))) == 1
+    assert choice.menu.nodes == (8, 56, 120)
+    flat = [0.8 * node for node in range(61)]
+    falling = [0.8 * min(node, 12) for node in range(61)]
+    assert choice.menu.best(flat, num_rows=8, depth=choice.gamma) == 56
+    assert choice.menu.best(falling, num_rows=8, depth=choice.gamma) == 8
+
+
+def test_a_useless_draft_does_not_run() -> None:
+    load = load_of(4, acceptance=USELESS)
+    choice = policy_of(USELESS).choose(load)
+    assert choice.shapes == (PLAIN,) * 4
+    assert choice.gamma == 0
+
+
+def test_a_batch_whose_nodes_cost_more_than_they_emit_decodes_plainly() -> None:
+    steep = LatencyModel(
+        draft=LATENCY.draft,
+        verify=Curve((0,), (2, 16, 64, 128), ((10.0, 10.0, 80.0, 300.0),)),
+        growth_host_ms=0.1,
+        step_host_ms=0.2,
+        plain_host_ms=0.1,
+    )
+    assert policy_of(latency=steep).choose(load_of(16)).shapes == (PLAIN,) * 16
+    assert policy_of(latency=steep).choose(load_of(2)).shapes[0].depth > 0
+
+
+def test_trees_are_no_deeper_than_the_request_and_the_pages_allow() -> None:
+    shapes = policy_of().choose(load_of(3, limits=(99, 2, 0))).shapes
+    assert [shape.depth for shape in shapes] == [DEPTH, 2, 0]
+    [shape] = policy_of().choose(load_of(1, nodes_max=6)).shapes
+    assert shape.num_nodes <= 7
+    assert policy_of().choose(load_of(1, nodes_max=0)).shapes == (PLAIN,)
+
+
+def test_steps_that_take_longer_than_predicted_end_speculation_and_better_ones_start_it() -> None:
+    """The profile is wrong: steps with trees take four times as long, plain ones as long as predicted."""
+    policy = policy_of()
+    load = load_of(1)
+    speculated = []
+    for _ in range(300):
+        choice = policy.choose(load)
+        is_tree = choice.gamma > 0
+        observed(policy, load, choice, 60.0 if is_tree else 10.1, 3 if is_tree else 1)
+        speculated.append(is_tree)
+    assert speculated[0]
+    assert sum(speculated[100:]) < 20
+    assert any(speculated[100:])  # the exploration budget tries again
+    for _ in range(1500):
+        choice = policy.choose(load)
+        is_tree = choice.gamma > 0
+        observed(policy, load, choice, 14.0 if is_tree else 10.1, 3 if is_tree else 1)
+        speculated.append(is_tree)
+    assert all(speculated[-20:])
+
+
+def test_plain_decoding_is_tried_where_speculation_is_better() -> None:
+    policy = policy_of()
+    load = load_of(1)
+    plain = 0
+    for _ in range(400):
+        choice = policy.choose(load)
+        observed(policy, load, choice, 14.0 if choice.gamma else 10.1, 3 if choice.gamma else 1)
+        plain += not choice.gamma
+    assert 1 <= plain <= 8
+    assert policy.state["plain_steps"] == plain
+
+
+def test_accepted_tokens_correct_the_calibration() -> None:
+    policy = policy_of()
+    load = load_of(1)
+    for _ in range(200):
+        choice = policy.choose(load)
+        observed(policy, load, choice, 14.0 if choice.gamma else 10.1, 2 if choice.gamma else 1)
+    assert policy.state["accepted_per_expected_token"] == pytest.approx(0.5, abs=0.05)
+    assert torch.isfinite(torch.tensor(policy.choose(load).menu.ms)).all()
+
+
+def test_shapes_of_a_batch_follow_each_row_s_temperature() -> None:
+    by_temperature = {0.0: GOOD, 1.0: USELESS}
+    parts = TreeParts(by_temperature.__getitem__, LATENCY, (1, 4), (4, 8, 16), stops=False)
+    load = load_of(2)
+    object.__setattr__(load.rows[1].state, "sampling", type(load.rows[1].state.sampling)(temperature=1.0))
+    first, second = Trees(parts, lambda lag, batch_size: 0.0).choose(load).shapes
+    assert (first.depth > 0, second) == (True, PLAIN)
+    assert isinstance(first, Shape)
