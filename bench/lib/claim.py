@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Claim", "Log", "Option", "bars", "int_from", "prompts_option", "tokens_option"]
 
 Log = Callable[[str], None]
+Draw = Callable[["Figure", Mapping[str, Any]], None]
 QUICK_PROMPTS = 2
 QUICK_TOKENS = 16
 SETTINGS = ("prompts", "tokens", "device")
@@ -99,7 +100,7 @@ class Claim:
     doc: str | None
     measure: Callable[[argparse.Namespace, Log], dict[str, Any]]
     table: Callable[[Mapping[str, Any]], str]
-    draw: Callable[[Figure, Mapping[str, Any]], None] | None = None
+    draw: Draw | None = None
     size: tuple[float, float] = (10, 4)
     options: Sequence[Option] = ()
     devices: Sequence[str] = ("cpu",)
@@ -123,7 +124,7 @@ class Claim:
         log(self.table(result))
         log(f"written to {path}")
         if self.draw is not None:
-            _save_figure(partial(self.draw, result=result), path.with_suffix(".png"), self.size, log)
+            _save_figure(self.draw, result, path.with_suffix(".png"), self.size, log)
         print(json.dumps(result), flush=True)
         return result
 
@@ -169,7 +170,9 @@ class Claim:
         }
 
 
-def _save_figure(draw: Callable[[Figure], None], path: Path, size: tuple[float, float], log: Log) -> None:
+def _save_figure(
+    draw: Draw, result: Mapping[str, Any], path: Path, size: tuple[float, float], log: Log
+) -> None:
     """Draw a result next to its JSON; without matplotlib there is only the JSON."""
     try:
         from matplotlib.figure import Figure
@@ -177,7 +180,7 @@ def _save_figure(draw: Callable[[Figure], None], path: Path, size: tuple[float, 
         log("no figure: matplotlib is not installed")
         return
     figure = Figure(figsize=size, layout="constrained")
-    draw(figure)
+    draw(figure, result)
     figure.savefig(path, dpi=130)
     log(f"drawn in {path.name}")
 
