@@ -13,17 +13,15 @@ exit code is 1.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from bench.lib.claim import Log, log_of
-from bench.lib.harness import environment, save_result
+from bench.lib.claim import Claim, Log
 from yggdrasil.errors import YggError, first_line
 from yggdrasil.kernels import load_kernels
 from yggdrasil.kv import KVCache
@@ -249,54 +247,37 @@ def line(row: Row) -> str:
     return f"{row.model_type:<28} {row.outcome:<16} {row.detail or f'{row.deviation:.1e}'}"
 
 
-def measure(names: Iterable[str], log: Log) -> list[Row]:
-    """Judge the architectures of these model types."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
+    """Judge all architectures, or those of a rehearsal."""
     load_kernels()
     register_attention()
     known = architectures()
     rows = []
-    for name in names:
+    for name in QUICK if options.quick else known:
         rows.append(judge(*known[name]))
         log(line(rows[-1]))
-    return rows
-
-
-def main() -> int:
-    """Judge all, save the table; the last line of standard output is the result as JSON.
-
-    Returns 1 where one is wrong.
-    """
-    parser = argparse.ArgumentParser(
-        prog="bench.architectures",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print nothing but the JSON document on standard output"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help=f"a rehearsal: {len(QUICK)} architectures, kept out of bench/results",
-    )
-    options = parser.parse_args()
-    log = log_of(options)
-    rows = measure(QUICK if options.quick else architectures(), log)
-    counts = Counter(row.outcome for row in rows)
-    log(", ".join(f"{counts[outcome]} {outcome}" for outcome in (EQUAL, REFUSED, NOT_BUILT, WRONG)))
-    result = {
-        "claim": "architectures",
-        "environment": environment(),
-        "counts": dict(counts),
+    return {
+        "counts": dict(Counter(row.outcome for row in rows)),
         "architectures": [asdict(row) for row in rows],
     }
-    log(f"written to {save_result('architectures', result, rehearsal=options.quick)}")
-    print(json.dumps(result), flush=True)
-    return 1 if counts[WRONG] else 0
 
+
+def table(result: Mapping[str, Any]) -> str:
+    """How many of each outcome."""
+    counts = result["counts"]
+    return ", ".join(
+        f"{counts.get(outcome, 0)} {outcome}" for outcome in (EQUAL, REFUSED, NOT_BUILT, WRONG)
+    )
+
+
+CLAIM = Claim(
+    name="architectures",
+    doc=__doc__,
+    measure=measure,
+    table=table,
+    devices=(),
+    rehearsal=f"{len(QUICK)} architectures",
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(1 if WRONG in CLAIM.main()["counts"] else 0)

@@ -31,10 +31,8 @@ than the variant in some setting; a selection takes 20 microseconds or more in t
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -43,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
 
-from bench.lib.harness import environment, save_result
+from bench.lib.claim import Claim, Log
 from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.prior import GoodputPrior
 from yggdrasil.policy.gamma.protocol import ChainPolicy, Load, Outcome
@@ -88,7 +86,6 @@ BOUND = 0.6
 MOST_SELECT_US = 20.0
 
 Array = npt.NDArray[np.float64]
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,8 +342,9 @@ def selection_us(name: str, num_steps: int) -> dict[str, float]:
     }
 
 
-def measure(num_steps: int, num_seeds: int, log: Log) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """All settings, the cost of selecting, and which parts of the claim held."""
+    num_steps, num_seeds = (QUICK_STEPS, QUICK_SEEDS) if options.quick else (STEPS, SEEDS)
     settings = {setting: measure_setting(setting, num_steps, num_seeds, log) for setting in SETTINGS}
     costs = {name: selection_us(name, num_steps // 2) for name in POLICIES}
     found = {
@@ -361,7 +359,12 @@ def measure(num_steps: int, num_seeds: int, log: Log) -> dict[str, Any]:
         },
         "selection_below_20_us": all(cost["median"] < MOST_SELECT_US for cost in costs.values()),
     }
-    return {"settings": settings, "selection_us": costs, "held": held}
+    return {
+        "run": {"steps": num_steps, "seeds": num_seeds, "rehearsal": options.quick},
+        "settings": settings,
+        "selection_us": costs,
+        "held": held,
+    }
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -391,9 +394,8 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"held: {result['held']}"])
 
 
-def draw(result: Mapping[str, Any]) -> Figure:
+def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     """Cumulative regret, mean over seeds, with slopes of 1/2 and 3/4."""
-    figure = Figure(figsize=(14, 4.5), layout="constrained")
     every_axes = figure.subplots(1, len(SETTINGS))
     for axes, (setting, found) in zip(every_axes, result["settings"].items(), strict=True):
         steps = np.array(found["curve_steps"])
@@ -416,43 +418,18 @@ def draw(result: Mapping[str, Any]) -> Figure:
         axes.set(xscale="log", yscale="log", xlabel="steps", title=setting)
     every_axes[0].set_ylabel("cumulative regret, tokens/s (dotted: slopes 1/2, 3/4)")
     every_axes[-1].legend(fontsize=6)
-    return figure
 
 
-def main() -> None:
-    """Measure and report; the last line of standard output is the result as JSON."""
-    parser = argparse.ArgumentParser(
-        prog="bench.claim_bandits",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print nothing but the JSON document on standard output"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help=f"a rehearsal of {QUICK_STEPS} steps, kept out of bench/results",
-    )
-    options = parser.parse_args()
-    num_steps, num_seeds = (QUICK_STEPS, QUICK_SEEDS) if options.quick else (STEPS, SEEDS)
-    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-    question = " ".join(str(__doc__).split("\n\n", 1)[0].split())
-    settings = {"steps": num_steps, "seeds": num_seeds, "rehearsal": options.quick}
-    measured = measure(num_steps, num_seeds, log)
-    result = {
-        "claim": "bandits",
-        "question": question,
-        "run": settings,
-        "environment": environment(),
-        **measured,
-    }
-    log(table(result))
-    path = save_result("bandits", result, rehearsal=options.quick)
-    draw(result).savefig(path.with_suffix(".png"), dpi=130)
-    log(f"written to {path} and {path.with_suffix('.png').name}")
-    print(json.dumps(result), flush=True)
-
+CLAIM = Claim(
+    name="bandits",
+    doc=__doc__,
+    measure=measure,
+    table=table,
+    draw=draw,
+    size=(14, 4.5),
+    devices=(),
+    rehearsal=f"{QUICK_STEPS} steps",
+)
 
 if __name__ == "__main__":
-    main()
+    CLAIM.main()

@@ -27,7 +27,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from bench.lib.arms import PLAIN_ARM, arm_summary, fixed_policy, plain_arm, policy_arm
-from bench.lib.claim import Claim, Log
+from bench.lib.claim import Claim, Log, prompts_option, tokens_option
 from bench.lib.eager import eager_engine
 from bench.lib.harness import Arm, Rounds, interleave, ratio
 from bench.lib.subject import subject
@@ -174,8 +174,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 CLAIM = Claim(
     name="breakdown",
     doc=__doc__,
-    prompts=12,
-    tokens=64,
+    options=(prompts_option(12), tokens_option(64)),
     measure=measure,
     table=table,
     draw=draw,

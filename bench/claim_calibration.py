@@ -20,7 +20,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from bench.lib.arms import PLAIN_ARM, arm_summary, plain_arm, policy_arm, ratios_to
-from bench.lib.claim import Claim, Log, bars
+from bench.lib.claim import Claim, Log, bars, prompts_option, tokens_option
 from bench.lib.harness import interleave
 from bench.lib.one_by_one import collect_one_by_one
 from bench.lib.subject import subject
@@ -166,7 +166,12 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 
 
 CLAIM = Claim(
-    name="calibration", doc=__doc__, prompts=20, tokens=64, measure=measure, table=table, draw=draw
+    name="calibration",
+    doc=__doc__,
+    options=(prompts_option(20), tokens_option(64)),
+    measure=measure,
+    table=table,
+    draw=draw,
 )
 
 if __name__ == "__main__":

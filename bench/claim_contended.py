@@ -8,8 +8,6 @@ in its own artifact root.
 Refuted where, with all threads, generation next to two processes is below 0.35 of its speed next to none;
 where it is below 0.8 of the speed of one thread next to as many; where, next to none, it is below 0.99 of
 the earlier checkout's; or where two arms write different tokens.
-
-Run with `python -m bench.claim_contended [--quick] [--json] [--earlier CHECKOUT --earlier-home YGG_HOME]`.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.lib.claim import Log, log_of, report, script_parser
-from bench.lib.harness import TextMismatchError, environment, ratio, spread
+from bench.lib.claim import Claim, Log, Option, prompts_option, tokens_option
+from bench.lib.harness import TextMismatchError, ratio, spread
 from bench.lib.pair import TEST_TEXT
 from bench.lib.subject import PAIR_NAME
 from yggdrasil.bundle import BUNDLED
+from yggdrasil.errors import UsageError
 from yggdrasil.offline.traces import read_texts
 
-CLAIM = "contended"
 ALL = "all threads"
 ONE = "one thread"
 EARLIER = "earlier"
@@ -179,6 +177,26 @@ def held(found: Mapping[str, Any]) -> dict[str, bool | None]:
     }
 
 
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
+    """Both pairs at every load."""
+    if (options.earlier is None) != (options.earlier_home is None):
+        raise UsageError("--earlier and --earlier-home belong together", "give both")
+    prompts = [text[:PROMPT_CHARACTERS] for text in read_texts(TEST_TEXT)[: options.prompts]]
+    pairs = {
+        name: measure_pair(name, options, prompts, log)
+        for name in ((BUNDLED,) if options.quick else (BUNDLED, PAIR_NAME))
+    }
+    for found in pairs.values():
+        found["held"] = held(found)
+    settings = {
+        "prompts": options.prompts,
+        "repeats": REPEATS,
+        "tokens": options.tokens,
+        "rehearsal": options.quick,
+    }
+    return {"settings": settings, "pairs": pairs}
+
+
 def table(result: Mapping[str, Any]) -> str:
     """Pair by pair and load by load."""
     lines = []
@@ -208,42 +226,20 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Measure and report; the last line of standard output is the result as JSON."""
-    parser = script_parser(CLAIM, __doc__, "the bundled pair with 2 prompts of 32 tokens")
-    parser.add_argument("--prompts", type=int, default=12, help="held-out prompts (default: %(default)s)")
-    parser.add_argument(
-        "--tokens", type=int, default=96, help="new tokens per prompt (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--earlier", type=Path, metavar="CHECKOUT", help="a checkout of the package to compare with"
-    )
-    parser.add_argument("--earlier-home", type=Path, metavar="YGG_HOME", help="its artifact root")
-    options = parser.parse_args()
-    if (options.earlier is None) != (options.earlier_home is None):
-        parser.error("--earlier and --earlier-home: give both")
-    if options.quick:
-        options.prompts = 2
-        options.tokens = 32
-    log = log_of(options)
-    prompts = [text[:PROMPT_CHARACTERS] for text in read_texts(TEST_TEXT)[: options.prompts]]
-    record = environment()
-    pairs = {
-        name: measure_pair(name, options, prompts, log)
-        for name in ((BUNDLED,) if options.quick else (BUNDLED, PAIR_NAME))
-    }
-    for found in pairs.values():
-        found["held"] = held(found)
-    settings = {
-        "prompts": options.prompts,
-        "repeats": REPEATS,
-        "tokens": options.tokens,
-        "rehearsal": options.quick,
-    }
-    result = {"claim": CLAIM, "settings": settings, "environment": record, "pairs": pairs}
-    log(table(result))
-    report(CLAIM, result, options, log)
-
+CLAIM = Claim(
+    name="contended",
+    doc=__doc__,
+    options=(
+        prompts_option(12),
+        tokens_option(96, quick=32),
+        Option("--earlier", "a checkout of the package to compare with", type=Path, metavar="CHECKOUT"),
+        Option("--earlier-home", "its artifact root", type=Path, metavar="YGG_HOME"),
+    ),
+    measure=measure,
+    table=table,
+    devices=(),
+    rehearsal="the bundled pair with 2 prompts of 32 tokens",
+)
 
 if __name__ == "__main__":
-    main()
+    CLAIM.main()

@@ -21,7 +21,7 @@ from typing import Any, get_args
 from matplotlib.figure import Figure
 
 from bench.lib.arms import PLAIN_ARM, arm_summary, plain_arm, policy_arm, ratios_to
-from bench.lib.claim import Claim, Log, bars
+from bench.lib.claim import Claim, Log, bars, prompts_option, tokens_option
 from bench.lib.harness import interleave
 from bench.lib.subject import subject
 from bench.lib.workloads import WORKLOADS, Workload, beginnings
@@ -112,7 +112,14 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     axes.set_title("where the depth comes from")
 
 
-CLAIM = Claim(name="depth", doc=__doc__, prompts=8, tokens=64, measure=measure, table=table, draw=draw)
+CLAIM = Claim(
+    name="depth",
+    doc=__doc__,
+    options=(prompts_option(8), tokens_option(64)),
+    measure=measure,
+    table=table,
+    draw=draw,
+)
 
 if __name__ == "__main__":
     CLAIM.main()

@@ -14,28 +14,23 @@ that the models were not trained on, so that speculation stops paying in large b
 
 Refuted if at the largest rate throughput with elastic memory is below 1.05 times that without, if at the
 smallest it is more than 1 % below, or if the texts differ.
-
-Run with `python -m bench.claim_elastic [--seconds 12] [--rounds 2] [--json]`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.lib.claim import Log, save_figure
-from bench.lib.harness import environment, save_result
+from bench.lib.claim import Claim, Log, Option
 from bench.lib.pair import bench_target, compiled_pair
 from bench.lib.serving import Arrival, Replay, poisson, replay, same_texts
-from bench.lib.subject import add_options, subject
+from bench.lib.subject import subject
 from bench.lib.workloads import WORKLOADS
 from yggdrasil.bundle import bundled_models
 from yggdrasil.config import SamplingConfig, ServeConfig
@@ -48,7 +43,6 @@ from yggdrasil.serve.load import load_batcher, policy_parts
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CLAIM = "elastic"
 PAIR_NAME = "tinystories-scaled-both"
 MIN_DRAFT_PARAMETERS = 15_000_000
 FRACTIONS = (0.3, 0.8, 1.2, 1.6)
@@ -297,51 +291,13 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     right.tick_params(axis="x", rotation=20)
 
 
-def main() -> None:
-    """Measure, report, save."""
-    parser = argparse.ArgumentParser(
-        prog="bench.claim_elastic",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=12.0, help="arrivals at every rate (default: %(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=2, help="turns of all arms (default: %(default)s)")
-    parser.add_argument(
-        "--pages",
-        type=int,
-        default=BASE_PAGES,
-        help="KV pages of the budget, without the draft's memory (default: %(default)s)",
-    )
-    add_options(parser)
-    parser.add_argument(
-        "--draft-parameters",
-        type=int,
-        default=MIN_DRAFT_PARAMETERS,
-        metavar="N",
-        help="inflate the draft to so many (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a rehearsal of seconds, kept out of bench/results"
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print the result as one JSON document on the last line of standard output",
-    )
-    options = parser.parse_args()
-    if options.quick:
-        options.seconds = 3.0
-        options.rounds = 1
-    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
+    """Operations, rates and thresholds, and the verdict on the rates."""
     stand = Stand(options, log)
     operations = measure_operations(stand, log)
     rates = measure_rates(stand, options, log)
-    result = {
-        "claim": CLAIM,
+    return {
         "settings": {name: value for name, value in vars(options).items() if name != "json"},
-        "environment": environment(),
         "target": stand.target.to_json(),
         "base_pages": stand.elastic.base_pages,
         "room_pages": stand.elastic.draft_pages,
@@ -351,12 +307,31 @@ def main() -> None:
         "operations": operations,
         "verdict": verdict(rates),
     }
-    path = save_result(CLAIM, result, rehearsal=options.quick)
-    save_figure(lambda figure: draw(figure, result), path.with_suffix(".png"), (12, 4), log)
-    log(json.dumps(result["verdict"], indent=1))
-    if options.json:
-        print(json.dumps(result))
 
+
+def table(result: Mapping[str, Any]) -> str:
+    """The verdict; every run has had its line."""
+    return json.dumps(result["verdict"], indent=1)
+
+
+CLAIM = Claim(
+    name="elastic",
+    doc=__doc__,
+    options=(
+        Option("--seconds", "arrivals at every rate", default=12.0, quick=3.0),
+        Option("--rounds", "turns of all arms", default=2, quick=1),
+        Option("--pages", "KV pages of the budget, without the draft's memory", default=BASE_PAGES),
+        Option(
+            "--draft-parameters", "inflate the draft to so many", default=MIN_DRAFT_PARAMETERS, metavar="N"
+        ),
+    ),
+    measure=measure,
+    table=table,
+    draw=draw,
+    size=(12, 4),
+    devices=("cpu", "cuda"),
+    rehearsal="one round of seconds",
+)
 
 if __name__ == "__main__":
-    main()
+    CLAIM.main()

@@ -32,7 +32,7 @@ from bench.lib.arms import (
     policy_arm,
     ratios_to,
 )
-from bench.lib.claim import Claim, Log, bars
+from bench.lib.claim import Claim, Log, bars, prompts_option, tokens_option
 from bench.lib.counting import Counter, candidates
 from bench.lib.harness import interleave
 from bench.lib.subject import Subject, subject
@@ -165,8 +165,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 CLAIM = Claim(
     name="end_to_end",
     doc=__doc__,
-    prompts=8,
-    tokens=64,
+    options=(prompts_option(8), tokens_option(64)),
     measure=measure,
     table=table,
     draw=draw,

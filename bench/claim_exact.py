@@ -11,21 +11,18 @@ On the bundled pair, prompts of 1 to 150 tokens of stories, encyclopedia and cod
 
 each over the default policy and a wide and deep tree that verifies all its nodes. Refuted by a single
 token.
-
-Run with `python -m bench.claim_exact [--prompts 200] [--tokens 256] [--quick] [--json]`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from bench.lib.claim import Log, log_of, report, script_parser
-from bench.lib.harness import environment
+from bench.lib.claim import Claim, Log, Option, int_from, tokens_option
 from bench.lib.workloads import WORKLOADS
 from yggdrasil.bundle import BUNDLED, bundled_models, is_compiled
 from yggdrasil.cli.progress import RichProgress
@@ -35,7 +32,6 @@ from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.report.run import Run
 from yggdrasil.state import PLAIN, Shape
 
-CLAIM = "exact"
 SHAPES = {"default": None, "tree": Shape(8, 7, 57)}
 TRANSFORMERS_PROMPTS = 30
 LONGEST_PROMPT = 150
@@ -182,38 +178,30 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
         pair = pair_in(dtype)
         prompts = prompts_of(pair, options.prompts)
         rows += comparisons(pair, dtype, prompts, options.tokens, log)
-    return {
-        "claim": CLAIM,
-        "environment": environment(),
-        "settings": settings_of(options, prompts),
-        "comparisons": rows,
-    }
+    return {"settings": settings_of(options, prompts), "comparisons": rows}
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = script_parser(CLAIM, __doc__, f"{QUICK_PROMPTS} prompts of {QUICK_TOKENS} tokens")
-    parser.add_argument(
-        "--prompts", type=int, default=200, help="of all kinds of text together (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=256, help="new tokens per prompt (default: %(default)s)"
-    )
-    options = parser.parse_args()
-    if options.prompts < 1 or options.tokens < 1:
-        parser.error("--prompts and --tokens must be at least 1")
-    if options.quick:
-        options.prompts = QUICK_PROMPTS
-        options.tokens = QUICK_TOKENS
-    return options
+def table(result: Mapping[str, Any]) -> str:
+    """How many texts differ; every comparison has had its line."""
+    rows = result["comparisons"]
+    differing = sum(row["texts_that_differ"] for row in rows)
+    return f"{differing} of {sum(row['prompts'] for row in rows)} texts differ"
 
 
-def main() -> None:
-    """Compare and report; the last line of standard output is the result as JSON."""
-    options = parse()
-    log = log_of(options)
-    report(CLAIM, measure(options, log), options, log)
-
+CLAIM = Claim(
+    name="exact",
+    doc=__doc__,
+    options=(
+        Option(
+            "--prompts", "of all kinds of text together", default=200, quick=QUICK_PROMPTS, type=int_from(1)
+        ),
+        tokens_option(256, quick=QUICK_TOKENS, least=1),
+    ),
+    measure=measure,
+    table=table,
+    devices=(),
+    rehearsal=f"{QUICK_PROMPTS} prompts of {QUICK_TOKENS} tokens",
+)
 
 if __name__ == "__main__":
-    main()
+    CLAIM.main()

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bench.lib.arms import PLAIN_ARM, arm_summary, our_arm, plain_arm
-from bench.lib.claim import Claim, Log, bars
+from bench.lib.claim import Claim, Log, bars, prompts_option, tokens_option
 from bench.lib.harness import Arm, interleave, ratio
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
@@ -121,8 +121,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 CLAIM = Claim(
     name="exact_price",
     doc=__doc__,
-    prompts=12,
-    tokens=64,
+    options=(prompts_option(12), tokens_option(64)),
     measure=measure,
     table=table,
     draw=draw,

@@ -22,7 +22,7 @@ import torch
 from matplotlib.figure import Figure
 
 from bench.lib.arms import PLAIN_ARM, arm_summary, plain_arm, policy_arm
-from bench.lib.claim import Claim, Log, bars
+from bench.lib.claim import Claim, Log, bars, prompts_option, tokens_option
 from bench.lib.harness import Arm, Generation, interleave, ratio
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, WORKLOADS, beginnings
@@ -120,7 +120,13 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 
 
 CLAIM = Claim(
-    name="guard", doc=__doc__, prompts=10, tokens=128, measure=measure, table=table, draw=draw, size=(7, 4)
+    name="guard",
+    doc=__doc__,
+    options=(prompts_option(10), tokens_option(128)),
+    measure=measure,
+    table=table,
+    draw=draw,
+    size=(7, 4),
 )
 
 if __name__ == "__main__":

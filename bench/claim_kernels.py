@@ -13,26 +13,23 @@ a token's attention with itself, to the bit, alone and in the widest tree.
 Refuted if a goal of the table is missed: migration below 0.85 of the copy's rate, attention below the share
 of it that `LEAST_ATTENTION_SHARE` states, or a commit above 10 us.
 
-Run with `python -m bench.claim_kernels [--quick] [--json] [--tune]` on a machine with CUDA;
-without a device it exits with 2. `--tune` times the attention kernel's candidates too, for a person who
-edits `CONFIGS` in yggdrasil/kernels/attention_triton.py."""
+Without a CUDA device it exits with 2. `--tune` times the attention kernel's candidates too, for a person
+who edits `CONFIGS` in yggdrasil/kernels/attention_triton.py."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from bench.claim_roofline import Sampler, at_least, at_most, in_turns
-from bench.lib.claim import Log, save_figure
-from bench.lib.harness import environment, save_result, spread
+from bench.lib.claim import Claim, Log, Option
+from bench.lib.harness import spread
+from yggdrasil.errors import UsageError
 from yggdrasil.kernels.migrate import move_pages_, move_pages_reference_
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import empty_meta, pack_nodes_reference_
@@ -41,7 +38,6 @@ from yggdrasil.tree import TokenTree
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CLAIM = "kernels"
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 QUICK_WIDTHS = (1, 16)
 CONTEXTS = (512, 2048, 8192)
@@ -290,6 +286,11 @@ def tuned(
 
 def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Exactness, rates, goals."""
+    if not torch.cuda.is_available():
+        raise UsageError(
+            f"bench.claim_kernels needs a CUDA device, and torch {torch.__version__} sees none",
+            "run it on a machine with one",
+        )
     contexts, widths = (QUICK_CONTEXTS, QUICK_WIDTHS) if options.quick else (CONTEXTS, WIDTHS)
     subjects = [Subject(model, max(contexts)) for model in MODELS]
     for subject in subjects:
@@ -370,48 +371,16 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
         axes.legend(fontsize=7)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and report; the last line of standard output is the result as JSON."""
-    parser = argparse.ArgumentParser(
-        prog="bench.claim_kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print nothing but the JSON document on standard output"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a rehearsal: one context, two widths, two rounds, kept out of bench/results",
-    )
-    parser.add_argument(
-        "--tune", action="store_true", help="time the attention kernel's candidates too; minutes"
-    )
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print(
-            f"bench.claim_kernels needs a CUDA device, and torch {torch.__version__} sees none: nothing "
-            "was measured",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)
-    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-    question = " ".join(str(__doc__).split("\n\n", 1)[0].split())
-    settings = {"rehearsal": options.quick}
-    result = {
-        "claim": CLAIM,
-        "question": question,
-        "settings": settings,
-        "environment": environment(),
-        **measure(options, log),
-    }
-    log(table(result))
-    path = save_result(CLAIM, result, rehearsal=options.quick)
-    log(f"written to {path}")
-    save_figure(lambda figure: draw(figure, result), path.with_suffix(".png"), (10, 4), log)
-    print(json.dumps(result), flush=True)
-
+CLAIM = Claim(
+    name="kernels",
+    doc=__doc__,
+    options=(Option("--tune", "time the attention kernel's candidates too; minutes", action="store_true"),),
+    measure=measure,
+    table=table,
+    draw=draw,
+    devices=(),
+    rehearsal="one context, two widths, two rounds",
+)
 
 if __name__ == "__main__":
-    main()
+    CLAIM.main()

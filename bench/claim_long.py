@@ -23,7 +23,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.lib.claim import Claim, Log
+from bench.lib.claim import Claim, Log, prompts_option, tokens_option
 from bench.lib.workloads import STORIES
 from yggdrasil.bundle import bundled_models
 from yggdrasil.cli.progress import RichProgress
@@ -175,8 +175,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 CLAIM = Claim(
     name="long",
     doc=__doc__,
-    prompts=1,
-    tokens=CONTEXT,
+    options=(prompts_option(1), tokens_option(CONTEXT)),
     measure=measure,
     table=table,
     draw=draw,

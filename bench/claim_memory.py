@@ -3,19 +3,17 @@
 Resident memory of a process that has imported everything, then loaded a pair and decoded 64 tokens through
 every graph, less what it had after the imports; against the bytes of the two models' files and caches.
 Refuted at 1.3 times the weights plus the caches or more.
-
-Run with `python -m bench.claim_memory [--pair NAME] [--quick] [--json]`.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
 
-from bench.lib.claim import log_of, report, script_parser
-from bench.lib.harness import environment
+from bench.lib.claim import Claim, Log, Option
 from yggdrasil.bundle import BUNDLED
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import GenerateConfig
@@ -23,7 +21,6 @@ from yggdrasil.models.packing import pack_chain_
 from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.report.run import Run
 
-CLAIM = "memory"
 TOKENS = 64
 QUICK_TOKENS = 8
 
@@ -41,8 +38,9 @@ def touch(model: CompiledModel) -> None:
         model.forward(meta_NM)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Load the pair, run all its graphs, and see what the process grew by."""
+    num_tokens = QUICK_TOKENS if options.quick else TOKENS
     before = resident_bytes()
     pair: LoadedPair = load_pair(options.pair)
     models = (pair.engine.target, pair.engine.draft)
@@ -52,16 +50,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     Run(
         pair,
         pair.tokenizer.encode("Once upon a time"),
-        GenerateConfig(max_new_tokens=options.tokens, ignore_eos=True),
+        GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True),
     ).complete()
     grown = resident_bytes() - before
     weights = sum(model.weight_bytes for model in models if isinstance(model, CompiledModel))
     caches = sum(model.cache.storage_PL2GSF.nbytes for model in models)
     return {
-        "claim": CLAIM,
         "pair": options.pair,
-        "settings": {"tokens": options.tokens, "rehearsal": options.quick},
-        "environment": environment(),
+        "settings": {"tokens": num_tokens, "rehearsal": options.quick},
         "num_graphs": sum(len(model.menu.sizes) for model in models if isinstance(model, CompiledModel)),
         "weight_bytes": weights,
         "cache_bytes": caches,
@@ -70,7 +66,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The result for a person."""
     megabytes = {name: result[f"{name}_bytes"] / 1e6 for name in ("resident", "weight", "cache")}
     return (
@@ -80,19 +76,16 @@ def table(result: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    """Measure and report; the last line of standard output is the result as JSON."""
-    parser = script_parser(CLAIM, __doc__, f"{QUICK_TOKENS} tokens instead of {TOKENS}")
-    parser.add_argument(
-        "--pair", default=BUNDLED, metavar="NAME", help="a compiled pair (default: %(default)s)"
-    )
-    options = parser.parse_args()
-    options.tokens = QUICK_TOKENS if options.quick else TOKENS
-    log = log_of(options)
-    result = measure(options)
-    log(table(result))
-    report(f"{CLAIM}_{options.pair}", result, options, log)
-
+CLAIM = Claim(
+    name="memory",
+    doc=__doc__,
+    options=(Option("--pair", "a compiled pair", default=BUNDLED, metavar="NAME"),),
+    measure=measure,
+    table=table,
+    devices=(),
+    rehearsal=f"{QUICK_TOKENS} tokens instead of {TOKENS}",
+    variant=lambda options: [options.pair],
+)
 
 if __name__ == "__main__":
-    main()
+    CLAIM.main()

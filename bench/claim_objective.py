@@ -28,7 +28,7 @@ from bench.lib.arms import (
     policy_arm,
     ratios_to,
 )
-from bench.lib.claim import Claim, Log, bars
+from bench.lib.claim import Claim, Log, bars, prompts_option, tokens_option
 from bench.lib.harness import interleave
 from bench.lib.subject import Subject, subject
 from bench.lib.workloads import WORKLOADS, Workload, beginnings
@@ -145,7 +145,14 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
         axes.set_title("objective: speedup or AAL (paper: Fig. 14)")
 
 
-CLAIM = Claim(name="objective", doc=__doc__, prompts=10, tokens=64, measure=measure, table=table, draw=draw)
+CLAIM = Claim(
+    name="objective",
+    doc=__doc__,
+    options=(prompts_option(10), tokens_option(64)),
+    measure=measure,
+    table=table,
+    draw=draw,
+)
 
 if __name__ == "__main__":
     CLAIM.main()

@@ -30,12 +30,9 @@ artifact root the first time, by pip and optimum-intel."""
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +41,21 @@ import torch
 from bench.claim_single_stream import (
     CHAIN_ARM,
     TREE_ARM,
-    TUNING_PROMPTS,
     TUNING_TOKENS,
+    num_tuning_prompts,
     our_arms,
     tune_chain,
 )
 from bench.lib.arms import PLAIN_ARM, arm_summary
-from bench.lib.harness import MemoryStream, Rounds, environment, interleave, ratio, save_result, spread
-from bench.lib.subject import DRAFTS, Subject, add_options, subject
+from bench.lib.claim import Claim, Log, Option, prompts_option, tokens_option
+from bench.lib.harness import MemoryStream, Rounds, interleave, ratio, spread
+from bench.lib.subject import DRAFTS, Subject, subject
 from bench.lib.workloads import WORKLOADS, beginnings
 from bench.peers.llama_cpp import llama_cpp_peer
 from bench.peers.openvino import openvino_peer
-from bench.peers.processes import Peer, PeerError, transformers_peer
+from bench.peers.processes import Peer, transformers_peer
 from yggdrasil.store import artifacts
 
-CLAIM = "peers"
 ASSISTANT_TOKENS = (3, 5, 8, 12, 16)
 LLAMA_CPP = "llama.cpp"
 
@@ -78,9 +75,7 @@ def subject_of(options: argparse.Namespace) -> Subject:
     )
 
 
-def peers_of(
-    options: argparse.Namespace, under_test: Subject, stack: ExitStack, log: Callable[[str], None]
-) -> list[Peer]:
+def peers_of(options: argparse.Namespace, under_test: Subject, stack: ExitStack, log: Log) -> list[Peer]:
     """Every peer that was asked for, ready to decode until the stack is closed."""
     models = under_test.target.folder, with_tokenizer(under_test.draft, under_test.target.folder)
     lengths: dict[str, Any] = {"num_tokens": options.tokens, "assistant_tokens": ASSISTANT_TOKENS}
@@ -184,7 +179,7 @@ def share_of_roofline(rounds: Rounds, name: str, weight_bytes: int) -> dict[str,
     )
 
 
-def measure(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Build what is missing, measure, and return the result document."""
     under_test = subject_of(options)
     workload = WORKLOADS[options.text]
@@ -193,22 +188,17 @@ def measure(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str
     with ExitStack() as stack:
         peers = peers_of(options, under_test, stack, log)
         pair = under_test.pair(workload)
-        record = environment()
         stream = MemoryStream()
-        tuning_prompts = beginnings(workload.validation_texts, pair, options.tuning_prompts)
+        tuning_prompts = beginnings(workload.validation_texts, pair, num_tuning_prompts(options))
         depth, tuning = tune_chain(
             pair, tuning_prompts, min(TUNING_TOKENS, options.tokens), temperature=0.0
         )
         log(f"best chain on validation text: D={depth} (ms per token: {tuning})")
         arms = [*our_arms(pair, options.tokens, 0.0, depth), *(arm for peer in peers for arm in peer.arms)]
         prompts = beginnings(workload.test_texts, pair, options.prompts)
-        rounds = interleave(
-            arms, prompts, reference=PLAIN_ARM, stream=stream, tick=partial(print, file=sys.stderr)
-        )
+        rounds = interleave(arms, prompts, reference=PLAIN_ARM, stream=stream, tick=log)
     found = ratios(rounds, peers)
     return {
-        "claim": CLAIM,
-        "question": str(__doc__).split("\n", 1)[0],
         "target": target.to_json(),
         "settings": {
             "tokens": options.tokens,
@@ -222,7 +212,6 @@ def measure(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str
             "dtype": pair.bundle.config.dtype,
             "fingerprint": pair.bundle.folder.name,
         },
-        "environment": record,
         "peers": {peer.name: peer.record for peer in peers},
         "chain_depth": depth,
         "chain_tuning_tpot_ms": tuning,
@@ -236,8 +225,9 @@ def measure(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str
 def table(result: Mapping[str, Any]) -> str:
     """The result for a person."""
     lines = [
+        result["target"]["statement"],
         f"{'arm':<30} {'ms/token':>9} {'p10':>7} {'p90':>7} {'decoding':>9} {'tok/s':>7} {'AAL':>5} "
-        f"{'own plain':>10} {'our plain':>10} {'roofline':>9}"
+        f"{'own plain':>10} {'our plain':>10} {'roofline':>9}",
     ]
     for name, arm in result["arms"].items():
         tpot = arm["tpot_ms"]
@@ -275,80 +265,47 @@ def _ratio_line(name: str, found: Mapping[str, Any]) -> str:
     )
 
 
-def result_name(draft_name: str, text: str) -> str:
-    """Of the result's file."""
-    return CLAIM if (draft_name, text) == ("bundled", "stories") else f"{CLAIM}_{draft_name}_{text}"
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench.claim_peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print nothing but the JSON document on standard output"
-    )
-    parser.add_argument("--prompts", type=int, default=20, help="held-out prompts (default: %(default)s)")
-    parser.add_argument(
-        "--tokens", type=int, default=128, help="new tokens per prompt (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--draft",
-        default="bundled",
-        metavar="NAME|PATH",
-        help=f"{', '.join(DRAFTS)}, or the folder of one (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--text", choices=WORKLOADS, default="stories", help="kind of prompts (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--llama-cpp",
-        type=Path,
-        metavar="PATH",
-        help="folder with llama-server; the source with convert_hf_to_gguf.py around it",
-    )
-    parser.add_argument(
-        "--no-openvino", action="store_true", help="leave OpenVINO out: nothing is installed"
-    )
-    add_options(parser, devices=("cpu",))
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a rehearsal: 2 prompts of 16 tokens, result kept out of bench/results",
-    )
-    options = parser.parse_args(arguments)
-    if options.prompts < 1 or options.tokens < 2:
-        parser.error("--prompts must be at least 1, --tokens at least 2")
-    if options.draft not in DRAFTS and not Path(options.draft, "config.json").is_file():
-        parser.error(
-            f"--draft {options.draft}: neither one of {', '.join(DRAFTS)} nor the folder of a model"
+def draft_argument(text: str) -> str:
+    """The type of `--draft`."""
+    if text not in DRAFTS and not Path(text, "config.json").is_file():
+        raise argparse.ArgumentTypeError(
+            f"{text}: neither one of {', '.join(DRAFTS)} nor the folder of a model"
         )
-    options.tuning_prompts = TUNING_PROMPTS
-    if options.quick:
-        options.prompts = 2
-        options.tokens = 16
-        options.tuning_prompts = 1
-    return options
+    return text
 
 
-def main() -> None:
-    """Measure and report; the last line of standard output is the result as JSON."""
-    import transformers
+def variant(options: argparse.Namespace) -> list[str]:
+    """Another draft or another kind of text has files of its own."""
+    setting = [Path(options.draft).resolve().name, options.text]
+    return [] if setting == ["bundled", "stories"] else setting
 
-    options = parse()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-    try:
-        result = measure(options, log)
-    except PeerError as error:
-        sys.exit(f"error: {error}")
-    log(result["target"]["statement"])
-    log(table(result))
-    name = result_name(result["settings"]["draft"], options.text)
-    log(f"written to {save_result(name, result, rehearsal=options.quick)}")
-    print(json.dumps(result), flush=True)
 
+CLAIM = Claim(
+    name="peers",
+    doc=__doc__,
+    options=(
+        prompts_option(20, least=1),
+        tokens_option(128, least=2),
+        Option(
+            "--draft",
+            f"{', '.join(DRAFTS)}, or the folder of one",
+            default="bundled",
+            type=draft_argument,
+            metavar="NAME|PATH",
+        ),
+        Option("--text", "kind of prompts", default="stories", choices=WORKLOADS),
+        Option(
+            "--llama-cpp",
+            "folder with llama-server; the source with convert_hf_to_gguf.py around it",
+            type=Path,
+            metavar="PATH",
+        ),
+        Option("--no-openvino", "leave OpenVINO out: nothing is installed", action="store_true"),
+    ),
+    measure=measure,
+    table=table,
+    variant=variant,
+)
 
 if __name__ == "__main__":
-    main()
+    CLAIM.main()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.lib.claim import Claim, Log
+from bench.lib.claim import Claim, Log, prompts_option, tokens_option
 from bench.lib.harness import MemoryStream, spread
 from bench.lib.pair import bench_target
 from bench.lib.subject import subject
@@ -456,8 +456,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 CLAIM = Claim(
     name="roofline",
     doc=__doc__,
-    prompts=1,
-    tokens=0,
+    options=(prompts_option(1), tokens_option(0)),
     measure=measure,
     table=table,
     draw=draw,

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from bench.lib.arms import PLAIN_ARM, arm_summary, plain_arm, ratios_to
-from bench.lib.claim import Claim, Log
+from bench.lib.claim import Claim, Log, prompts_option, tokens_option
 from bench.lib.harness import Arm, Generation, interleave
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
@@ -148,8 +148,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 CLAIM = Claim(
     name="runtimes",
     doc=__doc__,
-    prompts=10,
-    tokens=48,
+    options=(prompts_option(10), tokens_option(48)),
     measure=measure,
     table=table,
     draw=draw,

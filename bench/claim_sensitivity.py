@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from bench.lib.arms import PLAIN_ARM, fixed_policy, plain_arm, policy_arm
-from bench.lib.claim import Claim, Log
+from bench.lib.claim import Claim, Log, prompts_option, tokens_option
 from bench.lib.harness import interleave
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
@@ -140,8 +140,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 CLAIM = Claim(
     name="sensitivity",
     doc=__doc__,
-    prompts=3,
-    tokens=48,
+    options=(prompts_option(3), tokens_option(48)),
     measure=measure,
     table=table,
     draw=draw,

@@ -23,26 +23,22 @@ gamma's or not above every baseline's, if at the largest rate it is more than 1 
 speculation, or if a text differs between policies. Ratios are medians over the rounds, whose arrivals
 differ.
 
-Run with `python -m bench.claim_serving [--seconds 12] [--trace-seconds 25] [--rounds 3] [--json]`. `--part
-trace` is the trace alone, in files of that name. `--clock profile` takes the small pair that computes the
-same function and lets every step take what the profile of the scaled one predicts, into files named
-`_profile`: no neighbour disturbs it at all. It cannot show what the profile leaves out (the host's work for
-every row) or how a policy copes with a profile that is wrong; Nightjar starts from the same profile, though
-for one typical context."""
+`--part trace` is the trace alone, in files of that name. `--clock profile` takes the small pair that
+computes the same function and lets every step take what the profile of the scaled one predicts, into files
+named `_profile`: no neighbour disturbs it at all. It cannot show what the profile leaves out (the host's
+work for every row) or how a policy copes with a profile that is wrong; Nightjar starts from the same
+profile, though for one typical context."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench.lib.claim import Log, save_figure
-from bench.lib.harness import environment, save_result
+from bench.lib.claim import Claim, Log, Option
 from bench.lib.serving import (
     Arrival,
     Clock,
@@ -54,7 +50,7 @@ from bench.lib.serving import (
     same_texts,
     traced,
 )
-from bench.lib.subject import add_options, subject
+from bench.lib.subject import subject
 from bench.lib.workloads import STORIES
 from bench.make_trace import read_trace
 from yggdrasil.config import GenerateConfig, ServeConfig
@@ -67,7 +63,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CLAIM = "serving"
 CONFIG = ServeConfig(policy="off", max_batch=48, gamma_max=7)
 OURS = "nightjar"
 OFF = "off"
@@ -378,7 +373,9 @@ def _latency(run: Mapping[str, Any]) -> float:
 def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     """A row of drawings for the rates, two for the trace; those of them that were measured."""
     parts = [part for part in PARTS if part in result]
-    rows = iter(figure.subplots(sum(ROWS[part] for part in parts), 2, squeeze=False))
+    num_rows = sum(ROWS[part] for part in parts)
+    figure.set_size_inches(12, 3.7 * num_rows)
+    rows = iter(figure.subplots(num_rows, 2, squeeze=False))
     if "rates" in parts:
         _draw_rates(*next(rows), result["rates"])
     if "trace" in parts:
@@ -427,53 +424,11 @@ def _draw_trace(speed: Axes, length: Axes, load: Axes, totals: Axes, trace: Mapp
     totals.tick_params(axis="x", rotation=75)
 
 
-def main() -> None:
-    """Measure, report, save."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=12.0, help="arrivals at every rate (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--trace-seconds",
-        type=float,
-        default=25.0,
-        help="seconds that the trace is compressed to (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--load",
-        type=float,
-        nargs="+",
-        default=[1.6],
-        help="mean rates of the trace, in what a gamma of 2 sustains (default: %(default)s)",
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="runs of all policies (default: %(default)s)")
-    parser.add_argument("--part", choices=PARTS, help="only this (default: both, and switching)")
-    parser.add_argument(
-        "--clock", choices=("own", "profile"), default="own", help="what time is (default: %(default)s)"
-    )
-    add_options(parser)
-    parser.add_argument(
-        "--quick", action="store_true", help="a rehearsal of seconds, kept out of bench/results"
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print the result as one JSON document on the last line of standard output",
-    )
-    options = parser.parse_args()
-    if options.quick:
-        options.seconds = 3.0
-        options.trace_seconds = 5.0
-        options.rounds = 1
-    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
+    """The parts that were asked for, and their verdicts."""
     stand = Stand(options, log)
-    settings = {name: value for name, value in vars(options).items() if name != "json"}
     result: dict[str, Any] = {
-        "claim": CLAIM,
-        "settings": settings,
-        "environment": environment(),
+        "settings": {name: value for name, value in vars(options).items() if name != "json"},
         "target": stand.target,
         "verdict": {},
     }
@@ -487,27 +442,44 @@ def main() -> None:
         }
     if options.part is None and options.clock == "own":
         result["switching"] = measure_switching(stand, log)
-    path = save_result(
-        "_".join(
-            [
-                CLAIM,
-                *([options.part] if options.part else []),
-                *(["profile"] if options.clock == "profile" else []),
-            ]
-        ),
-        result,
-        rehearsal=options.quick,
-    )
-    save_figure(
-        lambda figure: draw(figure, result),
-        path.with_suffix(".png"),
-        (12, 3.7 * sum(ROWS[part] for part in PARTS if part in result)),
-        log,
-    )
-    log(json.dumps(result["verdict"], indent=1))
-    if options.json:
-        print(json.dumps(result))
+    return result
 
+
+def table(result: Mapping[str, Any]) -> str:
+    """The verdict; every run has had its line."""
+    return json.dumps(result["verdict"], indent=1)
+
+
+def variant(options: argparse.Namespace) -> list[str]:
+    """A part alone and the clock of the profile have files of their own."""
+    part = [options.part] if options.part else []
+    return [*part, "profile"] if options.clock == "profile" else part
+
+
+CLAIM = Claim(
+    name="serving",
+    doc=__doc__,
+    options=(
+        Option("--seconds", "arrivals at every rate", default=12.0, quick=3.0),
+        Option("--trace-seconds", "seconds that the trace is compressed to", default=25.0, quick=5.0),
+        Option(
+            "--load",
+            "mean rates of the trace, in what a gamma of 2 sustains",
+            default=[1.6],
+            type=float,
+            nargs="+",
+        ),
+        Option("--rounds", "runs of all policies", default=3, quick=1),
+        Option("--part", "only this (default: both, and switching)", choices=PARTS),
+        Option("--clock", "what time is", default="own", choices=("own", "profile")),
+    ),
+    measure=measure,
+    table=table,
+    draw=draw,
+    devices=("cpu", "cuda"),
+    rehearsal="one round of seconds",
+    variant=variant,
+)
 
 if __name__ == "__main__":
-    main()
+    CLAIM.main()

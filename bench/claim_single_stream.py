@@ -29,38 +29,25 @@ real acceptance at real latency."""
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from bench.lib.arms import PLAIN_ARM, arm_summary, our_arm, plain_arm, uncaptured
-from bench.lib.harness import (
-    Arm,
-    DeviceStream,
-    MemoryStream,
-    Rounds,
-    Stream,
-    environment,
-    interleave,
-    ratio,
-    save_result,
-    spread,
-)
+from bench.lib.claim import Claim, Log, Option, int_from, prompts_option, tokens_option
+from bench.lib.harness import Arm, DeviceStream, MemoryStream, Rounds, Stream, interleave, ratio, spread
 from bench.lib.pair import TEST_TEXT, BenchTarget, bench_target, compiled_pair, prompts_from
-from bench.lib.subject import PAIR_NAME, add_options, subject
+from bench.lib.subject import PAIR_NAME, subject
 from bench.peers.processes import ASSISTED, EAGER, transformers_arms
 from yggdrasil.bundle import bundled_models
+from yggdrasil.errors import UsageError
 from yggdrasil.offline.latencies import curve_json
 from yggdrasil.offline.traces import CALIBRATION_TEXT
 from yggdrasil.pair import LoadedPair
 from yggdrasil.report.timeline import record_timeline
 from yggdrasil.state import PLAIN, Shape
 
-CLAIM = "single_stream"
 ASSISTANT_TOKENS = (3, 5, 8)
 TUNING_PROMPTS = 4
 TUNING_TOKENS = 64
@@ -95,6 +82,11 @@ def our_arms(pair: LoadedPair, num_tokens: int, temperature: float, chain_depth:
     if pair.bundle.config.device == "cuda":
         arms.append(our_arm(UNCAPTURED_ARM, uncaptured(pair), num_tokens, temperature, PLAIN))
     return arms
+
+
+def num_tuning_prompts(options: argparse.Namespace) -> int:
+    """Prompts that a chain is tuned on."""
+    return 1 if options.quick else TUNING_PROMPTS
 
 
 def tune_chain(
@@ -196,21 +188,17 @@ def subject_of(options: argparse.Namespace) -> tuple[BenchTarget, Path, LoadedPa
         under_test = subject(options)
         return under_test.target, under_test.draft, under_test.pair()
     if options.device != "cpu":
-        raise SystemExit(
-            "bench.claim_single_stream: --target and --draft are measured on a cpu; leave them out for "
-            "--device cuda"
-        )
+        raise UsageError("--target and --draft are measured on a cpu", "leave them out for --device cuda")
     bundled_target, bundled_draft = bundled_models()
     target = bench_target((options.target or bundled_target).resolve(), options.target_parameters)
     draft = (options.draft or bundled_draft).resolve()
     return target, draft, compiled_pair(target.folder, draft, name=PAIR_NAME, remeasure=options.remeasure)
 
 
-def measure(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Build what is missing, measure, and return the result document."""
     target, draft, pair = subject_of(options)
     log(target.statement)
-    record = environment()
     stream: Stream = MemoryStream() if options.device == "cpu" else DeviceStream()
     rate = stream.gb_per_s(rounds=7)
     log(
@@ -219,7 +207,7 @@ def measure(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str
     )
     depth, tuning = tune_chain(
         pair,
-        prompts_from(CALIBRATION_TEXT, pair, options.tuning_prompts),
+        prompts_from(CALIBRATION_TEXT, pair, num_tuning_prompts(options)),
         min(TUNING_TOKENS, options.tokens),
         options.temperature,
     )
@@ -234,10 +222,8 @@ def measure(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str
         }
         arms += transformers_arms(target.folder, draft, **peers)
     prompts = prompts_from(TEST_TEXT, pair, options.prompts)
-    rounds = interleave(
-        arms, prompts, reference=PLAIN_ARM, stream=stream, tick=partial(print, file=sys.stderr)
-    )
-    known = {"environment": record, "chain_depth": depth, "chain_tuning_tpot_ms": tuning}
+    rounds = interleave(arms, prompts, reference=PLAIN_ARM, stream=stream, tick=log)
+    known = {"chain_depth": depth, "chain_tuning_tpot_ms": tuning}
     if options.device == "cuda":
         known["host"] = host_share(pair, prompts[0])
     return document(options, target, pair, rounds, known)
@@ -254,8 +240,6 @@ def document(
     found = ratios(rounds)
     ceiling = roofline(rounds, target.weight_bytes)
     return {
-        "claim": CLAIM,
-        "question": str(__doc__).split("\n", 1)[0],
         "target": target.to_json(),
         "settings": {
             "tokens": options.tokens,
@@ -286,11 +270,12 @@ def document(
     }
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The result for a person."""
     lines = [
+        result["target"]["statement"],
         f"{'arm':<30} {'ms/token':>9} {'p10':>7} {'p90':>7} {'decoding':>9} {'tok/s':>7} {'AAL':>5}  "
-        "same text as plain"
+        "same text as plain",
     ]
     for name, arm in result["arms"].items():
         tpot = arm["tpot_ms"]
@@ -339,66 +324,32 @@ def _curve(curve: dict[str, Any]) -> str:
     )
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench.claim_single_stream",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print nothing but the JSON document on standard output"
-    )
-    parser.add_argument("--prompts", type=int, default=20, help="held-out prompts (default: %(default)s)")
-    parser.add_argument(
-        "--peer-prompts",
-        type=int,
-        metavar="N",
-        help="run the transformers arms on the first N prompts only (default: all)",
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=128, help="new tokens per prompt (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        help="sample, our arms only, into a result of its own (default: %(default)s, greedy)",
-    )
-    parser.add_argument("--target", type=Path, help="folder of the target (default: the bundled one)")
-    parser.add_argument("--draft", type=Path, help="folder of the draft (default: the bundled one)")
-    add_options(parser)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a rehearsal: 2 prompts of 16 tokens, result kept out of bench/results",
-    )
-    options = parser.parse_args()
-    if options.prompts < 1 or options.tokens < 2 or (options.peer_prompts or 0) < 0:
-        parser.error("--prompts must be at least 1, --tokens at least 2, --peer-prompts at least 0")
-    options.tuning_prompts = TUNING_PROMPTS
-    if options.quick:
-        options.prompts = 2
-        options.tokens = 16
-        options.tuning_prompts = 1
-    return options
+def variant(options: argparse.Namespace) -> list[str]:
+    """A temperature has files of its own."""
+    return [f"temperature_{options.temperature:g}"] if options.temperature else []
 
 
-def main() -> None:
-    """Measure and report; the last line of standard output is the result as JSON."""
-    import transformers
-
-    options = parse()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-    result = measure(options, log)
-    log(result["target"]["statement"])
-    log(table(result))
-    name = CLAIM if options.temperature == 0 else f"{CLAIM}_temperature_{options.temperature:g}"
-    log(f"written to {save_result(name, result, rehearsal=options.quick)}")
-    print(json.dumps(result), flush=True)
-
+CLAIM = Claim(
+    name="single_stream",
+    doc=__doc__,
+    options=(
+        prompts_option(20, least=1),
+        Option(
+            "--peer-prompts",
+            "run the transformers arms on the first N prompts only (default: all)",
+            type=int_from(0),
+            metavar="N",
+        ),
+        tokens_option(128, least=2),
+        Option("--temperature", "sample if above 0, our arms only, into a result of its own", default=0.0),
+        Option("--target", "folder of the target (default: the bundled one)", type=Path),
+        Option("--draft", "folder of the draft (default: the bundled one)", type=Path),
+    ),
+    measure=measure,
+    table=table,
+    devices=("cpu", "cuda"),
+    variant=variant,
+)
 
 if __name__ == "__main__":
-    main()
+    CLAIM.main()

@@ -9,8 +9,6 @@ Refuted by a completed text that is not the one that the engine writes for the s
 plainly; by a page that is not given back or a request that is still there after the last client has left;
 by resident memory that grows by more than 5 % after the first quarter; by an answer to a broken request
 that is not a 4xx with OpenAI's error body.
-
-Run with `python -m bench.claim_soak [--minutes 30] [--json]`.
 """
 
 from __future__ import annotations
@@ -23,16 +21,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import httpx
 import psutil
 
-from bench.lib.claim import Log
-from bench.lib.harness import environment, save_result
+from bench.lib.claim import Claim, Log, Option
 from bench.lib.workloads import WORKLOADS
 from yggdrasil.bundle import BUNDLED
 from yggdrasil.config import GenerateConfig, SamplingConfig
@@ -40,7 +36,6 @@ from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.report.run import Run
 from yggdrasil.serve.chat import ChatTemplate, load_chat_template
 
-CLAIM = "soak"
 OVERLOAD = 1.2
 # the share of clients up to which they do so; the others stay
 BREAKING = 0.1
@@ -332,37 +327,30 @@ async def soak(server: Server, good: Sequence[Ask], minutes: float, log: Log) ->
     }
 
 
-def main() -> None:
-    """Serve, soak, stop, report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=30.0, help="of overload (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="half a minute, kept out of bench/results")
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print the result as one JSON document on the last line of standard output",
-    )
-    options = parser.parse_args()
-    if options.quick:
-        options.minutes = 0.5
-    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
+    """Serve, soak, stop."""
     good = asks(load_pair(BUNDLED))
     server = Server()
     found = asyncio.run(soak(server, good, options.minutes, log))
     found["held"]["exit code 0 after SIGTERM"] = server.stop() == 0
-    result = {"claim": CLAIM, "environment": environment(), **found}
-    save_result(CLAIM, result, rehearsal=options.quick)
-    log(
-        json.dumps(
-            {key: found[key] for key in ("outcomes", "left", "held", "rss_growth_after_first_quarter")},
-            indent=1,
-        )
-    )
-    if options.json:
-        print(json.dumps(result))
+    return found
 
+
+def table(result: Mapping[str, Any]) -> str:
+    """What happened and what held."""
+    shown = ("outcomes", "left", "held", "rss_growth_after_first_quarter")
+    return json.dumps({key: result[key] for key in shown}, indent=1)
+
+
+CLAIM = Claim(
+    name="soak",
+    doc=__doc__,
+    options=(Option("--minutes", "of overload", default=30.0, quick=0.5),),
+    measure=measure,
+    table=table,
+    devices=(),
+    rehearsal="half a minute",
+)
 
 if __name__ == "__main__":
-    main()
+    CLAIM.main()

@@ -5,8 +5,6 @@ which compiles the bundled pair, and then of five later starts, alternately spec
 and loading, time to the first token, tokens per second, graphs compiled. Refuted if the first takes more
 than four minutes, a later one more than five seconds to its first token, if a later one compiles anything,
 or if the two kinds write different tokens.
-
-Run with `python -m bench.claim_start [--quick] [--json]`.
 """
 
 from __future__ import annotations
@@ -18,13 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from bench.lib.claim import log_of, report, script_parser
-from bench.lib.harness import environment
+from bench.lib.claim import Claim, Log
 
-CLAIM = "start"
 COMMAND = [
     sys.executable,
     "-m",
@@ -48,20 +45,18 @@ def start(home: str, *options: str) -> dict[str, Any]:
     return {"wall_ms": (time.perf_counter() - begin) * 1e3, **json.loads(done.stdout)}
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """The first start, then the later ones, speculative and plain in turn."""
-    record = environment()
+    num_starts = QUICK_STARTS if options.quick else STARTS
     with tempfile.TemporaryDirectory() as home:
         first = start(home)
-        runs = [(start(home), start(home, "--plain")) for _ in range(options.starts)]
+        runs = [(start(home), start(home, "--plain")) for _ in range(num_starts)]
     assert all(run["token_ids"] == first["token_ids"] for pair in runs for run in pair), (
         "a start wrote other tokens"
     )
     later = [run for run, _ in runs]
     return {
-        "claim": CLAIM,
-        "settings": {"later_starts": options.starts, "rehearsal": options.quick},
-        "environment": record,
+        "settings": {"later_starts": num_starts, "rehearsal": options.quick},
         "first_wall_ms": first["wall_ms"],
         "first_compilations": first["compilations"],
         "later_startup_ms": median(run["startup_ms"] for run in later),
@@ -74,7 +69,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The result for a person."""
     return (
         f"first start {result['first_wall_ms'] / 1e3:.0f} s; later {result['later_startup_ms']:.0f} ms "
@@ -84,17 +79,14 @@ def table(result: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    """Measure and report; the last line of standard output is the result as JSON."""
-    options = script_parser(
-        CLAIM, __doc__, f"{QUICK_STARTS} later start of each kind instead of {STARTS}"
-    ).parse_args()
-    options.starts = QUICK_STARTS if options.quick else STARTS
-    log = log_of(options)
-    result = measure(options)
-    log(table(result))
-    report(CLAIM, result, options, log)
-
+CLAIM = Claim(
+    name="start",
+    doc=__doc__,
+    measure=measure,
+    table=table,
+    devices=(),
+    rehearsal=f"{QUICK_STARTS} later start of each kind instead of {STARTS}",
+)
 
 if __name__ == "__main__":
-    main()
+    CLAIM.main()

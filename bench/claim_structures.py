@@ -17,7 +17,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from bench.lib.claim import Claim, Log
+from bench.lib.claim import Claim, Log, prompts_option, tokens_option
 from bench.lib.counting import Counter, candidates
 from bench.lib.subject import subject
 from bench.lib.workloads import WORKLOADS, Workload, beginnings
@@ -164,8 +164,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 CLAIM = Claim(
     name="structures",
     doc=__doc__,
-    prompts=10,
-    tokens=64,
+    options=(prompts_option(10), tokens_option(64)),
     measure=measure,
     table=table,
     draw=draw,

@@ -24,7 +24,7 @@ from bench.lib.arms import (
     policy_arm,
     ratios_to,
 )
-from bench.lib.claim import Claim, Log
+from bench.lib.claim import Claim, Log, prompts_option, tokens_option
 from bench.lib.harness import interleave
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
@@ -138,7 +138,12 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 
 
 CLAIM = Claim(
-    name="temperature", doc=__doc__, prompts=10, tokens=64, measure=measure, table=table, draw=draw
+    name="temperature",
+    doc=__doc__,
+    options=(prompts_option(10), tokens_option(64)),
+    measure=measure,
+    table=table,
+    draw=draw,
 )
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.lib.claim import Claim, Log
+from bench.lib.claim import Claim, Log, prompts_option, tokens_option
 from bench.lib.subject import subject
 from yggdrasil.offline.latencies import curve_json, latency_curve
 from yggdrasil.pair import LoadedPair
@@ -146,7 +146,12 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 
 
 CLAIM = Claim(
-    name="verify_width", doc=__doc__, prompts=0, tokens=0, measure=measure, table=table, draw=draw
+    name="verify_width",
+    doc=__doc__,
+    options=(prompts_option(0), tokens_option(0)),
+    measure=measure,
+    table=table,
+    draw=draw,
 )
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from bench.lib.harness import Arm, Generation
+from yggdrasil.errors import YggError
 
 __all__ = [
     "ASSISTED",
@@ -44,7 +45,7 @@ COMPILE_CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class PeerError(RuntimeError):
+class PeerError(YggError):
     """A peer could not be set up, or did not answer as asked: one line with what to do or where to
     look.
     """

@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 
 from bench import claim_kernels
-from bench.claim_kernels import MODELS, attention_json, draw, gb_per_s, goals, main, table, tree_meta
+from bench.claim_kernels import CLAIM, MODELS, attention_json, draw, gb_per_s, goals, table, tree_meta
 from yggdrasil.layout import INDEX, PATH, PREFIX
 
 
@@ -18,7 +18,7 @@ def test_a_machine_without_a_device_gets_one_line_and_status_2(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as ended:
-        main(["--quick", "--json"])
+        CLAIM.main(["--quick", "--json"])
     captured = capsys.readouterr()
     assert ended.value.code == 2
     assert captured.out == ""

@@ -11,13 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.claim_peers import CHAIN_ARM, TREE_ARM, arms_summary, goals, parse, ratios, result_name
+from bench.claim_peers import CHAIN_ARM, CLAIM, TREE_ARM, arms_summary, goals, num_tuning_prompts, ratios
 from bench.lib.arms import PLAIN_ARM
 from bench.lib.harness import Arm, Generation, Rounds, interleave
 from bench.peers import openvino, openvino_child
@@ -405,15 +404,9 @@ def test_goals_compare_what_was_measured(measured: tuple[Rounds, list[Peer]]) ->
     assert "plain_over_llama_cpp_plain" not in goals(ratios(rounds, peers[:1]))
 
 
-def test_results_of_other_drafts_and_texts_have_names_of_their_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert [result_name("bundled", "stories"), result_name("small", "code")] == [
-        "peers",
-        "peers_small_code",
-    ]
+def test_a_draft_is_a_known_one_or_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["--draft", str(tmp_path)])
+        CLAIM.parse(["--draft", str(tmp_path)])
     assert "neither one of bundled, small, early nor the folder of a model" in capsys.readouterr().err
-    options: Any = parse(["--quick", "--draft", "small"])
-    assert (options.prompts, options.tokens, options.tuning_prompts) == (2, 16, 1)
+    options = CLAIM.parse(["--quick", "--draft", "small"])
+    assert (options.prompts, options.tokens, num_tuning_prompts(options)) == (2, 16, 1)

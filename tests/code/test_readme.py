@@ -73,7 +73,7 @@ def parse_of(module: str, monkeypatch: pytest.MonkeyPatch, options: list[str]) -
     )
     monkeypatch.setattr(sys, "argv", [module, *options])
     loaded = importlib.import_module(module)
-    main = loaded.CLAIM.main if hasattr(getattr(loaded, "CLAIM", None), "main") else loaded.main
+    main = loaded.CLAIM.main if hasattr(loaded, "CLAIM") else loaded.main
     with pytest.raises(ReadError):
         main()
 

@@ -156,8 +156,6 @@ class PackedLinear(nn.Module):
     The bits of a row do not depend on the other rows.
 
     Args:
-        in_features: Length of an input row.
-        out_features: Length of an output row.
         packed: The weight, from `pack_weight` or `compress_weight`.
         bias: (out_features), or None.
 

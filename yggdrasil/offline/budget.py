@@ -40,7 +40,6 @@ class CalibrationSize:
     """Amount of text and trees at one temperature.
 
     Args:
-        num_texts: Number of texts.
         num_tokens: Positions of each text that can be roots.
         stride: Distance of two roots, in positions.
         max_depth: Depth of every tree; a text is longer by this, to judge its last tree.
@@ -164,11 +163,7 @@ def seconds_of(
     """Seconds that collecting traces will take.
 
     Args:
-        size: Amount of text and trees.
         prompt_lens: Tokens of each prompt; at least `size.num_texts` of them.
-        temperatures: Temperatures of the texts.
-        target: Times of the target.
-        draft: Times of the draft.
         target_rows: Texts that are written together.
         sampling_s: Seconds to sample one token.
     """

@@ -34,9 +34,7 @@ def build_files(bundle: Bundle, num_workers: int | None, progress: Progress) -> 
     """Write all files of a bundle that are missing or damaged.
 
     Args:
-        bundle: What to build.
         num_workers: Most processes that compile graphs; None for one per core.
-        progress: Gets every phase.
 
     Returns:
         Digest of every file, by its path in the folder.

@@ -47,7 +47,6 @@ class HeldOut:
     """Predictions for texts by predictors that were trained on other texts (cross-validation).
 
     Args:
-        trace: The positions.
         fold_N: (N,) fold of each position.
         survival_ND: (N, D) predicted P(accepted >= d).
         growth_ND: (N, D) expected accepted length within d, as a multiple of its mean on the predictor's
@@ -261,9 +260,6 @@ def evaluate(
     """Held-out figures at one temperature: scores by depth, and the cost of the decisions.
 
     Args:
-        found: Predictions for the texts.
-        latency: The profile.
-        verify_widths: Menu of K.
         decision_ms: Milliseconds of a prediction.
         may_stop: Also evaluate growth that stops; only if the host need not wait for the draft.
 

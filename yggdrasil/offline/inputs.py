@@ -51,9 +51,6 @@ def describe_pair(
     Args:
         target: Absolute folder or hub id of the target.
         draft: Absolute folder or hub id of the draft.
-        name: Name of the pair.
-        config: Menu, dtype, device, limits.
-        calibration: Path of the calibration text.
         tick: Called once for every file in `model_files` of both models.
 
     Raises:
@@ -162,7 +159,6 @@ def max_context(config: CompileConfig, models: Mapping[str, Any]) -> int:
     """Longest context of a pair: the one asked for, or the models' limit, at most DEFAULT_MAX_CONTEXT.
 
     Args:
-        config: What is asked for.
         models: Configurations of target and draft, by name.
 
     Raises:

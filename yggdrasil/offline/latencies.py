@@ -108,7 +108,6 @@ def host_milliseconds(
     """Milliseconds outside the graphs: per growth step, per speculative step, per plain step.
 
     Args:
-        engine: Both models, compiled.
         prompt: Any prompt.
         policy: A speculative shape; it takes turns with plain decoding.
         num_tokens: Tokens of each run; fewer for a slow model.

@@ -72,8 +72,6 @@ def beginnings(texts: Sequence[str], tokenizer: Tokenizer, calibration: str) -> 
     """Prompts from texts: at most PROMPT_LEN tokens of each, at least two.
 
     Args:
-        texts: Calibration texts.
-        tokenizer: The pair's.
         calibration: Path of the texts for the error; empty for the bundled ones.
 
     Raises:
@@ -263,8 +261,6 @@ def drafted_traces(
     Args:
         draft: Draft over pages with a row per text, with room for the text and a tree.
         texts: Texts of one temperature, of the length in `size`.
-        temperature: Their sampling temperature.
-        size: Which trees to draft.
         tick: Called with the number of tokens that have run.
     """
     candidates = _candidates(draft, texts, tick)

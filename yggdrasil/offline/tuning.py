@@ -76,8 +76,6 @@ def tune(
     Args:
         bundle: A bundle whose files are built.
         models: Its target and draft.
-        texts: Calibration texts.
-        progress: Gets every phase.
 
     Raises:
         ConfigError: no text has two tokens.
