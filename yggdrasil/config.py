@@ -246,7 +246,7 @@ class ServeConfig:
         drain_seconds: Seconds that running requests get to finish after a signal.
     """
 
-    policy: str = "nightjar"
+    policy: str = "trees"
     gamma_max: int | None = None
     max_batch: int = 32
     kv_memory_bytes: int | None = None

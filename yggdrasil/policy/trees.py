@@ -15,7 +15,7 @@ from typing import Any
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.gamma.budget import PROMPT_TOKENS, prompt_budget
 from yggdrasil.policy.gamma.estimates import GraphSeconds
-from yggdrasil.policy.gamma.nightjar import EXPLORATION, MIN_EXPLORATION, MIN_LOSS, PROMPT_VALUE, STAY_STEPS
+from yggdrasil.policy.gamma.nightjar import MIN_EXPLORATION, MIN_LOSS, PROMPT_VALUE, STAY_STEPS
 from yggdrasil.policy.gamma.prior import SwitchingCost
 from yggdrasil.policy.gamma.protocol import Load, Outcome
 from yggdrasil.policy.latency import LatencyModel
@@ -27,6 +27,7 @@ __all__ = ["TreeParts", "Trees"]
 
 PRIOR_TOKENS = 16.0  # the calibration counts as this many accepted tokens
 TOKENS_MEMORY = 300.0  # after this many expected tokens the weight of old ones fades
+EXPLORATION = 0.02  # as in nightjar.py, where more arms have to be tried
 ARM_WEIGHT = 0.125  # of a new step in an arm's slowness
 LONG_AGO = 64  # steps after which what is known of an arm's slowness counts no more than a new step
 MOST_JUMP = 2.0  # times the known slowness: a single step counts for no more, it may have been interrupted
@@ -206,7 +207,8 @@ class Trees:
             tuple(nodes),
             tuple(factor * (before_ms + ms) for factor, ms in zip(slower, verify_ms, strict=True)),
             growth_ms=growth_ms + latency.growth_host_ms,
-            scale=self._scale,
+            # above 1 it would make some nodes more than certain
+            scale=min(1.0, self._scale),
             extra=tuple(PROMPT_VALUE * count for count in prompts),
         )
 
