@@ -24,7 +24,8 @@ from yggdrasil.report.timeline import RecordedModel
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.choice import Choice
 from yggdrasil.step.draft import prefill
-from yggdrasil.step.rows import catch_up_rows_, undrafted, verify_rows
+from yggdrasil.step.growth import catch_up_rows_
+from yggdrasil.step.rows import undrafted, verify_rows
 
 __all__ = [
     "HOST_RUNS",

@@ -23,8 +23,9 @@ from yggdrasil.policy.acceptance import TreeRecord, fit_platt
 from yggdrasil.policy.depth import Array, inputs_of
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.forest import Seed, grow_forest
+from yggdrasil.step.growth import run_chunks
 from yggdrasil.step.platt import UNSCALED, PlattScale
-from yggdrasil.step.rows import accept_rows, run_chunks, undrafted
+from yggdrasil.step.rows import accept_rows, undrafted
 from yggdrasil.tokenizer import Tokenizer
 from yggdrasil.tree import TokenTree
 

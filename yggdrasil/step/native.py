@@ -11,17 +11,25 @@ import ctypes
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from yggdrasil.kernels import kernel_library
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.state import PLAIN, Row, Shape, StepResult
-from yggdrasil.step.choice import Calibration, Choice, VerifyMenu
+from yggdrasil.step.border import (
+    Calls,
+    ForwardStruct,
+    PromptStruct,
+    ReplyStruct,
+    ResultStruct,
+    RowStruct,
+    menu_struct,
+)
+from yggdrasil.step.choice import Calibration, Choice
 from yggdrasil.step.draft import NEVER, grown
 from yggdrasil.step.sampling import BROKEN
 from yggdrasil.trace import Trace
@@ -33,59 +41,6 @@ KEPT_RECORDS = 256  # calibrations, stop rules and levels that the C++ step keep
 MOST_DRAFTED = 512  # nodes of a drafted tree
 DRAFT_STAGES = ("catch up", "draft", "prune")
 VERIFY_STAGES = ("verify", "accept", "commit")
-
-
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
-
-
-_pointers = partial(_fields, ctypes.c_void_p)
-_ints = partial(_fields, ctypes.c_int64)
-_floats = partial(_fields, ctypes.c_double)
-
-
-# The structs of kernels/step.h, which explains them.
-
-
-class _Row(ctypes.Structure):
-    _fields_ = [
-        *_pointers("tail"),
-        *_ints("tail_len first place target_len draft_len width depth verify calibration stop levels"),
-        *_ints("top_k seed"),
-        *_floats("temperature top_p min_p"),
-    ]
-
-
-class _Prompt(ctypes.Structure):
-    _fields_ = [*_pointers("tokens"), *_ints("len start place")]
-
-
-class _Menu(ctypes.Structure):
-    _fields_ = [*_pointers("nodes ms extra"), *_ints("len"), *_floats("growth_ms scale")]
-
-
-class _RowResult(ctypes.Structure):
-    _fields_ = [
-        *_ints("drafted depth verified root_at target_len draft_len path_len ids_at words_at values_at"),
-        *_floats("expected"),
-    ]
-
-
-class _Forward(ctypes.Structure):
-    _fields_ = [*_ints("model num_tokens"), *_floats("begin_ms end_ms")]
-
-
-class _Reply(ctypes.Structure):
-    _fields_ = [
-        *_pointers("results ids words values forwards"),
-        *_ints("max_results max_ids max_words max_values max_forwards num_tokens num_forwards"),
-        ("draft_ms", 4 * ctypes.c_double),
-        ("verify_ms", 4 * ctypes.c_double),
-        ("error", 512 * ctypes.c_char),
-    ]
-
-
-STRUCTS: tuple[type[ctypes.Structure], ...] = (_Row, _Prompt, _Menu, _RowResult, _Forward, _Reply)
 
 
 class NativeStep:
@@ -106,17 +61,17 @@ class NativeStep:
             for argument in (*_graphs(model), model.cache.storage_PL2GSF, model.cache.pages_BP)
         ]
         self._step: Any = torch.classes.ygg.Step(*arguments, draft.max_depth + 1, draft.num_candidates)
-        self._calls = _Calls(self._step.address())
+        self._calls = Calls(self._step.address())
         self._records = _Records(self._step)
         self._node_words = 5 + draft.max_depth
         num_rows = len(target.cache.pages_BP)
-        self._rows = (num_rows * _Row)()
-        self._results = (num_rows * _RowResult)()
-        self._forwards = (1024 * _Forward)()
+        self._rows = (num_rows * RowStruct)()
+        self._results = (num_rows * ResultStruct)()
+        self._forwards = (1024 * ForwardStruct)()
         self._ids = array("q", bytes(16 * num_rows * (draft.max_depth + 1)))
         self._words = array("i", bytes(4 * target.prefill_chunk * self._node_words))
         self._values = array("d", bytes(8 * num_rows * MOST_DRAFTED))
-        self._reply = _Reply(max_results=num_rows, max_forwards=len(self._forwards))
+        self._reply = ReplyStruct(max_results=num_rows, max_forwards=len(self._forwards))
         self._reply.results = ctypes.addressof(self._results)
         self._reply.forwards = ctypes.addressof(self._forwards)
         for name in ("ids", "words", "values"):
@@ -149,7 +104,7 @@ class NativeStep:
         """
         self._start_(rows, choice.shapes, began)
         sent = self._send(rows, choice)
-        menu = _menu(choice.menu)
+        menu = menu_struct(choice.menu)
         self._calls.run(self._rows, len(rows), menu, self._reply)
         del sent
         self._note_draft_()
@@ -163,7 +118,7 @@ class NativeStep:
         """
         self._start_(rows, choice.shapes, time.perf_counter())
         self._sent = self._send(rows, choice)
-        self._calls.draft(self._rows, len(rows), _menu(choice.menu), self._reply)
+        self._calls.draft(self._rows, len(rows), menu_struct(choice.menu), self._reply)
         self._note_draft_()
         return int(self._reply.num_tokens)
 
@@ -180,9 +135,9 @@ class NativeStep:
         """
         tails = self._fill(joining, [PLAIN] * len(joining), None)
         tokens = [array("q", prompt.tokens) for prompt in prompts]
-        chunks = (len(prompts) * _Prompt)(
+        chunks = (len(prompts) * PromptStruct)(
             *(
-                _Prompt(buffer.buffer_info()[0], len(buffer), prompt.start_pos, prompt.row)
+                PromptStruct(buffer.buffer_info()[0], len(buffer), prompt.start_pos, prompt.row)
                 for buffer, prompt in zip(tokens, prompts, strict=True)
             )
         )
@@ -205,7 +160,7 @@ class NativeStep:
         self._catches_up = any(row.lag > 1 and shape.depth for row, shape in zip(rows, shapes, strict=True))
 
     def _send(self, rows: Sequence[Row], choice: Choice) -> array[int]:
-        self._records.make_room_(choice)
+        self._records.make_room_()
         return self._fill(rows, choice.shapes, choice.calibrations)
 
     def _fill(
@@ -222,7 +177,7 @@ class NativeStep:
         address = tokens.buffer_info()[0]
         for place, (row, shape, first, tail) in enumerate(zip(rows, shapes, firsts, tails, strict=True)):
             sampling = row.state.sampling
-            self._rows[place] = _Row(
+            self._rows[place] = RowStruct(
                 address,
                 len(tail),
                 first,
@@ -258,7 +213,7 @@ class NativeStep:
             for row, shape, result in zip(self._stepping, self._shapes, self._results, strict=False)
         ]
 
-    def _result_(self, row: Row, shape: Shape, result: _RowResult, ms: float) -> StepResult:
+    def _result_(self, row: Row, shape: Shape, result: ResultStruct, ms: float) -> StepResult:
         state = row.state
         root_pos = state.root_pos
         middle = result.ids_at + result.path_len
@@ -296,44 +251,6 @@ class NativeStep:
         self._trace.note(DRAFT_STAGES[first:], (begin, *ends[first:]))
 
 
-class _Calls:
-    """The C entry points of kernels/step.h for one step.
-
-    Raises:
-        RuntimeError: at a call that fails in C++, with its message.
-    """
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-        library: Any = kernel_library()
-        sizes = (len(STRUCTS) * ctypes.c_int64)()
-        library.ygg_step_bytes(sizes)
-        assert [*sizes] == [ctypes.sizeof(struct) for struct in STRUCTS], "structs differ from step.h"
-        rows = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-        self._draft = library.ygg_step_draft
-        self._run = library.ygg_step_run
-        self._verify = library.ygg_step_verify
-        self._draft.argtypes = self._run.argtypes = [*rows, ctypes.c_void_p, ctypes.c_void_p]
-        self._verify.argtypes = [*rows, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-        for call in (self._draft, self._run, self._verify):
-            call.restype = ctypes.c_int64
-
-    def draft(self, rows: Any, num_rows: int, menu: _Menu, reply: _Reply) -> None:
-        _check(self._draft(self._address, rows, num_rows, ctypes.byref(menu), ctypes.byref(reply)), reply)
-
-    def run(self, rows: Any, num_rows: int, menu: _Menu, reply: _Reply) -> None:
-        _check(self._run(self._address, rows, num_rows, ctypes.byref(menu), ctypes.byref(reply)), reply)
-
-    def verify(self, rows: Any, num_rows: int, prompts: Any, num_prompts: int, reply: _Reply) -> None:
-        status = self._verify(self._address, rows, num_rows, prompts, num_prompts, ctypes.byref(reply))
-        _check(status, reply)
-
-
-def _check(status: int, reply: _Reply) -> None:
-    if status < 0:
-        raise RuntimeError(reply.error.decode(errors="replace"))
-
-
 class _Records:
     """Numbers of the calibrations, stop rules and levels that the C++ step knows."""
 
@@ -342,9 +259,9 @@ class _Records:
         # by identity; the objects are kept, so that no other one gets their id
         self._numbers: dict[int, tuple[int, object]] = {}
 
-    def make_room_(self, choice: Choice) -> None:
-        """Forget all records if the new ones could be too many."""
-        if len(self._numbers) + 3 * len(choice.shapes) > KEPT_RECORDS + 3 * len(choice.shapes):
+    def make_room_(self) -> None:
+        """Forget all records if there are too many."""
+        if len(self._numbers) > KEPT_RECORDS:
             self._step.forget_()
             self._numbers.clear()
 
@@ -378,19 +295,6 @@ def _by_level(levels: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[list[in
     return [[parent for parent, _ in level] for level in levels], [
         [rank for _, rank in level] for level in levels
     ]
-
-
-@lru_cache(maxsize=64)
-def _menu(menu: VerifyMenu) -> _Menu:
-    """The menu's struct; it keeps its arrays alive."""
-    count = len(menu.nodes)
-    struct = _Menu(len=count, growth_ms=menu.growth_ms, scale=menu.scale)
-    struct.arrays = [(count * ctypes.c_int64)(*menu.nodes), (count * ctypes.c_double)(*menu.ms)]
-    struct.nodes, struct.ms = map(ctypes.addressof, struct.arrays)
-    if menu.extra:
-        struct.arrays.append((count * ctypes.c_double)(*menu.extra))
-        struct.extra = ctypes.addressof(struct.arrays[-1])
-    return struct
 
 
 def _unpacked(words: array[int], length: int) -> TokenTree:

@@ -19,18 +19,10 @@ from yggdrasil.models.packing import Chunk, empty_meta
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape
 from yggdrasil.step.accept import Accepted
 from yggdrasil.step.choice import Calibration, Choice, VerifyMenu
+from yggdrasil.step.growth import RowDraft, catch_up_rows_, draft_rows
 from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.step.prune import Pruned
-from yggdrasil.step.rows import (
-    RowDraft,
-    accept_rows,
-    catch_up_rows_,
-    commit_row_,
-    draft_rows,
-    prune_rows,
-    undrafted,
-    verify_rows,
-)
+from yggdrasil.step.rows import accept_rows, commit_row_, prune_rows, undrafted, verify_rows
 from yggdrasil.tree import TokenTree
 
 # acceptance by path log-probability: the probability itself between these knots
