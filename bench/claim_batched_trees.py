@@ -20,7 +20,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.lib.claim import Claim, Log
+from bench.lib.claim import Claim, Log, prompts_option, tokens_option
 from bench.lib.harness import TextMismatchError, ratio, spread
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
@@ -207,7 +207,12 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 
 
 CLAIM = Claim(
-    name="batched_trees", doc=__doc__, prompts=12, tokens=96, measure=measure, table=table, draw=draw
+    name="batched_trees",
+    doc=__doc__,
+    options=(prompts_option(6), tokens_option(96)),
+    measure=measure,
+    table=table,
+    draw=draw,
 )
 
 if __name__ == "__main__":

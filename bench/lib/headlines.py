@@ -189,6 +189,17 @@ def _serving(result: Result) -> Headline:
     return Headline(found["median"], "1.05", held, (min(found["rounds"]), max(found["rounds"])))
 
 
+def _batched_trees(result: Result) -> Headline:
+    """The least lead of trees over chains of the same policy at any batch."""
+    over = [
+        found["trees_over"]["the same policy, W = 1"]
+        for sizes in result["temperatures"].values()
+        for found in sizes.values()
+    ]
+    least = min(over, key=lambda each: each["median"])
+    return _ratio(least, "0.99", all(each["ci95"][1] >= 0.99 for each in over))
+
+
 def _bandits(result: Result) -> Headline:
     goals = [
         goal
@@ -272,6 +283,7 @@ CLAIMS = {
     "temperature": Claimed("default policy over Sequoia's tree", _temperature),
     "depth": Claimed("chosen depth rule over a fixed depth", _depth),
     "serving": Claimed("throughput over the best fixed length", _serving, serves=True),
+    "batched_trees": Claimed("trees over chains of the same policy", _batched_trees, serves=True),
     "bandits": Claimed("microseconds to choose a length", _bandits, serves=True),
     "elastic": Claimed("throughput over static memory", _elastic, serves=True),
     "soak": Claimed("memory after 30 minutes of overload", _soak, serves=True),

@@ -81,13 +81,11 @@ class Alone(FixedShape):
     shapes: tuple[Shape, ...]
     first: int
 
-    def choose(self, state: DecodeState) -> Shape:
-        return self.shapes[(self.first + state.root_pos) % len(self.shapes)]
+    def shape_of(self, rows: Sequence[Row]) -> Shape:
+        return self.shapes[(self.first + rows[0].state.root_pos) % len(self.shapes)]
 
-    def verify_costs(
-        self, shape: Shape, num_nodes: int, context_len: int, lag: int
-    ) -> tuple[list[int], list[float]]:
-        return [min(shape.verify or num_nodes, num_nodes)], [1.0]
+    def choose(self, rows: Sequence[Row]) -> Choice:
+        return Choice((self.shape_of(rows),), (self.acceptance.calibration,), EVERYTHING)
 
 
 class Paged(NamedTuple):
@@ -150,7 +148,7 @@ class Text:
         self.caches = [stored(model, 0, model.cache.len) for model in (engine.target, engine.draft)]
 
     def calibration(self) -> Calibration:
-        return Calibration(self.policy.platt, self.policy.knots)
+        return self.policy.acceptance.calibration
 
 
 def stored(model: TokenGraphs, row: int, length: int) -> Tensor:
@@ -173,7 +171,7 @@ def prefill_row_(paged: Paged, row: Row) -> None:
 
 
 def choice_for(texts: Sequence[Text], rows: Sequence[Row], menu: VerifyMenu = EVERYTHING) -> Choice:
-    shapes = tuple(text.policy.choose(row.state) for text, row in zip(texts, rows, strict=True))
+    shapes = tuple(text.policy.shape_of([row]) for text, row in zip(texts, rows, strict=True))
     return Choice(shapes, tuple(text.calibration() for text in texts), menu)
 
 
@@ -269,7 +267,7 @@ def test_rows_join_while_others_decode_and_prompts_run_in_the_same_forward(
     rows = [Row(row, DecodeState(list(prompt))) for row, prompt in enumerate(prompts)]
     first, second, third = rows
     acceptance = tiny.acceptance.nearest(0.0)
-    calibration = Calibration(acceptance.platt, acceptance.knots)
+    calibration = Calibration(acceptance.platt, acceptance.calibration.knots)
     prefill_row_(paged, first)
 
     def choice(*shapes: Shape) -> Choice:
@@ -318,7 +316,7 @@ def test_the_target_logits_along_a_path_can_be_read(tiny: LoadedPair, paged: Pag
         prefill_row_(paged, row)
     acceptance = tiny.acceptance.nearest(0.0)
     shapes = (Shape(4, 4, 8), PLAIN, Shape(1, 3))
-    calibrations = (Calibration(acceptance.platt, acceptance.knots),) * 3
+    calibrations = (Calibration(acceptance.platt, acceptance.calibration.knots),) * 3
     step.draft(rows[:3], Choice(shapes, calibrations, EVERYTHING))
     for place, result in enumerate(step.verify(rows[3:], ())):
         assert step.logits(place, result.path).argmax(dim=1).tolist() == result.tokens
@@ -330,7 +328,7 @@ def test_too_many_nodes_are_refused_before_anything_is_committed(tiny: LoadedPai
     rows = [Row(row, DecodeState(list(prompt))) for row, prompt in enumerate(prompts)]
     for row in rows:
         prefill_row_(paged, row)
-    calibration = Calibration(UNCALIBRATED.platt, UNCALIBRATED.knots)
+    calibration = Calibration(UNCALIBRATED.platt, UNCALIBRATED.calibration.knots)
     assert step.draft(rows, Choice((Shape(4, 4),) * 4, (calibration,) * 4, EVERYTHING)) == 4 * 17
     with pytest.raises(ShapeNotCompiled):
         step.verify((), ())
@@ -349,7 +347,7 @@ def test_a_row_with_broken_logits_gets_an_error_and_the_others_go_on(
     for row in rows:
         prefill_row_(paged, row)
     acceptance = tiny.acceptance.nearest(sampling.temperature)
-    calibrations = (Calibration(acceptance.platt, acceptance.knots),) * 4
+    calibrations = (Calibration(acceptance.platt, acceptance.calibration.knots),) * 4
     key, _ = paged.target.cache.layer(0)
     page = int(paged.target.cache.pages_BP[2, 0])
     sound = key[page].clone()
@@ -377,7 +375,7 @@ def test_on_a_device_a_batch_waits_once_to_prune_and_once_to_accept_greedy_rows(
     tiny: LoadedPair, paged: Paged, samplings: Sequence[SamplingConfig], num_accepting: int
 ) -> None:
     """Each row that samples is one wait more; results are those of a CPU."""
-    calibrations = (Calibration(PlattScale(1.8, 1.3), UNCALIBRATED.knots),) * 4
+    calibrations = (Calibration(PlattScale(1.8, 1.3), UNCALIBRATED.calibration.knots),) * 4
     shapes = [shape for shape in SHAPES.values() if shape.stop is None]
     texts = [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
 

@@ -1,6 +1,6 @@
-// Registers our operators and the classes of graph.h and step.h with torch, and defines the C entry points that the
-// code of AOTInductor calls directly: through torch's dispatcher a call costs about 5 us, as much as a
-// small linear layer.
+// Registers our operators and the classes of graph.h and step.h with torch, and defines the C entry points
+// that the code of AOTInductor calls directly: through torch's dispatcher a call costs about 5 us, as much
+// as a small linear layer.
 //
 // Only this file has the schemas. shims.py derives the declarations of the entry points from them, and a
 // test compares those with the definitions below.

@@ -37,9 +37,9 @@ using Vec = at::vec::Vectorized<float>;
 
 constexpr double kLowestTemperature = 1e-30;  // below it a quotient of float32 logits may overflow
 constexpr float kFiltered = -std::numeric_limits<float>::infinity();
-constexpr int64_t kFewKeys = 4096;    // up to here a sort by comparison is faster
-constexpr int64_t kBlockTokens = 256;         // tokens whose bounds are computed together
-constexpr int64_t kPieceTokens = 16 << 10;    // one thread draws fewer before another one has started
+constexpr int64_t kFewKeys = 4096;          // up to here a sort by comparison is faster
+constexpr int64_t kBlockTokens = 256;       // tokens whose bounds are computed together
+constexpr int64_t kPieceTokens = 16 << 10;  // one thread draws fewer before another one has started
 
 // Philox4x64-10, as numpy's generator uses it: four draws of a counter that starts at 1.
 // Source: Salmon et al. 2011.
@@ -192,7 +192,8 @@ at::Tensor processed(const at::Tensor& logits, const ygg::Sampling& sampling) {
   }
   if (sampling.min_p > 0) {
     const at::Tensor share = at::softmax(row, -1);
-    row = at::masked_fill(row, at::lt(share, at::mul(at::amax(share, -1, true), sampling.min_p)), kFiltered);
+    row =
+        at::masked_fill(row, at::lt(share, at::mul(at::amax(share, -1, true), sampling.min_p)), kFiltered);
   }
   return row.contiguous();
 }

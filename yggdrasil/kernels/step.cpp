@@ -216,14 +216,16 @@ bool Step::stops(Growing& row) const {
   const float* log_prob = row.tree.log_prob.const_data_ptr<float>();
   if (stop.node_costs.numel() == 0)
     return log_prob[row.num_nodes - 1] - log_prob[row.num_nodes - 2] < stop.least;
-  const double before = std::exchange(row.value, value_of(row.tree.log_prob, row.num_nodes, stop.node_costs));
+  const double before =
+      std::exchange(row.value, value_of(row.tree.log_prob, row.num_nodes, stop.node_costs));
   return row.value - before < stop.least;
 }
 
 // One growth step of a row; `meta` receives its new nodes.
 void Step::attach_(Growing& row, const at::Tensor& meta) {
   const int64_t width = meta.size(0);
-  const Growth growth{row.num_known, row.num_nodes - row.num_known, row.num_nodes, width,
+  const Growth growth{row.num_known,      row.num_nodes - row.num_known,
+                      row.num_nodes,      width,
                       row.row.root_pos(), row.row.place};
   const PlattScale& platt = calibrations_[row.row.calibration].platt;
   if (row.row.levels < 0) {
@@ -331,7 +333,8 @@ void Step::prune_(const Menu& menu, Reply& reply) {
 }
 
 void Step::draft(at::ArrayRef<Row> rows, const Menu& menu, Reply& reply) {
-  TORCH_CHECK(int64_t(rows.size()) <= reply.max_results, "no place for the results of ", rows.size(), " rows");
+  TORCH_CHECK(int64_t(rows.size()) <= reply.max_results, "no place for the results of ", rows.size(),
+              " rows");
   reply.draft_ms[0] = now_ms();
   forwards_.clear();
   rows_.clear();
@@ -372,9 +375,9 @@ void Step::run_target_(at::ArrayRef<Prompt> prompts) {
     const int64_t lag = row.row.lag(), kept = row.pruned.tree.capacity(), root_pos = row.row.root_pos();
     const Tree& tree = row.pruned.tree;
     if (lag)
-      pack_chains_(meta.narrow(0, row.root_at - lag, lag),
-                   {row.row.text(row.row.target_len, root_pos), {lag}, {row.row.target_len}, {row.row.place},
-                    {0}});
+      pack_chains_(
+          meta.narrow(0, row.root_at - lag, lag),
+          {row.row.text(row.row.target_len, root_pos), {lag}, {row.row.target_len}, {row.row.place}, {0}});
     pack_nodes_(meta.narrow(0, row.root_at, kept), tree.token, tree.depth, tree.path,
                 {0, kept, root_pos, row.row.place});
   }
@@ -390,8 +393,8 @@ void Step::run_target_(at::ArrayRef<Prompt> prompts) {
 
 // The accepted path of every row.
 void Step::accept_() {
-  const bool any_greedy = std::any_of(rows_.begin(), rows_.end(),
-                                      [](const Growing& row) { return row.row.temperature == 0; });
+  const bool any_greedy =
+      std::any_of(rows_.begin(), rows_.end(), [](const Growing& row) { return row.row.temperature == 0; });
   const int64_t num_nodes = rows_.empty() ? 0 : rows_.back().root_at + rows_.back().pruned.tree.capacity();
   const Largest best = any_greedy ? largest(logits_.narrow(0, 0, num_nodes)) : Largest{};
   for (Growing& each : rows_) {
@@ -399,8 +402,9 @@ void Step::accept_() {
     const Tree& tree = each.pruned.tree;
     const int64_t kept = tree.capacity();
     if (row.temperature == 0) {
-      each.accepted = walk({best.values.narrow(0, each.root_at, kept), best.tokens.narrow(0, each.root_at, kept)},
-                           tree.parent, tree.token);
+      each.accepted =
+          walk({best.values.narrow(0, each.root_at, kept), best.tokens.narrow(0, each.root_at, kept)},
+               tree.parent, tree.token);
     } else {
       const Sampling sampling{row.temperature, row.top_k, row.top_p, row.min_p, row.seed};
       each.accepted = follow_sampling(logits_.narrow(0, each.root_at, kept), tree.parent, tree.token,
@@ -469,7 +473,8 @@ void Step::verify(at::ArrayRef<Row> joining, at::ArrayRef<Prompt> prompts, Reply
     result.expected = row.pruned.expected;
     write_(result, row.accepted, row.pruned.tree, reply, num_ids, num_words);
   }
-  TORCH_CHECK(int64_t(forwards_.size()) <= reply.max_forwards, "no place for ", forwards_.size(), " forwards");
+  TORCH_CHECK(int64_t(forwards_.size()) <= reply.max_forwards, "no place for ", forwards_.size(),
+              " forwards");
   std::copy(forwards_.begin(), forwards_.end(), reply.forwards);
   reply.num_forwards = int64_t(forwards_.size());
   rows_.clear();
@@ -503,9 +508,8 @@ int64_t ygg_step_draft(Step* step, const Row* rows, int64_t num_rows, const Menu
 
 int64_t ygg_step_verify(Step* step, const Row* joining, int64_t num_joining, const Prompt* prompts,
                         int64_t num_prompts, Reply* reply) noexcept {
-  return guarded(reply, [&] {
-    step->verify({joining, size_t(num_joining)}, {prompts, size_t(num_prompts)}, *reply);
-  });
+  return guarded(
+      reply, [&] { step->verify({joining, size_t(num_joining)}, {prompts, size_t(num_prompts)}, *reply); });
 }
 
 int64_t ygg_step_run(Step* step, const Row* rows, int64_t num_rows, const Menu* menu,

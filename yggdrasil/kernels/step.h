@@ -65,8 +65,9 @@ struct Forward {
   double begin_ms, end_ms;
 };
 
-// Buffers that the calls fill, with their capacities, and what they have written. `stages_ms` are the ends of
-// catching up, drafting, pruning, verifying, accepting and committing, after the begin of each call.
+// Buffers that the calls fill, with their capacities, and what they have written. The times are the begin
+// of each call, then the ends of its stages: catching up, drafting, pruning; verifying, accepting,
+// committing.
 struct Reply {
   RowResult* results;
   int64_t* ids;
@@ -174,8 +175,8 @@ class Step : public torch::CustomClassHolder {
 
 }  // namespace ygg
 
-// `Step::draft` and `Step::verify` for callers that have its address: after a pass over the weights, torch's
-// way from Python and back takes 0.1 ms. They return 0, or -1 with a message in `reply->error`.
+// `Step::draft` and `Step::verify` for callers that have its address: after a pass over the weights, the
+// way of torch from Python and back takes 0.1 ms. They return 0, or -1 with a message in `reply->error`.
 extern "C" int64_t ygg_step_draft(ygg::Step* step, const ygg::Row* rows, int64_t num_rows,
                                   const ygg::Menu* menu, ygg::Reply* reply) noexcept;
 extern "C" int64_t ygg_step_verify(ygg::Step* step, const ygg::Row* joining, int64_t num_joining,

@@ -159,8 +159,8 @@ void ygg::grow_level_(Frontier frontier, const Candidates& candidates, Tree tree
   extend_(frontier, candidates, tree, growth, platt);
   std::vector<Best> level;
   for (size_t i = 0; i < parents.size(); ++i) {
-    TORCH_CHECK(ranks[i] < frontier.candidates() && parents[i] < growth.first, "grow_level_: child ", ranks[i],
-                " of node ", parents[i]);
+    TORCH_CHECK(ranks[i] < frontier.candidates() && parents[i] < growth.first, "grow_level_: child ",
+                ranks[i], " of node ", parents[i]);
     const int64_t place = parents[i] * frontier.candidates() + ranks[i];
     level.push_back({frontier.log_prob.const_data_ptr<float>()[place], place});
   }

@@ -218,7 +218,8 @@ def _costs(
     draft = latency.draft
     draft_M = np.array([draft.graphs_ms(num_rows * width, context_len) for width in widths])[of_width_M]
     verify_ms = latency.verify.at_each((num_rows * verified).tolist(), context_len)
-    verify_ms_M = np.where(num_rows * verified <= latency.verify.sizes[-1], verify_ms, np.inf)[of_verify_M]
+    fits = (num_rows == 1) | (num_rows * verified <= latency.verify.sizes[-1])
+    verify_ms_M = np.where(fits, verify_ms, np.inf)[of_verify_M]
     drafting_M = draft.graphs_ms(2 * num_rows, context_len) + (depth_M - 1) * draft_M
     cost_M = drafting_M + depth_M * latency.growth_host_ms + latency.step_host_ms + verify_ms_M
     return np.where(depth_M == 0, verify_ms_M + latency.plain_host_ms, cost_M)

@@ -15,7 +15,7 @@ from typing import Any
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.gamma.budget import PROMPT_TOKENS, prompt_budget
 from yggdrasil.policy.gamma.estimates import GraphSeconds
-from yggdrasil.policy.gamma.nightjar import MIN_EXPLORATION, MIN_LOSS, PROMPT_VALUE, STAY_STEPS
+from yggdrasil.policy.gamma.nightjar import MIN_LOSS, PROMPT_VALUE, STAY_STEPS
 from yggdrasil.policy.gamma.prior import SwitchingCost
 from yggdrasil.policy.gamma.protocol import Load, Outcome
 from yggdrasil.policy.latency import LatencyModel
@@ -28,6 +28,8 @@ __all__ = ["TreeParts", "Trees"]
 PRIOR_TOKENS = 16.0  # the calibration counts as this many accepted tokens
 TOKENS_MEMORY = 300.0  # after this many expected tokens the weight of old ones fades
 EXPLORATION = 0.02  # as in nightjar.py, where more arms have to be tried
+# Also of a long session: a stopped one tries speculation again, the later the more it would lose.
+MIN_EXPLORATION = 0.0025
 ARM_WEIGHT = 0.125  # of a new step in an arm's slowness
 LONG_AGO = 64  # steps after which what is known of an arm's slowness counts no more than a new step
 MOST_JUMP = 2.0  # times the known slowness: a single step counts for no more, it may have been interrupted

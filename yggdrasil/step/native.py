@@ -3,6 +3,8 @@
 A pass over the target's weights evicts Python's data from the caches, so a step's dozen calls take ten
 times as long as their work. `StepOverRows` in step/rows.py is the specification; a test checks that all
 results are equal.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
 """
 
 from __future__ import annotations
