@@ -41,6 +41,7 @@ __all__ = ["NativeStep"]
 
 KEPT_RECORDS = 256  # calibrations, stop rules and levels that the C++ step keeps
 MOST_DRAFTED = 512  # nodes of a drafted tree
+MOST_TOP_K = 2**31  # no vocabulary is larger
 DRAFT_STAGES = ("catch up", "draft", "prune")
 VERIFY_STAGES = ("verify", "accept", "commit")
 
@@ -192,7 +193,7 @@ class NativeStep:
                 0 if calibrations is None else records.calibration(calibrations[place]),
                 records.stop(shape),
                 records.levels(shape),
-                sampling.top_k,
+                min(sampling.top_k, MOST_TOP_K),
                 sampling.seed,
                 sampling.temperature,
                 sampling.top_p,
