@@ -74,7 +74,7 @@ def test_a_port_in_use_is_found_out_before_anything_is_loaded(capsys: Capture) -
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--policy", "nightingale"), "--policy: 'nightingale' .*one of nightjar, .*tiers:PATH"),
+        (("--policy", "nightingale"), "--policy: 'nightingale' .*one of trees, nightjar, .*tiers:PATH"),
         (("--policy", "fixed-9"), "--policy: 'fixed-9'"),
         (("--policy", "tiers:nowhere.json"), "--policy: 'tiers:nowhere.json'"),
         (("--max-batch", "1000"), "--max-batch: 1000 .*at most 64"),

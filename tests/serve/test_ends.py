@@ -72,7 +72,7 @@ class Scripted:
                 break
             pool.extend_(0, len(ticket.state.tokens) + len(tokens))
             size = len(tokens)
-            batcher.stepper._logits = torch.zeros(size, tiny_pair.VOCAB)
+            batcher.stepper._logits_NV = torch.zeros(size, tiny_pair.VOCAB)
             batcher.stepper._roots = [0]
             tree = TokenTree.root(END, capacity=1)
             result = StepResult(

@@ -268,15 +268,15 @@ def test_the_best_nodes_of_the_batch_are_kept(drafts: list[RowDraft], num_kept: 
     values = [calibration().values(draft.tree.log_prob_N).tolist() for draft in drafts]
     places = []
     for index, draft in enumerate(drafts):
-        of_row = sorted((-values[index][node], index, node) for node in range(1, len(draft.tree)))
+        of_row = sorted((-values[index][node], node, index) for node in range(1, len(draft.tree)))
         places += of_row if draft.shape.verify is None else of_row[: draft.shape.verify - 1]
     places = sorted(places)[:num_kept]
     pruned = prune_rows(drafts, choice([draft.shape for draft in drafts], most(num_kept)))
     for index, (draft, each) in enumerate(zip(drafts, pruned, strict=True)):
-        keep = sorted(node for _, row, node in places if row == index)
+        keep = sorted(node for _, node, row in places if row == index)
         assert each.drafted_node == [0, *keep]
         assert each.tree.token_N.tolist() == [0, *keep]
-        gains = accumulate((-value for value, row, _ in places if row == index), initial=0.0)
+        gains = accumulate((-value for value, _, row in places if row == index), initial=0.0)
         assert each.expected_emitted == 1.0 + list(gains)[-1]
         each.tree.check()
         for node, parent in enumerate(each.tree.parent_N.tolist()[1:], start=1):
