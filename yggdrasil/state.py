@@ -205,7 +205,8 @@ class StepResult:
         caught_up: Whether the draft ran a chunk of text that its KV lacked, instead of drafting; the shape
             is then plain.
         error: What is wrong with the target's logits; then no token is emitted.
-        values: Calibrated acceptance of every drafted node but the root.
+        values: Calibrated acceptance of every drafted node but the root. Only a step over rows has it.
+        depths: Depth in the tree of every verified node, root included. Only a step over rows has it.
     """
 
     tokens: list[int]
@@ -220,6 +221,7 @@ class StepResult:
     caught_up: bool = False
     error: str = ""
     values: Sequence[float] = ()
+    depths: Sequence[int] = ()
 
     @property
     def tree(self) -> TokenTree:

@@ -98,7 +98,7 @@ def record(engine: Engine, state: DecodeState, result: StepResult) -> tuple[Any,
     ]
     kept = engine.target.cache.len, engine.draft.cache.len, state.root_pos
     hidden = None if state.hidden_E is None else state.hidden_E.tolist()
-    bare = replace(result, ms=0.0, tree_of=None, values=())  # type: ignore[arg-type]
+    bare = replace(result, ms=0.0, tree_of=None, values=(), depths=())  # type: ignore[arg-type]
     return bare, arrays, kept, hidden
 
 

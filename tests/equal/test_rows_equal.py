@@ -123,7 +123,7 @@ def record(state: DecodeState, result: StepResult, target_len: int, draft_len: i
     """Everything in a step's result except its time and values, and what it did to the request."""
     arrays = [array_N[: len(result.tree)].tolist() for array_N in result.tree.arrays]
     hidden = None if state.hidden_E is None else state.hidden_E.tolist()
-    plain = replace(result, ms=0.0, tree_of=None, values=())  # type: ignore[arg-type]
+    plain = replace(result, ms=0.0, tree_of=None, values=(), depths=())  # type: ignore[arg-type]
     return plain, arrays, hidden, target_len, draft_len, state.root_pos
 
 

@@ -97,7 +97,8 @@ def record(result: StepResult) -> tuple[Any, ...]:
     tree = result.tree
     arrays = [array.tolist() for array in (tree.token_N, tree.parent_N, tree.depth_N, tree.path_NA)]
     values = [round(value, 12) for value in result.values]
-    bare = replace(result, ms=0.0, tree_of=None, values=(), predicted_emitted=0.0)  # type: ignore[arg-type]
+    assert list(result.depths) == arrays[2]
+    bare = replace(result, ms=0.0, values=(), depths=(), predicted_emitted=0.0, tree_of=len)  # type: ignore[arg-type]
     return bare, arrays, tree.log_prob_N.tolist(), values, round(result.predicted_emitted, 12)
 
 

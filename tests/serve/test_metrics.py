@@ -80,6 +80,14 @@ def test_acceptance_and_rejection_are_counted_by_depth(metrics: Metrics) -> None
     assert values(metrics, "ygg_rejected_at_depth_total", depth=(1, 2, 3)) == [1, 1, None]
 
 
+def test_nodes_of_trees_are_counted_by_their_depth(metrics: Metrics) -> None:
+    """A tree with two nodes of depth 1 and two of depth 2 accepts one; a chain of two accepts both."""
+    metrics.on_step(replace(STEP, drafted=(4, 2), emitted=(2, 3), depths=((1, 1, 2, 2), (1, 2))))
+    assert values(metrics, "ygg_drafted_at_depth_total", depth=(1, 2, 3)) == [3, 3, None]
+    assert values(metrics, "ygg_accepted_at_depth_total", depth=(1, 2)) == [2, 1]
+    assert values(metrics, "ygg_rejected_at_depth_total", depth=(1, 2, 3)) == [None, 1, None]
+
+
 def test_a_row_that_failed_emits_nothing_and_makes_no_count_negative(metrics: Metrics) -> None:
     metrics.on_step(replace(STEP, drafted=(2,), emitted=(0,)))
     assert value(metrics, "ygg_emitted_per_pass_count") == 0

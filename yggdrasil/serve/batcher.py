@@ -195,6 +195,8 @@ class Batcher:
         Source: Nightjar section 3.1 over the stages of Yggdrasil section 5.1.
         """
         if self.elastic is not None:
+            if self.gamma == 0:
+                self._trim_()
             self.elastic.advance_(gamma=self.gamma, num_waiting=len(self._waiting))
         self._stepping = []
         self._admit_()
@@ -266,9 +268,13 @@ class Batcher:
     def _has_free_(self, num_pages: int) -> bool:
         """Whether this many pages are free; takes back those that the last trees needed if they are not."""
         if num_pages > self.pool.num_free:
-            for ticket in self._running:
-                self.pool.trim_(ticket.running.row, len(ticket.state.tokens))
+            self._trim_()
         return num_pages <= self.pool.num_free
+
+    def _trim_(self) -> None:
+        """Take back the pages that hold no text."""
+        for ticket in self._running:
+            self.pool.trim_(ticket.running.row, len(ticket.state.tokens))
 
     def _preempt_(self, ticket: Ticket) -> None:
         """Move a row to the head of the queue without its KV, which is computed again from its text."""
@@ -443,4 +449,5 @@ class Batcher:
             free_pages=self.pool.num_free,
             num_pages=self.pool.num_pages,
             is_draft_in=self.elastic is None or self.elastic.is_draft_in,
+            depths=[result.depths[1:] for result in results],
         )

@@ -76,7 +76,7 @@ class Metrics(Observer):
         if report.batch_size:
             accepted = [max(0, emitted - 1) for emitted in report.emitted]
             self._observe_rows(report, accepted)
-            self._observe_positions(report.drafted, accepted)
+            self._observe_depths(report, accepted)
             self._observe_speculation(report)
 
     def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
@@ -170,16 +170,14 @@ class Metrics(Observer):
             buckets=[*range(gamma_max + 1)],
         )
         self._drafted_at = self._counter(
-            "ygg_drafted_at_depth", "Draft tokens verified, by their place after the root", labels=["depth"]
+            "ygg_drafted_at_depth", "Draft tokens verified, by their depth in the tree", labels=["depth"]
         )
         self._accepted_at = self._counter(
-            "ygg_accepted_at_depth",
-            "Draft tokens accepted, by their place after the root",
-            labels=["depth"],
+            "ygg_accepted_at_depth", "Draft tokens accepted, by their depth in the tree", labels=["depth"]
         )
         self._rejected_at = self._counter(
             "ygg_rejected_at_depth",
-            "First rejected draft token of a row, by its place after the root",
+            "Rows whose draft tokens of a depth were all rejected after an accepted path, by that depth",
             labels=["depth"],
         )
         self._rollback = self._counter("ygg_rollback_tokens", "Draft tokens verified and not accepted")
@@ -230,14 +228,15 @@ class Metrics(Observer):
         self._rollback.inc(max(0, rolled_back))
         self._rejected_bytes.inc(max(0, rolled_back) * self._token_bytes)
 
-    def _observe_positions(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+    def _observe_depths(self, report: StepReport, accepted: Sequence[int]) -> None:
         """Sum over the rows first, because every update of a counter takes a lock."""
-        reached = Tally(depth for count in drafted for depth in range(1, count + 1))
+        depths = report.depths
+        if depths is None:
+            depths = [range(1, count + 1) for count in report.drafted]
+        reached = Tally(depth for of_row in depths for depth in of_row)
         kept = Tally(depth for count in accepted for depth in range(1, count + 1))
         rejected = Tally(
-            row_accepted + 1
-            for row_drafted, row_accepted in zip(drafted, accepted, strict=True)
-            if row_accepted < row_drafted
+            count + 1 for of_row, count in zip(depths, accepted, strict=True) if count + 1 in of_row
         )
         tallies = ((self._drafted_at, reached), (self._accepted_at, kept), (self._rejected_at, rejected))
         for counter, tally in tallies:

@@ -135,6 +135,8 @@ class StepReport:
         free_pages: KV pages in the free queue after the step.
         num_pages: Total KV pages, those in the draft's memory included while they are lent.
         is_draft_in: Whether the draft's weights are in memory.
+        depths: Depth of every verified draft token in its row's tree, for each row of `drafted`; None for
+            chains.
     """
 
     gamma: int
@@ -152,6 +154,7 @@ class StepReport:
     free_pages: int
     num_pages: int
     is_draft_in: bool = True
+    depths: Sequence[Sequence[int]] | None = None
 
     @property
     def batch_size(self) -> int:

@@ -242,6 +242,7 @@ class NativeStep:
             ms=ms,
             error="" if path else BROKEN,
             values=values,
+            depths=words[2 * result.verified : 3 * result.verified],  # after tokens and parents
         )
 
     def _hidden(self, place: int) -> Tensor:

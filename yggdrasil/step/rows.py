@@ -49,20 +49,28 @@ def prune_rows(drafts: Sequence[RowDraft], choice: Choice) -> list[Pruned]:
     Source: Yggdrasil section 4.2, "Verification Width Pruning"; over a batch as TETRIS does, which Nightjar
     describes in section 6.1.
     """
-    return _prune(drafts, _values(drafts, choice), choice.menu)
+    return _prune(drafts, _on_host(drafts, choice)[0], choice.menu)
 
 
-def _values(drafts: Sequence[RowDraft], choice: Choice) -> list[tuple[float, ...]]:
-    """Calibrated acceptance of every drafted node but the root, by id, for every row."""
+def _on_host(drafts: Sequence[RowDraft], choice: Choice) -> tuple[list[tuple[float, ...]], list[list[int]]]:
+    """For every row the calibrated acceptance of its drafted nodes but the root, and all nodes' depths."""
     lens = [len(draft.tree) for draft in drafts]
     if all(length == 1 for length in lens):
-        return [()] * len(drafts)
-    log_prob_N = torch.cat([draft.tree.log_prob_N for draft in drafts])
-    log_probs: list[float] = log_prob_N.tolist()  # sync: the number of kept nodes is a shape
+        return [()] * len(drafts), [[0]] * len(drafts)
+    columns = torch.stack(
+        (
+            torch.cat([draft.tree.log_prob_N for draft in drafts]),
+            torch.cat([draft.tree.depth_N for draft in drafts]).float(),
+        )
+    )
+    log_probs: list[float]
+    log_probs, depths = columns.tolist()  # sync: the number of kept nodes is a shape
     values = []
+    depths_of_rows = []
     for calibration, length, end in zip(choice.calibrations, lens, accumulate(lens), strict=True):
         values.append(tuple(calibration.values(log_probs[end - length + 1 : end]).tolist()))
-    return values
+        depths_of_rows.append([int(depth) for depth in depths[end - length : end]])
+    return values, depths_of_rows
 
 
 class _Node(NamedTuple):
@@ -245,6 +253,7 @@ class StepOverRows:
         self._drafts: list[RowDraft] = []
         self._values: list[tuple[float, ...]] = []
         self._pruned: list[Pruned] = []
+        self._depths: list[list[int]] = []
         self._draft_ms = 0.0
 
     def draft(self, rows: Sequence[Row], choice: Choice) -> int:
@@ -271,12 +280,16 @@ class StepOverRows:
         with stage("draft"):
             drafts = draft_rows(self._draft, rows, choice)
         with stage("prune"):
-            values = _values(drafts, choice)
+            values, depths = _on_host(drafts, choice)
             pruned = _prune(drafts, values, choice.menu)
         self._rows = list(rows)
         self._drafts = drafts
         self._values = values
         self._pruned = pruned
+        self._depths = [
+            [of_row[node] for node in each.drafted_node]
+            for of_row, each in zip(depths, pruned, strict=True)
+        ]
         self._draft_ms = (time.perf_counter() - began) * 1e3
         return sum(len(each.tree) for each in pruned)
 
@@ -303,6 +316,7 @@ class StepOverRows:
         pruned = [*self._pruned, *plain]
         drafts = [*self._drafts, *(RowDraft(each.tree, 0, PLAIN) for each in plain)]
         values = [*self._values, *[()] * len(plain)]
+        depths = [*self._depths, *[[0]] * len(plain)]
         before_ms = self._draft_ms
         self._forget_()
         with stage("verify"):
@@ -318,8 +332,8 @@ class StepOverRows:
                     last = self._roots[place] + outcome.path[-1]
                     row.state.hidden_of = partial(hidden_NE.select, 0, last)
         ms = before_ms + (time.perf_counter() - began) * 1e3
-        of_rows = zip(drafts, values, pruned, accepted, root_positions, strict=True)
-        return [_result(*of_row, ms) for of_row in of_rows]
+        of_rows = zip(drafts, values, depths, pruned, accepted, root_positions, strict=True)
+        return [_result(*of_row, ms=ms) for of_row in of_rows]
 
     def logits(self, place: int, path: Sequence[int]) -> Tensor:
         """(len(path), V) the target's logits after some nodes of a row of the last step.
@@ -338,6 +352,7 @@ class StepOverRows:
 def _result(
     drafted: RowDraft,
     values: tuple[float, ...],
+    depths: Sequence[int],
     pruned: Pruned,
     accepted: Accepted | YggError,
     root_pos: int,
@@ -357,4 +372,5 @@ def _result(
         ms=ms,
         error=error,
         values=values,
+        depths=depths,
     )
