@@ -332,8 +332,10 @@ class StepOverRows:
                     last = self._roots[place] + outcome.path[-1]
                     row.state.hidden_of = partial(hidden_NE.select, 0, last)
         ms = before_ms + (time.perf_counter() - began) * 1e3
-        of_rows = zip(drafts, values, depths, pruned, accepted, root_positions, strict=True)
-        return [_result(*of_row, ms=ms) for of_row in of_rows]
+        return [
+            _result(drafts[place], values[place], depths[place], pruned[place], outcome, root_pos, ms)
+            for place, (outcome, root_pos) in enumerate(zip(accepted, root_positions, strict=True))
+        ]
 
     def logits(self, place: int, path: Sequence[int]) -> Tensor:
         """(len(path), V) the target's logits after some nodes of a row of the last step.
