@@ -230,7 +230,7 @@ class ServeConfig:
     """How `ygg serve` batches, where it listens and how it ends.
 
     Args:
-        policy: Name of the policy that chooses the speculative length; see policy/gamma/registry.py.
+        policy: Name of the policy that chooses trees or chains; see policy/gamma/registry.py.
         gamma_max: Most draft tokens of a chain; None takes 7, or less for a pair of shallower trees.
         max_batch: Most rows at once.
         kv_memory_bytes: Memory for the KV pages of both models; None takes what a full batch of the longest

@@ -28,7 +28,7 @@ __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
 Serve a compiled pair over HTTP with OpenAI's completions and chat completions: OpenAI clients work with
-base_url http://HOST:PORT/v1. Requests are batched; a policy chooses the speculative length of every step.
+base_url http://HOST:PORT/v1. Requests are batched; a policy chooses the trees of every step.
 The texts are what the target alone would write. Metrics: /metrics. State of the policy: /server_info.
 """
 KEY_VARIABLE = "YGG_API_KEY"
@@ -54,7 +54,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--policy",
         default=defaults.policy,
-        help="policy that chooses the speculative length; off never speculates (default: %(default)s)",
+        help="chooses the trees or chains of every step; off never speculates (default: %(default)s)",
     )
     parser.add_argument(
         "--gamma-max",
