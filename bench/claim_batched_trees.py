@@ -6,7 +6,8 @@ restricted to chains (W = 1), the server's policy of chains (nightjar), and plai
 there is also `ygg generate`. Greedy and sampled; all arms must write the same texts.
 
 Refuted at a batch where trees have less than 0.99 of the chains' tokens per second, or less than 0.99 of
-plain decoding's, with the whole interval; and with one request below 0.97 of `ygg generate`."""
+plain decoding's, with the whole interval; and with one request below 0.97 of `ygg generate`, or without
+speculation below 0.97 of `ygg generate --plain`."""
 
 from __future__ import annotations
 

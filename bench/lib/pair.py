@@ -155,7 +155,8 @@ def _layers(config: Any, min_parameters: int) -> int:
 
 def _weight_bytes(folder: Path) -> int:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
-        tensors = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        names = file.keys()
+        tensors = {name: math.prod(file.get_slice(name).get_shape()) for name in names}
     is_untied = any("lm_head" in name for name in tensors)
     bytes_each = int(load_config(str(folder)).dtype.itemsize)
     return bytes_each * sum(

@@ -50,7 +50,8 @@ def normalised(path: Path) -> str:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            node.body = [line for line in body if not _is_text(line)] or [ast.Pass()]  # type: ignore[attr-defined]
+            kept = [line for line in body if not _is_text(line)]
+            node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
     return ast.unparse(tree)
 
 

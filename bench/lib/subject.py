@@ -131,7 +131,8 @@ def subject(options: argparse.Namespace, draft_name: str = "bundled") -> Subject
     twin_draft = None
     if options.llama_7b:
         target = inflated_model(source, LLAMA_2_7B, device=options.device)
-        draft, twin_draft = inflated_model(draft, LLAMA_68M, device=options.device).folder, draft
+        twin_draft = draft
+        draft = inflated_model(draft, LLAMA_68M, device=options.device).folder
     else:
         target = bench_target(source, options.target_parameters)
     config = replace(DEFAULTS, device=options.device)

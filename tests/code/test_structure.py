@@ -161,14 +161,19 @@ def tracked_files() -> list[Path]:
     return [ROOT / name for name in listed if (ROOT / name).is_file()]
 
 
-def test_lines_of_cpp_fit_108_columns() -> None:
-    sources = [path for path in tracked_files() if path.suffix in (".cpp", ".h")]
+@pytest.mark.parametrize("suffix", (".cpp", ".h", ".py", ".md"))
+def test_lines_fit_108_columns(suffix: str) -> None:
+    """Ruff does not count the comments that it reads itself. Tables of Markdown have long rows.
+
+    The bundled pair's model card came with the pair.
+    """
+    sources = [path for path in tracked_files() if path.suffix == suffix and "pairs" not in path.parts]
     assert sources
     wide = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in sources
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if len(line) > 108
+        if len(line) > 108 and not (suffix == ".md" and line.startswith("|"))
     ]
     assert wide == []
 

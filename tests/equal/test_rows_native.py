@@ -98,7 +98,7 @@ def record(result: StepResult) -> tuple[Any, ...]:
     arrays = [array.tolist() for array in (tree.token_N, tree.parent_N, tree.depth_N, tree.path_NA)]
     values = [round(value, 12) for value in result.values]
     assert list(result.depths) == arrays[2]
-    bare = replace(result, ms=0.0, values=(), depths=(), predicted_emitted=0.0, tree_of=len)  # type: ignore[arg-type]
+    bare = replace(result, ms=0.0, values=(), depths=(), predicted_emitted=0.0, tree_of=len)
     return bare, arrays, tree.log_prob_N.tolist(), values, round(result.predicted_emitted, 12)
 
 
@@ -126,7 +126,7 @@ def run(stand: Stand, form: Any, history: dict[str, Any]) -> tuple[list[Any], li
     """The results of every step, the KV at the end, and the number of tokens of every verification.
 
     Rows join with their prompts: the first one decodes from the start, the others join one a step. The last
-    row of the table runs a prompt besides.
+    row of the table runs a prompt.
     """
     step = form(stand.target, stand.draft, Trace())
     states = [

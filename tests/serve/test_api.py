@@ -130,7 +130,7 @@ class FakeService:
         if finish:
             text += ticket.stream.finish()
             self.live.remove(ticket)
-        ticket.request.on_event(Event(text, tokens, self._log_probs(ticket, tokens), finish, error))  # type: ignore[arg-type]
+        ticket.request.on_event(Event(text, tokens, self._log_probs(ticket, tokens), finish, error))
 
     def _log_probs(self, ticket: Ticket, tokens: Sequence[int]) -> list[TokenLogProb]:
         num_top = ticket.request.num_top

@@ -182,7 +182,7 @@ extern "C" int64_t ygg_step_draft(ygg::Step* step, const ygg::Row* rows, int64_t
 extern "C" int64_t ygg_step_verify(ygg::Step* step, const ygg::Row* joining, int64_t num_joining,
                                    const ygg::Prompt* prompts, int64_t num_prompts,
                                    ygg::Reply* reply) noexcept;
-// Both, for rows without prompts beside them.
+// Both, for a step without prompts.
 extern "C" int64_t ygg_step_run(ygg::Step* step, const ygg::Row* rows, int64_t num_rows,
                                 const ygg::Menu* menu, ygg::Reply* reply) noexcept;
 // The bytes of Row, Prompt, Menu, RowResult, Forward and Reply, in this order.

@@ -109,7 +109,9 @@ def _expected_shapes(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, trust_remote_code=False
+            )
     # a model's constructor may raise any error for sizes that do not fit together
     except Exception as error:
         allowed = "one that transformers can build from its config.json"

@@ -18,7 +18,8 @@ def freeze_ropes_(model: nn.Module) -> None:
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):
-            module.rope_type = {layer: _frozen(each) for layer, each in kind.items()}  # type: ignore[assignment]
+            frozen = {layer: _frozen(each) for layer, each in kind.items()}
+            module.rope_type = frozen  # type: ignore[assignment]
         elif isinstance(kind, str):
             module.rope_type = _frozen(kind)  # type: ignore[assignment]
 

@@ -214,10 +214,8 @@ def _fit(
                 for name, weight, bias in layers
                 for part, array in (("weight", weight), ("bias", bias))
             }
-            best["heads.weight"], best["heads.bias"] = (
-                best["heads.weight"][:, :num_heads],
-                best["heads.bias"][:num_heads],
-            )
+            best["heads.weight"] = best["heads.weight"][:, :num_heads]
+            best["heads.bias"] = best["heads.bias"][:num_heads]
             best_loss = loss
             best_epoch = epoch
         elif epoch - best_epoch >= PATIENCE:
@@ -245,7 +243,8 @@ def _calibrated(
             platt = LogisticRegression().fit(logits_ND[:, head : head + 1], labels_ND[:, head])
             slope = max(0.0, float(platt.coef_[0, 0]))
             offset = float(platt.intercept_[0])
-            weight[:, head], bias[head] = weight[:, head] * slope, bias[head] * slope + offset
+            weight[:, head] = weight[:, head] * slope
+            bias[head] = bias[head] * slope + offset
     return DepthPredictor(weights | {"heads.weight": weight, "heads.bias": bias}, {}, {})
 
 

@@ -120,7 +120,8 @@ class Clock:
         entered = time.perf_counter()
         if self._on_device:
             torch.cuda.current_stream().synchronize()  # sync: earlier work is not this stage's time
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             begin.record()
         start = time.perf_counter()
         yield

@@ -42,7 +42,7 @@ from yggdrasil.trace import DeviceTrace, Trace
 __all__ = ["Batcher"]
 
 NOTHING = Choice((), (), VERIFY_ALL)
-MOST_NODES = 128  # drafted nodes of a row besides its root
+MOST_NODES = 128  # drafted nodes of a row, the root not counted
 
 
 class Batcher:

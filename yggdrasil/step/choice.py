@@ -47,8 +47,8 @@ class VerifyMenu:
         ms: Milliseconds of the step with each, growth left out.
         growth_ms: Milliseconds of one growth step.
         scale: Accepted tokens per token that the calibration expects.
-        extra: Emitted tokens that the step gains with each number besides (the value of prompt tokens that
-            run in the same graph); empty for none.
+        extra: Emitted tokens that the step gains in addition with each number: the value of prompt tokens
+            that run in the same graph. Empty for none.
     """
 
     nodes: tuple[int, ...]

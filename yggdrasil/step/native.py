@@ -100,7 +100,7 @@ class NativeStep:
         return all(shape.stop is None or shape.stop.native is not None for shape in choice.shapes)
 
     def run(self, rows: Sequence[Row], choice: Choice, began: float) -> list[StepResult]:
-        """`draft` and `verify` in one call, for rows without prompts beside them.
+        """`draft` and `verify` in one call, for a step without prompts.
 
         Args:
             began: `time.perf_counter` before the choice, which is part of the step's time.

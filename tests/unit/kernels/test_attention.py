@@ -139,10 +139,8 @@ def test_nan_in_slots_that_no_token_reads_never_leaks(layout: str, dtype: torch.
         setattr(poisoned, name, getattr(clean, name))
     for index in range(37):  # what was committed is alike in both; every other slot is NaN in one
         slot = int(clean.pages[0, index // PAGE_LEN]), slice(None), index % PAGE_LEN
-        poisoned.key_cache[slot], poisoned.value_cache[slot] = (
-            clean.key_cache[slot],
-            clean.value_cache[slot],
-        )
+        poisoned.key_cache[slot] = clean.key_cache[slot]
+        poisoned.value_cache[slot] = clean.value_cache[slot]
     expected = clean.run(meta_NM)[0]
     out = poisoned.run(meta_NM)[0]
     assert out.isfinite().all()

@@ -146,7 +146,7 @@ def test_a_pass_is_timed_once_its_weights_are_in_memory() -> None:
 def test_seconds_of_a_calibration_by_hand() -> None:
     target = Timed()
     draft = Timed()
-    clocks = [PassClock(model, num_rows=2, now=lambda model=model: model.now) for model in (target, draft)]  # type: ignore[misc]
+    clocks = [PassClock(model, num_rows=2, now=lambda model=model: model.now) for model in (target, draft)]
     size = CalibrationSize(num_texts=2, num_tokens=4, max_depth=3, widths=(1, 2), reference_width=2)
     # prompts of 12 tokens in two chunks, 7 tokens of four texts, two at a time
     writing = 0.16 + 7 * 2 * 0.02

@@ -81,7 +81,7 @@ def test_a_single_row_gets_the_shape_of_the_policy_of_one_request() -> None:
 
 
 def test_rows_share_the_nodes_of_a_graph() -> None:
-    """8 rows: the graph of 16 tokens holds 8 nodes besides the roots; that of 64 costs four times that."""
+    """8 rows: the graph of 16 tokens holds the roots and 8 nodes; that of 64 costs four times that."""
     choice = policy_of().choose(load_of(8))
     assert len(set(map(id, choice.shapes))) == 1
     assert choice.menu.nodes == (8, 56, 120)

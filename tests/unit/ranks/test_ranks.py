@@ -98,7 +98,7 @@ def test_a_follower_runs_messages_in_order_until_stop() -> None:
     ]
     loaded: list[Any] = []
     wire.leads = False
-    follow(wire, lambda bundle: loaded.append(bundle) or model)  # type: ignore[func-returns-value, arg-type, return-value]
+    follow(wire, lambda bundle: loaded.append(bundle) or model)
     assert (loaded, model.calls, wire.queue) == (["bundle"], [meta_NM.tolist(), (3, [0, 2])], [])
 
 

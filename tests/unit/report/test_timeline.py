@@ -191,7 +191,7 @@ def test_a_recorded_model_gives_what_the_model_gives_and_notes_the_graph(
         "num_candidates": 2,
     }
     notes: list[Forwards] = []
-    model = RecordedModel(SimpleNamespace(**fields, forward=lambda meta_NM: outputs), "draft", notes)  # type: ignore[arg-type]
+    model = RecordedModel(SimpleNamespace(**fields, forward=lambda meta_NM: outputs), "draft", notes)
     clock = iter((1.0, 1.25))
     monkeypatch.setattr("yggdrasil.report.timeline.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     assert model.forward(torch.zeros(4, 9)) is outputs

@@ -14,7 +14,7 @@ from yggdrasil.tree import TokenTree
 MAX_DEPTH = 6
 
 
-def grown(grow_, *, width: int, depth: int, candidates: int, seed: int, platt: PlattScale = UNSCALED):  # type: ignore[no-untyped-def]
+def grown(grow_, *, width: int, depth: int, candidates: int, seed: int, platt: PlattScale = UNSCALED):
     """A tree grown over random candidates, and the metadata of every step."""
     generator = torch.Generator().manual_seed(seed)
     tree = TokenTree.root(3, 1 + width * depth, max_depth=MAX_DEPTH)
@@ -124,7 +124,7 @@ def test_more_nodes_than_candidates_are_refused(grow_) -> None:  # type: ignore[
 
 
 @pytest.mark.parametrize("grow_", (grow_reference_, grow_fused_))
-def test_a_path_longer_than_max_depth_is_refused_and_adds_no_node(grow_) -> None:  # type: ignore[no-untyped-def]
+def test_a_path_longer_than_max_depth_is_refused_and_adds_no_node(grow_) -> None:
     load_kernels()
     tree = TokenTree.root(3, 4, max_depth=1)
     frontier = Frontier(4, 1)

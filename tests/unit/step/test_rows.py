@@ -380,7 +380,8 @@ def test_a_commit_keeps_the_path_and_of_the_draft_the_nodes_that_ran(
     num_run: int, kept: list[int] | None
 ) -> None:
     [row] = rows_of([7, 8, 9, 6], lag=2)
-    target, draft = Kept(), Kept()
+    target = Kept()
+    draft = Kept()
     drafted = RowDraft(chain([0.5] * 5).tree, num_run, Shape(1, 5))
     pruned = Pruned(drafted.tree, [0, 2, 3, 5], 1.0)
     commit_row_(target, draft, row, drafted, pruned, Accepted([0, 1, 3], [4, 5, 6]))

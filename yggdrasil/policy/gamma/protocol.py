@@ -30,7 +30,7 @@ class Load:
         depth_limits: Most draft tokens of a path that each of these rows can still use: the limit of its
             request and the rest of its output. Empty if only `deepest` limits them.
         rows: These rows; empty if unknown.
-        nodes_max: Most nodes of each drafted tree besides its root: what the pages hold.
+        nodes_max: Most nodes of each drafted tree, the root not counted: what the pages hold.
     """
 
     batch_size: int
