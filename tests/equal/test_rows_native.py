@@ -18,7 +18,7 @@ from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.stopping import LowConfidence, SmallGain
 from yggdrasil.serve.load import load_batcher
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
-from yggdrasil.step.choice import VERIFY_ALL, Choice, VerifyMenu, verify_most
+from yggdrasil.step.choice import Choice, VerifyMenu, verify_most
 from yggdrasil.step.native import NativeStep
 from yggdrasil.step.rows import StepOverRows
 from yggdrasil.trace import Trace
@@ -37,8 +37,9 @@ SHAPES = (
     Shape(1, 4, stop=LowConfidence(0.5)),
     Shape(3, 3, 8, LEVELS),
 )
+# five rows and 20 nodes fit in the largest graph, of 32 tokens
 MENUS = (
-    VERIFY_ALL,
+    verify_most(20),
     verify_most(6),
     verify_most(0),
     VerifyMenu((2, 8, 20), (10.0, 11.0, 14.0), growth_ms=0.3, scale=0.9, extra=(0.0, 0.5, 1.0)),
