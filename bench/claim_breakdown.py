@@ -4,7 +4,7 @@ Paper: Fig. 12. Arms, greedy, interleaved prompt by prompt, each with everything
 
 - O1, latency-optimal trees, run eagerly: equal growth of W = 8, D = 16, its 64 best nodes verified, on
   uncompiled models;
-- O2, graph compilation: the same trees on our graphs, as they run without a plan (`Engine.fast_step`);
+- O2, graph compilation: the same trees on our graphs, as they run without a plan;
 - O3, verification pruning: the same W and D, K chosen by the objective at every step;
 - O4, scheduling: the same shapes under the plan that was searched for this pair; null where no plan was
   measured to gain, and then O5 runs so as well;

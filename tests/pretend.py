@@ -8,6 +8,8 @@ single element or through an index is such a copy, from pageable memory; assigni
 Time is pretended, too: the host's work takes none, a forward of a `DeviceModel` takes a given time on its
 stream, and a wait ends when the awaited work ends.
 
+Of our own operators the form for CUDA runs, where there is one in Python.
+
 For torch itself the tensors are on its "meta" device, which every build has.
 """
 
@@ -98,6 +100,8 @@ class Pretended(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "ygg" and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CUDA"):
+            return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
         if _waits(func, args, kwargs):
             _note(func.name())
         to_device = kwargs.get("device")
@@ -348,6 +352,7 @@ class DeviceModel:
         self._forward_ms = forward_ms
         self.cache = model.cache
         self.max_depth = model.max_depth
+        self.sizes = model.sizes
         self.prefill_chunk = model.prefill_chunk
         self.widest = model.widest
         self.num_candidates = model.num_candidates
@@ -358,6 +363,9 @@ class DeviceModel:
 
     def meta(self, num_tokens: int) -> Tensor:
         return Pretended(self._model.meta(num_tokens))
+
+    def native(self, meta_NM: Tensor) -> None:
+        """C++ runs no graph of a device."""
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         for tensor in self._last:

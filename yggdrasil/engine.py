@@ -2,12 +2,7 @@
 
 A step (`Engine.step`) emits one or more tokens:
     choose      the policy chooses the shape of the tree: W nodes per growth step, D steps
-    roll back   KV of an interrupted step is dropped
-    draft       the draft model grows a tree of candidate tokens under the last token
-    prune       the subtree with the most expected tokens per millisecond is kept
-    verify      the target runs all its nodes in one forward
-    accept      the path on which the tree has the target's own tokens is accepted, plus one bonus token
-    commit      the path's KV is kept in both caches and its tokens are added to the text
+    run         step/rows.py drafts, prunes, verifies, accepts and commits; on a CPU kernels/step.cpp does
     observe     the policy sees the result
 """
 
@@ -23,16 +18,12 @@ from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.policy.uncalibrated import plain_policy
-from yggdrasil.schedule.executor import Executor
-from yggdrasil.schedule.plan import Plan
-from yggdrasil.state import PLAIN, DecodeState, Row, StepResult, truncate
-from yggdrasil.step.accept import accept
-from yggdrasil.step.choice import Choice
-from yggdrasil.step.commit import commit_, roll_back_unfinished_
-from yggdrasil.step.draft import catch_up_, draft, prefill, row_of
+from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult, truncate
+from yggdrasil.step.choice import VERIFY_ALL, Choice
+from yggdrasil.step.growth import prefill
 from yggdrasil.step.native import NativeStep
-from yggdrasil.step.prune import prune
-from yggdrasil.step.verify import verify
+from yggdrasil.step.plan import SEQUENTIAL, Plan
+from yggdrasil.step.rows import StepOverRows
 from yggdrasil.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import Trace
 
@@ -53,10 +44,11 @@ class Engine:
         eos_tokens: Tokens that end a text.
         vocab: V: token ids of both models are below V.
         tokenizer: Decodes emitted tokens to find stop texts; without one, stop texts are refused.
-        greedy_plan: How `generate` runs iterations at temperature 0. Without a plan, or with one without
-            effect there, an iteration is one native call where both models support it, else `step`.
+        greedy_plan: Order of the stages at temperature 0. A plan that runs nothing ahead of time there is
+            one call of C++ where both models support it.
         sampled_plan: The same above temperature 0.
         trace: Collects the milliseconds of the stages; a new one when not given.
+        stepper: Runs every step, instead of C++ or a plan.
 
     Example: both models count. `load_pair().engine` is an engine over compiled models.
         >>> import torch
@@ -99,9 +91,10 @@ class Engine:
         eos_tokens: Sequence[int] = (),
         vocab: int = ANY_TOKEN,
         tokenizer: Tokenizer | None = None,
-        greedy_plan: Plan | None = None,
-        sampled_plan: Plan | None = None,
+        greedy_plan: Plan = SEQUENTIAL,
+        sampled_plan: Plan = SEQUENTIAL,
         trace: Trace | None = None,
+        stepper: StepOverRows | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
@@ -110,15 +103,15 @@ class Engine:
         self.vocab = vocab
         self.tokenizer = tokenizer
         self.trace = Trace() if trace is None else trace
-        in_one_call = NativeStep.runs(target, draft)
+        self._greedy = stepper or StepOverRows(target, draft, self.trace, greedy_plan)
+        self._sampled = stepper or StepOverRows(target, draft, self.trace, sampled_plan)
+        in_one_call = stepper is None and NativeStep.runs(target, draft)
         self._native = NativeStep(target, draft, self.trace) if in_one_call else None
-        self._greedy = self._executor(greedy_plan, 0.0)
-        self._sampled = self._executor(sampled_plan, 1.0)
         # the request whose text is in the KV of both models
         self._generating: DecodeState | None = None
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
-        """Emit one or more tokens: the specification of an iteration, see the top of this module.
+        """Emit one or more tokens.
 
         Args:
             state: The request; the emitted tokens are added to its tokens.
@@ -126,95 +119,64 @@ class Engine:
 
         Raises:
             YggError: the target's logits are not finite; the text so far is intact.
+            CapacityError: the caches cannot hold both the text and the tree.
 
         Cost: 1 + (D - 1) draft forwards and one target forward; each sync is marked in step/.
-        Source: Yggdrasil sections 4 and 5.1, stages one after another.
+        Source: Yggdrasil sections 4 and 5.1. The stages are in step/rows.py.
         """
         began = time.perf_counter()
-        with self.trace.stage("policy"):
-            choice = policy.choose([row_of(state, self.target, self.draft)])
-        result = self._run(state, choice, began)
-        policy.observe(result)
-        return result
-
-    def _run(self, state: DecodeState, choice: Choice, began: float) -> StepResult:
-        """The stages of `step` after the choice."""
-        root_pos = state.root_pos
-        shape = choice.shapes[0]
-        stage = self.trace.stage
-        roll_back_unfinished_(self.target, self.draft, root_pos)
-        with stage("draft"):
-            caught_up = shape.depth > 0 and catch_up_(self.draft, state)
-            platt = choice.calibrations[0].platt
-            drafted = draft(self.draft, state, PLAIN if caught_up else shape, platt)
-        with stage("prune"):
-            pruned = prune(drafted.tree, drafted.shape, choice)
-        with stage("verify"):
-            logits_KV, hidden_KE = verify(self.target, pruned.tree, state.tokens)
-        with stage("accept"):
-            accepted = accept(pruned.tree, logits_KV, root_pos, state.sampling)
-        with stage("commit"):
-            commit_(state, self.target, self.draft, pruned, accepted, drafted.num_run, hidden_KE)
-        return StepResult(
-            tokens=accepted.tokens,
-            shape=drafted.shape,
-            drafted=len(drafted.tree),
-            verified=len(pruned.tree),
-            context_len=root_pos,
-            predicted_emitted=pruned.expected_emitted,
-            tree_of=lambda: pruned.tree,
-            path=accepted.path,
-            ms=(time.perf_counter() - began) * 1e3,
-            caught_up=caught_up,
-        )
-
-    def planned(self, temperature: float) -> Executor | None:
-        """The executor of `generate` at this temperature, if a plan gains there."""
-        return self._sampled if temperature > 0 else self._greedy
-
-    def fast_step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
-        """`step` as `generate` runs it: the same results, faster."""
-        planned = self.planned(state.sampling.temperature)
-        if planned is not None:
-            return planned.step(state, policy)
-        if self._native is None:
-            return self.step(state, policy)
-        return self._native_step(self._native, state, policy)
-
-    def _native_step(self, native: NativeStep, state: DecodeState, policy: ShapePolicy) -> StepResult:
-        """`step` in one call of C++, if that runs the shape together with the text that the caches lack."""
-        began = time.perf_counter()
-        roll_back_unfinished_(self.target, self.draft, state.root_pos)
-        row = row_of(state, self.target, self.draft)
+        row = self._row(state)
         choice = policy.choose([row])
         self.trace.note(("policy",), (began * 1e3, time.perf_counter() * 1e3))
-        if self._fits(row, choice):
-            [result] = native.run([row], choice, began)
-            self.draft.cache.kept_(row.draft_len)
-            if result.error:
-                raise YggError(result.error)
-            self.target.cache.kept_(row.target_len)
-        else:
-            result = self._run(state, choice, began)
+        catches_up = choice.shapes[0].depth > 0 and self._catch_up_(row)
+        if catches_up:
+            choice = Choice((PLAIN,), choice.calibrations, VERIFY_ALL)
+        self._reserve(row, choice.shapes[0])
+        [result] = self._stepper(row, choice).run([row], choice, began)
+        if result.error:
+            raise YggError(result.error)
+        self.target.cache.kept_(row.target_len)
+        self.draft.cache.kept_(row.draft_len)
+        if catches_up:
+            result = replace(result, caught_up=True)
         policy.observe(result)
         return result
 
-    def _fits(self, row: Row, choice: Choice) -> bool:
-        """Whether C++ knows the stop rule, the draft's lag is one chunk, and the tree fits both caches."""
-        [shape] = choice.shapes
-        root_pos = row.state.root_pos
-        capacity = min(self.target.cache.shape.capacity, self.draft.cache.shape.capacity)
-        return (
-            NativeStep.supports(choice)
-            and (shape.depth == 0 or row.lag < self.draft.prefill_chunk)
-            and root_pos + shape.num_nodes <= capacity
-            and root_pos - row.target_len + shape.num_nodes <= self.target.prefill_chunk
-        )
+    def _row(self, state: DecodeState) -> Row:
+        """The only row of both caches, without KV that an interrupted step committed beyond the text."""
+        for model in (self.target, self.draft):
+            model.cache.rollback_(min(model.cache.len, state.root_pos))
+        return Row(0, state, self.target.cache.len, self.draft.cache.len)
 
-    def _executor(self, plan: Plan | None, temperature: float) -> Executor | None:
-        if plan is None or not plan.helps(temperature):
-            return None
-        return Executor(plan, self.target, self.draft, self.trace)
+    def _catch_up_(self, row: Row) -> bool:
+        """Run one chunk of the text that the draft's KV lacks, if it lacks that much; whether it ran.
+
+        A draft lags that far after many steps of plain decoding. It catches up over several steps, which
+        decode without speculation, so no single step stalls.
+        """
+        if row.lag < self.draft.prefill_chunk:
+            return False
+        with self.trace.stage("catch up"):
+            prefill(self.draft, row.state.tokens[: row.draft_len + self.draft.prefill_chunk])
+        row.draft_len = self.draft.cache.len
+        return True
+
+    def _reserve(self, row: Row, shape: Shape) -> None:
+        """Raises CapacityError unless both caches can hold the text and the tree."""
+        for model in (self.target, self.draft)[: 2 if shape.depth else 1]:
+            model.cache.reserve(row.state.root_pos - model.cache.len + shape.num_nodes)
+
+    def _stepper(self, row: Row, choice: Choice) -> NativeStep | StepOverRows:
+        """C++ where it knows the stop rule and no stage runs ahead of time."""
+        temperature = row.state.sampling.temperature
+        by_stages = self._sampled if temperature > 0 else self._greedy
+        if self._native is None or by_stages.plan.helps(temperature) or not NativeStep.supports(choice):
+            return by_stages
+        return self._native
+
+    def plan(self, temperature: float) -> Plan:
+        """The order of the stages at this temperature."""
+        return self._sampled.plan if temperature > 0 else self._greedy.plan
 
     def generate(
         self, prompt: Sequence[int], policy: ShapePolicy, config: GenerateConfig
@@ -266,7 +228,7 @@ class Engine:
                 prefill(self.draft, state.tokens[:-1])
         while (before := state.num_emitted) < limit:
             self._require_own_text(state)
-            result = self.fast_step(state, policy)
+            result = self.step(state, policy)
             tokens = truncate(result.tokens, room=limit - before, eos_tokens=eos_tokens)
             tokens = tokens if stream is None else stream.take(tokens)
             yield result if tokens == result.tokens else replace(result, tokens=tokens)

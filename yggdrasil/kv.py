@@ -148,23 +148,29 @@ class KVCache(KVStorage):
                 "shorten the prompt or compile with a larger --max-context",
             )
 
+    def keep_(self, row: int, start: int, path: Sequence[int]) -> None:
+        """`KVStorage.keep_` of the only row, whose pages are in order.
+
+        Cost: nothing for a chain from the root, else one operator over all layers. No sync.
+        """
+        moved = _num_in_place(path)
+        if moved < len(path):
+            sources = [start + offset for offset in path[moved:]]
+            torch.ops.ygg.move_slots_(self.storage_PL2GSF, sources, start + moved)
+
     def commit_(self, path: Sequence[int]) -> None:
         """Keep the provisional tokens at `len + path[i]` as indices `len + i`; drop the rest.
 
         Args:
             path: Ascending offsets from `len`; empty commits nothing.
 
-        Cost: nothing for a chain, else one gather and one scatter over all layers. No sync.
+        Cost: that of `keep_`.
         """
-        moved = _num_in_place(path)
-        if moved < len(path):
-            torch.ops.ygg.move_slots_(
-                self.storage_PL2GSF, [self.len + offset for offset in path[moved:]], self.len + moved
-            )
+        self.keep_(0, self.len, path)
         self.len += len(path)
 
     def kept_(self, length: int) -> None:
-        """Set the committed length, after an operator has moved the kept tokens below `length`."""
+        """Set the committed length, after `keep_` or a C++ step has moved the kept tokens below it."""
         assert self.len <= length <= self.shape.capacity
         self.len = length
 

@@ -28,6 +28,7 @@ from yggdrasil.policy.shape import (
 )
 from yggdrasil.schedule.choice import FORMAT, PlanChoice
 from yggdrasil.state import PLAIN, Shape
+from yggdrasil.step.plan import SEQUENTIAL
 from yggdrasil.store import artifacts
 from yggdrasil.tokenizer import Tokenizer
 
@@ -177,8 +178,8 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     depth, plan = load_decisions(bundle, dataset)
     tokenizer = Tokenizer(bundle.tokenizer_path, bundle.command)
     target, draft = load_models(bundle)
-    greedy = plan.greedy.plan
-    sampled = plan.sampled.plan
+    greedy = plan.greedy.plan or SEQUENTIAL
+    sampled = plan.sampled.plan or SEQUENTIAL
     limits: dict[str, Any] = {
         "max_context": bundle.max_context,
         "eos_tokens": bundle.eos_tokens,

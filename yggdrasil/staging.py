@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["send_", "staged_like", "upload"]
+__all__ = ["send", "send_", "staged_like", "upload"]
 
 
 def upload(
@@ -32,6 +32,11 @@ def upload(
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def send(host: Tensor, device: str) -> Tensor:
+    """A tensor of the host on a device; the same tensor for "cpu". Cost: one copy, no sync."""
+    return host if device == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def staged_like(target: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class StopRule(Protocol):
 
     @property
     def native(self) -> tuple[Tensor, float] | None:
-        """The same rule for the loop in kernels/graph.cpp; None for a rule that exists only in Python.
+        """The same rule for the loop in kernels/step.cpp; None for a rule that exists only in Python.
 
         Either the costs of nodes by rank, float64, and the minimum gain of a step; or an empty tensor and
         the minimum log-probability of the last edge.
@@ -99,24 +99,17 @@ PLAIN = Shape(1, 0, 1)
 
 @dataclass(frozen=True)
 class Head:
-    """The draft's candidates after a root, known before the iteration that grows from it.
+    """The draft's candidates after a root, known before the step that grows from it.
 
     Args:
         root_pos: Position of that root.
-        tokens_NC: (N, C) the best next tokens after each token of one forward.
-        log_probs_NC: (N, C) their log-probabilities.
-        row: Row of the root.
+        tokens_1C: (1, C) the best next tokens.
+        log_probs_1C: (1, C) their log-probabilities.
     """
 
     root_pos: int
-    tokens_NC: Tensor
-    log_probs_NC: Tensor
-    row: int
-
-    @property
-    def candidates(self) -> tuple[Tensor, Tensor]:
-        """The root's candidates and their log-probabilities, (1, C) each."""
-        return self.tokens_NC[self.row : self.row + 1], self.log_probs_NC[self.row : self.row + 1]
+    tokens_1C: Tensor
+    log_probs_1C: Tensor
 
 
 @dataclass
@@ -205,8 +198,8 @@ class StepResult:
         caught_up: Whether the draft ran a chunk of text that its KV lacked, instead of drafting; the shape
             is then plain.
         error: What is wrong with the target's logits; then no token is emitted.
-        values: Calibrated acceptance of every drafted node but the root. Only a step over rows has it.
-        depths: Depth in the tree of every verified node, root included. Only a step over rows has it.
+        values: Calibrated acceptance of every drafted node but the root.
+        depths: Depth in the tree of every verified node, root included.
     """
 
     tokens: list[int]

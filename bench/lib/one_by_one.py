@@ -18,9 +18,10 @@ from yggdrasil.offline.budget import EVERY, CalibrationSize
 from yggdrasil.offline.traces import Traces
 from yggdrasil.policy.acceptance import TreeRecord, fit_platt
 from yggdrasil.policy.depth import Array, inputs_of
-from yggdrasil.policy.uncalibrated import uncalibrated_policy
-from yggdrasil.state import DecodeState, Shape
-from yggdrasil.step.draft import draft
+from yggdrasil.policy.uncalibrated import UNCALIBRATED, uncalibrated_policy
+from yggdrasil.state import DecodeState, Row, Shape
+from yggdrasil.step.choice import VERIFY_ALL, Calibration, Choice
+from yggdrasil.step.growth import draft_rows
 from yggdrasil.step.platt import PlattScale
 
 __all__ = ["collect_one_by_one"]
@@ -108,8 +109,13 @@ def _outputs(model: TokenModel, text: Sequence[int]) -> tuple[torch.Tensor, torc
 
 def _record(engine: Engine, text: Sequence[int], end: int, shape: Shape, platt: PlattScale) -> TreeRecord:
     state = DecodeState(list(text[:end]))
-    engine.draft.cache.rollback_(min(engine.draft.cache.len, end - 1))
-    tree = draft(engine.draft, state, shape, platt).tree
+    cache = engine.draft.cache
+    cache.rollback_(min(cache.len, end - 1))
+    row = Row(0, state, draft_len=cache.len)
+    choice = Choice((shape,), (Calibration(platt, UNCALIBRATED.calibration.knots),), VERIFY_ALL)
+    [drafted] = draft_rows(engine.draft, [row], choice)
+    cache.kept_(row.draft_len)
+    tree = drafted.tree
     follows = torch.tensor(
         [text[end + depth] if end + depth < len(text) else -1 for depth in tree.depth_N.tolist()]
     )

@@ -666,11 +666,11 @@ DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
     ),
     "plan that is none": (
         lambda bundle: edit(bundle.plan_path, lambda payload: payload["greedy"].update(trial=NO_TRIAL)),
-        r"-plan\.json: corrupt .*placements of policy",
+        r"-plan\.json: corrupt .*placements of draft",
     ),
     "plan of the former format": (
         lambda bundle: edit(bundle.plan_path, lambda payload: payload.pop("format")),
-        r"-plan\.json: stale: written in format 1, current is 3",
+        r"-plan\.json: stale: written in format 1, current is 4",
     ),
     "predictor of another compilation": (
         lambda bundle: edit(

@@ -12,7 +12,6 @@ import tiny_pair
 import torch
 from conftest import COMPRESSED, SMALLEST, compiled
 
-from yggdrasil import engine as engine_module
 from yggdrasil.bundle import Bundle
 from yggdrasil.compiler.graphs import compile_graph
 from yggdrasil.compiler.workers import GraphJob, compile_graphs
@@ -29,10 +28,14 @@ from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import FixedShape
-from yggdrasil.policy.uncalibrated import plain_policy
+from yggdrasil.policy.uncalibrated import UNCALIBRATED, plain_policy
 from yggdrasil.report.run import Run
-from yggdrasil.state import PLAIN, DecodeState, Shape
-from yggdrasil.step.draft import draft, prefill
+from yggdrasil.state import PLAIN, DecodeState, Row, Shape
+from yggdrasil.step import rows as rows_module
+from yggdrasil.step.choice import VERIFY_ALL, Choice
+from yggdrasil.step.growth import draft_rows, prefill
+from yggdrasil.step.rows import StepOverRows
+from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
 
 PROMPTS = ("Once upon a time", "Tom", "One day Lily saw a red fox near the café.", "xyz 123")
@@ -56,6 +59,19 @@ def decode(
     policy = plain_policy() if plain else pair.policy(temperature=sampling.temperature, shape=shape)
     tokens = pair.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     return [token for result in pair.engine.generate(tokens, policy, config) for token in result.tokens]
+
+
+def engine_by_stages(pair: LoadedPair) -> Engine:
+    """The specification of the step, over the pair's models."""
+    models = pair.engine.target, pair.engine.draft
+    stepper = StepOverRows(*models, Trace())
+    return Engine(*models, max_context=pair.bundle.max_context, stepper=stepper)
+
+
+@pytest.fixture(params=("in one call", "by stages"))
+def engine(request: pytest.FixtureRequest, tiny: LoadedPair) -> Engine:
+    """Both forms of the step."""
+    return tiny.engine if request.param == "in one call" else engine_by_stages(tiny)
 
 
 @pytest.fixture(scope="module")
@@ -90,20 +106,20 @@ def test_speculative_equals_plain_and_transformers(
 
 @pytest.mark.parametrize("prompt_len", (1, 2, 9, 16, 17, 18, 32, 33, 34, 49, 50, 70))
 def test_verifying_the_first_tree_with_the_end_of_the_prompt_changes_nothing(
-    tiny: LoadedPair, prompt_len: int
+    tiny: LoadedPair, engine: Engine, prompt_len: int
 ) -> None:
     """Chunks have 32 tokens here; up to 16 tokens of the last one run in the first verification."""
     prompt = [(5 * place) % 60 + 4 for place in range(prompt_len)]
     state = DecodeState(list(prompt))
-    engine = tiny.engine
     for model in (engine.target, engine.draft):
         model.cache.rollback_(0)
         prefill(model, prompt[:-1])  # the whole prompt separately
     while len(state.emitted) < 12:
         engine.step(state, plain_policy())
     expected = list(state.emitted)
+    pair = replace(tiny, engine=engine)
     for shape in (PLAIN, Shape(4, 4, 16), Shape(1, 4)):
-        assert decode(tiny, prompt, shape, num_tokens=12, ignore_eos=True) == expected, str(shape)
+        assert decode(pair, prompt, shape, num_tokens=12, ignore_eos=True) == expected, str(shape)
 
 
 def test_a_short_prompt_needs_no_separate_forward(tiny: LoadedPair) -> None:
@@ -182,10 +198,10 @@ def test_a_shape_that_was_not_compiled_is_refused(tiny: LoadedPair, shape: Shape
 def test_one_node_a_step_is_a_chain(tiny: LoadedPair) -> None:
     # a draft as poor as this one prefers a sibling at some step
     for last in range(20, 40):
-        tiny.engine.draft.cache.rollback_(0)
-        assert draft(
-            tiny.engine.draft, DecodeState([*range(10, 20), last]), Shape(1, 4)
-        ).tree.parent_N.tolist() == [-1, 0, 1, 2, 3]
+        row = Row(0, DecodeState([*range(10, 20), last]))
+        choice = Choice((Shape(1, 4),), (UNCALIBRATED.calibration,), VERIFY_ALL)
+        [drafted] = draft_rows(tiny.engine.draft, [row], choice)
+        assert drafted.tree.parent_N.tolist() == [-1, 0, 1, 2, 3]
 
 
 def test_a_static_tree_may_be_wider_than_a_node_has_children(tiny: LoadedPair) -> None:
@@ -244,7 +260,7 @@ def test_the_thread_count_changes_no_token(tiny: LoadedPair) -> None:
         set_num_threads(num_threads)
 
 
-def test_shapes_may_change_at_every_step(tiny: LoadedPair) -> None:
+def test_shapes_may_change_at_every_step(tiny: LoadedPair, engine: Engine) -> None:
     """Also to plain steps, during which the draft lags and has to catch up."""
     sequence = [
         Shape(4, 4),
@@ -257,12 +273,12 @@ def test_shapes_may_change_at_every_step(tiny: LoadedPair) -> None:
     ]
     expected = decode(tiny, PROMPTS[0], None, plain=True, num_tokens=150, ignore_eos=True)
     state = DecodeState(tiny.tokenizer.encode(PROMPTS[0]))
-    for model in (tiny.engine.target, tiny.engine.draft):
+    for model in (engine.target, engine.draft):
         model.cache.rollback_(0)
-    engine_module.prefill(tiny.engine.target, state.tokens[:-1])
+    prefill(engine.target, state.tokens[:-1])
     while len(state.emitted) < 150:
         for shape in sequence:
-            tiny.engine.step(state, tiny.policy(shape=shape))
+            engine.step(state, tiny.policy(shape=shape))
             if len(state.emitted) >= 150:
                 break
     assert list(state.emitted)[:150] == expected
@@ -415,76 +431,115 @@ def test_compiled_equals_eager(tiny: LoadedPair) -> None:
                 torch.testing.assert_close(ours[:count], theirs[:count], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("stage", ("accept", "commit_", "verify", "draft"))
+@pytest.mark.parametrize("stage", ("follow", "commit_row_", "verify_rows", "draft_rows"))
 def test_interrupted_step_leaves_committed_history(
     tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     expected = decode(tiny, PROMPTS[0], None, plain=True, num_tokens=48, ignore_eos=True)
+    engine = engine_by_stages(tiny)
     state = DecodeState(tiny.tokenizer.encode(PROMPTS[0]))
-    for model in (tiny.engine.target, tiny.engine.draft):
+    for model in (engine.target, engine.draft):
         model.cache.rollback_(0)
-        engine_module.prefill(model, state.tokens[:-1])
+        prefill(model, state.tokens[:-1])
     policy = tiny.policy(shape=Shape(4, 4, 16))
     for _ in range(3):
-        tiny.engine.step(state, policy)
+        engine.step(state, policy)
     history = list(state.tokens)
 
-    original = getattr(engine_module, stage)
+    original = getattr(rows_module, stage)
 
     def power_cut(*args: Any, **kwargs: Any) -> Any:
-        if stage in ("verify", "draft"):
+        if stage in ("verify_rows", "draft_rows"):
             original(*args, **kwargs)  # its KV is written, its result is lost
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine_module, stage, power_cut)
+        patched.setattr(rows_module, stage, power_cut)
         with pytest.raises(KeyboardInterrupt):
-            tiny.engine.step(state, policy)
+            engine.step(state, policy)
     assert state.tokens == history
     while len(state.emitted) < 48:
-        tiny.engine.step(state, policy)
+        engine.step(state, policy)
     assert list(state.emitted)[:48] == expected
 
 
+@pytest.mark.parametrize("which", ("target", "draft"))
 def test_commit_interrupted_between_the_models_leaves_committed_history(
-    tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch
+    tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
+    """After the KV of one model, or of both, has moved."""
     expected = decode(tiny, PROMPTS[0], None, plain=True, num_tokens=48, ignore_eos=True)
+    engine = engine_by_stages(tiny)
     state = DecodeState(tiny.tokenizer.encode(PROMPTS[0]))
-    for model in (tiny.engine.target, tiny.engine.draft):
+    for model in (engine.target, engine.draft):
         model.cache.rollback_(0)
-        engine_module.prefill(model, state.tokens[:-1])
+        prefill(model, state.tokens[:-1])
     policy = tiny.policy(shape=Shape(4, 4, 16))
-    tiny.engine.step(state, policy)
-    commit_ = KVCache.commit_
-    target_cache = tiny.engine.target.cache
+    engine.step(state, policy)
+    history = list(state.tokens)
+    keep_ = KVCache.keep_
+    cut_cache = getattr(engine, which).cache
 
-    def power_cut(self: KVCache, path: Any) -> None:
-        commit_(self, path)
-        if self is target_cache:
+    def power_cut(self: KVCache, row: int, start: int, path: Sequence[int]) -> None:
+        keep_(self, row, start, path)
+        if self is cut_cache:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(KVCache, "commit_", power_cut)
+        patched.setattr(KVCache, "keep_", power_cut)
         with pytest.raises(KeyboardInterrupt):
-            tiny.engine.step(state, policy)
+            engine.step(state, policy)
+    assert state.tokens == history
     while len(state.emitted) < 48:
-        tiny.engine.step(state, policy)
+        engine.step(state, policy)
     assert list(state.emitted)[:48] == expected
 
 
-def test_logits_that_are_not_finite_lose_only_the_step(tiny: LoadedPair) -> None:
+@pytest.mark.parametrize("moment", ("before", "after"))
+@pytest.mark.parametrize("which", ("target", "draft"))
+def test_an_interrupt_before_the_caches_know_the_new_text_loses_no_token(
+    tiny: LoadedPair, engine: Engine, monkeypatch: pytest.MonkeyPatch, which: str, moment: str
+) -> None:
+    """The text is written first; the next step runs again what a cache does not know."""
+    expected = decode(tiny, PROMPTS[0], None, plain=True, num_tokens=48, ignore_eos=True)
+    state = DecodeState(tiny.tokenizer.encode(PROMPTS[0]))
+    for model in (engine.target, engine.draft):
+        model.cache.rollback_(0)
+        prefill(model, state.tokens[:-1])
+    policy = tiny.policy(shape=Shape(4, 4, 16))
+    kept_ = KVCache.kept_
+    cut_cache = getattr(engine, which).cache
+
+    def power_cut(self: KVCache, length: int) -> None:
+        if self is cut_cache and moment == "before":
+            raise KeyboardInterrupt
+        kept_(self, length)
+        if self is cut_cache:
+            raise KeyboardInterrupt
+
+    while len(state.emitted) < 48:
+        with monkeypatch.context() as patched:
+            patched.setattr(KVCache, "kept_", power_cut)
+            before = len(state.tokens)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step(state, policy)
+            assert len(state.tokens) > before
+        engine.step(state, policy)
+    assert list(state.emitted)[:48] == expected
+
+
+def test_logits_that_are_not_finite_lose_only_the_step(tiny: LoadedPair, engine: Engine) -> None:
     state = DecodeState(tiny.tokenizer.encode(PROMPTS[0]))
     history = list(state.tokens)
-    for model in (tiny.engine.target, tiny.engine.draft):
+    for model in (engine.target, engine.draft):
         model.cache.rollback_(0)
-        engine_module.prefill(model, state.tokens[:-1])
-    values = tiny.engine.target.cache.storage_PL2GSF
+        prefill(model, state.tokens[:-1])
+    values = engine.target.cache.storage_PL2GSF
     kept = values.clone()
     values[:, :, 1] = float("nan")
     try:
         with pytest.raises(YggError, match="not finite"):
-            tiny.engine.step(state, tiny.policy(shape=Shape(4, 2)))
+            engine.step(state, tiny.policy(shape=Shape(4, 2)))
     finally:
         values.copy_(kept)
     assert state.tokens == history
@@ -540,18 +595,20 @@ def test_the_error_for_a_tree_wider_than_the_menu_names_the_menu(tiny: LoadedPai
         tiny.engine.target.meta(33)
 
 
-def test_long_prompts_are_prefilled_in_chunks_with_the_same_result(tiny: LoadedPair) -> None:
+def test_long_prompts_are_prefilled_in_chunks_with_the_same_result(
+    tiny: LoadedPair, engine: Engine
+) -> None:
     prompt = tiny.tokenizer.encode(" ".join(tiny_pair.stories(8)))[:101]
     chunked = decode(tiny, prompt, None, plain=True, num_tokens=20, ignore_eos=True)
     state = DecodeState(prompt[:1])
-    for model in (tiny.engine.target, tiny.engine.draft):
+    for model in (engine.target, engine.draft):
         model.cache.rollback_(0)
     for token in prompt[1:]:  # the same prompt, token after token
-        tiny.engine.step(state, plain_policy())
+        engine.step(state, plain_policy())
         state.tokens[-1:] = [token]
     state.prompt_len = len(prompt)
     while len(state.emitted) < 20:
-        tiny.engine.step(state, plain_policy())
+        engine.step(state, plain_policy())
     assert list(state.emitted) == chunked
 
 

@@ -1,4 +1,4 @@
-"""The native step against `Engine.step`, its specification: equal results and equal bits in both caches."""
+"""The native step against its specification: equal results and equal bits in both caches."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from yggdrasil.models.protocol import TokenModel
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.shape import FixedShape, ShapePolicy
 from yggdrasil.policy.stopping import LowConfidence, SmallGain
-from yggdrasil.schedule.executor import Executor
 from yggdrasil.schedule.search import plans
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
 from yggdrasil.step.choice import Choice
-from yggdrasil.step.draft import prefill
+from yggdrasil.step.growth import prefill
+from yggdrasil.step.plan import SEQUENTIAL
+from yggdrasil.step.rows import StepOverRows
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
 
@@ -73,6 +74,13 @@ def engine(tiny_bundle: Bundle) -> Engine:
     return Engine(*load_models(tiny_bundle), max_context=tiny_bundle.max_context)
 
 
+@pytest.fixture(scope="module")
+def by_stages(engine: Engine) -> Engine:
+    """The specification over the same models."""
+    stepper = StepOverRows(engine.target, engine.draft, Trace())
+    return Engine(engine.target, engine.draft, max_context=engine.max_context, stepper=stepper)
+
+
 def fresh(
     engine: Engine, prompt: Sequence[int], sampling: SamplingConfig = GREEDY, *, lag: int = 0
 ) -> DecodeState:
@@ -99,7 +107,7 @@ def record(engine: Engine, state: DecodeState, result: StepResult) -> tuple[Any,
     kept = engine.target.cache.len, engine.draft.cache.len, state.root_pos
     hidden = None if state.hidden_E is None else state.hidden_E.tolist()
     bare = replace(result, ms=0.0, tree_of=None, values=(), depths=())  # type: ignore[arg-type]
-    return bare, arrays, kept, hidden
+    return bare, arrays, kept, hidden, list(result.values), list(result.depths)
 
 
 def history(
@@ -117,14 +125,20 @@ def stored(model: TokenModel, length: int) -> Tensor:
 
 
 def both(
-    tiny: LoadedPair, engine: Engine, policy: ShapePolicy, sampling: SamplingConfig, *, lag: int = 0
+    tiny: LoadedPair,
+    engine: Engine,
+    by_stages: Engine,
+    policy: ShapePolicy,
+    sampling: SamplingConfig,
+    *,
+    lag: int = 0,
 ) -> None:
     """Compares the two kinds of step along a text, and then the caches."""
     for prompt in PROMPTS:
         tokens = tiny.tokenizer.encode(prompt)
         histories = []
         caches = []
-        for step in (engine.step, engine.fast_step):
+        for step in (by_stages.step, engine.step):
             histories.append(
                 history(
                     engine, fresh(engine, tokens, sampling, lag=min(lag, len(tokens) - 1)), step, policy
@@ -137,20 +151,21 @@ def both(
 
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_native_step_equals_the_step(
-    tiny: LoadedPair, engine: Engine, name: str, sampling: SamplingConfig
+def test_the_native_step_equals_its_specification(
+    tiny: LoadedPair, engine: Engine, by_stages: Engine, name: str, sampling: SamplingConfig
 ) -> None:
-    both(tiny, engine, tiny.policy(shape=SHAPES[name]), sampling)
+    both(tiny, engine, by_stages, tiny.policy(shape=SHAPES[name]), sampling)
 
 
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
 def test_shapes_may_change_from_step_to_step(
-    tiny: LoadedPair, engine: Engine, sampling: SamplingConfig
+    tiny: LoadedPair, engine: Engine, by_stages: Engine, sampling: SamplingConfig
 ) -> None:
     calibrated = tiny.policy(shape=PLAIN)
     both(
         tiny,
         engine,
+        by_stages,
         Turns(
             PLAIN,
             calibrated.acceptance,
@@ -162,12 +177,14 @@ def test_shapes_may_change_from_step_to_step(
     )  # type: ignore[attr-defined]
 
 
-def test_the_default_policy_runs_natively(tiny: LoadedPair, engine: Engine) -> None:
-    both(tiny, engine, tiny.policy(guard=False), GREEDY)
+def test_the_default_policy_runs_natively(tiny: LoadedPair, engine: Engine, by_stages: Engine) -> None:
+    both(tiny, engine, by_stages, tiny.policy(guard=False), GREEDY)
 
 
-def test_the_end_of_a_prompt_runs_with_the_first_tree(tiny: LoadedPair, engine: Engine) -> None:
-    both(tiny, engine, tiny.policy(shape=Shape(4, 4)), GREEDY, lag=5)
+def test_the_end_of_a_prompt_runs_with_the_first_tree(
+    tiny: LoadedPair, engine: Engine, by_stages: Engine
+) -> None:
+    both(tiny, engine, by_stages, tiny.policy(shape=Shape(4, 4)), GREEDY, lag=5)
 
 
 def test_generation_runs_natively_and_records_stages_and_forwards(tiny: LoadedPair, engine: Engine) -> None:
@@ -175,7 +192,7 @@ def test_generation_runs_natively_and_records_stages_and_forwards(tiny: LoadedPa
     trace = traced.trace
     state = fresh(engine, tiny.tokenizer.encode(PROMPTS[0]))
     before = engine.draft.graph_ms, engine.target.graph_ms
-    results = [traced.fast_step(state, tiny.policy(shape=SHAPES["set K"])) for _ in range(4)]
+    results = [traced.step(state, tiny.policy(shape=SHAPES["set K"])) for _ in range(4)]
     assert dict(trace.count) == dict.fromkeys(STAGES, 4)
     in_draft = engine.draft.graph_ms - before[0]
     in_target = engine.target.graph_ms - before[1]
@@ -187,8 +204,8 @@ def test_generation_runs_natively_and_records_stages_and_forwards(tiny: LoadedPa
 LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
 
 
-def test_a_stop_rule_of_python_runs_by_stages(tiny: LoadedPair, engine: Engine) -> None:
-    both(tiny, engine, tiny.policy(shape=Shape(4, 4, 8, stop=TwoDeep())), GREEDY)
+def test_a_stop_rule_of_python_runs_by_stages(tiny: LoadedPair, engine: Engine, by_stages: Engine) -> None:
+    both(tiny, engine, by_stages, tiny.policy(shape=Shape(4, 4, 8, stop=TwoDeep())), GREEDY)
 
 
 def test_a_draft_that_lags_by_a_chunk_catches_up_over_several_steps(
@@ -197,21 +214,23 @@ def test_a_draft_that_lags_by_a_chunk_catches_up_over_several_steps(
     state = fresh(engine, tiny.tokenizer.encode(PROMPTS[0]))
     known = engine.draft.cache.len
     for _ in range(engine.draft.prefill_chunk + 1):
-        engine.fast_step(state, tiny.policy(shape=PLAIN))
+        engine.step(state, tiny.policy(shape=PLAIN))
     assert engine.draft.cache.len == known
-    assert engine.fast_step(state, tiny.policy(shape=Shape(4, 2))).caught_up
-    assert not engine.fast_step(state, tiny.policy(shape=Shape(4, 2))).caught_up
+    assert engine.step(state, tiny.policy(shape=Shape(4, 2))).caught_up
+    assert not engine.step(state, tiny.policy(shape=Shape(4, 2))).caught_up
 
 
 def test_at_the_end_of_the_context_the_step_raises_a_clear_error(tiny: LoadedPair, engine: Engine) -> None:
     capacity = engine.target.cache.shape.capacity
     state = fresh(engine, [5] * (capacity - 8))
     with pytest.raises(YggError, match="context is full"):
-        engine.fast_step(state, tiny.policy(shape=Shape(4, 4, 16)))
+        engine.step(state, tiny.policy(shape=Shape(4, 4, 16)))
     assert len(state.tokens) == capacity - 8
 
 
-def test_logits_that_are_not_finite_lose_only_the_step(tiny: LoadedPair, engine: Engine) -> None:
+def test_logits_that_are_not_finite_lose_only_the_step(
+    tiny: LoadedPair, engine: Engine, by_stages: Engine
+) -> None:
     policy = tiny.policy(shape=Shape(4, 4, 16))
     tokens = tiny.tokenizer.encode(PROMPTS[0])
     state = fresh(engine, tokens)
@@ -221,12 +240,12 @@ def test_logits_that_are_not_finite_lose_only_the_step(tiny: LoadedPair, engine:
     for sampling in (GREEDY, SAMPLED):
         state.sampling = sampling
         with pytest.raises(YggError, match="not finite"):
-            engine.fast_step(state, policy)
+            engine.step(state, policy)
         assert state.tokens == tokens
     key[:, :, 0] = sound
     state.sampling = GREEDY
-    assert history(engine, state, engine.fast_step, policy) == history(
-        engine, fresh(engine, tokens), engine.step, policy
+    assert history(engine, state, engine.step, policy) == history(
+        engine, fresh(engine, tokens), by_stages.step, policy
     )
 
 
@@ -266,12 +285,10 @@ def test_a_step_lets_the_policy_choose_once(
     tiny: LoadedPair, engine: Engine, form: str, name: str, sampling: SamplingConfig
 ) -> None:
     trace = Trace()
-    traced = Engine(engine.target, engine.draft, max_context=engine.max_context, trace=trace)
-    step = {
-        "call": traced.fast_step,
-        "stages": traced.step,
-        "plan": Executor(plans()[-1], engine.target, engine.draft, trace).step,
-    }[form]
+    plan = plans()[-1] if form == "plan" else SEQUENTIAL
+    stepper = None if form == "call" else StepOverRows(engine.target, engine.draft, trace, plan)
+    models = engine.target, engine.draft
+    step = Engine(*models, max_context=engine.max_context, trace=trace, stepper=stepper).step
     policy = Asked(FALL_BACKS[name](tiny))
     tokens = tiny.tokenizer.encode(PROMPTS[0])
     if name == "the end of the context":
@@ -291,13 +308,13 @@ def test_a_step_lets_the_policy_choose_once(
     assert trace.count["policy"] == 3
 
 
-def test_choosing_a_shape_is_part_of_a_step_by_stages(
-    tiny: LoadedPair, engine: Engine, monkeypatch: pytest.MonkeyPatch
+def test_choosing_a_shape_is_part_of_a_step(
+    tiny: LoadedPair, engine: Engine, by_stages: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The guard subtracts the time of the choice, too."""
     policy = tiny.policy(shape=Shape(3, 3, 8, LEVELS))
     tokens = tiny.tokenizer.encode(PROMPTS[0])
     choose = policy.choose
     monkeypatch.setattr(policy, "choose", lambda rows: (time.sleep(0.05), choose(rows))[1])
-    for step in (engine.step, engine.fast_step):
+    for step in (by_stages.step, engine.step):
         assert step(fresh(engine, tokens), policy).ms > 50.0

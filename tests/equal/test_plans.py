@@ -1,4 +1,4 @@
-"""With every plan an iteration has the same tokens, trees and committed KV as `Engine.step`."""
+"""With every plan a step has the same tokens, trees and committed KV as one stage after another."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,18 @@ from yggdrasil.models.protocol import TokenModel
 from yggdrasil.pair import load_pair
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.schedule import choice as choice_module
-from yggdrasil.schedule import executor as executor_module
 from yggdrasil.schedule import profile as profile_module
 from yggdrasil.schedule.choice import MIN_TURNS, Trial, search_plan, try_plan
-from yggdrasil.schedule.executor import Executor
-from yggdrasil.schedule.plan import SEQUENTIAL, Plan
 from yggdrasil.schedule.profile import NUM_STEPS, profile_stages
 from yggdrasil.schedule.search import plans, simulate
-from yggdrasil.schedule.stages import STAGES
 from yggdrasil.schedule.workload import Workload
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 from yggdrasil.step.choice import Calibration, Choice, verify_most
-from yggdrasil.step.draft import prefill
+from yggdrasil.step.growth import prefill
 from yggdrasil.step.native import NativeStep
+from yggdrasil.step.plan import SEQUENTIAL, STAGES, Plan
 from yggdrasil.step.platt import PlattScale
+from yggdrasil.step.rows import StepOverRows
 from yggdrasil.step.sampling import gumbel_noise
 from yggdrasil.store import artifacts
 from yggdrasil.tokenizer import Tokenizer
@@ -152,8 +151,17 @@ def history(
     return done
 
 
-def executor(engine: Engine, plan: Plan) -> Executor:
-    return Executor(plan, engine.target, engine.draft, Trace())
+def step_over_rows(engine: Engine, plan: Plan) -> StepOverRows:
+    return StepOverRows(engine.target, engine.draft, Trace(), plan)
+
+
+def engine_of(stepper: StepOverRows, engine: Engine) -> Engine:
+    """An engine over the same models whose steps all run in `stepper`."""
+    return Engine(engine.target, engine.draft, max_context=engine.max_context, stepper=stepper)
+
+
+def step_by(engine: Engine, plan: Plan) -> Stepper:
+    return engine_of(step_over_rows(engine, plan), engine).step
 
 
 Expected = dict[tuple[str, int, bool], list[tuple[Any, ...]]]
@@ -161,10 +169,11 @@ Expected = dict[tuple[str, int, bool], list[tuple[Any, ...]]]
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine, prompts: list[list[int]]) -> Expected:
-    """Results of `Engine.step`, by policy, prompt and whether tokens are sampled."""
+    """Results of the sequential plan, by policy, prompt and whether tokens are sampled."""
+    step = step_by(engine, SEQUENTIAL)
     return {
         (name, index, sampled): history(
-            engine, fresh(engine, prompt, SAMPLED if sampled else GREEDY), engine.step, Sequence(shapes)
+            engine, fresh(engine, prompt, SAMPLED if sampled else GREEDY), step, Sequence(shapes)
         )
         for name, shapes in POLICIES.items()
         for index, prompt in enumerate(prompts)
@@ -173,18 +182,20 @@ def expected(engine: Engine, prompts: list[list[int]]) -> Expected:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=NAMES)
-def test_every_plan_equals_the_step(
+def test_every_plan_equals_the_sequential_one(
     engine: Engine, prompts: list[list[int]], expected: Expected, plan: Plan
 ) -> None:
     """Each policy runs one prompt greedily and another sampled; over all plans it runs every prompt."""
-    runner = executor(engine, plan)
+    step = step_by(engine, plan)
     for turn, (name, shapes) in enumerate(POLICIES.items()):
         for sampled in (False, True):
             index = (turn + PLANS.index(plan) + sampled) % len(prompts)
             state = fresh(engine, prompts[index], SAMPLED if sampled else GREEDY)
-            assert (
-                history(engine, state, runner.step, Sequence(shapes)) == expected[name, index, sampled]
-            ), (name, index, sampled)
+            assert history(engine, state, step, Sequence(shapes)) == expected[name, index, sampled], (
+                name,
+                index,
+                sampled,
+            )
 
 
 def test_stages_ahead_of_time_run_and_are_used_in_these_tests(
@@ -192,32 +203,22 @@ def test_stages_ahead_of_time_run_and_are_used_in_these_tests(
 ) -> None:
     """Without this, the equalities above would prove little."""
     trace = Trace()
-    runner = Executor(MOST, engine.target, engine.draft, trace)
+    step = engine_of(StepOverRows(engine.target, engine.draft, trace, MOST), engine).step
     state = fresh(engine, prompts[0], SAMPLED)
     num_forwards = []
     forward = engine.draft.forward
-    record_forward_ = engine.draft.record_forward_
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
             engine.draft,
             "forward",
             lambda meta_NM: (num_forwards.append(len(meta_NM)), forward(meta_NM))[1],
         )
-        # growth
-        patched.setattr(
-            engine.draft,
-            "record_forward_",
-            lambda num, times_ms: (
-                num_forwards.extend([num] * (len(times_ms) // 2)),
-                record_forward_(num, times_ms),
-            )[1],
-        )
         for _ in range(6):
             num_forwards.clear()
             ready = state.head
-            runner.step(state, Sequence(POLICIES["chain"]))
-            # head, growth, tail, five nodes in chunks of the widest graph
-            assert len(num_forwards) == (ready is None) + 3 + 1 + 2
+            step(state, Sequence(POLICIES["chain"]))
+            # root, growth, tail, five nodes of the next head
+            assert len(num_forwards) == (ready is None) + 3 + 1 + 1
             assert state.head is not None
             assert state.head.root_pos == state.root_pos == engine.draft.cache.len
     # V is known only after the first step
@@ -236,7 +237,12 @@ def test_the_caches_end_with_the_bits_of_a_prefill(
 ) -> None:
     """KV that was drafted ahead of time and moved equals that of the committed text."""
     state = fresh(engine, prompts[2])
-    history(engine, state, executor(engine, MOST).step, Sequence(POLICIES[name]))
+    history(engine, state, step_by(engine, MOST), Sequence(POLICIES[name]))
+    same_bits_as_a_prefill(engine, state)
+
+
+def same_bits_as_a_prefill(engine: Engine, state: DecodeState) -> None:
+    """Compares the caches with those after a prefill of the text; overwrites them."""
     models = (engine.target, engine.draft)
     # the next root's KV too
     lengths = [model.cache.len + (state.head is not None and model is engine.draft) for model in models]
@@ -251,7 +257,7 @@ def test_the_caches_end_with_the_bits_of_a_prefill(
 def test_a_draft_that_lags_far_catches_up_a_chunk_a_step(
     engine: Engine, prompts: list[list[int]], plan: Plan | None
 ) -> None:
-    step: Stepper = engine.step if plan is None else executor(engine, plan).step
+    step: Stepper = engine.step if plan is None else step_by(engine, plan)
     state = fresh(engine, prompts[0])
     chunk = engine.draft.prefill_chunk
     known = engine.draft.cache.len
@@ -279,9 +285,9 @@ def test_steps_and_plans_may_alternate(
     engine: Engine, prompts: list[list[int]], expected: Expected
 ) -> None:
     steppers = [
-        engine.step,
-        *(executor(engine, plan).step for plan in PLANS[:: len(PLANS) // 5]),
-        executor(engine, MOST).step,
+        step_by(engine, SEQUENTIAL),
+        *(step_by(engine, plan) for plan in PLANS[:: len(PLANS) // 5]),
+        step_by(engine, MOST),
     ]
     turn = 0
 
@@ -296,8 +302,59 @@ def test_steps_and_plans_may_alternate(
         ), name
 
 
+@pytest.mark.parametrize("name", ("tree", "changing", "stopping"))
+def test_steps_in_cpp_and_plans_may_alternate(
+    engine: Engine, prompts: list[list[int]], expected: Expected, name: str
+) -> None:
+    """A step in C++ uses no head ahead of time, and the plan none of an earlier root."""
+    steppers = (engine.step, step_by(engine, MOST), step_by(engine, MOST))
+    state = fresh(engine, prompts[0])
+    policy = Sequence(POLICIES[name])
+    turn = 0
+    while len(state.emitted) < NUM_TOKENS:
+        steppers[turn % len(steppers)](state, policy)
+        turn += 1
+    tokens = [token for emitted, *_ in expected[name, 0, False] for token in emitted]
+    assert list(state.emitted)[:NUM_TOKENS] == tokens[:NUM_TOKENS]
+    same_bits_as_a_prefill(engine, state)
+
+
+class Interruptions:
+    """Raises KeyboardInterrupt at a moment of one stage of a step.
+
+    Attributes:
+        moment: "before" or "after" the work of the stage, "between" the moves of the two models' KV in a
+            commit, or empty.
+    """
+
+    def __init__(self, stepper: StepOverRows, stage: str, patched: pytest.MonkeyPatch) -> None:
+        self.moment = ""
+        self._in_commit = stage == "commit"
+        if stage in stepper._stages:
+            wrapped = partial(self._around, stepper._stages[stage])
+            patched.setattr(stepper, "_stages", {**stepper._stages, stage: wrapped})
+        if self._in_commit:
+            for moment, model in (("between", stepper._target), ("after", stepper._draft_model)):
+                cache = model.cache
+                patched.setattr(cache, "keep_", partial(self._keep_, cache.keep_, moment))
+
+    def _around(self, run: Callable[[Any], None], argument: Any) -> None:
+        """A stage, with the batch, or the policy's choice, with the rows."""
+        if self.moment == "before":
+            raise KeyboardInterrupt
+        run(argument)
+        # the last work of a commit is the text, and then the step has happened
+        if self.moment and not self._in_commit:
+            raise KeyboardInterrupt
+
+    def _keep_(self, keep_: Callable[..., None], moment: str, *args: Any) -> None:
+        keep_(*args)
+        if self.moment == moment:
+            raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("plan", (MOST, ON_MAIN, SEQUENTIAL), ids=lambda plan: plan.name)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ("policy", *STAGES))
 def test_an_interrupted_stage_leaves_committed_history(
     engine: Engine,
     prompts: list[list[int]],
@@ -306,93 +363,124 @@ def test_an_interrupted_stage_leaves_committed_history(
     plan: Plan,
     stage: str,
 ) -> None:
-    """Interrupts before and after the work in every iteration but the first; the executor repeats it."""
-    if stage not in plan.order:
+    """Interrupts before and after the work in every step but the first; then the step is repeated.
+
+    A commit is interrupted after it has moved the KV of one model, and of both.
+    """
+    if stage not in ("policy", *plan.order):
         return
-    # the text is extended last
-    run = executor_module.RUN[stage]
-    moments = ["before", "after"] if stage != "text" else ["before"]
-    cut = ""
-
-    def interrupted(it: Any) -> None:
-        if cut != "before":
-            run(it)
-        if cut:
-            raise KeyboardInterrupt
-
-    monkeypatch.setitem(executor_module.RUN, stage, interrupted)
-    runner = executor(engine, plan)
+    moments = ("before", "between", "after") if stage == "commit" else ("before", "after")
+    stepper = step_over_rows(engine, plan)
+    interruptions = Interruptions(stepper, stage, monkeypatch)
+    run_step = engine_of(stepper, engine).step
     state = fresh(engine, prompts[1], SAMPLED)
+    num_interrupts = 0
 
     def step(state: DecodeState, policy: Any) -> StepResult:
-        nonlocal cut
+        nonlocal num_interrupts
         for moment in moments if state.emitted else ():
-            cut = moment
+            interruptions.moment = moment
             before = list(state.tokens)
-            with pytest.raises(KeyboardInterrupt):
-                runner.step(state, policy)
+            with monkeypatch.context() as patched:
+                if stage == "policy":
+                    choose = partial(interruptions._around, policy.choose)
+                    patched.setattr(policy, "choose", choose)
+                with pytest.raises(KeyboardInterrupt):
+                    run_step(state, policy)
             assert state.tokens == before
-        cut = ""
-        return runner.step(state, policy)
+            num_interrupts += 1
+        interruptions.moment = ""
+        return run_step(state, policy)
 
-    assert history(engine, state, step, Sequence(POLICIES["tree"])) == expected["tree", 1, True]
+    found = history(engine, state, step, Sequence(POLICIES["tree"]))
+    assert found == expected["tree", 1, True]
+    assert num_interrupts == len(moments) * (len(found) - 1)
 
 
-def test_no_side_job_runs_after_an_error(
-    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def replace_stage(stepper: StepOverRows, stage: str, run: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Let a stage run something else; returns what it ran."""
+    before = stepper._stages[stage]
+    stepper._stages = {**stepper._stages, stage: run}
+    return before
+
+
+def test_no_side_job_runs_after_an_error(engine: Engine, prompts: list[list[int]]) -> None:
     started = threading.Event()
     failing = threading.Event()
     ended = threading.Event()
-    tail = executor_module.RUN["tail"]
 
-    def slow_tail(it: Any) -> None:
+    def slow_tail(batch: Any) -> None:
         started.set()
         assert failing.wait(PATIENCE_S)
-        time.sleep(0.05)  # an executor that did not wait would have returned by then
-        tail(it)
+        time.sleep(0.05)  # a step that did not wait would have returned by then
+        tail(batch)
         ended.set()
 
-    def broken_verify(it: Any) -> None:
+    def broken_verify(batch: Any) -> None:
         assert started.wait(PATIENCE_S), "the tail does not run during verification"
         failing.set()
         raise YggError("the target is broken")
 
-    monkeypatch.setitem(executor_module.RUN, "tail", slow_tail)
-    monkeypatch.setitem(executor_module.RUN, "verify", broken_verify)
-    runner = executor(engine, MOST)
+    stepper = step_over_rows(engine, MOST)
+    tail = replace_stage(stepper, "tail", slow_tail)
+    replace_stage(stepper, "verify", broken_verify)
     state = fresh(engine, prompts[0])
     with pytest.raises(YggError, match="the target is broken"):
-        runner.step(state, Sequence(POLICIES["tree"]))
+        engine_of(stepper, engine).step(state, Sequence(POLICIES["tree"]))
     assert ended.is_set()
 
 
-def test_an_error_on_side_reaches_the_caller(
-    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken_tail(it: Any) -> None:
+def test_an_error_on_side_reaches_the_caller(engine: Engine, prompts: list[list[int]]) -> None:
+    def broken_tail(batch: Any) -> None:
         raise YggError("the draft is broken")
 
-    runner = executor(engine, MOST)
+    stepper = step_over_rows(engine, MOST)
+    step = engine_of(stepper, engine).step
     state = fresh(engine, prompts[0])
     before = list(state.tokens)
-    with monkeypatch.context() as patched:
-        patched.setitem(executor_module.RUN, "tail", broken_tail)
-        with pytest.raises(YggError, match="the draft is broken"):
-            executor(engine, MOST).step(state, Sequence(POLICIES["tree"]))
+    tail = replace_stage(stepper, "tail", broken_tail)
+    with pytest.raises(YggError, match="the draft is broken"):
+        step(state, Sequence(POLICIES["tree"]))
     assert state.tokens == before
-    runner.step(state, Sequence(POLICIES["tree"]))
+    replace_stage(stepper, "tail", tail)
+    step(state, Sequence(POLICIES["tree"]))
 
 
-def test_without_room_for_a_head_ahead_of_time_the_next_iteration_drafts_it(
-    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+def test_without_room_for_a_head_ahead_of_time_the_next_step_drafts_it(
+    engine: Engine, prompts: list[list[int]], expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected_history = history(engine, fresh(engine, prompts[0]), engine.step, Sequence(POLICIES["tree"]))
-    monkeypatch.setitem(executor_module.HELPS, "next_head", lambda it: False)
-    assert (
-        history(engine, fresh(engine, prompts[0]), executor(engine, MOST).step, Sequence(POLICIES["tree"]))
-        == expected_history
-    )
+    monkeypatch.setattr(StepOverRows, "_has_room", lambda self, batch, place: False)
+    trace = Trace()
+    step = engine_of(StepOverRows(engine.target, engine.draft, trace, MOST), engine).step
+    found = history(engine, fresh(engine, prompts[0]), step, Sequence(POLICIES["tree"]))
+    assert found == expected["tree", 0, False]
+    assert "next_head" not in trace.count
+    assert trace.count["tail"] > 0
+
+
+def test_the_next_head_runs_ahead_of_time_however_long_the_tail_takes(
+    engine: Engine, prompts: list[list[int]], expected: Expected
+) -> None:
+    """Both are on "side": when the head is handed over, the tail may still run or wait."""
+    handed_over = threading.Event()
+    trace = Trace()
+    stepper = StepOverRows(engine.target, engine.draft, trace, MOST)
+
+    def slow_tail(batch: Any) -> None:
+        assert handed_over.wait(PATIENCE_S), "the head is not handed over while the tail runs"
+        handed_over.clear()
+        tail(batch)
+
+    def follow(batch: Any) -> None:
+        handed_over.set()
+        accept(batch)
+
+    tail = replace_stage(stepper, "tail", slow_tail)
+    accept = replace_stage(stepper, "accept", follow)
+    step = engine_of(stepper, engine).step
+    found = history(engine, fresh(engine, prompts[0]), step, Sequence(POLICIES["tree"]))
+    assert found == expected["tree", 0, False]
+    assert trace.count["next_head"] == trace.count["tail"] == len(found)
 
 
 @pytest.mark.parametrize("plan", (MOST, ON_MAIN), ids=lambda plan: plan.name)
@@ -416,11 +504,20 @@ def test_a_plan_can_fill_the_context_completely(
 
 def test_a_plan_runs_only_where_it_has_an_effect(engine: Engine) -> None:
     noise = next(plan for plan in PLANS if plan.name == "noise side")
-    for plan, planned in ((None, []), (SEQUENTIAL, []), (noise, [0.8]), (MOST, [0.0, 0.8])):
-        each = Engine(engine.target, engine.draft, max_context=64, greedy_plan=plan, sampled_plan=plan)
-        assert [at for at in (0.0, 0.8) if each.planned(at) is not None] == planned
-    greedy = Engine(engine.target, engine.draft, max_context=64, greedy_plan=MOST)
     config = GenerateConfig(max_new_tokens=8, ignore_eos=True)
+    for plan, planned in ((SEQUENTIAL, []), (noise, [0.8]), (MOST, [0.0, 0.8])):
+        each = Engine(engine.target, engine.draft, max_context=64, greedy_plan=plan, sampled_plan=plan)
+        ran_by_stages = []
+        for sampling in (GREEDY, SAMPLED):
+            assert each.plan(sampling.temperature) is plan
+            each.trace.count.clear()
+            policy = Sequence(POLICIES["tree"])
+            list(each.generate([5, 6, 7], policy, replace(config, sampling=sampling)))
+            if "choose" in each.trace.count:  # a stage that C++ does not report
+                ran_by_stages.append(sampling.temperature)
+        assert ran_by_stages == planned
+    greedy = Engine(engine.target, engine.draft, max_context=64, greedy_plan=MOST)
+    assert greedy.plan(0.8) is SEQUENTIAL
     list(greedy.generate([5, 6, 7], Sequence(POLICIES["tree"]), config))
     assert greedy.trace.count["next_head"] > 0
 
@@ -453,12 +550,12 @@ def test_a_loaded_pair_runs_natively_unless_a_plan_was_measured_to_gain(
     pair = load_pair(tiny_bundle.name)
     config = GenerateConfig(max_new_tokens=8, ignore_eos=True)
     for sampling, gain95 in ((GREEDY, greedy), (SAMPLED, sampled)):
-        runs = Executor if gain95 is not None and gain95[0] > 0 else NativeStep
-        assert (pair.engine.planned(sampling.temperature) is None) == (runs is NativeStep)
+        gains = gain95 is not None and gain95[0] > 0
+        assert pair.engine.plan(sampling.temperature) == (MOST if gains else SEQUENTIAL)
         pair.engine.trace.count.clear()
         policy = pair.policy(shape=Shape(4, 4))
         list(pair.engine.generate([5, 6, 7], policy, replace(config, sampling=sampling)))
-        assert ("walk" in pair.engine.trace.count) == (runs is Executor)
+        assert ("choose" in pair.engine.trace.count) == gains
 
 
 def test_a_plan_file_of_the_former_format_is_stale(
@@ -470,7 +567,7 @@ def test_a_plan_file_of_the_former_format_is_stale(
         payload.update(kept, plan=asdict(SEQUENTIAL), profile={}, predicted_ms={}, measured=[])
 
     replan(tiny_bundle, tmp_path / "plan.json", monkeypatch, change)
-    with pytest.raises(ArtifactError, match="plan.json: stale: written in format 1, current is 3; "):
+    with pytest.raises(ArtifactError, match="plan.json: stale: written in format 1, current is 4; "):
         load_pair(tiny_bundle.name)
 
 
@@ -481,7 +578,7 @@ def work(
     return Workload(
         target=engine.target,
         draft=engine.draft,
-        step=engine.fast_step,
+        step=engine.step,
         step_ms=1.0,
         prompt=prompt,
         policy=shape,
@@ -496,20 +593,20 @@ def test_the_compared_arms_are_the_plan_and_the_step_without_one(
     monkeypatch.setattr(choice_module, "best_plan", lambda profile: MOST)
     monkeypatch.setattr(choice_module, "MAX_TURNS", MIN_TURNS)
     ran: list[str] = []
-    for kind, name in ((NativeStep, "run"), (Executor, "step")):
-        run = getattr(kind, name)
+    for kind in (NativeStep, StepOverRows):
+        run = kind.run
         monkeypatch.setattr(
-            kind, name, lambda self, *args, run=run: (ran.append(type(self).__name__), run(self, *args))[1]
+            kind, "run", lambda self, *args, run=run: (ran.append(type(self).__name__), run(self, *args))[1]
         )
     found = search_plan(work(engine, prompts[0], SAMPLED), budget_s=120.0)
     assert found.trial is not None
     assert (found.trial.plan, found.trial.num_turns) == (MOST, MIN_TURNS)
     in_trial = ran[-2 * MIN_TURNS * (1 + NUM_STEPS) :]
-    assert Counter(in_trial) == {"NativeStep": len(in_trial) // 2, "Executor": len(in_trial) // 2}
+    assert Counter(in_trial) == {"NativeStep": len(in_trial) // 2, "StepOverRows": len(in_trial) // 2}
     assert found.profile is not None
     assert found.profile.host_ms["tail on side"] > 0
     assert found.profile.host_ms["noise on main"] > 0
-    assert "head after next_head" in found.profile.host_ms
+    assert "draft after next_head" in found.profile.host_ms
 
 
 def test_greedy_decoding_measures_no_noise_and_no_gain_from_noise(
@@ -524,7 +621,7 @@ def test_greedy_decoding_measures_no_noise_and_no_gain_from_noise(
         == profile.stretch_ms["noise"]
         == 0
     )
-    assert profile.host_ms["target_tokens after noise"] == profile.host_ms["target_tokens"]
+    assert profile.host_ms["choose after noise"] == profile.host_ms["choose"]
     assert profile.host_ms["tail on main"] > 0
 
 
@@ -564,14 +661,13 @@ def test_the_time_of_an_iteration_includes_the_device_s_work(
 ) -> None:
     """Also in the sum of its stages: a stage's wait before it starts counts."""
     monkeypatch.setattr(profile_module, "ROUNDS", 1)
-    sequential = Executor(SEQUENTIAL, device_work.target, device_work.draft, Trace())
-    for step in (device_work.step, sequential.step):
+    for step in (device_work.step, device_work.step_by(SEQUENTIAL, Trace())):
         assert device_work.mean_ms(step, NUM_STEPS, math.inf) == pytest.approx(56.0)
     profile = profile_stages(device_work, deadline=math.inf)
-    assert profile.device_ms["head"] == pytest.approx(DRAFT_MS)
-    assert profile.device_ms["grow"] == pytest.approx(3 * DRAFT_MS)
+    assert profile.device_ms["draft"] == pytest.approx(4 * DRAFT_MS)
     assert profile.device_ms["verify"] == pytest.approx(TARGET_MS)
-    assert (profile.host_ms["verify"], profile.overhead_ms) == pytest.approx((0.0, 0.0))  # it launches
+    assert profile.host_ms["verify"] == pytest.approx(0.0)  # it launches
+    assert profile.overhead_ms == pytest.approx(DRAFT_MS)  # the policy
     assert simulate(SEQUENTIAL, profile).makespan_ms == pytest.approx(56.0)
 
 

@@ -1,9 +1,14 @@
-"""The step over rows against `Engine.step` of each row alone: equal results, equal bits in both caches."""
+"""The step over rows together against the same step of each row alone, over a cache of its own: equal
+results, equal bits in both caches.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -18,17 +23,21 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ShapeNotCompiled
 from yggdrasil.loading import load_draft, load_draft_weights, load_models, load_target, paged_storage
-from yggdrasil.models.packing import Chunk
+from yggdrasil.models.packing import Chunk, pack_chain_
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.shape import FixedShape
 from yggdrasil.policy.stopping import LowConfidence, SmallGain
 from yggdrasil.policy.uncalibrated import UNCALIBRATED, plain_policy
+from yggdrasil.schedule.profile import PROBES
+from yggdrasil.schedule.search import plans
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
-from yggdrasil.step import draft as draft_module
+from yggdrasil.step import rows as rows_module
+from yggdrasil.step.ahead import run_tails
 from yggdrasil.step.choice import Calibration, Choice, VerifyMenu
-from yggdrasil.step.draft import grow_reference_, prefill
+from yggdrasil.step.growth import RowDraft, prefill
+from yggdrasil.step.plan import SEQUENTIAL, Plan
 from yggdrasil.step.platt import PlattScale
 from yggdrasil.step.rows import StepOverRows
 from yggdrasil.step.sampling import gumbel_noise
@@ -108,22 +117,31 @@ def paged(tiny_bundle: Bundle) -> Paged:
 
 @pytest.fixture(scope="module")
 def engine(tiny_bundle: Bundle) -> Engine:
-    """Its draft grows in torch: scaled edges in C++ differ in the last bits."""
+    """The specification over the only row of each cache."""
     target, draft = load_models(tiny_bundle)
-    draft.native = lambda meta_NM: None  # type: ignore[method-assign]
-    return Engine(target, draft, max_context=tiny_bundle.max_context)
+    stepper = StepOverRows(target, draft, Trace())
+    return Engine(target, draft, max_context=tiny_bundle.max_context, stepper=stepper)
 
 
-@pytest.fixture(autouse=True)
-def torch_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_module, "grow_fused_", grow_reference_)
+class Flat(Trace):
+    """A trace of stages that follow one another, so that their times may be added."""
+
+    running = ""
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        assert self.running == ""
+        self.running = name
+        with super().stage(name):
+            yield
+        self.running = ""
 
 
 def record(state: DecodeState, result: StepResult, target_len: int, draft_len: int) -> tuple[Any, ...]:
-    """Everything in a step's result except its time and values, and what it did to the request."""
+    """Everything in a step's result except its time, and what it did to the request."""
     arrays = [array_N[: len(result.tree)].tolist() for array_N in result.tree.arrays]
     hidden = None if state.hidden_E is None else state.hidden_E.tolist()
-    plain = replace(result, ms=0.0, tree_of=None, values=(), depths=())  # type: ignore[arg-type]
+    plain = replace(result, ms=0.0, tree_of=None)  # type: ignore[arg-type]
     return plain, arrays, hidden, target_len, draft_len, state.root_pos
 
 
@@ -165,7 +183,7 @@ def prefill_row_(paged: Paged, row: Row) -> None:
         for start in range(0, len(text), model.prefill_chunk):
             part = text[start : start + model.prefill_chunk]
             meta_NM = model.meta(len(part))
-            draft_module.pack_chain_(meta_NM, part, start, row=row.row, num_read=0)
+            pack_chain_(meta_NM, part, start, row=row.row, num_read=0)
             model.forward(meta_NM)
     row.target_len = row.draft_len = len(text)
 
@@ -175,9 +193,15 @@ def choice_for(texts: Sequence[Text], rows: Sequence[Row], menu: VerifyMenu = EV
     return Choice(shapes, tuple(text.calibration() for text in texts), menu)
 
 
-def decode_together(paged: Paged, texts: Sequence[Text]) -> list[list[tuple[Any, ...]]]:
+def trace_of(plan: Plan) -> Trace:
+    return Trace() if plan.on_side else Flat()
+
+
+def decode_together(
+    paged: Paged, texts: Sequence[Text], plan: Plan = SEQUENTIAL
+) -> list[list[tuple[Any, ...]]]:
     """Decode the texts as rows of one batch until each is done; returns the history of each."""
-    step = StepOverRows(*paged, Trace())
+    step = StepOverRows(*paged, trace_of(plan), plan)
     rows = [Row(row, DecodeState(list(text.tokens), text.sampling)) for row, text in enumerate(texts)]
     for row in rows:
         prefill_row_(paged, row)
@@ -193,11 +217,14 @@ def decode_together(paged: Paged, texts: Sequence[Text]) -> list[list[tuple[Any,
             best = sorted(result.values, reverse=True)[: result.verified - 1]
             assert len(result.values) == result.drafted - 1
             assert 1 + sum(best) == pytest.approx(result.predicted_emitted)
+            assert list(result.depths) == result.tree.depth_N.tolist()
             histories[place].append(record(row.state, result, row.target_len, row.draft_len))
     for row, text in zip(rows, texts, strict=True):
         lens = row.target_len, row.draft_len
         for model, length, alone in zip(paged, lens, text.caches, strict=True):
-            assert torch.equal(stored(model, row.row, length), alone)
+            # ahead of time the draft may also have run the last leaf of the path
+            assert length == len(alone) or (plan.ahead and model is paged.draft and length > len(alone))
+            assert torch.equal(stored(model, row.row, len(alone)), alone)
     return histories
 
 
@@ -221,6 +248,27 @@ def test_each_row_equals_its_step_alone(
         texts.append(Text(policy, tiny.tokenizer.encode(prompt), sampling))
         texts[-1].decode_alone_(engine)
     assert decode_together(paged, texts) == [text.history for text in texts]
+
+
+@pytest.mark.parametrize("plan", plans(), ids=lambda plan: plan.name)
+def test_no_plan_changes_the_results_of_rows(
+    tiny: LoadedPair, engine: Engine, paged: Paged, plan: Plan
+) -> None:
+    """All but the length of the draft's KV, which a tail that ran ahead of time makes longer."""
+    texts = []
+    for first, (prompt, sampling) in enumerate(
+        zip(PROMPTS, (SAMPLED, GREEDY, FILTERED, GREEDY), strict=True)
+    ):
+        acceptance = acceptance_of(tiny, is_scaled=True, temperature=sampling.temperature)
+        policy = Alone(PLAIN, acceptance, tiny.latency, (), shapes=tuple(SHAPES.values()), first=2 * first)
+        texts.append(Text(policy, tiny.tokenizer.encode(prompt), sampling))
+        texts[-1].decode_alone_(engine)
+    is_longer = False
+    for together, text in zip(decode_together(paged, texts, plan), texts, strict=True):
+        for found, expected in zip(together, text.history, strict=True):
+            assert (*found[:4], found[5]) == (*expected[:4], expected[5])
+            is_longer = is_longer or found[4] > expected[4]
+    assert is_longer == ("tail" in plan.ahead)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -256,12 +304,25 @@ def plain_text(
     return state.tokens
 
 
+@pytest.mark.parametrize("plan", (SEQUENTIAL, PROBES[2], PROBES[-1]), ids=lambda plan: plan.name)
 def test_rows_join_while_others_decode_and_prompts_run_in_the_same_forward(
-    tiny: LoadedPair, engine: Engine, paged: Paged
+    tiny: LoadedPair, engine: Engine, paged: Paged, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row 1 joins with its whole prompt; row 2's prompt comes in two parts; both drafts lag by it then."""
-    trace = Trace()
-    step = StepOverRows(*paged, trace)
+    """Row 1 joins with its whole prompt; row 2's prompt comes in two parts; both drafts lag by it then.
+
+    A tail on "side" is slow, so rows join while it runs.
+    """
+    tail_ran = threading.Event()
+
+    def slow_tails(*arguments: Any) -> list[RowDraft]:
+        drafts = run_tails(*arguments)
+        tail_ran.set()
+        time.sleep(0.01)
+        return drafts
+
+    monkeypatch.setattr(rows_module, "run_tails", slow_tails)
+    trace = trace_of(plan)
+    step = StepOverRows(*paged, trace, plan)
     prompts = [tiny.tokenizer.encode(prompt) for prompt in PROMPTS[:3]]
     expected = [plain_text(engine, prompt, GREEDY, NUM_TOKENS) for prompt in prompts]
     rows = [Row(row, DecodeState(list(prompt))) for row, prompt in enumerate(prompts)]
@@ -274,6 +335,7 @@ def test_rows_join_while_others_decode_and_prompts_run_in_the_same_forward(
         return Choice(shapes, (calibration,) * len(shapes), EVERYTHING)
 
     assert step.draft([first], choice(Shape(4, 2, 8))) == 8
+    assert "tail" not in plan.on_side or tail_ran.wait(timeout=10)
     results = step.verify([second], [Chunk(third.row, third.state.tokens[:4], 0, 0)])
     third.target_len = 4
     assert [result.shape for result in results] == [Shape(4, 2, 8), PLAIN]
@@ -288,7 +350,7 @@ def test_rows_join_while_others_decode_and_prompts_run_in_the_same_forward(
     step.draft(rows, choice(Shape(4, 2, 8), Shape(1, 3), SHAPES["static"]))
     assert third.draft_len == third.state.root_pos
     step.verify((), ())
-    assert trace.count["catch up"] == 3
+    assert trace.count["catch up"] == 2
     while min(row.state.num_emitted for row in rows) < NUM_TOKENS:
         step.draft(rows, choice(Shape(4, 3, 8), Shape(1, 3), PLAIN))
         step.verify((), ())
@@ -367,14 +429,14 @@ def test_a_row_with_broken_logits_gets_an_error_and_the_others_go_on(
 
 
 @pytest.mark.parametrize(
-    ("samplings", "num_accepting"),
-    [((GREEDY,) * 4, 1), ((SAMPLED,) * 4, 4), ((SAMPLED, GREEDY, FILTERED, GREEDY), 3)],
+    "samplings",
+    ((GREEDY,) * 4, (SAMPLED,) * 4, (SAMPLED, GREEDY, FILTERED, GREEDY)),
     ids=("greedy", "sampled", "mixed"),
 )
-def test_on_a_device_a_batch_waits_once_to_prune_and_once_to_accept_greedy_rows(
-    tiny: LoadedPair, paged: Paged, samplings: Sequence[SamplingConfig], num_accepting: int
+def test_on_a_device_a_batch_waits_once_to_prune_and_once_to_accept(
+    tiny: LoadedPair, paged: Paged, samplings: Sequence[SamplingConfig]
 ) -> None:
-    """Each row that samples is one wait more; results are those of a CPU."""
+    """Results are those of a CPU."""
     calibrations = (Calibration(PlattScale(1.8, 1.3), UNCALIBRATED.calibration.knots),) * 4
     shapes = [shape for shape in SHAPES.values() if shape.stop is None]
     texts = [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
@@ -403,5 +465,5 @@ def test_on_a_device_a_batch_waits_once_to_prune_and_once_to_accept_greedy_rows(
         found = Counter(sync.stage for sync in syncs)
         unexplained = [sync for sync in syncs if not sync.is_explained]
     gumbel_noise.cache_clear()  # it cached tensors of the device
-    assert found == {"prune": NUM_STEPS, "accept": num_accepting * NUM_STEPS}
+    assert found == {"prune": NUM_STEPS, "accept": NUM_STEPS}
     assert unexplained == []

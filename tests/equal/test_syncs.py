@@ -25,15 +25,16 @@ from yggdrasil.engine import Engine
 from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
-from yggdrasil.schedule.executor import Executor
-from yggdrasil.schedule.plan import Plan
 from yggdrasil.schedule.search import plans
 from yggdrasil.staging import upload
 from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 from yggdrasil.step.choice import Calibration, Choice, verify_most
-from yggdrasil.step.draft import Frontier, prefill
+from yggdrasil.step.growth import Frontier, prefill
+from yggdrasil.step.plan import SEQUENTIAL, Plan
 from yggdrasil.step.platt import PlattScale
+from yggdrasil.step.rows import StepOverRows
 from yggdrasil.step.sampling import gumbel_noise
+from yggdrasil.trace import Trace
 
 NUM_STEPS = 6
 GREEDY = SamplingConfig()
@@ -69,17 +70,20 @@ def syncs() -> Iterator[list[pretend.Sync]]:
     gumbel_noise.cache_clear()  # it cached tensors of the device
 
 
-def on_device(pair: LoadedPair, plan: Plan | None = None) -> tuple[Engine, Stepper]:
+def on_device(pair: LoadedPair, plan: Plan = SEQUENTIAL) -> tuple[Engine, Stepper]:
     """An engine over models with pretended CUDA tensors, and its step by a plan."""
-    engine = Engine(
-        pretend.DeviceModel(pair.engine.target),
-        pretend.DeviceModel(pair.engine.draft),
-        max_context=pair.bundle.max_context,
-    )
-    engine.trace = pretend.StageNames()
-    return engine, engine.step if plan is None else Executor(
-        plan, engine.target, engine.draft, engine.trace
-    ).step
+    models = pretend.DeviceModel(pair.engine.target), pretend.DeviceModel(pair.engine.draft)
+    trace = pretend.StageNames()
+    stepper = StepOverRows(*models, trace, plan)
+    engine = Engine(*models, max_context=pair.bundle.max_context, trace=trace, stepper=stepper)
+    return engine, engine.step
+
+
+def in_torch(pair: LoadedPair) -> Stepper:
+    """The step of `on_device`, over the same models on the host."""
+    models = pair.engine.target, pair.engine.draft
+    stepper = StepOverRows(*models, Trace())
+    return Engine(*models, max_context=pair.bundle.max_context, stepper=stepper).step
 
 
 def texts(
@@ -99,7 +103,7 @@ def test_a_step_waits_once_to_prune_and_once_to_accept(
     tiny: LoadedPair, syncs: list[pretend.Sync], shape: Shape, sampling: SamplingConfig
 ) -> None:
     prompt = tiny.tokenizer.encode("One day Lily saw a red fox")
-    expected = texts(tiny.engine, tiny.engine.step, Always(shape), sampling, prompt)
+    expected = texts(tiny.engine, in_torch(tiny), Always(shape), sampling, prompt)
     engine, step = on_device(tiny)
     syncs.clear()
     assert texts(engine, step, Always(shape), sampling, prompt) == expected
@@ -115,18 +119,28 @@ def test_a_plan_does_not_wait_more_often(
 ) -> None:
     """Tail, noise and next head are queued after running work; `next_head` takes several forwards."""
     prompt = tiny.tokenizer.encode("One day Lily saw a red fox")
-    expected = texts(tiny.engine, tiny.engine.step, Always(Shape(4, 3, 8)), sampling, prompt)
+    expected = texts(tiny.engine, in_torch(tiny), Always(Shape(4, 3, 8)), sampling, prompt)
     engine, step = on_device(tiny, ON_MAIN)
     syncs.clear()
     assert texts(engine, step, Always(Shape(4, 3, 8)), sampling, prompt) == expected
-    assert Counter(sync.stage for sync in syncs) == {"prune": NUM_STEPS, "walk": NUM_STEPS}
+    assert Counter(sync.stage for sync in syncs) == {"prune": NUM_STEPS, "accept": NUM_STEPS}
     assert [sync for sync in syncs if not sync.is_explained] == []
 
 
-def test_the_policy_waits_only_for_the_hidden_state(tiny: LoadedPair, syncs: list[pretend.Sync]) -> None:
+def test_the_policy_waits_only_for_the_hidden_state(
+    tiny: LoadedPair, syncs: list[pretend.Sync], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, step = on_device(tiny)
     assert isinstance(tiny.depth.predictor, DepthPredictor)
-    texts(engine, step, tiny.policy(depth="predicted", guard=False), GREEDY, tiny.tokenizer.encode("Tom"))
+    policy = tiny.policy(depth="predicted", guard=False)
+    choose = policy.choose
+
+    def named(rows: Any) -> Choice:
+        with engine.trace.stage("policy"):
+            return choose(rows)
+
+    monkeypatch.setattr(policy, "choose", named)
+    texts(engine, step, policy, GREEDY, tiny.tokenizer.encode("Tom"))
     in_policy = [sync for sync in syncs if sync.stage == "policy"]
     assert 1 <= len(in_policy) <= NUM_STEPS
     assert [sync for sync in syncs if not sync.is_explained] == []

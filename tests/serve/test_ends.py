@@ -50,7 +50,9 @@ class Scripted:
         Returns:
             The client, its ticket, and for every step the numbers of emitted and returned tokens.
         """
-        no_model: Any = SimpleNamespace(device="")
+        no_model: Any = SimpleNamespace(
+            device="", sizes=(1,), meta=torch.zeros, native=lambda meta_NM: None
+        )
         pool = PagePool(16, num_rows=1, max_indices=256)
         batcher = Batcher(
             no_model,
@@ -72,8 +74,8 @@ class Scripted:
                 break
             pool.extend_(0, len(ticket.state.tokens) + len(tokens))
             size = len(tokens)
-            batcher.stepper._logits_NV = torch.zeros(size, tiny_pair.VOCAB)
-            batcher.stepper._roots = [0]
+            batcher.stepper._verified.logits_NV = torch.zeros(size, tiny_pair.VOCAB)
+            batcher.stepper._verified.roots = [0]
             tree = TokenTree.root(END, capacity=1)
             result = StepResult(
                 tokens, Shape(1, size - 1), size, size, 0, 1.0, lambda tree=tree: tree, list(range(size))

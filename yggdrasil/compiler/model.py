@@ -106,7 +106,8 @@ class CompiledModel(Generic[Storage]):
 
     def native(self, meta_NM: Tensor) -> Any | None:
         graph = self._graphs[len(meta_NM)]
-        return graph.native if isinstance(graph, LoadedGraph) else None
+        # the C++ steps are those of a CPU
+        return graph.native if self.device == "cpu" and isinstance(graph, LoadedGraph) else None
 
     def record_forward_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
         self.graph_ms += sum(times_ms[1::2]) - sum(times_ms[::2])

@@ -24,11 +24,6 @@ namespace {
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
 using Numbers = std::vector<int64_t>;
-using Arrays = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-Arrays arrays(const ygg::Tree& tree) {
-  return {tree.token, tree.parent, tree.depth, tree.log_prob, tree.path};
-}
 
 Tensor packed_linears(const Tensor& x, at::TensorList packed, const c10::List<std::optional<Tensor>>& bias,
                       at::IntArrayRef out_features) {
@@ -81,10 +76,6 @@ void pack_nodes_(Tensor meta, const Tensor& token, const Tensor& depth, const Te
 void pack_chains_(Tensor meta, at::IntArrayRef tokens, at::IntArrayRef lens,
                   at::IntArrayRef start_positions, at::IntArrayRef rows, at::IntArrayRef num_read) {
   ygg::pack_chains_(meta, {tokens, lens, start_positions, rows, num_read});
-}
-
-Arrays root(int64_t token, int64_t capacity, int64_t path_width) {
-  return arrays(ygg::root(token, capacity, path_width));
 }
 
 using StepPointer = c10::intrusive_ptr<ygg::Step>;
@@ -155,16 +146,12 @@ void define_step(torch::Library& library) {
       "Tensor tokens, int num_known, int num_new, Tensor(c!) token, Tensor(d!) parent, "
       "Tensor(e!) depth, Tensor(f!) log_prob, Tensor(g!) path, int first, int width, "
       "Tensor(h!) meta, int root_pos, float slope, float offset) -> ()");
-  library.def("last_gain(Tensor log_prob, int num_nodes, int width, Tensor node_costs) -> float");
   library.def(
       "pack_nodes_(Tensor(a!) meta, Tensor token, Tensor depth, Tensor path, int first, int last, "
       "int root_pos, int row) -> ()");
   library.def(
       "pack_chains_(Tensor(a!) meta, int[] tokens, int[] lens, int[] start_positions, int[] rows, "
       "int[] num_read) -> ()");
-  library.def(
-      "root(int token, int capacity, int path_width) "
-      "-> (Tensor token, Tensor parent, Tensor depth, Tensor log_prob, Tensor path)");
   library.def("move_slots_(Tensor(a!) storage, int[] source, int target) -> ()");
 }
 
@@ -176,7 +163,6 @@ TORCH_LIBRARY_FRAGMENT(ygg, library) {
   define_step(library);
   // without a tensor argument that could select a device
   library.impl("gumbel_noise", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(ygg::gumbel_noise));
-  library.impl("root", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(root));
 }
 
 TORCH_LIBRARY_IMPL(ygg, CPU, library) {
@@ -190,7 +176,6 @@ TORCH_LIBRARY_IMPL(ygg, CPU, library) {
   library.impl("follow", &follow);
   library.impl("follow_sampling", &follow_sampling);
   library.impl("grow_", &grow_);
-  library.impl("last_gain", &ygg::last_gain);
   library.impl("pack_nodes_", &pack_nodes_);
   library.impl("pack_chains_", &pack_chains_);
   library.impl("move_slots_", &ygg::move_slots_);

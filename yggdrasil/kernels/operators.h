@@ -133,8 +133,6 @@ void grow_level_(Frontier frontier, const Candidates& candidates, Tree tree, at:
                  at::IntArrayRef ranks);
 void pad_(at::Tensor meta, int64_t first);
 double value_of(const at::Tensor& log_prob, int64_t num_nodes, const at::Tensor& node_costs);
-double last_gain(const at::Tensor& log_prob, int64_t num_nodes, int64_t width,
-                 const at::Tensor& node_costs);
 void pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& depth, const at::Tensor& path,
                  const NodeRange& nodes);
 void pack_chains_(at::Tensor meta, const Chains& chains);

@@ -1,8 +1,9 @@
 // The host's side of a step on a CPU, in one call each. torch would need a dozen small operators, and each
 // of them costs as much as a forward of the draft: the target's weights have just filled the caches.
 //
-// Python has the specifications: step/draft.py of `grow_`, models/packing.py of `pack_nodes_` and
-// `pack_chains_`, tree.py of `root`, policy/stopping.py of `last_gain`, kv.py of `move_slots_`.
+// Python has the specifications: offline/forest.py of `grow_`, models/packing.py of `pack_nodes_` and
+// `pack_chains_`, tree.py of `root` and `subtree`, policy/stopping.py of `value_of`, kv.py of
+// `move_slots_`.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -176,14 +177,6 @@ double ygg::value_of(const at::Tensor& log_prob, int64_t num_nodes, const at::Te
   double sum = 0.0;
   for (int64_t i = 0; i < kept; ++i) sum += std::max(std::exp(double(values[i])) - cost[i], 0.0);
   return sum;
-}
-
-// The value that the last `width` of the first `num_nodes` add.
-double ygg::last_gain(const at::Tensor& log_prob, int64_t num_nodes, int64_t width,
-                      const at::Tensor& node_costs) {
-  TORCH_CHECK(0 < width && width <= num_nodes && num_nodes <= log_prob.size(0), "last_gain: ", width,
-              " of ", num_nodes, " nodes");
-  return value_of(log_prob, num_nodes, node_costs) - value_of(log_prob, num_nodes - width, node_costs);
 }
 
 // Metadata of tree nodes: each sees `root_pos` indices and its path.

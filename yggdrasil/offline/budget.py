@@ -14,7 +14,7 @@ import torch
 from yggdrasil.config import SamplingConfig
 from yggdrasil.models.packing import Chunk, pack_chains_
 from yggdrasil.models.protocol import TokenGraphs
-from yggdrasil.step.sampling import next_token
+from yggdrasil.step.sampling import choose_tokens
 
 __all__ = [
     "EVERY",
@@ -141,11 +141,12 @@ class PassClock:
 def seconds_of_sampling(vocab: int, now: Callable[[], float] = time.perf_counter) -> float:
     """Seconds to sample one token from `vocab` logits."""
     logits_1V = torch.zeros(1, vocab)
+    first_1 = torch.zeros(1, dtype=torch.int64)
     sampling = SamplingConfig(temperature=1.0)
     times = []
     for position in range(1 + TIMED_PASSES):
         start = now()
-        next_token(logits_1V, position, sampling)
+        choose_tokens(logits_1V, [position], first_1, sampling)
         times.append(now() - start)
     return min(times)
 

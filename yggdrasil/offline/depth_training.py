@@ -16,7 +16,7 @@ from yggdrasil.offline.traces import Traces
 from yggdrasil.policy.acceptance import TreeRecord
 from yggdrasil.policy.depth import LAYERS, Array, DepthPredictor
 from yggdrasil.policy.latency import LatencyModel
-from yggdrasil.policy.stopping import last_gain_reference
+from yggdrasil.policy.stopping import last_gain
 
 __all__ = [
     "FOLDS",
@@ -383,7 +383,7 @@ def _stopped(
     max_depth = (log_probs.shape[1] - 1) // width
     depth_N = np.full(len(test), max_depth)
     for depth in range(max_depth - 1, 0, -1):
-        depth_N[last_gain_reference(log_probs[:, : 1 + width * depth], width, min_gains) < min_gain] = depth
+        depth_N[last_gain(log_probs[:, : 1 + width * depth], width, min_gains) < min_gain] = depth
     return depth_N
 
 

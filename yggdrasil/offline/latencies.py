@@ -23,8 +23,7 @@ from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.report.timeline import RecordedModel
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.choice import Choice
-from yggdrasil.step.draft import prefill
-from yggdrasil.step.growth import catch_up_rows_
+from yggdrasil.step.growth import catch_up_rows_, prefill
 from yggdrasil.step.rows import undrafted, verify_rows
 
 __all__ = [
@@ -128,7 +127,7 @@ def host_milliseconds(
         begin = time.perf_counter()
         while len(state.emitted) < num_tokens and time.perf_counter() - begin < RUN_SECONDS:
             before = _clock(engine)
-            result = engine.fast_step(state, chosen)
+            result = engine.step(state, chosen)
             after = _clock(engine)
             wall, drafting, in_draft, in_target = (b - a for a, b in zip(before, after, strict=True))
             if result.shape.depth == 0:

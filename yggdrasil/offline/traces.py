@@ -19,13 +19,14 @@ from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.offline.budget import EVERY, CalibrationSize
+from yggdrasil.offline.forest import Seed, grow_forest
 from yggdrasil.policy.acceptance import TreeRecord, fit_platt
 from yggdrasil.policy.depth import Array, inputs_of
 from yggdrasil.state import DecodeState, Row
-from yggdrasil.step.forest import Seed, grow_forest
+from yggdrasil.step.accept import choose_rows, follow
 from yggdrasil.step.growth import run_chunks
 from yggdrasil.step.platt import UNSCALED, PlattScale
-from yggdrasil.step.rows import accept_rows, undrafted
+from yggdrasil.step.verify import undrafted
 from yggdrasil.tokenizer import Tokenizer
 from yggdrasil.tree import TokenTree
 
@@ -201,7 +202,9 @@ def _write(
 
 def _append_(target: TokenGraphs, rows: Sequence[Row], logits_BV: torch.Tensor) -> None:
     """Append every row's next token of plain decoding."""
-    outcomes = accept_rows(rows, undrafted(target, rows), logits_BV, range(len(rows)))
+    plain = undrafted(target, rows)
+    chosen = choose_rows(rows, plain, logits_BV, range(len(rows)))
+    outcomes = follow([each.tree for each in plain], chosen)
     for row, accepted in zip(rows, outcomes, strict=True):
         if isinstance(accepted, YggError):
             raise accepted

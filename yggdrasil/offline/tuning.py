@@ -306,7 +306,7 @@ def _plan(
     work = Workload(
         target=engine.target,
         draft=engine.draft,
-        step=engine.fast_step,
+        step=engine.step,
         step_ms=latency.step_ms(shape.width, shape.depth, verify, len(prompt)),
         prompt=prompt,
         policy=replace(policy, shape=shape),

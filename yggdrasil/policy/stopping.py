@@ -17,7 +17,7 @@ from torch import Tensor
 
 from yggdrasil.tree import TokenTree
 
-__all__ = ["LowConfidence", "SmallGain", "last_gain_reference"]
+__all__ = ["LowConfidence", "SmallGain", "last_gain"]
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,8 @@ class SmallGain:
     min_gain: float
 
     def enough(self, tree: TokenTree) -> bool:
-        if tree.is_cpu:
-            gain = torch.ops.ygg.last_gain(tree.arrays[3], len(tree), self.width, self._costs)
-        else:
-            log_probs = tree.log_prob_N.numpy(force=True)  # sync: the tree ends or goes on
-            gain = last_gain_reference(log_probs, self.width, self.costs)
-        return bool(gain < self.min_gain)
+        log_probs = tree.log_prob_N.numpy(force=True)  # sync: the tree ends or goes on
+        return bool(last_gain(log_probs, self.width, self.costs) < self.min_gain)
 
     @cached_property
     def _costs(self) -> Tensor:
@@ -89,13 +85,8 @@ class SmallGain:
         return f"until gain<{self.min_gain:g}"
 
 
-def last_gain_reference(
-    log_prob_XN: npt.ArrayLike, width: int, costs: Sequence[float]
-) -> npt.NDArray[np.float64]:
-    """The value that the last `width` nodes of each tree, (..., N), add to its best nodes, (...).
-
-    The specification of `ygg::last_gain`.
-    """
+def last_gain(log_prob_XN: npt.ArrayLike, width: int, costs: Sequence[float]) -> npt.NDArray[np.float64]:
+    """The value that the last `width` nodes of each tree, (..., N), add to its best nodes, (...)."""
     probabilities = np.exp(np.asarray(log_prob_XN, dtype=np.float64))
 
     def value(nodes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -5,7 +5,7 @@ rank 0                                                  rank 1, 2, ...
 engine, policy, draft, tokenizer                        a loop (follow.py)
 target.forward(meta) -- "forward, 16 tokens", meta ---> the same graph over its own shard and KV heads
       graph  <------------- gather_ranks -------------> graph
-cache.commit_(path)  -- "commit, length, path" -------> moves the same slots
+cache.keep_(path)    -- "commit, start, path" --------> moves the same slots
 ends                 -- "stop" -----------------------> returns
 ```
 

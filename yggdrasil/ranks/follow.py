@@ -41,9 +41,7 @@ def follow(link: Link, load: Callable[[Any], TokenModel]) -> None:
         else:
             assert message.kind == COMMIT, message
             path = link.tensor(torch.empty(message.second, dtype=torch.int64))
-            # rank 0 keeps the length; here it is only the start of the path
-            model.cache.len = message.first
-            model.cache.commit_(path.tolist())
+            model.cache.keep_(0, message.first, path.tolist())
 
 
 def follow_run() -> None:

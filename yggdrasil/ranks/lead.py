@@ -75,13 +75,13 @@ class LeadingCache(KVCache):
         super().__init__(shape, dtype=dtype, device=device)
         self._leader = leader
 
-    def commit_(self, path: Sequence[int]) -> None:
-        """`KVCache.commit_` on every rank; a chain moves nothing, so no message is sent."""
+    def keep_(self, row: int, start: int, path: Sequence[int]) -> None:
+        """`KVCache.keep_` on every rank; a chain moves nothing, so no message is sent."""
         if any(offset != place for place, offset in enumerate(path)):
             with self._leader.exchange():
-                self._leader.link.message(Message(COMMIT, self.len, len(path)))
+                self._leader.link.message(Message(COMMIT, start, len(path)))
                 self._leader.link.tensor(torch.tensor(path, dtype=torch.int64))
-        super().commit_(path)
+        super().keep_(row, start, path)
 
 
 class LeadingModel(CompiledModel[KVCache]):

@@ -26,7 +26,7 @@ class Message(NamedTuple):
     Args:
         kind: STOP; LOAD, with an object after it; FORWARD, with metadata after it; COMMIT, with a path
             after it.
-        first: Tokens of a forward; the committed length before a commit.
+        first: Tokens of a forward; the index at which a commit's path starts.
         second: Length of a commit's path.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 from yggdrasil.errors import ConfigError
 from yggdrasil.report.drawing import load_matplotlib
 from yggdrasil.schedule.search import Timeline
-from yggdrasil.schedule.stages import STAGES
+from yggdrasil.step.plan import STAGES
 
 __all__ = ["plot_plans"]
 

@@ -1,1 +1,1 @@
-"""An iteration as stages, plans that order them, the search for the best plan, and the executor."""
+"""The search for the plan of a step: measure its stages, simulate every plan, try the best one."""

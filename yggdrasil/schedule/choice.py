@@ -11,16 +11,15 @@ from statistics import median
 from typing import Any
 
 from yggdrasil.config import SamplingConfig
-from yggdrasil.schedule.executor import Executor
-from yggdrasil.schedule.plan import SEQUENTIAL, Plan
 from yggdrasil.schedule.profile import NUM_STEPS, PROBES, StageProfile, profile_stages
 from yggdrasil.schedule.search import MIN_GAIN, Timeline, best_plan, plans, simulate
 from yggdrasil.schedule.workload import NoRoom, Workload
+from yggdrasil.step.plan import SEQUENTIAL, Plan
 from yggdrasil.trace import Trace
 
 __all__ = ["FORMAT", "TEMPERATURES", "PlanChoice", "PlanSearch", "Trial", "choose_plans", "search_plan"]
 
-FORMAT = 3
+FORMAT = 4
 """Format number of a stored `PlanChoice`."""
 
 TEMPERATURES = (0.0, 1.0)
@@ -183,7 +182,7 @@ def try_plan(work: Workload, plan: Plan, deadline: float) -> Trial:
         work: The text to decode; its prompt is in the caches.
         deadline: Value of `time.perf_counter`.
     """
-    arms = {"plan": Executor(plan, work.target, work.draft, Trace()).step, "step": work.step}
+    arms = {"plan": work.step_by(plan, Trace()), "step": work.step}
     turns: list[dict[str, float]] = []
     try:
         while len(turns) < MAX_TURNS:

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from yggdrasil.schedule.executor import Executor
-from yggdrasil.schedule.plan import Plan
-from yggdrasil.schedule.stages import MAIN
 from yggdrasil.schedule.workload import NoRoom, Workload
+from yggdrasil.step.plan import MAIN, STAGES, Plan
+from yggdrasil.trace import Trace
 
 __all__ = [
     "NUM_STEPS",
@@ -27,18 +26,18 @@ __all__ = [
     "profile_stages",
 ]
 
-OVERLAPS = {"noise": "verify", "tail": "verify", "next_head": "walk"}
+OVERLAPS = {"noise": "verify", "tail": "verify", "next_head": "accept"}
 """For each stage on "side", the stage of the calling thread during which it mostly runs."""
 
 PROBES = (
     Plan.of("sequential", MAIN),
-    Plan.of("tail", (*MAIN[:5], "tail", *MAIN[5:])),
-    Plan.of("all", (*MAIN[:5], "noise", "tail", "target_tokens", "next_head", *MAIN[6:])),
-    Plan.of("noise on side", (*MAIN[:3], ("noise", "side"), *MAIN[3:])),
-    Plan.of("tail on side", (*MAIN[:3], ("tail", "side"), *MAIN[3:])),
+    Plan.of("tail", (*MAIN[:3], "tail", *MAIN[3:])),
+    Plan.of("all", (*MAIN[:3], "noise", "tail", "choose", "next_head", *MAIN[4:])),
+    Plan.of("noise on side", (*MAIN[:1], ("noise", "side"), *MAIN[1:])),
+    Plan.of("tail on side", (*MAIN[:1], ("tail", "side"), *MAIN[1:])),
     Plan.of(
         "all on side",
-        (*MAIN[:3], ("noise", "side"), ("tail", "side"), *MAIN[3:6], ("next_head", "side"), *MAIN[6:]),
+        (*MAIN[:1], ("noise", "side"), ("tail", "side"), *MAIN[1:4], ("next_head", "side"), *MAIN[4:]),
     ),
 )
 """Plans that together run every stage in every form; a form is measured in the first plan that has it."""
@@ -99,14 +98,16 @@ class Sample:
 
     @property
     def between_ms(self) -> float:
-        """Time between consecutive stages: neither their work nor a wait for it."""
-        return self.ms - sum(times.end_ms - times.entered_ms for times in self.stages.values())
+        """Time of the policy and between stages: neither their work nor a wait for it."""
+        stages = [times for stage, times in self.stages.items() if stage in STAGES]
+        return self.ms - sum(times.end_ms - times.entered_ms for times in stages)
 
 
-class Clock:
-    """Times every stage of one iteration: a `StageClock`."""
+class Clock(Trace):
+    """Times every stage of one iteration."""
 
     def __init__(self, device: str) -> None:
+        super().__init__()
         self._on_device = device == "cuda"
         self._reset()
 
@@ -171,7 +172,7 @@ def profile_stages(work: Workload, deadline: float) -> StageProfile:
 
 def _run(work: Workload, plan: Plan, deadline: float) -> list[Sample]:
     clock = Clock(work.draft.device)
-    step = Executor(plan, work.target, work.draft, clock).step
+    step = work.step_by(plan, clock)
     samples = []
     for ms in work.iterations(step, NUM_STEPS, deadline):
         work.wait()
@@ -196,7 +197,7 @@ def profile_of(runs: Mapping[str, Sequence[Sequence[Sample]]]) -> StageProfile:
             host_ms[form] = host_ms[stage]
             device_ms[form] = device_ms[stage]
     with_tail = [sample.stages for sample in samples["tail on side"] if "tail" in sample.stages]
-    delays_ms = [stages["tail"].start_ms - stages["grow"].end_ms for stages in with_tail]
+    delays_ms = [stages["tail"].start_ms - stages["draft"].end_ms for stages in with_tail]
     return StageProfile(
         host_ms=host_ms,
         device_ms=device_ms if any(device_ms.values()) else {},

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
-from yggdrasil.schedule.plan import SEQUENTIAL, Plan
 from yggdrasil.schedule.profile import OVERLAPS, StageProfile
-from yggdrasil.schedule.stages import SYNCS, needs
+from yggdrasil.step.plan import SEQUENTIAL, SYNCS, Plan, needs
 
 __all__ = ["MIN_GAIN", "Span", "Timeline", "best_plan", "plans", "simulate"]
 
@@ -59,11 +58,11 @@ def plans(*, has_streams: bool = True) -> tuple[Plan, ...]:
         has_streams: Whether the device runs in parallel with the host. If not, moving a host stage to
             another place on the same thread gains nothing.
 
-    The main stages form a chain of dependencies up to `walk`. So orders differ only in the places of the
+    The main stages form a chain of dependencies up to `accept`. So orders differ only in the places of the
     stages ahead of time. On "main", the tail draft runs before pruning, or after verification, where a
     device has it queued while the host waits; noise runs after verification, where the host draws it while
     a device verifies. On "side", stages start as soon as their data is ready. Noise comes before the tail
-    draft, because `target_tokens` waits for noise while only the commit waits for the draft.
+    draft, because `choose` waits for noise while only the commit waits for the draft.
     """
     options = [
         (tail, head, noise)
@@ -78,7 +77,7 @@ def _plan(tail: str, next_head: str, noise: str) -> Plan:
     order: list[str | tuple[str, str]] = []
     for stage in SEQUENTIAL.order:
         order.append(stage)
-        if stage == "grow":
+        if stage == "draft":
             if noise == "side":
                 order.append(("noise", "side"))
             if tail == "side":
@@ -90,7 +89,7 @@ def _plan(tail: str, next_head: str, noise: str) -> Plan:
                 order.append("noise")
             if tail == "late":
                 order.append("tail")
-        elif stage == "target_tokens" and next_head:
+        elif stage == "choose" and next_head:
             order.append(("next_head", next_head))
     places = {"tail": tail, "next_head": next_head, "noise": noise}
     name = ", ".join(f"{stage} {place}" for stage, place in places.items() if place)

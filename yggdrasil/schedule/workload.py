@@ -9,11 +9,15 @@ from dataclasses import dataclass, field
 import torch
 
 from yggdrasil.config import SamplingConfig
+from yggdrasil.engine import Engine
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.state import DecodeState, StepResult
-from yggdrasil.step.draft import prefill
+from yggdrasil.step.growth import prefill
+from yggdrasil.step.plan import Plan
+from yggdrasil.step.rows import StepOverRows
 from yggdrasil.step.sampling import gumbel_noise
+from yggdrasil.trace import Trace
 
 __all__ = ["NoRoom", "Step", "Workload"]
 
@@ -31,7 +35,7 @@ class Workload:
     Args:
         target: Its cache is overwritten.
         draft: Its cache is overwritten.
-        step: The step without a plan: `Engine.fast_step` of an engine without plans.
+        step: The step without a plan: `Engine.step` of an engine without plans.
         step_ms: Expected milliseconds of an iteration.
         prompt: At least one token.
         policy: Preferably a fixed shape, so that every run does the same work.
@@ -53,6 +57,12 @@ class Workload:
         for model in (self.target, self.draft):
             model.cache.rollback_(0)
             prefill(model, [*self.prompt[:-1]])
+
+    def step_by(self, plan: Plan, trace: Trace) -> Step:
+        """The step by a plan."""
+        stepper = StepOverRows(self.target, self.draft, trace, plan)
+        models = self.target, self.draft
+        return Engine(*models, max_context=self.max_context, trace=trace, stepper=stepper).step
 
     def iterations(self, step: Step, num_steps: int, deadline: float) -> Iterator[float]:
         """Decode from the end of the prompt; the text, and the work of each iteration, is always the same.

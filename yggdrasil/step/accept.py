@@ -1,8 +1,8 @@
-"""Accept: walk down the tree as long as the draft's token equals the target's own."""
+"""Accept: walk down each tree as long as the draft's token equals the target's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,17 +10,12 @@ from torch import Tensor
 
 from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
-from yggdrasil.step.sampling import (
-    BROKEN,
-    TargetTokens,
-    choose_tokens,
-    largest_scores,
-    next_token,
-    tokens_to_host,
-)
-from yggdrasil.tree import TokenTree
+from yggdrasil.state import Row
+from yggdrasil.step.prune import Pruned
+from yggdrasil.step.sampling import BROKEN, TargetTokens, choose_tokens
+from yggdrasil.tree import TokenTree, walk
 
-__all__ = ["Accepted", "accept", "follow", "target_tokens", "walk_sampling"]
+__all__ = ["Accepted", "accept", "choose_rows", "follow", "target_tokens"]
 
 
 @dataclass(frozen=True)
@@ -47,69 +42,86 @@ def accept(tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: Sampling
     Raises:
         YggError: logits that are not finite.
 
-    Cost: one sync. On a CPU, noise is drawn and logits are filtered only at the nodes of the path.
+    Cost: two syncs. A step uses `target_tokens` and `follow` for all its rows, with one.
     Source: no draft probabilities enter, so the target's distribution is preserved for any tree.
     """
-    if tree.is_cpu and sampling.temperature > 0:
-        places = enumerate(zip(tree.parent_N.tolist(), tree.token_N.tolist(), strict=True))
-        return walk_sampling({place: node for node, place in places}, logits_KV, root_pos, sampling)
-    if not tree.is_cpu:
-        return follow(tree, target_tokens(tree, logits_KV, root_pos, sampling))
-    token, parent, *_ = tree.arrays
-    # the same in one host call; even two slices would cost as much as this call
-    path, tokens = torch.ops.ygg.follow(logits_KV, parent, token)
-    if not path:
-        raise YggError(BROKEN)
-    return Accepted(path, tokens)
-
-
-def walk_sampling(
-    child_of: Mapping[tuple[int, int], int], logits_KV: Tensor, root_pos: int, sampling: SamplingConfig
-) -> Accepted:
-    """Sample and walk together, on a CPU: noise is drawn only for the nodes of the path.
-
-    Args:
-        child_of: The child of a node that has a token, by (node, token); the root is 0.
-        logits_KV: (K, V) the target's logits after each node, on a CPU.
-        sampling: A temperature above 0.
-
-    Raises:
-        YggError: logits of any node that are not finite.
-
-    Cost: one pass over the logits; noise and filters of one row for each node of the path.
-    """
-    # broken logits are an error at every node, also off the path
-    tokens_to_host(largest_scores(logits_KV))
-    path = list[int]()
-    tokens = list[int]()
-    node: int | None = 0
-    while node is not None:
-        path.append(node)
-        tokens.append(next_token(logits_KV[node : node + 1], root_pos + len(path), sampling))
-        node = child_of.get((node, tokens[-1]))
-    return Accepted(path, tokens)
+    depth = int(tree.depth_N.max())  # sync: the positions to draw noise for
+    chosen = target_tokens(tree, logits_KV, root_pos, sampling, depth=depth)
+    [outcome] = follow([tree], [chosen])
+    if isinstance(outcome, YggError):
+        raise outcome
+    return outcome
 
 
 def target_tokens(
-    tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: SamplingConfig
+    tree: TokenTree, logits_KV: Tensor, root_pos: int, sampling: SamplingConfig, *, depth: int
 ) -> TargetTokens:
-    """The target's own token after every node, on the device. Arguments as for `accept`. Cost: no sync."""
-    if sampling.temperature == 0:
-        return choose_tokens(logits_KV, (), tree.depth_N, sampling)
-    # on a device, reading the depth would be a sync
-    deepest = int(tree.depth_N.max()) if tree.is_cpu else min(len(tree) - 1, tree.max_depth)
-    return choose_tokens(logits_KV, range(root_pos + 1, root_pos + 2 + deepest), tree.depth_N, sampling)
+    """The target's own token after every node, on the device.
 
+    Args:
+        logits_KV: (K, V) the target's logits after each node.
+        depth: Depth of the deepest node.
 
-def follow(tree: TokenTree, chosen: TargetTokens) -> Accepted:
-    """The path on which the tree has the target's tokens, and the emitted tokens.
-
-    Raises as `accept`. Cost: one sync.
+    Cost: no sync.
     """
-    if tree.is_cpu:
-        [tokens] = tokens_to_host(chosen)
-        path = tree.walk(chosen.token_K)
-    else:
-        tokens, is_on_path = tokens_to_host(chosen, tree.on_walk(chosen.token_K))
-        path = [node for node, on_path in enumerate(is_on_path) if on_path]
-    return Accepted(path, [tokens[node] for node in path])
+    return choose_tokens(logits_KV, range(root_pos + 1, root_pos + 2 + depth), tree.depth_N, sampling)
+
+
+def choose_rows(
+    rows: Sequence[Row], pruned: Sequence[Pruned], logits_NV: Tensor, roots: Sequence[int]
+) -> list[TargetTokens]:
+    """The target's own token after every node of every row, on the device.
+
+    Args:
+        rows: The rows that `verify_rows` got.
+        pruned: The tree of each.
+        logits_NV: Result of `verify_rows`.
+        roots: Result of `verify_rows`.
+
+    Cost: noise of one more position than a tree is deep, for each row that samples. No sync.
+    """
+    is_greedy = any(row.state.sampling.temperature == 0 for row in rows)
+    greedy = choose_tokens(logits_NV, (), logits_NV, SamplingConfig()) if is_greedy else None
+    chosen = []
+    for row, each, root in zip(rows, pruned, roots, strict=True):
+        nodes = slice(root, root + len(each.tree))
+        sampling = row.state.sampling
+        if greedy is not None and sampling.temperature == 0:
+            chosen.append(TargetTokens(greedy.token_K[nodes], greedy.score_K[nodes]))
+        else:
+            depth = max(each.depths)
+            logits_KV = logits_NV[nodes]
+            chosen.append(target_tokens(each.tree, logits_KV, row.state.root_pos, sampling, depth=depth))
+    return chosen
+
+
+def follow(trees: Sequence[TokenTree], chosen: Sequence[TargetTokens]) -> list[Accepted | YggError]:
+    """For every tree the path on which it has the target's tokens, and the emitted tokens.
+
+    Returns:
+        An error instead for a tree with logits that are not finite, also off the path: a broken model must
+        not write text.
+
+    Cost: one sync for all trees.
+    """
+    if not trees:
+        return []
+    is_sound_N = torch.cat([each.score_K for each in chosen]).isfinite()
+    columns = (
+        torch.cat([each.token_K for each in chosen]).masked_fill(~is_sound_N, -1),
+        torch.cat([tree.token_N for tree in trees]).long(),
+        torch.cat([tree.parent_N for tree in trees]).long(),
+    )
+    all_wanted, all_tokens, all_parents = torch.stack(columns).tolist()  # sync: this is the text
+    outcomes: list[Accepted | YggError] = []
+    end = 0
+    for tree in trees:
+        nodes = slice(end, end + len(tree))
+        end = nodes.stop
+        wanted = all_wanted[nodes]
+        if min(wanted) < 0:
+            outcomes.append(YggError(BROKEN))
+            continue
+        path = walk(all_parents[nodes], all_tokens[nodes], wanted)
+        outcomes.append(Accepted(path, [wanted[node] for node in path]))
+    return outcomes

@@ -1,29 +1,143 @@
-"""The draft's half of the step over rows: catch up with the texts, then grow a tree under every root.
+"""The draft's half of the step: catch up with the texts, then grow a tree under every root.
 
-Each row's tree is the one that step/draft.py grows for it alone; all rows share each forward.
+Shapes: X = hidden features or candidates, M = candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from yggdrasil.models.packing import Chunk, pack_chains_, pack_nodes_, pad_
-from yggdrasil.models.protocol import TokenGraphs
+from yggdrasil.models.packing import Chunk, pack_chain_, pack_chains_, pack_nodes_, pad_
+from yggdrasil.models.protocol import TokenGraphs, TokenModel
+from yggdrasil.staging import upload
 from yggdrasil.state import Row, Shape
 from yggdrasil.step.choice import Choice
-from yggdrasil.step.draft import Drafted, Frontier, grown, num_candidates
-from yggdrasil.step.platt import PlattScale
+from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.tree import TokenTree
 
-__all__ = ["RowDraft", "catch_up_rows_", "draft_rows", "root_of", "run_chunks"]
+__all__ = [
+    "Frontier",
+    "RowDraft",
+    "Span",
+    "catch_up_rows_",
+    "draft_rows",
+    "grown",
+    "num_candidates",
+    "prefill",
+    "root_of",
+    "run_chunks",
+    "run_nodes",
+]
 
 MOST_WIDEST_FORWARDS = 3  # up to 3 replays of the draft's widest graph cost less than its prompt chunk
 
-RowDraft = Drafted  # what one row drafted
+
+@dataclass(frozen=True)
+class RowDraft:
+    """What one row drafted.
+
+    Args:
+        tree: Its nodes.
+        num_run: The first `num_run` nodes have KV in the draft's cache.
+        shape: The grown shape; a stop rule may have made it less deep.
+    """
+
+    tree: TokenTree
+    num_run: int
+    shape: Shape
+
+
+class Frontier:
+    """The candidate children of all drafted nodes. Growing takes the best ones and removes them.
+
+    Args:
+        num_nodes: Largest number of nodes whose children it holds.
+        num_candidates: C, children kept per node: the best of those that a forward returns.
+        platt: Scale of the draft's probabilities.
+
+    Attributes:
+        log_prob_NC: Path log-probability of every candidate, edges scaled, -inf once taken. The first `len`
+            rows are filled.
+        token_NC: Token of every candidate.
+        len: Number of filled rows.
+    """
+
+    def __init__(
+        self, num_nodes: int, num_candidates: int, device: str = "cpu", platt: PlattScale = UNSCALED
+    ) -> None:
+        self.platt = platt
+        self.log_prob_NC = torch.empty(num_nodes, num_candidates, device=device)
+        self.token_NC = torch.empty(num_nodes, num_candidates, dtype=torch.int64, device=device)
+        self.len = 0
+
+    def add(self, tokens_WC: Tensor, log_probs_WC: Tensor, path_log_prob_W: Tensor) -> None:
+        """Add the children of the next W nodes, (W, C), given the nodes' path log-probabilities, (W,)."""
+        new = slice(self.len, self.len + len(path_log_prob_W))
+        kept = self.token_NC.shape[1]
+        torch.add(
+            self.platt.logs(log_probs_WC[: len(path_log_prob_W), :kept]),
+            path_log_prob_W[:, None],
+            out=self.log_prob_NC[new],
+        )
+        self.token_NC[new] = tokens_WC[: len(path_log_prob_W), :kept]
+        self.len = new.stop
+
+    def take(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Remove and return the `width` best (parent, token, path log-probability), best first.
+
+        Source: Yggdrasil section 4.2: attach W leaves anywhere, by generation probabilities. Departures:
+        the probabilities are scaled, see `PlattScale`; only the C best children of a node are candidates, C
+        being at least W.
+        """
+        log_prob_M = self.log_prob_NC[: self.len].view(-1)
+        best = log_prob_M.topk(width)
+        # an assignment by index would copy the number from the host, which is a sync
+        log_prob_M.scatter_(0, best.indices, -torch.inf)
+        return best.indices // self.token_NC.shape[1], self.token_NC.view(-1)[best.indices], best.values
+
+    def ranked(self, level: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for the given (parent, rank) places of a static tree; nothing is removed."""
+        parents, ranks = upload(level, self.token_NC.device).T
+        return parents, self.token_NC[parents, ranks], self.log_prob_NC[parents, ranks]
+
+
+def num_candidates(model: TokenGraphs, shape: Shape) -> int:
+    """How many children of a node may be attached; in a chain only the best."""
+    return 1 if shape.width == 1 and shape.levels is None else model.num_candidates
+
+
+def grown(shape: Shape, depth: int) -> Shape:
+    """The shape with the depth at which its stop rule ended growth."""
+    return shape if shape.stop is None else Shape(shape.width, depth, shape.verify)
+
+
+# ---- text ----
+
+
+def prefill(model: TokenModel, tokens: list[int]) -> Tensor | None:
+    """Run committed tokens that the only row's KV lacks, in chunks, and commit them.
+
+    Returns:
+        The last forward's second output for the last token: a target's hidden state, (E,). None if the KV
+        lacked no token.
+        Aliasing: on CUDA overwritten by the next replay.
+    """
+    last = None
+    while model.cache.len < len(tokens):
+        start = model.cache.len
+        chunk = tokens[start : start + model.prefill_chunk]
+        meta_NM = model.meta(len(chunk))
+        pack_chain_(meta_NM, chunk, start, num_read=0)
+        _, second_NX = model.forward(meta_NM)
+        last = second_NX[len(chunk) - 1]
+        model.cache.commit_(range(len(chunk)))
+    return last
 
 
 def run_chunks(
@@ -81,6 +195,76 @@ def catch_up_rows_(model: TokenGraphs, rows: Sequence[Row]) -> None:
         row.draft_len = row.state.root_pos
 
 
+# ---- trees ----
+
+
+def root_of(model: TokenGraphs, row: Row, capacity: int = 1) -> TokenTree:
+    """The tree of a row's last token."""
+    token = row.state.tokens[-1]
+    return TokenTree.root(token, capacity, max_depth=model.max_depth, device=model.device)
+
+
+class Span(NamedTuple):
+    """Nodes `first..last-1` of a row's tree, which run in one forward."""
+
+    row: Row
+    tree: TokenTree
+    first: int
+    last: int
+
+    @property
+    def num_nodes(self) -> int:
+        return self.last - self.first
+
+
+def run_nodes(model: TokenGraphs, spans: Sequence[Span]) -> Iterator[tuple[Span, Tensor, Tensor]]:
+    """Run the draft over nodes of several trees; their KV is provisional.
+
+    Args:
+        spans: The nodes of one tree are split only if they are more than the largest graph holds.
+
+    Yields:
+        Every span or part of one, with the candidates of its nodes and their log-probabilities, (n, C)
+        each. Aliasing: on CUDA overwritten by the next replay.
+
+    Cost: one graph for as many trees as it holds.
+    """
+    for batch in _forwards(spans, model.prefill_chunk):
+        meta_NM = model.meta(sum(span.num_nodes for span in batch))
+        end = 0
+        for span in batch:
+            start = end
+            end += span.num_nodes
+            row = span.row
+            pack_nodes_(
+                meta_NM[start:end], span.tree, span.first, span.last, row.state.root_pos, row=row.row
+            )
+        pad_(meta_NM, end)
+        tokens_NC, log_probs_NC = model.forward(meta_NM)
+        end = 0
+        for span in batch:
+            start = end
+            end += span.num_nodes
+            yield span, tokens_NC[start:end], log_probs_NC[start:end]
+
+
+def _forwards(spans: Sequence[Span], limit: int) -> Iterator[list[Span]]:
+    """The spans by forwards of at most `limit` nodes."""
+    batch: list[Span] = []
+    room = limit
+    for span in spans:
+        for first in range(span.first, span.last, limit):
+            part = span._replace(first=first, last=min(first + limit, span.last))
+            if part.num_nodes > room:
+                yield batch
+                batch = []
+                room = limit
+            batch.append(part)
+            room -= part.num_nodes
+    if batch:
+        yield batch
+
+
 class _Growing:
     """A row's tree while it grows, the root first.
 
@@ -88,22 +272,25 @@ class _Growing:
         tree: The nodes so far.
     """
 
-    def __init__(self, model: TokenGraphs, row: Row, shape: Shape, platt: PlattScale) -> None:
+    def __init__(
+        self, model: TokenGraphs, row: Row, shape: Shape, platt: PlattScale, *, capacity: int
+    ) -> None:
         self.row = row
         self.shape = shape
-        self.tree = root_of(model, row, shape.num_nodes)
+        self.tree = root_of(model, row, capacity)
         self._depth = 0
         self._frontier = Frontier(shape.num_nodes, num_candidates(model, shape), model.device, platt)
 
     @property
-    def num_run(self) -> int:
-        """The first `num_run` nodes have run: their candidates are known."""
-        return self._frontier.len
+    def newest(self) -> Span:
+        """The nodes whose candidates are not known yet."""
+        return Span(self.row, self.tree, self._frontier.len, len(self.tree))
 
     def ran_(self, tokens_WC: Tensor, log_probs_WC: Tensor) -> None:
         """The next W nodes have run. Aliasing: the candidates are copied."""
-        nodes = slice(self.num_run, self.num_run + len(tokens_WC))
-        self._frontier.add(tokens_WC, log_probs_WC, self.tree.log_prob_N[nodes])
+        num_known = self._frontier.len
+        log_prob_W = self.tree.log_prob_N[num_known : num_known + len(tokens_WC)]
+        self._frontier.add(tokens_WC, log_probs_WC, log_prob_W)
 
     def grow_(self) -> bool:
         """Attach the nodes of one growth step; returns whether another step follows."""
@@ -120,33 +307,24 @@ class _Growing:
 
     def finished(self) -> RowDraft:
         shape = self.shape if self.shape.levels is not None else grown(self.shape, self._depth)
-        return RowDraft(self.tree, self.num_run, shape)
+        return RowDraft(self.tree, self._frontier.len, shape)
 
 
-class _Span(NamedTuple):
-    """Nodes `first..last-1` of a growing tree, which run in one forward."""
-
-    growing: _Growing
-    first: int
-    last: int
-
-
-def root_of(model: TokenGraphs, row: Row, capacity: int = 1) -> TokenTree:
-    """The tree of a row's last token."""
-    token = row.state.tokens[-1]
-    return TokenTree.root(token, capacity, max_depth=model.max_depth, device=model.device)
-
-
-def draft_rows(model: TokenGraphs, rows: Sequence[Row], choice: Choice) -> list[RowDraft]:
+def draft_rows(
+    model: TokenGraphs, rows: Sequence[Row], choice: Choice, *, spare: int = 1
+) -> list[RowDraft]:
     """A tree under every row's root: one forward over the text up to the roots, then growth.
 
-    The nodes of a row's last growth step are leaves: the next step runs their forward.
+    With W = 1 a node has one candidate, its best child, so the tree is a chain; with more candidates single
+    nodes would also be attached as siblings. The nodes of a row's last growth step are leaves: the next
+    step runs their forward. A row whose root ran ahead of time (`DecodeState.head`) grows at once.
 
     Args:
         model: The draft. Its KV becomes complete up to the roots of the rows that draft; from the roots on
             it is provisional.
         rows: Rows with pages for their trees. A row of a shape without depth runs no model.
         choice: A shape and a calibration for every row.
+        spare: Room of a tree as a multiple of its nodes.
 
     Raises:
         RuntimeError: a shape wider than the draft's candidates, or deeper than its paths.
@@ -156,63 +334,40 @@ def draft_rows(model: TokenGraphs, rows: Sequence[Row], choice: Choice) -> list[
     Source: Yggdrasil section 4.2; Nightjar section 4.1 has chains.
     """
     growing = [
-        _Growing(model, row, shape, calibration.platt)
+        _Growing(model, row, shape, calibration.platt, capacity=spare * shape.num_nodes)
         for row, shape, calibration in zip(rows, choice.shapes, choice.calibrations, strict=True)
     ]
     live = [each for each in growing if each.shape.depth]
     _run_roots_(model, live)
     while live:
         live = [each for each in live if each.grow_()]
-        _run_newest_(model, live)
+        tree_of = {id(each.tree): each for each in live}
+        for span, tokens_WC, log_probs_WC in run_nodes(model, [each.newest for each in live]):
+            tree_of[id(span.tree)].ran_(tokens_WC, log_probs_WC)
     return [each.finished() for each in growing]
 
 
 def _run_roots_(model: TokenGraphs, live: Sequence[_Growing]) -> None:
     """Run the text that the draft's KV lacks, each row's up to its root, and commit all but the root."""
-    growing_of = {each.row.row: each for each in live}
-    rows = [each.row for each in live]
+    without_head = {each.row.row: each for each in live if not _use_head_(each)}
+    rows = [each.row for each in without_head.values()]
     chunks = [Chunk(row.row, row.state.tokens[row.draft_len :], row.draft_len, 1) for row in rows]
     for batch, (tokens_NC, log_probs_NC) in run_chunks(model, chunks, _limit(model, chunks)):
         for chunk, end in zip(batch, accumulate(len(chunk.tokens) for chunk in batch), strict=True):
             # of a chunk that was split, only the last part has the root
             if chunk.read_len:
-                growing_of[chunk.row].ran_(tokens_NC[end - 1 : end], log_probs_NC[end - 1 : end])
+                without_head[chunk.row].ran_(tokens_NC[end - 1 : end], log_probs_NC[end - 1 : end])
     for row in rows:
         row.draft_len = row.state.root_pos
 
 
-def _run_newest_(model: TokenGraphs, live: Sequence[_Growing]) -> None:
-    """Run the nodes of every tree that have not run yet."""
-    for spans in _forwards(live, model.prefill_chunk):
-        meta_NM = model.meta(sum(last - first for _, first, last in spans))
-        end = 0
-        for growing, first, last in spans:
-            start = end
-            end += last - first
-            row = growing.row
-            pack_nodes_(meta_NM[start:end], growing.tree, first, last, row.state.root_pos, row=row.row)
-        pad_(meta_NM, end)
-        tokens_NC, log_probs_NC = model.forward(meta_NM)
-        end = 0
-        for growing, first, last in spans:
-            start = end
-            end += last - first
-            growing.ran_(tokens_NC[start:end], log_probs_NC[start:end])
-
-
-def _forwards(live: Sequence[_Growing], limit: int) -> Iterator[list[_Span]]:
-    """The trees' newest nodes by forwards of at most `limit`; a tree's are split only if they are more."""
-    spans: list[_Span] = []
-    room = limit
-    for growing in live:
-        num_nodes = len(growing.tree)
-        for first in range(growing.num_run, num_nodes, limit):
-            last = min(first + limit, num_nodes)
-            if last - first > room:
-                yield spans
-                spans = []
-                room = limit
-            spans.append(_Span(growing, first, last))
-            room -= last - first
-    if spans:
-        yield spans
+def _use_head_(growing: _Growing) -> bool:
+    """Take the root's candidates that were drafted ahead of time, if there are any."""
+    row = growing.row
+    head = row.state.head
+    # dropped in any case, so an interrupted step leaves none
+    row.state.head = None
+    if head is None or not head.root_pos == row.state.root_pos == row.draft_len:
+        return False
+    growing.ran_(head.tokens_1C, head.log_probs_1C)
+    return True

@@ -10,6 +10,7 @@ Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head featu
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -32,13 +33,15 @@ from yggdrasil.step.border import (
     menu_struct,
 )
 from yggdrasil.step.choice import Calibration, Choice
-from yggdrasil.step.draft import NEVER, grown
+from yggdrasil.step.growth import grown
 from yggdrasil.step.sampling import BROKEN
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
 
 __all__ = ["NativeStep"]
 
+# the value of `StopRule.native` for a rule that never stops growth
+NEVER = torch.empty(0, dtype=torch.float64), -math.inf
 KEPT_RECORDS = 256  # calibrations, stop rules and levels that the C++ step keeps
 MOST_DRAFTED = 512  # nodes of a drafted tree
 MOST_TOP_K = 2**31  # no vocabulary is larger
@@ -89,10 +92,7 @@ class NativeStep:
     @staticmethod
     def runs(*models: TokenGraphs) -> bool:
         """Whether C++ can run these models."""
-        return all(
-            model.device == "cpu" and all(graph is not None for graph in _graphs(model)[0])
-            for model in models
-        )
+        return all(graph is not None for model in models for graph in _graphs(model)[0])
 
     @staticmethod
     def supports(choice: Choice) -> bool:

@@ -1,53 +1,122 @@
-"""Prune: keep the subtree that emits the most tokens for its time."""
+"""Prune: keep the subtrees that emit the most tokens for their time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
-import numpy as np
+import torch
 
-from yggdrasil.state import Shape
-from yggdrasil.step.choice import Choice
+from yggdrasil.step.choice import Choice, VerifyMenu
+from yggdrasil.step.growth import RowDraft
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Pruned", "prune"]
+__all__ = ["Pruned", "prune_rows", "values_and_depths"]
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """A subtree to verify.
+    """A row's subtree to verify.
 
     Args:
         tree: Its nodes, renumbered.
         drafted_node: The id that each node had in the drafted tree.
+        depths: Depth of each node, on the host.
         expected_emitted: Emitted tokens that the calibration expects, the bonus included.
     """
 
     tree: TokenTree
     drafted_node: list[int]
+    depths: list[int]
     expected_emitted: float
 
 
-def prune(tree: TokenTree, shape: Shape, choice: Choice) -> Pruned:
-    """The subtree that maximises Eq. 3 over the menu of K, or the best one of `shape.verify` nodes.
-
-    Calibrated acceptance never rises from parent to child, so for every K the best subtree is the K best
-    nodes, and the best for K - 1 is its prefix: one sort serves the whole menu.
+def values_and_depths(
+    drafts: Sequence[RowDraft], choice: Choice
+) -> tuple[list[tuple[float, ...]], list[list[int]]]:
+    """For every row the calibrated acceptance of its drafted nodes but the root, and all nodes' depths.
 
     Args:
-        shape: Shape of the tree as it has grown.
-        choice: Of the only row: its calibration, and the menu.
+        drafts: Result of `draft_rows`.
+        choice: The one that they were drafted with.
 
-    Cost: one sync (the values), one sort on the host.
-    Source: Yggdrasil section 4.2, "Verification Width Pruning"; the reference is `TokenTree.prune`.
+    Cost: one sync if any row drafts.
     """
-    if len(tree) == 1:
-        return Pruned(tree, [0], 1.0)
-    values_N = choice.calibrations[0].values(tree.log_prob_N.tolist())  # sync: K is a shape
-    # among equals the earlier node, so a parent before its child
-    order_N = np.argsort(-values_N[1:], kind="stable") + 1
-    most = len(order_N) if shape.verify is None else shape.verify - 1
-    sums = [0.0, *values_N[order_N[:most]].cumsum().tolist()]
-    count = choice.menu.best(sums, num_rows=1, depth=shape.depth)
-    keep = [0, *np.sort(order_N[:count]).tolist()]
-    return Pruned(tree.subtree(keep), keep, 1.0 + sums[count])
+    lens = [len(draft.tree) for draft in drafts]
+    if all(length == 1 for length in lens):
+        return [()] * len(drafts), [[0]] * len(drafts)
+    columns = torch.stack(
+        (
+            torch.cat([draft.tree.log_prob_N for draft in drafts]),
+            torch.cat([draft.tree.depth_N for draft in drafts]).float(),
+        )
+    )
+    log_probs: list[float]
+    log_probs, depths = columns.tolist()  # sync: the number of kept nodes is a shape
+    values = []
+    depths_of_rows = []
+    for calibration, length, end in zip(choice.calibrations, lens, accumulate(lens), strict=True):
+        values.append(tuple(calibration.values(log_probs[end - length + 1 : end]).tolist()))
+        depths_of_rows.append([int(depth) for depth in depths[end - length : end]])
+    return values, depths_of_rows
+
+
+class _Node(NamedTuple):
+    """A drafted node with its calibrated acceptance; `place` is its row's among the drafts."""
+
+    value: float
+    place: int
+    node: int
+
+
+def prune_rows(
+    drafts: Sequence[RowDraft],
+    values: Sequence[Sequence[float]],
+    depths: Sequence[Sequence[int]],
+    menu: VerifyMenu,
+) -> list[Pruned]:
+    """Keep the best nodes of the whole batch; the menu decides how many.
+
+    A node's calibrated acceptance never is above its parent's, and the lower of two equal nodes comes
+    first. So the best nodes of the batch are a tree in every row.
+
+    Args:
+        drafts: Result of `draft_rows`. Of a row whose shape sets `verify`, only its best `verify - 1` nodes
+            compete.
+        values: First result of `values_and_depths`.
+        depths: Its second result.
+
+    Cost: one sort on the host, no sync.
+    Source: Yggdrasil section 4.2, "Verification Width Pruning"; over a batch as TETRIS does, which Nightjar
+    describes in section 6.1.
+    """
+    competing = [
+        _Node(values[place][node - 1], place, node)
+        for place, draft in enumerate(drafts)
+        for node in _best(values[place], draft.shape.verify)
+    ]
+    # among equals the lower node, so a parent before its child, then the earlier row
+    ranked = sorted(competing, key=lambda each: (-each.value, each.node, each.place))
+    sums = [0.0, *accumulate(each.value for each in ranked)]
+    deepest = max((draft.shape.depth for draft in drafts), default=0)
+    num_kept = menu.best(sums, num_rows=len(drafts), depth=deepest)
+    keeps = [[0] for _ in drafts]
+    gains = [0.0] * len(drafts)
+    for value, place, node in ranked[:num_kept]:
+        keeps[place].append(node)
+        gains[place] += value
+    pruned = []
+    for place, draft in enumerate(drafts):
+        keep = sorted(keeps[place])
+        kept_depths = [depths[place][node] for node in keep]
+        pruned.append(Pruned(draft.tree.subtree(keep), keep, kept_depths, 1.0 + gains[place]))
+    return pruned
+
+
+def _best(values: Sequence[float], verify: int | None) -> list[int]:
+    """Ids, ascending, of a row's nodes that compete with those of other rows; the root does not."""
+    nodes = range(1, 1 + len(values))
+    ranked = sorted(nodes, key=lambda node: -values[node - 1])
+    return sorted(ranked if verify is None else ranked[: verify - 1])

@@ -1,8 +1,14 @@
-"""The step over rows: every row drafts a tree of its own, and all rows share each forward.
+"""The step: every row drafts a tree of its own, and all rows share each forward.
 
-The stages are those of a single request: draft, prune, verify, accept, commit. A chain is a tree of width
-1, plain decoding a tree of depth 0, a single request a batch of one. Only pruning looks at all rows
-together.
+    draft       the draft model grows a tree of candidate tokens under the last token of every row
+    prune       the subtrees with the most expected tokens per millisecond are kept
+    verify      the target runs all their nodes in one forward
+    choose      the target's own token after every node
+    accept      the path on which a tree has the target's own tokens, plus one bonus token
+    commit      the path's KV is kept in both models' caches, and its tokens are added to the text
+
+A chain is a tree of width 1, plain decoding a tree of depth 0, a single request a batch of one. Only
+pruning looks at all rows together.
 
 This is the specification of kernels/step.cpp, in torch alone; on CUDA it runs.
 """
@@ -10,215 +16,52 @@ This is the specification of kernels/step.cpp, in torch alone; on CUDA it runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from yggdrasil.errors import YggError
-from yggdrasil.models.packing import Chunk, pack_chains_, pack_nodes_
+from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.staging import upload
-from yggdrasil.state import PLAIN, Row, StepResult
-from yggdrasil.step.accept import Accepted, accept
+from yggdrasil.state import PLAIN, Head, Row, StepResult
+from yggdrasil.step.accept import Accepted, choose_rows, follow
+from yggdrasil.step.ahead import Verified, draft_heads, draw_ahead, run_tails
 from yggdrasil.step.choice import Choice, VerifyMenu
-from yggdrasil.step.growth import RowDraft, catch_up_rows_, draft_rows, root_of
-from yggdrasil.step.prune import Pruned
-from yggdrasil.step.sampling import BROKEN, largest_scores
+from yggdrasil.step.growth import RowDraft, catch_up_rows_, draft_rows
+from yggdrasil.step.plan import SEQUENTIAL, Plan, needs
+from yggdrasil.step.prune import Pruned, prune_rows, values_and_depths
+from yggdrasil.step.sampling import TargetTokens
+from yggdrasil.step.side import Side, side_of
+from yggdrasil.step.verify import undrafted, verify_rows
 from yggdrasil.trace import Trace
-from yggdrasil.tree import TokenTree, walk
 
-__all__ = ["StepOverRows", "accept_rows", "commit_row_", "prune_rows", "undrafted", "verify_rows"]
-
-
-def prune_rows(drafts: Sequence[RowDraft], choice: Choice) -> list[Pruned]:
-    """Keep the best nodes of the whole batch; `choice.menu` says how many.
-
-    A node's calibrated acceptance never is above its parent's, and the lower of two equal nodes comes
-    first. So the best nodes of the batch are a tree in every row.
-
-    Args:
-        drafts: Result of `draft_rows`.
-        choice: The one that they were drafted with. Of a row whose shape sets `verify`, only its best
-            `verify - 1` nodes compete.
-
-    Cost: one sync (the values), one sort on the host.
-    Source: Yggdrasil section 4.2, "Verification Width Pruning"; over a batch as TETRIS does, which Nightjar
-    describes in section 6.1.
-    """
-    return _prune(drafts, _on_host(drafts, choice)[0], choice.menu)
-
-
-def _on_host(drafts: Sequence[RowDraft], choice: Choice) -> tuple[list[tuple[float, ...]], list[list[int]]]:
-    """For every row the calibrated acceptance of its drafted nodes but the root, and all nodes' depths."""
-    lens = [len(draft.tree) for draft in drafts]
-    if all(length == 1 for length in lens):
-        return [()] * len(drafts), [[0]] * len(drafts)
-    columns = torch.stack(
-        (
-            torch.cat([draft.tree.log_prob_N for draft in drafts]),
-            torch.cat([draft.tree.depth_N for draft in drafts]).float(),
-        )
-    )
-    log_probs: list[float]
-    log_probs, depths = columns.tolist()  # sync: the number of kept nodes is a shape
-    values = []
-    depths_of_rows = []
-    for calibration, length, end in zip(choice.calibrations, lens, accumulate(lens), strict=True):
-        values.append(tuple(calibration.values(log_probs[end - length + 1 : end]).tolist()))
-        depths_of_rows.append([int(depth) for depth in depths[end - length : end]])
-    return values, depths_of_rows
-
-
-class _Node(NamedTuple):
-    """A drafted node with its calibrated acceptance; `place` is its row's among the drafts."""
-
-    value: float
-    place: int
-    node: int
-
-
-def _prune(drafts: Sequence[RowDraft], values: Sequence[Sequence[float]], menu: VerifyMenu) -> list[Pruned]:
-    competing = [
-        _Node(values[place][node - 1], place, node)
-        for place, draft in enumerate(drafts)
-        for node in _best(values[place], draft.shape.verify)
-    ]
-    # among equals the lower node, so a parent before its child, then the earlier row
-    ranked = sorted(competing, key=lambda each: (-each.value, each.node, each.place))
-    sums = [0.0, *accumulate(each.value for each in ranked)]
-    depth = max((draft.shape.depth for draft in drafts), default=0)
-    num_kept = menu.best(sums, num_rows=len(drafts), depth=depth)
-    keeps = [[0] for _ in drafts]
-    gains = [0.0] * len(drafts)
-    for value, place, node in ranked[:num_kept]:
-        keeps[place].append(node)
-        gains[place] += value
-    return [
-        Pruned(draft.tree.subtree(sorted(keep)), sorted(keep), 1.0 + gain)
-        for draft, keep, gain in zip(drafts, keeps, gains, strict=True)
-    ]
-
-
-def _best(values: Sequence[float], verify: int | None) -> list[int]:
-    """Ids, ascending, of a row's nodes that compete with those of other rows; the root does not."""
-    nodes = range(1, 1 + len(values))
-    ranked = sorted(nodes, key=lambda node: -values[node - 1])
-    return sorted(ranked if verify is None else ranked[: verify - 1])
-
-
-def undrafted(model: TokenGraphs, rows: Sequence[Row]) -> list[Pruned]:
-    """What rows without a draft verify: their root alone."""
-    return [Pruned(root_of(model, row), [0], 1.0) for row in rows]
-
-
-def verify_rows(
-    model: TokenGraphs, rows: Sequence[Row], pruned: Sequence[Pruned], prompts: Sequence[Chunk]
-) -> tuple[Tensor, Tensor, list[int]]:
-    """One forward of the target over every row's tree, and over parts of other rows' prompts.
-
-    Args:
-        model: The target; KV from the roots on is provisional.
-        rows: The rows that emit. Tokens before a row's root that the target lacks (the end of a prompt) run
-            in the same forward.
-        pruned: The tree of each.
-        prompts: Tokens of rows whose root this forward does not reach; their logits are not used.
-
-    Returns:
-        (N, V) logits, defined for the trees' nodes, (N, E) last hidden states, and the index among the N of
-        each row's root; the other nodes of its tree follow it.
-
-    Raises:
-        ShapeNotCompiled: more tokens than the menu's largest graph.
-
-    Cost: one graph. Aliasing: on CUDA overwritten by the next replay.
-    """
-    texts = [
-        Chunk(row.row, row.state.tokens[row.target_len : row.state.root_pos], row.target_len, 0)
-        for row in rows
-    ]
-    num_text = sum(len(chunk.tokens) for chunk in (*texts, *prompts))
-    meta_NM = model.meta(num_text + sum(len(each.tree) for each in pruned))
-    roots = []
-    end = 0
-    for row, text, each in zip(rows, texts, pruned, strict=True):
-        root = end + len(text.tokens)
-        if text.tokens:
-            pack_chains_(meta_NM[end:root], [text])
-        end = root + len(each.tree)
-        pack_nodes_(meta_NM[root:end], each.tree, 0, len(each.tree), row.state.root_pos, row=row.row)
-        roots.append(root)
-    pack_chains_(meta_NM[end:], prompts)
-    logits_NV, hidden_NE = model.forward(meta_NM)
-    return logits_NV, hidden_NE, roots
-
-
-def accept_rows(
-    rows: Sequence[Row], pruned: Sequence[Pruned], logits_NV: Tensor, roots: Sequence[int]
-) -> list[Accepted | YggError]:
-    """Apply the acceptance law to each row; a row whose logits are not finite gets an error instead.
-
-    Args:
-        rows: The rows that `verify_rows` got.
-        pruned: The tree of each.
-        logits_NV: Result of `verify_rows`.
-        roots: Result of `verify_rows`.
-
-    Cost: one sync for all greedy rows, and one for each row that samples.
-    """
-    trees = [each.tree for each in pruned]
-    logits = [logits_NV[root : root + len(tree)] for root, tree in zip(roots, trees, strict=True)]
-    is_greedy = [row.state.sampling.temperature == 0 for row in rows]
-    places = [place for place, greedy in enumerate(is_greedy) if greedy]
-    outcomes = iter(_accept_greedy([trees[place] for place in places], [logits[place] for place in places]))
-    return [
-        next(outcomes) if greedy else _accept(row, tree, logits_KV)
-        for row, tree, logits_KV, greedy in zip(rows, trees, logits, is_greedy, strict=True)
-    ]
-
-
-def _accept(row: Row, tree: TokenTree, logits_KV: Tensor) -> Accepted | YggError:
-    try:
-        return accept(tree, logits_KV, row.state.root_pos, row.state.sampling)
-    except YggError as error:
-        return error
-
-
-def _accept_greedy(trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> list[Accepted | YggError]:
-    """`accept` at temperature 0 for several trees of K nodes, given the logits of each, (K, V)."""
-    if not trees:
-        return []
-    chosen = [largest_scores(logits_KV) for logits_KV in logits]
-    is_sound_N = torch.cat([each.score_K for each in chosen]).isfinite()
-    columns = (
-        torch.cat([each.token_K for each in chosen]).masked_fill(~is_sound_N, -1),
-        torch.cat([tree.token_N for tree in trees]).long(),
-        torch.cat([tree.parent_N for tree in trees]).long(),
-    )
-    all_wanted, all_tokens, all_parents = torch.stack(columns).tolist()  # sync: this is the text
-    outcomes: list[Accepted | YggError] = []
-    end = 0
-    for tree in trees:
-        nodes = slice(end, end + len(tree))
-        end = nodes.stop
-        wanted = all_wanted[nodes]
-        if min(wanted) < 0:
-            outcomes.append(YggError(BROKEN))
-            continue
-        path = walk(all_parents[nodes], all_tokens[nodes], wanted)
-        outcomes.append(Accepted(path, [wanted[node] for node in path]))
-    return outcomes
+__all__ = ["StepOverRows", "choose_rows", "commit_row_", "undrafted", "verify_rows"]
 
 
 def commit_row_(
-    target: TokenGraphs, draft: TokenGraphs, row: Row, drafted: RowDraft, pruned: Pruned, accepted: Accepted
+    target: TokenGraphs,
+    draft: TokenGraphs,
+    row: Row,
+    drafted: RowDraft,
+    pruned: Pruned,
+    accepted: Accepted,
+    head: Head | None = None,
 ) -> None:
     """Keep the accepted path in both models' KV and add its tokens to the text.
 
+    The target has KV of every verified node. The draft has KV of the nodes that it ran: all but those of
+    the last growth step. So the end of the path may be left to the next draft.
+
+    Args:
+        head: The draft's candidates after the next root, if they were drafted ahead of time; that root's KV
+            stays provisional.
+
     Cost: one gather and scatter per model whose path is not a chain already. No sync.
+
+    An interrupt loses this step, never the text before it, whose KV does not change.
     """
     root_pos = row.state.root_pos
     target.cache.keep_(row.row, root_pos, accepted.path)
@@ -226,35 +69,90 @@ def commit_row_(
     if drafted.num_run:
         nodes = [pruned.drafted_node[node] for node in accepted.path]
         kept = [node for node in nodes if node < drafted.num_run]
-        draft.cache.keep_(row.row, root_pos, kept)
+        next_root = [] if head is None else [len(drafted.tree) + accepted.path[-1]]
+        draft.cache.keep_(row.row, root_pos, kept + next_root)
         row.draft_len = root_pos + len(kept)
+    row.state.head = head
     row.state.tokens.extend(accepted.tokens)
-    row.state.head = None
+
+
+# ---- the stages in the order of a plan ----
+
+
+class _Batch:
+    """The data of one step; each attribute is written by one stage and read by later ones."""
+
+    def __init__(self, rows: Sequence[Row], choice: Choice) -> None:
+        self.rows = list(rows)
+        self.choice = choice
+        self.drafts: list[RowDraft] = []
+        self.values: list[tuple[float, ...]] = []
+        self.pruned: list[Pruned] = []
+        self.prompts: Sequence[Chunk] = ()
+        self.logits_NV = torch.empty(0, 0)
+        self.hidden_NE = torch.empty(0, 0)
+        self.roots: list[int] = []
+        self.chosen: list[TargetTokens] = []
+        # by place of the row: the draft's candidates after every verified node's next token
+        self.next: dict[int, tuple[Tensor, Tensor]] = {}
+        self.accepted: list[Accepted | YggError] = []
+        self.root_positions: list[int] = []
+
+
+NO_CHOICE = Choice((), (), VerifyMenu((0,), (1.0,)))
 
 
 class StepOverRows:
-    """One step after another over rows, each in two calls: `draft`, then `verify`.
+    """One step after another, each in two calls: `draft`, then `verify`; or in one, `run`.
 
     Args:
         target: The target, over pages of the rows.
         draft: The draft, over the same page table.
-        trace: Gets the milliseconds of the stages catch up, draft, prune, verify, accept and commit.
+        trace: Gets the milliseconds of the stages, also of "catch up".
+        plan: The order of the stages, and what runs ahead of time.
+
+    Cost: in addition to the stages a few microseconds a step, and a handover per stage on "side". On CUDA
+    no sync except those of the stages.
+    Source: Yggdrasil sections 4 and 5; over rows, Nightjar section 3.1.
     """
 
-    def __init__(self, target: TokenGraphs, draft: TokenGraphs, trace: Trace) -> None:
+    def __init__(
+        self, target: TokenGraphs, draft: TokenGraphs, trace: Trace, plan: Plan = SEQUENTIAL
+    ) -> None:
+        self.plan = plan
         self._target = target
-        self._draft = draft
+        self._draft_model = draft
         self._trace = trace
-        self._forget_()
-
-    def _forget_(self) -> None:
-        """Drop what `draft` left for `verify`."""
-        self._rows: list[Row] = []
-        self._drafts: list[RowDraft] = []
-        self._values: list[tuple[float, ...]] = []
-        self._pruned: list[Pruned] = []
-        self._depths: list[list[int]] = []
+        self._side: Side | None = side_of(draft.device) if plan.on_side else None
+        split = plan.order.index("verify")
+        self._first = plan.order[:split]
+        self._second = plan.order[split:]
+        self._vocab = 0  # V, known once the target has run
         self._draft_ms = 0.0
+        self._batch = _Batch((), NO_CHOICE)
+        self._verified = self._batch
+        self._stages: Mapping[str, Callable[[_Batch], None]] = {
+            "draft": self._draft_,
+            "noise": self._noise_,
+            "tail": self._tail_,
+            "prune": self._prune_,
+            "verify": self._verify_,
+            "choose": self._choose_,
+            "next_head": self._next_head_,
+            "accept": self._accept_,
+            "commit": self._commit_,
+        }
+
+    def run(self, rows: Sequence[Row], choice: Choice, began: float) -> list[StepResult]:
+        """`draft` and `verify` of a step without prompts.
+
+        Args:
+            began: `time.perf_counter` before the choice, which is part of the step's time.
+        """
+        choice_ms = (time.perf_counter() - began) * 1e3
+        self.draft(rows, choice)
+        self._draft_ms += choice_ms
+        return self.verify((), ())
 
     def draft(self, rows: Sequence[Row], choice: Choice) -> int:
         """The first half of a step: draft and prune. Without decoding rows it may be left out.
@@ -272,26 +170,12 @@ class StepOverRows:
         Cost: that of `catch_up_rows_`, `draft_rows` and `prune_rows`.
         """
         began = time.perf_counter()
-        stage = self._trace.stage
-        self._forget_()
-        with stage("catch up"):
-            drafting = [row for row, shape in zip(rows, choice.shapes, strict=True) if shape.depth]
-            catch_up_rows_(self._draft, drafting)
-        with stage("draft"):
-            drafts = draft_rows(self._draft, rows, choice)
-        with stage("prune"):
-            values, depths = _on_host(drafts, choice)
-            pruned = _prune(drafts, values, choice.menu)
-        self._rows = list(rows)
-        self._drafts = drafts
-        self._values = values
-        self._pruned = pruned
-        self._depths = [
-            [of_row[node] for node in each.drafted_node]
-            for of_row, each in zip(depths, pruned, strict=True)
-        ]
+        self._join()  # the last step may have been interrupted before it joined
+        self._batch = _Batch(rows, choice)
+        self._catch_up_(self._batch)
+        self._run_(self._first, self._batch)
         self._draft_ms = (time.perf_counter() - began) * 1e3
-        return sum(len(each.tree) for each in pruned)
+        return sum(len(each.tree) for each in self._batch.pruned)
 
     def verify(self, joining: Sequence[Row], prompts: Sequence[Chunk]) -> list[StepResult]:
         """The second half: verify, accept and commit.
@@ -307,35 +191,33 @@ class StepOverRows:
         Raises:
             ShapeNotCompiled: more tokens than the menu's largest graph; nothing is committed.
 
-        Cost: one forward of the target and the syncs of `accept_rows`.
+        Cost: one forward of the target and one sync.
         """
         began = time.perf_counter()
-        stage = self._trace.stage
-        rows = [*self._rows, *joining]
-        plain = undrafted(self._target, joining)
-        pruned = [*self._pruned, *plain]
-        drafts = [*self._drafts, *(RowDraft(each.tree, 0, PLAIN) for each in plain)]
-        values = [*self._values, *[()] * len(plain)]
-        depths = [*self._depths, *[[0]] * len(plain)]
+        batch = self._batch
+        if joining:
+            self._join_rows_(batch, joining)
+        batch.prompts = prompts
+        batch.root_positions = [row.state.root_pos for row in batch.rows]
         before_ms = self._draft_ms
-        self._forget_()
-        with stage("verify"):
-            self._logits_NV, hidden_NE, self._roots = verify_rows(self._target, rows, pruned, prompts)
-        with stage("accept"):
-            accepted = accept_rows(rows, pruned, self._logits_NV, self._roots)
-        root_positions = [row.state.root_pos for row in rows]
-        with stage("commit"):
-            for place, outcome in enumerate(accepted):
-                if isinstance(outcome, Accepted):
-                    row = rows[place]
-                    commit_row_(self._target, self._draft, row, drafts[place], pruned[place], outcome)
-                    last = self._roots[place] + outcome.path[-1]
-                    row.state.hidden_of = partial(hidden_NE.select, 0, last)
+        self._batch = _Batch((), NO_CHOICE)
+        self._draft_ms = 0.0
+        self._verified = batch
+        self._run_(self._second, batch)
+        self._vocab = batch.logits_NV.shape[1]
         ms = before_ms + (time.perf_counter() - began) * 1e3
-        return [
-            _result(drafts[place], values[place], depths[place], pruned[place], outcome, root_pos, ms)
-            for place, (outcome, root_pos) in enumerate(zip(accepted, root_positions, strict=True))
-        ]
+        return [_result(batch, place, ms) for place in range(len(batch.rows))]
+
+    def _join_rows_(self, batch: _Batch, joining: Sequence[Row]) -> None:
+        """Add rows without a draft."""
+        if self._side is not None:
+            for stage in self.plan.on_side:
+                self._side.wait(stage)  # it may read the rows, and replace the drafts
+        plain = undrafted(self._target, joining)
+        batch.rows += joining
+        batch.pruned += plain
+        batch.drafts += [RowDraft(each.tree, 0, PLAIN) for each in plain]
+        batch.values += [()] * len(plain)
 
     def logits(self, place: int, path: Sequence[int]) -> Tensor:
         """(len(path), V) the target's logits after some nodes of a row of the last step.
@@ -346,20 +228,131 @@ class StepOverRows:
 
         Cost: one gather, no sync. Only until the target's next forward.
         """
-        root = self._roots[place]
-        nodes = upload([root + node for node in path], self._logits_NV.device)
-        return self._logits_NV.index_select(0, nodes)
+        batch = self._verified
+        nodes = upload([batch.roots[place] + node for node in path], batch.logits_NV.device)
+        return batch.logits_NV.index_select(0, nodes)
+
+    def _run_(self, stages: Sequence[str], batch: _Batch) -> None:
+        try:
+            for stage in stages:
+                self._run_stage_(stage, batch)
+        except BaseException:
+            self._join()
+            raise
+        if stages[-1] == "commit":
+            self._join()
+
+    def _run_stage_(self, stage: str, batch: _Batch) -> None:
+        """Run a stage or hand it over to "side"; one that has no work in this step is left out."""
+        on_side = self.plan.on_side
+        run = self._stages[stage]
+        if stage in on_side and self._side is not None:
+            if self._has_work(stage, batch):
+                self._side.submit(stage, partial(self._timed_, stage, run, batch))
+            return
+        if self._side is not None:
+            for need in needs(stage, self.plan.ahead):
+                if need in on_side:
+                    self._side.wait(need)
+        if self._has_work(stage, batch):
+            self._timed_(stage, run, batch)
+
+    def _timed_(self, stage: str, run: Callable[[_Batch], None], batch: _Batch) -> None:
+        with self._trace.stage(stage):
+            run(batch)
+
+    def _join(self) -> None:
+        if self._side is not None:
+            self._side.join()
+
+    def _has_work(self, stage: str, batch: _Batch) -> bool:
+        """Whether a stage that runs ahead of time has any work; in a plain step none has."""
+        match stage:
+            case "noise":
+                sampled = [row.state.sampling.temperature > 0 for row in batch.rows]
+                return self._vocab > 0 and any(sampled) and any(each.num_run for each in batch.drafts)
+            case "tail":
+                return any(0 < each.num_run < len(each.tree) for each in batch.drafts)
+            case "next_head":
+                return any(map(partial(self._has_room, batch), range(len(batch.rows))))
+        return True
+
+    def _has_room(self, batch: _Batch, place: int) -> bool:
+        """Whether a row drafted, and metadata and KV of the draft hold a node under every verified one.
+
+        Read before the tail on "side" has ended, so it does not depend on it.
+        """
+        drafted = batch.drafts[place]
+        num_nodes = len(drafted.tree) + len(batch.pruned[place].tree)
+        room = self._draft_model.cache.shape.capacity - batch.root_positions[place]
+        return (
+            drafted.num_run > 0 and drafted.shape.depth < self._draft_model.max_depth and num_nodes <= room
+        )
+
+    def _catch_up_(self, batch: _Batch) -> None:
+        drafting = [row for row, shape in zip(batch.rows, batch.choice.shapes, strict=True) if shape.depth]
+        if any(row.lag > 1 for row in drafting):
+            with self._trace.stage("catch up"):
+                catch_up_rows_(self._draft_model, drafting)
+
+    def _draft_(self, batch: _Batch) -> None:
+        spare = 2 if "next_head" in self.plan.ahead else 1
+        batch.drafts = draft_rows(self._draft_model, batch.rows, batch.choice, spare=spare)
+
+    def _noise_(self, batch: _Batch) -> None:
+        draw_ahead(batch.rows, batch.drafts, self._vocab, self._target.device)
+
+    def _tail_(self, batch: _Batch) -> None:
+        batch.drafts = run_tails(self._draft_model, batch.rows, batch.drafts)
+
+    def _prune_(self, batch: _Batch) -> None:
+        batch.values, depths = values_and_depths(batch.drafts, batch.choice)
+        batch.pruned = prune_rows(batch.drafts, batch.values, depths, batch.choice.menu)
+
+    def _verify_(self, batch: _Batch) -> None:
+        batch.logits_NV, batch.hidden_NE, batch.roots = verify_rows(
+            self._target, batch.rows, batch.pruned, batch.prompts
+        )
+
+    def _choose_(self, batch: _Batch) -> None:
+        batch.chosen = choose_rows(batch.rows, batch.pruned, batch.logits_NV, batch.roots)
+
+    def _next_head_(self, batch: _Batch) -> None:
+        places = [place for place in range(len(batch.rows)) if self._has_room(batch, place)]
+        nodes = [
+            Verified(
+                batch.rows[place],
+                batch.drafts[place].tree,
+                batch.pruned[place].drafted_node,
+                batch.chosen[place].token_K,
+            )
+            for place in places
+        ]
+        batch.next = dict(zip(places, draft_heads(self._draft_model, nodes), strict=True))
+
+    def _accept_(self, batch: _Batch) -> None:
+        batch.accepted = follow([each.tree for each in batch.pruned], batch.chosen)
+
+    def _commit_(self, batch: _Batch) -> None:
+        for place, accepted in enumerate(batch.accepted):
+            if isinstance(accepted, YggError):
+                continue
+            row = batch.rows[place]
+            last = accepted.path[-1]
+            head = None
+            if place in batch.next:
+                tokens_KC, log_probs_KC = batch.next[place]
+                node = slice(last, last + 1)
+                head = Head(row.state.root_pos + len(accepted.path), tokens_KC[node], log_probs_KC[node])
+            row.state.hidden_of = partial(batch.hidden_NE.select, 0, batch.roots[place] + last)
+            drafted = batch.drafts[place]
+            commit_row_(self._target, self._draft_model, row, drafted, batch.pruned[place], accepted, head)
 
 
-def _result(
-    drafted: RowDraft,
-    values: tuple[float, ...],
-    depths: Sequence[int],
-    pruned: Pruned,
-    accepted: Accepted | YggError,
-    root_pos: int,
-    ms: float,
-) -> StepResult:
+def _result(batch: _Batch, place: int, ms: float) -> StepResult:
+    drafted = batch.drafts[place]
+    pruned = batch.pruned[place]
+    accepted = batch.accepted[place]
     error = str(accepted) if isinstance(accepted, YggError) else ""
     emitted = Accepted([], []) if isinstance(accepted, YggError) else accepted
     return StepResult(
@@ -367,12 +360,12 @@ def _result(
         shape=drafted.shape,
         drafted=len(drafted.tree),
         verified=len(pruned.tree),
-        context_len=root_pos,
+        context_len=batch.root_positions[place],
         predicted_emitted=pruned.expected_emitted,
         tree_of=lambda: pruned.tree,
         path=emitted.path,
         ms=ms,
         error=error,
-        values=values,
-        depths=depths,
+        values=batch.values[place],
+        depths=pruned.depths,
     )

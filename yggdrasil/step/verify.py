@@ -1,4 +1,4 @@
-"""Verify: one forward of the target over the tree's nodes."""
+"""Verify: one forward of the target over the trees of all rows."""
 
 from __future__ import annotations
 
@@ -6,42 +6,56 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from yggdrasil.models.packing import pack_chain_, pack_nodes_
-from yggdrasil.models.protocol import TokenModel
-from yggdrasil.tree import TokenTree
+from yggdrasil.models.packing import Chunk, pack_chains_, pack_nodes_
+from yggdrasil.models.protocol import TokenGraphs
+from yggdrasil.state import Row
+from yggdrasil.step.growth import root_of
+from yggdrasil.step.prune import Pruned
 
-__all__ = ["verify"]
+__all__ = ["undrafted", "verify_rows"]
 
 
-def verify(model: TokenModel, tree: TokenTree, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The target's logits, (K, V), and last hidden states, (K, E), after every node.
+def undrafted(model: TokenGraphs, rows: Sequence[Row]) -> list[Pruned]:
+    """What rows without a draft verify: their root alone."""
+    return [Pruned(root_of(model, row), [0], [0], 1.0) for row in rows]
+
+
+def verify_rows(
+    model: TokenGraphs, rows: Sequence[Row], pruned: Sequence[Pruned], prompts: Sequence[Chunk]
+) -> tuple[Tensor, Tensor, list[int]]:
+    """One forward of the target over every row's tree, and over parts of other rows' prompts.
 
     Args:
-        model: The target; the nodes' KV is provisional.
-        tree: K nodes, whose root is the last of the tokens.
-        tokens: The text. Tokens before the root that the cache lacks (the end of a prompt) run in the same
-            forward and are committed.
+        model: The target; KV from the roots on is provisional.
+        rows: The rows that emit. Tokens before a row's root that the target lacks (the end of a prompt) run
+            in the same forward.
+        pruned: The tree of each.
+        prompts: Tokens of rows whose root this forward does not reach; their logits are not used.
+
+    Returns:
+        (N, V) logits, defined for the trees' nodes, (N, E) last hidden states, and the index among the N of
+        each row's root; the other nodes of its tree follow it.
 
     Raises:
-        CapacityError: the cache cannot hold both the text and the nodes.
-        ShapeNotCompiled: more nodes than the menu's widest graph.
+        ShapeNotCompiled: more tokens than the menu's largest graph.
 
-    Cost: one graph. Aliasing: on CUDA the outputs are overwritten by the next replay of the same graph.
+    Cost: one graph. Aliasing: on CUDA overwritten by the next replay.
     """
-    root_pos = len(tokens) - 1
-    lagging = tokens[model.cache.len : root_pos]
-    first = len(lagging)
-    last = len(lagging) + len(tree)
-    model.cache.reserve(last)
-    meta_NM = model.meta(last)
-    if lagging:
-        pack_chain_(meta_NM[:first], lagging, model.cache.len, num_read=0)
-    pack_nodes_(meta_NM[first:], tree, 0, len(tree), root_pos)
-    outputs = model.forward(meta_NM)
-    if lagging:
-        model.cache.commit_(range(first))
-    # nothing to cut off: right after a pass over the weights a slice takes some 30 us
-    if len(meta_NM) == len(tree):
-        return outputs
-    logits_NV, hidden_NE = outputs
-    return logits_NV[first:last], hidden_NE[first:last]
+    texts = [
+        Chunk(row.row, row.state.tokens[row.target_len : row.state.root_pos], row.target_len, 0)
+        for row in rows
+    ]
+    num_text = sum(len(chunk.tokens) for chunk in (*texts, *prompts))
+    meta_NM = model.meta(num_text + sum(len(each.tree) for each in pruned))
+    roots = []
+    end = 0
+    for row, text, each in zip(rows, texts, pruned, strict=True):
+        root = end + len(text.tokens)
+        if text.tokens:
+            pack_chains_(meta_NM[end:root], [text])
+        end = root + len(each.tree)
+        pack_nodes_(meta_NM[root:end], each.tree, 0, len(each.tree), row.state.root_pos, row=row.row)
+        roots.append(root)
+    pack_chains_(meta_NM[end:], prompts)
+    logits_NV, hidden_NE = model.forward(meta_NM)
+    return logits_NV, hidden_NE, roots

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yggdrasil.config import SamplingConfig
-from yggdrasil.step.accept import walk_sampling
-from yggdrasil.step.sampling import draw_noise, next_token
+from yggdrasil.step.accept import accept
+from yggdrasil.step.sampling import choose_tokens, draw_noise
 from yggdrasil.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -41,6 +41,12 @@ def followed(
         sampling.seed,
     )
     return path, tokens
+
+
+def next_token(logits_1V: torch.Tensor, position: int, sampling: SamplingConfig) -> int:
+    """The token of the specification."""
+    first_1 = torch.zeros(1, dtype=torch.int64)
+    return int(choose_tokens(logits_1V, [position], first_1, sampling).token_K)
 
 
 @pytest.mark.parametrize("vocab", (1, 2, 7, 512, 40_003))
@@ -98,10 +104,8 @@ def test_a_path_is_that_of_the_specification(
         token = torch.randint(5, (1,), generator=generator)
         tree.grow(torch.tensor([min(parent, node - 1)]), token, torch.tensor([-0.1 * node]))
     logits_KV = torch.randn(len(tree), 5, generator=generator)
-    places = list(zip(tree.parent_N.tolist(), tree.token_N.tolist(), strict=True))
     # of two children with one token the lower one counts
-    child_of = {place: node for node, place in reversed(list(enumerate(places)))}
-    expected = walk_sampling(child_of, logits_KV, root_pos, sampling)
+    expected = accept(tree, logits_KV, root_pos, sampling)
     assert followed(tree, logits_KV, root_pos, sampling) == (expected.path, expected.tokens)
 
 

@@ -16,7 +16,7 @@ from yggdrasil.models.packing import (
     pack_nodes_,
     pack_nodes_reference_,
 )
-from yggdrasil.step.accept import accept, follow, target_tokens
+from yggdrasil.step.accept import Accepted, accept, follow, target_tokens
 from yggdrasil.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -35,12 +35,6 @@ def random_tree(num_nodes: int, seed: int) -> TokenTree:
             parent, torch.tensor([100 + node]), tree.log_prob_N[parent] - torch.rand(1, generator=generator)
         )
     return tree
-
-
-def assert_same_tree(one: TokenTree, other: TokenTree) -> None:
-    for name in ("token_N", "parent_N", "depth_N", "log_prob_N", "path_NA"):
-        assert torch.equal(getattr(one, name), getattr(other, name)), name
-    assert len(one) == len(other)
 
 
 @pytest.mark.parametrize(("first", "last"), ((0, 1), (0, 12), (5, 9), (11, 12)))
@@ -76,14 +70,6 @@ def test_more_tokens_than_the_graph_takes_are_refused() -> None:
         pack_chains_(empty_meta(8, MAX_DEPTH), [Chunk(0, range(5), 0), Chunk(1, range(4), 0)])
 
 
-def test_a_root_is_the_root_of_a_tree() -> None:
-    tree = TokenTree.of(*torch.ops.ygg.root(7, 9, MAX_DEPTH + 1), length=1)
-    assert_same_tree(tree, TokenTree.root(7, 9, max_depth=MAX_DEPTH))
-    assert (tree.capacity, tree.max_depth) == (9, MAX_DEPTH)
-    tree.grow(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([-0.1, -0.2]))
-    tree.check()
-
-
 def best_tokens(tree: TokenTree, generator: torch.Generator, *, elsewhere: bool) -> torch.Tensor:
     """Tokens of a target that follows the tree with some probability at every node.
 
@@ -110,7 +96,9 @@ def test_following_in_one_call_agrees_with_following_stage_by_stage(seed: int, d
     logits_KV = (
         torch.randn(len(tree), 200, generator=generator).to(dtype).scatter_(1, token_K[:, None], 9.0)
     )
-    expected = follow(tree, target_tokens(tree, logits_KV, 3, SamplingConfig()))
+    [expected] = follow([tree], [target_tokens(tree, logits_KV, 3, SamplingConfig(), depth=MAX_DEPTH)])
+    assert isinstance(expected, Accepted)
+    assert accept(tree, logits_KV, 3, SamplingConfig()) == expected
     token, parent, *_ = tree.arrays
     assert torch.ops.ygg.follow(logits_KV, parent, token) == (expected.path, expected.tokens)
 

@@ -13,8 +13,8 @@ from yggdrasil.policy.objective import speedup
 from yggdrasil.policy.shape import Arms, BestShape, FixedShape, StoppingShape, best_shape
 from yggdrasil.policy.stopping import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape
-from yggdrasil.step.choice import Choice
-from yggdrasil.step.prune import prune
+from yggdrasil.step.growth import RowDraft
+from yggdrasil.step.prune import Pruned, prune_rows, values_and_depths
 from yggdrasil.tree import TokenTree
 
 CURVE = Curve((100, 300), (2, 4, 8), ((10.0, 12.0, 20.0), (14.0, 20.0, 28.0)))
@@ -273,10 +273,14 @@ def test_a_tree_gets_the_room_of_a_graph_that_lagging_tokens_leave() -> None:
     assert menu(Shape(4, 4), 20) == [(7, before_ms + 40.0)]
 
 
-def chosen(policy: FixedShape, shape: Shape) -> tuple[Shape, Choice]:
-    """A shape, and the choice of a step that grows it."""
+def prune(policy: FixedShape, tree: TokenTree, shape: Shape) -> Pruned:
+    """What a step of this policy verifies of the only row's tree."""
     policy.shape = shape
-    return shape, policy.choose([row(8)])
+    choice = policy.choose([row(8)])
+    drafts = [RowDraft(tree, 0, shape)]
+    values, depths = values_and_depths(drafts, choice)
+    [pruned] = prune_rows(drafts, values, depths, choice.menu)
+    return pruned
 
 
 def tree_for_pruning() -> TokenTree:
@@ -291,10 +295,11 @@ def tree_for_pruning() -> TokenTree:
 @pytest.mark.usefixtures("kernels")
 def test_prune_keeps_the_best_nodes_and_returns_their_expected_tokens() -> None:
     policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
-    pruned = prune(tree_for_pruning(), *chosen(policy, Shape(4, 2, 4)))
+    pruned = prune(policy, tree_for_pruning(), Shape(4, 2, 4))
     assert pruned.drafted_node == [0, 1, 2, 5]  # values 1, 0.9, 0.5 and 0.7
     assert pruned.tree.token_N.tolist() == [0, 1, 2, 5]
     assert pruned.tree.parent_N.tolist() == [-1, 0, 0, 1]
+    assert pruned.depths == [0, 1, 1, 2]
     assert pruned.expected_emitted == pytest.approx(1 + 0.9 + 0.7 + 0.5)
     pruned.tree.check()
 
@@ -307,15 +312,17 @@ def test_prune_agrees_with_the_reference_for_every_k() -> None:
     tree = tree_for_pruning()
     values = torch.tensor([1.0, *policy.acceptance.values(tree.log_prob_N.tolist())[1:]])
     for k in range(1, 10):
-        pruned = prune(tree, *chosen(policy, Shape(4, 2, k)))
+        pruned = prune(policy, tree, Shape(4, 2, k))
         assert pruned.drafted_node == tree.prune(k, values=values)[1].tolist()
+        assert pruned.depths == pruned.tree.depth_N.tolist()
         pruned.tree.check()
 
 
 def test_prune_does_not_change_a_root_without_children() -> None:
     policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
-    pruned = prune(TokenTree.root(0, 1), *chosen(policy, PLAIN))
-    assert (pruned.drafted_node, pruned.expected_emitted, len(pruned.tree)) == ([0], 1.0, 1)
+    pruned = prune(policy, TokenTree.root(0, 1), PLAIN)
+    assert (pruned.drafted_node, pruned.depths) == ([0], [0])
+    assert (pruned.expected_emitted, len(pruned.tree)) == (1.0, 1)
 
 
 RECORDS = [  # W = 2, D = 2: node 3 hangs under 1

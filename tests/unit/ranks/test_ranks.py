@@ -62,7 +62,6 @@ class Recorded:
     """A follower's model that notes what it was made to do."""
 
     calls: list[Any] = field(default_factory=list)
-    len: int = 0
 
     def __post_init__(self) -> None:
         self.cache: Any = self
@@ -73,8 +72,8 @@ class Recorded:
     def forward(self, meta_NM: Tensor) -> None:
         self.calls.append(meta_NM.tolist())
 
-    def commit_(self, path: Sequence[int]) -> None:
-        self.calls.append((self.len, list(path)))
+    def keep_(self, row: int, start: int, path: Sequence[int]) -> None:
+        self.calls.append((row, start, list(path)))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -99,7 +98,7 @@ def test_a_follower_runs_messages_in_order_until_stop() -> None:
     loaded: list[Any] = []
     wire.leads = False
     follow(wire, lambda bundle: loaded.append(bundle) or model)
-    assert (loaded, model.calls, wire.queue) == (["bundle"], [meta_NM.tolist(), (3, [0, 2])], [])
+    assert (loaded, model.calls, wire.queue) == (["bundle"], [meta_NM.tolist(), (0, 3, [0, 2])], [])
 
 
 @pytest.mark.usefixtures("kernels")

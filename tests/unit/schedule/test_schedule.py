@@ -21,7 +21,6 @@ import torch
 from yggdrasil.errors import ConfigError
 from yggdrasil.report.gantt import plot_plans
 from yggdrasil.schedule import choice as choice_module
-from yggdrasil.schedule import profile as profile_module
 from yggdrasil.schedule import workload as workload_module
 from yggdrasil.schedule.choice import (
     BUDGET_S,
@@ -34,7 +33,6 @@ from yggdrasil.schedule.choice import (
     median_interval,
     try_plan,
 )
-from yggdrasil.schedule.plan import SEQUENTIAL, Placement, Plan
 from yggdrasil.schedule.profile import (
     NUM_STEPS,
     PROBES,
@@ -45,33 +43,22 @@ from yggdrasil.schedule.profile import (
     profile_of,
 )
 from yggdrasil.schedule.search import best_plan, plans, simulate
-from yggdrasil.schedule.side import SideThread
-from yggdrasil.schedule.stages import AHEAD, MAIN, needs
 from yggdrasil.schedule.workload import Workload
 from yggdrasil.state import DecodeState
+from yggdrasil.step.plan import AHEAD, MAIN, SEQUENTIAL, Placement, Plan, needs
+from yggdrasil.step.side import SideThread
 
 PLANS = {plan.name: plan for plan in plans()}
 TAIL_SIDE = PLANS["tail side"]
 TAIL_LATE = PLANS["tail late"]
 
-MAIN_MS = {
-    "policy": 0.0,
-    "head": 2.0,
-    "grow": 4.0,
-    "prune": 0.5,
-    "verify": 10.0,
-    "target_tokens": 1.0,
-    "walk": 0.5,
-    "commit_target": 0.25,
-    "commit_draft": 0.25,
-    "text": 0.5,
-}
+MAIN_MS = {"draft": 6.0, "prune": 0.5, "verify": 10.0, "choose": 1.0, "accept": 0.5, "commit": 1.0}
 HOST_MS = {
     **MAIN_MS,
-    "head after tail": 1.5,
-    "head after next_head": 0.0,
-    "target_tokens after noise": 0.25,
-    "commit_draft after next_head": 0.5,
+    "draft after tail": 5.5,
+    "draft after next_head": 4.0,
+    "choose after noise": 0.25,
+    "commit after next_head": 1.25,
     "tail on main": 2.0,
     "tail on side": 3.0,
     "next_head on main": 4.0,
@@ -100,22 +87,21 @@ def test_the_graph_is_acyclic_and_has_exactly_the_stages_that_run() -> None:
         assert set(graph) == {*MAIN, *ahead}
 
 
-def test_the_main_stages_form_a_chain_up_to_the_walk() -> None:
-    chain = MAIN[: MAIN.index("walk") + 1]
-    assert set(stage_graph(()).subgraph(chain).edges) == set(pairwise(chain))
+def test_the_main_stages_form_a_chain() -> None:
+    assert set(stage_graph(()).edges) == set(pairwise(MAIN))
 
 
-def test_the_next_head_reads_the_target_tokens_and_not_the_walk() -> None:
+def test_the_next_head_reads_the_chosen_tokens_and_not_the_path() -> None:
     graph = stage_graph()
-    assert set(graph.predecessors("next_head")) == {"target_tokens", "tail"}
-    assert not networkx.has_path(graph, "walk", "next_head")
+    assert set(graph.predecessors("next_head")) == {"choose", "tail"}
+    assert not networkx.has_path(graph, "accept", "next_head")
     assert not networkx.has_path(graph, "verify", "tail")
-    assert not networkx.has_path(graph, "tail", "walk")
-    assert set(graph.successors("noise")) == {"target_tokens"}
+    assert not networkx.has_path(graph, "tail", "accept")
+    assert set(graph.successors("noise")) == {"choose"}
 
 
-def test_the_text_comes_after_both_commits() -> None:
-    assert networkx.ancestors(stage_graph(), "text") == {*MAIN, *AHEAD} - {"text"}
+def test_the_commit_comes_after_all_other_stages() -> None:
+    assert networkx.ancestors(stage_graph(), "commit") == {*MAIN, *AHEAD} - {"commit"}
 
 
 def test_the_order_of_all_stages_is_topological() -> None:
@@ -127,19 +113,16 @@ def test_the_order_of_all_stages_is_topological() -> None:
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        (MAIN[:-1], "placements of text: 0 is not allowed; it must be 1"),
-        ((*MAIN, "text"), "placements of text: 2 is not allowed"),
-        ((*MAIN[:3], "tail", "tail", *MAIN[3:]), "placements of tail: 2 is not allowed; it must be 0 or 1"),
+        (MAIN[:-1], "placements of commit: 0 is not allowed; it must be 1"),
+        ((*MAIN, "commit"), "placements of commit: 2 is not allowed"),
+        ((*MAIN[:1], "tail", "tail", *MAIN[1:]), "placements of tail: 2 is not allowed; it must be 0 or 1"),
+        ((*MAIN[:2], "choose", "verify", *MAIN[4:]), "place of choose: 'before verify' is not allowed"),
+        ((*MAIN, "tail"), "place of commit: 'before tail' is not allowed"),
+        (("tail", *MAIN), "place of tail: 'before draft' is not allowed"),
+        ((*MAIN[:4], "next_head", *MAIN[4:]), "with tail ahead of time"),
+        ((*MAIN[:2], ("verify", "side"), *MAIN[3:]), "resource of verify: 'side' is not allowed"),
         (
-            (*MAIN[:4], "target_tokens", "verify", *MAIN[6:]),
-            "place of target_tokens: 'before verify' is not allowed",
-        ),
-        ((*MAIN, "tail"), "place of commit_draft: 'before tail' is not allowed"),
-        ((*MAIN[:2], "tail", *MAIN[2:]), "place of tail: 'before grow' is not allowed"),
-        ((*MAIN[:6], "next_head", *MAIN[6:]), "with tail ahead of time"),
-        ((*MAIN[:4], ("verify", "side"), *MAIN[5:]), "resource of verify: 'side' is not allowed"),
-        (
-            (*MAIN[:3], ("tail", "gpu"), *MAIN[3:]),
+            (*MAIN[:1], ("tail", "gpu"), *MAIN[1:]),
             "resource of tail: 'gpu' is not allowed; it must be one of",
         ),
         ((*MAIN, "coffee"), "stage: 'coffee' is not allowed; it must be one of"),
@@ -153,7 +136,7 @@ def test_an_invalid_plan_is_refused(order: tuple[str | tuple[str, str], ...], me
 def test_a_plan_survives_json() -> None:
     for plan in plans():
         assert Plan.from_json(json.loads(json.dumps(asdict(plan)))) == plan
-    with pytest.raises(ConfigError, match="placements of policy: 0"):
+    with pytest.raises(ConfigError, match="placements of draft: 0"):
         Plan.from_json({"name": "empty", "placements": []})
 
 
@@ -182,17 +165,14 @@ def test_the_probes_measure_every_form_of_every_plan() -> None:
 
 
 def test_stages_ahead_of_time_change_the_form_of_later_stages() -> None:
-    assert [SEQUENTIAL.form(stage) for stage in ("head", "target_tokens", "commit_draft")] == [
-        "head",
-        "target_tokens",
-        "commit_draft",
-    ]
-    assert TAIL_SIDE.form("head") == "head after tail"
+    stages = ("draft", "choose", "commit")
+    assert [SEQUENTIAL.form(stage) for stage in stages] == [*stages]
+    assert TAIL_SIDE.form("draft") == "draft after tail"
     everything = PLANS["tail late, next_head main, noise late"]
-    assert [everything.form(stage) for stage in ("head", "target_tokens", "commit_draft", "noise")] == [
-        "head after next_head",
-        "target_tokens after noise",
-        "commit_draft after next_head",
+    assert [everything.form(stage) for stage in (*stages, "noise")] == [
+        "draft after next_head",
+        "choose after noise",
+        "commit after next_head",
         "noise on main",
     ]
 
@@ -201,13 +181,13 @@ def test_the_sequential_plan_takes_the_sum_of_its_stages() -> None:
     assert simulate(SEQUENTIAL, PROFILE).makespan_ms == pytest.approx(sum(MAIN_MS.values()) + 0.5)
 
 
-def test_a_tail_on_main_adds_its_time_and_shortens_the_head() -> None:
+def test_a_tail_on_main_adds_its_time_and_shortens_the_draft() -> None:
     assert simulate(TAIL_LATE, PROFILE).makespan_ms == pytest.approx(19.0 + 0.5 + 2.0 - 0.5)
 
 
 def test_a_tail_on_side_overlaps_verification_and_slows_it() -> None:
     timed = spans(TAIL_SIDE, PROFILE)
-    assert timed["grow", "main"] == (1.5, 5.5)
+    assert timed["draft", "main"] == (0.0, 5.5)
     assert timed["tail", "side"] == (5.75, 8.75)  # handed over 0.25 after growth
     assert timed["verify", "main"] == (6.0, 17.0)  # 10 plus 1 of contention
     assert simulate(TAIL_SIDE, PROFILE).makespan_ms == pytest.approx(19.0 + 0.5 - 0.5 + 1.0)
@@ -216,9 +196,8 @@ def test_a_tail_on_side_overlaps_verification_and_slows_it() -> None:
 def test_a_stage_waits_for_the_side_and_for_the_handover() -> None:
     slow = replace(PROFILE, host_ms={**HOST_MS, "tail on side": 20.0})
     timed = spans(TAIL_SIDE, slow)
-    assert timed["walk", "main"] == (18.0, 18.5)
-    assert timed["commit_target", "main"] == (18.5, 18.75)  # needs no draft
-    assert timed["commit_draft", "main"] == (26.0, 26.25)  # the tail ends at 25.75
+    assert timed["accept", "main"] == (18.0, 18.5)  # needs no draft
+    assert timed["commit", "main"] == (26.0, 27.0)  # the tail ends at 25.75
 
 
 def test_side_stages_run_one_after_another() -> None:
@@ -226,16 +205,16 @@ def test_side_stages_run_one_after_another() -> None:
     assert timed["noise", "side"] == (4.25, 5.25)
     assert timed["tail", "side"] == (5.25, 8.25)
     assert timed["verify", "main"] == (4.5, 16.0)
-    assert timed["target_tokens", "main"] == (16.0, 16.25)
+    assert timed["choose", "main"] == (16.0, 16.25)
     assert timed["next_head", "side"] == (16.5, 21.5)
-    assert timed["commit_draft", "main"] == (21.75, 22.25)
+    assert timed["commit", "main"] == (21.75, 23.0)
 
 
 def test_on_a_device_the_host_launches_ahead_and_waits_only_where_it_syncs() -> None:
     device = dict.fromkeys(HOST_MS, 0.0) | {
-        "head": 2.0,
-        "head after tail": 1.0,
-        "grow": 4.0,
+        "draft": 6.0,
+        "draft after tail": 5.0,
+        "draft after next_head": 4.0,
         "verify": 10.0,
         "tail on main": 3.0,
         "tail on side": 3.0,
@@ -244,21 +223,22 @@ def test_on_a_device_the_host_launches_ahead_and_waits_only_where_it_syncs() -> 
     host = dict.fromkeys(HOST_MS, 0.1)
     profile = StageProfile(host, device, {}, 0.0, 0.0)
     timed = spans(SEQUENTIAL, profile)
-    assert timed["grow", "host"] == pytest.approx((0.2, 0.3))
-    assert timed["grow", "main"] == pytest.approx((2.1, 6.1))
-    assert timed["verify", "host"] == pytest.approx((6.1, 6.2))  # pruning waited for the tree
-    assert timed["verify", "main"] == pytest.approx((6.1, 16.1))
-    assert timed["commit_target", "host"][0] == pytest.approx(16.1)  # the walk waited for the target tokens
-    assert simulate(SEQUENTIAL, profile).makespan_ms == pytest.approx(16.4)
+    assert timed["draft", "host"] == pytest.approx((0.0, 0.1))
+    assert timed["draft", "main"] == pytest.approx((0.0, 6.0))
+    assert timed["verify", "host"] == pytest.approx((6.0, 6.1))  # pruning waited for the tree
+    assert timed["verify", "main"] == pytest.approx((6.0, 16.0))
+    assert timed["accept", "host"] == pytest.approx((6.2, 6.3))
+    assert timed["commit", "host"] == pytest.approx((16.0, 16.1))  # acceptance waited for the tokens
+    assert simulate(SEQUENTIAL, profile).makespan_ms == pytest.approx(16.1)
     # a second stream, during pruning and verification
-    assert spans(TAIL_SIDE, profile)["tail", "side"] == pytest.approx((5.1, 8.1))
+    assert spans(TAIL_SIDE, profile)["tail", "side"] == pytest.approx((5.0, 8.0))
     assert best_plan(profile) == TAIL_SIDE
 
 
 def test_the_search_picks_overlap_when_it_gains() -> None:
     overlap_gains = replace(
         PROFILE,
-        host_ms={**HOST_MS, "head after tail": 0.5},
+        host_ms={**HOST_MS, "draft after tail": 4.5},
         stretch_ms={"tail": 0.25, "noise": 2.0, "next_head": 0.0},
     )
     assert simulate(TAIL_SIDE, overlap_gains).makespan_ms < simulate(SEQUENTIAL, overlap_gains).makespan_ms
@@ -273,7 +253,7 @@ def test_the_search_picks_sequential_when_overlap_does_not_gain() -> None:
 def test_below_one_percent_gain_the_simpler_plan_is_chosen() -> None:
     hardly = replace(
         PROFILE,
-        host_ms={**HOST_MS, "head after tail": 1.9},
+        host_ms={**HOST_MS, "draft after tail": 5.9},
         stretch_ms={"tail": 0.0, "noise": 2.0, "next_head": 0.0},
     )
     gain = 1 - simulate(TAIL_SIDE, hardly).makespan_ms / simulate(SEQUENTIAL, hardly).makespan_ms
@@ -348,10 +328,7 @@ class Machine:
         self._ms = {"step": step_ms, "plan": plan_ms}
         for module in (choice_module, workload_module):
             monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
-        for module in (choice_module, profile_module):
-            monkeypatch.setattr(
-                module, "Executor", lambda *args: SimpleNamespace(step=self.stepper("plan"))
-            )
+        monkeypatch.setattr(Workload, "step_by", lambda work, plan, trace: self.stepper("plan"))
 
     def stepper(self, name: str) -> Callable[..., None]:
         def step(state: DecodeState, policy: Any) -> None:
@@ -434,16 +411,16 @@ def test_gantt_charts_are_drawn(tmp_path: Path) -> None:
 
 
 def sample(ms: float, **stages_ms: float) -> Sample:
-    """Main stages in sequence, each after 0.25 ms of waiting; the others start at the end of growth."""
+    """Main stages in sequence, each after 0.25 ms of waiting; the others start at the end of the draft."""
     times = {}
     now = 100.0
     for stage in MAIN:
         times[stage] = StageTimes(now, now + 0.25, now + 0.25 + stages_ms.get(stage, 1.0))
         now = times[stage].end_ms
-    grown = times["grow"].end_ms
-    start = grown + 0.5
+    drafted = times["draft"].end_ms
+    start = drafted + 0.5
     times |= {
-        stage: StageTimes(grown, start, start + stages_ms[stage]) for stage in AHEAD if stage in stages_ms
+        stage: StageTimes(drafted, start, start + stages_ms[stage]) for stage in AHEAD if stage in stages_ms
     }
     return Sample(ms, times, {})
 
@@ -454,35 +431,39 @@ def test_the_fastest_run_of_each_iteration_counts() -> None:
 
 
 def test_the_profile_takes_each_form_from_the_first_probe_that_has_it() -> None:
-    after_next_head = {"head": 0.0, "commit_draft": 1.5}
+    after_next_head = {"draft": 0.0, "commit": 1.5}
     ahead_on_side = {"noise": 0.5, "tail": 2.5, "next_head": 7.0}
     samples = {
-        "sequential": [
-            sample(16.5, verify=3.0, target_tokens=2.0),
-            sample(19.5, verify=5.0, target_tokens=2.0),
-        ],
-        "tail": [sample(13.0, head=0.75, verify=99.0, tail=1.5)],
-        "all": [sample(13.0, target_tokens=1.25, tail=9.0, noise=0.25, next_head=3.0, **after_next_head)],
-        "noise on side": [sample(13.0, verify=4.5, target_tokens=1.25, noise=0.5)],
-        "tail on side": [sample(13.0, verify=5.0, head=0.75, target_tokens=2.0, tail=2.5)],
+        "sequential": [sample(11.5, verify=3.0, choose=2.0), sample(14.5, verify=5.0, choose=2.0)],
+        "tail": [sample(13.0, draft=0.75, verify=99.0, tail=1.5)],
+        "all": [sample(13.0, choose=1.25, tail=9.0, noise=0.25, next_head=3.0, **after_next_head)],
+        "noise on side": [sample(13.0, verify=4.5, choose=1.25, noise=0.5)],
+        "tail on side": [sample(13.0, verify=5.0, draft=0.75, choose=2.0, tail=2.5)],
         "all on side": [
-            sample(13.0, verify=6.0, walk=1.25, **ahead_on_side, target_tokens=1.25, **after_next_head)
+            sample(13.0, verify=6.0, accept=1.25, **ahead_on_side, choose=1.25, **after_next_head)
         ],
     }
     profile = profile_of({name: [each] for name, each in samples.items()})
     assert profile.host_ms["verify"] == pytest.approx(4.0)
     assert (
-        profile.host_ms["head"],
-        profile.host_ms["head after tail"],
-        profile.host_ms["head after next_head"],
+        profile.host_ms["draft"],
+        profile.host_ms["draft after tail"],
+        profile.host_ms["draft after next_head"],
     ) == (1.0, 0.75, 0.0)
     assert profile.host_ms["tail on main"] == 1.5
     assert profile.host_ms["tail on side"] == 2.5
-    assert profile.host_ms["commit_draft after next_head"] == 1.5
+    assert profile.host_ms["commit after next_head"] == 1.5
     assert profile.stretch_ms == pytest.approx({"noise": 0.5, "tail": 1.0, "next_head": 2.25 - 1.5})
     assert profile.overhead_ms == pytest.approx(1.5)  # mean of 1.0 and 2.0, without stages and waits
     assert profile.handover_ms == pytest.approx(0.5)
     assert profile.device_ms == {}
+
+
+def test_time_that_belongs_to_no_stage_of_a_plan_is_overhead() -> None:
+    """That of the policy, and of a draft that catches up."""
+    without = sample(11.5)
+    lagging = replace(without, stages=without.stages | {"catch up": StageTimes(99.0, 99.0, 100.0)})
+    assert lagging.between_ms == without.between_ms == pytest.approx(11.5 - 6 * 1.25)
 
 
 def test_side_jobs_run_in_order_and_wait_raises_their_errors() -> None:

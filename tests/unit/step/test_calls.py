@@ -17,7 +17,7 @@ from yggdrasil.errors import ConfigError
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.report.run import ENOUGH_STEPS, Run
-from yggdrasil.state import PLAIN, Shape, StepResult
+from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 
 PROMPT = "Once upon a time"
 LONG = GenerateConfig(max_new_tokens=64, ignore_eos=True)
@@ -195,6 +195,19 @@ def test_few_steps_have_no_slowdown_and_catching_up_does_not_count() -> None:
     few = [step(9.0, PLAIN) for _ in range(ENOUGH_STEPS - 1)]
     assert slowdown(*few) is None
     assert slowdown(*few, step(50.0, PLAIN, caught_up=True)) is None
+
+
+def test_a_draft_that_catches_up_is_timed(tiny: LoadedPair) -> None:
+    engine = Engine(tiny.engine.target, tiny.engine.draft, max_context=tiny.bundle.max_context)
+    for model in (engine.target, engine.draft):
+        model.cache.rollback_(0)
+    state = DecodeState(tiny.tokenizer.encode(PROMPT))
+    while state.root_pos < engine.draft.prefill_chunk:
+        engine.step(state, tiny.policy(shape=PLAIN))
+    assert engine.trace.count["catch up"] == 0
+    assert engine.step(state, tiny.policy(shape=Shape(4, 2))).caught_up
+    assert engine.trace.count["catch up"] == 1
+    assert engine.trace.total_ms["catch up"] > 0
 
 
 def test_a_run_of_many_steps_has_a_slowdown(tiny: LoadedPair) -> None:

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from yggdrasil.kernels import load_kernels
 from yggdrasil.models.packing import empty_meta
-from yggdrasil.step.draft import Frontier, grow_fused_, grow_reference_
+from yggdrasil.offline.forest import grow_fused_, grow_reference_
+from yggdrasil.step.growth import Frontier
 from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.tree import TokenTree
 

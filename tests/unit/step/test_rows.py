@@ -16,13 +16,14 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
 from yggdrasil.layout import INDEX, PATH, POSITION, PREFIX, ROW, TOKEN
 from yggdrasil.models.packing import Chunk, empty_meta
-from yggdrasil.state import PLAIN, DecodeState, Row, Shape
-from yggdrasil.step.accept import Accepted
+from yggdrasil.state import PLAIN, DecodeState, Head, Row, Shape
+from yggdrasil.step.accept import Accepted, choose_rows, follow
 from yggdrasil.step.choice import Calibration, Choice, VerifyMenu
 from yggdrasil.step.growth import RowDraft, catch_up_rows_, draft_rows
 from yggdrasil.step.platt import UNSCALED, PlattScale
-from yggdrasil.step.prune import Pruned
-from yggdrasil.step.rows import accept_rows, commit_row_, prune_rows, undrafted, verify_rows
+from yggdrasil.step.prune import Pruned, prune_rows, values_and_depths
+from yggdrasil.step.rows import commit_row_
+from yggdrasil.step.verify import undrafted, verify_rows
 from yggdrasil.tree import TokenTree
 
 # acceptance by path log-probability: the probability itself between these knots
@@ -92,6 +93,15 @@ def choice(shapes: Sequence[Shape], menu: VerifyMenu | None = None) -> Choice:
     return Choice(tuple(shapes), (calibration(),) * len(shapes), menu or most(10**6))
 
 
+def pruned_of(drafts: Sequence[RowDraft], chosen: Choice) -> list[Pruned]:
+    return prune_rows(drafts, *values_and_depths(drafts, chosen), chosen.menu)
+
+
+def whole(drafted: RowDraft) -> Pruned:
+    """All nodes of a drafted tree."""
+    return Pruned(drafted.tree, [*range(len(drafted.tree))], drafted.tree.depth_N.tolist(), 1.0)
+
+
 def tokens_of(drafts: Sequence[RowDraft]) -> list[list[int]]:
     return [draft.tree.token_N[1:].tolist() for draft in drafts]
 
@@ -107,7 +117,7 @@ def test_draft_tokens_of_a_batch_are_ordered_by_scaled_probability(
     chosen = Choice((Shape(1, 2),) * 2, (calibration(platt),) * 2, most(2))
     drafts = draft_rows(Scripted(), rows_of([10], [20]), chosen)
     assert tokens_of(drafts) == [[11, 12], [21, 22]]
-    assert [len(each.tree) - 1 for each in prune_rows(drafts, chosen)] == kept
+    assert [len(each.tree) - 1 for each in pruned_of(drafts, chosen)] == kept
 
 
 @pytest.mark.usefixtures("kernels")
@@ -133,9 +143,10 @@ def test_plain_rows_run_no_model_and_verify_their_root() -> None:
     assert model.forwards == []
     assert [row.draft_len for row in rows] == [0, 0]
     assert [(len(draft.tree), draft.num_run, draft.shape) for draft in drafts] == [(1, 0, PLAIN)] * 2
-    pruned = prune_rows(drafts, choice([PLAIN, PLAIN]))
-    assert [(each.drafted_node, each.expected_emitted) for each in pruned] == [([0], 1.0)] * 2
-    assert [each.tree.token_N.tolist() for each in undrafted(model, rows)] == [[3], [4]]
+    pruned = pruned_of(drafts, choice([PLAIN, PLAIN]))
+    for each, last in zip([*pruned, *undrafted(model, rows)], [3, 4, 3, 4], strict=True):
+        assert (each.drafted_node, each.depths, each.expected_emitted) == ([0], [0], 1.0)
+        assert each.tree.token_N.tolist() == [last]
 
 
 @pytest.mark.usefixtures("kernels")
@@ -271,11 +282,12 @@ def test_the_best_nodes_of_the_batch_are_kept(drafts: list[RowDraft], num_kept: 
         of_row = sorted((-values[index][node], node, index) for node in range(1, len(draft.tree)))
         places += of_row if draft.shape.verify is None else of_row[: draft.shape.verify - 1]
     places = sorted(places)[:num_kept]
-    pruned = prune_rows(drafts, choice([draft.shape for draft in drafts], most(num_kept)))
+    pruned = pruned_of(drafts, choice([draft.shape for draft in drafts], most(num_kept)))
     for index, (draft, each) in enumerate(zip(drafts, pruned, strict=True)):
         keep = sorted(node for _, node, row in places if row == index)
         assert each.drafted_node == [0, *keep]
         assert each.tree.token_N.tolist() == [0, *keep]
+        assert each.depths == each.tree.depth_N.tolist()
         gains = accumulate((-value for value, _, row in places if row == index), initial=0.0)
         assert each.expected_emitted == 1.0 + list(gains)[-1]
         each.tree.check()
@@ -308,7 +320,7 @@ def test_the_menu_chooses_the_number_of_nodes_for_the_whole_batch(
     """3, 4.5 or 4.6 tokens; the two growth steps of the deepest row are part of the time."""
     drafts = [chain([0.9, 0.1]), chain([0.6]), chain([])]
     chosen = choice([draft.shape for draft in drafts], VerifyMenu((0, 2, 3), menu_ms, growth_ms))
-    assert [len(each.tree) - 1 for each in prune_rows(drafts, chosen)] == kept
+    assert [len(each.tree) - 1 for each in pruned_of(drafts, chosen)] == kept
 
 
 @pytest.mark.usefixtures("kernels")
@@ -316,8 +328,7 @@ def test_text_that_the_target_lacks_and_prompts_run_in_the_same_forward() -> Non
     model = Scripted(widest=4, prefill_chunk=16)
     rows = rows_of([1, 2, 3], [4, 5, 6, 7])
     rows[1].target_len = 1
-    drafts = [chain([0.5]), chain([0.5, 0.4])]
-    pruned = [Pruned(draft.tree, [*range(len(draft.tree))], 1.0) for draft in drafts]
+    pruned = [whole(chain([0.5])), whole(chain([0.5, 0.4]))]
     _, _, roots = verify_rows(model, rows, pruned, [Chunk(7, [8, 9], 20, 0), Chunk(9, [3], 0, 0)])
     assert roots == [0, 4]
     assert model.forwards == [
@@ -345,10 +356,7 @@ def test_rows_are_accepted_one_by_one(temperatures: Sequence[float], broken: int
     rows = rows_of([1], [2, 0], [3, 0, 0])
     for row, temperature in zip(rows, temperatures, strict=True):
         row.state.sampling = SamplingConfig(temperature=temperature)
-    pruned = [
-        Pruned(draft.tree, [*range(len(draft.tree))], 1.0)
-        for draft in (chain([0.5, 0.4]), chain([]), chain([0.5, 0.4, 0.1]))
-    ]
+    pruned = [whole(chain([0.5, 0.4])), whole(chain([])), whole(chain([0.5, 0.4, 0.1]))]
     # between the rows: the text before a root, whose logits mean nothing
     logits_NV = logits_for([1, 5, 5, 0, 7, 0, 1, 2, 3, 4])
     logits_NV[5] = float("nan")
@@ -356,12 +364,13 @@ def test_rows_are_accepted_one_by_one(temperatures: Sequence[float], broken: int
     expected = [Accepted([0, 1], [1, 5]), Accepted([0], [7]), Accepted([0, 1, 2, 3], [1, 2, 3, 4])]
     if broken is not None:
         logits_NV[roots[broken] + len(pruned[broken].tree) - 1] = float("nan")
-    for place, outcome in enumerate(accept_rows(rows, pruned, logits_NV, roots)):
+    outcomes = follow([each.tree for each in pruned], choose_rows(rows, pruned, logits_NV, roots))
+    for place, outcome in enumerate(outcomes):
         if place == broken:
             assert isinstance(outcome, YggError)
         else:
             assert outcome == expected[place]
-    assert accept_rows([], [], logits_NV, []) == []
+    assert choose_rows([], [], logits_NV, []) == follow([], []) == []
 
 
 class Kept:
@@ -383,10 +392,24 @@ def test_a_commit_keeps_the_path_and_of_the_draft_the_nodes_that_ran(
     target = Kept()
     draft = Kept()
     drafted = RowDraft(chain([0.5] * 5).tree, num_run, Shape(1, 5))
-    pruned = Pruned(drafted.tree, [0, 2, 3, 5], 1.0)
+    pruned = Pruned(drafted.tree, [0, 2, 3, 5], [0, 1, 2, 3], 1.0)
     commit_row_(target, draft, row, drafted, pruned, Accepted([0, 1, 3], [4, 5, 6]))
     assert target.calls == [(0, 3, [0, 1, 3])]
     assert draft.calls == ([] if kept is None else [(0, 3, kept)])
     assert (row.target_len, row.draft_len) == (6, 1 if kept is None else 3 + len(kept))
     assert row.state.tokens == [7, 8, 9, 6, 4, 5, 6]
+    assert row.state.head is None
     assert all(a < b for a, b in pairwise(kept or []))
+
+
+def test_a_commit_keeps_the_kv_of_the_next_root_whose_candidates_are_known() -> None:
+    """The node under the last accepted one, provisional: the draft's text ends before it."""
+    [row] = rows_of([7, 8, 9, 6])
+    draft = Kept()
+    drafted = RowDraft(chain([0.5] * 5).tree, 6, Shape(1, 5))
+    pruned = Pruned(drafted.tree, [0, 2, 3, 5], [0, 1, 2, 3], 1.0)
+    head = Head(6, torch.tensor([[5]]), torch.tensor([[-0.5]]))
+    commit_row_(Kept(), draft, row, drafted, pruned, Accepted([0, 1, 3], [4, 5, 6]), head)
+    assert draft.calls == [(0, 3, [0, 2, 5, 6 + 3])]
+    assert (row.target_len, row.draft_len) == (6, 6)
+    assert row.state.head is head

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
+from yggdrasil.kernels.filters import beyond_top_p_in_integers
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step import sampling as sampling_module
-from yggdrasil.step.accept import accept, follow, target_tokens
+from yggdrasil.step.accept import Accepted, accept, choose_rows, follow
 from yggdrasil.step.prune import Pruned
-from yggdrasil.step.rows import accept_rows
-from yggdrasil.step.sampling import (
-    beyond_top_p_in_integers,
-    draw_noise,
-    gumbel_noise,
-    next_token,
-    next_tokens,
-    process_logits,
-)
+from yggdrasil.step.sampling import BROKEN, choose_tokens, draw_noise, gumbel_noise, process_logits
 from yggdrasil.tree import TokenTree
 
 PROBABILITIES = torch.tensor([[0.15, 0.5, 0.05, 0.3]])
 LOGITS = PROBABILITIES.log()
+
+
+def next_tokens(logits_KV: Tensor, positions: Sequence[int], sampling: SamplingConfig) -> list[int]:
+    """The target's own token after every node, given the position of that token.
+
+    Raises:
+        YggError: logits that are not finite.
+    """
+    distinct = [*dict.fromkeys(positions)]
+    place_K = torch.tensor([distinct.index(position) for position in positions], device=logits_KV.device)
+    chosen = choose_tokens(logits_KV, distinct, place_K, sampling)
+    if not chosen.score_K.isfinite().all():
+        raise YggError(BROKEN)
+    return chosen.token_K.tolist()
 
 
 def kept(sampling: SamplingConfig) -> list[int]:
@@ -184,7 +194,7 @@ def test_integer_top_p_filters_the_same_tokens_as_probabilities(top_p: float) ->
 
 
 class Sums(TorchDispatchMode):
-    """Records every sum: the operator and the dtype."""
+    """Records every sum: the operator and the dtype. Our operators run in the form of a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,6 +202,9 @@ class Sums(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
+        if func.namespace == "ygg":
+            with self:
+                return func._op_dk(DispatchKey.CUDA, *args, **(kwargs or {}))
         if "sum" in name or "softmax" in name:
             self.seen.append((name, args[0].dtype))
         return func(*args, **(kwargs or {}))
@@ -222,22 +235,30 @@ def pruned_chain(*tokens: int) -> Pruned:
     tree = TokenTree.root(0, 1 + len(tokens))
     for parent, token in enumerate(tokens):
         tree.grow(torch.tensor([parent]), torch.tensor([token]), torch.tensor([-0.1 * (parent + 1)]))
-    return Pruned(tree, [*range(len(tree))], 1.0)
+    return Pruned(tree, [*range(len(tree))], [*range(len(tree))], 1.0)
+
+
+def accept_row(row: Row, pruned: Pruned, logits_KV: Tensor) -> Accepted:
+    """What a step over this row alone accepts."""
+    [accepted] = follow([pruned.tree], choose_rows([row], [pruned], logits_KV, [0]))
+    assert isinstance(accepted, Accepted)
+    return accepted
 
 
 FILTERS = ({}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 4, "top_p": 0.9, "min_p": 0.05})
 
 
 @pytest.mark.parametrize("options", FILTERS)
-def test_walk_sampling_accepts_the_same_as_target_tokens_and_follow(options: dict[str, float]) -> None:
+def test_a_tree_is_followed_along_the_target_tokens(options: dict[str, float]) -> None:
     lens = set()
     for seed in range(40):
         sampling = SamplingConfig(temperature=0.9, seed=seed, **options)
         logits_KV = torch.randn(len(TREE), 5)
+        chosen = next_tokens(logits_KV, (71 + TREE.depth_N).tolist(), sampling)
+        path = TREE.walk(torch.tensor(chosen))
         accepted = accept(TREE, logits_KV, 70, sampling)
-        assert accepted == follow(TREE, target_tokens(TREE, logits_KV, 70, sampling))
-        assert next_token(logits_KV[2:3], 71, sampling) == next_tokens(logits_KV[2:3], [71], sampling)[0]
-        lens.add(len(accepted.path))
+        assert accepted == Accepted(path, [chosen[node] for node in path])
+        lens.add(len(path))
     assert lens == {1, 2, 3}
 
 
@@ -248,30 +269,33 @@ def test_a_row_of_a_batch_accepts_the_same_as_a_tree(options: dict[str, float]) 
         sampling = SamplingConfig(temperature=0.9, seed=seed, **options)
         logits_KV = torch.randn(4, 5)
         row = Row(0, DecodeState([0] * 71, sampling))
-        [accepted] = accept_rows([row], [pruned_chain(1, 2, 1)], logits_KV, [0])
+        accepted = accept_row(row, pruned_chain(1, 2, 1), logits_KV)
         chosen = next_tokens(logits_KV, range(71, 75), sampling)
         kept = next((place for place, token in enumerate([1, 2, 1]) if token != chosen[place]), 3)
-        assert accepted == type(accepted)(list(range(kept + 1)), chosen[: kept + 1])
+        assert accepted == Accepted(list(range(kept + 1)), chosen[: kept + 1])
         lens.add(kept)
     assert {0, 1, 2} <= lens
 
 
-def test_noise_is_drawn_once_and_only_for_the_accepted_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_drawn_once_for_every_position_that_a_tree_reaches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     drawn: list[int] = []
     monkeypatch.setattr(
         sampling_module,
         "draw_noise",
         lambda seed, position, vocab: drawn.append(position) or draw_noise(seed, position, vocab),
     )
+    gumbel_noise.cache_clear()
     logits_KV = torch.zeros(len(TREE), 5)
     for node, token in ((0, 2), (2, 4)):  # node 2 is on the path, its child is not
         logits_KV[node, token] = 1e4
     sampling = SamplingConfig(temperature=1.0)
     assert accept(TREE, logits_KV, 70, sampling).path == [0, 2]
-    assert drawn == [71, 72]
-    drawn.clear()
-    accept_rows([Row(0, DecodeState([0] * 71, sampling))], [pruned_chain(1, 2, 3, 4)], logits_KV, [0])
-    assert drawn == [71]
+    assert drawn == [71, 72, 73]
+    row = Row(0, DecodeState([0] * 71, sampling))
+    assert accept_row(row, pruned_chain(1, 2, 3, 4), logits_KV[:5]).path == [0]
+    assert drawn == [71, 72, 73, 74, 75]
 
 
 @pytest.mark.parametrize("temperature", (1e-30, 9.9e-31, 1e-38, 1e-45, 5e-324, 1e38, 1e300))

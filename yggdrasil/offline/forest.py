@@ -10,13 +10,77 @@ import torch
 from torch import Tensor
 
 from yggdrasil.layout import ROW
-from yggdrasil.models.packing import empty_meta
+from yggdrasil.models.packing import empty_meta, pack_nodes_
 from yggdrasil.models.protocol import TokenGraphs
-from yggdrasil.step.draft import Frontier, grow_fused_, grow_reference_
+from yggdrasil.step.growth import Frontier
 from yggdrasil.step.platt import PlattScale
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Seed", "grow_forest"]
+__all__ = ["Seed", "grow_forest", "grow_fused_", "grow_reference_"]
+
+
+def grow_reference_(
+    frontier: Frontier,
+    tree: TokenTree,
+    tokens_WC: Tensor,
+    log_probs_WC: Tensor,
+    width: int,
+    meta_NM: Tensor,
+    root_pos: int,
+) -> None:
+    """One growth step, operator by operator: the specification of `ygg::grow_`; on CUDA this runs.
+
+    Args:
+        frontier: The children of the nodes that just ran are added; the attached ones are removed.
+        tree: `width` nodes are attached.
+        tokens_WC: Candidates of the nodes that just ran.
+        meta_NM: Filled for a forward over the new nodes.
+
+    Raises:
+        RuntimeError: fewer candidates than `width`, or a path longer than the tree allows; then the tree's
+            length is unchanged.
+
+    Cost: about two dozen small operators; no sync.
+    """
+    frontier.add(tokens_WC, log_probs_WC, tree.log_prob_N[frontier.len :])
+    first = len(tree)
+    tree.grow(*frontier.take(width))
+    pack_nodes_(meta_NM, tree, first, len(tree), root_pos)
+
+
+def grow_fused_(
+    frontier: Frontier,
+    tree: TokenTree,
+    tokens_WC: Tensor,
+    log_probs_WC: Tensor,
+    width: int,
+    meta_NM: Tensor,
+    root_pos: int,
+) -> None:
+    """`grow_reference_` in one host call, for a CPU: a dozen operators cost more than a forward."""
+    known = frontier.len
+    num_new = len(tree) - frontier.len
+    with tree.growing(width) as (first, token, parent, depth, log_prob, path):
+        torch.ops.ygg.grow_(
+            frontier.log_prob_NC,
+            frontier.token_NC,
+            log_probs_WC,
+            tokens_WC,
+            known,
+            num_new,
+            token,
+            parent,
+            depth,
+            log_prob,
+            path,
+            first,
+            width,
+            meta_NM,
+            root_pos,
+            frontier.platt.slope,
+            frontier.platt.offset,
+        )
+    frontier.len += num_new
 
 
 @dataclass(frozen=True)
@@ -44,7 +108,7 @@ class _Growing:
 
     def __init__(self, model: TokenGraphs, seed: Seed, later: Iterator[Seed]) -> None:
         num_nodes = 1 + seed.width * seed.depth
-        # in a chain only the best child, as in `grow`
+        # in a chain only the best child, as in `draft_rows`
         num_candidates = 1 if seed.width == 1 else model.num_candidates
         self.seed = seed
         self.later = later
@@ -68,7 +132,7 @@ class _Growing:
 
 
 def grow_forest(model: TokenGraphs, rows: Iterable[Iterable[Seed]]) -> Iterator[tuple[Seed, TokenTree]]:
-    """Grow the trees of many rows; each tree equals the one that `grow` gives for its row alone.
+    """Grow the trees of many rows; each tree equals the one that `draft_rows` gives for its row alone.
 
     Args:
         model: The draft, over pages of its rows. A tree's KV after its root is provisional and overwrites

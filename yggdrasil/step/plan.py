@@ -1,21 +1,69 @@
-"""A plan: which stages run ahead of time, in which order, and where."""
+"""A plan: the stages of a step, which of them run ahead of time, in which order, and where.
+
+```
+draft ─ prune ─ verify ─ choose ─ accept ─ commit
+  ├─ (noise) ──────────────┘ │              │
+  └─ (tail) ───────────────┬─┴ (next_head) ─┤
+                           └────────────────┘
+```
+
+`choose` computes the target's own token after every node; `accept` walks down the tree along them. Stages
+in brackets may run ahead of time, before it is known whether they are needed:
+    noise      draws the Gumbel noise of every position that the trees reach, while the target verifies;
+               otherwise `choose` draws it
+    tail       the draft's forward over the leaves of the last growth step; otherwise the next `draft` runs
+               it, over the accepted leaf only
+    next_head  the draft's forward over the target's token after each verified node; otherwise the next
+               `draft` runs it, over the one root
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from yggdrasil.errors import ConfigError
-from yggdrasil.schedule.stages import AHEAD, MAIN, STAGES, needs
 
-__all__ = ["RESOURCES", "SEQUENTIAL", "Placement", "Plan"]
+__all__ = ["AHEAD", "MAIN", "RESOURCES", "SEQUENTIAL", "STAGES", "SYNCS", "Placement", "Plan", "needs"]
+
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "draft": (),
+    "noise": ("draft",),
+    "tail": ("draft",),
+    "prune": ("draft",),
+    "verify": ("prune",),
+    "choose": ("verify", "noise"),
+    "next_head": ("choose", "tail"),
+    "accept": ("choose",),
+    "commit": ("accept", "tail", "next_head"),
+}
+
+AHEAD = ("noise", "tail", "next_head")
+"""Stages that exist only when they run ahead of time."""
+
+STAGES = tuple(_NEEDS)
+"""Every stage, in an order that respects all dependencies."""
+
+MAIN = tuple(stage for stage in STAGES if stage not in AHEAD)
+"""The stages of every step."""
+
+SYNCS = ("prune", "accept")
+"""Stages in which the host waits for the device."""
 
 RESOURCES = ("main", "side")
 """The calling thread and one worker thread; on CUDA the calling thread's stream and a second stream."""
 
 # stages that have less or other work when one of these stages ran ahead of time
-_REDUCED_BY = {"head": ("next_head", "tail"), "target_tokens": ("noise",), "commit_draft": ("next_head",)}
+_REDUCED_BY = {"draft": ("next_head", "tail"), "choose": ("noise",), "commit": ("next_head",)}
+
+
+def needs(stage: str, ahead: Collection[str] = ()) -> tuple[str, ...]:
+    """The stages whose results `stage` reads, when the stages `ahead` run ahead of time.
+
+    Source: Yggdrasil Fig. 9 and section 5.1. Departure: `noise`, host work of seeded sampling, is added.
+    """
+    return tuple(need for need in _NEEDS[stage] if need not in AHEAD or need in ahead)
 
 
 @dataclass(frozen=True)
@@ -28,7 +76,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Plan:
-    """An iteration: its stages in the calling thread's order, which runs "main" and hands over "side".
+    """A step: its stages in the calling thread's order, which runs "main" and hands over "side".
 
     Args:
         placements: Every stage of `MAIN` once, on "main", and any of `AHEAD` once, each after the stages
@@ -39,11 +87,11 @@ class Plan:
             that it needs, or may not run on "side".
 
     Example:
-        >>> from yggdrasil.schedule.plan import SEQUENTIAL, Plan
+        >>> from yggdrasil.step.plan import SEQUENTIAL, Plan
         >>> SEQUENTIAL.ahead
         ()
         >>> order = SEQUENTIAL.order
-        >>> Plan.of("tail during verification", [*order[:3], ("tail", "side"), *order[3:]]).ahead
+        >>> Plan.of("tail during verification", [*order[:1], ("tail", "side"), *order[1:]]).ahead
         ('tail',)
 
     Source: Yggdrasil section 5.2.
@@ -126,4 +174,4 @@ class Plan:
 
 
 SEQUENTIAL = Plan.of("sequential", MAIN)
-"""The order of `Engine.step`; no stage runs ahead of time."""
+"""One stage after another; none runs ahead of time."""

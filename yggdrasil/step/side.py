@@ -35,7 +35,8 @@ class Side(Protocol):
 
 def side_of(device: str) -> Side:
     """The side of a device, "cpu" or "cuda"."""
-    return SideStream() if device == "cuda" else SideThread()
+    kinds: dict[str, Callable[[], Side]] = {"cpu": SideThread, "cuda": SideStream}
+    return kinds[device]()
 
 
 class SideThread:
