@@ -356,6 +356,7 @@ class DeviceModel:
         self.prefill_chunk = model.prefill_chunk
         self.widest = model.widest
         self.num_candidates = model.num_candidates
+        self.vocab = model.vocab
         self.graph_ms = 0.0
         self.device = "cuda"
         self._model = model

@@ -60,7 +60,7 @@ class Engine:
         >>> from yggdrasil.policy.uncalibrated import uncalibrated_policy
         >>> from yggdrasil.state import Shape
         >>> class Counting:
-        ...     device, max_depth, sizes, prefill_chunk = "cpu", 3, (8,), 8
+        ...     device, max_depth, sizes, prefill_chunk, vocab = "cpu", 3, (8,), 8, 10
         ...     widest, num_candidates, graph_ms = 8, 1, 0.0
         ...     def __init__(self, is_draft):
         ...         shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=16, capacity=64)

@@ -125,6 +125,7 @@ def _shared_arguments(bundle: Bundle) -> dict[str, Any]:
     return {
         "device": bundle.config.device,
         "max_depth": bundle.config.path_depth,
+        "vocab": bundle.vocab,
         "command": bundle.command,
     }
 

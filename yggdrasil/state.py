@@ -103,13 +103,13 @@ class Head:
 
     Args:
         root_pos: Position of that root.
-        tokens_1C: (1, C) the best next tokens.
-        log_probs_1C: (1, C) their log-probabilities.
+        tokens_1M: (1, M) the best next tokens.
+        log_probs_1M: (1, M) their log-probabilities.
     """
 
     root_pos: int
-    tokens_1C: Tensor
-    log_probs_1C: Tensor
+    tokens_1M: Tensor
+    log_probs_1M: Tensor
 
 
 @dataclass

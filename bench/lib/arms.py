@@ -105,6 +105,7 @@ def uncaptured(pair: LoadedPair) -> LoadedPair:
             device=bundle.config.device,
             max_depth=bundle.config.path_depth,
             num_candidates=model.num_candidates,
+            vocab=model.vocab,
             command=bundle.command,
             captured=False,
         )

@@ -46,11 +46,11 @@ class EagerModel:
         self.cache = KVCache(
             bundle.kv_target if is_target else bundle.kv_draft, dtype=dtype, device=config.device
         )
-        vocab = shared_vocab(*(load_config(name) for name in bundle.models))
+        self.vocab = shared_vocab(*(load_config(name) for name in bundle.models))
         self._forward = (
-            TargetForward(model, self.cache, vocab)
+            TargetForward(model, self.cache, self.vocab)
             if is_target
-            else DraftForward(model, self.cache, vocab, config.num_candidates)
+            else DraftForward(model, self.cache, self.vocab, config.num_candidates)
         )
 
     def meta(self, num_tokens: int) -> Tensor:

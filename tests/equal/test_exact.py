@@ -200,7 +200,7 @@ def test_one_node_a_step_is_a_chain(tiny: LoadedPair) -> None:
     for last in range(20, 40):
         row = Row(0, DecodeState([*range(10, 20), last]))
         choice = Choice((Shape(1, 4),), (UNCALIBRATED.calibration,), VERIFY_ALL)
-        [drafted] = draft_rows(tiny.engine.draft, [row], choice)
+        [drafted] = draft_rows(tiny.engine.draft, [row], choice, vocab=tiny_pair.VOCAB)
         assert drafted.tree.parent_N.tolist() == [-1, 0, 1, 2, 3]
 
 

@@ -38,6 +38,7 @@ class CompiledModel(Generic[Storage]):
         cache: The KV that the graphs write, of any number of rows and pages.
         max_depth: Longest tree path.
         num_candidates: C of a draft; 0 for a target.
+        vocab: V of the pair.
         command: The command that builds the packages again, for errors.
         captured: On CUDA, replay CUDA graphs; if False, every call launches its kernels one by one.
 
@@ -55,6 +56,7 @@ class CompiledModel(Generic[Storage]):
         device: str,
         max_depth: int,
         num_candidates: int,
+        vocab: int,
         command: str,
         captured: bool = True,
     ) -> None:
@@ -62,6 +64,7 @@ class CompiledModel(Generic[Storage]):
         self.device = device
         self.max_depth = max_depth
         self.num_candidates = num_candidates
+        self.vocab = vocab
         self.sizes = menu.sizes
         self.prefill_chunk = menu.sizes[-1]
         self.widest = menu.sizes[-2:][0]

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <tuple>
 #include <utility>
@@ -52,6 +53,13 @@ int64_t next_above(const float* row, int64_t v, int64_t vocab, float least) {
   return v;
 }
 
+constexpr int64_t kFew = 16;  // longer lists are not sorted by insertion
+
+struct Entry {
+  float value;
+  int64_t token;
+};
+
 // Inserts into a short sorted list: few logits are above its last entry.
 void best(const float* row, int64_t vocab, int64_t count, float* values, int64_t* tokens) {
   std::fill(values, values + count, -std::numeric_limits<float>::infinity());
@@ -90,8 +98,41 @@ const float* widened(const typename Dtype::Element* row, int64_t places) {
   return wide.data();
 }
 
+// The same for a long list. Of `4 * count` blocks, the best logits of `count` are above a threshold; so the
+// `count` best of all are among the logits above it, of which there are few more.
+void best_of_many(const float* row, int64_t vocab, int64_t count, float* values, int64_t* tokens) {
+  thread_local std::vector<float> highest;
+  thread_local std::vector<Entry> above;
+  highest.clear();
+  above.clear();
+  const int64_t block_len = std::max<int64_t>(1, vocab / (4 * count) / Vec::size()) * Vec::size();
+  for (int64_t begin = 0; begin + block_len <= vocab; begin += block_len) {
+    Vec block = Vec::loadu(row + begin);
+    for (int64_t v = Vec::size(); v < block_len; v += Vec::size())
+      block = at::vec::maximum(block, Vec::loadu(row + begin + v));
+    highest.push_back(
+        at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, block));
+  }
+  float least = -std::numeric_limits<float>::infinity();
+  if (int64_t(highest.size()) >= count) {
+    std::nth_element(highest.begin(), highest.begin() + (count - 1), highest.end(), std::greater<float>());
+    least = std::nextafter(highest[count - 1], least);
+  }
+  for (int64_t v = next_above(row, 0, vocab, least); v < vocab; v = next_above(row, v + 1, vocab, least))
+    above.push_back({row[v], v});
+  const size_t kept = std::min(size_t(count), above.size());
+  std::partial_sort(above.begin(), above.begin() + kept, above.end(), [](const Entry& a, const Entry& b) {
+    return a.value > b.value || (a.value == b.value && a.token < b.token);
+  });
+  for (size_t place = 0; place < kept; ++place) {
+    values[place] = above[place].value;
+    tokens[place] = above[place].token;
+  }
+}
+
 template <class Dtype>
-ygg::Candidates candidates_of_rows(const at::Tensor& logits, const at::Tensor& meta, int64_t count) {
+ygg::Candidates candidates_of_rows(const at::Tensor& logits, const at::Tensor& meta, int64_t count,
+                                   int64_t few) {
   const int64_t rows = logits.size(0), vocab = logits.size(1), meta_width = meta.size(1);
   at::Tensor log_probs = ygg::empty({rows, count}, logits.options().dtype(at::kFloat));
   at::Tensor tokens = ygg::empty({rows, count}, logits.options().dtype(at::kLong));
@@ -103,11 +144,13 @@ ygg::Candidates candidates_of_rows(const at::Tensor& logits, const at::Tensor& m
   std::fill_n(ids, rows * count, 0);
   ygg::parallel_for(rows, std::max<int64_t>(1, kPiecePlaces / 4 / vocab), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      if (!fields[r * meta_width + ygg::kRead]) continue;
+      const int32_t read = fields[r * meta_width + ygg::kRead];
+      if (!read) continue;
+      const int64_t wanted = read == ygg::kReadWide ? count : few;
       const float* row = widened<Dtype>(from + r * logits.stride(0), vocab);
-      best(row, vocab, count, values + r * count, ids + r * count);
+      (wanted > kFew ? best_of_many : best)(row, vocab, wanted, values + r * count, ids + r * count);
       const float normaliser = log_sum_exp(row, vocab);
-      for (int64_t i = 0; i < count; ++i) values[r * count + i] -= normaliser;
+      for (int64_t i = 0; i < wanted; ++i) values[r * count + i] -= normaliser;
     }
   });
   return {log_probs, tokens};
@@ -115,17 +158,18 @@ ygg::Candidates candidates_of_rows(const at::Tensor& logits, const at::Tensor& m
 
 }  // namespace
 
-ygg::Candidates ygg::candidates(const at::Tensor& logits, const at::Tensor& meta, int64_t count) {
+ygg::Candidates ygg::candidates(const at::Tensor& logits, const at::Tensor& meta, int64_t count,
+                                int64_t few) {
   TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1,
               "candidates: logits are (rows, V) with contiguous rows");
   TORCH_CHECK(meta.is_contiguous() && meta.size(0) == logits.size(0),
               "candidates: every row of logits has a row of metadata");
-  TORCH_CHECK(count > 0 && count <= logits.size(1), "candidates: count ", count, " is not in 1..",
-              logits.size(1));
-  if (logits.scalar_type() == at::kBFloat16) return candidates_of_rows<BFloat16>(logits, meta, count);
+  TORCH_CHECK(0 < few && few <= count && count <= logits.size(1), "candidates: counts ", few, " and ",
+              count, " are not in 1..", logits.size(1));
+  if (logits.scalar_type() == at::kBFloat16) return candidates_of_rows<BFloat16>(logits, meta, count, few);
   TORCH_CHECK(logits.scalar_type() == at::kFloat, "candidates: dtype ", logits.scalar_type(),
               " is neither float32 nor bfloat16");
-  return candidates_of_rows<Float32>(logits, meta, count);
+  return candidates_of_rows<Float32>(logits, meta, count, few);
 }
 
 namespace {

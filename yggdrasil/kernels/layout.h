@@ -15,6 +15,9 @@ enum Column {
   kPath = 6,
 };
 
+// values of kRead
+constexpr int32_t kReadBest = 1, kReadWide = 2;
+
 constexpr int64_t kPageLen = 16;
 
 }  // namespace ygg

@@ -35,8 +35,9 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, Tenso
   return ygg::attend({query, key, value, key_cache, value_cache, meta, pages, scale});
 }
 
-std::tuple<Tensor, Tensor> candidates(const Tensor& logits, const Tensor& meta, int64_t count) {
-  auto [log_probs, tokens] = ygg::candidates(logits, meta, count);
+std::tuple<Tensor, Tensor> candidates(const Tensor& logits, const Tensor& meta, int64_t count,
+                                      int64_t few) {
+  auto [log_probs, tokens] = ygg::candidates(logits, meta, count, few);
   return {log_probs, tokens};
 }
 
@@ -58,24 +59,33 @@ std::tuple<Numbers, Numbers> follow_sampling(const Tensor& logits, const Tensor&
   return {path, tokens};
 }
 
+std::tuple<Tensor, Tensor> coupled(const Tensor& log_probs, const Tensor& tokens, at::IntArrayRef positions,
+                                   double temperature, int64_t top_k, double top_p, double min_p,
+                                   int64_t seed, int64_t count) {
+  const ygg::Sampling sampling{temperature, top_k, top_p, min_p, seed};
+  auto [best_log_probs, best_tokens] = ygg::coupled({log_probs, tokens}, positions, sampling, count);
+  return {best_log_probs, best_tokens};
+}
+
 void grow_(Tensor frontier_log_prob, Tensor frontier_token, const Tensor& log_probs, const Tensor& tokens,
            int64_t num_known, int64_t num_new, Tensor token, Tensor parent, Tensor depth, Tensor log_prob,
-           Tensor path, int64_t first, int64_t width, Tensor meta, int64_t root_pos, double slope,
-           double offset) {
+           Tensor path, int64_t first, int64_t width, Tensor meta, int64_t root_pos, int64_t row,
+           int64_t read, double slope, double offset) {
   const ygg::Frontier frontier{frontier_log_prob, frontier_token};
   const ygg::Tree tree{token, parent, depth, log_prob, path};
-  ygg::grow_(frontier, {log_probs, tokens}, tree, meta, {num_known, num_new, first, width, root_pos},
-             {slope, offset});
+  ygg::grow_(frontier, {log_probs, tokens}, tree, meta,
+             {num_known, num_new, first, width, root_pos, row, read}, {slope, offset});
 }
 
 void pack_nodes_(Tensor meta, const Tensor& token, const Tensor& depth, const Tensor& path, int64_t first,
-                 int64_t last, int64_t root_pos, int64_t row) {
-  ygg::pack_nodes_(meta, token, depth, path, {first, last, root_pos, row});
+                 int64_t last, int64_t root_pos, int64_t row, int64_t read) {
+  ygg::pack_nodes_(meta, token, depth, path, {first, last, root_pos, row, read});
 }
 
 void pack_chains_(Tensor meta, at::IntArrayRef tokens, at::IntArrayRef lens,
-                  at::IntArrayRef start_positions, at::IntArrayRef rows, at::IntArrayRef num_read) {
-  ygg::pack_chains_(meta, {tokens, lens, start_positions, rows, num_read});
+                  at::IntArrayRef start_positions, at::IntArrayRef rows, at::IntArrayRef num_read,
+                  at::IntArrayRef reads) {
+  ygg::pack_chains_(meta, {tokens, lens, start_positions, rows, num_read, reads});
 }
 
 using StepPointer = c10::intrusive_ptr<ygg::Step>;
@@ -130,13 +140,17 @@ void define_layers(torch::Library& library) {
       "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, "
       "Tensor(b!) value_cache, Tensor meta, Tensor pages, float scale) -> Tensor",
       {at::Tag::flexible_layout});
-  library.def("candidates(Tensor logits, Tensor meta, int count) -> (Tensor log_probs, Tensor tokens)");
+  library.def(
+      "candidates(Tensor logits, Tensor meta, int count, int few) -> (Tensor log_probs, Tensor tokens)");
 }
 
 // The operators of the host's side of a step.
 void define_step(torch::Library& library) {
   library.def("largest(Tensor scores) -> (Tensor values, Tensor tokens)");
   library.def("follow(Tensor logits, Tensor parent, Tensor token) -> (int[] path, int[] tokens)");
+  library.def(
+      "coupled(Tensor log_probs, Tensor tokens, int[] positions, float temperature, int top_k, "
+      "float top_p, float min_p, int seed, int count) -> (Tensor log_probs, Tensor tokens)");
   library.def("gumbel_noise(int seed, int position, int vocab) -> Tensor");
   library.def(
       "follow_sampling(Tensor logits, Tensor parent, Tensor token, int root_pos, float temperature, "
@@ -145,13 +159,13 @@ void define_step(torch::Library& library) {
       "grow_(Tensor(a!) frontier_log_prob, Tensor(b!) frontier_token, Tensor log_probs, "
       "Tensor tokens, int num_known, int num_new, Tensor(c!) token, Tensor(d!) parent, "
       "Tensor(e!) depth, Tensor(f!) log_prob, Tensor(g!) path, int first, int width, "
-      "Tensor(h!) meta, int root_pos, float slope, float offset) -> ()");
+      "Tensor(h!) meta, int root_pos, int row, int read, float slope, float offset) -> ()");
   library.def(
       "pack_nodes_(Tensor(a!) meta, Tensor token, Tensor depth, Tensor path, int first, int last, "
-      "int root_pos, int row) -> ()");
+      "int root_pos, int row, int read) -> ()");
   library.def(
       "pack_chains_(Tensor(a!) meta, int[] tokens, int[] lens, int[] start_positions, int[] rows, "
-      "int[] num_read) -> ()");
+      "int[] num_read, int[] reads) -> ()");
   library.def("move_slots_(Tensor(a!) storage, int[] source, int target) -> ()");
 }
 
@@ -172,6 +186,7 @@ TORCH_LIBRARY_IMPL(ygg, CPU, library) {
   library.impl("gated_linear", &ygg::gated_linear);
   library.impl("attend", &attend);
   library.impl("candidates", &candidates);
+  library.impl("coupled", &coupled);
   library.impl("largest", &largest);
   library.impl("follow", &follow);
   library.impl("follow_sampling", &follow_sampling);
@@ -248,9 +263,10 @@ AOTITorchError aoti_torch_cpu_attend(AtenTensorHandle query, AtenTensorHandle ke
 }
 
 AOTITorchError aoti_torch_cpu_candidates(AtenTensorHandle logits, AtenTensorHandle meta, int64_t count,
-                                         AtenTensorHandle* log_probs, AtenTensorHandle* tokens) {
+                                         int64_t few, AtenTensorHandle* log_probs,
+                                         AtenTensorHandle* tokens) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
-    auto [first, second] = ygg::candidates(tensor(logits), tensor(meta), count);
+    auto [first, second] = ygg::candidates(tensor(logits), tensor(meta), count, few);
     *log_probs = new_tensor_handle(std::move(first));
     *tokens = new_tensor_handle(std::move(second));
   });

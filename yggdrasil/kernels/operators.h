@@ -57,7 +57,7 @@ struct Accepted {
   std::vector<int64_t> path, tokens;
 };
 
-Candidates candidates(const at::Tensor& logits, const at::Tensor& meta, int64_t count);
+Candidates candidates(const at::Tensor& logits, const at::Tensor& meta, int64_t count, int64_t few);
 Largest largest(const at::Tensor& scores);
 Accepted walk(const Largest& best, const at::Tensor& parent, const at::Tensor& token);
 Accepted follow(const at::Tensor& logits, const at::Tensor& parent, const at::Tensor& token);
@@ -73,6 +73,8 @@ struct Sampling {
 };
 
 at::Tensor gumbel_noise(int64_t seed, int64_t position, int64_t vocab);
+Candidates coupled(const Candidates& drafted, at::IntArrayRef positions, const Sampling& sampling,
+                   int64_t count);
 Accepted follow_sampling(const at::Tensor& logits, const at::Tensor& parent, const at::Tensor& token,
                          int64_t root_pos, const Sampling& sampling);
 
@@ -96,9 +98,9 @@ struct Frontier {
 };
 
 // One growth step: `num_new` nodes enter a frontier of `num_known`; nodes [first, first + width) join the
-// tree. `row` is that of the page table.
+// tree. `row` is that of the page table; `read` is how the forward reads the nodes.
 struct Growth {
-  int64_t num_known, num_new, first, width, root_pos, row = 0;
+  int64_t num_known, num_new, first, width, root_pos, row, read;
 };
 
 // PlattScale of step/platt.py.
@@ -111,12 +113,12 @@ struct PlattScale {
 
 // Tree nodes [first, last) of request `row`, whose committed tokens end before `root_pos`.
 struct NodeRange {
-  int64_t first, last, root_pos, row;
+  int64_t first, last, root_pos, row, read;
 };
 
 // Pieces of requests, one element per piece in each list; `tokens` holds the tokens of all pieces in order.
 struct Chains {
-  at::IntArrayRef tokens, lens, start_positions, rows, num_read;
+  at::IntArrayRef tokens, lens, start_positions, rows, num_read, reads;
 };
 
 // The subtree to verify, the ids its nodes had before, and the number of emitted tokens expected of it.

@@ -23,6 +23,7 @@
 #include <array>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -30,6 +31,7 @@
 
 #include "operators.h"
 #include "threads.h"
+#include "vectors.h"
 
 namespace {
 
@@ -37,6 +39,8 @@ using Vec = at::vec::Vectorized<float>;
 
 constexpr double kLowestTemperature = 1e-30;  // below it a quotient of float32 logits may overflow
 constexpr float kFiltered = -std::numeric_limits<float>::infinity();
+constexpr double kLeast = -1e4;  // for candidates that a filter drops
+constexpr double kDropped = -std::numeric_limits<double>::infinity();
 constexpr int64_t kFewKeys = 4096;          // up to here a sort by comparison is faster
 constexpr int64_t kBlockTokens = 256;       // tokens whose bounds are computed together
 constexpr int64_t kPieceTokens = 16 << 10;  // one thread draws fewer before another one has started
@@ -72,24 +76,62 @@ struct Winner {
   }
 };
 
+// The scores of a row: its logits, in fp32 or bf16, divided by the temperature as at::div does.
+class Scores {
+ public:
+  Scores(at::Tensor row, double temperature)
+      : row_(std::move(row)),
+        is_narrow_(row_.scalar_type() == at::kBFloat16),
+        temperature_(float(temperature)) {}
+
+  void read(int64_t begin, int64_t count, float* to) const {
+    if (is_narrow_)
+      read<ygg::BFloat16>(begin, count, to);
+    else
+      read<ygg::Float32>(begin, count, to);
+  }
+  float of(int64_t token) const {
+    float score;
+    read(token, 1, &score);
+    return score;
+  }
+
+ private:
+  template <class Dtype>
+  void read(int64_t begin, int64_t count, float* to) const {
+    const auto* from = static_cast<const typename Dtype::Element*>(row_.const_data_ptr()) + begin;
+    int64_t i = 0;
+    for (; i + ygg::kLanes <= count; i += ygg::kLanes) {
+      const ygg::Vec scores = Dtype::widen_all(from + i) / temperature_;
+      std::memcpy(to + i, &scores, sizeof scores);
+    }
+    for (; i < count; ++i) to[i] = Dtype::widen(from[i]) / temperature_;
+  }
+
+  at::Tensor row_;
+  bool is_narrow_;
+  float temperature_;
+};
+
 // The largest perturbed score of tokens [begin, end), or `winner`; `begin` is a multiple of 4.
-Winner best_of(const float* scores, int64_t begin, int64_t end, int64_t seed, int64_t position,
+Winner best_of(const Scores& row, int64_t begin, int64_t end, int64_t seed, int64_t position,
                Winner winner) {
-  float bounds[kBlockTokens];
+  float scores[kBlockTokens], bounds[kBlockTokens];
   for (int64_t block = begin; block < end; block += kBlockTokens) {
     const int64_t count = std::min(kBlockTokens, end - block);
+    row.read(block, count, scores);
     // of the winner at the start of the block; the rest covers rounding of score, sum and exponential
     const float least = winner.score - (1e-3f + 1e-6f * std::abs(winner.score));
     for (int64_t i = 0; i < count; i += Vec::size()) {
       const int64_t lanes = std::min<int64_t>(Vec::size(), count - i);
-      (Vec::loadu(scores + block + i, lanes) - Vec(least)).exp_u20().store(bounds + i, lanes);
+      (Vec::loadu(scores + i, lanes) - Vec(least)).exp_u20().store(bounds + i, lanes);
     }
     for (int64_t i = 0; i < count; i += 4) {
       const std::array<uint64_t, 4> draws = philox(uint64_t(block + i) / 4 + 1, seed, position);
       for (int64_t lane = 0; lane < std::min<int64_t>(4, count - i); ++lane) {
         if (1.0 - double(draws[lane] >> 11) * 0x1p-53 > double(bounds[i + lane])) continue;
         const int64_t token = block + i + lane;
-        const Winner found{scores[token] + gumbel(draws[lane]), token};
+        const Winner found{scores[i + lane] + gumbel(draws[lane]), token};
         if (found.beats(winner)) winner = found;
       }
     }
@@ -98,9 +140,9 @@ Winner best_of(const float* scores, int64_t begin, int64_t end, int64_t seed, in
 }
 
 // The token with the largest perturbed score, the first among equals. The search starts from `likeliest`.
-int64_t sampled_of(const float* scores, int64_t vocab, int64_t likeliest, int64_t seed, int64_t position) {
+int64_t sampled_of(const Scores& scores, int64_t vocab, int64_t likeliest, int64_t seed, int64_t position) {
   const float noise = gumbel(philox(uint64_t(likeliest) / 4 + 1, seed, position)[likeliest % 4]);
-  const Winner first{scores[likeliest] + noise, likeliest};
+  const Winner first{scores.of(likeliest) + noise, likeliest};
   const int64_t num_pieces = (vocab + kPieceTokens - 1) / kPieceTokens;
   std::vector<Winner> winners(num_pieces, first);
   ygg::parallel_for(num_pieces, 1, [&](int64_t begin, int64_t end) {
@@ -214,6 +256,66 @@ at::Tensor ygg::gumbel_noise(int64_t seed, int64_t position, int64_t vocab) {
   return noise;
 }
 
+namespace {
+
+// The log-probabilities of one row of candidates, best first; -inf where a filter drops one. The filters'
+// sums run over the candidates only.
+void filtered_(const float* log_probs, int64_t num, const ygg::Sampling& sampling, double* scores) {
+  for (int64_t i = 0; i < num; ++i)
+    scores[i] = 0 < sampling.top_k && sampling.top_k <= i ? kDropped : double(log_probs[i]);
+  if (sampling.top_p == 1.0 && sampling.min_p == 0.0) return;
+  const double temperature = std::max(sampling.temperature, double(std::numeric_limits<float>::min()));
+  const auto share = [&](int64_t i) { return std::exp((scores[i] - double(log_probs[0])) / temperature); };
+  double sum = 0.0, before = 0.0;
+  for (int64_t i = 0; i < num; ++i) sum += share(i);
+  for (int64_t i = 0; i < num; ++i) {
+    const double own = share(i);
+    if ((sampling.top_p < 1.0 && before >= sampling.top_p * sum) || own < sampling.min_p)
+      scores[i] = kDropped;
+    before += own;
+  }
+}
+
+}  // namespace
+
+// The `count` candidates of every row that are best after filters and noise, and their shares of the
+// perturbed probabilities. The noise is that of the candidates' own positions. step/coupling.py specifies
+// it.
+ygg::Candidates ygg::coupled(const Candidates& drafted, at::IntArrayRef positions, const Sampling& sampling,
+                             int64_t count) {
+  const int64_t rows = drafted.tokens.size(0), num = drafted.tokens.size(1);
+  TORCH_CHECK(count <= num && int64_t(positions.size()) == rows && drafted.log_probs.is_contiguous() &&
+                  drafted.tokens.is_contiguous(),
+              "coupled: ", count, " of ", num, " candidates at ", positions.size(), " positions");
+  Candidates best{empty({rows, count}, drafted.log_probs.options()),
+                  empty({rows, count}, drafted.tokens.options())};
+  std::vector<double> scores(num);
+  std::vector<int64_t> order(num);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t* tokens = drafted.tokens.const_data_ptr<int64_t>() + row * num;
+    filtered_(drafted.log_probs.const_data_ptr<float>() + row * num, num, sampling, scores.data());
+    for (int64_t i = 0; i < num; ++i) {
+      if (scores[i] == kDropped) continue;
+      const uint64_t token = uint64_t(tokens[i]);
+      const float noise = gumbel(philox(token / 4 + 1, sampling.seed, positions[row])[token % 4]);
+      scores[i] += sampling.temperature * double(noise);
+    }
+    const double highest = *std::max_element(scores.begin(), scores.end());
+    double sum = 0.0;
+    for (const double score : scores) sum += std::exp(score - highest);
+    std::iota(order.begin(), order.end(), 0);
+    std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](int64_t a, int64_t b) {
+      return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
+    });
+    for (int64_t i = 0; i < count; ++i) {
+      const double log_share = scores[order[i]] - highest - std::log(sum);
+      best.log_probs.mutable_data_ptr<float>()[row * count + i] = float(std::max(log_share, kLeast));
+      best.tokens.mutable_data_ptr<int64_t>()[row * count + i] = tokens[order[i]];
+    }
+  }
+  return best;
+}
+
 // The path whose every node holds the token that the target emits after its parent, and these tokens. Row i
 // of the logits belongs to node i. Both are empty if the largest logit of any node is not finite.
 ygg::Accepted ygg::follow_sampling(const at::Tensor& logits, const at::Tensor& parent,
@@ -221,14 +323,19 @@ ygg::Accepted ygg::follow_sampling(const at::Tensor& logits, const at::Tensor& p
   const Largest best = largest(logits);
   for (int64_t node = 0; node < logits.size(0); ++node)
     if (!std::isfinite(best.values.const_data_ptr<float>()[node])) return {};
+  const bool is_plain = sampling.temperature >= kLowestTemperature && sampling.top_k == 0 &&
+                        sampling.top_p == 1.0 && sampling.min_p == 0.0;
+  const bool is_readable = logits.scalar_type() == at::kBFloat16 || logits.scalar_type() == at::kFloat;
   Accepted accepted;
   int64_t node = 0;
   while (node >= 0) {
     accepted.path.push_back(node);
-    const at::Tensor row = processed(logits.narrow(0, node, 1).to(at::kFloat), sampling);
-    const int64_t emitted =
-        sampled_of(row.const_data_ptr<float>(), row.size(1), best.tokens.const_data_ptr<int64_t>()[node],
-                   sampling.seed, root_pos + int64_t(accepted.path.size()));
+    const at::Tensor row = logits.narrow(0, node, 1);
+    const Scores scores = is_plain && is_readable && row.stride(1) == 1
+                              ? Scores(row, sampling.temperature)
+                              : Scores(processed(row.to(at::kFloat), sampling), 1.0);
+    const int64_t emitted = sampled_of(scores, row.size(1), best.tokens.const_data_ptr<int64_t>()[node],
+                                       sampling.seed, root_pos + int64_t(accepted.path.size()));
     accepted.tokens.push_back(emitted);
     const int64_t reached = node;
     node = -1;

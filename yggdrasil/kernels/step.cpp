@@ -140,20 +140,20 @@ std::vector<Candidates> Step::run_chunks_(const std::vector<Chunk>& chunks) {
   for (const Chunk& chunk : chunks) num_left += int64_t(chunk.tokens.size());
   const int64_t limit = draft_.chunk(num_left);
   std::vector<Candidates> last(chunks.size());
-  std::vector<int64_t> tokens, lens, starts, places, reads;
+  std::vector<int64_t> tokens, lens, starts, places, nums_read, reads;
   std::vector<size_t> of_part;
   const auto flush = [&] {
     const int64_t count = int64_t(tokens.size());
     if (count == 0) return;
     const size_t size = draft_.bucket(count);
-    pack_chains_(draft_.metas[size], {tokens, lens, starts, places, reads});
+    pack_chains_(draft_.metas[size], {tokens, lens, starts, places, nums_read, reads});
     const auto [best, log_probs] = forward(kDraft, size, count);
     int64_t end = 0;
     for (size_t part = 0; part < lens.size(); ++part) {
       end += lens[part];
       last[of_part[part]] = {log_probs.narrow(0, end - 1, 1), best.narrow(0, end - 1, 1)};
     }
-    for (std::vector<int64_t>* list : {&tokens, &lens, &starts, &places, &reads}) list->clear();
+    for (std::vector<int64_t>* list : {&tokens, &lens, &starts, &places, &nums_read, &reads}) list->clear();
     of_part.clear();
   };
   for (size_t i = 0; i < chunks.size(); ++i) {
@@ -165,7 +165,8 @@ std::vector<Candidates> Step::run_chunks_(const std::vector<Chunk>& chunks) {
       lens.push_back(int64_t(len));
       starts.push_back(chunk.start + int64_t(from));
       places.push_back(chunk.place);
-      reads.push_back(is_last ? chunk.num_read : 0);
+      nums_read.push_back(is_last ? chunk.num_read : 0);
+      reads.push_back(chunk.read);
       of_part.push_back(i);
       from += len;
       if (int64_t(tokens.size()) == limit) flush();
@@ -181,7 +182,7 @@ void Step::catch_up_(std::vector<Growing>& rows) {
   for (Growing& each : rows) {
     Row& row = each.row;
     if (row.depth == 0 || row.root_pos() - row.draft_len <= 1) continue;
-    chunks.push_back({row.text(row.draft_len, row.root_pos()), row.draft_len, row.place, 0});
+    chunks.push_back({row.text(row.draft_len, row.root_pos()), row.draft_len, row.place, 0, kReadBest});
     row.draft_len = row.root_pos();
   }
   run_chunks_(chunks);
@@ -193,16 +194,30 @@ void Step::head_(std::vector<Growing>& rows) {
   for (const Growing& each : rows) {
     const Row& row = each.row;
     if (row.depth)
-      chunks.push_back({row.text(row.draft_len, row.root_pos() + 1), row.draft_len, row.place, 1});
+      chunks.push_back(
+          {row.text(row.draft_len, row.root_pos() + 1), row.draft_len, row.place, 1, each.read()});
   }
   const std::vector<Candidates> heads = run_chunks_(chunks);
   auto head = heads.begin();
   for (Growing& each : rows) {
     if (each.row.depth == 0) continue;
-    each.next = *head++;
+    ran_(each, *head++);
     each.row.draft_len = each.row.root_pos();
     each.num_run = 1;
   }
+}
+
+// Takes the candidates after a row's nodes from `num_known` on, which have run; for sampled text those that
+// the noise prefers.
+void Step::ran_(Growing& row, const Candidates& candidates) {
+  row.next = candidates;
+  if (!row.is_sampled()) return;
+  const int32_t* depth = row.tree.depth.const_data_ptr<int32_t>();
+  std::vector<int64_t> positions;
+  for (int64_t node = row.num_known; node < row.num_nodes; ++node)
+    positions.push_back(row.row.root_pos() + 1 + depth[node]);
+  const Sampling sampling{row.row.temperature, row.row.top_k, row.row.top_p, row.row.min_p, row.row.seed};
+  row.next = coupled(candidates, positions, sampling, row.is_chain() ? 1 : candidates_);
 }
 
 int64_t Step::next_width(const Growing& row) const {
@@ -224,9 +239,9 @@ bool Step::stops(Growing& row) const {
 // One growth step of a row; `meta` receives its new nodes.
 void Step::attach_(Growing& row, const at::Tensor& meta) {
   const int64_t width = meta.size(0);
-  const Growth growth{row.num_known,      row.num_nodes - row.num_known,
-                      row.num_nodes,      width,
-                      row.row.root_pos(), row.row.place};
+  const Growth growth{
+      row.num_known, row.num_nodes - row.num_known, row.num_nodes, width, row.row.root_pos(), row.row.place,
+      row.read()};
   const PlattScale& platt = calibrations_[row.row.calibration].platt;
   if (row.row.levels < 0) {
     ygg::grow_(row.frontier, row.next, row.tree, meta, growth, platt);
@@ -253,7 +268,7 @@ void Step::run_nodes_(const std::vector<Growing*>& batch, int64_t num_tokens) {
   int64_t first = 0;
   for (Growing* row : batch) {
     const int64_t width = row->num_nodes - row->num_known;
-    row->next = {log_probs.narrow(0, first, width), tokens.narrow(0, first, width)};
+    ran_(*row, {log_probs.narrow(0, first, width), tokens.narrow(0, first, width)});
     row->num_run = row->num_nodes;
     first += width;
   }
@@ -375,16 +390,23 @@ void Step::run_target_(at::ArrayRef<Prompt> prompts) {
     const int64_t lag = row.row.lag(), kept = row.pruned.tree.capacity(), root_pos = row.row.root_pos();
     const Tree& tree = row.pruned.tree;
     if (lag)
-      pack_chains_(
-          meta.narrow(0, row.root_at - lag, lag),
-          {row.row.text(row.row.target_len, root_pos), {lag}, {row.row.target_len}, {row.row.place}, {0}});
+      pack_chains_(meta.narrow(0, row.root_at - lag, lag), {row.row.text(row.row.target_len, root_pos),
+                                                            {lag},
+                                                            {row.row.target_len},
+                                                            {row.row.place},
+                                                            {0},
+                                                            {kReadBest}});
     pack_nodes_(meta.narrow(0, row.root_at, kept), tree.token, tree.depth, tree.path,
-                {0, kept, root_pos, row.row.place});
+                {0, kept, root_pos, row.row.place, kReadBest});
   }
   int64_t first = num_nodes;
   for (const Prompt& prompt : prompts) {
-    pack_chains_(meta.narrow(0, first, prompt.len),
-                 {{prompt.tokens, size_t(prompt.len)}, {prompt.len}, {prompt.start}, {prompt.place}, {0}});
+    pack_chains_(meta.narrow(0, first, prompt.len), {{prompt.tokens, size_t(prompt.len)},
+                                                     {prompt.len},
+                                                     {prompt.start},
+                                                     {prompt.place},
+                                                     {0},
+                                                     {kReadBest}});
     first += prompt.len;
   }
   pad_(meta, count);

@@ -130,7 +130,7 @@ class Step : public torch::CustomClassHolder {
   // A piece of a row's text that runs as a chain.
   struct Chunk {
     at::IntArrayRef tokens;
-    int64_t start, place, num_read;
+    int64_t start, place, num_read, read;
   };
   // A row and its tree, from its root to what is verified.
   struct Growing {
@@ -146,6 +146,8 @@ class Step : public torch::CustomClassHolder {
     int64_t root_at = 0;
 
     bool is_chain() const { return row.width == 1 && row.levels < 0; }
+    bool is_sampled() const { return row.temperature > 0; }
+    int64_t read() const { return is_sampled() ? kReadWide : kReadBest; }
   };
 
   void catch_up_(std::vector<Growing>& rows);
@@ -153,6 +155,7 @@ class Step : public torch::CustomClassHolder {
   void grow_(std::vector<Growing>& rows);
   void attach_(Growing& row, const at::Tensor& meta);
   int64_t next_width(const Growing& row) const;
+  void ran_(Growing& row, const Candidates& candidates);
   bool stops(Growing& row) const;
   void run_nodes_(const std::vector<Growing*>& batch, int64_t num_tokens);
   void prune_(const Menu& menu, Reply& reply);

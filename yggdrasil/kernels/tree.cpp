@@ -83,7 +83,7 @@ void write_node(int32_t* fields, const NodeRange& nodes, int64_t node, int32_t t
   fields[kRow] = int32_t(nodes.row);
   fields[kIndex] = int32_t(nodes.root_pos + node);
   fields[kPrefix] = int32_t(nodes.root_pos);
-  fields[kRead] = 1;
+  fields[kRead] = int32_t(nodes.read);
   std::copy_n(path, path_width, fields + kPath);
 }
 
@@ -119,7 +119,8 @@ void attach_(const Frontier& frontier, const std::vector<Best>& taken, Tree& tre
   for (const Best& each : taken)
     TORCH_CHECK(depth[each.place / per_node] + 1 < path_width, "grow_: a path of more than ", path_width,
                 " nodes");
-  const NodeRange nodes{growth.first, growth.first + growth.width, growth.root_pos, growth.row};
+  const NodeRange nodes{growth.first, growth.first + growth.width, growth.root_pos, growth.row,
+                        growth.read};
   int32_t* fields = meta.mutable_data_ptr<int32_t>();
   int64_t node = growth.first;
   for (const Best& each : taken) {
@@ -197,21 +198,22 @@ void ygg::pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor
 // Metadata of consecutive tokens of requests, one piece after another. Each token sees its request up to
 // itself; of each piece the last `num_read` are read.
 void ygg::pack_chains_(at::Tensor meta, const Chains& chains) {
-  const auto& [tokens, lens, start_positions, rows, num_read] = chains;
+  const auto& [tokens, lens, start_positions, rows, num_read, reads] = chains;
   const int64_t count = int64_t(tokens.size()), meta_width = meta.size(1);
   TORCH_CHECK(count <= meta.size(0), "pack_chains_: ", count, " tokens for ", meta.size(0), " rows");
   TORCH_CHECK(
-      lens.size() == start_positions.size() && lens.size() == rows.size() && lens.size() == num_read.size(),
-      "pack_chains_: every piece has a length, a start, a row and a number of tokens that are read");
+      lens.size() == start_positions.size() && lens.size() == rows.size() &&
+          lens.size() == num_read.size() && lens.size() == reads.size(),
+      "pack_chains_: every piece has a length, a start, a row, and how many tokens are read and how");
   int32_t* fields = meta.mutable_data_ptr<int32_t>();
   int64_t token = 0;
   for (size_t piece = 0; piece < lens.size(); ++piece) {
     TORCH_CHECK(token + lens[piece] <= count, "pack_chains_: the lengths add up to more than the tokens");
     for (int64_t n = 0; n < lens[piece]; ++n, ++token, fields += meta_width) {
       const int32_t position = int32_t(start_positions[piece] + n);
-      const int32_t is_read = n >= lens[piece] - num_read[piece];
+      const int32_t read = n >= lens[piece] - num_read[piece] ? int32_t(reads[piece]) : 0;
       const int32_t columns[kPath] = {int32_t(tokens[token]), position, int32_t(rows[piece]), position,
-                                      position + 1,           is_read};
+                                      position + 1,           read};
       std::copy_n(columns, int64_t(kPath), fields);
       std::fill(fields + kPath, fields + meta_width, -1);
     }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from yggdrasil.kernels.candidates import traced
+from yggdrasil.kernels.candidates import MOST_CANDIDATES, traced
 from yggdrasil.kv import KVStorage
 from yggdrasil.layout import POSITION, TOKEN
 from yggdrasil.models.attention import ForwardContext, NoCache, attend_with
@@ -85,19 +85,21 @@ class TargetForward(_TokenForward):
 
 
 class DraftForward(_TokenForward):
-    """N tokens to the C likeliest next tokens of each: one growth step is one call.
+    """N tokens to the likeliest next tokens of each: one growth step is one call.
 
-    Returns (N, C) int64 tokens and their (N, C) float32 log-probabilities.
+    Returns (N, C) int64 tokens and their (N, C) float32 log-probabilities, best first. Only rows with
+    READ_WIDE need more than the first `num_candidates`; C is MOST_CANDIDATES, or V if that is less.
     """
 
     def __init__(self, model: Any, cache: KVStorage, vocab: int, num_candidates: int) -> None:
         super().__init__(model, cache, vocab)
-        self.num_candidates = num_candidates
+        self.few = num_candidates
+        self.count = min(vocab, max(num_candidates, MOST_CANDIDATES))
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         logits_NV, _ = self.logits_and_hidden(meta_NM)
         if logits_NV.is_cuda:
-            log_probs_NC, tokens_NC = traced(logits_NV, self.num_candidates)
+            log_probs_NC, tokens_NC = traced(logits_NV, self.count)
         else:
-            log_probs_NC, tokens_NC = torch.ops.ygg.candidates(logits_NV, meta_NM, self.num_candidates)
+            log_probs_NC, tokens_NC = torch.ops.ygg.candidates(logits_NV, meta_NM, self.count, self.few)
         return tokens_NC, log_probs_NC

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from yggdrasil.layout import INDEX, PATH, POSITION, PREFIX, READ, ROW, TOKEN
+from yggdrasil.layout import INDEX, PATH, POSITION, PREFIX, READ, READ_BEST, ROW, TOKEN
 from yggdrasil.staging import send_, staged_like
 from yggdrasil.tree import TokenTree
 
@@ -37,12 +37,14 @@ class Chunk(NamedTuple):
         tokens: Vocabulary ids.
         start_pos: Position of the first token.
         num_read: Number of tokens, from the end, whose outputs are read; None for all.
+        read: How they are read: READ_BEST or READ_WIDE.
     """
 
     row: int
     tokens: Sequence[int]
     start_pos: int
     num_read: int | None = None
+    read: int = READ_BEST
 
     @property
     def read_len(self) -> int:
@@ -54,7 +56,7 @@ class Chunk(NamedTuple):
         tokens = self.tokens[start : start + length]
         num_unread = len(self.tokens) - self.read_len
         num_read = len(tokens) - min(max(num_unread - start, 0), len(tokens))
-        return Chunk(self.row, tokens, self.start_pos + start, num_read)
+        return Chunk(self.row, tokens, self.start_pos + start, num_read, self.read)
 
 
 def empty_meta(num_tokens: int, max_depth: int, *, device: str = "cpu") -> Tensor:
@@ -93,32 +95,41 @@ def pack_chains_(meta_NM: Tensor, chunks: Sequence[Chunk]) -> None:
     starts = [chunk.start_pos for chunk in chunks]
     rows = [chunk.row for chunk in chunks]
     num_read = [chunk.read_len for chunk in chunks]
+    reads = [chunk.read for chunk in chunks]
     host_NM = meta_NM if meta_NM.is_cpu else staged_like(meta_NM)
-    torch.ops.ygg.pack_chains_(host_NM, tokens, lens, starts, rows, num_read)
+    torch.ops.ygg.pack_chains_(host_NM, tokens, lens, starts, rows, num_read, reads)
     if host_NM is not meta_NM:
         send_(meta_NM, host_NM)
 
 
 def pack_nodes_(
-    meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0
+    meta_NM: Tensor,
+    tree: TokenTree,
+    first: int,
+    last: int,
+    root_pos: int,
+    *,
+    row: int = 0,
+    read: int = READ_BEST,
 ) -> None:
     """Fill in tree nodes `first..last-1` at provisional indices; each sees the prefix and its path.
 
     Args:
         root_pos: Number of committed indices, which are the prefix and come before the provisional ones.
+        read: How their outputs are read: READ_BEST or READ_WIDE.
     """
     if meta_NM.is_cpu:
         token, _, depth, _, path = tree.arrays
-        torch.ops.ygg.pack_nodes_(meta_NM, token, depth, path, first, last, root_pos, row)
+        torch.ops.ygg.pack_nodes_(meta_NM, token, depth, path, first, last, root_pos, row, read)
     else:
-        pack_nodes_reference_(meta_NM, tree, first, last, root_pos, row=row)
+        pack_nodes_reference_(meta_NM, tree, first, last, root_pos, row=row, read=read)
 
 
 def pack_chains_reference_(meta_NM: Tensor, chunks: Sequence[Chunk]) -> None:
     """Specifies `ygg::pack_chains_`; metadata on the host."""
     first = 0
     for chunk in chunks:
-        row, tokens, start_pos, _ = chunk
+        row, tokens, start_pos, *_ = chunk
         last = first + len(tokens)
         meta_NM[first:last, TOKEN] = torch.tensor(tokens, dtype=torch.int32)
         position_N = torch.arange(
@@ -129,14 +140,21 @@ def pack_chains_reference_(meta_NM: Tensor, chunks: Sequence[Chunk]) -> None:
         meta_NM[first:last, PREFIX] = position_N + 1
         meta_NM[first:last, ROW] = row
         meta_NM[first : last - chunk.read_len, READ] = 0
-        meta_NM[last - chunk.read_len : last, READ] = 1
+        meta_NM[last - chunk.read_len : last, READ] = chunk.read
         meta_NM[first:last, PATH:] = -1
         first = last
     pad_(meta_NM, first)
 
 
 def pack_nodes_reference_(
-    meta_NM: Tensor, tree: TokenTree, first: int, last: int, root_pos: int, *, row: int = 0
+    meta_NM: Tensor,
+    tree: TokenTree,
+    first: int,
+    last: int,
+    root_pos: int,
+    *,
+    row: int = 0,
+    read: int = READ_BEST,
 ) -> None:
     """Specifies `ygg::pack_nodes_`; also used on CUDA."""
     count = last - first
@@ -148,5 +166,5 @@ def pack_nodes_reference_(
         root_pos + first, root_pos + last, dtype=torch.int32, device=meta_NM.device
     )
     meta_NM[:count, PREFIX] = root_pos
-    meta_NM[:count, READ] = 1
+    meta_NM[:count, READ] = read
     meta_NM[:count, PATH:] = tree.path_NA[first:last]

@@ -22,6 +22,7 @@ class TokenGraphs(Protocol):
         prefill_chunk: Largest number of tokens in a forward.
         widest: Largest number of tokens in a forward that is not a prompt's.
         num_candidates: C of a draft.
+        vocab: V of the pair: columns of a target's logits. A draft proposes tokens below it.
         graph_ms: Milliseconds inside `forward` so far; the rest of a step is host time. On CUDA only the
             launches count.
     """
@@ -32,6 +33,7 @@ class TokenGraphs(Protocol):
     prefill_chunk: int
     widest: int
     num_candidates: int
+    vocab: int
     graph_ms: float
 
     @property
@@ -53,9 +55,9 @@ class TokenGraphs(Protocol):
         """Run the graph of a buffer from `meta`.
 
         Returns:
-            Logits (N, V) and last hidden states (N, E) of a target, or candidates (N, C) and their
-            log-probabilities (N, C) of a draft. Padding rows are included. In rows that are not read only
-            the hidden states are defined.
+            Logits (N, V) and last hidden states (N, E) of a target, or candidates and their
+            log-probabilities of a draft, (N, C) or wider, see layout.py. Padding rows are included. In rows
+            that are not read only the hidden states are defined.
 
         Aliasing: on CUDA the next forward of this model, of any size, may overwrite the results.
         """

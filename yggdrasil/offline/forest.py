@@ -9,14 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from yggdrasil.layout import ROW
+from yggdrasil.config import SamplingConfig
+from yggdrasil.layout import READ_BEST
 from yggdrasil.models.packing import empty_meta, pack_nodes_
 from yggdrasil.models.protocol import TokenGraphs
+from yggdrasil.step.coupling import read_of
 from yggdrasil.step.growth import Frontier
 from yggdrasil.step.platt import PlattScale
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Seed", "grow_forest", "grow_fused_", "grow_reference_"]
+__all__ = ["Seed", "coupled_on_host", "grow_forest", "grow_fused_", "grow_reference_"]
 
 
 def grow_reference_(
@@ -27,6 +29,9 @@ def grow_reference_(
     width: int,
     meta_NM: Tensor,
     root_pos: int,
+    *,
+    row: int = 0,
+    read: int = READ_BEST,
 ) -> None:
     """One growth step, operator by operator: the specification of `ygg::grow_`; on CUDA this runs.
 
@@ -45,7 +50,7 @@ def grow_reference_(
     frontier.add(tokens_WC, log_probs_WC, tree.log_prob_N[frontier.len :])
     first = len(tree)
     tree.grow(*frontier.take(width))
-    pack_nodes_(meta_NM, tree, first, len(tree), root_pos)
+    pack_nodes_(meta_NM, tree, first, len(tree), root_pos, row=row, read=read)
 
 
 def grow_fused_(
@@ -56,6 +61,9 @@ def grow_fused_(
     width: int,
     meta_NM: Tensor,
     root_pos: int,
+    *,
+    row: int = 0,
+    read: int = READ_BEST,
 ) -> None:
     """`grow_reference_` in one host call, for a CPU: a dozen operators cost more than a forward."""
     known = frontier.len
@@ -77,6 +85,8 @@ def grow_fused_(
             width,
             meta_NM,
             root_pos,
+            row,
+            read,
             frontier.platt.slope,
             frontier.platt.offset,
         )
@@ -90,7 +100,10 @@ class Seed:
     Args:
         row: Row of the page table that holds the draft's KV of the text up to the root.
         root: The last token of the text.
+        tokens_1C: The candidates after the root; for sampled text coupled.
+        log_probs_1C: Their log-probabilities.
         platt: Scale of the draft's probabilities.
+        sampling: Of the text.
     """
 
     row: int
@@ -101,6 +114,7 @@ class Seed:
     tokens_1C: Tensor
     log_probs_1C: Tensor
     platt: PlattScale
+    sampling: SamplingConfig
 
 
 class _Growing:
@@ -116,6 +130,7 @@ class _Growing:
         # candidates of the nodes that ran last
         self.candidates = (seed.tokens_1C, seed.log_probs_1C)
         self._frontier = Frontier(num_nodes, num_candidates, model.device, seed.platt)
+        self._read = read_of(seed.sampling)
         self._grow_ = grow_fused_ if model.device == "cpu" else grow_reference_
 
     @property
@@ -125,10 +140,50 @@ class _Growing:
 
     def grow_(self, meta_WM: Tensor) -> None:
         """Attach W nodes and write the metadata of their forward."""
+        seed = self.seed
         self._grow_(
-            self._frontier, self.tree, *self.candidates, self.seed.width, meta_WM, self.seed.root_pos
+            self._frontier,
+            self.tree,
+            *self.candidates,
+            seed.width,
+            meta_WM,
+            seed.root_pos,
+            row=seed.row,
+            read=self._read,
         )
-        meta_WM[:, ROW] = self.seed.row
+
+    def ran_(self, tokens_WM: Tensor, log_probs_WM: Tensor) -> None:
+        """The last W nodes have run."""
+        depths = self.tree.depth_N[-len(tokens_WM) :].tolist()
+        positions = [self.seed.root_pos + 1 + depth for depth in depths]
+        count = self._frontier.token_NC.shape[1]
+        self.candidates = coupled_on_host(tokens_WM, log_probs_WM, positions, self.seed.sampling, count)
+
+
+def coupled_on_host(
+    tokens_NM: Tensor, log_probs_NM: Tensor, positions: Sequence[int], sampling: SamplingConfig, count: int
+) -> tuple[Tensor, Tensor]:
+    """`coupled` of step/coupling.py for positions far apart; at temperature 0 the candidates as they are.
+
+    Args:
+        positions: N positions, of each row's candidates.
+
+    Cost: draws noise for these tokens alone. A sync on a device.
+    """
+    if sampling.temperature == 0:
+        return tokens_NM, log_probs_NM
+    log_probs_NC, tokens_NC = torch.ops.ygg.coupled(
+        log_probs_NM.cpu().contiguous(),
+        tokens_NM.cpu().contiguous(),
+        positions,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.seed,
+        count,
+    )
+    return tokens_NC.to(tokens_NM.device), log_probs_NC.to(tokens_NM.device)
 
 
 def grow_forest(model: TokenGraphs, rows: Iterable[Iterable[Seed]]) -> Iterator[tuple[Seed, TokenTree]]:
@@ -193,7 +248,7 @@ def _forward_(model: TokenGraphs, batch: Sequence[_Growing]) -> None:
     # on CUDA the next replay overwrites the outputs
     parts = [torch.split(output[:num_tokens].clone(), widths) for output in model.forward(meta_NM)]
     for growing, *candidates in zip(batch, *parts, strict=True):
-        growing.candidates = (candidates[0], candidates[1])
+        growing.ran_(*candidates)
 
 
 def _finished(model: TokenGraphs, growing: _Growing) -> tuple[Seed, TokenTree]:

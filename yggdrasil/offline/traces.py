@@ -19,11 +19,12 @@ from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.offline.budget import EVERY, CalibrationSize
-from yggdrasil.offline.forest import Seed, grow_forest
+from yggdrasil.offline.forest import Seed, coupled_on_host, grow_forest
 from yggdrasil.policy.acceptance import TreeRecord, fit_platt
 from yggdrasil.policy.depth import Array, inputs_of
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.accept import choose_rows, follow
+from yggdrasil.step.coupling import read_of
 from yggdrasil.step.growth import run_chunks
 from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.step.verify import undrafted
@@ -125,12 +126,14 @@ class Written:
     Args:
         tokens: The prompt and the target's text after it.
         prompt_len: Tokens of the prompt, at least two.
+        sampling: How its tokens were chosen.
         hidden_LE: The target's last hidden states, from the second last token of the prompt to the second
             last of the text.
     """
 
     tokens: Sequence[int]
     prompt_len: int
+    sampling: SamplingConfig
     hidden_LE: torch.Tensor
 
     def hidden_before(self, ends: Sequence[int]) -> torch.Tensor:
@@ -195,7 +198,7 @@ def _write(
         for of_row, (_, hidden_E) in zip(hidden, outputs, strict=True):
             of_row.append(hidden_E)
     return [
-        Written(row.state.tokens, row.state.prompt_len, torch.stack(of_row))
+        Written(row.state.tokens, row.state.prompt_len, row.state.sampling, torch.stack(of_row))
         for row, of_row in zip(rows, hidden, strict=True)
     ]
 
@@ -232,21 +235,33 @@ def _candidates(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The draft's candidates after every token of every text and their log-probabilities, (L, C) each.
 
-    Of a prompt, only the candidates after its last token are computed.
+    Of a prompt, only the candidates after its last token are defined. Those of sampled texts are coupled.
     """
     chunks = [
-        Chunk(row, text.tokens, 0, len(text.tokens) - text.prompt_len + 1) for row, text in enumerate(texts)
+        Chunk(row, text.tokens, 0, len(text.tokens) - text.prompt_len + 1, read_of(text.sampling))
+        for row, text in enumerate(texts)
     ]
     parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in texts]
-    for row, tokens_LC, log_probs_LC in _outputs(draft, chunks, tick):
-        parts[row].append((tokens_LC.clone(), log_probs_LC.clone()))
-    return [
-        (
-            torch.cat([tokens_LC for tokens_LC, _ in of_row]),
-            torch.cat([log_probs_LC for _, log_probs_LC in of_row]),
+    for row, tokens_LM, log_probs_LM in _outputs(draft, chunks, tick):
+        parts[row].append((tokens_LM.clone(), log_probs_LM.clone()))
+    candidates = []
+    for text, of_row in zip(texts, parts, strict=True):
+        first = text.prompt_len - 1
+        tokens_LM = torch.cat([tokens for tokens, _ in of_row])
+        log_probs_LM = torch.cat([log_probs for _, log_probs in of_row])
+        tokens, log_probs = coupled_on_host(
+            tokens_LM[first:],
+            log_probs_LM[first:],
+            range(first + 1, len(text.tokens) + 1),
+            text.sampling,
+            draft.num_candidates,
         )
-        for of_row in parts
-    ]
+        tokens_LC = tokens_LM[:, : draft.num_candidates]
+        log_probs_LC = log_probs_LM[:, : draft.num_candidates]
+        tokens_LC[first:] = tokens[:, : draft.num_candidates]
+        log_probs_LC[first:] = log_probs[:, : draft.num_candidates]
+        candidates.append((tokens_LC, log_probs_LC))
+    return candidates
 
 
 def drafted_traces(
@@ -319,6 +334,7 @@ def _seeds(
                     tokens_LC[root],
                     log_probs_LC[root],
                     platt,
+                    text.sampling,
                 )
                 for width in widths
             ]

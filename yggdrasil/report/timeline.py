@@ -285,6 +285,7 @@ class RecordedModel:
         self.prefill_chunk = model.prefill_chunk
         self.widest = model.widest
         self.num_candidates = model.num_candidates
+        self.vocab = model.vocab
         self.graph_ms = 0.0
         self._model = model
         self._kind = kind

@@ -1,6 +1,6 @@
 """Stages that may run ahead of time, before it is known whether their results are needed; see step/plan.py.
 
-Shapes: here C = candidates.
+Shapes: M = candidates of a forward.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def draft_heads(model: TokenGraphs, rows: Sequence[Verified]) -> list[tuple[Tens
         rows: Each tree has room for a node under every verified one; all its nodes have run.
 
     Returns:
-        For every row the candidates after those tokens and their log-probabilities, (K, C) each.
+        For every row the candidates after those tokens and their log-probabilities, (K, M) each.
 
     Source: Yggdrasil section 5.1, "head draft" ahead of time.
     """
@@ -78,9 +78,9 @@ def draft_heads(model: TokenGraphs, rows: Sequence[Verified]) -> list[tuple[Tens
         tree.grow(parents_K, token_K, tree.log_prob_N[parents_K])
         spans.append(Span(row, tree, len(drafted), len(tree)))
     outputs: dict[int, list[tuple[Tensor, Tensor]]] = {id(span.tree): [] for span in spans}
-    for span, tokens_KC, log_probs_KC in run_nodes(model, spans):
+    for span, tokens_KM, log_probs_KM in run_nodes(model, spans):
         # on CUDA the next replay overwrites the outputs
-        outputs[id(span.tree)].append((tokens_KC.clone(), log_probs_KC.clone()))
+        outputs[id(span.tree)].append((tokens_KM.clone(), log_probs_KM.clone()))
     heads = []
     for span in spans:
         tokens, log_probs = zip(*outputs[id(span.tree)], strict=True)

@@ -1,6 +1,6 @@
 """The draft's half of the step: catch up with the texts, then grow a tree under every root.
 
-Shapes: X = hidden features or candidates, M = candidates.
+Shapes: X = hidden features or candidates, M = candidates of a forward, or of all nodes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from yggdrasil.models.protocol import TokenGraphs, TokenModel
 from yggdrasil.staging import upload
 from yggdrasil.state import Row, Shape
 from yggdrasil.step.choice import Choice
+from yggdrasil.step.coupling import coupled, noise_of, read_of
 from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.tree import TokenTree
 
@@ -91,15 +92,20 @@ class Frontier:
     def take(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Remove and return the `width` best (parent, token, path log-probability), best first.
 
+        Of equal ones the children of the earlier node come first, then the better child.
+
         Source: Yggdrasil section 4.2: attach W leaves anywhere, by generation probabilities. Departures:
         the probabilities are scaled, see `PlattScale`; only the C best children of a node are candidates, C
         being at least W.
         """
         log_prob_M = self.log_prob_NC[: self.len].view(-1)
-        best = log_prob_M.topk(width)
+        if width > len(log_prob_M):
+            raise RuntimeError(f"{width} nodes of {len(log_prob_M)} candidates")
+        ranked = log_prob_M.sort(descending=True, stable=True)
+        best_W = ranked.indices[:width]
         # an assignment by index would copy the number from the host, which is a sync
-        log_prob_M.scatter_(0, best.indices, -torch.inf)
-        return best.indices // self.token_NC.shape[1], self.token_NC.view(-1)[best.indices], best.values
+        log_prob_M.scatter_(0, best_W, -torch.inf)
+        return best_W // self.token_NC.shape[1], self.token_NC.view(-1)[best_W], ranked.values[:width]
 
     def ranked(self, level: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
         """The same for the given (parent, rank) places of a static tree; nothing is removed."""
@@ -224,7 +230,7 @@ def run_nodes(model: TokenGraphs, spans: Sequence[Span]) -> Iterator[tuple[Span,
         spans: The nodes of one tree are split only if they are more than the largest graph holds.
 
     Yields:
-        Every span or part of one, with the candidates of its nodes and their log-probabilities, (n, C)
+        Every span or part of one, with the candidates of its nodes and their log-probabilities, (n, M)
         each. Aliasing: on CUDA overwritten by the next replay.
 
     Cost: one graph for as many trees as it holds.
@@ -237,7 +243,13 @@ def run_nodes(model: TokenGraphs, spans: Sequence[Span]) -> Iterator[tuple[Span,
             end += span.num_nodes
             row = span.row
             pack_nodes_(
-                meta_NM[start:end], span.tree, span.first, span.last, row.state.root_pos, row=row.row
+                meta_NM[start:end],
+                span.tree,
+                span.first,
+                span.last,
+                row.state.root_pos,
+                row=row.row,
+                read=read_of(row.state.sampling),
             )
         pad_(meta_NM, end)
         tokens_NC, log_probs_NC = model.forward(meta_NM)
@@ -273,12 +285,17 @@ class _Growing:
     """
 
     def __init__(
-        self, model: TokenGraphs, row: Row, shape: Shape, platt: PlattScale, *, capacity: int
+        self, model: TokenGraphs, row: Row, shape: Shape, platt: PlattScale, *, capacity: int, vocab: int
     ) -> None:
+        state = row.state
         self.row = row
         self.shape = shape
         self.tree = root_of(model, row, capacity)
         self._depth = 0
+        self._noise_DV: Tensor | None = None
+        if shape.depth and state.sampling.temperature > 0:
+            positions = range(state.root_pos + 1, state.root_pos + 1 + shape.depth)
+            self._noise_DV = noise_of(state.sampling, positions, vocab, model.device)
         self._frontier = Frontier(shape.num_nodes, num_candidates(model, shape), model.device, platt)
 
     @property
@@ -286,11 +303,16 @@ class _Growing:
         """The nodes whose candidates are not known yet."""
         return Span(self.row, self.tree, self._frontier.len, len(self.tree))
 
-    def ran_(self, tokens_WC: Tensor, log_probs_WC: Tensor) -> None:
+    def ran_(self, tokens_WM: Tensor, log_probs_WM: Tensor) -> None:
         """The next W nodes have run. Aliasing: the candidates are copied."""
-        num_known = self._frontier.len
-        log_prob_W = self.tree.log_prob_N[num_known : num_known + len(tokens_WC)]
-        self._frontier.add(tokens_WC, log_probs_WC, log_prob_W)
+        frontier = self._frontier
+        nodes = slice(frontier.len, frontier.len + len(tokens_WM))
+        if self._noise_DV is not None:
+            noise_WM = self._noise_DV[self.tree.depth_N[nodes, None].long(), tokens_WM]
+            count = frontier.token_NC.shape[1]
+            sampling = self.row.state.sampling
+            tokens_WM, log_probs_WM = coupled(tokens_WM, log_probs_WM, noise_WM, sampling, count)
+        frontier.add(tokens_WM, log_probs_WM, self.tree.log_prob_N[nodes])
 
     def grow_(self) -> bool:
         """Attach the nodes of one growth step; returns whether another step follows."""
@@ -311,9 +333,11 @@ class _Growing:
 
 
 def draft_rows(
-    model: TokenGraphs, rows: Sequence[Row], choice: Choice, *, spare: int = 1
+    model: TokenGraphs, rows: Sequence[Row], choice: Choice, *, vocab: int, spare: int = 1
 ) -> list[RowDraft]:
     """A tree under every row's root: one forward over the text up to the roots, then growth.
+
+    Sampled text couples the candidates with the target's noise, see step/coupling.py.
 
     With W = 1 a node has one candidate, its best child, so the tree is a chain; with more candidates single
     nodes would also be attached as siblings. The nodes of a row's last growth step are leaves: the next
@@ -324,6 +348,7 @@ def draft_rows(
             it is provisional.
         rows: Rows with pages for their trees. A row of a shape without depth runs no model.
         choice: A shape and a calibration for every row.
+        vocab: V of the target.
         spare: Room of a tree as a multiple of its nodes.
 
     Raises:
@@ -334,7 +359,7 @@ def draft_rows(
     Source: Yggdrasil section 4.2; Nightjar section 4.1 has chains.
     """
     growing = [
-        _Growing(model, row, shape, calibration.platt, capacity=spare * shape.num_nodes)
+        _Growing(model, row, shape, calibration.platt, capacity=spare * shape.num_nodes, vocab=vocab)
         for row, shape, calibration in zip(rows, choice.shapes, choice.calibrations, strict=True)
     ]
     live = [each for each in growing if each.shape.depth]
@@ -342,8 +367,8 @@ def draft_rows(
     while live:
         live = [each for each in live if each.grow_()]
         tree_of = {id(each.tree): each for each in live}
-        for span, tokens_WC, log_probs_WC in run_nodes(model, [each.newest for each in live]):
-            tree_of[id(span.tree)].ran_(tokens_WC, log_probs_WC)
+        for span, tokens_WM, log_probs_WM in run_nodes(model, [each.newest for each in live]):
+            tree_of[id(span.tree)].ran_(tokens_WM, log_probs_WM)
     return [each.finished() for each in growing]
 
 
@@ -351,7 +376,10 @@ def _run_roots_(model: TokenGraphs, live: Sequence[_Growing]) -> None:
     """Run the text that the draft's KV lacks, each row's up to its root, and commit all but the root."""
     without_head = {each.row.row: each for each in live if not _use_head_(each)}
     rows = [each.row for each in without_head.values()]
-    chunks = [Chunk(row.row, row.state.tokens[row.draft_len :], row.draft_len, 1) for row in rows]
+    chunks = [
+        Chunk(row.row, row.state.tokens[row.draft_len :], row.draft_len, 1, read_of(row.state.sampling))
+        for row in rows
+    ]
     for batch, (tokens_NC, log_probs_NC) in run_chunks(model, chunks, _limit(model, chunks)):
         for chunk, end in zip(batch, accumulate(len(chunk.tokens) for chunk in batch), strict=True):
             # of a chunk that was split, only the last part has the root
@@ -369,5 +397,5 @@ def _use_head_(growing: _Growing) -> bool:
     row.state.head = None
     if head is None or not head.root_pos == row.state.root_pos == row.draft_len:
         return False
-    growing.ran_(head.tokens_1C, head.log_probs_1C)
+    growing.ran_(head.tokens_1M, head.log_probs_1M)
     return True

@@ -127,7 +127,6 @@ class StepOverRows:
         split = plan.order.index("verify")
         self._first = plan.order[:split]
         self._second = plan.order[split:]
-        self._vocab = 0  # V, known once the target has run
         self._draft_ms = 0.0
         self._batch = _Batch((), NO_CHOICE)
         self._verified = self._batch
@@ -204,7 +203,6 @@ class StepOverRows:
         self._draft_ms = 0.0
         self._verified = batch
         self._run_(self._second, batch)
-        self._vocab = batch.logits_NV.shape[1]
         ms = before_ms + (time.perf_counter() - began) * 1e3
         return [_result(batch, place, ms) for place in range(len(batch.rows))]
 
@@ -270,7 +268,7 @@ class StepOverRows:
         match stage:
             case "noise":
                 sampled = [row.state.sampling.temperature > 0 for row in batch.rows]
-                return self._vocab > 0 and any(sampled) and any(each.num_run for each in batch.drafts)
+                return any(sampled) and any(each.num_run for each in batch.drafts)
             case "tail":
                 return any(0 < each.num_run < len(each.tree) for each in batch.drafts)
             case "next_head":
@@ -297,10 +295,11 @@ class StepOverRows:
 
     def _draft_(self, batch: _Batch) -> None:
         spare = 2 if "next_head" in self.plan.ahead else 1
-        batch.drafts = draft_rows(self._draft_model, batch.rows, batch.choice, spare=spare)
+        vocab = self._target.vocab
+        batch.drafts = draft_rows(self._draft_model, batch.rows, batch.choice, vocab=vocab, spare=spare)
 
     def _noise_(self, batch: _Batch) -> None:
-        draw_ahead(batch.rows, batch.drafts, self._vocab, self._target.device)
+        draw_ahead(batch.rows, batch.drafts, self._target.vocab, self._target.device)
 
     def _tail_(self, batch: _Batch) -> None:
         batch.drafts = run_tails(self._draft_model, batch.rows, batch.drafts)
@@ -341,9 +340,9 @@ class StepOverRows:
             last = accepted.path[-1]
             head = None
             if place in batch.next:
-                tokens_KC, log_probs_KC = batch.next[place]
+                tokens_KM, log_probs_KM = batch.next[place]
                 node = slice(last, last + 1)
-                head = Head(row.state.root_pos + len(accepted.path), tokens_KC[node], log_probs_KC[node])
+                head = Head(row.state.root_pos + len(accepted.path), tokens_KM[node], log_probs_KM[node])
             row.state.hidden_of = partial(batch.hidden_NE.select, 0, batch.roots[place] + last)
             drafted = batch.drafts[place]
             commit_row_(self._target, self._draft_model, row, drafted, batch.pruned[place], accepted, head)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from yggdrasil.kernels.candidates import reference
-from yggdrasil.layout import READ
+from yggdrasil.layout import READ, READ_WIDE
 from yggdrasil.models.packing import empty_meta
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -22,7 +22,7 @@ def all_read(logits_NV: Tensor) -> Tensor:
 
 def candidates(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The operator over rows that are all read."""
-    log_probs_NC, tokens_NC = torch.ops.ygg.candidates(logits_NV, all_read(logits_NV), count)
+    log_probs_NC, tokens_NC = torch.ops.ygg.candidates(logits_NV, all_read(logits_NV), count, count)
     return log_probs_NC, tokens_NC
 
 
@@ -31,7 +31,7 @@ def candidates(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def test_agrees_with_the_reference(vocab: int, count: int, dtype: torch.dtype) -> None:
     logits_NV = (torch.randn(7, vocab) * 4).to(dtype)  # bfloat16 has many ties
     log_probs, tokens = candidates(logits_NV, count)
-    expected_log_probs, expected_tokens = reference(logits_NV, all_read(logits_NV), count)
+    expected_log_probs, expected_tokens = reference(logits_NV, all_read(logits_NV), count, count)
     assert (log_probs.dtype, tokens.dtype) == (torch.float32, torch.int64)
     assert torch.equal(tokens, expected_tokens)
     torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-4, atol=1e-4)
@@ -43,11 +43,26 @@ def test_a_row_that_is_not_read_has_no_candidate(dtype: torch.dtype) -> None:
     logits_NV[4] = torch.nan  # what an operator leaves where nobody reads
     meta_NM = all_read(logits_NV)
     meta_NM[[0, 4, 5], READ] = 0
-    log_probs, tokens = torch.ops.ygg.candidates(logits_NV, meta_NM, 6)
-    expected_log_probs, expected_tokens = reference(logits_NV, meta_NM, 6)
+    log_probs, tokens = torch.ops.ygg.candidates(logits_NV, meta_NM, 6, 6)
+    expected_log_probs, expected_tokens = reference(logits_NV, meta_NM, 6, 6)
     assert torch.equal(tokens, expected_tokens)
     torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-4, atol=1e-4)
     assert log_probs[4].tolist() == [-torch.inf] * 6
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("vocab", (64, 65, 500, 1024, 4099))
+def test_a_row_gets_many_candidates_only_if_it_asks_for_them(vocab: int, dtype: torch.dtype) -> None:
+    """The many are found by another way, so they are compared with a sort, ties included."""
+    logits_NV = (torch.randn(6, vocab) * 4).round().to(dtype)
+    meta_NM = all_read(logits_NV)
+    meta_NM[1::2, READ] = READ_WIDE
+    meta_NM[5, READ] = 0
+    log_probs, tokens = torch.ops.ygg.candidates(logits_NV, meta_NM, 64, 3)
+    expected_log_probs, expected_tokens = reference(logits_NV, meta_NM, 64, 3)
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-4, atol=1e-4)
+    assert log_probs.isfinite().sum(dim=1).tolist() == [3, 64, 3, 64, 3, 0]
 
 
 def test_logits_may_be_part_of_wider_rows() -> None:
@@ -86,10 +101,10 @@ def test_rows_are_bitwise_independent(dtype: torch.dtype) -> None:
 
 def test_a_count_outside_the_vocabulary_is_refused() -> None:
     for count in (0, 6):
-        with pytest.raises(RuntimeError, match=f"count {count} is not in"):
+        with pytest.raises(RuntimeError, match=f"{count} are not in"):
             candidates(torch.zeros(1, 5), count)
 
 
 def test_candidates_pass_opcheck() -> None:
     logits_NV = torch.randn(3, 40)
-    torch.library.opcheck(torch.ops.ygg.candidates.default, (logits_NV, all_read(logits_NV), 4))
+    torch.library.opcheck(torch.ops.ygg.candidates.default, (logits_NV, all_read(logits_NV), 4, 2))

@@ -189,6 +189,7 @@ def test_a_recorded_model_gives_what_the_model_gives_and_notes_the_graph(
         "prefill_chunk": 16,
         "widest": 8,
         "num_candidates": 2,
+        "vocab": 10,
     }
     notes: list[Forwards] = []
     model = RecordedModel(SimpleNamespace(**fields, forward=lambda meta_NM: outputs), "draft", notes)
@@ -208,6 +209,7 @@ def test_forwards_that_ran_in_one_call_are_noted_by_the_graph_that_ran_them() ->
         "prefill_chunk": 16,
         "widest": 8,
         "num_candidates": 2,
+        "vocab": 10,
     }
     recorder = Recorder()
     model = RecordedModel(SimpleNamespace(**fields), "draft", recorder.graphs)  # type: ignore[arg-type]

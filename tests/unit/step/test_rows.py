@@ -54,6 +54,7 @@ class Scripted:
 
     device = "cpu"
     max_depth = 4
+    vocab = 100
     graph_ms = 0.0
 
     def __init__(self, *, widest: int = 8, prefill_chunk: int = 8, num_candidates: int = 1) -> None:
@@ -115,7 +116,7 @@ def test_draft_tokens_of_a_batch_are_ordered_by_scaled_probability(
 ) -> None:
     """Unscaled, 0.6 * 0.6 = 0.36 is less than 0.4. Scaled, 0.88 * 0.88 = 0.78 is more than 0.64."""
     chosen = Choice((Shape(1, 2),) * 2, (calibration(platt),) * 2, most(2))
-    drafts = draft_rows(Scripted(), rows_of([10], [20]), chosen)
+    drafts = draft_rows(Scripted(), rows_of([10], [20]), chosen, vocab=100)
     assert tokens_of(drafts) == [[11, 12], [21, 22]]
     assert [len(each.tree) - 1 for each in pruned_of(drafts, chosen)] == kept
 
@@ -129,7 +130,7 @@ def test_each_row_uses_its_own_scale() -> None:
     )
     edge = math.log(0.6)
     for draft, platt, depth in zip(
-        draft_rows(Scripted(), rows_of(*[[10]] * 4), chosen), platts, depths, strict=True
+        draft_rows(Scripted(), rows_of(*[[10]] * 4), chosen, vocab=100), platts, depths, strict=True
     ):
         expected = [platt.log(edge) * (node + 1) for node in range(depth)]
         assert draft.tree.log_prob_N[1:].tolist() == pytest.approx(expected)
@@ -139,7 +140,7 @@ def test_each_row_uses_its_own_scale() -> None:
 def test_plain_rows_run_no_model_and_verify_their_root() -> None:
     model = Scripted()
     rows = rows_of([1, 2, 3], [4], lag=2)
-    drafts = draft_rows(model, rows, choice([PLAIN, PLAIN]))
+    drafts = draft_rows(model, rows, choice([PLAIN, PLAIN]), vocab=100)
     assert model.forwards == []
     assert [row.draft_len for row in rows] == [0, 0]
     assert [(len(draft.tree), draft.num_run, draft.shape) for draft in drafts] == [(1, 0, PLAIN)] * 2
@@ -153,7 +154,7 @@ def test_plain_rows_run_no_model_and_verify_their_root() -> None:
 def test_rows_share_the_forwards_and_leave_them_at_their_depth() -> None:
     model = Scripted(num_candidates=3)
     rows = rows_of([5, 10], [20], [30, 31, 10])
-    drafts = draft_rows(model, rows, choice([Shape(2, 3), PLAIN, Shape(1, 2)]))
+    drafts = draft_rows(model, rows, choice([Shape(2, 3), PLAIN, Shape(1, 2)]), vocab=100)
     assert model.forwards[0] == [(2, 10, 1), (0, 10, 2)]
     # two nodes of the first row, one of the last; then only the first row's
     assert [[(row, index) for row, _, index in forward] for forward in model.forwards[1:]] == [
@@ -181,13 +182,13 @@ def test_nodes_of_a_row_are_split_only_if_no_forward_holds_them(
     shared = Scripted(widest=2, prefill_chunk=6, num_candidates=8)
     shapes = [Shape(width, 2) for width in widths]
     rows = rows_of(*[[40 + width] for width in widths])
-    drafts = draft_rows(shared, rows, choice(shapes))
+    drafts = draft_rows(shared, rows, choice(shapes), vocab=100)
     num_head = sum(len(forward) for forward in shared.forwards[: -len(sizes)])
     assert num_head == len(widths)
     assert [len(forward) for forward in shared.forwards[-len(sizes) :]] == sizes
     for row, shape, draft in zip(rows, shapes, drafts, strict=True):
         alone = Scripted(widest=16, prefill_chunk=16, num_candidates=8)
-        [expected] = draft_rows(alone, rows_of(row.state.tokens), choice([shape]))
+        [expected] = draft_rows(alone, rows_of(row.state.tokens), choice([shape]), vocab=100)
         assert torch.equal(draft.tree.token_N, expected.tree.token_N)
         assert torch.equal(draft.tree.parent_N, expected.tree.parent_N)
 
@@ -200,7 +201,7 @@ def test_the_text_that_a_draft_lacks_runs_with_its_root(num_tokens: int, largest
     [long, short, whole] = rows_of([*range(100, 100 + num_tokens - 3)], [1, 10], [10], lag=10**6)
     short.draft_len = 0
     rows = [long, short, whole]
-    drafts = draft_rows(model, rows, choice([Shape(1, 1)] * 3))
+    drafts = draft_rows(model, rows, choice([Shape(1, 1)] * 3), vocab=100)
     ran = [each for forward in model.forwards for each in forward]
     assert ran == [
         *((2, token, index) for index, token in enumerate(long.state.tokens)),
@@ -239,7 +240,7 @@ class Deep:
 def test_a_stop_rule_ends_the_growth_of_its_row_only() -> None:
     model = Scripted()
     shapes = [Shape(1, 4, 3, stop=Deep(1)), Shape(1, 4), Shape(1, 3, stop=Deep(3))]
-    drafts = draft_rows(model, rows_of([10], [10], [10]), choice(shapes))
+    drafts = draft_rows(model, rows_of([10], [10], [10]), choice(shapes), vocab=100)
     assert [draft.shape for draft in drafts] == [Shape(1, 1, 3), Shape(1, 4), Shape(1, 3)]
     assert [(len(draft.tree), draft.num_run) for draft in drafts] == [(2, 1), (5, 4), (4, 3)]
     assert [len(forward) for forward in model.forwards] == [3, 2, 2, 1]
@@ -250,7 +251,7 @@ def test_a_static_tree_grows_next_to_a_chain() -> None:
     levels = (((0, 1), (0, 0)), ((2, 0), (2, 2), (1, 1)))
     model = Scripted(num_candidates=3)
     shapes = [Shape(3, 2, levels=levels), Shape(1, 1)]
-    drafts = draft_rows(model, rows_of([10], [20]), choice(shapes))
+    drafts = draft_rows(model, rows_of([10], [20]), choice(shapes), vocab=100)
     assert tokens_of(drafts) == [[12, 11, 12, 14, 85], [21]]
     assert drafts[0].tree.parent_N.tolist() == [-1, 0, 0, 2, 2, 1]
     assert [(draft.shape, draft.num_run) for draft in drafts] == list(zip(shapes, (3, 1), strict=True))
