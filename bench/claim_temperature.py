@@ -2,7 +2,8 @@
 
 Paper: Fig. 15 (1.49 times Sequoia on average). At temperatures 0, 0.3, 0.6 and 1, interleaved, every prompt
 with its own seed: plain decoding, Sequoia's latency-aware tree for the acceptance by rank calibrated at the
-nearest temperature, and the default policy. All arms must draw the same tokens.
+nearest temperature, and the default policy. Both trees draft with the target's noise (step/coupling.py):
+the ranks of Sequoia's tree are those after the noise. All arms must draw the same tokens.
 
 Refuted at a temperature where the ratio of the default policy to Sequoia, or to plain, is below 1 with its
 whole interval."""
