@@ -1,8 +1,8 @@
 """Is our speculative decoding the fastest among the runtimes that decode on a CPU, and is our plain
 decoding as fast as theirs?
 
-Arms, interleaved prompt by prompt, greedy, bf16 weights, the same checkpoints, prompts, threads and number
-of new tokens:
+Arms, interleaved prompt by prompt, greedy or (`--temperature`) sampled from all tokens, bf16 weights, the
+same checkpoints, prompts, threads and number of new tokens:
 
 - transformers: `generate`, eager; with a static cache, for which it compiles the forward of one token (as
   it does by itself, and with Inductor's freezing on top, which packs the weights); assisted, with its
@@ -24,8 +24,9 @@ than the fastest arm of every peer, and on no prompt slower than our plain; our 
 llama.cpp's.
 
 Peers sum in another order than we do, so their texts are compared and not asserted: a speculative arm's
-with the same runtime's plain text, and all with ours. OpenVINO's environment and models are made under the
-artifact root the first time, by pip and optimum-intel."""
+with the same runtime's plain text, and all with ours. Sampled texts of peers differ from each other and
+from ours, since every runtime draws its own numbers; sampled, 3.0 times our plain is not a goal. OpenVINO's
+environment and models are made under the artifact root the first time, by pip and optimum-intel."""
 
 from __future__ import annotations
 
@@ -78,7 +79,11 @@ def subject_of(options: argparse.Namespace) -> Subject:
 def peers_of(options: argparse.Namespace, under_test: Subject, stack: ExitStack, log: Log) -> list[Peer]:
     """Every peer that was asked for, ready to decode until the stack is closed."""
     models = under_test.target.folder, with_tokenizer(under_test.draft, under_test.target.folder)
-    lengths: dict[str, Any] = {"num_tokens": options.tokens, "assistant_tokens": ASSISTANT_TOKENS}
+    lengths: dict[str, Any] = {
+        "num_tokens": options.tokens,
+        "assistant_tokens": ASSISTANT_TOKENS,
+        "temperature": options.temperature,
+    }
     child: dict[str, Any] = {**lengths, "num_threads": torch.get_num_threads(), "log": log}
     peers = [transformers_peer(*models, **lengths)]
     if not options.no_openvino:
@@ -133,7 +138,7 @@ def ratios(rounds: Rounds, peers: Sequence[Peer]) -> dict[str, Any]:
     }
 
 
-def goals(found: Mapping[str, Any]) -> dict[str, Any]:
+def goals(found: Mapping[str, Any], temperature: float = 0.0) -> dict[str, Any]:
     """What the claim wants, what was measured, and whether it holds; llama.cpp only where it ran."""
     plain_over = {name: over["median"] for name, over in found["plain_over_peer_plain"].items()}
     wanted = {
@@ -141,7 +146,10 @@ def goals(found: Mapping[str, Any]) -> dict[str, Any]:
             1.6,
             found["speculative_over_best_peer_speculative"]["median"],
         ),
-        "speculative_over_plain": (3.0, found["speculative_over_plain"]["median"]),
+        "speculative_over_plain": (
+            None if temperature > 0 else 3.0,
+            found["speculative_over_plain"]["median"],
+        ),
         "speculative_over_every_peer": (
             1.0,
             min(over["median"] for over in found["speculative_over_peer"].values()),
@@ -152,7 +160,7 @@ def goals(found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: {"wanted": limit, "measured": value, "reached": value >= limit}
         for name, (limit, value) in wanted.items()
-        if value is not None
+        if value is not None and limit is not None
     }
 
 
@@ -191,10 +199,11 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
         stream = MemoryStream()
         tuning_prompts = beginnings(workload.validation_texts, pair, num_tuning_prompts(options))
         depth, tuning = tune_chain(
-            pair, tuning_prompts, min(TUNING_TOKENS, options.tokens), temperature=0.0
+            pair, tuning_prompts, min(TUNING_TOKENS, options.tokens), options.temperature
         )
         log(f"best chain on validation text: D={depth} (ms per token: {tuning})")
-        arms = [*our_arms(pair, options.tokens, 0.0, depth), *(arm for peer in peers for arm in peer.arms)]
+        ours = our_arms(pair, options.tokens, options.temperature, depth)
+        arms = [*ours, *(arm for peer in peers for arm in peer.arms)]
         prompts = beginnings(workload.test_texts, pair, options.prompts)
         rounds = interleave(arms, prompts, reference=PLAIN_ARM, stream=stream, tick=log)
     found = ratios(rounds, peers)
@@ -205,6 +214,7 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
             "prompts": options.prompts,
             "text": options.text,
             "draft": under_test.draft_name,
+            "temperature": options.temperature,
             "rehearsal": options.quick,
         },
         "models": {
@@ -218,7 +228,7 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
         "stream_gb_per_s": spread(rounds.stream_gb_per_s),
         "arms": arms_summary(rounds, peers, target.weight_bytes),
         "ratios": found,
-        "goals": goals(found),
+        "goals": goals(found, options.temperature),
     }
 
 
@@ -275,9 +285,10 @@ def draft_argument(text: str) -> str:
 
 
 def variant(options: argparse.Namespace) -> list[str]:
-    """Another draft or another kind of text has files of its own."""
+    """Another draft, another kind of text or a temperature has files of its own."""
     setting = [Path(options.draft).resolve().name, options.text]
-    return [] if setting == ["bundled", "stories"] else setting
+    sampled = [f"temperature_{options.temperature:g}"] if options.temperature else []
+    return [*([] if setting == ["bundled", "stories"] else setting), *sampled]
 
 
 CLAIM = Claim(
@@ -293,6 +304,7 @@ CLAIM = Claim(
             type=draft_argument,
             metavar="NAME|PATH",
         ),
+        Option("--temperature", "sample if above 0, into a result of its own", default=0.0),
         Option("--text", "kind of prompts", default="stories", choices=WORKLOADS),
         Option(
             "--llama-cpp",

@@ -314,30 +314,12 @@ class TokenTree:
         Returns:
             Node ids, root first. The bonus token is `next_tokens[path[-1]]`.
 
-        Cost: O(N) on the host; on a device three syncs, where `on_walk` has none.
+        Cost: O(N) on the host; on a device three syncs.
         Source: the acceptance law: the tree is deterministic, so matching the target's token is exact.
         """
         parents = self.parent_N.tolist()  # sync: the walk runs on the host
         tokens = self.token_N.tolist()  # sync: the walk runs on the host
         return walk(parents, tokens, next_tokens.tolist())
-
-    def on_walk(self, next_tokens: Tensor) -> Tensor:
-        """Which nodes are on the path of `walk`, computed on the arrays' device.
-
-        A node is on it if every node of its own path has the target's token after that node's parent.
-
-        Args:
-            next_tokens: (N,) the target's own token after each node, integer.
-
-        Returns:
-            (N,) bool; in ascending order the nodes are the path of `walk`, because siblings differ.
-
-        Cost: seven small operators, no sync.
-        """
-        is_match_N = self.token_N == next_tokens[self.parent_N.long()]
-        is_match_N[:1].fill_(True)  # the root always matches; its parent -1 read the last node
-        path_NA = self.path_NA.long()
-        return (is_match_N[path_NA] | (path_NA < 0)).all(dim=1)  # -1 reads the last node, which is ignored
 
     def check(self) -> None:
         """Raises ConfigError for parents, depths, paths, siblings or values that `grow` never makes."""

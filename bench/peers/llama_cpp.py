@@ -106,6 +106,7 @@ def llama_cpp_peer(
     assistant_tokens: Sequence[int],
     num_threads: int,
     log: Log,
+    temperature: float = 0.0,
 ) -> Iterator[Peer]:
     """llama.cpp in bf16, converted on first use, served by child processes that end with the block.
 
@@ -118,6 +119,7 @@ def llama_cpp_peer(
             They map one file: the weights are there once.
         num_threads: As in `torch.set_num_threads`.
         log: Called before what takes long.
+        temperature: Samples above 0, from all tokens, with a seed of the prompt's.
 
     Raises:
         PeerError: something is missing or failed.
@@ -136,7 +138,7 @@ def llama_cpp_peer(
             url = stack.enter_context(
                 _served([found.server, "--model", target_file, *drafting, *_options(num_threads)])
             )
-            arms.append(_arm(name, url, num_tokens))
+            arms.append(_arm(name, url, num_tokens, temperature))
         record = {"version": found.output_of("--version").splitlines(), "options": _options(num_threads)}
         yield Peer(name="llama.cpp", plain=arms[:1], speculative=arms[1:], record=record)
 
@@ -193,13 +195,14 @@ def _is_healthy(url: str, child: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def _arm(name: str, url: str, num_tokens: int) -> Arm:
+def _arm(name: str, url: str, num_tokens: int, temperature: float) -> Arm:
     def generate(prompt: Sequence[int]) -> Generation:
         greedy = {"temperature": 0, "samplers": ["top_k"], "top_k": 1}
+        sampled = {"temperature": temperature, "samplers": ["temperature"], "seed": sum(prompt)}
         request = {
             "prompt": list(prompt),
             "n_predict": num_tokens,
-            **greedy,
+            **(sampled if temperature > 0 else greedy),
             "cache_prompt": False,
             "return_tokens": True,
         }

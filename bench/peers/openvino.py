@@ -44,6 +44,7 @@ def openvino_peer(
     assistant_tokens: Sequence[int],
     num_threads: int,
     log: Log,
+    temperature: float = 0.0,
 ) -> Iterator[Peer]:
     """OpenVINO GenAI in bf16, installed and converted on first use, loaded in a child process that ends
     with the block.
@@ -55,6 +56,7 @@ def openvino_peer(
         assistant_tokens: Draft lengths.
         num_threads: As in `torch.set_num_threads`.
         log: Called before what takes long.
+        temperature: Samples above 0, from all tokens, with a seed of the prompt's.
 
     Raises:
         PeerError: pip, the exporter or the pipeline failed.
@@ -63,7 +65,7 @@ def openvino_peer(
     models = [converted(python, folder, log) for folder in (target, draft)]
     log("OpenVINO: loading")
     with JsonLines([python, "-I", CHILD, *models, str(num_threads)], name="OpenVINO") as child:
-        plain, speculative = openvino_arms(child, num_tokens, assistant_tokens)
+        plain, speculative = openvino_arms(child, num_tokens, assistant_tokens, temperature)
         yield Peer(
             name="OpenVINO GenAI",
             plain=plain,
@@ -73,7 +75,7 @@ def openvino_peer(
 
 
 def openvino_arms(
-    child: JsonLines, num_tokens: int, assistant_tokens: Sequence[int]
+    child: JsonLines, num_tokens: int, assistant_tokens: Sequence[int], temperature: float = 0.0
 ) -> tuple[list[Arm], list[Arm]]:
     """Plain with either attention backend; speculative with every draft length, on the paged one."""
 
@@ -85,6 +87,7 @@ def openvino_arms(
                     "prompt": list(prompt),
                     "num_tokens": num_tokens,
                     "num_assistant_tokens": count,
+                    "temperature": temperature,
                 }
             )
             if len(reply["token_ids"]) != num_tokens:

@@ -5,7 +5,8 @@ environment, so nothing of this project is imported.
 python openvino_child.py TARGET DRAFT THREADS          folders in OpenVINO's format
 
 <- {"versions": {...}, "properties": {...}}           once, when the models are loaded
--> {"pipeline": "paged", "prompt": [5, 7], "num_tokens": 128, "num_assistant_tokens": null}
+-> {"pipeline": "paged", "prompt": [5, 7], "num_tokens": 128, "num_assistant_tokens": null,
+    "temperature": 0.0}                                on one line
 <- {"token_ids": [...], "total_ms": 1.5, "first_ms": 0.5, "target_passes": 128}, or {"error": "..."}
 ```
 
@@ -80,16 +81,23 @@ def greeting(draft: str, num_threads: int) -> dict[str, Any]:
 
 
 def decode(pipeline: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens of one prompt, past any end of text; times are this process's own clock around the
-    call.
+    """Tokens of one prompt, past any end of text; times are this process's own clock around the call.
+    Above temperature 0 they are sampled from all tokens, with a seed of the prompt's.
     """
     import numpy as np
     import openvino
     import openvino_genai
 
     config = openvino_genai.GenerationConfig(
-        max_new_tokens=request["num_tokens"], ignore_eos=True, do_sample=False, apply_chat_template=False
+        max_new_tokens=request["num_tokens"],
+        ignore_eos=True,
+        do_sample=request["temperature"] > 0,
+        apply_chat_template=False,
     )
+    if request["temperature"] > 0:
+        config.temperature = request["temperature"]
+        config.top_p = 1.0
+        config.rng_seed = sum(request["prompt"])
     if request["num_assistant_tokens"] is not None:
         config.num_assistant_tokens = request["num_assistant_tokens"]
     ids = np.array([request["prompt"]], dtype=np.int64)

@@ -170,15 +170,15 @@ def _last_line(text: str) -> str:
 
 
 def transformers_peer(
-    target: Path, draft: Path, *, num_tokens: int, assistant_tokens: Sequence[int]
+    target: Path, draft: Path, *, num_tokens: int, assistant_tokens: Sequence[int], temperature: float = 0.0
 ) -> Peer:
     """Transformers in bf16: eager, compiled over a static cache, assisted."""
     eager, *assisted = transformers_arms(
-        target, draft, num_tokens=num_tokens, assistant_tokens=assistant_tokens
+        target, draft, num_tokens=num_tokens, assistant_tokens=assistant_tokens, temperature=temperature
     )
     return Peer(
         name="transformers",
-        plain=[eager, *compiled_arms(target, num_tokens=num_tokens)],
+        plain=[eager, *compiled_arms(target, num_tokens=num_tokens, temperature=temperature)],
         speculative=assisted,
         record={
             "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
@@ -210,6 +210,7 @@ def transformers_arms(
     dtype: torch.dtype = torch.bfloat16,
     num_prompts: int | None = None,
     device: str = "cpu",
+    temperature: float = 0.0,
 ) -> list[Arm]:
     """Eager `generate`, and assisted generation with its defaults and with every constant draft length.
 
@@ -225,6 +226,7 @@ def transformers_arms(
         dtype: Of both models.
         num_prompts: Rounds in which these arms take part; None in all.
         device: Where both models run.
+        temperature: Samples above 0, from all tokens, with a seed of the prompt's.
     """
     model = _load(target, dtype, device)
     assistant = _load(draft, dtype, device)
@@ -242,13 +244,13 @@ def transformers_arms(
             assistant.generation_config = GenerationConfig(
                 eos_token_id=None, pad_token_id=0, **assistant_settings
             )
-            return _generate(model, prompt, num_tokens, assistant_model=assistant)
+            return _generate(model, prompt, num_tokens, temperature, assistant_model=assistant)
 
         return generate
 
     eager = Arm(
         name=EAGER,
-        generate=lambda prompt: _generate(model, prompt, num_tokens),
+        generate=lambda prompt: _generate(model, prompt, num_tokens, temperature),
         exact=False,
         num_prompts=num_prompts,
     )
@@ -261,7 +263,9 @@ def transformers_arms(
     ]
 
 
-def compiled_arms(target: Path, *, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[Arm]:
+def compiled_arms(
+    target: Path, *, num_tokens: int, dtype: torch.dtype = torch.bfloat16, temperature: float = 0.0
+) -> list[Arm]:
     """`generate` with `cache_implementation="static"`, which compiles the forward of one token itself; the
     prompt runs eagerly, as it does there.
 
@@ -276,7 +280,7 @@ def compiled_arms(target: Path, *, num_tokens: int, dtype: torch.dtype = torch.b
         return Arm(
             name=name,
             generate=lambda prompt: _generate(
-                model, prompt, num_tokens, cache_implementation="static", compile_config=config
+                model, prompt, num_tokens, temperature, cache_implementation="static", compile_config=config
             ),
             exact=False,
         )
@@ -291,16 +295,21 @@ def _load(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Any:
     return model
 
 
-def _generate(model: Any, prompt: Sequence[int], num_tokens: int, **options: Any) -> Generation:
+def _generate(
+    model: Any, prompt: Sequence[int], num_tokens: int, temperature: float, **options: Any
+) -> Generation:
     arrivals = _Arrivals()
     ids = torch.tensor([list(prompt)], device=model.device)
+    if temperature > 0:
+        torch.manual_seed(sum(prompt))
+        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     start = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=num_tokens,
-            do_sample=False,
+            do_sample=temperature > 0,
             streamer=arrivals,
             **options,
         )

@@ -112,14 +112,6 @@ def test_a_tree_with_a_broken_node_is_not_followed() -> None:
         accept(tree, logits_KV, 3, SamplingConfig())
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_the_walk_in_arrays_passes_the_nodes_of_the_walk(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    tree = random_tree(int(torch.randint(1, 24, (1,), generator=generator)), seed)
-    token_K = best_tokens(tree, generator, elsewhere=seed % 2 == 1)
-    assert torch.nonzero(tree.on_walk(token_K))[:, 0].tolist() == tree.walk(token_K)
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("source", ([4], [4, 5, 9], [3, 4, 5], [5, 8, 15], [4, 15, 16, 31]))
 def test_moving_slots_agrees_with_the_reference(source: list[int], dtype: torch.dtype) -> None:
