@@ -117,14 +117,12 @@ class Bundle:
     """What was compiled.
 
     Args:
-        name: Name of the pair.
         folder: Folder of this build; its name is the fingerprint.
         config: How the pair was compiled; max_context is set.
         dataset: Name of the calibration text.
         calibration: Path of the calibration text; empty for the bundled one.
         kv_target: Shape of the target's KV cache; with several ranks, of one rank's heads.
         kv_draft: Shape of the draft's KV cache.
-        eos_tokens: End-of-text ids.
         vocab: V: both models have the token ids below it.
         sources: Files of local models.
         models: Target and draft: absolute folders or hub ids.

@@ -21,7 +21,6 @@ class StoredPair:
     """A pair in the store.
 
     Args:
-        name: Name of the pair.
         num_bytes: Bytes of all its builds and measurements.
         models: Target and draft; None if the bundle cannot be read.
         problem: Why the pair cannot be used on this machine, and what to run; None if it can be used.

@@ -105,7 +105,6 @@ class KVStorage:
 
         Args:
             row: Row of the page table.
-            start: Index of the root.
             path: Ascending offsets from `start`.
 
         Cost: nothing for a chain from the root, else one gather and one scatter over all layers. No sync.

@@ -61,7 +61,6 @@ class Measurements(NamedTuple):
 
     Args:
         latency: Latency of every graph, on this machine.
-        acceptance: Calibrations by temperature.
         switching: Cost of bringing the draft back in a batch, on this machine.
     """
 
@@ -76,12 +75,8 @@ class LoadedPair:
 
     Args:
         bundle: What was compiled.
-        engine: Both models.
         tokenizer: Text to tokens and back.
         dataset: Name of the calibration text that acceptance and depth come from.
-        acceptance: Calibrations by temperature.
-        depth: The depth predictor.
-        latency: Profile of this machine.
         plan: Execution plans of the engine, and the results of the search.
     """
 
@@ -163,7 +158,6 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     """Load a compiled pair; compiles nothing.
 
     Args:
-        name: Name of the pair.
         dataset: Calibration text whose acceptance and depth predictor to use; by default the last one
             compiled.
 

@@ -118,8 +118,6 @@ class DecodeState:
 
     Attributes:
         tokens: Prompt and emitted tokens.
-        prompt_len: Length of the prompt.
-        sampling: How tokens are chosen.
         hidden_of: Returns `hidden_E` until the target's next forward overwrites it; None before the first.
         head: The head draft if it ran ahead of time; its root's KV is then provisional in the draft's
             cache.
@@ -159,7 +157,6 @@ class Row:
 
     Attributes:
         row: Row of the page table.
-        state: The request.
         target_len: Committed tokens in the target's KV.
         draft_len: Committed tokens in the draft's KV.
     """
@@ -187,7 +184,6 @@ class StepResult:
     Args:
         tokens: Emitted tokens: the accepted draft tokens, then the target's own (the bonus). Fewer if the
             text ends among them.
-        shape: The grown shape.
         drafted: Nodes of the drafted tree, root included.
         verified: Nodes of the verified tree, root included: its K.
         context_len: Committed tokens before the root.

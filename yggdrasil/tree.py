@@ -81,7 +81,6 @@ class TokenTree:
             token: The last emitted token.
             capacity: Maximum number of nodes, root included.
             max_depth: Longest path in edges; `capacity - 1` when not given.
-            device: Device of the arrays.
 
         Raises:
             ConfigError: a capacity below one or a negative token.

@@ -51,7 +51,6 @@ class GraphJob:
         num_candidates: C of a draft; 0 for a target.
         dtype: "bfloat16" or "float32".
         max_depth: Longest tree path.
-        path: The package to write.
         exact: On CUDA, linear layers have one order of summation; on a CPU they always have.
         ranks: Number of shards of the model; the graph is the same for all of them.
     """

@@ -204,8 +204,6 @@ def check_vocabularies(target: Any, draft: Any, num_ids: int | None) -> None:
     """Check that vocabularies differ at most by padding, that is, by ids that the tokenizer does not have.
 
     Args:
-        target: Configuration of the target.
-        draft: Configuration of the draft.
         num_ids: One more than the largest id of the common tokenizer. None if the draft has no tokenizer:
             then the sizes must be equal.
 

@@ -54,7 +54,6 @@ class Passage(NamedTuple):
     Args:
         tokens: Vocabulary ids.
         start_pos: Position of the first token.
-        logits_LV: Logits of every token.
     """
 
     tokens: tuple[int, ...]

@@ -43,7 +43,6 @@ class CalibrationSize:
         num_tokens: Positions of each text that can be roots.
         stride: Distance of two roots, in positions.
         max_depth: Depth of every tree; a text is longer by this, to judge its last tree.
-        widths: Widths of the trees.
         reference_width: Width of the tree at every root; one root of `EVERY` has all widths.
     """
 

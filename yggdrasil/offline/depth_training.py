@@ -259,7 +259,6 @@ def evaluate(
     """Held-out figures at one temperature: scores by depth, and the cost of the decisions.
 
     Args:
-        decision_ms: Milliseconds of a prediction.
         may_stop: Also evaluate growth that stops; only if the host need not wait for the draft.
 
     Returns:

@@ -110,7 +110,6 @@ def common_ids(tokenizer: Any, draft: str) -> int | None:
     """Number of token ids that both tokenizers share: the largest id plus one.
 
     Args:
-        tokenizer: The target's.
         draft: Folder or hub id; a folder without a tokenizer was trained on the target's and gives None.
 
     Raises:

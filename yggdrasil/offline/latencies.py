@@ -24,7 +24,7 @@ from yggdrasil.report.timeline import RecordedModel
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.choice import Choice
 from yggdrasil.step.growth import catch_up_rows_, prefill
-from yggdrasil.step.rows import undrafted, verify_rows
+from yggdrasil.step.verify import undrafted, verify_rows
 
 __all__ = [
     "HOST_RUNS",

@@ -49,7 +49,6 @@ def compile_pair(
     Args:
         target: Folder or hub id of the target.
         draft: Folder or hub id of the draft.
-        name: Name of the pair.
         config: Menu, dtype, device, limits.
         calibration: Text to calibrate on: a `.jsonl` file with a "text" in every line, or plain text.
         num_workers: Most processes that compile graphs; None for one per core.

@@ -40,7 +40,6 @@ class Guard(ShapePolicy):
     Args:
         inner: Chooses shapes while the allowance lasts.
         latency: Predicts a plain step before this session has measured one.
-        plain: Decodes without speculation.
 
     Source: design, "never slower"; the paper has no guard.
     """

@@ -42,9 +42,6 @@ class TreeParts:
     """What is known of a pair.
 
     Args:
-        acceptance: Calibration by temperature.
-        latency: Profile of this machine.
-        widths: W of the menu.
         verify_widths: Most nodes of a single row's tree are the last one of these.
         stops: Whether growth may stop early: on a device the host would wait for every step.
     """

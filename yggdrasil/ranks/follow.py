@@ -24,7 +24,6 @@ def follow(link: Link, load: Callable[[Any], TokenModel]) -> None:
     """Follow the messages of rank 0 until STOP.
 
     Args:
-        link: Connection to rank 0.
         load: Loads this rank's model from the object that rank 0 sends.
 
     Raises:

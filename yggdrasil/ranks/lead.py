@@ -89,7 +89,6 @@ class LeadingModel(CompiledModel[KVCache]):
 
     Args:
         leader: Sends the messages.
-        arguments: Arguments of `CompiledModel`.
 
     Raises:
         RankLost: from `forward`, if another rank has ended or does not answer in time.

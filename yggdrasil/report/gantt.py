@@ -22,7 +22,6 @@ def plot_plans(charts: Mapping[str, Timeline], path: Path, *, title: str = "") -
 
     Args:
         path: A PNG file to write.
-        title: Title of the figure.
 
     Raises:
         UsageError: matplotlib is not installed.

@@ -84,7 +84,6 @@ class StepRecord:
 
     Args:
         shape: Shape of the drafted tree.
-        start_ms: Start of the step.
         end_ms: Time at which its tokens were returned.
         stages: Stages in order; none contains another.
         graphs: Graphs in order, each within a stage.
@@ -270,7 +269,6 @@ class RecordedModel:
     """A model that records when its graphs run; see models/protocol.py.
 
     Args:
-        model: The model that runs.
         kind: Kind of its graphs, for their names.
         notes: List that receives the forwards.
 
@@ -384,7 +382,6 @@ def plot_timeline(step: StepRecord, path: Path, *, title: str = "") -> Path:
     Args:
         step: A step, such as `Timeline.representative`.
         path: A PNG file to write.
-        title: Title of the plot.
 
     Raises:
         UsageError: matplotlib is not installed.

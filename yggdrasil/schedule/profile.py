@@ -83,7 +83,6 @@ class Sample:
 
     Args:
         ms: Milliseconds of the calling thread.
-        stages: Times of every stage.
         device_ms: Milliseconds of every stage on its stream, on CUDA.
     """
 

@@ -72,8 +72,6 @@ class Serving:
 
     Args:
         service: Decodes the requests.
-        tokenizer: Tokenizer of the pair.
-        template: Template of conversations.
         metrics: Also the service's observer.
         model: Name of the model for clients.
         max_context: Largest number of tokens of prompt and output together.

@@ -55,7 +55,6 @@ class Batcher:
         policy: Selects the speculative length of every step.
         tokenizer: Gives the text of events and stop texts.
         max_context: Largest number of tokens of prompt and output together.
-        gamma_max: Largest speculative length.
         eos_tokens: Tokens that end a text.
         vocab: V: the token ids of both models go from 0 to V - 1.
         observer: Receives the reports of steps and finished requests.

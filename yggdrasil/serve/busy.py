@@ -22,7 +22,6 @@ class BusyWatch(Observer):
     """Forwards reports to another observer, and logs at most one warning a minute.
 
     Args:
-        observer: Receives every report.
         latency: The profile of the pair.
         now: The clock, in seconds.
     """

@@ -71,7 +71,6 @@ class Connection(H11Protocol):
     """uvicorn's connection with deadlines and a limit; `limited` makes the class of one server.
 
     Attributes:
-        max_connections: Connections at once.
         waiting: Connections that wait for headers, the oldest first.
     """
 

@@ -51,8 +51,6 @@ def load_service(name: str, config: ServeConfig, observer: Observer) -> LoadedSe
     """Load a compiled pair for serving; compiles nothing.
 
     Args:
-        name: Name of the pair.
-        config: How to batch.
         observer: Receives the reports of steps and finished requests.
 
     Raises:

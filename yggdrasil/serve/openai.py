@@ -63,11 +63,9 @@ class ApiError(Exception):
     """An HTTP error in OpenAI's format.
 
     Args:
-        status: HTTP status code.
         message: What is wrong and what would be right; a long message is cut.
         param: The wrong field.
         code: Error code for programs.
-        headers: Headers of the response.
     """
 
     def __init__(

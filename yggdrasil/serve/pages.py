@@ -39,7 +39,6 @@ class PagePool:
         num_pages: Total pages, until the pool expands.
         num_rows: Largest number of rows at once.
         max_indices: Indices of the longest row.
-        device: Device of the table.
 
     Attributes:
         table_BP: (rows, pages of a row) int32, read by the graphs of both models.

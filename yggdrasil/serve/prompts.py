@@ -20,8 +20,6 @@ class PromptEncoder:
     """Turns prompts into tokens.
 
     Args:
-        tokenizer: Tokenizer of the pair.
-        template: Template of conversations.
         max_context: Largest number of tokens of prompt and output together.
         vocab: V: the token ids of both models go from 0 to V - 1.
     """

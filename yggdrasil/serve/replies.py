@@ -34,10 +34,7 @@ class Reply:
     """Converts the events of one HTTP request's rows to OpenAI's objects and counts their tokens.
 
     Args:
-        request: The request.
         model: Served name of the model.
-        tokenizer: Tokenizer of the pair.
-        prompts: Prompts as tokens.
     """
 
     id_prefix: ClassVar[str]

@@ -29,7 +29,6 @@ class TokenLogProb:
     """A token and its log-probability from the target, the same with and without speculation.
 
     Args:
-        token: Token id.
         log_prob: Natural logarithm of its probability before temperature and filters.
         top: The likeliest tokens at its place, (id, log-probability), likeliest first; `num_top` of them.
     """
@@ -45,7 +44,6 @@ class Event:
 
     Args:
         text: Released text; empty while a character or a stop text is incomplete.
-        tokens: Emitted tokens.
         log_probs: Log-probabilities of these tokens, if requested.
         finish: Reason why this is the last event; None if it is not.
         error: Error message if `finish` is "error".
@@ -85,9 +83,6 @@ class RequestReport:
     """Counts and times of one finished request.
 
     Args:
-        finish: Why it ended.
-        prompt_tokens: Tokens of the prompt.
-        emitted_tokens: Tokens of the output.
         shared_tokens: Prompt tokens whose KV another request had computed.
         target_passes: Steps that emitted something for it.
         preemptions: How often it lost its pages and was computed again.

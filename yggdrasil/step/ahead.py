@@ -24,11 +24,14 @@ __all__ = ["Verified", "draft_heads", "draw_ahead", "run_tails"]
 
 
 def draw_ahead(rows: Sequence[Row], drafts: Sequence[RowDraft], vocab: int, device: str) -> None:
-    """Draw the noise of every position that the trees of sampled rows reach; `gumbel_noise` keeps it."""
+    """Draw the noise of every position that a sampled row's tree reaches, or its next one of that depth.
+
+    `gumbel_noise` keeps it. The draft has drawn most of this tree's, so the next draft finds its own.
+    """
     for row, drafted in zip(rows, drafts, strict=True):
         state = row.state
         if state.sampling.temperature > 0 and drafted.num_run:
-            for position in range(state.root_pos + 1, state.root_pos + drafted.shape.depth + 2):
+            for position in range(state.root_pos + 1, state.root_pos + 2 * drafted.shape.depth + 3):
                 gumbel_noise(state.sampling.seed, position, vocab, device)
 
 

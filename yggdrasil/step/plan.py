@@ -9,8 +9,8 @@ draft ─ prune ─ verify ─ choose ─ accept ─ commit
 
 `choose` computes the target's own token after every node; `accept` walks down the tree along them. Stages
 in brackets may run ahead of time, before it is known whether they are needed:
-    noise      draws the Gumbel noise of every position that the trees reach, while the target verifies;
-               otherwise `choose` draws it
+    noise      draws the Gumbel noise of every position that these trees and the next ones reach, while the
+               target verifies; otherwise `draft` and `choose` draw it
     tail       the draft's forward over the leaves of the last growth step; otherwise the next `draft` runs
                it, over the accepted leaf only
     next_head  the draft's forward over the target's token after each verified node; otherwise the next

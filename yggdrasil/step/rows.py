@@ -38,7 +38,7 @@ from yggdrasil.step.side import Side, side_of
 from yggdrasil.step.verify import undrafted, verify_rows
 from yggdrasil.trace import Trace
 
-__all__ = ["StepOverRows", "choose_rows", "commit_row_", "undrafted", "verify_rows"]
+__all__ = ["StepOverRows", "commit_row_"]
 
 
 def commit_row_(

@@ -47,7 +47,6 @@ def choose_tokens(
         logits_KV: (K, V) logits after each node.
         positions: All positions that the tokens may have. Unused at temperature 0.
         position_K: (K,) integers: the index in `positions` of the token after each node.
-        sampling: Temperature, filters and seed.
 
     Returns:
         Greedy decoding takes the argmax. Sampling takes argmax(processed logits + Gumbel noise), which is a

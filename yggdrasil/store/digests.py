@@ -25,9 +25,7 @@ class KnownFile:
     """A file at the time it was read.
 
     Args:
-        path: Absolute path.
         size: Bytes.
-        mtime_ns: Modification time.
         digest: Digest of its bytes.
     """
 
@@ -51,7 +49,6 @@ def read_files(
     """The digests of files, in order.
 
     Args:
-        paths: Absolute paths.
         known: Files that were read before; they are not read again if size and time are the same.
         tick: Called for every file.
 

@@ -165,9 +165,6 @@ def _remove_scratch(folder: Path, pid: int) -> None:
 def store_errors(root: Path) -> Iterator[None]:
     """A block that turns failures to write into StoreError.
 
-    Args:
-        root: Root of the store.
-
     Raises:
         StoreError: a disk is full, read-only or closed to this user, or a file is in a folder's place. The
             cause is found in the error, in its causes, or in the text of a compiler or a library.

@@ -118,7 +118,6 @@ def predicted_goodput(latency: LatencyModel, acceptance: Acceptance, context_len
     the host. A chain longer than the calibrated depth is expected to emit no more.
 
     Args:
-        latency: Profile of this machine.
         acceptance: Calibration of this pair; it must contain width 1.
         context_len: Tokens of context of a typical row.
 

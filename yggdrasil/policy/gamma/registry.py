@@ -120,7 +120,6 @@ def policy_builder(name: str, gamma_max: int) -> Callable[[PolicyParts], ChainPo
     Args:
         name: One of POLICIES, "fixed-N" with N from 1 to `gamma_max`, or "tiers:PATH" with a JSON file of
             `TierConfig`.
-        gamma_max: Largest speculative length.
 
     Raises:
         ConfigError: No such policy, or its file cannot be used.
