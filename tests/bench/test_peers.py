@@ -119,10 +119,12 @@ def test_the_openvino_end_counts_the_forwards_of_the_target() -> None:
     speculative = SimpleNamespace(
         extended_perf_metrics=SimpleNamespace(main_model_metrics=SimpleNamespace(raw_metrics=raw))
     )
-    assert openvino_child._target_passes(speculative, [0] * 7) == 3
-    assert openvino_child._target_passes(SimpleNamespace(extended_perf_metrics=None), [0] * 7) == 7
+    plain = SimpleNamespace(extended_perf_metrics=None)
+    assert openvino_child._target_passes(speculative, [0] * 7, is_sampled=False) == 3
+    assert openvino_child._target_passes(plain, [0] * 7, is_sampled=False) == 7
     with pytest.raises(AssertionError):
-        openvino_child._target_passes(speculative, [0] * 8)
+        openvino_child._target_passes(speculative, [0] * 8, is_sampled=False)
+    assert openvino_child._target_passes(speculative, [0] * 6, is_sampled=True) == 3
 
 
 def test_the_openvino_end_needs_nothing_of_this_project() -> None:
