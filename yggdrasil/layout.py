@@ -11,9 +11,9 @@ An *index* counts the keys of one row; the row's page table maps it to a slot of
 16`, offset `index % 16`). A token of a prompt has no path: it sees the prefix that ends with itself. A tree
 node sees the committed prefix, then its ancestors and itself. Padding has INDEX -1, PREFIX 0 and READ 0: it
 stores, sees and returns nothing. The output of a row that is not read is undefined: its logits, a large
-part of a small forward, are not computed. READ_WIDE asks a draft for many next tokens, from
-which noise chooses (step/coupling.py), READ_BEST for the few likeliest. kernels/layout.h has the same
-constants for C++.
+part of a small forward, are not computed. READ_WIDE asks a draft for many next tokens, from which noise
+chooses (step/coupling.py), READ_BEST for the few likeliest. kernels/layout.h has the same constants for
+C++.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from yggdrasil.config import SamplingConfig
 from yggdrasil.engine import Engine
+from yggdrasil.models.packing import pack_chain_
+from yggdrasil.offline.forest import Seed, grow_forest
 from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
@@ -31,7 +33,7 @@ from yggdrasil.state import PLAIN, DecodeState, Shape, StepResult
 from yggdrasil.step.choice import Calibration, Choice, verify_most
 from yggdrasil.step.growth import Frontier, prefill
 from yggdrasil.step.plan import SEQUENTIAL, Plan
-from yggdrasil.step.platt import PlattScale
+from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.step.rows import StepOverRows
 from yggdrasil.step.sampling import gumbel_noise
 from yggdrasil.trace import Trace
@@ -231,3 +233,21 @@ def test_a_device_warns_of_the_same_syncs(
         if "# sync: " not in linecache.getline(warning.filename, warning.lineno)
     ] == []
     assert len(waits) == 2 * NUM_STEPS
+
+
+def test_calibration_trees_of_greedy_text_wait_for_nothing(
+    tiny: LoadedPair, syncs: list[pretend.Sync]
+) -> None:
+    prompt = tiny.tokenizer.encode("One day Lily saw a red fox")
+    draft = pretend.DeviceModel(tiny.engine.draft)
+    draft.cache.rollback_(0)
+    prefill(draft, prompt[:-1])
+    root_pos = len(prompt) - 1
+    meta_NM = draft.meta(1)
+    pack_chain_(meta_NM, prompt[-1:], root_pos)
+    candidates = [output[:1].clone() for output in draft.forward(meta_NM)]
+    syncs.clear()
+    seed = Seed(0, prompt[-1], root_pos, 4, 3, *candidates, UNSCALED, GREEDY)
+    [(_, tree)] = grow_forest(draft, [[seed]])
+    assert len(tree) == 13
+    assert syncs == []

@@ -98,8 +98,8 @@ const float* widened(const typename Dtype::Element* row, int64_t places) {
   return wide.data();
 }
 
-// The same for a long list. Of `4 * count` blocks, the best logits of `count` are above a threshold; so the
-// `count` best of all are among the logits above it, of which there are few more.
+// The same for a long list. The row is cut into about 4 * count blocks. At least `count` logits reach the
+// count-th largest of the blocks' maxima. So the best ones are among those that reach it: a few more.
 void best_of_many(const float* row, int64_t vocab, int64_t count, float* values, int64_t* tokens) {
   thread_local std::vector<float> highest;
   thread_local std::vector<Entry> above;

@@ -279,8 +279,7 @@ void filtered_(const float* log_probs, int64_t num, const ygg::Sampling& samplin
 }  // namespace
 
 // The `count` candidates of every row that are best after filters and noise, and their shares of the
-// perturbed probabilities. The noise is that of the candidates' own positions. step/coupling.py specifies
-// it.
+// perturbed probabilities. The noise is that of the candidates' positions. step/coupling.py specifies it.
 ygg::Candidates ygg::coupled(const Candidates& drafted, at::IntArrayRef positions, const Sampling& sampling,
                              int64_t count) {
   const int64_t rows = drafted.tokens.size(0), num = drafted.tokens.size(1);

@@ -153,8 +153,11 @@ class _Growing:
         )
 
     def ran_(self, tokens_WM: Tensor, log_probs_WM: Tensor) -> None:
-        """The last W nodes have run."""
-        depths = self.tree.depth_N[-len(tokens_WM) :].tolist()
+        """The last W nodes have run. No sync for greedy text."""
+        if self.seed.sampling.temperature == 0:
+            self.candidates = tokens_WM, log_probs_WM
+            return
+        depths = self.tree.depth_N[-len(tokens_WM) :].tolist()  # sync: noise is drawn on the host
         positions = [self.seed.root_pos + 1 + depth for depth in depths]
         count = self._frontier.token_NC.shape[1]
         self.candidates = coupled_on_host(tokens_WM, log_probs_WM, positions, self.seed.sampling, count)
@@ -198,8 +201,8 @@ def grow_forest(model: TokenGraphs, rows: Iterable[Iterable[Seed]]) -> Iterator[
     Yields:
         Each seed with its tree, as soon as it is finished.
 
-    Cost: D - 1 forwards of W nodes a tree, packed into forwards of up to `model.prefill_chunk` tokens; no
-    sync.
+    Cost: D - 1 forwards of W nodes a tree, packed into forwards of up to `model.prefill_chunk` tokens. No
+    sync for greedy text; for sampled text each tree waits once a forward.
     """
     waiting = deque[_Growing]()
     for seeds in rows:

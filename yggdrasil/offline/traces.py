@@ -256,11 +256,13 @@ def _candidates(
             text.sampling,
             draft.num_candidates,
         )
-        tokens_LC = tokens_LM[:, : draft.num_candidates]
-        log_probs_LC = log_probs_LM[:, : draft.num_candidates]
-        tokens_LC[first:] = tokens[:, : draft.num_candidates]
-        log_probs_LC[first:] = log_probs[:, : draft.num_candidates]
-        candidates.append((tokens_LC, log_probs_LC))
+        best = slice(draft.num_candidates)
+        candidates.append(
+            (
+                torch.cat((tokens_LM[:first, best], tokens[:, best])),
+                torch.cat((log_probs_LM[:first, best], log_probs[:, best])),
+            )
+        )
     return candidates
 
 

@@ -123,9 +123,6 @@ def grown(shape: Shape, depth: int) -> Shape:
     return shape if shape.stop is None else Shape(shape.width, depth, shape.verify)
 
 
-# ---- text ----
-
-
 def prefill(model: TokenModel, tokens: list[int]) -> Tensor | None:
     """Run committed tokens that the only row's KV lacks, in chunks, and commit them.
 
@@ -339,9 +336,9 @@ def draft_rows(
 
     Sampled text couples the candidates with the target's noise, see step/coupling.py.
 
-    With W = 1 a node has one candidate, its best child, so the tree is a chain; with more candidates single
-    nodes would also be attached as siblings. The nodes of a row's last growth step are leaves: the next
-    step runs their forward. A row whose root ran ahead of time (`DecodeState.head`) grows at once.
+    With W = 1 a node has one candidate, its best child: the tree is a chain. The nodes of a row's last
+    growth step are leaves: the next step runs their forward. A row whose root ran ahead of time
+    (`DecodeState.head`) grows at once.
 
     Args:
         model: The draft. Its KV becomes complete up to the roots of the rows that draft; from the roots on

@@ -80,7 +80,7 @@ def commit_row_(
 
 
 class _Batch:
-    """The data of one step; each attribute is written by one stage and read by later ones."""
+    """The data of one step; stages write it and later stages read it."""
 
     def __init__(self, rows: Sequence[Row], choice: Choice) -> None:
         self.rows = list(rows)
