@@ -18,7 +18,8 @@ the best arm of each step and pays. The exponent x of R(T) ~ T^x is fitted to th
 curve.
 
 This world has no graphs, so the variant corrects times by arm here; where it serves it corrects them by
-graph, and leaves drafts out to fill one.
+graph, and leaves drafts out to fill one. `claim_wrong_profiles` measures the server's policy of trees under
+profiles that err.
 
 What flatters the variant: its model is of the same kind as this world (acceptance the same at all batch
 sizes, one time per arm), and rows accept independently of each other; requests do not. The other bandits

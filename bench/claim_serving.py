@@ -1,39 +1,40 @@
-"""Does the bandit serve changing load at least as well as the best fixed speculative length, and better
-than every other policy?
+"""Does the server's policy serve changing load at least as well as the best fixed speculative length, and
+better than every other policy?
 
 Every arm has a batcher of its own over the scaled pair in this process. All serve the same open-loop
-arrivals, greedily, end of text ignored so that every policy writes the same. They take turns: whose time is
-furthest behind takes the next step, and time is what the own steps took, so that each has the machine to
-itself and a slow second of it is everybody's. (One after another they cannot be compared here: the machine
-changes its pace by two within minutes.)
+arrivals, greedily, end of text ignored so that every policy writes the same. They take turns: the arm whose
+clock is furthest behind takes the next step, and its clock runs only during its own steps, so that each has
+the machine to itself and a slow second is everybody's. (One after another they cannot be compared here: the
+machine changes its pace by two within minutes.)
 
 - Rates (paper: Figs. 9 and 15): Poisson arrivals at fractions of what decoding without speculation was
-  measured to sustain a moment before; arms: every fixed gamma, none, and Nightjar.
+  measured to sustain a moment before; arms: every fixed length, none, trees (the server's policy), and
+  nightjar (its chains).
 - Trace (paper: Tables 4 and 5, Figs. 10 to 12): a part of a production trace whose rate more than doubles
-  and falls again, pressed into less than a minute, its mean rate at `--load` of what a gamma of 2 was
-  measured to sustain before the round, one after another where there are several: arms that all keep up all
-  write what arrives, and cannot differ in throughput, so the verdict shows what share of that the best
-  fixed length wrote; arms: all policies.
+  and falls again, compressed to less than a minute, its mean rate at `--load` of what a length of 2 was
+  measured to sustain before the round. Arms that all keep up write all that arrives, and cannot differ in
+  throughput, so the verdict shows what share of that the best fixed length wrote. Arms: all policies, and
+  fixed lengths that verify the likeliest drafts by the rule of nightjar ("picks").
+- Tuning: before the trace, TETRIS gets the length and share that write most on other texts at the same
+  load.
 - Switching: c_prefill by the profile's table next to what catching the draft up took.
 
-Each run starts with a policy that knows nothing but the profile, and its `pace` tells how fast the machine
-was. Latencies count from a request's arrival. Refuted if at some rate Nightjar's throughput is more than 2
-% below the best fixed gamma's, if on the trace at some load it is not above 1.05 times the best fixed
-gamma's or not above every baseline's, if at the largest rate it is more than 1 % below decoding without
-speculation, or if a text differs between policies. Ratios are medians over the rounds, whose arrivals
-differ.
+Each run starts with a policy that knows nothing but the profile. Latencies count from a request's arrival.
+Refuted if at some rate the throughput of trees is more than 2 % below the best fixed length's, if on the
+trace at some load it is not above 1.05 times the best fixed length's (with and without picking) or not
+above every baseline's, if at the largest rate it is more than 1 % below decoding without speculation, or if
+a text differs between policies. Ratios are medians over the rounds, whose arrivals differ.
 
 `--part trace` is the trace alone, in files of that name. `--clock profile` takes the small pair that
 computes the same function and lets every step take what the profile of the scaled one predicts, into files
 named `_profile`: no neighbour disturbs it at all. It cannot show what the profile leaves out (the host's
-work for every row) or how a policy copes with a profile that is wrong; Nightjar starts from the same
-profile, though for one typical context."""
+work for every row) or how a policy copes with a profile that is wrong (`claim_wrong_profiles`)."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,10 @@ from bench.lib.subject import subject
 from bench.lib.workloads import STORIES
 from bench.make_trace import read_trace
 from yggdrasil.config import GenerateConfig, ServeConfig
-from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy
+from yggdrasil.policy.gamma.nightjar import Nightjar
+from yggdrasil.policy.gamma.protocol import BatchPolicy, Load
+from yggdrasil.policy.gamma.registry import PolicyParts, batch_policy
+from yggdrasil.policy.gamma.tetris import Tetris
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.load import load_batcher, policy_parts
 from yggdrasil.serve.request import Observer, Request
@@ -64,21 +68,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CONFIG = ServeConfig(policy="off", max_batch=48, gamma_max=7)
-OURS = "nightjar"
+OURS = "trees"
+CHAINS = "nightjar"
 OFF = "off"
 FIXED = (OFF, "fixed-1", "fixed-2", "fixed-3", "fixed-5", "fixed-7")
-POLICIES = (
+PICKING = {f"fixed-{length} picks": length for length in (3, 5, 7)}
+TETRIS = "tetris"
+BASELINES = (
     *FIXED,
-    OURS,
+    *PICKING,
     "nightjar-printed",
     "banditspec",
     "dsd",
-    "tetris",
+    TETRIS,
     "linucb",
     "lints",
     "ada-bingreedy",
     "tiers",
 )
+POLICIES = (*BASELINES, OURS, CHAINS)
+TETRIS_LENGTHS = (3, 5, 7)
+TETRIS_SHARES = (0.4, 0.6, 0.8)
 FRACTIONS = (0.3, 0.8, 1.5)
 CAPACITY_REQUESTS = 128
 BIN_S = 3.0
@@ -96,6 +106,16 @@ Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
 """By policy the figures of every round."""
 
 
+class PickingLength(Nightjar):
+    """One speculative length; the likeliest drafts of the batch that fill a graph are verified, as by
+    `Nightjar`."""
+
+    length = 0
+
+    def select(self, load: Load) -> int:
+        return min(self.length, load.deepest)
+
+
 class Stand:
     """A batcher and a clock for every policy, and prompts."""
 
@@ -104,9 +124,9 @@ class Stand:
         self.target = under_test.target.to_json()
         pair = under_test.pair()
         self.parts: PolicyParts = policy_parts(pair.bundle, CONFIG)
-        self.texts = [
-            pair.tokenizer.encode(text) for text in (*STORIES.test_texts, *STORIES.validation_texts)
-        ]
+        self.texts = [pair.tokenizer.encode(text) for text in STORIES.test_texts]
+        self.validation_texts = [pair.tokenizer.encode(text) for text in STORIES.validation_texts]
+        self.tetris = Tetris(TETRIS_LENGTHS[0], share=TETRIS_SHARES[-1])
         self._latency = pair.latency
         self._on_profile = options.clock == "profile"
         self._bundle = under_test.twin().bundle if self._on_profile else pair.bundle
@@ -137,41 +157,33 @@ class Stand:
         self._log(f"a full batch sustains {sustained:.2f} requests/s under {policy}")
         return sustained
 
-    def run(self, policies: Sequence[str], arrivals: Sequence[Arrival], seed: int = 0) -> dict[str, Replay]:
-        """Policies that know nothing but the profile, over the same arrivals in turns; they all write the
-        same.
-        """
-        parts = replace(self.parts, seed=seed)
-        runs = in_turns(
-            {name: self.arm(name) for name in policies},
-            {name: gamma_policy(name, parts) for name in policies},
-            arrivals,
-        )
+    def run(self, names: Sequence[str], arrivals: Sequence[Arrival], seed: int = 0) -> dict[str, Replay]:
+        """Policies that know nothing but the profile, over the same arrivals."""
+        return self.in_turns({name: self._policy(name, seed) for name in names}, arrivals)
+
+    def in_turns(
+        self, policies: Mapping[str, BatchPolicy], arrivals: Sequence[Arrival]
+    ) -> dict[str, Replay]:
+        """The policies in turns over the same arrivals; they all write the same."""
+        runs = in_turns({name: self.arm(name) for name in policies}, policies, arrivals)
         same_texts(runs)
         return runs
 
-    def figures(self, run: Replay) -> dict[str, Any]:
-        """The run's, and the machine's pace in it: the time of its steps over the profile's prediction for
-        the same graphs.
-
-        Tokens/s times pace are what the run would have written on the machine of the profile, if it was
-        full and the profile has the graphs' proportions right."""
-        steps = [report for _, report in run.steps if report.batch_size]
-        prior = self.parts.prior
-        predicted_s = sum(
-            prior.seconds(step.batch_size, step.gamma, sum(step.drafted), step.prompt_tokens)
-            for step in steps
-        )
-        return {
-            **run.to_json(),
-            "pace": round(sum(step.total_ms - step.catch_up_ms for step in steps) / 1e3 / predicted_s, 3),
-        }
+    def _policy(self, name: str, seed: int) -> BatchPolicy:
+        """A new policy."""
+        if name == TETRIS:
+            return self.tetris
+        if name not in PICKING:
+            return batch_policy(name, replace(self.parts, seed=seed))
+        policy = PickingLength(self.parts.prior, self.parts.switching_cost, gamma_max=PICKING[name])
+        policy.length = PICKING[name]
+        return policy
 
 
 def measure_rates(stand: Stand, options: argparse.Namespace, log: Log) -> list[dict[str, Any]]:
-    """Every fixed gamma and Nightjar at every rate, as often as asked for."""
+    """Fixed lengths, trees and chains at every rate, `--rounds` times."""
     rows = []
-    arms = (*FIXED, OURS)
+    arms = (*FIXED, OURS, CHAINS)
     for index, fraction in enumerate(FRACTIONS):
         capacity = stand.capacity(OFF)
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
@@ -183,7 +195,7 @@ def measure_rates(stand: Stand, options: argparse.Namespace, log: Log) -> list[d
                 seed=index + len(FRACTIONS) * turn,
             )
             for name, run in stand.run(arms, arrivals, seed=turn).items():
-                rounds[name].append(stand.figures(run))
+                rounds[name].append(run.to_json())
         for name, figures in rounds.items():
             rows.append(
                 {
@@ -210,7 +222,8 @@ def typical(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def measure_trace(stand: Stand, load: float, options: argparse.Namespace, log: Log) -> dict[str, Any]:
-    """All policies on the trace at one load, as often as asked for, each time with other prompts."""
+    """All policies on the trace at one load, `--rounds` times, each time with other prompts."""
+    tuned = tune_tetris(stand, load, options, log)
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
     capacities = []
     offered = []
@@ -221,7 +234,7 @@ def measure_trace(stand: Stand, load: float, options: argparse.Namespace, log: L
         arrivals = traced(texts, read_trace(), rate=load * capacity, seconds=options.trace_seconds)
         offered.append(sum(arrival.num_tokens for arrival in arrivals) / options.trace_seconds)
         for name, run in stand.run(POLICIES, arrivals, seed=turn).items():
-            rounds[name].append(stand.figures(run))
+            rounds[name].append(run.to_json())
             timelines[name] = run.timeline(BIN_S)
             log(
                 line(
@@ -236,11 +249,34 @@ def measure_trace(stand: Stand, load: float, options: argparse.Namespace, log: L
     measured = {"capacity_requests_per_s": capacities, "offered_tok_per_s": offered}
     return {
         "load": load,
+        "tetris_tok_per_s": tuned,
         **{name: [round(each, 3) for each in found] for name, found in measured.items()},
         **sizes,
         "rounds": rounds,
         "timelines": timelines,
     }
+
+
+def tune_tetris(stand: Stand, load: float, options: argparse.Namespace, log: Log) -> dict[str, float]:
+    """Set the stand's TETRIS to the length and share that write most on validation texts at this load.
+
+    Returns:
+        Tokens per second by length and share.
+    """
+    candidates = {
+        f"{length}, {share}": Tetris(length, share=share)
+        for length in TETRIS_LENGTHS
+        for share in TETRIS_SHARES
+    }
+    seconds = options.trace_seconds / 2
+    rate = load * stand.capacity("fixed-2")
+    arrivals = traced(stand.validation_texts, read_trace(), rate=rate, seconds=seconds)
+    runs = stand.in_turns(candidates, arrivals)
+    found = {name: round(run.throughput, 1) for name, run in runs.items()}
+    best = max(found, key=lambda name: found[name])
+    stand.tetris = candidates[best]
+    log(f"TETRIS by length and share, tokens/s on validation texts: {found}; best {best}")
+    return found
 
 
 def measure_switching(stand: Stand, log: Log) -> list[dict[str, Any]]:
@@ -273,7 +309,7 @@ def _catch_up_ms(stand: Stand, lag: int, batch_size: int, turn: int) -> float:
     """Compute prompts of `lag` tokens without the draft, then let it catch up on all of them at once."""
     (batcher, _) = stand.arm(OURS)
     texts = stand.texts
-    batcher.policy = gamma_policy(OFF, stand.parts)
+    batcher.policy = batch_policy(OFF, stand.parts)
     batcher.observer = Observer()
     batcher.pool.flush_()
     stream = [token for text in texts[turn:] for token in text]
@@ -290,7 +326,7 @@ def _catch_up_ms(stand: Stand, lag: int, batch_size: int, turn: int) -> float:
         batcher.submit(ticket)
     while any(ticket.row is None or not ticket.row.is_prefilled for ticket in tickets):
         assert batcher.step() is not None, "a row ended before the last prompt was computed"
-    batcher.policy = gamma_policy("fixed-1", stand.parts)
+    batcher.policy = batch_policy("fixed-1", stand.parts)
     report = batcher.step()
     assert report is not None
     for ticket in tickets:
@@ -305,8 +341,7 @@ def line(row: Mapping[str, Any]) -> str:
         f"{row['latency_ms']['mean']:>8.0f} mean "
         f"{row['latency_ms']['p95']:>8.0f} p95 ms  TTFT {row['ttft_ms']['mean']:>7.0f}  TPOT "
         f"{row['tpot_ms']['mean']:>6.1f}  "
-        f"B {row['mean_batch']:>5.1f}  gamma {row['mean_gamma']:>4.2f}  host {row['host_share']:.1%}  "
-        f"pace {row['pace']:.2f}"
+        f"B {row['mean_batch']:>5.1f}  gamma {row['mean_gamma']:>4.2f}  host {row['host_share']:.1%}"
     )
 
 
@@ -327,7 +362,7 @@ def verdict_of_trace(trace: Mapping[str, Any]) -> dict[str, Any]:
     could write meanwhile.
     """
     rounds = trace["rounds"]
-    fixed = against(rounds, FIXED, "fixed")
+    fixed = against(rounds, (*FIXED, *PICKING), "fixed")
     shares = [
         _throughput(run) / offered
         for run, offered in zip(rounds[fixed["best_fixed"]], trace["offered_tok_per_s"], strict=True)
@@ -338,11 +373,12 @@ def verdict_of_trace(trace: Mapping[str, Any]) -> dict[str, Any]:
             "rounds": [round(share, 4) for share in shares],
         }
     }
-    return {**fixed, **kept_up, **against(rounds, [name for name in POLICIES if name != OURS], "baseline")}
+    chains = {"throughput_over_chains": over(rounds, CHAINS, _throughput)}
+    return {**fixed, **kept_up, **against(rounds, BASELINES, "baseline"), **chains}
 
 
 def against(rounds: Rounds, others: Sequence[str], kind: str) -> dict[str, Any]:
-    """Nightjar next to the best of the others."""
+    """Trees next to the best of the others."""
     best = max(others, key=lambda name: median(map(_throughput, rounds[name])))
     quickest = min(others, key=lambda name: median(map(_latency, rounds[name])))
     return {
@@ -354,7 +390,7 @@ def against(rounds: Rounds, others: Sequence[str], kind: str) -> dict[str, Any]:
 
 
 def over(rounds: Rounds, other: str, figure: Callable[[Mapping[str, Any]], float]) -> dict[str, Any]:
-    """Nightjar's figure over another policy's, in every round and in the median."""
+    """The figure of trees over another policy's, in every round and in the median."""
     each = [
         round(figure(ours) / figure(theirs), 4)
         for ours, theirs in zip(rounds[OURS], rounds[other], strict=True)
@@ -375,7 +411,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     parts = [part for part in PARTS if part in result]
     num_rows = sum(ROWS[part] for part in parts)
     figure.set_size_inches(12, 3.7 * num_rows)
-    rows = iter(figure.subplots(num_rows, 2, squeeze=False))
+    rows: Iterator[Any] = iter(figure.subplots(num_rows, 2, squeeze=False))
     if "rates" in parts:
         _draw_rates(*next(rows), result["rates"])
     if "trace" in parts:
@@ -383,7 +419,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 
 
 def _draw_rates(left: Axes, right: Axes, rates: Sequence[Mapping[str, Any]]) -> None:
-    for name in (*FIXED, OURS):
+    for name in (*FIXED, OURS, CHAINS):
         rows = [row for row in rates if row["policy"] == name]
         at = [row["rate"] for row in rows]
         width = 2.5 if name == OURS else 1
@@ -402,7 +438,7 @@ def _draw_rates(left: Axes, right: Axes, rates: Sequence[Mapping[str, Any]]) -> 
 
 
 def _draw_trace(speed: Axes, length: Axes, load: Axes, totals: Axes, trace: Mapping[str, Any]) -> None:
-    for name in (OURS, OFF, "fixed-1", "fixed-3", "dsd", "banditspec", "tetris"):
+    for name in (OURS, CHAINS, OFF, "fixed-3", "fixed-3 picks", "dsd", TETRIS):
         timeline = trace["timelines"][name]
         seconds = [place * trace["bin_s"] for place in range(len(timeline["tok_per_s"]))]
         width = 2.5 if name == OURS else 1

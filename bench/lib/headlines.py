@@ -233,10 +233,23 @@ def _soak(result: Result) -> Headline:
 
 
 def _guard(result: Result) -> Headline:
-    held = all(case["held"] for case in result["cases"].values())
+    cases = [*result["cases"].values(), *result.get("server", {}).values()]
+    held = all(case["held"] for case in cases)
     return _ratio(
         result["cases"]["shuffled draft"]["time_over_plain"]["guarded"], f"<= {result['allowed']}", held
     )
+
+
+def _wrong_profiles(result: Result) -> Headline:
+    """The least share of the right profile's throughput that the learning policy reaches."""
+    shares = [
+        policies["learns"]
+        for found in result["sizes"].values()
+        for profile, policies in found.items()
+        if profile not in ("right", "tok_per_s")
+    ]
+    missed = sum(not held for held in result["held"].values())
+    return Headline(min(shares), "0.97", missed == 0, missed=(missed, len(result["held"])))
 
 
 def _contended(result: Result) -> Headline:
@@ -287,6 +300,9 @@ CLAIMS = {
     "serving": Claimed("throughput over the best fixed length", _serving, serves=True),
     "batched_trees": Claimed("trees over chains of the same policy", _batched_trees, serves=True),
     "bandits": Claimed("microseconds to choose a length", _bandits, serves=True),
+    "wrong_profiles": Claimed(
+        "throughput with a wrong profile, of the right one's", _wrong_profiles, serves=True
+    ),
     "elastic": Claimed("throughput over static memory", _elastic, serves=True),
     "soak": Claimed("memory after 30 minutes of overload", _soak, serves=True),
 }
