@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
 from typing import Any, TypeVar
 
 from yggdrasil.errors import ConfigError
@@ -15,6 +16,7 @@ __all__ = [
     "DEFAULT_NEW_TOKENS",
     "CompileConfig",
     "GenerateConfig",
+    "ProcessorConfig",
     "SamplingConfig",
     "ServeConfig",
     "from_dict",
@@ -33,6 +35,65 @@ def _require(condition: bool, name: str, value: object, allowed: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessorConfig:
+    """Changes of the target's logits that depend on the text so far, in the order of the fields.
+
+    They come before temperature and filters. Names and meaning are those of transformers' processors and of
+    OpenAI's API.
+
+    Args:
+        logit_bias: (token, value) pairs; the value is added to the token's logit, and -inf bans it.
+        repetition_penalty: Divides a logit above 0 and multiplies one below 0, of tokens that prompt or
+            output contain; above 0, 1 changes nothing.
+        presence_penalty: Subtracted from the logits of tokens that the output contains.
+        frequency_penalty: Subtracted once for every time that the output contains a token.
+        no_repeat_ngram_size: No sequence of this many tokens occurs twice in prompt and output; 0 allows
+            all.
+        banned: Sequences of tokens that are never completed.
+        min_tokens: Emitted tokens before which `ends` are banned.
+        ends: Tokens that end the text.
+    """
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    banned: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    ends: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for token, value in self.logit_bias:
+            _require(value < math.inf, "logit_bias", {token: value}, "a number, or -inf to ban a token")
+        tokens = [token for token, _ in self.logit_bias]
+        _require(len(set(tokens)) == len(tokens), "logit_bias", tokens, "every token once")
+        penalty = self.repetition_penalty
+        _require(
+            math.isfinite(penalty) and penalty > 0, "repetition_penalty", penalty, "a finite number above 0"
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            _require(math.isfinite(penalty), name, penalty, "a finite number")
+        for name in ("no_repeat_ngram_size", "min_tokens"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 (off) or above")
+        _require(all(self.banned), "banned", self.banned, "sequences of at least one token")
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether it changes no logit."""
+        return self == ProcessorConfig(min_tokens=self.min_tokens, ends=self.ends) and (
+            self.min_tokens == 0 or not self.ends
+        )
+
+    @property
+    def largest_token(self) -> int:
+        """The largest id that it names; -1 without any."""
+        biased = (token for token, _ in self.logit_bias)
+        return max((*biased, *chain.from_iterable(self.banned), *self.ends), default=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How a token is taken from the target's logits.
 
@@ -42,6 +103,7 @@ class SamplingConfig:
         top_p: Keep the likeliest tokens up to this probability mass; 1 keeps all.
         min_p: Drop tokens less likely than this fraction of the likeliest; 0 keeps all.
         seed: Key of the random numbers: the same seed gives the same text, with speculation and without.
+        processors: Changes of the logits before all this; None without any.
     """
 
     temperature: float = 0.0
@@ -49,6 +111,7 @@ class SamplingConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    processors: ProcessorConfig | None = None
 
     def __post_init__(self) -> None:
         _require(

@@ -15,12 +15,12 @@ __all__ = ["send", "send_", "staged_like", "upload"]
 
 
 def upload(
-    values: Sequence[int] | Sequence[Sequence[int]],
+    values: Sequence[float] | Sequence[Sequence[int]],
     device: torch.device | str,
     *,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """Integers as a tensor on a device.
+    """Numbers as a tensor on a device, integers by default.
 
     Args:
         values: Rows of equal length, or one row.

@@ -121,6 +121,7 @@ class DecodeState:
         hidden_of: Returns `hidden_E` until the target's next forward overwrites it; None before the first.
         head: The head draft if it ran ahead of time; its root's KV is then provisional in the draft's
             cache.
+        top_logit: The target's largest logit before the root if the request has processors; at first 0.
     """
 
     tokens: list[int]
@@ -128,6 +129,7 @@ class DecodeState:
     prompt_len: int = 0
     hidden_of: Callable[[], Tensor] | None = None
     head: Head | None = None
+    top_logit: Tensor | float = 0.0
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)

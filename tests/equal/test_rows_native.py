@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from yggdrasil.config import SamplingConfig, ServeConfig
+from yggdrasil.config import ProcessorConfig, SamplingConfig, ServeConfig
 from yggdrasil.models.packing import Chunk
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.stopping import LowConfidence, SmallGain
@@ -54,11 +54,25 @@ MENUS = (
     verify_most(0),
     VerifyMenu((2, 8, 20), (10.0, 11.0, 14.0), growth_ms=0.3, scale=0.9, extra=(0.0, 0.5, 1.0)),
 )
+PENALTIES = ProcessorConfig(
+    logit_bias=((7, 2.5), (20, -4.0), (33, float("-inf"))),
+    repetition_penalty=1.3,
+    presence_penalty=0.4,
+    frequency_penalty=0.7,
+    no_repeat_ngram_size=3,
+    banned=((14,), (21, 28), (5, 12, 19)),
+    min_tokens=3,
+    ends=(0, 100),
+)
 SAMPLINGS = (
     SamplingConfig(),
     SamplingConfig(temperature=0.8, seed=3),
     SamplingConfig(temperature=1.2, top_k=20, top_p=0.9, seed=2**62),
     SamplingConfig(temperature=0.6, min_p=0.05, seed=9),
+    SamplingConfig(processors=PENALTIES),
+    SamplingConfig(top_k=3, processors=replace(PENALTIES, repetition_penalty=1.0, no_repeat_ngram_size=1)),
+    SamplingConfig(temperature=0.9, top_p=0.8, seed=4, processors=PENALTIES),
+    SamplingConfig(temperature=1.1, seed=8, processors=ProcessorConfig(min_tokens=5, ends=(1, 17, 250))),
 )
 
 
@@ -164,7 +178,7 @@ def run(stand: Stand, form: Any, history: dict[str, Any]) -> tuple[list[Any], li
         for place, result in enumerate(results):
             logits_NV = step.logits(place, result.path)
             records.append((record(result), logits_NV.argmax(-1).tolist()))
-            if decoding[place].state.sampling.temperature == 0:
+            if decoding[place].state.sampling == SamplingConfig():
                 assert records[-1][1] == result.tokens
     return records, stand.stored(decoding), nums_tokens
 

@@ -102,6 +102,14 @@ int64_t add_calibration(const StepPointer& step, double slope, double offset, Te
   return step->add_calibration({slope, offset}, knots);
 }
 
+int64_t add_processors(const StepPointer& step, std::vector<int64_t> bias_tokens, std::vector<double> bias,
+                       double repetition, double presence, double frequency, int64_t ngram,
+                       std::vector<std::vector<int64_t>> banned, int64_t min_tokens,
+                       std::vector<int64_t> ends) {
+  return step->add_processors({std::move(bias_tokens), std::move(bias), repetition, presence, frequency, ngram,
+                               std::move(banned), min_tokens, std::move(ends)});
+}
+
 int64_t address(const StepPointer& step) { return int64_t(reinterpret_cast<intptr_t>(step.get())); }
 
 }  // namespace
@@ -119,6 +127,7 @@ void define_classes(torch::Library& library) {
       .def("add_calibration", add_calibration)
       .def("add_stop", &ygg::Step::add_stop)
       .def("add_levels", &ygg::Step::add_levels)
+      .def("add_processors", add_processors)
       .def("forget_", &ygg::Step::forget_)
       .def("logits_and_hidden", &ygg::Step::logits_and_hidden)
       .def("address", address);

@@ -64,7 +64,9 @@ Accepted follow(const at::Tensor& logits, const at::Tensor& parent, const at::Te
 
 // ---- sampling.cpp ----
 
-// SamplingConfig of config.py, at a temperature above 0.
+class ProcessedText;
+
+// SamplingConfig of config.py; temperature 0 is greedy.
 struct Sampling {
   double temperature;
   int64_t top_k;
@@ -76,7 +78,7 @@ at::Tensor gumbel_noise(int64_t seed, int64_t position, int64_t vocab);
 Candidates coupled(const Candidates& drafted, at::IntArrayRef positions, const Sampling& sampling,
                    int64_t count);
 Accepted follow_sampling(const at::Tensor& logits, const at::Tensor& parent, const at::Tensor& token,
-                         int64_t root_pos, const Sampling& sampling);
+                         int64_t root_pos, const Sampling& sampling, const ProcessedText* text = nullptr);
 
 // ---- tree.cpp ----
 

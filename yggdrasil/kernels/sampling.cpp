@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "operators.h"
+#include "processors.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -212,7 +213,7 @@ class OneThread {
 };
 
 // `process_logits` of step/sampling.py for one row, (1, V), by the same operators of ATen.
-at::Tensor processed(const at::Tensor& logits, const ygg::Sampling& sampling) {
+at::Tensor filtered(const at::Tensor& logits, const ygg::Sampling& sampling) {
   const OneThread guard;
   at::Tensor row = logits;
   double temperature = sampling.temperature;
@@ -262,8 +263,10 @@ namespace {
 // sums run over the candidates only.
 void filtered_(const float* log_probs, int64_t num, const ygg::Sampling& sampling, double* scores) {
   for (int64_t i = 0; i < num; ++i)
-    scores[i] = 0 < sampling.top_k && sampling.top_k <= i ? kDropped : double(log_probs[i]);
-  if (sampling.top_p == 1.0 && sampling.min_p == 0.0) return;
+    scores[i] = sampling.temperature > 0 && 0 < sampling.top_k && sampling.top_k <= i
+                    ? kDropped
+                    : double(log_probs[i]);
+  if (sampling.temperature == 0 || (sampling.top_p == 1.0 && sampling.min_p == 0.0)) return;
   const double temperature = std::max(sampling.temperature, double(std::numeric_limits<float>::min()));
   const auto share = [&](int64_t i) { return std::exp((scores[i] - double(log_probs[0])) / temperature); };
   double sum = 0.0, before = 0.0;
@@ -294,7 +297,7 @@ ygg::Candidates ygg::coupled(const Candidates& drafted, at::IntArrayRef position
     const int64_t* tokens = drafted.tokens.const_data_ptr<int64_t>() + row * num;
     filtered_(drafted.log_probs.const_data_ptr<float>() + row * num, num, sampling, scores.data());
     for (int64_t i = 0; i < num; ++i) {
-      if (scores[i] == kDropped) continue;
+      if (scores[i] == kDropped || sampling.temperature == 0) continue;
       const uint64_t token = uint64_t(tokens[i]);
       const float noise = gumbel(philox(token / 4 + 1, sampling.seed, positions[row])[token % 4]);
       scores[i] += sampling.temperature * double(noise);
@@ -315,26 +318,45 @@ ygg::Candidates ygg::coupled(const Candidates& drafted, at::IntArrayRef position
   return best;
 }
 
+namespace {
+
+// The target's token at `position` by one row of logits, whose largest is that of `likeliest`.
+int64_t token_of(const at::Tensor& row, int64_t likeliest, const ygg::Sampling& sampling, int64_t position) {
+  if (sampling.temperature == 0) return likeliest;
+  const bool is_plain = sampling.temperature >= kLowestTemperature && sampling.top_k == 0 &&
+                        sampling.top_p == 1.0 && sampling.min_p == 0.0;
+  const bool is_readable = row.scalar_type() == at::kBFloat16 || row.scalar_type() == at::kFloat;
+  const Scores scores = is_plain && is_readable && row.stride(1) == 1
+                            ? Scores(row, sampling.temperature)
+                            : Scores(filtered(row.to(at::kFloat), sampling), 1.0);
+  return sampled_of(scores, row.size(1), likeliest, sampling.seed, position);
+}
+
+}  // namespace
+
 // The path whose every node holds the token that the target emits after its parent, and these tokens. Row i
-// of the logits belongs to node i. Both are empty if the largest logit of any node is not finite.
+// of the logits belongs to node i; `text`, if there is one, processes it. Both are empty if the largest
+// logit of any node is not finite.
 ygg::Accepted ygg::follow_sampling(const at::Tensor& logits, const at::Tensor& parent,
-                                   const at::Tensor& token, int64_t root_pos, const Sampling& sampling) {
+                                   const at::Tensor& token, int64_t root_pos, const Sampling& sampling,
+                                   const ProcessedText* text) {
   const Largest best = largest(logits);
   for (int64_t node = 0; node < logits.size(0); ++node)
     if (!std::isfinite(best.values.const_data_ptr<float>()[node])) return {};
-  const bool is_plain = sampling.temperature >= kLowestTemperature && sampling.top_k == 0 &&
-                        sampling.top_p == 1.0 && sampling.min_p == 0.0;
-  const bool is_readable = logits.scalar_type() == at::kBFloat16 || logits.scalar_type() == at::kFloat;
   Accepted accepted;
   int64_t node = 0;
   while (node >= 0) {
     accepted.path.push_back(node);
-    const at::Tensor row = logits.narrow(0, node, 1);
-    const Scores scores = is_plain && is_readable && row.stride(1) == 1
-                              ? Scores(row, sampling.temperature)
-                              : Scores(processed(row.to(at::kFloat), sampling), 1.0);
-    const int64_t emitted = sampled_of(scores, row.size(1), best.tokens.const_data_ptr<int64_t>()[node],
-                                       sampling.seed, root_pos + int64_t(accepted.path.size()));
+    at::Tensor row = logits.narrow(0, node, 1);
+    int64_t likeliest = best.tokens.const_data_ptr<int64_t>()[node];
+    if (text != nullptr) {
+      const at::Tensor changed = empty(row.sizes(), row.options().dtype(at::kFloat));
+      row = changed.copy_(row);
+      text->process_(row.mutable_data_ptr<float>(), accepted.tokens);
+      likeliest = largest(row).tokens.const_data_ptr<int64_t>()[0];
+    }
+    const int64_t emitted =
+        token_of(row, likeliest, sampling, root_pos + int64_t(accepted.path.size()));
     accepted.tokens.push_back(emitted);
     const int64_t reached = node;
     node = -1;

@@ -72,6 +72,15 @@ struct Node {
   double value;
 };
 
+// The tokens on the path from the root, which is left out, to a node.
+std::vector<int64_t> path_tokens(const Tree& tree, int64_t node) {
+  const int32_t* path = tree.path.const_data_ptr<int32_t>() + node * tree.path_width();
+  std::vector<int64_t> tokens;
+  for (int64_t depth = 1; depth <= tree.depth.const_data_ptr<int32_t>()[node]; ++depth)
+    tokens.push_back(tree.token.const_data_ptr<int32_t>()[path[depth]]);
+  return tokens;
+}
+
 // By falling value; among equals the lower id, so a parent before its child, then the earlier row.
 void by_value_(std::vector<Node>& nodes) {
   std::sort(nodes.begin(), nodes.end(), [](const Node& a, const Node& b) {
@@ -117,10 +126,25 @@ int64_t Step::add_levels(std::vector<std::vector<int64_t>> parents,
   return int64_t(levels_.size()) - 1;
 }
 
+int64_t Step::add_processors(Processors processors) {
+  processors_.push_back(std::move(processors));
+  return int64_t(processors_.size()) - 1;
+}
+
 void Step::forget_() {
   calibrations_.clear();
   stops_.clear();
   levels_.clear();
+  processors_.clear();
+}
+
+// A row before its step.
+Step::Growing Step::growing(const Row& row, int64_t capacity) const {
+  Growing growing{row, root(row.tail[row.tail_len - 1], capacity, path_width_), {}, {}};
+  if (row.processors >= 0)
+    growing.text = std::make_unique<ProcessedText>(processors_[row.processors],
+                                                   row.text(0, row.root_pos() + 1), row.prompt_len);
+  return growing;
 }
 
 std::tuple<at::Tensor, at::Tensor> Step::forward(int64_t model, size_t size, int64_t num_tokens) {
@@ -207,17 +231,20 @@ void Step::head_(std::vector<Growing>& rows) {
   }
 }
 
-// Takes the candidates after a row's nodes from `num_known` on, which have run; for sampled text those that
-// the noise prefers.
+// Takes the candidates after a row's nodes from `num_known` on, which have run: those that processors and
+// noise prefer.
 void Step::ran_(Growing& row, const Candidates& candidates) {
   row.next = candidates;
-  if (!row.is_sampled()) return;
+  if (!row.is_ranked_again()) return;
   const int32_t* depth = row.tree.depth.const_data_ptr<int32_t>();
   std::vector<int64_t> positions;
-  for (int64_t node = row.num_known; node < row.num_nodes; ++node)
+  std::vector<std::vector<int64_t>> paths;
+  for (int64_t node = row.num_known; node < row.num_nodes; ++node) {
     positions.push_back(row.row.root_pos() + 1 + depth[node]);
-  const Sampling sampling{row.row.temperature, row.row.top_k, row.row.top_p, row.row.min_p, row.row.seed};
-  row.next = coupled(candidates, positions, sampling, row.is_chain() ? 1 : candidates_);
+    if (row.text) paths.push_back(path_tokens(row.tree, node));
+  }
+  if (row.text) row.next = row.text->process(row.next, paths, row.row.top_logit);
+  row.next = coupled(row.next, positions, row.row.sampling(), row.is_chain() ? 1 : candidates_);
 }
 
 int64_t Step::next_width(const Growing& row) const {
@@ -359,8 +386,7 @@ void Step::draft(at::ArrayRef<Row> rows, const Menu& menu, Reply& reply) {
       capacity = 1;
       for (const auto& level : levels_[row.levels].parents) capacity += int64_t(level.size());
     }
-    Growing growing{row, root(row.tail[row.tail_len - 1], capacity, path_width_), {}, {}};
-    rows_.push_back(std::move(growing));
+    rows_.push_back(growing(row, capacity));
   }
   catch_up_(rows_);
   reply.draft_ms[1] = now_ms();
@@ -423,14 +449,17 @@ void Step::accept_() {
     const Row& row = each.row;
     const Tree& tree = each.pruned.tree;
     const int64_t kept = tree.capacity();
-    if (row.temperature == 0) {
+    if (row.temperature == 0 && row.processors < 0) {
       each.accepted =
           walk({best.values.narrow(0, each.root_at, kept), best.tokens.narrow(0, each.root_at, kept)},
                tree.parent, tree.token);
     } else {
-      const Sampling sampling{row.temperature, row.top_k, row.top_p, row.min_p, row.seed};
       each.accepted = follow_sampling(logits_.narrow(0, each.root_at, kept), tree.parent, tree.token,
-                                      row.root_pos(), sampling);
+                                      row.root_pos(), row.sampling(), each.text.get());
+      if (each.text && !each.accepted.path.empty()) {
+        const int64_t last = each.root_at + each.accepted.path.back();
+        each.row.top_logit = largest(logits_.narrow(0, last, 1)).values.const_data_ptr<float>()[0];
+      }
     }
   }
 }
@@ -472,9 +501,8 @@ void write_(RowResult& result, const Accepted& accepted, const Tree& tree, Reply
 void Step::verify(at::ArrayRef<Row> joining, at::ArrayRef<Prompt> prompts, Reply& reply) {
   reply.verify_ms[0] = now_ms();
   for (const Row& row : joining) {
-    Growing growing{row, root(row.tail[row.tail_len - 1], 1, path_width_), {}, {}};
-    growing.pruned = {growing.tree, {0}, 1.0};
-    rows_.push_back(std::move(growing));
+    rows_.push_back(growing(row, 1));
+    rows_.back().pruned = {rows_.back().tree, {0}, 1.0};
   }
   TORCH_CHECK(int64_t(rows_.size()) <= reply.max_results, "no place for ", rows_.size(), " results");
   run_target_(prompts);
@@ -493,6 +521,7 @@ void Step::verify(at::ArrayRef<Row> joining, at::ArrayRef<Prompt> prompts, Reply
     result.target_len = row.row.target_len;
     result.draft_len = row.row.draft_len;
     result.expected = row.pruned.expected;
+    result.top_logit = row.row.top_logit;
     write_(result, row.accepted, row.pruned.tree, reply, num_ids, num_words);
   }
   TORCH_CHECK(int64_t(forwards_.size()) <= reply.max_forwards, "no place for ", forwards_.size(),

@@ -8,11 +8,13 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <vector>
 
 #include "graph.h"
 #include "layout.h"
 #include "operators.h"
+#include "processors.h"
 
 namespace ygg {
 
@@ -20,14 +22,16 @@ namespace ygg {
 
 // One request before a step. `tail` are its tokens from position `first` on, the root last. The caches hold
 // the tokens before `target_len` and `draft_len`. `verify` is 0 without a limit; `stop` and `levels` are -1
-// where the shape has none. Temperature 0 is greedy.
+// where the shape has none. Temperature 0 is greedy. `processors` is -1 without any; with them `tail` is the
+// whole text, and `top_logit` the target's largest logit before the root.
 struct Row {
   const int64_t* tail;
   int64_t tail_len, first, place, target_len, draft_len;
   int64_t width, depth, verify, calibration, stop, levels;
-  int64_t top_k, seed;
-  double temperature, top_p, min_p;
+  int64_t top_k, seed, processors, prompt_len;
+  double temperature, top_p, min_p, top_logit;
 
+  Sampling sampling() const { return {temperature, top_k, top_p, min_p, seed}; }
   int64_t root_pos() const { return first + tail_len - 1; }
   // the tokens before the root that the target computes together with the tree
   int64_t lag() const { return root_pos() - target_len; }
@@ -52,11 +56,12 @@ struct Menu {
 
 // What one row did. Its path and the tokens that it emits, `path_len` each, are at `ids_at` of the ids; its
 // verified tree at `words_at` of the words, as `TokenTree.unpacked` reads it; the acceptance of its drafted
-// nodes but the root at `values_at` of the values. `path_len` is 0 where a logit is not finite.
+// nodes but the root at `values_at` of the values. `path_len` is 0 where a logit is not finite; `top_logit` is
+// the largest of the path's last node, for a row with processors.
 struct RowResult {
   int64_t drafted, depth, verified, root_at, target_len, draft_len, path_len;
   int64_t ids_at, words_at, values_at;
-  double expected;
+  double expected, top_logit;
 };
 
 // One forward: of the target (0) or the draft (1), its tokens, and its times in milliseconds.
@@ -105,6 +110,7 @@ class Step : public torch::CustomClassHolder {
   int64_t add_calibration(PlattScale platt, at::Tensor knots);
   int64_t add_stop(at::Tensor node_costs, double least);
   int64_t add_levels(std::vector<std::vector<int64_t>> parents, std::vector<std::vector<int64_t>> ranks);
+  int64_t add_processors(Processors processors);
   void forget_();
 
   // Drafts and prunes a tree for every row.
@@ -144,12 +150,15 @@ class Step : public torch::CustomClassHolder {
     Pruned pruned;
     Accepted accepted;
     int64_t root_at = 0;
+    std::unique_ptr<ProcessedText> text;  // null without processors
 
     bool is_chain() const { return row.width == 1 && row.levels < 0; }
-    bool is_sampled() const { return row.temperature > 0; }
-    int64_t read() const { return is_sampled() ? kReadWide : kReadBest; }
+    // whether noise or processors rank the candidates
+    bool is_ranked_again() const { return row.temperature > 0 || row.processors >= 0; }
+    int64_t read() const { return is_ranked_again() ? kReadWide : kReadBest; }
   };
 
+  Growing growing(const Row& row, int64_t capacity) const;
   void catch_up_(std::vector<Growing>& rows);
   void head_(std::vector<Growing>& rows);
   void grow_(std::vector<Growing>& rows);
@@ -170,6 +179,7 @@ class Step : public torch::CustomClassHolder {
   std::deque<Calibration> calibrations_;
   std::deque<Stop> stops_;
   std::deque<Levels> levels_;
+  std::deque<Processors> processors_;
   at::Tensor nodes_meta_;  // of the draft's next forward, until its graph is known
   std::vector<Growing> rows_;
   std::vector<Forward> forwards_;

@@ -11,6 +11,7 @@ from torch import Tensor
 from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
 from yggdrasil.state import Row
+from yggdrasil.step.processors import prefixes_of, process
 from yggdrasil.step.prune import Pruned
 from yggdrasil.step.sampling import BROKEN, TargetTokens, choose_tokens
 from yggdrasil.tree import TokenTree, walk
@@ -86,13 +87,27 @@ def choose_rows(
     for row, each, root in zip(rows, pruned, roots, strict=True):
         nodes = slice(root, root + len(each.tree))
         sampling = row.state.sampling
-        if greedy is not None and sampling.temperature == 0:
+        if sampling.processors is not None:
+            chosen.append(_processed_tokens(row, each, logits_NV[nodes]))
+        elif greedy is not None and sampling.temperature == 0:
             chosen.append(TargetTokens(greedy.token_K[nodes], greedy.score_K[nodes]))
         else:
             depth = max(each.depths)
             logits_KV = logits_NV[nodes]
             chosen.append(target_tokens(each.tree, logits_KV, row.state.root_pos, sampling, depth=depth))
     return chosen
+
+
+def _processed_tokens(row: Row, pruned: Pruned, logits_KV: Tensor) -> TargetTokens:
+    """The target's tokens after processors; the scores are its own largest logits, before them."""
+    state = row.state
+    processors = state.sampling.processors
+    assert processors is not None
+    prefixes = prefixes_of(pruned.tree, slice(len(pruned.tree)), state)
+    processed_KV = process(logits_KV.float(), prefixes, processors)
+    depth = max(pruned.depths)
+    chosen = target_tokens(pruned.tree, processed_KV, state.root_pos, state.sampling, depth=depth)
+    return TargetTokens(chosen.token_K, logits_KV.amax(dim=-1).float())
 
 
 def follow(trees: Sequence[TokenTree], chosen: Sequence[TargetTokens]) -> list[Accepted | YggError]:

@@ -37,8 +37,8 @@ class RowStruct(ctypes.Structure):
     _fields_ = [
         *_pointers("tail"),
         *_ints("tail_len first place target_len draft_len width depth verify calibration stop levels"),
-        *_ints("top_k seed"),
-        *_floats("temperature top_p min_p"),
+        *_ints("top_k seed processors prompt_len"),
+        *_floats("temperature top_p min_p top_logit"),
     ]
 
 
@@ -53,7 +53,7 @@ class MenuStruct(ctypes.Structure):
 class ResultStruct(ctypes.Structure):
     _fields_ = [
         *_ints("drafted depth verified root_at target_len draft_len path_len ids_at words_at values_at"),
-        *_floats("expected"),
+        *_floats("expected top_logit"),
     ]
 
 

@@ -22,15 +22,20 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.layout import READ_BEST, READ_WIDE
 from yggdrasil.step.sampling import gumbel_noise
 
-__all__ = ["coupled", "noise_of", "read_of"]
+__all__ = ["LEAST", "coupled", "is_ranked_again", "noise_of", "read_of"]
 
 LEAST = -1e4  # a candidate that a filter drops stays ahead of those that are in the tree already, at -inf
 LOWEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 
 
+def is_ranked_again(sampling: SamplingConfig) -> bool:
+    """Whether noise or processors rank the draft's candidates of such a request."""
+    return sampling.temperature > 0 or sampling.processors is not None
+
+
 def read_of(sampling: SamplingConfig) -> int:
     """How a draft's forward reads nodes of such a request."""
-    return READ_WIDE if sampling.temperature > 0 else READ_BEST
+    return READ_WIDE if is_ranked_again(sampling) else READ_BEST
 
 
 def noise_of(sampling: SamplingConfig, positions: Sequence[int], vocab: int, device: str) -> Tensor:
@@ -46,8 +51,9 @@ def coupled(
     Args:
         tokens_NM: Candidates, likeliest first.
         log_probs_NM: Their log-probabilities.
-        noise_NM: float32 noise of each candidate at its own position, that of its parent plus one.
-        sampling: A temperature above 0. The filters see only these candidates.
+        noise_NM: float32 noise of each candidate at its own position, that of its parent plus one; 0 at
+            temperature 0.
+        sampling: Its filters see only these candidates; at temperature 0 there are none.
         count: C, at most M.
 
     Returns:
@@ -58,9 +64,9 @@ def coupled(
     Cost: two dozen small operators, no sync.
     """
     log_probs = log_probs_NM.double()
-    is_dropped = _dropped(log_probs, sampling)
     perturbed = log_probs + sampling.temperature * noise_NM.double()
-    perturbed = perturbed.masked_fill(is_dropped, -math.inf)
+    if sampling.temperature > 0:
+        perturbed = perturbed.masked_fill(_dropped(log_probs, sampling), -math.inf)
     best = perturbed.sort(dim=-1, descending=True, stable=True)
     log_share = perturbed.log_softmax(dim=-1).gather(1, best.indices[:, :count])
     return tokens_NM.gather(1, best.indices[:, :count]), log_share.clamp(min=LEAST).float()

@@ -18,8 +18,9 @@ from yggdrasil.models.protocol import TokenGraphs, TokenModel
 from yggdrasil.staging import upload
 from yggdrasil.state import Row, Shape
 from yggdrasil.step.choice import Choice
-from yggdrasil.step.coupling import coupled, noise_of, read_of
+from yggdrasil.step.coupling import coupled, is_ranked_again, noise_of, read_of
 from yggdrasil.step.platt import UNSCALED, PlattScale
+from yggdrasil.step.processors import prefixes_of, process_candidates
 from yggdrasil.tree import TokenTree
 
 __all__ = [
@@ -289,6 +290,7 @@ class _Growing:
         self.shape = shape
         self.tree = root_of(model, row, capacity)
         self._depth = 0
+        self._vocab = vocab
         self._noise_DV: Tensor | None = None
         if shape.depth and state.sampling.temperature > 0:
             positions = range(state.root_pos + 1, state.root_pos + 1 + shape.depth)
@@ -304,12 +306,27 @@ class _Growing:
         """The next W nodes have run. Aliasing: the candidates are copied."""
         frontier = self._frontier
         nodes = slice(frontier.len, frontier.len + len(tokens_WM))
+        if is_ranked_again(self.row.state.sampling):
+            tokens_WM, log_probs_WM = self._ranked_again(nodes, tokens_WM, log_probs_WM)
+        frontier.add(tokens_WM, log_probs_WM, self.tree.log_prob_N[nodes])
+
+    def _ranked_again(self, nodes: slice, tokens_WM: Tensor, log_probs_WM: Tensor) -> tuple[Tensor, Tensor]:
+        """The best candidates after processors and noise."""
+        state = self.row.state
+        if state.sampling.processors is not None:
+            tokens_WM, log_probs_WM = process_candidates(
+                tokens_WM,
+                log_probs_WM,
+                prefixes_of(self.tree, nodes, state),
+                state.sampling.processors,
+                top_logit=state.top_logit,
+                vocab=self._vocab,
+            )
+        noise_WM = torch.zeros_like(log_probs_WM)
         if self._noise_DV is not None:
             noise_WM = self._noise_DV[self.tree.depth_N[nodes, None].long(), tokens_WM]
-            count = frontier.token_NC.shape[1]
-            sampling = self.row.state.sampling
-            tokens_WM, log_probs_WM = coupled(tokens_WM, log_probs_WM, noise_WM, sampling, count)
-        frontier.add(tokens_WM, log_probs_WM, self.tree.log_prob_N[nodes])
+        count = self._frontier.token_NC.shape[1]
+        return coupled(tokens_WM, log_probs_WM, noise_WM, state.sampling, count)
 
     def grow_(self) -> bool:
         """Attach the nodes of one growth step; returns whether another step follows."""

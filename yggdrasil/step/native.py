@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from yggdrasil.config import ProcessorConfig
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.state import PLAIN, Row, Shape, StepResult
@@ -42,7 +43,7 @@ __all__ = ["NativeStep"]
 
 # the value of `StopRule.native` for a rule that never stops growth
 NEVER = torch.empty(0, dtype=torch.float64), -math.inf
-KEPT_RECORDS = 256  # calibrations, stop rules and levels that the C++ step keeps
+KEPT_RECORDS = 256  # calibrations, stop rules, levels and processors that the C++ step keeps
 MOST_DRAFTED = 512  # nodes of a drafted tree
 MOST_TOP_K = 2**31  # no vocabulary is larger
 DRAFT_STAGES = ("catch up", "draft", "prune")
@@ -171,10 +172,7 @@ class NativeStep:
     ) -> array[int]:
         """Write the rows' structs; returns the tokens that they point to, which must stay alive."""
         records = self._records
-        firsts = [
-            min(row.target_len, row.draft_len if shape.depth else row.state.root_pos)
-            for row, shape in zip(rows, shapes, strict=True)
-        ]
+        firsts = [_first(row, shape) for row, shape in zip(rows, shapes, strict=True)]
         tails = [row.state.tokens[first:] for row, first in zip(rows, firsts, strict=True)]
         tokens = array("q", [token for tail in tails for token in tail])
         address = tokens.buffer_info()[0]
@@ -195,9 +193,12 @@ class NativeStep:
                 records.levels(shape),
                 min(sampling.top_k, MOST_TOP_K),
                 sampling.seed,
+                records.processors(sampling.processors),
+                row.state.prompt_len,
                 sampling.temperature,
                 sampling.top_p,
                 sampling.min_p,
+                float(row.state.top_logit),
             )
             address += 8 * len(tail)
         return tokens
@@ -230,6 +231,8 @@ class NativeStep:
             state.tokens.extend(tokens)
             state.hidden_of = partial(self._hidden, result.root_at + path[-1])
             state.head = None
+            if state.sampling.processors is not None:
+                state.top_logit = result.top_logit
         return StepResult(
             tokens=tokens,
             shape=grown(shape, result.depth),
@@ -287,11 +290,38 @@ class _Records:
         levels = shape.levels
         return self._number(levels, lambda: self._step.add_levels(*_by_level(levels)))
 
+    def processors(self, processors: ProcessorConfig | None) -> int:
+        if processors is None:
+            return -1
+        return self._number(processors, lambda: self._step.add_processors(*_numbers_of(processors)))
+
     def _number(self, record: object, add: Callable[[], int]) -> int:
         known = self._numbers.get(id(record))
         if known is None:
             known = self._numbers[id(record)] = (add(), record)
         return known[0]
+
+
+def _first(row: Row, shape: Shape) -> int:
+    """The first position of a row's text that the step reads."""
+    if row.state.sampling.processors is not None:
+        return 0
+    return min(row.target_len, row.draft_len if shape.depth else row.state.root_pos)
+
+
+def _numbers_of(processors: ProcessorConfig) -> tuple[Any, ...]:
+    """The arguments of `add_processors`."""
+    return (
+        [token for token, _ in processors.logit_bias],
+        [value for _, value in processors.logit_bias],
+        processors.repetition_penalty,
+        processors.presence_penalty,
+        processors.frequency_penalty,
+        processors.no_repeat_ngram_size,
+        [list(sequence) for sequence in processors.banned],
+        processors.min_tokens,
+        list(processors.ends),
+    )
 
 
 def _by_level(levels: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[list[int]], list[list[int]]]:

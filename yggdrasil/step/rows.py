@@ -343,6 +343,8 @@ class StepOverRows:
                 tokens_KM, log_probs_KM = batch.next[place]
                 node = slice(last, last + 1)
                 head = Head(row.state.root_pos + len(accepted.path), tokens_KM[node], log_probs_KM[node])
+            if row.state.sampling.processors is not None:
+                row.state.top_logit = batch.chosen[place].score_K[last]
             row.state.hidden_of = partial(batch.hidden_NE.select, 0, batch.roots[place] + last)
             drafted = batch.drafts[place]
             commit_row_(self._target, self._draft_model, row, drafted, batch.pruned[place], accepted, head)

@@ -1,0 +1,114 @@
+// Logits processors: bias, penalties and bans that depend on the text. step/processors.py specifies them.
+#include "processors.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+namespace ygg {
+
+namespace {
+
+constexpr float kBanned = -std::numeric_limits<float>::infinity();
+constexpr float kLeast = -1e4f;  // of a candidate: a banned one stays ahead of those in the tree, at -inf
+
+}  // namespace
+
+ProcessedText::ProcessedText(const Processors& processors, at::IntArrayRef text, int64_t prompt_len)
+    : processors_(&processors), text_(text), prompt_len_(prompt_len) {
+  for (size_t place = 0; place < text.size(); ++place) {
+    Count& count = counts_[text[place]];
+    ++count.seen;
+    count.emitted += int64_t(place) >= prompt_len;
+  }
+}
+
+ProcessedText::Count ProcessedText::count(int64_t token, at::IntArrayRef path) const {
+  const auto found = counts_.find(token);
+  Count count = found == counts_.end() ? Count{} : found->second;
+  const int64_t in_path = std::count(path.begin(), path.end(), token);
+  return {count.seen + in_path, count.emitted + in_path};
+}
+
+float ProcessedText::penalised(float score, const Count& count) const {
+  const float repetition = float(processors_->repetition);
+  if (count.seen && repetition != 1.0f) score = score < 0 ? score * repetition : score / repetition;
+  if (count.emitted && (processors_->presence != 0 || processors_->frequency != 0)) {
+    const float by_count = float(processors_->frequency) * float(count.emitted);
+    score -= by_count + float(processors_->presence);
+  }
+  return score;
+}
+
+// The tokens that may not come after the text and the path.
+std::vector<int64_t> ProcessedText::banned(at::IntArrayRef path) const {
+  const int64_t len = int64_t(text_.size() + path.size());
+  const auto at = [&](int64_t place) {
+    return place < int64_t(text_.size()) ? text_[place] : path[place - int64_t(text_.size())];
+  };
+  // whether the `count` tokens from `begin` on are the last ones, too
+  const auto ends_like = [&](int64_t begin, int64_t count) {
+    for (int64_t i = 0; i < count; ++i)
+      if (at(begin + i) != at(len - count + i)) return false;
+    return true;
+  };
+  std::vector<int64_t> tokens;
+  if (const int64_t size = processors_->ngram; size > 0)
+    for (int64_t begin = 0; begin + size <= len; ++begin)
+      if (ends_like(begin, size - 1)) tokens.push_back(at(begin + size - 1));
+  for (const std::vector<int64_t>& sequence : processors_->banned) {
+    const int64_t before = int64_t(sequence.size()) - 1;
+    bool follows = before <= len;
+    for (int64_t i = 0; follows && i < before; ++i) follows = at(len - before + i) == sequence[i];
+    if (follows) tokens.push_back(sequence.back());
+  }
+  if (len - prompt_len_ < processors_->min_tokens)
+    tokens.insert(tokens.end(), processors_->ends.begin(), processors_->ends.end());
+  return tokens;
+}
+
+void ProcessedText::process_(float* scores, at::IntArrayRef path) const {
+  for (size_t i = 0; i < processors_->bias_tokens.size(); ++i)
+    scores[processors_->bias_tokens[i]] += float(processors_->bias[i]);
+  for (const auto& [token, count] : counts_)
+    if (std::find(path.begin(), path.end(), token) == path.end())
+      scores[token] = penalised(scores[token], count);
+  for (auto token = path.begin(); token != path.end(); ++token)
+    if (std::find(path.begin(), token, *token) == token)
+      scores[*token] = penalised(scores[*token], count(*token, path));
+  for (const int64_t token : banned(path)) scores[token] = kBanned;
+}
+
+// The candidates after nodes of a tree, ranked again. `top_logit` lifts log-probabilities to logits.
+Candidates ProcessedText::process(const Candidates& drafted, at::ArrayRef<std::vector<int64_t>> paths,
+                                  double top_logit) const {
+  const int64_t rows = drafted.tokens.size(0), num = drafted.tokens.size(1);
+  Candidates ranked{empty({rows, num}, drafted.log_probs.options()),
+                    empty({rows, num}, drafted.tokens.options())};
+  std::vector<float> scores(num);
+  std::vector<int64_t> order(num);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t* tokens = drafted.tokens.const_data_ptr<int64_t>() + row * num;
+    const float* log_probs = drafted.log_probs.const_data_ptr<float>() + row * num;
+    const std::vector<int64_t> bans = banned(paths[row]);
+    for (int64_t i = 0; i < num; ++i) {
+      float score = log_probs[i] + float(top_logit);
+      const auto& biased = processors_->bias_tokens;
+      const auto place = std::find(biased.begin(), biased.end(), tokens[i]);
+      if (place != biased.end()) score += float(processors_->bias[place - biased.begin()]);
+      score = penalised(score, count(tokens[i], paths[row]));
+      const bool is_banned = std::find(bans.begin(), bans.end(), tokens[i]) != bans.end();
+      scores[i] = is_banned ? kLeast : std::max(score, kLeast);
+    }
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return scores[a] > scores[b]; });
+    for (int64_t i = 0; i < num; ++i) {
+      ranked.log_probs.mutable_data_ptr<float>()[row * num + i] = scores[order[i]];
+      ranked.tokens.mutable_data_ptr<int64_t>()[row * num + i] = tokens[order[i]];
+    }
+  }
+  return ranked;
+}
+
+}  // namespace ygg

@@ -1,0 +1,47 @@
+// Logits processors of a request over its text and the paths of a tree.
+#pragma once
+
+#include <unordered_map>
+#include <vector>
+
+#include "operators.h"
+
+namespace ygg {
+
+// ProcessorConfig of config.py.
+struct Processors {
+  std::vector<int64_t> bias_tokens;
+  std::vector<double> bias;
+  double repetition, presence, frequency;
+  int64_t ngram;
+  std::vector<std::vector<int64_t>> banned;
+  int64_t min_tokens;
+  std::vector<int64_t> ends;
+};
+
+// A text and its processors. A path is a continuation of the text. Both arguments must stay alive.
+class ProcessedText {
+ public:
+  ProcessedText(const Processors& processors, at::IntArrayRef text, int64_t prompt_len);
+
+  // Changes the (V) logits after a path.
+  void process_(float* scores, at::IntArrayRef path) const;
+  Candidates process(const Candidates& drafted, at::ArrayRef<std::vector<int64_t>> paths,
+                     double top_logit) const;
+
+ private:
+  struct Count {
+    int64_t seen = 0, emitted = 0;
+  };
+
+  Count count(int64_t token, at::IntArrayRef path) const;
+  float penalised(float score, const Count& count) const;
+  std::vector<int64_t> banned(at::IntArrayRef path) const;
+
+  const Processors* processors_;
+  at::IntArrayRef text_;
+  int64_t prompt_len_;
+  std::unordered_map<int64_t, Count> counts_;
+};
+
+}  // namespace ygg

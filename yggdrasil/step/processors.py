@@ -1,0 +1,138 @@
+"""Logits processors on a tree: every node has the text of its own path, and so its own penalties and bans.
+
+`process` is the specification of kernels/processors.cpp. The target's logits are processed where acceptance
+looks; the draft's candidates are processed where they are proposed, which only raises acceptance.
+
+Shapes: S = tokens of the longest text, M = candidates of a wide read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from yggdrasil.config import ProcessorConfig
+from yggdrasil.staging import upload
+from yggdrasil.state import DecodeState
+from yggdrasil.step.coupling import LEAST
+from yggdrasil.tree import TokenTree
+
+__all__ = ["Prefixes", "prefixes_of", "process", "process_candidates"]
+
+
+class Prefixes(NamedTuple):
+    """The text up to each of K nodes.
+
+    Args:
+        tokens_KS: (K, S) int64: prompt, output and path, the node included, then -1.
+        len_K: (K,) their lengths.
+        prompt_len: Tokens of the prompt.
+    """
+
+    tokens_KS: Tensor
+    len_K: Tensor
+    prompt_len: int
+
+
+def prefixes_of(tree: TokenTree, nodes: slice, state: DecodeState) -> Prefixes:
+    """The texts of some nodes of a row's tree, whose root is the row's last token. Cost: no sync."""
+    device = tree.token_N.device
+    text_L = upload(state.tokens[:-1], device)
+    path_KA = tree.path_NA[nodes].long()
+    path_tokens_KA = tree.token_N[path_KA.clamp(min=0)].long().masked_fill(path_KA < 0, -1)
+    tokens_KS = torch.cat((text_L.expand(len(path_KA), -1), path_tokens_KA), dim=1)
+    return Prefixes(tokens_KS, len(text_L) + 1 + tree.depth_N[nodes].long(), state.prompt_len)
+
+
+def process(logits_KV: Tensor, prefixes: Prefixes, processors: ProcessorConfig) -> Tensor:
+    """Bias, penalties and bans of the token after every node.
+
+    Args:
+        logits_KV: (K, V) float32.
+
+    Returns:
+        (K, V) float32; -inf for banned tokens. A row's bits do not depend on the other rows.
+
+    Cost: a few tables of (K, V), no sync.
+    Source: Keskar et al. 2019 (repetition); OpenAI's API (bias, presence, frequency).
+    """
+    vocab = logits_KV.shape[1]
+    if processors.logit_bias:
+        tokens, values = zip(*processors.logit_bias, strict=True)
+        device = logits_KV.device
+        bias_V = torch.zeros(vocab, device=device)
+        bias_V[upload(tokens, device)] = upload(values, device, dtype=bias_V.dtype)
+        logits_KV = logits_KV + bias_V
+    penalty = processors.repetition_penalty
+    if penalty != 1:
+        penalised_KV = torch.where(logits_KV < 0, logits_KV * penalty, logits_KV / penalty)
+        logits_KV = torch.where(_counts(prefixes.tokens_KS, vocab) > 0, penalised_KV, logits_KV)
+    if processors.presence_penalty or processors.frequency_penalty:
+        emitted_KV = _counts(prefixes.tokens_KS[:, prefixes.prompt_len :], vocab)
+        by_count_KV = processors.frequency_penalty * emitted_KV
+        logits_KV = logits_KV - (by_count_KV + processors.presence_penalty * (emitted_KV > 0))
+    return logits_KV.masked_fill(_banned(prefixes, processors, vocab), -torch.inf)
+
+
+def process_candidates(
+    tokens_WM: Tensor,
+    log_probs_WM: Tensor,
+    prefixes: Prefixes,
+    processors: ProcessorConfig,
+    *,
+    top_logit: Tensor | float,
+    vocab: int,
+) -> tuple[Tensor, Tensor]:
+    """The draft's candidates after W nodes as the processors rank them.
+
+    Args:
+        tokens_WM: Candidates, likeliest first.
+        log_probs_WM: Their log-probabilities.
+        top_logit: The target's largest logit after the last verified token. Log-probabilities plus this are
+            about as large as the target's logits, which the repetition penalty scales.
+        vocab: V of the target.
+
+    Returns:
+        (W, M) tokens and scores, best first; a banned one has at least LEAST, so it stays a candidate.
+    """
+    missing_WV = log_probs_WM.new_full((len(tokens_WM), vocab), -torch.inf)
+    scores_WV = missing_WV.scatter(1, tokens_WM, log_probs_WM + top_logit)
+    processed_WM = process(scores_WV, prefixes, processors).gather(1, tokens_WM).clamp(min=LEAST)
+    best = processed_WM.sort(dim=-1, descending=True, stable=True)
+    return tokens_WM.gather(1, best.indices), best.values
+
+
+def _counts(tokens_KS: Tensor, vocab: int) -> Tensor:
+    """(K, V) float32: how often each text contains each token."""
+    places_KS = tokens_KS.masked_fill(tokens_KS < 0, vocab)
+    counts = torch.zeros(len(tokens_KS), vocab + 1, device=tokens_KS.device)
+    return counts.scatter_add_(1, places_KS, torch.ones_like(places_KS, dtype=counts.dtype))[:, :vocab]
+
+
+def _banned(prefixes: Prefixes, processors: ProcessorConfig, vocab: int) -> Tensor:
+    """(K, V) whether a token may not come next."""
+    tokens_KS, len_K, prompt_len = prefixes
+    is_banned = torch.zeros(len(tokens_KS), vocab + 1, dtype=torch.bool, device=tokens_KS.device)
+    size = processors.no_repeat_ngram_size
+    if 0 < size <= tokens_KS.shape[1]:
+        ngrams = tokens_KS.unfold(1, size, 1)
+        is_repeated = (ngrams[..., :-1] == _last(prefixes, size - 1)[:, None]).all(dim=-1)
+        next_tokens = ngrams[..., -1]
+        is_banned.scatter_(1, torch.where(is_repeated & (next_tokens >= 0), next_tokens, vocab), True)
+    for *before, token in processors.banned:
+        follows_K = (_last(prefixes, len(before)) == upload(before, tokens_KS.device)).all(dim=-1)
+        is_banned[:, token] |= follows_K
+    if processors.min_tokens:
+        is_early_K = len_K - prompt_len < processors.min_tokens
+        for token in processors.ends:
+            is_banned[:, token] |= is_early_K
+    return is_banned[:, :vocab]
+
+
+def _last(prefixes: Prefixes, count: int) -> Tensor:
+    """(K, count) the last tokens of every text; -2, which no text contains, before its start."""
+    places = prefixes.len_K[:, None] - count + torch.arange(count, device=prefixes.len_K.device)
+    found = prefixes.tokens_KS.gather(1, places.clamp(min=0))
+    return found.masked_fill(places < 0, -2)
