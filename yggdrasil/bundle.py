@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -57,7 +57,7 @@ __all__ = [
     "torchrun_command",
 ]
 
-FORMAT = 7
+FORMAT = 8
 BUNDLED = "tinystories"
 NOT_IN_GRAPHS = ("commit_triton.py", "migrate.py", "migrate_triton.py")  # kernels that no graph calls
 # what parsing JSON of an unexpected form raises
@@ -129,6 +129,8 @@ class Bundle:
         machine: `machine_fields` at compilation.
         digests: Digest of every file of the build, by its path in the folder.
         notes: What a user should know about these models, a sentence each.
+        defaults: Options of requests that the target's generation_config.json sets, for
+            `SamplingConfig.of`.
         inexact_widths: Target graphs whose logits were measured to differ in some bit from those of plain
             decoding; text may then differ where two tokens are almost equally likely.
     """
@@ -147,6 +149,7 @@ class Bundle:
     machine: dict[str, Any]
     digests: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     inexact_widths: tuple[int, ...] = ()
 
     @property
@@ -336,5 +339,6 @@ def _from_json(folder: Path, payload: dict[str, Any]) -> Bundle:
         machine=dict(payload["machine"]),
         digests=dict(payload["digests"]),
         notes=tuple(payload["notes"]),
+        defaults=dict(payload["defaults"]),
         inexact_widths=tuple(payload["inexact_widths"]),
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -66,8 +67,10 @@ class ProcessorConfig:
     def __post_init__(self) -> None:
         for token, value in self.logit_bias:
             _require(value < math.inf, "logit_bias", {token: value}, "a number, or -inf to ban a token")
-        tokens = [token for token, _ in self.logit_bias]
-        _require(len(set(tokens)) == len(tokens), "logit_bias", tokens, "every token once")
+        biased = [token for token, _ in self.logit_bias]
+        _require(len(set(biased)) == len(biased), "logit_bias", biased, "every token once")
+        named = [*biased, *chain.from_iterable(self.banned), *self.ends]
+        _require(min(named, default=0) >= 0, "token", min(named, default=0), "an id, 0 or above")
         penalty = self.repetition_penalty
         _require(
             math.isfinite(penalty) and penalty > 0, "repetition_penalty", penalty, "a finite number above 0"
@@ -78,13 +81,6 @@ class ProcessorConfig:
         for name in ("no_repeat_ngram_size", "min_tokens"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 (off) or above")
         _require(all(self.banned), "banned", self.banned, "sequences of at least one token")
-
-    @property
-    def is_neutral(self) -> bool:
-        """Whether it changes no logit."""
-        return self == ProcessorConfig(min_tokens=self.min_tokens, ends=self.ends) and (
-            self.min_tokens == 0 or not self.ends
-        )
 
     @property
     def largest_token(self) -> int:
@@ -125,6 +121,27 @@ class SamplingConfig:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "from 0 to 2**63 - 1")
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> SamplingConfig:
+        """A sampling from fields of this class and of `ProcessorConfig`, by name.
+
+        Args:
+            options: `logit_bias` may be a mapping, and `banned` lists of tokens.
+        """
+        names = {each.name for each in fields(ProcessorConfig)}
+        chosen = {name: value for name, value in options.items() if name in names}
+        chosen["logit_bias"] = tuple(sorted(dict(chosen.get("logit_bias", ())).items()))
+        chosen["banned"] = tuple(map(tuple, chosen.get("banned", ())))
+        processors = ProcessorConfig(**chosen)
+        own = {name: value for name, value in options.items() if name not in names}
+        return cls(**own, processors=None if processors == ProcessorConfig() else processors)
+
+    def ending_with(self, ends: Collection[int]) -> SamplingConfig:
+        """The same sampling for a text that these tokens end."""
+        if self.processors is None or self.processors.min_tokens == 0:
+            return self
+        return replace(self, processors=replace(self.processors, ends=tuple(sorted(ends))))
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
@@ -134,6 +151,7 @@ class GenerateConfig:
         max_new_tokens: Most tokens to emit; None takes the smaller of DEFAULT_NEW_TOKENS and the rest of
             the context.
         stop: Texts that end the output; they are not part of it.
+        stop_tokens: Tokens that end the output, in addition to the model's own; they are part of it.
         ignore_eos: Continue after the end-of-text token, for measurements.
         plain: Decode without speculation.
         sampling: How tokens are taken.
@@ -141,6 +159,7 @@ class GenerateConfig:
 
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     plain: bool = False
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -157,6 +176,10 @@ class GenerateConfig:
             isinstance(text, str) and text for text in self.stop
         )
         _require(is_texts, "stop", self.stop, "a tuple of texts that are not empty")
+
+    def ends(self, eos_tokens: Collection[int]) -> frozenset[int]:
+        """The tokens that end the output of a model with these end-of-text tokens."""
+        return frozenset(self.stop_tokens) | frozenset(() if self.ignore_eos else eos_tokens)
 
 
 def default_verify_widths() -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig
+from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, ProcessorConfig
 from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import ShapePolicy
@@ -27,7 +27,7 @@ from yggdrasil.step.rows import StepOverRows
 from yggdrasil.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import Trace
 
-__all__ = ["Engine", "check_request", "check_tokens", "checked_prompt"]
+__all__ = ["Engine", "check_processors", "check_request", "check_tokens", "checked_prompt"]
 
 ANY_TOKEN = 2**31  # the metadata of a forward is int32
 # One graph for up to 32 prompt tokens and a tree costs less than two graphs.
@@ -200,6 +200,7 @@ class Engine:
         """
         tokens = checked_prompt(prompt)
         check_tokens(tokens, self.vocab)
+        check_processors(config.sampling.processors, self.vocab)
         limit = check_request(len(tokens), config, self.max_context)
         if config.stop and self.tokenizer is None:
             raise ConfigError(
@@ -213,11 +214,11 @@ class Engine:
     def _generate(
         self, prompt: list[int], policy: ShapePolicy, config: GenerateConfig, limit: int
     ) -> Iterator[StepResult]:
-        eos_tokens = frozenset[int]() if config.ignore_eos else self.eos_tokens
+        ends = config.ends(self.eos_tokens)
         stream = None
         if config.stop and self.tokenizer is not None:
             stream = TextStream(self.tokenizer, config.stop, prompt)
-        self._generating = state = DecodeState(prompt, config.sampling)
+        self._generating = state = DecodeState(prompt, config.sampling.ending_with(ends))
         self.target.cache.rollback_(0)
         self.draft.cache.rollback_(0)
         with self.trace.stage("prefill"):
@@ -229,11 +230,11 @@ class Engine:
         while (before := state.num_emitted) < limit:
             self._require_own_text(state)
             result = self.step(state, policy)
-            tokens = truncate(result.tokens, room=limit - before, eos_tokens=eos_tokens)
+            tokens = truncate(result.tokens, room=limit - before, eos_tokens=ends)
             tokens = tokens if stream is None else stream.take(tokens)
             yield result if tokens == result.tokens else replace(result, tokens=tokens)
             is_cut = len(tokens) < len(result.tokens)
-            if is_cut or tokens[-1] in eos_tokens or (stream is not None and stream.stopped):
+            if is_cut or tokens[-1] in ends or (stream is not None and stream.stopped):
                 return
 
     def _require_own_text(self, state: DecodeState) -> None:
@@ -302,3 +303,10 @@ def check_tokens(prompt: Sequence[int], vocab: int) -> None:
     unknown = next((token for token in prompt if not 0 <= token < vocab), None)
     if unknown is not None:
         raise ConfigError("prompt", unknown, f"made of token ids from 0 to {vocab - 1}")
+
+
+def check_processors(processors: ProcessorConfig | None, vocab: int) -> None:
+    """Raises ConfigError for processors that name an id without a logit."""
+    if processors is not None and processors.largest_token >= vocab:
+        allowed = f"token ids from 0 to {vocab - 1} in bias and banned sequences"
+        raise ConfigError("token", processors.largest_token, allowed)

@@ -57,6 +57,15 @@ class Tokenizer:
         ids: list[int] = encoded.ids
         return ids
 
+    def spellings(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token sequences that spell texts, at the beginning of a line and after a blank."""
+        found = [
+            self.encode(prefix + text.lstrip(" "), special_tokens=False)
+            for text in texts
+            for prefix in ("", " ")
+        ]
+        return [list(tokens) for tokens in dict.fromkeys(map(tuple, found)) if tokens]
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)

@@ -58,26 +58,29 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--temperature",
         type=float,
-        default=sampling.temperature,
-        help="0 takes the likeliest token (default: %(default)s)",
+        help=f"0 takes the likeliest token (default: the model's, or {sampling.temperature:g})",
     )
     parser.add_argument(
         "--top-k",
         type=int,
-        default=sampling.top_k,
-        help="keep the k likeliest tokens; 0 keeps all (default: %(default)s)",
+        help=f"keep the k likeliest tokens; 0 keeps all (default: the model's, or {sampling.top_k})",
     )
     parser.add_argument(
         "--top-p",
         type=float,
-        default=sampling.top_p,
-        help="keep this probability mass (default: %(default)s)",
+        help=f"keep this probability mass (default: the model's, or {sampling.top_p:g})",
     )
     parser.add_argument(
         "--min-p",
         type=float,
-        default=sampling.min_p,
-        help="drop tokens below this fraction of the likeliest (default: %(default)s)",
+        help=f"drop tokens below this share of the likeliest (default: the model's, or {sampling.min_p:g})",
+    )
+    _add_processors(parser)
+    parser.add_argument(
+        "--no-model-defaults",
+        dest="model_defaults",
+        action="store_false",
+        help="ignore the target's generation_config.json",
     )
     parser.add_argument(
         "--seed",
@@ -111,6 +114,52 @@ def add_parser(verbs: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def _add_processors(parser: argparse.ArgumentParser) -> None:
+    """Options that change the target's logits."""
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        help="make tokens of prompt and output less likely, from 1 (off) on (default: the model's, or 1)",
+    )
+    parser.add_argument(
+        "--presence-penalty",
+        type=float,
+        help="subtract this from the logits of emitted tokens (default: 0)",
+    )
+    parser.add_argument(
+        "--frequency-penalty", type=float, help="subtract this once for every occurrence (default: 0)"
+    )
+    parser.add_argument(
+        "--no-repeat-ngram-size",
+        type=int,
+        help="write no sequence of this many tokens twice; 0 is off (default: the model's, or 0)",
+    )
+    parser.add_argument(
+        "--min-tokens", type=int, help="write at least this many tokens (default: the model's, or 0)"
+    )
+    parser.add_argument(
+        "--ban", action="append", metavar="TEXT", help="never write this text; may be repeated"
+    )
+    parser.add_argument(
+        "--logit-bias",
+        action="append",
+        type=_bias,
+        metavar="TOKEN=VALUE",
+        help="add a value to the logit of a token id; -inf bans it; may be repeated",
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """A token id and the value to add."""
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a token id and a number, as in 13=-2.5"
+        ) from None
+
+
 def run(options: argparse.Namespace) -> None:
     """Generate once."""
     start = time.perf_counter()
@@ -129,6 +178,7 @@ def run(options: argparse.Namespace) -> None:
     from yggdrasil.report.run import Run
 
     tokens = pair.tokenizer.encode(prompt)
+    config = _config(options, pair)
     check_request(len(tokens), config, pair.engine.max_context)
     outcome = Run(pair, tokens, config, start=start)
     with frozen_heap():
@@ -175,14 +225,21 @@ def _stream(outcome: Run, options: argparse.Namespace, pair: LoadedPair) -> None
         print()
 
 
-def _config(options: argparse.Namespace) -> GenerateConfig:
-    sampling = SamplingConfig(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
-    )
+OPTIONS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "logit_bias"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "min_tokens"),
+)
+"""Options that are fields of a sampling, under their own names."""
+
+
+def _config(options: argparse.Namespace, pair: LoadedPair | None = None) -> GenerateConfig:
+    """The request. Before the pair is loaded, its defaults and banned texts are left out."""
+    chosen = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
+    if pair is not None:
+        defaults = pair.bundle.defaults if options.model_defaults else {}
+        banned = pair.tokenizer.spellings(options.ban or ())
+        chosen = {**defaults, **chosen, "banned": [*defaults.get("banned", ()), *banned]}
+    sampling = SamplingConfig.of(chosen)
     return GenerateConfig(
         max_new_tokens=options.max_new_tokens,
         stop=tuple(options.stop),

@@ -68,7 +68,11 @@ std::vector<int64_t> ProcessedText::banned(at::IntArrayRef path) const {
   return tokens;
 }
 
-void ProcessedText::process_(float* scores, at::IntArrayRef path) const {
+void ProcessedText::process_(float* scores, int64_t vocab, at::IntArrayRef path) const {
+  const std::vector<int64_t> bans = banned(path);
+  for (const std::vector<int64_t>& named : {processors_->bias_tokens, bans})
+    for (const int64_t token : named)
+      TORCH_CHECK(token < vocab, "token ", token, " of the processors is not below ", vocab);
   for (size_t i = 0; i < processors_->bias_tokens.size(); ++i)
     scores[processors_->bias_tokens[i]] += float(processors_->bias[i]);
   for (const auto& [token, count] : counts_)
@@ -77,7 +81,7 @@ void ProcessedText::process_(float* scores, at::IntArrayRef path) const {
   for (auto token = path.begin(); token != path.end(); ++token)
     if (std::find(path.begin(), token, *token) == token)
       scores[*token] = penalised(scores[*token], count(*token, path));
-  for (const int64_t token : banned(path)) scores[token] = kBanned;
+  for (const int64_t token : bans) scores[token] = kBanned;
 }
 
 // The candidates after nodes of a tree, ranked again. `top_logit` lifts log-probabilities to logits.

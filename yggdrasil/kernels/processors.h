@@ -25,7 +25,7 @@ class ProcessedText {
   ProcessedText(const Processors& processors, at::IntArrayRef text, int64_t prompt_len);
 
   // Changes the (V) logits after a path.
-  void process_(float* scores, at::IntArrayRef path) const;
+  void process_(float* scores, int64_t vocab, at::IntArrayRef path) const;
   Candidates process(const Candidates& drafted, at::ArrayRef<std::vector<int64_t>> paths,
                      double top_logit) const;
 

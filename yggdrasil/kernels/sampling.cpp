@@ -352,7 +352,7 @@ ygg::Accepted ygg::follow_sampling(const at::Tensor& logits, const at::Tensor& p
     if (text != nullptr) {
       const at::Tensor changed = empty(row.sizes(), row.options().dtype(at::kFloat));
       row = changed.copy_(row);
-      text->process_(row.mutable_data_ptr<float>(), accepted.tokens);
+      text->process_(row.mutable_data_ptr<float>(), row.size(1), accepted.tokens);
       likeliest = largest(row).tokens.const_data_ptr<int64_t>()[0];
     }
     const int64_t emitted =

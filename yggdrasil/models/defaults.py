@@ -1,20 +1,27 @@
-"""Decoding settings that come with a model: end tokens, and defaults that are not applied here."""
+"""Decoding settings that come with a model: end tokens, defaults of requests, and what is not applied."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from yggdrasil.errors import BrokenCheckpoint
+from yggdrasil.config import SamplingConfig
+from yggdrasil.errors import BrokenCheckpoint, ConfigError
 from yggdrasil.models.hub import read_json
 
-__all__ = ["end_tokens", "unapplied_defaults"]
+__all__ = ["end_tokens", "request_defaults", "unapplied_defaults"]
 
 FILE = "generation_config.json"
-OPTIONS: Final = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None}
-"""Options of a request with transformers' defaults; they have an effect only if the model samples."""
+SAMPLING: Final = ("top_k", "top_p", "min_p")
+"""Options that have an effect only if the model samples, under their names here."""
+
+APPLIED: Final = {
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "min_new_tokens": "min_tokens",
+}
+"""Processors of transformers by their names here."""
 
 PROCESSORS: Final = {
-    "bad_words_ids": None,
     "begin_suppress_tokens": None,
     "diversity_penalty": 0.0,
     "encoder_no_repeat_ngram_size": 0,
@@ -27,15 +34,11 @@ PROCESSORS: Final = {
     "guidance_scale": 1.0,
     "length_penalty": 1.0,
     "min_length": 0,
-    "min_new_tokens": None,
-    "no_repeat_ngram_size": 0,
     "num_beams": 1,
     "penalty_alpha": None,
     "renormalize_logits": False,
-    "repetition_penalty": 1.0,
     "sequence_bias": None,
     "stop_strings": None,
-    "suppress_tokens": None,
     "top_h": None,
     "typical_p": 1.0,
     "watermarking_config": None,
@@ -65,16 +68,33 @@ def _ids(name: str, origin: str, value: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def request_defaults(name: str) -> dict[str, Any]:
+    """Options of requests that generation_config.json sets, by the names of `SamplingConfig.of`.
+
+    Raises:
+        BrokenCheckpoint: a value that is not allowed.
+    """
+    settings = {key: value for key, value in (read_json(name, FILE) or {}).items() if value is not None}
+    defaults = {here: settings[theirs] for theirs, here in APPLIED.items() if theirs in settings}
+    if settings.get("do_sample"):
+        defaults["temperature"] = settings.get("temperature", 1.0)
+        defaults |= {key: settings[key] for key in SAMPLING if key in settings}
+    try:
+        suppressed = [[token] for token in settings.get("suppress_tokens", ())]
+        if banned := [*settings.get("bad_words_ids", ()), *suppressed]:
+            defaults["banned"] = banned
+        SamplingConfig.of(defaults)
+    except (ConfigError, TypeError, ValueError) as error:
+        raise BrokenCheckpoint(name, f"{FILE}: {error}", "correct it") from None
+    return defaults
+
+
 def unapplied_defaults(name: str) -> str:
     """A sentence with the settings of generation_config.json that are not applied here; empty if none."""
-    settings = read_json(name, FILE) or {}
-    processors = _set(settings, PROCESSORS)
-    options = _set(settings, OPTIONS) if settings.get("do_sample") else []
-    if not processors and not options:
+    processors = _set(read_json(name, FILE) or {}, PROCESSORS)
+    if not processors:
         return ""
-    parts = [f"{', '.join(processors)} (there is no such option yet)"] if processors else []
-    parts += [f"{', '.join(options)} (give them with each request)"] if options else []
-    return f"{FILE} of the target sets {'; '.join(parts)}: not applied"
+    return f"{FILE} of the target sets {', '.join(processors)}: not applied, there is no such option yet"
 
 
 def _set(settings: dict[str, Any], neutral: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError, BrokenCheckpoint, ConfigError, ModelMismatch, UnsupportedModel
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.checkpoint import check_weights
-from yggdrasil.models.defaults import end_tokens, unapplied_defaults
+from yggdrasil.models.defaults import end_tokens, request_defaults, unapplied_defaults
 from yggdrasil.models.load import check_vocabularies, load_config, shared_vocab
 from yggdrasil.models.sharding import check_divisible
 from yggdrasil.models.support import context_limits, kv_shape
@@ -92,6 +92,7 @@ def describe_pair(
         models=(target, draft),
         machine=machine,
         notes=tuple(note for note in notes if note),
+        defaults=request_defaults(target),
     )
 
 

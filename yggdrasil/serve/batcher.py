@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from yggdrasil.engine import ANY_TOKEN, check_request, check_tokens
+from yggdrasil.engine import ANY_TOKEN, check_processors, check_request, check_tokens
 from yggdrasil.errors import CapacityError
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import Chunk
@@ -141,10 +141,11 @@ class Batcher:
         if needed > self._base_pages:
             fix = "request fewer tokens or serve with a larger --kv-memory"
             raise CapacityError("KV pages", needed, self._base_pages, fix)
-        state = DecodeState(list(request.prompt), request.config.sampling)
+        check_processors(request.config.sampling.processors, self.vocab)
+        ends = request.config.ends(self.eos_tokens)
+        state = DecodeState(list(request.prompt), request.config.sampling.ending_with(ends))
         speculation = 0 if request.config.plain else request.speculation
         stream = TextStream(self.tokenizer, request.config.stop, request.prompt)
-        ends = () if request.config.ignore_eos else self.eos_tokens
         return Ticket(request, state, stream, limit, ends, speculation)
 
     def submit(self, ticket: Ticket) -> None:
