@@ -16,17 +16,20 @@ import pytest
 import tiny_pair
 import uvicorn
 
+import yggdrasil
 from yggdrasil.bundle import bundled_models
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.errors import ConfigError, QueueFull, ServiceEnded
-from yggdrasil.serve.api import Serving, create_app
+from yggdrasil.serve.api import create_app
 from yggdrasil.serve.body import MAX_BODY_BYTES
 from yggdrasil.serve.chat import ChatTemplate, load_chat_template
 from yggdrasil.serve.connections import limited
 from yggdrasil.serve.metrics import Metrics
-from yggdrasil.serve.openai import NEUTRAL, CompletionRequest
+from yggdrasil.serve.neutral import NEUTRAL
+from yggdrasil.serve.openai import CompletionRequest
 from yggdrasil.serve.replies import CompletionReply
 from yggdrasil.serve.request import Event, Request, TokenLogProb
+from yggdrasil.serve.serving import Serving
 from yggdrasil.tokenizer import TextStream, Tokenizer
 
 STORY = " there was a café ☕ by the sea, and the fox drank 🦊 tea with the crow. The end."
@@ -574,18 +577,29 @@ def test_health_info_and_metrics_show_the_state_of_the_service(shared: Running) 
     assert "# TYPE ygg_emitted_tokens_total counter" in shared.get("/metrics").text
 
 
+def test_a_ping_is_a_check_of_health_by_either_method(shared: Running) -> None:
+    assert shared.get("/ping").json() == shared.post("/ping").json() == {"status": "ok"}
+    with server() as running:
+        running.serving.is_draining = True
+        assert (running.get("/ping").status_code, running.post("/ping").status_code) == (503, 503)
+
+
+def test_the_version_is_the_package_s(shared: Running) -> None:
+    assert shared.get("/version").json() == {"version": yggdrasil.__version__}
+
+
 def test_a_model_s_name_may_have_slashes() -> None:
     with server(model="me/mine") as running:
         assert running.get("/v1/models/me/mine").json()["id"] == "me/mine"
 
 
-def test_every_route_except_health_requires_the_key() -> None:
+def test_every_route_except_health_and_ping_requires_the_key() -> None:
     with server(api_key="s3crét") as running:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3crét".encode()}):
             for path in ("/v1/models", "/metrics", "/server_info", "/openapi.json", "/nowhere"):
                 response = running.get(path, headers=headers)
                 assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert running.get("/health").status_code == 200
+        assert [running.get(path).status_code for path in ("/health", "/ping")] == [200, 200]
         right = {"Authorization": "bearer s3crét".encode()}
         assert running.get("/v1/models", headers=right).status_code == 200
         sample = running.serving.metrics.registry.get_sample_value

@@ -22,8 +22,8 @@ from yggdrasil.serve import connections, middleware
 from yggdrasil.serve.body import MAX_BODY_BYTES, MAX_VALUES
 from yggdrasil.serve.connections import limited, log_errors_rarely, raise_descriptor_limit
 from yggdrasil.serve.hosts import HostNames
-from yggdrasil.serve.openai import ApiError
 from yggdrasil.serve.prompts import PREFIX_CHARS, PromptEncoder
+from yggdrasil.serve.wire import ApiError
 
 JSON = {"Content-Type": "application/json"}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -21,8 +21,8 @@ from yggdrasil.config import CompileConfig, ServeConfig
 from yggdrasil.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from yggdrasil.serve.api import Serving
     from yggdrasil.serve.service import Service
+    from yggdrasil.serve.serving import Serving
 
 __all__ = ["add_parser", "run"]
 
@@ -110,7 +110,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"key that clients must send, except to /health (default: {KEY_VARIABLE}, else none)",
+        help=f"key that clients must send, except for /health and /ping (default: {KEY_VARIABLE})",
     )
     parser.add_argument(
         "--model-name", metavar="NAME", help="what clients call the model (default: the pair's name)"
@@ -211,11 +211,11 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
     import torch
 
     from yggdrasil.loading import load_bundle
-    from yggdrasil.serve.api import Serving
     from yggdrasil.serve.chat import load_chat_template
     from yggdrasil.serve.hosts import HostNames
     from yggdrasil.serve.load import load_service
     from yggdrasil.serve.metrics import Metrics
+    from yggdrasil.serve.serving import Serving
 
     bundle = load_bundle(name)
     metrics = Metrics(

@@ -1,24 +1,26 @@
 """The HTTP server: OpenAI's completions and chat completions over a batch, its state and its metrics.
 
 ```
-POST /v1/completions  /v1/chat/completions
-GET  /v1/models  /v1/models/ID  /server_info  /metrics  /health
+POST /v1/completions  /v1/chat/completions                             here
+POST /tokenize  /detokenize                                            texts.py
+GET  /v1/models  /v1/models/ID  /server_info  /metrics  /version       status.py
+GET  /health  /ping    POST /ping                                      status.py
 ```
 
-If a key is set, every route except /health requires it. A request becomes one row of the batch per choice.
-Its rows are cancelled together when the client disconnects, streaming or not, or if one of them fails."""
+If a key is set, every route except /health and /ping requires it. A request becomes one row of the batch
+per choice. Its rows are cancelled together when the client disconnects, streaming or not, or if one of them
+fails."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as HttpRequest
@@ -27,87 +29,28 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from yggdrasil.errors import YggError
+from yggdrasil.serve import status, texts
 from yggdrasil.serve.body import read_body
-from yggdrasil.serve.chat import ChatTemplate
-from yggdrasil.serve.hosts import HostNames
-from yggdrasil.serve.metrics import CONTENT_TYPE_LATEST, Metrics
 from yggdrasil.serve.middleware import AuthMiddleware, answer_error
-from yggdrasil.serve.openai import ApiError, ChatRequest, CompletionRequest, WireRequest
-from yggdrasil.serve.prompts import PromptEncoder
+from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.replies import ChatReply, CompletionReply, Reply, merge
 from yggdrasil.serve.request import DEFECT, Event, Request
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.serve.serving import BatchService, Serving, serving_of
+from yggdrasil.serve.wire import ApiError
 
-__all__ = ["BatchService", "Rows", "Serving", "create_app"]
+__all__ = ["Rows", "create_app"]
 
 HEALTH_CHECK_S = 2.0
 
 router = APIRouter()
 
 
-class BatchService(Protocol):
-    """The part of a service that this module uses."""
-
-    def submit(self, request: Request) -> Any:
-        """Queue a request; returns its ticket."""
-        ...
-
-    def cancel(self, ticket: Any) -> None:
-        """End a request early."""
-        ...
-
-    def info(self) -> dict[str, Any]:
-        """State in JSON values; may wait for a step."""
-        ...
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether the service runs."""
-        ...
-
-
-@dataclass(kw_only=True)
-class Serving:
-    """What the routes share.
-
-    Args:
-        service: Decodes the requests.
-        metrics: Also the service's observer.
-        model: Name of the model for clients.
-        max_context: Largest number of tokens of prompt and output together.
-        vocab: V: the token ids of both models go from 0 to V - 1.
-        max_rows: Largest number of choices of one HTTP request.
-        api_key: Required of clients; empty requires none.
-        hosts: Host names that clients without a key may use.
-
-    Attributes:
-        is_draining: Set while new requests are refused.
-    """
-
-    service: BatchService
-    tokenizer: Tokenizer
-    template: ChatTemplate
-    metrics: Metrics
-    model: str
-    max_context: int
-    vocab: int
-    max_rows: int
-    api_key: str = ""
-    hosts: HostNames = field(default_factory=HostNames)
-    is_draining: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def encoder(self) -> PromptEncoder:
-        """Turns prompts into tokens."""
-        return PromptEncoder(self.tokenizer, self.template, self.max_context, self.vocab)
-
-
 def create_app(serving: Serving) -> FastAPI:
     """Build the ASGI application."""
     app = FastAPI(title="Yggdrasil", openapi_url=None, redirect_slashes=False)
     app.state.serving = serving
-    app.include_router(router)
+    for routes in (router, texts.router, status.router):
+        app.include_router(routes)
     app.add_middleware(
         AuthMiddleware, api_key=serving.api_key, hosts=serving.hosts, metrics=serving.metrics
     )
@@ -177,14 +120,9 @@ class Rows:
             self._loop.call_soon_threadsafe(self._received.put_nowait, (index, event))
 
 
-def _serving(http: HttpRequest) -> Serving:
-    serving: Serving = http.app.state.serving
-    return serving
-
-
 async def _rows(http: HttpRequest) -> AsyncIterator[Rows]:
     """Rows that are always closed after the response: a stream may be cancelled before its first event."""
-    serving = _serving(http)
+    serving = serving_of(http)
     if serving.is_draining:
         raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
     rows = Rows(serving.service)
@@ -204,7 +142,7 @@ RowsOfRequest = Annotated[Rows, Depends(_rows)]  # after the body: `watch` reads
 @router.post("/v1/completions")
 async def completions(http: HttpRequest, body: CompletionBody, rows: RowsOfRequest) -> Response:
     """Continue prompts."""
-    serving = _serving(http)
+    serving = serving_of(http)
     prompts = await _begin(serving, body, rows)
     reply = CompletionReply(body, serving.model, serving.tokenizer, prompts)
     return await _respond(reply, body, rows)
@@ -213,14 +151,14 @@ async def completions(http: HttpRequest, body: CompletionBody, rows: RowsOfReque
 @router.post("/v1/chat/completions")
 async def chat_completions(http: HttpRequest, body: ChatBody, rows: RowsOfRequest) -> Response:
     """Answer a conversation."""
-    serving = _serving(http)
+    serving = serving_of(http)
     prompts = await _begin(serving, body, rows)
     reply = ChatReply(body, serving.model, serving.tokenizer, prompts)
     return await _respond(reply, body, rows)
 
 
 async def _begin(serving: Serving, body: WireRequest, rows: Rows) -> list[list[int]]:
-    _check_model(serving, body.model or serving.model)
+    serving.check_model(body.model or serving.model)
     body.check_rows(serving.max_rows)
     prompts = await run_in_threadpool(body.prompts, serving.encoder)  # megabytes of text take seconds
     rows.submit(body.requests(prompts, max_context=serving.max_context))
@@ -259,57 +197,3 @@ async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[
 
 def _sse(payload: dict[str, Any]) -> str:
     return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-@router.get("/v1/models")
-async def models(http: HttpRequest) -> Response:
-    """List the only model."""
-    return JSONResponse({"object": "list", "data": [_model_card(_serving(http))]})
-
-
-@router.get("/v1/models/{model:path}")
-async def model(http: HttpRequest, model: str) -> Response:
-    """Describe the model by its name."""
-    _check_model(_serving(http), model)
-    return JSONResponse(_model_card(_serving(http)))
-
-
-@router.get("/health")
-async def health(http: HttpRequest) -> Response:
-    """200 while requests are accepted, else 503."""
-    serving = _serving(http)
-    state = "draining" if serving.is_draining else "ok" if serving.service.is_healthy else "failed"
-    return JSONResponse({"status": state}, 200 if state == "ok" else 503)
-
-
-@router.get("/server_info")
-async def server_info(http: HttpRequest) -> Response:
-    """State of the batch and the policy; SGLang's clients read it in `internal_states`."""
-    serving = _serving(http)
-    if not serving.service.is_healthy:
-        raise ApiError(503, "the decoding thread is not running")
-    info = await run_in_threadpool(serving.service.info)
-    card = {"model": serving.model, "chat_template": "model" if serving.template.is_own else "plain"}
-    return JSONResponse({**card, **info, "internal_states": [info]})
-
-
-@router.get("/metrics")
-async def metrics(http: HttpRequest) -> Response:
-    """Metrics for Prometheus."""
-    return Response(_serving(http).metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _model_card(serving: Serving) -> dict[str, Any]:
-    return {
-        "id": serving.model,
-        "object": "model",
-        "created": serving.created,
-        "owned_by": "yggdrasil",
-        "max_model_len": serving.max_context,
-    }
-
-
-def _check_model(serving: Serving, name: str) -> None:
-    if name != serving.model:
-        message = f"there is no model {name!r}; this server has {serving.model!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")

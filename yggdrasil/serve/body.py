@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from fastapi import Request as HttpRequest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from yggdrasil.serve.openai import UNKNOWN_FIELD, ApiError, WireRequest
+from yggdrasil.serve.wire import UNKNOWN_FIELD, ApiError
 
 __all__ = ["MAX_BODY_BYTES", "MAX_VALUES", "read_body"]
 
@@ -27,7 +27,7 @@ MAX_VALUES = {b"[": 1 << 13, b"{": 1 << 13, b":": 1 << 15, b",": 1 << 18}
 NAMES = {b"[": "lists", b"{": "objects", b":": "fields", b",": "values"}
 SMALL_BYTES = 1 << 16  # parsed faster than a thread wakes up on a busy machine
 
-Wire = TypeVar("Wire", bound=WireRequest)
+Wire = TypeVar("Wire", bound=BaseModel)
 
 
 def read_body(kind: type[Wire]) -> Callable[[HttpRequest], Awaitable[Wire]]:

@@ -12,137 +12,29 @@ import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.serve.messages import Message
+from yggdrasil.serve.neutral import LABELS, NEUTRAL
 from yggdrasil.serve.request import Request
+from yggdrasil.serve.wire import ApiError, Strict, check_text
 from yggdrasil.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from yggdrasil.serve.prompts import PromptEncoder
 
-__all__ = ["UNKNOWN_FIELD", "ApiError", "ChatRequest", "CompletionRequest", "WireRequest", "check_text"]
+__all__ = ["ChatRequest", "CompletionRequest", "WireRequest"]
 
-UNKNOWN_FIELD = "unknown_field"
-MAX_MESSAGE = 600  # characters of an error message, which may contain what a client sent
-MAX_PARAM = 100
-
-LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")  # describe the caller only
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-}
 NAMED_SPECULATION = {"auto": None, "off": 0}
 MAX_SEED = 2**63 - 1
 
 
-def _one_line(text: str, most: int) -> str:
-    """The beginning of a text as valid UTF-8; a client may have sent megabytes, and invalid characters."""
-    shown = " ".join(text[: most + 1].encode("utf-8", "backslashreplace").decode().split())
-    return shown if len(text) <= most else f"{shown[:most]}..."
-
-
-class ApiError(Exception):
-    """An HTTP error in OpenAI's format.
-
-    Args:
-        message: What is wrong and what would be right; a long message is cut.
-        param: The wrong field.
-        code: Error code for programs.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = _one_line(message, MAX_MESSAGE)
-        self.param = None if param is None else _one_line(param, MAX_PARAM)
-        self.code = code
-        self.headers = headers
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON object that OpenAI's clients expect."""
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-def check_text(text: str, field: str) -> None:
-    """Raise ApiError if a text has half of a surrogate pair, which JSON allows and UTF-8 does not."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        message = f"{field}: {half} at character {error.start} is half of a surrogate pair"
-        raise ApiError(400, message, param=field) from None
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        given = {name: value for name, value in fields.items() if value is not None}
-        unknown = next((name for name in given if name not in cls.model_fields), None)
-        if unknown is not None:  # only the first one; pydantic would collect all
-            shown = _one_line(unknown, MAX_PARAM)
-            raise PydanticCustomError(UNKNOWN_FIELD, "is not known", {"field": shown})
-        return given
-
-
-class _StreamOptions(_Strict):
+class _StreamOptions(Strict):
     include_usage: bool = False
 
 
-class _TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class _Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[_TextPart], Field(fail_fast=True)]
-
-    def rendered(self) -> dict[str, str]:
-        """The message for a template.
-
-        A template may silently drop roles that it does not know, so `developer` becomes `system`.
-        """
-        content = self.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
-
-
-class WireRequest(_Strict):
+class WireRequest(Strict):
     """The fields that completions and chat completions share; defaults are OpenAI's."""
 
     prompt_field: ClassVar[str]
@@ -156,7 +48,7 @@ class WireRequest(_Strict):
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    stop: str | Annotated[list[str], Field(max_length=4, fail_fast=True)] = []
+    stop: str | Annotated[list[str], Field(max_length=4, fail_fast=True)] = Field([])
     ignore_eos: bool = False
     speculation: Literal["off", "auto"] | Annotated[int, Field(ge=1)] = "auto"
     stream: bool = False
@@ -317,7 +209,7 @@ class ChatRequest(WireRequest):
 
     prompt_field: ClassVar[str] = "messages"
 
-    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
