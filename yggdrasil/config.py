@@ -24,6 +24,7 @@ __all__ = [
 T = TypeVar("T")
 
 HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?")
+ORIGIN = re.compile(r"[a-z][a-z\d+.-]*://[^/\sA-Z]+")  # as browsers send it
 DEFAULT_NEW_TOKENS = 256  # of a request without a limit, if the context has room
 
 
@@ -243,6 +244,7 @@ class ServeConfig:
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         allow_hosts: More host names that clients may use for this server.
+        allow_origins: Origins of the web pages that may read answers; `*` is all.
         drain_seconds: Seconds that running requests get to finish after a signal.
     """
 
@@ -257,6 +259,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     allow_hosts: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
@@ -276,6 +279,9 @@ class ServeConfig:
         for name in self.allow_hosts:
             is_name = HOST_NAME.fullmatch(name) is not None
             _require(is_name, "allow_host", name, "a name alone, without scheme and port: gpu.example.org")
+        for origin in self.allow_origins:
+            is_origin = origin == "*" or ORIGIN.fullmatch(origin) is not None
+            _require(is_origin, "allow_origin", origin, "scheme and host: https://chat.example.org, or *")
         _require(
             math.isfinite(self.drain_seconds) and self.drain_seconds >= 0,
             "drain_seconds",

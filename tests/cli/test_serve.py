@@ -54,6 +54,8 @@ def refused(capture: Capture, *arguments: str) -> str:
             "--allow-host: 'http://gpu.example.org' .* a name alone",
         ),
         (("--allow-host", "gpu.example.org:8000"), "--allow-host: 'gpu.example.org:8000' .* a name alone"),
+        (("--allow-origin", "chat.example.org"), "--allow-origin: 'chat.example.org' .* scheme"),
+        (("--allow-origin", "https://a.example/"), "--allow-origin: 'https://a.example/' .* scheme"),
         (("--tau-low", "0.2", "--no-elastic"), "--tau-low: 0.2 .*; ygg serve --no-elastic, or"),
     ],
     ids=str,
@@ -140,7 +142,10 @@ def test_help_shows_the_defaults_of_the_config_and_imports_nothing_heavy() -> No
 
 @contextmanager
 def served(
-    *arguments: str, environment: dict[str, str] | None = None, before: Sequence[str] = ()
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    before: Sequence[str] = (),
+    quiet: Sequence[str] = ("--quiet",),
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process on the tiny pair, and its address."""
     command = [
@@ -155,6 +160,7 @@ def served(
         "tiny",
         "--port",
         "0",
+        *quiet,
         *arguments,
     ]
     with subprocess.Popen(
@@ -233,6 +239,30 @@ class TestServer:
             } <= info["internal_states"][0].keys()
             process.send_signal(signal.SIGTERM)
             assert ended(process) == (0, "")
+
+    def test_every_response_has_a_line_on_standard_error_unless_it_is_quiet(self) -> None:
+        for arguments, count in (((), 2), (("--quiet",), 0)):
+            with served("--max-batch", "2", *arguments, quiet=()) as (process, url):
+                httpx.get(f"{url}/nowhere", headers={"X-Request-Id": "mine"})
+                fields = {"prompt": "Once upon", "max_tokens": 3, "ignore_eos": True}
+                httpx.post(f"{url}/v1/completions", json=fields, timeout=60)
+                process.send_signal(signal.SIGTERM)
+                code, printed = ended(process)
+            assert code == 0
+            lines = printed.splitlines()
+            assert len(lines) == count
+            if lines:
+                assert re.search(r" GET /nowhere 404 \S+ ms mine$", lines[0])
+                assert re.search(r" POST /v1/completions 200 \S+ ms \d+\+3 tokens \w{32}$", lines[1])
+
+    def test_requests_go_on_if_nothing_reads_the_log(self) -> None:
+        with served("--max-batch", "2", quiet=()) as (process, url):
+            assert process.stderr is not None
+            process.stderr.close()
+            for _ in range(3):
+                assert httpx.get(f"{url}/health").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=30) == 0
 
     def test_a_pool_smaller_than_the_context_serves_what_it_holds(self, tiny_bundle: Bundle) -> None:
         with served("--max-batch", "2", "--kv-memory", str(4 * tiny_bundle.page_bytes)) as (process, url):

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from yggdrasil.cli.compile import pair_name
@@ -118,12 +118,19 @@ def add_parser(verbs: Any) -> None:
     names = "also answer to this host name; may be repeated; with a key, every name is accepted"
     parser.add_argument("--allow-host", action="append", metavar="NAME", help=names)
     parser.add_argument(
+        "--allow-origin",
+        action="append",
+        metavar="URL",
+        help="let web pages of this origin read answers (CORS); may be repeated; * is every origin",
+    )
+    parser.add_argument(
         "--drain-seconds",
         type=float,
         default=defaults.drain_seconds,
         metavar="S",
         help="seconds that running requests get to finish after a signal (default: %(default)s)",
     )
+    parser.add_argument("--quiet", action="store_true", help="no line on standard error for every response")
     add_threads(parser, "")
     parser.set_defaults(run=run)
 
@@ -148,6 +155,7 @@ def run(options: argparse.Namespace) -> None:
         host=options.host,
         port=options.port,
         allow_hosts=tuple(options.allow_host or ()),
+        allow_origins=tuple(options.allow_origin or ()),
         drain_seconds=options.drain_seconds,
     )
     _check_installed()
@@ -235,6 +243,8 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
         max_rows=config.max_queue,
         api_key=os.environ.get(KEY_VARIABLE, "") if options.api_key is None else options.api_key,
         hosts=HostNames([config.host, *config.allow_hosts]),
+        allow_origins=config.allow_origins,
+        log=None if options.quiet else _log,
     )
     return serving, opened.service
 
@@ -287,6 +297,12 @@ async def _serve(serving: Serving, service: Service, listener: socket.socket, dr
         )
     server.should_exit = True
     await running
+
+
+def _log(line: str) -> None:
+    """Print a line of the access log; requests go on if nothing reads it any longer."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def _end_at_once(number: int, frame: object) -> None:

@@ -27,9 +27,12 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from yggdrasil.errors import YggError
 from yggdrasil.serve import status, texts
+from yggdrasil.serve.access import REQUEST_ID, Access, AccessLog, access_of
 from yggdrasil.serve.body import read_body
 from yggdrasil.serve.middleware import AuthMiddleware, answer_error
 from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
@@ -45,8 +48,8 @@ HEALTH_CHECK_S = 2.0
 router = APIRouter()
 
 
-def create_app(serving: Serving) -> FastAPI:
-    """Build the ASGI application."""
+def create_app(serving: Serving) -> ASGIApp:
+    """Build the application; the log is around it, so that refusals and defects have a line, too."""
     app = FastAPI(title="Yggdrasil", openapi_url=None, redirect_slashes=False)
     app.state.serving = serving
     for routes in (router, texts.router, status.router):
@@ -54,16 +57,25 @@ def create_app(serving: Serving) -> FastAPI:
     app.add_middleware(
         AuthMiddleware, api_key=serving.api_key, hosts=serving.hosts, metrics=serving.metrics
     )
+    if serving.allow_origins:  # outermost: a browser asks for permission without the key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=serving.allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "Retry-After"],
+        )
     for kind in (ApiError, YggError, HTTPException, Exception):
         app.add_exception_handler(kind, partial(answer_error, metrics=serving.metrics))
-    return app
+    return AccessLog(app, serving.log)
 
 
 class Rows:
     """The rows of one HTTP request: their submission, their events and their cancellation."""
 
-    def __init__(self, service: BatchService) -> None:
+    def __init__(self, service: BatchService, access: Access) -> None:
         self._service = service
+        self._access = access
         self._loop = asyncio.get_running_loop()
         self._received: asyncio.Queue[tuple[int, Event] | ApiError | None] = asyncio.Queue()
         self._tickets: dict[int, Any] = {}
@@ -88,6 +100,7 @@ class Rows:
             if isinstance(received, ApiError):
                 raise received
             index, event = received
+            self._access.output_tokens += len(event.tokens)
             if event.finish is not None:
                 del self._tickets[index]
             if event.finish == "error":
@@ -108,6 +121,11 @@ class Rows:
                     error = ApiError(500, "the decoding thread has died; see the server's log")
                     return self._received.put_nowait(error)
 
+    @property
+    def are_done(self) -> bool:
+        """Whether every row has ended."""
+        return not self._tickets
+
     def close(self) -> None:
         """Cancel the rows that have not ended."""
         for ticket in self._tickets.values():
@@ -125,7 +143,7 @@ async def _rows(http: HttpRequest) -> AsyncIterator[Rows]:
     serving = serving_of(http)
     if serving.is_draining:
         raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
-    rows = Rows(serving.service)
+    rows = Rows(serving.service, access_of(http))
     watch = asyncio.create_task(rows.watch(http))
     try:
         yield rows
@@ -143,7 +161,7 @@ RowsOfRequest = Annotated[Rows, Depends(_rows)]  # after the body: `watch` reads
 async def completions(http: HttpRequest, body: CompletionBody, rows: RowsOfRequest) -> Response:
     """Continue prompts."""
     serving = serving_of(http)
-    prompts = await _begin(serving, body, rows)
+    prompts = await _begin(http, body, rows)
     reply = CompletionReply(body, serving.model, serving.tokenizer, prompts)
     return await _respond(reply, body, rows)
 
@@ -152,15 +170,17 @@ async def completions(http: HttpRequest, body: CompletionBody, rows: RowsOfReque
 async def chat_completions(http: HttpRequest, body: ChatBody, rows: RowsOfRequest) -> Response:
     """Answer a conversation."""
     serving = serving_of(http)
-    prompts = await _begin(serving, body, rows)
+    prompts = await _begin(http, body, rows)
     reply = ChatReply(body, serving.model, serving.tokenizer, prompts)
     return await _respond(reply, body, rows)
 
 
-async def _begin(serving: Serving, body: WireRequest, rows: Rows) -> list[list[int]]:
+async def _begin(http: HttpRequest, body: WireRequest, rows: Rows) -> list[list[int]]:
+    serving = serving_of(http)
     serving.check_model(body.model or serving.model)
     body.check_rows(serving.max_rows)
     prompts = await run_in_threadpool(body.prompts, serving.encoder)  # megabytes of text take seconds
+    access_of(http).prompt_tokens = sum(map(len, prompts))
     rows.submit(body.requests(prompts, max_context=serving.max_context))
     return prompts
 
@@ -174,7 +194,7 @@ async def _respond(reply: Reply, body: WireRequest, rows: Rows) -> Response:
     async for index, event in rows.events():
         reply.count(event)
         received.setdefault(index, []).append(event)
-    if not all(events[-1].finish for events in received.values()):
+    if not rows.are_done:
         return Response(status_code=499)  # the client has disconnected and does not read this
     return JSONResponse(reply.whole([merge(received[index]) for index in sorted(received)]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,6 +54,8 @@ class Serving:
         max_rows: Largest number of choices of one HTTP request.
         api_key: Required of clients; empty requires none.
         hosts: Host names that clients without a key may use.
+        allow_origins: Origins of the web pages that may read answers; `*` is all.
+        log: Gets a line for every response; None logs none.
 
     Attributes:
         is_draining: Set while new requests are refused.
@@ -68,6 +71,8 @@ class Serving:
     max_rows: int
     api_key: str = ""
     hosts: HostNames = field(default_factory=HostNames)
+    allow_origins: Sequence[str] = ()
+    log: Callable[[str], None] | None = None
     is_draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
