@@ -26,10 +26,11 @@ from yggdrasil.serve.chat import ChatTemplate, load_chat_template
 from yggdrasil.serve.connections import limited
 from yggdrasil.serve.metrics import Metrics
 from yggdrasil.serve.neutral import NEUTRAL
-from yggdrasil.serve.openai import CompletionRequest
+from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.replies import CompletionReply
 from yggdrasil.serve.request import Event, Request, TokenLogProb
 from yggdrasil.serve.serving import Serving
+from yggdrasil.serve.wire import ApiError
 from yggdrasil.tokenizer import TextStream, Tokenizer
 
 STORY = " there was a café ☕ by the sea, and the fox drank 🦊 tea with the crow. The end."
@@ -430,7 +431,17 @@ def test_the_default_template_takes_texts_and_parts(shared: Running) -> None:
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_tokens": 4}, "min_tokens"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens"),
+        ({"frequency_penalty": False}, "frequency_penalty"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"stop_token_ids": [5]}, "stop_token_ids"),
+        ({"store": True}, "store"),
+        ({"guided_json": {}}, "guided_json"),
         ({"min_p": 2}, "min_p"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),
@@ -474,7 +485,7 @@ def test_an_unsupported_or_invalid_field_is_a_400_that_names_it(
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "tool", "content": "4"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "Hi", "name": "Bob"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "Hi", "name": 3}]}, "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages",
@@ -495,9 +506,39 @@ def test_an_unsupported_or_invalid_field_of_chat_is_a_400_that_names_it(
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("kind", (CompletionRequest, ChatRequest))
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_a_field_is_accepted_with_its_neutral_values_only(name: str, kind: type[WireRequest]) -> None:
+    if name in kind.model_fields:
+        return  # applied, so no value is neutral
+    start = (
+        {"prompt": "a"} if kind is CompletionRequest else {"messages": [{"role": "user", "content": "a"}]}
+    )
+    without = kind.model_validate(start)
+    for value in (None, *NEUTRAL[name]):
+        assert kind.model_validate({**start, name: value}) == without
+    with pytest.raises(ApiError, match=f"{name} is not supported; leave it out"):
+        kind.model_validate({**start, name: "another value"})
+
+
 def test_neutral_values_and_labels_are_accepted(shared: Running) -> None:
     neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
     shared.ask(**neutral, user="me", metadata={"a": "b"}, best_of=1)
+    shared.ask(top_k=-1)
+    assert shared.service.submitted[-1].config.sampling.top_k == 0
+    answer = shared.chat(**{**neutral, "tool_choice": "none"}, n=2, best_of=2, user="me")
+    assert answer.status_code == 200
+
+
+def test_a_name_reaches_the_template(shared: Running) -> None:
+    messages = [{"role": "user", "content": "Hi", "name": "Ann"}, {"role": "user", "content": "Ho"}]
+    assert shared.chat(messages=messages).status_code == 200
+    prompt = shared.service.tokenizer.decode(shared.service.submitted[-1].prompt)
+    assert prompt == "user (Ann): Hi\nuser: Ho\nassistant:"
+    own = ChatTemplate("{% for m in messages %}[{{ m.name if m.name is defined else '-' }}]{% endfor %}")
+    with server(template=own) as running:
+        running.chat(messages=messages)
+        assert running.service.tokenizer.decode(running.service.submitted[-1].prompt) == "[Ann][-]"
 
 
 def test_a_prompt_or_an_output_beyond_the_context_is_a_400(shared: Running) -> None:

@@ -61,8 +61,7 @@ class ChatTemplate:
             ConfigError: the template refuses these messages, for example the order of roles.
         """
         if self._template is None:
-            lines = [f"{message['role']}: {message['content']}" for message in messages]
-            return "\n".join([*lines, "assistant:"])
+            return "\n".join([*map(_plain_line, messages), "assistant:"])
         # templates compare these with none, and an undefined name is not none
         absent = {"tools": None, "documents": None}
         try:
@@ -73,6 +72,12 @@ class ChatTemplate:
             roles = [message["role"] for message in messages]
             allowed = f"what the model's chat template accepts ({error})"
             raise ConfigError("messages", roles, allowed) from None
+
+
+def _plain_line(message: Mapping[str, str]) -> str:
+    """A message in the default template; two participants of one role differ by name."""
+    name = f" ({message['name']})" if "name" in message else ""
+    return f"{message['role']}{name}: {message['content']}"
 
 
 def _compiled(source: str, origin: str) -> jinja2.Template:

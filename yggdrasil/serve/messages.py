@@ -21,6 +21,7 @@ class Message(Strict):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    name: str = ""
 
     def rendered(self) -> dict[str, str]:
         """The message for a template.
@@ -30,4 +31,5 @@ class Message(Strict):
         content = self.content
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        named = {"name": self.name} if self.name else {}
+        return {"role": "system" if self.role == "developer" else self.role, "content": content, **named}

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.serve.messages import Message
-from yggdrasil.serve.neutral import LABELS, NEUTRAL
+from yggdrasil.serve.neutral import without_neutral
 from yggdrasil.serve.request import Request
 from yggdrasil.serve.wire import ApiError, Strict, check_text
 from yggdrasil.tokenizer import Tokenizer
@@ -42,10 +42,11 @@ class WireRequest(Strict):
 
     model: str = ""
     n: int = Field(1, ge=1, le=128)
+    best_of: int | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = Field(0, ge=-1)  # vLLM's clients send -1 for no limit
     min_p: float = 0.0
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
     stop: str | Annotated[list[str], Field(max_length=4, fail_fast=True)] = Field([])
@@ -59,12 +60,14 @@ class WireRequest(Strict):
     def _refuse_unsupported(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        for name, neutral in NEUTRAL.items():
-            if fields.get(name) is not None and fields[name] not in neutral:
-                allowed = f" or send {' or '.join(map(repr, neutral))}" if neutral else ""
-                message = f"{name} is not supported; leave it out{allowed}"
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
-        return {name: value for name, value in fields.items() if name not in NEUTRAL and name not in LABELS}
+        return without_neutral(fields, cls.model_fields)
+
+    @model_validator(mode="after")
+    def _returns_all_choices(self) -> WireRequest:
+        if self.best_of not in (None, self.n):
+            message = f"best_of is not supported; leave it out or send n, {self.n}"
+            raise ApiError(400, message, param="best_of", code="unsupported_parameter")
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> WireRequest:
@@ -120,7 +123,11 @@ class WireRequest(Strict):
         # every prompt of a list gets the seeds that it would get alone
         seed = secrets.randbits(63) if self.seed is None else (self.seed + choice) % (MAX_SEED + 1)
         sampling = SamplingConfig(
-            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p, seed=seed
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            min_p=self.min_p,
+            seed=seed,
         )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         for text in stop:
@@ -164,13 +171,9 @@ class CompletionRequest(WireRequest):
     )
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
-    best_of: int | None = None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n):
-            message = f"best_of is not supported; leave it out or send n, {self.n}"
-            raise ApiError(400, message, param="best_of", code="unsupported_parameter")
         if self.echo and self.logprobs is not None:
             reason = "log-probabilities of the prompt are not computed"
             raise ApiError(400, f"logprobs with echo is not supported: {reason}", param="logprobs")
