@@ -13,6 +13,7 @@ from yggdrasil.store import artifacts
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",
+    "TOOL_PARSERS",
     "CompileConfig",
     "GenerateConfig",
     "SamplingConfig",
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?")
 ORIGIN = re.compile(r"[a-z][a-z\d+.-]*://[^/\sA-Z]+")  # as browsers send it
+TOOL_PARSERS = ("hermes", "llama3", "mistral", "json")
 DEFAULT_NEW_TOKENS = 256  # of a request without a limit, if the context has room
 
 
@@ -241,6 +243,7 @@ class ServeConfig:
         tau_low: Pages are scarce if fewer than this share of all are free.
         persist_steps: Steps in a row with scarce pages and no speculation before the draft leaves; the
             paper gives no number, 8 was not tuned.
+        tool_parser: Format of the model's tool calls; None takes the one that its chat template asks for.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         allow_hosts: More host names that clients may use for this server.
@@ -256,6 +259,7 @@ class ServeConfig:
     elastic: bool = True
     tau_low: float = 0.1
     persist_steps: int = 8
+    tool_parser: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     allow_hosts: tuple[str, ...] = ()
@@ -276,6 +280,8 @@ class ServeConfig:
         _require(self.persist_steps >= 1, "persist_steps", self.persist_steps, "at least 1")
         # the resolver would take the rest of a division by 65536
         _require(0 <= self.port < 2**16, "port", self.port, "from 0 to 65535")
+        is_parser = self.tool_parser in (None, *TOOL_PARSERS)
+        _require(is_parser, "tool_parser", self.tool_parser, f"one of {', '.join(TOOL_PARSERS)}")
         for name in self.allow_hosts:
             is_name = HOST_NAME.fullmatch(name) is not None
             _require(is_name, "allow_host", name, "a name alone, without scheme and port: gpu.example.org")

@@ -56,6 +56,7 @@ def refused(capture: Capture, *arguments: str) -> str:
         (("--allow-host", "gpu.example.org:8000"), "--allow-host: 'gpu.example.org:8000' .* a name alone"),
         (("--allow-origin", "chat.example.org"), "--allow-origin: 'chat.example.org' .* scheme"),
         (("--allow-origin", "https://a.example/"), "--allow-origin: 'https://a.example/' .* scheme"),
+        (("--tool-parser", "qwen"), "--tool-parser: 'qwen' .*hermes, llama3, mistral, json"),
         (("--tau-low", "0.2", "--no-elastic"), "--tau-low: 0.2 .*; ygg serve --no-elastic, or"),
     ],
     ids=str,

@@ -38,6 +38,11 @@ CONTEXT = 128
 VOCAB = 4096
 
 
+def call(arguments: str) -> dict[str, Any]:
+    """A call of a tool in a message of the assistant."""
+    return {"id": "a", "type": "function", "function": {"name": "sum", "arguments": arguments}}
+
+
 @dataclass(eq=False)
 class Ticket:
     """A row of the fake."""
@@ -56,6 +61,7 @@ class FakeService:
         is_stuck: No tokens are emitted.
         is_full: No requests are queued.
         fails_after: A row ends with an error after this many tokens.
+        story: What it writes.
         submitted: All requests.
         cancelled: Number of rows that were cancelled before their end.
     """
@@ -65,6 +71,7 @@ class FakeService:
     is_full: bool = False
     is_healthy: bool = True
     fails_after: int | None = None
+    story: str = STORY
     submitted: list[Request] = field(default_factory=list)
     cancelled: int = 0
 
@@ -84,7 +91,7 @@ class FakeService:
             raise QueueFull(4, 2.5)
         ticket = Ticket(
             request,
-            self.tokenizer.encode(STORY),
+            self.tokenizer.encode(self.story),
             TextStream(self.tokenizer, request.config.stop, request.prompt),
         )
         with self._lock:
@@ -342,7 +349,7 @@ def test_echo_and_offsets_are_right_when_the_decoder_strips_a_blank(tmp_path: Pa
         echoing = CompletionReply(CompletionRequest(prompt=given, echo=True), "tiny", tokenizer, [prompt])
         assert echoing.whole([Event(text, rest)])["choices"][0]["text"] == tokenizer.decode(tokens)
     scoring = CompletionReply(CompletionRequest(prompt=prompt, logprobs=0), "tiny", tokenizer, [prompt])
-    scores = [scoring.chunk(0, event)["choices"][0]["logprobs"] for event in events]
+    scores = [scoring.chunks(0, event)[0]["choices"][0]["logprobs"] for event in events]
     assert all(text[score["text_offset"][0] :].startswith(score["tokens"][0]) for score in scores)
 
 
@@ -485,6 +492,19 @@ def test_an_unsupported_or_invalid_field_is_a_400_that_names_it(
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "tool", "content": "4"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "4", "tool_call_id": "a"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "Hi", "tool_calls": [call("{}")]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("[1]")]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call('{"a"')]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("[" * 5000)]}]}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "tools"),  # not in the template
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "Hi", "name": 3}]}, "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from yggdrasil.cli.compile import pair_name
 from yggdrasil.cli.heap import frozen_heap
 from yggdrasil.cli.threads import add_threads, apply_threads, note_threads
-from yggdrasil.config import CompileConfig, ServeConfig
+from yggdrasil.config import TOOL_PARSERS, CompileConfig, ServeConfig
 from yggdrasil.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -115,6 +115,11 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--model-name", metavar="NAME", help="what clients call the model (default: the pair's name)"
     )
+    parser.add_argument(
+        "--tool-parser",
+        metavar="NAME",
+        help=f"format of the model's tool calls: {', '.join(TOOL_PARSERS)} (default: as its template asks)",
+    )
     names = "also answer to this host name; may be repeated; with a key, every name is accepted"
     parser.add_argument("--allow-host", action="append", metavar="NAME", help=names)
     parser.add_argument(
@@ -154,6 +159,7 @@ def run(options: argparse.Namespace) -> None:
         tau_low=ServeConfig().tau_low if options.tau_low is None else options.tau_low,
         host=options.host,
         port=options.port,
+        tool_parser=options.tool_parser,
         allow_hosts=tuple(options.allow_host or ()),
         allow_origins=tuple(options.allow_origin or ()),
         drain_seconds=options.drain_seconds,
@@ -224,6 +230,7 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
     from yggdrasil.serve.load import load_service
     from yggdrasil.serve.metrics import Metrics
     from yggdrasil.serve.serving import Serving
+    from yggdrasil.serve.tools import format_of
 
     bundle = load_bundle(name)
     metrics = Metrics(
@@ -231,17 +238,19 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
         gamma_max=bundle.config.max_depth,
     )
     opened = load_service(name, config, metrics)
+    template = load_chat_template(bundle.models[0])
     note_threads(opened.latency, bundle.command)
     serving = Serving(
         service=opened.service,
         tokenizer=opened.tokenizer,
-        template=load_chat_template(bundle.models[0]),
+        template=template,
         metrics=metrics,
         model=options.model_name or bundle.name,
         max_context=opened.service.max_context,
         vocab=bundle.vocab,
         max_rows=config.max_queue,
         api_key=os.environ.get(KEY_VARIABLE, "") if options.api_key is None else options.api_key,
+        tool_parser=config.tool_parser or format_of(template.tool_source),
         hosts=HostNames([config.host, *config.allow_hosts]),
         allow_origins=config.allow_origins,
         log=None if options.quiet else _log,

@@ -39,6 +39,7 @@ from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.replies import ChatReply, CompletionReply, Reply, merge
 from yggdrasil.serve.request import DEFECT, Event, Request
 from yggdrasil.serve.serving import BatchService, Serving, serving_of
+from yggdrasil.serve.tools import FORMATS
 from yggdrasil.serve.wire import ApiError
 
 __all__ = ["Rows", "create_app"]
@@ -171,7 +172,8 @@ async def chat_completions(http: HttpRequest, body: ChatBody, rows: RowsOfReques
     """Answer a conversation."""
     serving = serving_of(http)
     prompts = await _begin(http, body, rows)
-    reply = ChatReply(body, serving.model, serving.tokenizer, prompts)
+    form = FORMATS[serving.tool_parser] if body.offered else None
+    reply = ChatReply(body, serving.model, serving.tokenizer, prompts, form)
     return await _respond(reply, body, rows)
 
 
@@ -204,7 +206,8 @@ async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[
         async for index, event in rows.events():
             reply.count(event)
             if event.text or event.log_probs or event.finish:
-                yield _sse(reply.chunk(index, event))
+                for chunk in reply.chunks(index, event):
+                    yield _sse(chunk)
         if body.include_usage:
             yield _sse(reply.last_chunk())
         yield "data: [DONE]\n\n"

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from yggdrasil.serve.wire import UNKNOWN_FIELD, ApiError
 
-__all__ = ["MAX_BODY_BYTES", "MAX_VALUES", "read_body"]
+__all__ = ["MAX_BODY_BYTES", "MAX_VALUES", "check_counts", "read_body"]
 
 MAX_BODY_BYTES = 4 << 20
 # By the character that every value of a kind has; 64 prompts of 4096 tokens have as many values.
@@ -58,7 +58,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def _parsed(body: bytes, kind: type[Wire]) -> Wire:
-    _check_counts(body)
+    check_counts(body)
     try:
         fields = json.loads(body.decode())
     except UnicodeDecodeError as error:
@@ -77,7 +77,8 @@ def _parsed(body: bytes, kind: type[Wire]) -> Wire:
         raise _invalid(error) from None
 
 
-def _check_counts(body: bytes) -> None:
+def check_counts(body: bytes) -> None:
+    """Raise ApiError if a text of JSON has so many values that parsing it delays other clients."""
     if all(body.count(separator) <= most for separator, most in MAX_VALUES.items()):
         return
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quotation mark is one of a pair

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
-from yggdrasil.serve.messages import Message
+from yggdrasil.serve.messages import Message, Tool, ToolChoice
 from yggdrasil.serve.neutral import without_neutral
 from yggdrasil.serve.request import Request
 from yggdrasil.serve.wire import ApiError, Strict, check_text
@@ -216,6 +216,17 @@ class ChatRequest(WireRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _forces_no_call(self) -> ChatRequest:
+        if self.tool_choice not in ("none", "auto"):
+            reason = "a call that must be made needs a grammar, which comes with structured output"
+            message = f"tool_choice: {reason}; it is not available yet, send 'auto' or 'none'"
+            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+        return self
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> ChatRequest:
@@ -234,11 +245,17 @@ class ChatRequest(WireRequest):
         return "max_completion_tokens", self.max_completion_tokens
 
     @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model sees and may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
     def num_top(self) -> int | None:
         """The value of `top_logprobs`, if `logprobs` is set."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def prompts(self, encoder: PromptEncoder) -> list[list[int]]:
         """Render and encode the conversation; a model's own template writes the special tokens itself."""
-        text = encoder.template.render([message.rendered() for message in self.messages])
+        messages = [message.rendered() for message in self.messages]
+        text = encoder.template.render(messages, [tool.rendered() for tool in self.offered])
         return [encoder.encode(text, "messages", special_tokens=not encoder.template.is_own)]

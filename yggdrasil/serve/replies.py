@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 
 from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.request import Event, TokenLogProb
+from yggdrasil.serve.tools import CallPiece, Format, ToolParser, parsed
 from yggdrasil.tokenizer import Tokenizer
 
 __all__ = ["ChatReply", "CompletionReply", "Reply", "merge"]
 
+MIN_NAMED_ID = 16  # characters of an id that also has a prefix
 MIN_LOG_PROB = -9999.0  # JSON has no infinity; OpenAI writes this
 
 
@@ -60,10 +62,11 @@ class Reply:
         self._emitted += len(event.tokens)
         self._passes += bool(event.tokens)
 
-    def chunk(self, index: int, event: Event) -> dict[str, Any]:
-        """The chunk of a stream for an event of choice `index`."""
+    def chunks(self, index: int, event: Event) -> list[dict[str, Any]]:
+        """The chunks of a stream for an event of choice `index`."""
         usage = {"usage": None} if self._request.include_usage else {}
-        return {**self._head, "object": self.chunk_kind, "choices": [self._delta(index, event)], **usage}
+        head = {**self._head, "object": self.chunk_kind}
+        return [{**head, "choices": [delta], **usage} for delta in self._deltas(index, event)]
 
     def last_chunk(self) -> dict[str, Any]:
         """The last chunk of a stream that includes usage."""
@@ -86,7 +89,7 @@ class Reply:
     def _choice(self, index: int, event: Event) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _delta(self, index: int, event: Event) -> dict[str, Any]:
+    def _deltas(self, index: int, event: Event) -> list[dict[str, Any]]:
         raise NotImplementedError
 
     def _spelled(self, token: int) -> str:
@@ -96,6 +99,11 @@ class Reply:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + re.sub(r"^b['\"]|['\"]$", "", repr(data))
+
+
+def _finish(event: Event, *, is_call: bool) -> str | None:
+    """The reason of an end: a text that ends with a call ended for it, unless it was cut."""
+    return "tool_calls" if is_call and event.finish == "stop" else event.finish
 
 
 class CompletionReply(Reply):
@@ -121,7 +129,8 @@ class CompletionReply(Reply):
             "finish_reason": event.finish,
         }
 
-    _delta = _choice
+    def _deltas(self, index: int, event: Event) -> list[dict[str, Any]]:
+        return [self._choice(index, event)]
 
     def _log_probs(self, index: int, entries: Sequence[TokenLogProb]) -> dict[str, Any]:
         offsets = []
@@ -147,38 +156,94 @@ class CompletionReply(Reply):
 
 
 class ChatReply(Reply):
-    """Objects of /v1/chat/completions."""
+    """Objects of /v1/chat/completions.
+
+    Args:
+        form: How the model writes calls of tools; None if the request offers none.
+    """
 
     id_prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
-        self, request: ChatRequest, model: str, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]
+        self,
+        request: ChatRequest,
+        model: str,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Sequence[int]],
+        form: Format | None = None,
     ) -> None:
         super().__init__(request, model, tokenizer, prompts)
         self._begun: set[int] = set()
+        self._form = form
+        self._names = [tool.function.name for tool in request.offered]
+        self._most_calls = None if request.parallel_tool_calls else 1
+        self._parsers: dict[int, ToolParser] = {}
 
     def _choice(self, index: int, event: Event) -> dict[str, Any]:
-        message = {"role": "assistant", "content": event.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": event.text, "refusal": None}
+        finish: str | None = event.finish
+        if self._form is not None:
+            whole = parsed(event.text, self._form, self._names, most_calls=self._most_calls)
+            if whole.calls:
+                calls = [self._call(name, arguments) for name, arguments in whole.calls]
+                message.update(content=whole.content or None, tool_calls=calls)
+                finish = _finish(event, is_call=True)
         return {
             "index": index,
             "message": message,
             "logprobs": self._log_probs(event.log_probs),
-            "finish_reason": event.finish,
+            "finish_reason": finish,
         }
 
-    def _delta(self, index: int, event: Event) -> dict[str, Any]:
-        delta = {} if index in self._begun else {"role": "assistant", "content": ""}
-        self._begun.add(index)
-        if event.text:
-            delta["content"] = event.text
-        return {
-            "index": index,
-            "delta": delta,
-            "logprobs": self._log_probs(event.log_probs),
-            "finish_reason": event.finish,
-        }
+    def _deltas(self, index: int, event: Event) -> list[dict[str, Any]]:
+        """The pieces of an event: the first one has the log-probabilities, the last one the reason."""
+        if self._form is None:
+            deltas: list[dict[str, Any]] = [{"content": event.text}] if event.text else []
+            finish: str | None = event.finish
+        else:
+            parser = self._parser(index)
+            pieces = parser.push(event.text) + (parser.finish() if event.finish else [])
+            deltas = [self._piece(piece) for piece in pieces]
+            finish = _finish(event, is_call=parser.num_calls > 0)
+        if not deltas and (event.log_probs or finish):
+            deltas = [{}]
+        if deltas and index not in self._begun:
+            self._begun.add(index)
+            content = None if "tool_calls" in deltas[0] else ""
+            deltas[0] = {"role": "assistant", "content": content, **deltas[0]}
+        last = len(deltas) - 1
+        return [
+            {
+                "index": index,
+                "delta": delta,
+                "logprobs": self._log_probs(() if place else event.log_probs),
+                "finish_reason": finish if place == last else None,
+            }
+            for place, delta in enumerate(deltas)
+        ]
+
+    def _parser(self, index: int) -> ToolParser:
+        assert self._form is not None
+        if index not in self._parsers:
+            self._parsers[index] = ToolParser(self._form, self._names, most_calls=self._most_calls)
+        return self._parsers[index]
+
+    def _piece(self, piece: str | CallPiece) -> dict[str, Any]:
+        if isinstance(piece, str):
+            return {"content": piece}
+        function = {"arguments": piece.arguments}
+        entry = self._call(piece.name, piece.arguments) if piece.name else {"function": function}
+        return {"tool_calls": [{"index": piece.index, **entry}]}
+
+    def _call(self, name: str, arguments: str) -> dict[str, Any]:
+        assert self._form is not None
+        size = self._form.id_chars
+        prefix = "call_" if size >= MIN_NAMED_ID else ""
+        number = secrets.token_hex(size)[: size - len(prefix)]
+        function = {"name": name, "arguments": arguments}
+        return {"id": prefix + number, "type": "function", "function": function}
 
     def _log_probs(self, entries: Sequence[TokenLogProb]) -> dict[str, Any] | None:
         if self._request.num_top is None:

@@ -53,6 +53,7 @@ class Serving:
         vocab: V: the token ids of both models go from 0 to V - 1.
         max_rows: Largest number of choices of one HTTP request.
         api_key: Required of clients; empty requires none.
+        tool_parser: Name of the format in which the model calls tools; see tools.py.
         hosts: Host names that clients without a key may use.
         allow_origins: Origins of the web pages that may read answers; `*` is all.
         log: Gets a line for every response; None logs none.
@@ -70,6 +71,7 @@ class Serving:
     vocab: int
     max_rows: int
     api_key: str = ""
+    tool_parser: str = "json"
     hosts: HostNames = field(default_factory=HostNames)
     allow_origins: Sequence[str] = ()
     log: Callable[[str], None] | None = None

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from starlette.concurrency import run_in_threadpool
 
 from yggdrasil.serve.body import read_body
-from yggdrasil.serve.messages import Message
+from yggdrasil.serve.messages import Message, Tool
 from yggdrasil.serve.serving import Serving, serving_of
 from yggdrasil.serve.wire import ApiError, Strict, check_text
 
@@ -29,6 +29,7 @@ class TokenizeRequest(Strict):
     model: str = ""
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     add_generation_prompt: Literal[True] = True
@@ -49,7 +50,8 @@ class TokenizeRequest(Strict):
         field = "prompt" if self.messages is None else "messages"
         text = self.prompt or ""
         if self.messages is not None:
-            text = template.render([message.rendered() for message in self.messages])
+            messages = [message.rendered() for message in self.messages]
+            text = template.render(messages, [tool.rendered() for tool in self.tools])
         check_text(text, field)
         if len(text) > MAX_CHARS:
             message = f"{field}: {len(text)} characters; at most {MAX_CHARS} are tokenized at once"
