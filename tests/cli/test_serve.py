@@ -176,6 +176,10 @@ def served(
             line = process.stderr.readline()
             found = re.fullmatch(r"serving (\S+) on (http://127\.0\.0\.1:\d+)\n", line)
             assert found is not None, line + process.stderr.read()
+            facts = process.stderr.readline() + process.stderr.readline()
+            assert "chat template: none" in facts
+            assert re.search(r"context \d+ tokens, \d+ KV pages of 16, at most \d+ at once, ", facts)
+            assert re.search(r" \d+ threads?, policy \S+\n$", facts)
             assert process.stderr.readline().startswith(f"  curl {found[2]}/v1/completions")
             yield process, found[2]
         finally:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,23 @@ from yggdrasil.serve.metrics import Metrics
 from yggdrasil.serve.neutral import NEUTRAL
 from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.replies import CompletionReply
-from yggdrasil.serve.request import Event, Request, TokenLogProb
+from yggdrasil.serve.request import Event, Request, RequestReport, TokenLogProb
 from yggdrasil.serve.serving import Serving
 from yggdrasil.serve.wire import ApiError
 from yggdrasil.tokenizer import TextStream, Tokenizer
 
 STORY = " there was a café ☕ by the sea, and the fox drank 🦊 tea with the crow. The end."
+REPORT = RequestReport(
+    finish="stop",
+    prompt_tokens=4,
+    emitted_tokens=0,
+    shared_tokens=2,
+    target_passes=2,
+    preemptions=0,
+    queue_ms=1.0,
+    ttft_ms=20.0,
+    total_ms=120.0,
+)
 CONTEXT = 128
 VOCAB = 4096
 
@@ -141,7 +152,8 @@ class FakeService:
         if finish:
             text += ticket.stream.finish()
             self.live.remove(ticket)
-        ticket.request.on_event(Event(text, tokens, self._log_probs(ticket, tokens), finish, error))
+        report = replace(REPORT, finish=finish, emitted_tokens=ticket.emitted) if finish else None
+        ticket.request.on_event(Event(text, tokens, self._log_probs(ticket, tokens), finish, error, report))
 
     def _log_probs(self, ticket: Ticket, tokens: Sequence[int]) -> list[TokenLogProb]:
         num_top = ticket.request.num_top
@@ -247,6 +259,27 @@ def test_a_completion_has_text_reason_and_usage(shared: Running) -> None:
         "target_passes": passes,
     }
     assert answer["usage"] == expected
+
+
+@pytest.mark.parametrize("stream", (False, True))
+def test_timings_are_those_of_the_slowest_choice_and_have_the_tokens_per_pass(
+    shared: Running, stream: bool
+) -> None:
+    fields: dict[str, Any] = {"prompt": "a", "n": 2, "max_tokens": 11}
+    if stream:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        answer = events(shared.post(**fields))[-2]
+    else:
+        answer = shared.ask(**fields)
+    assert answer["usage"]["completion_tokens"] == 22
+    assert answer["timings"] == {
+        "queue_ms": 1.0,
+        "first_token_ms": 20.0,
+        "total_ms": 120.0,
+        "tokens_per_second": 200.0,  # twice ten tokens after the first ones, in 100 ms
+        "tokens_per_pass": round(22 / 12, 4),
+        "shared_tokens": 4,
+    }
 
 
 def test_the_default_length_is_openai_s_limited_by_the_context(shared: Running) -> None:

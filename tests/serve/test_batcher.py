@@ -164,7 +164,11 @@ def test_the_youngest_row_is_computed_again_when_pages_run_out(bench: Bench) -> 
     submit(batcher, *clients)
     run(batcher)
     assert sum(report.preemptions for report in finished) > 0
-    assert all(each.tokens == bench.reference(each) for each in clients)
+    texts = [each.tokens for each in clients]
+    lasts = [each.events.pop().report for each in clients]
+    assert sorted(map(id, lasts)) == sorted(map(id, finished))  # a client gets the report of its request
+    assert {event.report for each in clients for event in each.events} == {None}
+    assert texts == [bench.reference(each) for each in clients]
 
 
 def test_equal_prompts_share_their_full_pages(bench: Bench) -> None:

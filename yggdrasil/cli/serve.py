@@ -334,6 +334,7 @@ async def _drained(service: Service, drain_seconds: float) -> bool:
 
 
 def _greeting(serving: Serving, listener: socket.socket) -> str:
+    """The address, what is served there, and a first request."""
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     key = ' -H "Authorization: Bearer $KEY"' if serving.api_key else ""
@@ -341,4 +342,23 @@ def _greeting(serving: Serving, listener: socket.socket) -> str:
     is_open = not serving.api_key and not host.startswith("127.") and host != "::1"
     warning = "\nanyone who reaches this address may use it: set --api-key" if is_open else ""
     curl = f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
-    return f"serving {serving.model} on {url}\n  {curl}{warning}"
+    return "\n  ".join((f"serving {serving.model} on {url}", *_facts(serving), curl)) + warning
+
+
+def _facts(serving: Serving) -> tuple[str, str]:
+    """Two lines: what chats are rendered with, and the limits of the batch."""
+    from yggdrasil.kernels.threads import get_num_threads
+    from yggdrasil.layout import PAGE_LEN
+
+    info = serving.service.info()
+    template = "the model's own" if serving.template.is_own else "none, so roles are written as plain lines"
+    tools = f"tools as {serving.tool_parser}" if serving.template.takes_tools else "no tools"
+    threads = get_num_threads()
+    limits = (
+        f"context {info['max_context']} tokens",
+        f"{info['num_pages']} KV pages of {PAGE_LEN}",
+        f"at most {info['max_batch']} at once",
+        f"{threads} thread{'s' if threads != 1 else ''}",
+        f"policy {info['policy']}",
+    )
+    return f"chat template: {template}; {tools}", ", ".join(limits)

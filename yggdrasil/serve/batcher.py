@@ -396,8 +396,9 @@ class Batcher:
             self._waiting.remove(ticket)
         ticket.is_finished = True
         event = event or Event("", ())
-        ticket.request.on_event(Event(event.text, event.tokens, event.log_probs, reason, error))
-        self.observer.on_finish(ticket.report(reason))
+        report = ticket.report(reason)
+        ticket.request.on_event(Event(event.text, event.tokens, event.log_probs, reason, error, report))
+        self.observer.on_finish(report)
 
     def _observe_(self, load: Load, report: StepReport, results: Sequence[StepResult]) -> None:
         """Give the policy the outcome of the rows that decoded; later rows of the report were prompts."""

@@ -1,6 +1,15 @@
 """Replies in OpenAI's wire format: events become choices, chunks and usage.
 
-The usage also counts `target_passes`, so that every reply shows its tokens per pass.
+The usage also counts `target_passes`. Next to it a reply has its `timings`, those of the slowest choice:
+
+```
+queue_ms           from arrival to admission into the batch
+first_token_ms     from arrival to the first token
+total_ms           from arrival to the end
+tokens_per_second  after the first step, all choices together
+tokens_per_pass    of the target, all choices together: the AAL
+shared_tokens      prompt tokens that another request had computed, of all choices
+```
 """
 
 from __future__ import annotations
@@ -12,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
-from yggdrasil.serve.request import Event, TokenLogProb
+from yggdrasil.serve.request import Event, RequestReport, TokenLogProb
 from yggdrasil.serve.tools import CallPiece, Format, ToolParser, parsed
 from yggdrasil.tokenizer import Tokenizer
 
@@ -56,11 +65,14 @@ class Reply:
         self._prompt_tokens = sum(map(len, prompts))
         self._emitted = 0
         self._passes = 0
+        self._reports: list[RequestReport] = []
 
     def count(self, event: Event) -> None:
         """Add an event to the usage."""
         self._emitted += len(event.tokens)
         self._passes += bool(event.tokens)
+        if event.report is not None:
+            self._reports.append(event.report)
 
     def chunks(self, index: int, event: Event) -> list[dict[str, Any]]:
         """The chunks of a stream for an event of choice `index`."""
@@ -70,12 +82,30 @@ class Reply:
 
     def last_chunk(self) -> dict[str, Any]:
         """The last chunk of a stream that includes usage."""
-        return {**self._head, "object": self.chunk_kind, "choices": [], "usage": self._usage()}
+        return {**self._head, "object": self.chunk_kind, "choices": [], **self._counts()}
 
     def whole(self, choices: Sequence[Event]) -> dict[str, Any]:
         """The reply to a request without `stream`, from one merged event per choice."""
         objects = [self._choice(index, event) for index, event in enumerate(choices)]
-        return {**self._head, "object": self.kind, "choices": objects, "usage": self._usage()}
+        return {**self._head, "object": self.kind, "choices": objects, **self._counts()}
+
+    def _counts(self) -> dict[str, Any]:
+        """Usage and timings, at the end of the reply."""
+        return {"usage": self._usage(), "timings": self._timings()}
+
+    def _timings(self) -> dict[str, float]:
+        """Of the slowest choice, in milliseconds, and rates of all choices."""
+        reports = self._reports
+        later_ms = max((report.total_ms - report.ttft_ms for report in reports), default=0.0)
+        num_later = sum(max(0, report.emitted_tokens - 1) for report in reports)
+        return {
+            "queue_ms": round(max((report.queue_ms for report in reports), default=0.0), 3),
+            "first_token_ms": round(max((report.ttft_ms for report in reports), default=0.0), 3),
+            "total_ms": round(max((report.total_ms for report in reports), default=0.0), 3),
+            "tokens_per_second": round(num_later / max(later_ms, 1e-3) * 1e3, 3),
+            "tokens_per_pass": round(self._emitted / max(1, self._passes), 4),
+            "shared_tokens": sum(report.shared_tokens for report in reports),
+        }
 
     def _usage(self) -> dict[str, int]:
         total = self._prompt_tokens + self._emitted

@@ -39,46 +39,6 @@ class TokenLogProb:
 
 
 @dataclass(frozen=True)
-class Event:
-    """The result of one step for a request, or its end.
-
-    Args:
-        text: Released text; empty while a character or a stop text is incomplete.
-        log_probs: Log-probabilities of these tokens, if requested.
-        finish: Reason why this is the last event; None if it is not.
-        error: Error message if `finish` is "error".
-    """
-
-    text: str
-    tokens: Sequence[int]
-    log_probs: Sequence[TokenLogProb] = ()
-    finish: FinishReason | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Request:
-    """One completion.
-
-    Args:
-        prompt: At least one token.
-        config: Limits, stop texts and sampling; `plain` is the same as `speculation=0`.
-        speculation: Largest number of draft tokens in a step; None leaves it to the policy, 0 decodes this
-            row without speculation.
-        num_top: Number of likeliest tokens to report in addition to every emitted token; None reports no
-            log-probabilities.
-        on_event: Called after every step that emitted something and at the end, in the batcher's thread;
-            must return at once.
-    """
-
-    prompt: Sequence[int]
-    config: GenerateConfig = field(default_factory=GenerateConfig)
-    speculation: int | None = None
-    num_top: int | None = None
-    on_event: Callable[[Event], None] = lambda event: None
-
-
-@dataclass(frozen=True)
 class RequestReport:
     """Counts and times of one finished request.
 
@@ -107,6 +67,48 @@ class RequestReport:
         if self.emitted_tokens <= 1:
             return 0.0
         return (self.total_ms - self.ttft_ms) / (self.emitted_tokens - 1)
+
+
+@dataclass(frozen=True)
+class Event:
+    """The result of one step for a request, or its end.
+
+    Args:
+        text: Released text; empty while a character or a stop text is incomplete.
+        log_probs: Log-probabilities of these tokens, if requested.
+        finish: Reason why this is the last event; None if it is not.
+        error: Error message if `finish` is "error".
+        report: Counts and times of the whole request, in its last event.
+    """
+
+    text: str
+    tokens: Sequence[int]
+    log_probs: Sequence[TokenLogProb] = ()
+    finish: FinishReason | None = None
+    error: str = ""
+    report: RequestReport | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """One completion.
+
+    Args:
+        prompt: At least one token.
+        config: Limits, stop texts and sampling; `plain` is the same as `speculation=0`.
+        speculation: Largest number of draft tokens in a step; None leaves it to the policy, 0 decodes this
+            row without speculation.
+        num_top: Number of likeliest tokens to report in addition to every emitted token; None reports no
+            log-probabilities.
+        on_event: Called after every step that emitted something and at the end, in the batcher's thread;
+            must return at once.
+    """
+
+    prompt: Sequence[int]
+    config: GenerateConfig = field(default_factory=GenerateConfig)
+    speculation: int | None = None
+    num_top: int | None = None
+    on_event: Callable[[Event], None] = lambda event: None
 
 
 @dataclass(frozen=True)
