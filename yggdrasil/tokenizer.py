@@ -62,6 +62,11 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=not special_tokens)
         return text
 
+    def is_special(self, token: int) -> bool:
+        """Whether a token marks something and is no part of a text."""
+        added = self._tokenizer.get_added_tokens_decoder().get(token)
+        return added is not None and bool(added.special)
+
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary spells them, such as `Ġfox`; empty for an id without a token."""
         return [self._tokenizer.id_to_token(token) or "" for token in tokens]

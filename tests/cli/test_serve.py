@@ -12,8 +12,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from yggdrasil.bundle import Bundle
@@ -268,6 +270,35 @@ class TestServer:
                 assert httpx.get(f"{url}/health").status_code == 200
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=30) == 0
+
+    def test_openai_s_client_reads_a_text_with_the_log_probabilities_of_its_generation(self) -> None:
+        def ask(path: str, **fields: Any) -> dict[str, Any]:
+            answer: dict[str, Any] = httpx.post(url + path, json=fields).json()
+            return answer
+
+        with (
+            served("--max-batch", "2") as (process, url),
+            openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=60) as client,
+        ):
+            fields = {"model": "tiny", "temperature": 0, "logprobs": 3, "extra_body": {"ignore_eos": True}}
+            written = client.completions.create(prompt="Once upon a time", max_tokens=40, **fields)
+            timings = written.model_dump()["timings"]
+            assert 0 < timings["first_token_ms"] <= timings["total_ms"]
+            assert timings["tokens_per_pass"] == round(40 / written.usage.target_passes, 4)
+            tokens = ask("/tokenize", prompt="Once upon a time" + written.choices[0].text)["tokens"]
+            text = ask("/detokenize", tokens=tokens)["prompt"]
+            assert text == "Once upon a time" + written.choices[0].text
+            read = client.completions.create(prompt=text, max_tokens=0, echo=True, **fields)
+            assert (read.choices[0].text, read.usage.completion_tokens) == (text, 0)
+            tops = read.choices[0].logprobs.top_logprobs
+            assert (tops[0], len(tops)) == (None, len(tokens))
+            for place in range(1, len(tokens)):
+                after = client.completions.create(prompt=tokens[:place], max_tokens=1, **fields)
+                assert after.choices[0].logprobs.top_logprobs[0].items() <= tops[place].items()
+            metrics = httpx.get(f"{url}/metrics").text
+            assert re.search(r"^vllm:spec_decode_num_draft_tokens_total \d", metrics, flags=re.MULTILINE)
+            process.send_signal(signal.SIGTERM)
+            assert ended(process) == (0, "")
 
     def test_a_pool_smaller_than_the_context_serves_what_it_holds(self, tiny_bundle: Bundle) -> None:
         with served("--max-batch", "2", "--kv-memory", str(4 * tiny_bundle.page_bytes)) as (process, url):

@@ -152,8 +152,18 @@ class FakeService:
         if finish:
             text += ticket.stream.finish()
             self.live.remove(ticket)
+        first = () if start else self._prompt_log_probs(ticket)
         report = replace(REPORT, finish=finish, emitted_tokens=ticket.emitted) if finish else None
-        ticket.request.on_event(Event(text, tokens, self._log_probs(ticket, tokens), finish, error, report))
+        ticket.request.on_event(
+            Event(text, tokens, self._log_probs(ticket, tokens), finish, error, report, first)
+        )
+
+    def _prompt_log_probs(self, ticket: Ticket) -> list[TokenLogProb]:
+        num_top = ticket.request.prompt_top
+        if num_top is None:
+            return []
+        tops = [(place, -1.0 - place) for place in range(num_top)]
+        return [TokenLogProb(token, -0.25, tuple(tops), 7) for token in ticket.request.prompt[1:]]
 
     def _log_probs(self, ticket: Ticket, tokens: Sequence[int]) -> list[TokenLogProb]:
         num_top = ticket.request.num_top
@@ -439,6 +449,69 @@ def test_log_probabilities_of_completions_have_texts_and_offsets_of_tokens(share
     assert {json.dumps(part["top_logprobs"]) for part in streamed} == {"null"}
 
 
+@pytest.mark.parametrize("stream", (False, True))
+@pytest.mark.parametrize("given", ("text", "tokens"))
+def test_an_echo_has_the_log_probabilities_of_the_prompt_without_its_first_token(
+    shared: Running, stream: bool, given: str
+) -> None:
+    tokenizer = shared.service.tokenizer
+    text = "Once upon a café"
+    prompt = tokenizer.encode(text)
+    fields = {"prompt": text if given == "text" else prompt, "echo": True, "logprobs": 2, "n": 2}
+    for max_tokens in (0, 3):
+        asked = {**fields, "max_tokens": max_tokens}
+        if stream:
+            chunks = [chunk["choices"][0] for chunk in events(shared.post(**asked, stream=True))[:-1]]
+            parts = [chunk for chunk in chunks if chunk["index"] == 1]
+        else:
+            parts = [shared.ask(**asked)["choices"][1]]
+        whole = "".join(part["text"] for part in parts)
+        scores = {
+            name: [entry for part in parts for entry in part["logprobs"][name]]
+            for name in parts[0]["logprobs"]
+        }
+        assert whole == text + tokenizer.decode(tokenizer.encode(STORY)[:max_tokens])
+        assert {len(entries) for entries in scores.values()} == {len(prompt) + max_tokens}
+        expected = [None] + [-0.25] * (len(prompt) - 1) + [-0.5] * max_tokens
+        assert scores["token_logprobs"] == expected
+        assert scores["top_logprobs"][0] is None
+        assert len(scores["top_logprobs"][1]) == 3
+        for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
+            assert token.startswith("bytes:") or whole[offset:].startswith(token)
+        assert parts[-1]["finish_reason"] == "length"
+
+
+def test_no_token_is_returned_for_max_tokens_0(shared: Running) -> None:
+    answer = shared.ask(max_tokens=0, logprobs=1)
+    assert answer["usage"]["completion_tokens"] == 0
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["logprobs"]["tokens"]) == ("", "length", [])
+
+
+@pytest.mark.parametrize("stream", (False, True))
+def test_log_probabilities_of_a_prompt_have_vllm_s_form(shared: Running, stream: bool) -> None:
+    fields = {"prompt": [5, 6, 7], "prompt_logprobs": 1, "max_tokens": 4}
+    if stream:
+        chunks = [chunk["choices"][0] for chunk in events(shared.post(**fields, stream=True))[:-1]]
+        assert ["prompt_logprobs" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+        choice = chunks[0]
+    else:
+        [choice] = shared.ask(**fields)["choices"]
+    spell = shared.service.tokenizer.token_bytes
+    assert choice["prompt_logprobs"] == [
+        None,
+        *(
+            {
+                str(token): {"logprob": -0.25, "rank": 7, "decoded_token": spell(token).decode()},
+                "0": {"logprob": -1.0, "rank": 1, "decoded_token": spell(0).decode()},
+            }
+            for token in (6, 7)
+        ),
+    ]
+    assert choice["logprobs"] is None
+    assert shared.ask(prompt=[5], prompt_logprobs=0)["choices"][0]["prompt_logprobs"] == [None]
+
+
 def test_the_bytes_of_chat_log_probabilities_are_the_text(shared: Running) -> None:
     response = shared.chat(logprobs=True, top_logprobs=3)
     content = response.json()["choices"][0]["logprobs"]["content"]
@@ -467,7 +540,7 @@ def test_the_default_template_takes_texts_and_parts(shared: Running) -> None:
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"logprobs": 6}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -485,7 +558,7 @@ def test_the_default_template_takes_texts_and_parts(shared: Running) -> None:
         ({"min_p": 2}, "min_p"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stop": ""}, "stop"),
         ({"n": 0}, "n"),
@@ -545,6 +618,8 @@ def test_an_unsupported_or_invalid_field_is_a_400_that_names_it(
         ),
         ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),

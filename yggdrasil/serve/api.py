@@ -193,7 +193,8 @@ async def _respond(reply: Reply, body: WireRequest, rows: Rows) -> Response:
         headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
     received: dict[int, list[Event]] = {}
-    async for index, event in rows.events():
+    async for index, emitted in rows.events():
+        event = body.returned(emitted)
         reply.count(event)
         received.setdefault(index, []).append(event)
     if not rows.are_done:
@@ -203,9 +204,10 @@ async def _respond(reply: Reply, body: WireRequest, rows: Rows) -> Response:
 
 async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[str]:
     try:
-        async for index, event in rows.events():
+        async for index, emitted in rows.events():
+            event = body.returned(emitted)
             reply.count(event)
-            if event.text or event.log_probs or event.finish:
+            if event.text or event.log_probs or event.prompt_log_probs or event.finish:
                 for chunk in reply.chunks(index, event):
                     yield _sse(chunk)
         if body.include_usage:

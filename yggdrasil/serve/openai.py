@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -17,7 +18,7 @@ from pydantic import Field, model_validator
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.serve.messages import Message, Tool, ToolChoice
 from yggdrasil.serve.neutral import without_neutral
-from yggdrasil.serve.request import Request
+from yggdrasil.serve.request import Event, Request
 from yggdrasil.serve.wire import ApiError, Strict, check_text
 from yggdrasil.tokenizer import Tokenizer
 
@@ -86,6 +87,15 @@ class WireRequest(Strict):
         raise NotImplementedError
 
     @property
+    def prompt_top(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return None
+
+    def returned(self, event: Event) -> Event:
+        """What of an event the client gets."""
+        return event
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -137,7 +147,13 @@ class WireRequest(Strict):
         )
         given = self.speculation
         speculation = NAMED_SPECULATION[given] if isinstance(given, str) else given
-        return Request(prompt=prompt, config=config, speculation=speculation, num_top=self.num_top)
+        return Request(
+            prompt=prompt,
+            config=config,
+            speculation=speculation,
+            num_top=self.num_top,
+            prompt_top=self.prompt_top,
+        )
 
     def _max_new_tokens(self, prompt_len: int, max_context: int) -> int:
         if prompt_len == 0:
@@ -151,6 +167,8 @@ class WireRequest(Strict):
             raise ApiError(400, message, param=self.prompt_field, code="context_length_exceeded")
         if requested is None:
             return most if self.default_tokens is None else min(self.default_tokens, most)
+        if requested == 0:  # a token is decoded, and `returned` leaves it out
+            return 1
         if requested > most:
             message = f"{field} is {requested}; {sizes}, so at most {most} can follow"
             raise ApiError(400, message, param=field, code="context_length_exceeded")
@@ -169,20 +187,28 @@ class CompletionRequest(WireRequest):
         | Annotated[list[int], Field(fail_fast=True)]
         | Annotated[list[list[int]], Field(fail_fast=True)]
     )
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=5)
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
-
-    @model_validator(mode="after")
-    def _agrees_with_itself(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            reason = "log-probabilities of the prompt are not computed"
-            raise ApiError(400, f"logprobs with echo is not supported: {reason}", param="logprobs")
-        return self
 
     @property
     def num_top(self) -> int | None:
         """The value of `logprobs`."""
         return self.logprobs
+
+    @property
+    def prompt_top(self) -> int | None:
+        """The value of `prompt_logprobs`, or with `echo` of `logprobs`; the larger one of both."""
+        wanted = [self.logprobs if self.echo else None, self.prompt_logprobs]
+        return max((count for count in wanted if count is not None), default=None)
+
+    def returned(self, event: Event) -> Event:
+        """Nothing of the output if `max_tokens` is 0."""
+        if self.max_tokens != 0:
+            return event
+        finish = "length" if event.finish == "stop" else event.finish
+        return replace(event, text="", tokens=(), log_probs=(), finish=finish)
 
     @property
     def num_prompts(self) -> int:

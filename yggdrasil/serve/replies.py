@@ -38,6 +38,7 @@ def merge(events: Sequence[Event]) -> Event:
         tokens=[token for event in events for token in event.tokens],
         log_probs=[entry for event in events for entry in event.log_probs],
         finish=events[-1].finish,
+        prompt_log_probs=events[0].prompt_log_probs,
     )
 
 
@@ -148,41 +149,78 @@ class CompletionReply(Reply):
     ) -> None:
         super().__init__(request, model, tokenizer, prompts)
         self._unsent_echo = dict(enumerate(request.echoed(prompts, tokenizer)))
+        self._prompts = [prompt for prompt in prompts for _ in range(request.n)]
+        self._prompt_top = request.prompt_logprobs
         self._spelled_bytes: dict[int, bytes] = {}
+        self._num_stripped: dict[int, int] = {}
+        self._begun: set[int] = set()
 
     def _choice(self, index: int, event: Event) -> dict[str, Any]:
-        log_probs = self._log_probs(index, event.log_probs) if self._request.num_top is not None else None
-        return {
+        echo = self._unsent_echo.pop(index, None)
+        log_probs = self._log_probs(index, event, echo) if self._request.num_top is not None else None
+        choice = {
             "index": index,
-            "text": self._unsent_echo.pop(index, "") + event.text,
+            "text": (echo or "") + event.text,
             "logprobs": log_probs,
             "finish_reason": event.finish,
         }
+        if self._prompt_top is not None and index not in self._begun:
+            choice["prompt_logprobs"] = [None, *map(self._ranked, event.prompt_log_probs)]
+        self._begun.add(index)
+        return choice
 
     def _deltas(self, index: int, event: Event) -> list[dict[str, Any]]:
         return [self._choice(index, event)]
 
-    def _log_probs(self, index: int, entries: Sequence[TokenLogProb]) -> dict[str, Any]:
+    def _log_probs(self, index: int, event: Event, echo: str | None) -> dict[str, Any]:
+        """Scores of an event's tokens; with an echo, those of the prompt come first."""
+        entries: list[TokenLogProb | None] = [*event.log_probs]
+        tokens = [entry.token for entry in event.log_probs]
         offsets = []
+        if echo is not None:
+            prompt = self._prompts[index]
+            entries = [None, *event.prompt_log_probs, *entries]
+            tokens = [*prompt, *tokens]
+            # special tokens, and a blank that a decoder strips at the beginning, are not in the echo
+            spelled = b"".join(map(self._bytes, prompt)).decode(errors="ignore")
+            self._num_stripped[index] = len(spelled) - len(echo)
         before = self._spelled_bytes.get(index, b"")
-        for entry in entries:
-            offsets.append(len(before.decode(errors="ignore")))
-            before += self._tokenizer.token_bytes(entry.token)
+        for token in tokens:
+            offset = len(before.decode(errors="ignore")) - self._num_stripped.get(index, 0)
+            offsets.append(max(0, offset))
+            before += self._bytes(token)
         self._spelled_bytes[index] = before
-        tops = [self._top(entry) for entry in entries] if self._request.num_top else None
+        scores = [None if entry is None else max(entry.log_prob, MIN_LOG_PROB) for entry in entries]
+        tops = [None if entry is None else self._top(entry) for entry in entries]
         return {
-            "tokens": [self._spelled(entry.token) for entry in entries],
-            "token_logprobs": [max(entry.log_prob, MIN_LOG_PROB) for entry in entries],
-            "top_logprobs": tops,
+            "tokens": [self._spelled(token) for token in tokens],
+            "token_logprobs": scores,
+            "top_logprobs": tops if self._request.num_top else None,
             "text_offset": offsets,
         }
+
+    def _bytes(self, token: int) -> bytes:
+        """The bytes of a token in the text."""
+        return b"" if self._tokenizer.is_special(token) else self._tokenizer.token_bytes(token)
 
     def _top(self, entry: TokenLogProb) -> dict[str, float]:
         """Log-probabilities by text, the emitted token included; of two equal texts the likelier counts."""
         tops: dict[str, float] = {}
-        for token, log_prob in (*entry.top, (entry.token, entry.log_prob)):
+        for token, log_prob in (*entry.top[: self._request.num_top], (entry.token, entry.log_prob)):
             tops.setdefault(self._spelled(token), max(log_prob, MIN_LOG_PROB))
         return tops
+
+    def _ranked(self, entry: TokenLogProb) -> dict[str, dict[str, Any]]:
+        """Log-probabilities by token id, in the form of vLLM's `prompt_logprobs`."""
+        top = [(*pair, rank) for rank, pair in enumerate(entry.top[: self._prompt_top], 1)]
+        return {
+            str(token): {
+                "logprob": max(log_prob, MIN_LOG_PROB),
+                "rank": rank,
+                "decoded_token": self._spelled(token),
+            }
+            for token, log_prob, rank in ((entry.token, entry.log_prob, entry.rank), *top)
+        }
 
 
 class ChatReply(Reply):

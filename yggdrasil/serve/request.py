@@ -31,11 +31,13 @@ class TokenLogProb:
     Args:
         log_prob: Natural logarithm of its probability before temperature and filters.
         top: The likeliest tokens at its place, (id, log-probability), likeliest first; `num_top` of them.
+        rank: 1 for the likeliest token, 2 for the next one, ...
     """
 
     token: int
     log_prob: float
     top: tuple[tuple[int, float], ...]
+    rank: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Event:
         finish: Reason why this is the last event; None if it is not.
         error: Error message if `finish` is "error".
         report: Counts and times of the whole request, in its last event.
+        prompt_log_probs: Log-probabilities of the prompt's tokens from the second one on, in the first
+            event, if requested.
     """
 
     text: str
@@ -87,6 +91,7 @@ class Event:
     finish: FinishReason | None = None
     error: str = ""
     report: RequestReport | None = None
+    prompt_log_probs: Sequence[TokenLogProb] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,6 +105,7 @@ class Request:
             row without speculation.
         num_top: Number of likeliest tokens to report in addition to every emitted token; None reports no
             log-probabilities.
+        prompt_top: The same for the tokens of the prompt.
         on_event: Called after every step that emitted something and at the end, in the batcher's thread;
             must return at once.
     """
@@ -108,6 +114,7 @@ class Request:
     config: GenerateConfig = field(default_factory=GenerateConfig)
     speculation: int | None = None
     num_top: int | None = None
+    prompt_top: int | None = None
     on_event: Callable[[Event], None] = lambda event: None
 
 
@@ -117,7 +124,8 @@ class StepReport:
 
     Args:
         gamma: Speculative length that the policy selected.
-        prompt_tokens: Prompt tokens that ran in the target's forward, without roots.
+        prompt_tokens: Prompt tokens that ran in the target's forward, without roots, and without prompts
+            whose log-probabilities were requested, which have forwards of their own.
         drafted: Draft tokens verified, for each row that emitted.
         emitted: Tokens of the target for each of these rows: accepted + 1. Tokens after the end of a text,
             which no client gets, are included.
