@@ -5,6 +5,7 @@ POST /v1/completions  /v1/chat/completions                             here
 POST /tokenize  /detokenize                                            texts.py
 GET  /v1/models  /v1/models/ID  /server_info  /metrics  /version       status.py
 GET  /health  /ping    POST /ping                                      status.py
+GET  /docs  /openapi.json                                              describe.py
 ```
 
 If a key is set, every route except /health and /ping requires it. A request becomes one row of the batch
@@ -16,11 +17,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as HttpRequest
@@ -30,10 +31,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+import yggdrasil
 from yggdrasil.errors import YggError
-from yggdrasil.serve import status, texts
+from yggdrasil.serve import describe, status, texts
 from yggdrasil.serve.access import REQUEST_ID, Access, AccessLog, access_of
 from yggdrasil.serve.body import read_body
+from yggdrasil.serve.describe import body_of
 from yggdrasil.serve.middleware import AuthMiddleware, answer_error
 from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.replies import ChatReply, CompletionReply, Reply, merge
@@ -46,14 +49,18 @@ __all__ = ["Rows", "create_app"]
 
 HEALTH_CHECK_S = 2.0
 
+Result = TypeVar("Result")
+
 router = APIRouter()
 
 
 def create_app(serving: Serving) -> ASGIApp:
     """Build the application; the log is around it, so that refusals and defects have a line, too."""
-    app = FastAPI(title="Yggdrasil", openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Yggdrasil", version=yggdrasil.__version__, openapi_url=None, redirect_slashes=False
+    )
     app.state.serving = serving
-    for routes in (router, texts.router, status.router):
+    for routes in (router, texts.router, status.router, describe.router):
         app.include_router(routes)
     app.add_middleware(
         AuthMiddleware, api_key=serving.api_key, hosts=serving.hosts, metrics=serving.metrics
@@ -158,7 +165,7 @@ ChatBody = Annotated[ChatRequest, Depends(read_body(ChatRequest))]
 RowsOfRequest = Annotated[Rows, Depends(_rows)]  # after the body: `watch` reads all later messages
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
 async def completions(http: HttpRequest, body: CompletionBody, rows: RowsOfRequest) -> Response:
     """Continue prompts."""
     serving = serving_of(http)
@@ -167,7 +174,7 @@ async def completions(http: HttpRequest, body: CompletionBody, rows: RowsOfReque
     return await _respond(reply, body, rows)
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
 async def chat_completions(http: HttpRequest, body: ChatBody, rows: RowsOfRequest) -> Response:
     """Answer a conversation."""
     serving = serving_of(http)
@@ -199,7 +206,13 @@ async def _respond(reply: Reply, body: WireRequest, rows: Rows) -> Response:
         received.setdefault(index, []).append(event)
     if not rows.are_done:
         return Response(status_code=499)  # the client has disconnected and does not read this
-    return JSONResponse(reply.whole([merge(received[index]) for index in sorted(received)]))
+    merged = [merge(received[index]) for index in sorted(received)]
+    return await _computed(lambda: JSONResponse(reply.whole(merged)), body.prompt_top is not None)
+
+
+async def _computed(compute: Callable[[], Result], is_long: bool) -> Result:
+    """The result, computed in a thread if it is long: spelling the tokens of a prompt takes a second."""
+    return await run_in_threadpool(compute) if is_long else compute()
 
 
 async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[str]:
@@ -208,7 +221,8 @@ async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[
             event = body.returned(emitted)
             reply.count(event)
             if event.text or event.log_probs or event.prompt_log_probs or event.finish:
-                for chunk in reply.chunks(index, event):
+                chunks = partial(reply.chunks, index, event)
+                for chunk in await _computed(chunks, bool(event.prompt_log_probs)):
                     yield _sse(chunk)
         if body.include_usage:
             yield _sse(reply.last_chunk())

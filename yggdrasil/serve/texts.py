@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from starlette.concurrency import run_in_threadpool
 
 from yggdrasil.serve.body import read_body
+from yggdrasil.serve.describe import body_of
 from yggdrasil.serve.messages import Message, Tool
 from yggdrasil.serve.serving import Serving, serving_of
 from yggdrasil.serve.wire import ApiError, Strict, check_text
@@ -66,7 +67,7 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
 async def tokenize(
     http: HttpRequest, body: Annotated[TokenizeRequest, Depends(read_body(TokenizeRequest))]
 ) -> Response:
@@ -84,7 +85,7 @@ def _tokenized(body: TokenizeRequest, serving: Serving) -> Response:
     )
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
 async def detokenize(
     http: HttpRequest, body: Annotated[DetokenizeRequest, Depends(read_body(DetokenizeRequest))]
 ) -> Response:
