@@ -117,7 +117,7 @@ SCHEDULES = st.fixed_dictionaries(
 def test_any_schedule_gives_the_same_texts_and_loses_no_page(
     bench: Bench, schedule: dict[str, list[int]]
 ) -> None:
-    """Gamma changes, drafts are left out, rows are cancelled and preempted, and prompts are shared."""
+    """Gamma changes, drafts are left out, rows are cancelled and preempted, prompts shared or scored."""
     batcher = bench.batcher(
         Schedule(schedule["gammas"], schedule["budgets"]),
         num_pages=schedule["num_pages"],
@@ -127,6 +127,8 @@ def test_any_schedule_gives_the_same_texts_and_loses_no_page(
         client(bench, prompt, tokens, seed=seed, start=start, speculation=cap)
         for prompt, tokens, cap, seed, _, _, start in schedule["requests"]
     ]
+    for each in clients[::2]:
+        each.prompt_top = 1
     arrivals = {index: request[4] for index, request in enumerate(schedule["requests"])}
     cancelled = {
         index: request[4] + request[5]
@@ -150,6 +152,8 @@ def test_any_schedule_gives_the_same_texts_and_loses_no_page(
             assert each.tokens == reference[: len(each.tokens)]
         else:
             assert (each.tokens, each.finish) == (reference, "length")
+            scored = [score.token for score in each.events[0].prompt_log_probs]
+            assert scored == ([] if each.prompt_top is None else each.prompt[1:])
 
 
 def test_the_youngest_row_is_computed_again_when_pages_run_out(bench: Bench) -> None:

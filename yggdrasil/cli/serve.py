@@ -29,7 +29,7 @@ __all__ = ["add_parser", "run"]
 DESCRIPTION = """\
 Serve a compiled pair over HTTP with OpenAI's completions and chat completions: OpenAI clients work with
 base_url http://HOST:PORT/v1. Requests are batched; a policy chooses the trees of every step.
-The texts are what the target alone would write. Metrics: /metrics. State of the policy: /server_info.
+The texts are what the target alone would write. Routes: /docs. Metrics: /metrics. State: /server_info.
 """
 KEY_VARIABLE = "YGG_API_KEY"
 HANG_UP_SECONDS = 5
