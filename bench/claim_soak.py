@@ -139,6 +139,7 @@ class Server:
             "48",
             "--kv-memory",
             "24MiB",
+            "--quiet",  # nothing reads its lines
         ]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None

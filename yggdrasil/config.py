@@ -15,6 +15,7 @@ from yggdrasil.store import artifacts
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",
+    "TOOL_PARSERS",
     "CompileConfig",
     "GenerateConfig",
     "ProcessorConfig",
@@ -27,6 +28,8 @@ __all__ = [
 T = TypeVar("T")
 
 HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?")
+ORIGIN = re.compile(r"[a-z][a-z\d+.-]*://[^/\sA-Z]+")  # as browsers send it
+TOOL_PARSERS = ("hermes", "llama3", "mistral", "json")
 DEFAULT_NEW_TOKENS = 256  # of a request without a limit, if the context has room
 
 
@@ -326,9 +329,11 @@ class ServeConfig:
         tau_low: Pages are scarce if fewer than this share of all are free.
         persist_steps: Steps in a row with scarce pages and no speculation before the draft leaves; the
             paper gives no number, 8 was not tuned.
+        tool_parser: Format of the model's tool calls; None takes the one that its chat template asks for.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         allow_hosts: More host names that clients may use for this server.
+        allow_origins: Origins of the web pages that may read answers; `*` is all.
         drain_seconds: Seconds that running requests get to finish after a signal.
     """
 
@@ -340,9 +345,11 @@ class ServeConfig:
     elastic: bool = True
     tau_low: float = 0.1
     persist_steps: int = 8
+    tool_parser: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     allow_hosts: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
@@ -359,9 +366,14 @@ class ServeConfig:
         _require(self.persist_steps >= 1, "persist_steps", self.persist_steps, "at least 1")
         # the resolver would take the rest of a division by 65536
         _require(0 <= self.port < 2**16, "port", self.port, "from 0 to 65535")
+        is_parser = self.tool_parser in (None, *TOOL_PARSERS)
+        _require(is_parser, "tool_parser", self.tool_parser, f"one of {', '.join(TOOL_PARSERS)}")
         for name in self.allow_hosts:
             is_name = HOST_NAME.fullmatch(name) is not None
             _require(is_name, "allow_host", name, "a name alone, without scheme and port: gpu.example.org")
+        for origin in self.allow_origins:
+            is_origin = origin == "*" or ORIGIN.fullmatch(origin) is not None
+            _require(is_origin, "allow_origin", origin, "scheme and host: https://chat.example.org, or *")
         _require(
             math.isfinite(self.drain_seconds) and self.drain_seconds >= 0,
             "drain_seconds",

@@ -66,10 +66,19 @@ class Tokenizer:
         ]
         return [list(tokens) for tokens in dict.fromkeys(map(tuple, found)) if tokens]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens."""
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+    def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text, by default without special tokens."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=not special_tokens)
         return text
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token marks something and is no part of a text."""
+        added = self._tokenizer.get_added_tokens_decoder().get(token)
+        return added is not None and bool(added.special)
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary spells them, such as `Ġfox`; empty for an id without a token."""
+        return [self._tokenizer.id_to_token(token) or "" for token in tokens]
 
     def token_text(self, token: int) -> str:
         """One token as a person would read it in a tree."""

@@ -12,8 +12,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from yggdrasil.bundle import Bundle
@@ -54,6 +56,9 @@ def refused(capture: Capture, *arguments: str) -> str:
             "--allow-host: 'http://gpu.example.org' .* a name alone",
         ),
         (("--allow-host", "gpu.example.org:8000"), "--allow-host: 'gpu.example.org:8000' .* a name alone"),
+        (("--allow-origin", "chat.example.org"), "--allow-origin: 'chat.example.org' .* scheme"),
+        (("--allow-origin", "https://a.example/"), "--allow-origin: 'https://a.example/' .* scheme"),
+        (("--tool-parser", "qwen"), "--tool-parser: 'qwen' .*hermes, llama3, mistral, json"),
         (("--tau-low", "0.2", "--no-elastic"), "--tau-low: 0.2 .*; ygg serve --no-elastic, or"),
     ],
     ids=str,
@@ -140,7 +145,10 @@ def test_help_shows_the_defaults_of_the_config_and_imports_nothing_heavy() -> No
 
 @contextmanager
 def served(
-    *arguments: str, environment: dict[str, str] | None = None, before: Sequence[str] = ()
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    before: Sequence[str] = (),
+    quiet: Sequence[str] = ("--quiet",),
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process on the tiny pair, and its address."""
     command = [
@@ -155,6 +163,7 @@ def served(
         "tiny",
         "--port",
         "0",
+        *quiet,
         *arguments,
     ]
     with subprocess.Popen(
@@ -169,6 +178,10 @@ def served(
             line = process.stderr.readline()
             found = re.fullmatch(r"serving (\S+) on (http://127\.0\.0\.1:\d+)\n", line)
             assert found is not None, line + process.stderr.read()
+            facts = process.stderr.readline() + process.stderr.readline()
+            assert "chat template: none" in facts
+            assert re.search(r"context \d+ tokens, \d+ KV pages of 16, at most \d+ at once, ", facts)
+            assert re.search(r" \d+ threads?, policy \S+\n$", facts)
             assert process.stderr.readline().startswith(f"  curl {found[2]}/v1/completions")
             yield process, found[2]
         finally:
@@ -231,6 +244,59 @@ class TestServer:
                 "policy_state",
                 "free_pages",
             } <= info["internal_states"][0].keys()
+            process.send_signal(signal.SIGTERM)
+            assert ended(process) == (0, "")
+
+    def test_every_response_has_a_line_on_standard_error_unless_it_is_quiet(self) -> None:
+        for arguments, count in (((), 2), (("--quiet",), 0)):
+            with served("--max-batch", "2", *arguments, quiet=()) as (process, url):
+                httpx.get(f"{url}/nowhere", headers={"X-Request-Id": "mine"})
+                fields = {"prompt": "Once upon", "max_tokens": 3, "ignore_eos": True}
+                httpx.post(f"{url}/v1/completions", json=fields, timeout=60)
+                process.send_signal(signal.SIGTERM)
+                code, printed = ended(process)
+            assert code == 0
+            lines = printed.splitlines()
+            assert len(lines) == count
+            if lines:
+                assert re.search(r" GET /nowhere 404 \S+ ms mine$", lines[0])
+                assert re.search(r" POST /v1/completions 200 \S+ ms \d+\+3 tokens \w{32}$", lines[1])
+
+    def test_requests_go_on_if_nothing_reads_the_log(self) -> None:
+        with served("--max-batch", "2", quiet=()) as (process, url):
+            assert process.stderr is not None
+            process.stderr.close()
+            for _ in range(3):
+                assert httpx.get(f"{url}/health").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=30) == 0
+
+    def test_openai_s_client_reads_a_text_with_the_log_probabilities_of_its_generation(self) -> None:
+        def ask(path: str, **fields: Any) -> dict[str, Any]:
+            answer: dict[str, Any] = httpx.post(url + path, json=fields).json()
+            return answer
+
+        with (
+            served("--max-batch", "2") as (process, url),
+            openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=60) as client,
+        ):
+            fields = {"model": "tiny", "temperature": 0, "logprobs": 3, "extra_body": {"ignore_eos": True}}
+            written = client.completions.create(prompt="Once upon a time", max_tokens=40, **fields)
+            timings = written.model_dump()["timings"]
+            assert 0 < timings["first_token_ms"] <= timings["total_ms"]
+            assert timings["tokens_per_pass"] == round(40 / written.usage.target_passes, 4)
+            tokens = ask("/tokenize", prompt="Once upon a time" + written.choices[0].text)["tokens"]
+            text = ask("/detokenize", tokens=tokens)["prompt"]
+            assert text == "Once upon a time" + written.choices[0].text
+            read = client.completions.create(prompt=text, max_tokens=0, echo=True, **fields)
+            assert (read.choices[0].text, read.usage.completion_tokens) == (text, 0)
+            tops = read.choices[0].logprobs.top_logprobs
+            assert (tops[0], len(tops)) == (None, len(tokens))
+            for place in range(1, len(tokens)):
+                after = client.completions.create(prompt=tokens[:place], max_tokens=1, **fields)
+                assert after.choices[0].logprobs.top_logprobs[0].items() <= tops[place].items()
+            metrics = httpx.get(f"{url}/metrics").text
+            assert re.search(r"^vllm:spec_decode_num_draft_tokens_total \d", metrics, flags=re.MULTILINE)
             process.send_signal(signal.SIGTERM)
             assert ended(process) == (0, "")
 

@@ -49,6 +49,7 @@ class Client:
     config: GenerateConfig
     speculation: int | None = None
     num_top: int | None = None
+    prompt_top: int | None = None
     events: list[Event] = field(default_factory=list)
 
     def request(self) -> Request:
@@ -57,6 +58,7 @@ class Client:
             config=self.config,
             speculation=self.speculation,
             num_top=self.num_top,
+            prompt_top=self.prompt_top,
             on_event=self.events.append,
         )
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,42 @@ import pytest
 import tiny_pair
 import uvicorn
 
+import yggdrasil
 from yggdrasil.bundle import bundled_models
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.errors import ConfigError, QueueFull, ServiceEnded
-from yggdrasil.serve.api import Serving, create_app
+from yggdrasil.serve.api import create_app
 from yggdrasil.serve.body import MAX_BODY_BYTES
 from yggdrasil.serve.chat import ChatTemplate, load_chat_template
 from yggdrasil.serve.connections import limited
 from yggdrasil.serve.metrics import Metrics
-from yggdrasil.serve.openai import NEUTRAL, CompletionRequest
+from yggdrasil.serve.neutral import NEUTRAL
+from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.replies import CompletionReply
-from yggdrasil.serve.request import Event, Request, TokenLogProb
+from yggdrasil.serve.request import Event, Request, RequestReport, TokenLogProb
+from yggdrasil.serve.serving import Serving
+from yggdrasil.serve.wire import ApiError
 from yggdrasil.tokenizer import TextStream, Tokenizer
 
 STORY = " there was a café ☕ by the sea, and the fox drank 🦊 tea with the crow. The end."
+REPORT = RequestReport(
+    finish="stop",
+    prompt_tokens=4,
+    emitted_tokens=0,
+    shared_tokens=2,
+    target_passes=2,
+    preemptions=0,
+    queue_ms=1.0,
+    ttft_ms=20.0,
+    total_ms=120.0,
+)
 CONTEXT = 128
 VOCAB = 4096
+
+
+def call(arguments: str) -> dict[str, Any]:
+    """A call of a tool in a message of the assistant."""
+    return {"id": "a", "type": "function", "function": {"name": "sum", "arguments": arguments}}
 
 
 @dataclass(eq=False)
@@ -52,6 +72,7 @@ class FakeService:
         is_stuck: No tokens are emitted.
         is_full: No requests are queued.
         fails_after: A row ends with an error after this many tokens.
+        story: What it writes.
         submitted: All requests.
         cancelled: Number of rows that were cancelled before their end.
     """
@@ -61,6 +82,7 @@ class FakeService:
     is_full: bool = False
     is_healthy: bool = True
     fails_after: int | None = None
+    story: str = STORY
     submitted: list[Request] = field(default_factory=list)
     cancelled: int = 0
 
@@ -80,7 +102,7 @@ class FakeService:
             raise QueueFull(4, 2.5)
         ticket = Ticket(
             request,
-            self.tokenizer.encode(STORY),
+            self.tokenizer.encode(self.story),
             TextStream(self.tokenizer, request.config.stop, request.prompt),
         )
         with self._lock:
@@ -130,7 +152,18 @@ class FakeService:
         if finish:
             text += ticket.stream.finish()
             self.live.remove(ticket)
-        ticket.request.on_event(Event(text, tokens, self._log_probs(ticket, tokens), finish, error))
+        first = () if start else self._prompt_log_probs(ticket)
+        report = replace(REPORT, finish=finish, emitted_tokens=ticket.emitted) if finish else None
+        ticket.request.on_event(
+            Event(text, tokens, self._log_probs(ticket, tokens), finish, error, report, first)
+        )
+
+    def _prompt_log_probs(self, ticket: Ticket) -> list[TokenLogProb]:
+        num_top = ticket.request.prompt_top
+        if num_top is None:
+            return []
+        tops = [(place, -1.0 - place) for place in range(num_top)]
+        return [TokenLogProb(token, -0.25, tuple(tops), 7) for token in ticket.request.prompt[1:]]
 
     def _log_probs(self, ticket: Ticket, tokens: Sequence[int]) -> list[TokenLogProb]:
         num_top = ticket.request.num_top
@@ -238,6 +271,27 @@ def test_a_completion_has_text_reason_and_usage(shared: Running) -> None:
     assert answer["usage"] == expected
 
 
+@pytest.mark.parametrize("stream", (False, True))
+def test_timings_are_those_of_the_slowest_choice_and_have_the_tokens_per_pass(
+    shared: Running, stream: bool
+) -> None:
+    fields: dict[str, Any] = {"prompt": "a", "n": 2, "max_tokens": 11}
+    if stream:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        answer = events(shared.post(**fields))[-2]
+    else:
+        answer = shared.ask(**fields)
+    assert answer["usage"]["completion_tokens"] == 22
+    assert answer["timings"] == {
+        "queue_ms": 1.0,
+        "first_token_ms": 20.0,
+        "total_ms": 120.0,
+        "tokens_per_second": 200.0,  # twice ten tokens after the first ones, in 100 ms
+        "tokens_per_pass": round(22 / 12, 4),
+        "shared_tokens": 4,
+    }
+
+
 def test_the_default_length_is_openai_s_limited_by_the_context(shared: Running) -> None:
     assert shared.ask()["usage"]["completion_tokens"] == 16
     assert shared.ask(prompt=[5] * (CONTEXT - 3))["usage"]["completion_tokens"] == 3
@@ -338,7 +392,7 @@ def test_echo_and_offsets_are_right_when_the_decoder_strips_a_blank(tmp_path: Pa
         echoing = CompletionReply(CompletionRequest(prompt=given, echo=True), "tiny", tokenizer, [prompt])
         assert echoing.whole([Event(text, rest)])["choices"][0]["text"] == tokenizer.decode(tokens)
     scoring = CompletionReply(CompletionRequest(prompt=prompt, logprobs=0), "tiny", tokenizer, [prompt])
-    scores = [scoring.chunk(0, event)["choices"][0]["logprobs"] for event in events]
+    scores = [scoring.chunks(0, event)[0]["choices"][0]["logprobs"] for event in events]
     assert all(text[score["text_offset"][0] :].startswith(score["tokens"][0]) for score in scores)
 
 
@@ -395,6 +449,69 @@ def test_log_probabilities_of_completions_have_texts_and_offsets_of_tokens(share
     assert {json.dumps(part["top_logprobs"]) for part in streamed} == {"null"}
 
 
+@pytest.mark.parametrize("stream", (False, True))
+@pytest.mark.parametrize("given", ("text", "tokens"))
+def test_an_echo_has_the_log_probabilities_of_the_prompt_without_its_first_token(
+    shared: Running, stream: bool, given: str
+) -> None:
+    tokenizer = shared.service.tokenizer
+    text = "Once upon a café"
+    prompt = tokenizer.encode(text)
+    fields = {"prompt": text if given == "text" else prompt, "echo": True, "logprobs": 2, "n": 2}
+    for max_tokens in (0, 3):
+        asked = {**fields, "max_tokens": max_tokens}
+        if stream:
+            chunks = [chunk["choices"][0] for chunk in events(shared.post(**asked, stream=True))[:-1]]
+            parts = [chunk for chunk in chunks if chunk["index"] == 1]
+        else:
+            parts = [shared.ask(**asked)["choices"][1]]
+        whole = "".join(part["text"] for part in parts)
+        scores = {
+            name: [entry for part in parts for entry in part["logprobs"][name]]
+            for name in parts[0]["logprobs"]
+        }
+        assert whole == text + tokenizer.decode(tokenizer.encode(STORY)[:max_tokens])
+        assert {len(entries) for entries in scores.values()} == {len(prompt) + max_tokens}
+        expected = [None] + [-0.25] * (len(prompt) - 1) + [-0.5] * max_tokens
+        assert scores["token_logprobs"] == expected
+        assert scores["top_logprobs"][0] is None
+        assert len(scores["top_logprobs"][1]) == 3
+        for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
+            assert token.startswith("bytes:") or whole[offset:].startswith(token)
+        assert parts[-1]["finish_reason"] == "length"
+
+
+def test_no_token_is_returned_for_max_tokens_0(shared: Running) -> None:
+    answer = shared.ask(max_tokens=0, logprobs=1)
+    assert answer["usage"]["completion_tokens"] == 0
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["logprobs"]["tokens"]) == ("", "length", [])
+
+
+@pytest.mark.parametrize("stream", (False, True))
+def test_log_probabilities_of_a_prompt_have_vllm_s_form(shared: Running, stream: bool) -> None:
+    fields = {"prompt": [5, 6, 7], "prompt_logprobs": 1, "max_tokens": 4}
+    if stream:
+        chunks = [chunk["choices"][0] for chunk in events(shared.post(**fields, stream=True))[:-1]]
+        assert ["prompt_logprobs" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+        choice = chunks[0]
+    else:
+        [choice] = shared.ask(**fields)["choices"]
+    spell = shared.service.tokenizer.token_bytes
+    assert choice["prompt_logprobs"] == [
+        None,
+        *(
+            {
+                str(token): {"logprob": -0.25, "rank": 7, "decoded_token": spell(token).decode()},
+                "0": {"logprob": -1.0, "rank": 1, "decoded_token": spell(0).decode()},
+            }
+            for token in (6, 7)
+        ),
+    ]
+    assert choice["logprobs"] is None
+    assert shared.ask(prompt=[5], prompt_logprobs=0)["choices"][0]["prompt_logprobs"] == [None]
+
+
 def test_the_bytes_of_chat_log_probabilities_are_the_text(shared: Running) -> None:
     response = shared.chat(logprobs=True, top_logprobs=3)
     content = response.json()["choices"][0]["logprobs"]["content"]
@@ -423,15 +540,25 @@ def test_the_default_template_takes_texts_and_parts(shared: Running) -> None:
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"logprobs": 6}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_tokens": 4}, "min_tokens"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens"),
+        ({"frequency_penalty": False}, "frequency_penalty"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"stop_token_ids": [5]}, "stop_token_ids"),
+        ({"store": True}, "store"),
+        ({"guided_json": {}}, "guided_json"),
         ({"min_p": 2}, "min_p"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stop": ""}, "stop"),
         ({"n": 0}, "n"),
@@ -471,13 +598,28 @@ def test_an_unsupported_or_invalid_field_is_a_400_that_names_it(
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "tool", "content": "4"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "Hi", "name": "Bob"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "4", "tool_call_id": "a"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "Hi", "tool_calls": [call("{}")]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("[1]")]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call('{"a"')]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("[" * 5000)]}]}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "tools"),  # not in the template
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": "Hi", "name": 3}]}, "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages",
         ),
         ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
@@ -492,9 +634,39 @@ def test_an_unsupported_or_invalid_field_of_chat_is_a_400_that_names_it(
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("kind", (CompletionRequest, ChatRequest))
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_a_field_is_accepted_with_its_neutral_values_only(name: str, kind: type[WireRequest]) -> None:
+    if name in kind.model_fields:
+        return  # applied, so no value is neutral
+    start = (
+        {"prompt": "a"} if kind is CompletionRequest else {"messages": [{"role": "user", "content": "a"}]}
+    )
+    without = kind.model_validate(start)
+    for value in (None, *NEUTRAL[name]):
+        assert kind.model_validate({**start, name: value}) == without
+    with pytest.raises(ApiError, match=f"{name} is not supported; leave it out"):
+        kind.model_validate({**start, name: "another value"})
+
+
 def test_neutral_values_and_labels_are_accepted(shared: Running) -> None:
     neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
     shared.ask(**neutral, user="me", metadata={"a": "b"}, best_of=1)
+    shared.ask(top_k=-1)
+    assert shared.service.submitted[-1].config.sampling.top_k == 0
+    answer = shared.chat(**{**neutral, "tool_choice": "none"}, n=2, best_of=2, user="me")
+    assert answer.status_code == 200
+
+
+def test_a_name_reaches_the_template(shared: Running) -> None:
+    messages = [{"role": "user", "content": "Hi", "name": "Ann"}, {"role": "user", "content": "Ho"}]
+    assert shared.chat(messages=messages).status_code == 200
+    prompt = shared.service.tokenizer.decode(shared.service.submitted[-1].prompt)
+    assert prompt == "user (Ann): Hi\nuser: Ho\nassistant:"
+    own = ChatTemplate("{% for m in messages %}[{{ m.name if m.name is defined else '-' }}]{% endfor %}")
+    with server(template=own) as running:
+        running.chat(messages=messages)
+        assert running.service.tokenizer.decode(running.service.submitted[-1].prompt) == "[Ann][-]"
 
 
 def test_a_prompt_or_an_output_beyond_the_context_is_a_400(shared: Running) -> None:
@@ -574,18 +746,29 @@ def test_health_info_and_metrics_show_the_state_of_the_service(shared: Running) 
     assert "# TYPE ygg_emitted_tokens_total counter" in shared.get("/metrics").text
 
 
+def test_a_ping_is_a_check_of_health_by_either_method(shared: Running) -> None:
+    assert shared.get("/ping").json() == shared.post("/ping").json() == {"status": "ok"}
+    with server() as running:
+        running.serving.is_draining = True
+        assert (running.get("/ping").status_code, running.post("/ping").status_code) == (503, 503)
+
+
+def test_the_version_is_the_package_s(shared: Running) -> None:
+    assert shared.get("/version").json() == {"version": yggdrasil.__version__}
+
+
 def test_a_model_s_name_may_have_slashes() -> None:
     with server(model="me/mine") as running:
         assert running.get("/v1/models/me/mine").json()["id"] == "me/mine"
 
 
-def test_every_route_except_health_requires_the_key() -> None:
+def test_every_route_except_health_and_ping_requires_the_key() -> None:
     with server(api_key="s3crét") as running:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3crét".encode()}):
             for path in ("/v1/models", "/metrics", "/server_info", "/openapi.json", "/nowhere"):
                 response = running.get(path, headers=headers)
                 assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert running.get("/health").status_code == 200
+        assert [running.get(path).status_code for path in ("/health", "/ping")] == [200, 200]
         right = {"Authorization": "bearer s3crét".encode()}
         assert running.get("/v1/models", headers=right).status_code == 200
         sample = running.serving.metrics.registry.get_sample_value

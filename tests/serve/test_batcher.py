@@ -14,6 +14,7 @@ from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.fixed import FixedGamma
 from yggdrasil.policy.gamma.protocol import BatchPolicy, Outcome
 from yggdrasil.serve.request import Observer, RequestReport, StepReport
+from yggdrasil.serve.ticket import token_log_probs
 
 TEXT = (
     "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. "
@@ -116,7 +117,7 @@ SCHEDULES = st.fixed_dictionaries(
 def test_any_schedule_gives_the_same_texts_and_loses_no_page(
     bench: Bench, schedule: dict[str, list[int]]
 ) -> None:
-    """Gamma changes, drafts are left out, rows are cancelled and preempted, and prompts are shared."""
+    """Gamma changes, drafts are left out, rows are cancelled and preempted, prompts shared or scored."""
     batcher = bench.batcher(
         Schedule(schedule["gammas"], schedule["budgets"]),
         num_pages=schedule["num_pages"],
@@ -126,6 +127,8 @@ def test_any_schedule_gives_the_same_texts_and_loses_no_page(
         client(bench, prompt, tokens, seed=seed, start=start, speculation=cap)
         for prompt, tokens, cap, seed, _, _, start in schedule["requests"]
     ]
+    for each in clients[::2]:
+        each.prompt_top = 1
     arrivals = {index: request[4] for index, request in enumerate(schedule["requests"])}
     cancelled = {
         index: request[4] + request[5]
@@ -149,6 +152,8 @@ def test_any_schedule_gives_the_same_texts_and_loses_no_page(
             assert each.tokens == reference[: len(each.tokens)]
         else:
             assert (each.tokens, each.finish) == (reference, "length")
+            scored = [score.token for score in each.events[0].prompt_log_probs]
+            assert scored == ([] if each.prompt_top is None else each.prompt[1:])
 
 
 def test_the_youngest_row_is_computed_again_when_pages_run_out(bench: Bench) -> None:
@@ -164,7 +169,11 @@ def test_the_youngest_row_is_computed_again_when_pages_run_out(bench: Bench) -> 
     submit(batcher, *clients)
     run(batcher)
     assert sum(report.preemptions for report in finished) > 0
-    assert all(each.tokens == bench.reference(each) for each in clients)
+    texts = [each.tokens for each in clients]
+    lasts = [each.events.pop().report for each in clients]
+    assert sorted(map(id, lasts)) == sorted(map(id, finished))  # a client gets the report of its request
+    assert {event.report for each in clients for event in each.events} == {None}
+    assert texts == [bench.reference(each) for each in clients]
 
 
 def test_equal_prompts_share_their_full_pages(bench: Bench) -> None:
@@ -304,3 +313,48 @@ def test_a_request_that_cannot_be_served_is_refused_before_it_waits(bench: Bench
     with pytest.raises(CapacityError, match="5 needed, 4 free"):
         batcher.ticket(client(bench, 60, 20).request())
     assert batcher.num_waiting == 0
+
+
+@pytest.mark.parametrize("gammas", ([0], [3]))
+def test_log_probabilities_of_a_prompt_are_those_of_its_generation(bench: Bench, gammas: list[int]) -> None:
+    batcher = bench.batcher(Schedule(gammas))
+    written = client(bench, 40, 30)
+    written.num_top = 3
+    others = [client(bench, 20 + index, 25, start=index) for index in range(2)]
+    submit(batcher, written, *others)
+    run(batcher)
+    scores = [score for event in written.events for score in event.log_probs]
+    # longer than a forward, and its pages are known from before
+    reading = client(bench, 0, 8)
+    reading.prompt = [*written.prompt, *written.tokens]
+    reading.prompt_top = 3
+    again = [client(bench, 20 + index, 25, start=index) for index in range(2)]
+    submit(batcher, again[0], reading, again[1])
+    run(batcher)
+    assert len(reading.prompt) > batcher.target.prefill_chunk
+    first, *rest = reading.events
+    assert [score.token for score in first.prompt_log_probs] == reading.prompt[1:]
+    assert list(first.prompt_log_probs[-30:]) == scores
+    assert all(event.prompt_log_probs == () for event in rest)
+    assert reading.tokens == bench.reference(reading)
+    assert [each.tokens for each in again] == [each.tokens for each in others]
+
+
+def test_rows_that_wait_for_the_log_probabilities_of_their_prompts_survive_preemption(bench: Bench) -> None:
+    batcher = bench.batcher(Schedule([2]), num_pages=12)
+    clients = [client(bench, 30 + index, 60, start=index) for index in range(4)]
+    for each in clients:
+        each.prompt_top = 0
+    submit(batcher, *clients)
+    run(batcher)
+    for each in clients:
+        assert len(each.events[0].prompt_log_probs) == len(each.prompt) - 1
+        assert each.tokens == bench.reference(each)
+
+
+def test_a_rank_counts_the_likelier_tokens() -> None:
+    logits_NV = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, -1.0]])
+    scores = token_log_probs([2, 0], logits_NV, 1)
+    assert [score.rank for score in scores] == [2, 1]
+    assert [score.top[0][0] for score in scores] == [1, 0]
+    assert scores[0].log_prob == float(logits_NV.log_softmax(-1)[0, 2])

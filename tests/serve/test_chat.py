@@ -11,6 +11,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from yggdrasil.errors import ConfigError
 from yggdrasil.serve.chat import ChatTemplate, load_chat_template
+from yggdrasil.serve.messages import Message, Tool
 
 MESSAGES = [{"role": "user", "content": "café <b> & 'x'"}, {"role": "assistant", "content": "ja"}]
 
@@ -38,6 +39,67 @@ def test_a_template_renders_as_in_transformers(source: str) -> None:
         messages=MESSAGES, add_generation_prompt=True, tools=None, documents=None
     )
     assert ChatTemplate(source).render(MESSAGES) == theirs
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "sum", "description": "+", "parameters": {"type": "object"}}}
+]
+CALLING = [
+    *MESSAGES,
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "sum", "arguments": {"a": [1]}}}
+        ],
+    },
+    {"role": "tool", "content": "4", "tool_call_id": "a"},
+]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ tools | tojson }}{{ messages | tojson }}",
+        "{% for m in messages %}{% if m.tool_calls is defined %}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% elif m.role == 'tool' %}{{ m.tool_call_id }}{{ m.content }}"
+        "{% elif m.content is none %}-{% endif %}{% endfor %}{{ tools[0].function.name }}",
+    ],
+)
+def test_tools_and_their_calls_render_as_in_transformers(source: str) -> None:
+    theirs = _compile_jinja_template(source).render(
+        messages=CALLING, add_generation_prompt=True, tools=TOOLS, documents=None
+    )
+    assert ChatTemplate(source).render(CALLING, TOOLS) == theirs
+
+
+def test_a_message_and_a_tool_of_the_wire_have_the_form_of_a_template() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "sum", "arguments": '{"a": [1]}'}}
+    wire = [*CALLING[:2], {"role": "assistant", "content": None, "tool_calls": [call]}, CALLING[3]]
+    assert [Message.model_validate(message).rendered() for message in wire] == CALLING
+    assert [Tool.model_validate(tool).rendered() for tool in TOOLS] == TOOLS
+
+
+def test_the_default_template_writes_calls_and_results_and_shows_no_tools() -> None:
+    expected = 'assistant: {"name": "sum", "arguments": {"a": [1]}}\ntool: 4\nassistant:'
+    assert ChatTemplate().render(CALLING).endswith(expected)
+    for template in (ChatTemplate(), ChatTemplate("{{ messages }}")):
+        with pytest.raises(ConfigError, match=r"tools: \['sum'\] .* shows no tools"):
+            template.render(CALLING, TOOLS)
+
+
+def test_a_template_for_tools_is_used_if_there_are_tools(tmp_path: Path) -> None:
+    named = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    (tmp_path / "files" / "additional_chat_templates").mkdir(parents=True)
+    (tmp_path / "files" / "chat_template.jinja").write_text(named["default"])
+    path = tmp_path / "files" / "additional_chat_templates" / "tool_use.jinja"
+    path.write_text(named["tool_use"])
+    for folder in (tmp_path, tmp_path / "files"):
+        template = load_chat_template(str(folder))
+        assert template.render(MESSAGES) == "plain"
+        assert template.render(MESSAGES, TOOLS) == "1 tools"
 
 
 def test_an_error_that_a_template_raises_is_a_config_error() -> None:

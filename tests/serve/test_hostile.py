@@ -20,10 +20,11 @@ from test_api import CONTEXT, VOCAB, Running, eventually, server
 from yggdrasil.errors import ArtifactError, ConfigError
 from yggdrasil.serve import connections, middleware
 from yggdrasil.serve.body import MAX_BODY_BYTES, MAX_VALUES
+from yggdrasil.serve.chat import ChatTemplate
 from yggdrasil.serve.connections import limited, log_errors_rarely, raise_descriptor_limit
 from yggdrasil.serve.hosts import HostNames
-from yggdrasil.serve.openai import ApiError
 from yggdrasil.serve.prompts import PREFIX_CHARS, PromptEncoder
+from yggdrasil.serve.wire import ApiError
 
 JSON = {"Content-Type": "application/json"}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -84,6 +85,26 @@ def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(
     assert time.perf_counter() - start < 5  # parsing some of these takes longer
     assert "more than" in message
     assert any(kind in message for kind in complaint.split("|"))
+
+
+def test_the_arguments_of_a_call_are_counted_before_they_are_parsed(shared: Running) -> None:
+    for arguments in ('{"a": [' + "[]," * MANY + "[]]}", '{"a": ' + "[" * 5000):
+        function = {"name": "sum", "arguments": arguments}
+        calls = [{"id": "a", "type": "function", "function": function}]
+        body = json.dumps({"messages": [{"role": "assistant", "tool_calls": calls}]}).encode()
+        assert len(body) <= MAX_BODY_BYTES
+        message = refused(raw(shared, body, "/v1/chat/completions"))
+        assert "more than 8192 lists" in message or "must be a JSON object" in message
+
+
+@pytest.mark.parametrize("depth", (100, 900))
+def test_deeply_nested_tools_are_answered_or_refused(depth: int) -> None:
+    parameters = "[" * depth + "]" * depth
+    tools = f'[{{"type": "function", "function": {{"name": "f", "parameters": {{"a": {parameters}}}}}}}]'
+    body = f'{{"messages": [{{"role": "user", "content": "Hi"}}], "tools": {tools}}}'.encode()
+    with server(template=ChatTemplate("{{ tools | tojson | length }}")) as running:
+        response = raw(running, body, "/v1/chat/completions")
+        assert response.status_code in (200, 400), response.text
 
 
 def test_brackets_and_commas_in_a_text_do_not_count_as_values(shared: Running) -> None:

@@ -72,6 +72,13 @@ def test_a_step_counts_emitted_and_rejected_tokens_and_passes(metrics: Metrics) 
     assert value(metrics, "ygg_rejected_kv_bytes_total") == 2000
 
 
+def test_vllm_s_counters_count_rows_that_drafted_and_their_tokens(metrics: Metrics) -> None:
+    metrics.on_step(STEP)
+    metrics.on_step(replace(STEP, drafted=(3, 0), emitted=(1, 1)))
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    assert [value(metrics, f"vllm:spec_decode_{name}_total") for name in names] == [3, 9, 4]
+
+
 def test_acceptance_and_rejection_are_counted_by_depth(metrics: Metrics) -> None:
     metrics.on_step(STEP)
     metrics.on_step(replace(STEP, drafted=(1, 0), emitted=(1, 1)))
@@ -149,9 +156,9 @@ def test_a_request_cancelled_before_its_first_token_has_no_token_times(metrics: 
     assert [value(metrics, f"ygg_{name}_count") for name in names] == [0, 0, 1]
 
 
-def test_every_metric_has_the_prefix_a_help_text_and_base_units(metrics: Metrics) -> None:
+def test_every_metric_has_a_prefix_a_help_text_and_base_units(metrics: Metrics) -> None:
     for family in metrics.registry.collect():
-        assert family.name.startswith("ygg_")
+        assert family.name.startswith(("ygg_", "vllm:spec_decode_num_"))
         assert family.documentation
         assert not re.search("_(ms|milliseconds|mib|kb)$", family.name)
 

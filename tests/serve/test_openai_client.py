@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import openai
 import pytest
 from test_api import CONTEXT, STORY, Running, eventually, server
+
+from yggdrasil.serve.chat import ChatTemplate
 
 KEY = "a key"
 HI = [{"role": "user", "content": "Hi"}]
@@ -140,3 +143,108 @@ def test_a_stream_that_is_closed_cancels_its_rows(client: openai.OpenAI, running
         running.service.is_stuck = True
     eventually(lambda: running.service.cancelled == before + 2)
     running.service.is_stuck = False
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("get_weather", "sum")
+]
+TEMPLATE = (
+    "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}{% for m in messages %}"
+    "<{{ m.role }}>{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}"
+    "{% endfor %}{% endfor %}"
+)
+CALLS = {
+    "hermes": 'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "sum", "arguments": {}}\n</tool_call>',
+    "llama3": '{"name": "get_weather", "parameters": {"city": "Köln"}}; {"name": "sum", "parameters": {}}',
+    "mistral": '[{"name": "get_weather", "arguments": {"city": "Köln"}}, {"name": "sum", "arguments": {}}]',
+    "json": '[{"name": "get_weather", "arguments": {"city": "Köln"}}, {"name": "sum"}]',
+}
+
+
+@pytest.fixture(params=CALLS)
+def calling(request: pytest.FixtureRequest) -> Iterator[tuple[openai.OpenAI, Running, str]]:
+    """A client of a server whose model writes calls in one format."""
+    form = request.param
+    template = ChatTemplate(TEMPLATE)
+    with (
+        server(template=template, tool_parser=form, max_context=512) as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="-", max_retries=0, timeout=10) as client,
+    ):
+        running.service.story = CALLS[form]
+        yield client, running, form
+
+
+def test_calls_of_tools_are_returned_and_streamed_alike(
+    calling: tuple[openai.OpenAI, Running, str],
+) -> None:
+    client, _, form = calling
+    answer = client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == ("I look." if form == "hermes" else None)
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+    assert calls == [("get_weather", '{"city": "Köln"}'), ("sum", "{}")]
+    ids = [call.id for call in choice.message.tool_calls]
+    assert len(set(ids)) == 2
+    assert {len(number) for number in ids} == {9 if form == "mistral" else 24}
+    with client.chat.completions.stream(model="tiny", messages=HI, tools=TOOLS) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == "tool_calls"
+    assert streamed.message.content == choice.message.content
+    assert [(call.function.name, call.function.arguments) for call in streamed.message.tool_calls] == calls
+
+
+def test_a_streamed_call_begins_with_its_id_and_name_and_goes_on_with_its_arguments(
+    calling: tuple[openai.OpenAI, Running, str],
+) -> None:
+    client, _, _ = calling
+    chunks = client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, stream=True)
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+    assert [choice.delta.role for choice in choices] == ["assistant"] + [None] * (len(choices) - 1)
+    calls = [call for choice in choices for call in choice.delta.tool_calls or []]
+    for index, name in enumerate(("get_weather", "sum")):
+        first, *rest = [call for call in calls if call.index == index]
+        assert (first.function.name, first.function.arguments, first.type) == (name, "", "function")
+        assert first.id
+        assert rest
+        assert all(call.id is None and call.function.name is None for call in rest)
+        assert isinstance(json.loads("".join(call.function.arguments for call in rest)), dict)
+
+
+def test_an_agent_sends_calls_and_results_back(calling: tuple[openai.OpenAI, Running, str]) -> None:
+    client, running, _ = calling
+    answer = client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS)
+    message = answer.choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "12 °C"} for call in message.tool_calls]
+    running.service.story = STORY
+    for sent in (message, message.model_dump(), message.to_dict()):
+        again = client.chat.completions.create(model="tiny", messages=[*HI, sent, *results], tools=TOOLS)
+        assert (again.choices[0].message.content, again.choices[0].finish_reason) == (STORY, "stop")
+        prompt = running.service.tokenizer.decode(running.service.submitted[-1].prompt)
+        assert prompt.startswith("(get_weather)(sum)<user>Hi<assistant>")
+        assert '{"name": "get_weather", "arguments": {"city": "Köln"}}' in prompt
+        assert prompt.endswith("<tool>12 °C<tool>12 °C")
+
+
+def test_without_a_choice_of_tools_the_text_is_left_alone_and_one_call_can_be_asked_for(
+    calling: tuple[openai.OpenAI, Running, str],
+) -> None:
+    client, running, form = calling
+    plain = client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, tool_choice="none")
+    assert plain.choices[0].message.content == CALLS[form]
+    assert plain.choices[0].finish_reason == "stop"
+    prompt = running.service.tokenizer.decode(running.service.submitted[-1].prompt)
+    assert prompt == "<user>Hi"
+    one = client.chat.completions.create(
+        model="tiny", messages=HI, tools=TOOLS, tool_choice="auto", parallel_tool_calls=False
+    )
+    assert [call.function.name for call in one.choices[0].message.tool_calls] == ["get_weather"]
+    cut = client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, max_tokens=12)
+    assert cut.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match="comes with structured output"):
+        client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, tool_choice="required")

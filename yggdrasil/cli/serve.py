@@ -11,25 +11,25 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from yggdrasil.cli.compile import pair_name
 from yggdrasil.cli.heap import frozen_heap
 from yggdrasil.cli.threads import add_threads, apply_threads, note_threads
-from yggdrasil.config import CompileConfig, ServeConfig
+from yggdrasil.config import TOOL_PARSERS, CompileConfig, ServeConfig
 from yggdrasil.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from yggdrasil.serve.api import Serving
     from yggdrasil.serve.service import Service
+    from yggdrasil.serve.serving import Serving
 
 __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
 Serve a compiled pair over HTTP with OpenAI's completions and chat completions: OpenAI clients work with
 base_url http://HOST:PORT/v1. Requests are batched; a policy chooses the trees of every step.
-The texts are what the target alone would write. Metrics: /metrics. State of the policy: /server_info.
+The texts are what the target alone would write. Routes: /docs. Metrics: /metrics. State: /server_info.
 """
 KEY_VARIABLE = "YGG_API_KEY"
 HANG_UP_SECONDS = 5
@@ -110,13 +110,24 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"key that clients must send, except to /health (default: {KEY_VARIABLE}, else none)",
+        help=f"key that clients must send, except for /health and /ping (default: {KEY_VARIABLE})",
     )
     parser.add_argument(
         "--model-name", metavar="NAME", help="what clients call the model (default: the pair's name)"
     )
+    parser.add_argument(
+        "--tool-parser",
+        metavar="NAME",
+        help=f"format of the model's tool calls: {', '.join(TOOL_PARSERS)} (default: as its template asks)",
+    )
     names = "also answer to this host name; may be repeated; with a key, every name is accepted"
     parser.add_argument("--allow-host", action="append", metavar="NAME", help=names)
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        metavar="URL",
+        help="let web pages of this origin read answers (CORS); may be repeated; * is every origin",
+    )
     parser.add_argument(
         "--drain-seconds",
         type=float,
@@ -124,6 +135,7 @@ def add_parser(verbs: Any) -> None:
         metavar="S",
         help="seconds that running requests get to finish after a signal (default: %(default)s)",
     )
+    parser.add_argument("--quiet", action="store_true", help="no line on standard error for every response")
     add_threads(parser, "")
     parser.set_defaults(run=run)
 
@@ -147,7 +159,9 @@ def run(options: argparse.Namespace) -> None:
         tau_low=ServeConfig().tau_low if options.tau_low is None else options.tau_low,
         host=options.host,
         port=options.port,
+        tool_parser=options.tool_parser,
         allow_hosts=tuple(options.allow_host or ()),
+        allow_origins=tuple(options.allow_origin or ()),
         drain_seconds=options.drain_seconds,
     )
     _check_installed()
@@ -211,11 +225,12 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
     import torch
 
     from yggdrasil.loading import load_bundle
-    from yggdrasil.serve.api import Serving
     from yggdrasil.serve.chat import load_chat_template
     from yggdrasil.serve.hosts import HostNames
     from yggdrasil.serve.load import load_service
     from yggdrasil.serve.metrics import Metrics
+    from yggdrasil.serve.serving import Serving
+    from yggdrasil.serve.tools import format_of
 
     bundle = load_bundle(name)
     metrics = Metrics(
@@ -223,18 +238,22 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
         gamma_max=bundle.config.max_depth,
     )
     opened = load_service(name, config, metrics)
+    template = load_chat_template(bundle.models[0])
     note_threads(opened.latency, bundle.command)
     serving = Serving(
         service=opened.service,
         tokenizer=opened.tokenizer,
-        template=load_chat_template(bundle.models[0]),
+        template=template,
         metrics=metrics,
         model=options.model_name or bundle.name,
         max_context=opened.service.max_context,
         vocab=bundle.vocab,
         max_rows=config.max_queue,
         api_key=os.environ.get(KEY_VARIABLE, "") if options.api_key is None else options.api_key,
+        tool_parser=config.tool_parser or format_of(template.tool_source),
         hosts=HostNames([config.host, *config.allow_hosts]),
+        allow_origins=config.allow_origins,
+        log=None if options.quiet else _log,
     )
     return serving, opened.service
 
@@ -289,6 +308,12 @@ async def _serve(serving: Serving, service: Service, listener: socket.socket, dr
     await running
 
 
+def _log(line: str) -> None:
+    """Print a line of the access log; requests go on if nothing reads it any longer."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
 def _end_at_once(number: int, frame: object) -> None:
     """At a second signal, end without waiting, not even for threads."""
     os.write(2, b"ygg serve: ended at once; requests that were running are lost\n")
@@ -309,6 +334,7 @@ async def _drained(service: Service, drain_seconds: float) -> bool:
 
 
 def _greeting(serving: Serving, listener: socket.socket) -> str:
+    """The address, what is served there, and a first request."""
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     key = ' -H "Authorization: Bearer $KEY"' if serving.api_key else ""
@@ -316,4 +342,23 @@ def _greeting(serving: Serving, listener: socket.socket) -> str:
     is_open = not serving.api_key and not host.startswith("127.") and host != "::1"
     warning = "\nanyone who reaches this address may use it: set --api-key" if is_open else ""
     curl = f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
-    return f"serving {serving.model} on {url}\n  {curl}{warning}"
+    return "\n  ".join((f"serving {serving.model} on {url}", *_facts(serving), curl)) + warning
+
+
+def _facts(serving: Serving) -> tuple[str, str]:
+    """Two lines: what chats are rendered with, and the limits of the batch."""
+    from yggdrasil.kernels.threads import get_num_threads
+    from yggdrasil.layout import PAGE_LEN
+
+    info = serving.service.info()
+    template = "the model's own" if serving.template.is_own else "none, so roles are written as plain lines"
+    tools = f"tools as {serving.tool_parser}" if serving.template.takes_tools else "no tools"
+    threads = get_num_threads()
+    limits = (
+        f"context {info['max_context']} tokens",
+        f"{info['num_pages']} KV pages of {PAGE_LEN}",
+        f"at most {info['max_batch']} at once",
+        f"{threads} thread{'s' if threads != 1 else ''}",
+        f"policy {info['policy']}",
+    )
+    return f"chat template: {template}; {tools}", ", ".join(limits)

@@ -1,126 +1,89 @@
 """The HTTP server: OpenAI's completions and chat completions over a batch, its state and its metrics.
 
 ```
-POST /v1/completions  /v1/chat/completions
-GET  /v1/models  /v1/models/ID  /server_info  /metrics  /health
+POST /v1/completions  /v1/chat/completions                             here
+POST /tokenize  /detokenize                                            texts.py
+GET  /v1/models  /v1/models/ID  /server_info  /metrics  /version       status.py
+GET  /health  /ping    POST /ping                                      status.py
+GET  /docs  /openapi.json                                              describe.py
 ```
 
-If a key is set, every route except /health requires it. A request becomes one row of the batch per choice.
-Its rows are cancelled together when the client disconnects, streaming or not, or if one of them fails."""
+If a key is set, every route except /health and /ping requires it. A request becomes one row of the batch
+per choice. Its rows are cancelled together when the client disconnects, streaming or not, or if one of them
+fails."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
+import yggdrasil
 from yggdrasil.errors import YggError
+from yggdrasil.serve import describe, status, texts
+from yggdrasil.serve.access import REQUEST_ID, Access, AccessLog, access_of
 from yggdrasil.serve.body import read_body
-from yggdrasil.serve.chat import ChatTemplate
-from yggdrasil.serve.hosts import HostNames
-from yggdrasil.serve.metrics import CONTENT_TYPE_LATEST, Metrics
+from yggdrasil.serve.describe import body_of
 from yggdrasil.serve.middleware import AuthMiddleware, answer_error
-from yggdrasil.serve.openai import ApiError, ChatRequest, CompletionRequest, WireRequest
-from yggdrasil.serve.prompts import PromptEncoder
+from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.replies import ChatReply, CompletionReply, Reply, merge
 from yggdrasil.serve.request import DEFECT, Event, Request
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.serve.serving import BatchService, Serving, serving_of
+from yggdrasil.serve.tools import FORMATS
+from yggdrasil.serve.wire import ApiError
 
-__all__ = ["BatchService", "Rows", "Serving", "create_app"]
+__all__ = ["Rows", "create_app"]
 
 HEALTH_CHECK_S = 2.0
+
+Result = TypeVar("Result")
 
 router = APIRouter()
 
 
-class BatchService(Protocol):
-    """The part of a service that this module uses."""
-
-    def submit(self, request: Request) -> Any:
-        """Queue a request; returns its ticket."""
-        ...
-
-    def cancel(self, ticket: Any) -> None:
-        """End a request early."""
-        ...
-
-    def info(self) -> dict[str, Any]:
-        """State in JSON values; may wait for a step."""
-        ...
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether the service runs."""
-        ...
-
-
-@dataclass(kw_only=True)
-class Serving:
-    """What the routes share.
-
-    Args:
-        service: Decodes the requests.
-        metrics: Also the service's observer.
-        model: Name of the model for clients.
-        max_context: Largest number of tokens of prompt and output together.
-        vocab: V: the token ids of both models go from 0 to V - 1.
-        max_rows: Largest number of choices of one HTTP request.
-        api_key: Required of clients; empty requires none.
-        hosts: Host names that clients without a key may use.
-
-    Attributes:
-        is_draining: Set while new requests are refused.
-    """
-
-    service: BatchService
-    tokenizer: Tokenizer
-    template: ChatTemplate
-    metrics: Metrics
-    model: str
-    max_context: int
-    vocab: int
-    max_rows: int
-    api_key: str = ""
-    hosts: HostNames = field(default_factory=HostNames)
-    is_draining: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def encoder(self) -> PromptEncoder:
-        """Turns prompts into tokens."""
-        return PromptEncoder(self.tokenizer, self.template, self.max_context, self.vocab)
-
-
-def create_app(serving: Serving) -> FastAPI:
-    """Build the ASGI application."""
-    app = FastAPI(title="Yggdrasil", openapi_url=None, redirect_slashes=False)
+def create_app(serving: Serving) -> ASGIApp:
+    """Build the application; the log is around it, so that refusals and defects have a line, too."""
+    app = FastAPI(
+        title="Yggdrasil", version=yggdrasil.__version__, openapi_url=None, redirect_slashes=False
+    )
     app.state.serving = serving
-    app.include_router(router)
+    for routes in (router, texts.router, status.router, describe.router):
+        app.include_router(routes)
     app.add_middleware(
         AuthMiddleware, api_key=serving.api_key, hosts=serving.hosts, metrics=serving.metrics
     )
+    if serving.allow_origins:  # outermost: a browser asks for permission without the key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=serving.allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "Retry-After"],
+        )
     for kind in (ApiError, YggError, HTTPException, Exception):
         app.add_exception_handler(kind, partial(answer_error, metrics=serving.metrics))
-    return app
+    return AccessLog(app, serving.log)
 
 
 class Rows:
     """The rows of one HTTP request: their submission, their events and their cancellation."""
 
-    def __init__(self, service: BatchService) -> None:
+    def __init__(self, service: BatchService, access: Access) -> None:
         self._service = service
+        self._access = access
         self._loop = asyncio.get_running_loop()
         self._received: asyncio.Queue[tuple[int, Event] | ApiError | None] = asyncio.Queue()
         self._tickets: dict[int, Any] = {}
@@ -145,6 +108,7 @@ class Rows:
             if isinstance(received, ApiError):
                 raise received
             index, event = received
+            self._access.output_tokens += len(event.tokens)
             if event.finish is not None:
                 del self._tickets[index]
             if event.finish == "error":
@@ -165,6 +129,11 @@ class Rows:
                     error = ApiError(500, "the decoding thread has died; see the server's log")
                     return self._received.put_nowait(error)
 
+    @property
+    def are_done(self) -> bool:
+        """Whether every row has ended."""
+        return not self._tickets
+
     def close(self) -> None:
         """Cancel the rows that have not ended."""
         for ticket in self._tickets.values():
@@ -177,17 +146,12 @@ class Rows:
             self._loop.call_soon_threadsafe(self._received.put_nowait, (index, event))
 
 
-def _serving(http: HttpRequest) -> Serving:
-    serving: Serving = http.app.state.serving
-    return serving
-
-
 async def _rows(http: HttpRequest) -> AsyncIterator[Rows]:
     """Rows that are always closed after the response: a stream may be cancelled before its first event."""
-    serving = _serving(http)
+    serving = serving_of(http)
     if serving.is_draining:
         raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
-    rows = Rows(serving.service)
+    rows = Rows(serving.service, access_of(http))
     watch = asyncio.create_task(rows.watch(http))
     try:
         yield rows
@@ -201,28 +165,31 @@ ChatBody = Annotated[ChatRequest, Depends(read_body(ChatRequest))]
 RowsOfRequest = Annotated[Rows, Depends(_rows)]  # after the body: `watch` reads all later messages
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
 async def completions(http: HttpRequest, body: CompletionBody, rows: RowsOfRequest) -> Response:
     """Continue prompts."""
-    serving = _serving(http)
-    prompts = await _begin(serving, body, rows)
+    serving = serving_of(http)
+    prompts = await _begin(http, body, rows)
     reply = CompletionReply(body, serving.model, serving.tokenizer, prompts)
     return await _respond(reply, body, rows)
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
 async def chat_completions(http: HttpRequest, body: ChatBody, rows: RowsOfRequest) -> Response:
     """Answer a conversation."""
-    serving = _serving(http)
-    prompts = await _begin(serving, body, rows)
-    reply = ChatReply(body, serving.model, serving.tokenizer, prompts)
+    serving = serving_of(http)
+    prompts = await _begin(http, body, rows)
+    form = FORMATS[serving.tool_parser] if body.offered else None
+    reply = ChatReply(body, serving.model, serving.tokenizer, prompts, form)
     return await _respond(reply, body, rows)
 
 
-async def _begin(serving: Serving, body: WireRequest, rows: Rows) -> list[list[int]]:
-    _check_model(serving, body.model or serving.model)
+async def _begin(http: HttpRequest, body: WireRequest, rows: Rows) -> list[list[int]]:
+    serving = serving_of(http)
+    serving.check_model(body.model or serving.model)
     body.check_rows(serving.max_rows)
     prompts = await run_in_threadpool(body.prompts, serving.encoder)  # megabytes of text take seconds
+    access_of(http).prompt_tokens = sum(map(len, prompts))
     rows.submit(body.requests(prompts, max_context=serving.max_context))
     return prompts
 
@@ -233,20 +200,30 @@ async def _respond(reply: Reply, body: WireRequest, rows: Rows) -> Response:
         headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
     received: dict[int, list[Event]] = {}
-    async for index, event in rows.events():
+    async for index, emitted in rows.events():
+        event = body.returned(emitted)
         reply.count(event)
         received.setdefault(index, []).append(event)
-    if not all(events[-1].finish for events in received.values()):
+    if not rows.are_done:
         return Response(status_code=499)  # the client has disconnected and does not read this
-    return JSONResponse(reply.whole([merge(received[index]) for index in sorted(received)]))
+    merged = [merge(received[index]) for index in sorted(received)]
+    return await _computed(lambda: JSONResponse(reply.whole(merged)), body.prompt_top is not None)
+
+
+async def _computed(compute: Callable[[], Result], is_long: bool) -> Result:
+    """The result, computed in a thread if it is long: spelling the tokens of a prompt takes a second."""
+    return await run_in_threadpool(compute) if is_long else compute()
 
 
 async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[str]:
     try:
-        async for index, event in rows.events():
+        async for index, emitted in rows.events():
+            event = body.returned(emitted)
             reply.count(event)
-            if event.text or event.log_probs or event.finish:
-                yield _sse(reply.chunk(index, event))
+            if event.text or event.log_probs or event.prompt_log_probs or event.finish:
+                chunks = partial(reply.chunks, index, event)
+                for chunk in await _computed(chunks, bool(event.prompt_log_probs)):
+                    yield _sse(chunk)
         if body.include_usage:
             yield _sse(reply.last_chunk())
         yield "data: [DONE]\n\n"
@@ -259,57 +236,3 @@ async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[
 
 def _sse(payload: dict[str, Any]) -> str:
     return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-@router.get("/v1/models")
-async def models(http: HttpRequest) -> Response:
-    """List the only model."""
-    return JSONResponse({"object": "list", "data": [_model_card(_serving(http))]})
-
-
-@router.get("/v1/models/{model:path}")
-async def model(http: HttpRequest, model: str) -> Response:
-    """Describe the model by its name."""
-    _check_model(_serving(http), model)
-    return JSONResponse(_model_card(_serving(http)))
-
-
-@router.get("/health")
-async def health(http: HttpRequest) -> Response:
-    """200 while requests are accepted, else 503."""
-    serving = _serving(http)
-    state = "draining" if serving.is_draining else "ok" if serving.service.is_healthy else "failed"
-    return JSONResponse({"status": state}, 200 if state == "ok" else 503)
-
-
-@router.get("/server_info")
-async def server_info(http: HttpRequest) -> Response:
-    """State of the batch and the policy; SGLang's clients read it in `internal_states`."""
-    serving = _serving(http)
-    if not serving.service.is_healthy:
-        raise ApiError(503, "the decoding thread is not running")
-    info = await run_in_threadpool(serving.service.info)
-    card = {"model": serving.model, "chat_template": "model" if serving.template.is_own else "plain"}
-    return JSONResponse({**card, **info, "internal_states": [info]})
-
-
-@router.get("/metrics")
-async def metrics(http: HttpRequest) -> Response:
-    """Metrics for Prometheus."""
-    return Response(_serving(http).metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _model_card(serving: Serving) -> dict[str, Any]:
-    return {
-        "id": serving.model,
-        "object": "model",
-        "created": serving.created,
-        "owned_by": "yggdrasil",
-        "max_model_len": serving.max_context,
-    }
-
-
-def _check_model(serving: Serving, name: str) -> None:
-    if name != serving.model:
-        message = f"there is no model {name!r}; this server has {serving.model!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
 from yggdrasil.engine import ANY_TOKEN, check_processors, check_request, check_tokens
@@ -31,9 +32,10 @@ from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.serve.elastic import ElasticMemory
 from yggdrasil.serve.pages import PagePool, pages_for
 from yggdrasil.serve.request import DEFECT, Event, FinishReason, Observer, Request, StepReport, TokenLogProb
-from yggdrasil.serve.ticket import Ticket
+from yggdrasil.serve.ticket import Ticket, token_log_probs
 from yggdrasil.state import DecodeState, Row, StepResult
 from yggdrasil.step.choice import VERIFY_ALL, Choice
+from yggdrasil.step.growth import run_chunks
 from yggdrasil.step.native import NativeStep
 from yggdrasil.step.rows import StepOverRows
 from yggdrasil.tokenizer import TextStream, Tokenizer
@@ -204,6 +206,7 @@ class Batcher:
             if self.elastic is not None:
                 self.elastic.settle_()
             return None
+        self._score_prompts_()
         start = time.perf_counter()
         before = dict(self.trace.total_ms)
         decoding = self._reserve_()
@@ -237,7 +240,9 @@ class Batcher:
             row = self._free_rows[-1]
             if self._not_admitted == (ticket, self.pool.num_free):
                 return
-            target_len, draft_len = self.pool.share_(row, ticket.state.tokens)
+            # the logits of shared tokens are gone, so a prompt that is scored shares nothing
+            sharing = self.pool.share_(row, ticket.state.tokens) if ticket.is_scored else (0, 0)
+            target_len, draft_len = sharing
             num_missing = self.pool.num_missing(row, len(ticket.state.tokens))
             if not self._has_free_(num_missing + len(self._running)):
                 self.pool.release_(row)
@@ -279,6 +284,8 @@ class Batcher:
     def _preempt_(self, ticket: Ticket) -> None:
         """Move a row to the head of the queue without its KV, which is computed again from its text."""
         self._release_row_(ticket)
+        if not ticket.is_scored:
+            ticket.prompt_log_probs = []
         ticket.preemptions += 1
         self._waiting.appendleft(ticket)
 
@@ -315,13 +322,37 @@ class Batcher:
         """Pages that the rows lack to hold this many drafted nodes each."""
         return sum(self.pool.num_missing(row.row, len(row.state.tokens) + num_nodes) for row in rows)
 
+    def _score_prompts_(self) -> None:
+        """Run a part of a prompt whose log-probabilities were requested, in a forward of its own.
+
+        Other rows wait for one part only. If every row waits for log-probabilities, one is completed.
+        """
+        while ticket := next((ticket for ticket in self._running if not ticket.is_scored), None):
+            self._stepping = [ticket]
+            self._score_part_(ticket)
+            if any(ticket.is_scored for ticket in self._running):
+                return
+
+    def _score_part_(self, ticket: Ticket) -> None:
+        row = ticket.running
+        assert row.target_len == len(ticket.prompt_log_probs)
+        assert ticket.request.prompt_top is not None
+        end = min(row.target_len + self.target.prefill_chunk, row.state.root_pos)
+        part = Chunk(row.row, row.state.tokens[row.target_len : end], row.target_len)
+        for _, (logits_NV, _) in run_chunks(self.target, [part], self.target.prefill_chunk):
+            followers = row.state.tokens[row.target_len + 1 : end + 1]
+            read_NV = logits_NV[: len(followers)]
+            ticket.prompt_log_probs += token_log_probs(followers, read_NV, ticket.request.prompt_top)
+        row.target_len = end
+        self._publish_(row)
+
     def _prompts(self, num_tokens: int) -> tuple[list[Ticket], list[Chunk]]:
         """The prompts that run together with `num_tokens` tokens of trees.
 
         Returns:
             The requests whose root is reached, and chunks of the others.
         """
-        prefilling = [ticket for ticket in self._running if not ticket.running.is_prefilled]
+        prefilling = self._prefilling
         budget = prompt_budget(self.target.sizes, num_tokens, self._num_prompt_tokens)
         reaching = []
         chunks = []
@@ -344,7 +375,12 @@ class Batcher:
     @property
     def _num_prompt_tokens(self) -> int:
         """Prompt tokens of running rows, roots included, that the target has not processed."""
-        return sum(ticket.num_unseen for ticket in self._running if not ticket.running.is_prefilled)
+        return sum(ticket.num_unseen for ticket in self._prefilling)
+
+    @property
+    def _prefilling(self) -> list[Ticket]:
+        """Running requests whose prompt advances together with the rows that decode."""
+        return [ticket for ticket in self._running if ticket.is_scored and not ticket.running.is_prefilled]
 
     def _publish_results_(self, emitting: Sequence[Ticket], results: Sequence[StepResult]) -> int:
         """Send events to clients, publish the KV and release finished rows.
@@ -368,15 +404,16 @@ class Batcher:
         self, ticket: Ticket, text: str, tokens: Sequence[int], log_probs: Sequence[TokenLogProb]
     ) -> None:
         """Send an event with the tokens of a step, the last one if they end the text."""
+        scores = () if ticket.first else ticket.prompt_log_probs
         ticket.first = ticket.first or time.perf_counter()
         ticket.target_passes += 1
         ticket.emitted_tokens += len(tokens)
         is_stop = ticket.stream.stopped or tokens[-1] in ticket.ends
         if is_stop or ticket.emitted_tokens == ticket.limit:
-            event = Event(text + ticket.stream.finish(), tokens, log_probs)
+            event = Event(text + ticket.stream.finish(), tokens, log_probs, prompt_log_probs=scores)
             self._finish_(ticket, "stop" if is_stop else "length", event=event)
         else:
-            ticket.request.on_event(Event(text, tokens, log_probs))
+            ticket.request.on_event(Event(text, tokens, log_probs, prompt_log_probs=scores))
 
     def _commit_prompts_(self, prompts: Sequence[Chunk]) -> None:
         for chunk, ticket in zip(prompts, self._prompt_tickets(prompts), strict=True):
@@ -396,9 +433,10 @@ class Batcher:
         elif ticket in self._waiting:
             self._waiting.remove(ticket)
         ticket.is_finished = True
-        event = event or Event("", ())
-        ticket.request.on_event(Event(event.text, event.tokens, event.log_probs, reason, error))
-        self.observer.on_finish(ticket.report(reason))
+        report = ticket.report(reason)
+        event = replace(event or Event("", ()), finish=reason, error=error, report=report)
+        ticket.request.on_event(event)
+        self.observer.on_finish(report)
 
     def _observe_(self, load: Load, report: StepReport, results: Sequence[StepResult]) -> None:
         """Give the policy the outcome of the rows that decoded; later rows of the report were prompts."""

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from fastapi import Request as HttpRequest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from yggdrasil.serve.openai import UNKNOWN_FIELD, ApiError, WireRequest
+from yggdrasil.serve.wire import UNKNOWN_FIELD, ApiError
 
-__all__ = ["MAX_BODY_BYTES", "MAX_VALUES", "read_body"]
+__all__ = ["MAX_BODY_BYTES", "MAX_VALUES", "check_counts", "read_body"]
 
 MAX_BODY_BYTES = 4 << 20
 # By the character that every value of a kind has; 64 prompts of 4096 tokens have as many values.
@@ -27,7 +27,7 @@ MAX_VALUES = {b"[": 1 << 13, b"{": 1 << 13, b":": 1 << 15, b",": 1 << 18}
 NAMES = {b"[": "lists", b"{": "objects", b":": "fields", b",": "values"}
 SMALL_BYTES = 1 << 16  # parsed faster than a thread wakes up on a busy machine
 
-Wire = TypeVar("Wire", bound=WireRequest)
+Wire = TypeVar("Wire", bound=BaseModel)
 
 
 def read_body(kind: type[Wire]) -> Callable[[HttpRequest], Awaitable[Wire]]:
@@ -58,7 +58,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def _parsed(body: bytes, kind: type[Wire]) -> Wire:
-    _check_counts(body)
+    check_counts(body)
     try:
         fields = json.loads(body.decode())
     except UnicodeDecodeError as error:
@@ -77,7 +77,8 @@ def _parsed(body: bytes, kind: type[Wire]) -> Wire:
         raise _invalid(error) from None
 
 
-def _check_counts(body: bytes) -> None:
+def check_counts(body: bytes) -> None:
+    """Raise ApiError if a text of JSON has so many values that parsing it delays other clients."""
     if all(body.count(separator) <= most for separator, most in MAX_VALUES.items()):
         return
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quotation mark is one of a pair

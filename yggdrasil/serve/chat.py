@@ -30,6 +30,7 @@ class ChatTemplate:
 
     Args:
         source: A Jinja template in the dialect of Hugging Face; empty for the default template.
+        tool_source: The template of conversations that offer tools; empty if `source` is for them, too.
         special_tokens: Their names in the template (`bos_token`, `eos_token`, ...) and their texts.
         origin: Where the source comes from, for error messages.
 
@@ -49,30 +50,50 @@ class ChatTemplate:
         source: str = "",
         special_tokens: Mapping[str, str] | None = None,
         origin: str = "chat template",
+        tool_source: str = "",
     ) -> None:
         self.is_own = bool(source)
+        self.tool_source = tool_source or source
         self._special_tokens = dict(special_tokens or {})
         self._template = _compiled(source, origin) if source else None
+        self._tool_template = _compiled(tool_source, origin) if tool_source else self._template
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template shows tools to the model."""
+        return "tools" in self.tool_source
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The prompt that the assistant's answer continues.
 
         Raises:
-            ConfigError: the template refuses these messages, for example the order of roles.
+            ConfigError: the template refuses these messages, for example the order of roles, or shows no
+                tools to the model.
         """
-        if self._template is None:
-            lines = [f"{message['role']}: {message['content']}" for message in messages]
-            return "\n".join([*lines, "assistant:"])
+        if tools and not self.takes_tools:
+            names = [tool["function"]["name"] for tool in tools]
+            raise ConfigError("tools", names, "left out: the model's chat template shows no tools")
+        template = self._tool_template if tools else self._template
+        if template is None:
+            return "\n".join([*map(_plain_line, messages), "assistant:"])
         # templates compare these with none, and an undefined name is not none
-        absent = {"tools": None, "documents": None}
+        optional = {"tools": list(tools) or None, "documents": None}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=True, **absent, **self._special_tokens
+            return template.render(
+                messages=messages, add_generation_prompt=True, **optional, **self._special_tokens
             )
         except Exception as error:  # a template can fail in every way that a program can
             roles = [message["role"] for message in messages]
             allowed = f"what the model's chat template accepts ({error})"
             raise ConfigError("messages", roles, allowed) from None
+
+
+def _plain_line(message: Mapping[str, Any]) -> str:
+    """A message in the default template; two participants of one role differ by name."""
+    name = f" ({message['name']})" if "name" in message else ""
+    content = message["content"] or ""
+    calls = "".join(_tojson(call["function"]) for call in message.get("tool_calls", ()))
+    return f"{message['role']}{name}: {content}{calls}"
 
 
 def _compiled(source: str, origin: str) -> jinja2.Template:
@@ -135,28 +156,35 @@ def load_chat_template(model: str) -> ChatTemplate:
     """
     settings = _settings(model, "tokenizer_config.json")
     older = _settings(model, "special_tokens_map.json")
-    source = _source(model, settings.get("chat_template"))
+    sources = _sources(model, settings.get("chat_template"))
     special_tokens = {**_special_tokens(older), **_special_tokens(settings)}
-    return ChatTemplate(source, special_tokens, f"the template of {model}")
+    origin = f"the template of {model}"
+    return ChatTemplate(sources["default"], special_tokens, origin, sources.get("tool_use", ""))
 
 
-def _source(model: str, configured: Any) -> str:
-    """A separate file comes before the setting; of several named templates the default one is used."""
-    path = _file(model, "chat_template.jinja") or _file(model, "additional_chat_templates/default.jinja")
-    if path is not None:
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            allowed = f"UTF-8 ({error.reason} at byte {error.start})"
-            raise ConfigError("chat template", str(path), allowed) from None
+def _sources(model: str, configured: Any) -> dict[str, str]:
+    """Templates by name, of which `default` and `tool_use` count; files come before the setting."""
+    default = _file(model, "chat_template.jinja") or _file(model, "additional_chat_templates/default.jinja")
+    if default is not None:
+        tool_use = _file(model, "additional_chat_templates/tool_use.jinja")
+        paths = {"default": default} | ({} if tool_use is None else {"tool_use": tool_use})
+        return {name: _text(path) for name, path in paths.items()}
     if isinstance(configured, list):
         configured = {entry["name"]: entry["template"] for entry in configured}
-    if isinstance(configured, dict):
-        if "default" not in configured:
-            allowed = "one template, or several of which one is named default"
-            raise ConfigError("chat_template", sorted(configured), allowed)
-        configured = configured["default"]
-    return configured or ""
+    if not isinstance(configured, dict):
+        return {"default": configured or ""}
+    if "default" not in configured:
+        allowed = "one template, or several of which one is named default"
+        raise ConfigError("chat_template", sorted(configured), allowed)
+    return configured
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        allowed = f"UTF-8 ({error.reason} at byte {error.start})"
+        raise ConfigError("chat template", str(path), allowed) from None
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:

@@ -2,7 +2,11 @@
 
 A *pass* is one row's part of a target forward: it emits the accepted draft tokens and one more. So the mean
 of `ygg_emitted_per_pass` is the AAL, and a mean over any window is `rate(..._sum) / rate(..._count)`.
-`rate(ygg_emitted_tokens_total)` is the server's tokens per second."""
+`rate(ygg_emitted_tokens_total)` is the server's tokens per second.
+
+Three counters have their names in vLLM, `vllm:spec_decode_...`, for its dashboards. A *draft* is one row's
+tree or chain in a pass, its tokens are the nodes that the target verified, and at most a path of them is
+accepted. So the accepted share of a tree is smaller than a chain's, at a larger AAL."""
 
 from __future__ import annotations
 
@@ -180,6 +184,13 @@ class Metrics(Observer):
             "Rows whose draft tokens of a depth were all rejected after an accepted path, by that depth",
             labels=["depth"],
         )
+        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Trees or chains that were verified")
+        self._draft_tokens = self._counter(
+            "vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified"
+        )
+        self._accepted_drafts = self._counter(
+            "vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted"
+        )
         self._rollback = self._counter("ygg_rollback_tokens", "Draft tokens verified and not accepted")
         self._rejected_bytes = self._counter(
             "ygg_rejected_kv_bytes", "Target KV written for draft tokens not accepted"
@@ -224,6 +235,9 @@ class Metrics(Observer):
                 self._emitted_per_pass.observe(row_emitted)
             if row_drafted:
                 accepted_tokens.observe(row_accepted)
+        self._drafts.inc(sum(map(bool, report.drafted)))
+        self._draft_tokens.inc(sum(report.drafted))
+        self._accepted_drafts.inc(sum(accepted))
         rolled_back = sum(report.drafted) - sum(accepted)
         self._rollback.inc(max(0, rolled_back))
         self._rejected_bytes.inc(max(0, rolled_back) * self._token_bytes)

@@ -16,13 +16,14 @@ from yggdrasil.errors import CapacityError, ConfigError, QueueFull, ServiceEnded
 from yggdrasil.serve.body import MAX_BODY_BYTES
 from yggdrasil.serve.hosts import HostNames
 from yggdrasil.serve.metrics import Metrics
-from yggdrasil.serve.openai import ApiError
 from yggdrasil.serve.request import DEFECT
+from yggdrasil.serve.wire import ApiError
 
 __all__ = ["BODY_SECONDS", "AuthMiddleware", "answer_error"]
 
 BODY_SECONDS = 30.0  # from the end of the headers to the end of the body
 MAX_HELD_BYTES = 64 * MAX_BODY_BYTES  # bodies of all requests together
+OPEN_PATHS = ("/health", "/ping")  # for load balancers, which have no key
 CLOSE = {"Connection": "close"}
 TOO_LARGE = f"the body is larger than {MAX_BODY_BYTES >> 20} MiB"
 TOO_SLOW = f"the body did not arrive within {BODY_SECONDS:g} s"
@@ -63,7 +64,7 @@ class AuthMiddleware:
             self.held_bytes -= body.num_bytes
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        if self._key and path != "/health" and not self._is_key(headers.get(b"authorization", b"")):
+        if self._key and path not in OPEN_PATHS and not self._is_key(headers.get(b"authorization", b"")):
             message = "wrong or missing API key; send it as Authorization: Bearer KEY"
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         host = headers.get(b"host", b"localhost").decode("latin-1")  # no browser leaves it out

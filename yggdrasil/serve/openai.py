@@ -10,139 +10,32 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
-from yggdrasil.serve.request import Request
+from yggdrasil.serve.messages import Message, Tool, ToolChoice
+from yggdrasil.serve.neutral import without_neutral
+from yggdrasil.serve.request import Event, Request
+from yggdrasil.serve.wire import ApiError, Strict, check_text
 from yggdrasil.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from yggdrasil.serve.prompts import PromptEncoder
 
-__all__ = ["UNKNOWN_FIELD", "ApiError", "ChatRequest", "CompletionRequest", "WireRequest", "check_text"]
+__all__ = ["ChatRequest", "CompletionRequest", "WireRequest"]
 
-UNKNOWN_FIELD = "unknown_field"
-MAX_MESSAGE = 600  # characters of an error message, which may contain what a client sent
-MAX_PARAM = 100
-
-LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")  # describe the caller only
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-}
 NAMED_SPECULATION = {"auto": None, "off": 0}
 MAX_SEED = 2**63 - 1
 
 
-def _one_line(text: str, most: int) -> str:
-    """The beginning of a text as valid UTF-8; a client may have sent megabytes, and invalid characters."""
-    shown = " ".join(text[: most + 1].encode("utf-8", "backslashreplace").decode().split())
-    return shown if len(text) <= most else f"{shown[:most]}..."
-
-
-class ApiError(Exception):
-    """An HTTP error in OpenAI's format.
-
-    Args:
-        message: What is wrong and what would be right; a long message is cut.
-        param: The wrong field.
-        code: Error code for programs.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = _one_line(message, MAX_MESSAGE)
-        self.param = None if param is None else _one_line(param, MAX_PARAM)
-        self.code = code
-        self.headers = headers
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON object that OpenAI's clients expect."""
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-def check_text(text: str, field: str) -> None:
-    """Raise ApiError if a text has half of a surrogate pair, which JSON allows and UTF-8 does not."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        message = f"{field}: {half} at character {error.start} is half of a surrogate pair"
-        raise ApiError(400, message, param=field) from None
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        given = {name: value for name, value in fields.items() if value is not None}
-        unknown = next((name for name in given if name not in cls.model_fields), None)
-        if unknown is not None:  # only the first one; pydantic would collect all
-            shown = _one_line(unknown, MAX_PARAM)
-            raise PydanticCustomError(UNKNOWN_FIELD, "is not known", {"field": shown})
-        return given
-
-
-class _StreamOptions(_Strict):
+class _StreamOptions(Strict):
     include_usage: bool = False
 
 
-class _TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class _Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[_TextPart], Field(fail_fast=True)]
-
-    def rendered(self) -> dict[str, str]:
-        """The message for a template.
-
-        A template may silently drop roles that it does not know, so `developer` becomes `system`.
-        """
-        content = self.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
-
-
-class WireRequest(_Strict):
+class WireRequest(Strict):
     """The fields that completions and chat completions share; defaults are OpenAI's."""
 
     prompt_field: ClassVar[str]
@@ -150,13 +43,14 @@ class WireRequest(_Strict):
 
     model: str = ""
     n: int = Field(1, ge=1, le=128)
+    best_of: int | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = Field(0, ge=-1)  # vLLM's clients send -1 for no limit
     min_p: float = 0.0
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    stop: str | Annotated[list[str], Field(max_length=4, fail_fast=True)] = []
+    stop: str | Annotated[list[str], Field(max_length=4, fail_fast=True)] = Field([])
     ignore_eos: bool = False
     speculation: Literal["off", "auto"] | Annotated[int, Field(ge=1)] = "auto"
     stream: bool = False
@@ -167,12 +61,14 @@ class WireRequest(_Strict):
     def _refuse_unsupported(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        for name, neutral in NEUTRAL.items():
-            if fields.get(name) is not None and fields[name] not in neutral:
-                allowed = f" or send {' or '.join(map(repr, neutral))}" if neutral else ""
-                message = f"{name} is not supported; leave it out{allowed}"
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
-        return {name: value for name, value in fields.items() if name not in NEUTRAL and name not in LABELS}
+        return without_neutral(fields, cls.model_fields)
+
+    @model_validator(mode="after")
+    def _returns_all_choices(self) -> WireRequest:
+        if self.best_of not in (None, self.n):
+            message = f"best_of is not supported; leave it out or send n, {self.n}"
+            raise ApiError(400, message, param="best_of", code="unsupported_parameter")
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> WireRequest:
@@ -189,6 +85,15 @@ class WireRequest(_Strict):
     def num_top(self) -> int | None:
         """Number of likeliest tokens to report at every place; None for no log-probabilities."""
         raise NotImplementedError
+
+    @property
+    def prompt_top(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return None
+
+    def returned(self, event: Event) -> Event:
+        """What of an event the client gets."""
+        return event
 
     @property
     def include_usage(self) -> bool:
@@ -228,7 +133,11 @@ class WireRequest(_Strict):
         # every prompt of a list gets the seeds that it would get alone
         seed = secrets.randbits(63) if self.seed is None else (self.seed + choice) % (MAX_SEED + 1)
         sampling = SamplingConfig(
-            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p, seed=seed
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            min_p=self.min_p,
+            seed=seed,
         )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         for text in stop:
@@ -238,7 +147,13 @@ class WireRequest(_Strict):
         )
         given = self.speculation
         speculation = NAMED_SPECULATION[given] if isinstance(given, str) else given
-        return Request(prompt=prompt, config=config, speculation=speculation, num_top=self.num_top)
+        return Request(
+            prompt=prompt,
+            config=config,
+            speculation=speculation,
+            num_top=self.num_top,
+            prompt_top=self.prompt_top,
+        )
 
     def _max_new_tokens(self, prompt_len: int, max_context: int) -> int:
         if prompt_len == 0:
@@ -252,6 +167,8 @@ class WireRequest(_Strict):
             raise ApiError(400, message, param=self.prompt_field, code="context_length_exceeded")
         if requested is None:
             return most if self.default_tokens is None else min(self.default_tokens, most)
+        if requested == 0:  # a token is decoded, and `returned` leaves it out
+            return 1
         if requested > most:
             message = f"{field} is {requested}; {sizes}, so at most {most} can follow"
             raise ApiError(400, message, param=field, code="context_length_exceeded")
@@ -270,24 +187,28 @@ class CompletionRequest(WireRequest):
         | Annotated[list[int], Field(fail_fast=True)]
         | Annotated[list[list[int]], Field(fail_fast=True)]
     )
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=5)
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
-    best_of: int | None = None
-
-    @model_validator(mode="after")
-    def _agrees_with_itself(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n):
-            message = f"best_of is not supported; leave it out or send n, {self.n}"
-            raise ApiError(400, message, param="best_of", code="unsupported_parameter")
-        if self.echo and self.logprobs is not None:
-            reason = "log-probabilities of the prompt are not computed"
-            raise ApiError(400, f"logprobs with echo is not supported: {reason}", param="logprobs")
-        return self
 
     @property
     def num_top(self) -> int | None:
         """The value of `logprobs`."""
         return self.logprobs
+
+    @property
+    def prompt_top(self) -> int | None:
+        """The value of `prompt_logprobs`, or with `echo` of `logprobs`; the larger one of both."""
+        wanted = [self.logprobs if self.echo else None, self.prompt_logprobs]
+        return max((count for count in wanted if count is not None), default=None)
+
+    def returned(self, event: Event) -> Event:
+        """Nothing of the output if `max_tokens` is 0."""
+        if self.max_tokens != 0:
+            return event
+        finish = "length" if event.finish == "stop" else event.finish
+        return replace(event, text="", tokens=(), log_probs=(), finish=finish)
 
     @property
     def num_prompts(self) -> int:
@@ -317,10 +238,21 @@ class ChatRequest(WireRequest):
 
     prompt_field: ClassVar[str] = "messages"
 
-    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _forces_no_call(self) -> ChatRequest:
+        if self.tool_choice not in ("none", "auto"):
+            reason = "a call that must be made needs a grammar, which comes with structured output"
+            message = f"tool_choice: {reason}; it is not available yet, send 'auto' or 'none'"
+            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+        return self
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> ChatRequest:
@@ -339,11 +271,17 @@ class ChatRequest(WireRequest):
         return "max_completion_tokens", self.max_completion_tokens
 
     @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model sees and may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
     def num_top(self) -> int | None:
         """The value of `top_logprobs`, if `logprobs` is set."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def prompts(self, encoder: PromptEncoder) -> list[list[int]]:
         """Render and encode the conversation; a model's own template writes the special tokens itself."""
-        text = encoder.template.render([message.rendered() for message in self.messages])
+        messages = [message.rendered() for message in self.messages]
+        text = encoder.template.render(messages, [tool.rendered() for tool in self.offered])
         return [encoder.encode(text, "messages", special_tokens=not encoder.template.is_own)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from yggdrasil.serve.chat import ChatTemplate
-from yggdrasil.serve.openai import ApiError, check_text
+from yggdrasil.serve.wire import ApiError, check_text
 from yggdrasil.tokenizer import Tokenizer
 
 __all__ = ["PromptEncoder"]

@@ -31,51 +31,13 @@ class TokenLogProb:
     Args:
         log_prob: Natural logarithm of its probability before temperature and filters.
         top: The likeliest tokens at its place, (id, log-probability), likeliest first; `num_top` of them.
+        rank: 1 for the likeliest token, 2 for the next one, ...
     """
 
     token: int
     log_prob: float
     top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Event:
-    """The result of one step for a request, or its end.
-
-    Args:
-        text: Released text; empty while a character or a stop text is incomplete.
-        log_probs: Log-probabilities of these tokens, if requested.
-        finish: Reason why this is the last event; None if it is not.
-        error: Error message if `finish` is "error".
-    """
-
-    text: str
-    tokens: Sequence[int]
-    log_probs: Sequence[TokenLogProb] = ()
-    finish: FinishReason | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Request:
-    """One completion.
-
-    Args:
-        prompt: At least one token.
-        config: Limits, stop texts and sampling; `plain` is the same as `speculation=0`.
-        speculation: Largest number of draft tokens in a step; None leaves it to the policy, 0 decodes this
-            row without speculation.
-        num_top: Number of likeliest tokens to report in addition to every emitted token; None reports no
-            log-probabilities.
-        on_event: Called after every step that emitted something and at the end, in the batcher's thread;
-            must return at once.
-    """
-
-    prompt: Sequence[int]
-    config: GenerateConfig = field(default_factory=GenerateConfig)
-    speculation: int | None = None
-    num_top: int | None = None
-    on_event: Callable[[Event], None] = lambda event: None
+    rank: int = 1
 
 
 @dataclass(frozen=True)
@@ -110,12 +72,60 @@ class RequestReport:
 
 
 @dataclass(frozen=True)
+class Event:
+    """The result of one step for a request, or its end.
+
+    Args:
+        text: Released text; empty while a character or a stop text is incomplete.
+        log_probs: Log-probabilities of these tokens, if requested.
+        finish: Reason why this is the last event; None if it is not.
+        error: Error message if `finish` is "error".
+        report: Counts and times of the whole request, in its last event.
+        prompt_log_probs: Log-probabilities of the prompt's tokens from the second one on, in the first
+            event, if requested.
+    """
+
+    text: str
+    tokens: Sequence[int]
+    log_probs: Sequence[TokenLogProb] = ()
+    finish: FinishReason | None = None
+    error: str = ""
+    report: RequestReport | None = None
+    prompt_log_probs: Sequence[TokenLogProb] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """One completion.
+
+    Args:
+        prompt: At least one token.
+        config: Limits, stop texts and sampling; `plain` is the same as `speculation=0`.
+        speculation: Largest number of draft tokens in a step; None leaves it to the policy, 0 decodes this
+            row without speculation.
+        num_top: Number of likeliest tokens to report in addition to every emitted token; None reports no
+            log-probabilities.
+        prompt_top: The same for the tokens of the prompt.
+        on_event: Called after every step that emitted something and at the end, in the batcher's thread;
+            must return at once.
+    """
+
+    prompt: Sequence[int]
+    config: GenerateConfig = field(default_factory=GenerateConfig)
+    speculation: int | None = None
+    num_top: int | None = None
+    prompt_top: int | None = None
+    on_event: Callable[[Event], None] = lambda event: None
+
+
+@dataclass(frozen=True)
 class StepReport:
     """Counts and times of one step of the batch.
 
     Args:
         gamma: Speculative length that the policy selected.
-        prompt_tokens: Prompt tokens that ran in the target's forward, without roots.
+        prompt_tokens: Prompt tokens that ran in the target's forward, without roots, and without prompts
+            whose log-probabilities were requested, which have forwards of their own.
         drafted: Draft tokens verified, for each row that emitted.
         emitted: Tokens of the target for each of these rows: accepted + 1. Tokens after the end of a text,
             which no client gets, are included.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from yggdrasil.kernels.threads import one_torch_thread
@@ -13,7 +14,7 @@ from yggdrasil.serve.request import FinishReason, Request, RequestReport, TokenL
 from yggdrasil.state import DecodeState, Row, truncate
 from yggdrasil.tokenizer import TextStream
 
-__all__ = ["Ticket"]
+__all__ = ["Ticket", "token_log_probs"]
 
 
 @dataclass(eq=False)
@@ -25,6 +26,7 @@ class Ticket:
         ends: Tokens that end its text.
         speculation: Largest number of draft tokens in a step, None without a limit.
         row: Its place in the batch; None while it waits.
+        prompt_log_probs: Those computed so far, of the prompt's tokens from the second one on.
     """
 
     request: Request
@@ -42,6 +44,7 @@ class Ticket:
     preemptions: int = 0
     emitted_tokens: int = 0
     is_finished: bool = False
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
     @property
     def running(self) -> Row:
@@ -84,7 +87,12 @@ class Ticket:
             row.draft_len = min(row.draft_len, self.state.root_pos)
         return text, tokens
 
-    @one_torch_thread()
+    @property
+    def is_scored(self) -> bool:
+        """Whether the log-probabilities of its prompt are complete or were not requested."""
+        missing = self.state.prompt_len - 1 - len(self.prompt_log_probs)
+        return self.request.prompt_top is None or missing == 0
+
     def log_probs(self, tokens: Sequence[int], logits_of: Callable[[], Tensor]) -> list[TokenLogProb]:
         """Log-probabilities of emitted tokens before temperature and filters, if the request wants them.
 
@@ -93,14 +101,7 @@ class Ticket:
         """
         if self.request.num_top is None:
             return []
-        log_probs_NV = logits_of().float().log_softmax(-1)
-        best = log_probs_NV.topk(self.request.num_top)
-        # sync: a client requested them
-        rows = zip(tokens, log_probs_NV, best.indices.tolist(), best.values.tolist(), strict=True)
-        return [
-            TokenLogProb(token, float(row[token]), tuple(zip(top, values, strict=True)))
-            for token, row, top, values in rows
-        ]
+        return token_log_probs(tokens, logits_of(), self.request.num_top)
 
     def report(self, reason: FinishReason) -> RequestReport:
         """Counts and times at the end of the request."""
@@ -116,3 +117,23 @@ class Ticket:
             ttft_ms=(self.first - self.arrived) * 1e3 if self.first else 0.0,
             total_ms=(now - self.arrived) * 1e3,
         )
+
+
+@one_torch_thread()
+def token_log_probs(tokens: Sequence[int], logits_NV: Tensor, num_top: int) -> list[TokenLogProb]:
+    """Log-probabilities of N tokens before temperature and filters.
+
+    Args:
+        logits_NV: The target's logits that gave each token.
+        num_top: Number of likeliest tokens to report in addition to every token.
+    """
+    log_probs_NV = logits_NV.float().log_softmax(-1)
+    best = log_probs_NV.topk(num_top)
+    own_N1 = log_probs_NV.gather(1, torch.tensor([tokens], device=logits_NV.device).T)
+    ranks_N = (log_probs_NV > own_N1).sum(1) + 1
+    # sync: a client requested them
+    columns = (own_N1[:, 0].tolist(), ranks_N.tolist(), best.indices.tolist(), best.values.tolist())
+    return [
+        TokenLogProb(token, log_prob, tuple(zip(top, values, strict=True)), rank)
+        for token, log_prob, rank, top, values in zip(tokens, *columns, strict=True)
+    ]
