@@ -102,6 +102,31 @@ def test_extra_fields_reach_the_batch(client: openai.OpenAI, running: Running) -
     assert request.speculation == 0
 
 
+def test_processors_reach_the_batch(client: openai.OpenAI, running: Running) -> None:
+    client.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        frequency_penalty=0.5,
+        presence_penalty=-0.25,
+        logit_bias={"7": -100, "3": 2.5},
+        extra_body={
+            "repetition_penalty": 1.2,
+            "min_tokens": 2,
+            "stop_token_ids": [9],
+            "bad_words": ["Once"],
+        },
+    )
+    config = running.service.submitted[-1].config
+    processors = config.sampling.processors
+    assert processors is not None
+    assert (processors.frequency_penalty, processors.presence_penalty) == (0.5, -0.25)
+    assert (processors.repetition_penalty, processors.min_tokens) == (1.2, 2)
+    assert processors.logit_bias == ((3, 2.5), (7, -100.0))
+    assert config.stop_tokens == (9,)
+    spelled = {running.serving.tokenizer.decode(sequence).strip() for sequence in processors.banned}
+    assert spelled == {"Once"}
+
+
 def test_the_model_is_listed_and_found_by_name(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "yggdrasil"
@@ -111,8 +136,8 @@ def test_errors_are_raised_as_the_client_s_own_classes(client: openai.OpenAI, ru
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model="tiny", prompt=[5] * CONTEXT)
     assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "prompt")
-    with pytest.raises(openai.BadRequestError, match="logit_bias is not supported"):
-        client.completions.create(model="tiny", prompt="Once", logit_bias={"5": 1})
+    with pytest.raises(openai.BadRequestError, match="suffix is not supported"):
+        client.completions.create(model="tiny", prompt="Once", suffix="the end")
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4'"):
         client.chat.completions.create(model="gpt-4", messages=HI)
     with pytest.raises(openai.AuthenticationError, match="API key"):

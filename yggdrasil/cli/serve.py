@@ -135,6 +135,12 @@ def add_parser(verbs: Any) -> None:
         metavar="S",
         help="seconds that running requests get to finish after a signal (default: %(default)s)",
     )
+    parser.add_argument(
+        "--no-model-defaults",
+        dest="model_defaults",
+        action="store_false",
+        help="ignore the target's generation_config.json: what a request leaves out has OpenAI's default",
+    )
     parser.add_argument("--quiet", action="store_true", help="no line on standard error for every response")
     add_threads(parser, "")
     parser.set_defaults(run=run)
@@ -251,6 +257,7 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
         max_rows=config.max_queue,
         api_key=os.environ.get(KEY_VARIABLE, "") if options.api_key is None else options.api_key,
         tool_parser=config.tool_parser or format_of(template.tool_source),
+        defaults=bundle.defaults if options.model_defaults else {},
         hosts=HostNames([config.host, *config.allow_hosts]),
         allow_origins=config.allow_origins,
         log=None if options.quiet else _log,

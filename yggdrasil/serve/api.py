@@ -190,7 +190,13 @@ async def _begin(http: HttpRequest, body: WireRequest, rows: Rows) -> list[list[
     body.check_rows(serving.max_rows)
     prompts = await run_in_threadpool(body.prompts, serving.encoder)  # megabytes of text take seconds
     access_of(http).prompt_tokens = sum(map(len, prompts))
-    rows.submit(body.requests(prompts, max_context=serving.max_context))
+    requests = body.requests(
+        prompts,
+        max_context=serving.max_context,
+        spellings=serving.tokenizer.spellings,
+        defaults=serving.defaults,
+    )
+    rows.submit(requests)
     return prompts
 
 

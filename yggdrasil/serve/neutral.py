@@ -15,17 +15,9 @@ __all__ = ["LABELS", "NEUTRAL", "without_neutral"]
 
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "request_id")  # name the caller only
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # penalties and other changes of the distribution
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
+    # changes of the distribution
     "allowed_token_ids": ([],),
     "logits_processors": ([],),
-    # the end of the text
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
     # other searches
     "use_beam_search": (False,),

@@ -3,13 +3,16 @@
 A field is applied, has a neutral value (what the server does anyway), labels the caller, or is refused by
 name; no field is silently ignored. `null` is the same as leaving a field out.
 
-In addition to OpenAI's fields there are `top_k`, `min_p`, `ignore_eos` and `speculation`: "auto" (the
-policy decides), "off" (decode without speculation), or the largest number of draft tokens in a step."""
+In addition to OpenAI's fields there are those of vLLM's clients that change the distribution or end the
+text (`top_k`, `min_p`, `repetition_penalty`, `bad_words`, `min_tokens`, `stop_token_ids`, `ignore_eos`),
+`no_repeat_ngram_size`, and `speculation`: "auto" (the policy decides), "off" (decode without speculation),
+or the largest number of draft tokens in a step. What a request leaves out has the model's own default, from
+its generation_config.json, before OpenAI's."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -29,6 +32,13 @@ __all__ = ["ChatRequest", "CompletionRequest", "WireRequest"]
 
 NAMED_SPECULATION = {"auto": None, "off": 0}
 MAX_SEED = 2**63 - 1
+MOST_BIASED = 1024  # tokens of a request's logit_bias
+MOST_BANNED = 128
+OPTIONS = (
+    *("temperature", "top_p", "top_k", "min_p", "logit_bias", "no_repeat_ngram_size", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""Fields of a request that are fields of a sampling, under their own names."""
 
 
 class _StreamOptions(Strict):
@@ -49,6 +59,14 @@ class WireRequest(Strict):
     top_p: float = 1.0
     top_k: int = Field(0, ge=-1)  # vLLM's clients send -1 for no limit
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASED)] = Field({})
+    no_repeat_ngram_size: int = 0
+    bad_words: Annotated[list[str], Field(max_length=MOST_BANNED, fail_fast=True)] = Field([])
+    min_tokens: int = 0
+    stop_token_ids: Annotated[list[int], Field(max_length=MOST_BANNED, fail_fast=True)] = Field([])
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
     stop: str | Annotated[list[str], Field(max_length=4, fail_fast=True)] = Field([])
     ignore_eos: bool = False
@@ -116,34 +134,58 @@ class WireRequest(Strict):
         """Every prompt as tokens; raises the errors of the encoder."""
         raise NotImplementedError
 
-    def requests(self, prompts: Sequence[Sequence[int]], *, max_context: int) -> list[Request]:
+    def requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_context: int,
+        spellings: Callable[[Sequence[str]], list[list[int]]],
+        defaults: Mapping[str, Any],
+    ) -> list[Request]:
         """`n` requests for every prompt, in the order of the choices' indices.
+
+        Args:
+            spellings: `Tokenizer.spellings`.
+            defaults: `Bundle.defaults`.
 
         Raises:
             ApiError: the context does not hold prompt and output, or a stop text is invalid.
             ConfigError: a sampling option is not allowed.
         """
+        sampling = self._sampling(spellings, defaults)
         return [
-            self._request(prompt, self._max_new_tokens(len(prompt), max_context), choice)
+            self._request(prompt, self._max_new_tokens(len(prompt), max_context), choice, sampling)
             for prompt in prompts
             for choice in range(self.n)
         ]
 
-    def _request(self, prompt: Sequence[int], max_new_tokens: int, choice: int) -> Request:
+    def _sampling(
+        self, spellings: Callable[[Sequence[str]], list[list[int]]], defaults: Mapping[str, Any]
+    ) -> SamplingConfig:
+        """How tokens are taken, without the seed."""
+        for text in self.bad_words:
+            check_text(text, "bad_words")
+        options = {name: getattr(self, name) for name in OPTIONS}
+        options["logit_bias"] = {_token_of(key): value for key, value in self.logit_bias.items()}
+        options |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
+        options["top_k"] = max(0, options["top_k"])
+        options["banned"] = [*defaults.get("banned", ()), *spellings(self.bad_words)]
+        return SamplingConfig.of(options)
+
+    def _request(
+        self, prompt: Sequence[int], max_new_tokens: int, choice: int, sampling: SamplingConfig
+    ) -> Request:
         # every prompt of a list gets the seeds that it would get alone
         seed = secrets.randbits(63) if self.seed is None else (self.seed + choice) % (MAX_SEED + 1)
-        sampling = SamplingConfig(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=max(0, self.top_k),
-            min_p=self.min_p,
-            seed=seed,
-        )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         for text in stop:
             check_text(text, "stop")
         config = GenerateConfig(
-            max_new_tokens=max_new_tokens, stop=stop, ignore_eos=self.ignore_eos, sampling=sampling
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            stop_tokens=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            sampling=replace(sampling, seed=seed),
         )
         given = self.speculation
         speculation = NAMED_SPECULATION[given] if isinstance(given, str) else given
@@ -173,6 +215,13 @@ class WireRequest(Strict):
             message = f"{field} is {requested}; {sizes}, so at most {most} can follow"
             raise ApiError(400, message, param=field, code="context_length_exceeded")
         return requested
+
+
+def _token_of(key: str) -> int:
+    """The token id that a key of `logit_bias` names."""
+    if not key.isascii() or not key.isdecimal():
+        raise ApiError(400, f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
+    return int(key[:20])
 
 
 class CompletionRequest(WireRequest):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,6 +54,7 @@ class Serving:
         max_rows: Largest number of choices of one HTTP request.
         api_key: Required of clients; empty requires none.
         tool_parser: Name of the format in which the model calls tools; see tools.py.
+        defaults: The model's own options of requests, for `SamplingConfig.of`.
         hosts: Host names that clients without a key may use.
         allow_origins: Origins of the web pages that may read answers; `*` is all.
         log: Gets a line for every response; None logs none.
@@ -72,6 +73,7 @@ class Serving:
     max_rows: int
     api_key: str = ""
     tool_parser: str = "json"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     hosts: HostNames = field(default_factory=HostNames)
     allow_origins: Sequence[str] = ()
     log: Callable[[str], None] | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from yggdrasil.errors import BrokenCheckpoint
-from yggdrasil.models.defaults import end_tokens, unapplied_defaults
+from yggdrasil.models.defaults import end_tokens, request_defaults, unapplied_defaults
 
 
 def ends(folder: Path, generation: Any, config: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -62,38 +62,48 @@ def test_a_broken_generation_config_is_an_error_of_one_line(tmp_path: Path, cont
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, []),
-        # sampling is off, so its options have no effect
+        ({}, {}),
+        ({"temperature": 0.7, "top_p": 0.9, "max_length": 4096, "pad_token_id": 0}, {}),  # sampling is off
         (
-            {
-                "repetition_penalty": 1.0,
-                "no_repeat_ngram_size": 0,
-                "temperature": 0.7,
-                "max_length": 4096,
-                "pad_token_id": 0,
-            },
-            [],
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None},
+            {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
         ),
-        ({"repetition_penalty": 1.05}, ["repetition_penalty=1.05 (there is no such option yet)"]),
-        ({"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 50}, []),
-        (
-            {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
-            ["temperature=0.6, top_p=0.9 (give them with each request)"],
-        ),
-        (
-            {"no_repeat_ngram_size": 3, "do_sample": True, "top_k": 20},
-            ["no_repeat_ngram_size=3 (", "; top_k=20 ("],
-        ),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"repetition_penalty": 1.05, "min_new_tokens": 3}, {"repetition_penalty": 1.05, "min_tokens": 3}),
+        ({"no_repeat_ngram_size": 3}, {"no_repeat_ngram_size": 3}),
+        ({"bad_words_ids": [[4, 5]], "suppress_tokens": [7, 8]}, {"banned": [[4, 5], [7], [8]]}),
     ],
 )
-def test_the_note_names_defaults_that_are_not_applied(
-    tmp_path: Path, settings: Any, expected: list[str]
-) -> None:
+def test_requests_have_the_defaults_of_the_model(tmp_path: Path, settings: Any, expected: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    assert request_defaults(str(tmp_path)) == expected
+    assert unapplied_defaults(str(tmp_path)) == ""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    (
+        {"do_sample": True, "temperature": -1},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": "high"},
+        {"suppress_tokens": 7},
+        {"bad_words_ids": [[]]},
+    ),
+    ids=str,
+)
+def test_a_default_that_is_not_allowed_is_a_broken_checkpoint(tmp_path: Path, settings: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    with pytest.raises(BrokenCheckpoint, match=r"generation_config\.json"):
+        request_defaults(str(tmp_path))
+
+
+def test_the_note_names_settings_that_have_no_equivalent(tmp_path: Path) -> None:
+    settings = {"num_beams": 4, "repetition_penalty": 1.1, "typical_p": 0.9, "guidance_scale": 1.0}
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     note = unapplied_defaults(str(tmp_path))
-    assert bool(note) == bool(expected)
-    assert "\n" not in note
-    assert [part for part in expected if part not in note] == []
+    assert "num_beams=4, typical_p=0.9" in note
+    assert "repetition_penalty" not in note
+    assert "guidance_scale" not in note
 
 
 def test_a_model_without_a_generation_config_has_no_note(tmp_path: Path) -> None:
