@@ -106,8 +106,8 @@ int64_t add_processors(const StepPointer& step, std::vector<int64_t> bias_tokens
                        double repetition, double presence, double frequency, int64_t ngram,
                        std::vector<std::vector<int64_t>> banned, int64_t min_tokens,
                        std::vector<int64_t> ends) {
-  return step->add_processors({std::move(bias_tokens), std::move(bias), repetition, presence, frequency, ngram,
-                               std::move(banned), min_tokens, std::move(ends)});
+  return step->add_processors({std::move(bias_tokens), std::move(bias), repetition, presence, frequency,
+                               ngram, std::move(banned), min_tokens, std::move(ends)});
 }
 
 int64_t address(const StepPointer& step) { return int64_t(reinterpret_cast<intptr_t>(step.get())); }

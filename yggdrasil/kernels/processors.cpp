@@ -106,7 +106,8 @@ Candidates ProcessedText::process(const Candidates& drafted, at::ArrayRef<std::v
       scores[i] = is_banned ? kLeast : std::max(score, kLeast);
     }
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return scores[a] > scores[b]; });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t a, int64_t b) { return scores[a] > scores[b]; });
     for (int64_t i = 0; i < num; ++i) {
       ranked.log_probs.mutable_data_ptr<float>()[row * num + i] = scores[order[i]];
       ranked.tokens.mutable_data_ptr<int64_t>()[row * num + i] = tokens[order[i]];

@@ -321,7 +321,8 @@ ygg::Candidates ygg::coupled(const Candidates& drafted, at::IntArrayRef position
 namespace {
 
 // The target's token at `position` by one row of logits, whose largest is that of `likeliest`.
-int64_t token_of(const at::Tensor& row, int64_t likeliest, const ygg::Sampling& sampling, int64_t position) {
+int64_t token_of(const at::Tensor& row, int64_t likeliest, const ygg::Sampling& sampling,
+                 int64_t position) {
   if (sampling.temperature == 0) return likeliest;
   const bool is_plain = sampling.temperature >= kLowestTemperature && sampling.top_k == 0 &&
                         sampling.top_p == 1.0 && sampling.min_p == 0.0;
@@ -355,8 +356,7 @@ ygg::Accepted ygg::follow_sampling(const at::Tensor& logits, const at::Tensor& p
       text->process_(row.mutable_data_ptr<float>(), row.size(1), accepted.tokens);
       likeliest = largest(row).tokens.const_data_ptr<int64_t>()[0];
     }
-    const int64_t emitted =
-        token_of(row, likeliest, sampling, root_pos + int64_t(accepted.path.size()));
+    const int64_t emitted = token_of(row, likeliest, sampling, root_pos + int64_t(accepted.path.size()));
     accepted.tokens.push_back(emitted);
     const int64_t reached = node;
     node = -1;

@@ -22,8 +22,8 @@ namespace ygg {
 
 // One request before a step. `tail` are its tokens from position `first` on, the root last. The caches hold
 // the tokens before `target_len` and `draft_len`. `verify` is 0 without a limit; `stop` and `levels` are -1
-// where the shape has none. Temperature 0 is greedy. `processors` is -1 without any; with them `tail` is the
-// whole text, and `top_logit` the target's largest logit before the root.
+// where the shape has none. Temperature 0 is greedy. `processors` is -1 without any; with them `tail` is
+// the whole text, and `top_logit` the target's largest logit before the root.
 struct Row {
   const int64_t* tail;
   int64_t tail_len, first, place, target_len, draft_len;
@@ -56,8 +56,8 @@ struct Menu {
 
 // What one row did. Its path and the tokens that it emits, `path_len` each, are at `ids_at` of the ids; its
 // verified tree at `words_at` of the words, as `TokenTree.unpacked` reads it; the acceptance of its drafted
-// nodes but the root at `values_at` of the values. `path_len` is 0 where a logit is not finite; `top_logit` is
-// the largest of the path's last node, for a row with processors.
+// nodes but the root at `values_at` of the values. `path_len` is 0 where a logit is not finite; `top_logit`
+// is the largest of the path's last node, for a row with processors.
 struct RowResult {
   int64_t drafted, depth, verified, root_at, target_len, draft_len, path_len;
   int64_t ids_at, words_at, values_at;

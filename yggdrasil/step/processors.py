@@ -3,7 +3,7 @@
 `process` is the specification of kernels/processors.cpp. The target's logits are processed where acceptance
 looks; the draft's candidates are processed where they are proposed, which only raises acceptance.
 
-Shapes: S = tokens of the longest text, M = candidates of a wide read.
+Shapes: S = tokens of the longest text, L = tokens of a text, M = candidates of a wide read.
 """
 
 from __future__ import annotations
