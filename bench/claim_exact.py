@@ -1,5 +1,5 @@
-"""Is the text of speculative decoding the text of plain decoding, token for token, in both dtypes and with
-sampling?
+"""Is the text of speculative decoding the text of plain decoding, token for token, in both dtypes, with
+sampling and with logits processors?
 
 On the bundled pair, prompts of 1 to 150 tokens of stories, encyclopedia and code, end of text ignored:
 
@@ -8,6 +8,9 @@ On the bundled pair, prompts of 1 to 150 tokens of stories, encyclopedia and cod
 - float32 and bfloat16, temperature 0.8 with top-p 0.95 and a seed per prompt: trees against plain decoding
   with that seed;
 - bfloat16, greedy: trees against plain decoding;
+- both dtypes, greedy and sampled, with logits processors (penalties, n-grams, bias, bans): trees against
+  plain decoding; and in float32, greedy, plain decoding against transformers' `generate` with its own
+  processors;
 
 each over the default policy and a wide and deep tree that verifies all its nodes. Refuted by a single
 token.
@@ -39,6 +42,28 @@ QUICK_PROMPTS = 3
 QUICK_TOKENS = 16
 DTYPES = ("float32", "bfloat16")
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+BIAS = {13: 1.5, 20: -2.0}
+BANNED = ((30,), (40, 41))
+PROCESSED = {"repetition_penalty": 1.15, "no_repeat_ngram_size": 4, "logit_bias": BIAS, "banned": BANNED}
+OF_TRANSFORMERS = {
+    "repetition_penalty": 1.15,
+    "no_repeat_ngram_size": 4,
+    "sequence_bias": [[[token], value] for token, value in BIAS.items()],
+    "bad_words_ids": [list(sequence) for sequence in BANNED],
+}
+"""`PROCESSED` for transformers, which has no presence and frequency penalties."""
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature 0.8": SAMPLED,
+    "processors": PROCESSED,
+    "processors, temperature 0.8": {
+        **SAMPLED,
+        **PROCESSED,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+    },
+}
+"""Options of `SamplingConfig.of`."""
 
 
 def pair_in(dtype: str) -> LoadedPair:
@@ -80,7 +105,7 @@ def settings_of(options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -
         "prompts": len(prompts),
         "prompt_lens_by_text": lens,
         "tokens": options.tokens,
-        "sampling": SAMPLED,
+        "kinds": KINDS,
         "seeds": [0, len(prompts) - 1],  # each prompt's is its index
         "shapes": {name: str(shape or "policy") for name, shape in SHAPES.items()},
         "rehearsal": options.quick,
@@ -88,12 +113,16 @@ def settings_of(options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -
 
 
 def texts(
-    pair: LoadedPair, prompts: Sequence[Sequence[int]], num_tokens: int, shape: Shape | None, sampled: bool
+    pair: LoadedPair,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    shape: Shape | None,
+    kind: Mapping[str, Any],
 ) -> list[list[int]]:
     """What the engine writes after every prompt under one shape."""
     written = []
     for seed, prompt in enumerate(prompts):
-        sampling = SamplingConfig(seed=seed, **SAMPLED) if sampled else SamplingConfig()
+        sampling = SamplingConfig.of({**kind, "seed": seed})
         config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True, sampling=sampling)
         written.append(
             Run(pair, prompt, config, policy=pair.policy(temperature=sampling.temperature, shape=shape))
@@ -103,7 +132,9 @@ def texts(
     return written
 
 
-def transformers_texts(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+def transformers_texts(
+    prompts: Sequence[Sequence[int]], num_tokens: int, processors: Mapping[str, Any]
+) -> list[list[int]]:
     """What transformers writes in float32, greedily."""
     from transformers import AutoModelForCausalLM
 
@@ -114,6 +145,7 @@ def transformers_texts(prompts: Sequence[Sequence[int]], num_tokens: int) -> lis
         "min_new_tokens": num_tokens,
         "do_sample": False,
         "pad_token_id": 0,
+        **processors,
     }
     return [
         model.generate(torch.tensor([list(prompt)]), **settings)[0, len(prompt) :].tolist()
@@ -131,7 +163,7 @@ def compare(
         if list(one) != list(other)
     ]
     tokens = sum(len(text) for text in ours)
-    log(f"{name:<44} {len(ours)} prompts, {tokens} tokens, {len(apart)} texts differ")
+    log(f"{name:<56} {len(ours)} prompts, {tokens} tokens, {len(apart)} texts differ")
     return {
         "comparison": name,
         "prompts": len(ours),
@@ -144,30 +176,19 @@ def compare(
 def comparisons(
     pair: LoadedPair, dtype: str, prompts: Sequence[Sequence[int]], num_tokens: int, log: Log
 ) -> list[dict[str, Any]]:
-    """All of one dtype's, greedy and sampled; in float32 greedy text is transformers' too."""
+    """All of one dtype's, of every kind; in float32 greedy text is transformers' too."""
     rows = []
-    for sampled in (False, True):
-        plain = texts(pair, prompts, num_tokens, PLAIN, sampled)
-        kind = f"{dtype}, {'temperature 0.8' if sampled else 'greedy'}"
-        if dtype == "float32" and not sampled:
-            few = prompts[:TRANSFORMERS_PROMPTS]
-            rows.append(
-                compare(
-                    f"{kind}: plain against transformers",
-                    plain[: len(few)],
-                    transformers_texts(few, num_tokens),
-                    log,
-                )
-            )
-        rows += [
-            compare(
-                f"{kind}: {name} against plain",
-                texts(pair, prompts, num_tokens, shape, sampled),
-                plain,
-                log,
-            )
-            for name, shape in SHAPES.items()
-        ]
+    for kind, options in KINDS.items():
+        plain = texts(pair, prompts, num_tokens, PLAIN, options)
+        title = f"{dtype}, {kind}"
+        if dtype == "float32" and kind in ("greedy", "processors"):
+            processors = OF_TRANSFORMERS if options else {}
+            few = prompts if options else prompts[:TRANSFORMERS_PROMPTS]
+            theirs = transformers_texts(few, num_tokens, processors)
+            rows.append(compare(f"{title}: plain against transformers", plain[: len(few)], theirs, log))
+        for name, shape in SHAPES.items():
+            written = texts(pair, prompts, num_tokens, shape, options)
+            rows.append(compare(f"{title}: {name} against plain", written, plain, log))
     return rows
 
 
