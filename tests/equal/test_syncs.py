@@ -20,7 +20,7 @@ import torch
 from conftest import TINY, compiled
 from torch import Tensor
 
-from yggdrasil.config import SamplingConfig
+from yggdrasil.config import ProcessorConfig, SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.offline.forest import Seed, grow_forest
@@ -41,6 +41,19 @@ from yggdrasil.trace import Trace
 NUM_STEPS = 6
 GREEDY = SamplingConfig()
 SAMPLED = SamplingConfig(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01, seed=7)
+PROCESSED = replace(
+    SAMPLED,
+    processors=ProcessorConfig(
+        logit_bias=((7, 2.5),),
+        repetition_penalty=1.3,
+        frequency_penalty=0.7,
+        no_repeat_ngram_size=3,
+        banned=((14,), (21, 28)),
+        min_tokens=3,
+        ends=(0, 100),
+    ),
+)
+SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED, "processed": PROCESSED}
 CALIBRATION = Calibration(PlattScale(1.8, 1.3), UNCALIBRATED.calibration.knots)
 LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
 SHAPES = (
@@ -99,7 +112,7 @@ def texts(
     return [(result.tokens, result.path) for result in (step(state, policy) for _ in range(NUM_STEPS))]
 
 
-@pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_step_waits_once_to_prune_and_once_to_accept(
     tiny: LoadedPair, syncs: list[pretend.Sync], shape: Shape, sampling: SamplingConfig
@@ -115,7 +128,7 @@ def test_a_step_waits_once_to_prune_and_once_to_accept(
     assert [sync for sync in syncs if not sync.is_explained] == []
 
 
-@pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_a_plan_does_not_wait_more_often(
     tiny: LoadedPair, syncs: list[pretend.Sync], sampling: SamplingConfig
 ) -> None:
@@ -209,7 +222,7 @@ def test_the_record_knows_what_does_not_wait(syncs: list[pretend.Sync], name: st
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_a_device_warns_of_the_same_syncs(
     ygg_home: Path, llama_folders: tuple[str, str], kernels: None, sampling: SamplingConfig
 ) -> None:

@@ -62,9 +62,10 @@ def process(logits_KV: Tensor, prefixes: Prefixes, processors: ProcessorConfig) 
     if processors.logit_bias:
         tokens, values = zip(*processors.logit_bias, strict=True)
         device = logits_KV.device
-        bias_V = torch.zeros(vocab, device=device)
-        bias_V[upload(tokens, device)] = upload(values, device, dtype=bias_V.dtype)
-        logits_KV = logits_KV + bias_V
+        bias_V = logits_KV.new_zeros(vocab)
+        logits_KV = logits_KV + bias_V.scatter(
+            0, upload(tokens, device), upload(values, device, dtype=bias_V.dtype)
+        )
     penalty = processors.repetition_penalty
     if penalty != 1:
         penalised_KV = torch.where(logits_KV < 0, logits_KV * penalty, logits_KV / penalty)
@@ -107,20 +108,21 @@ def process_candidates(
 def _counts(tokens_KS: Tensor, vocab: int) -> Tensor:
     """(K, V) float32: how often each text contains each token."""
     places_KS = tokens_KS.masked_fill(tokens_KS < 0, vocab)
-    counts = torch.zeros(len(tokens_KS), vocab + 1, device=tokens_KS.device)
+    counts = tokens_KS.new_zeros(len(tokens_KS), vocab + 1, dtype=torch.float32)
     return counts.scatter_add_(1, places_KS, torch.ones_like(places_KS, dtype=counts.dtype))[:, :vocab]
 
 
 def _banned(prefixes: Prefixes, processors: ProcessorConfig, vocab: int) -> Tensor:
     """(K, V) whether a token may not come next."""
     tokens_KS, len_K, prompt_len = prefixes
-    is_banned = torch.zeros(len(tokens_KS), vocab + 1, dtype=torch.bool, device=tokens_KS.device)
+    is_banned = tokens_KS.new_zeros(len(tokens_KS), vocab + 1, dtype=torch.bool)
     size = processors.no_repeat_ngram_size
     if 0 < size <= tokens_KS.shape[1]:
         ngrams = tokens_KS.unfold(1, size, 1)
         is_repeated = (ngrams[..., :-1] == _last(prefixes, size - 1)[:, None]).all(dim=-1)
         next_tokens = ngrams[..., -1]
-        is_banned.scatter_(1, torch.where(is_repeated & (next_tokens >= 0), next_tokens, vocab), True)
+        is_free = ~is_repeated | (next_tokens < 0)
+        is_banned.scatter_(1, next_tokens.masked_fill(is_free, vocab), True)
     for *before, token in processors.banned:
         follows_K = (_last(prefixes, len(before)) == upload(before, tokens_KS.device)).all(dim=-1)
         is_banned[:, token] |= follows_K
@@ -133,6 +135,6 @@ def _banned(prefixes: Prefixes, processors: ProcessorConfig, vocab: int) -> Tens
 
 def _last(prefixes: Prefixes, count: int) -> Tensor:
     """(K, count) the last tokens of every text; -2, which no text contains, before its start."""
-    places = prefixes.len_K[:, None] - count + torch.arange(count, device=prefixes.len_K.device)
+    places = prefixes.len_K[:, None] - upload(range(count, 0, -1), prefixes.len_K.device)
     found = prefixes.tokens_KS.gather(1, places.clamp(min=0))
     return found.masked_fill(places < 0, -2)
