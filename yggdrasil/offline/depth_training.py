@@ -2,7 +2,8 @@
 
 Training takes its labels from one pass along the texts (offline/forced.py), evaluation from drafted trees.
 
-Shapes: here M = positions of all training texts, H = outputs of the encoder, S = slopes that are tried.
+Shapes: here M = positions of all training texts, H = outputs of the encoder, S = slopes that are tried,
+T = temperatures.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ __all__ = [
 
 # What a few hundred passages of a few dozen texts allow (bench/LOG.md)
 HIDDEN = 64
-STEPS = 300
+STEPS = 400
 BATCH = 256
 LEARNING_RATE = 2e-3
 WEIGHT_DECAY = 2.0
-INPUT_NOISE = 0.5  # in standard deviations of each input
+INPUT_NOISE = 1.0  # in standard deviations of each input
 
 FOLDS = 4
-SLOPES = np.linspace(0.0, 1.0, 21)
+SLOPES = np.linspace(0.0, 1.5, 31)
 BINS = 10
 CONTEXT_LEN = 64  # context length for the cost of decisions
 
@@ -165,7 +166,7 @@ def _trained(
     inputs_ME = np.concatenate(hidden)
     mean_E = inputs_ME.mean(axis=0)
     scale_E = 1 / np.maximum(inputs_ME.std(axis=0), 1e-6)
-    scale_E[inputs_ME.std(axis=0) == 0] = 0.0  # an input that never changes says nothing
+    scale_E[inputs_ME.std(axis=0) == 0] = 0.0  # an input that never changes teaches nothing
     of_M = torch.cat([torch.full((len(each),), place) for place, each in enumerate(hidden)])
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)

@@ -36,6 +36,7 @@ from yggdrasil.tree import TokenTree
 __all__ = [
     "BUNDLED_TEXT",
     "CALIBRATION_TEXT",
+    "PASSAGES",
     "PROMPT_LEN",
     "Forced",
     "Passage",
@@ -55,7 +56,7 @@ Indices = npt.NDArray[np.int64]
 CALIBRATION_TEXT = Path(__file__).parent.parent / "data" / "calibration.jsonl"
 BUNDLED_TEXT = "stories"  # its name
 PROMPT_LEN = 24  # tokens of a calibration text that serve as its prompt
-PASSAGES = 5  # prompts from one text: other texts teach more than other positions of the same text
+PASSAGES = 8  # prompts from one text: other texts teach more than other positions of the same text
 
 
 def read_texts(path: Path) -> list[str]:

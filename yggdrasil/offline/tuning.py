@@ -121,7 +121,7 @@ def collect(
     sources = [*range(num_texts), *(passage.text for passage in further)]
     tree_len = max(1 + max(whole.widths) * (whole.max_depth - 1), whole.max_depth)
     target, target_rows = _target_rows(
-        bundle, models[0], len(prompts) * len(CALIBRATION_TEMPERATURES), PROMPT_LEN + whole.num_written
+        bundle, models[0], num_texts * len(CALIBRATION_TEMPERATURES), PROMPT_LEN + whole.num_written
     )
     row_len = PROMPT_LEN + whole.num_tokens + tree_len
     draft_pages = _pages_of_rows(bundle, bundle.kv_draft, num_texts, row_len)

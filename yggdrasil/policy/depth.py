@@ -88,7 +88,7 @@ class DepthPredictor:
                 mean_D=found["mean_D"],
                 trust=float(found["trust"]),
             )
-            for temperature, found in parts.items()
+            for temperature, found in sorted(parts.items())
         }
         return cls({name: tensors[name] for name in names}, heads)
 
@@ -109,17 +109,20 @@ class DepthPredictor:
         sync for the hidden state.
         """
         heads = self._nearest(temperature)
-        share_D = (heads.trust / heads.mean_D.cumsum()).astype(np.float32)
-        rest = np.float32(1 - heads.trust)
         first, bias_1, second, bias_2 = self._encoder()
-        weight_HD = heads.weight_HD
-        bias_D = heads.base_D + heads.bias_D
+        # a sigmoid is 0.5 + 0.5 * tanh(x / 2): halves, mean and trust are applied once, not in every call
+        half = np.float32(0.5)
+        weight_HD = half * heads.weight_HD
+        bias_D = half * (heads.base_D + heads.bias_D)
+        share_D = (0.5 * heads.trust / heads.mean_D.cumsum()).astype(np.float32)
+        rest_D = (1 - heads.trust + np.arange(1, len(share_D) + 1) * share_D).astype(np.float32)
         zero = np.float32(0)
 
         def growth(hidden_E: Tensor) -> Array:
             state = hidden_E.float().cpu().numpy()  # sync: the host chooses the shape
             encoded = np.maximum(np.maximum(state @ first + bias_1, zero) @ second + bias_2, zero)
-            grown: Array = _survival(encoded @ weight_HD + bias_D).cumsum() * share_D + rest
+            tanh_D = np.minimum.accumulate(np.tanh(encoded @ weight_HD + bias_D))
+            grown: Array = tanh_D.cumsum() * share_D + rest_D
             return grown
 
         return growth

@@ -21,7 +21,7 @@ from yggdrasil.offline.budget import (
     largest_within,
     seconds_of,
 )
-from yggdrasil.offline.traces import PROMPT_LEN, Passage, beginnings, further_passages
+from yggdrasil.offline.traces import PASSAGES, PROMPT_LEN, Passage, beginnings, further_passages
 from yggdrasil.offline.tuning import CALIBRATION_TEMPERATURES, collect
 from yggdrasil.pair import LoadedPair
 from yggdrasil.state import Shape
@@ -197,8 +197,8 @@ def test_further_passages_are_spread_over_the_texts_that_are_long_enough(tiny: L
     long, short = "the cat sat on the mat. " * 60, "the cat"
     tokens = tiny.tokenizer.encode(long)
     found = further_passages([short, long], tiny.tokenizer)
-    assert [passage.text for passage in found] == [1, 1, 1, 1]
-    starts = [place * len(tokens) // 5 for place in (1, 2, 3, 4)]
+    assert [passage.text for passage in found] == [1] * (PASSAGES - 1)
+    starts = [place * len(tokens) // PASSAGES for place in range(1, PASSAGES)]
     assert [passage.tokens for passage in found] == [tokens[at : at + PROMPT_LEN] for at in starts]
     assert min(starts[0], *(later - earlier for earlier, later in pairwise(starts))) >= PROMPT_LEN
 
