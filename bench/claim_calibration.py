@@ -26,7 +26,7 @@ from bench.lib.one_by_one import collect_one_by_one
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
 from yggdrasil.cli.progress import RichProgress
-from yggdrasil.offline.traces import Traces
+from yggdrasil.offline.traces import Passage, Traces, further_passages
 from yggdrasil.offline.tuning import (
     CALIBRATION_TEMPERATURES,
     calibrate,
@@ -46,14 +46,22 @@ LEAST_RATIO = 0.99
 Prompts = Sequence[Sequence[int]]
 
 
+def further(pair: LoadedPair) -> list[Passage]:
+    """More prompts from the texts that are calibrated on."""
+    return further_passages(
+        STORIES.calibration_texts[: pair.bundle.config.calibration_texts], pair.tokenizer
+    )
+
+
 def collected_one_by_one(pair: LoadedPair, prompts: Prompts) -> list[Traces]:
     """All that the configuration asks for, whatever it takes."""
-    size = whole_size(pair.bundle, len(prompts))
+    passages = further(pair)
+    size = whole_size(pair.bundle, len(prompts), len(prompts) + len(passages))
     writing = Shape(
         size.reference_width, min(WRITING_DEPTH, size.max_depth), pair.bundle.config.verify_widths[:3][-1]
     )
     return [
-        collect_one_by_one(pair.engine, prompts, temperature, size, writing)
+        collect_one_by_one(pair.engine, prompts, passages, temperature, size, writing)
         for temperature in CALIBRATION_TEMPERATURES
     ]
 
@@ -61,7 +69,7 @@ def collected_one_by_one(pair: LoadedPair, prompts: Prompts) -> list[Traces]:
 def collected_in_batches(pair: LoadedPair, prompts: Prompts) -> list[Traces]:
     """As `ygg compile` does."""
     models: Any = pair.engine.target, pair.engine.draft
-    return collect(pair.bundle, models, prompts, RichProgress())
+    return collect(pair.bundle, models, prompts, further(pair), RichProgress())
 
 
 def learnt(

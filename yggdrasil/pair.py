@@ -13,7 +13,7 @@ from yggdrasil.engine import Engine
 from yggdrasil.errors import ArtifactError, ConfigError
 from yggdrasil.loading import load_bundle, load_models
 from yggdrasil.policy.acceptance import AcceptanceTable
-from yggdrasil.policy.depth import DepthPredictor
+from yggdrasil.policy.depth import PREDICTOR_FORMAT, DepthPredictor
 from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import LatencyModel
@@ -209,7 +209,12 @@ def load_measurements(bundle: Bundle, dataset: str) -> Measurements:
 def load_decisions(bundle: Bundle, dataset: str) -> tuple[TrainedDepth, PlanChoice]:
     """Depth predictor of a calibration text, and the execution plan; raises like `load_measurements`."""
     folder = bundle.predictor_folder(dataset)
-    depth = _parse(folder / "predictor.json", bundle, lambda payload: _trained_depth(folder, payload))
+    depth = _parse(
+        folder / "predictor.json",
+        bundle,
+        lambda payload: _trained_depth(folder, payload),
+        written=PREDICTOR_FORMAT,
+    )
     return depth, _parse(bundle.plan_path, bundle, PlanChoice.from_json, written=FORMAT)
 
 

@@ -170,6 +170,13 @@ def _depth(result: Result) -> Headline:
     return _ratio(least, "1", not result["refuted_by"])
 
 
+def _predictor(result: Result) -> Headline:
+    """The least skill over a constant at any depth with enough events."""
+    held, missed = _goals(result)
+    skills = [goal["measured"] for name, goal in result["goals"].items() if name.startswith("skill")]
+    return Headline(min(skills), "> 0", held, missed=missed)
+
+
 def _serving(result: Result) -> Headline:
     verdict = result["verdict"]
     trace = verdict.get("trace", {})
@@ -297,6 +304,7 @@ CLAIMS = {
     "objective": Claimed("Eq. 3 over AAL as objective", _objective),
     "temperature": Claimed("default policy over Sequoia's tree", _temperature),
     "depth": Claimed("chosen depth rule over a fixed depth", _depth),
+    "predictor": Claimed("Brier skill of the depth predictor", _predictor),
     "serving": Claimed("throughput over the best fixed length", _serving, serves=True),
     "batched_trees": Claimed("trees over chains of the same policy", _batched_trees, serves=True),
     "bandits": Claimed("microseconds to choose a length", _bandits, serves=True),

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
@@ -16,9 +16,9 @@ from yggdrasil.layout import READ_BEST
 from yggdrasil.models.packing import Chunk, pack_chains_
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.offline.budget import EVERY, CalibrationSize
-from yggdrasil.offline.traces import Traces
+from yggdrasil.offline.traces import Passage, Traces, Written, forced_positions, text_edges
 from yggdrasil.policy.acceptance import TreeRecord, fit_platt
-from yggdrasil.policy.depth import Array, inputs_of
+from yggdrasil.policy.depth import Array
 from yggdrasil.policy.uncalibrated import UNCALIBRATED, uncalibrated_policy
 from yggdrasil.state import DecodeState, Row, Shape
 from yggdrasil.step.choice import VERIFY_ALL, Calibration, Choice
@@ -32,6 +32,7 @@ __all__ = ["collect_one_by_one"]
 def collect_one_by_one(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
+    further: Sequence[Passage],
     temperature: float,
     size: CalibrationSize,
     writing: Shape,
@@ -41,40 +42,55 @@ def collect_one_by_one(
     Args:
         engine: The pair.
         prompts: Token lists of at least two tokens.
+        further: More prompts from the same texts, without trees.
         temperature: Of the target.
         size: How much.
         writing: Shape with which the text is written: it changes how long that takes and nothing else.
     """
-    samplings = [SamplingConfig(temperature=temperature, seed=seed) for seed in range(len(prompts))]
+    all_prompts = [*prompts, *(passage.tokens for passage in further)]
+    sources = [*range(len(prompts)), *(passage.text for passage in further)]
+    samplings = [SamplingConfig(temperature=temperature, seed=seed) for seed in range(len(all_prompts))]
     texts = [
-        _write(engine, prompt, sampling, size.num_written, writing)
-        for prompt, sampling in zip(prompts, samplings, strict=True)
+        _written(engine, prompt, sampling, size.num_written, writing)
+        for prompt, sampling in zip(all_prompts, samplings, strict=True)
     ]
-    edges = [
-        _edges(engine, text, len(prompt), sampling)
-        for text, prompt, sampling in zip(texts, prompts, samplings, strict=True)
-    ]
+    candidates = [_candidates(engine, text) for text in texts]
+    edges = [text_edges(*candidates[index], texts[index]) for index in range(len(prompts))]
     platt = fit_platt(*map(np.concatenate, zip(*edges, strict=True)))
-    inputs: list[Array] = []
+    forced = forced_positions(texts, candidates, sources, size, platt)
+    hidden: list[Array] = []
     deep: list[TreeRecord] = []
     others: list[TreeRecord] = []
     text_N: list[int] = []
-    for index, (text, prompt, sampling) in enumerate(zip(texts, prompts, samplings, strict=True)):
-        ends = size.root_ends(index, len(prompt))
-        inputs.append(inputs_of(_outputs(engine.target, text)[1], temperature)[[end - 2 for end in ends]])
+    for index, (text, sampling) in enumerate(zip(texts[: len(prompts)], samplings, strict=False)):
+        ends = size.root_ends(index, text.prompt_len)
+        hidden.append(text.hidden_before(ends).numpy())
         engine.draft.cache.rollback_(0)
         for end in ends:
             deep.append(
-                _record(engine, text, end, Shape(size.reference_width, size.max_depth), platt, sampling)
+                _record(
+                    engine, text.tokens, end, Shape(size.reference_width, size.max_depth), platt, sampling
+                )
             )
             if len(deep) % EVERY == 1:
                 others += [
-                    _record(engine, text, end, Shape(width, size.max_depth), platt, sampling)
+                    _record(engine, text.tokens, end, Shape(width, size.max_depth), platt, sampling)
                     for width in size.widths
                     if width != size.reference_width
                 ]
         text_N += [index] * len(ends)
-    return Traces(temperature, np.concatenate(inputs), np.array(text_N), tuple(deep), tuple(others), platt)
+    return Traces(
+        temperature, np.concatenate(hidden), np.array(text_N), tuple(deep), tuple(others), forced, platt
+    )
+
+
+def _written(
+    engine: Engine, prompt: Sequence[int], sampling: SamplingConfig, num_tokens: int, shape: Shape
+) -> Written:
+    """A text and the target's last hidden states along it."""
+    text = _write(engine, prompt, sampling, num_tokens, shape)
+    hidden_LE = _outputs(engine.target, text)[1].float()
+    return Written(text, len(prompt), sampling, hidden_LE[len(prompt) - 2 : -1])
 
 
 def _write(
@@ -91,28 +107,22 @@ def _write(
     ]
 
 
-def _edges(
-    engine: Engine, text: Sequence[int], start: int, sampling: SamplingConfig
-) -> tuple[Array, npt.NDArray[np.bool_]]:
-    draft_model = engine.draft
-    outputs = _outputs(draft_model, text, read_of(sampling))
-    tokens_MC, log_probs_MC = (output[start - 1 : -1] for output in outputs)
-    count = draft_model.num_candidates
-    if sampling.temperature > 0:
-        positions = range(start, len(text))
-        noise_MC = noise_of(sampling, positions, engine.target.vocab, "cpu").gather(1, tokens_MC)
-        tokens_MC, log_probs_MC = coupled(tokens_MC, log_probs_MC, noise_MC, sampling, count)
-    is_next_MC = tokens_MC[:, :count] == torch.tensor(text[start:])[:, None]
-    return log_probs_MC[:, :count].numpy(), is_next_MC.numpy()
+def _candidates(engine: Engine, text: Written) -> tuple[Tensor, Tensor]:
+    """The draft's candidates along a text; those of sampled text are coupled."""
+    count = engine.draft.num_candidates
+    tokens_LM, log_probs_LM = _outputs(engine.draft, text.tokens, read_of(text.sampling))
+    if text.sampling.temperature > 0:
+        positions = range(1, len(text.tokens) + 1)
+        noise_LM = noise_of(text.sampling, positions, engine.target.vocab, "cpu").gather(1, tokens_LM)
+        return coupled(tokens_LM, log_probs_LM, noise_LM, text.sampling, count)
+    return tokens_LM[:, :count], log_probs_LM[:, :count]
 
 
-def _outputs(
-    model: TokenModel, text: Sequence[int], read: int = READ_BEST
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _outputs(model: TokenModel, text: Sequence[int], read: int = READ_BEST) -> tuple[Tensor, Tensor]:
     """Both outputs of a model for every token, (L, ...) each."""
     model.cache.rollback_(0)
-    first: list[torch.Tensor] = []
-    second: list[torch.Tensor] = []
+    first: list[Tensor] = []
+    second: list[Tensor] = []
     for start in range(0, len(text), model.prefill_chunk):
         chunk = text[start : start + model.prefill_chunk]
         meta_NM = model.meta(len(chunk))

@@ -391,7 +391,7 @@ SHOWN = {
     "profile": (["context  tokens", "tiny-latency.png"], ["tiny-acceptance.png", "tiny-latency.png"]),
     "plan": (["plan of an iteration", "sequential", "tiny-plan.png"], ["tiny-plan.png"]),
     "predictor": (
-        ["depth predictor (stories)", "growth that stops", "tiny-stories-predictor.png"],
+        ["depth predictor (stories)", "the constant at", "growth that stops", "tiny-stories-predictor.png"],
         ["tiny-stories-predictor.png"],
     ),
     "step": (["[verify ", "tiny-step.png"], ["tiny-step.png"]),
@@ -677,6 +677,12 @@ DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
             predictor_file(bundle, "predictor.json"), lambda payload: payload.update(fingerprint="0" * 12)
         ),
         "predictor.json: stale: measured for fingerprint 000000000000",
+    ),
+    "predictor of the former format": (
+        lambda bundle: edit(
+            predictor_file(bundle, "predictor.json"), lambda payload: payload.pop("format")
+        ),
+        "predictor.json: stale: written in format 1, current is 2",
     ),
     "predictor without its weights": (
         lambda bundle: predictor_file(bundle, "predictor.safetensors").unlink(),

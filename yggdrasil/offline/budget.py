@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,6 +40,8 @@ class CalibrationSize:
     """Amount of text and trees at one temperature.
 
     Args:
+        num_texts: Texts along which trees are drafted.
+        num_passages: Texts that the target writes: these, and further ones for the depth predictor.
         num_tokens: Positions of each text that can be roots.
         stride: Distance of two roots, in positions.
         max_depth: Depth of every tree; a text is longer by this, to judge its last tree.
@@ -47,6 +49,7 @@ class CalibrationSize:
     """
 
     num_texts: int
+    num_passages: int
     num_tokens: int
     stride: int = STEP
     max_depth: int
@@ -76,22 +79,15 @@ class CalibrationSize:
         )
 
     def smaller(self) -> Iterator[CalibrationSize]:
-        """This size, then sizes with fewer trees per text, then with fewer texts."""
+        """This size, then sizes with fewer passages, with fewer trees per text, with fewer texts."""
+        for num_passages in range(self.num_passages, self.num_texts, -FEWEST_TEXTS):
+            yield replace(self, num_passages=num_passages)
+        alone = replace(self, num_passages=self.num_texts)
         strides = range(self.stride, max(self.stride, self.num_tokens // FEWEST_ROOTS) + 1)
         for stride in strides:
-            yield self._with(self.num_texts, stride)
+            yield replace(alone, stride=stride)
         for num_texts in range(self.num_texts - 1, FEWEST_TEXTS - 1, -1):
-            yield self._with(num_texts, strides[-1])
-
-    def _with(self, num_texts: int, stride: int) -> CalibrationSize:
-        return CalibrationSize(
-            num_texts=num_texts,
-            num_tokens=self.num_tokens,
-            stride=stride,
-            max_depth=self.max_depth,
-            widths=self.widths,
-            reference_width=self.reference_width,
-        )
+            yield replace(alone, num_texts=num_texts, num_passages=num_texts, stride=strides[-1])
 
 
 class PassClock:
@@ -163,16 +159,16 @@ def seconds_of(
     """Seconds that collecting traces will take.
 
     Args:
-        prompt_lens: Tokens of each prompt; at least `size.num_texts` of them.
+        prompt_lens: Tokens of each prompt; at least `size.num_passages` of them.
         target_rows: Texts that are written together.
         sampling_s: Seconds to sample one token.
     """
-    prompts = sum(prompt_lens[: size.num_texts])
-    whole, rest = divmod(size.num_texts * len(temperatures), target_rows)
-    num_sampled = size.num_texts * sum(temperature > 0 for temperature in temperatures)
+    prompts = sum(prompt_lens[: size.num_passages])
+    whole, rest = divmod(size.num_passages * len(temperatures), target_rows)
+    num_sampled = size.num_passages * sum(temperature > 0 for temperature in temperatures)
     step = whole * target(target_rows) + (target(rest) if rest else 0.0) + num_sampled * sampling_s
     writing = target(prompts * len(temperatures)) + size.num_written * step
-    texts = draft(prompts + size.num_texts * size.num_written)
+    texts = draft(prompts + size.num_passages * size.num_written)
     together = size.num_texts * size.reference_width  # nodes that wait for a forward
     trees = size.num_tree_tokens / together * draft(together) if size.num_tree_tokens else 0.0
     return writing + len(temperatures) * (texts + trees)

@@ -1,20 +1,27 @@
 """Train the depth predictor on traces, and evaluate it on text that it has not seen.
 
-Shapes: X = inputs of the network; here M = positions of a batch.
+Training takes its labels from one pass along the texts (offline/forced.py), evaluation from drafted trees.
+
+Shapes: here M = positions of all training texts, H = outputs of the encoder, S = slopes that are tried,
+T = temperatures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
+from yggdrasil.kernels.threads import one_torch_thread
 from yggdrasil.offline.traces import Traces
 from yggdrasil.policy.acceptance import TreeRecord
-from yggdrasil.policy.depth import LAYERS, Array, DepthPredictor
+from yggdrasil.policy.depth import ENCODER, Array, DepthPredictor, Heads
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.stopping import last_gain
 
@@ -27,19 +34,25 @@ __all__ = [
     "evaluate",
     "fit_predictor",
     "held_out",
+    "scores_by_depth",
 ]
 
-HIDDEN = (64, 64)
-WEIGHT_DECAY = 10.0  # a few thousand positions of a few dozen texts: less overfits the texts (bench/LOG.md)
-EPOCHS = 40
-PATIENCE = 6
-VALIDATION_SHARE = 0.25  # share of the texts for early stopping and for calibrating the heads
+# What a few hundred passages of a few dozen texts allow (bench/LOG.md)
+HIDDEN = 64
+STEPS = 400
+BATCH = 256
+LEARNING_RATE = 2e-3
+WEIGHT_DECAY = 2.0
+INPUT_NOISE = 1.0  # in standard deviations of each input
+
 FOLDS = 4
+SLOPES = np.linspace(0.0, 1.5, 31)
 BINS = 10
 CONTEXT_LEN = 64  # context length for the cost of decisions
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,7 @@ class HeldOut:
         growth_ND: (N, D) expected accepted length within d, as a multiple of its mean on the predictor's
             own texts.
         constant_ND: (N, D) share on the other folds: the prediction of a constant predictor.
+        slope_D: (D,) the part of the heads' deviations that is correct on held-out text.
     """
 
     trace: Traces
@@ -59,6 +73,7 @@ class HeldOut:
     survival_ND: Array
     growth_ND: Array
     constant_ND: Floats
+    slope_D: Floats
 
     @property
     def trust(self) -> float:
@@ -77,175 +92,217 @@ def accepted_lengths(records: Sequence[TreeRecord]) -> Indices:
     return np.array([sum(record.accepted) - 1 for record in records])
 
 
-def _labels(trace: Traces, max_depth: int) -> npt.NDArray[np.bool_]:
+def _reached(length_N: Indices, max_depth: int) -> Flags:
     """(N, D) whether at least d draft tokens were accepted."""
-    return accepted_lengths(trace.deep)[:, None] >= np.arange(1, max_depth + 1)
+    return length_N[:, None] >= np.arange(1, max_depth + 1)
 
 
 def fit_predictor(
     traces: Sequence[Traces],
     max_depth: int,
     *,
+    slopes: Mapping[float, Floats] | None = None,
     trust: Mapping[float, float] | None = None,
-    without: Sequence[Indices] | None = None,
+    without: Collection[int] = (),
 ) -> DepthPredictor:
-    """Fit encoder and heads with early stopping on validation texts, then calibrate every head.
+    """Fit encoder and heads.
+
+    Training begins at the base rates: the heads' weights are zero. Noise on the inputs and a large weight
+    decay keep the network from learning its few texts by heart.
 
     Args:
         traces: Traces of the same texts, one per temperature.
         max_depth: D, the number of heads.
+        slopes: `HeldOut.slope_D` by temperature; 1 by default.
         trust: `HeldOut.trust` by temperature; 1 by default.
-        without: Positions to leave out, for every trace.
+        without: Texts to leave out.
 
     Source: Yggdrasil section 4.2, "Draft Depth Prediction".
     """
-    from sklearn.model_selection import GroupShuffleSplit
-    from sklearn.preprocessing import StandardScaler
-
-    kept = [np.ones(len(trace.deep), dtype=bool) for trace in traces]
-    for keep, left_out in zip(kept, without or (), strict=False):
-        keep[left_out] = False
-    inputs_MX = np.concatenate([trace.inputs_NX[keep] for trace, keep in zip(traces, kept, strict=True)])
-    labels_MD = np.concatenate(
-        [_labels(trace, max_depth)[keep] for trace, keep in zip(traces, kept, strict=True)]
-    )
-    text_M = np.concatenate([trace.text_N[keep] for trace, keep in zip(traces, kept, strict=True)])
-    train = validation = np.arange(len(text_M))
-    if len(set(text_M.tolist())) > 1:
-        train, validation = next(
-            GroupShuffleSplit(1, test_size=VALIDATION_SHARE, random_state=0).split(inputs_MX, groups=text_M)
+    kept = [~np.isin(trace.forced.text_N, list(without)) for trace in traces]
+    hidden = [trace.forced.hidden_NE[keep] for trace, keep in zip(traces, kept, strict=True)]
+    labels = [
+        _reached(trace.forced.length_N[keep], max_depth) for trace, keep in zip(traces, kept, strict=True)
+    ]
+    bases = [_log_odds(reached_MD) for reached_MD in labels]
+    predictor = _trained([trace.temperature for trace in traces], hidden, labels, bases)
+    slopes = slopes or {}
+    trust = trust or {}
+    heads = {
+        trace.temperature: _finished(
+            predictor,
+            hidden_ME,
+            trace.temperature,
+            slopes.get(trace.temperature, np.ones(max_depth)),
+            trust.get(trace.temperature, 1.0),
         )
-    scaler = StandardScaler().fit(inputs_MX[train])
-    weights = _fit(
-        scaler.transform(inputs_MX[train]),
-        labels_MD[train],
-        scaler.transform(inputs_MX[validation]),
-        labels_MD[validation],
-    )
-    scale = (1.0 / scaler.scale_).astype(np.float32)
-    weights["encoder_1.bias"] = (
-        weights["encoder_1.bias"] - (scaler.mean_.astype(np.float32) * scale) @ weights["encoder_1.weight"]
-    )
-    weights["encoder_1.weight"] = weights["encoder_1.weight"] * scale[:, None]
-    predictor = _calibrated(DepthPredictor(weights, {}, {}), inputs_MX[validation], labels_MD[validation])
-    means = {
-        trace.temperature: predictor.survivals(trace.inputs_NX[keep]).mean(axis=0)
-        for trace, keep in zip(traces, kept, strict=True)
+        for trace, hidden_ME in zip(traces, hidden, strict=True)
     }
-    return DepthPredictor(predictor.weights, means, trust or dict.fromkeys(means, 1.0))
+    return DepthPredictor(predictor.encoder, heads)
+
+
+def _log_odds(reached_MD: Flags) -> Array:
+    """(D,) of the shares; finite where there was only one outcome."""
+    share_D = (reached_MD.sum(axis=0) + 0.5) / (len(reached_MD) + 1)
+    log_odds: Array = np.log(share_D / (1 - share_D)).astype(np.float32)
+    return log_odds
+
+
+def _finished(
+    predictor: DepthPredictor, hidden_ME: Array, temperature: float, slope_D: Floats, trust: float
+) -> Heads:
+    """The heads of a temperature with scaled deviations, and their means on the training text."""
+    heads = predictor.heads[temperature]
+    slope = slope_D.astype(np.float32)
+    scaled = replace(heads, weight_HD=heads.weight_HD * slope, bias_D=heads.bias_D * slope, trust=trust)
+    survival_MD = DepthPredictor(predictor.encoder, {temperature: scaled}).survivals(hidden_ME, temperature)
+    return replace(scaled, mean_D=survival_MD.mean(axis=0))
+
+
+def _trained(
+    temperatures: Sequence[float], hidden: Sequence[Array], labels: Sequence[Flags], bases: Sequence[Array]
+) -> DepthPredictor:
+    """Encoder and heads after `STEPS` steps of AdamW over the positions of all temperatures."""
+    inputs_ME = np.concatenate(hidden)
+    mean_E = inputs_ME.mean(axis=0)
+    scale_E = 1 / np.maximum(inputs_ME.std(axis=0), 1e-6)
+    scale_E[inputs_ME.std(axis=0) == 0] = 0.0  # an input that never changes teaches nothing
+    of_M = torch.cat([torch.full((len(each),), place) for place, each in enumerate(hidden)])
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        encoder, heads = _fit(
+            torch.from_numpy((inputs_ME - mean_E) * scale_E),
+            torch.from_numpy(np.concatenate(labels)).float(),
+            torch.from_numpy(np.stack(bases)),
+            of_M,
+        )
+    weights = {
+        f"{name}.{part}": array
+        for name, layer in zip(ENCODER, (encoder[0], encoder[2]), strict=True)
+        for part, array in (("weight", _array(layer.weight.T)), ("bias", _array(layer.bias)))
+    }
+    first = weights["encoder_1.weight"] * scale_E[:, None]
+    weights |= {"encoder_1.weight": first, "encoder_1.bias": weights["encoder_1.bias"] - mean_E @ first}
+    return DepthPredictor(
+        weights,
+        {
+            temperature: Heads(_array(head.weight.T), _array(head.bias), base_D, np.ones_like(base_D))
+            for temperature, head, base_D in zip(temperatures, heads, bases, strict=True)
+        },
+    )
+
+
+@one_torch_thread()
+def _fit(inputs_ME: Tensor, labels_MD: Tensor, base_TD: Tensor, of_M: Tensor) -> tuple[Any, Any]:
+    """The encoder and the heads of every temperature.
+
+    Args:
+        base_TD: Log-odds of the base rates, by place of the temperature.
+        of_M: Place of each position's temperature.
+    """
+    max_depth = labels_MD.shape[1]
+    encoder = nn.Sequential(
+        nn.Linear(inputs_ME.shape[1], HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU()
+    )
+    heads = nn.ModuleList(nn.Linear(HIDDEN, max_depth) for _ in base_TD)
+    for parameter in heads.parameters():
+        nn.init.zeros_(parameter)
+    parameters = [*encoder.parameters(), *heads.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS)
+    for _ in range(STEPS):
+        batch = torch.randint(len(inputs_ME), (BATCH,))
+        inputs = inputs_ME[batch]
+        encoded = encoder(inputs + INPUT_NOISE * torch.randn_like(inputs))
+        deviations = torch.stack([head(encoded) for head in heads])[of_M[batch], torch.arange(BATCH)]
+        loss = binary_cross_entropy_with_logits(base_TD[of_M[batch]] + deviations, labels_MD[batch])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+    return encoder, heads
+
+
+def _array(tensor: Tensor) -> Array:
+    return np.ascontiguousarray(tensor.detach().numpy())
 
 
 def held_out(
     traces: Sequence[Traces], max_depth: int, tick: Callable[[], None] = lambda: None
 ) -> list[HeldOut]:
-    """Cross-validate: predict every position with a predictor that was trained without its text.
+    """Cross-validate: predict every drafted position with a predictor that was trained without its text.
 
-    A single text is predicted by the predictor that was trained on it.
+    Deviations are scaled by the slopes of the other folds. A single text is predicted by the predictor that
+    was trained on it.
 
     Args:
         traces: Traces of the same texts, one per temperature.
         max_depth: D, the number of heads.
         tick: Called after every fold, at most `FOLDS` times.
     """
-    from sklearn.model_selection import GroupKFold
-
-    num_texts = len(set(traces[0].text_N.tolist()))
-    folds = [np.zeros(len(trace.deep), dtype=np.int64) for trace in traces]
-    if num_texts > 1:
-        for trace, fold_N in zip(traces, folds, strict=True):
-            for fold, (_, test) in enumerate(
-                GroupKFold(min(FOLDS, num_texts)).split(trace.inputs_NX, groups=trace.text_N)
-            ):
-                fold_N[test] = fold
-    found = [_no_predictions(trace, fold_N, max_depth) for trace, fold_N in zip(traces, folds, strict=True)]
-    for fold in range(max(fold_N.max() for fold_N in folds) + 1):
-        inside = [np.flatnonzero(fold_N == fold) for fold_N in folds]
-        predictor = fit_predictor(traces, max_depth, without=inside if num_texts > 1 else None)
-        for each, test in zip(found, inside, strict=True):
-            each.survival_ND[test] = predictor.survivals(each.trace.inputs_NX[test])
-            each.growth_ND[test] = (
-                each.survival_ND[test].cumsum(axis=1)
-                / predictor.mean_survival[each.trace.temperature].cumsum()
-            )
-            each.constant_ND[test] = _labels(each.trace, max_depth)[_others(each.fold_N, fold)].mean(axis=0)
+    texts = sorted(set(traces[0].text_N.tolist()))
+    num_folds = min(FOLDS, len(texts))
+    fold_of = {text: place % num_folds for place, text in enumerate(texts)}
+    folds = [np.array([fold_of[text] for text in trace.text_N.tolist()]) for trace in traces]
+    predictors = []
+    for fold in range(num_folds):
+        inside = [text for text in texts if fold_of[text] == fold]
+        predictors.append(fit_predictor(traces, max_depth, without=inside if num_folds > 1 else ()))
         tick()
-    return found
+    return [
+        _judged(trace, fold_N, predictors, fold_of, max_depth)
+        for trace, fold_N in zip(traces, folds, strict=True)
+    ]
 
 
-def _no_predictions(trace: Traces, fold_N: Indices, max_depth: int) -> HeldOut:
-    shape = (len(fold_N), max_depth)
-    return HeldOut(
-        trace, fold_N, np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32), np.zeros(shape)
+def _judged(
+    trace: Traces,
+    fold_N: Indices,
+    predictors: Sequence[DepthPredictor],
+    fold_of: Mapping[int, int],
+    max_depth: int,
+) -> HeldOut:
+    """One temperature's held-out predictions by the predictors of all folds."""
+    temperature = trace.temperature
+    reached_ND = _reached(accepted_lengths(trace.deep), max_depth)
+    base_ND = np.zeros((len(fold_N), max_depth))
+    deviation_ND = np.zeros_like(base_ND)
+    for fold, predictor in enumerate(predictors):
+        inside = fold_N == fold
+        base_ND[inside] = predictor.heads[temperature].base_D
+        deviation_ND[inside] = predictor.deviations(trace.hidden_NE[inside], temperature)
+    survival_ND = np.zeros_like(base_ND, dtype=np.float32)
+    growth_ND = np.zeros_like(survival_ND)
+    constant_ND = np.zeros_like(base_ND)
+    of_forced = np.array([fold_of.get(text, -1) for text in trace.forced.text_N.tolist()])
+    for fold, predictor in enumerate(predictors):
+        inside = fold_N == fold
+        others = _others(fold_N, fold)
+        slope_D = _slopes(base_ND[others], deviation_ND[others], reached_ND[others])
+        own_ME = trace.forced.hidden_NE[_others(of_forced, fold)]
+        heads = _finished(predictor, own_ME, temperature, slope_D, 1.0)
+        scaled = DepthPredictor(predictor.encoder, {temperature: heads})
+        survival_ND[inside] = scaled.survivals(trace.hidden_NE[inside], temperature)
+        growth_ND[inside] = survival_ND[inside].cumsum(axis=1) / heads.mean_D.cumsum()
+        constant_ND[inside] = reached_ND[others].mean(axis=0)
+    slope_D = _slopes(base_ND, deviation_ND, reached_ND)
+    return HeldOut(trace, fold_N, survival_ND, growth_ND, constant_ND, slope_D)
+
+
+def _slopes(base_ND: Floats, deviation_ND: Floats, reached_ND: Flags) -> Floats:
+    """(D,) by which deviations are multiplied for the least log loss: Platt scaling over a fixed base."""
+    sign_ND = np.where(reached_ND, -1.0, 1.0)
+    loss_SD = np.stack(
+        [np.logaddexp(0, sign_ND * (base_ND + slope * deviation_ND)).mean(axis=0) for slope in SLOPES]
     )
+    best_D: Floats = SLOPES[loss_SD.argmin(axis=0)]
+    return best_D
 
 
 def _others(fold_N: Indices, fold: int) -> Indices:
     """Positions of the other folds; all positions if there is one fold."""
     others = np.flatnonzero(fold_N != fold)
     return others if len(others) else np.arange(len(fold_N))
-
-
-def _fit(
-    train_NX: Array,
-    train_ND: npt.NDArray[np.bool_],
-    validation_NX: Array,
-    validation_ND: npt.NDArray[np.bool_],
-) -> dict[str, Array]:
-    """Weights of the epoch with the lowest loss on the validation texts."""
-    from sklearn.neural_network import MLPClassifier
-
-    num_heads = train_ND.shape[1]
-    # scikit-learn takes a single column for one label of two classes: two equal heads, the second is
-    # dropped
-    if num_heads == 1:
-        train_ND = np.repeat(train_ND, 2, axis=1)
-        validation_ND = np.repeat(validation_ND, 2, axis=1)
-    network = MLPClassifier(HIDDEN, alpha=WEIGHT_DECAY, batch_size=min(128, len(train_NX)), random_state=0)
-    best = {}
-    best_loss = np.inf
-    best_epoch = 0
-    for epoch in range(EPOCHS):
-        network.partial_fit(train_NX, train_ND.astype(int), classes=np.arange(train_ND.shape[1]))
-        loss = _log_loss(validation_ND, network.predict_proba(validation_NX))
-        if loss < best_loss:
-            layers = zip(LAYERS, network.coefs_, network.intercepts_, strict=True)
-            best = {
-                f"{name}.{part}": array.astype(np.float32)
-                for name, weight, bias in layers
-                for part, array in (("weight", weight), ("bias", bias))
-            }
-            best["heads.weight"] = best["heads.weight"][:, :num_heads]
-            best["heads.bias"] = best["heads.bias"][:num_heads]
-            best_loss = loss
-            best_epoch = epoch
-        elif epoch - best_epoch >= PATIENCE:
-            break
-    return best
-
-
-def _log_loss(labels_ND: npt.NDArray[np.bool_], probabilities_ND: Floats) -> float:
-    probabilities = np.clip(np.where(labels_ND, probabilities_ND, 1 - probabilities_ND), 1e-6, 1.0)
-    return float(-np.log(probabilities).mean())
-
-
-def _calibrated(
-    predictor: DepthPredictor, inputs_NX: Array, labels_ND: npt.NDArray[np.bool_]
-) -> DepthPredictor:
-    """Fold Platt scaling into every head's weights; a head with only one outcome is unchanged."""
-    from sklearn.linear_model import LogisticRegression
-
-    weights = dict(predictor.weights)
-    weight = weights["heads.weight"].copy()
-    bias = weights["heads.bias"].copy()
-    logits_ND = predictor.logits(inputs_NX)
-    for head in range(labels_ND.shape[1]):
-        if 0 < labels_ND[:, head].sum() < len(labels_ND):
-            platt = LogisticRegression().fit(logits_ND[:, head : head + 1], labels_ND[:, head])
-            slope = max(0.0, float(platt.coef_[0, 0]))
-            offset = float(platt.intercept_[0])
-            weight[:, head] = weight[:, head] * slope
-            bias[head] = bias[head] * slope + offset
-    return DepthPredictor(weights | {"heads.weight": weight, "heads.bias": bias}, {}, {})
 
 
 def evaluate(
@@ -262,37 +319,50 @@ def evaluate(
         may_stop: Also evaluate growth that stops; only if the host need not wait for the draft.
 
     Returns:
-        "texts", "positions". "depths": by depth, Brier score of predictor and constant predictor, AUC (None
-        if there was only one outcome; the constant's is 0.5), expected calibration error. "decisions": see
-        `decision_quality`.
+        "texts", "positions". "depths": see `scores_by_depth`. "decisions": see `decision_quality`.
     """
-    from sklearn.metrics import brier_score_loss, roc_auc_score
-
-    labels_ND = _labels(found.trace, found.survival_ND.shape[1])
-    rows = []
-    for head, label in enumerate(labels_ND.T):
-        predicted = found.survival_ND[:, head]
-        seen_both = 0 < label.sum() < len(label)
-        rows.append(
-            {
-                "depth": head + 1,
-                "share": float(label.mean()),
-                "brier": float(brier_score_loss(label, predicted, labels=[False, True])),
-                "brier_constant": float(np.mean((label - found.constant_ND[:, head]) ** 2)),
-                "auc": float(roc_auc_score(label, predicted)) if seen_both else None,
-                "ece": calibration_error(label, predicted),
-            }
-        )
-    texts = len(set(found.trace.text_N.tolist()))
     return {
-        "texts": texts,
-        "positions": len(labels_ND),
-        "depths": rows,
+        "texts": len(set(found.trace.text_N.tolist())),
+        "positions": len(found.fold_N),
+        "depths": scores_by_depth(accepted_lengths(found.trace.deep), found.survival_ND, found.constant_ND),
         "decisions": decision_quality(found, latency, verify_widths, decision_ms, may_stop),
     }
 
 
-def calibration_error(label_N: npt.NDArray[np.bool_], predicted_N: npt.NDArray[np.floating[Any]]) -> float:
+def scores_by_depth(
+    length_N: Indices, survival_ND: npt.NDArray[np.floating[Any]], constant_ND: Floats
+) -> list[dict[str, Any]]:
+    """Scores of predictions P(accepted >= d), one entry for every depth.
+
+    Returns:
+        "depth"; "share" that was accepted; "rarer": positions with the rarer outcome; Brier score of
+        predictor and constant; "skill", 1 - their ratio; "auc" (None if there was only one outcome; the
+        constant's is 0.5); "ece", the expected calibration error.
+    """
+    from sklearn.metrics import roc_auc_score
+
+    rows = []
+    for head, label_N in enumerate(_reached(length_N, survival_ND.shape[1]).T):
+        predicted_N = survival_ND[:, head]
+        rarer = min(int(label_N.sum()), int((~label_N).sum()))
+        brier = float(np.mean((label_N - predicted_N) ** 2))
+        brier_constant = float(np.mean((label_N - constant_ND[:, head]) ** 2))
+        rows.append(
+            {
+                "depth": head + 1,
+                "share": float(label_N.mean()),
+                "rarer": rarer,
+                "brier": brier,
+                "brier_constant": brier_constant,
+                "skill": 1 - brier / brier_constant if brier_constant else 0.0,
+                "auc": float(roc_auc_score(label_N, predicted_N)) if rarer else None,
+                "ece": calibration_error(label_N, predicted_N),
+            }
+        )
+    return rows
+
+
+def calibration_error(label_N: Flags, predicted_N: npt.NDArray[np.floating[Any]]) -> float:
     """Expected calibration error over ten equal bins: mean distance of predicted and actual shares."""
     bin_N = np.minimum((predicted_N * BINS).astype(int), BINS - 1)
     return float(

@@ -1,6 +1,6 @@
 """Calibration texts and traces: the target's text, its hidden states, and trees drafted along it.
 
-Shapes: L = tokens of a text, X = inputs of the network.
+Shapes: L = tokens of a text; here M = tokens after a prompt.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,10 @@ from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.offline.budget import EVERY, CalibrationSize
+from yggdrasil.offline.forced import average_children, forced_lengths
 from yggdrasil.offline.forest import Seed, coupled_on_host, grow_forest
 from yggdrasil.policy.acceptance import TreeRecord, fit_platt
-from yggdrasil.policy.depth import Array, inputs_of
+from yggdrasil.policy.depth import Array
 from yggdrasil.state import DecodeState, Row
 from yggdrasil.step.accept import choose_rows, follow
 from yggdrasil.step.coupling import read_of
@@ -34,18 +36,27 @@ from yggdrasil.tree import TokenTree
 __all__ = [
     "BUNDLED_TEXT",
     "CALIBRATION_TEXT",
+    "PASSAGES",
     "PROMPT_LEN",
+    "Forced",
+    "Passage",
     "Traces",
     "Written",
     "beginnings",
     "drafted_traces",
+    "forced_positions",
+    "further_passages",
     "read_texts",
+    "text_edges",
     "write_texts",
 ]
+
+Indices = npt.NDArray[np.int64]
 
 CALIBRATION_TEXT = Path(__file__).parent.parent / "data" / "calibration.jsonl"
 BUNDLED_TEXT = "stories"  # its name
 PROMPT_LEN = 24  # tokens of a calibration text that serve as its prompt
+PASSAGES = 8  # prompts from one text: other texts teach more than other positions of the same text
 
 
 def read_texts(path: Path) -> list[str]:
@@ -80,8 +91,7 @@ def beginnings(texts: Sequence[str], tokenizer: Tokenizer, calibration: str) -> 
     Raises:
         ConfigError: no text has two tokens.
     """
-    prompts = [tokenizer.encode(text)[:PROMPT_LEN] for text in texts]
-    prompts = [prompt for prompt in prompts if len(prompt) > 1]
+    prompts = [tokens[:PROMPT_LEN] for tokens in _encoded(texts, tokenizer)]
     if not prompts:
         path = calibration or str(CALIBRATION_TEXT)
         raise ConfigError(
@@ -93,24 +103,75 @@ def beginnings(texts: Sequence[str], tokenizer: Tokenizer, calibration: str) -> 
     return prompts
 
 
+class Passage(NamedTuple):
+    """A prompt from the middle of a calibration text.
+
+    Args:
+        text: Place of the text among those of `beginnings`.
+        tokens: PROMPT_LEN tokens.
+    """
+
+    text: int
+    tokens: list[int]
+
+
+def further_passages(texts: Sequence[str], tokenizer: Tokenizer) -> list[Passage]:
+    """Further prompts from the texts of `beginnings`: the second ones of all texts, then the third ones.
+
+    A text has up to PASSAGES prompts, spread over it, if it is long enough for them.
+    """
+    encoded = _encoded(texts, tokenizer)
+    counts = [min(PASSAGES, len(tokens) // PROMPT_LEN) for tokens in encoded]
+    return [
+        Passage(text, tokens[start : start + PROMPT_LEN])
+        for place in range(1, PASSAGES)
+        for text, (tokens, count) in enumerate(zip(encoded, counts, strict=True))
+        if place < count
+        for start in (place * len(tokens) // count,)
+        if start + PROMPT_LEN <= len(tokens)
+    ]
+
+
+def _encoded(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """The texts with at least two tokens."""
+    return [tokens for tokens in map(tokenizer.encode, texts) if len(tokens) > 1]
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Positions of target text whose accepted lengths follow from one pass of the draft.
+
+    Args:
+        hidden_NE: (N, E) the target's last hidden states.
+        text_N: (N,) text of each position.
+        length_N: (N,) draft tokens that the target accepts, see `forced_lengths`.
+    """
+
+    hidden_NE: Array
+    text_N: Indices
+    length_N: Indices
+
+
 @dataclass(frozen=True)
 class Traces:
     """Positions of target text at one temperature.
 
     Args:
         temperature: Sampling temperature of the target.
-        inputs_NX: (N, E + 1) inputs of a depth predictor.
+        hidden_NE: (N, E) the target's last hidden states.
         text_N: (N,) text of each position; training and test sets split by text.
         deep: N trees of the reference width and of the largest depth.
         others: Trees of the other widths at some of the positions.
+        forced: Positions of these texts, and of other passages, without trees.
         platt: Scale of the draft's probabilities; all trees were grown with it.
     """
 
     temperature: float
-    inputs_NX: Array
-    text_N: np.ndarray[tuple[int], np.dtype[np.int64]]
+    hidden_NE: Array
+    text_N: Indices
     deep: tuple[TreeRecord, ...]
     others: tuple[TreeRecord, ...]
+    forced: Forced
     platt: PlattScale = UNSCALED
 
     @property
@@ -269,6 +330,7 @@ def _candidates(
 def drafted_traces(
     draft: TokenGraphs,
     texts: Sequence[Written],
+    sources: Sequence[int],
     temperature: float,
     size: CalibrationSize,
     *,
@@ -280,33 +342,70 @@ def drafted_traces(
     is greedy, so a deep tree contains all shallower ones, and one pass over the text judges them all.
 
     Args:
-        draft: Draft over pages with a row per text, with room for the text and a tree.
-        texts: Texts of one temperature, of the length in `size`.
+        draft: Draft over pages with `size.num_texts` rows, with room for a text and a tree.
+        texts: Texts of one temperature, of the length in `size`. The first `size.num_texts` get trees.
+        sources: The calibration text of each; there may be more of them.
         tick: Called with the number of tokens that have run.
     """
-    candidates = _candidates(draft, texts, tick)
-    edges = [_edges(*outputs, text) for outputs, text in zip(candidates, texts, strict=True)]
+    parts = [texts[first : first + size.num_texts] for first in range(0, len(texts), size.num_texts)]
+    others = [outputs for part in parts[1:] for outputs in _candidates(draft, part, tick)]
+    candidates = _candidates(draft, parts[0], tick)  # last, since the trees continue from this KV
+    edges = [text_edges(*outputs, text) for outputs, text in zip(candidates, parts[0], strict=True)]
     platt = fit_platt(*map(np.concatenate, zip(*edges, strict=True)))
-    ends = [size.root_ends(row, text.prompt_len) for row, text in enumerate(texts)]
+    forced = forced_positions(texts, [*candidates, *others], sources, size, platt)
+    ends = [size.root_ends(row, text.prompt_len) for row, text in enumerate(parts[0])]
     records: dict[tuple[int, int, int], TreeRecord] = {}
-    for seed, tree in grow_forest(draft, _seeds(texts, ends, candidates, size, platt)):
+    for seed, tree in grow_forest(draft, _seeds(parts[0], ends, candidates, size, platt)):
         records[seed.row, seed.root_pos + 1, seed.width] = _record(tree, seed, texts[seed.row].tokens)
         tick(len(tree) - 1 - seed.width)
     places = [(row, end) for row, of_row in enumerate(ends) for end in of_row]
     deep = tuple(records[row, end, size.reference_width] for row, end in places)
-    others = tuple(
+    other_trees = tuple(
         records[row, end, width]
         for row, end in places[::EVERY]
         for width in size.widths
         if width != size.reference_width
     )
-    inputs_NX = np.concatenate(
-        [
-            inputs_of(text.hidden_before(of_row), temperature)
-            for text, of_row in zip(texts, ends, strict=True)
-        ]
+    hidden_NE = np.concatenate([_hidden(text, of_row) for text, of_row in zip(parts[0], ends, strict=True)])
+    text_N = np.array([sources[row] for row, _ in places])
+    return Traces(temperature, hidden_NE, text_N, deep, other_trees, forced, platt)
+
+
+def _hidden(text: Written, ends: Sequence[int]) -> Array:
+    hidden_NE: Array = text.hidden_before(ends).float().numpy(force=True)
+    return hidden_NE
+
+
+def forced_positions(
+    texts: Sequence[Written],
+    candidates: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    sources: Sequence[int],
+    size: CalibrationSize,
+    platt: PlattScale,
+) -> Forced:
+    """Accepted lengths of trees of the reference width at every position of the texts, without the trees.
+
+    Args:
+        candidates: The draft's candidates along each text, as for its trees.
+        sources: The calibration text of each; there may be more of them.
+    """
+    edges = [text_edges(*outputs, text) for outputs, text in zip(candidates, texts, strict=True)]
+    scaled = [platt.logs(torch.from_numpy(log_probs_MC)).double().numpy() for log_probs_MC, _ in edges]
+    lengths = forced_lengths(
+        np.concatenate([_windows(log_probs_MC, size) for log_probs_MC in scaled]),
+        np.concatenate([_windows(is_next_MC, size) for _, is_next_MC in edges]),
+        average_children(np.concatenate(scaled)),
+        size.reference_width,
     )
-    return Traces(temperature, inputs_NX, np.array([row for row, _ in places]), deep, others, platt)
+    ends = [range(text.prompt_len, text.prompt_len + size.num_tokens) for text in texts]
+    hidden_NE = np.concatenate([_hidden(text, of_text) for text, of_text in zip(texts, ends, strict=True)])
+    return Forced(hidden_NE, np.repeat(np.array(sources[: len(texts)]), size.num_tokens), lengths)
+
+
+def _windows(edges_MC: npt.NDArray[Any], size: CalibrationSize) -> npt.NDArray[Any]:
+    """(positions, D, C) the edges that begin at every position of a text."""
+    windows = np.lib.stride_tricks.sliding_window_view(edges_MC, size.max_depth, axis=0)
+    return windows[: size.num_tokens].swapaxes(1, 2)
 
 
 def _seeds(
@@ -343,7 +442,7 @@ def _seeds(
     return rows
 
 
-def _edges(
+def text_edges(
     tokens_LC: torch.Tensor, log_probs_LC: torch.Tensor, text: Written
 ) -> tuple[Array, npt.NDArray[np.bool_]]:
     """(M, C) log-probabilities of the candidates for every token, and whether each is that token."""

@@ -38,8 +38,17 @@ from yggdrasil.offline.latencies import (
     switching_costs,
 )
 from yggdrasil.offline.progress import Progress
-from yggdrasil.offline.traces import PROMPT_LEN, Traces, beginnings, drafted_traces, write_texts
+from yggdrasil.offline.traces import (
+    PROMPT_LEN,
+    Passage,
+    Traces,
+    beginnings,
+    drafted_traces,
+    further_passages,
+    write_texts,
+)
 from yggdrasil.policy.acceptance import AcceptanceTable, fit_acceptance
+from yggdrasil.policy.depth import PREDICTOR_FORMAT
 from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import ContextShape, FixedShape, best_shape
@@ -81,12 +90,10 @@ def tune(
         ConfigError: no text has two tokens.
     """
     engine = Engine(*models, max_context=bundle.max_context, eos_tokens=bundle.eos_tokens)
-    prompts = beginnings(
-        texts[: bundle.config.calibration_texts],
-        Tokenizer(bundle.tokenizer_path, bundle.command),
-        bundle.calibration,
-    )
-    traces = collect(bundle, models, prompts, progress)
+    tokenizer = Tokenizer(bundle.tokenizer_path, bundle.command)
+    texts = texts[: bundle.config.calibration_texts]
+    prompts = beginnings(texts, tokenizer, bundle.calibration)
+    traces = collect(bundle, models, prompts, further_passages(texts, tokenizer), progress)
     acceptance = calibrate(traces, progress)
     profile = _profile(bundle, models, engine, prompts[0], acceptance, progress)
     latency = LatencyModel.from_json(profile)
@@ -99,35 +106,44 @@ def collect(
     bundle: Bundle,
     models: tuple[CompiledModel[KVCache], CompiledModel[KVCache]],
     prompts: Sequence[Sequence[int]],
+    further: Sequence[Passage],
     progress: Progress,
 ) -> list[Traces]:
-    """Traces at every calibration temperature, as many as fit the budget."""
-    whole = whole_size(bundle, len(prompts))
+    """Traces at every calibration temperature, as many as fit the budget.
+
+    Args:
+        prompts: One for each text; trees are drafted along what the target writes after it.
+        further: More prompts from the same texts, for the depth predictor.
+    """
+    num_texts = len(prompts)
+    whole = whole_size(bundle, num_texts, num_texts + len(further))
+    prompts = [*prompts, *(passage.tokens for passage in further)]
+    sources = [*range(num_texts), *(passage.text for passage in further)]
     tree_len = max(1 + max(whole.widths) * (whole.max_depth - 1), whole.max_depth)
     target, target_rows = _target_rows(
-        bundle, models[0], len(prompts) * len(CALIBRATION_TEMPERATURES), PROMPT_LEN + whole.num_written
+        bundle, models[0], num_texts * len(CALIBRATION_TEMPERATURES), PROMPT_LEN + whole.num_written
     )
     row_len = PROMPT_LEN + whole.num_tokens + tree_len
-    draft_pages = _pages_of_rows(bundle, bundle.kv_draft, len(prompts), row_len)
+    draft_pages = _pages_of_rows(bundle, bundle.kv_draft, num_texts, row_len)
     draft = load_draft(bundle, draft_pages, models[1].weights)
     size, seconds = _affordable(
         bundle,
         whole,
         prompts,
         PassClock(target, target_rows),
-        PassClock(draft, len(prompts)),
+        PassClock(draft, num_texts),
         target_rows,
         progress,
     )
-    prompts = prompts[: size.num_texts]
+    prompts = prompts[: size.num_passages]
     budget_s = bundle.config.calibration_budget_s
     num_trees = len(CALIBRATION_TEMPERATURES) * size.num_roots
     progress.note(
-        f"calibration on {size.num_texts} texts and {num_trees} trees "
+        f"calibration on {size.num_texts} texts ({size.num_passages} passages) and {num_trees} trees "
         f"takes about {seconds:.0f} s of a budget of {budget_s:g} s"
     )
     prompt_tokens = sum(map(len, prompts))
-    num_written = prompt_tokens + size.num_texts * (size.num_written - 1)
+    num_written = prompt_tokens + size.num_passages * (size.num_written - 1)
     with progress.phase("write texts", len(CALIBRATION_TEMPERATURES) * num_written):
         texts = write_texts(
             target,
@@ -137,19 +153,20 @@ def collect(
             num_rows=target_rows,
             tick=progress.advance,
         )
-    num_drafted = num_written + size.num_texts + size.num_tree_tokens
+    num_drafted = num_written + size.num_passages + size.num_tree_tokens
     with progress.phase("draft trees", len(CALIBRATION_TEMPERATURES) * num_drafted):
         return [
-            drafted_traces(draft, texts[temperature], temperature, size, tick=progress.advance)
+            drafted_traces(draft, texts[temperature], sources, temperature, size, tick=progress.advance)
             for temperature in CALIBRATION_TEMPERATURES
         ]
 
 
-def whole_size(bundle: Bundle, num_texts: int) -> CalibrationSize:
+def whole_size(bundle: Bundle, num_texts: int, num_passages: int) -> CalibrationSize:
     """Size of the calibration without a budget."""
     config = bundle.config
     return CalibrationSize(
         num_texts=num_texts,
+        num_passages=num_passages,
         num_tokens=max(
             1, min(config.calibration_tokens, bundle.max_context - PROMPT_LEN - config.max_depth)
         ),
@@ -332,7 +349,10 @@ def train_depth(
     with progress.phase("train depth predictor", FOLDS + 2 + len(traces)):
         judged = held_out(traces, config.max_depth, progress.advance)
         predictor = fit_predictor(
-            traces, config.max_depth, trust={each.trace.temperature: each.trust for each in judged}
+            traces,
+            config.max_depth,
+            slopes={each.trace.temperature: each.slope_D for each in judged},
+            trust={each.trace.temperature: each.trust for each in judged},
         )
         progress.advance()
         policy = ContextShape(
@@ -374,7 +394,12 @@ def save_learnt(
     artifacts.save_bytes(folder / "predictor.safetensors", predictor)
     artifacts.save_json(
         folder / "predictor.json",
-        {**text, "weights_digest": artifacts.digest_file(folder / "predictor.safetensors"), **report},
+        {
+            "format": PREDICTOR_FORMAT,
+            **text,
+            "weights_digest": artifacts.digest_file(folder / "predictor.safetensors"),
+            **report,
+        },
     )
 
 

@@ -1,6 +1,6 @@
 """How many draft tokens the target will accept next, predicted from its last hidden state.
 
-Shapes: X = features of an input.
+Shapes: here H = outputs of the encoder.
 """
 
 from __future__ import annotations
@@ -13,60 +13,91 @@ import numpy.typing as npt
 import safetensors.numpy
 from torch import Tensor
 
-__all__ = ["DepthPredictor", "inputs_of"]
+__all__ = ["PREDICTOR_FORMAT", "DepthPredictor", "Heads"]
 
 Array = npt.NDArray[np.float32]
-LAYERS = ("encoder_1", "encoder_2", "heads")
-MEAN = "mean_survival."
-TRUST = "trust."
+PREDICTOR_FORMAT = 2
+ENCODER = ("encoder_1", "encoder_2")
+PREFIX = "heads."
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one temperature.
+
+    Args:
+        weight_HD: (H, D) of the deviations.
+        bias_D: (D,) of the deviations.
+        base_D: (D,) log-odds of the shares on the calibration text: the prediction without any deviation.
+        mean_D: (D,) mean prediction on the calibration text.
+        trust: From 0 to 1: the part of a predicted deviation from the mean that is correct on unseen text.
+    """
+
+    weight_HD: Array
+    bias_D: Array
+    base_D: Array
+    mean_D: Array
+    trust: float = 1.0
 
 
 @dataclass(frozen=True)
 class DepthPredictor:
-    """A two-layer MLP encoder with one head per depth.
+    """A two-layer MLP encoder with one head per depth and temperature.
 
-    Input scaling and head calibration are folded into the weights.
+    A head adds a deviation to the log-odds of its temperature's base rate. So temperatures share what the
+    encoder sees, and never their base rates. Input scaling and the calibration of the heads are folded into
+    the weights.
 
     Args:
-        weights: "<layer>.weight", (inputs, outputs), and "<layer>.bias" of encoder_1, encoder_2 and heads.
-        mean_survival: By temperature of the calibration text, (D,) the mean prediction there.
-        trust: By temperature, from 0 to 1: the part of a predicted deviation from the mean that is correct
-            on unseen text.
+        encoder: "encoder_1" and "encoder_2", each ".weight", (inputs, outputs), and ".bias".
+        heads: By temperature of the calibration text.
 
-    Source: Yggdrasil section 4.2, "Draft Depth Prediction". Departures: the temperature is an input next to
-    the hidden state, so that one predictor serves greedy and sampled text; heads are calibrated (Platt),
-    and their sum is shrunk to its mean by `trust`.
+    Source: Yggdrasil section 4.2, "Draft Depth Prediction". Departures: heads for each temperature over
+    built-in base rates; their deviations are calibrated, and their sum is shrunk to its mean by `trust`.
     """
 
-    weights: Mapping[str, Array]
-    mean_survival: Mapping[float, Array]
-    trust: Mapping[float, float]
+    encoder: Mapping[str, Array]
+    heads: Mapping[float, Heads]
 
     def to_bytes(self) -> bytes:
         """The predictor as a safetensors file."""
-        means = {f"{MEAN}{temperature}": mean for temperature, mean in self.mean_survival.items()}
-        trust = {f"{TRUST}{temperature}": np.array(share) for temperature, share in self.trust.items()}
-        return safetensors.numpy.save({**self.weights, **means, **trust})
+        parts = {
+            f"{PREFIX}{temperature}.{name}": np.asarray(part)
+            for temperature, heads in self.heads.items()
+            for name, part in vars(heads).items()
+        }
+        return safetensors.numpy.save({**self.encoder, **parts})
 
     @classmethod
     def from_bytes(cls, content: bytes) -> DepthPredictor:
         """The inverse of `to_bytes`; raises SafetensorError or KeyError on anything else."""
         tensors = safetensors.numpy.load(content)
-        means = {
-            float(name.removeprefix(MEAN)): mean for name, mean in tensors.items() if name.startswith(MEAN)
+        names = [f"{layer}.{part}" for layer in ENCODER for part in ("weight", "bias")]
+        parts: dict[float, dict[str, Array]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith(PREFIX):
+                temperature, _, part = name.removeprefix(PREFIX).rpartition(".")
+                parts.setdefault(float(temperature), {})[part] = tensor
+        if not parts:
+            raise KeyError(PREFIX)
+        heads = {
+            temperature: Heads(
+                weight_HD=found["weight_HD"],
+                bias_D=found["bias_D"],
+                base_D=found["base_D"],
+                mean_D=found["mean_D"],
+                trust=float(found["trust"]),
+            )
+            for temperature, found in sorted(parts.items())
         }
-        if not means:
-            raise KeyError(MEAN)
-        weights = {
-            f"{layer}.{part}": tensors[f"{layer}.{part}"] for layer in LAYERS for part in ("weight", "bias")
-        }
-        return cls(
-            weights, means, {temperature: float(tensors[f"{TRUST}{temperature}"]) for temperature in means}
-        )
+        return cls({name: tensors[name] for name in names}, heads)
 
     @property
     def max_depth(self) -> int:
-        return len(self.weights["heads.bias"])
+        return len(self._nearest(0.0).base_D)
+
+    def _nearest(self, temperature: float) -> Heads:
+        return self.heads[min(self.heads, key=lambda known: abs(known - temperature))]
 
     def at(self, temperature: float) -> Callable[[Tensor], Array]:
         """The predictor for one temperature, as a function of the target's last hidden state, (E,).
@@ -77,38 +108,39 @@ class DepthPredictor:
         Cost of a call: three small matrix products and a dozen small operators on the host; on CUDA one
         sync for the hidden state.
         """
-        known = min(self.mean_survival, key=lambda other: abs(other - temperature))
-        mean_D = self.mean_survival[known].cumsum()
-        trust = np.float32(self.trust[known])
-        first, second, heads = (self.weights[f"{layer}.weight"] for layer in LAYERS)
-        bias_1, bias_2, bias_3 = (self.weights[f"{layer}.bias"] for layer in LAYERS)
-        bias_1 = bias_1 + np.float32(temperature) * first[-1]
-        first = np.ascontiguousarray(first[:-1])
+        heads = self._nearest(temperature)
+        first, bias_1, second, bias_2 = self._encoder()
+        # a sigmoid is 0.5 + 0.5 * tanh(x / 2): halves, mean and trust are applied once, not in every call
+        half = np.float32(0.5)
+        weight_HD = half * heads.weight_HD
+        bias_D = half * (heads.base_D + heads.bias_D)
+        share_D = (0.5 * heads.trust / heads.mean_D.cumsum()).astype(np.float32)
+        rest_D = (1 - heads.trust + np.arange(1, len(share_D) + 1) * share_D).astype(np.float32)
         zero = np.float32(0)
 
         def growth(hidden_E: Tensor) -> Array:
             state = hidden_E.float().cpu().numpy()  # sync: the host chooses the shape
             encoded = np.maximum(np.maximum(state @ first + bias_1, zero) @ second + bias_2, zero)
-            grown: Array = 1 + trust * (_survival(encoded @ heads + bias_3).cumsum() / mean_D - 1)
+            tanh_D = np.minimum.accumulate(np.tanh(encoded @ weight_HD + bias_D))
+            grown: Array = tanh_D.cumsum() * share_D + rest_D
             return grown
 
         return growth
 
-    def survivals(self, inputs_NX: Array) -> Array:
-        """P(accepted length >= d) for d = 1..D, (N, D), never rising with d, from `inputs_of`."""
-        return _survival(self.logits(inputs_NX))
+    def survivals(self, hidden_NE: Array, temperature: float) -> Array:
+        """P(accepted length >= d) for d = 1..D, (N, D), never rising with d."""
+        return _survival(self._nearest(temperature).base_D + self.deviations(hidden_NE, temperature))
 
-    def logits(self, inputs_NX: Array) -> Array:
-        """(N, D) outputs of the heads before the sigmoid."""
-        activation = inputs_NX
-        for layer in LAYERS[:-1]:
-            activation = np.maximum(
-                activation @ self.weights[f"{layer}.weight"] + self.weights[f"{layer}.bias"], 0.0
-            )
-        logits: Array = (
-            activation @ self.weights[f"{LAYERS[-1]}.weight"] + self.weights[f"{LAYERS[-1]}.bias"]
-        )
-        return logits
+    def deviations(self, hidden_NE: Array, temperature: float) -> Array:
+        """(N, D) what the heads add to the log-odds of the base rates."""
+        heads = self._nearest(temperature)
+        first, bias_1, second, bias_2 = self._encoder()
+        encoded = np.maximum(np.maximum(hidden_NE @ first + bias_1, 0) @ second + bias_2, 0)
+        deviations: Array = encoded @ heads.weight_HD + heads.bias_D
+        return deviations
+
+    def _encoder(self) -> list[Array]:
+        return [self.encoder[f"{layer}.{part}"] for layer in ENCODER for part in ("weight", "bias")]
 
 
 def _survival(logits_ND: Array) -> Array:
@@ -116,9 +148,3 @@ def _survival(logits_ND: Array) -> Array:
     # tanh does not overflow, unlike exp
     survival: Array = np.minimum.accumulate(0.5 + 0.5 * np.tanh(0.5 * logits_ND), axis=-1)
     return survival
-
-
-def inputs_of(hidden_NE: Tensor, temperature: float) -> Array:
-    """(N, E + 1) float32 for training: hidden states and the temperature."""
-    hidden = hidden_NE.float().cpu().numpy()
-    return np.concatenate([hidden, np.full((len(hidden), 1), temperature, dtype=np.float32)], axis=1)

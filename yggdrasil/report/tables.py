@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from yggdrasil.pair import LoadedPair
 
-__all__ = ["depth_table", "plan_table"]
+__all__ = ["LEAST_EVENTS", "depth_table", "plan_table"]
 
 DEPTHS_SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
+LEAST_EVENTS = 50  # fewer positions of the rarer outcome show little about a depth
 
 
 def depth_table(pair: LoadedPair) -> str:
@@ -24,8 +25,11 @@ def depth_table(pair: LoadedPair) -> str:
         lines.append(
             f"  temperature {temperature}: {positions}, trees of width {report['reference_width']}"
         )
-        lines.append("    accepted at least   share   Brier (constant)     AUC     calibration error")
+        lines.append(
+            "    accepted at least   share   Brier (constant)    skill     AUC   calibration error"
+        )
         lines += [_depth_line(row) for row in found["depths"] if row["depth"] in DEPTHS_SHOWN]
+        lines.append(_beaten_line(found["depths"]))
         lines.append(_decision_line(found["decisions"]))
     return "\n".join(lines)
 
@@ -43,7 +47,17 @@ def plan_table(pair: LoadedPair) -> str:
 def _depth_line(row: Mapping[str, Any]) -> str:
     auc = "    -" if row["auc"] is None else f"{row['auc']:.3f}"
     brier = f"{row['brier']:.4f} ({row['brier_constant']:.4f})"
-    return f"    {row['depth']:17d}   {row['share']:.3f}   {brier}    {auc}   {row['ece']:.4f}"
+    scores = f"{brier}   {row['skill']:+.3f}   {auc}   {row['ece']:.4f}"
+    return f"    {row['depth']:17d}   {row['share']:.3f}   {scores}"
+
+
+def _beaten_line(rows: Sequence[Mapping[str, Any]]) -> str:
+    counted = [row for row in rows if row["rarer"] >= LEAST_EVENTS]
+    beaten = sum(row["brier"] < row["brier_constant"] for row in counted)
+    return (
+        f"    a lower Brier score than the constant at {beaten} of {len(counted)} depths "
+        f"with at least {LEAST_EVENTS} positions of either outcome"
+    )
 
 
 def _decision_line(found: Mapping[str, Any]) -> str:

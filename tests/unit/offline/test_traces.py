@@ -21,12 +21,14 @@ from yggdrasil.offline.budget import (
     largest_within,
     seconds_of,
 )
-from yggdrasil.offline.traces import beginnings
+from yggdrasil.offline.traces import PASSAGES, PROMPT_LEN, Passage, beginnings, further_passages
 from yggdrasil.offline.tuning import CALIBRATION_TEMPERATURES, collect
 from yggdrasil.pair import LoadedPair
 from yggdrasil.state import Shape
 
-WHOLE = CalibrationSize(num_texts=64, num_tokens=20, max_depth=16, widths=(1, 2, 4, 8), reference_width=4)
+WHOLE = CalibrationSize(
+    num_texts=64, num_passages=320, num_tokens=20, max_depth=16, widths=(1, 2, 4, 8), reference_width=4
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,55 +36,68 @@ def prompts(tiny: LoadedPair) -> list[list[int]]:
     return beginnings(tiny_pair.stories(5, seed=7), tiny.tokenizer, "")
 
 
+@pytest.fixture(scope="module")
+def further(prompts: list[list[int]]) -> list[Passage]:
+    return [Passage(text, prompts[text][:9]) for text in (0, 2, 3, 0, 1, 4)]
+
+
 def test_batches_collect_what_one_text_and_one_tree_at_a_time_collect(
-    tiny: LoadedPair, prompts: list[list[int]]
+    tiny: LoadedPair, prompts: list[list[int]], further: list[Passage]
 ) -> None:
     size = CalibrationSize(
         num_texts=5,
+        num_passages=11,
         num_tokens=tiny.bundle.config.calibration_tokens,
         max_depth=4,
         widths=(1, 4),
         reference_width=4,
     )
     found = collect(
-        tiny.bundle, (tiny.engine.target, tiny.engine.draft), prompts, tiny_pair.SilentProgress()
+        tiny.bundle, (tiny.engine.target, tiny.engine.draft), prompts, further, tiny_pair.SilentProgress()
     )
     for temperature, traces in zip(CALIBRATION_TEMPERATURES, found, strict=True):
-        expected = collect_one_by_one(tiny.engine, prompts, temperature, size, Shape(4, 3, 8))
+        expected = collect_one_by_one(tiny.engine, prompts, further, temperature, size, Shape(4, 3, 8))
         assert traces.platt == expected.platt
         assert traces.deep == expected.deep
         assert traces.others == expected.others
         assert traces.text_N.tolist() == expected.text_N.tolist()
-        assert traces.inputs_NX.tolist() == expected.inputs_NX.tolist()
+        assert traces.hidden_NE.tolist() == expected.hidden_NE.tolist()
+        for part in ("hidden_NE", "text_N", "length_N"):
+            assert getattr(traces.forced, part).tolist() == getattr(expected.forced, part).tolist()
+        assert len(traces.forced.length_N) == 11 * size.num_tokens
         assert any(any(record.accepted[1:]) for record in traces.deep), (
             "a text that no tree follows proves little"
         )
 
 
 def test_progress_of_calibration_reaches_exactly_its_total(
-    tiny: LoadedPair, prompts: list[list[int]]
+    tiny: LoadedPair, prompts: list[list[int]], further: list[Passage]
 ) -> None:
     progress = tiny_pair.CountedProgress()
-    collect(tiny.bundle, (tiny.engine.target, tiny.engine.draft), prompts, progress)
+    collect(tiny.bundle, (tiny.engine.target, tiny.engine.draft), prompts, further, progress)
     assert {"write texts", "draft trees"} < set(progress.totals)
     for name in ("write texts", "draft trees"):
         assert progress.done[name] == progress.totals[name] > 0
 
 
-def test_a_tight_budget_leaves_fewer_trees(tiny: LoadedPair, prompts: list[list[int]]) -> None:
+def test_a_tight_budget_leaves_fewer_passages_and_trees(
+    tiny: LoadedPair, prompts: list[list[int]], further: list[Passage]
+) -> None:
     config = replace(tiny.bundle.config, calibration_budget_s=1e-9)
     cheap = collect(
         replace(tiny.bundle, config=config),
         (tiny.engine.target, tiny.engine.draft),
         prompts,
+        further,
         tiny_pair.SilentProgress(),
     )
     whole = collect(
-        tiny.bundle, (tiny.engine.target, tiny.engine.draft), prompts, tiny_pair.SilentProgress()
+        tiny.bundle, (tiny.engine.target, tiny.engine.draft), prompts, further, tiny_pair.SilentProgress()
     )
     for few, many in zip(cheap, whole, strict=True):
         assert len(few.deep) == FEWEST_ROOTS * len(prompts) < len(many.deep)
-        assert len(few.inputs_NX) == len(few.text_N) == len(few.deep)
+        assert len(few.hidden_NE) == len(few.text_N) == len(few.deep)
+        assert len(few.forced.text_N) == len(few.forced.length_N) == 5 * len(many.forced.length_N) // 11
 
 
 def test_sizes_fall_from_the_whole_to_the_least_useful_one() -> None:
@@ -91,7 +106,10 @@ def test_sizes_fall_from_the_whole_to_the_least_useful_one() -> None:
     assert sizes[-1].num_texts == FEWEST_TEXTS
     assert sizes[-1].num_roots == FEWEST_TEXTS * FEWEST_ROOTS
     for more, fewer in pairwise(sizes):
-        assert fewer.num_roots < more.num_roots
+        assert (fewer.num_roots, fewer.num_passages) != (more.num_roots, more.num_passages)
+        assert fewer.num_roots <= more.num_roots
+        assert fewer.num_passages <= more.num_passages
+        assert fewer.num_passages >= fewer.num_texts
         assert fewer.num_tree_tokens <= more.num_tree_tokens
 
 
@@ -102,7 +120,9 @@ def test_roots_stand_all_along_the_texts_where_each_has_few() -> None:
 
 
 def test_tree_tokens_by_hand() -> None:
-    size = CalibrationSize(num_texts=1, num_tokens=10, max_depth=3, widths=(1, 2, 4), reference_width=2)
+    size = CalibrationSize(
+        num_texts=1, num_passages=1, num_tokens=10, max_depth=3, widths=(1, 2, 4), reference_width=2
+    )
     assert list(size.root_ends(0, 7)) == [7, 9, 11, 13, 15]
     # five chains of two levels that are run; two of the roots have the other widths
     assert size.num_tree_tokens == 5 * 2 * 2 + 2 * (1 + 4) * 2
@@ -147,7 +167,9 @@ def test_seconds_of_a_calibration_by_hand() -> None:
     target = Timed()
     draft = Timed()
     clocks = [PassClock(model, num_rows=2, now=lambda model=model: model.now) for model in (target, draft)]
-    size = CalibrationSize(num_texts=2, num_tokens=4, max_depth=3, widths=(1, 2), reference_width=2)
+    size = CalibrationSize(
+        num_texts=2, num_passages=2, num_tokens=4, max_depth=3, widths=(1, 2), reference_width=2
+    )
     # prompts of 12 tokens in two chunks, 7 tokens of four texts, two at a time
     writing = 0.16 + 7 * 2 * 0.02
     texts = 2 * 3 * 0.08  # 6 + 14 tokens at each of two temperatures: two chunks, and the rest in a third
@@ -165,5 +187,24 @@ def test_the_budget_is_kept_where_it_can_be() -> None:
 
     chosen = largest_within(WHOLE, seconds, 100.0)
     assert seconds(chosen) <= 100.0 < seconds(WHOLE)
+    assert chosen.num_passages == chosen.num_texts
+    assert largest_within(WHOLE, lambda size: size.num_passages, 200).num_passages == 192
     assert largest_within(WHOLE, seconds, 1e9) == WHOLE
     assert largest_within(WHOLE, seconds, 1e-9).num_texts == FEWEST_TEXTS
+
+
+def test_further_passages_are_spread_over_the_texts_that_are_long_enough(tiny: LoadedPair) -> None:
+    long, short = "the cat sat on the mat. " * 60, "the cat"
+    tokens = tiny.tokenizer.encode(long)
+    found = further_passages([short, long], tiny.tokenizer)
+    assert [passage.text for passage in found] == [1] * (PASSAGES - 1)
+    starts = [place * len(tokens) // PASSAGES for place in range(1, PASSAGES)]
+    assert [passage.tokens for passage in found] == [tokens[at : at + PROMPT_LEN] for at in starts]
+    assert min(starts[0], *(later - earlier for earlier, later in pairwise(starts))) >= PROMPT_LEN
+
+
+def test_a_text_that_has_no_token_left_gives_no_passage(tiny: LoadedPair) -> None:
+    texts = ["", "the cat sat on the mat. " * 60]
+    assert {passage.text for passage in further_passages(texts, tiny.tokenizer)} == {0}, (
+        "places are those of `beginnings`, which leaves out the first text"
+    )

@@ -17,10 +17,11 @@ from yggdrasil.offline.depth_training import (
     evaluate,
     fit_predictor,
     held_out,
+    scores_by_depth,
 )
-from yggdrasil.offline.traces import Traces
+from yggdrasil.offline.traces import Forced, Traces
 from yggdrasil.policy.acceptance import Acceptance, TreeRecord
-from yggdrasil.policy.depth import DepthPredictor, inputs_of
+from yggdrasil.policy.depth import DepthPredictor, Heads
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import Arms, ContextShape
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape
@@ -41,21 +42,29 @@ def chain(num_accepted: int) -> TreeRecord:
     return TreeRecord(1, log_probs, tuple(node <= num_accepted for node in range(DEPTH + 1)))
 
 
-def traces(num_texts: int = 30, per_text: int = 20) -> Traces:
-    """The first feature predicts 4 accepted tokens or none, wrongly in one of ten; the rest is noise."""
-    rng = np.random.default_rng(0)
-    easy = rng.random(num_texts * per_text) < 0.5
+def traces(
+    num_texts: int = 30, per_text: int = 20, *, temperature: float = 0.0, share: float = 0.5, seed: int = 0
+) -> Traces:
+    """The first feature predicts 4 accepted tokens or none, wrongly in one of ten; the rest is noise.
+
+    Args:
+        share: Of positions with 4 accepted tokens.
+    """
+    rng = np.random.default_rng(seed)
+    easy = rng.random(num_texts * per_text) < share
     lie = rng.random(len(easy)) < 0.1
     hidden = rng.normal(size=(len(easy), 8)).astype(np.float32)
     hidden[:, 0] = np.where(easy ^ lie, 1.0, -1.0)
-    records = tuple(chain(4 if each else 0) for each in easy)
-    return Traces(
-        0.0,
-        inputs_of(torch.from_numpy(hidden), 0.0),
-        np.repeat(np.arange(num_texts), per_text),
-        records,
-        (),
-    )
+    text_N = np.repeat(np.arange(num_texts), per_text)
+    return traced(hidden, np.where(easy, DEPTH, 0), text_N, temperature)
+
+
+def traced(
+    hidden_NE: np.ndarray, length_N: np.ndarray, text_N: np.ndarray, temperature: float = 0.0
+) -> Traces:
+    """Positions whose drafted and forced labels are the same."""
+    records = tuple(chain(length) for length in length_N.tolist())
+    return Traces(temperature, hidden_NE, text_N, records, (), Forced(hidden_NE, text_N, length_N))
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +80,15 @@ def test_every_text_is_predicted_by_a_predictor_not_fitted_on_it(found: HeldOut)
     folds_of_text = [set(found.fold_N[found.trace.text_N == text].tolist()) for text in range(30)]
     assert all(len(folds) == 1 for folds in folds_of_text)
     assert set.union(*folds_of_text) == {0, 1, 2, 3}
-    test = np.flatnonzero(found.fold_N == 2)
-    again = fit_predictor([found.trace], DEPTH, without=[test])
-    np.testing.assert_array_equal(again.survivals(found.trace.inputs_NX[test]), found.survival_ND[test])
+    test = found.fold_N == 2
+    left_out = set(found.trace.text_N[test].tolist())
+    again = fit_predictor([found.trace], DEPTH, without=left_out)
+    changed = found.trace.forced.hidden_NE.copy()
+    changed[test] = 1e3
+    forced = replace(found.trace.forced, hidden_NE=changed)
+    without = fit_predictor([replace(found.trace, forced=forced)], DEPTH, without=left_out)
+    hidden_NE = found.trace.hidden_NE[test]
+    np.testing.assert_array_equal(without.survivals(hidden_NE, 0.0), again.survivals(hidden_NE, 0.0))
 
 
 def test_calibration_error_by_hand() -> None:
@@ -88,6 +103,48 @@ def test_predictor_separates_easy_from_hard_and_beats_the_constant(found: HeldOu
         assert row["brier"] < 0.7 * row["brier_constant"]
         assert row["auc"] > 0.8
         assert row["ece"] < 0.15
+
+
+def test_scores_by_hand() -> None:
+    survival_ND = np.array([[0.9, 0.5], [0.5, 0.2], [0.1, 0.1], [0.7, 0.3]])
+    first, second = scores_by_depth(np.array([2, 1, 0, 1]), survival_ND, np.full((4, 2), 0.5))
+    assert first["brier"] == pytest.approx((0.1**2 + 0.5**2 + 0.1**2 + 0.3**2) / 4)
+    assert first["brier_constant"] == pytest.approx(0.25)
+    assert first["skill"] == pytest.approx(1 - first["brier"] / 0.25)
+    assert (first["share"], first["rarer"], first["auc"]) == (0.75, 1, 1.0)
+    assert (second["share"], second["rarer"], second["auc"]) == (0.25, 1, 1.0)
+
+
+def test_temperatures_share_an_encoder_and_never_their_base_rates() -> None:
+    """Where inputs say nothing, every temperature predicts its own share."""
+    both = [traces(temperature=0.0, share=0.9), traces(temperature=1.0, share=0.2, seed=1)]
+    deaf = [
+        replace(each, forced=replace(each.forced, hidden_NE=np.zeros_like(each.hidden_NE))) for each in both
+    ]
+    predictor = fit_predictor(deaf, DEPTH)
+    for each in deaf:
+        share = (accepted_lengths(each.deep) >= 1).mean()
+        survival_ND = predictor.survivals(each.hidden_NE, each.temperature)
+        np.testing.assert_allclose(survival_ND, share, atol=0.02)
+    assert len({id(predictor.encoder) for _ in deaf}) == 1
+
+
+def test_deviations_without_a_slope_leave_the_base_rates() -> None:
+    both = [traces(temperature=0.0, share=0.9), traces(temperature=1.0, share=0.2, seed=1)]
+    none = {0.0: np.zeros(DEPTH), 1.0: np.zeros(DEPTH)}
+    predictor = fit_predictor(both, DEPTH, slopes=none)
+    for each in both:
+        reached = (accepted_lengths(each.deep)[:, None] >= np.arange(1, DEPTH + 1)).sum(axis=0)
+        share_D = (reached + 0.5) / (len(each.deep) + 1)
+        survival_ND = predictor.survivals(each.hidden_NE, each.temperature)
+        np.testing.assert_allclose(survival_ND, np.tile(share_D, (len(survival_ND), 1)), rtol=1e-5)
+
+
+def test_deviations_that_are_noise_get_a_small_slope(found: HeldOut) -> None:
+    trace = found.trace
+    shuffled = np.random.default_rng(1).permutation(len(trace.deep))
+    noise = traced(trace.hidden_NE[shuffled], accepted_lengths(trace.deep), trace.text_N)
+    assert held_out([noise], DEPTH)[0].slope_D.max() < 0.5 < found.slope_D.min()
 
 
 def test_a_menu_of_depth_one_gets_one_head() -> None:
@@ -116,7 +173,7 @@ def test_decisions_lie_between_the_fixed_depth_and_the_oracle(found: HeldOut) ->
 def test_a_predictor_fitted_on_noise_is_not_useful() -> None:
     trace = traces()
     shuffled = np.random.default_rng(1).permutation(len(trace.deep))
-    noise = Traces(0.0, trace.inputs_NX[shuffled], trace.text_N, trace.deep, ())
+    noise = traced(trace.hidden_NE[shuffled], accepted_lengths(trace.deep), trace.text_N)
     decisions = decision_quality(held_out([noise], DEPTH)[0], LATENCY, (2, 8))
     assert decisions["ms_per_token"]["predicted"] >= decisions["ms_per_token"]["fixed"]
     assert decisions["best"] == "fixed"
@@ -143,22 +200,31 @@ def test_stopping_growth_is_evaluated_where_it_may_be_used(found: HeldOut) -> No
 
 def constant(value: float, trust: float = 1.0) -> DepthPredictor:
     """A network that predicts `value` at every depth, for a text whose mean was one half."""
-    bias = np.full(DEPTH, np.log(value / (1 - value)), dtype=np.float32)
-    zero = {"encoder_1": (3, 2), "encoder_2": (2, 2), "heads": (2, DEPTH)}
+    zero = {"encoder_1": (2, 2), "encoder_2": (2, 2)}
     weights = {f"{name}.weight": np.zeros(shape, dtype=np.float32) for name, shape in zero.items()}
-    biases = {f"{name}.bias": np.zeros(shape[1], dtype=np.float32) for name, shape in zero.items()}
-    return DepthPredictor(
-        weights | biases | {"heads.bias": bias}, {0.0: np.full(DEPTH, 0.5, dtype=np.float32)}, {0.0: trust}
+    biases = {f"{name}.bias": np.zeros(2, dtype=np.float32) for name in zero}
+    heads = Heads(
+        weight_HD=np.zeros((2, DEPTH), dtype=np.float32),
+        bias_D=np.full(DEPTH, np.log(value / (1 - value)), dtype=np.float32),
+        base_D=np.zeros(DEPTH, dtype=np.float32),
+        mean_D=np.full(DEPTH, 0.5, dtype=np.float32),
+        trust=trust,
     )
+    return DepthPredictor(weights | biases, {0.0: heads})
 
 
 def test_a_predictor_survives_its_file() -> None:
-    trace = traces(num_texts=6)
-    predictor = fit_predictor([trace], DEPTH)
+    both = [traces(num_texts=6), traces(num_texts=6, temperature=1.0, share=0.2)]
+    predictor = fit_predictor(both, DEPTH, trust={1.0: 0.25})
     again = DepthPredictor.from_bytes(predictor.to_bytes())
-    np.testing.assert_array_equal(again.survivals(trace.inputs_NX), predictor.survivals(trace.inputs_NX))
-    assert again.trust == predictor.trust == {0.0: 1.0}
-    assert list(again.mean_survival) == [0.0]
+    assert list(again.heads) == [0.0, 1.0]
+    for each in both:
+        np.testing.assert_array_equal(
+            again.survivals(each.hidden_NE, each.temperature),
+            predictor.survivals(each.hidden_NE, each.temperature),
+        )
+    assert [heads.trust for heads in again.heads.values()] == [1.0, 0.25]
+    np.testing.assert_array_equal(again.heads[1.0].mean_D, predictor.heads[1.0].mean_D)
     with pytest.raises(SafetensorError):
         DepthPredictor.from_bytes(b"not a predictor")
 
@@ -205,11 +271,9 @@ def test_a_predictor_with_zero_trust_changes_no_shape() -> None:
 
 def test_growth_of_one_position_equals_growth_of_many(found: HeldOut) -> None:
     predictor = fit_predictor([found.trace], DEPTH, trust={0.0: 0.5})
-    hidden_E = torch.from_numpy(found.trace.inputs_NX[7, :-1])
-    expected = 1 + 0.5 * (
-        predictor.survivals(found.trace.inputs_NX[7:8])[0].cumsum() / predictor.mean_survival[0.0].cumsum()
-        - 1
-    )
+    hidden_E = torch.from_numpy(found.trace.hidden_NE[7])
+    survival_ND = predictor.survivals(found.trace.hidden_NE[7:8], 0.0)
+    expected = 1 + 0.5 * (survival_ND[0].cumsum() / predictor.heads[0.0].mean_D.cumsum() - 1)
     np.testing.assert_allclose(predictor.at(0.0)(hidden_E), expected, rtol=1e-4)
 
 
