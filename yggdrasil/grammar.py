@@ -130,22 +130,24 @@ def _line(message: str) -> str:
     return " ".join(message.split())
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Node:
     """A path.
 
     Args:
         matcher: At its end; None after the end of the text and off the grammar.
         words: A bit for every token: whether it may come next.
+        address: Of the words.
         failure: Why the matcher cannot go on; empty if it can.
     """
 
     matcher: Any
     words: Words
+    address: int
     failure: str = ""
 
     def allows(self, token: int) -> bool:
-        return bool(self.words[token // 32] >> (token % 32) & 1)
+        return bool(self.words.item(token >> 5) >> (token & 31) & 1)
 
 
 class GrammarState:
@@ -181,6 +183,10 @@ class GrammarState:
             self._nodes = {(): self._node(tuple(emitted[known:]))}
         self._emitted = list(emitted)
 
+    def address(self, path: tuple[int, ...]) -> int:
+        """Address of `words`."""
+        return self._node(path).address
+
     def words(self, path: tuple[int, ...]) -> Words:
         """A bit for every token: whether it may follow the text and a path.
 
@@ -211,16 +217,19 @@ class GrammarState:
 
     def _child(self, parent: _Node, token: int) -> _Node:
         if parent.matcher is None or token in self._ends or not parent.allows(token):
-            return _Node(None, self._end_words, parent.failure)
+            return self._end(parent.failure)
         matcher = parent.matcher.deep_copy()
         matcher.consume_token(token)
         return self._reached(matcher)
 
     def _reached(self, matcher: Any) -> _Node:
         words = np.empty_like(self._end_words)
+        address = words.ctypes.data
         if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            matcher.unsafe_compute_mask_ptr(address, words.nbytes)
         if matcher.is_error():
-            failure = f"the grammar is too complex for this text ({_line(matcher.get_error())})"
-            return _Node(None, self._end_words, failure)
-        return _Node(matcher, words)
+            return self._end(f"the grammar is too complex for this text ({_line(matcher.get_error())})")
+        return _Node(matcher, words, address)
+
+    def _end(self, failure: str) -> _Node:
+        return _Node(None, self._end_words, self._end_words.ctypes.data, failure)

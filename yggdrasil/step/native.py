@@ -305,7 +305,7 @@ class _Masks:
 
     def _mask(self, place: int, path: Any, length: int) -> int | None:
         try:
-            return self.grammars[place].words(tuple(path[:length]) if length else ()).ctypes.data
+            return self.grammars[place].address(tuple(path[:length]) if length else ())
         except BaseException as failure:  # ctypes would print it and go on
             self._failure = failure
             return None
