@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -18,6 +19,7 @@ __all__ = [
     "TOOL_PARSERS",
     "CompileConfig",
     "GenerateConfig",
+    "GrammarConfig",
     "ProcessorConfig",
     "SamplingConfig",
     "ServeConfig",
@@ -29,6 +31,8 @@ T = TypeVar("T")
 
 HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?")
 ORIGIN = re.compile(r"[a-z][a-z\d+.-]*://[^/\sA-Z]+")  # as browsers send it
+GRAMMARS = ("json", "regex", "choice", "grammar")
+MOST_GRAMMAR_CHARS = 1 << 16
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "json")
 DEFAULT_NEW_TOKENS = 256  # of a request without a limit, if the context has room
 
@@ -36,6 +40,43 @@ DEFAULT_NEW_TOKENS = 256  # of a request without a limit, if the context has roo
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
     if not condition:
         raise ConfigError(name, value, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrammarConfig:
+    """What a text must be.
+
+    Args:
+        kind: "json": an instance of a JSON schema; "regex": what the whole of a regular expression matches;
+            "choice": one of some texts; "grammar": a sentence of a grammar in the dialect of Lark.
+        source: The schema as JSON, the expression, a JSON list of the texts, or the grammar.
+    """
+
+    kind: str
+    source: str
+
+    def __post_init__(self) -> None:
+        _require(self.kind in GRAMMARS, "kind", self.kind, f"one of {', '.join(GRAMMARS)}")
+        num_chars = len(self.source)
+        allowed = f"a text of 1 to {MOST_GRAMMAR_CHARS} characters"
+        _require(1 <= num_chars <= MOST_GRAMMAR_CHARS, self.kind, f"{num_chars} characters", allowed)
+
+    @classmethod
+    def of(cls, kind: str, value: Any) -> GrammarConfig:
+        """A grammar from a value: a schema (an object, or its JSON), texts to choose from, or a text."""
+        if kind == "choice":
+            is_texts = isinstance(value, list | tuple) and all(isinstance(text, str) for text in value)
+            _require(is_texts and all(value) and len(value) > 0, kind, value, "texts that are not empty")
+        elif kind == "json" and isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(kind, value, f"a JSON schema ({error})") from None
+        if kind == "json":
+            _require(isinstance(value, dict | bool), kind, value, "a JSON schema, which is an object")
+        is_text = isinstance(value, str)
+        _require(is_text or kind in ("choice", "json"), kind, value, "a text")
+        return cls(kind=kind, source=value if is_text else json.dumps(value, ensure_ascii=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +97,8 @@ class ProcessorConfig:
         banned: Sequences of tokens that are never completed.
         min_tokens: Emitted tokens before which `ends` are banned.
         ends: Tokens that end the text.
+        grammar: The text up to its end-of-text token must be a sentence of it. Where nothing else leaves a
+            token that it allows, its tokens are equally likely.
     """
 
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -66,6 +109,7 @@ class ProcessorConfig:
     banned: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     ends: tuple[int, ...] = ()
+    grammar: GrammarConfig | None = None
 
     def __post_init__(self) -> None:
         for token, value in self.logit_bias:
@@ -179,6 +223,14 @@ class GenerateConfig:
             isinstance(text, str) and text for text in self.stop
         )
         _require(is_texts, "stop", self.stop, "a tuple of texts that are not empty")
+        has_end = self.grammar is None or not self.ignore_eos
+        _require(has_end, "ignore_eos", self.ignore_eos, "False with a grammar, which ends the text")
+
+    @property
+    def grammar(self) -> GrammarConfig | None:
+        """What the text must be, if anything."""
+        processors = self.sampling.processors
+        return None if processors is None else processors.grammar
 
     def ends(self, eos_tokens: Collection[int]) -> frozenset[int]:
         """The tokens that end the output of a model with these end-of-text tokens."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, ProcessorConfig
 from yggdrasil.errors import ConfigError, YggError
+from yggdrasil.grammar import Grammars, GrammarState
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.policy.uncalibrated import plain_policy
@@ -27,7 +28,7 @@ from yggdrasil.step.rows import StepOverRows
 from yggdrasil.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import Trace
 
-__all__ = ["Engine", "check_processors", "check_request", "check_tokens", "checked_prompt"]
+__all__ = ["Engine", "check_processors", "check_request", "check_tokens", "checked_prompt", "grammar_of"]
 
 ANY_TOKEN = 2**31  # the metadata of a forward is int32
 # One graph for up to 32 prompt tokens and a tree costs less than two graphs.
@@ -102,6 +103,7 @@ class Engine:
         self.eos_tokens = frozenset(eos_tokens)
         self.vocab = vocab
         self.tokenizer = tokenizer
+        self._grammars = None if tokenizer is None else Grammars(tokenizer, target.vocab, eos_tokens)
         self.trace = Trace() if trace is None else trace
         self._greedy = stepper or StepOverRows(target, draft, self.trace, greedy_plan)
         self._sampled = stepper or StepOverRows(target, draft, self.trace, sampled_plan)
@@ -194,7 +196,8 @@ class Engine:
 
         Raises:
             ConfigError: at the call: a prompt that is not a list of tokens, or that does not fit the
-                context together with the requested tokens; an id beyond V; stop texts without a tokenizer.
+                context together with the requested tokens; an id beyond V; stop texts or a grammar without
+                a tokenizer; a grammar that does not compile.
             YggError: another generation has begun on this engine and has replaced this text in the KV of
                 both models.
         """
@@ -209,16 +212,22 @@ class Engine:
                 "left out for an engine without a tokenizer",
                 "Engine(..., tokenizer=pair.tokenizer)",
             )
-        return self._generate(tokens, plain_policy() if config.plain else policy, config, limit)
+        grammar = grammar_of(self._grammars, config)
+        return self._generate(tokens, plain_policy() if config.plain else policy, config, limit, grammar)
 
     def _generate(
-        self, prompt: list[int], policy: ShapePolicy, config: GenerateConfig, limit: int
+        self,
+        prompt: list[int],
+        policy: ShapePolicy,
+        config: GenerateConfig,
+        limit: int,
+        grammar: GrammarState | None,
     ) -> Iterator[StepResult]:
         ends = config.ends(self.eos_tokens)
         stream = None
         if config.stop and self.tokenizer is not None:
             stream = TextStream(self.tokenizer, config.stop, prompt)
-        self._generating = state = DecodeState(prompt, config.sampling.ending_with(ends))
+        self._generating = state = DecodeState(prompt, config.sampling.ending_with(ends), grammar=grammar)
         self.target.cache.rollback_(0)
         self.draft.cache.rollback_(0)
         with self.trace.stage("prefill"):
@@ -296,6 +305,20 @@ def check_request(prompt_len: int, config: GenerateConfig, max_context: int) -> 
             fix,
         )
     return config.max_new_tokens
+
+
+def grammar_of(grammars: Grammars | None, config: GenerateConfig) -> GrammarState | None:
+    """The state of a request's grammar at the beginning of its text; None without a grammar.
+
+    Raises:
+        ConfigError: it does not compile, or the engine has no tokenizer.
+    """
+    if config.grammar is None:
+        return None
+    if grammars is None:
+        allowed = "left out for an engine without a tokenizer"
+        raise ConfigError("grammar", config.grammar.source, allowed)
+    return grammars.state(config.grammar)
 
 
 def check_tokens(prompt: Sequence[int], vocab: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import ConfigError
+from yggdrasil.grammar import GrammarState
 from yggdrasil.tree import TokenTree
 
 __all__ = ["PLAIN", "DecodeState", "Head", "Row", "Shape", "StepResult", "StopRule", "truncate"]
@@ -118,6 +119,7 @@ class DecodeState:
 
     Attributes:
         tokens: Prompt and emitted tokens.
+        grammar: Which tokens may come next, if the request has a grammar.
         hidden_of: Returns `hidden_E` until the target's next forward overwrites it; None before the first.
         head: The head draft if it ran ahead of time; its root's KV is then provisional in the draft's
             cache.
@@ -127,6 +129,7 @@ class DecodeState:
     tokens: list[int]
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     prompt_len: int = 0
+    grammar: GrammarState | None = None
     hidden_of: Callable[[], Tensor] | None = None
     head: Head | None = None
     top_logit: Tensor | float = 0.0

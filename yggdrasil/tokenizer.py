@@ -45,6 +45,12 @@ class Tokenizer:
         size: int = self._tokenizer.get_vocab_size()
         return size
 
+    @property
+    def source(self) -> str:
+        """The file's JSON."""
+        source: str = self._tokenizer.to_str()
+        return source
+
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `special_tokens` adds those that the tokenizer puts around a text.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.lib.harness import Arm, Generation, Rounds, ratio, spread
 from yggdrasil.compiler.model import CompiledModel
-from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.config import GenerateConfig, GrammarConfig, SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.kv import KVCache
 from yggdrasil.pair import LoadedPair
@@ -49,17 +49,21 @@ def policy_arm(
     *,
     temperature: float = 0.0,
     num_prompts: int | None = None,
+    grammar: GrammarConfig | None = None,
 ) -> Arm:
     """Our engine under one policy; its tokens must equal plain decoding's, greedy or sampled with the
-    prompt's own seed.
+    prompt's own seed. The end of a text counts only under a grammar.
 
     Where the compiler measured graphs that round differently, texts are compared instead: such a pair
     promises no more."""
 
     def generate(prompt: Sequence[int]) -> Generation:
-        sampling = SamplingConfig(temperature=temperature, seed=sum(prompt))
+        options = {"temperature": temperature, "seed": sum(prompt), "grammar": grammar}
         config = GenerateConfig(
-            max_new_tokens=num_tokens, ignore_eos=True, plain=name == PLAIN_ARM, sampling=sampling
+            max_new_tokens=num_tokens,
+            ignore_eos=grammar is None,
+            plain=name == PLAIN_ARM,
+            sampling=SamplingConfig.of(options),
         )
         start = time.perf_counter()
         run = Run(pair, prompt, config, policy=policy).complete()

@@ -158,6 +158,14 @@ def _temperature(result: Result) -> Headline:
     return Headline(result["geometric_mean_ours_over"]["Sequoia"], "1", _never_below_1(ratios))
 
 
+def _constrained(result: Result) -> Headline:
+    """The least gain of speculation at any temperature."""
+    found = list(result["temperatures"].values())
+    goals = [held for each in found for held in each["goals"].values()]
+    least = min((each["speculative_over_plain"] for each in found), key=lambda ratio: ratio["median"])
+    return _ratio(least, "1.5", all(goals), (goals.count(False), len(goals)))
+
+
 def _depth(result: Result) -> Headline:
     least = min(
         (
@@ -303,6 +311,7 @@ CLAIMS = {
     "sensitivity": Claimed("default policy over the best cell, time", _sensitivity),
     "objective": Claimed("Eq. 3 over AAL as objective", _objective),
     "temperature": Claimed("default policy over Sequoia's tree", _temperature),
+    "constrained": Claimed("speculation over plain decoding, JSON schema", _constrained),
     "depth": Claimed("chosen depth rule over a fixed depth", _depth),
     "predictor": Claimed("Brier skill of the depth predictor", _predictor),
     "serving": Claimed("throughput over the best fixed length", _serving, serves=True),

@@ -15,7 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from yggdrasil.config import ProcessorConfig, SamplingConfig, ServeConfig
+from yggdrasil.config import GenerateConfig, GrammarConfig, ProcessorConfig, SamplingConfig, ServeConfig
+from yggdrasil.engine import grammar_of
+from yggdrasil.grammar import GrammarState
 from yggdrasil.models.packing import Chunk
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.stopping import LowConfidence, SmallGain
@@ -64,6 +66,8 @@ PENALTIES = ProcessorConfig(
     min_tokens=3,
     ends=(0, 100),
 )
+WORDS = GrammarConfig(kind="regex", source=r"( (the|a|red|old) (fox|dog|owl)){1,4}\.")
+FORCED = GrammarConfig.of("json", {"properties": {"fox": {"enum": [1, "red"]}}, "required": ["fox"]})
 SAMPLINGS = (
     SamplingConfig(),
     SamplingConfig(temperature=0.8, seed=3),
@@ -73,6 +77,10 @@ SAMPLINGS = (
     SamplingConfig(top_k=3, processors=replace(PENALTIES, repetition_penalty=1.0, no_repeat_ngram_size=1)),
     SamplingConfig(temperature=0.9, top_p=0.8, seed=4, processors=PENALTIES),
     SamplingConfig(temperature=1.1, seed=8, processors=ProcessorConfig(min_tokens=5, ends=(1, 17, 250))),
+    SamplingConfig(processors=ProcessorConfig(grammar=WORDS)),
+    SamplingConfig(temperature=0.9, top_p=0.8, seed=4, processors=ProcessorConfig(grammar=WORDS)),
+    SamplingConfig(temperature=0.7, seed=6, processors=replace(PENALTIES, grammar=FORCED)),
+    SamplingConfig(processors=replace(PENALTIES, grammar=FORCED)),
 )
 
 
@@ -86,6 +94,7 @@ class Stand:
         batcher = load_batcher(self.pair.bundle, ServeConfig(policy="off", gamma_max=4, max_batch=8))
         self.target = batcher.target
         self.draft = batcher.draft
+        self.grammars = batcher.grammars
         self.acceptance = batcher.acceptance
         table_BP = batcher.pool.table_BP
         order = torch.randperm(batcher.pool.num_pages, generator=torch.Generator().manual_seed(5))
@@ -93,6 +102,9 @@ class Stand:
         for row in range(ROWS):
             pages = order[row * self.num_pages : (row + 1) * self.num_pages][: table_BP.shape[1]]
             table_BP[row, : len(pages)] = pages
+
+    def grammar(self, sampling: SamplingConfig) -> GrammarState | None:
+        return grammar_of(self.grammars, GenerateConfig(sampling=sampling))
 
     def choice(self, rows: Sequence[Row], shapes: Sequence[Shape], menu: VerifyMenu) -> Choice:
         calibrations = [self.acceptance(row.state.sampling.temperature).calibration for row in rows]
@@ -155,7 +167,11 @@ def run(stand: Stand, form: Any, history: dict[str, Any]) -> tuple[list[Any], li
     """
     step = form(stand.target, stand.draft, Trace())
     states = [
-        DecodeState([(start + 7 * place) % 300 for place in range(length)], sampling)
+        DecodeState(
+            [(start + 7 * place) % 300 for place in range(length)],
+            sampling,
+            grammar=stand.grammar(sampling),
+        )
         for length, start, sampling in history["prompts"]
     ]
     waiting = [Row(place, state) for place, state in enumerate(states)]

@@ -18,7 +18,7 @@ import uvicorn
 
 import yggdrasil
 from yggdrasil.bundle import bundled_models
-from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.config import GenerateConfig, GrammarConfig, SamplingConfig
 from yggdrasil.errors import ConfigError, QueueFull, ServiceEnded
 from yggdrasil.serve.api import create_app
 from yggdrasil.serve.body import MAX_BODY_BYTES
@@ -84,6 +84,7 @@ class FakeService:
     fails_after: int | None = None
     story: str = STORY
     submitted: list[Request] = field(default_factory=list)
+    prepared: list[GrammarConfig] = field(default_factory=list)
     cancelled: int = 0
 
     def __post_init__(self) -> None:
@@ -96,6 +97,9 @@ class FakeService:
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join()
+
+    def prepare(self, grammar: GrammarConfig) -> None:
+        self.prepared.append(grammar)
 
     def submit(self, request: Request) -> Ticket:
         if self.is_full:
@@ -538,7 +542,16 @@ def test_the_default_template_takes_texts_and_parts(shared: Running) -> None:
         ({"logit_bias": {"five": -100}}, "logit_bias"),
         ({"logit_bias": {"-5": 1}}, "logit_bias"),
         ({"logit_bias": [5]}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 4}}}, "response_format"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "x" * 70_000}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"logprobs": 6}, "logprobs"),
@@ -651,6 +664,45 @@ def test_a_field_is_accepted_with_its_neutral_values_only(name: str, kind: type[
         assert kind.model_validate({**start, name: value}) == without
     with pytest.raises(ApiError, match=f"{name} is not supported; leave it out"):
         kind.model_validate({**start, name: "another value"})
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "value"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json", {"type": "object"}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+            "json",
+            SCHEMA,
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, "json", SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, "json", SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, "json", {"type": "object"}),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
+    ],
+    ids=str,
+)
+def test_a_grammar_reaches_the_service(
+    shared: Running, fields: dict[str, Any], kind: str, value: Any
+) -> None:
+    shared.ask(**fields)
+    expected = GrammarConfig.of(kind, value)
+    assert shared.service.prepared[-1] == expected
+    assert shared.service.submitted[-1].config.grammar == expected
+    shared.chat(**fields)
+    assert shared.service.submitted[-1].config.grammar == expected
+
+
+def test_any_text_needs_no_grammar(shared: Running) -> None:
+    before = len(shared.service.prepared)
+    shared.ask(response_format={"type": "text"}, structured_outputs={})
+    assert shared.service.submitted[-1].config.sampling.processors is None
+    assert len(shared.service.prepared) == before
 
 
 def test_neutral_values_and_labels_are_accepted(shared: Running) -> None:

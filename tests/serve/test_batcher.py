@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 from batches import Bench, Client, Schedule, run, submit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.config import GenerateConfig, GrammarConfig, SamplingConfig
 from yggdrasil.errors import CapacityError, ConfigError
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.fixed import FixedGamma
@@ -174,6 +177,40 @@ def test_the_youngest_row_is_computed_again_when_pages_run_out(bench: Bench) -> 
     assert sorted(map(id, lasts)) == sorted(map(id, finished))  # a client gets the report of its request
     assert {event.report for each in clients for event in each.events} == {None}
     assert texts == [bench.reference(each) for each in clients]
+
+
+def test_a_row_with_a_grammar_has_the_text_that_it_has_alone(bench: Bench) -> None:
+    """It is preempted, drafts in a batch with rows without one, and ends where the grammar does."""
+    schema = {"type": "array", "items": {"enum": ["red", "old"]}, "minItems": 6, "maxItems": 6}
+    grammar = GrammarConfig.of("json", schema)
+    batcher = bench.batcher(Schedule([2, 4, 0, 3]), num_pages=12)
+    clients = [client(bench, 30 + index, 60, start=index) for index in range(4)]
+    for each in clients[1:]:
+        options = {"grammar": grammar, "temperature": 0.8, "seed": 5}
+        each.config = replace(each.config, ignore_eos=False, sampling=SamplingConfig.of(options))
+    tickets = [batcher.ticket(each.request()) for each in clients]
+    for ticket in tickets:
+        batcher.submit(ticket)
+    run(batcher)
+    assert sum(ticket.preemptions for ticket in tickets) > 0
+    assert [each.tokens for each in clients] == [bench.reference(each) for each in clients]
+    finished = [each.text for each in clients[1:] if each.finish == "stop"]
+    assert finished
+    assert all({*json.loads(text)} <= {"red", "old"} for text in finished)
+
+
+def test_a_grammar_that_fails_ends_its_own_row_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("yggdrasil.grammar.LIMITS", {"step_max_items": 8, "verbose_errors": False})
+    source = "start: a\na: | a a | /[a-z ]/ a /[a-z ]/ | /[ -~]/"
+    batcher = bench.batcher(Schedule([2]))
+    clients = [client(bench, 30 + index, 20, start=index) for index in range(2)]
+    sampling = SamplingConfig.of({"grammar": GrammarConfig.of("grammar", source)})
+    clients[0].config = replace(clients[0].config, ignore_eos=False, sampling=sampling)
+    submit(batcher, *clients)
+    run(batcher)
+    assert clients[0].finish == "error"
+    assert "too complex" in clients[0].events[-1].error
+    assert clients[1].tokens == bench.reference(clients[1])
 
 
 def test_equal_prompts_share_their_full_pages(bench: Bench) -> None:

@@ -6,13 +6,14 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yggdrasil.cli.compile import pair_name
 from yggdrasil.cli.heap import frozen_heap
 from yggdrasil.cli.prompt import prompt_of
 from yggdrasil.cli.threads import add_threads, apply_threads, note_threads
-from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, SamplingConfig
+from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, GrammarConfig, SamplingConfig
 from yggdrasil.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def add_parser(verbs: Any) -> None:
         help=f"drop tokens below this share of the likeliest (default: the model's, or {sampling.min_p:g})",
     )
     _add_processors(parser)
+    _add_grammars(parser)
     parser.add_argument(
         "--no-model-defaults",
         dest="model_defaults",
@@ -147,6 +149,42 @@ def _add_processors(parser: argparse.ArgumentParser) -> None:
         metavar="TOKEN=VALUE",
         help="add a value to the logit of a token id; -inf bans it; may be repeated",
     )
+
+
+def _add_grammars(parser: argparse.ArgumentParser) -> None:
+    """Options that say what the text must be; at most one of them."""
+    grammars = parser.add_mutually_exclusive_group()
+    grammars.add_argument(
+        "--json-schema", metavar="FILE", help="write JSON that is an instance of the schema in a file"
+    )
+    grammars.add_argument(
+        "--regex", metavar="REGEX", help="write a text that a regular expression matches as a whole"
+    )
+    grammars.add_argument(
+        "--grammar", metavar="FILE", help="write a sentence of the Lark grammar in a file"
+    )
+    grammars.add_argument(
+        "--choice", action="append", metavar="TEXT", help="write one of these texts; may be repeated"
+    )
+
+
+def _grammar(options: argparse.Namespace) -> GrammarConfig | None:
+    """What the text must be, if anything."""
+    if options.json_schema is not None:
+        return GrammarConfig.of("json", _read("json_schema", options.json_schema))
+    if options.grammar is not None:
+        return GrammarConfig.of("grammar", _read("grammar", options.grammar))
+    if options.regex is not None:
+        return GrammarConfig.of("regex", options.regex)
+    return None if options.choice is None else GrammarConfig.of("choice", options.choice)
+
+
+def _read(option: str, path: str) -> str:
+    """The text of an option's file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(option, path, f"a file in UTF-8 ({error})") from None
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -235,6 +273,7 @@ OPTIONS = (
 def _config(options: argparse.Namespace, pair: LoadedPair | None = None) -> GenerateConfig:
     """The request. Before the pair is loaded, its defaults and banned texts are left out."""
     chosen = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
+    chosen["grammar"] = _grammar(options)
     if pair is not None:
         defaults = pair.bundle.defaults if options.model_defaults else {}
         banned = pair.tokenizer.spellings(options.ban or ())

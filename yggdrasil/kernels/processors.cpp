@@ -13,10 +13,20 @@ namespace {
 constexpr float kBanned = -std::numeric_limits<float>::infinity();
 constexpr float kLeast = -1e4f;  // of a candidate: a banned one stays ahead of those in the tree, at -inf
 
+bool has(const int32_t* bits, int64_t token) { return uint32_t(bits[token / 32]) >> (token % 32) & 1; }
+
 }  // namespace
 
-ProcessedText::ProcessedText(const Processors& processors, at::IntArrayRef text, int64_t prompt_len)
-    : processors_(&processors), text_(text), prompt_len_(prompt_len) {
+const int32_t* Grammar::after(at::IntArrayRef path) const {
+  if (place < 0) return nullptr;
+  const int32_t* bits = mask(place, path.data(), int64_t(path.size()));
+  TORCH_CHECK(bits != nullptr, "a grammar failed");
+  return bits;
+}
+
+ProcessedText::ProcessedText(const Processors& processors, at::IntArrayRef text, int64_t prompt_len,
+                             Grammar grammar)
+    : processors_(&processors), text_(text), prompt_len_(prompt_len), grammar_(grammar) {
   for (size_t place = 0; place < text.size(); ++place) {
     Count& count = counts_[text[place]];
     ++count.seen;
@@ -82,6 +92,42 @@ void ProcessedText::process_(float* scores, int64_t vocab, at::IntArrayRef path)
     if (std::find(path.begin(), token, *token) == token)
       scores[*token] = penalised(scores[*token], count(*token, path));
   for (const int64_t token : bans) scores[token] = kBanned;
+  keep_allowed_(scores, vocab, path);
+}
+
+// Bans what the grammar does not allow; if nothing is left, what it allows has 0.
+void ProcessedText::keep_allowed_(float* scores, int64_t vocab, at::IntArrayRef path) const {
+  const int32_t* allowed = grammar_.after(path);
+  if (allowed == nullptr) return;
+  TORCH_CHECK(vocab == grammar_.vocab, "a grammar over ", grammar_.vocab, " tokens, logits of ", vocab);
+  for (int64_t first = 0; first < vocab; first += 32) {
+    const int64_t end = std::min(first + 32, vocab);
+    if (allowed[first / 32] == 0) std::fill(scores + first, scores + end, kBanned);
+    if (allowed[first / 32] == 0 || allowed[first / 32] == -1) continue;
+    for (int64_t token = first; token < end; ++token)
+      if (!has(allowed, token)) scores[token] = kBanned;
+  }
+  const bool is_stuck = std::all_of(scores, scores + vocab, [](float score) { return score == kBanned; });
+  for (int64_t token = 0; is_stuck && token < vocab; ++token)
+    if (has(allowed, token)) scores[token] = 0.0f;
+}
+
+// Replaces candidates that the grammar does not allow by the first tokens that it allows. None of these is
+// likelier than the last candidate.
+void ProcessedText::replace_(int64_t* tokens, float* log_probs, int64_t num, const int32_t* allowed) const {
+  const std::vector<int64_t> drafted(tokens, tokens + num);
+  const float last = log_probs[num - 1];
+  int64_t other = 0;
+  for (int64_t i = 0; i < num; ++i) {
+    if (has(allowed, tokens[i])) continue;
+    const auto is_other = [&](int64_t token) {
+      return has(allowed, token) && std::find(drafted.begin(), drafted.end(), token) == drafted.end();
+    };
+    while (other < grammar_.vocab && !is_other(other)) other += allowed[other / 32] ? 1 : 32 - other % 32;
+    if (other >= grammar_.vocab) return;
+    log_probs[i] = last;
+    tokens[i] = other++;
+  }
 }
 
 // The candidates after nodes of a tree, ranked again. `top_logit` lifts log-probabilities to logits.
@@ -90,11 +136,13 @@ Candidates ProcessedText::process(const Candidates& drafted, at::ArrayRef<std::v
   const int64_t rows = drafted.tokens.size(0), num = drafted.tokens.size(1);
   Candidates ranked{empty({rows, num}, drafted.log_probs.options()),
                     empty({rows, num}, drafted.tokens.options())};
-  std::vector<float> scores(num);
-  std::vector<int64_t> order(num);
+  std::vector<float> scores(num), log_probs(num);
+  std::vector<int64_t> order(num), tokens(num);
   for (int64_t row = 0; row < rows; ++row) {
-    const int64_t* tokens = drafted.tokens.const_data_ptr<int64_t>() + row * num;
-    const float* log_probs = drafted.log_probs.const_data_ptr<float>() + row * num;
+    std::copy_n(drafted.tokens.const_data_ptr<int64_t>() + row * num, num, tokens.begin());
+    std::copy_n(drafted.log_probs.const_data_ptr<float>() + row * num, num, log_probs.begin());
+    const int32_t* allowed = grammar_.after(paths[row]);
+    if (allowed != nullptr) replace_(tokens.data(), log_probs.data(), num, allowed);
     const std::vector<int64_t> bans = banned(paths[row]);
     for (int64_t i = 0; i < num; ++i) {
       float score = log_probs[i] + float(top_logit);
@@ -102,7 +150,8 @@ Candidates ProcessedText::process(const Candidates& drafted, at::ArrayRef<std::v
       const auto place = std::find(biased.begin(), biased.end(), tokens[i]);
       if (place != biased.end()) score += float(processors_->bias[place - biased.begin()]);
       score = penalised(score, count(tokens[i], paths[row]));
-      const bool is_banned = std::find(bans.begin(), bans.end(), tokens[i]) != bans.end();
+      const bool is_banned = std::find(bans.begin(), bans.end(), tokens[i]) != bans.end() ||
+                             (allowed != nullptr && !has(allowed, tokens[i]));
       scores[i] = is_banned ? kLeast : std::max(score, kLeast);
     }
     std::iota(order.begin(), order.end(), 0);

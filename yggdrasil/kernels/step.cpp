@@ -139,11 +139,12 @@ void Step::forget_() {
 }
 
 // A row before its step.
-Step::Growing Step::growing(const Row& row, int64_t capacity) const {
+Step::Growing Step::growing(const Row& row, int64_t capacity, const Reply& reply) const {
   Growing growing{row, root(row.tail[row.tail_len - 1], capacity, path_width_), {}, {}};
   if (row.processors >= 0)
-    growing.text = std::make_unique<ProcessedText>(processors_[row.processors],
-                                                   row.text(0, row.root_pos() + 1), row.prompt_len);
+    growing.text =
+        std::make_unique<ProcessedText>(processors_[row.processors], row.text(0, row.root_pos() + 1),
+                                        row.prompt_len, Grammar{reply.mask, row.grammar, reply.vocab});
   return growing;
 }
 
@@ -386,7 +387,7 @@ void Step::draft(at::ArrayRef<Row> rows, const Menu& menu, Reply& reply) {
       capacity = 1;
       for (const auto& level : levels_[row.levels].parents) capacity += int64_t(level.size());
     }
-    rows_.push_back(growing(row, capacity));
+    rows_.push_back(growing(row, capacity, reply));
   }
   catch_up_(rows_);
   reply.draft_ms[1] = now_ms();
@@ -501,7 +502,7 @@ void write_(RowResult& result, const Accepted& accepted, const Tree& tree, Reply
 void Step::verify(at::ArrayRef<Row> joining, at::ArrayRef<Prompt> prompts, Reply& reply) {
   reply.verify_ms[0] = now_ms();
   for (const Row& row : joining) {
-    rows_.push_back(growing(row, 1));
+    rows_.push_back(growing(row, 1, reply));
     rows_.back().pruned = {rows_.back().tree, {0}, 1.0};
   }
   TORCH_CHECK(int64_t(rows_.size()) <= reply.max_results, "no place for ", rows_.size(), " results");

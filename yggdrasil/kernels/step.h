@@ -23,12 +23,13 @@ namespace ygg {
 // One request before a step. `tail` are its tokens from position `first` on, the root last. The caches hold
 // the tokens before `target_len` and `draft_len`. `verify` is 0 without a limit; `stop` and `levels` are -1
 // where the shape has none. Temperature 0 is greedy. `processors` is -1 without any; with them `tail` is
-// the whole text, and `top_logit` the target's largest logit before the root.
+// the whole text, and `top_logit` the target's largest logit before the root. `grammar` is the place that
+// `Reply::mask` gets, -1 without a grammar; a row with one has processors.
 struct Row {
   const int64_t* tail;
   int64_t tail_len, first, place, target_len, draft_len;
   int64_t width, depth, verify, calibration, stop, levels;
-  int64_t top_k, seed, processors, prompt_len;
+  int64_t top_k, seed, processors, prompt_len, grammar;
   double temperature, top_p, min_p, top_logit;
 
   Sampling sampling() const { return {temperature, top_k, top_p, min_p, seed}; }
@@ -70,7 +71,8 @@ struct Forward {
   double begin_ms, end_ms;
 };
 
-// Buffers that the calls fill, with their capacities, and what they have written. The times are the begin
+// Buffers that the calls fill, with their capacities, and what they have written. `mask` answers for the
+// grammars of all rows, over `vocab` tokens. The times are the begin
 // of each call, then the ends of its stages: catching up, drafting, pruning; verifying, accepting,
 // committing.
 struct Reply {
@@ -79,7 +81,8 @@ struct Reply {
   int32_t* words;
   double* values;
   Forward* forwards;
-  int64_t max_results, max_ids, max_words, max_values, max_forwards;
+  Mask* mask;
+  int64_t max_results, max_ids, max_words, max_values, max_forwards, vocab;
   int64_t num_tokens, num_forwards;
   double draft_ms[4], verify_ms[4];
   char error[512];
@@ -158,7 +161,7 @@ class Step : public torch::CustomClassHolder {
     int64_t read() const { return is_ranked_again() ? kReadWide : kReadBest; }
   };
 
-  Growing growing(const Row& row, int64_t capacity) const;
+  Growing growing(const Row& row, int64_t capacity, const Reply& reply) const;
   void catch_up_(std::vector<Growing>& rows);
   void head_(std::vector<Growing>& rows);
   void grow_(std::vector<Growing>& rows);

@@ -32,6 +32,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import yggdrasil
+from yggdrasil.config import GrammarConfig
 from yggdrasil.errors import YggError
 from yggdrasil.serve import describe, status, texts
 from yggdrasil.serve.access import REQUEST_ID, Access, AccessLog, access_of
@@ -196,8 +197,19 @@ async def _begin(http: HttpRequest, body: WireRequest, rows: Rows) -> list[list[
         spellings=serving.tokenizer.spellings,
         defaults=serving.defaults,
     )
+    if (grammar := body.grammar) is not None:
+        field = "structured_outputs" if body.structured_outputs else "response_format"
+        await run_in_threadpool(_prepare, serving.service, grammar, field)
     rows.submit(requests)
     return prompts
+
+
+def _prepare(service: BatchService, grammar: GrammarConfig, field: str) -> None:
+    """Compile the grammar of a field, outside the loop."""
+    try:
+        service.prepare(grammar)
+    except YggError as error:
+        raise ApiError(400, f"{field}: {error}", param=field, code="invalid_grammar") from None
 
 
 async def _respond(reply: Reply, body: WireRequest, rows: Rows) -> Response:

@@ -20,8 +20,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
-from yggdrasil.engine import ANY_TOKEN, check_processors, check_request, check_tokens
+from yggdrasil.engine import ANY_TOKEN, check_processors, check_request, check_tokens, grammar_of
 from yggdrasil.errors import CapacityError
+from yggdrasil.grammar import Grammars
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
@@ -66,6 +67,7 @@ class Batcher:
     Attributes:
         trace: Milliseconds per stage since construction.
         gamma: Depth that was selected for the last step that decoded.
+        grammars: Compiles the grammars of requests.
         stepper: Runs the step over rows: in C++ where that knows the models.
     """
 
@@ -90,6 +92,7 @@ class Batcher:
         self.pool = pool
         self.policy = policy
         self.tokenizer = tokenizer
+        self.grammars = Grammars(tokenizer, target.vocab, eos_tokens)
         self.max_context = max_context
         self.gamma_max = gamma_max
         self.eos_tokens = frozenset(eos_tokens)
@@ -132,7 +135,7 @@ class Batcher:
 
         Raises:
             ConfigError: the prompt is empty, has tokens outside the vocabulary, or does not fit in the
-                context together with the output.
+                context together with the output, or the grammar does not compile.
             CapacityError: the request needs more KV pages than there are.
         """
         limit = check_request(len(request.prompt), request.config, self.max_context)
@@ -145,7 +148,9 @@ class Batcher:
             raise CapacityError("KV pages", needed, self._base_pages, fix)
         check_processors(request.config.sampling.processors, self.vocab)
         ends = request.config.ends(self.eos_tokens)
-        state = DecodeState(list(request.prompt), request.config.sampling.ending_with(ends))
+        grammar = grammar_of(self.grammars, request.config)
+        sampling = request.config.sampling.ending_with(ends)
+        state = DecodeState(list(request.prompt), sampling, grammar=grammar)
         speculation = 0 if request.config.plain else request.speculation
         stream = TextStream(self.tokenizer, request.config.stop, request.prompt)
         return Ticket(request, state, stream, limit, ends, speculation)

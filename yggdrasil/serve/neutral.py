@@ -32,8 +32,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "chat_template_kwargs": ({},),
     "documents": ([],),
-    # grammars and tools
-    "response_format": ({"type": "text"},),
+    # tools
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),

@@ -5,9 +5,9 @@ name; no field is silently ignored. `null` is the same as leaving a field out.
 
 In addition to OpenAI's fields there are those of vLLM's clients that change the distribution or end the
 text (`top_k`, `min_p`, `repetition_penalty`, `bad_words`, `min_tokens`, `stop_token_ids`, `ignore_eos`),
-`no_repeat_ngram_size`, and `speculation`: "auto" (the policy decides), "off" (decode without speculation),
-or the largest number of draft tokens in a step. What a request leaves out has the model's own default, from
-its generation_config.json, before OpenAI's."""
+its `structured_outputs`, `no_repeat_ngram_size`, and `speculation`: "auto" (the policy decides), "off"
+(decode without speculation), or the largest number of draft tokens in a step. What a request leaves out has
+the model's own default, from its generation_config.json, before OpenAI's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.config import GenerateConfig, GrammarConfig, SamplingConfig
 from yggdrasil.serve.messages import Message, Tool, ToolChoice
 from yggdrasil.serve.neutral import without_neutral
 from yggdrasil.serve.request import Event, Request
+from yggdrasil.serve.structured import ResponseFormat, structured
 from yggdrasil.serve.wire import ApiError, Strict, check_text
 from yggdrasil.tokenizer import Tokenizer
 
@@ -70,6 +71,8 @@ class WireRequest(Strict):
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
     stop: str | Annotated[list[str], Field(max_length=4, fail_fast=True)] = Field([])
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] = Field({})
     speculation: Literal["off", "auto"] | Annotated[int, Field(ge=1)] = "auto"
     stream: bool = False
     stream_options: _StreamOptions | None = None
@@ -93,6 +96,16 @@ class WireRequest(Strict):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         return self
+
+    @property
+    def grammar(self) -> GrammarConfig | None:
+        """What the output must be; None for any text."""
+        formed = None if self.response_format is None else self.response_format.grammar
+        chosen = structured(self.structured_outputs)
+        if formed is not None and chosen is not None:
+            message = "response_format and structured_outputs are two grammars; send one of them"
+            raise ApiError(400, message, param="structured_outputs")
+        return formed or chosen
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -168,6 +181,7 @@ class WireRequest(Strict):
         options = {name: getattr(self, name) for name in OPTIONS}
         options["logit_bias"] = {_token_of(key): value for key, value in self.logit_bias.items()}
         options |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
+        options["grammar"] = self.grammar
         options["top_k"] = max(0, options["top_k"])
         options["banned"] = [*defaults.get("banned", ()), *spellings(self.bad_words)]
         return SamplingConfig.of(options)

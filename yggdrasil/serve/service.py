@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from yggdrasil.config import GrammarConfig
 from yggdrasil.errors import QueueFull, ServiceEnded
 from yggdrasil.kernels.compilations import no_compilation
 from yggdrasil.serve.batcher import Batcher
@@ -65,6 +66,10 @@ class Service(Observer):
     def max_context(self) -> int:
         """Largest number of tokens of prompt and output together that the pair and the KV pages allow."""
         return self._batcher.served_context
+
+    def prepare(self, grammar: GrammarConfig) -> None:
+        """Compile a grammar, so that `submit` finds it; raises the errors of `Grammars.state`."""
+        self._batcher.grammars.state(grammar)
 
     def submit(self, request: Request) -> Ticket:
         """Queue a request.

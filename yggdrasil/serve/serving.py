@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from fastapi import Request as HttpRequest
 
+from yggdrasil.config import GrammarConfig
 from yggdrasil.serve.chat import ChatTemplate
 from yggdrasil.serve.hosts import HostNames
 from yggdrasil.serve.metrics import Metrics
@@ -22,6 +23,10 @@ __all__ = ["BatchService", "Serving", "serving_of"]
 
 class BatchService(Protocol):
     """The part of a service that this module uses."""
+
+    def prepare(self, grammar: GrammarConfig) -> None:
+        """Compile a grammar, which may take long."""
+        ...
 
     def submit(self, request: Request) -> Any:
         """Queue a request; returns its ticket."""

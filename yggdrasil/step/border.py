@@ -10,6 +10,7 @@ from yggdrasil.kernels import kernel_library
 from yggdrasil.step.choice import VerifyMenu
 
 __all__ = [
+    "MASK",
     "Calls",
     "ForwardStruct",
     "MenuStruct",
@@ -32,12 +33,14 @@ _floats = partial(_fields, ctypes.c_double)
 
 # The structs of kernels/step.h, which explains them.
 
+MASK = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64)
+
 
 class RowStruct(ctypes.Structure):
     _fields_ = [
         *_pointers("tail"),
         *_ints("tail_len first place target_len draft_len width depth verify calibration stop levels"),
-        *_ints("top_k seed processors prompt_len"),
+        *_ints("top_k seed processors prompt_len grammar"),
         *_floats("temperature top_p min_p top_logit"),
     ]
 
@@ -63,8 +66,8 @@ class ForwardStruct(ctypes.Structure):
 
 class ReplyStruct(ctypes.Structure):
     _fields_ = [
-        *_pointers("results ids words values forwards"),
-        *_ints("max_results max_ids max_words max_values max_forwards num_tokens num_forwards"),
+        *_pointers("results ids words values forwards mask"),
+        *_ints("max_results max_ids max_words max_values max_forwards vocab num_tokens num_forwards"),
         ("draft_ms", 4 * ctypes.c_double),
         ("verify_ms", 4 * ctypes.c_double),
         ("error", 512 * ctypes.c_char),

@@ -13,7 +13,8 @@ import ctypes
 import math
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,12 @@ import torch
 from torch import Tensor
 
 from yggdrasil.config import ProcessorConfig
+from yggdrasil.grammar import GrammarState
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
-from yggdrasil.state import PLAIN, Row, Shape, StepResult
+from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
 from yggdrasil.step.border import (
+    MASK,
     Calls,
     ForwardStruct,
     PromptStruct,
@@ -79,6 +82,9 @@ class NativeStep:
         self._words = array("i", bytes(4 * target.prefill_chunk * self._node_words))
         self._values = array("d", bytes(8 * num_rows * MOST_DRAFTED))
         self._reply = ReplyStruct(max_results=num_rows, max_forwards=len(self._forwards))
+        self._masks = _Masks()
+        self._reply.mask = ctypes.cast(self._masks.callback, ctypes.c_void_p).value
+        self._reply.vocab = target.vocab
         self._reply.results = ctypes.addressof(self._results)
         self._reply.forwards = ctypes.addressof(self._forwards)
         for name in ("ids", "words", "values"):
@@ -109,7 +115,8 @@ class NativeStep:
         self._start_(rows, choice.shapes, began)
         sent = self._send(rows, choice)
         menu = menu_struct(choice.menu)
-        self._calls.run(self._rows, len(rows), menu, self._reply)
+        with self._masks.failing():
+            self._calls.run(self._rows, len(rows), menu, self._reply)
         del sent
         self._note_draft_()
         return self._finish_()
@@ -122,7 +129,8 @@ class NativeStep:
         """
         self._start_(rows, choice.shapes, time.perf_counter())
         self._sent = self._send(rows, choice)
-        self._calls.draft(self._rows, len(rows), menu_struct(choice.menu), self._reply)
+        with self._masks.failing():
+            self._calls.draft(self._rows, len(rows), menu_struct(choice.menu), self._reply)
         self._note_draft_()
         return int(self._reply.num_tokens)
 
@@ -145,7 +153,8 @@ class NativeStep:
                 for buffer, prompt in zip(tokens, prompts, strict=True)
             )
         )
-        self._calls.verify(self._rows, len(joining), chunks, len(prompts), self._reply)
+        with self._masks.failing():
+            self._calls.verify(self._rows, len(joining), chunks, len(prompts), self._reply)
         del tails
         self._stepping += joining
         self._shapes += [PLAIN] * len(joining)
@@ -161,6 +170,7 @@ class NativeStep:
         self._started = began
         self._stepping = list(rows)
         self._shapes = list(shapes)
+        self._masks.grammars.clear()
         self._catches_up = any(row.lag > 1 and shape.depth for row, shape in zip(rows, shapes, strict=True))
 
     def _send(self, rows: Sequence[Row], choice: Choice) -> array[int]:
@@ -195,6 +205,7 @@ class NativeStep:
                 sampling.seed,
                 records.processors(sampling.processors),
                 row.state.prompt_len,
+                self._masks.add(row.state),
                 sampling.temperature,
                 sampling.top_p,
                 sampling.min_p,
@@ -227,23 +238,24 @@ class NativeStep:
         values = self._values[result.values_at : result.values_at + result.drafted - 1]
         row.draft_len = result.draft_len
         row.target_len = result.target_len
-        if path:
+        failure = _failure(state, tokens)
+        if not failure:
             state.tokens.extend(tokens)
             state.hidden_of = partial(self._hidden, result.root_at + path[-1])
             state.head = None
             if state.sampling.processors is not None:
                 state.top_logit = result.top_logit
         return StepResult(
-            tokens=tokens,
+            tokens=[] if failure else tokens,
             shape=grown(shape, result.depth),
             drafted=result.drafted,
             verified=result.verified,
             context_len=root_pos,
             predicted_emitted=result.expected,
             tree_of=partial(_unpacked, words, result.verified),
-            path=path,
+            path=[] if failure else path,
             ms=ms,
-            error="" if path else BROKEN,
+            error=failure,
             values=values,
             depths=words[2 * result.verified : 3 * result.verified],  # after tokens and parents
         )
@@ -256,6 +268,47 @@ class NativeStep:
         begin, *ends = self._reply.draft_ms
         first = 0 if self._catches_up else 1
         self._trace.note(DRAFT_STAGES[first:], (begin, *ends[first:]))
+
+
+class _Masks:
+    """The grammars of the rows of a step, for the only function of Python that the C++ step calls.
+
+    Attributes:
+        grammars: By the number in a row's struct.
+        callback: The function.
+    """
+
+    def __init__(self) -> None:
+        self.grammars: list[GrammarState] = []
+        self.callback = MASK(self._mask)
+        self._failure: BaseException | None = None
+
+    def add(self, state: DecodeState) -> int:
+        """The number of a request's grammar, which moves to the end of the text; -1 without one."""
+        if state.grammar is None:
+            return -1
+        state.grammar.follow_(state.emitted)
+        self.grammars.append(state.grammar)
+        return len(self.grammars) - 1
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Raises what a grammar raised within a call, also the interrupt of a user."""
+        try:
+            yield
+        except RuntimeError:
+            failure = self._failure
+            self._failure = None
+            if failure is None:
+                raise
+            raise failure from None
+
+    def _mask(self, place: int, path: Any, length: int) -> int | None:
+        try:
+            return self.grammars[place].address(tuple(path[:length]) if length else ())
+        except BaseException as failure:  # ctypes would print it and go on
+            self._failure = failure
+            return None
 
 
 class _Records:
@@ -300,6 +353,13 @@ class _Records:
         if known is None:
             known = self._numbers[id(record)] = (add(), record)
         return known[0]
+
+
+def _failure(state: DecodeState, tokens: Sequence[int]) -> str:
+    """Why a step emits nothing; empty if it emits these tokens."""
+    if not tokens:
+        return BROKEN
+    return "" if state.grammar is None else state.grammar.failure(tokens)
 
 
 def _first(row: Row, shape: Shape) -> int:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from yggdrasil.config import ProcessorConfig
-from yggdrasil.staging import upload
+from yggdrasil.staging import send, upload
 from yggdrasil.state import DecodeState
 from yggdrasil.step.coupling import LEAST
 from yggdrasil.tree import TokenTree
@@ -29,35 +30,62 @@ class Prefixes(NamedTuple):
         tokens_KS: (K, S) int64: prompt, output and path, the node included, then -1.
         len_K: (K,) their lengths.
         prompt_len: Tokens of the prompt.
+        allowed_KV: Whether the request's grammar allows a token after each node; None without a grammar.
     """
 
     tokens_KS: Tensor
     len_K: Tensor
     prompt_len: int
+    allowed_KV: Tensor | None = None
 
 
 def prefixes_of(tree: TokenTree, nodes: slice, state: DecodeState) -> Prefixes:
-    """The texts of some nodes of a row's tree, whose root is the row's last token. Cost: no sync."""
+    """The texts of some nodes of a row's tree, whose root is the row's last token.
+
+    Cost: no sync, except for a grammar, whose matcher reads the paths on the host.
+    """
     device = tree.token_N.device
     text_L = upload(state.tokens[:-1], device)
     path_KA = tree.path_NA[nodes].long()
     path_tokens_KA = tree.token_N[path_KA.clamp(min=0)].long().masked_fill(path_KA < 0, -1)
     tokens_KS = torch.cat((text_L.expand(len(path_KA), -1), path_tokens_KA), dim=1)
-    return Prefixes(tokens_KS, len(text_L) + 1 + tree.depth_N[nodes].long(), state.prompt_len)
+    len_K = len(text_L) + 1 + tree.depth_N[nodes].long()
+    return Prefixes(tokens_KS, len_K, state.prompt_len, _allowed(path_tokens_KA, state))
+
+
+def _allowed(path_tokens_KA: Tensor, state: DecodeState) -> Tensor | None:
+    """(K, V) whether the grammar allows a token after each path, the root included."""
+    if state.grammar is None:
+        return None
+    state.grammar.follow_(state.emitted)
+    paths = path_tokens_KA.tolist()  # sync: the matcher runs on the host
+    masks = [state.grammar.allowed_V(tuple(token for token in path[1:] if token >= 0)) for path in paths]
+    return send(torch.from_numpy(np.stack(masks)), path_tokens_KA.device.type)
 
 
 def process(logits_KV: Tensor, prefixes: Prefixes, processors: ProcessorConfig) -> Tensor:
-    """Bias, penalties and bans of the token after every node.
+    """Bias, penalties, bans and grammar for the token after every node.
 
     Args:
         logits_KV: (K, V) float32.
 
     Returns:
-        (K, V) float32; -inf for banned tokens. A row's bits do not depend on the other rows.
+        (K, V) float32; -inf for banned tokens and those that the grammar does not allow. If no other token
+        is left, those that it allows have 0. A row's bits do not depend on the other rows.
 
     Cost: a few tables of (K, V), no sync.
     Source: Keskar et al. 2019 (repetition); OpenAI's API (bias, presence, frequency).
     """
+    logits_KV = _processed(logits_KV, prefixes, processors)
+    allowed_KV = prefixes.allowed_KV
+    if allowed_KV is None:
+        return logits_KV
+    is_stuck_K1 = logits_KV.amax(dim=-1, keepdim=True) == -torch.inf
+    return logits_KV.masked_fill(is_stuck_K1 & allowed_KV, 0.0)
+
+
+def _processed(logits_KV: Tensor, prefixes: Prefixes, processors: ProcessorConfig) -> Tensor:
+    """The same without the last rule."""
     vocab = logits_KV.shape[1]
     if processors.logit_bias:
         tokens, values = zip(*processors.logit_bias, strict=True)
@@ -74,7 +102,10 @@ def process(logits_KV: Tensor, prefixes: Prefixes, processors: ProcessorConfig) 
         emitted_KV = _counts(prefixes.tokens_KS[:, prefixes.prompt_len :], vocab)
         by_count_KV = processors.frequency_penalty * emitted_KV
         logits_KV = logits_KV - (by_count_KV + processors.presence_penalty * (emitted_KV > 0))
-    return logits_KV.masked_fill(_banned(prefixes, processors, vocab), -torch.inf)
+    is_banned_KV = _banned(prefixes, processors, vocab)
+    if prefixes.allowed_KV is not None:
+        is_banned_KV |= ~prefixes.allowed_KV
+    return logits_KV.masked_fill(is_banned_KV, -torch.inf)
 
 
 def process_candidates(
@@ -88,6 +119,9 @@ def process_candidates(
 ) -> tuple[Tensor, Tensor]:
     """The draft's candidates after W nodes as the processors rank them.
 
+    Candidates that the grammar does not allow give their places to the first tokens that it allows. None of
+    these is likelier than the last candidate, whose log-probability they get.
+
     Args:
         tokens_WM: Candidates, likeliest first.
         log_probs_WM: Their log-probabilities.
@@ -98,11 +132,27 @@ def process_candidates(
     Returns:
         (W, M) tokens and scores, best first; a banned one has at least LEAST, so it stays a candidate.
     """
+    if prefixes.allowed_KV is not None:
+        tokens_WM, log_probs_WM = _replaced(tokens_WM, log_probs_WM, prefixes.allowed_KV)
     missing_WV = log_probs_WM.new_full((len(tokens_WM), vocab), -torch.inf)
     scores_WV = missing_WV.scatter(1, tokens_WM, log_probs_WM + top_logit)
-    processed_WM = process(scores_WV, prefixes, processors).gather(1, tokens_WM).clamp(min=LEAST)
+    processed_WM = _processed(scores_WV, prefixes, processors).gather(1, tokens_WM).clamp(min=LEAST)
     best = processed_WM.sort(dim=-1, descending=True, stable=True)
     return tokens_WM.gather(1, best.indices), best.values
+
+
+def _replaced(tokens_WM: Tensor, log_probs_WM: Tensor, allowed_WV: Tensor) -> tuple[Tensor, Tensor]:
+    """The candidates with tokens that are allowed, as far as there are any."""
+    tokens_WM = tokens_WM.clone()
+    log_probs_WM = log_probs_WM.clone()
+    for tokens_M, log_probs_M, allowed_V in zip(tokens_WM, log_probs_WM, allowed_WV, strict=True):
+        places = (~allowed_V[tokens_M]).nonzero()[:, 0]
+        others_V = allowed_V.clone()
+        others_V[tokens_M] = False
+        others = others_V.nonzero()[: len(places), 0]
+        log_probs_M[places[: len(others)]] = log_probs_M[-1].clone()
+        tokens_M[places[: len(others)]] = others
+    return tokens_WM, log_probs_WM
 
 
 def _counts(tokens_KS: Tensor, vocab: int) -> Tensor:
@@ -114,7 +164,7 @@ def _counts(tokens_KS: Tensor, vocab: int) -> Tensor:
 
 def _banned(prefixes: Prefixes, processors: ProcessorConfig, vocab: int) -> Tensor:
     """(K, V) whether a token may not come next."""
-    tokens_KS, len_K, prompt_len = prefixes
+    tokens_KS, len_K, prompt_len, _ = prefixes
     is_banned = tokens_KS.new_zeros(len(tokens_KS), vocab + 1, dtype=torch.bool)
     size = processors.no_repeat_ngram_size
     if 0 < size <= tokens_KS.shape[1]:

@@ -330,7 +330,10 @@ class StepOverRows:
         batch.next = dict(zip(places, draft_heads(self._draft_model, nodes), strict=True))
 
     def _accept_(self, batch: _Batch) -> None:
-        batch.accepted = follow([each.tree for each in batch.pruned], batch.chosen)
+        followed = follow([each.tree for each in batch.pruned], batch.chosen)
+        batch.accepted = [
+            _decided(row, accepted) for row, accepted in zip(batch.rows, followed, strict=True)
+        ]
 
     def _commit_(self, batch: _Batch) -> None:
         for place, accepted in enumerate(batch.accepted):
@@ -348,6 +351,14 @@ class StepOverRows:
             row.state.hidden_of = partial(batch.hidden_NE.select, 0, batch.roots[place] + last)
             drafted = batch.drafts[place]
             commit_row_(self._target, self._draft_model, row, drafted, batch.pruned[place], accepted, head)
+
+
+def _decided(row: Row, accepted: Accepted | YggError) -> Accepted | YggError:
+    """What the target accepts, or an error if a grammar could not decide one of the tokens."""
+    if row.state.grammar is None or isinstance(accepted, YggError):
+        return accepted
+    failure = row.state.grammar.failure(accepted.tokens)
+    return YggError(failure) if failure else accepted
 
 
 def _result(batch: _Batch, place: int, ms: float) -> StepResult:

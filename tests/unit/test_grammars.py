@@ -1,0 +1,107 @@
+"""Grammars: what compiles, what is kept, and that the state of a text depends on the text alone."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from yggdrasil import grammar as grammar_module
+from yggdrasil.config import MOST_GRAMMAR_CHARS, GrammarConfig
+from yggdrasil.errors import ConfigError, YggError
+from yggdrasil.grammar import Grammars
+from yggdrasil.pair import LoadedPair
+
+WORDS = GrammarConfig.of("regex", "( fox| dog){1,3}")
+
+
+@pytest.fixture(scope="module")
+def grammars(tiny: LoadedPair) -> Grammars:
+    return Grammars(tiny.tokenizer, tiny.bundle.vocab, tiny.bundle.eos_tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        ("json", {"type": "objectt"}, "objectt"),
+        ("json", {"properties": {"a": {"pattern": "("}}}, "unclosed group"),
+        ("json", {"not": {}}, "not"),
+        ("json", "{", "JSON schema"),
+        ("json", [1], "an object"),
+        ("regex", "(", "unclosed group"),
+        ("regex", 4, "a text"),
+        ("choice", [], "not empty"),
+        ("choice", ["a", ""], "not empty"),
+        ("grammar", "start: b", "unknown name"),
+        ("xml", "a", "kind"),
+        ("regex", "a" * (MOST_GRAMMAR_CHARS + 1), "65536"),
+    ],
+    ids=str,
+)
+def test_a_grammar_that_does_not_compile_is_refused_with_the_reason(
+    grammars: Grammars, kind: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        grammars.state(GrammarConfig.of(kind, value))
+    assert "\n" not in str(caught.value)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(st.sampled_from([" fox", " dog", " f", "ox", "x"]), max_size=5), max_size=4))
+def test_the_state_of_a_text_does_not_depend_on_the_texts_before(
+    grammars: Grammars, tiny: LoadedPair, texts: list[list[str]]
+) -> None:
+    state = grammars.state(WORDS)
+    for words in texts:
+        tokens = [token for word in words for token in tiny.tokenizer.encode(word, special_tokens=False)]
+        state.follow_(tokens)
+        state.words((tokens[0],) if tokens else (1, 2))
+        fresh = grammars.state(WORDS)
+        fresh.follow_(tokens)
+        assert np.array_equal(state.words(()), fresh.words(()))
+        assert np.array_equal(grammars.state(WORDS).words(tuple(tokens)), fresh.words(()))
+
+
+def test_only_the_end_is_allowed_after_the_end_and_off_the_grammar(
+    grammars: Grammars, tiny: LoadedPair
+) -> None:
+    [end] = tiny.bundle.eos_tokens
+    state = grammars.state(GrammarConfig.of("choice", ["a"]))
+    [a] = tiny.tokenizer.encode("a", special_tokens=False)
+    for path in ((a,), (a, end), (a, end, a), (a + 1, a)):
+        assert state.allowed_V(path).nonzero()[0].tolist() == [end]
+    assert state.allowed_V(()).nonzero()[0].tolist() == [a]
+
+
+def test_grammars_that_were_used_last_are_kept(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    compile_one = grammars._compile
+    monkeypatch.setattr(
+        grammars, "_compile", lambda config: (compiled.append(config.source), compile_one(config))[1]
+    )
+    monkeypatch.setattr(grammar_module, "KEPT_BYTES", 10)
+    a, b, c = (GrammarConfig.of("regex", letter * 4) for letter in "abc")
+    for config in (a, b, a, c, a, b):
+        grammars.state(config)
+    assert compiled == [config.source for config in (a, b, c, b)]
+    long = GrammarConfig.of("regex", "d" * 40)
+    grammars.state(long)
+    grammars.state(long)
+    assert compiled[4:] == [long.source]
+
+
+def test_without_the_library_the_error_has_the_command(
+    tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(YggError, match=r"pip install 'yggdrasil-decoding\[grammar\]'"):
+        Grammars(tiny.tokenizer, tiny.bundle.vocab, tiny.bundle.eos_tokens).state(WORDS)
+
+
+def test_a_model_without_an_end_of_text_token_has_no_grammars(tiny: LoadedPair) -> None:
+    with pytest.raises(ConfigError, match="end-of-text"):
+        Grammars(tiny.tokenizer, tiny.bundle.vocab, ()).state(WORDS)

@@ -1,0 +1,235 @@
+"""Grammars: which tokens may follow a text, at every node of a tree.
+
+llguidance has the matcher; it is an optional dependency. A matcher is copied for every path that is looked
+at. It decides nothing else: a text is right if every token was allowed when it came.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from yggdrasil.config import GrammarConfig
+from yggdrasil.errors import ConfigError, YggError
+from yggdrasil.tokenizer import Tokenizer
+
+__all__ = ["GrammarState", "Grammars"]
+
+Words = NDArray[np.int32]
+
+KEPT_GRAMMARS = 32  # compiled; one grows to some 40 MB at most, mostly states of its lexer
+KEPT_BYTES = 1 << 20  # of their sources
+# A state takes up to 2 kB. 50 000 units of fuel are 4 ms, 10 000 items half a millisecond.
+LIMITS: dict[str, Any] = {
+    "max_lexer_states": 20_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 10_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+# a blank, or the beginning of an indented line: without a limit, some models write blanks for ever
+WHITESPACE: Any = {"whitespace_pattern": r" |\n {0,16}|\n\t{0,8}"}
+INSTALL = "pip install 'yggdrasil-decoding[grammar]'"
+
+
+class Grammars:
+    """Compiles grammars for the tokens of a model, and keeps those that were used last.
+
+    Every method may be called from any thread.
+
+    Args:
+        tokenizer: Spells the tokens.
+        vocab: V: columns of the target's logits.
+        ends: End-of-text tokens of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, ends: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self._ends = sorted(ends)
+        self._lock = threading.Lock()
+        self._vocabulary: Any = None
+        self._compiled: OrderedDict[GrammarConfig, Any] = OrderedDict()
+
+    def state(self, config: GrammarConfig) -> GrammarState:
+        """The state of a text that has not begun.
+
+        Raises:
+            ConfigError: the grammar does not compile, or the model has no end-of-text token.
+            YggError: llguidance is not installed.
+
+        Cost: milliseconds if the grammar is not among those that are kept; the first one takes as long as
+            reading a tokenizer. Other threads run meanwhile.
+        """
+        with self._lock:
+            matcher = self._compiled.get(config)
+            if matcher is None:
+                matcher = self._compile(config)
+                self._compiled[config] = matcher
+                self._trim_()
+            self._compiled.move_to_end(config)
+            return GrammarState(matcher.deep_copy(), self._vocab, self._ends)
+
+    def _trim_(self) -> None:
+        """Forget the grammars that were used the longest time ago; the last one stays."""
+        while len(self._compiled) > 1 and (
+            len(self._compiled) > KEPT_GRAMMARS
+            or sum(len(config.source.encode()) for config in self._compiled) > KEPT_BYTES
+        ):
+            self._compiled.popitem(last=False)
+
+    def _compile(self, config: GrammarConfig) -> Any:
+        try:
+            import llguidance
+        except ImportError:
+            raise YggError(f"grammars need llguidance: {INSTALL}") from None
+        if not self._ends:
+            raise ConfigError(config.kind, config.source, "left out: the model has no end-of-text token")
+        if self._vocabulary is None:
+            self._vocabulary = llguidance.LLTokenizer(
+                self._tokenizer.source, n_vocab=self._vocab, eos_token=self._ends
+            )
+        limits = llguidance.LLParserLimits(**LIMITS)
+        matcher = llguidance.LLMatcher(self._vocabulary, _rules(config), log_level=0, limits=limits)
+        if matcher.is_error():
+            allowed = f"a {_name(config.kind)} that compiles ({_line(matcher.get_error())})"
+            raise ConfigError(config.kind, config.source, allowed)
+        return matcher
+
+
+def _rules(config: GrammarConfig) -> str:
+    """A grammar as llguidance reads it."""
+    from llguidance import LLMatcher
+
+    match config.kind:
+        case "json":
+            rules: str = LLMatcher.grammar_from_json_schema(config.source, defaults=WHITESPACE)
+        case "regex":
+            rules = LLMatcher.grammar_from_regex(config.source)
+        case "choice":
+            texts = (json.dumps(text) for text in json.loads(config.source))
+            rules = LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+        case _:
+            rules = LLMatcher.grammar_from_lark(config.source)
+    return rules
+
+
+def _name(kind: str) -> str:
+    return {"json": "JSON schema", "regex": "regular expression", "choice": "choice"}.get(kind, kind)
+
+
+def _line(message: str) -> str:
+    """A message of several lines in one."""
+    return " ".join(message.split())
+
+
+@dataclass(slots=True)
+class _Node:
+    """A path.
+
+    Args:
+        matcher: At its end; None after the end of the text and off the grammar.
+        words: A bit for every token: whether it may come next.
+        address: Of the words.
+        failure: Why the matcher cannot go on; empty if it can.
+    """
+
+    matcher: Any
+    words: Words
+    address: int
+    failure: str = ""
+
+    def allows(self, token: int) -> bool:
+        return bool(self.words.item(token >> 5) >> (token & 31) & 1)
+
+
+class GrammarState:
+    """Where one text is in its grammar, and where the paths of the tree below it would be.
+
+    Args:
+        matcher: At the beginning of the text.
+        vocab: V.
+        ends: The only tokens that are allowed after an end-of-text token, and off the grammar.
+    """
+
+    def __init__(self, matcher: Any, vocab: int, ends: Sequence[int]) -> None:
+        self.vocab = vocab
+        self._ends = frozenset(ends)
+        self._end_words = np.zeros((vocab + 31) // 32, dtype=np.int32)
+        for token in ends:
+            self._end_words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+        self._beginning = self._reached(matcher)
+        self._emitted: list[int] = []
+        self._nodes: dict[tuple[int, ...], _Node] = {(): self._beginning}
+
+    def follow_(self, emitted: Sequence[int]) -> None:
+        """Move to the end of a text, from which paths count. Forgets the paths if it has moved.
+
+        Args:
+            emitted: All tokens since the beginning, in any relation to those before.
+        """
+        known = len(self._emitted)
+        if list(emitted[:known]) != self._emitted:
+            known = 0
+            self._nodes = {(): self._beginning}
+        if len(emitted) > known:
+            self._nodes = {(): self._node(tuple(emitted[known:]))}
+        self._emitted = list(emitted)
+
+    def address(self, path: tuple[int, ...]) -> int:
+        """Address of `words`."""
+        return self._node(path).address
+
+    def words(self, path: tuple[int, ...]) -> Words:
+        """A bit for every token: whether it may follow the text and a path.
+
+        Aliasing: kept until `follow_` moves.
+        """
+        return self._node(path).words
+
+    def allowed_V(self, path: tuple[int, ...]) -> NDArray[np.bool_]:
+        """The same, a boolean for every token."""
+        bits = np.unpackbits(self.words(path).view(np.uint8), bitorder="little")
+        return bits[: self.vocab].astype(np.bool_)
+
+    def failure(self, tokens: Sequence[int]) -> str:
+        """Why a token of these, which follow the text, could not be decided; empty if all could."""
+        nodes = (self._nodes.get(tuple(tokens[:place])) for place in range(len(tokens)))
+        return next((node.failure for node in nodes if node is not None and node.failure), "")
+
+    def _node(self, path: tuple[int, ...]) -> _Node:
+        node = self._nodes.get(path)
+        if node is not None:
+            return node
+        node = self._nodes[()]
+        for length in range(1, len(path) + 1):
+            known = self._nodes.get(path[:length])
+            node = self._child(node, path[length - 1]) if known is None else known
+            self._nodes[path[:length]] = node
+        return node
+
+    def _child(self, parent: _Node, token: int) -> _Node:
+        if parent.matcher is None or token in self._ends or not parent.allows(token):
+            return self._end(parent.failure)
+        matcher = parent.matcher.deep_copy()
+        matcher.consume_token(token)
+        return self._reached(matcher)
+
+    def _reached(self, matcher: Any) -> _Node:
+        words = np.empty_like(self._end_words)
+        address = words.ctypes.data
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(address, words.nbytes)
+        if matcher.is_error():
+            return self._end(f"the grammar is too complex for this text ({_line(matcher.get_error())})")
+        return _Node(matcher, words, address)
+
+    def _end(self, failure: str) -> _Node:
+        return _Node(None, self._end_words, self._end_words.ctypes.data, failure)
