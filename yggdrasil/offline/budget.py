@@ -32,6 +32,7 @@ STEP = 2  # a tree at every second position: neighbouring positions give nearly 
 EVERY = 4  # every fourth root has trees of all widths, the others one of the reference width
 FEWEST_TEXTS = 16  # fewer texts give too little information
 FEWEST_ROOTS = 2  # roots per text
+PASSAGES_SHARE = 0.1
 TIMED_PASSES = 2
 
 
@@ -177,8 +178,14 @@ def seconds_of(
 def largest_within(
     whole: CalibrationSize, seconds: Callable[[CalibrationSize], float], budget_s: float
 ) -> CalibrationSize:
-    """The largest calibration within the budget; the smallest useful one if none is."""
+    """The largest calibration within the budget; the smallest useful one if none is.
+
+    Passages for the depth predictor take at most PASSAGES_SHARE of the budget: where growth stops by itself
+    nothing uses them, and a large target writes slowly.
+    """
+    texts_s = seconds(replace(whole, num_passages=whole.num_texts))
+    limit_s = min(budget_s, texts_s + PASSAGES_SHARE * budget_s)
     for size in whole.smaller():
-        if seconds(size) <= budget_s:
+        if seconds(size) <= limit_s:
             break
     return size

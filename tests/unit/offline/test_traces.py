@@ -188,9 +188,17 @@ def test_the_budget_is_kept_where_it_can_be() -> None:
     chosen = largest_within(WHOLE, seconds, 100.0)
     assert seconds(chosen) <= 100.0 < seconds(WHOLE)
     assert chosen.num_passages == chosen.num_texts
-    assert largest_within(WHOLE, lambda size: size.num_passages, 200).num_passages == 192
+    alone = replace(WHOLE, num_passages=WHOLE.num_texts)
+    assert largest_within(WHOLE, lambda size: size.num_passages, WHOLE.num_texts) == alone
     assert largest_within(WHOLE, seconds, 1e9) == WHOLE
     assert largest_within(WHOLE, seconds, 1e-9).num_texts == FEWEST_TEXTS
+
+
+def test_passages_take_a_tenth_of_the_budget_however_large_it_is() -> None:
+    most = WHOLE.num_texts + 40
+    chosen = largest_within(WHOLE, lambda size: size.num_passages, 400.0)
+    assert most - FEWEST_TEXTS < chosen.num_passages <= most
+    assert chosen.num_texts == WHOLE.num_texts
 
 
 def test_further_passages_are_spread_over_the_texts_that_are_long_enough(tiny: LoadedPair) -> None:
