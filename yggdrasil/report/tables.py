@@ -41,6 +41,9 @@ def plan_table(pair: LoadedPair) -> str:
         lines.append(f"  temperature {search.temperature}: {search.why()}")
         predicted = [f"{timeline.plan.name} {timeline.makespan_ms:.3f} ms" for timeline in search.timelines]
         lines += [f"    predicted from the stages: {', '.join(predicted)}"] if predicted else []
+    for name, curve in (("draft", pair.latency.draft), ("target", pair.latency.verify)):
+        sizes = ", ".join(map(str, curve.alone)) or "no number of"
+        lines.append(f"  the {name}'s forward of {sizes} tokens runs on one thread, which is faster for it")
     return "\n".join(lines)
 
 
