@@ -662,6 +662,13 @@ def test_neutral_values_and_labels_are_accepted(shared: Running) -> None:
     assert answer.status_code == 200
 
 
+def test_the_workload_of_the_metadata_reaches_the_service(shared: Running) -> None:
+    shared.ask(metadata={"workload": "agents", "a": "b"})
+    assert shared.service.submitted[-1].workload == "agents"
+    shared.ask()
+    assert shared.service.submitted[-1].workload == ""
+
+
 def test_a_name_reaches_the_template(shared: Running) -> None:
     messages = [{"role": "user", "content": "Hi", "name": "Ann"}, {"role": "user", "content": "Ho"}]
     assert shared.chat(messages=messages).status_code == 200

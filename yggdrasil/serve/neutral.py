@@ -13,7 +13,7 @@ from yggdrasil.serve.wire import ApiError
 
 __all__ = ["LABELS", "NEUTRAL", "without_neutral"]
 
-LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "request_id")  # name the caller only
+LABELS = ("user", "safety_identifier", "prompt_cache_key", "request_id")  # name the caller only
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # changes of the distribution
     "allowed_token_ids": ([],),

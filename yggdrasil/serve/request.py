@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from yggdrasil.config import GenerateConfig
 
 __all__ = [
     "DEFECT",
+    "CohortName",
+    "CohortStep",
     "Event",
     "FinishReason",
     "Observer",
@@ -94,6 +96,36 @@ class Event:
     prompt_log_probs: Sequence[TokenLogProb] = ()
 
 
+class CohortName(NamedTuple):
+    """What the requests of a cohort have in common; see cohorts.py.
+
+    Args:
+        workload: The label of the request, empty without one.
+        sampling: "greedy" or "sampled".
+        processors: "yes" or "no".
+    """
+
+    workload: str
+    sampling: str
+    processors: str
+
+
+class CohortStep(NamedTuple):
+    """What a step did for one cohort.
+
+    Args:
+        drafted: Draft tokens, verified or not.
+        gained_ms: Estimated milliseconds over plain decoding, below 0 if speculation lost.
+        speculates: Whether its rows may draft in the next step.
+    """
+
+    name: CohortName
+    drafted: int
+    accepted: int
+    gained_ms: float
+    speculates: bool
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
     """One completion.
@@ -106,6 +138,7 @@ class Request:
         num_top: Number of likeliest tokens to report in addition to every emitted token; None reports no
             log-probabilities.
         prompt_top: The same for the tokens of the prompt.
+        workload: Label of the client's kind of work, for its cohort; empty without one.
         on_event: Called after every step that emitted something and at the end, in the batcher's thread;
             must return at once.
     """
@@ -115,6 +148,7 @@ class Request:
     speculation: int | None = None
     num_top: int | None = None
     prompt_top: int | None = None
+    workload: str = ""
     on_event: Callable[[Event], None] = lambda event: None
 
 
@@ -142,6 +176,7 @@ class StepReport:
         is_draft_in: Whether the draft's weights are in memory.
         depths: Depth of every verified draft token in its row's tree, for each row of `drafted`; None for
             chains.
+        cohorts: What the step did for each cohort of the rows that decoded.
     """
 
     gamma: int
@@ -160,6 +195,7 @@ class StepReport:
     num_pages: int
     is_draft_in: bool = True
     depths: Sequence[Sequence[int]] | None = None
+    cohorts: Sequence[CohortStep] = ()
 
     @property
     def batch_size(self) -> int:

@@ -142,6 +142,7 @@ class Service(Observer):
         return {
             "policy": self._policy_name,
             "policy_state": batcher.policy.state,
+            "cohorts": batcher.cohorts.state,
             "speculative_num_steps": batcher.gamma,
             "avg_spec_accept_length": round(self._accept_length, 4),
             "running": batcher.num_running,
