@@ -335,6 +335,7 @@ class ServeConfig:
         allow_hosts: More host names that clients may use for this server.
         allow_origins: Origins of the web pages that may read answers; `*` is all.
         drain_seconds: Seconds that running requests get to finish after a signal.
+        shadow: Share of the requests that are decoded both ways, from 0 to 1; see serve/shadow.py.
     """
 
     policy: str = "trees"
@@ -351,6 +352,7 @@ class ServeConfig:
     allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
     drain_seconds: float = 30.0
+    shadow: float = 0.0
 
     def __post_init__(self) -> None:
         _require(self.gamma_max is None or self.gamma_max >= 0, "gamma_max", self.gamma_max, "0 or above")
@@ -380,6 +382,9 @@ class ServeConfig:
             self.drain_seconds,
             "a finite number, 0 or above",
         )
+        _require(0 <= self.shadow <= 1, "shadow", self.shadow, "from 0 to 1")
+        compares = self.shadow == 0 or self.policy != "off"
+        _require(compares, "shadow", self.shadow, "left out with --policy off, which never speculates")
 
 
 def from_dict(kind: type[T], payload: dict[str, Any]) -> T:

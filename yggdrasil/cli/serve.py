@@ -141,6 +141,14 @@ def add_parser(verbs: Any) -> None:
         action="store_false",
         help="ignore the target's generation_config.json: what a request leaves out has OpenAI's default",
     )
+    parser.add_argument(
+        "--shadow",
+        type=float,
+        default=defaults.shadow,
+        metavar="RATE",
+        help="share of requests to decode both ways and compare, while no request waits; clients get the "
+        "plain text (default: %(default)s)",
+    )
     parser.add_argument("--quiet", action="store_true", help="no line on standard error for every response")
     add_threads(parser, "")
     parser.set_defaults(run=run)
@@ -169,6 +177,7 @@ def run(options: argparse.Namespace) -> None:
         allow_hosts=tuple(options.allow_host or ()),
         allow_origins=tuple(options.allow_origin or ()),
         drain_seconds=options.drain_seconds,
+        shadow=options.shadow,
     )
     _check_installed()
     with _listening(config.host, config.port) as listener:  # before loading, which takes seconds

@@ -5,6 +5,7 @@ POST /v1/completions  /v1/chat/completions                             here
 POST /tokenize  /detokenize                                            texts.py
 GET  /v1/models  /v1/models/ID  /server_info  /metrics  /version       status.py
 GET  /health  /ping    POST /ping                                      status.py
+POST /admin/speculation                                                admin.py
 GET  /docs  /openapi.json                                              describe.py
 ```
 
@@ -33,7 +34,7 @@ from starlette.types import ASGIApp
 
 import yggdrasil
 from yggdrasil.errors import YggError
-from yggdrasil.serve import describe, status, texts
+from yggdrasil.serve import admin, describe, status, texts
 from yggdrasil.serve.access import REQUEST_ID, Access, AccessLog, access_of
 from yggdrasil.serve.body import read_body
 from yggdrasil.serve.describe import body_of
@@ -60,7 +61,7 @@ def create_app(serving: Serving) -> ASGIApp:
         title="Yggdrasil", version=yggdrasil.__version__, openapi_url=None, redirect_slashes=False
     )
     app.state.serving = serving
-    for routes in (router, texts.router, status.router, describe.router):
+    for routes in (router, texts.router, status.router, admin.router, describe.router):
         app.include_router(routes)
     app.add_middleware(
         AuthMiddleware, api_key=serving.api_key, hosts=serving.hosts, metrics=serving.metrics

@@ -68,6 +68,7 @@ class Batcher:
         trace: Milliseconds per stage since construction.
         gamma: Depth that was selected for the last step that decoded.
         cohorts: Kinds of requests, those that may not speculate among them.
+        speculates: Whether any row may draft; may change between two steps.
         stepper: Runs the step over rows: in C++ where that knows the models.
     """
 
@@ -102,6 +103,7 @@ class Batcher:
         self.trace = DeviceTrace() if pool.table_BP.is_cuda else Trace()
         self.gamma = 0
         self.cohorts = Cohorts()
+        self.speculates = True
         form: type[NativeStep | StepOverRows] = (
             NativeStep if NativeStep.runs(target, draft) else StepOverRows
         )
@@ -309,7 +311,7 @@ class Batcher:
         limits = tuple(
             ticket.most_drafts if self.cohorts.speculates(ticket.cohort) else 0 for ticket in decoding
         )
-        may_draft = any(limits) and (self.elastic is None or self.elastic.is_draft_in)
+        may_draft = self.speculates and any(limits) and (self.elastic is None or self.elastic.is_draft_in)
         nodes_max = MOST_NODES if may_draft else 0
         while nodes_max and not self._has_free_(self._num_missing(rows, nodes_max)):
             nodes_max -= PAGE_LEN if nodes_max > PAGE_LEN else 1
@@ -406,7 +408,7 @@ class Batcher:
             self._publish_(ticket.running)
             logits = partial(self.stepper.logits, place, result.path[: len(tokens)])
             self._send_(ticket, text, tokens, ticket.log_probs(tokens, logits))
-            num_returned += len(tokens)
+            num_returned += 0 if ticket.request.is_shadow else len(tokens)
         return num_returned
 
     def _send_(

@@ -16,7 +16,14 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from yggdrasil.serve.request import CohortName, CohortStep, Observer, RequestReport, StepReport
+from yggdrasil.serve.request import (
+    CohortName,
+    CohortStep,
+    Observer,
+    RequestReport,
+    ShadowReport,
+    StepReport,
+)
 
 __all__ = ["CONTENT_TYPE_LATEST", "Metrics"]
 
@@ -49,6 +56,7 @@ class Metrics(Observer):
         self._define_steps(gamma_max)
         self._define_acceptance(gamma_max)
         self._define_cohorts()
+        self._define_shadows()
         self._define_state()
 
     def render(self) -> bytes:
@@ -59,7 +67,15 @@ class Metrics(Observer):
         """Count a request that was answered with an HTTP error."""
         self._refused.labels(status).inc()
 
+    def on_shadow(self, report: ShadowReport) -> None:
+        self._shadows.inc()
+        self._shadow_differences.inc(report.differs)
+        self._shadow_seconds.labels("plain").inc(report.plain_ms / 1e3)
+        self._shadow_seconds.labels("speculative").inc(report.speculative_ms / 1e3)
+
     def on_finish(self, report: RequestReport) -> None:
+        if report.is_shadow:
+            return
         self._requests.labels(report.finish).inc()
         self._prompt_tokens.inc(report.prompt_tokens)
         self._shared_tokens.inc(report.shared_tokens)
@@ -213,6 +229,17 @@ class Metrics(Observer):
         )
         self._cohort_speculates = self._gauge(
             "ygg_cohort_speculates", "1 while requests of this kind may speculate", labels
+        )
+
+    def _define_shadows(self) -> None:
+        self._shadows = self._counter("ygg_shadow_requests", "Requests that were decoded both ways")
+        self._shadow_differences = self._counter(
+            "ygg_shadow_differences", "Requests whose two decodings differ; must stay 0"
+        )
+        self._shadow_seconds = self._counter(
+            "ygg_shadow_seconds",
+            "Time after the first token of requests that were decoded both ways",
+            labels=["decoding"],
         )
 
     def _define_state(self) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "Observer",
     "Request",
     "RequestReport",
+    "ShadowReport",
     "StepReport",
     "TokenLogProb",
 ]
@@ -53,6 +54,7 @@ class RequestReport:
         queue_ms: From arrival to the first admission.
         ttft_ms: From arrival to the first token; 0 if there was none.
         total_ms: From arrival to the end.
+        is_shadow: Whether it is the second decoding of a request; see shadow.py.
     """
 
     finish: FinishReason
@@ -64,6 +66,7 @@ class RequestReport:
     queue_ms: float
     ttft_ms: float
     total_ms: float
+    is_shadow: bool = False
 
     @property
     def tpot_ms(self) -> float:
@@ -139,6 +142,7 @@ class Request:
             log-probabilities.
         prompt_top: The same for the tokens of the prompt.
         workload: Label of the client's kind of work, for its cohort; empty without one.
+        is_shadow: Whether it is the second decoding of a request, for no client.
         on_event: Called after every step that emitted something and at the end, in the batcher's thread;
             must return at once.
     """
@@ -149,6 +153,7 @@ class Request:
     num_top: int | None = None
     prompt_top: int | None = None
     workload: str = ""
+    is_shadow: bool = False
     on_event: Callable[[Event], None] = lambda event: None
 
 
@@ -208,6 +213,21 @@ class StepReport:
         return sum(self.emitted) / self.total_ms * 1e3
 
 
+@dataclass(frozen=True)
+class ShadowReport:
+    """Both decodings of one request.
+
+    Args:
+        differs: Whether the tokens or the reasons of the end differ.
+        plain_ms: Milliseconds after the first token without speculation.
+        speculative_ms: The same with speculation.
+    """
+
+    differs: bool
+    plain_ms: float
+    speculative_ms: float
+
+
 class Observer:
     """Receives reports of steps and finished requests in the batcher's thread; this one ignores them."""
 
@@ -216,3 +236,6 @@ class Observer:
 
     def on_finish(self, report: RequestReport) -> None:
         """Called after every request."""
+
+    def on_shadow(self, report: ShadowReport) -> None:
+        """Called after every request that was decoded twice."""

@@ -31,6 +31,10 @@ class BatchService(Protocol):
         """End a request early."""
         ...
 
+    def set_speculation(self, enabled: bool) -> None:
+        """Let all requests speculate, or none; may wait for a step."""
+        ...
+
     def info(self) -> dict[str, Any]:
         """State in JSON values; may wait for a step."""
         ...

@@ -120,6 +120,7 @@ class Ticket:
             queue_ms=((self.admitted or now) - self.arrived) * 1e3,
             ttft_ms=(self.first - self.arrived) * 1e3 if self.first else 0.0,
             total_ms=(now - self.arrived) * 1e3,
+            is_shadow=self.request.is_shadow,
         )
 
 
