@@ -15,6 +15,7 @@ from yggdrasil.store import artifacts
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",
+    "REASONING_PARSERS",
     "TOOL_PARSERS",
     "CompileConfig",
     "GenerateConfig",
@@ -30,6 +31,7 @@ T = TypeVar("T")
 HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?")
 ORIGIN = re.compile(r"[a-z][a-z\d+.-]*://[^/\sA-Z]+")  # as browsers send it
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "json")
+REASONING_PARSERS = ("think",)
 DEFAULT_NEW_TOKENS = 256  # of a request without a limit, if the context has room
 
 
@@ -330,6 +332,7 @@ class ServeConfig:
         persist_steps: Steps in a row with scarce pages and no speculation before the draft leaves; the
             paper gives no number, 8 was not tuned.
         tool_parser: Format of the model's tool calls; None takes the one that its chat template asks for.
+        reasoning_parser: How the model marks its reasoning, for every chat; None leaves it in the answer.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         allow_hosts: More host names that clients may use for this server.
@@ -347,6 +350,7 @@ class ServeConfig:
     tau_low: float = 0.1
     persist_steps: int = 8
     tool_parser: str | None = None
+    reasoning_parser: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     allow_hosts: tuple[str, ...] = ()
@@ -370,6 +374,9 @@ class ServeConfig:
         _require(0 <= self.port < 2**16, "port", self.port, "from 0 to 65535")
         is_parser = self.tool_parser in (None, *TOOL_PARSERS)
         _require(is_parser, "tool_parser", self.tool_parser, f"one of {', '.join(TOOL_PARSERS)}")
+        is_parser = self.reasoning_parser in (None, *REASONING_PARSERS)
+        known = f"one of {', '.join(REASONING_PARSERS)}"
+        _require(is_parser, "reasoning_parser", self.reasoning_parser, known)
         for name in self.allow_hosts:
             is_name = HOST_NAME.fullmatch(name) is not None
             _require(is_name, "allow_host", name, "a name alone, without scheme and port: gpu.example.org")

@@ -38,7 +38,7 @@ def test_every_described_route_is_there_and_takes_the_described_methods(
     shared: Running, description: dict[str, Any]
 ) -> None:
     assert description["info"] == {"title": "Yggdrasil", "version": yggdrasil.__version__}
-    assert len(description["paths"]) == 13
+    assert len(description["paths"]) == 14
     assert "422" not in str(description)
     assert "$ref" not in str(description)
     for path, methods in description["paths"].items():

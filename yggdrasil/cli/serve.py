@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from yggdrasil.cli.compile import pair_name
 from yggdrasil.cli.heap import frozen_heap
 from yggdrasil.cli.threads import add_threads, apply_threads, note_threads
-from yggdrasil.config import TOOL_PARSERS, CompileConfig, ServeConfig
+from yggdrasil.config import REASONING_PARSERS, TOOL_PARSERS, CompileConfig, ServeConfig
 from yggdrasil.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -120,6 +120,12 @@ def add_parser(verbs: Any) -> None:
         metavar="NAME",
         help=f"format of the model's tool calls: {', '.join(TOOL_PARSERS)} (default: as its template asks)",
     )
+    parser.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="separate the model's reasoning from every chat's answer, as reasoning_content: "
+        f"{', '.join(REASONING_PARSERS)} (default: only for requests with include_reasoning)",
+    )
     names = "also answer to this host name; may be repeated; with a key, every name is accepted"
     parser.add_argument("--allow-host", action="append", metavar="NAME", help=names)
     parser.add_argument(
@@ -174,6 +180,7 @@ def run(options: argparse.Namespace) -> None:
         host=options.host,
         port=options.port,
         tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
         allow_hosts=tuple(options.allow_host or ()),
         allow_origins=tuple(options.allow_origin or ()),
         drain_seconds=options.drain_seconds,
@@ -266,6 +273,7 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
         max_rows=config.max_queue,
         api_key=os.environ.get(KEY_VARIABLE, "") if options.api_key is None else options.api_key,
         tool_parser=config.tool_parser or format_of(template.tool_source),
+        reasoning_parser=config.reasoning_parser,
         defaults=bundle.defaults if options.model_defaults else {},
         hosts=HostNames([config.host, *config.allow_hosts]),
         allow_origins=config.allow_origins,

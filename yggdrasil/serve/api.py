@@ -180,9 +180,18 @@ async def chat_completions(http: HttpRequest, body: ChatBody, rows: RowsOfReques
     """Answer a conversation."""
     serving = serving_of(http)
     prompts = await _begin(http, body, rows)
-    form = FORMATS[serving.tool_parser] if body.offered else None
-    reply = ChatReply(body, serving.model, serving.tokenizer, prompts, form)
-    return await _respond(reply, body, rows)
+    return await _respond(_chat_reply(serving, body, prompts), body, rows)
+
+
+def _chat_reply(serving: Serving, body: ChatRequest, prompts: Sequence[Sequence[int]]) -> ChatReply:
+    return ChatReply(
+        body,
+        serving.model,
+        serving.tokenizer,
+        prompts,
+        FORMATS[serving.tool_parser] if body.offered else None,
+        separates_reasoning=serving.reasoning_parser is not None or body.include_reasoning is not None,
+    )
 
 
 async def _begin(http: HttpRequest, body: WireRequest, rows: Rows) -> list[list[int]]:

@@ -298,6 +298,7 @@ class ChatRequest(WireRequest):
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
     parallel_tool_calls: bool = True
+    include_reasoning: bool | None = None
 
     @model_validator(mode="after")
     def _forces_no_call(self) -> ChatRequest:
