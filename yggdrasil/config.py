@@ -16,6 +16,7 @@ from yggdrasil.store import artifacts
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",
+    "REASONING_PARSERS",
     "TOOL_PARSERS",
     "CompileConfig",
     "GenerateConfig",
@@ -34,6 +35,7 @@ ORIGIN = re.compile(r"[a-z][a-z\d+.-]*://[^/\sA-Z]+")  # as browsers send it
 GRAMMARS = ("json", "regex", "choice", "grammar")
 MOST_GRAMMAR_CHARS = 1 << 16
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "json")
+REASONING_PARSERS = ("think",)
 DEFAULT_NEW_TOKENS = 256  # of a request without a limit, if the context has room
 
 
@@ -382,11 +384,13 @@ class ServeConfig:
         persist_steps: Steps in a row with scarce pages and no speculation before the draft leaves; the
             paper gives no number, 8 was not tuned.
         tool_parser: Format of the model's tool calls; None takes the one that its chat template asks for.
+        reasoning_parser: How the model marks its reasoning, for every chat; None leaves it in the answer.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         allow_hosts: More host names that clients may use for this server.
         allow_origins: Origins of the web pages that may read answers; `*` is all.
         drain_seconds: Seconds that running requests get to finish after a signal.
+        shadow: Share of the requests that are decoded both ways, from 0 to 1; see serve/shadow.py.
     """
 
     policy: str = "trees"
@@ -398,11 +402,13 @@ class ServeConfig:
     tau_low: float = 0.1
     persist_steps: int = 8
     tool_parser: str | None = None
+    reasoning_parser: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
     drain_seconds: float = 30.0
+    shadow: float = 0.0
 
     def __post_init__(self) -> None:
         _require(self.gamma_max is None or self.gamma_max >= 0, "gamma_max", self.gamma_max, "0 or above")
@@ -420,6 +426,9 @@ class ServeConfig:
         _require(0 <= self.port < 2**16, "port", self.port, "from 0 to 65535")
         is_parser = self.tool_parser in (None, *TOOL_PARSERS)
         _require(is_parser, "tool_parser", self.tool_parser, f"one of {', '.join(TOOL_PARSERS)}")
+        is_parser = self.reasoning_parser in (None, *REASONING_PARSERS)
+        known = f"one of {', '.join(REASONING_PARSERS)}"
+        _require(is_parser, "reasoning_parser", self.reasoning_parser, known)
         for name in self.allow_hosts:
             is_name = HOST_NAME.fullmatch(name) is not None
             _require(is_name, "allow_host", name, "a name alone, without scheme and port: gpu.example.org")
@@ -432,6 +441,9 @@ class ServeConfig:
             self.drain_seconds,
             "a finite number, 0 or above",
         )
+        _require(0 <= self.shadow <= 1, "shadow", self.shadow, "from 0 to 1")
+        compares = self.shadow == 0 or self.policy != "off"
+        _require(compares, "shadow", self.shadow, "left out with --policy off, which never speculates")
 
 
 def from_dict(kind: type[T], payload: dict[str, Any]) -> T:

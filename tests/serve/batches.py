@@ -50,6 +50,7 @@ class Client:
     speculation: int | None = None
     num_top: int | None = None
     prompt_top: int | None = None
+    workload: str = ""
     events: list[Event] = field(default_factory=list)
 
     def request(self) -> Request:
@@ -59,6 +60,7 @@ class Client:
             speculation=self.speculation,
             num_top=self.num_top,
             prompt_top=self.prompt_top,
+            workload=self.workload,
             on_event=self.events.append,
         )
 

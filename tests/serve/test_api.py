@@ -71,6 +71,7 @@ class FakeService:
     Attributes:
         is_stuck: No tokens are emitted.
         is_full: No requests are queued.
+        speculates: What `set_speculation` has set.
         fails_after: A row ends with an error after this many tokens.
         story: What it writes.
         submitted: All requests.
@@ -81,6 +82,7 @@ class FakeService:
     is_stuck: bool = False
     is_full: bool = False
     is_healthy: bool = True
+    speculates: bool = True
     fails_after: int | None = None
     story: str = STORY
     submitted: list[Request] = field(default_factory=list)
@@ -121,8 +123,12 @@ class FakeService:
                 self.cancelled += 1
                 ticket.request.on_event(Event("", (), finish="cancelled"))
 
+    def set_speculation(self, enabled: bool) -> None:
+        self.speculates = enabled
+
     def info(self) -> dict[str, Any]:
         return {
+            "speculation": self.speculates,
             "policy": "nightjar",
             "policy_state": {"block": 3},
             "speculative_num_steps": 3,
@@ -712,6 +718,13 @@ def test_neutral_values_and_labels_are_accepted(shared: Running) -> None:
     assert shared.service.submitted[-1].config.sampling.top_k == 0
     answer = shared.chat(**{**neutral, "tool_choice": "none"}, n=2, best_of=2, user="me")
     assert answer.status_code == 200
+
+
+def test_the_workload_of_the_metadata_reaches_the_service(shared: Running) -> None:
+    shared.ask(metadata={"workload": "agents", "a": "b"})
+    assert shared.service.submitted[-1].workload == "agents"
+    shared.ask()
+    assert shared.service.submitted[-1].workload == ""
 
 
 def test_a_name_reaches_the_template(shared: Running) -> None:

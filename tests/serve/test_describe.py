@@ -12,11 +12,13 @@ from test_api import Running, server
 
 import yggdrasil
 from yggdrasil.serve.openai import ChatRequest, CompletionRequest
+from yggdrasil.serve.responses import ResponsesRequest
 from yggdrasil.serve.texts import DetokenizeRequest, TokenizeRequest
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -38,7 +40,7 @@ def test_every_described_route_is_there_and_takes_the_described_methods(
     shared: Running, description: dict[str, Any]
 ) -> None:
     assert description["info"] == {"title": "Yggdrasil", "version": yggdrasil.__version__}
-    assert len(description["paths"]) == 13
+    assert len(description["paths"]) == 15
     assert "422" not in str(description)
     assert "$ref" not in str(description)
     for path, methods in description["paths"].items():

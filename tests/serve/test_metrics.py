@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from yggdrasil.serve.metrics import Metrics
-from yggdrasil.serve.request import RequestReport, StepReport
+from yggdrasil.serve.request import CohortName, CohortStep, RequestReport, ShadowReport, StepReport
 
 STEP = StepReport(
     gamma=3,
@@ -77,6 +77,27 @@ def test_vllm_s_counters_count_rows_that_drafted_and_their_tokens(metrics: Metri
     metrics.on_step(replace(STEP, drafted=(3, 0), emitted=(1, 1)))
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     assert [value(metrics, f"vllm:spec_decode_{name}_total") for name in names] == [3, 9, 4]
+
+
+def test_drafts_and_gains_are_counted_by_cohort(metrics: Metrics) -> None:
+    name = CohortName("agents", "greedy", "no")
+    metrics.on_step(replace(STEP, cohorts=[CohortStep(name, 4, 3, 1500.0, True)]))
+    metrics.on_step(replace(STEP, cohorts=[CohortStep(name, 4, 0, -500.0, False)]))
+    names = ("draft_tokens_total", "accepted_tokens_total", "gained_seconds", "speculates")
+    found = [value(metrics, f"ygg_cohort_{each}", **name._asdict()) for each in names]
+    assert found == [8, 3, 1.0, 0]
+
+
+def test_shadows_count_their_differences_and_times_and_are_no_requests(metrics: Metrics) -> None:
+    assert value(metrics, "ygg_shadow_differences_total") == 0
+    metrics.on_shadow(ShadowReport(False, 200.0, 100.0))
+    metrics.on_shadow(ShadowReport(True, 300.0, 100.0))
+    assert value(metrics, "ygg_shadow_requests_total") == 2
+    assert value(metrics, "ygg_shadow_differences_total") == 1
+    seconds = values(metrics, "ygg_shadow_seconds_total", decoding=("plain", "speculative"))
+    assert seconds == [0.5, 0.2]
+    metrics.on_finish(replace(REQUEST, is_shadow=True))
+    assert value(metrics, "ygg_requests_total", finish="stop") is None
 
 
 def test_acceptance_and_rejection_are_counted_by_depth(metrics: Metrics) -> None:

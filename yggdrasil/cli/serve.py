@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from yggdrasil.cli.compile import pair_name
 from yggdrasil.cli.heap import frozen_heap
 from yggdrasil.cli.threads import add_threads, apply_threads, note_threads
-from yggdrasil.config import TOOL_PARSERS, CompileConfig, ServeConfig
+from yggdrasil.config import REASONING_PARSERS, TOOL_PARSERS, CompileConfig, ServeConfig
 from yggdrasil.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -120,6 +120,12 @@ def add_parser(verbs: Any) -> None:
         metavar="NAME",
         help=f"format of the model's tool calls: {', '.join(TOOL_PARSERS)} (default: as its template asks)",
     )
+    parser.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="separate the model's reasoning from every chat's answer, as reasoning_content: "
+        f"{', '.join(REASONING_PARSERS)} (default: only for requests with include_reasoning)",
+    )
     names = "also answer to this host name; may be repeated; with a key, every name is accepted"
     parser.add_argument("--allow-host", action="append", metavar="NAME", help=names)
     parser.add_argument(
@@ -140,6 +146,14 @@ def add_parser(verbs: Any) -> None:
         dest="model_defaults",
         action="store_false",
         help="ignore the target's generation_config.json: what a request leaves out has OpenAI's default",
+    )
+    parser.add_argument(
+        "--shadow",
+        type=float,
+        default=defaults.shadow,
+        metavar="RATE",
+        help="share of requests to decode both ways and compare, while no request waits; clients get the "
+        "plain text (default: %(default)s)",
     )
     parser.add_argument("--quiet", action="store_true", help="no line on standard error for every response")
     add_threads(parser, "")
@@ -166,9 +180,11 @@ def run(options: argparse.Namespace) -> None:
         host=options.host,
         port=options.port,
         tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
         allow_hosts=tuple(options.allow_host or ()),
         allow_origins=tuple(options.allow_origin or ()),
         drain_seconds=options.drain_seconds,
+        shadow=options.shadow,
     )
     _check_installed()
     with _listening(config.host, config.port) as listener:  # before loading, which takes seconds
@@ -257,6 +273,7 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
         max_rows=config.max_queue,
         api_key=os.environ.get(KEY_VARIABLE, "") if options.api_key is None else options.api_key,
         tool_parser=config.tool_parser or format_of(template.tool_source),
+        reasoning_parser=config.reasoning_parser,
         defaults=bundle.defaults if options.model_defaults else {},
         hosts=HostNames([config.host, *config.allow_hosts]),
         allow_origins=config.allow_origins,

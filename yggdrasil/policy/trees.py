@@ -141,13 +141,17 @@ class Trees:
         best = [each.calibrated_best for each in arms]
         if not any(best):
             return False
-        gain = sum(float(each.gain_M[index]) for each, index in zip(arms, best, strict=True))
+        gain = sum(
+            float(each.gain_M[index])
+            for each, index, limit in zip(arms, best, load.row_limits, strict=True)
+            if limit
+        )
         tree_ms = max(float(each.cost_M[index]) for each, index in zip(arms, best, strict=True))
         restart_ms = 0.0
         if load.previous_gamma == 0 and load.max_lag > 1:
             restart_ms = 1e3 * self.switching_cost(load.max_lag, num_rows)
         tree_ms = tree_ms * self.slowness[True].estimate + restart_ms / STAY_STEPS
-        plain_ms = float(arms[0].cost_M[0]) * self.slowness[False].estimate
+        plain_ms = self.plain_ms(load)
         tree_rate = (num_rows + self._scale * gain) / tree_ms
         plain_rate = num_rows / plain_ms
         is_better = tree_rate > plain_rate
@@ -160,6 +164,11 @@ class Trees:
             return is_better
         self.exploration_s -= 1e-3 * loss_ms
         return not is_better
+
+    def plain_ms(self, load: Load) -> float:
+        policy = self._policy(load.rows[0].state.sampling.temperature)
+        arms = policy.arms(context_key(load.rows), load.batch_size)
+        return float(arms.cost_M[0]) * self.slowness[False].estimate
 
     def _size(self, num_tokens: int) -> int:
         """The graph of the target that runs this many tokens."""

@@ -2,9 +2,11 @@
 
 ```
 POST /v1/completions  /v1/chat/completions                             here
+POST /v1/responses                                                     here, responses.py
 POST /tokenize  /detokenize                                            texts.py
 GET  /v1/models  /v1/models/ID  /server_info  /metrics  /version       status.py
 GET  /health  /ping    POST /ping                                      status.py
+POST /admin/speculation                                                admin.py
 GET  /docs  /openapi.json                                              describe.py
 ```
 
@@ -34,14 +36,15 @@ from starlette.types import ASGIApp
 import yggdrasil
 from yggdrasil.config import GrammarConfig
 from yggdrasil.errors import YggError
-from yggdrasil.serve import describe, status, texts
+from yggdrasil.serve import admin, describe, status, texts
 from yggdrasil.serve.access import REQUEST_ID, Access, AccessLog, access_of
-from yggdrasil.serve.body import read_body
+from yggdrasil.serve.body import checked, read_body
 from yggdrasil.serve.describe import body_of
 from yggdrasil.serve.middleware import AuthMiddleware, answer_error
 from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.replies import ChatReply, CompletionReply, Reply, merge
 from yggdrasil.serve.request import DEFECT, Event, Request
+from yggdrasil.serve.responses import Answer, ResponsesRequest
 from yggdrasil.serve.serving import BatchService, Serving, serving_of
 from yggdrasil.serve.tools import FORMATS
 from yggdrasil.serve.wire import ApiError
@@ -61,7 +64,7 @@ def create_app(serving: Serving) -> ASGIApp:
         title="Yggdrasil", version=yggdrasil.__version__, openapi_url=None, redirect_slashes=False
     )
     app.state.serving = serving
-    for routes in (router, texts.router, status.router, describe.router):
+    for routes in (router, texts.router, status.router, admin.router, describe.router):
         app.include_router(routes)
     app.add_middleware(
         AuthMiddleware, api_key=serving.api_key, hosts=serving.hosts, metrics=serving.metrics
@@ -163,6 +166,7 @@ async def _rows(http: HttpRequest) -> AsyncIterator[Rows]:
 
 CompletionBody = Annotated[CompletionRequest, Depends(read_body(CompletionRequest))]
 ChatBody = Annotated[ChatRequest, Depends(read_body(ChatRequest))]
+ResponsesBody = Annotated[ResponsesRequest, Depends(read_body(ResponsesRequest))]
 RowsOfRequest = Annotated[Rows, Depends(_rows)]  # after the body: `watch` reads all later messages
 
 
@@ -180,9 +184,33 @@ async def chat_completions(http: HttpRequest, body: ChatBody, rows: RowsOfReques
     """Answer a conversation."""
     serving = serving_of(http)
     prompts = await _begin(http, body, rows)
-    form = FORMATS[serving.tool_parser] if body.offered else None
-    reply = ChatReply(body, serving.model, serving.tokenizer, prompts, form)
-    return await _respond(reply, body, rows)
+    return await _respond(_chat_reply(serving, body, prompts), body, rows)
+
+
+@router.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
+async def responses(http: HttpRequest, body: ResponsesBody, rows: RowsOfRequest) -> Response:
+    """Answer a conversation, in the form of OpenAI's newer interface; nothing is stored."""
+    serving = serving_of(http)
+    chat = checked(body.chat)
+    prompts = await _begin(http, chat, rows)
+    answer = Answer(body, _chat_reply(serving, chat, prompts), serving.model)
+    if body.stream:
+        return _event_stream(_events(answer, rows))
+    received = [event async for _, event in rows.events()]
+    if not rows.are_done:
+        return Response(status_code=499)  # the client has disconnected and does not read this
+    return JSONResponse(answer.whole(received))
+
+
+def _chat_reply(serving: Serving, body: ChatRequest, prompts: Sequence[Sequence[int]]) -> ChatReply:
+    return ChatReply(
+        body,
+        serving.model,
+        serving.tokenizer,
+        prompts,
+        FORMATS[serving.tool_parser] if body.offered else None,
+        separates_reasoning=serving.reasoning_parser is not None or body.include_reasoning is not None,
+    )
 
 
 async def _begin(http: HttpRequest, body: WireRequest, rows: Rows) -> list[list[int]]:
@@ -214,9 +242,7 @@ def _prepare(service: BatchService, grammar: GrammarConfig, field: str) -> None:
 
 async def _respond(reply: Reply, body: WireRequest, rows: Rows) -> Response:
     if body.stream:
-        stream = _stream(reply, body, rows)
-        headers = {"Cache-Control": "no-cache"}
-        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+        return _event_stream(_stream(reply, body, rows))
     received: dict[int, list[Event]] = {}
     async for index, emitted in rows.events():
         event = body.returned(emitted)
@@ -231,6 +257,11 @@ async def _respond(reply: Reply, body: WireRequest, rows: Rows) -> Response:
 async def _computed(compute: Callable[[], Result], is_long: bool) -> Result:
     """The result, computed in a thread if it is long: spelling the tokens of a prompt takes a second."""
     return await run_in_threadpool(compute) if is_long else compute()
+
+
+def _event_stream(stream: AsyncIterator[str]) -> Response:
+    headers = {"Cache-Control": "no-cache"}
+    return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
 
 async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[str]:
@@ -250,6 +281,28 @@ async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[
     except Exception:
         logging.getLogger(__name__).exception("a stream failed")
         yield _sse(ApiError(500, DEFECT).body)
+
+
+async def _events(answer: Answer, rows: Rows) -> AsyncIterator[str]:
+    """The stream of a response; every event has its type as its name, too."""
+    try:
+        for event in answer.begin():
+            yield _named(event)
+        async for _, emitted in rows.events():
+            for event in answer.push(emitted):
+                yield _named(event)
+        if rows.are_done:
+            for event in answer.end():
+                yield _named(event)
+    except ApiError as error:  # the status line is already sent, so the error goes into the stream
+        yield _named({"type": "error", **error.body})
+    except Exception:
+        logging.getLogger(__name__).exception("a stream failed")
+        yield _named({"type": "error", **ApiError(500, DEFECT).body})
+
+
+def _named(event: dict[str, Any]) -> str:
+    return f"event: {event['type']}\n{_sse(event)}"
 
 
 def _sse(payload: dict[str, Any]) -> str:

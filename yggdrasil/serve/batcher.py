@@ -30,6 +30,7 @@ from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.gamma.budget import draft_budget, prompt_budget
 from yggdrasil.policy.gamma.protocol import BatchPolicy, Load, Outcome
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
+from yggdrasil.serve.cohorts import Cohorts
 from yggdrasil.serve.elastic import ElasticMemory
 from yggdrasil.serve.pages import PagePool, pages_for
 from yggdrasil.serve.request import DEFECT, Event, FinishReason, Observer, Request, StepReport, TokenLogProb
@@ -68,6 +69,8 @@ class Batcher:
         trace: Milliseconds per stage since construction.
         gamma: Depth that was selected for the last step that decoded.
         grammars: Compiles the grammars of requests.
+        cohorts: Kinds of requests, those that may not speculate among them.
+        speculates: Whether any row may draft; may change between two steps.
         stepper: Runs the step over rows: in C++ where that knows the models.
     """
 
@@ -102,6 +105,8 @@ class Batcher:
         self.acceptance = acceptance
         self.trace = DeviceTrace() if pool.table_BP.is_cuda else Trace()
         self.gamma = 0
+        self.cohorts = Cohorts()
+        self.speculates = True
         form: type[NativeStep | StepOverRows] = (
             NativeStep if NativeStep.runs(target, draft) else StepOverRows
         )
@@ -157,6 +162,7 @@ class Batcher:
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a request for the next free row."""
+        ticket.cohort = self.cohorts.name_of(ticket.request)
         self._waiting.append(ticket)
 
     def cancel(self, ticket: Ticket) -> None:
@@ -231,6 +237,7 @@ class Batcher:
         self._commit_prompts_(prompts)
         report = self._report(load, choice.gamma, results, num_returned, prompt_tokens, start, before)
         if decoding:
+            report = self._with_cohorts(load, report, decoding, results)
             self._observe_(load, report, results[: len(decoding)])
         self.observer.on_step(report)
         return report
@@ -306,10 +313,14 @@ class Batcher:
         batch_size = max(1, len(decoding))
         waiting_tokens = min(self.target.prefill_chunk, self._num_prompt_tokens)
         rows = [ticket.running for ticket in decoding]
-        nodes_max = MOST_NODES if self.elastic is None or self.elastic.is_draft_in else 0
+        limits = tuple(
+            ticket.most_drafts if self.cohorts.speculates(ticket.cohort) else 0 for ticket in decoding
+        )
+        may_draft = self.speculates and any(limits) and (self.elastic is None or self.elastic.is_draft_in)
+        nodes_max = MOST_NODES if may_draft else 0
         while nodes_max and not self._has_free_(self._num_missing(rows, nodes_max)):
             nodes_max -= PAGE_LEN if nodes_max > PAGE_LEN else 1
-        max_lag = max((ticket.running.lag for ticket in decoding if ticket.speculation != 0), default=0)
+        max_lag = max((row.lag for row, limit in zip(rows, limits, strict=True) if limit), default=0)
         return Load(
             batch_size,
             min(self.gamma_max, nodes_max),
@@ -318,7 +329,7 @@ class Batcher:
             waiting_tokens,
             draft_budget(self.target.sizes, batch_size, waiting_tokens),
             rows=rows,
-            depth_limits=tuple(ticket.most_drafts for ticket in decoding),
+            depth_limits=limits,
             calibrations=tuple(self.acceptance(row.state.sampling.temperature).calibration for row in rows),
             nodes_max=nodes_max,
         )
@@ -402,7 +413,7 @@ class Batcher:
             self._publish_(ticket.running)
             logits = partial(self.stepper.logits, place, result.path[: len(tokens)])
             self._send_(ticket, text, tokens, ticket.log_probs(tokens, logits))
-            num_returned += len(tokens)
+            num_returned += 0 if ticket.request.is_shadow else len(tokens)
         return num_returned
 
     def _send_(
@@ -459,6 +470,19 @@ class Batcher:
                 results,
             )
         )
+
+    def _with_cohorts(
+        self, load: Load, report: StepReport, decoding: Sequence[Ticket], results: Sequence[StepResult]
+    ) -> StepReport:
+        """The report with what the step did for each cohort; its time counts if no prompt ran along."""
+        is_timed = report.prompt_tokens == 0 and len(results) == len(decoding)
+        steps = self.cohorts.observe_(
+            [ticket.cohort for ticket in decoding],
+            results[: len(decoding)],
+            ms=report.total_ms,
+            plain_ms=self.policy.plain_ms(load) if is_timed else 0.0,
+        )
+        return replace(report, cohorts=steps)
 
     def _report(
         self,

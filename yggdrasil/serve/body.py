@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from yggdrasil.serve.wire import UNKNOWN_FIELD, ApiError
 
-__all__ = ["MAX_BODY_BYTES", "MAX_VALUES", "check_counts", "read_body"]
+__all__ = ["MAX_BODY_BYTES", "MAX_VALUES", "check_counts", "checked", "read_body"]
 
 MAX_BODY_BYTES = 4 << 20
 # By the character that every value of a kind has; 64 prompts of 4096 tokens have as many values.
@@ -71,8 +71,13 @@ def _parsed(body: bytes, kind: type[Wire]) -> Wire:
         raise ApiError(400, "the body has a number with too many digits") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    return checked(lambda: kind.model_validate(fields))
+
+
+def checked(build: Callable[[], Wire]) -> Wire:
+    """A request that pydantic builds; raises ApiError for its first wrong field."""
     try:
-        return kind.model_validate(fields)
+        return build()
     except ValidationError as error:
         raise _invalid(error) from None
 

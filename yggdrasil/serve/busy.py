@@ -9,7 +9,7 @@ from collections.abc import Callable
 from statistics import median
 
 from yggdrasil.policy.latency import BUSY_FACTOR, LatencyModel
-from yggdrasil.serve.request import Observer, RequestReport, StepReport
+from yggdrasil.serve.request import Observer, RequestReport, ShadowReport, StepReport
 
 __all__ = ["BusyWatch"]
 
@@ -45,6 +45,9 @@ class BusyWatch(Observer):
 
     def on_finish(self, report: RequestReport) -> None:
         self._observer.on_finish(report)
+
+    def on_shadow(self, report: ShadowReport) -> None:
+        self._observer.on_shadow(report)
 
     def _warn(self, slowdown: float) -> None:
         if slowdown >= BUSY_FACTOR:

@@ -62,7 +62,13 @@ def load_service(name: str, config: ServeConfig, observer: Observer) -> LoadedSe
     batcher = load_batcher(bundle, config)
     latency = load_measurements(bundle, bundle.dataset).latency
     watch = BusyWatch(observer, latency)
-    service = Service(batcher, max_queue=config.max_queue, policy_name=config.policy, observer=watch)
+    service = Service(
+        batcher,
+        max_queue=config.max_queue,
+        policy_name=config.policy,
+        observer=watch,
+        shadow_rate=config.shadow,
+    )
     return LoadedService(service, batcher.tokenizer, bundle, latency)
 
 

@@ -70,6 +70,7 @@ class Message(Strict):
     name: str = ""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = Field([])
     tool_call_id: str = ""
+    reasoning_content: str = ""
 
     @model_validator(mode="after")
     def _has_what_its_role_needs(self) -> Message:
@@ -96,6 +97,7 @@ class Message(Strict):
             "name": self.name,
             "tool_calls": [call.rendered() for call in self.tool_calls],
             "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
         }
         return message | {name: value for name, value in optional.items() if value}
 

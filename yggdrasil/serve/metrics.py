@@ -16,7 +16,14 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from yggdrasil.serve.request import Observer, RequestReport, StepReport
+from yggdrasil.serve.request import (
+    CohortName,
+    CohortStep,
+    Observer,
+    RequestReport,
+    ShadowReport,
+    StepReport,
+)
 
 __all__ = ["CONTENT_TYPE_LATEST", "Metrics"]
 
@@ -48,6 +55,8 @@ class Metrics(Observer):
         self._define_requests()
         self._define_steps(gamma_max)
         self._define_acceptance(gamma_max)
+        self._define_cohorts()
+        self._define_shadows()
         self._define_state()
 
     def render(self) -> bytes:
@@ -58,7 +67,15 @@ class Metrics(Observer):
         """Count a request that was answered with an HTTP error."""
         self._refused.labels(status).inc()
 
+    def on_shadow(self, report: ShadowReport) -> None:
+        self._shadows.inc()
+        self._shadow_differences.inc(report.differs)
+        self._shadow_seconds.labels("plain").inc(report.plain_ms / 1e3)
+        self._shadow_seconds.labels("speculative").inc(report.speculative_ms / 1e3)
+
     def on_finish(self, report: RequestReport) -> None:
+        if report.is_shadow:
+            return
         self._requests.labels(report.finish).inc()
         self._prompt_tokens.inc(report.prompt_tokens)
         self._shared_tokens.inc(report.shared_tokens)
@@ -77,6 +94,7 @@ class Metrics(Observer):
         self._prefilled.inc(report.prompt_tokens)
         self._observe_time(report)
         self._set_state(report)
+        self._observe_cohorts(report.cohorts)
         if report.batch_size:
             accepted = [max(0, emitted - 1) for emitted in report.emitted]
             self._observe_rows(report, accepted)
@@ -196,6 +214,34 @@ class Metrics(Observer):
             "ygg_rejected_kv_bytes", "Target KV written for draft tokens not accepted"
         )
 
+    def _define_cohorts(self) -> None:
+        labels = CohortName._fields
+        self._cohort_drafted = self._counter(
+            "ygg_cohort_draft_tokens", "Draft tokens, verified or not, by kind of request", labels
+        )
+        self._cohort_accepted = self._counter(
+            "ygg_cohort_accepted_tokens", "Accepted draft tokens by kind of request", labels
+        )
+        self._cohort_gained = self._gauge(
+            "ygg_cohort_gained_seconds",
+            "Time gained over plain decoding since the start, as the policy estimates a plain step",
+            labels,
+        )
+        self._cohort_speculates = self._gauge(
+            "ygg_cohort_speculates", "1 while requests of this kind may speculate", labels
+        )
+
+    def _define_shadows(self) -> None:
+        self._shadows = self._counter("ygg_shadow_requests", "Requests that were decoded both ways")
+        self._shadow_differences = self._counter(
+            "ygg_shadow_differences", "Requests whose two decodings differ; must stay 0"
+        )
+        self._shadow_seconds = self._counter(
+            "ygg_shadow_seconds",
+            "Time after the first token of requests that were decoded both ways",
+            labels=["decoding"],
+        )
+
     def _define_state(self) -> None:
         self._gamma = self._gauge("ygg_gamma", "Speculative length of the last step")
         self._lag = self._gauge(
@@ -223,6 +269,13 @@ class Metrics(Observer):
         self._pages.labels("free").set(report.free_pages)
         self._pages.labels("used").set(report.num_pages - report.free_pages)
         self._draft_in.set(report.is_draft_in)
+
+    def _observe_cohorts(self, cohorts: Sequence[CohortStep]) -> None:
+        for cohort in cohorts:
+            self._cohort_drafted.labels(*cohort.name).inc(cohort.drafted)
+            self._cohort_accepted.labels(*cohort.name).inc(cohort.accepted)
+            self._cohort_gained.labels(*cohort.name).inc(cohort.gained_ms / 1e3)
+            self._cohort_speculates.labels(*cohort.name).set(cohort.speculates)
 
     def _observe_rows(self, report: StepReport, accepted: Sequence[int]) -> None:
         batch_size = report.batch_size

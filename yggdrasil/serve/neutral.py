@@ -6,14 +6,14 @@ field is never neutral.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from yggdrasil.serve.wire import ApiError
 
-__all__ = ["LABELS", "NEUTRAL", "without_neutral"]
+__all__ = ["LABELS", "NEUTRAL", "neutral_only", "without_neutral"]
 
-LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "request_id")  # name the caller only
+LABELS = ("user", "safety_identifier", "prompt_cache_key", "request_id")  # name the caller only
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # changes of the distribution
     "allowed_token_ids": ([],),
@@ -55,12 +55,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def without_neutral(fields: dict[str, Any], declared: Collection[str]) -> dict[str, Any]:
+    """`neutral_only` with this module's table."""
+    return neutral_only(fields, declared, NEUTRAL, LABELS)
+
+
+def neutral_only(
+    fields: dict[str, Any],
+    declared: Collection[str],
+    table: Mapping[str, tuple[Any, ...]],
+    labels: Collection[str],
+) -> dict[str, Any]:
     """The fields of a request that are declared or unknown.
 
     Raises:
         ApiError: a field of the table has a value that is not neutral.
     """
-    for name, neutral in NEUTRAL.items():
+    for name, neutral in table.items():
         value = fields.get(name)
         if value is None or name in declared or any(_equal(value, one) for one in neutral):
             continue
@@ -70,7 +80,7 @@ def without_neutral(fields: dict[str, Any], declared: Collection[str]) -> dict[s
     return {
         name: value
         for name, value in fields.items()
-        if name in declared or (name not in NEUTRAL and name not in LABELS)
+        if name in declared or (name not in table and name not in labels)
     }
 
 

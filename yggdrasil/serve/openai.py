@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from yggdrasil.config import GenerateConfig, GrammarConfig, SamplingConfig
+from yggdrasil.serve.cohorts import workload_of
 from yggdrasil.serve.messages import Message, Tool, ToolChoice
 from yggdrasil.serve.neutral import without_neutral
 from yggdrasil.serve.request import Event, Request
@@ -35,6 +36,7 @@ NAMED_SPECULATION = {"auto": None, "off": 0}
 MAX_SEED = 2**63 - 1
 MOST_BIASED = 1024  # tokens of a request's logit_bias
 MOST_BANNED = 128
+MOST_METADATA = 16  # OpenAI's limit
 OPTIONS = (
     *("temperature", "top_p", "top_k", "min_p", "logit_bias", "no_repeat_ngram_size", "min_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -76,6 +78,7 @@ class WireRequest(Strict):
     speculation: Literal["off", "auto"] | Annotated[int, Field(ge=1)] = "auto"
     stream: bool = False
     stream_options: _StreamOptions | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=MOST_METADATA)] = Field({})
 
     @model_validator(mode="before")
     @classmethod
@@ -209,6 +212,7 @@ class WireRequest(Strict):
             speculation=speculation,
             num_top=self.num_top,
             prompt_top=self.prompt_top,
+            workload=workload_of(self.metadata),
         )
 
     def _max_new_tokens(self, prompt_len: int, max_context: int) -> int:
@@ -308,6 +312,7 @@ class ChatRequest(WireRequest):
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
     parallel_tool_calls: bool = True
+    include_reasoning: bool | None = None
 
     @model_validator(mode="after")
     def _forces_no_call(self) -> ChatRequest:

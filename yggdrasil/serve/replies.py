@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
+from yggdrasil.serve.reasoning import OPENING, Part, ReasoningParser, separated
 from yggdrasil.serve.request import Event, RequestReport, TokenLogProb
 from yggdrasil.serve.tools import CallPiece, Format, ToolParser, parsed
 from yggdrasil.tokenizer import Tokenizer
@@ -228,6 +229,7 @@ class ChatReply(Reply):
 
     Args:
         form: How the model writes calls of tools; None if the request offers none.
+        separates_reasoning: Reasoning is not part of the content.
     """
 
     id_prefix = "chatcmpl"
@@ -241,6 +243,8 @@ class ChatReply(Reply):
         tokenizer: Tokenizer,
         prompts: Sequence[Sequence[int]],
         form: Format | None = None,
+        *,
+        separates_reasoning: bool = False,
     ) -> None:
         super().__init__(request, model, tokenizer, prompts)
         self._begun: set[int] = set()
@@ -248,12 +252,19 @@ class ChatReply(Reply):
         self._names = [tool.function.name for tool in request.offered]
         self._most_calls = None if request.parallel_tool_calls else 1
         self._parsers: dict[int, ToolParser] = {}
+        self._separates_reasoning = separates_reasoning
+        self._shows_reasoning = request.include_reasoning is not False
+        self._reasoning_is_open = tokenizer.decode(list(prompts[0][-8:])).rstrip().endswith(OPENING)
+        self._reasoning_parsers: dict[int, ReasoningParser] = {}
 
     def _choice(self, index: int, event: Event) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": event.text, "refusal": None}
         finish: str | None = event.finish
+        if self._separates_reasoning:
+            reasoning, message["content"] = separated(event.text, is_open=self._reasoning_is_open)
+            message |= {"reasoning_content": reasoning or None} if self._shows_reasoning else {}
         if self._form is not None:
-            whole = parsed(event.text, self._form, self._names, most_calls=self._most_calls)
+            whole = parsed(message["content"], self._form, self._names, most_calls=self._most_calls)
             if whole.calls:
                 calls = [self._call(name, arguments) for name, arguments in whole.calls]
                 message.update(content=whole.content or None, tool_calls=calls)
@@ -267,13 +278,20 @@ class ChatReply(Reply):
 
     def _deltas(self, index: int, event: Event) -> list[dict[str, Any]]:
         """The pieces of an event: the first one has the log-probabilities, the last one the reason."""
+        parts = self._parts(index, event)
+        text = "".join(part.text for part in parts if not part.is_reasoning)
+        deltas: list[dict[str, Any]] = [
+            {"reasoning_content": part.text}
+            for part in parts
+            if part.is_reasoning and self._shows_reasoning
+        ]
         if self._form is None:
-            deltas: list[dict[str, Any]] = [{"content": event.text}] if event.text else []
+            deltas += [{"content": text}] if text else []
             finish: str | None = event.finish
         else:
             parser = self._parser(index)
-            pieces = parser.push(event.text) + (parser.finish() if event.finish else [])
-            deltas = [self._piece(piece) for piece in pieces]
+            pieces = parser.push(text) + (parser.finish() if event.finish else [])
+            deltas += [self._piece(piece) for piece in pieces]
             finish = _finish(event, is_call=parser.num_calls > 0)
         if not deltas and (event.log_probs or finish):
             deltas = [{}]
@@ -291,6 +309,14 @@ class ChatReply(Reply):
             }
             for place, delta in enumerate(deltas)
         ]
+
+    def _parts(self, index: int, event: Event) -> list[Part]:
+        """Reasoning and answer in an event; reasoning comes first."""
+        if not self._separates_reasoning:
+            return [Part(event.text, False)]
+        is_open = self._reasoning_is_open
+        parser = self._reasoning_parsers.setdefault(index, ReasoningParser(is_open=is_open))
+        return parser.push(event.text) + (parser.finish() if event.finish else [])
 
     def _parser(self, index: int) -> ToolParser:
         assert self._form is not None

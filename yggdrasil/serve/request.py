@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from yggdrasil.config import GenerateConfig
 
 __all__ = [
     "DEFECT",
+    "CohortName",
+    "CohortStep",
     "Event",
     "FinishReason",
     "Observer",
     "Request",
     "RequestReport",
+    "ShadowReport",
     "StepReport",
     "TokenLogProb",
 ]
@@ -51,6 +54,7 @@ class RequestReport:
         queue_ms: From arrival to the first admission.
         ttft_ms: From arrival to the first token; 0 if there was none.
         total_ms: From arrival to the end.
+        is_shadow: Whether it is the second decoding of a request; see shadow.py.
     """
 
     finish: FinishReason
@@ -62,6 +66,7 @@ class RequestReport:
     queue_ms: float
     ttft_ms: float
     total_ms: float
+    is_shadow: bool = False
 
     @property
     def tpot_ms(self) -> float:
@@ -94,6 +99,36 @@ class Event:
     prompt_log_probs: Sequence[TokenLogProb] = ()
 
 
+class CohortName(NamedTuple):
+    """What the requests of a cohort have in common; see cohorts.py.
+
+    Args:
+        workload: The label of the request, empty without one.
+        sampling: "greedy" or "sampled".
+        processors: "yes" or "no".
+    """
+
+    workload: str
+    sampling: str
+    processors: str
+
+
+class CohortStep(NamedTuple):
+    """What a step did for one cohort.
+
+    Args:
+        drafted: Draft tokens, verified or not.
+        gained_ms: Estimated milliseconds over plain decoding, below 0 if speculation lost.
+        speculates: Whether its rows may draft in the next step.
+    """
+
+    name: CohortName
+    drafted: int
+    accepted: int
+    gained_ms: float
+    speculates: bool
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
     """One completion.
@@ -106,6 +141,8 @@ class Request:
         num_top: Number of likeliest tokens to report in addition to every emitted token; None reports no
             log-probabilities.
         prompt_top: The same for the tokens of the prompt.
+        workload: Label of the client's kind of work, for its cohort; empty without one.
+        is_shadow: Whether it is the second decoding of a request, for no client.
         on_event: Called after every step that emitted something and at the end, in the batcher's thread;
             must return at once.
     """
@@ -115,6 +152,8 @@ class Request:
     speculation: int | None = None
     num_top: int | None = None
     prompt_top: int | None = None
+    workload: str = ""
+    is_shadow: bool = False
     on_event: Callable[[Event], None] = lambda event: None
 
 
@@ -142,6 +181,7 @@ class StepReport:
         is_draft_in: Whether the draft's weights are in memory.
         depths: Depth of every verified draft token in its row's tree, for each row of `drafted`; None for
             chains.
+        cohorts: What the step did for each cohort of the rows that decoded.
     """
 
     gamma: int
@@ -160,6 +200,7 @@ class StepReport:
     num_pages: int
     is_draft_in: bool = True
     depths: Sequence[Sequence[int]] | None = None
+    cohorts: Sequence[CohortStep] = ()
 
     @property
     def batch_size(self) -> int:
@@ -172,6 +213,21 @@ class StepReport:
         return sum(self.emitted) / self.total_ms * 1e3
 
 
+@dataclass(frozen=True)
+class ShadowReport:
+    """Both decodings of one request.
+
+    Args:
+        differs: Whether the tokens or the reasons of the end differ.
+        plain_ms: Milliseconds after the first token without speculation.
+        speculative_ms: The same with speculation.
+    """
+
+    differs: bool
+    plain_ms: float
+    speculative_ms: float
+
+
 class Observer:
     """Receives reports of steps and finished requests in the batcher's thread; this one ignores them."""
 
@@ -180,3 +236,6 @@ class Observer:
 
     def on_finish(self, report: RequestReport) -> None:
         """Called after every request."""
+
+    def on_shadow(self, report: ShadowReport) -> None:
+        """Called after every request that was decoded twice."""

@@ -18,6 +18,7 @@ from yggdrasil.errors import QueueFull, ServiceEnded
 from yggdrasil.kernels.compilations import no_compilation
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.request import Observer, Request, RequestReport, StepReport
+from yggdrasil.serve.shadow import Shadow
 from yggdrasil.serve.ticket import Ticket
 
 __all__ = ["Service"]
@@ -35,17 +36,28 @@ class Service(Observer):
         max_queue: Largest number of requests that wait for a row.
         policy_name: Name of the policy, for `info`.
         observer: Receives the batcher's reports, in the service's thread.
+        shadow_rate: Share of the requests that are decoded twice; see shadow.py.
     """
 
-    def __init__(self, batcher: Batcher, *, max_queue: int, policy_name: str, observer: Observer) -> None:
+    def __init__(
+        self,
+        batcher: Batcher,
+        *,
+        max_queue: int,
+        policy_name: str,
+        observer: Observer,
+        shadow_rate: float = 0.0,
+    ) -> None:
         self.max_queue = max_queue
         self._batcher = batcher
         self._policy_name = policy_name
         self._observer = observer
+        self._shadow = Shadow(shadow_rate, observer.on_shadow) if shadow_rate else None
         self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
         self._idle = threading.Event()
         self._stopping = False
+        self._is_draining = False
         self._has_died = False
         self._num_queued = 0
         self._finished: deque[float] = deque(maxlen=NUM_RECENT)
@@ -83,6 +95,8 @@ class Service(Observer):
             raise ServiceEnded
         if self._num_queued >= self.max_queue:
             raise QueueFull(self._num_queued, self._retry_after_s())
+        if self._shadow is not None and self._may_shadow and self._num_queued == 0:
+            request = self._shadow.served(request, self._submit_shadow)
         ticket = self._batcher.ticket(request)
         self._num_queued += 1
         self._call(lambda: self._batcher.submit(ticket))
@@ -91,6 +105,17 @@ class Service(Observer):
     def cancel(self, ticket: Ticket) -> None:
         """End a request, free its pages and send a last event; does nothing if it has already ended."""
         self._call(lambda: self._batcher.cancel(ticket))
+
+    def set_speculation(self, enabled: bool) -> None:
+        """Let all requests speculate, or none, from the next step on; waits for it."""
+        done: Future[None] = Future()
+
+        def switch() -> None:
+            self._batcher.speculates = enabled
+            done.set_result(None)
+
+        self._call(switch)
+        done.result(timeout=MAX_RETRY_S)
 
     def info(self) -> dict[str, Any]:
         """Configuration and state of the server in JSON values, read between two steps."""
@@ -109,6 +134,7 @@ class Service(Observer):
         """
         if not self.is_healthy:
             return not self._has_died
+        self._is_draining = True
         deadline = time.monotonic() + timeout_s
         self._idle.clear()
         self._call(lambda: None)
@@ -131,6 +157,16 @@ class Service(Observer):
         self._finished.append(time.monotonic())
         self._observer.on_finish(report)
 
+    @property
+    def _may_shadow(self) -> bool:
+        """Whether a shadow would speculate, and delay no shutdown."""
+        return self._batcher.speculates and not self._is_draining
+
+    def _submit_shadow(self, request: Request) -> None:
+        """Queue the second decoding of a request that has just ended; called within a step."""
+        if self._may_shadow and self._batcher.num_waiting == 0:
+            self._call(lambda: self._batcher.submit(self._batcher.ticket(request)))
+
     def _call(self, command: Callable[[], object]) -> None:
         self._inbox.append(command)
         self._wake.set()
@@ -147,6 +183,8 @@ class Service(Observer):
         return {
             "policy": self._policy_name,
             "policy_state": batcher.policy.state,
+            "speculation": batcher.speculates,
+            "cohorts": batcher.cohorts.state,
             "speculative_num_steps": batcher.gamma,
             "avg_spec_accept_length": round(self._accept_length, 4),
             "running": batcher.num_running,
@@ -159,6 +197,7 @@ class Service(Observer):
             "num_pages": batcher.pool.num_pages,
             "draft_in_memory": batcher.elastic is None or batcher.elastic.is_draft_in,
             "stages_ms": dict(batcher.trace.total_ms),
+            **({} if self._shadow is None else {"shadow": self._shadow.state}),
         }
 
     def _run(self) -> None:

@@ -36,6 +36,10 @@ class BatchService(Protocol):
         """End a request early."""
         ...
 
+    def set_speculation(self, enabled: bool) -> None:
+        """Let all requests speculate, or none; may wait for a step."""
+        ...
+
     def info(self) -> dict[str, Any]:
         """State in JSON values; may wait for a step."""
         ...
@@ -59,6 +63,7 @@ class Serving:
         max_rows: Largest number of choices of one HTTP request.
         api_key: Required of clients; empty requires none.
         tool_parser: Name of the format in which the model calls tools; see tools.py.
+        reasoning_parser: Separates reasoning in every chat; None in those that ask for it.
         defaults: The model's own options of requests, for `SamplingConfig.of`.
         hosts: Host names that clients without a key may use.
         allow_origins: Origins of the web pages that may read answers; `*` is all.
@@ -78,6 +83,7 @@ class Serving:
     max_rows: int
     api_key: str = ""
     tool_parser: str = "json"
+    reasoning_parser: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     hosts: HostNames = field(default_factory=HostNames)
     allow_origins: Sequence[str] = ()

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from yggdrasil.kernels.threads import one_torch_thread
-from yggdrasil.serve.request import FinishReason, Request, RequestReport, TokenLogProb
+from yggdrasil.serve.request import CohortName, FinishReason, Request, RequestReport, TokenLogProb
 from yggdrasil.state import DecodeState, Row, truncate
 from yggdrasil.tokenizer import TextStream
 
 __all__ = ["Ticket", "token_log_probs"]
+
+UNQUEUED = CohortName("", "", "")
 
 
 @dataclass(eq=False)
@@ -25,6 +27,7 @@ class Ticket:
         limit: Largest number of tokens to emit.
         ends: Tokens that end its text.
         speculation: Largest number of draft tokens in a step, None without a limit.
+        cohort: Its cohort, from the moment it is queued.
         row: Its place in the batch; None while it waits.
         prompt_log_probs: Those computed so far, of the prompt's tokens from the second one on.
     """
@@ -35,6 +38,7 @@ class Ticket:
     limit: int
     ends: Collection[int]
     speculation: int | None
+    cohort: CohortName = UNQUEUED
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float = 0.0
     first: float = 0.0
@@ -116,6 +120,7 @@ class Ticket:
             queue_ms=((self.admitted or now) - self.arrived) * 1e3,
             ttft_ms=(self.first - self.arrived) * 1e3 if self.first else 0.0,
             total_ms=(now - self.arrived) * 1e3,
+            is_shadow=self.request.is_shadow,
         )
 
 

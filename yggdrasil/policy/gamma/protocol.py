@@ -116,6 +116,10 @@ class BatchPolicy(Protocol):
         """Learn from a step."""
         ...
 
+    def plain_ms(self, load: Load) -> float:
+        """Milliseconds of a plain step of these rows, as far as the policy knows them; 0 if it does not."""
+        ...
+
     @property
     def state(self) -> dict[str, Any]:
         """What the policy has learnt, for `/server_info`: JSON values."""
@@ -152,6 +156,10 @@ class ChainPolicy(ABC):
     @abstractmethod
     def observe(self, outcome: Outcome) -> None:
         """Learn from a step."""
+
+    def plain_ms(self, load: Load) -> float:
+        """Unknown: a policy of chains does not decide about cohorts."""
+        return 0.0
 
     @property
     @abstractmethod
