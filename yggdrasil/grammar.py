@@ -55,6 +55,7 @@ class Grammars:
         self._vocab = vocab
         self._ends = sorted(ends)
         self._lock = threading.Lock()
+        self._compiling = threading.Lock()
         self._vocabulary: Any = None
         self._compiled: OrderedDict[GrammarConfig, Any] = OrderedDict()
 
@@ -70,11 +71,13 @@ class Grammars:
         """
         with self._lock:
             matcher = self._compiled.get(config)
-            if matcher is None:
+        if matcher is None:
+            with self._compiling:  # one at a time; those that are known wait for none
                 matcher = self._compile(config)
-                self._compiled[config] = matcher
-                self._trim_()
+        with self._lock:
+            matcher = self._compiled.setdefault(config, matcher)
             self._compiled.move_to_end(config)
+            self._trim_()
             return GrammarState(matcher.deep_copy(), self._vocab, self._ends)
 
     def _trim_(self) -> None:

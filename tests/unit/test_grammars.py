@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -92,6 +94,29 @@ def test_grammars_that_were_used_last_are_kept(grammars: Grammars, monkeypatch: 
     grammars.state(long)
     grammars.state(long)
     assert compiled[4:] == [long.source]
+
+
+def test_a_grammar_that_is_known_does_not_wait_for_one_that_is_compiled(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars.state(WORDS)
+    begun = threading.Event()
+    ended = threading.Event()
+    compile_one = grammars._compile
+
+    def slow(config: GrammarConfig) -> Any:
+        begun.set()
+        assert ended.wait(10)
+        return compile_one(config)
+
+    monkeypatch.setattr(grammars, "_compile", slow)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(grammars.state, GrammarConfig.of("regex", "slow"))
+        assert begun.wait(10)
+        grammars.state(WORDS)
+        assert not other.done()
+        ended.set()
+        assert other.result().allowed_V(()).any()
 
 
 def test_without_the_library_the_error_has_the_command(
