@@ -20,7 +20,7 @@ from yggdrasil.config import GrammarConfig
 from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.tokenizer import Tokenizer
 
-__all__ = ["GrammarState", "Grammars"]
+__all__ = ["WHITESPACE", "GrammarState", "Grammars"]
 
 Words = NDArray[np.int32]
 

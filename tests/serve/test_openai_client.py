@@ -271,5 +271,7 @@ def test_without_a_choice_of_tools_the_text_is_left_alone_and_one_call_can_be_as
     assert [call.function.name for call in one.choices[0].message.tool_calls] == ["get_weather"]
     cut = client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, max_tokens=12)
     assert cut.choices[0].finish_reason == "length"
-    with pytest.raises(openai.BadRequestError, match="comes with structured output"):
-        client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, tool_choice="required")
+    client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, tool_choice="required")
+    processors = running.service.submitted[-1].config.sampling.processors
+    assert processors is not None
+    assert processors.grammar in running.service.prepared

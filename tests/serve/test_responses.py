@@ -12,6 +12,7 @@ from test_api import STORY, Running, eventually, server
 from test_openai_client import CALLS, TEMPLATE
 from test_openai_client import TOOLS as CHAT_TOOLS
 
+from yggdrasil.config import GrammarConfig
 from yggdrasil.serve.chat import ChatTemplate
 
 TOOLS = [{"type": "function", "strict": None, **tool["function"]} for tool in CHAT_TOOLS]
@@ -181,7 +182,7 @@ def test_reasoning_is_an_item_of_its_own_and_may_come_back(
         ({"temperature": -1.0}, "temperature", "temperature"),
         ({"model": "other"}, "model", "there is no model"),
         ({"frequency": 1}, "frequency", "not a field"),
-        ({"text": {"format": {"type": "yaml"}}}, "response_format", "not supported"),
+        ({"text": {"format": {"type": "yaml"}}}, "response_format", "json_schema"),
     ),
 )
 def test_what_is_not_supported_is_a_400_that_names_it(
@@ -192,6 +193,14 @@ def test_what_is_not_supported_is_a_400_that_names_it(
     assert response.status_code == (404 if param == "model" else 400)
     assert error["param"] == param, error
     assert message in error["message"]
+
+
+def test_a_schema_of_the_text_reaches_the_batch(running: Running, client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}
+    client.responses.create(model="tiny", input="Hi", text={"format": form})
+    processors = running.service.submitted[-1].config.sampling.processors
+    assert processors is not None
+    assert processors.grammar == GrammarConfig.of("json", {"type": "object"})
 
 
 def test_an_error_within_a_stream_is_raised(running: Running, client: openai.OpenAI) -> None:

@@ -219,15 +219,16 @@ async def _begin(http: HttpRequest, body: WireRequest, rows: Rows) -> list[list[
     body.check_rows(serving.max_rows)
     prompts = await run_in_threadpool(body.prompts, serving.encoder)  # megabytes of text take seconds
     access_of(http).prompt_tokens = sum(map(len, prompts))
+    grammar = body.grammar(FORMATS[serving.tool_parser])
     requests = body.requests(
         prompts,
         max_context=serving.max_context,
         spellings=serving.tokenizer.spellings,
         defaults=serving.defaults,
+        grammar=grammar,
     )
-    if (grammar := body.grammar) is not None:
-        field = "structured_outputs" if body.structured_outputs else "response_format"
-        await run_in_threadpool(_prepare, serving.service, grammar, field)
+    if grammar is not None:
+        await run_in_threadpool(_prepare, serving.service, grammar, body.grammar_field)
     rows.submit(requests)
     return prompts
 

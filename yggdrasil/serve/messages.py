@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from yggdrasil.serve.body import check_counts
-from yggdrasil.serve.wire import ApiError, Strict
+from yggdrasil.serve.wire import Strict
 
 __all__ = ["Message", "Tool", "ToolChoice"]
 
@@ -110,15 +110,6 @@ class FunctionDefinition(Strict):
     parameters: dict[str, Any] = Field({})
     strict: bool = False
 
-    @model_validator(mode="after")
-    def _needs_no_grammar(self) -> FunctionDefinition:
-        if self.strict:
-            message = (
-                "strict tools need a grammar, which comes with structured output; it is not available yet"
-            )
-            raise ApiError(400, message, param="tools", code="unsupported_parameter")
-        return self
-
 
 class Tool(Strict):
     """A tool that a request offers."""
@@ -131,8 +122,14 @@ class Tool(Strict):
         return self.model_dump(exclude_unset=True)
 
 
+class FunctionName(Strict):
+    """The name of a function."""
+
+    name: str
+
+
 class ToolChoice(Strict):
     """A function that the model must call."""
 
     type: Literal["function"]
-    function: dict[str, str]
+    function: FunctionName

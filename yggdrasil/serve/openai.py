@@ -23,7 +23,8 @@ from yggdrasil.serve.cohorts import workload_of
 from yggdrasil.serve.messages import Message, Tool, ToolChoice
 from yggdrasil.serve.neutral import without_neutral
 from yggdrasil.serve.request import Event, Request
-from yggdrasil.serve.structured import ResponseFormat, structured
+from yggdrasil.serve.structured import ResponseFormat, forced_call, structured
+from yggdrasil.serve.tools import Format
 from yggdrasil.serve.wire import ApiError, Strict, check_text
 from yggdrasil.tokenizer import Tokenizer
 
@@ -101,8 +102,16 @@ class WireRequest(Strict):
         return self
 
     @property
-    def grammar(self) -> GrammarConfig | None:
-        """What the output must be; None for any text."""
+    def grammar_field(self) -> str:
+        """The field that the grammar comes from."""
+        return "structured_outputs" if self.structured_outputs else "response_format"
+
+    def grammar(self, form: Format) -> GrammarConfig | None:
+        """What the output must be; None for any text.
+
+        Args:
+            form: Format of tool calls.
+        """
         formed = None if self.response_format is None else self.response_format.grammar
         chosen = structured(self.structured_outputs)
         if formed is not None and chosen is not None:
@@ -157,18 +166,20 @@ class WireRequest(Strict):
         max_context: int,
         spellings: Callable[[Sequence[str]], list[list[int]]],
         defaults: Mapping[str, Any],
+        grammar: GrammarConfig | None = None,
     ) -> list[Request]:
         """`n` requests for every prompt, in the order of the choices' indices.
 
         Args:
             spellings: `Tokenizer.spellings`.
             defaults: `Bundle.defaults`.
+            grammar: What `grammar` returns.
 
         Raises:
             ApiError: the context does not hold prompt and output, or a stop text is invalid.
             ConfigError: a sampling option is not allowed.
         """
-        sampling = self._sampling(spellings, defaults)
+        sampling = self._sampling(spellings, defaults, grammar)
         return [
             self._request(prompt, self._max_new_tokens(len(prompt), max_context), choice, sampling)
             for prompt in prompts
@@ -176,7 +187,10 @@ class WireRequest(Strict):
         ]
 
     def _sampling(
-        self, spellings: Callable[[Sequence[str]], list[list[int]]], defaults: Mapping[str, Any]
+        self,
+        spellings: Callable[[Sequence[str]], list[list[int]]],
+        defaults: Mapping[str, Any],
+        grammar: GrammarConfig | None,
     ) -> SamplingConfig:
         """How tokens are taken, without the seed."""
         for text in self.bad_words:
@@ -184,7 +198,7 @@ class WireRequest(Strict):
         options = {name: getattr(self, name) for name in OPTIONS}
         options["logit_bias"] = {_token_of(key): value for key, value in self.logit_bias.items()}
         options |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
-        options["grammar"] = self.grammar
+        options["grammar"] = grammar
         options["top_k"] = max(0, options["top_k"])
         options["banned"] = [*defaults.get("banned", ()), *spellings(self.bad_words)]
         return SamplingConfig.of(options)
@@ -315,11 +329,14 @@ class ChatRequest(WireRequest):
     include_reasoning: bool | None = None
 
     @model_validator(mode="after")
-    def _forces_no_call(self) -> ChatRequest:
-        if self.tool_choice not in ("none", "auto"):
-            reason = "a call that must be made needs a grammar, which comes with structured output"
-            message = f"tool_choice: {reason}; it is not available yet, send 'auto' or 'none'"
-            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+    def _forces_what_it_offers(self) -> ChatRequest:
+        if self.tool_choice not in ("none", "auto") and not self.forced:
+            names = ", ".join(tool.function.name for tool in self.tools) or "none"
+            message = f"tool_choice names a function that tools does not offer (offered: {names})"
+            raise ApiError(400, message, param="tool_choice")
+        if not self.forced and any(tool.function.strict for tool in self.offered):
+            reason = "strict functions are enforced with tool_choice 'required' or a named function only"
+            raise ApiError(400, f"tools: {reason}", param="tools", code="unsupported_parameter")
         return self
 
     @model_validator(mode="after")
@@ -342,6 +359,29 @@ class ChatRequest(WireRequest):
     def offered(self) -> list[Tool]:
         """The tools that the model sees and may call."""
         return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def forced(self) -> list[Tool]:
+        """The tools one of which the answer must call."""
+        if isinstance(self.tool_choice, ToolChoice):
+            wanted = self.tool_choice.function.name
+            return [tool for tool in self.tools if tool.function.name == wanted]
+        return self.tools if self.tool_choice == "required" else []
+
+    @property
+    def grammar_field(self) -> str:
+        """As in the base class, or the tools."""
+        return "tools" if self.forced else super().grammar_field
+
+    def grammar(self, form: Format) -> GrammarConfig | None:
+        """As in the base class, or that of a call that must be made."""
+        chosen = super().grammar(form)
+        if not self.forced:
+            return chosen
+        if chosen is not None:
+            message = f"tool_choice and {super().grammar_field} are two grammars; send one of them"
+            raise ApiError(400, message, param="tool_choice")
+        return forced_call(self.forced, form)
 
     @property
     def num_top(self) -> int | None:

@@ -1,16 +1,21 @@
-"""What an answer must be: `response_format` as OpenAI has it, and `structured_outputs` as vLLM has it."""
+"""What an answer must be: OpenAI's `response_format`, vLLM's `structured_outputs`, or a call of a tool."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from yggdrasil.config import GRAMMARS, GrammarConfig
 from yggdrasil.errors import ConfigError
+from yggdrasil.grammar import WHITESPACE
+from yggdrasil.serve.messages import Tool
+from yggdrasil.serve.tools import Format
 from yggdrasil.serve.wire import ApiError, Strict
 
-__all__ = ["ResponseFormat", "structured"]
+__all__ = ["ResponseFormat", "forced_call", "structured"]
 
 ANY_OBJECT = {"type": "object"}
 FORMAT_FIELDS = ("name", "description", "schema", "strict")
@@ -59,6 +64,29 @@ def structured(fields: dict[str, Any]) -> GrammarConfig | None:
             return _grammar("structured_outputs", "json", ANY_OBJECT)
         return _grammar("structured_outputs", name, value)
     return None
+
+
+def forced_call(tools: Sequence[Tool], form: Format) -> GrammarConfig:
+    """The grammar of an answer that is a call of one of these tools, in a format that `ToolParser` reads.
+
+    The name comes before the arguments, which are an instance of the function's schema.
+    """
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                form.arguments: tool.function.parameters or ANY_OBJECT,
+            },
+            "required": ["name", form.arguments],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    call = json.dumps({"anyOf": calls, "x-guidance": WHITESPACE})
+    around = ("", "") if form.is_bare else (f"{form.opening}\n", f"\n{form.closing}")
+    before, after = (f"{json.dumps(text)} " if text else "" for text in around)
+    return _grammar("tools", "grammar", f"start: {before}call {after}\ncall: %json {call}")
 
 
 def _grammar(field: str, kind: str, value: Any) -> GrammarConfig:

@@ -38,6 +38,7 @@ class Format:
         is_bare: A text that begins with a call needs no marker; a special token is not part of the text.
         between: Characters around calls, other than blanks.
         id_chars: Length of a call's id.
+        arguments: The key of the arguments.
     """
 
     opening: str = ""
@@ -45,11 +46,12 @@ class Format:
     is_bare: bool = True
     between: str = ""
     id_chars: int = 24
+    arguments: str = "arguments"
 
 
 FORMATS = {
     "hermes": Format("<tool_call>", "</tool_call>", is_bare=False),
-    "llama3": Format("<|python_tag|>", between=";"),
+    "llama3": Format("<|python_tag|>", between=";", arguments="parameters"),
     "mistral": Format("[TOOL_CALLS]", between="[,]", id_chars=9),  # templates refuse other lengths
     "json": Format(between="[,]"),
 }

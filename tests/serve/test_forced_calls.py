@@ -1,0 +1,105 @@
+"""Calls that must be made: the answer is a call of an offered function, whatever the model would write."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.pair import LoadedPair
+from yggdrasil.policy.uncalibrated import plain_policy
+from yggdrasil.serve.messages import Tool
+from yggdrasil.serve.openai import ChatRequest
+from yggdrasil.serve.structured import forced_call
+from yggdrasil.serve.tools import FORMATS, parsed
+from yggdrasil.serve.wire import ApiError
+from yggdrasil.state import Shape
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Rome", "Oslo"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
+    {
+        "type": "function",
+        "function": {"name": "stop", "parameters": {"type": "object", "maxProperties": 0}},
+    },
+]
+OFFERED = [Tool.model_validate(tool) for tool in TOOLS]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def written(pair: LoadedPair, tools: list[Tool], form: str, temperature: float, *, plain: bool) -> str:
+    """The text of the tiny model under the grammar of a call."""
+    grammar = forced_call(tools, FORMATS[form])
+    sampling = SamplingConfig.of({"grammar": grammar, "temperature": temperature, "seed": 5})
+    config = GenerateConfig(max_new_tokens=150, sampling=sampling, plain=plain)
+    shape = Shape(4, 4, 16)
+    policy = plain_policy() if plain else pair.policy(temperature=temperature, shape=shape)
+    prompt = pair.tokenizer.encode("Once upon a time")
+    results = pair.engine.generate(prompt, policy, config)
+    return pair.tokenizer.decode([token for result in results for token in result.tokens])
+
+
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_answer_is_one_call_that_fits_its_schema(
+    tiny: LoadedPair, form: str, temperature: float
+) -> None:
+    text = written(tiny, OFFERED[:1], form, temperature, plain=False)
+    assert text == written(tiny, OFFERED[:1], form, temperature, plain=True)
+    whole = parsed(text, FORMATS[form], ["weather", "stop"])
+    assert whole.content.strip() == ""
+    [(name, arguments)] = whole.calls
+    call = json.loads(arguments)
+    assert name == "weather"
+    assert call["city"] in ("Rome", "Oslo")
+    assert call["days"] in range(1, 10)
+
+
+def test_with_several_tools_one_of_them_is_called(tiny: LoadedPair) -> None:
+    text = written(tiny, OFFERED, "json", 1.0, plain=False)
+    [(name, _)] = parsed(text, FORMATS["json"], ["weather", "stop"]).calls
+    assert name in ("weather", "stop")
+
+
+def chat(**fields: Any) -> ChatRequest:
+    messages = [{"role": "user", "content": "Hi"}]
+    return ChatRequest.model_validate({"messages": messages, "tools": TOOLS, **fields})
+
+
+def test_a_choice_forces_the_functions_that_it_names() -> None:
+    form = FORMATS["json"]
+    assert chat(tool_choice="required").grammar(form) == forced_call(OFFERED, form)
+    named = chat(tool_choice=NAMED)
+    assert named.grammar(form) == forced_call(OFFERED[:1], form)
+    assert named.grammar_field == "tools"
+    assert chat(tool_choice="none").grammar(form) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    (
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "auto"}, "tools"),  # a strict function that need not be called
+    ),
+)
+def test_a_choice_that_cannot_be_enforced_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(**fields)
+    assert refused.value.param == param
+
+
+def test_a_forced_call_and_a_format_are_two_grammars() -> None:
+    request = chat(tool_choice="required", response_format={"type": "json_object"})
+    with pytest.raises(ApiError, match="two grammars"):
+        request.grammar(FORMATS["json"])
