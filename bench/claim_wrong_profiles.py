@@ -201,7 +201,7 @@ CLAIM = Claim(
     name="wrong_profiles",
     doc=__doc__,
     options=(
-        Option("--steps", "steps of the best arm, LEARNING_STEPS included", default=900, quick=400),
+        Option("--steps", "steps of the best arm, LEARNING_STEPS included", default=600, quick=400),
         Option("--clock", "what time is", default="profile", choices=("own", "profile")),
     ),
     measure=measure,
