@@ -282,23 +282,29 @@ def test_special_tokens_that_the_draft_alone_lacks_are_a_mismatch() -> None:
         check_vocabularies(SimpleNamespace(vocab_size=385), SimpleNamespace(vocab_size=384), 385)
 
 
-def test_sampling_defaults_are_a_note_and_end_tokens_come_from_the_config(
+def test_defaults_of_requests_and_end_tokens_come_from_the_model(
     tmp_path: Path, llama_folders: tuple[str, str]
 ) -> None:
     target = Path(shutil.copytree(llama_folders[0], tmp_path / "target"))
-    (target / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.2}))
+    settings = {"repetition_penalty": 1.2, "num_beams": 4}
+    (target / "generation_config.json").write_text(json.dumps(settings))
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "eos_token_id": [7, 9]}))
     bundle = describe_pair(str(target), llama_folders[1], "pair", TINY, CALIBRATION_TEXT)
     assert bundle.eos_tokens == (7, 9, 0)
-    assert ["repetition_penalty=1.2" in note for note in bundle.notes] == [True]
+    assert bundle.defaults == {"repetition_penalty": 1.2}
+    assert ["num_beams=4" in note for note in bundle.notes] == [True]
 
 
 def test_a_bundle_comes_back_with_its_vocabulary_and_its_notes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama_folders: tuple[str, str]
 ) -> None:
     monkeypatch.setenv("YGG_HOME", str(tmp_path))
-    bundle = replace(describe_pair(*llama_folders, "pair", TINY, CALIBRATION_TEXT), notes=("one", "two"))
+    bundle = replace(
+        describe_pair(*llama_folders, "pair", TINY, CALIBRATION_TEXT),
+        notes=("one", "two"),
+        defaults={"top_k": 5},
+    )
     bundle.save()
     assert read_bundle("pair") == bundle
     path = bundle.folder / "bundle.json"
