@@ -172,8 +172,6 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     depth, plan = load_decisions(bundle, dataset)
     tokenizer = Tokenizer(bundle.tokenizer_path, bundle.command)
     target, draft = load_models(bundle)
-    target.run_alone_(measured.latency.verify.alone)
-    draft.run_alone_(measured.latency.draft.alone)
     greedy = plan.greedy.plan or SEQUENTIAL
     sampled = plan.sampled.plan or SEQUENTIAL
     limits: dict[str, Any] = {

@@ -260,18 +260,6 @@ def test_the_thread_count_changes_no_token(tiny: LoadedPair) -> None:
         set_num_threads(num_threads)
 
 
-def test_graphs_on_one_thread_change_no_token(tiny: LoadedPair) -> None:
-    models: tuple[Any, ...] = (tiny.engine.target, tiny.engine.draft)
-    expected = decode(tiny, PROMPTS[0], Shape(4, 4, 16), num_tokens=16, sampling=SAMPLED)
-    try:
-        for model in models:
-            model.run_alone_(model.sizes)
-        assert decode(tiny, PROMPTS[0], Shape(4, 4, 16), num_tokens=16, sampling=SAMPLED) == expected
-    finally:
-        for model, curve in zip(models, (tiny.latency.verify, tiny.latency.draft), strict=True):
-            model.run_alone_(curve.alone)
-
-
 def test_shapes_may_change_at_every_step(tiny: LoadedPair, engine: Engine) -> None:
     """Also to plain steps, during which the draft lags and has to catch up."""
     sequence = [

@@ -6,7 +6,7 @@ Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = features o
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -93,15 +93,6 @@ class CompiledModel(Generic[Storage]):
     def weight_bytes(self) -> int:
         """Bytes of all weights, embeddings included; tied weights count once per name."""
         return sum(tensor.nbytes for tensor in self.weights.values())
-
-    def run_alone_(self, sizes: Collection[int]) -> None:
-        """Let the graphs of these sizes run on the calling thread alone, and all others on all threads.
-
-        It changes no bit of a result.
-        """
-        for size, graph in self._graphs.items():
-            if isinstance(graph, LoadedGraph):
-                graph.native.set_alone(size in sizes)
 
     def meta(self, num_tokens: int) -> Tensor:
         return self._meta[self.menu.bucket(num_tokens)]

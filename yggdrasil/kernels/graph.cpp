@@ -3,8 +3,6 @@
 
 #include <vector>
 
-#include "threads.h"
-
 namespace ygg {
 
 Graph::Graph(const std::string& path, int64_t device, const c10::Dict<std::string, at::Tensor>& weights)
@@ -18,7 +16,6 @@ Graph::Graph(const std::string& path, int64_t device, const c10::Dict<std::strin
 }
 
 std::tuple<at::Tensor, at::Tensor> Graph::run(const at::Tensor& meta) {
-  const Alone scope(is_alone_);
   std::vector<at::Tensor> outputs = loader_.run({meta});
   return {outputs[0], outputs[1]};
 }

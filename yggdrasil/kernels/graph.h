@@ -21,14 +21,10 @@ class Graph : public torch::CustomClassHolder {
   // Returns a draft's best tokens and their log-probabilities, or a target's logits and last hidden states.
   std::tuple<at::Tensor, at::Tensor> run(const at::Tensor& meta);
 
-  // Whether its operators run on the calling thread alone: partners do not help a small graph.
-  void set_alone(bool is_alone) { is_alone_ = is_alone; }
-
  private:
   // declared first: the loader borrows these tensors
   std::unordered_map<std::string, at::Tensor> constants_;
   torch::inductor::AOTIModelPackageLoader loader_;
-  bool is_alone_ = false;
 };
 
 }  // namespace ygg

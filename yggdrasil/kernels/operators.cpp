@@ -121,8 +121,7 @@ namespace {
 void define_classes(torch::Library& library) {
   library.class_<ygg::Graph>("Graph")
       .def(torch::init<const std::string&, int64_t, const c10::Dict<std::string, Tensor>&>())
-      .def("run", &ygg::Graph::run)
-      .def("set_alone", &ygg::Graph::set_alone);
+      .def("run", &ygg::Graph::run);
   library.class_<ygg::Step>("Step")
       .def(torch::init(make_step))
       .def("add_calibration", add_calibration)

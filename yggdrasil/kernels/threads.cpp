@@ -215,10 +215,6 @@ void ygg::parallel_for(int64_t count, int64_t least, const Body& body) {
   pool->leave();
 }
 
-ygg::Alone::Alone(bool is_alone) : before_(stays_alone) { stays_alone |= is_alone; }
-
-ygg::Alone::~Alone() { stays_alone = before_; }
-
 int64_t ygg_num_threads() noexcept { return most_threads(); }
 
 void ygg_set_num_threads(int64_t count) noexcept {

@@ -30,17 +30,6 @@ class Body {
 // of one piece, a call within a piece, and a call during that of another thread.
 void parallel_for(int64_t count, int64_t least, const Body& body);
 
-// While it lives, the calls of the calling thread run on that thread alone, unless `is_alone` is false.
-class Alone {
- public:
-  explicit Alone(bool is_alone);
-  ~Alone();
-  Alone(const Alone&) = delete;
-
- private:
-  bool before_;
-};
-
 }  // namespace ygg
 
 // For Python. Most threads of a call, the calling one included; at first torch's number.

@@ -14,7 +14,6 @@ import torch
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.config import GenerateConfig
 from yggdrasil.engine import Engine
-from yggdrasil.kernels.threads import get_num_threads
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.policy.gamma.switching import SwitchTable
@@ -34,7 +33,6 @@ __all__ = [
     "decision_milliseconds",
     "host_milliseconds",
     "latency_curve",
-    "sizes_alone",
     "switch_grid",
     "switching_costs",
 ]
@@ -48,10 +46,6 @@ SWITCH_ROUNDS = 3
 SWITCH_SECONDS = 0.5  # no round of a lag and batch size starts later
 SWITCH_CHUNKS = 4  # most full draft graphs that are measured; more take time in proportion
 LAGS = (2, 16, 64, 256)
-SMALL_MS = 1.0  # a graph that takes longer gains by all threads
-ALONE_TURNS = 15
-ALONE_FORWARDS = 8  # of a turn
-ALONE_GAIN = 0.03
 
 
 def latency_curve(
@@ -89,39 +83,6 @@ def latency_curve(
     quartiles = {place: sorted(found)[len(found) // 4] for place, found in samples.items()}
     rows = [_rising([quartiles[context, size] for size in model.menu.sizes]) for context in contexts]
     return Curve(tuple(contexts), model.menu.sizes, tuple(rows))
-
-
-def sizes_alone(model: CompiledModel[Any], context_len: int) -> tuple[int, ...]:
-    """Sizes of the graphs that are faster on the calling thread alone, by ALONE_GAIN or more.
-
-    Handing a small operator to another thread takes as long as the operator. From which size on that pays
-    depends on the processor.
-
-    Args:
-        model: On return these graphs run alone; its cache is left empty.
-
-    Source: Yggdrasil section 5.2, resources of a stage; on a CPU a graph's resources are its threads.
-    """
-    alone: list[int] = []
-    for size in model.menu.sizes if model.device == "cpu" and get_num_threads() > 1 else ():
-        meta_NM = model.meta(size)
-        pack_chain_(meta_NM, [0] * size, min(context_len, model.cache.shape.capacity - size))
-        ms: dict[bool, list[float]] = {True: [], False: []}
-        for is_alone in (True, False) * ALONE_TURNS:
-            model.run_alone_([size] if is_alone else [])
-            model.forward(meta_NM)
-            start = time.perf_counter()
-            for _ in range(ALONE_FORWARDS):
-                model.forward(meta_NM)
-            ms[is_alone].append((time.perf_counter() - start) * 1e3 / ALONE_FORWARDS)
-            if ms[is_alone][0] > SMALL_MS:
-                break
-        if ms[False] and median(ms[True]) < (1 - ALONE_GAIN) * median(ms[False]):
-            alone.append(size)
-        elif median(ms[True]) > SMALL_MS:
-            break
-    model.run_alone_(alone)
-    return tuple(alone)
 
 
 def _rising(ms: Sequence[float]) -> tuple[float, ...]:
@@ -283,5 +244,4 @@ def curve_json(curve: Curve) -> dict[str, Any]:
         "contexts": list(curve.contexts),
         "sizes": list(curve.sizes),
         "ms": [list(row) for row in curve.ms],
-        "alone": list(curve.alone),
     }

@@ -34,7 +34,6 @@ from yggdrasil.offline.latencies import (
     decision_milliseconds,
     host_milliseconds,
     latency_curve,
-    sizes_alone,
     switch_grid,
     switching_costs,
 )
@@ -255,9 +254,8 @@ def _profile(
     with progress.phase(
         "measure latencies", ROUNDS * len(contexts) * sum(len(model.menu.sizes) for model in models)
     ):
-        draft_alone, verify_alone = (sizes_alone(model, contexts[0]) for model in reversed(models))
-        draft = replace(latency_curve(models[1], contexts, progress.advance), alone=draft_alone)
-        verify = replace(latency_curve(models[0], contexts, progress.advance), alone=verify_alone)
+        draft = latency_curve(models[1], contexts, progress.advance)
+        verify = latency_curve(models[0], contexts, progress.advance)
     switching = _switching(bundle, progress)
     latency = LatencyModel(draft, verify, 0.0, 0.0, 0.0)
     with progress.phase("measure the host", HOST_RUNS):

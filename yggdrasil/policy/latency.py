@@ -21,13 +21,11 @@ class Curve:
         contexts: Measured context lengths, ascending.
         sizes: Measured token counts, ascending.
         ms: ms[i][j] at contexts[i], sizes[j].
-        alone: Sizes whose graphs were measured on one thread, which is faster for them.
     """
 
     contexts: tuple[int, ...]
     sizes: tuple[int, ...]
     ms: tuple[tuple[float, ...], ...]
-    alone: tuple[int, ...] = ()
 
     def at(self, num_tokens: int, context_len: int) -> float:
         """Milliseconds of the smallest measured size that holds `num_tokens`.
@@ -83,10 +81,7 @@ class Curve:
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Curve:
         return cls(
-            tuple(payload["contexts"]),
-            tuple(payload["sizes"]),
-            tuple(tuple(row) for row in payload["ms"]),
-            tuple(payload["alone"]),
+            tuple(payload["contexts"]), tuple(payload["sizes"]), tuple(tuple(row) for row in payload["ms"])
         )
 
 

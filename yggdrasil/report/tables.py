@@ -41,10 +41,6 @@ def plan_table(pair: LoadedPair) -> str:
         lines.append(f"  temperature {search.temperature}: {search.why()}")
         predicted = [f"{timeline.plan.name} {timeline.makespan_ms:.3f} ms" for timeline in search.timelines]
         lines += [f"    predicted from the stages: {', '.join(predicted)}"] if predicted else []
-    for name, curve in (("draft", pair.latency.draft), ("target", pair.latency.verify)):
-        sizes = ", ".join(map(str, curve.alone))
-        alone = f"; those of {sizes} tokens on one, which is faster for them" if sizes else ""
-        lines.append(f"  the {name}'s forwards run on all threads{alone}")
     return "\n".join(lines)
 
 

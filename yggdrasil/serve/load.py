@@ -84,9 +84,6 @@ def load_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
         device=bundle.config.device,
     )
     target, draft, elastic = _load_models(bundle, pool, config)
-    measured = load_measurements(bundle, bundle.dataset)
-    target.run_alone_(measured.latency.verify.alone)
-    draft.run_alone_(measured.latency.draft.alone)
     return Batcher(
         target,
         draft,
@@ -98,7 +95,7 @@ def load_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
         eos_tokens=bundle.eos_tokens,
         vocab=bundle.vocab,
         elastic=elastic,
-        acceptance=measured.acceptance.nearest,
+        acceptance=load_measurements(bundle, bundle.dataset).acceptance.nearest,
     )
 
 

@@ -17,7 +17,6 @@ from yggdrasil.offline.latencies import (
     ROUNDS,
     decision_milliseconds,
     latency_curve,
-    sizes_alone,
 )
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -126,37 +125,3 @@ def test_catching_up_over_many_full_graphs_takes_time_in_proportion(
         "four graphs of 16 tokens, but one batch size of every lag"
     )
     assert len(ticks) == 16
-
-
-class Threaded(Clocked):
-    """A model whose graphs take the first time with all threads and the second one alone."""
-
-    def __init__(self, seconds: dict[int, tuple[float, float]]) -> None:
-        super().__init__({size: [0.0] for size in seconds})
-        self._by_threads = seconds
-        self.alone: list[int] = []
-
-    def run_alone_(self, sizes: list[int]) -> None:
-        self.alone = list(sizes)
-
-    def forward(self, meta_NM: Tensor) -> None:
-        self.num_forwards += 1
-        size = len(meta_NM)
-        self.now += self._by_threads[size][size in self.alone]
-
-
-def test_graphs_run_alone_where_partners_cost_more_than_they_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = Threaded(
-        {2: (0.000100, 0.000090), 4: (0.000100, 0.000099), 8: (0.00015, 0.0002), 16: (0.01, 0.005)}
-    )
-    monkeypatch.setattr(latencies.time, "perf_counter", lambda: model.now)
-    monkeypatch.setattr(latencies, "get_num_threads", lambda: 2)
-    assert sizes_alone(model, 32) == (2,)
-    assert model.alone == [2], "a large graph is not tried alone"
-
-
-def test_one_thread_has_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = Threaded({2: (0.000100, 0.000050)})
-    monkeypatch.setattr(latencies, "get_num_threads", lambda: 1)
-    assert sizes_alone(model, 32) == ()
-    assert model.num_forwards == 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from yggdrasil.pair import LoadedPair
-from yggdrasil.report.tables import depth_table, plan_table
+from yggdrasil.report.tables import depth_table
 
 
 def row(depth: int, rarer: int, brier: float) -> dict[str, Any]:
@@ -31,11 +31,3 @@ def test_the_depth_table_counts_where_the_constant_is_beaten(tiny: LoadedPair) -
     table = depth_table(replace(tiny, depth=replace(tiny.depth, report=report)))
     assert "a lower Brier score than the constant at 1 of 2 depths" in table
     assert "0.2000 (0.2500)   +0.200" in table
-
-
-def test_the_plan_names_the_forwards_on_one_thread(tiny: LoadedPair) -> None:
-    draft = replace(tiny.latency.draft, alone=(4, 8))
-    verify = replace(tiny.latency.verify, alone=())
-    table = plan_table(replace(tiny, latency=replace(tiny.latency, draft=draft, verify=verify)))
-    assert "the draft's forwards run on all threads; those of 4, 8 tokens on one" in table
-    assert table.endswith("the target's forwards run on all threads")
