@@ -34,6 +34,7 @@ HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?")
 ORIGIN = re.compile(r"[a-z][a-z\d+.-]*://[^/\sA-Z]+")  # as browsers send it
 GRAMMARS = ("json", "regex", "choice", "grammar")
 MOST_GRAMMAR_CHARS = 1 << 16
+MOST_PENALTY = 100.0  # OpenAI's limit of a bias; much larger numbers are infinite in float32
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "json")
 REASONING_PARSERS = ("think",)
 DEFAULT_NEW_TOKENS = 256  # of a request without a limit, if the context has room
@@ -91,7 +92,7 @@ class ProcessorConfig:
     Args:
         logit_bias: (token, value) pairs; the value is added to the token's logit, and -inf bans it.
         repetition_penalty: Divides a logit above 0 and multiplies one below 0, of tokens that prompt or
-            output contain; above 0, 1 changes nothing.
+            output contain; 1 changes nothing.
         presence_penalty: Subtracted from the logits of tokens that the output contains.
         frequency_penalty: Subtracted once for every time that the output contains a token.
         no_repeat_ngram_size: No sequence of this many tokens occurs twice in prompt and output; 0 allows
@@ -114,19 +115,21 @@ class ProcessorConfig:
     grammar: GrammarConfig | None = None
 
     def __post_init__(self) -> None:
+        most = MOST_PENALTY
         for token, value in self.logit_bias:
-            _require(value < math.inf, "logit_bias", {token: value}, "a number, or -inf to ban a token")
+            is_allowed = -most <= value <= most or value == -math.inf
+            allowed = f"from {-most:g} to {most:g}, or -inf to ban a token"
+            _require(is_allowed, "logit_bias", {token: value}, allowed)
         biased = [token for token, _ in self.logit_bias]
         _require(len(set(biased)) == len(biased), "logit_bias", biased, "every token once")
         named = [*biased, *chain.from_iterable(self.banned), *self.ends]
         _require(min(named, default=0) >= 0, "token", min(named, default=0), "an id, 0 or above")
         penalty = self.repetition_penalty
-        _require(
-            math.isfinite(penalty) and penalty > 0, "repetition_penalty", penalty, "a finite number above 0"
-        )
+        allowed = f"from {1 / most:g} to {most:g}"
+        _require(1 / most <= penalty <= most, "repetition_penalty", penalty, allowed)
         for name in ("presence_penalty", "frequency_penalty"):
             penalty = getattr(self, name)
-            _require(math.isfinite(penalty), name, penalty, "a finite number")
+            _require(-most <= penalty <= most, name, penalty, f"from {-most:g} to {most:g}")
         for name in ("no_repeat_ngram_size", "min_tokens"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 (off) or above")
         _require(all(self.banned), "banned", self.banned, "sequences of at least one token")
@@ -185,11 +188,16 @@ class SamplingConfig:
         own = {name: value for name, value in options.items() if name not in names}
         return cls(**own, processors=None if processors == ProcessorConfig() else processors)
 
-    def ending_with(self, ends: Collection[int]) -> SamplingConfig:
-        """The same sampling for a text that these tokens end."""
+    def ending_with(self, ends: Collection[int], vocab: int) -> SamplingConfig:
+        """The same sampling for a text that these tokens end; those without a logit cannot come anyway.
+
+        Args:
+            vocab: V of the target.
+        """
         if self.processors is None or self.processors.min_tokens == 0:
             return self
-        return replace(self, processors=replace(self.processors, ends=tuple(sorted(ends))))
+        known = tuple(sorted(token for token in ends if token < vocab))
+        return replace(self, processors=replace(self.processors, ends=known))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +233,8 @@ class GenerateConfig:
             isinstance(text, str) and text for text in self.stop
         )
         _require(is_texts, "stop", self.stop, "a tuple of texts that are not empty")
+        is_tokens = all(type(token) is int and token >= 0 for token in self.stop_tokens)
+        _require(is_tokens, "stop_tokens", self.stop_tokens, "token ids, 0 or above")
         has_end = self.grammar is None or not self.ignore_eos
         _require(has_end, "ignore_eos", self.ignore_eos, "False with a grammar, which ends the text")
 

@@ -224,10 +224,11 @@ class Engine:
         grammar: GrammarState | None,
     ) -> Iterator[StepResult]:
         ends = config.ends(self.eos_tokens)
+        sampling = config.sampling.ending_with(ends, self.target.vocab)
         stream = None
         if config.stop and self.tokenizer is not None:
             stream = TextStream(self.tokenizer, config.stop, prompt)
-        self._generating = state = DecodeState(prompt, config.sampling.ending_with(ends), grammar=grammar)
+        self._generating = state = DecodeState(prompt, sampling, grammar=grammar)
         self.target.cache.rollback_(0)
         self.draft.cache.rollback_(0)
         with self.trace.stage("prefill"):

@@ -53,7 +53,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab: int, ends: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab = vocab
-        self._ends = sorted(ends)
+        self._ends = sorted(token for token in ends if token < vocab)
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
         self._vocabulary: Any = None

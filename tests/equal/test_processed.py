@@ -95,6 +95,16 @@ def test_a_stop_token_ends_the_text_and_is_part_of_it(tiny: LoadedPair) -> None:
         assert text == expected
 
 
+def test_ends_without_a_logit_do_not_disturb_the_shortest_text(tiny: LoadedPair) -> None:
+    sampling = SamplingConfig.of({"min_tokens": 6})
+    expected = decode(tiny, PROMPTS[0], None, num_tokens=12, sampling=sampling)
+    for plain in (True, False):
+        text = decode(
+            tiny, PROMPTS[0], None, plain=plain, num_tokens=12, sampling=sampling, stop_tokens=(10**12,)
+        )
+        assert text == expected
+
+
 def test_a_token_without_a_logit_is_refused(tiny: LoadedPair) -> None:
     sampling = SamplingConfig(processors=ProcessorConfig(banned=((10**6,),)))
     with pytest.raises(ConfigError, match="1000000"):

@@ -108,6 +108,16 @@ def test_calls_of_tools_are_read_from_the_answer_only(stream: bool) -> None:
         assert message.reasoning_content == call
 
 
+@pytest.mark.parametrize("stream", (False, True))
+def test_under_a_grammar_the_whole_text_is_the_answer(stream: bool) -> None:
+    """The grammar leaves no room for a closing marker, so nothing would ever be the answer."""
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}<think>")
+    with server(template=template, reasoning_parser="think") as running:
+        content, reasoning = ask(running, stream=stream, response_format={"type": "json_object"})
+    assert content
+    assert not reasoning
+
+
 def test_reasoning_of_an_earlier_answer_reaches_the_template() -> None:
     template = ChatTemplate("{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}")
     with server(template=template) as running:

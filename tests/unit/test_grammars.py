@@ -130,3 +130,16 @@ def test_without_the_library_the_error_has_the_command(
 def test_a_model_without_an_end_of_text_token_has_no_grammars(tiny: LoadedPair) -> None:
     with pytest.raises(ConfigError, match="end-of-text"):
         Grammars(tiny.tokenizer, tiny.bundle.vocab, ()).state(WORDS)
+
+
+def test_an_end_token_without_a_logit_is_no_end(tiny: LoadedPair) -> None:
+    vocab = tiny.bundle.vocab
+    ends = (*tiny.bundle.eos_tokens, vocab + 40)
+    state = Grammars(tiny.tokenizer, vocab, ends).state(WORDS)
+    expected = Grammars(tiny.tokenizer, vocab, tiny.bundle.eos_tokens).state(WORDS)
+    assert np.array_equal(state.words(()), expected.words(()))
+
+
+def test_a_model_whose_end_tokens_have_no_logits_takes_no_grammar(tiny: LoadedPair) -> None:
+    with pytest.raises(ConfigError, match="no end-of-text token"):
+        Grammars(tiny.tokenizer, tiny.bundle.vocab, (tiny.bundle.vocab,)).state(WORDS)

@@ -140,7 +140,10 @@ def _add_processors(parser: argparse.ArgumentParser) -> None:
         "--min-tokens", type=int, help="write at least this many tokens (default: the model's, or 0)"
     )
     parser.add_argument(
-        "--ban", action="append", metavar="TEXT", help="never write this text; may be repeated"
+        "--ban",
+        action="append",
+        metavar="TEXT",
+        help="never write this text as its tokenizer spells it; may be repeated",
     )
     parser.add_argument(
         "--logit-bias",

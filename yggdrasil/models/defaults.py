@@ -68,8 +68,11 @@ def _ids(name: str, origin: str, value: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def request_defaults(name: str) -> dict[str, Any]:
+def request_defaults(name: str, vocab: int) -> dict[str, Any]:
     """Options of requests that generation_config.json sets, by the names of `SamplingConfig.of`.
+
+    Args:
+        vocab: V of the pair; banned sequences of tokens beyond it are left out, for they cannot come.
 
     Raises:
         BrokenCheckpoint: a value that is not allowed.
@@ -81,8 +84,9 @@ def request_defaults(name: str) -> dict[str, Any]:
         defaults |= {key: settings[key] for key in SAMPLING if key in settings}
     try:
         suppressed = [[token] for token in settings.get("suppress_tokens", ())]
-        if banned := [*settings.get("bad_words_ids", ()), *suppressed]:
-            defaults["banned"] = banned
+        banned = [*settings.get("bad_words_ids", ()), *suppressed]
+        if known := [tokens for tokens in banned if max(tokens, default=0) < vocab]:
+            defaults["banned"] = known
         SamplingConfig.of(defaults)
     except (ConfigError, TypeError, ValueError) as error:
         raise BrokenCheckpoint(name, f"{FILE}: {error}", "correct it") from None

@@ -77,6 +77,7 @@ def describe_pair(
     origins = [_origin(model, files) for model, files in zip((target, draft), sources, strict=True)]
     machine = machine_fields()
     fingerprint = artifacts.digest(*origins, asdict(kv_target), asdict(kv_draft), config.lowering, machine)
+    vocab = shared_vocab(target_config, draft_config)
     is_bundled_text = calibration == CALIBRATION_TEXT
     return Bundle(
         name=name,
@@ -86,13 +87,13 @@ def describe_pair(
         calibration="" if is_bundled_text else str(calibration.resolve()),
         kv_target=kv_target,
         kv_draft=kv_draft,
-        vocab=shared_vocab(target_config, draft_config),
+        vocab=vocab,
         eos_tokens=eos_tokens,
         sources=tuple(file for files in sources for file in files),
         models=(target, draft),
         machine=machine,
         notes=tuple(note for note in notes if note),
-        defaults=request_defaults(target),
+        defaults=request_defaults(target, vocab),
     )
 
 

@@ -203,13 +203,16 @@ async def responses(http: HttpRequest, body: ResponsesBody, rows: RowsOfRequest)
 
 
 def _chat_reply(serving: Serving, body: ChatRequest, prompts: Sequence[Sequence[int]]) -> ChatReply:
+    form = FORMATS[serving.tool_parser]
+    wants_reasoning = serving.reasoning_parser is not None or body.include_reasoning is not None
     return ChatReply(
         body,
         serving.model,
         serving.tokenizer,
         prompts,
-        FORMATS[serving.tool_parser] if body.offered else None,
-        separates_reasoning=serving.reasoning_parser is not None or body.include_reasoning is not None,
+        form if body.offered else None,
+        # under a grammar the whole text is the answer, also if the template has opened the reasoning
+        separates_reasoning=wants_reasoning and body.grammar(form) is None,
     )
 
 

@@ -154,7 +154,7 @@ class Batcher:
         check_processors(request.config.sampling.processors, self.vocab)
         ends = request.config.ends(self.eos_tokens)
         grammar = grammar_of(self.grammars, request.config)
-        sampling = request.config.sampling.ending_with(ends)
+        sampling = request.config.sampling.ending_with(ends, self.target.vocab)
         state = DecodeState(list(request.prompt), sampling, grammar=grammar)
         speculation = 0 if request.config.plain else request.speculation
         stream = TextStream(self.tokenizer, request.config.stop, request.prompt)

@@ -72,11 +72,13 @@ def test_a_broken_generation_config_is_an_error_of_one_line(tmp_path: Path, cont
         ({"repetition_penalty": 1.05, "min_new_tokens": 3}, {"repetition_penalty": 1.05, "min_tokens": 3}),
         ({"no_repeat_ngram_size": 3}, {"no_repeat_ngram_size": 3}),
         ({"bad_words_ids": [[4, 5]], "suppress_tokens": [7, 8]}, {"banned": [[4, 5], [7], [8]]}),
+        # tokens that the pair does not have
+        ({"bad_words_ids": [[4, 100]], "suppress_tokens": [7, 200]}, {"banned": [[7]]}),
     ],
 )
 def test_requests_have_the_defaults_of_the_model(tmp_path: Path, settings: Any, expected: Any) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
-    assert request_defaults(str(tmp_path)) == expected
+    assert request_defaults(str(tmp_path), vocab=100) == expected
     assert unapplied_defaults(str(tmp_path)) == ""
 
 
@@ -94,7 +96,7 @@ def test_requests_have_the_defaults_of_the_model(tmp_path: Path, settings: Any, 
 def test_a_default_that_is_not_allowed_is_a_broken_checkpoint(tmp_path: Path, settings: Any) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     with pytest.raises(BrokenCheckpoint, match=r"generation_config\.json"):
-        request_defaults(str(tmp_path))
+        request_defaults(str(tmp_path), vocab=100)
 
 
 def test_the_note_names_settings_that_have_no_equivalent(tmp_path: Path) -> None:

@@ -116,8 +116,8 @@ def test_options_without_effect_make_no_processors() -> None:
 
 def test_the_shortest_text_knows_what_ends_it() -> None:
     sampling = SamplingConfig.of({"min_tokens": 4})
-    assert sampling.ending_with({9, 2}).processors == ProcessorConfig(min_tokens=4, ends=(2, 9))
-    assert replace(sampling, processors=None).ending_with({9}).processors is None
+    assert sampling.ending_with({9, 2, 10}, 10).processors == ProcessorConfig(min_tokens=4, ends=(2, 9))
+    assert replace(sampling, processors=None).ending_with({9}, 10).processors is None
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,11 @@ def test_the_shortest_text_knows_what_ends_it() -> None:
     (
         ("repetition_penalty", 0.0),
         ("repetition_penalty", float("inf")),
+        ("repetition_penalty", 1e-40),
+        ("presence_penalty", -1e39),
+        ("frequency_penalty", 1e39),
+        ("logit_bias", ((1, 1e39),)),
+        ("logit_bias", ((1, -1e39),)),
         ("presence_penalty", float("nan")),
         ("frequency_penalty", float("inf")),
         ("no_repeat_ngram_size", -1),
