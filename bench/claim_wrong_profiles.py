@@ -48,6 +48,7 @@ LEARNS = "learns"
 COST_MODEL = "cost model"
 PROFILES = (RIGHT, "busy", "two graphs", "other text")
 LEARNING_STEPS = 300
+PROMPT_TOKENS = 24
 TOKENS = 64
 TOKENS_PER_STEP = 8  # of a row, more than any arm emits
 PAGES = 400
@@ -134,12 +135,15 @@ class Stand:
             for name, policy in POLICIES.items()
         }
         num_requests = size * num_steps * TOKENS_PER_STEP // TOKENS
-        arrivals = [
-            Arrival(0.0, self.texts[place % len(self.texts)][:24], TOKENS) for place in range(num_requests)
-        ]
+        arrivals = [Arrival(0.0, self._prompt(place), TOKENS) for place in range(num_requests)]
         runs = in_turns({name: self._arm(size) for name in policies}, policies, arrivals)
         same_texts(runs)
         return runs
+
+    def _prompt(self, place: int) -> list[int]:
+        """A prompt of its own for every request: shared prefixes would favour the arm that evicts fewer."""
+        start, text = divmod(place, len(self.texts))
+        return self.texts[text][start : start + PROMPT_TOKENS]
 
 
 def tok_per_s(run: Replay, size: int) -> float:
