@@ -158,6 +158,12 @@ def test_the_error_of_an_invalid_body_gives_the_reason(
         {"stream_options": {"y" * 100_000: 1}, "stream": True},
         {"response_format": {"type": "z" * 100_000}},
         {"\ud800": 1},
+        {"min_tokens": 10**30},
+        {"no_repeat_ngram_size": 2**63},
+        {"stop_token_ids": [-1]},
+        {"stop": "x" * 1_000_000},
+        {"stop": ["a", "x" * 1_000_000]},
+        {"bad_words": ["x" * 1_000_000]},
     ],
     ids=lambda fields: json.dumps(fields)[:40],
 )
@@ -188,6 +194,7 @@ def test_half_of_a_surrogate_pair_is_a_400(shared: Running, half: str) -> None:
         ("prompt", {"prompt": half}),
         ("prompt", {"prompt": ["a", half]}),
         ("stop", {"prompt": "a", "stop": half}),
+        ("bad_words", {"prompt": "a", "bad_words": [half]}),
         ("messages", {"messages": [{"role": "user", "content": half}]}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": half}]}]}),
     ):
@@ -263,6 +270,29 @@ def test_other_clients_get_responses_while_a_large_prompt_is_refused(shared: Run
     assert answers
     assert "shorten it" in answers[0]
     assert slowest < 1.0  # even on a busy machine; without the limit it took 17 s
+
+
+def test_texts_of_a_client_are_never_encoded_in_the_event_loop(
+    shared: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = shared.service.tokenizer
+    in_loop: list[str] = []
+    encode = tokenizer.encode
+
+    def noting(text: str, **options: Any) -> list[int]:
+        with suppress(RuntimeError):  # no loop runs in this thread
+            asyncio.get_running_loop()
+            in_loop.append(text)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", noting)
+    before = len(shared.service.submitted)
+    shared.ask(prompt=["a", "b"], stop=["c"], bad_words=["d"], max_tokens=1)
+    shared.chat(max_tokens=1)
+    shared.post("/v1/responses", input="e", max_output_tokens=1)
+    shared.post("/tokenize", prompt="f")
+    assert len(shared.service.submitted) == before + 4
+    assert set(in_loop) <= {shared.service.story}  # which the fake encodes
 
 
 def test_an_error_that_is_not_the_client_s_fault_contains_nothing_about_the_server(
