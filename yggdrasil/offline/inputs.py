@@ -98,8 +98,18 @@ def describe_pair(
 
 
 def resolved(model: str) -> str:
-    """Absolute path of a local folder; a hub id stays as it is."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
+    """Absolute path of a local folder; a hub id stays as it is.
+
+    Raises:
+        ConfigError: no path can be that long.
+    """
+    try:
+        is_folder = Path(model).is_dir()
+    except OSError as error:
+        raise ConfigError(
+            "model", model, f"a folder, or the id of a model on the hub ({error.strerror})"
+        ) from None
+    return str(Path(model).resolve()) if is_folder else model
 
 
 def _check_device(config: CompileConfig) -> None:
