@@ -195,14 +195,28 @@ def test_half_of_a_surrogate_pair_is_a_400(shared: Running, half: str) -> None:
         ("prompt", {"prompt": ["a", half]}),
         ("stop", {"prompt": "a", "stop": half}),
         ("bad_words", {"prompt": "a", "bad_words": [half]}),
+        ("user", {"prompt": "a", "user": half}),
+        ("metadata", {"prompt": "a", "metadata": {"workload": half}}),
+        ("metadata", {"prompt": "a", "metadata": {half: 1}}),
+        ("structured_outputs", {"prompt": "a", "structured_outputs": {"regex": half}}),
         ("messages", {"messages": [{"role": "user", "content": half}]}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": half}]}]}),
     ):
         path = "/v1/chat/completions" if field == "messages" else "/v1/completions"
         message = refused(raw(shared, json.dumps(fields).encode(), path))
         assert message.startswith(f"{field}: \\ud")
-    refused(raw(shared, json.dumps({"model": half, "prompt": "a"}).encode()), 404)
-    assert shared.ask(prompt="🦊")["choices"]  # escaped as a pair
+    refused(raw(shared, json.dumps({"model": half, "prompt": "a"}).encode()))
+    body = {"input": "a", "metadata": {"a": half}}
+    assert refused(raw(shared, json.dumps(body).encode(), "/v1/responses")).startswith("metadata: \\ud")
+    assert shared.ask(prompt="🦊", metadata={"🦊": "🦊"})["choices"]  # escaped as pairs
+
+
+def test_half_of_a_surrogate_pair_in_the_arguments_of_a_call_is_a_400() -> None:
+    function = {"name": "f", "arguments": '{"a": "\\ud800"}'}
+    message = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    body = json.dumps({"messages": [message]}).encode()
+    with server(template=ChatTemplate("{{ messages[0].tool_calls[0].function.arguments.a }}")) as running:
+        assert refused(raw(running, body, "/v1/chat/completions")).startswith("messages: \\ud800")
 
 
 def test_tiny_temperatures_are_accepted(shared: Running) -> None:

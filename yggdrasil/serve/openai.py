@@ -25,7 +25,7 @@ from yggdrasil.serve.neutral import without_neutral
 from yggdrasil.serve.request import Event, Request
 from yggdrasil.serve.structured import ResponseFormat, forced_call, structured
 from yggdrasil.serve.tools import Format
-from yggdrasil.serve.wire import ApiError, Strict, check_text
+from yggdrasil.serve.wire import ApiError, Strict
 from yggdrasil.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -251,7 +251,6 @@ class WireRequest(Strict):
 
 
 def _check_short(text: str, field: str) -> None:
-    check_text(text, field)
     if len(text) > MOST_CHARS:
         message = f"{field}: a text of {len(text)} characters; at most {MOST_CHARS} are allowed"
         raise ApiError(400, message, param=field)
