@@ -16,6 +16,7 @@ from yggdrasil.store import artifacts
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",
+    "MOST_COUNT",
     "REASONING_PARSERS",
     "TOOL_PARSERS",
     "CompileConfig",
@@ -35,6 +36,7 @@ ORIGIN = re.compile(r"[a-z][a-z\d+.-]*://[^/\sA-Z]+")  # as browsers send it
 GRAMMARS = ("json", "regex", "choice", "grammar")
 MOST_GRAMMAR_CHARS = 1 << 16
 MOST_PENALTY = 100.0  # OpenAI's limit of a bias; much larger numbers are infinite in float32
+MOST_COUNT = 2**31 - 1  # of tokens; the step counts in 64 bits
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "json")
 REASONING_PARSERS = ("think",)
 DEFAULT_NEW_TOKENS = 256  # of a request without a limit, if the context has room
@@ -43,6 +45,10 @@ DEFAULT_NEW_TOKENS = 256  # of a request without a limit, if the context has roo
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
     if not condition:
         raise ConfigError(name, value, allowed)
+
+
+def _is_whole(value: object, most: int) -> bool:
+    return isinstance(value, int) and 0 <= value <= most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +128,8 @@ class ProcessorConfig:
             _require(is_allowed, "logit_bias", {token: value}, allowed)
         biased = [token for token, _ in self.logit_bias]
         _require(len(set(biased)) == len(biased), "logit_bias", biased, "every token once")
-        named = [*biased, *chain.from_iterable(self.banned), *self.ends]
-        _require(min(named, default=0) >= 0, "token", min(named, default=0), "an id, 0 or above")
+        for token in (*biased, *chain.from_iterable(self.banned), *self.ends):
+            _require(_is_whole(token, MOST_COUNT), "token", token, f"an id, from 0 to {MOST_COUNT}")
         penalty = self.repetition_penalty
         allowed = f"from {1 / most:g} to {most:g}"
         _require(1 / most <= penalty <= most, "repetition_penalty", penalty, allowed)
@@ -131,7 +137,8 @@ class ProcessorConfig:
             penalty = getattr(self, name)
             _require(-most <= penalty <= most, name, penalty, f"from {-most:g} to {most:g}")
         for name in ("no_repeat_ngram_size", "min_tokens"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 (off) or above")
+            count = getattr(self, name)
+            _require(_is_whole(count, MOST_COUNT), name, count, f"a whole number, 0 (off) to {MOST_COUNT}")
         _require(all(self.banned), "banned", self.banned, "sequences of at least one token")
 
     @property
@@ -168,10 +175,11 @@ class SamplingConfig:
             self.temperature,
             "a finite number, 0 or above",
         )
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or above")
+        is_count = isinstance(self.top_k, int) and self.top_k >= 0
+        _require(is_count, "top_k", self.top_k, "a whole number, 0 (off) or above")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
-        _require(0 <= self.seed < 2**63, "seed", self.seed, "from 0 to 2**63 - 1")
+        _require(_is_whole(self.seed, 2**63 - 1), "seed", self.seed, "a whole number from 0 to 2**63 - 1")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SamplingConfig:

@@ -63,7 +63,8 @@ class Grammars:
         """The state of a text that has not begun.
 
         Raises:
-            ConfigError: the grammar does not compile, or the model has no end-of-text token.
+            ConfigError: the grammar does not compile, has too many first tokens to tell them apart, or the
+                model has no end-of-text token.
             YggError: llguidance is not installed.
 
         Cost: milliseconds if the grammar is not among those that are kept; the first one takes as long as
@@ -78,7 +79,10 @@ class Grammars:
             matcher = self._compiled.setdefault(config, matcher)
             self._compiled.move_to_end(config)
             self._trim_()
-            return GrammarState(matcher.deep_copy(), self._vocab, self._ends)
+            state = GrammarState(matcher.deep_copy(), self._vocab, self._ends)
+        if state.stuck:
+            raise ConfigError(config.kind, config.source, f"simpler ({state.stuck})")
+        return state
 
     def _trim_(self) -> None:
         """Forget the grammars that were used the longest time ago; the last one stays."""
@@ -100,9 +104,13 @@ class Grammars:
                 self._tokenizer.source, n_vocab=self._vocab, eos_token=self._ends
             )
         limits = llguidance.LLParserLimits(**LIMITS)
-        matcher = llguidance.LLMatcher(self._vocabulary, _rules(config), log_level=0, limits=limits)
-        if matcher.is_error():
-            allowed = f"a {_name(config.kind)} that compiles ({_line(matcher.get_error())})"
+        try:
+            matcher = llguidance.LLMatcher(self._vocabulary, _rules(config), log_level=0, limits=limits)
+            problem = matcher.get_error() if matcher.is_error() else ""
+        except ValueError as error:  # not UTF-8, or nested too deeply
+            problem = str(error)
+        if problem:
+            allowed = f"a {_name(config.kind)} that compiles ({_line(problem)})"
             raise ConfigError(config.kind, config.source, allowed)
         return matcher
 
@@ -171,6 +179,11 @@ class GrammarState:
         self._beginning = self._reached(matcher)
         self._emitted: list[int] = []
         self._nodes: dict[tuple[int, ...], _Node] = {(): self._beginning}
+
+    @property
+    def stuck(self) -> str:
+        """Why not even the first token can be decided; empty if it can."""
+        return self._beginning.failure
 
     def follow_(self, emitted: Sequence[int]) -> None:
         """Move to the end of a text, from which paths count. Forgets the paths if it has moved.

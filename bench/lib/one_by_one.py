@@ -16,7 +16,8 @@ from yggdrasil.layout import READ_BEST
 from yggdrasil.models.packing import Chunk, pack_chains_
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.offline.budget import EVERY, CalibrationSize
-from yggdrasil.offline.traces import Passage, Traces, Written, forced_positions, text_edges
+from yggdrasil.offline.traces import Passage, Traces, forced_positions, text_edges
+from yggdrasil.offline.written import Written
 from yggdrasil.policy.acceptance import TreeRecord, fit_platt
 from yggdrasil.policy.depth import Array
 from yggdrasil.policy.uncalibrated import UNCALIBRATED, uncalibrated_policy

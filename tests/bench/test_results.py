@@ -10,7 +10,7 @@ import pytest
 from bench import results
 from bench.lib import sources
 from bench.lib.headlines import CLAIMS, Claimed, Headline
-from bench.results import cell, kind_of, page
+from bench.results import cell, code_of, kind_of, page
 
 
 def environment(**fields: Any) -> dict[str, Any]:
@@ -25,7 +25,8 @@ def environment(**fields: Any) -> dict[str, Any]:
 
 def cell_of(headline: Headline, *, serves: bool = False, **fields: Any) -> str:
     result = {"environment": environment(**fields)}
-    return cell("made_up.json", result, Claimed("a number", lambda result: headline, serves=serves))
+    claimed = Claimed("a number", lambda result: headline, serves=serves)
+    return cell("made_up.json", result, claimed, sources.code_digests())
 
 
 def test_the_page_is_generated_from_the_results() -> None:
@@ -42,8 +43,34 @@ def test_a_changed_result_is_noticed(
     assert "run `python -m bench.results`" in capsys.readouterr().err
 
 
+def test_a_change_of_the_code_is_noted_and_leaves_the_page_valid(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "code_digests", lambda: {"decode": "0" * 12, "serve": "1" * 12})
+    assert results.main(["--check"]) == 0
+    assert "the code is newer" in capsys.readouterr().err
+
+
+def test_a_mark_that_does_not_fit_the_named_code_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code = results.load_results()["guard.json"]["environment"]["code"]
+    text = page(results.load_results(), code)
+    other = text.replace(code["decode"], "0" * 12)
+    unmarked = text.replace(", stale", "", 1)
+    monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
+    for written, code_returned in ((text, 0), (other, 1), (unmarked, 1), ("", 1)):
+        results.PAGE.write_text(written)
+        assert results.main(["--check"]) == code_returned
+
+
+def test_a_page_names_the_code_that_it_compares_with() -> None:
+    code = sources.code_digests()
+    assert code_of(page(results.load_results(), code)) == code
+
+
 def test_every_result_is_in_the_page_once() -> None:
-    text = page(results.load_results())
+    text = page(results.load_results(), sources.code_digests())
     assert {name: text.count(f"(results/{name})") for name in results.load_results()} == dict.fromkeys(
         results.load_results(), 1
     )

@@ -46,6 +46,8 @@ def refused(capture: Capture, *arguments: str) -> str:
         (("--target", "a", "--draft", "b"), "--pair cannot be combined with --target and --draft"),
         ((), "no compiled pair named 'nobody'"),
         (("--host", "256.0.0.1"), "--host: '256.0.0.1'"),
+        (("--host", "\udcff"), "--host: "),
+        (("--host", "a" * 300), "--host: 'aaa"),
         (("--port", "65536"), "--port: 65536"),
         (("--port", "-1"), "--port: -1"),
         (("--drain-seconds", "-1"), "--drain-seconds: -1.0"),
@@ -117,11 +119,12 @@ def test_sizes_have_units(text: str, num_bytes: int) -> None:
     assert _num_bytes(text) == num_bytes
 
 
-def test_a_size_that_is_none_is_refused(capsys: Capture) -> None:
+@pytest.mark.parametrize("size", ("much", "1e9", "-1", "9" * 400))
+def test_a_size_that_is_none_is_refused(size: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["serve", "--kv-memory", "much"])
+        main(["serve", f"--kv-memory={size}"])
     assert ended.value.code == 2
-    assert "'much' is not a size; write 512MiB" in capsys.readouterr().err
+    assert f"'{size}' is not a size; write 512MiB" in capsys.readouterr().err
 
 
 def test_help_shows_the_defaults_of_the_config_and_imports_nothing_heavy() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_exact import PROMPTS, SHAPES, decode, engine_by_stages
 
-from yggdrasil.config import ProcessorConfig, SamplingConfig
+from yggdrasil.config import MOST_COUNT, ProcessorConfig, SamplingConfig
 from yggdrasil.errors import ConfigError
 from yggdrasil.pair import LoadedPair
 
@@ -103,6 +103,16 @@ def test_ends_without_a_logit_do_not_disturb_the_shortest_text(tiny: LoadedPair)
             tiny, PROMPTS[0], None, plain=plain, num_tokens=12, sampling=sampling, stop_tokens=(10**12,)
         )
         assert text == expected
+
+
+@pytest.mark.parametrize("name", ("min_tokens", "no_repeat_ngram_size", "top_k"))
+def test_the_largest_count_is_decoded_in_both_forms_of_the_step(tiny: LoadedPair, name: str) -> None:
+    sampling = SamplingConfig.of({name: 10**30 if name == "top_k" else MOST_COUNT, "temperature": 0.8})
+    by_stages = replace(tiny, engine=engine_by_stages(tiny))
+    options: dict[str, Any] = {"sampling": sampling, "num_tokens": 8, "ignore_eos": True}
+    plain = decode(tiny, PROMPTS[0], None, plain=True, **options)
+    assert len(plain) == 8
+    assert decode(by_stages, PROMPTS[0], SHAPES[3], **options) == plain
 
 
 def test_a_token_without_a_logit_is_refused(tiny: LoadedPair) -> None:

@@ -47,7 +47,7 @@ def test_labels_after_the_first_ones_are_one_cohort() -> None:
     assert cohorts.name_of(request()).workload == ""
 
 
-@pytest.mark.parametrize("label", ("a" * 65, 3, ["a"], {"a": 1}))
+@pytest.mark.parametrize("label", ("a" * 65, 3, ["a"], {"a": 1}, "\ud800", "a\nb", "\0"))
 def test_a_label_that_is_no_short_text_is_another_one(label: object) -> None:
     assert workload_of({"workload": label}) == OTHER
 

@@ -158,6 +158,12 @@ def test_the_error_of_an_invalid_body_gives_the_reason(
         {"stream_options": {"y" * 100_000: 1}, "stream": True},
         {"response_format": {"type": "z" * 100_000}},
         {"\ud800": 1},
+        {"min_tokens": 10**30},
+        {"no_repeat_ngram_size": 2**63},
+        {"stop_token_ids": [-1]},
+        {"stop": "x" * 1_000_000},
+        {"stop": ["a", "x" * 1_000_000]},
+        {"bad_words": ["x" * 1_000_000]},
     ],
     ids=lambda fields: json.dumps(fields)[:40],
 )
@@ -188,14 +194,29 @@ def test_half_of_a_surrogate_pair_is_a_400(shared: Running, half: str) -> None:
         ("prompt", {"prompt": half}),
         ("prompt", {"prompt": ["a", half]}),
         ("stop", {"prompt": "a", "stop": half}),
+        ("bad_words", {"prompt": "a", "bad_words": [half]}),
+        ("user", {"prompt": "a", "user": half}),
+        ("metadata", {"prompt": "a", "metadata": {"workload": half}}),
+        ("metadata", {"prompt": "a", "metadata": {half: 1}}),
+        ("structured_outputs", {"prompt": "a", "structured_outputs": {"regex": half}}),
         ("messages", {"messages": [{"role": "user", "content": half}]}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": half}]}]}),
     ):
         path = "/v1/chat/completions" if field == "messages" else "/v1/completions"
         message = refused(raw(shared, json.dumps(fields).encode(), path))
         assert message.startswith(f"{field}: \\ud")
-    refused(raw(shared, json.dumps({"model": half, "prompt": "a"}).encode()), 404)
-    assert shared.ask(prompt="🦊")["choices"]  # escaped as a pair
+    refused(raw(shared, json.dumps({"model": half, "prompt": "a"}).encode()))
+    body = {"input": "a", "metadata": {"a": half}}
+    assert refused(raw(shared, json.dumps(body).encode(), "/v1/responses")).startswith("metadata: \\ud")
+    assert shared.ask(prompt="🦊", metadata={"🦊": "🦊"})["choices"]  # escaped as pairs
+
+
+def test_half_of_a_surrogate_pair_in_the_arguments_of_a_call_is_a_400() -> None:
+    function = {"name": "f", "arguments": '{"a": "\\ud800"}'}
+    message = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    body = json.dumps({"messages": [message]}).encode()
+    with server(template=ChatTemplate("{{ messages[0].tool_calls[0].function.arguments.a }}")) as running:
+        assert refused(raw(running, body, "/v1/chat/completions")).startswith("messages: \\ud800")
 
 
 def test_tiny_temperatures_are_accepted(shared: Running) -> None:
@@ -263,6 +284,29 @@ def test_other_clients_get_responses_while_a_large_prompt_is_refused(shared: Run
     assert answers
     assert "shorten it" in answers[0]
     assert slowest < 1.0  # even on a busy machine; without the limit it took 17 s
+
+
+def test_texts_of_a_client_are_never_encoded_in_the_event_loop(
+    shared: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = shared.service.tokenizer
+    in_loop: list[str] = []
+    encode = tokenizer.encode
+
+    def noting(text: str, **options: Any) -> list[int]:
+        with suppress(RuntimeError):  # no loop runs in this thread
+            asyncio.get_running_loop()
+            in_loop.append(text)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", noting)
+    before = len(shared.service.submitted)
+    shared.ask(prompt=["a", "b"], stop=["c"], bad_words=["d"], max_tokens=1)
+    shared.chat(max_tokens=1)
+    shared.post("/v1/responses", input="e", max_output_tokens=1)
+    shared.post("/tokenize", prompt="f")
+    assert len(shared.service.submitted) == before + 4
+    assert set(in_loop) <= {shared.service.story}  # which the fake encodes
 
 
 def test_an_error_that_is_not_the_client_s_fault_contains_nothing_about_the_server(

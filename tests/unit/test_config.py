@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig, ServeConfig, from_dict
+from yggdrasil.config import (
+    CompileConfig,
+    GenerateConfig,
+    ProcessorConfig,
+    SamplingConfig,
+    ServeConfig,
+    from_dict,
+)
 from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.store import artifacts
 
@@ -30,6 +37,14 @@ INF = float("inf")
         (SamplingConfig, "min_p", NAN),
         (SamplingConfig, "seed", -1),
         (SamplingConfig, "seed", 2**63),
+        (SamplingConfig, "seed", 0.5),
+        (SamplingConfig, "top_k", 2.5),
+        (ProcessorConfig, "min_tokens", -1),
+        (ProcessorConfig, "min_tokens", 2**31),  # a number beyond 64 bits fails in the step, for all rows
+        (ProcessorConfig, "min_tokens", 1.5),
+        (ProcessorConfig, "no_repeat_ngram_size", -1),
+        (ProcessorConfig, "no_repeat_ngram_size", 10**30),
+        (ProcessorConfig, "no_repeat_ngram_size", 3.0),
         (GenerateConfig, "max_new_tokens", 0),
         (GenerateConfig, "max_new_tokens", -3),
         (GenerateConfig, "stop", ("ok", "")),

@@ -18,6 +18,7 @@ from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.grammar import Grammars
 from yggdrasil.pair import LoadedPair
 
+DEEP = '{"items": ' * 700 + "true" + "}" * 700
 WORDS = GrammarConfig.of("regex", "( fox| dog){1,3}")
 
 
@@ -40,9 +41,14 @@ def grammars(tiny: LoadedPair) -> Grammars:
         ("choice", ["a", ""], "not empty"),
         ("grammar", "start: b", "unknown name"),
         ("xml", "a", "kind"),
+        ("json", DEEP, "recursion"),
+        ("json", {"const": "\ud800"}, "JSON schema that compiles"),
+        ("regex", "\ud800", "surrogates"),
+        ("choice", ["\ud800"], "choice that compiles"),
+        ("grammar", 'start: "\ud800"', "surrogates"),
         ("regex", "a" * (MOST_GRAMMAR_CHARS + 1), "65536"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:20],
 )
 def test_a_grammar_that_does_not_compile_is_refused_with_the_reason(
     grammars: Grammars, kind: str, value: Any, message: str
@@ -50,6 +56,15 @@ def test_a_grammar_that_does_not_compile_is_refused_with_the_reason(
     with pytest.raises(ConfigError, match=message) as caught:
         grammars.state(GrammarConfig.of(kind, value))
     assert "\n" not in str(caught.value)
+
+
+def test_a_grammar_too_complex_for_its_first_token_is_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("yggdrasil.grammar.LIMITS", {"step_max_items": 8, "verbose_errors": False})
+    source = "start: a\na: | a a | /[a-z ]/ a /[a-z ]/ | /[ -~]/"
+    with pytest.raises(ConfigError, match=r"simpler \(the grammar is too complex"):
+        grammars.state(GrammarConfig.of("grammar", source))
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -133,9 +133,9 @@ def _check_name(name: str, target: str, draft: str) -> None:
     from yggdrasil.bundle import BUNDLED
     from yggdrasil.store.artifacts import OPERATORS
 
-    if name in (BUNDLED, OPERATORS) or not re.fullmatch(r"[^\W_][\w.-]*", name):
+    if name in (BUNDLED, OPERATORS) or not re.fullmatch(r"[^\W_][\w.-]{0,99}", name):
         allowed = (
-            "letters, digits, dots, dashes and underscores, a letter or digit first; "
+            "at most 100 letters, digits, dots, dashes and underscores, a letter or digit first; "
             f"{BUNDLED} and {OPERATORS} are taken"
         )
         command = f"{shlex.join(['ygg', 'compile', target, draft])} --name NAME"

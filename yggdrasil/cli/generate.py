@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,6 +191,16 @@ def _read(option: str, path: str) -> str:
         raise ConfigError(option, path, f"a file in UTF-8 ({error})") from None
 
 
+def _texts(option: str, texts: Sequence[str]) -> tuple[str, ...]:
+    """The texts of an option; the shell passes bytes that are not UTF-8 as lone surrogates."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(option, text, "text in UTF-8") from None
+    return tuple(texts)
+
+
 def _bias(text: str) -> tuple[int, float]:
     """A token id and the value to add."""
     token, _, value = text.partition("=")
@@ -277,14 +288,15 @@ def _config(options: argparse.Namespace, pair: LoadedPair | None = None) -> Gene
     """The request. Before the pair is loaded, its defaults and banned texts are left out."""
     chosen = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
     chosen["grammar"] = _grammar(options)
+    ban = _texts("ban", options.ban or ())
     if pair is not None:
         defaults = pair.bundle.defaults if options.model_defaults else {}
-        banned = pair.tokenizer.spellings(options.ban or ())
+        banned = pair.tokenizer.spellings(ban)
         chosen = {**defaults, **chosen, "banned": [*defaults.get("banned", ()), *banned]}
     sampling = SamplingConfig.of(chosen)
     return GenerateConfig(
         max_new_tokens=options.max_new_tokens,
-        stop=tuple(options.stop),
+        stop=_texts("stop", options.stop),
         ignore_eos=options.ignore_eos,
         plain=options.plain,
         sampling=sampling,

@@ -204,7 +204,7 @@ def _check_uncompiled(config: ServeConfig) -> None:
 
 
 def _num_bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 512MiB or 2GiB")
     return int(float(match[1]) * UNITS[match[2]])
@@ -229,7 +229,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(address[0], socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name that IDNA cannot encode
         raise ConfigError("--host", host, "an address of this machine", str(error)) from None
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

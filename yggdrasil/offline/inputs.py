@@ -98,8 +98,18 @@ def describe_pair(
 
 
 def resolved(model: str) -> str:
-    """Absolute path of a local folder; a hub id stays as it is."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
+    """Absolute path of a local folder; a hub id stays as it is.
+
+    Raises:
+        ConfigError: no path can be that long.
+    """
+    try:
+        is_folder = Path(model).is_dir()
+    except OSError as error:
+        raise ConfigError(
+            "model", model, f"a folder, or the id of a model on the hub ({error.strerror})"
+        ) from None
+    return str(Path(model).resolve()) if is_folder else model
 
 
 def _check_device(config: CompileConfig) -> None:
@@ -166,11 +176,17 @@ def max_context(config: CompileConfig, models: Mapping[str, Any]) -> int:
         ConfigError: more was asked for than the models support.
         UnsupportedModel: a model supports less than MIN_CONTEXT.
     """
-    num_positions = min(
-        getattr(model, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT + config.path_depth
-        for model in models.values()
+    unlimited = DEFAULT_MAX_CONTEXT + config.path_depth
+    num_positions, name = min(
+        (getattr(model, "max_position_embeddings", None) or unlimited, name)
+        for name, model in models.items()
     )
     most = _longest_context(num_positions, config)
+    if most < MIN_CONTEXT:
+        needed = MIN_CONTEXT + config.path_depth
+        raise UnsupportedModel(
+            name, f"a context of {num_positions} positions, of which a tree needs {needed},"
+        )
     if config.max_context is not None and config.max_context > most:
         why = f"the models have {num_positions} positions, a tree needs {config.path_depth}"
         raise ConfigError("max_context", config.max_context, f"at most {most}: {why}")

@@ -26,7 +26,8 @@ from yggdrasil.offline.budget import (
     seconds_of,
     seconds_of_sampling,
 )
-from yggdrasil.offline.depth_training import FOLDS, evaluate, fit_predictor, held_out
+from yggdrasil.offline.depth_evaluation import evaluate
+from yggdrasil.offline.depth_training import FOLDS, fit_predictor, held_out
 from yggdrasil.offline.latencies import (
     HOST_RUNS,
     ROUNDS,
@@ -45,8 +46,8 @@ from yggdrasil.offline.traces import (
     beginnings,
     drafted_traces,
     further_passages,
-    write_texts,
 )
+from yggdrasil.offline.written import write_texts
 from yggdrasil.policy.acceptance import AcceptanceTable, fit_acceptance
 from yggdrasil.policy.depth import PREDICTOR_FORMAT
 from yggdrasil.policy.gamma.switching import SwitchTable

@@ -1,12 +1,13 @@
-"""Import matplotlib, which may not be installed."""
+"""Draw with matplotlib, which may not be installed, into a folder that may not be writable."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from yggdrasil.errors import UsageError
+from yggdrasil.errors import ConfigError, UsageError
 
-__all__ = ["load_matplotlib"]
+__all__ = ["load_matplotlib", "save_figure"]
 
 
 def load_matplotlib() -> Any:
@@ -26,3 +27,13 @@ def load_matplotlib() -> Any:
             "matplotlib is not installed, but plots need it", "pip install 'yggdrasil-decoding[plots]'"
         ) from None
     return matplotlib
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure as PNG; raises ConfigError if the folder cannot be written."""
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise ConfigError(
+            "out", str(path.parent), f"a folder that you can write ({error.strerror})"
+        ) from None

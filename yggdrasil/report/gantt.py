@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from yggdrasil.errors import ConfigError
-from yggdrasil.report.drawing import load_matplotlib
+from yggdrasil.report.drawing import load_matplotlib, save_figure
 from yggdrasil.schedule.search import Timeline
 from yggdrasil.step.plan import STAGES
 
@@ -45,7 +45,7 @@ def plot_plans(charts: Mapping[str, Timeline], path: Path, *, title: str = "") -
     ]
     figure.legend(handles=handles, loc="outside right upper", fontsize=7)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
     return path
 
 

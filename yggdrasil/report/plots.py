@@ -7,7 +7,7 @@ from typing import Any
 
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.objective import speedup
-from yggdrasil.report.drawing import load_matplotlib
+from yggdrasil.report.drawing import load_matplotlib, save_figure
 
 __all__ = ["plot_acceptance", "plot_latency", "plot_predictor"]
 
@@ -67,7 +67,7 @@ def plot_latency(pair: LoadedPair, folder: Path) -> Path:
         axes.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
         axes.legend(fontsize=7)
     path = folder / f"{pair.bundle.name}-latency.png"
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
     return path
 
 
@@ -89,7 +89,7 @@ def plot_acceptance(pair: LoadedPair, folder: Path) -> Path:
     for axes in (left, right):
         axes.legend(fontsize=7)
     path = folder / f"{pair.bundle.name}-acceptance.png"
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
     return path
 
 
@@ -132,5 +132,5 @@ def plot_predictor(pair: LoadedPair, folder: Path) -> Path:
     )
     right.set(ylabel="ms per token, by the profile", ylim=(0, 1.15 * highest))
     path = folder / f"{pair.bundle.name}-{pair.dataset}-predictor.png"
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
     return path

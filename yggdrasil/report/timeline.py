@@ -34,7 +34,7 @@ from yggdrasil.engine import Engine
 from yggdrasil.errors import ConfigError
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.pair import LoadedPair
-from yggdrasil.report.drawing import load_matplotlib
+from yggdrasil.report.drawing import load_matplotlib, save_figure
 from yggdrasil.trace import Trace
 
 __all__ = [
@@ -423,7 +423,7 @@ def plot_timeline(step: StepRecord, path: Path, *, title: str = "") -> Path:
         )
     axes.set(xlim=(-0.03 * step.ms, 1.03 * step.ms), ylim=(3.6, -0.5), xlabel="ms", title=title)
     axes.set_yticks(range(3), ["graphs", "stages", "between\ngraphs"], fontsize=8)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
     return path
 
 

@@ -220,8 +220,15 @@ async def _begin(http: HttpRequest, body: WireRequest, rows: Rows) -> list[list[
     serving = serving_of(http)
     serving.check_model(body.model or serving.model)
     body.check_rows(serving.max_rows)
-    prompts = await run_in_threadpool(body.prompts, serving.encoder)  # megabytes of text take seconds
+    prompts, requests = await run_in_threadpool(_requests, body, serving)
     access_of(http).prompt_tokens = sum(map(len, prompts))
+    rows.submit(requests)
+    return prompts
+
+
+def _requests(body: WireRequest, serving: Serving) -> tuple[list[list[int]], list[Request]]:
+    """The prompts and the rows of a request; megabytes of text, and grammars, take seconds."""
+    prompts = body.prompts(serving.encoder)
     grammar = body.grammar(FORMATS[serving.tool_parser])
     requests = body.requests(
         prompts,
@@ -231,13 +238,12 @@ async def _begin(http: HttpRequest, body: WireRequest, rows: Rows) -> list[list[
         grammar=grammar,
     )
     if grammar is not None:
-        await run_in_threadpool(_prepare, serving.service, grammar, body.grammar_field)
-    rows.submit(requests)
-    return prompts
+        _prepare(serving.service, grammar, body.grammar_field)
+    return prompts, requests
 
 
 def _prepare(service: BatchService, grammar: GrammarConfig, field: str) -> None:
-    """Compile the grammar of a field, outside the loop."""
+    """Compile the grammar of a field."""
     try:
         service.prepare(grammar)
     except YggError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ValidationError
@@ -25,6 +25,7 @@ MAX_BODY_BYTES = 4 << 20
 # By the character that every value of a kind has; 64 prompts of 4096 tokens have as many values.
 MAX_VALUES = {b"[": 1 << 13, b"{": 1 << 13, b":": 1 << 15, b",": 1 << 18}
 NAMES = {b"[": "lists", b"{": "objects", b":": "fields", b",": "values"}
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON writes it, also one of a whole pair
 SMALL_BYTES = 1 << 16  # parsed faster than a thread wakes up on a busy machine
 
 Wire = TypeVar("Wire", bound=BaseModel)
@@ -34,7 +35,8 @@ def read_body(kind: type[Wire]) -> Callable[[HttpRequest], Awaitable[Wire]]:
     """Dependency of a route: the body as a request of this kind.
 
     Raises:
-        ApiError: the body is not JSON, has too many values, or has a field that is not allowed.
+        ApiError: the body is not JSON, has too many values or an invalid text, or has a field that is not
+            allowed.
     """
 
     async def read(http: HttpRequest) -> Wire:
@@ -61,6 +63,8 @@ def _parsed(body: bytes, kind: type[Wire]) -> Wire:
     check_counts(body)
     try:
         fields = json.loads(body.decode())
+        if isinstance(fields, dict) and SURROGATE.search(body):
+            _check_texts(fields)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not JSON: byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
@@ -72,6 +76,16 @@ def _parsed(body: bytes, kind: type[Wire]) -> Wire:
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     return checked(lambda: kind.model_validate(fields))
+
+
+def _check_texts(fields: dict[str, Any]) -> None:
+    """Raise ApiError for half of a surrogate pair anywhere: some fields come back, in UTF-8."""
+    for name, value in fields.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            raise ApiError(400, f"{name}: {half} is half of a surrogate pair", param=name) from None
 
 
 def checked(build: Callable[[], Wire]) -> Wire:

@@ -27,7 +27,7 @@ from yggdrasil.state import StepResult
 
 __all__ = ["MOST_LABELS", "OTHER", "Cohorts", "workload_of"]
 
-OTHER = "other"  # the label of all labels that are too many or too long
+OTHER = "other"  # the label of all labels that are too many, too long or not printable
 MOST_LABELS = 16
 MOST_CHARS = 64
 # The allowance, in multiples of a plain step's milliseconds:
@@ -175,4 +175,6 @@ def _gains(results: Sequence[StepResult], ms: float, plain_ms: float) -> list[Ga
 def workload_of(metadata: dict[str, Any]) -> str:
     """The label that a request's metadata gives its workload; empty without one."""
     label = metadata.get("workload", "")
-    return label if isinstance(label, str) and len(label) <= MOST_CHARS else OTHER
+    # metrics are UTF-8, in lines; half of a surrogate pair is not printable either
+    is_label = isinstance(label, str) and len(label) <= MOST_CHARS and label.isprintable()
+    return label if is_label else OTHER

@@ -25,7 +25,7 @@ from yggdrasil.serve.neutral import without_neutral
 from yggdrasil.serve.request import Event, Request
 from yggdrasil.serve.structured import ResponseFormat, forced_call, structured
 from yggdrasil.serve.tools import Format
-from yggdrasil.serve.wire import ApiError, Strict, check_text
+from yggdrasil.serve.wire import ApiError, Strict
 from yggdrasil.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ NAMED_SPECULATION = {"auto": None, "off": 0}
 MAX_SEED = 2**63 - 1
 MOST_BIASED = 1024  # tokens of a request's logit_bias
 MOST_BANNED = 128
+MOST_CHARS = 1000  # of a banned text or a stop text: each token is compared with all of them
 MOST_METADATA = 16  # OpenAI's limit
 OPTIONS = (
     *("temperature", "top_p", "top_k", "min_p", "logit_bias", "no_repeat_ngram_size", "min_tokens"),
@@ -194,7 +195,7 @@ class WireRequest(Strict):
     ) -> SamplingConfig:
         """How tokens are taken, without the seed."""
         for text in self.bad_words:
-            check_text(text, "bad_words")
+            _check_short(text, "bad_words")
         options = {name: getattr(self, name) for name in OPTIONS}
         options["logit_bias"] = {_token_of(key): value for key, value in self.logit_bias.items()}
         options |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
@@ -210,7 +211,7 @@ class WireRequest(Strict):
         seed = secrets.randbits(63) if self.seed is None else (self.seed + choice) % (MAX_SEED + 1)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         for text in stop:
-            check_text(text, "stop")
+            _check_short(text, "stop")
         config = GenerateConfig(
             max_new_tokens=max_new_tokens,
             stop=stop,
@@ -247,6 +248,12 @@ class WireRequest(Strict):
             message = f"{field} is {requested}; {sizes}, so at most {most} can follow"
             raise ApiError(400, message, param=field, code="context_length_exceeded")
         return requested
+
+
+def _check_short(text: str, field: str) -> None:
+    if len(text) > MOST_CHARS:
+        message = f"{field}: a text of {len(text)} characters; at most {MOST_CHARS} are allowed"
+        raise ApiError(400, message, param=field)
 
 
 def _token_of(key: str) -> int:

@@ -19,10 +19,10 @@ from conftest import TINY
 from yggdrasil import kernels
 from yggdrasil.bundle import NOT_IN_GRAPHS, Bundle, compile_command, graph_sources, is_compiled, read_bundle
 from yggdrasil.config import CompileConfig
-from yggdrasil.errors import ArtifactError, BrokenCheckpoint, ConfigError, ModelMismatch
+from yggdrasil.errors import ArtifactError, BrokenCheckpoint, ConfigError, ModelMismatch, UnsupportedModel
 from yggdrasil.models.load import check_vocabularies, shared_vocab
 from yggdrasil.offline import build, inputs
-from yggdrasil.offline.inputs import common_ids, describe_pair, source_files
+from yggdrasil.offline.inputs import common_ids, describe_pair, max_context, source_files
 from yggdrasil.offline.traces import CALIBRATION_TEXT, beginnings
 from yggdrasil.store import artifacts
 from yggdrasil.tokenizer import Tokenizer, load_tokenizer
@@ -187,6 +187,18 @@ def test_another_calibration_budget_is_in_the_command_and_keeps_the_graphs() -> 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+@pytest.mark.parametrize("num_positions", (-5, 8, 35))
+@pytest.mark.parametrize("model", ("target", "draft"))
+def test_a_model_with_too_few_positions_is_refused_by_name(model: str, num_positions: int) -> None:
+    models = {"target": SimpleNamespace(), "draft": SimpleNamespace()}
+    models[model].max_position_embeddings = num_positions
+    config = replace(TINY, max_context=None)
+    with pytest.raises(UnsupportedModel, match=f"{model}: a context of {num_positions} positions"):
+        max_context(config, models)
+    models[model].max_position_embeddings = 32 + config.path_depth
+    assert max_context(config, models) == 32
+
+
 def test_cuda_without_a_device_is_refused_with_a_command(llama_folders: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match="device: 'cuda' .*; ygg compile TARGET DRAFT --device cpu"):
         describe_pair(*llama_folders, "pair", replace(TINY, device="cuda"), CALIBRATION_TEXT)

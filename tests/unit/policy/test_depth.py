@@ -9,16 +9,13 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from yggdrasil.offline.depth_training import (
-    HeldOut,
-    accepted_lengths,
+from yggdrasil.offline.depth_evaluation import (
     calibration_error,
     decision_quality,
     evaluate,
-    fit_predictor,
-    held_out,
     scores_by_depth,
 )
+from yggdrasil.offline.depth_training import HeldOut, accepted_lengths, fit_predictor, held_out
 from yggdrasil.offline.traces import Forced, Traces
 from yggdrasil.policy.acceptance import Acceptance, TreeRecord
 from yggdrasil.policy.depth import DepthPredictor, Heads
