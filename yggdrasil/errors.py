@@ -49,9 +49,15 @@ SHOWN.maxlist = SHOWN.maxtuple = SHOWN.maxset = SHOWN.maxdict = 20
 
 
 def first_line(error: Exception) -> str:
-    """First line of an error of another library; its class name if it has no text."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """First line of an error of another library; its class name if it has no text.
+
+    >>> first_line(ValueError("wrong field 'width':\\n    it is not a number\\nsee the manual"))
+    "wrong field 'width': it is not a number"
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 class YggError(Exception):

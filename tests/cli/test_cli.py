@@ -243,7 +243,7 @@ def test_version_is_the_package_s(capsys: Capture) -> None:
             "ygg generate",
             "there is no option --tempurature; did you mean --temperature?",
         ),
-        ("generate x --temp 1", "ygg generate", "there is no option --temp"),
+        ("generate x --temp 1", "ygg generate", "there is no option --temp; did you mean --temperature?"),
         (
             "generate x --max-new 3",
             "ygg generate",

@@ -178,6 +178,21 @@ def test_lines_fit_108_columns(suffix: str) -> None:
     assert wide == []
 
 
+def test_every_assignment_has_a_line_of_its_own() -> None:
+    """`a, b = f()` unpacks one value; `a, b = x, y` is two assignments."""
+    doubled = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in tracked_files()
+        if path.suffix == ".py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+        and len(node.targets[0].elts) == len(node.value.elts)
+    ]
+    assert doubled == []
+
+
 def test_no_path_of_a_developer_s_machine_in_tracked_files() -> None:
     offenders = []
     for path in tracked_files():

@@ -61,5 +61,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    near = get_close_matches(word, known, n=1)
+    longer = [each for each in known if word and each.startswith(word)]
+    near = longer or get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -17,6 +17,7 @@ import os
 import platform
 import re
 import shlex
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -74,11 +75,21 @@ def root() -> Path:
 
 def _given_root(home: str) -> Path:
     folder = _home_folder() / home[2:] if home.startswith("~/") else Path(home)
-    if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise ConfigError(
-            "YGG_HOME", home, "a folder, or a path where one can be made", "YGG_HOME=FOLDER ygg ..."
-        )
+    problem = _problem_of(folder)
+    if problem:
+        allowed = f"a folder, or a path where one can be made ({problem})"
+        raise ConfigError("YGG_HOME", home, allowed, "YGG_HOME=FOLDER ygg ...")
     return folder.resolve()
+
+
+def _problem_of(folder: Path) -> str:
+    """Why a path is no folder and none can be made there; empty if it is one or nothing is there."""
+    try:
+        return "" if stat.S_ISDIR(os.stat(folder).st_mode) else "it is a file"
+    except FileNotFoundError:
+        return "it is a link to nothing" if folder.is_symlink() else ""
+    except OSError as error:  # longer than a path can be, a circle of links, below a file
+        return os.strerror(error.errno or 0).lower()
 
 
 def _home_folder() -> Path:

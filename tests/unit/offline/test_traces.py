@@ -202,7 +202,8 @@ def test_passages_take_a_tenth_of_the_budget_however_large_it_is() -> None:
 
 
 def test_further_passages_are_spread_over_the_texts_that_are_long_enough(tiny: LoadedPair) -> None:
-    long, short = "the cat sat on the mat. " * 60, "the cat"
+    long = "the cat sat on the mat. " * 60
+    short = "the cat"
     tokens = tiny.tokenizer.encode(long)
     found = further_passages([short, long], tiny.tokenizer)
     assert [passage.text for passage in found] == [1] * (PASSAGES - 1)

@@ -166,9 +166,18 @@ def test_a_root_that_cannot_be_is_refused_with_what_to_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("YGG_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="YGG_HOME: '.*/file' is not allowed; it must be a folder"):
-        artifacts.root()
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "circle").symlink_to("circle")
+    for name, problem in (
+        ("file", "it is a file"),
+        ("file/below", "not a directory"),
+        ("link", "a link to nothing"),
+        ("circle/below", "too many levels"),
+        ("x" * 300, "file name too long"),
+    ):
+        monkeypatch.setenv("YGG_HOME", str(tmp_path / name))
+        with pytest.raises(ConfigError, match=f"YGG_HOME: .* it must be a folder, .*{problem}"):
+            artifacts.root()
 
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
