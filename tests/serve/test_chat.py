@@ -133,6 +133,12 @@ def test_settings_of_the_tokenizer_override_the_older_file(tmp_path: Path) -> No
     assert load_chat_template(str(tmp_path)).render([]) == "<new><end>"
 
 
+def test_a_special_token_without_a_text_is_none(tmp_path: Path) -> None:
+    settings = {"bos_token": {"id": 1}, "eos_token": 2, "chat_template": "{{ bos_token is defined }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_chat_template(str(tmp_path)).render([]) == "False"
+
+
 def test_several_templates_need_a_default_one(tmp_path: Path) -> None:
     for named in (
         {"default": "plain", "tool_use": "tools"},
@@ -140,9 +146,10 @@ def test_several_templates_need_a_default_one(tmp_path: Path) -> None:
     ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
         assert load_chat_template(str(tmp_path)).render([]) == "plain"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": {"tool_use": "tools"}}))
-    with pytest.raises(ConfigError, match=r"\['tool_use'\] .* one is named default"):
-        load_chat_template(str(tmp_path))
+    for other in ({"tool_use": "tools"}, {"default": 5}, ["a"], [{"name": "default"}], 5):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": other}))
+        with pytest.raises(ConfigError, match="chat_template: .* one is named default"):
+            load_chat_template(str(tmp_path))
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     (tmp_path / "additional_chat_templates" / "default.jinja").write_text("of its own")

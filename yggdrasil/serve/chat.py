@@ -169,14 +169,19 @@ def _sources(model: str, configured: Any) -> dict[str, str]:
         tool_use = _file(model, "additional_chat_templates/tool_use.jinja")
         paths = {"default": default} | ({} if tool_use is None else {"tool_use": tool_use})
         return {name: _text(path) for name, path in paths.items()}
-    if isinstance(configured, list):
-        configured = {entry["name"]: entry["template"] for entry in configured}
-    if not isinstance(configured, dict):
-        return {"default": configured or ""}
-    if "default" not in configured:
+    sources = _by_name(configured)
+    if "default" not in sources or not all(isinstance(text, str) for text in sources.values()):
         allowed = "one template, or several of which one is named default"
-        raise ConfigError("chat_template", sorted(configured), allowed)
-    return configured
+        raise ConfigError("chat_template", configured, allowed)
+    return sources
+
+
+def _by_name(configured: Any) -> dict[Any, Any]:
+    """A setting, in any of its forms, as templates by name; empty if it has none of them."""
+    if isinstance(configured, list):
+        entries = [entry for entry in configured if isinstance(entry, dict)]
+        return {entry.get("name"): entry.get("template") for entry in entries}
+    return configured if isinstance(configured, dict) else {"default": configured or ""}
 
 
 def _text(path: Path) -> str:
@@ -192,7 +197,9 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     added = settings.get("extra_special_tokens")
     named = {**settings, **(added if isinstance(added, dict) else {})}
     tokens = {name: value for name, value in named.items() if name.endswith("_token")}
-    texts = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
+    }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
