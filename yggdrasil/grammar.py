@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from yggdrasil.config import GrammarConfig
 from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.trial import Trial, Verdict
 
 __all__ = ["WHITESPACE", "GrammarState", "Grammars"]
 
 Words = NDArray[np.int32]
 
-KEPT_GRAMMARS = 32  # compiled; one grows to some 40 MB at most, mostly states of its lexer
-KEPT_BYTES = 1 << 20  # of their sources
+KEPT_GRAMMARS = 32  # compiled; while texts are decoded, one may grow by 40 MB, the states of its lexer
+KEPT_BYTES = 256 << 20  # that compiling them took
 # A state takes up to 2 kB. 50 000 units of fuel are 4 ms, 10 000 items half a millisecond.
 LIMITS: dict[str, Any] = {
     "max_lexer_states": 20_000,
@@ -57,29 +58,35 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
         self._vocabulary: Any = None
-        self._compiled: OrderedDict[GrammarConfig, Any] = OrderedDict()
+        self._trial: Trial | None = None
+        self._compiled: OrderedDict[GrammarConfig, _Compiled] = OrderedDict()
+
+    def knows(self, config: GrammarConfig) -> bool:
+        """Whether `state` need not compile a grammar."""
+        with self._lock:
+            return config in self._compiled
 
     def state(self, config: GrammarConfig) -> GrammarState:
         """The state of a text that has not begun.
 
         Raises:
-            ConfigError: the grammar does not compile, has too many first tokens to tell them apart, or the
-                model has no end-of-text token.
+            ConfigError: the grammar does not compile, or not within the limits of a trial, or has too many
+                first tokens to tell them apart, or the model has no end-of-text token.
             YggError: llguidance is not installed.
 
-        Cost: milliseconds if the grammar is not among those that are kept; the first one takes as long as
-            reading a tokenizer. Other threads run meanwhile.
+        Cost: milliseconds if the grammar is not among those that are kept, and at most twice the time of a
+            trial; the first one takes as long as reading a tokenizer. Other threads run meanwhile.
         """
         with self._lock:
-            matcher = self._compiled.get(config)
-        if matcher is None:
+            compiled = self._compiled.get(config)
+        if compiled is None:
             with self._compiling:  # one at a time; those that are known wait for none
-                matcher = self._compile(config)
+                compiled = self._compile(config)
         with self._lock:
-            matcher = self._compiled.setdefault(config, matcher)
+            compiled = self._compiled.setdefault(config, compiled)
             self._compiled.move_to_end(config)
             self._trim_()
-            state = GrammarState(matcher.deep_copy(), self._vocab, self._ends)
+            state = GrammarState(compiled.matcher.deep_copy(), self._vocab, self._ends)
         if state.stuck:
             raise ConfigError(config.kind, config.source, f"simpler ({state.stuck})")
         return state
@@ -88,31 +95,54 @@ class Grammars:
         """Forget the grammars that were used the longest time ago; the last one stays."""
         while len(self._compiled) > 1 and (
             len(self._compiled) > KEPT_GRAMMARS
-            or sum(len(config.source.encode()) for config in self._compiled) > KEPT_BYTES
+            or sum(compiled.num_bytes for compiled in self._compiled.values()) > KEPT_BYTES
         ):
             self._compiled.popitem(last=False)
 
-    def _compile(self, config: GrammarConfig) -> Any:
+    def _compile(self, config: GrammarConfig) -> _Compiled:
         try:
             import llguidance
         except ImportError:
             raise YggError(f"grammars need llguidance: {INSTALL}") from None
         if not self._ends:
             raise ConfigError(config.kind, config.source, "left out: the model has no end-of-text token")
+        try:
+            rules = _rules(config)
+            verdict = self._tried().run(rules)
+        except ValueError as error:  # not UTF-8, or nested too deeply
+            verdict = Verdict(str(error))
+        if verdict.fault:
+            place = f"at {verdict.place}: " if verdict.place else ""
+            allowed = f"a {_name(config.kind)} that compiles ({place}{_line(verdict.fault)})"
+            raise ConfigError(config.kind, config.source, allowed)
         if self._vocabulary is None:
             self._vocabulary = llguidance.LLTokenizer(
                 self._tokenizer.source, n_vocab=self._vocab, eos_token=self._ends
             )
         limits = llguidance.LLParserLimits(**LIMITS)
-        try:
-            matcher = llguidance.LLMatcher(self._vocabulary, _rules(config), log_level=0, limits=limits)
-            problem = matcher.get_error() if matcher.is_error() else ""
-        except ValueError as error:  # not UTF-8, or nested too deeply
-            problem = str(error)
-        if problem:
-            allowed = f"a {_name(config.kind)} that compiles ({_line(problem)})"
-            raise ConfigError(config.kind, config.source, allowed)
-        return matcher
+        matcher = llguidance.LLMatcher(self._vocabulary, rules, log_level=0, limits=limits)
+        return _Compiled(matcher, max(verdict.num_bytes, len(rules)))
+
+    def _tried(self) -> Trial:
+        """The trial that every grammar passes first."""
+        if self._trial is None:
+            tokenizer = self._tokenizer.source
+            self._trial = Trial(
+                {"tokenizer": tokenizer, "vocab": self._vocab, "ends": self._ends, "limits": LIMITS}
+            )
+        return self._trial
+
+
+class _Compiled(NamedTuple):
+    """A grammar that is kept.
+
+    Args:
+        matcher: At the beginning of a text.
+        num_bytes: Of memory that it takes, at most.
+    """
+
+    matcher: Any
+    num_bytes: int
 
 
 def _rules(config: GrammarConfig) -> str:

@@ -18,7 +18,7 @@ import yggdrasil
 PACKAGE = Path(yggdrasil.__file__).parent
 ROOT = PACKAGE.parent
 GROUPS = (  # a module imports from its own group and from those before it
-    ("errors", "store", "config", "layout", "staging", "tokenizer", "grammar"),
+    ("errors", "store", "config", "layout", "staging", "tokenizer", "trial", "grammar"),
     ("tree", "kv", "state", "trace"),
     ("kernels",),
     ("models",),

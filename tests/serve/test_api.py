@@ -100,6 +100,9 @@ class FakeService:
         self._stopped.set()
         self._thread.join()
 
+    def knows(self, grammar: GrammarConfig) -> bool:
+        return False
+
     def prepare(self, grammar: GrammarConfig) -> None:
         self.prepared.append(grammar)
 

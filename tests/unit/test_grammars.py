@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,15 +32,17 @@ def grammars(tiny: LoadedPair) -> Grammars:
     ("kind", "value", "message"),
     [
         ("json", {"type": "objectt"}, "objectt"),
-        ("json", {"properties": {"a": {"pattern": "("}}}, "unclosed group"),
+        ("json", {"properties": {"a": {"pattern": "("}}}, "at /properties/a: .*unclosed group"),
         ("json", {"not": {}}, "not"),
+        ("json", {"items": {"anyOf": [{}, {"properties": {"a/b": {"type": "b"}}}]}}, "a~1b: Invalid type"),
+        ("json", {"$defs": {"a": {"type": "b"}}, "properties": {"c": {"$ref": "#/$defs/a"}}}, "at /"),
         ("json", "{", "JSON schema"),
         ("json", [1], "an object"),
         ("regex", "(", "unclosed group"),
         ("regex", 4, "a text"),
         ("choice", [], "not empty"),
         ("choice", ["a", ""], "not empty"),
-        ("grammar", "start: b", "unknown name"),
+        ("grammar", "start: b", r"at 1\(8\): unknown name"),
         ("xml", "a", "kind"),
         ("json", DEEP, "recursion"),
         ("json", {"const": "\ud800"}, "JSON schema that compiles"),
@@ -94,21 +97,36 @@ def test_only_the_end_is_allowed_after_the_end_and_off_the_grammar(
     assert state.allowed_V(()).nonzero()[0].tolist() == [a]
 
 
-def test_grammars_that_were_used_last_are_kept(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_that_were_used_last_are_kept_within_a_limit_of_bytes(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled = []
     compile_one = grammars._compile
-    monkeypatch.setattr(
-        grammars, "_compile", lambda config: (compiled.append(config.source), compile_one(config))[1]
-    )
+
+    def counted(config: GrammarConfig) -> Any:
+        compiled.append(config.source)
+        return compile_one(config)._replace(num_bytes=len(config.source))
+
+    monkeypatch.setattr(grammars, "_compile", counted)
+    monkeypatch.setattr(grammars, "_compiled", OrderedDict())
     monkeypatch.setattr(grammar_module, "KEPT_BYTES", 10)
     a, b, c = (GrammarConfig.of("regex", letter * 4) for letter in "abc")
     for config in (a, b, a, c, a, b):
         grammars.state(config)
     assert compiled == [config.source for config in (a, b, c, b)]
+    assert [grammars.knows(config) for config in (a, b, c)] == [True, True, False]
     long = GrammarConfig.of("regex", "d" * 40)
     grammars.state(long)
     grammars.state(long)
     assert compiled[4:] == [long.source]
+
+
+def test_a_grammar_that_takes_more_memory_counts_more(grammars: Grammars) -> None:
+    many = {"type": "object", "properties": {f"p{place}": {"type": "integer"} for place in range(500)}}
+    sizes = [
+        grammars._compile(GrammarConfig.of("json", schema)).num_bytes for schema in ({"type": "null"}, many)
+    ]
+    assert sizes[1] > sizes[0] + (1 << 20)
 
 
 def test_a_grammar_that_is_known_does_not_wait_for_one_that_is_compiled(

@@ -220,14 +220,19 @@ async def _begin(http: HttpRequest, body: WireRequest, rows: Rows) -> list[list[
     serving = serving_of(http)
     serving.check_model(body.model or serving.model)
     body.check_rows(serving.max_rows)
-    prompts, requests = await run_in_threadpool(_requests, body, serving)
+    prompts, requests, grammar = await run_in_threadpool(_requests, body, serving)
     access_of(http).prompt_tokens = sum(map(len, prompts))
+    if grammar is not None and not serving.service.knows(grammar):
+        async with serving.compiling:
+            await run_in_threadpool(_prepare, serving.service, grammar, body)
     rows.submit(requests)
     return prompts
 
 
-def _requests(body: WireRequest, serving: Serving) -> tuple[list[list[int]], list[Request]]:
-    """The prompts and the rows of a request; megabytes of text, and grammars, take seconds."""
+def _requests(
+    body: WireRequest, serving: Serving
+) -> tuple[list[list[int]], list[Request], GrammarConfig | None]:
+    """The prompts, the rows and the grammar of a request; megabytes of text take seconds."""
     prompts = body.prompts(serving.encoder)
     grammar = body.grammar(FORMATS[serving.tool_parser])
     requests = body.requests(
@@ -237,17 +242,23 @@ def _requests(body: WireRequest, serving: Serving) -> tuple[list[list[int]], lis
         defaults=serving.defaults,
         grammar=grammar,
     )
-    if grammar is not None:
-        _prepare(serving.service, grammar, body.grammar_field)
-    return prompts, requests
+    return prompts, requests, grammar
 
 
-def _prepare(service: BatchService, grammar: GrammarConfig, field: str) -> None:
-    """Compile the grammar of a field."""
+def _prepare(service: BatchService, grammar: GrammarConfig, body: WireRequest) -> None:
+    """Compile the grammar of a request; an error names the field, or the part that has it alone, too."""
     try:
         service.prepare(grammar)
     except YggError as error:
-        raise ApiError(400, f"{field}: {error}", param=field, code="invalid_grammar") from None
+        fault = (body.grammar_field, error)
+        for field, part in body.grammar_parts:
+            try:
+                service.prepare(part)
+            except YggError as of_part:
+                fault = (field, of_part)
+                break
+        message = f"{fault[0]}: {fault[1]}"
+        raise ApiError(400, message, param=body.grammar_field, code="invalid_grammar") from None
 
 
 async def _respond(reply: Reply, body: WireRequest, rows: Rows) -> Response:

@@ -107,6 +107,11 @@ class WireRequest(Strict):
         """The field that the grammar comes from."""
         return "structured_outputs" if self.structured_outputs else "response_format"
 
+    @property
+    def grammar_parts(self) -> list[tuple[str, GrammarConfig]]:
+        """Names and grammars of the parts of the grammar that can be wrong."""
+        return []
+
     def grammar(self, form: Format) -> GrammarConfig | None:
         """What the output must be; None for any text.
 

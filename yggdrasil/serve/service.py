@@ -79,6 +79,10 @@ class Service(Observer):
         """Largest number of tokens of prompt and output together that the pair and the KV pages allow."""
         return self._batcher.served_context
 
+    def knows(self, grammar: GrammarConfig) -> bool:
+        """Whether a grammar is compiled."""
+        return self._batcher.grammars.knows(grammar)
+
     def prepare(self, grammar: GrammarConfig) -> None:
         """Compile a grammar, so that `submit` finds it; raises the errors of `Grammars.state`."""
         self._batcher.grammars.state(grammar)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,12 @@ __all__ = ["BatchService", "Serving", "serving_of"]
 class BatchService(Protocol):
     """The part of a service that this module uses."""
 
+    def knows(self, grammar: GrammarConfig) -> bool:
+        """Whether a grammar is compiled."""
+        ...
+
     def prepare(self, grammar: GrammarConfig) -> None:
-        """Compile a grammar, which may take long."""
+        """Compile a grammar, which may take seconds."""
         ...
 
     def submit(self, request: Request) -> Any:
@@ -71,6 +76,7 @@ class Serving:
 
     Attributes:
         is_draining: Set while new requests are refused.
+        compiling: Held while a grammar is compiled, so slow ones take one thread and not all of the pool.
     """
 
     service: BatchService
@@ -89,6 +95,7 @@ class Serving:
     allow_origins: Sequence[str] = ()
     log: Callable[[str], None] | None = None
     is_draining: bool = False
+    compiling: asyncio.Lock = field(default_factory=asyncio.Lock)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -1,0 +1,62 @@
+"""Trials of grammars: a limit of time and of memory, and that one trial does not change the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from yggdrasil.grammar import LIMITS
+from yggdrasil.pair import LoadedPair
+from yggdrasil.trial import Trial
+
+MANY_PATTERNS = {"type": "string", "allOf": [{"pattern": f"a.{{{gap}}}b"} for gap in range(1, 60)]}
+
+
+def rules(schema: dict[str, Any]) -> str:
+    return json.dumps({"grammars": [{"json_schema": schema}]})
+
+
+@pytest.fixture(scope="module")
+def trial(tiny: LoadedPair) -> Iterator[Trial]:
+    ends = sorted(tiny.bundle.eos_tokens)
+    setup = {"tokenizer": tiny.tokenizer.source, "vocab": tiny.bundle.vocab, "ends": ends}
+    yield Trial({**setup, "limits": LIMITS}, most_s=1)
+
+
+def test_a_grammar_that_takes_hours_is_stopped_and_the_next_one_is_tried(trial: Trial) -> None:
+    for schema in (MANY_PATTERNS, {"type": "integer", "multipleOf": 999_983}):
+        verdict = trial.run(rules(schema))
+        assert re.fullmatch(r"it is too complex: it does not compile in (1 s|256 MB)", verdict.fault)
+    assert trial.run(rules({"type": "integer"})).fault == ""
+
+
+def test_a_fault_has_its_place(trial: Trial) -> None:
+    schema = {"properties": {"a": {"items": {"type": "b"}}, "c": {"type": "null"}}}
+    assert trial.run(rules(schema)).place == "/properties/a/items"
+    assert trial.run(rules({"type": "b"})).place == ""
+
+
+def test_a_process_that_was_ended_is_started_again(trial: Trial) -> None:
+    trial.run(rules({}))
+    process = trial._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert trial.run(rules({})).fault == ""
+    assert trial._process is not process
+
+
+def test_the_process_ends_with_its_trial(tiny: LoadedPair) -> None:
+    setup = {"tokenizer": tiny.tokenizer.source, "vocab": tiny.bundle.vocab, "ends": [0], "limits": LIMITS}
+    trial = Trial(setup)
+    trial.run(rules({}))
+    process = trial._process
+    assert process is not None
+    del trial
+    assert process.poll() is not None
