@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from yggdrasil.config import GenerateConfig, ServeConfig
+from yggdrasil.grammar import GrammarState
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.fixed import FixedGamma
@@ -136,3 +137,9 @@ def run(batcher: Batcher, *, check: bool = True) -> int:
         assert steps < 2000, "no progress"
     batcher.check()
     return steps
+
+
+def is_sentence(state: GrammarState, pair: LoadedPair, text: str, after: tuple[int, ...] = ()) -> bool:
+    """Whether a grammar allows a whole text after some tokens, and its end."""
+    tokens = [*after, *pair.tokenizer.encode(text, special_tokens=False), *pair.bundle.eos_tokens]
+    return all(state.allowed_V(tuple(tokens[:place]))[token] for place, token in enumerate(tokens))

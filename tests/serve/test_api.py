@@ -707,6 +707,29 @@ def test_a_grammar_reaches_the_service(
     assert shared.service.submitted[-1].config.grammar == expected
 
 
+def test_the_error_of_a_function_s_schema_names_the_function(
+    shared: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grammar of all calls has a place that the client never wrote."""
+
+    def prepare(grammar: GrammarConfig) -> None:
+        if "objectt" in grammar.source:
+            raise ConfigError(
+                grammar.kind, grammar.source, "known (at /a)" if grammar.kind == "json" else "x"
+            )
+
+    monkeypatch.setattr(shared.service, "prepare", prepare)
+    monkeypatch.setattr(shared.serving, "template", ChatTemplate("{{ tools }}"))
+    functions = [{"name": kind, "parameters": {"type": kind}} for kind in ("object", "objectt")]
+    tools = [{"type": "function", "function": function} for function in functions]
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "tool_choice": "required"}
+    refused = httpx.post(f"{shared.url}/v1/chat/completions", json=body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "tools")
+    assert error["message"].startswith("tools[1].function.parameters: ")
+    assert "(at /a)" in error["message"]
+
+
 def test_any_text_needs_no_grammar(shared: Running) -> None:
     before = len(shared.service.prepared)
     shared.ask(response_format={"type": "text"}, structured_outputs={})

@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from batches import is_sentence
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.grammar import Grammars
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.messages import Tool
@@ -86,20 +88,40 @@ def test_a_choice_forces_the_functions_that_it_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    "fields",
     (
-        ({"tool_choice": "required", "tools": []}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-        ({"tool_choice": "auto"}, "tools"),  # a strict function that need not be called
+        {"tool_choice": "required", "tools": []},
+        {"tool_choice": {"type": "function", "function": {"name": "other"}}},
     ),
 )
-def test_a_choice_that_cannot_be_enforced_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_a_choice_that_cannot_be_enforced_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
         chat(**fields)
-    assert refused.value.param == param
+    assert refused.value.param == "tool_choice"
 
 
 def test_a_forced_call_and_a_format_are_two_grammars() -> None:
     request = chat(tool_choice="required", response_format={"type": "json_object"})
     with pytest.raises(ApiError, match="two grammars"):
         request.grammar(FORMATS["json"])
+
+
+def test_references_of_a_function_begin_at_its_own_schema(tiny: LoadedPair) -> None:
+    """As pydantic writes nested models; two functions may define the same name."""
+    tools = [
+        Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+        for name, parameters in (("a", referring("integer")), ("b", referring("null")))
+    ]
+    grammars = Grammars(tiny.tokenizer, tiny.bundle.vocab, tiny.bundle.eos_tokens)
+    state = grammars.state(forced_call(tools, FORMATS["json"]))
+    for text, is_right in (
+        ('{"name": "a", "arguments": {"x": 3}}', True),
+        ('{"name": "b", "arguments": {"x": null}}', True),
+        ('{"name": "b", "arguments": {"x": 3}}', False),
+    ):
+        assert is_sentence(state, tiny, text) == is_right, text
+
+
+def referring(kind: str) -> dict[str, Any]:
+    item = {"type": kind}
+    return {"type": "object", "properties": {"x": {"$ref": "#/$defs/item"}}, "$defs": {"item": item}}

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 from test_api import CONTEXT, STORY, Running, eventually, server
 
 from yggdrasil.serve.chat import ChatTemplate
+from yggdrasil.serve.messages import Tool
+from yggdrasil.serve.structured import possible_calls
+from yggdrasil.serve.tools import FORMATS
 
 KEY = "a key"
 HI = [{"role": "user", "content": "Hi"}]
@@ -275,3 +279,25 @@ def test_without_a_choice_of_tools_the_text_is_left_alone_and_one_call_can_be_as
     processors = running.service.submitted[-1].config.sampling.processors
     assert processors is not None
     assert processors.grammar in running.service.prepared
+
+
+def test_strict_functions_that_may_be_called_are_a_grammar_and_their_calls_are_streamed(
+    calling: tuple[openai.OpenAI, Running, str],
+) -> None:
+    client, running, form = calling
+    tools: Any = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    if not FORMATS[form].opening:
+        with pytest.raises(openai.BadRequestError, match="no marker"):
+            client.chat.completions.create(model="tiny", messages=HI, tools=tools)
+        return
+    answer = client.chat.completions.create(model="tiny", messages=HI, tools=tools)
+    with client.chat.completions.stream(model="tiny", messages=HI, tools=tools) as stream:
+        streamed = stream.get_final_completion()
+    whole, final = (each.choices[0].message.tool_calls for each in (answer, streamed))
+    assert [(call.function.name, call.function.arguments) for call in whole] == [
+        (call.function.name, call.function.arguments) for call in final
+    ]
+    processors = running.service.submitted[-1].config.sampling.processors
+    assert processors is not None
+    offered = [Tool.model_validate(tool) for tool in tools]
+    assert processors.grammar == possible_calls(offered, FORMATS[form])

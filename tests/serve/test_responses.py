@@ -108,6 +108,17 @@ def test_events_are_numbered_and_make_up_the_whole_answer(
     assert done == sent[-1]["response"]["output"]
 
 
+def test_the_response_shows_the_options_that_were_used(running: Running, client: openai.OpenAI) -> None:
+    running.serving.defaults = {"temperature": 0.6, "top_p": 0.9}
+    for sent, used in (({}, (0.6, 0.9)), ({"temperature": 0.1}, (0.1, 0.9)), ({"top_p": None}, (0.6, 0.9))):
+        answer = client.responses.create(model="tiny", input="Hi", **sent)
+        sampling = running.service.submitted[-1].config.sampling
+        assert (answer.temperature, answer.top_p) == used == (sampling.temperature, sampling.top_p)
+    running.serving.defaults = {}
+    answer = client.responses.create(model="tiny", input="Hi")
+    assert (answer.temperature, answer.top_p) == (1.0, 1.0)
+
+
 @pytest.mark.parametrize("stream", (False, True))
 def test_calls_are_items_with_their_arguments(
     running: Running, client: openai.OpenAI, stream: bool

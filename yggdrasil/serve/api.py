@@ -46,7 +46,6 @@ from yggdrasil.serve.replies import ChatReply, CompletionReply, Reply, merge
 from yggdrasil.serve.request import DEFECT, Event, Request
 from yggdrasil.serve.responses import Answer, ResponsesRequest
 from yggdrasil.serve.serving import BatchService, Serving, serving_of
-from yggdrasil.serve.tools import FORMATS
 from yggdrasil.serve.wire import ApiError
 
 __all__ = ["Rows", "create_app"]
@@ -193,7 +192,7 @@ async def responses(http: HttpRequest, body: ResponsesBody, rows: RowsOfRequest)
     serving = serving_of(http)
     chat = checked(body.chat)
     prompts = await _begin(http, chat, rows)
-    answer = Answer(body, _chat_reply(serving, chat, prompts), serving.model)
+    answer = Answer(body, _chat_reply(serving, chat, prompts), serving.model, serving.defaults)
     if body.stream:
         return _event_stream(_events(answer, rows))
     received = [event async for _, event in rows.events()]
@@ -203,7 +202,7 @@ async def responses(http: HttpRequest, body: ResponsesBody, rows: RowsOfRequest)
 
 
 def _chat_reply(serving: Serving, body: ChatRequest, prompts: Sequence[Sequence[int]]) -> ChatReply:
-    form = FORMATS[serving.tool_parser]
+    form = serving.form
     wants_reasoning = serving.reasoning_parser is not None or body.include_reasoning is not None
     return ChatReply(
         body,
@@ -211,8 +210,7 @@ def _chat_reply(serving: Serving, body: ChatRequest, prompts: Sequence[Sequence[
         serving.tokenizer,
         prompts,
         form if body.offered else None,
-        # under a grammar the whole text is the answer, also if the template has opened the reasoning
-        separates_reasoning=wants_reasoning and body.grammar(form) is None,
+        separates_reasoning=wants_reasoning and body.has_free_text(form),
     )
 
 
@@ -234,7 +232,7 @@ def _requests(
 ) -> tuple[list[list[int]], list[Request], GrammarConfig | None]:
     """The prompts, the rows and the grammar of a request; megabytes of text take seconds."""
     prompts = body.prompts(serving.encoder)
-    grammar = body.grammar(FORMATS[serving.tool_parser])
+    grammar = body.grammar(serving.form)
     requests = body.requests(
         prompts,
         max_context=serving.max_context,

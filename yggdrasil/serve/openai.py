@@ -23,7 +23,7 @@ from yggdrasil.serve.cohorts import workload_of
 from yggdrasil.serve.messages import Message, Tool, ToolChoice
 from yggdrasil.serve.neutral import without_neutral
 from yggdrasil.serve.request import Event, Request
-from yggdrasil.serve.structured import ResponseFormat, forced_call, structured
+from yggdrasil.serve.structured import ResponseFormat, forced_call, possible_calls, structured
 from yggdrasil.serve.tools import Format
 from yggdrasil.serve.wire import ApiError, Strict
 from yggdrasil.tokenizer import Tokenizer
@@ -346,9 +346,6 @@ class ChatRequest(WireRequest):
             names = ", ".join(tool.function.name for tool in self.tools) or "none"
             message = f"tool_choice names a function that tools does not offer (offered: {names})"
             raise ApiError(400, message, param="tool_choice")
-        if not self.forced and any(tool.function.strict for tool in self.offered):
-            reason = "strict functions are enforced with tool_choice 'required' or a named function only"
-            raise ApiError(400, f"tools: {reason}", param="tools", code="unsupported_parameter")
         return self
 
     @model_validator(mode="after")
@@ -381,19 +378,46 @@ class ChatRequest(WireRequest):
         return self.tools if self.tool_choice == "required" else []
 
     @property
+    def _is_strict(self) -> bool:
+        """Whether an offered function binds the arguments of its calls."""
+        return any(tool.function.strict for tool in self.offered)
+
+    @property
     def grammar_field(self) -> str:
         """As in the base class, or the tools."""
-        return "tools" if self.forced else super().grammar_field
+        return "tools" if self.forced or self._is_strict else super().grammar_field
+
+    @property
+    def grammar_parts(self) -> list[tuple[str, GrammarConfig]]:
+        """The schemas of the functions, if the grammar is one of calls."""
+        if self.grammar_field != "tools":
+            return []
+        functions = [(place, tool.function) for place, tool in enumerate(self.tools)]
+        return [
+            (f"tools[{place}].function.parameters", GrammarConfig.of("json", function.parameters))
+            for place, function in functions
+            if function.parameters
+        ]
 
     def grammar(self, form: Format) -> GrammarConfig | None:
-        """As in the base class, or that of a call that must be made."""
+        """As in the base class, or that of calls: one that must be made, or those of strict functions."""
         chosen = super().grammar(form)
-        if not self.forced:
+        if self.grammar_field != "tools":
             return chosen
         if chosen is not None:
-            message = f"tool_choice and {super().grammar_field} are two grammars; send one of them"
-            raise ApiError(400, message, param="tool_choice")
-        return forced_call(self.forced, form)
+            field = "tool_choice" if self.forced else "tools"
+            message = f"{field} and {super().grammar_field} are two grammars; send one of them"
+            raise ApiError(400, message, param=field)
+        return forced_call(self.forced, form) if self.forced else possible_calls(self.offered, form)
+
+    def has_free_text(self, form: Format) -> bool:
+        """Whether the answer may be any text before a call, so it may begin with reasoning.
+
+        Under another grammar the whole text is the answer, also if the template has opened the reasoning.
+        """
+        if self.grammar(form) is None:
+            return True
+        return not self.forced and self._is_strict and not form.is_bare
 
     @property
     def num_top(self) -> int | None:

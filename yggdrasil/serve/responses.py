@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -229,9 +229,16 @@ class Answer:
     Args:
         request: As the client sent it.
         reply: Turns the events of the row into chunks.
+        defaults: The model's own options of requests.
     """
 
-    def __init__(self, request: ResponsesRequest, reply: ChatReply, model: str) -> None:
+    def __init__(
+        self, request: ResponsesRequest, reply: ChatReply, model: str, defaults: Mapping[str, Any]
+    ) -> None:
+        used = request.model_dump(include={"temperature", "top_p"})
+        used |= {
+            name: defaults[name] for name in used.keys() - request.model_fields_set if name in defaults
+        }
         self._reply = reply
         self._num_sent = 0
         self._finish: str | None = None
@@ -251,11 +258,11 @@ class Answer:
             "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": None,
             "store": False,
-            "temperature": request.temperature,
+            "temperature": used["temperature"],
             "text": {"format": request.text.format},
             "tool_choice": request.model_dump()["tool_choice"],
             "tools": [_listed(tool) for tool in request.tools],
-            "top_p": request.top_p,
+            "top_p": used["top_p"],
             "truncation": "disabled",
             "usage": None,
         }

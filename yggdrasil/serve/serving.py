@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fastapi import Request as HttpRequest
@@ -16,6 +16,7 @@ from yggdrasil.serve.hosts import HostNames
 from yggdrasil.serve.metrics import Metrics
 from yggdrasil.serve.prompts import PromptEncoder
 from yggdrasil.serve.request import Request
+from yggdrasil.serve.tools import FORMATS, Format
 from yggdrasil.serve.wire import ApiError
 from yggdrasil.tokenizer import Tokenizer
 
@@ -97,6 +98,14 @@ class Serving:
     is_draining: bool = False
     compiling: asyncio.Lock = field(default_factory=asyncio.Lock)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def form(self) -> Format:
+        """How this model calls tools."""
+        form = FORMATS[self.tool_parser]
+        tokens = self.tokenizer.encode(form.opening, special_tokens=False) if form.opening else []
+        is_special = len(tokens) == 1 and self.tokenizer.is_special(tokens[0])
+        return replace(form, opening_id=tokens[0]) if is_special else form
 
     @property
     def encoder(self) -> PromptEncoder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from yggdrasil.serve.messages import Tool
 from yggdrasil.serve.tools import Format
 from yggdrasil.serve.wire import ApiError, Strict
 
-__all__ = ["ResponseFormat", "forced_call", "structured"]
+__all__ = ["ResponseFormat", "forced_call", "possible_calls", "structured"]
 
 ANY_OBJECT = {"type": "object"}
 FORMAT_FIELDS = ("name", "description", "schema", "strict")
@@ -71,22 +72,83 @@ def forced_call(tools: Sequence[Tool], form: Format) -> GrammarConfig:
 
     The name comes before the arguments, which are an instance of the function's schema.
     """
+    around = ("", "") if form.is_bare else (f"{form.opening}\n", f"\n{form.closing}")
+    before, after = (f"{json.dumps(text)} " if text else "" for text in around)
+    call = _call([tool.function.parameters or ANY_OBJECT for tool in tools], tools, form)
+    return _grammar("tools", "grammar", f"start: {before}call {after}\ncall: {_json(call)}")
+
+
+def possible_calls(tools: Sequence[Tool], form: Format) -> GrammarConfig:
+    """The grammar of an answer that may call tools, whose calls `ToolParser` reads.
+
+    Text is free until a call begins: at a marker, or where the format needs none, at the first sign of the
+    answer. From there on it is a call; arguments of strict functions are an instance of their schema.
+
+    Raises:
+        ApiError: calls of this format have no marker.
+    """
+    if not form.opening:
+        reason = "calls of this model have no marker, so an answer in JSON could be one"
+        message = f"tools: strict functions need tool_choice 'required' or a named function: {reason}"
+        raise ApiError(400, message, param="tools", code="unsupported_parameter")
+    given = (tool.function.parameters if tool.function.strict else {} for tool in tools)
+    call = _call([parameters or ANY_OBJECT for parameters in given], tools, form)
+    lines = _bare_calls(call, form) if form.is_bare else _marked_calls(call, form)
+    return _grammar("tools", "grammar", "\n".join([*lines, "GAP: /[ \\t\\r\\n]{1,4}/"]))
+
+
+def _marked_calls(call: dict[str, Any], form: Format) -> list[str]:
+    """Calls between markers, and any text around them."""
+    return [
+        "start: marked* TEXT",
+        "TEXT: /(.|\\n)*/",
+        f"marked: head GAP? call GAP? {json.dumps(form.closing)}",
+        f"head[lazy]: TEXT {json.dumps(form.opening)}",
+        f"call: {_json(call)}",
+    ]
+
+
+def _bare_calls(call: dict[str, Any], form: Format) -> list[str]:
+    """A text that is no call from its first sign on, or calls after at most one marker, which end it."""
+    signs = re.escape("{" + form.between)
+    marker = "" if form.opening_id is None else f"<[{form.opening_id}]> | "
+    is_list = "[" in form.between
+    calls = {"type": "array", "items": call, "minItems": 1} if is_list else call
+    more = "" if is_list else f" ({json.dumps(form.between)} GAP? call)*"
+    return [
+        "start: BLANKS? (TEXT | begin? calls GAP?)?",  # a blank that could be of two terminals is of one
+        "BLANKS: /[ \\t\\r\\n]+/",
+        f"TEXT: /[^{signs} \\t\\r\\n](.|\\n)*/",
+        f"begin: ({marker}head) GAP?",
+        f"head[lazy]: TEXT? {json.dumps(form.opening)}",
+        f"calls: call{more}",
+        f"call: {_json(calls)}",
+    ]
+
+
+def _call(parameters: Sequence[dict[str, Any]], tools: Sequence[Tool], form: Format) -> dict[str, Any]:
+    """The schema of a call of one of these tools, whose arguments have these schemas.
+
+    Each has an id, because its references begin at its own root.
+    """
     calls = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": tool.function.name},
-                form.arguments: tool.function.parameters or ANY_OBJECT,
+                form.arguments: {"$id": f"json-schema:///{place}", **schema},
             },
             "required": ["name", form.arguments],
             "additionalProperties": False,
         }
-        for tool in tools
+        for place, (tool, schema) in enumerate(zip(tools, parameters, strict=True))
     ]
-    call = json.dumps({"anyOf": calls, "x-guidance": WHITESPACE})
-    around = ("", "") if form.is_bare else (f"{form.opening}\n", f"\n{form.closing}")
-    before, after = (f"{json.dumps(text)} " if text else "" for text in around)
-    return _grammar("tools", "grammar", f"start: {before}call {after}\ncall: %json {call}")
+    return {"anyOf": calls}
+
+
+def _json(schema: dict[str, Any]) -> str:
+    """A schema in a grammar."""
+    return f"%json {json.dumps({**schema, 'x-guidance': WHITESPACE})}"
 
 
 def _grammar(field: str, kind: str, value: Any) -> GrammarConfig:

@@ -39,6 +39,7 @@ class Format:
         between: Characters around calls, other than blanks.
         id_chars: Length of a call's id.
         arguments: The key of the arguments.
+        opening_id: The special token that is the opening; None if the model writes it as text.
     """
 
     opening: str = ""
@@ -47,6 +48,7 @@ class Format:
     between: str = ""
     id_chars: int = 24
     arguments: str = "arguments"
+    opening_id: int | None = None
 
 
 FORMATS = {
