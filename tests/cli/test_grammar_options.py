@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from yggdrasil.cli.generate import _config
-from yggdrasil.cli.main import _parser
+from yggdrasil.cli.main import _parser, main
 from yggdrasil.config import GrammarConfig
 from yggdrasil.errors import ConfigError
+from yggdrasil.pair import LoadedPair
 
 SCHEMA = {"type": "object", "properties": {"café": {"type": "integer"}}}
 
@@ -42,6 +43,18 @@ def test_a_file_that_cannot_be_read_or_is_no_schema_is_refused(tmp_path: Path) -
     broken.write_text("{")
     with pytest.raises(ConfigError, match="a JSON schema"):
         grammar("--json-schema", str(broken))
+
+
+def test_a_schema_that_does_not_compile_is_named_by_its_option_and_its_place(
+    tiny: LoadedPair, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`--json` is another option, the form of the output."""
+    broken = tmp_path / "broken"
+    broken.write_text('{"properties": {"a": {"type": "b"}}}')
+    assert main(["generate", "Once", "--pair", tiny.bundle.name, "--json-schema", str(broken)]) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("ygg generate: --json-schema: ")
+    assert "(at /properties/a: " in line
 
 
 def test_two_grammars_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,15 @@ def test_a_cohort_that_loses_stops_and_is_tried_again_within_its_allowance() -> 
     assert 50 < again < 100  # each loses 10 ms; the share of 100 s is 750 ms
 
 
+def test_a_cohort_that_stopped_drafts_again_in_every_step_once_it_wins() -> None:
+    """The share of its time pays for the first step, and that step's gain for all later ones."""
+    cohorts = Cohorts()
+    simulated(cohorts, 100, accepted=0)
+    assert not cohorts.speculates(A)
+    assert simulated(cohorts, 100, accepted=4) > 20
+    assert simulated(cohorts, 100, accepted=4) == 100
+
+
 def test_a_cohort_that_wins_never_stops_and_survives_some_losses() -> None:
     cohorts = Cohorts()
     assert simulated(cohorts, 100, accepted=3) == 100

@@ -33,6 +33,7 @@ several GPUs (each has a shard of the target, the first also the draft):
   torchrun --nproc-per-node 2 -m yggdrasil generate --pair mine "Hello"
 """
 SHARED = ("compile", "generate", "show")
+OTHER_NAMES = {"json": "json_schema"}  # of fields: --json is the form of the output
 VERBS = (
     compile_command,
     generate_command,
@@ -125,5 +126,6 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
 
 def _in_words_of(options: argparse.Namespace, error: ConfigError) -> ConfigError:
     """The error with the option's name, if the field is an option of this verb."""
-    is_option = error.field != "prompt" and hasattr(options, error.field)
-    return error.renamed(f"--{error.field.replace('_', '-')}") if is_option else error
+    name = OTHER_NAMES.get(error.field, error.field)
+    is_option = name != "prompt" and hasattr(options, name)
+    return error.renamed(f"--{name.replace('_', '-')}") if is_option else error
