@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import pydantic
 import pytest
 from test_api import STORY, Running, server
 from test_openai_client import CALLS, TEMPLATE, TOOLS
@@ -71,6 +72,30 @@ def test_langchain_binds_tools_and_sends_their_results(running: Running, model: 
     prompt = running.service.tokenizer.decode(list(running.service.submitted[-1].prompt))
     assert prompt.startswith("(get_weather)(sum)<user>Hi<assistant>I look.")
     assert prompt.endswith("<tool>12 °C<tool>12 °C")
+
+
+class City(pydantic.BaseModel):
+    name: str
+
+
+class Weather(pydantic.BaseModel):
+    """The weather of a city."""
+
+    city: City
+
+
+def test_langchain_binds_strict_tools_and_asks_for_structured_output(running: Running, model: Any) -> None:
+    answer = '{"city": {"name": "Oslo"}}'
+    running.service.story = f'<tool_call>{{"name": "Weather", "arguments": {answer}}}</tool_call>'
+    [call] = model.bind_tools([Weather], strict=True).invoke("Hi").tool_calls
+    assert call["args"] == json.loads(answer)
+    processors = running.service.submitted[-1].config.sampling.processors
+    assert processors is not None
+    assert "head[lazy]" in processors.grammar.source  # text is free until a call begins
+    for method, story in (("function_calling", running.service.story), ("json_schema", answer)):
+        running.service.story = story
+        found = model.with_structured_output(Weather, method=method, strict=True).invoke("Hi")
+        assert found == Weather(city=City(name="Oslo"))
 
 
 @pytest.fixture
