@@ -263,11 +263,6 @@ class ToolParser:
         self._held = self._held[len(self._held) - kept :]
 
 
-def _continues(last: CallPiece, piece: CallPiece) -> bool:
-    """Whether both have arguments of one call, and neither begins it."""
-    return not piece.name and not last.name
-
-
 class _Call:
     """A JSON object that calls a function, read character by character.
 
