@@ -19,7 +19,7 @@ PACKAGE = Path(yggdrasil.__file__).parent
 ROOT = PACKAGE.parent
 GROUPS = (  # a module imports from its own group and from those before it
     ("errors", "store", "config", "layout", "staging", "tokenizer", "grammar"),
-    ("tree", "kv", "state", "trace"),
+    ("picture", "tree", "kv", "state", "trace"),
     ("kernels",),
     ("models",),
     ("step",),

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from yggdrasil.config import GenerateConfig
+from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ConfigError
 from yggdrasil.models.protocol import TokenModel
@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 BETWEEN = "between stages"
+GREEDY = SamplingConfig()
 NUM_STEPS = 24
 MOST_RUNS = 6
 WARM_UP = 2  # steps of every run that are dropped: the first contains the prompt's forwards
@@ -310,7 +311,13 @@ class RecordedModel:
         self._notes.append(Forwards(self._kind, num_tokens, times_ms, self.sizes))
 
 
-def record_timeline(pair: LoadedPair, prompt: Sequence[int], *, num_steps: int = NUM_STEPS) -> Timeline:
+def record_timeline(
+    pair: LoadedPair,
+    prompt: Sequence[int],
+    *,
+    num_steps: int = NUM_STEPS,
+    sampling: SamplingConfig = GREEDY,
+) -> Timeline:
     """Decode a prompt with the default policy, without a plan, until `num_steps` steps were alike.
 
     There is no guard: on a busy machine it stops speculation, and a plain step has no draft to show.
@@ -319,13 +326,14 @@ def record_timeline(pair: LoadedPair, prompt: Sequence[int], *, num_steps: int =
         pair: Its caches are overwritten.
         prompt: At least one token; decoded up to `MOST_RUNS` times if one text has too few steps of a kind.
         num_steps: Steps of one kind to find; fewer are returned if there are no more.
+        sampling: How tokens are taken.
 
     Raises:
         ConfigError: the context has no room for a step after the warm-up.
     """
     steps: list[StepRecord] = []
     for _ in range(MOST_RUNS):
-        steps += _run(pair, prompt, WARM_UP + num_steps)[WARM_UP:]
+        steps += _run(pair, prompt, WARM_UP + num_steps, sampling)[WARM_UP:]
         if not steps:
             raise ConfigError(
                 "prompt",
@@ -338,16 +346,18 @@ def record_timeline(pair: LoadedPair, prompt: Sequence[int], *, num_steps: int =
     return found
 
 
-def _run(pair: LoadedPair, prompt: Sequence[int], num_steps: int) -> list[StepRecord]:
+def _run(
+    pair: LoadedPair, prompt: Sequence[int], num_steps: int, sampling: SamplingConfig
+) -> list[StepRecord]:
     recorder = Recorder()
     steps = []
     target = RecordedModel(pair.engine.target, "verify", recorder.graphs)
     draft = RecordedModel(pair.engine.draft, "draft", recorder.graphs)
     engine = Engine(target, draft, max_context=pair.bundle.max_context, trace=recorder)
     start = time.perf_counter()
-    for result in islice(
-        engine.generate(prompt, pair.policy(guard=False), GenerateConfig(ignore_eos=True)), num_steps
-    ):
+    policy = pair.policy(temperature=sampling.temperature, guard=False)
+    config = GenerateConfig(ignore_eos=True, sampling=sampling)
+    for result in islice(engine.generate(prompt, policy, config), num_steps):
         end = time.perf_counter()
         steps.append(recorder.take(str(result.shape), start * 1e3, end * 1e3))
         start = time.perf_counter()

@@ -155,7 +155,7 @@ class Batcher:
         ends = request.config.ends(self.eos_tokens)
         grammar = grammar_of(self.grammars, request.config)
         sampling = request.config.sampling.ending_with(ends, self.target.vocab)
-        state = DecodeState(list(request.prompt), sampling, grammar=grammar)
+        state = DecodeState(list(request.prompt), sampling, grammar=grammar, inspect=request.config.inspect)
         speculation = 0 if request.config.plain else request.speculation
         stream = TextStream(self.tokenizer, request.config.stop, request.prompt)
         return Ticket(request, state, stream, limit, ends, speculation)
