@@ -412,6 +412,7 @@ class ServeConfig:
         allow_origins: Origins of the web pages that may read answers; `*` is all.
         drain_seconds: Seconds that running requests get to finish after a signal.
         shadow: Share of the requests that are decoded both ways, from 0 to 1; see serve/shadow.py.
+        page: Have a page at `/`.
     """
 
     policy: str = "trees"
@@ -430,6 +431,7 @@ class ServeConfig:
     allow_origins: tuple[str, ...] = ()
     drain_seconds: float = 30.0
     shadow: float = 0.0
+    page: bool = True
 
     def __post_init__(self) -> None:
         _require(self.gamma_max is None or self.gamma_max >= 0, "gamma_max", self.gamma_max, "0 or above")

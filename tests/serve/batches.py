@@ -51,6 +51,7 @@ class Client:
     num_top: int | None = None
     prompt_top: int | None = None
     workload: str = ""
+    trees: bool = False
     events: list[Event] = field(default_factory=list)
 
     def request(self) -> Request:
@@ -61,6 +62,7 @@ class Client:
             num_top=self.num_top,
             prompt_top=self.prompt_top,
             workload=self.workload,
+            trees=self.trees,
             on_event=self.events.append,
         )
 

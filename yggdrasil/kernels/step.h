@@ -57,10 +57,10 @@ struct Menu {
 };
 
 // What one row did. Its path and the tokens that it emits, `path_len` each, are at `ids_at` of the ids; its
-// verified tree at `words_at` of the words, as `TokenTree.unpacked` reads it; after it, for a row to inspect,
-// the drafted tree, and the id there of every verified node; the acceptance of its drafted nodes but the root
-// at `values_at` of the values. `path_len` is 0 where a logit is not finite; `top_logit`
-// is the largest of the path's last node, for a row with processors.
+// verified tree at `words_at` of the words, as `TokenTree.unpacked` reads it; after it, for a row to
+// inspect, the drafted tree and the id there of every verified node; the acceptance of its drafted nodes
+// but the root at `values_at` of the values. `path_len` is 0 where a logit is not finite; `top_logit` is
+// the largest of the path's last node, for a row with processors.
 struct RowResult {
   int64_t drafted, depth, verified, root_at, target_len, draft_len, path_len;
   int64_t ids_at, words_at, values_at;
