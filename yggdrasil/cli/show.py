@@ -135,6 +135,7 @@ def _show_profile(pair: Any, options: argparse.Namespace) -> None:
 
 def _show_plan(pair: Any, options: argparse.Namespace) -> None:
     from yggdrasil.report.gantt import plot_plans
+    from yggdrasil.report.plots import measured_on
     from yggdrasil.report.tables import plan_table
 
     print(plan_table(pair))
@@ -144,7 +145,7 @@ def _show_plan(pair: Any, options: argparse.Namespace) -> None:
             mark = " (runs)" if timeline.plan == search.plan else ""
             charts[f"temperature {search.temperature}, {timeline.plan.name}{mark}"] = timeline
     if charts:
-        title = f"{pair.bundle.name}: one iteration, simulated from measured stages"
+        title = f"one iteration, simulated from measured stages: {measured_on(pair)}"
         print(plot_plans(charts, options.out / f"{pair.bundle.name}-plan.png", title=title))
 
 
@@ -162,7 +163,9 @@ def _show_step(pair: Any, options: argparse.Namespace) -> None:
     timeline = record_timeline(pair, pair.tokenizer.encode(options.prompt), sampling=_sampling(options))
     print(timeline_table(timeline))
     step = timeline.representative
-    title = f"{pair.bundle.name}: {step.shape}, {step.ms:.2f} ms"
+    from yggdrasil.report.plots import measured_on
+
+    title = f"{step.shape}, {step.ms:.2f} ms now; profile: {measured_on(pair)}"
     print(plot_timeline(step, options.out / f"{pair.bundle.name}-step.png", title=title))
 
 
