@@ -165,7 +165,7 @@ def _show_step(pair: Any, options: argparse.Namespace) -> None:
     step = timeline.representative
     from yggdrasil.report.plots import measured_on
 
-    title = f"{step.shape}, {step.ms:.2f} ms now; profile: {measured_on(pair)}"
+    title = f"{step.shape}, {step.ms:.2f} ms; measured now, with the profile of\n{measured_on(pair)}"
     print(plot_timeline(step, options.out / f"{pair.bundle.name}-step.png", title=title))
 
 

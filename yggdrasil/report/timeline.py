@@ -17,6 +17,7 @@ host    choose shape,     grow 1      grow 2      grow 3,                 output
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ BETWEEN = "between stages"
 GREEDY = SamplingConfig()
 NUM_STEPS = 24
 MOST_RUNS = 6
+LABEL_SHARE = 0.011  # of the step, for one line of text on its side; a shorter bar has no label
 WARM_UP = 2  # steps of every run that are dropped: the first contains the prompt's forwards
 
 
@@ -419,19 +421,23 @@ def plot_timeline(step: StepRecord, path: Path, *, title: str = "") -> Path:
         for bar, span in zip(bars, spans, strict=True):
             axes.bar_label(
                 bar,
-                [span.name],
+                [span.name if span.ms > LABEL_SHARE * step.ms else ""],
                 label_type="center",
                 fontsize=6,
                 rotation=90 if span.ms < 0.1 * step.ms else 0,
             )
+    right_ms = -math.inf
     for gap in gaps(step):
         centre_ms = (gap[0].start_ms + gap[-1].end_ms) / 2 - step.start_ms
         length_ms = gap[-1].end_ms - gap[0].start_ms
         axes.barh(2, length_ms, left=centre_ms - length_ms / 2, height=0.3, color="grey")
-        axes.text(
-            centre_ms, 2.25, _gap_label(gap), ha="center", va="top", ma="right", fontsize=6, rotation=90
-        )
-    axes.set(xlim=(-0.03 * step.ms, 1.03 * step.ms), ylim=(3.6, -0.5), xlabel="ms", title=title)
+        label = _gap_label(gap)
+        half_ms = LABEL_SHARE * step.ms * (label.count("\n") + 1) / 2
+        label_ms = max(centre_ms, right_ms + half_ms)  # right of the last label
+        right_ms = label_ms + half_ms
+        axes.text(label_ms, 2.25, label, ha="center", va="top", ma="right", fontsize=6, rotation=90)
+    axes.set(xlim=(-0.03 * step.ms, 1.03 * step.ms), ylim=(3.6, -0.5), xlabel="ms")
+    axes.set_title(title, fontsize=9)
     axes.set_yticks(range(3), ["graphs", "stages", "between\ngraphs"], fontsize=8)
     save_figure(figure, path)
     return path
