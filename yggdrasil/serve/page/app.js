@@ -184,6 +184,7 @@ function end() {
   at("send").disabled = false;
   at("stop").hidden = true;
   readMetrics();
+  setTimeout(readMetrics, POLL_MS); // the batch reports a step after its events
 }
 
 function clear() {
