@@ -139,8 +139,8 @@ class Engine:
             raise YggError(result.error)
         self.target.cache.kept_(row.target_len)
         self.draft.cache.kept_(row.draft_len)
-        if catches_up:
-            result = replace(result, caught_up=True)
+        if catches_up or policy.is_guard:
+            result = replace(result, caught_up=catches_up, is_guarded=policy.is_guard)
         policy.observe(result)
         return result
 
@@ -228,7 +228,7 @@ class Engine:
         stream = None
         if config.stop and self.tokenizer is not None:
             stream = TextStream(self.tokenizer, config.stop, prompt)
-        self._generating = state = DecodeState(prompt, sampling, grammar=grammar)
+        self._generating = state = DecodeState(prompt, sampling, grammar=grammar, inspect=config.inspect)
         self.target.cache.rollback_(0)
         self.draft.cache.rollback_(0)
         with self.trace.stage("prefill"):

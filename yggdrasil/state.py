@@ -11,9 +11,33 @@ from torch import Tensor
 from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import ConfigError
 from yggdrasil.grammar import GrammarState
+from yggdrasil.picture import Svg
+from yggdrasil.tokenizer import Tokenizer
 from yggdrasil.tree import TokenTree
 
-__all__ = ["PLAIN", "DecodeState", "Head", "Row", "Shape", "StepResult", "StopRule", "truncate"]
+__all__ = [
+    "PLAIN",
+    "DecodeState",
+    "Head",
+    "Inspection",
+    "Row",
+    "Shape",
+    "StepResult",
+    "StopRule",
+    "truncate",
+]
+
+__all__ = [
+    "PLAIN",
+    "DecodeState",
+    "Head",
+    "Inspection",
+    "Row",
+    "Shape",
+    "StepResult",
+    "StopRule",
+    "truncate",
+]
 
 
 class StopRule(Protocol):
@@ -124,6 +148,7 @@ class DecodeState:
         head: The head draft if it ran ahead of time; its root's KV is then provisional in the draft's
             cache.
         top_logit: The target's largest logit before the root if the request has processors; at first 0.
+        inspect: Whether the results of its steps have an `Inspection`.
     """
 
     tokens: list[int]
@@ -133,6 +158,7 @@ class DecodeState:
     hidden_of: Callable[[], Tensor] | None = None
     head: Head | None = None
     top_logit: Tensor | float = 0.0
+    inspect: bool = False
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)
@@ -182,6 +208,22 @@ class Row:
         return self.state.root_pos - self.draft_len
 
 
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """What a step looked at and did not emit, for a request that asks for it.
+
+    Args:
+        tree: The drafted tree, before pruning.
+        kept: The id in it of every verified node, ascending.
+        target_tokens: (K,) the target's own token after every verified node. Pruned nodes have none: the
+            target did not run them.
+    """
+
+    tree: TokenTree
+    kept: Sequence[int]
+    target_tokens: Sequence[int]
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The result of one step.
@@ -201,6 +243,8 @@ class StepResult:
         error: What is wrong with the target's logits; then no token is emitted.
         values: Calibrated acceptance of every drafted node but the root.
         depths: Depth in the tree of every verified node, root included.
+        is_guarded: Whether a guard watches the session and may end its speculation.
+        inspection: The drafted tree and the target's tokens, if `GenerateConfig.inspect` asks for them.
     """
 
     tokens: list[int]
@@ -216,11 +260,22 @@ class StepResult:
     error: str = ""
     values: Sequence[float] = ()
     depths: Sequence[int] = ()
+    is_guarded: bool = False
+    inspection: Inspection | None = None
 
     @property
     def tree(self) -> TokenTree:
         """The verified tree."""
         return self.tree_of()
+
+    def to_svg(self, tokenizer: Tokenizer) -> Svg:
+        """The step as a picture: the verified tree, or with an inspection the drafted one."""
+        tree = self.tree if self.inspection is None else self.inspection.tree
+        kept = None if self.inspection is None else self.inspection.kept
+        path = self.path if kept is None else [kept[node] for node in self.path]
+        labels = [tokenizer.token_text(token) for token in tree.token_N.tolist()]
+        bonus = tokenizer.token_text(self.tokens[-1]) if len(self.tokens) == len(path) else ""
+        return tree.to_svg(labels, path, kept=kept, bonus=bonus)
 
     @property
     def accepted(self) -> int:

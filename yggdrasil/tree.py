@@ -12,6 +12,7 @@ smaller id than its children, so any ascending set of nodes is in position order
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from yggdrasil.errors import ConfigError
+from yggdrasil.picture import Picture, Svg
 from yggdrasil.staging import upload
 
 if TYPE_CHECKING:
@@ -179,20 +181,27 @@ class TokenTree:
     def path_NA(self) -> Tensor:
         return self._path[: self._len]
 
-    def grow(self, parents: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+    def grow(
+        self,
+        parents: Tensor | Sequence[int],
+        tokens: Tensor | Sequence[int],
+        log_probs: Tensor | Sequence[float],
+    ) -> None:
         """Attach new nodes anywhere.
 
         Args:
-            parents: (W,) ids of existing nodes, integer.
+            parents: (W,) ids of existing nodes, integer; a list or a tensor, like the other arguments.
             tokens: (W,) vocabulary ids; siblings must differ.
             log_probs: (W,) path log-probabilities, float, none above its parent's.
 
         Raises:
-            ConfigError: more nodes than the capacity, lengths that differ, or, on a CPU only, a parent that
-                does not exist.
+            ConfigError: more nodes than the capacity, lengths that differ, or a parent that does not exist;
+                a tensor of parents on a device is not read.
 
-        Cost: seven small operators, no sync. Values are checked by `check`, not here.
+        Cost: seven small operators, no sync; one copy for every list. Values are checked by `check`.
         """
+        tokens = self._as_tensor(tokens, torch.int32)
+        log_probs = self._as_tensor(log_probs, torch.float32)
         width = len(parents)
         first = self._len
         self._require_room(width)
@@ -200,8 +209,9 @@ class TokenTree:
             raise ConfigError(
                 "lengths of parents, tokens and log_probs", (width, len(tokens), len(log_probs)), "equal"
             )
-        if self.is_cpu:
-            self._require_parents(parents)
+        if self.is_cpu or not isinstance(parents, Tensor):
+            self._require_parents(torch.as_tensor(parents))
+        parents = self._as_tensor(parents, torch.int64)
         new = slice(first, first + width)
         self._parent[new] = parents
         self._token[new] = tokens
@@ -227,7 +237,14 @@ class TokenTree:
         yield self._len, *self.arrays
         self._len += width
 
+    def _as_tensor(self, values: Tensor | Sequence[float], dtype: torch.dtype) -> Tensor:
+        if isinstance(values, Tensor):
+            return values
+        return torch.tensor(values, dtype=dtype, device=self._token.device)
+
     def _require_parents(self, parents: Tensor) -> None:
+        if len(parents) == 0:
+            return
         if parents.is_floating_point() or parents.dtype == torch.bool:
             raise ConfigError("parents", str(parents.dtype), "integers")
         unknown = parents[(parents < 0) | (parents >= self._len)]
@@ -259,7 +276,7 @@ class TokenTree:
         """Node ids from the root to every leaf, in the leaves' order."""
         return [[node for node in path if node >= 0] for path in self.path_NA[self.leaves].tolist()]
 
-    def prune(self, k: int, *, values: Tensor | None = None) -> tuple[TokenTree, Tensor]:
+    def prune(self, k: int, *, values: Tensor | Sequence[float] | None = None) -> tuple[TokenTree, Tensor]:
         """The connected subtree of at most `k` nodes, root included, with the largest sum of values.
 
         Args:
@@ -279,7 +296,7 @@ class TokenTree:
         """
         if k < 1:
             raise ConfigError("k", k, "at least 1: the root stays")
-        values = self.log_prob_N.exp() if values is None else values
+        values = self.log_prob_N.exp() if values is None else self._as_tensor(values, torch.float64)
         if len(values) != self._len:
             raise ConfigError("length of values", len(values), f"the number of nodes, {self._len}")
         keep = best_subtree(self.parent_N.tolist(), values.tolist(), k)  # sync: the kept ids decide shapes
@@ -304,7 +321,7 @@ class TokenTree:
         tree._path.copy_(renamed[self._path[kept]])
         return tree
 
-    def walk(self, next_tokens: Tensor) -> list[int]:
+    def walk(self, next_tokens: Tensor | Sequence[int]) -> list[int]:
         """The accepted path: from the root, descend while a child has the target's token.
 
         Args:
@@ -318,7 +335,8 @@ class TokenTree:
         """
         parents = self.parent_N.tolist()  # sync: the walk runs on the host
         tokens = self.token_N.tolist()  # sync: the walk runs on the host
-        return walk(parents, tokens, next_tokens.tolist())
+        wanted = next_tokens.tolist() if isinstance(next_tokens, Tensor) else next_tokens
+        return walk(parents, tokens, wanted)
 
     def check(self) -> None:
         """Raises ConfigError for parents, depths, paths, siblings or values that `grow` never makes."""
@@ -357,6 +375,67 @@ class TokenTree:
             if parent >= 0:
                 graph.add_edge(parent, node)
         return graph
+
+    def picture(
+        self,
+        label: Sequence[str] | None = None,
+        marked: Sequence[int] = (),
+        *,
+        kept: Sequence[int] | None = None,
+        bonus: str = "",
+    ) -> Picture:
+        """What `to_svg` and `to_dot` draw; takes their arguments.
+
+        Raises:
+            ConfigError: not one label for every node, or a marked or kept node that does not exist.
+        """
+        labels = list(map(str, self.token_N.tolist())) if label is None else list(label)
+        if len(labels) != self._len:
+            raise ConfigError("length of label", len(labels), f"the number of nodes, {self._len}")
+        for name, nodes in (("marked", marked), ("kept", kept or ())):
+            unknown = [node for node in nodes if not 0 <= node < self._len]
+            if unknown:
+                raise ConfigError(name, unknown, f"ids of existing nodes, 0 to {self._len - 1}")
+        log_probs = self.log_prob_N.tolist()
+        notes = [
+            f"node {node}, token {token}, log-probability {log_prob:.2f}"
+            for node, (token, log_prob) in enumerate(zip(self.token_N.tolist(), log_probs, strict=True))
+        ]
+        ranks = [-log_prob for log_prob in log_probs]
+        pruned = () if kept is None else set(range(self._len)) - set(kept)
+        parents = self.parent_N.tolist()
+        if bonus and marked:
+            parents.append(max(marked))
+            labels.append(bonus)
+            notes.append("the target's own token after the path")
+            ranks.append(-math.inf)
+        last = self._len if len(parents) > self._len else -1
+        return Picture(parents, labels, notes, ranks, frozenset(marked), pruned, last)
+
+    def to_svg(
+        self,
+        label: Sequence[str] | None = None,
+        marked: Sequence[int] = (),
+        *,
+        kept: Sequence[int] | None = None,
+        bonus: str = "",
+    ) -> Svg:
+        """The tree as SVG, for light and dark pages; a notebook shows it.
+
+        Args:
+            label: A text for every node; its token when not given.
+            marked: Nodes to draw bright, such as an accepted path.
+            kept: Nodes that the target ran; the others are drawn with dashes.
+            bonus: Text of the target's own token after the last marked node.
+        """
+        return self.picture(label, marked, kept=kept, bonus=bonus).svg()
+
+    def to_dot(self, label: Sequence[str] | None = None, marked: Sequence[int] = ()) -> str:
+        """The tree in the language of Graphviz; arguments as in `to_svg`."""
+        return self.picture(label, marked).dot()
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
 
     def render(self, label: Sequence[str] | None = None, marked: Sequence[int] = ()) -> str:
         """The tree as text, children by falling log-probability.

@@ -183,6 +183,7 @@ def served(
             assert found is not None, line + process.stderr.read()
             facts = process.stderr.readline() + process.stderr.readline()
             assert "chat template: none" in facts
+            assert ("; no page\n" if "--no-page" in arguments else "; a page for browsers at /\n") in facts
             assert re.search(r"context \d+ tokens, \d+ KV pages of 16, at most \d+ at once, ", facts)
             assert re.search(r" \d+ threads?, policy \S+\n$", facts)
             assert process.stderr.readline().startswith(f"  curl {found[2]}/v1/completions")
@@ -195,6 +196,13 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit code, and what else was printed."""
     out, err = process.communicate(timeout=30)
     return process.returncode, out + err
+
+
+@pytest.mark.usefixtures("tiny_bundle")
+@pytest.mark.parametrize(("arguments", "status"), (((), 200), (("--no-page",), 404)), ids=str)
+def test_the_page_is_there_unless_it_is_turned_off(arguments: tuple[str, ...], status: int) -> None:
+    with served("--max-batch", "2", *arguments) as (_, url):
+        assert httpx.get(f"{url}/").status_code == httpx.get(f"{url}/page/app.js").status_code == status
 
 
 UNFINISHED = (

@@ -202,7 +202,8 @@ def test_every_linked_file_exists(page: Path) -> None:
     text = page.read_text()
     inline = re.findall(r"\]\((?!https?://)([^)]+)\)", text)
     named = re.findall(r"^\[[\w-]+\]: (?!https?://)(\S+)$", text, flags=re.MULTILINE)
-    links = [link.partition("#")[0] for link in [*inline, *named]]
+    images = re.findall(r'\bsrc(?:set)?="([^"]+)"', text)
+    links = [link.partition("#")[0] for link in [*inline, *named, *images]]
     assert [link for link in links if link and not (page.parent / link).exists()] == []
 
 

@@ -9,6 +9,7 @@ import importlib
 import pkgutil
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ PACKAGE = Path(yggdrasil.__file__).parent
 ROOT = PACKAGE.parent
 GROUPS = (  # a module imports from its own group and from those before it
     ("errors", "store", "config", "layout", "staging", "tokenizer", "trial", "grammar"),
-    ("tree", "kv", "state", "trace"),
+    ("picture", "tree", "kv", "state", "trace"),
     ("kernels",),
     ("models",),
     ("step",),
@@ -204,3 +205,13 @@ def test_no_path_of_a_developer_s_machine_in_tracked_files() -> None:
             f"{path.relative_to(ROOT)}: {match.group()}" for match in DEVELOPER_PATHS.finditer(text)
         ]
     assert offenders == []
+
+
+def test_every_file_of_the_package_is_in_a_wheel() -> None:
+    """Modules always are; others match a pattern of the project's file."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["yggdrasil"]
+    others = [path for path in tracked_files() if PACKAGE in path.parents and path.suffix != ".py"]
+    packed = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    assert sorted(set(others) - packed) == []
+    assert PACKAGE / "serve" / "page" / "app.js" in packed

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+import yggdrasil
 from yggdrasil.config import GenerateConfig
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.uncalibrated import plain_policy
@@ -26,3 +32,25 @@ def test_a_policy_of_ones_own_changes_no_text(tiny: LoadedPair) -> None:
     texts = [[token for result in each for token in result.tokens] for each in (results, plain)]
     assert texts[0] == texts[1]
     assert {result.shape.width for result in results} == {1, 4}
+
+
+def test_the_cells_of_the_notebook_run_in_order_and_end_with_pictures(
+    tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(yggdrasil, "load_pair", lambda: tiny, raising=False)
+    notebook = json.loads((EXAMPLES / "trees.ipynb").read_text())
+    names: dict[str, Any] = {}
+    pictures = 0
+    for cell in notebook["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        assert cell["outputs"] == []
+        *statements, last = ast.parse("".join(cell["source"])).body
+        exec(compile(ast.Module(statements, []), "cell", "exec"), names)
+        if isinstance(last, ast.Expr):
+            shown = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+            pictures += hasattr(shown, "_repr_svg_") and shown._repr_svg_().startswith("<svg")
+        else:
+            exec(compile(ast.Module([last], []), "cell", "exec"), names)
+    assert pictures == 3
+    assert "tokens per pass of the target" in capsys.readouterr().out

@@ -318,3 +318,63 @@ def test_choosing_a_shape_is_part_of_a_step(
     monkeypatch.setattr(policy, "choose", lambda rows: (time.sleep(0.05), choose(rows))[1])
     for step in (by_stages.step, engine.step):
         assert step(fresh(engine, tokens), policy).ms > 50.0
+
+
+def inspected(result: StepResult) -> tuple[Any, ...]:
+    """Everything that an inspection adds to a result."""
+    found = result.inspection
+    assert found is not None
+    arrays = [array.tolist() for array in (found.tree.token_N, found.tree.parent_N, found.tree.log_prob_N)]
+    return arrays, list(found.kept), list(found.target_tokens)
+
+
+@pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
+@pytest.mark.parametrize("name", SHAPES)
+def test_both_forms_of_the_step_show_the_same_drafts_and_tokens(
+    tiny: LoadedPair, engine: Engine, by_stages: Engine, name: str, sampling: SamplingConfig
+) -> None:
+    policy = tiny.policy(shape=SHAPES[name])
+    shown = []
+    for step in (by_stages.step, engine.step):
+        state = fresh(engine, tiny.tokenizer.encode(PROMPTS[2]), sampling)
+        state.inspect = True
+        shown.append([inspected(step(state, policy)) for _ in range(8)])
+    assert shown[1] == shown[0]
+
+
+def test_an_inspection_contains_the_verified_tree_and_the_emitted_tokens(
+    tiny: LoadedPair, engine: Engine
+) -> None:
+    state = fresh(engine, tiny.tokenizer.encode(PROMPTS[0]), SAMPLED)
+    state.inspect = True
+    for _ in range(8):
+        result = engine.step(state, tiny.policy(shape=Shape(4, 4, 8)))
+        found = result.inspection
+        assert found is not None
+        assert (len(found.tree), len(found.kept)) == (result.drafted, result.verified) == (17, 8)
+        subtree = found.tree.subtree(found.kept)
+        assert subtree.token_N.tolist() == result.tree.token_N.tolist()
+        assert subtree.parent_N.tolist() == result.tree.parent_N.tolist()
+        assert [found.target_tokens[node] for node in result.path] == result.tokens
+        found.tree.check()
+
+
+def test_an_inspection_changes_neither_text_nor_caches_and_is_not_made_unasked(
+    tiny: LoadedPair, engine: Engine
+) -> None:
+    policy = tiny.policy(shape=Shape(4, 4, 8))
+    ends = []
+    for inspect in (False, True):
+        state = fresh(engine, tiny.tokenizer.encode(PROMPTS[0]))
+        state.inspect = inspect
+        results = [engine.step(state, policy) for _ in range(6)]
+        assert all((result.inspection is not None) == inspect for result in results)
+        length = engine.target.cache.len
+        ends.append((state.tokens, stored(engine.target, length).tolist()))
+    assert ends[0] == ends[1]
+
+
+def test_results_say_whether_a_guard_watches(tiny: LoadedPair, engine: Engine) -> None:
+    tokens = tiny.tokenizer.encode(PROMPTS[0])
+    for guard in (True, False):
+        assert engine.step(fresh(engine, tokens), tiny.policy(guard=guard)).is_guarded == guard

@@ -135,8 +135,21 @@ def record(result: StepResult) -> tuple[Any, ...]:
     arrays = [array.tolist() for array in (tree.token_N, tree.parent_N, tree.depth_N, tree.path_NA)]
     values = [round(value, 12) for value in result.values]
     assert list(result.depths) == arrays[2]
-    bare = replace(result, ms=0.0, values=(), depths=(), predicted_emitted=0.0, tree_of=len)
-    return bare, arrays, tree.log_prob_N.tolist(), values, round(result.predicted_emitted, 12)
+    bare = replace(
+        result, ms=0.0, values=(), depths=(), predicted_emitted=0.0, tree_of=len, inspection=None
+    )
+    seen = inspected(result)
+    return bare, arrays, tree.log_prob_N.tolist(), values, round(result.predicted_emitted, 12), seen
+
+
+def inspected(result: StepResult) -> tuple[list[Any], list[int], list[int]] | None:
+    """The drafted tree, the verified nodes in it and the target's tokens."""
+    found = result.inspection
+    if found is None:
+        return None
+    tree = found.tree
+    arrays = [array.tolist() for array in (tree.token_N, tree.parent_N, tree.log_prob_N, tree.path_NA)]
+    return arrays, list(found.kept), list(found.target_tokens)
 
 
 HISTORIES = st.fixed_dictionaries(
@@ -168,11 +181,12 @@ def run(stand: Stand, form: Any, history: dict[str, Any]) -> tuple[list[Any], li
     step = form(stand.target, stand.draft, Trace())
     states = [
         DecodeState(
-            [(start + 7 * place) % 300 for place in range(length)],
+            [(start + 7 * index) % 300 for index in range(length)],
             sampling,
             grammar=stand.grammar(sampling),
+            inspect=place % 2 == 0,
         )
-        for length, start, sampling in history["prompts"]
+        for place, (length, start, sampling) in enumerate(history["prompts"])
     ]
     waiting = [Row(place, state) for place, state in enumerate(states)]
     decoding: list[Row] = []

@@ -52,6 +52,7 @@ class Client:
     num_top: int | None = None
     prompt_top: int | None = None
     workload: str = ""
+    trees: bool = False
     events: list[Event] = field(default_factory=list)
 
     def request(self) -> Request:
@@ -62,6 +63,7 @@ class Client:
             num_top=self.num_top,
             prompt_top=self.prompt_top,
             workload=self.workload,
+            trees=self.trees,
             on_event=self.events.append,
         )
 

@@ -28,7 +28,7 @@ from yggdrasil.serve.metrics import Metrics
 from yggdrasil.serve.neutral import NEUTRAL
 from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.replies import CompletionReply
-from yggdrasil.serve.request import Event, Request, RequestReport, TokenLogProb
+from yggdrasil.serve.request import Event, Request, RequestReport, StepTree, TokenLogProb
 from yggdrasil.serve.serving import Serving
 from yggdrasil.serve.wire import ApiError
 from yggdrasil.tokenizer import TextStream, Tokenizer
@@ -137,6 +137,7 @@ class FakeService:
             "speculative_num_steps": 3,
             "avg_spec_accept_length": 1.5,
             "running": len(self.live),
+            "max_context": CONTEXT,
         }
 
     def _run(self) -> None:
@@ -168,7 +169,34 @@ class FakeService:
         first = () if start else self._prompt_log_probs(ticket)
         report = replace(REPORT, finish=finish, emitted_tokens=ticket.emitted) if finish else None
         ticket.request.on_event(
-            Event(text, tokens, self._log_probs(ticket, tokens), finish, error, report, first)
+            Event(
+                text,
+                tokens,
+                self._log_probs(ticket, tokens),
+                finish,
+                error,
+                report,
+                first,
+                self._tree(ticket, start),
+            )
+        )
+
+    def _tree(self, ticket: Ticket, start: int) -> StepTree | None:
+        """A chain of all emitted tokens but the last, and a rejected sibling of the first of them."""
+        emitted = ticket.tokens[start : ticket.emitted]
+        if not ticket.request.trees or not emitted:
+            return None
+        root = ticket.tokens[start - 1] if start else ticket.request.prompt[-1]
+        chain = emitted[:-1]
+        path = range(1 + len(chain))
+        return StepTree(
+            shape="W=2 D=2 K=auto",
+            drafted=5,
+            tokens=[root, *chain, 5],
+            parents=[-1, *path[:-1], 0],
+            log_probs=[0.0, *(-0.5 * node for node in path[1:]), -2.0],
+            path=list(path),
+            ms=1.5,
         )
 
     def _prompt_log_probs(self, ticket: Ticket) -> list[TokenLogProb]:

@@ -395,3 +395,24 @@ def test_a_rank_counts_the_likelier_tokens() -> None:
     assert [score.rank for score in scores] == [2, 1]
     assert [score.top[0][0] for score in scores] == [1, 0]
     assert scores[0].log_prob == float(logits_NV.log_softmax(-1)[0, 2])
+
+
+def test_only_a_request_that_asks_gets_the_tree_of_every_step(bench: Bench) -> None:
+    batcher = bench.batcher(Schedule([3]))
+    asking = client(bench, 20, 24, trees=True)
+    other = client(bench, 30, 24)
+    submit(batcher, asking, other)
+    run(batcher)
+    assert not any(event.tree for event in other.events)
+    assert asking.tokens == bench.reference(asking)
+    root = asking.prompt[-1]
+    drafted = 0
+    for event in asking.events:
+        tree = event.tree
+        assert tree is not None
+        assert tree.tokens[0] == root
+        assert [tree.tokens[node] for node in tree.path[1:]] == list(event.tokens)[: len(tree.path) - 1]
+        assert len(tree.tokens) == len(tree.parents) == len(tree.log_probs) <= tree.drafted
+        drafted += tree.drafted - 1
+        root = event.tokens[-1]
+    assert drafted > 0

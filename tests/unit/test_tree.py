@@ -294,3 +294,24 @@ def test_a_path_longer_than_max_depth_is_refused() -> None:
     with pytest.raises(RuntimeError, match="index 2 is out of bounds"):
         tree.grow(torch.tensor([1]), torch.tensor([2]), torch.tensor([-2.0]))
     assert len(tree) == 2
+
+
+def test_lists_grow_prune_and_walk_the_same_tree_as_tensors() -> None:
+    tree = TokenTree.root(token=9, capacity=8)
+    tree.grow([0, 0], [11, 12], [-0.25, -1.5])
+    tree.grow([1, 1], [21, 22], [-0.5, -2.0])
+    tree.grow([3], [31], [-0.75])
+    expected = hand_tree()
+    for ours, theirs in zip(tree.arrays, expected.arrays, strict=True):
+        assert torch.equal(ours, theirs)
+    assert tree.walk([11, 21, 0, 99, 0, 0]) == expected.walk(torch.tensor([11, 21, 0, 99, 0, 0]))
+    values = [1.0, 0.5, 0.9, 0.4, 0.1, 0.3]
+    assert torch.equal(tree.prune(3, values=values)[1], expected.prune(3, values=torch.tensor(values))[1])
+
+
+@pytest.mark.parametrize("parents", ([6], [-1], [0.5], [True]))
+def test_a_list_with_a_bad_parent_is_refused_and_changes_nothing(parents: list[int]) -> None:
+    tree = hand_tree()
+    with pytest.raises(ConfigError, match="parents"):
+        tree.grow(parents, [41], [-3.0])
+    assert len(tree) == 6

@@ -100,6 +100,12 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--plain", action="store_true", help="decode without speculation")
     parser.add_argument(
+        "--no-guard",
+        dest="guard",
+        action="store_false",
+        help="speculate also where it is measured to be slower, for measurements",
+    )
+    parser.add_argument(
         "--ignore-eos", action="store_true", help="continue after the end-of-text token, for measurements"
     )
     add_threads(parser, "; the number does not change the text")
@@ -232,7 +238,7 @@ def run(options: argparse.Namespace) -> None:
     tokens = pair.tokenizer.encode(prompt)
     config = _config(options, pair)
     check_request(len(tokens), config, pair.engine.max_context)
-    outcome = Run(pair, tokens, config, start=start)
+    outcome = Run(pair, tokens, config, start=start, guard=options.guard)
     with frozen_heap():
         _stream(outcome, options, pair)
     if options.json:

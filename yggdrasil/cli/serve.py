@@ -155,6 +155,12 @@ def add_parser(verbs: Any) -> None:
         help="share of requests to decode both ways and compare, while no request waits; clients get the "
         "plain text (default: %(default)s)",
     )
+    parser.add_argument(
+        "--no-page",
+        dest="page",
+        action="store_false",
+        help="answer / with a 404 instead of a page that talks to the model",
+    )
     parser.add_argument("--quiet", action="store_true", help="no line on standard error for every response")
     add_threads(parser, "")
     parser.set_defaults(run=run)
@@ -185,6 +191,7 @@ def run(options: argparse.Namespace) -> None:
         allow_origins=tuple(options.allow_origin or ()),
         drain_seconds=options.drain_seconds,
         shadow=options.shadow,
+        page=options.page,
     )
     _check_installed()
     with _listening(config.host, config.port) as listener:  # before loading, which takes seconds
@@ -277,6 +284,7 @@ def _serving(name: str, config: ServeConfig, options: argparse.Namespace) -> tup
         defaults=bundle.defaults if options.model_defaults else {},
         hosts=HostNames([config.host, *config.allow_hosts]),
         allow_origins=config.allow_origins,
+        page=config.page,
         log=None if options.quiet else _log,
     )
     return serving, opened.service
@@ -385,4 +393,5 @@ def _facts(serving: Serving) -> tuple[str, str]:
         f"{threads} thread{'s' if threads != 1 else ''}",
         f"policy {info['policy']}",
     )
-    return f"chat template: {template}; {tools}", ", ".join(limits)
+    page = "a page for browsers at /" if serving.page else "no page"
+    return f"chat template: {template}; {tools}; {page}", ", ".join(limits)

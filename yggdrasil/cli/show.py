@@ -12,6 +12,7 @@ from yggdrasil.errors import ConfigError
 __all__ = ["add_parser", "run"]
 
 PROMPT = "Once upon a time"
+NUM_TOKENS = 64  # of the generation that `show tree` begins, or draws as a whole
 
 DESCRIPTION = """\
 pair       what was compiled, from what, and the shape that decoding will use
@@ -19,7 +20,8 @@ profile    latency and predicted speedup by verified width (plots as PNG)
 plan       the plans of greedy and sampled requests, and why (Gantt charts of an iteration as PNG)
 predictor  the depth predictor on held-out text: scores, decisions, whether it is used (and a plot)
 step       the wall clock of one step after a prompt: every graph, and the time between graphs (PNG)
-tree       the tree that one step drafts, verifies and accepts after a prompt
+tree       the tree that one step drafts, verifies and accepts after a prompt; with --html FILE a page
+           with the tree of every step, in one file
 """
 
 
@@ -47,6 +49,13 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("."), help="folder for PNG files (default: the working directory)"
     )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="for tree: write the trees of all steps to this page"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="for step and tree (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="for step and tree (default: %(default)s)")
     parser.set_defaults(run=run)
 
 
@@ -57,6 +66,11 @@ def run(options: argparse.Namespace) -> None:
 
     if not options.out.is_dir():
         raise ConfigError("out", str(options.out), "an existing folder")
+    if options.html is not None and options.what != "tree":
+        raise ConfigError(
+            "html", str(options.html), "left out except for tree", "ygg show tree --html FILE"
+        )
+    _sampling(options)  # refuses what cannot be sampled before the pair is loaded
     options.prompt = prompt_of(options.prompt or [PROMPT])
     pair = load_pair(options.pair or BUNDLED, dataset=options.predictor)
     show = {
@@ -121,6 +135,7 @@ def _show_profile(pair: Any, options: argparse.Namespace) -> None:
 
 def _show_plan(pair: Any, options: argparse.Namespace) -> None:
     from yggdrasil.report.gantt import plot_plans
+    from yggdrasil.report.plots import measured_on
     from yggdrasil.report.tables import plan_table
 
     print(plan_table(pair))
@@ -130,7 +145,7 @@ def _show_plan(pair: Any, options: argparse.Namespace) -> None:
             mark = " (runs)" if timeline.plan == search.plan else ""
             charts[f"temperature {search.temperature}, {timeline.plan.name}{mark}"] = timeline
     if charts:
-        title = f"{pair.bundle.name}: one iteration, simulated from measured stages"
+        title = f"one iteration, simulated from measured stages: {measured_on(pair)}"
         print(plot_plans(charts, options.out / f"{pair.bundle.name}-plan.png", title=title))
 
 
@@ -145,22 +160,33 @@ def _show_predictor(pair: Any, options: argparse.Namespace) -> None:
 def _show_step(pair: Any, options: argparse.Namespace) -> None:
     from yggdrasil.report.timeline import plot_timeline, record_timeline, timeline_table
 
-    timeline = record_timeline(pair, pair.tokenizer.encode(options.prompt))
+    timeline = record_timeline(pair, pair.tokenizer.encode(options.prompt), sampling=_sampling(options))
     print(timeline_table(timeline))
     step = timeline.representative
-    title = f"{pair.bundle.name}: {step.shape}, {step.ms:.2f} ms"
+    from yggdrasil.report.plots import measured_on
+
+    title = f"{step.shape}, {step.ms:.2f} ms; measured now, with the profile of\n{measured_on(pair)}"
     print(plot_timeline(step, options.out / f"{pair.bundle.name}-step.png", title=title))
 
 
 def _show_tree(pair: Any, options: argparse.Namespace) -> None:
     from yggdrasil.config import GenerateConfig
+    from yggdrasil.report.trees import step_line, trees_page, write_page
 
-    config = GenerateConfig(max_new_tokens=64)
-    for result in pair.engine.generate(pair.tokenizer.encode(options.prompt), pair.policy(), config):
-        labels = [pair.tokenizer.token_text(token) for token in result.tree.token_N.tolist()]
-        counts = (
-            f"{result.drafted} nodes drafted, {result.verified} verified, {result.accepted} accepted (*)"
-        )
-        print(f"{result.shape}: {counts}, then {pair.tokenizer.token_text(result.tokens[-1])}")
-        print(result.tree.render(labels, result.path))
-        return
+    sampling = _sampling(options)
+    config = GenerateConfig(max_new_tokens=NUM_TOKENS, inspect=options.html is not None, sampling=sampling)
+    prompt = pair.tokenizer.encode(options.prompt)
+    policy = pair.policy(temperature=sampling.temperature, guard=False)
+    steps = pair.engine.generate(prompt, policy, config)
+    first = next(steps)
+    labels = [pair.tokenizer.token_text(token) for token in first.tree.token_N.tolist()]
+    print(step_line(first, pair.tokenizer))
+    print(first.tree.render(labels, first.path))
+    if options.html is not None:
+        print(write_page(trees_page(pair, prompt, sampling, [first, *steps]), options.html))
+
+
+def _sampling(options: argparse.Namespace) -> Any:
+    from yggdrasil.config import SamplingConfig
+
+    return SamplingConfig(temperature=options.temperature, seed=options.seed)

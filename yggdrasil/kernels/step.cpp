@@ -497,6 +497,18 @@ void write_(RowResult& result, const Accepted& accepted, const Tree& tree, Reply
   num_words += pack_tree(tree, reply.words + num_words);
 }
 
+// Writes the drafted tree after the verified one, and the id there of every verified node.
+void write_drafted_(const Tree& tree, int64_t num_nodes, const std::vector<int64_t>& keep, Reply& reply,
+                    int64_t& num_words) {
+  std::vector<int64_t> all(static_cast<size_t>(num_nodes));
+  std::iota(all.begin(), all.end(), 0);
+  const Tree drafted = tree.capacity() == num_nodes ? tree : subtree(tree, all);
+  const int64_t needed = 4 * num_nodes + drafted.path.numel() + int64_t(keep.size());
+  TORCH_CHECK(num_words + needed <= reply.max_words, "no place for the drafted trees of all rows");
+  num_words += pack_tree(drafted, reply.words + num_words);
+  num_words = std::copy(keep.begin(), keep.end(), reply.words + num_words) - reply.words;
+}
+
 }  // namespace
 
 void Step::verify(at::ArrayRef<Row> joining, at::ArrayRef<Prompt> prompts, Reply& reply) {
@@ -524,6 +536,7 @@ void Step::verify(at::ArrayRef<Row> joining, at::ArrayRef<Prompt> prompts, Reply
     result.expected = row.pruned.expected;
     result.top_logit = row.row.top_logit;
     write_(result, row.accepted, row.pruned.tree, reply, num_ids, num_words);
+    if (row.row.inspect) write_drafted_(row.tree, row.num_nodes, row.pruned.keep, reply, num_words);
   }
   TORCH_CHECK(int64_t(forwards_.size()) <= reply.max_forwards, "no place for ", forwards_.size(),
               " forwards");

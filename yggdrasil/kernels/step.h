@@ -24,12 +24,13 @@ namespace ygg {
 // the tokens before `target_len` and `draft_len`. `verify` is 0 without a limit; `stop` and `levels` are -1
 // where the shape has none. Temperature 0 is greedy. `processors` is -1 without any; with them `tail` is
 // the whole text, and `top_logit` the target's largest logit before the root. `grammar` is the place that
-// `Reply::mask` gets, -1 without a grammar; a row with one has processors.
+// `Reply::mask` gets, -1 without a grammar; a row with one has processors. `inspect` is 1 where the result
+// has the drafted tree, too.
 struct Row {
   const int64_t* tail;
   int64_t tail_len, first, place, target_len, draft_len;
   int64_t width, depth, verify, calibration, stop, levels;
-  int64_t top_k, seed, processors, prompt_len, grammar;
+  int64_t top_k, seed, processors, prompt_len, grammar, inspect;
   double temperature, top_p, min_p, top_logit;
 
   Sampling sampling() const { return {temperature, top_k, top_p, min_p, seed}; }
@@ -56,9 +57,10 @@ struct Menu {
 };
 
 // What one row did. Its path and the tokens that it emits, `path_len` each, are at `ids_at` of the ids; its
-// verified tree at `words_at` of the words, as `TokenTree.unpacked` reads it; the acceptance of its drafted
-// nodes but the root at `values_at` of the values. `path_len` is 0 where a logit is not finite; `top_logit`
-// is the largest of the path's last node, for a row with processors.
+// verified tree at `words_at` of the words, as `TokenTree.unpacked` reads it; after it, for a row to
+// inspect, the drafted tree and the id there of every verified node; the acceptance of its drafted nodes
+// but the root at `values_at` of the values. `path_len` is 0 where a logit is not finite; `top_logit` is
+// the largest of the path's last node, for a row with processors.
 struct RowResult {
   int64_t drafted, depth, verified, root_at, target_len, draft_len, path_len;
   int64_t ids_at, words_at, values_at;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import ShapePolicy
@@ -43,6 +44,8 @@ class Guard(ShapePolicy):
 
     Source: design, "never slower"; the paper has no guard.
     """
+
+    is_guard: ClassVar[bool] = True
 
     inner: ShapePolicy
     latency: LatencyModel

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,12 @@ class ShapePolicy:
     """Chooses the shapes of a step, and observes its result. The base class of all policies of one request.
 
     A policy defines `choose`; one that learns also defines `observe`.
+
+    Attributes:
+        is_guard: Whether it may end speculation that is measured to be slower.
     """
+
+    is_guard: ClassVar[bool] = False
 
     def choose(self, rows: Sequence[Row]) -> Choice:
         """The shapes of the next step and the numbers that it reads; called once per step.

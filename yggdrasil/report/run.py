@@ -26,6 +26,7 @@ class Run:
     Args:
         start: `time.perf_counter()` when the user started the command.
         policy: Chooses shapes; by default the pair's best policy, or plain decoding if requested.
+        guard: Whether that policy has a guard.
     """
 
     def __init__(
@@ -36,12 +37,13 @@ class Run:
         *,
         start: float | None = None,
         policy: Any = None,
+        guard: bool = True,
     ) -> None:
         self.pair = pair
         self.prompt = prompt
         self.config = config
         self.policy = policy or pair.policy(
-            temperature=config.sampling.temperature, shape=PLAIN if config.plain else None
+            temperature=config.sampling.temperature, shape=PLAIN if config.plain else None, guard=guard
         )
         self.results: list[StepResult] = []
         self.text = ""
@@ -165,6 +167,7 @@ class Run:
                 "target": engine.target.graph_ms - in_target,
             },
             "speculation": "off" if self.config.plain else dict(shapes.most_common()),
+            "guard": any(result.is_guarded for result in self.results),
             "rollback_tokens": rejected,
             "rejected_kv_bytes": rejected
             * kv.num_layers
@@ -189,6 +192,7 @@ class Run:
             if name != "prefill"
         }
         stages = "  ".join(f"{name} {value:.2f}" for name, value in per_step.items())
+        guard = "" if self.config.plain or report["guard"] else ", without a guard"
         return (
             f"{report['num_tokens']} tokens in {report['target_passes']} target passes: "
             f"{report['aal']:.2f} tokens per pass\n"
@@ -197,5 +201,5 @@ class Run:
             f"speedup over plain decoding that the profile predicts: {report['predicted_speedup']:.2f}; "
             "to measure it, run again with --plain\n"
             f"ms per step: {stages}\n"
-            f"shapes: {report['speculation']}"
+            f"shapes: {report['speculation']}{guard}"
         )

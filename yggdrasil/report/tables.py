@@ -7,7 +7,20 @@ from typing import Any
 
 from yggdrasil.pair import LoadedPair
 
-__all__ = ["LEAST_EVENTS", "depth_table", "plan_table"]
+__all__ = ["EXPLAINED", "LEAST_EVENTS", "depth_table", "plan_table"]
+
+EXPLAINED = {
+    "draft": "the draft grows the tree",
+    "noise": "noise of the sampled tokens, drawn ahead of time",
+    "tail": "the draft runs over the leaves ahead of time",
+    "prune": "the nodes with the best expected speed are kept",
+    "verify": "the target runs them in one pass",
+    "choose": "the target's own token after every node",
+    "next_head": "the draft runs over the next roots ahead of time",
+    "accept": "the path on which the tree has these tokens",
+    "commit": "its KV is kept in both caches",
+}
+"""What the stages of a plan do, in the order of `STAGES`."""
 
 DEPTHS_SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
 LEAST_EVENTS = 50  # fewer positions of the rarer outcome show little about a depth
@@ -41,6 +54,8 @@ def plan_table(pair: LoadedPair) -> str:
         lines.append(f"  temperature {search.temperature}: {search.why()}")
         predicted = [f"{timeline.plan.name} {timeline.makespan_ms:.3f} ms" for timeline in search.timelines]
         lines += [f"    predicted from the stages: {', '.join(predicted)}"] if predicted else []
+    lines.append("stages")
+    lines += [f"  {stage:9s}  {words}" for stage, words in EXPLAINED.items()]
     return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ host    choose shape,     grow 1      grow 2      grow 3,                 output
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from yggdrasil.config import GenerateConfig
+from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.errors import ConfigError
 from yggdrasil.models.protocol import TokenModel
@@ -53,8 +54,10 @@ __all__ = [
 ]
 
 BETWEEN = "between stages"
+GREEDY = SamplingConfig()
 NUM_STEPS = 24
 MOST_RUNS = 6
+LABEL_SHARE = 0.011  # of the step, for one line of text on its side; a shorter bar has no label
 WARM_UP = 2  # steps of every run that are dropped: the first contains the prompt's forwards
 
 
@@ -310,7 +313,13 @@ class RecordedModel:
         self._notes.append(Forwards(self._kind, num_tokens, times_ms, self.sizes))
 
 
-def record_timeline(pair: LoadedPair, prompt: Sequence[int], *, num_steps: int = NUM_STEPS) -> Timeline:
+def record_timeline(
+    pair: LoadedPair,
+    prompt: Sequence[int],
+    *,
+    num_steps: int = NUM_STEPS,
+    sampling: SamplingConfig = GREEDY,
+) -> Timeline:
     """Decode a prompt with the default policy, without a plan, until `num_steps` steps were alike.
 
     There is no guard: on a busy machine it stops speculation, and a plain step has no draft to show.
@@ -319,13 +328,14 @@ def record_timeline(pair: LoadedPair, prompt: Sequence[int], *, num_steps: int =
         pair: Its caches are overwritten.
         prompt: At least one token; decoded up to `MOST_RUNS` times if one text has too few steps of a kind.
         num_steps: Steps of one kind to find; fewer are returned if there are no more.
+        sampling: How tokens are taken.
 
     Raises:
         ConfigError: the context has no room for a step after the warm-up.
     """
     steps: list[StepRecord] = []
     for _ in range(MOST_RUNS):
-        steps += _run(pair, prompt, WARM_UP + num_steps)[WARM_UP:]
+        steps += _run(pair, prompt, WARM_UP + num_steps, sampling)[WARM_UP:]
         if not steps:
             raise ConfigError(
                 "prompt",
@@ -338,16 +348,18 @@ def record_timeline(pair: LoadedPair, prompt: Sequence[int], *, num_steps: int =
     return found
 
 
-def _run(pair: LoadedPair, prompt: Sequence[int], num_steps: int) -> list[StepRecord]:
+def _run(
+    pair: LoadedPair, prompt: Sequence[int], num_steps: int, sampling: SamplingConfig
+) -> list[StepRecord]:
     recorder = Recorder()
     steps = []
     target = RecordedModel(pair.engine.target, "verify", recorder.graphs)
     draft = RecordedModel(pair.engine.draft, "draft", recorder.graphs)
     engine = Engine(target, draft, max_context=pair.bundle.max_context, trace=recorder)
     start = time.perf_counter()
-    for result in islice(
-        engine.generate(prompt, pair.policy(guard=False), GenerateConfig(ignore_eos=True)), num_steps
-    ):
+    policy = pair.policy(temperature=sampling.temperature, guard=False)
+    config = GenerateConfig(ignore_eos=True, sampling=sampling)
+    for result in islice(engine.generate(prompt, policy, config), num_steps):
         end = time.perf_counter()
         steps.append(recorder.take(str(result.shape), start * 1e3, end * 1e3))
         start = time.perf_counter()
@@ -409,19 +421,23 @@ def plot_timeline(step: StepRecord, path: Path, *, title: str = "") -> Path:
         for bar, span in zip(bars, spans, strict=True):
             axes.bar_label(
                 bar,
-                [span.name],
+                [span.name if span.ms > LABEL_SHARE * step.ms else ""],
                 label_type="center",
                 fontsize=6,
                 rotation=90 if span.ms < 0.1 * step.ms else 0,
             )
+    right_ms = -math.inf
     for gap in gaps(step):
         centre_ms = (gap[0].start_ms + gap[-1].end_ms) / 2 - step.start_ms
         length_ms = gap[-1].end_ms - gap[0].start_ms
         axes.barh(2, length_ms, left=centre_ms - length_ms / 2, height=0.3, color="grey")
-        axes.text(
-            centre_ms, 2.25, _gap_label(gap), ha="center", va="top", ma="right", fontsize=6, rotation=90
-        )
-    axes.set(xlim=(-0.03 * step.ms, 1.03 * step.ms), ylim=(3.6, -0.5), xlabel="ms", title=title)
+        label = _gap_label(gap)
+        half_ms = LABEL_SHARE * step.ms * (label.count("\n") + 1) / 2
+        label_ms = max(centre_ms, right_ms + half_ms)  # right of the last label
+        right_ms = label_ms + half_ms
+        axes.text(label_ms, 2.25, label, ha="center", va="top", ma="right", fontsize=6, rotation=90)
+    axes.set(xlim=(-0.03 * step.ms, 1.03 * step.ms), ylim=(3.6, -0.5), xlabel="ms")
+    axes.set_title(title, fontsize=9)
     axes.set_yticks(range(3), ["graphs", "stages", "between\ngraphs"], fontsize=8)
     save_figure(figure, path)
     return path

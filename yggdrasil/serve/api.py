@@ -8,11 +8,12 @@ GET  /v1/models  /v1/models/ID  /server_info  /metrics  /version       status.py
 GET  /health  /ping    POST /ping                                      status.py
 POST /admin/speculation                                                admin.py
 GET  /docs  /openapi.json                                              describe.py
+GET  /  /page/app.js  /page/style.css                                  web.py
 ```
 
-If a key is set, every route except /health and /ping requires it. A request becomes one row of the batch
-per choice. Its rows are cancelled together when the client disconnects, streaming or not, or if one of them
-fails."""
+If a key is set, every route except /health, /ping and the files of the page requires it. A request becomes
+one row of the batch per choice. Its rows are cancelled together when the client disconnects, streaming or
+not, or if one of them fails."""
 
 from __future__ import annotations
 
@@ -40,12 +41,13 @@ from yggdrasil.serve import admin, describe, status, texts
 from yggdrasil.serve.access import REQUEST_ID, Access, AccessLog, access_of
 from yggdrasil.serve.body import checked, read_body
 from yggdrasil.serve.describe import body_of
-from yggdrasil.serve.middleware import AuthMiddleware, answer_error
+from yggdrasil.serve.middleware import OPEN_PATHS, AuthMiddleware, answer_error
 from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.replies import ChatReply, CompletionReply, Reply, merge
 from yggdrasil.serve.request import DEFECT, Event, Request
 from yggdrasil.serve.responses import Answer, ResponsesRequest
 from yggdrasil.serve.serving import BatchService, Serving, serving_of
+from yggdrasil.serve.web import PAGE_PATHS, page_router
 from yggdrasil.serve.wire import ApiError
 
 __all__ = ["Rows", "create_app"]
@@ -65,8 +67,14 @@ def create_app(serving: Serving) -> ASGIApp:
     app.state.serving = serving
     for routes in (router, texts.router, status.router, admin.router, describe.router):
         app.include_router(routes)
+    if serving.page:
+        app.include_router(page_router())
     app.add_middleware(
-        AuthMiddleware, api_key=serving.api_key, hosts=serving.hosts, metrics=serving.metrics
+        AuthMiddleware,
+        api_key=serving.api_key,
+        hosts=serving.hosts,
+        metrics=serving.metrics,
+        open_paths=(*OPEN_PATHS, *PAGE_PATHS) if serving.page else OPEN_PATHS,
     )
     if serving.allow_origins:  # outermost: a browser asks for permission without the key
         app.add_middleware(
@@ -288,7 +296,7 @@ async def _stream(reply: Reply, body: WireRequest, rows: Rows) -> AsyncIterator[
         async for index, emitted in rows.events():
             event = body.returned(emitted)
             reply.count(event)
-            if event.text or event.log_probs or event.prompt_log_probs or event.finish:
+            if event.text or event.log_probs or event.prompt_log_probs or event.finish or event.tree:
                 chunks = partial(reply.chunks, index, event)
                 for chunk in await _computed(chunks, bool(event.prompt_log_probs)):
                     yield _sse(chunk)

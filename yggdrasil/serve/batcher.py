@@ -33,7 +33,7 @@ from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.serve.cohorts import Cohorts
 from yggdrasil.serve.elastic import ElasticMemory
 from yggdrasil.serve.pages import PagePool, pages_for
-from yggdrasil.serve.request import DEFECT, Event, FinishReason, Observer, Request, StepReport, TokenLogProb
+from yggdrasil.serve.request import DEFECT, Event, FinishReason, Observer, Request, StepReport, StepTree
 from yggdrasil.serve.ticket import Ticket, token_log_probs
 from yggdrasil.state import DecodeState, Row, StepResult
 from yggdrasil.step.choice import VERIFY_ALL, Choice
@@ -155,7 +155,7 @@ class Batcher:
         ends = request.config.ends(self.eos_tokens)
         grammar = grammar_of(self.grammars, request.config)
         sampling = request.config.sampling.ending_with(ends, self.target.vocab)
-        state = DecodeState(list(request.prompt), sampling, grammar=grammar)
+        state = DecodeState(list(request.prompt), sampling, grammar=grammar, inspect=request.config.inspect)
         speculation = 0 if request.config.plain else request.speculation
         stream = TextStream(self.tokenizer, request.config.stop, request.prompt)
         return Ticket(request, state, stream, limit, ends, speculation)
@@ -412,24 +412,23 @@ class Batcher:
             text, tokens = ticket.read_(result.tokens)
             self._publish_(ticket.running)
             logits = partial(self.stepper.logits, place, result.path[: len(tokens)])
-            self._send_(ticket, text, tokens, ticket.log_probs(tokens, logits))
+            tree = StepTree.of(result) if ticket.request.trees else None
+            self._send_(ticket, Event(text, tokens, ticket.log_probs(tokens, logits), tree=tree))
             num_returned += 0 if ticket.request.is_shadow else len(tokens)
         return num_returned
 
-    def _send_(
-        self, ticket: Ticket, text: str, tokens: Sequence[int], log_probs: Sequence[TokenLogProb]
-    ) -> None:
+    def _send_(self, ticket: Ticket, event: Event) -> None:
         """Send an event with the tokens of a step, the last one if they end the text."""
-        scores = () if ticket.first else ticket.prompt_log_probs
+        event = replace(event, prompt_log_probs=() if ticket.first else ticket.prompt_log_probs)
         ticket.first = ticket.first or time.perf_counter()
         ticket.target_passes += 1
-        ticket.emitted_tokens += len(tokens)
-        is_stop = ticket.stream.stopped or tokens[-1] in ticket.ends
+        ticket.emitted_tokens += len(event.tokens)
+        is_stop = ticket.stream.stopped or event.tokens[-1] in ticket.ends
         if is_stop or ticket.emitted_tokens == ticket.limit:
-            event = Event(text + ticket.stream.finish(), tokens, log_probs, prompt_log_probs=scores)
+            event = replace(event, text=event.text + ticket.stream.finish())
             self._finish_(ticket, "stop" if is_stop else "length", event=event)
         else:
-            ticket.request.on_event(Event(text, tokens, log_probs, prompt_log_probs=scores))
+            ticket.request.on_event(event)
 
     def _commit_prompts_(self, prompts: Sequence[Chunk]) -> None:
         for chunk, ticket in zip(prompts, self._prompt_tickets(prompts), strict=True):

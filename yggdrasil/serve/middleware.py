@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 import math
+from collections.abc import Collection
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
@@ -19,7 +20,7 @@ from yggdrasil.serve.metrics import Metrics
 from yggdrasil.serve.request import DEFECT
 from yggdrasil.serve.wire import ApiError
 
-__all__ = ["BODY_SECONDS", "AuthMiddleware", "answer_error"]
+__all__ = ["BODY_SECONDS", "OPEN_PATHS", "AuthMiddleware", "answer_error"]
 
 BODY_SECONDS = 30.0  # from the end of the headers to the end of the body
 MAX_HELD_BYTES = 64 * MAX_BODY_BYTES  # bodies of all requests together
@@ -38,16 +39,26 @@ class AuthMiddleware:
         api_key: Required of clients; empty requires none. With a key any host name is allowed.
         hosts: Names of this server.
         metrics: Counts refusals.
+        open_paths: Paths that need no key.
 
     Attributes:
         held_bytes: Bytes of the bodies of all requests in progress.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str, hosts: HostNames, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str,
+        hosts: HostNames,
+        metrics: Metrics,
+        open_paths: Collection[str] = OPEN_PATHS,
+    ) -> None:
         self._app = app
         self._key = api_key.encode()
         self._hosts = hosts
         self._metrics = metrics
+        self._open_paths = open_paths
         self.held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +75,11 @@ class AuthMiddleware:
             self.held_bytes -= body.num_bytes
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        if self._key and path not in OPEN_PATHS and not self._is_key(headers.get(b"authorization", b"")):
+        if (
+            self._key
+            and path not in self._open_paths
+            and not self._is_key(headers.get(b"authorization", b""))
+        ):
             message = "wrong or missing API key; send it as Authorization: Bearer KEY"
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         host = headers.get(b"host", b"localhost").decode("latin-1")  # no browser leaves it out

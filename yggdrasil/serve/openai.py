@@ -48,6 +48,7 @@ OPTIONS = (
 
 class _StreamOptions(Strict):
     include_usage: bool = False
+    include_trees: bool = False
 
 
 class WireRequest(Strict):
@@ -150,6 +151,11 @@ class WireRequest(Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    def include_trees(self) -> bool:
+        """Whether a stream has the tree of every step."""
+        return self.stream_options is not None and self.stream_options.include_trees
+
+    @property
     def num_prompts(self) -> int:
         """Number of prompts, each of which gets `n` choices."""
         return 1
@@ -233,6 +239,7 @@ class WireRequest(Strict):
             num_top=self.num_top,
             prompt_top=self.prompt_top,
             workload=workload_of(self.metadata),
+            trees=self.include_trees,
         )
 
     def _max_new_tokens(self, prompt_len: int, max_context: int) -> int:

@@ -10,6 +10,14 @@ tokens_per_second  after the first step, all choices together
 tokens_per_pass    of the target, all choices together: the AAL
 shared_tokens      prompt tokens that another request had computed, of all choices
 ```
+
+A stream with `"stream_options": {"include_trees": true}` has the tree of each step in a choice's `tree`:
+
+```
+shape     of the drafted tree         nodes  [parent, text, log-probability] of every verified node
+drafted   its number of nodes         path   accepted nodes, root first, up to the end of the text
+ms        of the step                 bonus  text of the target's own token after the path
+```
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from typing import Any, ClassVar
 
 from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.reasoning import OPENING, Part, ReasoningParser, separated
-from yggdrasil.serve.request import Event, RequestReport, TokenLogProb
+from yggdrasil.serve.request import Event, RequestReport, StepTree, TokenLogProb
 from yggdrasil.serve.tools import CallPiece, Format, ToolParser, parsed
 from yggdrasil.tokenizer import Tokenizer
 
@@ -80,7 +88,10 @@ class Reply:
         """The chunks of a stream for an event of choice `index`."""
         usage = {"usage": None} if self._request.include_usage else {}
         head = {**self._head, "object": self.chunk_kind}
-        return [{**head, "choices": [delta], **usage} for delta in self._deltas(index, event)]
+        deltas = self._deltas(index, event)
+        if event.tree is not None:
+            deltas[-1]["tree"] = self._tree(event.tree, event.tokens)
+        return [{**head, "choices": [delta], **usage} for delta in deltas]
 
     def last_chunk(self) -> dict[str, Any]:
         """The last chunk of a stream that includes usage."""
@@ -116,6 +127,19 @@ class Reply:
             "completion_tokens": self._emitted,
             "total_tokens": total,
             "target_passes": self._passes,
+        }
+
+    def _tree(self, tree: StepTree, tokens: Sequence[int]) -> dict[str, Any]:
+        """The tree of a step. After the end of the text there is no path and no bonus."""
+        texts = map(self._spelled, tree.tokens)
+        log_probs = [round(max(log_prob, MIN_LOG_PROB), 3) for log_prob in tree.log_probs]
+        return {
+            "shape": tree.shape,
+            "drafted": tree.drafted,
+            "nodes": list(zip(tree.parents, texts, log_probs, strict=True)),
+            "path": list(tree.path[: len(tokens) + 1]),
+            "bonus": self._spelled(tokens[-1]) if len(tokens) == len(tree.path) else "",
+            "ms": round(tree.ms, 3),
         }
 
     def _choice(self, index: int, event: Event) -> dict[str, Any]:
@@ -293,7 +317,7 @@ class ChatReply(Reply):
             pieces = parser.push(text) + (parser.finish() if event.finish else [])
             deltas += [self._piece(piece) for piece in pieces]
             finish = _finish(event, is_call=parser.num_calls > 0)
-        if not deltas and (event.log_probs or finish):
+        if not deltas and (event.log_probs or finish or event.tree):
             deltas = [{}]
         if deltas and index not in self._begun:
             self._begun.add(index)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from yggdrasil.config import GenerateConfig
+from yggdrasil.state import StepResult
 
 __all__ = [
     "DEFECT",
@@ -19,6 +20,7 @@ __all__ = [
     "RequestReport",
     "ShadowReport",
     "StepReport",
+    "StepTree",
     "TokenLogProb",
 ]
 
@@ -77,6 +79,42 @@ class RequestReport:
 
 
 @dataclass(frozen=True)
+class StepTree:
+    """The tree of one step of a request, by node; node 0 is the root, the last token before the step.
+
+    Args:
+        shape: Shape of the drafted tree.
+        drafted: Its number of nodes. The lists have those that the target verified.
+        parents: Nodes, -1 for the root.
+        log_probs: The draft's, of the paths from the root.
+        path: Accepted nodes, root first.
+        ms: Milliseconds of the step, which all rows share.
+    """
+
+    shape: str
+    drafted: int
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    log_probs: Sequence[float]
+    path: Sequence[int]
+    ms: float
+
+    @classmethod
+    def of(cls, result: StepResult) -> StepTree:
+        """The verified tree of a step."""
+        tree = result.tree
+        return cls(
+            shape=str(result.shape),
+            drafted=result.drafted,
+            tokens=tree.token_N.tolist(),
+            parents=tree.parent_N.tolist(),
+            log_probs=tree.log_prob_N.tolist(),
+            path=result.path,
+            ms=result.ms,
+        )
+
+
+@dataclass(frozen=True)
 class Event:
     """The result of one step for a request, or its end.
 
@@ -88,6 +126,7 @@ class Event:
         report: Counts and times of the whole request, in its last event.
         prompt_log_probs: Log-probabilities of the prompt's tokens from the second one on, in the first
             event, if requested.
+        tree: What the step drafted, if requested.
     """
 
     text: str
@@ -97,6 +136,7 @@ class Event:
     error: str = ""
     report: RequestReport | None = None
     prompt_log_probs: Sequence[TokenLogProb] = ()
+    tree: StepTree | None = None
 
 
 class CohortName(NamedTuple):
@@ -142,6 +182,7 @@ class Request:
             log-probabilities.
         prompt_top: The same for the tokens of the prompt.
         workload: Label of the client's kind of work, for its cohort; empty without one.
+        trees: Whether events have the tree of their step.
         is_shadow: Whether it is the second decoding of a request, for no client.
         on_event: Called after every step that emitted something and at the end, in the batcher's thread;
             must return at once.
@@ -153,6 +194,7 @@ class Request:
     num_top: int | None = None
     prompt_top: int | None = None
     workload: str = ""
+    trees: bool = False
     is_shadow: bool = False
     on_event: Callable[[Event], None] = lambda event: None
 

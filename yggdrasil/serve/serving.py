@@ -73,6 +73,7 @@ class Serving:
         defaults: The model's own options of requests, for `SamplingConfig.of`.
         hosts: Host names that clients without a key may use.
         allow_origins: Origins of the web pages that may read answers; `*` is all.
+        page: Whether there is a page at `/`.
         log: Gets a line for every response; None logs none.
 
     Attributes:
@@ -94,6 +95,7 @@ class Serving:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     hosts: HostNames = field(default_factory=HostNames)
     allow_origins: Sequence[str] = ()
+    page: bool = True
     log: Callable[[str], None] | None = None
     is_draining: bool = False
     compiling: asyncio.Lock = field(default_factory=asyncio.Lock)

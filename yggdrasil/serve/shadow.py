@@ -64,7 +64,7 @@ class Shadow:
         """
         if not self.draws(request):
             return request
-        shadow = replace(request, is_shadow=True, num_top=None, prompt_top=None)
+        shadow = replace(request, is_shadow=True, num_top=None, prompt_top=None, trees=False)
         pair = _Pair(request, lambda pair: submit(replace(shadow, on_event=partial(pair.on_shadow, self))))
         return replace(request, speculation=0, on_event=pair.on_plain)
 

@@ -40,7 +40,7 @@ class RowStruct(ctypes.Structure):
     _fields_ = [
         *_pointers("tail"),
         *_ints("tail_len first place target_len draft_len width depth verify calibration stop levels"),
-        *_ints("top_k seed processors prompt_len grammar"),
+        *_ints("top_k seed processors prompt_len grammar inspect"),
         *_floats("temperature top_p min_p top_logit"),
     ]
 

@@ -23,9 +23,11 @@ from torch import Tensor
 
 from yggdrasil.config import ProcessorConfig
 from yggdrasil.grammar import GrammarState
+from yggdrasil.kernels.threads import one_torch_thread
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
-from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
+from yggdrasil.state import PLAIN, DecodeState, Inspection, Row, Shape, StepResult
+from yggdrasil.step.accept import choose_rows
 from yggdrasil.step.border import (
     MASK,
     Calls,
@@ -38,6 +40,7 @@ from yggdrasil.step.border import (
 )
 from yggdrasil.step.choice import Calibration, Choice
 from yggdrasil.step.growth import grown
+from yggdrasil.step.prune import Pruned
 from yggdrasil.step.sampling import BROKEN
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
@@ -79,7 +82,9 @@ class NativeStep:
         self._results = (num_rows * ResultStruct)()
         self._forwards = (1024 * ForwardStruct)()
         self._ids = array("q", bytes(16 * num_rows * (draft.max_depth + 1)))
-        self._words = array("i", bytes(4 * target.prefill_chunk * self._node_words))
+        self._num_verified_words = target.prefill_chunk * self._node_words
+        self._num_extra = 0  # words of the drafted trees of rows to inspect
+        self._words = array("i", bytes(4 * self._num_verified_words))
         self._values = array("d", bytes(8 * num_rows * MOST_DRAFTED))
         self._reply = ReplyStruct(max_results=num_rows, max_forwards=len(self._forwards))
         self._masks = _Masks()
@@ -171,6 +176,7 @@ class NativeStep:
         self._stepping = list(rows)
         self._shapes = list(shapes)
         self._masks.grammars.clear()
+        self._num_extra = 0
         self._catches_up = any(row.lag > 1 and shape.depth for row, shape in zip(rows, shapes, strict=True))
 
     def _send(self, rows: Sequence[Row], choice: Choice) -> array[int]:
@@ -182,6 +188,7 @@ class NativeStep:
     ) -> array[int]:
         """Write the rows' structs; returns the tokens that they point to, which must stay alive."""
         records = self._records
+        self._make_room_(rows, shapes)
         firsts = [_first(row, shape) for row, shape in zip(rows, shapes, strict=True)]
         tails = [row.state.tokens[first:] for row, first in zip(rows, firsts, strict=True)]
         tokens = array("q", [token for tail in tails for token in tail])
@@ -206,6 +213,7 @@ class NativeStep:
                 records.processors(sampling.processors),
                 row.state.prompt_len,
                 self._masks.add(row.state),
+                row.state.inspect,
                 sampling.temperature,
                 sampling.top_p,
                 sampling.min_p,
@@ -213,6 +221,18 @@ class NativeStep:
             )
             address += 8 * len(tail)
         return tokens
+
+    def _make_room_(self, rows: Sequence[Row], shapes: Sequence[Shape]) -> None:
+        """Let the reply also hold the drafted trees of the rows to inspect."""
+        self._num_extra += sum(
+            shape.num_nodes * (1 + self._node_words)
+            for row, shape in zip(rows, shapes, strict=True)
+            if row.state.inspect
+        )
+        needed = self._num_verified_words + self._num_extra
+        if needed > len(self._words):
+            self._words = array("i", bytes(4 * needed))
+            self._reply.words, self._reply.max_words = self._words.buffer_info()
 
     def _finish_(self) -> list[StepResult]:
         """Read the results into the rows."""
@@ -236,6 +256,7 @@ class NativeStep:
         tokens = self._ids[middle : middle + result.path_len].tolist()
         words = self._words[result.words_at : result.words_at + result.verified * self._node_words]
         values = self._values[result.values_at : result.values_at + result.drafted - 1]
+        inspection = self._inspection(row, result, words) if state.inspect and tokens else None
         row.draft_len = result.draft_len
         row.target_len = result.target_len
         failure = _failure(state, tokens)
@@ -258,7 +279,21 @@ class NativeStep:
             error=failure,
             values=values,
             depths=words[2 * result.verified : 3 * result.verified],  # after tokens and parents
+            inspection=None if failure else inspection,
         )
+
+    def _inspection(self, row: Row, result: ResultStruct, words: array[int]) -> Inspection:
+        """What the reply has after the verified tree, and the target's tokens, before the text grows."""
+        begin = result.words_at + len(words)
+        middle = begin + result.drafted * self._node_words
+        drafted = self._words[begin:middle]
+        kept = self._words[middle : middle + result.verified].tolist()
+        depths = words[2 * result.verified : 3 * result.verified].tolist()
+        pruned = Pruned(_unpacked(words, result.verified), kept, depths, result.expected)
+        logits_NV, _ = self._step.logits_and_hidden()
+        with one_torch_thread():
+            [chosen] = choose_rows([row], [pruned], logits_NV, [result.root_at])
+        return Inspection(_unpacked(drafted, result.drafted), kept, chosen.token_K.tolist())
 
     def _hidden(self, place: int) -> Tensor:
         hidden_NE: Tensor = self._step.logits_and_hidden()[1]

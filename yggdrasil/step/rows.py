@@ -26,7 +26,7 @@ from yggdrasil.errors import YggError
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.staging import upload
-from yggdrasil.state import PLAIN, Head, Row, StepResult
+from yggdrasil.state import PLAIN, Head, Inspection, Row, StepResult
 from yggdrasil.step.accept import Accepted, choose_rows, follow
 from yggdrasil.step.ahead import Verified, draft_heads, draw_ahead, run_tails
 from yggdrasil.step.choice import Choice, VerifyMenu
@@ -367,6 +367,10 @@ def _result(batch: _Batch, place: int, ms: float) -> StepResult:
     accepted = batch.accepted[place]
     error = str(accepted) if isinstance(accepted, YggError) else ""
     emitted = Accepted([], []) if isinstance(accepted, YggError) else accepted
+    inspection = None
+    if batch.rows[place].state.inspect and not error:
+        tokens = batch.chosen[place].token_K.tolist()  # sync: a request for inspection
+        inspection = Inspection(drafted.tree, pruned.drafted_node, tokens)
     return StepResult(
         tokens=emitted.tokens,
         shape=drafted.shape,
@@ -380,4 +384,5 @@ def _result(batch: _Batch, place: int, ms: float) -> StepResult:
         error=error,
         values=batch.values[place],
         depths=pruned.depths,
+        inspection=inspection,
     )
