@@ -7,9 +7,9 @@
 #include <ATen/cpu/vec/vec.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <tuple>
 #include <utility>
@@ -55,11 +55,6 @@ int64_t next_above(const float* row, int64_t v, int64_t vocab, float least) {
 
 constexpr int64_t kFew = 16;  // longer lists are not sorted by insertion
 
-struct Entry {
-  float value;
-  int64_t token;
-};
-
 // Inserts into a short sorted list: few logits are above its last entry.
 void best(const float* row, int64_t vocab, int64_t count, float* values, int64_t* tokens) {
   std::fill(values, values + count, -std::numeric_limits<float>::infinity());
@@ -98,35 +93,116 @@ const float* widened(const typename Dtype::Element* row, int64_t places) {
   return wide.data();
 }
 
-// The same for a long list. The row is cut into about 4 * count blocks. At least `count` logits reach the
-// count-th largest of the blocks' maxima. So the best ones are among those that reach it: a few more.
-void best_of_many(const float* row, int64_t vocab, int64_t count, float* values, int64_t* tokens) {
-  thread_local std::vector<float> highest;
-  thread_local std::vector<Entry> above;
+// Tokens with their logits, in the order of the tokens.
+struct Found {
+  std::vector<float> values;
+  std::vector<int64_t> tokens;
+
+  void clear() {
+    values.clear();
+    tokens.clear();
+  }
+  void add(const float* row, int64_t token) {
+    values.push_back(row[token]);
+    tokens.push_back(token);
+  }
+};
+
+// Changes the bits of floats into integers of the same order, and back.
+template <class Int>
+Int in_order(Int bits) {
+  return bits ^ (bits >> 31 & 0x7fffffff);
+}
+
+// A logit that at least `count` tokens reach, and few more: the row is cut into about 4 * count blocks, and
+// a few more than `count` of their maxima reach it.
+float reached(const float* row, int64_t vocab, int64_t count) {
+  thread_local std::vector<int32_t> highest;
   highest.clear();
-  above.clear();
-  const int64_t block_len = std::max<int64_t>(1, vocab / (4 * count) / Vec::size()) * Vec::size();
+  // a block of every lane
+  const int64_t block_len = std::max<int64_t>(1, vocab / (4 * count)) * ygg::kLanes;
   for (int64_t begin = 0; begin + block_len <= vocab; begin += block_len) {
-    Vec block = Vec::loadu(row + begin);
-    for (int64_t v = Vec::size(); v < block_len; v += Vec::size())
-      block = at::vec::maximum(block, Vec::loadu(row + begin + v));
-    highest.push_back(
-        at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, block));
+    ygg::Vec lanes = ygg::load(row + begin);
+    for (int64_t v = ygg::kLanes; v < block_len; v += ygg::kLanes) {
+      const ygg::Vec others = ygg::load(row + begin + v);
+      lanes = lanes > others ? lanes : others;
+    }
+    const ygg::IntVec ordered = in_order((ygg::IntVec)lanes);
+    const size_t num = highest.size();
+    highest.resize(num + ygg::kLanes);
+    std::memcpy(highest.data() + num, &ordered, sizeof ordered);
   }
-  float least = -std::numeric_limits<float>::infinity();
-  if (int64_t(highest.size()) >= count) {
-    std::nth_element(highest.begin(), highest.begin() + (count - 1), highest.end(), std::greater<float>());
-    least = std::nextafter(highest[count - 1], least);
+  if (int64_t(highest.size()) < count) return -std::numeric_limits<float>::infinity();
+  int64_t least = *std::min_element(highest.begin(), highest.end());
+  int64_t most = int64_t(*std::max_element(highest.begin(), highest.end())) + 1;
+  int64_t num_reach = int64_t(highest.size());
+  while (most - least > 1 && num_reach > count + count / 8) {
+    const int32_t middle = int32_t((least + most) >> 1);
+    const int64_t num =
+        std::count_if(highest.begin(), highest.end(), [&](int32_t value) { return value >= middle; });
+    if (num < count) {
+      most = middle;
+    } else {
+      least = middle;
+      num_reach = num;
+    }
   }
-  for (int64_t v = next_above(row, 0, vocab, least); v < vocab; v = next_above(row, v + 1, vocab, least))
-    above.push_back({row[v], v});
-  const size_t kept = std::min(size_t(count), above.size());
-  std::partial_sort(above.begin(), above.begin() + kept, above.end(), [](const Entry& a, const Entry& b) {
-    return a.value > b.value || (a.value == b.value && a.token < b.token);
-  });
-  for (size_t place = 0; place < kept; ++place) {
-    values[place] = above[place].value;
-    tokens[place] = above[place].token;
+  return std::bit_cast<float>(in_order(int32_t(least)));
+}
+
+// The tokens whose logits are at least `least`.
+void find_(const float* row, int64_t vocab, float least, Found& found) {
+  constexpr uint32_t kAll = (1u << Vec::size()) - 1;
+  const auto reach = [&](int64_t v) {
+    return ~uint32_t((Vec::loadu(row + v) >= Vec(least)).zero_mask()) & kAll;
+  };
+  thread_local std::vector<int64_t> vecs;  // that have such a token
+  vecs.resize(vocab / Vec::size() + 1);
+  size_t num_vecs = 0;
+  int64_t v = 0;
+  for (; v + Vec::size() <= vocab; v += Vec::size()) {
+    vecs[num_vecs] = v;
+    num_vecs += reach(v) != 0;
+  }
+  for (size_t i = 0; i < num_vecs; ++i)
+    for (uint32_t lanes = reach(vecs[i]); lanes; lanes &= lanes - 1)
+      found.add(row, vecs[i] + std::countr_zero(lanes));
+  for (; v < vocab; ++v)
+    if (row[v] >= least) found.add(row, v);
+}
+
+// The place of every token in the order of the logits: the number of those before it.
+void rank_(const std::vector<float>& values, std::vector<int32_t>& ranks) {
+  const int64_t num = int64_t(values.size());
+  ranks.resize(num + ygg::kLanes);
+  ygg::IntVec places;
+  for (int lane = 0; lane < ygg::kLanes; ++lane) places[lane] = lane;
+  for (int64_t first = 0; first < num; first += ygg::kLanes, places += ygg::kLanes) {
+    ygg::Vec own{};
+    std::memcpy(&own, values.data() + first, std::min<int64_t>(ygg::kLanes, num - first) * sizeof(float));
+    ygg::IntVec rank{};
+    for (int32_t other = 0; other < num; ++other) {
+      const ygg::Vec value = ygg::Vec{} + values[other];
+      rank -= (ygg::IntVec)(own < value) | ((ygg::IntVec)(own == value) & (ygg::IntVec)(places > other));
+    }
+    std::memcpy(ranks.data() + first, &rank, sizeof rank);
+  }
+}
+
+// `best` for a long list. Its branches do not depend on the logits, since a wrong guess of the processor
+// takes as long as twenty comparisons.
+void best_of_many(const float* row, int64_t vocab, int64_t count, float* values, int64_t* tokens) {
+  thread_local Found found;
+  thread_local std::vector<int32_t> ranks;
+  found.clear();
+  find_(row, vocab, reached(row, vocab, count), found);
+  const int64_t num = int64_t(found.values.size());
+  if (num > 4 * count) return best(row, vocab, count, values, tokens);  // many equal logits
+  rank_(found.values, ranks);
+  for (int64_t i = 0; i < num; ++i) {
+    if (ranks[i] >= count) continue;
+    values[ranks[i]] = found.values[i];
+    tokens[ranks[i]] = found.tokens[i];
   }
 }
 

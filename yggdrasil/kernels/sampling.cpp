@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "operators.h"
+#include "philox.h"
 #include "processors.h"
 #include "threads.h"
 #include "vectors.h"
@@ -42,30 +43,11 @@ constexpr double kLowestTemperature = 1e-30;  // below it a quotient of float32 
 constexpr float kFiltered = -std::numeric_limits<float>::infinity();
 constexpr double kLeast = -1e4;  // for candidates that a filter drops
 constexpr double kDropped = -std::numeric_limits<double>::infinity();
-constexpr int64_t kFewKeys = 4096;          // up to here a sort by comparison is faster
-constexpr int64_t kBlockTokens = 256;       // tokens whose bounds are computed together
+constexpr int64_t kFewKeys = 4096;      // up to here a sort by comparison is faster
+constexpr int64_t kBlockTokens = 256;   // tokens whose bounds are computed together
+constexpr float kLeastRest = 0x1p-53f;  // 1 - u is never smaller
+static_assert(kBlockTokens % ygg::kBatchTokens == 0);
 constexpr int64_t kPieceTokens = 16 << 10;  // one thread draws fewer before another one has started
-
-// Philox4x64-10, as numpy's generator uses it: four draws of a counter that starts at 1.
-// Source: Salmon et al. 2011.
-std::array<uint64_t, 4> philox(uint64_t counter, uint64_t key0, uint64_t key1) {
-  std::array<uint64_t, 4> state{counter, 0, 0, 0};
-  for (int round = 0; round < 10; ++round) {
-    const auto first = static_cast<unsigned __int128>(0xD2E7470EE14C6C93) * state[0];
-    const auto second = static_cast<unsigned __int128>(0xCA5A826395121157) * state[2];
-    state = {uint64_t(second >> 64) ^ state[1] ^ key0, uint64_t(second),
-             uint64_t(first >> 64) ^ state[3] ^ key1, uint64_t(first)};
-    key0 += 0x9E3779B97F4A7C15;
-    key1 += 0xBB67AE8584CAA73B;
-  }
-  return state;
-}
-
-// The noise of a draw.
-float gumbel(uint64_t bits) {
-  const double uniform = std::max(double(bits >> 11) * 0x1p-53, std::numeric_limits<double>::min());
-  return float(-std::log(-std::log(uniform)));
-}
 
 struct Winner {
   float score;
@@ -114,25 +96,76 @@ class Scores {
   float temperature_;
 };
 
-// The largest perturbed score of tokens [begin, end), or `winner`; `begin` is a multiple of 4.
-Winner best_of(const Scores& row, int64_t begin, int64_t end, int64_t seed, int64_t position,
-               Winner winner) {
+// The upper halves of two words as one.
+inline ygg::WideVec upper_halves(ygg::WideVec a, ygg::WideVec b) {
+  return a >> 32 | (b & 0xffffffff00000000);
+}
+
+// Words of a and b in turns, from the first or the second half of each.
+template <int kHalf>
+inline ygg::WideVec in_turns(ygg::WideVec a, ygg::WideVec b) {
+  ygg::WideVec places;
+  for (int i = 0; i < ygg::kWideLanes; ++i)
+    places[i] = uint64_t(kHalf * ygg::kWideLanes / 2 + i / 2 + i % 2 * ygg::kWideLanes);
+  return __builtin_shuffle(a, b, places);
+}
+
+// Where 1 - u may be within the bounds, by the upper 30 bits of the draws.
+inline ygg::IntVec within(ygg::WideVec upper, const float* bounds) {
+  constexpr float kOne = 0x1p30f;
+  const ygg::Vec scaled = ygg::load(bounds) * kOne;
+  const ygg::IntVec limit =
+      __builtin_convertvector(scaled < kOne ? scaled : ygg::Vec{} + kOne, ygg::IntVec);
+  return (ygg::IntVec)(~(ygg::WordVec)upper >> 2) <= limit;
+}
+
+// Whether a comparison holds in any lane.
+bool any(ygg::IntVec found) {
+  constexpr int kNone = (1 << Vec::size()) - 1;
+  return Vec::loadu(&found).zero_mask() != kNone;
+}
+
+// Whether any draw of a batch may have a 1 - u within its token's bound.
+bool any_within(const ygg::Draws& draws, const float* bounds) {
+  ygg::IntVec found{};
+  for (int v = 0; v < ygg::kBatchVecs; ++v) {
+    const ygg::WideVec first = upper_halves(draws.words[0][v], draws.words[1][v]);
+    const ygg::WideVec second = upper_halves(draws.words[2][v], draws.words[3][v]);
+    const float* own = bounds + 2 * v * ygg::kLanes;
+    found |=
+        within(in_turns<0>(first, second), own) | within(in_turns<1>(first, second), own + ygg::kLanes);
+  }
+  return any(found);
+}
+
+// Whether any token of a batch has a bound that a draw can meet.
+bool any_possible(const float* bounds) {
+  ygg::IntVec found{};
+  for (int i = 0; i < ygg::kBatchTokens; i += ygg::kLanes)
+    found |= (ygg::IntVec)(ygg::load(bounds + i) >= kLeastRest);
+  return any(found);
+}
+
+// The largest perturbed score of tokens [begin, end), or `winner`; `begin` is a multiple of 4. A batch of
+// draws is looked at one by one only if one of them may win.
+Winner best_of(const Scores& row, int64_t begin, int64_t end, ygg::PhiloxKeys keys, Winner winner) {
   float scores[kBlockTokens], bounds[kBlockTokens];
   for (int64_t block = begin; block < end; block += kBlockTokens) {
     const int64_t count = std::min(kBlockTokens, end - block);
     row.read(block, count, scores);
+    std::fill(scores + count, scores + kBlockTokens, kFiltered);
     // of the winner at the start of the block; the rest covers rounding of score, sum and exponential
     const float least = winner.score - (1e-3f + 1e-6f * std::abs(winner.score));
-    for (int64_t i = 0; i < count; i += Vec::size()) {
-      const int64_t lanes = std::min<int64_t>(Vec::size(), count - i);
-      (Vec::loadu(scores + i, lanes) - Vec(least)).exp_u20().store(bounds + i, lanes);
-    }
-    for (int64_t i = 0; i < count; i += 4) {
-      const std::array<uint64_t, 4> draws = philox(uint64_t(block + i) / 4 + 1, seed, position);
-      for (int64_t lane = 0; lane < std::min<int64_t>(4, count - i); ++lane) {
-        if (1.0 - double(draws[lane] >> 11) * 0x1p-53 > double(bounds[i + lane])) continue;
-        const int64_t token = block + i + lane;
-        const Winner found{scores[i + lane] + gumbel(draws[lane]), token};
+    for (int64_t i = 0; i < kBlockTokens; i += Vec::size())
+      (Vec::loadu(scores + i) - Vec(least)).exp_u20().store(bounds + i);
+    for (int64_t i = 0; i < count; i += ygg::kBatchTokens) {
+      if (!any_possible(bounds + i)) continue;
+      const ygg::Draws draws = ygg::draws_of(block + i, keys);
+      if (!any_within(draws, bounds + i)) continue;
+      for (int64_t place = i; place < std::min(count, i + ygg::kBatchTokens); ++place) {
+        const uint64_t draw = draws.of(int(place - i));
+        if (ygg::rest_of(draw) > double(bounds[place])) continue;
+        const Winner found{scores[place] + ygg::gumbel(draw), block + place};
         if (found.beats(winner)) winner = found;
       }
     }
@@ -141,15 +174,15 @@ Winner best_of(const Scores& row, int64_t begin, int64_t end, int64_t seed, int6
 }
 
 // The token with the largest perturbed score, the first among equals. The search starts from `likeliest`.
-int64_t sampled_of(const Scores& scores, int64_t vocab, int64_t likeliest, int64_t seed, int64_t position) {
-  const float noise = gumbel(philox(uint64_t(likeliest) / 4 + 1, seed, position)[likeliest % 4]);
+int64_t sampled_of(const Scores& scores, int64_t vocab, int64_t likeliest, ygg::PhiloxKeys keys) {
+  const float noise = ygg::gumbel(ygg::philox(uint64_t(likeliest) / 4 + 1, keys)[likeliest % 4]);
   const Winner first{scores.of(likeliest) + noise, likeliest};
   const int64_t num_pieces = (vocab + kPieceTokens - 1) / kPieceTokens;
   std::vector<Winner> winners(num_pieces, first);
   ygg::parallel_for(num_pieces, 1, [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece)
-      winners[piece] = best_of(scores, piece * kPieceTokens, std::min(vocab, (piece + 1) * kPieceTokens),
-                               seed, position, first);
+      winners[piece] =
+          best_of(scores, piece * kPieceTokens, std::min(vocab, (piece + 1) * kPieceTokens), keys, first);
   });
   Winner winner = first;
   for (const Winner& other : winners)
@@ -247,13 +280,16 @@ at::Tensor filtered(const at::Tensor& logits, const ygg::Sampling& sampling) {
 at::Tensor ygg::gumbel_noise(int64_t seed, int64_t position, int64_t vocab) {
   at::Tensor noise = empty({vocab}, at::TensorOptions().dtype(at::kFloat));
   float* to = noise.mutable_data_ptr<float>();
-  parallel_for((vocab + 3) / 4, kPieceTokens / 16, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      const std::array<uint64_t, 4> draws = philox(uint64_t(block) + 1, seed, position);
-      for (int64_t lane = 0; lane < std::min<int64_t>(4, vocab - 4 * block); ++lane)
-        to[4 * block + lane] = gumbel(draws[lane]);
-    }
-  });
+  const PhiloxKeys keys{uint64_t(seed), uint64_t(position)};
+  parallel_for((vocab + kBatchTokens - 1) / kBatchTokens, kPieceTokens / 4 / kBatchTokens,
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t first = begin * kBatchTokens; first < std::min(vocab, end * kBatchTokens);
+                      first += kBatchTokens) {
+                   const Draws draws = draws_of(first, keys);
+                   for (int64_t i = 0; i < std::min<int64_t>(kBatchTokens, vocab - first); ++i)
+                     to[first + i] = gumbel(draws.of(int(i)));
+                 }
+               });
   return noise;
 }
 
@@ -279,6 +315,25 @@ void filtered_(const float* log_probs, int64_t num, const ygg::Sampling& samplin
   }
 }
 
+// The noise of some tokens. The vectors' logarithms may differ from those of `gumbel` in the last bit. That
+// can change a draft, never a text.
+void noise_of_(const int64_t* tokens, int64_t num, ygg::PhiloxKeys keys, float* noise) {
+  using Doubles = at::vec::Vectorized<double>;
+  double uniform[ygg::kBatchCounters];
+  for (int64_t first = 0; first < num; first += ygg::kBatchCounters) {
+    const int64_t count = std::min<int64_t>(ygg::kBatchCounters, num - first);
+    ygg::Counters counters{};
+    for (int64_t i = 0; i < count; ++i)
+      counters[i / ygg::kWideLanes][i % ygg::kWideLanes] = uint64_t(tokens[first + i]) / 4 + 1;
+    const ygg::Draws draws = ygg::philox_batch(counters, keys);
+    for (int i = 0; i < ygg::kBatchCounters; ++i)
+      uniform[i] = ygg::uniform_of(draws.of(i, i < count ? int(tokens[first + i] % 4) : 0));
+    for (int i = 0; i < ygg::kBatchCounters; i += Doubles::size())
+      Doubles::loadu(uniform + i).log().neg().log().neg().store(uniform + i);
+    for (int64_t i = 0; i < count; ++i) noise[first + i] = float(uniform[i]);
+  }
+}
+
 }  // namespace
 
 // The `count` candidates of every row that are best after filters and noise, and their shares of the
@@ -292,15 +347,14 @@ ygg::Candidates ygg::coupled(const Candidates& drafted, at::IntArrayRef position
   Candidates best{empty({rows, count}, drafted.log_probs.options()),
                   empty({rows, count}, drafted.tokens.options())};
   std::vector<double> scores(num);
+  std::vector<float> noise(num);
   std::vector<int64_t> order(num);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t* tokens = drafted.tokens.const_data_ptr<int64_t>() + row * num;
     filtered_(drafted.log_probs.const_data_ptr<float>() + row * num, num, sampling, scores.data());
-    for (int64_t i = 0; i < num; ++i) {
-      if (scores[i] == kDropped || sampling.temperature == 0) continue;
-      const uint64_t token = uint64_t(tokens[i]);
-      const float noise = gumbel(philox(token / 4 + 1, sampling.seed, positions[row])[token % 4]);
-      scores[i] += sampling.temperature * double(noise);
+    if (sampling.temperature > 0) {
+      noise_of_(tokens, num, {uint64_t(sampling.seed), uint64_t(positions[row])}, noise.data());
+      for (int64_t i = 0; i < num; ++i) scores[i] += sampling.temperature * double(noise[i]);
     }
     const double highest = *std::max_element(scores.begin(), scores.end());
     double sum = 0.0;
@@ -309,8 +363,9 @@ ygg::Candidates ygg::coupled(const Candidates& drafted, at::IntArrayRef position
     std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](int64_t a, int64_t b) {
       return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
     });
+    const double normaliser = highest + std::log(sum);
     for (int64_t i = 0; i < count; ++i) {
-      const double log_share = scores[order[i]] - highest - std::log(sum);
+      const double log_share = scores[order[i]] - normaliser;
       best.log_probs.mutable_data_ptr<float>()[row * count + i] = float(std::max(log_share, kLeast));
       best.tokens.mutable_data_ptr<int64_t>()[row * count + i] = tokens[order[i]];
     }
@@ -330,7 +385,7 @@ int64_t token_of(const at::Tensor& row, int64_t likeliest, const ygg::Sampling& 
   const Scores scores = is_plain && is_readable && row.stride(1) == 1
                             ? Scores(row, sampling.temperature)
                             : Scores(filtered(row.to(at::kFloat), sampling), 1.0);
-  return sampled_of(scores, row.size(1), likeliest, sampling.seed, position);
+  return sampled_of(scores, row.size(1), likeliest, {uint64_t(sampling.seed), uint64_t(position)});
 }
 
 }  // namespace

@@ -37,6 +37,9 @@ constexpr int kLanes = at::vec::Vectorized<float>::size(), kMaxRows = 2;
 constexpr int kVecs = kColumns / kLanes;  // vectors of a line
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t WordVec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+typedef uint64_t WideVec __attribute__((vector_size(4 * kLanes)));
+constexpr int kWideLanes = kLanes / 2;
 
 inline Vec load(const void* address) {
   Vec value;
@@ -53,6 +56,17 @@ inline Vec multiply_add(Vec a, Vec b, Vec sum) {
   return _mm256_fmadd_ps(a, b, sum);
 #else
   return a * b + sum;
+#endif
+}
+
+// The products of the lower halves of 64-bit words.
+inline WideVec multiply_halves(WideVec a, WideVec b) {
+#if defined(__AVX512F__)
+  return (WideVec)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (WideVec)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#else
+  return (a & 0xffffffffu) * (b & 0xffffffffu);
 #endif
 }
 

@@ -65,6 +65,21 @@ def test_a_row_gets_many_candidates_only_if_it_asks_for_them(vocab: int, dtype: 
     assert log_probs.isfinite().sum(dim=1).tolist() == [3, 64, 3, 64, 3, 0]
 
 
+@pytest.mark.parametrize("vocab", (64, 100, 4099, 152_000))
+def test_many_candidates_of_unusual_rows_are_those_of_a_sort(vocab: int) -> None:
+    place_V = torch.arange(vocab)
+    rising_V = place_V / 1000
+    few_V = torch.full((vocab,), -torch.inf)
+    few_V[::9] = 1.0
+    zeros_V = torch.zeros(vocab).copysign(place_V % 2 - 0.5)
+    rows = (rising_V, rising_V.flip(0), -rising_V - 5, (place_V % 7).float(), zeros_V, few_V)
+    logits_NV = torch.stack(rows)
+    log_probs, tokens = candidates(logits_NV, 64)
+    expected_log_probs, expected_tokens = reference(logits_NV, all_read(logits_NV), 64, 64)
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-3, atol=1e-3)
+
+
 def test_logits_may_be_part_of_wider_rows() -> None:
     wide_NV = torch.randn(5, 64)
     part = candidates(wide_NV[:, :40], 7)
