@@ -34,6 +34,7 @@ constexpr int kLanes = 8, kMaxRows = 6;
 #else
 constexpr int kLanes = at::vec::Vectorized<float>::size(), kMaxRows = 2;
 #endif
+static_assert(kLanes == at::vec::Vectorized<float>::size());
 constexpr int kVecs = kColumns / kLanes;  // vectors of a line
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t WordVec __attribute__((vector_size(4 * kLanes)));

@@ -21,8 +21,7 @@ from yggdrasil.policy.latency import Curve
 from yggdrasil.policy.shape import ContextShape, FixedShape
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.report.timeline import RecordedModel
-from yggdrasil.state import DecodeState, Row
-from yggdrasil.step.choice import Choice
+from yggdrasil.state import DecodeState, Row, Shape
 from yggdrasil.step.growth import catch_up_rows_, prefill
 from yggdrasil.step.verify import undrafted, verify_rows
 
@@ -142,20 +141,21 @@ def host_milliseconds(
 def decision_milliseconds(
     engine: Engine, prompt: Sequence[int], policy: ContextShape, *, num_tokens: int = 64
 ) -> float:
-    """Milliseconds to choose a shape by context, measured within steps, with caches full of weights.
+    """Milliseconds of a prediction and Eq. 3 with it, measured within steps, with caches full of weights.
 
-    The rest of the step is in every policy's host time. The median, since other programs only add to it.
+    The rest of the step, and of `choose`, is in every policy's host time. The median, since other programs
+    only add to it.
     """
     samples: list[float] = []
     timed = copy(policy)
 
-    def choose(rows: Sequence[Row]) -> Choice:
+    def shape_of(rows: Sequence[Row]) -> Shape:
         start = time.perf_counter()
-        choice = policy.choose(rows)
+        shape = policy.shape_of(rows)
         samples.append((time.perf_counter() - start) * 1e3)
-        return choice
+        return shape
 
-    timed.choose = choose  # type: ignore[method-assign]
+    timed.shape_of = shape_of  # type: ignore[method-assign]
     config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True)
     _run(engine, prompt, policy, config)  # builds the arms, once per process
     _run(engine, prompt, timed, config)
