@@ -60,7 +60,7 @@ def test_options_that_cannot_be_are_refused_in_one_line(
 
 @pytest.mark.usefixtures("tiny_bundle")
 @pytest.mark.parametrize(("option", "guard"), ((None, True), ("--no-guard", False), ("--plain", False)))
-def test_json_says_whether_a_guard_watched(option: str | None, guard: bool, capsys: Capture) -> None:
+def test_json_reports_whether_a_guard_watched(option: str | None, guard: bool, capsys: Capture) -> None:
     options = [] if option is None else [option]
     assert main(["generate", PROMPT, "--pair", "tiny", "-n", "8", "--json", *options]) == 0
     assert json.loads(capsys.readouterr().out)["guard"] is guard

@@ -24,6 +24,7 @@ from yggdrasil.errors import ArtifactError, YggError
 from yggdrasil.loading import load_models
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.pair import load_pair
+from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.schedule import choice as choice_module
 from yggdrasil.schedule import profile as profile_module
@@ -58,7 +59,7 @@ Stepper = Callable[[DecodeState, Any], StepResult]
 
 
 @dataclass
-class Sequence:
+class Sequence(ShapePolicy):
     """A policy that cycles through shapes and scales the edges; K is the shape's."""
 
     shapes: tuple[Shape, ...]

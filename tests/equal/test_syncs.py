@@ -26,6 +26,7 @@ from yggdrasil.models.packing import pack_chain_
 from yggdrasil.offline.forest import Seed, grow_forest
 from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.policy.depth import DepthPredictor
+from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.schedule.search import plans
 from yggdrasil.staging import upload
@@ -67,7 +68,7 @@ Stepper = Callable[[DecodeState, Any], StepResult]
 
 
 @dataclass
-class Always:
+class Always(ShapePolicy):
     """One shape, the edges scaled."""
 
     shape: Shape
