@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatTemplate", "load_chat_template"]
 
+USER_TURN = "\nuser:"
+
 
 class ChatTemplate:
     """Renders messages.
@@ -62,6 +64,16 @@ class ChatTemplate:
     def takes_tools(self) -> bool:
         """Whether the template shows tools to the model."""
         return "tools" in self.tool_source
+
+    def with_stop(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of a request that end the answer where the default template would begin a user's turn.
+
+        A model with a template of its own ends its answer itself.
+        """
+        if self.is_own:
+            return dict(options)
+        stop = options.get("stop", ())
+        return {**options, "stop": (*([stop] if isinstance(stop, str) else stop), USER_TURN)}
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The prompt that the assistant's answer continues.
