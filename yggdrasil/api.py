@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
@@ -109,14 +109,13 @@ class Pair(compiled.LoadedPair):
 
         An engine decodes one text at a time, so read each to its end first.
         """
-        chosen: dict[str, Any] = dict(options)
+        config = self.config(**options)
         if _is_messages(prompt):
             tokens = self.chat_tokens(prompt)  # type: ignore[arg-type]
-            chosen = self.template.with_stop(chosen)
+            config = replace(config, stop=(*config.stop, *self.template.stops))
         else:
             tokens = self.tokens(prompt)  # type: ignore[arg-type]
-        config = self.config(**chosen)
-        shape = PLAIN if config.plain else chosen.get("shape")
+        shape = PLAIN if config.plain else options.get("shape")
         policy = self.policy(temperature=config.sampling.temperature, shape=shape)
         return Run(self, tokens, config, policy=policy)
 

@@ -166,9 +166,7 @@ def test_bad_input_is_one_clear_line(pair: Pair, call: Callable[[Any], Any], com
     assert "\n" not in str(caught.value)
 
 
-def test_batches_go_on_after_one_that_was_interrupted(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_go_on_after_one_that_was_interrupted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = pair.generate(PROMPTS, max_new_tokens=8)
 
     def interrupt() -> None:

@@ -159,7 +159,10 @@ class Run:
         with no_compilation():
             for result in engine.generate(self.prompt, self.policy, self.config):
                 self._enter(result, (time.perf_counter() - start) * 1e3)
-                yield self._stream.push(result.tokens), result
+                text = self._stream.push(result.tokens)
+                left = time.perf_counter()
+                yield text, result
+                start += time.perf_counter() - left  # a reader's time is not the run's
         self.finish_reason = "stop" if self._stream.stopped or self._ended() else "length"
         yield self._stream.finish(), None
 

@@ -65,15 +65,13 @@ class ChatTemplate:
         """Whether the template shows tools to the model."""
         return "tools" in self.tool_source
 
-    def with_stop(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of a request that end the answer where the default template would begin a user's turn.
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end an answer: where the default template would begin a user's turn.
 
         A model with a template of its own ends its answer itself.
         """
-        if self.is_own:
-            return dict(options)
-        stop = options.get("stop", ())
-        return {**options, "stop": (*([stop] if isinstance(stop, str) else stop), USER_TURN)}
+        return () if self.is_own else (USER_TURN,)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The prompt that the assistant's answer continues.
