@@ -107,7 +107,8 @@ class Pair(compiled.LoadedPair):
     def stream(self, prompt: str | Sequence[int] | Messages, **options: Unpack[Options]) -> Run:
         """Continue one prompt, or answer a conversation, while the text is read: by `for` or `async for`.
 
-        An engine decodes one text at a time, so read each to its end first.
+        An engine decodes one text at a time, so read each to its end first. What a prompt has in common
+        with the beginning of the last text is not computed again: a further turn costs its new tokens.
         """
         config = self.config(**options)
         if _is_messages(prompt):
@@ -117,7 +118,7 @@ class Pair(compiled.LoadedPair):
             tokens = self.tokens(prompt)  # type: ignore[arg-type]
         shape = PLAIN if config.plain else options.get("shape")
         policy = self.policy(temperature=config.sampling.temperature, shape=shape)
-        return Run(self, tokens, config, policy=policy)
+        return Run(self, tokens, config, policy=policy, keep=True)
 
     def chat(self, messages: str | Messages, **options: Unpack[Options]) -> Result:
         """The model's answer to a conversation, or to one message of a user.

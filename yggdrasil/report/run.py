@@ -76,8 +76,10 @@ class Run:
         start: `time.perf_counter()` when the user started the command.
         policy: Chooses shapes; by default the pair's best policy, or plain decoding if requested.
         guard: Whether that policy has a guard.
+        keep: Compute the prompt only from where it differs from the last text of the engine.
 
     Attributes:
+        kept_tokens: Tokens of the prompt that were not computed again.
         results: The steps so far.
         text: The text so far; text that a stop text could still take back is not part of it.
     """
@@ -91,6 +93,7 @@ class Run:
         start: float | None = None,
         policy: Any = None,
         guard: bool = True,
+        keep: bool = False,
     ) -> None:
         self.pair = pair
         self.prompt = prompt
@@ -100,6 +103,8 @@ class Run:
         )
         self.results: list[StepResult] = []
         self.finish_reason = "length"
+        self.kept_tokens = 0
+        self._keep = keep
         self._stream = TextStream(pair.tokenizer, config.stop, prompt)
         self._steps = self._decode()
         now = time.perf_counter()
@@ -157,7 +162,8 @@ class Run:
         self._before = dict(engine.trace.total_ms), engine.draft.graph_ms, engine.target.graph_ms
         start = time.perf_counter()
         with no_compilation():
-            for result in engine.generate(self.prompt, self.policy, self.config):
+            for result in engine.generate(self.prompt, self.policy, self.config, keep=self._keep):
+                self.kept_tokens = engine.kept_len
                 self._enter(result, (time.perf_counter() - start) * 1e3)
                 text = self._stream.push(result.tokens)
                 left = time.perf_counter()
