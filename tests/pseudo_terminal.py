@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 ROWS = 40
 COLUMNS = 100
-PATIENCE_S = 120.0
+PATIENCE_S = 60.0
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -38,13 +38,30 @@ class Terminal:
         """Press keys; `\\x03` is Ctrl-C, `\\x04` on an empty line the end of the input."""
         os.write(self._end, text.encode())
 
-    def wait_for(self, text: str) -> str:
-        """Read until a text comes that was not waited for yet; returns what came up to it, uncoloured."""
-        while text not in CONTROL.sub("", self.screen[self._seen :]):
-            assert self._read(), f"{text!r} is not in {self.screen[self._seen :]!r}"
-        new = CONTROL.sub("", self.screen[self._seen :])
-        self._seen = len(self.screen)
-        return new
+    def wait_for(self, text: str) -> None:
+        """Read until a text comes, after the one that was waited for before."""
+        while not self._has(text):
+            assert self._read(), f"{text!r} is not in {self._plain[self._seen :]!r}"
+
+    def type_until(self, key: str, text: str) -> None:
+        """Press a key, again after a while, until a text comes: a line editor can miss a signal."""
+        until = time.monotonic() + PATIENCE_S
+        while not self._has(text):
+            assert time.monotonic() < until, f"{text!r} is not in {self._plain[self._seen :]!r}"
+            self.type(key)
+            if select.select([self._end], [], [], 2.0)[0]:
+                self._read()
+
+    @property
+    def _plain(self) -> str:
+        return CONTROL.sub("", self.screen)
+
+    def _has(self, text: str) -> bool:
+        """Whether a text has come that was not seen yet; it then was."""
+        found = self._plain.find(text, self._seen)
+        if found >= 0:
+            self._seen = found + len(text)
+        return found >= 0
 
     def wait_for_end(self) -> int:
         """Read to the end; returns the exit code."""
@@ -55,7 +72,7 @@ class Terminal:
     @property
     def text(self) -> str:
         """What was written, without control characters and carriage returns."""
-        return CONTROL.sub("", self.screen).replace("\r\n", "\n")
+        return self._plain.replace("\r\n", "\n")
 
     def _read(self) -> bool:
         """Read what comes next; whether something came before the end of the process."""
@@ -74,11 +91,15 @@ class Terminal:
 
 
 @contextmanager
-def terminal(*words: str) -> Iterator[Terminal]:
-    """`ygg` with these words in a pseudo terminal of its own."""
+def terminal(*words: str, first: str = "") -> Iterator[Terminal]:
+    """`ygg` with these words in a pseudo terminal of its own.
+
+    Args:
+        first: Python that runs before it.
+    """
     end, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-    command = [sys.executable, "-c", PROGRAM, *words]
+    command = [sys.executable, "-c", PROGRAM.format(first=first), *words]
     environment = {**os.environ, "TERM": "xterm-256color"}
     process = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
@@ -95,6 +116,7 @@ def terminal(*words: str) -> Iterator[Terminal]:
 PROGRAM = """
 import fcntl, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C reaches this process
+{first}
 from yggdrasil.cli import main
 sys.exit(main(sys.argv[1:]))
 """

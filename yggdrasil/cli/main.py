@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import yggdrasil
+from yggdrasil.cli import chat as chat_command
 from yggdrasil.cli import compile as compile_command
 from yggdrasil.cli import generate as generate_command
 from yggdrasil.cli import list as list_command
@@ -26,6 +27,7 @@ first steps:
   ygg generate "Once upon a time"            the bundled pair; the first run compiles it
   ygg compile TARGET DRAFT --name mine       prepare your own pair for this machine, once
   ygg generate --pair mine "Hello"           decode with it
+  ygg chat --pair mine                       converse
   ygg serve --pair mine                      answer OpenAI clients
 
 several GPUs (each has a shard of the target, the first also the draft):
@@ -37,6 +39,7 @@ OTHER_NAMES = {"json": "json_schema"}  # of fields: --json is the form of the ou
 VERBS = (
     compile_command,
     generate_command,
+    chat_command,
     serve_command,
     show_command,
     list_command,

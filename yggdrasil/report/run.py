@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import mean, median
@@ -136,6 +136,10 @@ class Run:
             pass
         return self
 
+    def close(self) -> None:
+        """End before the end of the text; what was written so far remains."""
+        self._steps.close()
+
     @property
     def text(self) -> str:
         return self._stream.text
@@ -157,7 +161,7 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({_shortened(self.text)}, {self.result.figures})"
 
-    def _decode(self) -> Iterator[tuple[str, StepResult | None]]:
+    def _decode(self) -> Generator[tuple[str, StepResult | None]]:
         engine = self.pair.engine
         self._before = dict(engine.trace.total_ms), engine.draft.graph_ms, engine.target.graph_ms
         start = time.perf_counter()
