@@ -11,6 +11,7 @@ from yggdrasil.cli import chat as chat_command
 from yggdrasil.cli import compile as compile_command
 from yggdrasil.cli import generate as generate_command
 from yggdrasil.cli import list as list_command
+from yggdrasil.cli import race as race_command
 from yggdrasil.cli import rm as rm_command
 from yggdrasil.cli import serve as serve_command
 from yggdrasil.cli import show as show_command
@@ -28,6 +29,7 @@ first steps:
   ygg compile TARGET DRAFT --name mine       prepare your own pair for this machine, once
   ygg generate --pair mine "Hello"           decode with it
   ygg chat --pair mine                       converse
+  ygg race --pair mine "Hello"               see how much sooner the text is there
   ygg serve --pair mine                      answer OpenAI clients
 
 several GPUs (each has a shard of the target, the first also the draft):
@@ -40,6 +42,7 @@ VERBS = (
     compile_command,
     generate_command,
     chat_command,
+    race_command,
     serve_command,
     show_command,
     list_command,

@@ -20,7 +20,7 @@ from yggdrasil.state import StepResult
 from yggdrasil.tokenizer import Tokenizer
 from yggdrasil.tree import TokenTree
 
-__all__ = ["draw_live", "last_lines", "side_by_side", "step_frames"]
+__all__ = ["column_width", "draw_live", "last_lines", "side_by_side", "step_frames"]
 
 ACCEPTED = "bold green"
 OWN = "bold cyan"  # the target's own token after the accepted ones
@@ -44,7 +44,8 @@ def draw_live(run: Run, console: Console, prompt: str) -> None:
             for frame in frames:
                 is_last = frame is frames[-1]
                 text = Text.assemble((prompt, PROMPT), before, (piece if is_last else "", ACCEPTED))
-                live.update(side_by_side(console, text, frame), refresh=True)
+                left = last_lines(text, console)
+                live.update(side_by_side(console, left, frame), refresh=True)
                 time.sleep(DECISION_S if is_last else GROWTH_S)
 
 
@@ -80,16 +81,20 @@ def _label(tokenizer: Tokenizer, token: int, style: str) -> Text:
     return Text(tokenizer.token_text(token), style=style, no_wrap=True, overflow="ellipsis")
 
 
-def side_by_side(console: Console, left: Text, right: RenderableType) -> Table:
-    """Two columns of equal width: the last lines of a text that fit, and a drawing."""
-    width = max(1, (console.width - GUTTER) // 2)
+def column_width(console: Console) -> int:
+    """Characters of one of two columns."""
+    return max(1, (console.width - GUTTER) // 2)
+
+
+def last_lines(text: Text, console: Console) -> Text:
+    """The end of a text that fits into one of two columns of the screen."""
+    return Text("\n").join(text.wrap(console, column_width(console))[-max(1, console.height - 3) :])
+
+
+def side_by_side(console: Console, left: RenderableType, right: RenderableType) -> Table:
+    """Two columns of equal width."""
     table = Table.grid(expand=True, padding=(0, GUTTER, 0, 0))
-    table.add_column(width=width, no_wrap=True)
-    table.add_column(ratio=1)
-    table.add_row(last_lines(left, console, width), right)
+    table.add_column(width=column_width(console), no_wrap=True)
+    table.add_column(ratio=1, no_wrap=True)
+    table.add_row(left, right)
     return table
-
-
-def last_lines(text: Text, console: Console, width: int) -> Text:
-    """The end of a text that fits into lines of this width on the screen."""
-    return Text("\n").join(text.wrap(console, width)[-max(1, console.height - 2) :])

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from yggdrasil.config import GenerateConfig
 from yggdrasil.kernels.compilations import compilations, no_compilation
@@ -18,7 +18,7 @@ from yggdrasil.policy.objective import speedup
 from yggdrasil.state import PLAIN, StepResult
 from yggdrasil.tokenizer import TextStream
 
-__all__ = ["Result", "Run"]
+__all__ = ["Piece", "Result", "Run"]
 
 SHOWN_CHARS = 60
 ENOUGH_STEPS = 8  # for a median that one or two slow steps do not change
@@ -66,6 +66,19 @@ class Result:
         return f"Result({_shortened(self.text)}, {self.figures}, finish_reason={self.finish_reason!r})"
 
 
+class Piece(NamedTuple):
+    """The text of a step.
+
+    Args:
+        ms: When it came, from the beginning of the run.
+        accepted: Accepted draft tokens in it.
+    """
+
+    ms: float
+    text: str
+    accepted: int
+
+
 class Run:
     """One generation, which decodes while it is read.
 
@@ -81,6 +94,7 @@ class Run:
     Attributes:
         kept_tokens: Tokens of the prompt that were not computed again.
         results: The steps so far.
+        pieces: Their texts, and at the end the text that was held back.
         text: The text so far; text that a stop text could still take back is not part of it.
     """
 
@@ -102,6 +116,7 @@ class Run:
             temperature=config.sampling.temperature, shape=PLAIN if config.plain else None, guard=guard
         )
         self.results: list[StepResult] = []
+        self.pieces: list[Piece] = []
         self.finish_reason = "length"
         self.kept_tokens = 0
         self._keep = keep
@@ -170,11 +185,14 @@ class Run:
                 self.kept_tokens = engine.kept_len
                 self._enter(result, (time.perf_counter() - start) * 1e3)
                 text = self._stream.push(result.tokens)
+                self.pieces.append(Piece(self.total_ms, text, result.accepted))
                 left = time.perf_counter()
                 yield text, result
                 start += time.perf_counter() - left  # a reader's time is not the run's
         self.finish_reason = "stop" if self._stream.stopped or self._ended() else "length"
-        yield self._stream.finish(), None
+        rest = self._stream.finish()
+        self.pieces.append(Piece(self.total_ms, rest, 0))
+        yield rest, None
 
     def _enter(self, result: StepResult, now_ms: float) -> None:
         if not self.results:
