@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from difflib import get_close_matches
@@ -57,7 +57,7 @@ class Options(TypedDict, total=False):
     no_repeat_ngram_size: int
     min_tokens: int
     logit_bias: Mapping[int, float]
-    ban: Sequence[str]
+    ban: str | Sequence[str]
     model_defaults: bool
     json_schema: Mapping[str, Any] | str
     regex: str
@@ -140,7 +140,8 @@ class Pair(compiled.LoadedPair):
         chosen = {name: value for name, value in options.items() if name not in LIVE}
         with_defaults = chosen.pop("model_defaults", True)
         defaults = self.bundle.defaults if with_defaults else {}
-        banned = self.tokenizer.spellings(chosen.pop("ban", ()))
+        ban = chosen.pop("ban", ())
+        banned = self.tokenizer.spellings([ban] if isinstance(ban, str) else ban)
         chosen["banned"] = [*defaults.get("banned", ()), *banned]
         return GenerateConfig.of({**defaults, **_with_grammar(chosen)})
 
@@ -163,10 +164,8 @@ class Pair(compiled.LoadedPair):
         return load_chat_template(self.bundle.models[0])
 
     def _encoded(self, text: str, *, special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError("prompt", text, f"text in UTF-8 ({error.reason})") from None
+        if not _is_utf8(text):
+            raise ConfigError("prompt", text, "text in UTF-8")
         return self.tokenizer.encode(text, special_tokens=special_tokens)
 
     def _batch(self, prompts: Sequence[Sequence[int]], options: dict[str, Any]) -> list[Result]:
@@ -277,6 +276,41 @@ def _check_options(options: Mapping[str, Any]) -> None:
             is_number = isinstance(value, NUMBERS[kind]) and (kind == "bool" or not isinstance(value, bool))
             if not is_number:
                 raise ConfigError(name, value, NAMES[kind])
+        if name in CHECKS and not CHECKS[name][0](value):
+            raise ConfigError(name, value, CHECKS[name][1])
+
+
+def _is_texts(value: object) -> bool:
+    texts = [value] if isinstance(value, str) else value
+    return isinstance(texts, list | tuple) and all(
+        isinstance(text, str) and _is_utf8(text) for text in texts
+    )
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(type(token) is int for token in value)
+
+
+def _is_bias(value: object) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and all(type(token) is int for token in value)
+        and all(isinstance(each, int | float) for each in value.values())
+    )
+
+
+CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "stop": (_is_texts, "a text or a list of texts, in UTF-8"),
+    "ban": (_is_texts, "a text or a list of texts, in UTF-8"),
+    "stop_tokens": (_is_ids, "a list of token ids"),
+    "logit_bias": (_is_bias, "a number for every token id, as in {13: -2.5}"),
+    "shape": (lambda value: value is None or isinstance(value, Shape), "a yggdrasil.Shape"),
+}
+"""What the values of options that are not numbers must be."""
 
 
 def _with_grammar(options: Mapping[str, Any]) -> dict[str, Any]:

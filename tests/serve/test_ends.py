@@ -94,7 +94,8 @@ class Scripted:
             draft=model,
             target=model,
             eos_tokens=frozenset({END}),
-            generate=lambda *_: self._results(steps),
+            kept_len=0,
+            generate=lambda *_, keep: self._results(steps),
         )
         latency = SimpleNamespace(plain_ms=lambda *_: 1.0, step_ms=lambda *_: 1.0)
         pair: Any = SimpleNamespace(engine=engine, tokenizer=self.tokenizer, latency=latency)

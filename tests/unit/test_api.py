@@ -110,6 +110,7 @@ def test_options_are_those_of_a_request(pair: Pair) -> None:
     chain = pair.stream(PROMPT, max_new_tokens=16, shape=Shape(width=1, depth=2)).complete()
     assert {result.shape.width for result in chain.results} == {1}
     assert pair.generate(PROMPT, max_new_tokens=40, stop=["named"]).text.count("named") == 0
+    assert pair.config(ban="fox") == pair.config(ban=["fox"])
     config = pair.config(ban=["fox"], logit_bias={3: -1.0}, model_defaults=False, top_k=2)
     assert config.sampling.processors is not None
     assert config.sampling.processors.logit_bias == ((3, -1.0),)
@@ -146,6 +147,16 @@ def test_a_template_of_the_model_decides_itself_where_its_answer_ends(tiny_bundl
         (lambda pair: pair.generate(PROMPT, plain=1), "plain: 1 is not allowed; it must be True or False"),
         (lambda pair: pair.generate(PROMPT, max_new_tokens=0), "max_new_tokens: 0"),
         (lambda pair: pair.generate(PROMPT, stop=[""]), "stop: "),
+        (lambda pair: pair.generate(PROMPT, stop=5), "stop: 5 is not allowed; it must be a text or a list"),
+        (lambda pair: pair.generate(PROMPT, ban=5), "ban: 5 is not allowed; it must be a text or a list"),
+        (lambda pair: pair.generate(PROMPT, ban=["\udc80"]), "in UTF-8"),
+        (lambda pair: pair.generate(PROMPT, stop_tokens=5), "stop_tokens: 5 is not allowed"),
+        (lambda pair: pair.generate(PROMPT, logit_bias=[1]), "logit_bias: [1] is not allowed"),
+        (lambda pair: pair.generate(PROMPT, logit_bias={1: "x"}), "a number for every token id"),
+        (
+            lambda pair: pair.generate(PROMPT, shape=5),
+            "shape: 5 is not allowed; it must be a yggdrasil.Shape",
+        ),
         (lambda pair: pair.generate(PROMPT, regex="a", choice=["b"]), "left out together with"),
         (lambda pair: pair.generate(""), "prompt: '' is not allowed"),
         (lambda pair: pair.generate("\udc80"), "text in UTF-8"),
