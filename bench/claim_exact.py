@@ -127,7 +127,7 @@ def texts(
         written.append(
             Run(pair, prompt, config, policy=pair.policy(temperature=sampling.temperature, shape=shape))
             .complete()
-            .token_ids
+            .tokens
         )
     return written
 
