@@ -25,7 +25,6 @@ from bench.lib.harness import interleave
 from bench.lib.one_by_one import collect_one_by_one
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
-from yggdrasil.cli.progress import RichProgress
 from yggdrasil.offline.traces import Passage, Traces, further_passages
 from yggdrasil.offline.tuning import (
     CALIBRATION_TEMPERATURES,
@@ -36,6 +35,7 @@ from yggdrasil.offline.tuning import (
     whole_size,
 )
 from yggdrasil.pair import LoadedPair, load_pair
+from yggdrasil.report.progress import RichProgress
 from yggdrasil.state import Shape
 
 ONE_BY_ONE = "one by one"

@@ -28,10 +28,10 @@ import torch
 from bench.lib.claim import Claim, Log, Option, int_from, tokens_option
 from bench.lib.workloads import WORKLOADS
 from yggdrasil.bundle import BUNDLED, bundled_models, is_compiled
-from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig
 from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.pair import LoadedPair, load_pair
+from yggdrasil.report.progress import RichProgress
 from yggdrasil.report.run import Run
 from yggdrasil.state import PLAIN, Shape
 
@@ -127,7 +127,7 @@ def texts(
         written.append(
             Run(pair, prompt, config, policy=pair.policy(temperature=sampling.temperature, shape=shape))
             .complete()
-            .token_ids
+            .tokens
         )
     return written
 

@@ -26,12 +26,12 @@ from matplotlib.figure import Figure
 from bench.lib.claim import Claim, Log, prompts_option, tokens_option
 from bench.lib.workloads import STORIES
 from yggdrasil.bundle import bundled_models
-from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig, GenerateConfig
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels.compilations import compilations, no_compilation
 from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.pair import LoadedPair, load_pair
+from yggdrasil.report.progress import RichProgress
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.store import artifacts
 

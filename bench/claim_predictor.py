@@ -24,12 +24,12 @@ from matplotlib.figure import Figure
 from bench.lib.claim import Claim, Log, Option, prompts_option
 from bench.lib.subject import subject
 from bench.lib.workloads import WORKLOADS, Workload, beginnings
-from yggdrasil.cli.progress import RichProgress
 from yggdrasil.offline.depth_evaluation import scores_by_depth
 from yggdrasil.offline.depth_training import accepted_lengths, fit_predictor, held_out
 from yggdrasil.offline.traces import Traces, further_passages
 from yggdrasil.offline.tuning import collect
 from yggdrasil.pair import LoadedPair
+from yggdrasil.report.progress import RichProgress
 from yggdrasil.report.tables import LEAST_EVENTS
 
 DRAFTS = {"bundled and scaled": "bundled", "early draft": "early"}

@@ -26,17 +26,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from yggdrasil.api import Pair, load_pair
     from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig
     from yggdrasil.errors import YggError
     from yggdrasil.kernels.threads import get_num_threads, set_num_threads
-    from yggdrasil.pair import load_pair
+    from yggdrasil.report.run import Result, Run
+    from yggdrasil.state import Shape
     from yggdrasil.tokenizer import TextStream
     from yggdrasil.tree import TokenTree
 
 __all__ = [
     "CompileConfig",
     "GenerateConfig",
+    "Pair",
+    "Result",
+    "Run",
     "SamplingConfig",
+    "Shape",
     "TextStream",
     "TokenTree",
     "YggError",
@@ -50,12 +56,16 @@ __version__ = "0.1.0"
 _HOMES = {
     "CompileConfig": "config",
     "GenerateConfig": "config",
+    "Pair": "api",
+    "Result": "report.run",
+    "Run": "report.run",
     "SamplingConfig": "config",
+    "Shape": "state",
     "TextStream": "tokenizer",
     "TokenTree": "tree",
     "YggError": "errors",
     "get_num_threads": "kernels.threads",
-    "load_pair": "pair",
+    "load_pair": "api",
     "set_num_threads": "kernels.threads",
 }
 
@@ -68,4 +78,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return [*__all__, "__version__"]

@@ -249,6 +249,21 @@ class GenerateConfig:
         has_end = self.grammar is None or not self.ignore_eos
         _require(has_end, "ignore_eos", self.ignore_eos, "False with a grammar, which ends the text")
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> GenerateConfig:
+        """A request from fields of this class and those that `SamplingConfig.of` takes, by name.
+
+        Args:
+            options: `stop` may be one text, or any texts.
+        """
+        names = {each.name for each in fields(cls)}
+        own = {name: value for name, value in options.items() if name in names}
+        stop = own.get("stop", ())
+        own["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        own["stop_tokens"] = tuple(own.get("stop_tokens", ()))
+        rest = {name: value for name, value in options.items() if name not in names}
+        return cls(**own, sampling=SamplingConfig.of(rest))
+
     @property
     def grammar(self) -> GrammarConfig | None:
         """What the text must be, if anything."""

@@ -51,6 +51,9 @@ class Engine:
         trace: Collects the milliseconds of the stages; a new one when not given.
         stepper: Runs every step, instead of C++ or a plan.
 
+    Attributes:
+        kept_len: Tokens at the beginning of the present text that were in the target's KV before it.
+
     Example: both models count. `load_pair().engine` is an engine over compiled models.
         >>> import torch
         >>> from yggdrasil import GenerateConfig
@@ -109,8 +112,10 @@ class Engine:
         self._sampled = stepper or StepOverRows(target, draft, self.trace, sampled_plan)
         in_one_call = stepper is None and NativeStep.runs(target, draft)
         self._native = NativeStep(target, draft, self.trace) if in_one_call else None
-        # the request whose text is in the KV of both models
+        self.kept_len = 0
+        # the request whose text is in the KV of both models, and how many of its tokens each has
         self._generating: DecodeState | None = None
+        self._held = (0, 0)
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
         """Emit one or more tokens.
@@ -139,6 +144,8 @@ class Engine:
             raise YggError(result.error)
         self.target.cache.kept_(row.target_len)
         self.draft.cache.kept_(row.draft_len)
+        self._generating = state
+        self._note_lengths()
         if catches_up or policy.is_guard:
             result = replace(result, caught_up=catches_up, is_guarded=policy.is_guard)
         policy.observe(result)
@@ -146,9 +153,26 @@ class Engine:
 
     def _row(self, state: DecodeState) -> Row:
         """The only row of both caches, without KV that an interrupted step committed beyond the text."""
-        for model in (self.target, self.draft):
-            model.cache.rollback_(min(model.cache.len, state.root_pos))
+        self._roll_back_(state.root_pos)
         return Row(0, state, self.target.cache.len, self.draft.cache.len)
+
+    def _roll_back_(self, length: int) -> None:
+        """Drop the KV of both models from `length` on."""
+        for model in (self.target, self.draft):
+            model.cache.rollback_(min(model.cache.len, length))
+
+    def _num_common(self, state: DecodeState) -> int:
+        """How many tokens of a new text, before its root, begin the last one, too, and may be in the KV.
+
+        0 if the caches have another length than after the last step: something else wrote into them.
+        """
+        last = self._generating
+        if last is None or self._held != (self.target.cache.len, self.draft.cache.len):
+            return 0
+        return _num_equal(last.tokens[: last.root_pos], state.tokens[: state.root_pos])
+
+    def _note_lengths(self) -> None:
+        self._held = (self.target.cache.len, self.draft.cache.len)
 
     def _catch_up_(self, row: Row) -> bool:
         """Run one chunk of the text that the draft's KV lacks, if it lacks that much; whether it ran.
@@ -181,13 +205,16 @@ class Engine:
         return self._sampled.plan if temperature > 0 else self._greedy.plan
 
     def generate(
-        self, prompt: Sequence[int], policy: ShapePolicy, config: GenerateConfig
+        self, prompt: Sequence[int], policy: ShapePolicy, config: GenerateConfig, *, keep: bool = False
     ) -> Iterator[StepResult]:
         """Decode one request, a step at a time, until the end of the text or the limit.
 
         Args:
             prompt: At least one token.
             policy: Chooses the shape of every step. Not used with `config.plain`: the draft never runs.
+            keep: Compute the prompt only from where it differs from the last text, whose KV is still there.
+                KV has the same bits however it was computed, so the text is the same; the first token comes
+                sooner, which a measurement may not want.
             config: Limits, sampling and stop texts.
 
         Yields:
@@ -213,7 +240,8 @@ class Engine:
                 "Engine(..., tokenizer=pair.tokenizer)",
             )
         grammar = grammar_of(self._grammars, config)
-        return self._generate(tokens, plain_policy() if config.plain else policy, config, limit, grammar)
+        policy = plain_policy() if config.plain else policy
+        return self._generate(tokens, policy, config, limit, grammar, keep)
 
     def _generate(
         self,
@@ -222,21 +250,24 @@ class Engine:
         config: GenerateConfig,
         limit: int,
         grammar: GrammarState | None,
+        keep: bool,
     ) -> Iterator[StepResult]:
         ends = config.ends(self.eos_tokens)
         sampling = config.sampling.ending_with(ends, self.target.vocab)
         stream = None
         if config.stop and self.tokenizer is not None:
             stream = TextStream(self.tokenizer, config.stop, prompt)
-        self._generating = state = DecodeState(prompt, sampling, grammar=grammar, inspect=config.inspect)
-        self.target.cache.rollback_(0)
-        self.draft.cache.rollback_(0)
+        state = DecodeState(prompt, sampling, grammar=grammar, inspect=config.inspect)
+        self._roll_back_(self._num_common(state) if keep else 0)
+        self._generating = state  # from here on the caches hold a part of this text and nothing else
+        self.kept_len = self.target.cache.len
         with self.trace.stage("prefill"):
-            num_merged = self._num_merged_with_verify(state.root_pos)
+            num_merged = self._num_merged_with_verify(state.root_pos - self.kept_len)
             hidden_E = prefill(self.target, state.tokens[: state.root_pos - num_merged])
             state.hidden_of = None if hidden_E is None or num_merged else hidden_E.detach
             if not config.plain:
                 prefill(self.draft, state.tokens[:-1])
+        self._note_lengths()
         while (before := state.num_emitted) < limit:
             self._require_own_text(state)
             result = self.step(state, policy)
@@ -254,11 +285,22 @@ class Engine:
                 "read each to its end first, or load the pair twice"
             )
 
-    def _num_merged_with_verify(self, root_pos: int) -> int:
-        """How many last prompt tokens run in the first verification: a few cost less there than alone."""
-        last_chunk = root_pos % self.target.prefill_chunk
+    def _num_merged_with_verify(self, num_tokens: int) -> int:
+        """How many of the last prompt tokens run in the first verification: a few cost less there.
+
+        Args:
+            num_tokens: Tokens of the prompt that the target's KV lacks.
+        """
+        last_chunk = num_tokens % self.target.prefill_chunk
         room = min(MAX_MERGED_TOKENS, self.target.prefill_chunk - self.target.widest)
         return last_chunk if last_chunk <= room else 0
+
+
+def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """The length of the longest beginning that two texts share."""
+    pairs = enumerate(zip(first, second, strict=False))
+    shorter = min(len(first), len(second))
+    return next((place for place, (one, other) in pairs if one != other), shorter)
 
 
 def checked_prompt(prompt: Sequence[int]) -> list[int]:

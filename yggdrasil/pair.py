@@ -69,7 +69,7 @@ class Measurements(NamedTuple):
     switching: SwitchTable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadedPair:
     """Everything a generation needs.
 
@@ -89,6 +89,12 @@ class LoadedPair:
     latency: LatencyModel
     plan: PlanChoice
     _arms: dict[float, dict[int, Arms]] = field(default_factory=dict, init=False, repr=False)
+
+    def __repr__(self) -> str:
+        target, draft = (Path(model).name for model in self.bundle.models)
+        config = self.bundle.config
+        size = f"{config.dtype} on {config.device}, context {self.bundle.max_context}"
+        return f"{type(self).__name__}({self.bundle.name!r}: target {target}, draft {draft}, {size})"
 
     def policy(
         self,

@@ -39,6 +39,9 @@ class Tokenizer:
             raise ArtifactError(path, f"missing or corrupt ({error})", command) from None
         _keep_whole_(self._tokenizer)
 
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.num_tokens} tokens)"
+
     @property
     def num_tokens(self) -> int:
         """Number of token ids that stand for text or are special."""

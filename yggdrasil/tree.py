@@ -149,6 +149,9 @@ class TokenTree:
     def __len__(self) -> int:
         return self._len
 
+    def __repr__(self) -> str:
+        return f"TokenTree({len(self)} nodes, depth {int(self.depth_N.max())})"
+
     @property
     def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The whole token, parent, depth, log-probability and path arrays, for operators.

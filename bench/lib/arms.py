@@ -70,7 +70,7 @@ def policy_arm(
         total_ms = (time.perf_counter() - start) * 1e3
         report = run.to_json()
         return Generation(
-            token_ids=run.token_ids,
+            token_ids=run.tokens,
             total_ms=total_ms,
             first_ms=run.ttft_ms,
             first_tokens=len(run.results[0].tokens),

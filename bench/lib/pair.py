@@ -13,13 +13,13 @@ from typing import Any
 from safetensors import safe_open
 
 from bench.scale_pair import inflate, inflated_config, num_parameters
-from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError
 from yggdrasil.models.load import load_config
 from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.offline.traces import PROMPT_LEN, read_texts
 from yggdrasil.pair import LoadedPair, load_pair
+from yggdrasil.report.progress import RichProgress
 from yggdrasil.store import artifacts
 
 __all__ = [

@@ -20,13 +20,13 @@ from bench.lib.pair import (
 )
 from bench.lib.workloads import STORIES, Workload
 from yggdrasil.bundle import BUNDLED, bundled_models
-from yggdrasil.cli.progress import RichProgress
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError
 from yggdrasil.loading import load_bundle
 from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.offline.traces import BUNDLED_TEXT
 from yggdrasil.pair import LoadedPair, load_pair
+from yggdrasil.report.progress import RichProgress
 
 __all__ = ["DRAFTS", "MIN_PARAMETERS", "PAIR_NAME", "Subject", "add_options", "subject"]
 

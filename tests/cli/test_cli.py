@@ -23,8 +23,8 @@ from conftest import TINY
 
 import yggdrasil
 from yggdrasil.bundle import Bundle
-from yggdrasil.cli import generate as generate_command
 from yggdrasil.cli import main
+from yggdrasil.cli import request as request_options
 from yggdrasil.kernels.compilations import compilations
 from yggdrasil.loading import load_bundle, load_models
 from yggdrasil.offline import inputs, pipeline, tuning
@@ -305,7 +305,9 @@ def test_what_cannot_work_is_refused_before_anything_is_compiled(
 ) -> None:
     monkeypatch.setenv("YGG_HOME", str(tmp_path))
     monkeypatch.setattr(pipeline, "compile_pair", lambda *args, **kwargs: pytest.fail("compiles"))
-    monkeypatch.setattr("yggdrasil.bundle.bundled_models", lambda: tuple(map(Path, llama_folders)))
+    monkeypatch.setattr(
+        "yggdrasil.offline.on_demand.bundled_models", lambda: tuple(map(Path, llama_folders))
+    )
     for models in ((), ("--target", llama_folders[0], "--draft", llama_folders[1])):
         assert re.search(complaint, refused(capfd, "generate", PROMPT, *models, *arguments))
     assert list(tmp_path.iterdir()) == []
@@ -565,7 +567,7 @@ def test_the_default_name_of_a_pair_is_its_target_folder(
 
     monkeypatch.setattr(pipeline, "compile_pair", note)
     # the folders are empty
-    monkeypatch.setattr(generate_command, "_check_uncompiled", lambda *arguments: None)
+    monkeypatch.setattr(request_options, "_check_uncompiled", lambda *arguments: None)
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
     for target in (".", "../mine/", str(tmp_path / "mine"), "org/mine"):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from yggdrasil.cli.generate import _config
 from yggdrasil.cli.main import _parser, main
+from yggdrasil.cli.request import request_config
 from yggdrasil.config import GrammarConfig
 from yggdrasil.errors import ConfigError
 from yggdrasil.pair import LoadedPair
@@ -18,7 +18,7 @@ SCHEMA = {"type": "object", "properties": {"café": {"type": "integer"}}}
 
 def grammar(*options: str) -> GrammarConfig | None:
     """The grammar of a command line."""
-    return _config(_parser().parse_args(["generate", "Once", *options])).grammar
+    return request_config(_parser().parse_args(["generate", "Once", *options])).grammar
 
 
 def test_every_kind_of_grammar_is_an_option(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def parse_of(module: str, monkeypatch: pytest.MonkeyPatch, options: list[str]) -
 
 
 def test_the_readme_shows_every_verb() -> None:
-    assert {line[0] for line in verb_lines()} == {"generate", "compile", "show", "serve"}
+    assert {line[0] for line in verb_lines()} == {"generate", "compile", "race", "show", "serve"}
 
 
 @pytest.mark.parametrize("line", verb_lines(), ids=" ".join)

@@ -32,6 +32,7 @@ GROUPS = (  # a module imports from its own group and from those before it
     ("report",),
     ("offline",),
     ("serve",),
+    ("api",),
     ("cli",),
     ("__main__",),
 )

@@ -94,7 +94,8 @@ class Scripted:
             draft=model,
             target=model,
             eos_tokens=frozenset({END}),
-            generate=lambda *_: self._results(steps),
+            kept_len=0,
+            generate=lambda *_, keep: self._results(steps),
         )
         latency = SimpleNamespace(plain_ms=lambda *_: 1.0, step_ms=lambda *_: 1.0)
         pair: Any = SimpleNamespace(engine=engine, tokenizer=self.tokenizer, latency=latency)
@@ -134,7 +135,7 @@ def test_the_stop_text_that_is_complete_first_ends_the_text(tokenizer: Tokenizer
         client, ticket, _ = scripted.batched(steps)
         run = scripted.alone(steps)
         assert (client.text, client.tokens, client.finish) == ("Sure\n", tokens[:-1], "stop")
-        assert (run.text, run.token_ids, run.finish_reason) == ("Sure\n", tokens[:-1], "stop")
+        assert (run.text, run.tokens, run.finish_reason) == ("Sure\n", tokens[:-1], "stop")
         assert [entry.token for event in client.events for entry in event.log_probs] == tokens[:-1]
         assert ticket.emitted_tokens == run.num_tokens
 
@@ -163,8 +164,8 @@ def test_any_split_into_steps_gives_the_same_text_tokens_and_reason(
     steps = split(tokens, data.draw(st.lists(st.integers(1, 9), max_size=20)))
     run = scripted.alone(steps)
     client, ticket, _ = scripted.batched(steps)
-    end = (expected.text, expected.token_ids, expected.finish_reason)
-    assert (run.text, run.token_ids, run.finish_reason) == end
+    end = (expected.text, expected.tokens, expected.finish_reason)
+    assert (run.text, run.tokens, run.finish_reason) == end
     assert (client.text, client.tokens, client.finish) == end
     assert list(ticket.state.emitted) == client.tokens  # the history is what the client got
 

@@ -98,10 +98,24 @@ def run(options: argparse.Namespace) -> None:
         calibration_budget_s=options.calibration_budget,
         ranks=num_ranks(),
     )
+    from yggdrasil.offline.pipeline import compile_pair
+    from yggdrasil.offline.traces import CALIBRATION_TEXT
+    from yggdrasil.report.progress import RichProgress
+
     target, draft, name = _models_and_name(options)
     apply_threads(options)
     start = time.perf_counter()
-    bundle = _compile(target, draft, name, config, options.threads, options.calibration)
+    bundle = compile_pair(
+        target,
+        draft,
+        name=name,
+        config=config,
+        calibration=options.calibration or CALIBRATION_TEXT,
+        num_workers=options.threads,
+        progress=RichProgress(),
+    )
+    for note in bundle.notes:
+        print(f"ygg compile: note: {note}", file=sys.stderr)
     _report(bundle, time.perf_counter() - start)
 
 
@@ -164,58 +178,11 @@ def pair_name(
         raise UsageError("--draft is missing", f"{verb} --target {options.target} --draft DRAFT")
     if options.draft is not None and options.target is None:
         raise UsageError("--target is missing", f"{verb} --target TARGET --draft {options.draft}")
-    from yggdrasil.bundle import BUNDLED, is_compiled
+    from yggdrasil.bundle import BUNDLED
+    from yggdrasil.offline.on_demand import compiled_name
 
-    if options.target is not None:
-        target = options.target
-        draft = options.draft
-        name = _name_of_models(target, draft)
-    elif options.pair not in (None, BUNDLED):
-        return str(options.pair)
-    else:
-        target, draft, name = _bundled_pair()
-    if not is_compiled(name):
-        check(target, draft)
-        if name == BUNDLED:
-            announcement = "first run: compiling the bundled pair for this machine (a few minutes, once)"
-            print(announcement, file=sys.stderr)
-        _compile(target, draft, name, CompileConfig(ranks=num_ranks()), options.threads)
-    return name
-
-
-def _name_of_models(target: str, draft: str) -> str:
-    """A name that `ygg compile --name` accepts, since error messages suggest that command."""
-    from yggdrasil.offline.inputs import resolved
-    from yggdrasil.store.artifacts import digest
-
-    name = f"{Path(target).resolve().name}-{digest(resolved(target), resolved(draft))}"
-    return re.sub(r"[^\w.-]", "-", name).lstrip("._-")
-
-
-def _compile(
-    target: str,
-    draft: str,
-    name: str,
-    config: CompileConfig,
-    num_workers: int | None,
-    calibration: Path | None = None,
-) -> Bundle:
-    from yggdrasil.cli.progress import RichProgress
-    from yggdrasil.offline.pipeline import compile_pair
-    from yggdrasil.offline.traces import CALIBRATION_TEXT
-
-    bundle = compile_pair(
-        target,
-        draft,
-        name=name,
-        config=config,
-        calibration=calibration or CALIBRATION_TEXT,
-        num_workers=num_workers,
-        progress=RichProgress(),
-    )
-    for note in bundle.notes:
-        print(f"ygg compile: note: {note}", file=sys.stderr)
-    return bundle
+    models = None if options.target is None else (options.target, options.draft)
+    return compiled_name(options.pair or BUNDLED, models, check=check, num_workers=options.threads)
 
 
 def _report(bundle: Bundle, seconds: float) -> None:

@@ -6,26 +6,37 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from yggdrasil.cli.compile import pair_name
 from yggdrasil.cli.heap import frozen_heap
 from yggdrasil.cli.prompt import prompt_of
-from yggdrasil.cli.threads import add_threads, apply_threads, note_threads
-from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, GrammarConfig, SamplingConfig
+from yggdrasil.cli.request import (
+    add_grammars,
+    add_pair,
+    add_request,
+    load_chosen_pair,
+    note_busy,
+    request_config,
+)
+from yggdrasil.cli.terminal import console, is_terminal, print_dim
 from yggdrasil.errors import ConfigError
 
 if TYPE_CHECKING:
-    from yggdrasil.pair import LoadedPair
     from yggdrasil.report.run import Run
 
 __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
 Continue a prompt with speculation. The text is what the target alone would write; --plain shows that.
-The prompt is every word that is not an option; "-" reads it from standard input.
+The prompt is every word that is not an option; "-" reads it from standard input. A terminal also shows
+the prompt, dimmed, and the speed in a last line.
+
+  ygg generate "Once upon a time"                   the bundled pair
+  ygg generate --live "Once upon a time"            every step's tree, as it grows
+  ygg generate --temperature 0.8 --seed 7 "Hello"   sampled; the same seed writes the same text
+  ygg generate --pair mine --chat "Who are you?"    a question, in the model's own chat template
+  ygg generate --json - < story.txt > answer.json   for a program
 
 A pair compiled for several GPUs: torchrun --nproc-per-node 2 -m yggdrasil generate ...
 """
@@ -33,7 +44,6 @@ A pair compiled for several GPUs: torchrun --nproc-per-node 2 -m yggdrasil gener
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    sampling = SamplingConfig()
     parser = verbs.add_parser(
         "generate",
         help="write text",
@@ -43,60 +53,11 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "prompt", nargs="*", default=[], help='the text to continue, or "-" for standard input'
     )
-    parser.add_argument("--pair", help="a pair compiled with `ygg compile` (default: the bundled pair)")
+    add_pair(parser)
+    add_request(parser)
+    add_grammars(parser)
     parser.add_argument(
-        "--target", help="instead of --pair: folder or hub id of the target; compiled first if needed"
-    )
-    parser.add_argument("--draft", help="with --target: folder or hub id of the draft")
-    parser.add_argument(
-        "--predictor",
-        metavar="DATASET",
-        help="calibration text whose depth predictor to use (default: the last one compiled)",
-    )
-    parser.add_argument(
-        "-n", "--max-tokens", "--max-new-tokens", type=int, metavar="N", dest="max_new_tokens",
-        help=f"most tokens to write (default: {DEFAULT_NEW_TOKENS}, less if the context is full before)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        help=f"0 takes the likeliest token (default: the model's, or {sampling.temperature:g})",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        help=f"keep the k likeliest tokens; 0 keeps all (default: the model's, or {sampling.top_k})",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        help=f"keep this probability mass (default: the model's, or {sampling.top_p:g})",
-    )
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        help=f"drop tokens below this share of the likeliest (default: the model's, or {sampling.min_p:g})",
-    )
-    _add_processors(parser)
-    _add_grammars(parser)
-    parser.add_argument(
-        "--no-model-defaults",
-        dest="model_defaults",
-        action="store_false",
-        help="ignore the target's generation_config.json",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=sampling.seed,
-        help="the same seed writes the same text, with speculation and without (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end the output before this text; may be repeated",
+        "--chat", action="store_true", help="answer the prompt as a user's message (`ygg chat` converses)"
     )
     parser.add_argument("--plain", action="store_true", help="decode without speculation")
     parser.add_argument(
@@ -106,9 +67,11 @@ def add_parser(verbs: Any) -> None:
         help="speculate also where it is measured to be slower, for measurements",
     )
     parser.add_argument(
-        "--ignore-eos", action="store_true", help="continue after the end-of-text token, for measurements"
+        "--live",
+        action="store_true",
+        help="draw the tree of every step next to the text, in slow motion; text alone off a terminal",
     )
-    add_threads(parser, "; the number does not change the text")
+    parser.add_argument("--quiet", action="store_true", help="write the text alone on a terminal, too")
     parser.add_argument(
         "--stats",
         action="store_true",
@@ -123,187 +86,68 @@ def add_parser(verbs: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _add_processors(parser: argparse.ArgumentParser) -> None:
-    """Options that change the target's logits."""
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        help="make tokens of prompt and output less likely, from 1 (off) on (default: the model's, or 1)",
-    )
-    parser.add_argument(
-        "--presence-penalty",
-        type=float,
-        help="subtract this from the logits of emitted tokens (default: 0)",
-    )
-    parser.add_argument(
-        "--frequency-penalty", type=float, help="subtract this once for every occurrence (default: 0)"
-    )
-    parser.add_argument(
-        "--no-repeat-ngram-size",
-        type=int,
-        help="write no sequence of this many tokens twice; 0 is off (default: the model's, or 0)",
-    )
-    parser.add_argument(
-        "--min-tokens", type=int, help="write at least this many tokens (default: the model's, or 0)"
-    )
-    parser.add_argument(
-        "--ban",
-        action="append",
-        metavar="TEXT",
-        help="never write this text as its tokenizer spells it; may be repeated",
-    )
-    parser.add_argument(
-        "--logit-bias",
-        action="append",
-        type=_bias,
-        metavar="TOKEN=VALUE",
-        help="add a value to the logit of a token id; -inf bans it; may be repeated",
-    )
-
-
-def _add_grammars(parser: argparse.ArgumentParser) -> None:
-    """Options that say what the text must be; at most one of them."""
-    grammars = parser.add_mutually_exclusive_group()
-    grammars.add_argument(
-        "--json-schema", metavar="FILE", help="write JSON that is an instance of the schema in a file"
-    )
-    grammars.add_argument(
-        "--regex", metavar="REGEX", help="write a text that a regular expression matches as a whole"
-    )
-    grammars.add_argument(
-        "--grammar", metavar="FILE", help="write a sentence of the Lark grammar in a file"
-    )
-    grammars.add_argument(
-        "--choice", action="append", metavar="TEXT", help="write one of these texts; may be repeated"
-    )
-
-
-def _grammar(options: argparse.Namespace) -> GrammarConfig | None:
-    """What the text must be, if anything."""
-    if options.json_schema is not None:
-        return GrammarConfig.of("json", _read("json_schema", options.json_schema))
-    if options.grammar is not None:
-        return GrammarConfig.of("grammar", _read("grammar", options.grammar))
-    if options.regex is not None:
-        return GrammarConfig.of("regex", options.regex)
-    return None if options.choice is None else GrammarConfig.of("choice", options.choice)
-
-
-def _read(option: str, path: str) -> str:
-    """The text of an option's file."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(option, path, f"a file in UTF-8 ({error})") from None
-
-
-def _texts(option: str, texts: Sequence[str]) -> tuple[str, ...]:
-    """The texts of an option; the shell passes bytes that are not UTF-8 as lone surrogates."""
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(option, text, "text in UTF-8") from None
-    return tuple(texts)
-
-
-def _bias(text: str) -> tuple[int, float]:
-    """A token id and the value to add."""
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a token id and a number, as in 13=-2.5"
-        ) from None
-
-
 def run(options: argparse.Namespace) -> None:
     """Generate once."""
     start = time.perf_counter()
-    config = _config(options)
+    _check_output(options)
+    config = request_config(options)
     prompt = prompt_of(options.prompt)
-    apply_threads(options)
-    name = pair_name(
-        options, lambda target, draft: _check_uncompiled(options, config, prompt, target, draft)
-    )
-    from yggdrasil.pair import load_pair  # imports torch, a second: after wrong options are refused
-
-    pair = load_pair(name, dataset=options.predictor)
-    note_threads(pair.latency, pair.bundle.command)
+    pair = load_chosen_pair(options, config, prompt)
     from yggdrasil.engine import check_request  # after the pair: torch is imported by then
-    from yggdrasil.policy.latency import BUSY_FACTOR
     from yggdrasil.report.run import Run
 
-    tokens = pair.tokenizer.encode(prompt)
-    config = _config(options, pair)
+    config = request_config(options, pair)
+    if options.chat:
+        tokens = pair.chat_tokens([{"role": "user", "content": prompt}])
+        config = replace(config, stop=(*config.stop, *pair.template.stops))
+    else:
+        tokens = pair.tokens(prompt)
     check_request(len(tokens), config, pair.engine.max_context)
     outcome = Run(pair, tokens, config, start=start, guard=options.guard)
     with frozen_heap():
-        _stream(outcome, options, pair)
-    if options.json:
-        print(json.dumps(outcome.to_json()))
-    elif options.stats:
-        print(outcome.summary(), file=sys.stderr)
-    if outcome.slowdown is not None and outcome.slowdown >= BUSY_FACTOR:
-        print(_busy_line(outcome.slowdown, pair.bundle.command), file=sys.stderr)
+        _write(outcome, options, prompt)
+    _report(outcome, options)
 
 
-def _check_uncompiled(
-    options: argparse.Namespace, config: GenerateConfig, prompt: str, target: str, draft: str
-) -> None:
-    """Refuse what cannot work with this pair before it is compiled, which takes minutes."""
-    from yggdrasil.engine import check_request
-    from yggdrasil.offline.inputs import planned_context
-    from yggdrasil.offline.traces import BUNDLED_TEXT
-    from yggdrasil.tokenizer import load_tokenizer
-
-    if options.predictor not in (None, BUNDLED_TEXT):
-        allowed = f"{BUNDLED_TEXT} if the pair is not compiled yet"
-        raise ConfigError("predictor", options.predictor, allowed)
-    num_tokens = len(load_tokenizer(target).backend_tokenizer.encode(prompt).ids)
-    check_request(num_tokens, config, planned_context(target, draft))
+def _check_output(options: argparse.Namespace) -> None:
+    """Refuse forms of output that exclude one another."""
+    for other in ("json", "show_tree"):
+        if options.live and getattr(options, other):
+            raise ConfigError("live", True, f"left out together with --{other.replace('_', '-')}")
 
 
-def _busy_line(slowdown: float, command: str) -> str:
-    return (
-        f"ygg generate: the machine is busy: steps took {slowdown:.1f} times what its profile predicts; "
-        f"end other programs, or if there are none, measure it again: {command}"
-    )
+def _write(outcome: Run, options: argparse.Namespace, prompt: str) -> None:
+    """Decode, and write the text in the form that the options ask for."""
+    on_terminal = is_terminal(sys.stdout) and not options.json
+    if options.live and on_terminal:
+        from yggdrasil.report.live import draw_live
+
+        draw_live(outcome, console(sys.stdout), prompt)
+    if on_terminal and not options.quiet and not options.chat:
+        print_dim(prompt, sys.stdout, end="")
+    if outcome.text:  # drawn already; the drawing is gone
+        print(outcome.text, end="")
+    _stream(outcome, options)
 
 
-def _stream(outcome: Run, options: argparse.Namespace, pair: LoadedPair) -> None:
+def _stream(outcome: Run, options: argparse.Namespace) -> None:
+    tokenizer = outcome.pair.tokenizer
     for text, result in outcome.steps():
         if not options.json:
             print(text, end="", flush=True)
         if options.show_tree and result is not None:
-            labels = [pair.tokenizer.token_text(token) for token in result.tree.token_N.tolist()]
+            labels = [tokenizer.token_text(token) for token in result.tree.token_N.tolist()]
             print(f"\n{result.tree.render(labels, result.path)}", file=sys.stderr)
     if not options.json:
         print()
 
 
-OPTIONS = (
-    *("temperature", "top_k", "top_p", "min_p", "seed", "logit_bias"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "min_tokens"),
-)
-"""Options that are fields of a sampling, under their own names."""
-
-
-def _config(options: argparse.Namespace, pair: LoadedPair | None = None) -> GenerateConfig:
-    """The request. Before the pair is loaded, its defaults and banned texts are left out."""
-    chosen = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
-    chosen["grammar"] = _grammar(options)
-    ban = _texts("ban", options.ban or ())
-    if pair is not None:
-        defaults = pair.bundle.defaults if options.model_defaults else {}
-        banned = pair.tokenizer.spellings(ban)
-        chosen = {**defaults, **chosen, "banned": [*defaults.get("banned", ()), *banned]}
-    sampling = SamplingConfig.of(chosen)
-    return GenerateConfig(
-        max_new_tokens=options.max_new_tokens,
-        stop=_texts("stop", options.stop),
-        ignore_eos=options.ignore_eos,
-        plain=options.plain,
-        sampling=sampling,
-    )
+def _report(outcome: Run, options: argparse.Namespace) -> None:
+    """Print what the options ask for after the text, and whether the machine was busy."""
+    if options.json:
+        print(json.dumps(outcome.to_json()))
+    elif options.stats:
+        print(outcome.summary(), file=sys.stderr)
+    elif is_terminal(sys.stderr) and not options.quiet:
+        print_dim(outcome.result.figures, sys.stderr)
+    note_busy("generate", outcome)

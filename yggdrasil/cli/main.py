@@ -7,9 +7,13 @@ import sys
 from collections.abc import Sequence
 
 import yggdrasil
+from yggdrasil.cli import chat as chat_command
 from yggdrasil.cli import compile as compile_command
+from yggdrasil.cli import completion as completion_command
+from yggdrasil.cli import doctor as doctor_command
 from yggdrasil.cli import generate as generate_command
 from yggdrasil.cli import list as list_command
+from yggdrasil.cli import race as race_command
 from yggdrasil.cli import rm as rm_command
 from yggdrasil.cli import serve as serve_command
 from yggdrasil.cli import show as show_command
@@ -26,6 +30,8 @@ first steps:
   ygg generate "Once upon a time"            the bundled pair; the first run compiles it
   ygg compile TARGET DRAFT --name mine       prepare your own pair for this machine, once
   ygg generate --pair mine "Hello"           decode with it
+  ygg chat --pair mine                       converse
+  ygg race --pair mine "Hello"               see how much sooner the text is there
   ygg serve --pair mine                      answer OpenAI clients
 
 several GPUs (each has a shard of the target, the first also the draft):
@@ -37,11 +43,15 @@ OTHER_NAMES = {"json": "json_schema"}  # of fields: --json is the form of the ou
 VERBS = (
     compile_command,
     generate_command,
+    chat_command,
+    race_command,
     serve_command,
     show_command,
     list_command,
     verify_command,
     rm_command,
+    doctor_command,
+    completion_command,
 )
 
 
@@ -60,6 +70,8 @@ def _parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0, 2 for an error that the user can fix, 130 after Ctrl-C.
+
+    `ygg doctor` returns 1 if it found something to fix.
 
     Under torchrun rank 0 runs the verb, and the other ranks follow it.
     """
@@ -101,6 +113,8 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _run_verb(arguments: Sequence[str] | None) -> int:
     parser = _parser()
+    if completion_command.is_asked():
+        completion_command.complete(parser)
     options = parser.parse_args(arguments)
     if options.verb is None:
         parser.print_help()
@@ -113,7 +127,7 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
                 f"1 for this verb; several processes run {', '.join(SHARED)}",
                 f"ygg {options.verb} ...",
             )
-        options.run(options)
+        return options.run(options) or 0
     except ConfigError as error:
         return _refuse(f"ygg {options.verb}: {_in_words_of(options, error)}")
     except YggError as error:
@@ -121,7 +135,6 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print(f"\nygg {options.verb}: interrupted; what was compiled is kept", file=sys.stderr)
         return 130
-    return 0
 
 
 def _in_words_of(options: argparse.Namespace, error: ConfigError) -> ConfigError:

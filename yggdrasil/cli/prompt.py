@@ -9,18 +9,20 @@ from yggdrasil.errors import ConfigError, UsageError
 
 __all__ = ["prompt_of"]
 
-EXAMPLE = 'ygg generate "Once upon a time"'
 
-
-def prompt_of(words: Sequence[str]) -> str:
+def prompt_of(words: Sequence[str], verb: str = "generate") -> str:
     """The words joined by blanks; standard input if the only word is a dash.
+
+    Args:
+        verb: For the examples of the errors.
 
     Raises:
         UsageError: the prompt is missing or empty.
         ConfigError: the prompt is not UTF-8.
     """
+    example = f'ygg {verb} "Once upon a time"'
     if not words:
-        raise UsageError("a prompt is missing", EXAMPLE)
+        raise UsageError("a prompt is missing", example)
     is_input = list(words) == ["-"]
     try:
         prompt = sys.stdin.read() if is_input else " ".join(words)
@@ -32,8 +34,8 @@ def prompt_of(words: Sequence[str]) -> str:
             ord(error.object[error.start]) & 0xFF, len(error.object[: error.start].encode())
         ) from None
     if not prompt:
-        example = "echo Once upon a time | ygg generate -" if is_input else EXAMPLE
-        raise UsageError("the prompt is empty", example)
+        piped = f"echo Once upon a time | ygg {verb} -"
+        raise UsageError("the prompt is empty", piped if is_input else example)
     return prompt
 
 

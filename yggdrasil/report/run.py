@@ -1,12 +1,15 @@
-"""One generation, timed and counted: what `--json` and `--stats` print."""
+"""One generation, timed and counted: what `pair.stream` returns, and `--json` and `--stats` print."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from yggdrasil.config import GenerateConfig
 from yggdrasil.kernels.compilations import compilations, no_compilation
@@ -15,18 +18,84 @@ from yggdrasil.policy.objective import speedup
 from yggdrasil.state import PLAIN, StepResult
 from yggdrasil.tokenizer import TextStream
 
-__all__ = ["Run"]
+__all__ = ["Piece", "Result", "Run"]
 
+SHOWN_CHARS = 60
 ENOUGH_STEPS = 8  # for a median that one or two slow steps do not change
 
 
+@dataclass(frozen=True, repr=False)
+class Result:
+    """A finished text. `print(result)` prints it.
+
+    Args:
+        text: The text after the prompt.
+        tokens: Its tokens, with the end-of-text token if that ended it.
+        finish_reason: "stop" after an end-of-text token or a stop text, "length" at a limit.
+        prompt_tokens: Number of tokens of the prompt.
+        target_passes: Forward passes of the target that emitted tokens.
+        ttft_ms: Until the first token.
+        total_ms: Until the last token.
+        tok_per_s: Tokens per second after the first pass; 0 if there was only one.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    target_passes: int
+    ttft_ms: float
+    total_ms: float
+    tok_per_s: float
+
+    @property
+    def aal(self) -> float:
+        """Mean emitted tokens per target forward."""
+        return len(self.tokens) / max(1, self.target_passes)
+
+    @property
+    def figures(self) -> str:
+        """Tokens, tokens per second, and tokens per pass of the target, for a person."""
+        speed = f"{self.tok_per_s:.0f} tokens/s, " if self.tok_per_s else ""
+        return f"{len(self.tokens)} tokens, {speed}{self.aal:.2f} tokens a pass"
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Result({_shortened(self.text)}, {self.figures}, finish_reason={self.finish_reason!r})"
+
+
+class Piece(NamedTuple):
+    """The text of a step.
+
+    Args:
+        ms: When it came, from the beginning of the run.
+        accepted: Accepted draft tokens in it.
+    """
+
+    ms: float
+    text: str
+    accepted: int
+
+
 class Run:
-    """Decode one prompt, and time and count every step.
+    """One generation, which decodes while it is read.
+
+    Iterating over it, with `for` or `async for`, gives the text in whole characters, a step at a time. With
+    `async for` the steps run in a thread, so the event loop goes on.
 
     Args:
         start: `time.perf_counter()` when the user started the command.
         policy: Chooses shapes; by default the pair's best policy, or plain decoding if requested.
         guard: Whether that policy has a guard.
+        keep: Compute the prompt only from where it differs from the last text of the engine.
+
+    Attributes:
+        kept_tokens: Tokens of the prompt that were not computed again.
+        results: The steps so far.
+        pieces: Their texts, and at the end the text that was held back.
+        text: The text so far; text that a stop text could still take back is not part of it.
     """
 
     def __init__(
@@ -38,6 +107,7 @@ class Run:
         start: float | None = None,
         policy: Any = None,
         guard: bool = True,
+        keep: bool = False,
     ) -> None:
         self.pair = pair
         self.prompt = prompt
@@ -46,8 +116,12 @@ class Run:
             temperature=config.sampling.temperature, shape=PLAIN if config.plain else None, guard=guard
         )
         self.results: list[StepResult] = []
-        self.text = ""
+        self.pieces: list[Piece] = []
         self.finish_reason = "length"
+        self.kept_tokens = 0
+        self._keep = keep
+        self._stream = TextStream(pair.tokenizer, config.stop, prompt)
+        self._steps = self._decode()
         now = time.perf_counter()
         self.startup_ms = (now - (now if start is None else start)) * 1e3
         self.ttft_ms = 0.0
@@ -55,28 +129,70 @@ class Run:
         self._predicted: list[float] = []
 
     def steps(self) -> Iterator[tuple[str, StepResult | None]]:
-        """Yield the text of every step, with the step; at the end the text held back, with None.
+        """The text of every step, with the step; at the end the text held back, with None.
 
         Text after a stop text is not part of the answer.
         """
-        engine = self.pair.engine
-        stream = TextStream(self.pair.tokenizer, self.config.stop, self.prompt)
-        self._before = dict(engine.trace.total_ms), engine.draft.graph_ms, engine.target.graph_ms
-        start = time.perf_counter()
-        with no_compilation():
-            for result in engine.generate(self.prompt, self.policy, self.config):
-                self._enter(result, (time.perf_counter() - start) * 1e3)
-                yield stream.push(result.tokens), result
-        self.finish_reason = "stop" if stream.stopped or self._ended() else "length"
-        rest = stream.finish()
-        self.text = stream.text
-        yield rest, None
+        return self._steps
+
+    def __iter__(self) -> Iterator[str]:
+        return (text for text, _ in self._steps if text)
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        pieces = iter(self)
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1) as thread:  # one thread, because a step's operators expect their own
+            while (piece := await loop.run_in_executor(thread, next, pieces, "")) != "":
+                yield piece
 
     def complete(self) -> Run:
         """Run to the end without streaming."""
-        for _ in self.steps():
+        for _ in self._steps:
             pass
         return self
+
+    def close(self) -> None:
+        """End before the end of the text; what was written so far remains."""
+        self._steps.close()
+
+    @property
+    def text(self) -> str:
+        return self._stream.text
+
+    @property
+    def result(self) -> Result:
+        """The text and the figures so far."""
+        return Result(
+            self.text,
+            tuple(self.tokens),
+            self.finish_reason,
+            len(self.prompt),
+            len(self.results),
+            self.ttft_ms,
+            self.total_ms,
+            self.tok_per_s,
+        )
+
+    def __repr__(self) -> str:
+        return f"Run({_shortened(self.text)}, {self.result.figures})"
+
+    def _decode(self) -> Generator[tuple[str, StepResult | None]]:
+        engine = self.pair.engine
+        self._before = dict(engine.trace.total_ms), engine.draft.graph_ms, engine.target.graph_ms
+        start = time.perf_counter()
+        with no_compilation():
+            for result in engine.generate(self.prompt, self.policy, self.config, keep=self._keep):
+                self.kept_tokens = engine.kept_len
+                self._enter(result, (time.perf_counter() - start) * 1e3)
+                text = self._stream.push(result.tokens)
+                self.pieces.append(Piece(self.total_ms, text, result.accepted))
+                left = time.perf_counter()
+                yield text, result
+                start += time.perf_counter() - left  # a reader's time is not the run's
+        self.finish_reason = "stop" if self._stream.stopped or self._ended() else "length"
+        rest = self._stream.finish()
+        self.pieces.append(Piece(self.total_ms, rest, 0))
+        yield rest, None
 
     def _enter(self, result: StepResult, now_ms: float) -> None:
         if not self.results:
@@ -97,14 +213,11 @@ class Run:
         )
 
     def _ended(self) -> bool:
-        return (
-            not self.config.ignore_eos
-            and bool(self.results)
-            and self.results[-1].tokens[-1] in self.pair.engine.eos_tokens
-        )
+        ends = self.config.ends(self.pair.engine.eos_tokens)
+        return bool(self.results) and self.results[-1].tokens[-1] in ends
 
     @property
-    def token_ids(self) -> list[int]:
+    def tokens(self) -> list[int]:
         return [token for result in self.results for token in result.tokens]
 
     @property
@@ -121,6 +234,11 @@ class Run:
         """Milliseconds per token after the first step."""
         later = self.num_tokens - len(self.results[0].tokens) if self.results else 0
         return (self.total_ms - self.ttft_ms) / later if later else 0.0
+
+    @property
+    def tok_per_s(self) -> float:
+        """Tokens per second after the first step; 0 if there was only one."""
+        return 1e3 / self.tpot_ms if self.tpot_ms else 0.0
 
     @property
     def slowdown(self) -> float | None:
@@ -145,7 +263,7 @@ class Run:
         kv = bundle.kv_target
         return {
             "text": self.text,
-            "token_ids": self.token_ids,
+            "token_ids": self.tokens,
             "num_tokens": self.num_tokens,
             "prompt_tokens": len(self.prompt),
             "finish_reason": self.finish_reason,
@@ -155,7 +273,7 @@ class Run:
             "startup_ms": self.startup_ms,
             "ttft_ms": self.ttft_ms,
             "tpot_ms": self.tpot_ms,
-            "tok_per_s": 1e3 / self.tpot_ms if self.tpot_ms else 0.0,
+            "tok_per_s": self.tok_per_s,
             "predicted_speedup": mean(self._predicted) if self._predicted else 0.0,
             "slowdown": self.slowdown,
             "compilations": compilations(),
@@ -203,3 +321,8 @@ class Run:
             f"ms per step: {stages}\n"
             f"shapes: {report['speculation']}{guard}"
         )
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a text, quoted, for a `repr`."""
+    return repr(text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}...")

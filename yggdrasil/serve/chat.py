@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatTemplate", "load_chat_template"]
 
+USER_TURN = "\nuser:"
+
 
 class ChatTemplate:
     """Renders messages.
@@ -62,6 +64,14 @@ class ChatTemplate:
     def takes_tools(self) -> bool:
         """Whether the template shows tools to the model."""
         return "tools" in self.tool_source
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end an answer: where the default template would begin a user's turn.
+
+        A model with a template of its own ends its answer itself.
+        """
+        return () if self.is_own else (USER_TURN,)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The prompt that the assistant's answer continues.

@@ -45,7 +45,7 @@ def test_generation_ends_at_the_token_that_completes_a_stop_text(
         assert stop in tiny.tokenizer.decode(tokens)
         assert stop not in tiny.tokenizer.decode(tokens[:-1])
         run = Run(tiny, tiny.tokenizer.encode(PROMPT), config, policy=tiny.policy(shape=shape)).complete()
-        assert (run.token_ids, run.finish_reason) == (tokens, "stop")
+        assert (run.tokens, run.finish_reason) == (tokens, "stop")
         assert run.text == text[: text.index(stop)]
 
 
@@ -161,7 +161,7 @@ def test_a_text_stream_gives_the_text_of_a_run(tiny: LoadedPair) -> None:
         + stream.finish()
     )
     run = Run(tiny, prompt, config).complete()
-    assert printed == run.text == tiny.tokenizer.decode(run.token_ids)
+    assert printed == run.text == tiny.tokenizer.decode(run.tokens)
     assert not printed.isascii()
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from yggdrasil.cli.progress import RichProgress
+from yggdrasil.report.progress import RichProgress
 
 
 def test_a_phase_is_a_line_at_its_beginning_and_one_at_its_end(capfd: pytest.CaptureFixture[str]) -> None:

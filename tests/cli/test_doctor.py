@@ -1,0 +1,111 @@
+"""`ygg doctor`: what it finds on a machine that has everything, and on one that lacks something."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from yggdrasil.bundle import Bundle
+from yggdrasil.cli import doctor, main
+from yggdrasil.cli.doctor import Finding
+from yggdrasil.store import artifacts
+
+Capture = pytest.CaptureFixture[str]
+
+
+def found(name: str) -> Finding:
+    """The first finding of a name."""
+    return next(finding for finding in doctor.findings() if finding.name == name)
+
+
+def test_a_machine_that_has_everything_is_in_order(tiny_bundle: Bundle, capsys: Capture) -> None:
+    stored = [finding for finding in doctor.findings() if finding.value.startswith("tiny, ")]
+    assert [finding.state for finding in stored] == ["ok"]
+    for name in ("python", "compiler", "store"):
+        assert found(name).state == "ok"
+    assert str(artifacts.root()) in found("store").value
+
+
+def test_the_exit_code_tells_whether_something_is_in_the_way(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = [Finding("ok", "disk", "much"), Finding("note", "threads", "busy", "wait")]
+    monkeypatch.setattr(doctor, "findings", lambda: iter(notes))
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out == (
+        "ok    disk       much\nnote  threads    busy\n                 wait\nnothing is in the way\n"
+    )
+    notes.append(Finding("fail", "store", "gone", "make it"))
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.endswith("fail  store      gone\n                 make it\nto fix: 1\n")
+
+
+def test_a_missing_compiler_is_in_the_way() -> None:
+    from torch._inductor import config
+
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        finding = found("compiler")
+    assert (finding.state, finding.value) == ("fail", "no C++ compiler that works")
+    assert "install" in finding.fix
+
+
+def test_a_store_that_others_can_write_is_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YGG_HOME", str(tmp_path / "later"))
+    assert found("store").state == "ok"  # the nearest folder that exists counts
+    tmp_path.chmod(0o777)
+    finding = found("store")
+    assert finding.state == "fail"
+    assert f"chmod go-w {tmp_path}" in finding.fix
+
+
+def test_a_pair_that_cannot_be_used_is_in_the_way(
+    ygg_home: Path, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for store in ("compile_cache", "profiles", "predictors"):
+        shutil.copytree(ygg_home / store / "tiny", tmp_path / store / "tiny")
+    monkeypatch.setenv("YGG_HOME", str(tmp_path))
+    assert found("pair").state == "ok"
+    (tmp_path / "compile_cache" / "tiny" / "current.json").unlink()
+    finding = found("pair")
+    assert finding.state == "fail"
+    assert finding.value == "tiny: not compiled to the end; run `ygg compile TARGET DRAFT --name tiny`"
+    assert "ygg rm tiny" in finding.fix
+
+
+def test_an_empty_store_names_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YGG_HOME", str(tmp_path))
+    assert found("pair").value.startswith("none yet; `ygg generate` compiles")
+
+
+def test_load_memory_and_disk_that_are_short_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    assert found("threads").state == "note"
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 8000000 kB\nMemAvailable: 1000000 kB\n")
+    monkeypatch.setattr(doctor, "MEMINFO", meminfo)
+    assert found("memory")[:3] == ("note", "memory", "1.0 GB free")
+    meminfo.write_text("nothing")
+    assert found("memory").value.startswith("unknown")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9, 8, 1000))
+    assert found("disk").state == "note"
+
+
+def test_a_processor_without_known_features_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "cpu_flags", lambda: "x86_64 some avx2 (9 flags, 0)")
+    assert found("processor").value.endswith("kernels for AVX2")
+    monkeypatch.setattr(artifacts, "cpu_flags", lambda: "sparc")
+    assert found("processor").state == "note"
+
+
+def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda module: None if module == "fastapi" else module)
+    finding = found("packages")
+    assert finding.value == "not installed: serve (ygg serve)"
+    assert finding.fix == "pip install 'yggdrasil-decoding[serve]'"

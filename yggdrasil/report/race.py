@@ -1,0 +1,114 @@
+"""Plain and speculative decoding of one prompt: recorded one after another, replayed on one clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from yggdrasil.config import GenerateConfig
+from yggdrasil.pair import LoadedPair
+from yggdrasil.report.live import PROMPT, last_lines, side_by_side
+from yggdrasil.report.run import Run
+
+__all__ = ["Race", "record_race", "replay"]
+
+RUNS = ("green", "cyan")  # two runs of accepted tokens next to each other differ in colour
+REPLAY_S = 8.0  # a replay in slow motion takes about that long
+FRAME_S = 1 / 25
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two finished runs of one request.
+
+    Args:
+        plain: Decoded without speculation.
+        speculative: Decoded with the pair's policy.
+    """
+
+    plain: Run
+    speculative: Run
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast speculation was, from the prompt to the last token."""
+        return self.plain.total_ms / self.speculative.total_ms
+
+    @property
+    def default_slow(self) -> float:
+        """The slow motion in which the replay can be followed; 1 for a model that is slow itself."""
+        return max(1.0, REPLAY_S * 1e3 / self.plain.total_ms)
+
+    def summary(self) -> str:
+        """Both runs' figures, and how they compare."""
+        lines = [f"{name:<12} {run.result.figures}, {run.total_ms:.0f} ms" for name, run in self._named()]
+        return "\n".join([*lines, f"{self._sameness()}, {self.ratio:.1f} times as fast, measured just now"])
+
+    def frame(self, console: Console, prompt: str, now_ms: float) -> Table:
+        """Both texts as they were after some milliseconds."""
+        columns = []
+        for name, run in self._named():
+            clock = f"{name}, {min(now_ms, run.total_ms):.0f} ms"
+            header = Text(clock, "bold" if now_ms < run.total_ms else "bold green")
+            columns.append(Group(header, last_lines(_text_at(run, prompt, now_ms), console)))
+        return side_by_side(console, *columns)
+
+    def _named(self) -> tuple[tuple[str, Run], tuple[str, Run]]:
+        return ("plain", self.plain), ("speculation", self.speculative)
+
+    def _sameness(self) -> str:
+        """Whether the texts are equal, which linear layers that are not exact, on a GPU, do not ensure."""
+        pairs = enumerate(zip_longest(self.plain.text, self.speculative.text))
+        place = next((place for place, (one, other) in pairs if one != other), None)
+        return "same text" if place is None else f"the texts differ after {place} characters"
+
+
+def record_race(pair: LoadedPair, prompt: Sequence[int], config: GenerateConfig) -> Race:
+    """Run one request without speculation and with it, each from nothing, after a short one for warmth."""
+    runs = []
+    for plain in (True, False):
+        asked = replace(config, plain=plain)
+        Run(pair, prompt, _short(asked)).complete()
+        runs.append(Run(pair, prompt, asked).complete())
+    return Race(*runs)
+
+
+def _short(config: GenerateConfig) -> GenerateConfig:
+    limit = config.max_new_tokens
+    return replace(config, max_new_tokens=WARM_UP_TOKENS if limit is None else min(limit, WARM_UP_TOKENS))
+
+
+def replay(race: Race, console: Console, prompt: str, slow: float) -> None:
+    """Show both texts as they came, side by side; the last frame stays.
+
+    Args:
+        slow: Seconds of the replay for a second of the runs.
+    """
+    end_ms = max(race.plain.total_ms, race.speculative.total_ms)
+    start = time.perf_counter()
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        now_ms = 0.0
+        while now_ms < end_ms:
+            now_ms = min(end_ms, (time.perf_counter() - start) * 1e3 / slow)
+            live.update(race.frame(console, prompt, now_ms), refresh=True)
+            time.sleep(FRAME_S)
+
+
+def _text_at(run: Run, prompt: str, now_ms: float) -> Text:
+    """The text of a run after some milliseconds; what a step brought with accepted tokens is coloured."""
+    text = Text.assemble((prompt, PROMPT))
+    coloured = 0
+    for piece in run.pieces:
+        if piece.ms > now_ms:
+            break
+        text.append(piece.text, RUNS[coloured % 2] if piece.accepted else "default")
+        coloured += piece.accepted > 0
+    return text
