@@ -78,7 +78,7 @@ class Shape:
 
     Raises:
         ConfigError: levels that are not a tree: a parent outside the level before, a place used twice, or
-            a width or depth that differs from the levels'; levels with a graft.
+            a width or depth that differs from the levels'; a graft on levels or a plain shape.
     """
 
     width: int
@@ -91,8 +91,9 @@ class Shape:
     def __post_init__(self) -> None:
         if self.levels is not None:
             self._check_levels(self.levels)
-            if self.graft:
-                raise ConfigError("graft", self.graft, "0 for a static tree")
+        grows = self.levels is None and self.depth > 0
+        if self.graft < 0 or (self.graft and not grows):
+            raise ConfigError("graft", self.graft, "0 for a static or plain shape, else 0 or more")
 
     def _check_levels(self, levels: tuple[tuple[tuple[int, int], ...], ...]) -> None:
         parents = range(1)

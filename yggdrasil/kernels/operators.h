@@ -132,7 +132,8 @@ struct Pruned {
 
 void grow_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,
            const Growth& growth, const PlattScale& platt);
-// The same for the first step of a tree with a chain under its root, whose edges have these log-probabilities.
+// The same for the first step of a tree with a chain under its root; its edges have these
+// log-probabilities.
 void grow_grafted_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,
                    const Growth& growth, const PlattScale& platt, const std::vector<double>& log_probs);
 void grow_level_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,

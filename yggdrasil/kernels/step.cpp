@@ -424,7 +424,7 @@ void Step::draft(at::ArrayRef<Row> rows, const Menu& menu, Reply& reply) {
   forwards_.clear();
   rows_.clear();
   for (const Row& row : rows) {
-    int64_t capacity = 1 + row.width * row.depth + row.graft;
+    int64_t capacity = 1 + row.width * row.depth + (row.depth ? row.graft : 0);
     if (row.levels >= 0) {
       capacity = 1;
       for (const auto& level : levels_[row.levels].parents) capacity += int64_t(level.size());

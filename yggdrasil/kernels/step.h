@@ -22,8 +22,8 @@ namespace ygg {
 // ---- the border ----
 
 // One request before a step. `tokens` are its text, the root last. The caches hold the tokens before
-// `target_len` and `draft_len`. At most `graft` nodes repeat the text, by `evidence`. `verify` is 0 without a
-// limit; `stop` and `levels` are -1 where the shape has none. Temperature 0 is greedy. `processors` is -1
+// `target_len` and `draft_len`. At most `graft` nodes repeat the text, by `evidence`. `verify` is 0 without
+// a limit; `stop` and `levels` are -1 where the shape has none. Temperature 0 is greedy. `processors` is -1
 // without any; with them `top_logit` is the target's largest logit before the root. `grammar` is the place
 // that `Reply::mask` gets, -1 without a grammar; a row with one has processors. `inspect` is 1 where the
 // result has the drafted tree, too.

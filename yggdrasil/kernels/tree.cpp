@@ -143,8 +143,8 @@ void attach_(const Frontier& frontier, const std::vector<Best>& taken, Tree& tre
 
 namespace {
 
-// `extend_` for a root and the chain under it. The chain's next node is in the tree already. Its probability
-// is the draft's or the one given, whichever is larger; then its siblings share what remains.
+// `extend_` for a root and the chain under it. The chain's next node is in the tree already. Its
+// probability is the draft's or the one given, whichever is larger; then its siblings share what remains.
 void extend_grafted_(Frontier& frontier, const Candidates& candidates, Tree& tree, const Growth& growth,
                      const PlattScale& platt, const std::vector<double>& log_probs) {
   const int64_t per_node = frontier.candidates(), row_len = candidates.log_probs.size(1);
