@@ -18,6 +18,7 @@ from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import (
+    MOST_GRAFTED,
     Arms,
     BestShape,
     ContextShape,
@@ -103,6 +104,7 @@ class LoadedPair:
         shape: Shape | None = None,
         depth: DepthRule | None = None,
         guard: bool = True,
+        graft: int = MOST_GRAFTED,
     ) -> ShapePolicy:
         """The policy that chooses the shape of every step.
 
@@ -111,6 +113,7 @@ class LoadedPair:
             shape: Use always this shape, without a guard; Eq. 3 chooses its K if it has none.
             depth: Rule that chooses D; None takes the best one on held-out text.
             guard: Stop speculating while it is measured to be slower.
+            graft: Most nodes of a tree that repeat an earlier part of the text.
 
         Raises:
             ConfigError: the shape is wider or deeper than the pair was compiled for.
@@ -126,6 +129,7 @@ class LoadedPair:
             "latency": self.latency,
             "verify_widths": config.verify_widths,
             "widths": config.widths,
+            "graft": graft,
             "arms_by_context": self._arms.setdefault(self.acceptance.nearest_temperature(temperature), {}),
         }
         inner: ShapePolicy

@@ -12,6 +12,7 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import ConfigError
 from yggdrasil.grammar import GrammarState
 from yggdrasil.picture import Svg
+from yggdrasil.repeats import Repeats
 from yggdrasil.tokenizer import Tokenizer
 from yggdrasil.tree import TokenTree
 
@@ -72,10 +73,12 @@ class Shape:
             parent's children) of every node at depth d + 1, in the order of their ids. W is then the widest
             level and D the number of levels.
         stop: Ends the growth early.
+        graft: Most nodes that repeat an earlier part of the text: a chain under the root. Growth starts at
+            all of them.
 
     Raises:
         ConfigError: levels that are not a tree: a parent outside the level before, a place used twice, or
-            a width or depth that differs from the levels'.
+            a width or depth that differs from the levels'; a graft on levels or a plain shape.
     """
 
     width: int
@@ -83,10 +86,14 @@ class Shape:
     verify: int | None = None
     levels: tuple[tuple[tuple[int, int], ...], ...] | None = None
     stop: StopRule | None = None
+    graft: int = 0
 
     def __post_init__(self) -> None:
         if self.levels is not None:
             self._check_levels(self.levels)
+        grows = self.levels is None and self.depth > 0
+        if self.graft < 0 or (self.graft and not grows):
+            raise ConfigError("graft", self.graft, "0 for a static or plain shape, else 0 or more")
 
     def _check_levels(self, levels: tuple[tuple[tuple[int, int], ...], ...]) -> None:
         parents = range(1)
@@ -107,8 +114,10 @@ class Shape:
 
     @property
     def num_nodes(self) -> int:
-        """N = 1 + W * D, or the size of the static tree."""
-        return 1 + self.width * self.depth if self.levels is None else 1 + sum(map(len, self.levels))
+        """N = 1 + W * D and the grafted nodes, or the size of the static tree."""
+        if self.levels is not None:
+            return 1 + sum(map(len, self.levels))
+        return 1 + self.width * self.depth + self.graft
 
     def __str__(self) -> str:
         if self.depth == 0:
@@ -149,6 +158,7 @@ class DecodeState:
             cache.
         top_logit: The target's largest logit before the root if the request has processors; at first 0.
         inspect: Whether the results of its steps have an `Inspection`.
+        repeats: What repeats in `tokens`, as far as a step has read them.
     """
 
     tokens: list[int]
@@ -159,9 +169,11 @@ class DecodeState:
     head: Head | None = None
     top_logit: Tensor | float = 0.0
     inspect: bool = False
+    repeats: Repeats = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)
+        self.repeats = Repeats(self.prompt_len)
 
     @property
     def hidden_E(self) -> Tensor | None:

@@ -230,6 +230,23 @@ class TokenTree:
         self._path[new] = path_WA
         self._len += width
 
+    def grow_chain(self, tokens: Sequence[int]) -> None:
+        """Attach a chain under a root without children, with log-probabilities of 0.
+
+        Cost: two copies to the device and a few small operators, no sync.
+        """
+        self._require_room(len(tokens))
+        assert self._len == 1, "a chain goes under a bare root"
+        self._len += len(tokens)
+        new = slice(1, self._len)
+        depth = torch.arange(self._len, dtype=torch.int32, device=self._path.device)
+        self._token[new] = upload(tokens, self._token.device, dtype=torch.int32)
+        self._parent[new] = depth[:-1]
+        self._depth[new] = depth[1:]
+        self._log_prob[new] = 0.0
+        path = depth.expand(self._len, -1)
+        self._path[: self._len, : self._len] = path.masked_fill(path > depth[:, None], -1)
+
     @contextmanager
     def growing(self, width: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]]:
         """For an operator that writes `width` nodes itself: the first new id and the whole `arrays`.

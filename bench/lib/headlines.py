@@ -158,6 +158,14 @@ def _temperature(result: Result) -> Headline:
     return Headline(result["geometric_mean_ours_over"]["Sequoia"], "1", _never_below_1(ratios))
 
 
+def _graft(result: Result) -> Headline:
+    """The closest of the texts that repeat."""
+    texts = [
+        text["grafts_over"]["draft alone"] for name, text in result["texts"].items() if name != "stories"
+    ]
+    return _ratio(min(texts, key=lambda ratio: ratio["median"]), "1.3", not result["refuted_by"])
+
+
 def _constrained(result: Result) -> Headline:
     """The least gain of speculation at any temperature."""
     found = list(result["temperatures"].values())
@@ -312,6 +320,7 @@ CLAIMS = {
     "objective": Claimed("Eq. 3 over AAL as objective", _objective),
     "temperature": Claimed("default policy over Sequoia's tree", _temperature),
     "constrained": Claimed("speculation over plain decoding, JSON schema", _constrained),
+    "graft": Claimed("grafts over the draft alone, text that repeats", _graft),
     "depth": Claimed("chosen depth rule over a fixed depth", _depth),
     "predictor": Claimed("Brier skill of the depth predictor", _predictor),
     "serving": Claimed("throughput over the best fixed length", _serving, serves=True),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import tempfile
 import time
@@ -26,10 +27,12 @@ __all__ = [
     "ASSISTED",
     "COMPILED",
     "EAGER",
+    "LOOKUP",
     "JsonLines",
     "Peer",
     "PeerError",
     "compiled_arms",
+    "lookup_arms",
     "run_logged",
     "transformers_arms",
     "transformers_peer",
@@ -38,6 +41,7 @@ __all__ = [
 EAGER = "transformers eager"
 COMPILED = "transformers compiled"
 ASSISTED = "transformers assisted"
+LOOKUP = "transformers look-up"
 COMPILE_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     COMPILED: {"mode": "default"},  # generate()'s own default mode only adds CUDA graphs to it
     # Inductor packs the weights for oneDNN
@@ -261,6 +265,36 @@ def transformers_arms(
             for name, chosen in settings.items()
         ),
     ]
+
+
+def lookup_arms(
+    target: Path, *, num_tokens: int, lengths: Sequence[int], text: Callable[[], Sequence[int]]
+) -> list[Arm]:
+    """Prompt look-up of transformers with every draft length, eager, on a target whose text is given.
+
+    Args:
+        text: Prompt and answer of the next generation.
+    """
+    model = _load(target, torch.bfloat16)
+
+    def given(ids_BL: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
+        token = text()[min(ids_BL.shape[1], len(text()) - 1)]
+        return torch.full_like(scores_BV, -math.inf).index_fill_(1, torch.tensor([token]), 0.0)
+
+    def arm(length: int) -> Arm:
+        return Arm(
+            name=f"{LOOKUP}, k={length}",
+            generate=lambda prompt: _generate(
+                model,
+                prompt,
+                num_tokens,
+                0.0,
+                prompt_lookup_num_tokens=length,
+                logits_processor=transformers.LogitsProcessorList([given]),
+            ),
+        )
+
+    return [arm(length) for length in lengths]
 
 
 def compiled_arms(

@@ -20,7 +20,7 @@ PACKAGE = Path(yggdrasil.__file__).parent
 ROOT = PACKAGE.parent
 GROUPS = (  # a module imports from its own group and from those before it
     ("errors", "store", "config", "layout", "staging", "tokenizer", "trial", "grammar"),
-    ("picture", "tree", "kv", "state", "trace"),
+    ("picture", "tree", "kv", "repeats", "state", "trace"),
     ("kernels",),
     ("models",),
     ("step",),

@@ -104,6 +104,31 @@ def test_speculative_equals_plain_and_transformers(
         assert decode(tiny, prompt, shape) == plain, f"shape {shape}"
 
 
+@pytest.mark.parametrize("sampling", (SamplingConfig(), SAMPLED), ids=("greedy", "sampled"))
+def test_a_tree_with_grafts_writes_what_plain_decoding_writes(
+    tiny: LoadedPair, engine: Engine, sampling: SamplingConfig
+) -> None:
+    pair = replace(tiny, engine=engine)
+    prompt = tiny.tokenizer.encode("The red fox ran. The owl saw the fox. The red fox ran. The owl")
+    plain = decode(pair, prompt, None, plain=True, sampling=sampling, num_tokens=48, ignore_eos=True)
+    for shape in (Shape(1, 2, graft=2), Shape(4, 4, graft=3), Shape(4, 4, 6, graft=15)):
+        text = decode(pair, prompt, shape, sampling=sampling, num_tokens=48, ignore_eos=True)
+        assert text == plain, str(shape)
+
+
+def test_a_graft_is_drafted_where_the_text_repeats(tiny: LoadedPair, engine: Engine) -> None:
+    """A root, three grafted nodes, one of growth; the draft has run all but the last."""
+    prompt = [10, 11, 12, 13, 14, 15, 16] * 4
+    for model in (engine.target, engine.draft):
+        model.cache.rollback_(0)
+        prefill(model, prompt[:-1])
+    state = DecodeState(list(prompt))
+    result = engine.step(state, tiny.policy(shape=Shape(1, 1, 5, graft=3)))
+    assert result.drafted == 5
+    assert result.tree.token_N[:4].tolist() == [16, 10, 11, 12]
+    assert engine.draft.cache.len == len(prompt) - 1 + min(result.accepted + 1, 4)
+
+
 @pytest.mark.parametrize("prompt_len", (1, 2, 9, 16, 17, 18, 32, 33, 34, 49, 50, 70))
 def test_verifying_the_first_tree_with_the_end_of_the_prompt_changes_nothing(
     tiny: LoadedPair, engine: Engine, prompt_len: int

@@ -48,6 +48,10 @@ SHAPES = (
     Shape(2, 4, stop=SmallGain(2, (0.0, 0.0, 0.1, 0.1, 0.1, 0.5), 0.15)),
     Shape(1, 4, stop=LowConfidence(0.5)),
     Shape(3, 3, 8, LEVELS),
+    Shape(1, 4, graft=2),
+    Shape(4, 2, graft=15),
+    Shape(4, 4, 6, graft=3),
+    Shape(2, 4, stop=SmallGain(2, (0.0, 0.0, 0.1, 0.1, 0.1, 0.5), 0.15), graft=2),
 )
 # five rows and 20 nodes fit in the largest graph, of 32 tokens
 MENUS = (
@@ -155,7 +159,12 @@ def inspected(result: StepResult) -> tuple[list[Any], list[int], list[int]] | No
 HISTORIES = st.fixed_dictionaries(
     {
         "prompts": st.lists(
-            st.tuples(st.integers(1, 40), st.integers(0, 300), st.sampled_from(SAMPLINGS)),
+            st.tuples(
+                st.integers(1, 40),
+                st.integers(0, 300),
+                st.sampled_from((1, 3, 8, 40)),
+                st.sampled_from(SAMPLINGS),
+            ),
             min_size=1,
             max_size=ROWS,
         ),
@@ -181,12 +190,12 @@ def run(stand: Stand, form: Any, history: dict[str, Any]) -> tuple[list[Any], li
     step = form(stand.target, stand.draft, Trace())
     states = [
         DecodeState(
-            [(start + 7 * index) % 300 for index in range(length)],
+            [(start + 7 * (index % period)) % 300 for index in range(length)],
             sampling,
             grammar=stand.grammar(sampling),
             inspect=place % 2 == 0,
         )
-        for place, (length, start, sampling) in enumerate(history["prompts"])
+        for place, (length, start, period, sampling) in enumerate(history["prompts"])
     ]
     waiting = [Row(place, state) for place, state in enumerate(states)]
     decoding: list[Row] = []

@@ -15,9 +15,10 @@ from yggdrasil.config import GenerateConfig, GrammarConfig, SamplingConfig
 from yggdrasil.errors import CapacityError, ConfigError
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.fixed import FixedGamma
-from yggdrasil.policy.gamma.protocol import BatchPolicy, Outcome
+from yggdrasil.policy.gamma.protocol import BatchPolicy, Load, Outcome
 from yggdrasil.serve.request import Observer, RequestReport, StepReport
 from yggdrasil.serve.ticket import token_log_probs
+from yggdrasil.step.choice import Choice
 
 TEXT = (
     "Once upon a time there was a red fox named Tom. Tom liked to run in the forest. "
@@ -86,6 +87,33 @@ def test_a_policy_that_selects_drafts_may_draft_deeper_than_the_menu_verifies(be
 
     assert deepest(FixedGamma(4)) == (3, 24)
     assert deepest(Schedule([4])) == (4, 24)
+
+
+class Grafting(Schedule):
+    """Grafts on every tree."""
+
+    def choose(self, load: Load) -> Choice:
+        choice = super().choose(load)
+        shapes = tuple(replace(shape, graft=3) if shape.depth else shape for shape in choice.shapes)
+        return replace(choice, shapes=shapes)
+
+
+@pytest.mark.parametrize("seed", (None, 3))
+def test_rows_with_grafts_get_the_tokens_that_they_get_alone(bench: Bench, seed: int | None) -> None:
+    """Prompts repeat; rows join one after another, and one leaves."""
+    batcher = bench.batcher(Grafting([4, 2, 0]))
+    clients = [client(bench, 20 + 9 * index, 30 + index, seed=seed) for index in range(5)]
+    tickets = [batcher.ticket(each.request()) for each in clients]
+    for ticket in tickets:
+        batcher.submit(ticket)
+        batcher.step()
+        batcher.check()
+    batcher.cancel(tickets[1])
+    run(batcher)
+    for each in clients:
+        reference = bench.reference(each)
+        assert each.tokens == reference[: len(each.tokens)]
+        assert (each.finish == "cancelled") == (each is clients[1])
 
 
 SCHEDULES = st.fixed_dictionaries(

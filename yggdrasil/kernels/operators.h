@@ -132,6 +132,10 @@ struct Pruned {
 
 void grow_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,
            const Growth& growth, const PlattScale& platt);
+// The same for the first step of a tree with a chain under its root; its edges have these
+// log-probabilities.
+void grow_grafted_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,
+                   const Growth& growth, const PlattScale& platt, const std::vector<double>& log_probs);
 void grow_level_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,
                  const Growth& growth, const PlattScale& platt, at::IntArrayRef parents,
                  at::IntArrayRef ranks);
@@ -141,6 +145,7 @@ void pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& dep
                  const NodeRange& nodes);
 void pack_chains_(at::Tensor meta, const Chains& chains);
 Tree root(int64_t token, int64_t capacity, int64_t path_width);
+void grow_chain_(Tree tree, at::IntArrayRef tokens);
 Tree subtree(const Tree& tree, at::IntArrayRef keep);
 void acceptance_of(const at::Tensor& log_prob, int64_t num_nodes, const at::Tensor& knots, double* values);
 void copy_slots_(at::Tensor storage, at::IntArrayRef source, at::IntArrayRef target);

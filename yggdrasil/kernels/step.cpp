@@ -65,6 +65,24 @@ int64_t best_of(const Menu& menu, const std::vector<double>& sums, int64_t num_r
   return std::min(menu.nodes[best], drafted);
 }
 
+// Candidates of several forwards as one.
+Candidates joined(std::vector<Candidates> parts) {
+  if (parts.size() < 2) return parts.empty() ? Candidates{} : std::move(parts[0]);
+  int64_t rows = 0;
+  for (const Candidates& part : parts) rows += part.tokens.size(0);
+  const int64_t count = parts[0].tokens.size(1);
+  Candidates all{empty({rows, count}, parts[0].log_probs.options()),
+                 empty({rows, count}, parts[0].tokens.options())};
+  int64_t first = 0;
+  for (const Candidates& part : parts) {
+    const int64_t num = part.tokens.size(0);
+    all.log_probs.narrow(0, first, num).copy_(part.log_probs);
+    all.tokens.narrow(0, first, num).copy_(part.tokens);
+    first += num;
+  }
+  return all;
+}
+
 // A drafted node in the competition for verification.
 struct Node {
   size_t row;
@@ -140,7 +158,7 @@ void Step::forget_() {
 
 // A row before its step.
 Step::Growing Step::growing(const Row& row, int64_t capacity, const Reply& reply) const {
-  Growing growing{row, root(row.tail[row.tail_len - 1], capacity, path_width_), {}, {}};
+  Growing growing{row, root(row.tokens[row.root_pos()], capacity, path_width_), {}, {}, {}};
   if (row.processors >= 0)
     growing.text =
         std::make_unique<ProcessedText>(processors_[row.processors], row.text(0, row.root_pos() + 1),
@@ -159,12 +177,12 @@ std::tuple<at::Tensor, at::Tensor> Step::forward(int64_t model, size_t size, int
 // ---- draft ----
 
 // Runs chunks of texts in forwards of the draft; one that does not fit is split. Returns the candidates
-// after the last token of each.
+// after the tokens of each that are read.
 std::vector<Candidates> Step::run_chunks_(const std::vector<Chunk>& chunks) {
   int64_t num_left = 0;
   for (const Chunk& chunk : chunks) num_left += int64_t(chunk.tokens.size());
   const int64_t limit = draft_.chunk(num_left);
-  std::vector<Candidates> last(chunks.size());
+  std::vector<std::vector<Candidates>> found(chunks.size());
   std::vector<int64_t> tokens, lens, starts, places, nums_read, reads;
   std::vector<size_t> of_part;
   const auto flush = [&] {
@@ -176,7 +194,10 @@ std::vector<Candidates> Step::run_chunks_(const std::vector<Chunk>& chunks) {
     int64_t end = 0;
     for (size_t part = 0; part < lens.size(); ++part) {
       end += lens[part];
-      last[of_part[part]] = {log_probs.narrow(0, end - 1, 1), best.narrow(0, end - 1, 1)};
+      const int64_t count_read = nums_read[part], first = end - count_read;
+      if (count_read)
+        found[of_part[part]].push_back(
+            {log_probs.narrow(0, first, count_read), best.narrow(0, first, count_read)});
     }
     for (std::vector<int64_t>* list : {&tokens, &lens, &starts, &places, &nums_read, &reads}) list->clear();
     of_part.clear();
@@ -185,12 +206,14 @@ std::vector<Candidates> Step::run_chunks_(const std::vector<Chunk>& chunks) {
     const Chunk& chunk = chunks[i];
     for (size_t from = 0; from < chunk.tokens.size();) {
       const size_t len = std::min(chunk.tokens.size() - from, size_t(limit) - tokens.size());
-      const bool is_last = from + len == chunk.tokens.size();
+      // the last `num_read` tokens of the chunk are read
+      const int64_t num_after = int64_t(chunk.tokens.size() - from - len);
+      const int64_t num_read = std::clamp(chunk.num_read - num_after, int64_t(0), int64_t(len));
       tokens.insert(tokens.end(), chunk.tokens.begin() + from, chunk.tokens.begin() + from + len);
       lens.push_back(int64_t(len));
       starts.push_back(chunk.start + int64_t(from));
       places.push_back(chunk.place);
-      nums_read.push_back(is_last ? chunk.num_read : 0);
+      nums_read.push_back(num_read);
       reads.push_back(chunk.read);
       of_part.push_back(i);
       from += len;
@@ -198,7 +221,9 @@ std::vector<Candidates> Step::run_chunks_(const std::vector<Chunk>& chunks) {
     }
   }
   flush();
-  return last;
+  std::vector<Candidates> read;
+  for (std::vector<Candidates>& parts : found) read.push_back(joined(std::move(parts)));
+  return read;
 }
 
 // Runs the text that the draft lacks by more than a token.
@@ -207,20 +232,35 @@ void Step::catch_up_(std::vector<Growing>& rows) {
   for (Growing& each : rows) {
     Row& row = each.row;
     if (row.depth == 0 || row.root_pos() - row.draft_len <= 1) continue;
-    chunks.push_back({row.text(row.draft_len, row.root_pos()), row.draft_len, row.place, 0, kReadBest});
+    chunks.push_back(
+        {row.text(row.draft_len, row.root_pos()).vec(), row.draft_len, row.place, 0, kReadBest});
     row.draft_len = row.root_pos();
   }
   run_chunks_(chunks);
 }
 
-// Runs the draft over every root, and over the token before it where it lacks that.
+// Grafts on a row's root what repeats its text. A path has room for it, a growth step and a head draft.
+void Step::graft_(Growing& each) const {
+  const Row& row = each.row;
+  each.last_depth = row.depth;
+  const int64_t most = std::min(row.graft, path_width_ - 3);
+  if (row.depth == 0 || most <= 0) return;
+  each.graft = graft(row.tokens, row.len, *row.evidence, most);
+  if (each.graft.tokens.empty()) return;
+  grow_chain_(each.tree, each.graft.tokens);
+  each.num_nodes += int64_t(each.graft.tokens.size());
+  each.last_depth = std::min(row.depth, path_width_ - 1 - each.num_nodes);
+}
+
+// Runs the draft over every root and its graft, and over the token before it where it lacks that.
 void Step::head_(std::vector<Growing>& rows) {
   std::vector<Chunk> chunks;
   for (const Growing& each : rows) {
     const Row& row = each.row;
-    if (row.depth)
-      chunks.push_back(
-          {row.text(row.draft_len, row.root_pos() + 1), row.draft_len, row.place, 1, each.read()});
+    if (row.depth == 0) continue;
+    std::vector<int64_t> tokens = row.text(row.draft_len, row.len).vec();
+    tokens.insert(tokens.end(), each.graft.tokens.begin(), each.graft.tokens.end());
+    chunks.push_back({std::move(tokens), row.draft_len, row.place, each.num_nodes, each.read()});
   }
   const std::vector<Candidates> heads = run_chunks_(chunks);
   auto head = heads.begin();
@@ -228,7 +268,7 @@ void Step::head_(std::vector<Growing>& rows) {
     if (each.row.depth == 0) continue;
     ran_(each, *head++);
     each.row.draft_len = each.row.root_pos();
-    each.num_run = 1;
+    each.num_run = each.num_nodes;
   }
 }
 
@@ -271,17 +311,21 @@ void Step::attach_(Growing& row, const at::Tensor& meta) {
       row.num_known, row.num_nodes - row.num_known, row.num_nodes, width, row.row.root_pos(), row.row.place,
       row.read()};
   const PlattScale& platt = calibrations_[row.row.calibration].platt;
-  if (row.row.levels < 0) {
+  if (row.depth == 0 && !row.graft.tokens.empty()) {
+    grow_grafted_(row.frontier, row.next, row.tree, meta, growth, platt, row.graft.log_probs);
+  } else if (row.row.levels < 0) {
     ygg::grow_(row.frontier, row.next, row.tree, meta, growth, platt);
   } else {
     const Levels& levels = levels_[row.row.levels];
     grow_level_(row.frontier, row.next, row.tree, meta, growth, platt, levels.parents[row.depth],
                 levels.ranks[row.depth]);
   }
+  if (row.depth == 0 && row.row.stop >= 0 && stops_[row.row.stop].node_costs.numel())
+    row.value = value_of(row.tree.log_prob, row.num_nodes, stops_[row.row.stop].node_costs);
   row.num_known = row.num_nodes;
   row.num_nodes += width;
   ++row.depth;
-  row.is_grown = row.depth == row.row.depth || stops(row);
+  row.is_grown = row.depth == row.last_depth || stops(row);
 }
 
 // Runs the draft over the nodes that the rows of a batch have just attached.
@@ -310,8 +354,6 @@ void Step::grow_(std::vector<Growing>& rows) {
     if (row.row.depth == 0) continue;
     row.frontier = {empty({capacity, per_node}, row.tree.log_prob.options()),
                     empty({capacity, per_node}, row.next.tokens.options())};
-    if (row.row.stop >= 0 && stops_[row.row.stop].node_costs.numel())
-      row.value = value_of(row.tree.log_prob, 1, stops_[row.row.stop].node_costs);
     live.push_back(&row);
   }
   while (!live.empty()) {
@@ -382,13 +424,14 @@ void Step::draft(at::ArrayRef<Row> rows, const Menu& menu, Reply& reply) {
   forwards_.clear();
   rows_.clear();
   for (const Row& row : rows) {
-    int64_t capacity = 1 + row.width * row.depth;
+    int64_t capacity = 1 + row.width * row.depth + (row.depth ? row.graft : 0);
     if (row.levels >= 0) {
       capacity = 1;
       for (const auto& level : levels_[row.levels].parents) capacity += int64_t(level.size());
     }
     rows_.push_back(growing(row, capacity, reply));
   }
+  for (Growing& row : rows_) graft_(row);
   catch_up_(rows_);
   reply.draft_ms[1] = now_ms();
   head_(rows_);

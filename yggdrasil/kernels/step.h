@@ -15,31 +15,31 @@
 #include "layout.h"
 #include "operators.h"
 #include "processors.h"
+#include "repeats.h"
 
 namespace ygg {
 
 // ---- the border ----
 
-// One request before a step. `tail` are its tokens from position `first` on, the root last. The caches hold
-// the tokens before `target_len` and `draft_len`. `verify` is 0 without a limit; `stop` and `levels` are -1
-// where the shape has none. Temperature 0 is greedy. `processors` is -1 without any; with them `tail` is
-// the whole text, and `top_logit` the target's largest logit before the root. `grammar` is the place that
-// `Reply::mask` gets, -1 without a grammar; a row with one has processors. `inspect` is 1 where the result
-// has the drafted tree, too.
+// One request before a step. `tokens` are its text, the root last. The caches hold the tokens before
+// `target_len` and `draft_len`. At most `graft` nodes repeat the text, by `evidence`. `verify` is 0 without
+// a limit; `stop` and `levels` are -1 where the shape has none. Temperature 0 is greedy. `processors` is -1
+// without any; with them `top_logit` is the target's largest logit before the root. `grammar` is the place
+// that `Reply::mask` gets, -1 without a grammar; a row with one has processors. `inspect` is 1 where the
+// result has the drafted tree, too.
 struct Row {
-  const int64_t* tail;
-  int64_t tail_len, first, place, target_len, draft_len;
-  int64_t width, depth, verify, calibration, stop, levels;
+  const int64_t* tokens;
+  Evidence* evidence;
+  int64_t len, place, target_len, draft_len;
+  int64_t width, depth, verify, calibration, stop, levels, graft;
   int64_t top_k, seed, processors, prompt_len, grammar, inspect;
   double temperature, top_p, min_p, top_logit;
 
   Sampling sampling() const { return {temperature, top_k, top_p, min_p, seed}; }
-  int64_t root_pos() const { return first + tail_len - 1; }
+  int64_t root_pos() const { return len - 1; }
   // the tokens before the root that the target computes together with the tree
   int64_t lag() const { return root_pos() - target_len; }
-  at::IntArrayRef text(int64_t from, int64_t to) const {
-    return {tail + (from - first), size_t(to - from)};
-  }
+  at::IntArrayRef text(int64_t from, int64_t to) const { return {tokens + from, size_t(to - from)}; }
 };
 
 // Tokens of a prompt whose root this step does not reach.
@@ -140,7 +140,7 @@ class Step : public torch::CustomClassHolder {
   };
   // A piece of a row's text that runs as a chain.
   struct Chunk {
-    at::IntArrayRef tokens;
+    std::vector<int64_t> tokens;
     int64_t start, place, num_read, read;
   };
   // A row and its tree, from its root to what is verified.
@@ -149,7 +149,8 @@ class Step : public torch::CustomClassHolder {
     Tree tree;
     Frontier frontier;
     Candidates next;
-    int64_t num_nodes = 1, num_known = 0, num_run = 0, depth = 0;
+    Graft graft;
+    int64_t num_nodes = 1, num_known = 0, num_run = 0, depth = 0, last_depth = 0;
     double value = 0.0;
     bool is_grown = false;
     Pruned pruned;
@@ -165,6 +166,7 @@ class Step : public torch::CustomClassHolder {
 
   Growing growing(const Row& row, int64_t capacity, const Reply& reply) const;
   void catch_up_(std::vector<Growing>& rows);
+  void graft_(Growing& row) const;
   void head_(std::vector<Growing>& rows);
   void grow_(std::vector<Growing>& rows);
   void attach_(Growing& row, const at::Tensor& meta);

@@ -141,16 +141,67 @@ void attach_(const Frontier& frontier, const std::vector<Best>& taken, Tree& tre
 
 }  // namespace
 
-// Moves the `width` best candidates from the frontier into the tree, with their metadata.
-void ygg::grow_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,
-                const Growth& growth, const PlattScale& platt) {
-  check_growth(frontier, candidates, tree, meta, growth);
-  extend_(frontier, candidates, tree, growth, platt);
+namespace {
+
+// `extend_` for a root and the chain under it. The chain's next node is in the tree already. Its
+// probability is the draft's or the one given, whichever is larger; then its siblings share what remains.
+void extend_grafted_(Frontier& frontier, const Candidates& candidates, Tree& tree, const Growth& growth,
+                     const PlattScale& platt, const std::vector<double>& log_probs) {
+  const int64_t per_node = frontier.candidates(), row_len = candidates.log_probs.size(1);
+  constexpr double kNever = -std::numeric_limits<double>::infinity();
+  double path = 0.0;
+  for (int64_t node = 0; node < growth.num_new; ++node) {
+    const bool is_last = node + 1 == growth.num_new;
+    const float* edges = candidates.log_probs.const_data_ptr<float>() + node * row_len;
+    const int64_t* tokens = candidates.tokens.const_data_ptr<int64_t>() + node * row_len;
+    float* log_prob = frontier.log_prob.mutable_data_ptr<float>() + node * per_node;
+    int64_t* token = frontier.token.mutable_data_ptr<int64_t>() + node * per_node;
+    const int64_t next = is_last ? -1 : tree.token.const_data_ptr<int32_t>()[node + 1];
+    const double given = is_last ? kNever : log_probs[node];
+    std::vector<double> scaled(per_node);
+    double drafted = kNever;
+    for (int64_t i = 0; i < per_node; ++i) {
+      scaled[i] = platt.is_identity() ? edges[i] : float(platt.log(edges[i]));
+      if (tokens[i] == next) drafted = scaled[i];
+    }
+    const double rest =
+        given > drafted ? std::log1p(-std::exp(given)) - std::log1p(-std::exp(drafted)) : 0.0;
+    for (int64_t i = 0; i < per_node; ++i) {
+      log_prob[i] = tokens[i] == next ? float(kNever) : float(scaled[i] + rest + path);
+      token[i] = tokens[i];
+    }
+    if (is_last) return;
+    path += std::max(given, drafted);
+    tree.log_prob.mutable_data_ptr<float>()[node + 1] = float(path);
+  }
+}
+
+void take_(Frontier& frontier, Tree& tree, at::Tensor& meta, const Growth& growth) {
   float* log_prob = frontier.log_prob.mutable_data_ptr<float>();
   const int64_t num_candidates = (growth.num_known + growth.num_new) * frontier.candidates();
   const std::vector<Best> best = take_best(log_prob, num_candidates, growth.width);
   attach_(frontier, best, tree, meta, growth);
   for (const Best& taken : best) log_prob[taken.place] = -std::numeric_limits<float>::infinity();
+}
+
+}  // namespace
+
+// Moves the `width` best candidates from the frontier into the tree, with their metadata.
+void ygg::grow_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,
+                const Growth& growth, const PlattScale& platt) {
+  check_growth(frontier, candidates, tree, meta, growth);
+  extend_(frontier, candidates, tree, growth, platt);
+  take_(frontier, tree, meta, growth);
+}
+
+void ygg::grow_grafted_(Frontier frontier, const Candidates& candidates, Tree tree, at::Tensor meta,
+                        const Growth& growth, const PlattScale& platt,
+                        const std::vector<double>& log_probs) {
+  check_growth(frontier, candidates, tree, meta, growth);
+  TORCH_CHECK(growth.num_known == 0 && growth.num_new == int64_t(log_probs.size()) + 1,
+              "grow_grafted_: ", growth.num_new, " nodes have run, ", log_probs.size(), " are grafted");
+  extend_grafted_(frontier, candidates, tree, growth, platt, log_probs);
+  take_(frontier, tree, meta, growth);
 }
 
 // Copies the level of a static tree, the given parents' children of the given ranks, into the tree.
@@ -244,6 +295,22 @@ ygg::Tree ygg::root(int64_t token, int64_t capacity, int64_t path_width) {
   std::fill_n(path, path_width, -1);
   path[0] = 0;
   return tree;
+}
+
+// Attaches a chain under a root without children, with log-probabilities of 0.
+void ygg::grow_chain_(Tree tree, at::IntArrayRef tokens) {
+  TORCH_CHECK(int64_t(tokens.size()) < std::min(tree.capacity(), tree.path_width()), "grow_chain_: ",
+              tokens.size(), " nodes");
+  int32_t* path = tree.path.mutable_data_ptr<int32_t>();
+  for (int32_t node = 1; node <= int32_t(tokens.size()); ++node) {
+    tree.token.mutable_data_ptr<int32_t>()[node] = int32_t(tokens[node - 1]);
+    tree.parent.mutable_data_ptr<int32_t>()[node] = node - 1;
+    tree.depth.mutable_data_ptr<int32_t>()[node] = node;
+    tree.log_prob.mutable_data_ptr<float>()[node] = 0.0f;
+    int32_t* own = path + node * tree.path_width();
+    std::copy_n(own - tree.path_width(), tree.path_width(), own);
+    own[node] = node;
+  }
 }
 
 // The nodes `keep` (ascending, connected, root first), renumbered.

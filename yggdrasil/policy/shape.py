@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -22,6 +22,7 @@ from yggdrasil.state import PLAIN, Row, Shape, StepResult
 from yggdrasil.step.choice import VERIFY_ALL, Choice, VerifyMenu
 
 __all__ = [
+    "MOST_GRAFTED",
     "Arms",
     "BestShape",
     "ContextShape",
@@ -30,6 +31,7 @@ __all__ = [
     "ShapePolicy",
     "StoppingShape",
     "best_shape",
+    "grafted",
 ]
 
 DepthRule = Literal["fixed", "predicted", "stopping"]
@@ -40,6 +42,7 @@ The policies are `BestShape`, `ContextShape` and `StoppingShape`.
 
 CONTEXT_STEP = 128  # tokens of context after which the shape is chosen again: costs change slowly
 MENUS_KEPT = 256
+MOST_GRAFTED = 15  # with the root they fill a graph of 16 tokens
 
 
 class ShapePolicy:
@@ -71,19 +74,21 @@ class FixedShape(ShapePolicy):
 
     Args:
         shape: W, D and optionally K.
+        graft: Most nodes that repeat the text, see `Shape.graft`.
     """
 
     shape: Shape
     acceptance: Acceptance
     latency: LatencyModel
     verify_widths: tuple[int, ...]
+    graft: int = field(default=0, kw_only=True)
     _menus: dict[tuple[int, int, int, int], VerifyMenu] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def choose(self, rows: Sequence[Row]) -> Choice:
         shape = self.shape_of(rows)
-        shapes = (shape,) * len(rows)
+        shapes = (grafted(shape, self.graft),) * len(rows)
         return Choice(shapes, (self.acceptance.calibration,) * len(rows), self._menu(shape, rows))
 
     def shape_of(self, rows: Sequence[Row]) -> Shape:
@@ -121,6 +126,12 @@ class FixedShape(ShapePolicy):
         verify_ms = latency.verify.at_each([reserved + count for count in nodes], context_len)
         ms = tuple(before_ms + each for each in verify_ms)
         return VerifyMenu(tuple(nodes), ms, growth_ms + latency.growth_host_ms)
+
+
+@lru_cache(maxsize=MENUS_KEPT)
+def grafted(shape: Shape, graft: int) -> Shape:
+    """The shape with this graft, unless it is plain or has one."""
+    return replace(shape, graft=graft) if graft and shape.depth and not shape.graft else shape
 
 
 def context_key(rows: Sequence[Row]) -> int:

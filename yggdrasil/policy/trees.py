@@ -19,7 +19,7 @@ from yggdrasil.policy.gamma.nightjar import MIN_LOSS, PROMPT_VALUE, STAY_STEPS
 from yggdrasil.policy.gamma.prior import SwitchingCost
 from yggdrasil.policy.gamma.protocol import Load, Outcome
 from yggdrasil.policy.latency import LatencyModel
-from yggdrasil.policy.shape import BestShape, StoppingShape, context_key
+from yggdrasil.policy.shape import BestShape, StoppingShape, context_key, grafted
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.step.choice import VERIFY_ALL, Choice, VerifyMenu
 
@@ -44,6 +44,7 @@ class TreeParts:
     Args:
         verify_widths: Most nodes of a single row's tree are the last one of these.
         stops: Whether growth may stop early: on a device the host would wait for every step.
+        graft: Most nodes that repeat a row's text, see `Shape.graft`.
     """
 
     acceptance: Callable[[float], Acceptance]
@@ -51,6 +52,7 @@ class TreeParts:
     widths: tuple[int, ...]
     verify_widths: tuple[int, ...]
     stops: bool
+    graft: int = 0
 
 
 class ArmSlowness:
@@ -110,7 +112,7 @@ class Trees:
             if self._speculates(load, policies):
                 whole = [policy.shape_of(load.rows) for policy in policies]
                 shapes = tuple(
-                    _limited(shape, limit, load.nodes_max)
+                    _limited(grafted(shape, self._parts.graft), limit, load.nodes_max)
                     for shape, limit in zip(whole, load.row_limits, strict=True)
                 )
                 gamma = max(shape.depth for shape in whole)
@@ -282,7 +284,7 @@ class Trees:
 
 def _limited(shape: Shape, depth_limit: int, nodes_max: int) -> Shape:
     """The shape, as far as the request and the pages allow it."""
-    depth = min(shape.depth, depth_limit, nodes_max // shape.width)
-    if depth == shape.depth:
+    if shape.depth <= depth_limit and shape.num_nodes - 1 <= nodes_max:
         return shape
+    depth = min(shape.depth, depth_limit, nodes_max // shape.width)
     return Shape(shape.width, depth, stop=shape.stop) if depth > 0 else PLAIN

@@ -21,6 +21,7 @@ from yggdrasil.pair import load_measurements
 from yggdrasil.policy.gamma.prior import predicted_goodput
 from yggdrasil.policy.gamma.registry import PolicyParts, batch_policy, check_policy
 from yggdrasil.policy.latency import LatencyModel
+from yggdrasil.policy.shape import MOST_GRAFTED
 from yggdrasil.policy.trees import TreeParts
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.busy import BusyWatch
@@ -147,6 +148,7 @@ def policy_parts(bundle: Bundle, config: ServeConfig) -> PolicyParts:
         bundle.config.widths,
         bundle.config.verify_widths,
         stops=bundle.config.device == "cpu",
+        graft=MOST_GRAFTED,
     )
     gamma_max = max(1, longest_chain(config, bundle.config))
     return PolicyParts(gamma_max, config.max_batch, prior, measured.switching, trees)

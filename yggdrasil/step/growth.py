@@ -5,6 +5,7 @@ Shapes: X = hidden features or candidates, M = candidates of a forward, or of al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,10 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from yggdrasil.kernels.grafting import graft
 from yggdrasil.models.packing import Chunk, pack_chain_, pack_chains_, pack_nodes_, pad_
 from yggdrasil.models.protocol import TokenGraphs, TokenModel
+from yggdrasil.repeats import NO_GRAFT, Graft
 from yggdrasil.staging import upload
-from yggdrasil.state import Row, Shape
+from yggdrasil.state import DecodeState, Row, Shape
 from yggdrasil.step.choice import Choice
 from yggdrasil.step.coupling import coupled, is_ranked_again, noise_of, read_of
 from yggdrasil.step.platt import UNSCALED, PlattScale
@@ -90,6 +93,36 @@ class Frontier:
         self.token_NC[new] = tokens_WC[: len(path_log_prob_W), :kept]
         self.len = new.stop
 
+    def add_grafted(
+        self, tokens_WC: Tensor, log_probs_WC: Tensor, next_W: Tensor, log_next_W: Tensor, path: Tensor
+    ) -> Tensor:
+        """Add the children of the next W nodes of a grafted chain, (W, C).
+
+        The chain's next node is not added: it is in the tree. Its probability is the draft's or that of the
+        repetition, whichever is larger; then its siblings share what remains.
+
+        Args:
+            next_W: The chain's token after each node, int64; -1 after its end.
+            log_next_W: float64 log-probability of each that the repetition gives; -inf after the end.
+            path: float64 path log-probability of the first of these nodes, one element.
+
+        Returns:
+            The path log-probabilities of these nodes and of the next one, (W + 1,) float64.
+        """
+        new = slice(self.len, self.len + len(next_W))
+        kept = self.token_NC.shape[1]
+        tokens_WC = tokens_WC[: len(next_W), :kept]
+        edges_WC = self.platt.logs(log_probs_WC[: len(next_W), :kept]).double()
+        is_next_WC = tokens_WC == next_W[:, None]
+        drafted_W = edges_WC.masked_fill(~is_next_WC, -torch.inf).amax(dim=1)
+        rest_W = (-log_next_W.exp()).log1p() - (-drafted_W.exp()).log1p()
+        edges_WC = edges_WC + rest_W.where(log_next_W > drafted_W, 0.0)[:, None]
+        paths = torch.cat((path, log_next_W.maximum(drafted_W))).cumsum(0)
+        self.log_prob_NC[new] = (edges_WC + paths[:-1, None]).masked_fill(is_next_WC, -torch.inf)
+        self.token_NC[new] = tokens_WC
+        self.len = new.stop
+        return paths
+
     def take(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Remove and return the `width` best (parent, token, path log-probability), best first.
 
@@ -120,8 +153,9 @@ def num_candidates(model: TokenGraphs, shape: Shape) -> int:
 
 
 def grown(shape: Shape, depth: int) -> Shape:
-    """The shape with the depth at which its stop rule ended growth."""
-    return shape if shape.stop is None else Shape(shape.width, depth, shape.verify)
+    """The shape with the depth at which a stop rule or a long graft ended growth."""
+    is_whole = shape.stop is None and depth == shape.depth
+    return shape if is_whole else Shape(shape.width, depth, shape.verify)
 
 
 def prefill(model: TokenModel, tokens: list[int]) -> Tensor | None:
@@ -275,11 +309,21 @@ def _forwards(spans: Sequence[Span], limit: int) -> Iterator[list[Span]]:
         yield batch
 
 
+def graft_of(model: TokenGraphs, state: DecodeState, shape: Shape) -> Graft:
+    """What a step grafts on a text's root; a path has room for it, a growth step and a head draft."""
+    most = min(shape.graft, model.max_depth - 2)
+    if shape.depth == 0 or most <= 0:
+        return NO_GRAFT
+    state.repeats.follow_(state.tokens)
+    return graft(state.repeats, most)
+
+
 class _Growing:
-    """A row's tree while it grows, the root first.
+    """A row's tree while it grows, the root first, then what is grafted.
 
     Attributes:
         tree: The nodes so far.
+        graft: The chain of its first nodes.
     """
 
     def __init__(
@@ -289,11 +333,20 @@ class _Growing:
         self.row = row
         self.shape = shape
         self.tree = root_of(model, row, capacity)
+        self.graft = graft_of(model, state, shape)
+        num_grafted = len(self.graft.tokens)
+        self._last_depth = shape.depth
+        if num_grafted:
+            self._last_depth = min(shape.depth, model.max_depth - 1 - num_grafted)
+            self.tree.grow_chain(self.graft.tokens)
+            self._next_N = upload([*self.graft.tokens, -1], model.device)
+            self._log_next_N = upload([*self.graft.log_probs, -math.inf], model.device, dtype=torch.float64)
+            self._path_1 = torch.zeros(1, dtype=torch.float64, device=model.device)
         self._depth = 0
         self._vocab = vocab
         self._noise_DV: Tensor | None = None
         if shape.depth and state.sampling.temperature > 0:
-            positions = range(state.root_pos + 1, state.root_pos + 1 + shape.depth)
+            positions = range(state.root_pos + 1, state.root_pos + 1 + num_grafted + shape.depth)
             self._noise_DV = noise_of(state.sampling, positions, vocab, model.device)
         self._frontier = Frontier(shape.num_nodes, num_candidates(model, shape), model.device, platt)
 
@@ -308,7 +361,19 @@ class _Growing:
         nodes = slice(frontier.len, frontier.len + len(tokens_WM))
         if is_ranked_again(self.row.state.sampling):
             tokens_WM, log_probs_WM = self._ranked_again(nodes, tokens_WM, log_probs_WM)
-        frontier.add(tokens_WM, log_probs_WM, self.tree.log_prob_N[nodes])
+        if self.graft.tokens and nodes.start <= len(self.graft.tokens):
+            self._ran_grafted_(nodes, tokens_WM, log_probs_WM)
+        else:
+            frontier.add(tokens_WM, log_probs_WM, self.tree.log_prob_N[nodes])
+
+    def _ran_grafted_(self, nodes: slice, tokens_WM: Tensor, log_probs_WM: Tensor) -> None:
+        """Nodes of the graft, or the root before it, have run: the draft's opinion of the chain counts."""
+        paths = self._frontier.add_grafted(
+            tokens_WM, log_probs_WM, self._next_N[nodes], self._log_next_N[nodes], self._path_1
+        )
+        self._path_1 = paths[-1:]
+        last = min(nodes.stop, len(self.graft.tokens))
+        self.tree.log_prob_N[nodes.start + 1 : last + 1] = paths[1 : last - nodes.start + 1]
 
     def _ranked_again(self, nodes: slice, tokens_WM: Tensor, log_probs_WM: Tensor) -> tuple[Tensor, Tensor]:
         """The best candidates after processors and noise."""
@@ -337,7 +402,7 @@ class _Growing:
             picked = self._frontier.ranked(levels[self._depth])
         self.tree.grow(*picked)
         self._depth += 1
-        if self._depth == self.shape.depth:
+        if self._depth == self._last_depth:
             return False
         return levels is not None or self.shape.stop is None or not self.shape.stop.enough(self.tree)
 
@@ -351,7 +416,9 @@ def draft_rows(
 ) -> list[RowDraft]:
     """A tree under every row's root: one forward over the text up to the roots, then growth.
 
-    Sampled text couples the candidates with the target's noise, see step/coupling.py.
+    Sampled text couples the candidates with the target's noise, see step/coupling.py. What repeats an
+    earlier part of the text is grafted on the root before growth (`Shape.graft`). It runs in the forward of
+    the root.
 
     With W = 1 a node has one candidate, its best child: the tree is a chain. The nodes of a row's last
     growth step are leaves: the next step runs their forward. A row whose root ran ahead of time
@@ -378,27 +445,36 @@ def draft_rows(
     ]
     live = [each for each in growing if each.shape.depth]
     _run_roots_(model, live)
+    # after a root that ran ahead of time
+    _run_newest_(model, [each for each in live if each.newest.num_nodes])
     while live:
         live = [each for each in live if each.grow_()]
-        tree_of = {id(each.tree): each for each in live}
-        for span, tokens_WM, log_probs_WM in run_nodes(model, [each.newest for each in live]):
-            tree_of[id(span.tree)].ran_(tokens_WM, log_probs_WM)
+        _run_newest_(model, live)
     return [each.finished() for each in growing]
 
 
+def _run_newest_(model: TokenGraphs, live: Sequence[_Growing]) -> None:
+    """Run the nodes whose candidates are not known yet."""
+    tree_of = {id(each.tree): each for each in live}
+    for span, tokens_WM, log_probs_WM in run_nodes(model, [each.newest for each in live]):
+        tree_of[id(span.tree)].ran_(tokens_WM, log_probs_WM)
+
+
 def _run_roots_(model: TokenGraphs, live: Sequence[_Growing]) -> None:
-    """Run the text that the draft's KV lacks, each row's up to its root, and commit all but the root."""
+    """Run the text that the draft's KV lacks, up to each root and its graft; commit it up to the roots."""
     without_head = {each.row.row: each for each in live if not _use_head_(each)}
     rows = [each.row for each in without_head.values()]
-    chunks = [
-        Chunk(row.row, row.state.tokens[row.draft_len :], row.draft_len, 1, read_of(row.state.sampling))
-        for row in rows
-    ]
+    chunks = []
+    for each in without_head.values():
+        row = each.row
+        tokens = [*row.state.tokens[row.draft_len :], *each.graft.tokens]
+        chunks.append(Chunk(row.row, tokens, row.draft_len, len(each.tree), read_of(row.state.sampling)))
     for batch, (tokens_NC, log_probs_NC) in run_chunks(model, chunks, _limit(model, chunks)):
         for chunk, end in zip(batch, accumulate(len(chunk.tokens) for chunk in batch), strict=True):
-            # of a chunk that was split, only the last part has the root
+            # of a chunk that was split, the first parts may end before the root
             if chunk.read_len:
-                without_head[chunk.row].ran_(tokens_NC[end - 1 : end], log_probs_NC[end - 1 : end])
+                nodes = slice(end - chunk.read_len, end)
+                without_head[chunk.row].ran_(tokens_NC[nodes], log_probs_NC[nodes])
     for row in rows:
         row.draft_len = row.state.root_pos
 

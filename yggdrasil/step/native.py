@@ -118,11 +118,10 @@ class NativeStep:
             began: `time.perf_counter` before the choice, which is part of the step's time.
         """
         self._start_(rows, choice.shapes, began)
-        sent = self._send(rows, choice)
+        self._send_(rows, choice)
         menu = menu_struct(choice.menu)
         with self._masks.failing():
             self._calls.run(self._rows, len(rows), menu, self._reply)
-        del sent
         self._note_draft_()
         return self._finish_()
 
@@ -133,7 +132,7 @@ class NativeStep:
             The number of tokens that these rows verify: roots and kept nodes.
         """
         self._start_(rows, choice.shapes, time.perf_counter())
-        self._sent = self._send(rows, choice)
+        self._send_(rows, choice)
         with self._masks.failing():
             self._calls.draft(self._rows, len(rows), menu_struct(choice.menu), self._reply)
         self._note_draft_()
@@ -150,7 +149,7 @@ class NativeStep:
             The results, those of `joining` last. A row whose logits are not finite has an error instead of
             tokens.
         """
-        tails = self._fill(joining, [PLAIN] * len(joining), None)
+        self._fill_(joining, [PLAIN] * len(joining), None)
         tokens = [array("q", prompt.tokens) for prompt in prompts]
         chunks = (len(prompts) * PromptStruct)(
             *(
@@ -160,7 +159,6 @@ class NativeStep:
         )
         with self._masks.failing():
             self._calls.verify(self._rows, len(joining), chunks, len(prompts), self._reply)
-        del tails
         self._stepping += joining
         self._shapes += [PLAIN] * len(joining)
         return self._finish_()
@@ -179,26 +177,25 @@ class NativeStep:
         self._num_extra = 0
         self._catches_up = any(row.lag > 1 and shape.depth for row, shape in zip(rows, shapes, strict=True))
 
-    def _send(self, rows: Sequence[Row], choice: Choice) -> array[int]:
+    def _send_(self, rows: Sequence[Row], choice: Choice) -> None:
         self._records.make_room_()
-        return self._fill(rows, choice.shapes, choice.calibrations)
+        self._fill_(rows, choice.shapes, choice.calibrations)
 
-    def _fill(
+    def _fill_(
         self, rows: Sequence[Row], shapes: Sequence[Shape], calibrations: Sequence[Calibration] | None
-    ) -> array[int]:
-        """Write the rows' structs; returns the tokens that they point to, which must stay alive."""
+    ) -> None:
+        """Write the rows' structs; they point to the rows' texts."""
         records = self._records
         self._make_room_(rows, shapes)
-        firsts = [_first(row, shape) for row, shape in zip(rows, shapes, strict=True)]
-        tails = [row.state.tokens[first:] for row, first in zip(rows, firsts, strict=True)]
-        tokens = array("q", [token for tail in tails for token in tail])
-        address = tokens.buffer_info()[0]
-        for place, (row, shape, first, tail) in enumerate(zip(rows, shapes, firsts, tails, strict=True)):
+        for place, (row, shape) in enumerate(zip(rows, shapes, strict=True)):
             sampling = row.state.sampling
+            repeats = row.state.repeats
+            repeats.follow_(row.state.tokens)
+            address, length = repeats.tokens.buffer_info()
             self._rows[place] = RowStruct(
                 address,
-                len(tail),
-                first,
+                ctypes.addressof(repeats.evidence),
+                length,
                 row.row,
                 row.target_len,
                 row.draft_len,
@@ -208,6 +205,7 @@ class NativeStep:
                 0 if calibrations is None else records.calibration(calibrations[place]),
                 records.stop(shape),
                 records.levels(shape),
+                shape.graft,
                 min(sampling.top_k, MOST_TOP_K),
                 sampling.seed,
                 records.processors(sampling.processors),
@@ -219,8 +217,6 @@ class NativeStep:
                 sampling.min_p,
                 float(row.state.top_logit),
             )
-            address += 8 * len(tail)
-        return tokens
 
     def _make_room_(self, rows: Sequence[Row], shapes: Sequence[Shape]) -> None:
         """Let the reply also hold the drafted trees of the rows to inspect."""
@@ -395,13 +391,6 @@ def _failure(state: DecodeState, tokens: Sequence[int]) -> str:
     if not tokens:
         return BROKEN
     return "" if state.grammar is None else state.grammar.failure(tokens)
-
-
-def _first(row: Row, shape: Shape) -> int:
-    """The first position of a row's text that the step reads."""
-    if row.state.sampling.processors is not None:
-        return 0
-    return min(row.target_len, row.draft_len if shape.depth else row.state.root_pos)
 
 
 def _numbers_of(processors: ProcessorConfig) -> tuple[Any, ...]:

@@ -171,6 +171,14 @@ def test_growth_stops_after_a_step_that_adds_less_than_its_cost() -> None:
     assert shape.stop.costs == pytest.approx((0.0,) * 4 + (3.5 / 15.0 * 0.5,) * 4)
 
 
+def test_a_policy_grafts_on_trees_and_not_on_plain_steps() -> None:
+    menu = {"latency": LATENCY, "verify_widths": VERIFY_WIDTHS, "widths": WIDTHS, "graft": 5}
+    useful = acceptance([1.2, 1.3, 1.3], [1.5, 3.5, 3.6])
+    grown = BestShape(shape=PLAIN, acceptance=useful, **menu).choose([row(10)])
+    assert [(shape.width, shape.depth, shape.graft) for shape in grown.shapes] == [(4, 2, 5)]
+    assert BestShape(shape=PLAIN, acceptance=USELESS, **menu).choose([row(10)]).shapes == (PLAIN,)
+
+
 def test_the_marginal_cost_of_a_token_never_falls() -> None:
     """Steps to 4 tokens for 2 ms, 8 for 4 ms and 16 for 5 ms: the convex curve skips the middle ones."""
     steps = Curve((0,), (2, 4, 8, 16, 128), ((10.0, 12.0, 14.0, 15.0, 90.0),))

@@ -70,6 +70,17 @@ def observed(policy: Trees, load: Load, choice: Choice, ms: float, tokens: int) 
     policy.observe(Outcome(load, choice.gamma, drafted, emitted, ms / 1e3, results=results))
 
 
+def test_rows_graft_as_far_as_pages_and_requests_allow() -> None:
+    def grafts(load: Load) -> list[tuple[int, int]]:
+        parts = TreeParts(lambda temperature: GOOD, LATENCY, (1, 4), (4, 8, 16), stops=True, graft=5)
+        choice = Trees(parts, lambda lag, batch_size: 0.001 * lag).choose(load)
+        return [(shape.depth, shape.graft) for shape in choice.shapes]
+
+    assert grafts(load_of(2)) == [(DEPTH, 5)] * 2
+    assert grafts(load_of(2, limits=(99, 3))) == [(DEPTH, 5), (3, 0)]
+    assert grafts(load_of(1, nodes_max=20)) == [(DEPTH, 0)]
+
+
 def test_a_single_row_gets_the_shape_of_the_policy_of_one_request() -> None:
     load = load_of(1)
     menu = {"latency": LATENCY, "verify_widths": (4, 8, 16), "widths": (1, 4)}

@@ -110,6 +110,21 @@ def test_a_frontier_keeps_only_the_best_candidates(grow_) -> None:  # type: igno
     assert (tree.token_N.tolist(), tree.parent_N.tolist()) == ([3, 10, 20, 30], [-1, 0, 1, 2])
 
 
+def test_a_graft_takes_the_larger_probability_and_leaves_the_rest_to_its_siblings() -> None:
+    """Two nodes of a chain: the repetition is surer than the draft of the first, then less sure."""
+    frontier = Frontier(3, 2)
+    tokens = torch.tensor([[5, 6], [8, 7], [1, 2]])
+    log_probs = torch.tensor([[0.6, 0.2], [0.9, 0.05], [0.7, 0.3]]).log()
+    given = torch.tensor([0.8, 0.5, 0.0], dtype=torch.float64).log()
+    paths = frontier.add_grafted(
+        tokens, log_probs, torch.tensor([6, 8, -1]), given, torch.zeros(1, dtype=torch.float64)
+    )
+    assert paths.exp().tolist() == pytest.approx([1.0, 0.8, 0.72, 0.0])
+    # the chain's own tokens are in the tree; of the first node's rest, 0.8, its sibling had 0.6
+    values = frontier.log_prob_NC.exp().flatten().tolist()
+    assert values == pytest.approx([0.6 * 0.2 / 0.8, 0.0, 0.0, 0.8 * 0.05, 0.72 * 0.7, 0.72 * 0.3])
+
+
 def test_a_taken_candidate_is_not_taken_again() -> None:
     frontier = Frontier(2, 3)
     frontier.add(torch.tensor([[7, 8, 9]]), torch.tensor([[-0.1, -0.5, -0.9]]), torch.zeros(1))

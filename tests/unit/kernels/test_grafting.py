@@ -1,0 +1,31 @@
+"""Grafts in C++ against their specification."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from yggdrasil.kernels.grafting import graft
+from yggdrasil.repeats import Repeats
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, 2), st.integers(0, 4000)), max_size=80),
+    st.integers(0, 80),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20)), max_size=12),
+)
+def test_both_forms_find_the_same_chain_and_count_the_same_evidence(
+    tokens: list[int], prompt_len: int, steps: list[tuple[int, int]]
+) -> None:
+    reference = Repeats(prompt_len)
+    native = Repeats(prompt_len)
+    end = 0
+    for gained, most in steps:
+        end = min(end + gained, len(tokens))
+        for each in (reference, native):
+            each.follow_(tokens[:end])
+        assert graft(native, most) == reference.graft(most)
+        assert bytes(native.evidence) == bytes(reference.evidence)

@@ -1,0 +1,78 @@
+// Bodies of repeats.h.
+#include "repeats.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+namespace ygg {
+
+namespace {
+
+constexpr double kHalfLength = 1.5, kPriorTokens = 3.0, kMemory = 32.0, kLeastPath = 0.3;
+
+struct Match {
+  int64_t next_pos, length;
+};
+
+int64_t band_of(int64_t length) { return std::bit_width(uint64_t(length)) - 1; }
+
+// The place before `end` whose tokens before it equal the most tokens before `end`; of equal ones the last.
+Match longest_match(const int64_t* tokens, int64_t end) {
+  Match best{-1, 0};
+  const int64_t last = end > 0 ? tokens[end - 1] : 0;
+  for (int64_t place = end - 1; place > 0; --place) {
+    if (tokens[place - 1] != last) continue;
+    const int64_t most = std::min(place, kLongestMatch);
+    int64_t length = 1;
+    while (length < most && tokens[place - 1 - length] == tokens[end - 1 - length]) ++length;
+    if (length > best.length) best = {place, length};
+    if (length == kLongestMatch) break;
+  }
+  return best;
+}
+
+void observe_(const int64_t* tokens, int64_t len, Evidence& evidence) {
+  for (int64_t position = evidence.num_read; position < len; ++position) {
+    const Match match = longest_match(tokens, position);
+    if (match.length == 0) continue;
+    double& hits = evidence.hits[band_of(match.length)];
+    double& seen = evidence.seen[band_of(match.length)];
+    const double fading = kMemory / std::max(kMemory, seen + 1.0);
+    hits = fading * (hits + (tokens[match.next_pos] == tokens[position] ? 1.0 : 0.0));
+    seen = fading * (seen + 1.0);
+  }
+  evidence.num_read = std::max(evidence.num_read, len);
+}
+
+}  // namespace
+
+Graft graft(const int64_t* tokens, int64_t len, Evidence& evidence, int64_t most) {
+  observe_(tokens, len, evidence);
+  const Match match = longest_match(tokens, len);
+  Graft found;
+  double path = 0.0;
+  for (int64_t place = 0; place < (match.length ? most : 0); ++place) {
+    const int64_t length = std::min(match.length + place, kLongestMatch);
+    const double prior = kPriorTokens * double(length) / (double(length) + kHalfLength);
+    const int64_t band = band_of(length);
+    const double edge = std::log((evidence.hits[band] + prior) / (evidence.seen[band] + kPriorTokens));
+    path += edge;
+    if (path < std::log(kLeastPath)) break;
+    const int64_t at = match.next_pos + place;
+    // where the match overlaps the end of the text, the chain goes on with itself
+    found.tokens.push_back(at < len ? tokens[at] : found.tokens[size_t(at - len)]);
+    found.log_probs.push_back(edge);
+  }
+  return found;
+}
+
+}  // namespace ygg
+
+int64_t ygg_graft(const int64_t* tokens, int64_t len, ygg::Evidence* evidence, int64_t most, int64_t* found,
+                  double* log_probs) noexcept {
+  const ygg::Graft chain = ygg::graft(tokens, len, *evidence, most);
+  std::copy(chain.tokens.begin(), chain.tokens.end(), found);
+  std::copy(chain.log_probs.begin(), chain.log_probs.end(), log_probs);
+  return int64_t(chain.tokens.size());
+}
