@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from yggdrasil.errors import UnsupportedModel, first_line
+from yggdrasil.kernels.linear import PackedLinear, reference
 from yggdrasil.kv import KVCache, KVShape
 from yggdrasil.layout import PAGE_LEN, POSITION
 from yggdrasil.models.attention import IMPLEMENTATION, AttentionCall, recorded_calls
@@ -33,7 +34,16 @@ from yggdrasil.models.forward import TargetForward
 from yggdrasil.models.packing import empty_meta, pack_chain_, pack_nodes_
 from yggdrasil.tree import TokenTree
 
-__all__ = ["TOLERANCE", "Passage", "check_forward", "deviation", "expected_passages", "sibling_tree"]
+__all__ = [
+    "TOLERANCE",
+    "Passage",
+    "check_forward",
+    "check_rounded",
+    "deviation",
+    "expected_passages",
+    "own_attention",
+    "sibling_tree",
+]
 
 PREFIX_LEN = 16
 PATH_LEN = 8
@@ -76,7 +86,7 @@ def expected_passages(name: str, model: Any, vocab: int, num_positions: int) -> 
     Cost: two forwards of 24 tokens; the logits are kept.
     """
     tokens = tuple((7919 * place + 11) % vocab for place in range(PASSAGE_LEN))
-    with _own_attention(model):
+    with own_attention(model):
         return [
             Passage(tokens, start, _own_logits(name, model, tokens, start)[:, :vocab])
             for start in sorted({0, num_positions - PASSAGE_LEN})
@@ -84,7 +94,8 @@ def expected_passages(name: str, model: Any, vocab: int, num_positions: int) -> 
 
 
 @contextmanager
-def _own_attention(model: Any) -> Iterator[None]:
+def own_attention(model: Any) -> Iterator[None]:
+    """Within it, a model attends as transformers does, without a cache."""
     model.set_attn_implementation("eager")
     try:
         yield
@@ -138,6 +149,42 @@ def check_forward(
             )
             feature = f"{_architecture(model)}, which this runtime computes wrongly ({difference}),"
             raise UnsupportedModel(name, feature)
+
+
+def check_rounded(
+    name: str, model: Any, kv: KVShape, passages: Sequence[Passage], num_positions: int
+) -> None:
+    """Check that a model with rounded weights computes the bits of `kernels.linear.reference`.
+
+    Arguments are those of `check_forward`, which has proved the model with its weights as they were.
+
+    Raises:
+        RuntimeError: a bit differs, which is a defect of the operators.
+
+    Cost: two forwards of each passage, one of them in torch's slow form.
+    """
+    for passage in passages:
+        ours_LV = _our_logits(name, model, kv, passage, num_positions)
+        with _reference_linears(model):
+            expected_LV = _our_logits(name, model, kv, passage, num_positions)
+        if not torch.equal(ours_LV, expected_LV):
+            raise RuntimeError(f"{name}: operators on rounded weights differ from their reference")
+
+
+@contextmanager
+def _reference_linears(model: Any) -> Iterator[None]:
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+
+    def forward_of(layer: PackedLinear) -> Any:
+        return lambda x, meta_NM=None: reference(x, layer.packed, layer.bias, layer.out_features)
+
+    for layer in layers:
+        layer.forward = forward_of(layer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 def deviation(ours_LV: Tensor, expected_LV: Tensor) -> float:
