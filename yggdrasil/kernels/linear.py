@@ -28,6 +28,7 @@ from yggdrasil.kernels.compression import compress_weight, decompress_weight
 from yggdrasil.kernels.quantisation import BITS, product_reference, quantise_weight
 
 __all__ = [
+    "COLUMNS",
     "PackedLinear",
     "gated_reference",
     "pack_weight",

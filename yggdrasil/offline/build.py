@@ -116,7 +116,7 @@ def _pack(bundle: Bundle, part: Part, texts: Sequence[str], progress: Progress) 
     if part.is_rounded:
         _round(bundle, part, loaded, texts, progress)
         with progress.phase(f"prove {name}", 1):
-            check_rounded(*proof)
+            check_rounded(part.model, loaded)
     elif config.device == "cpu":
         with progress.phase(f"pack {name}", _num_linears(loaded)):
             pack_linears_(loaded, compress=_compresses(config, loaded), tick=progress.advance)
