@@ -159,7 +159,11 @@ class Bundle:
     @property
     def weights(self) -> str:
         """Formats of the weights, and what rounding the target's changes, as a sentence."""
-        formats = f"weights of the target {self.config.weights}, of the draft {self.config.draft_weights}"
+        target, draft = (
+            self.config.dtype if weights == "bf16" else weights
+            for weights in (self.config.weights, self.config.draft_weights)
+        )
+        formats = f"weights of the target {target}, of the draft {draft}"
         if not self.quality:
             return formats
         found = self.quality

@@ -107,7 +107,8 @@ def test_the_bundle_has_what_rounding_changes(pair: LoadedPair) -> None:
     assert bundle.quality == read_quality(bundle)
     assert bundle.quality["tokens"] > 100
     assert 0.8 < bundle.quality["ratio"] < 1.2
-    formats = f"weights of the target {bundle.config.weights}, of the draft {bundle.config.draft_weights}"
+    draft = bundle.config.draft_weights.replace("bf16", "bfloat16")
+    formats = f"weights of the target {bundle.config.weights}, of the draft {draft}"
     assert bundle.weights.startswith(f"{formats}: perplexity ")
 
 
