@@ -21,7 +21,7 @@ __all__ = ["MOST_SECONDS", "losses", "quality", "token_texts"]
 
 MOST_TEXTS = 32
 MOST_TOKENS = 256  # of a text
-MOST_SECONDS = 10.0  # for the weights as they were; at least one text is read
+MOST_SECONDS = 30.0  # for the weights as they were; at least one text is read
 
 
 def token_texts(model: str, texts: Sequence[str], vocab: int) -> list[Tensor]:
