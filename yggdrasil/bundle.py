@@ -6,6 +6,7 @@ compile_cache/<pair>/<fingerprint>/bundle.json     what was compiled, from what,
                                   /verified.json   size and time of every file at its last check
                                   /tokenizer.json
                                   /target/tokens_*.pt2, weights.safetensors
+                                         quality.json     of rounded weights: what rounding changes
                                   /target-0-of-2/weights.safetensors, ...   the same for several ranks
                                   /draft/ ...
 profiles/<pair>/<machine>.json                          measured latencies
@@ -57,7 +58,7 @@ __all__ = [
     "torchrun_command",
 ]
 
-FORMAT = 8
+FORMAT = 9
 BUNDLED = "tinystories"
 NOT_IN_GRAPHS = ("commit_triton.py", "migrate.py", "migrate_triton.py")  # kernels that no graph calls
 # what parsing JSON of an unexpected form raises
@@ -133,6 +134,8 @@ class Bundle:
             `SamplingConfig.of`.
         inexact_widths: Target graphs whose logits were measured to differ in some bit from those of plain
             decoding; text may then differ where two tokens are almost equally likely.
+        quality: Of rounded weights: the target's "perplexity" on the first "tokens" of the calibration
+            text, and its "ratio" to that of the weights as they were; else empty.
     """
 
     name: str
@@ -151,6 +154,21 @@ class Bundle:
     notes: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     inexact_widths: tuple[int, ...] = ()
+    quality: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> str:
+        """Formats of the weights, and what rounding the target's changes, as a sentence."""
+        target, draft = (
+            self.config.dtype if weights == "bf16" else weights
+            for weights in (self.config.weights, self.config.draft_weights)
+        )
+        formats = f"weights of the target {target}, of the draft {draft}"
+        if not self.quality:
+            return formats
+        found = self.quality
+        change = f"{100 * (found['ratio'] - 1):+.2f} %"
+        return f"{formats}: perplexity {found['perplexity']:.3f}, {change} ({found['tokens']} tokens)"
 
     @property
     def exactness(self) -> str:
@@ -176,6 +194,11 @@ class Bundle:
     @property
     def tokenizer_path(self) -> Path:
         return self.folder / "tokenizer.json"
+
+    @property
+    def quality_path(self) -> Path:
+        """What rounding the target's weights changes; written with the weights."""
+        return self.target_weights(0) / "quality.json"
 
     @property
     def plan_path(self) -> Path:
@@ -222,6 +245,8 @@ class Bundle:
         folders = [self.target_weights(rank) for rank in range(self.config.ranks)]
         folders.append(self.folder / "draft")
         paths = [self.tokenizer_path, *(folder / FILE_NAME for folder in folders)]
+        if self.config.weights != "bf16":
+            paths.append(self.quality_path)
         paths += [graph_path(self.folder / "target", size) for size in target_menu(self.config).sizes]
         paths += [graph_path(self.folder / "draft", size) for size in draft_menu(self.config).sizes]
         return [str(path.relative_to(self.folder)) for path in paths]
@@ -257,6 +282,10 @@ def compile_command(name: str, models: tuple[str, str], config: CompileConfig, c
         words += ["--device", config.device]
     if not config.exact:
         words.append("--no-exact")
+    if config.weights != defaults.weights:
+        words += ["--weights", config.weights]
+    if config.draft_weights != defaults.draft_weights:
+        words += ["--draft-weights", config.draft_weights]
     if calibration:
         words += ["--calibration", calibration]
     if config.calibration_budget_s != defaults.calibration_budget_s:
@@ -341,4 +370,5 @@ def _from_json(folder: Path, payload: dict[str, Any]) -> Bundle:
         notes=tuple(payload["notes"]),
         defaults=dict(payload["defaults"]),
         inexact_widths=tuple(payload["inexact_widths"]),
+        quality=dict(payload["quality"]),
     )

@@ -19,6 +19,7 @@ __all__ = [
     "MOST_COUNT",
     "REASONING_PARSERS",
     "TOOL_PARSERS",
+    "WEIGHTS",
     "CompileConfig",
     "GenerateConfig",
     "GrammarConfig",
@@ -37,6 +38,7 @@ GRAMMARS = ("json", "regex", "choice", "grammar")
 MOST_GRAMMAR_CHARS = 1 << 16
 MOST_PENALTY = 100.0  # OpenAI's limit of a bias; much larger numbers are infinite in float32
 MOST_COUNT = 2**31 - 1  # of tokens; the step counts in 64 bits
+WEIGHTS = ("bf16", "int8", "int4")
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "json")
 REASONING_PARSERS = ("think",)
 DEFAULT_NEW_TOKENS = 256  # of a request without a limit, if the context has room
@@ -311,6 +313,9 @@ class CompileConfig:
             decoding writes, bit for bit. On a CPU they always do.
         compress: Store bf16 weights without loss in three quarters of their bytes. None does so on a CPU
             with AMX for models larger than its caches: it expands them while it waits for memory.
+        weights: Format of the target's linear layers: "bf16" keeps them in `dtype`, "int8" and "int4" round
+            them (kernels/quantisation.py).
+        draft_weights: The same for the draft.
     """
 
     dtype: str = "bfloat16"
@@ -327,6 +332,8 @@ class CompileConfig:
     calibration_budget_s: float = 90.0
     exact: bool = True
     compress: bool | None = None
+    weights: str = "bf16"
+    draft_weights: str = "bf16"
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "bfloat16 or float32")
@@ -338,11 +345,16 @@ class CompileConfig:
             "True on a cpu, where every graph is exact at no cost",
         )
         _require(self.ranks >= 1, "ranks", self.ranks, "at least 1")
+        for name in ("weights", "draft_weights"):
+            weights = getattr(self, name)
+            _require(weights in WEIGHTS, name, weights, f"one of {', '.join(WEIGHTS)}")
+            can_round = self.device == "cpu" and self.ranks == 1
+            _require(weights == "bf16" or can_round, name, weights, "bf16, except on a cpu in one process")
         _require(
             not self.compress or self.can_compress,
             "compress",
             self.compress,
-            "False, except for bfloat16 on a cpu in one process",
+            "False, except for bfloat16 on a cpu in one process, where weights are not rounded",
         )
         context = self.max_context
         _require(
@@ -390,8 +402,18 @@ class CompileConfig:
 
     @property
     def can_compress(self) -> bool:
-        """Whether weights can be compressed; shards would get different sizes, but share one graph."""
-        return self.dtype == "bfloat16" and self.device == "cpu" and self.ranks == 1
+        """Whether weights of one of the models can be compressed.
+
+        Shards would get different sizes, but share one graph.
+        """
+        keeps_weights = "bf16" in (self.weights, self.draft_weights)
+        return self.dtype == "bfloat16" and self.device == "cpu" and self.ranks == 1 and keeps_weights
+
+    @property
+    def rounded(self) -> str:
+        """The formats of rounded weights, as a suffix of a pair's name; empty if all are kept."""
+        target = "" if self.weights == "bf16" else f"-{self.weights}"
+        return target if self.draft_weights == "bf16" else f"{target}-draft-{self.draft_weights}"
 
     @property
     def max_nodes(self) -> int:

@@ -22,13 +22,15 @@ class StoredPair:
 
     Args:
         num_bytes: Bytes of all its builds and measurements.
-        models: Target and draft; None if the bundle cannot be read.
+        models: Target and draft; empty if the bundle cannot be read.
+        weights: Formats of their weights; empty as well.
         problem: Why the pair cannot be used on this machine, and what to run; None if it can be used.
     """
 
     name: str
     num_bytes: int
-    models: tuple[str, str] | None
+    models: tuple[str, ...]
+    weights: tuple[str, ...]
     problem: str | None
 
 
@@ -36,7 +38,8 @@ def stored_pairs() -> Iterator[StoredPair]:
     """Every pair in the store, by name. Cost: reads model files that changed since they were compiled."""
     for name in artifacts.pair_names():
         num_bytes = sum(storage.size_bytes(folder) for folder in artifacts.pair_folders(name))
-        models = None
+        models: tuple[str, ...] = ()
+        weights: tuple[str, ...] = ()
         try:
             if not is_compiled(name):
                 raise ArtifactError(
@@ -44,11 +47,12 @@ def stored_pairs() -> Iterator[StoredPair]:
                 )
             bundle = read_bundle(name)
             models = bundle.models
+            weights = (bundle.config.weights, bundle.config.draft_weights)
             check_current(bundle)
         except ArtifactError as error:
-            yield StoredPair(name, num_bytes, models, error.problem)
+            yield StoredPair(name, num_bytes, models, weights, error.problem)
         else:
-            yield StoredPair(name, num_bytes, models, None)
+            yield StoredPair(name, num_bytes, models, weights, None)
 
 
 def verified_files(name: str) -> Iterator[Path]:

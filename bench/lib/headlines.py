@@ -174,6 +174,17 @@ def _constrained(result: Result) -> Headline:
     return _ratio(least, "1.5", all(goals), (goals.count(False), len(goals)))
 
 
+def _quantised(result: Result) -> Headline:
+    """The most tokens a second of a rounded format's tree, over bf16's."""
+    rates = {
+        name: found["temperatures"]["0"]["arms"]["tree"]["tok_per_s"]
+        for name, found in result["formats"].items()
+    }
+    held = [goal["reached"] for goal in result["goals"]]
+    gain = rates["int4"] / rates["bf16"]
+    return Headline(round(gain, 3), "1", all(held), (held.count(False), len(held)))
+
+
 def _depth(result: Result) -> Headline:
     least = min(
         (
@@ -321,6 +332,7 @@ CLAIMS = {
     "temperature": Claimed("default policy over Sequoia's tree", _temperature),
     "constrained": Claimed("speculation over plain decoding, JSON schema", _constrained),
     "graft": Claimed("grafts over the draft alone, text that repeats", _graft),
+    "quantised": Claimed("tree in int4 over the tree in bf16", _quantised),
     "depth": Claimed("chosen depth rule over a fixed depth", _depth),
     "predictor": Claimed("Brier skill of the depth predictor", _predictor),
     "serving": Claimed("throughput over the best fixed length", _serving, serves=True),

@@ -113,12 +113,13 @@ class Subject:
         return load_pair(name, dataset=dataset)
 
     def _suffix(self, target: Path) -> str:
-        """What tells pairs of one name apart: real sizes, the device, cuBLAS."""
+        """What tells pairs of one name apart: real sizes, the device, cuBLAS, rounded weights."""
         is_sized = self.target.is_rounded and target == self.target.folder
         return (
             ("-7b" if is_sized else "")
             + ("" if self.config.device == "cpu" else f"-{self.config.device}")
             + ("" if self.config.exact else "-inexact")
+            + self.config.rounded
         )
 
 

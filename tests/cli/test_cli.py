@@ -573,6 +573,10 @@ def test_the_default_name_of_a_pair_is_its_target_folder(
     for target in (".", "../mine/", str(tmp_path / "mine"), "org/mine"):
         with pytest.raises(Found, match="^mine$"):
             main(["compile", target, llama_folders[1]])
+        with pytest.raises(Found, match="^mine-int8-draft-int4$"):
+            main(["compile", target, llama_folders[1], "--weights", "int8", "--draft-weights", "int4"])
+    with pytest.raises(Found, match="^tinystories-int4$"):
+        main(["compile", "--weights", "int4"])
     (tmp_path / ".my models").mkdir()
     with pytest.raises(Found, match="^my-models-[0-9a-f]{12}$"):
         main(["generate", "x", "--target", "../.my models", "--draft", llama_folders[1]])

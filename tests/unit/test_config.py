@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from yggdrasil.config import (
+    WEIGHTS,
     CompileConfig,
     GenerateConfig,
     ProcessorConfig,
@@ -104,6 +105,34 @@ def test_compression_is_refused_where_it_would_not_apply(other: dict[str, Any]) 
     with pytest.raises(ConfigError, match="compress: True is not allowed"):
         CompileConfig(compress=True, **other)
     CompileConfig(compress=False, **other)
+
+
+@pytest.mark.parametrize("name", ("weights", "draft_weights"))
+@pytest.mark.parametrize("other", ({"device": "cuda"}, {"ranks": 2}))
+def test_weights_are_rounded_on_a_cpu_in_one_process_alone(name: str, other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: 'int4' is not allowed; it must be bf16"):
+        CompileConfig(**{name: "int4"}, **other)
+    CompileConfig(**{name: "bf16"}, **other)
+    with pytest.raises(ConfigError, match=f"{name}: 'int3' is not allowed; it must be one of bf16, int8, "):
+        CompileConfig(**{name: "int3"})
+
+
+def test_rounded_weights_of_both_models_leave_nothing_to_compress() -> None:
+    with pytest.raises(ConfigError, match="compress: True is not allowed"):
+        CompileConfig(compress=True, weights="int8", draft_weights="int4")
+    CompileConfig(compress=True, weights="int8")
+
+
+def test_pairs_that_differ_in_rounding_have_names_and_fingerprints_of_their_own() -> None:
+    configs = [
+        CompileConfig(weights=weights, draft_weights=draft_weights)
+        for weights in WEIGHTS
+        for draft_weights in WEIGHTS
+    ]
+    assert CompileConfig().rounded == ""
+    assert CompileConfig(weights="int8", draft_weights="int4").rounded == "-int8-draft-int4"
+    assert len({config.rounded for config in configs}) == len(configs)
+    assert len({str(config.lowering) for config in configs}) == len(configs)
 
 
 def test_a_prefill_chunk_is_wider_than_any_draft_and_any_verification() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yggdrasil.cli.threads import add_threads, apply_threads
-from yggdrasil.config import CompileConfig
+from yggdrasil.config import WEIGHTS, CompileConfig
 from yggdrasil.errors import ConfigError, UsageError
 from yggdrasil.ranks.launch import num_ranks
 
@@ -45,7 +45,10 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "draft", nargs="?", help="folder or hub id of a small model with the same tokenizer"
     )
-    parser.add_argument("--name", help="name of the pair (default: the target's folder name)")
+    parser.add_argument(
+        "--name",
+        help="name of the pair (default: the target's folder name, and the formats of rounded weights)",
+    )
     parser.add_argument(
         "--calibration",
         type=Path,
@@ -83,6 +86,21 @@ def add_parser(verbs: Any) -> None:
         help="on a cpu, store bfloat16 weights without loss in three quarters of their bytes; faster if "
         "the processor waits for memory (default: on processors with AMX, for models of more than 8 MB)",
     )
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        default=defaults.weights,
+        help="on a cpu, the target's weights: bf16 keeps them (in --dtype); int8 and int4 round them, so "
+        "fewer bytes are read and the text changes a little; `ygg show pair` has the perplexity "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--draft-weights",
+        choices=WEIGHTS,
+        default=defaults.draft_weights,
+        help="the same for the draft, whose weights change the speed but never the text "
+        "(default: %(default)s)",
+    )
     add_threads(parser, "; also processes that compile graphs, and threads of the measurements")
     parser.set_defaults(run=run)
 
@@ -95,6 +113,8 @@ def run(options: argparse.Namespace) -> None:
         max_context=options.max_context,
         exact=options.exact,
         compress=options.compress,
+        weights=options.weights,
+        draft_weights=options.draft_weights,
         calibration_budget_s=options.calibration_budget,
         ranks=num_ranks(),
     )
@@ -103,6 +123,7 @@ def run(options: argparse.Namespace) -> None:
     from yggdrasil.report.progress import RichProgress
 
     target, draft, name = _models_and_name(options)
+    target, draft, name = _models_and_name(options, config.rounded)
     apply_threads(options)
     start = time.perf_counter()
     bundle = compile_pair(
@@ -119,18 +140,23 @@ def run(options: argparse.Namespace) -> None:
     _report(bundle, time.perf_counter() - start)
 
 
-def _models_and_name(options: argparse.Namespace) -> tuple[str, str, str]:
-    """Target, draft and name of the pair to compile."""
+def _models_and_name(options: argparse.Namespace, rounded: str) -> tuple[str, str, str]:
+    """Target, draft and name of the pair to compile.
+
+    Args:
+        rounded: Suffix of a name that is not given: pairs that differ in their weights live side by side.
+    """
     from yggdrasil.offline.inputs import resolved
 
     if options.target is None:
         if options.name is not None:
             problem = "--name needs the models that it names"
             raise UsageError(problem, f"ygg compile TARGET DRAFT --name {options.name}")
-        return _bundled_pair()
+        target, draft, name = _bundled_pair()
+        return target, draft, f"{name}{rounded}"
     if options.draft is None:
         raise UsageError("the draft is missing", f"{shlex.join(['ygg', 'compile', options.target])} DRAFT")
-    name = options.name or Path(resolved(options.target)).name
+    name = options.name or f"{Path(resolved(options.target)).name}{rounded}"
     _check_name(name, options.target, options.draft)
     return options.target, options.draft, name
 
@@ -194,6 +220,7 @@ def _report(bundle: Bundle, seconds: float) -> None:
     loaded = load_pair(bundle.name)
     print(f"compiled {bundle.name} in {seconds:.0f} s")
     print(f"  {bundle.exactness}")
+    print(f"  {bundle.weights}")
     for temperature, acceptance in loaded.acceptance.by_temperature.items():
         shape, gain = best_shape(
             acceptance,

@@ -8,9 +8,9 @@ from typing import Any
 __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
-List every pair with its size on disk and its models. `current` pairs can be used on this machine. For an
-`unusable` pair a second line gives the reason and the command that compiles it again; `ygg rm NAME`
-removes it.
+List every pair with its size on disk, its models and the formats of rounded weights. `current` pairs can
+be used on this machine. For an `unusable` pair a second line gives the reason and the command that compiles
+it again; `ygg rm NAME` removes it.
 """
 
 
@@ -25,6 +25,10 @@ def add_parser(verbs: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def _described(model: str, weights: str) -> str:
+    return model if weights == "bf16" else f"{model} in {weights}"
+
+
 def run(options: argparse.Namespace) -> None:
     """List the pairs."""
     from yggdrasil.inventory import stored_pairs
@@ -36,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     width = max((len(pair.name) for pair in pairs), default=0)
     for pair in pairs:
         state = "current" if pair.problem is None else "unusable"
-        models = "" if pair.models is None else " + ".join(pair.models)
+        models = " + ".join(_described(*each) for each in zip(pair.models, pair.weights, strict=True))
         print(f"{pair.name:<{width}}  {state:<8}  {pair.num_bytes / 1e6:9.1f} MB  {models}".rstrip())
         if pair.problem is not None:
             print(f"{'':<{width}}  {pair.problem}")

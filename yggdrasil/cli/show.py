@@ -99,6 +99,7 @@ def _show_pair(pair: Any, options: argparse.Namespace) -> None:
     )
     print(f"  target graphs {target_sizes}, draft graphs {draft_sizes} tokens")
     print(f"  {bundle.exactness}")
+    print(f"  {bundle.weights}")
     for note in bundle.notes:
         print(f"  note: {note}")
     print(f"  calibrated on {pair.dataset} (--predictor chooses among: {', '.join(bundle.datasets)})")

@@ -16,7 +16,8 @@
 //   step 1   [ c0 | c1 | ... | c15 ]      ...
 //
 // A packed bf16 weight may be compressed (compression.h). Its panels are expanded to the original bits
-// while they are multiplied, tile after tile.
+// while they are multiplied, tile after tile. A weight may also be quantised (quantisation.h): then x is
+// rounded to int8, and products are exact.
 //
 // Exactness: each output element is one accumulator that adds the steps in order, with one sequence of
 // instructions chosen when this file is compiled (and, for AMX, once per process). Row blocks, panel groups
@@ -61,6 +62,7 @@
 #include "compression.h"
 #include "layout.h"
 #include "operators.h"
+#include "quantisation.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -77,10 +79,14 @@ constexpr int64_t kPieceBytes = 64 << 10;
 // The products of this many rows take at least as long as reading their weights from L2.
 constexpr int64_t kRowsOfRead = kLanes < 16 ? 1 : 32;
 
+enum class Format { kWords, kCompressed, kInt8, kInt4 };
+
+bool is_quantised(Format format) { return format == Format::kInt8 || format == Format::kInt4; }
+
 struct Weight {
-  const char* packed;  // (panels, bytes of a panel): (steps, 16) words, or compressed
+  const char* packed;  // (panels, bytes of a panel): (steps, 16) words, or as its format has it
   int64_t panel_bytes;
-  bool is_compressed;
+  Format format;
   const void* bias;  // (out_features) in the dtype of the product, or null
   int64_t out_features;
 
@@ -90,7 +96,7 @@ struct Weight {
 // Sixteen output columns, fewer in a weight's last panel.
 struct Panel {
   const Word* words;
-  bool is_compressed;
+  Format format;
   const void* bias;
   int64_t index, out_column, columns;  // index among its weight's panels
 };
@@ -99,7 +105,7 @@ struct Panel {
 // first.
 struct Product {
   // (rows, steps), in fp32 if a word takes two products; or tiled for AMX: (tiles of rows, steps / 16, rows
-  // of a tile, 16)
+  // of a tile, 16); or rounded, as quantisation.h has it
   const Word* x;
   void* out;  // (rows, row_len)
   int64_t rows, steps, row_len;
@@ -137,11 +143,11 @@ struct Product {
     const int64_t first = index * kColumns;
     const auto* words = reinterpret_cast<const Word*>(weight.packed + index * weight.panel_bytes);
     const int64_t columns = std::min<int64_t>(kColumns, weight.out_features - first);
-    return {words, weight.is_compressed, weight.bias, index, column + first, columns};
+    return {words, weight.format, weight.bias, index, column + first, columns};
   }
   PanelTiles tiles_of(int64_t number, int64_t at_once) const {
     const Panel from = panel(number);
-    return {from.words, from.is_compressed, panel_words() / kTileWords, at_once};
+    return {from.words, from.format == Format::kCompressed, panel_words() / kTileWords, at_once};
   }
 };
 
@@ -354,6 +360,63 @@ void compute_expanded(Product product, int64_t begin, int64_t end) {
   }
 }
 
+// ---- body for quantised weights: up to six rows of two panels ----
+
+constexpr int kQuantisedRows = kLanes == 16 ? 6 : 3;
+constexpr int kQuantisedPanels = kLanes == 16 ? 2 : 1;  // at once, whose sums fit the registers
+
+// Rows of a block: of the sizes that are not small, the one that computes the fewest rows twice.
+int64_t quantised_rows(int64_t rows) {
+  if (rows <= kQuantisedRows) return rows;
+  const auto computed = [&](int64_t size) { return (rows + size - 1) / size * size; };
+  int64_t best = kQuantisedRows;
+  for (int64_t size = best - 1; size > kQuantisedRows / 2; --size)
+    if (computed(size) < computed(best)) best = size;
+  return best;
+}
+
+// Writes the sums of kPanels panels for all rows; the last block moves up, as its rows of x did.
+template <int kBits, int kRows, int kPanels>
+void multiply_quantised(const Product& product, int64_t panel, float* sums) {
+  const uint8_t* weights[kPanels];
+  for (int p = 0; p < kPanels; ++p)
+    weights[p] = reinterpret_cast<const uint8_t*>(product.panel(panel + p).words);
+  const Word* x = product.x;
+  for (int64_t first = 0; first < product.rows; first += kRows, x += product.steps * kGroupWords * kRows) {
+    const int64_t row = std::min(first, product.rows - kRows);
+    multiply_groups<kBits, kRows, kPanels>(sums + row * kColumns, product.rows * kColumns, weights, x,
+                                           product.steps);
+  }
+}
+
+// All rows of the panels [begin, end).
+template <class Dtype, int kBits, int kRows = kQuantisedRows>
+void compute_quantised(const Product& product, int64_t begin, int64_t end) {
+  if constexpr (kRows > 1) {
+    if (kRows > quantised_rows(product.rows))
+      return compute_quantised<Dtype, kBits, kRows - 1>(product, begin, end);
+  }
+  thread_local std::vector<float> sums;
+  const int64_t panel_sums = product.rows * kColumns;
+  sums.resize(2 * panel_sums);
+  for (int64_t panel = begin; panel < end; panel += 2) {
+    const int64_t count = std::min<int64_t>(2, end - panel);
+    if (count == kQuantisedPanels) {
+      multiply_quantised<kBits, kRows, kQuantisedPanels>(product, panel, sums.data());
+    } else {
+      for (int64_t p = 0; p < count; ++p)
+        multiply_quantised<kBits, kRows, 1>(product, panel + p, sums.data() + p * panel_sums);
+    }
+    if (product.is_gated) {
+      const float* ups = sums.data() + panel_sums;
+      store_gated<Dtype>(product, sums.data(), ups, kColumns, 0, product.rows, panel);
+      continue;
+    }
+    for (int64_t p = 0; p < count; ++p)
+      store_panel<Dtype>(product, sums.data() + p * panel_sums, kColumns, 0, product.rows, panel + p);
+  }
+}
+
 // ---- body for AMX tiles: 16 rows x 4 panels over all of k; more rows: 32 x 2 panels over chunks of k ----
 
 #if defined(__AMX_BF16__)
@@ -509,14 +572,17 @@ void compute_tiles(const Product& product, int64_t begin, int64_t end) {
 
 template <class Dtype>
 void compute(const Product& product, int64_t begin, int64_t end) {
+  const auto& weights = product.weights;
+  if (weights[0].format == Format::kInt8) return compute_quantised<Dtype, 8>(product, begin, end);
+  if (weights[0].format == Format::kInt4) return compute_quantised<Dtype, 4>(product, begin, end);
 #if defined(__AMX_BF16__)
   if constexpr (std::is_same_v<Dtype, BFloat16>) {
     if (amx_granted()) return compute_tiles(product, begin, end);
   }
 #endif
-  const auto& weights = product.weights;
-  const bool is_compressed = std::any_of(weights.begin(), weights.end(),
-                                         [](const Weight& weight) { return weight.is_compressed; });
+  const bool is_compressed = std::any_of(weights.begin(), weights.end(), [](const Weight& weight) {
+    return weight.format == Format::kCompressed;
+  });
   is_compressed ? compute_expanded<Dtype>(product, begin, end)
                 : compute_vectors<Dtype>(product, begin, end);
 }
@@ -584,27 +650,69 @@ const Word* widened(const at::Tensor& x, int64_t rows, int64_t padded_features) 
   return wide;
 }
 
-// One weight of an operator, checked against x.
-Weight weight_of(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                 int64_t out_features) {
-  const bool is_compressed = packed.scalar_type() == at::kByte;
-  const at::ScalarType dtype = is_compressed ? at::kBFloat16 : packed.scalar_type();
-  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat,
-              "packed_linear takes bfloat16 or float32 weights, or compressed ones, got ", dtype);
-  TORCH_CHECK(x.scalar_type() == dtype, "packed_linear: x is ", x.scalar_type(),
-              " but the packed weight is ", dtype);
-  TORCH_CHECK(x.dim() >= 1, "packed_linear: x needs at least one dimension");
-  const int64_t in_features = x.size(-1), pair = dtype == at::kBFloat16 ? 2 : 1;
+// Rounds x to blocks of rows; `zero` is that of the weights.
+template <class Dtype>
+const Word* quantised(const at::Tensor& x, int64_t rows, int zero) {
+  using Element = typename Dtype::Element;
+  const int64_t features = x.size(-1), groups = (features + kGroupLen - 1) / kGroupLen;
+  const int64_t block_rows = quantised_rows(rows), blocks = (rows + block_rows - 1) / block_rows;
+  const int64_t group_words = kGroupWords * block_rows;
+  Word* blocked = workspace(blocks * groups * group_words);
+  const auto* from = static_cast<const Element*>(x.const_data_ptr());
+  const auto quantise_row = [&](int64_t place) {
+    const int64_t first = place / block_rows * block_rows, row = std::min(first, rows - block_rows);
+    const Element* numbers = from + (row + place - first) * features;
+    Word* to = blocked + first * groups * kGroupWords + place - first;
+    for (int64_t done = 0; done < features; done += kGroupLen, to += group_words)
+      quantise_group<Dtype>(numbers + done, std::min(kGroupLen, features - done), zero, to, block_rows);
+  };
+  parallel_for(blocks * block_rows, std::max<int64_t>(1, kPieceBytes / 4 / (features + 1)),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t place = begin; place < end; ++place) quantise_row(place);
+               });
+  return blocked;
+}
+
+// The format of a packed weight, by its dtype and its bytes.
+Format format_of(const at::Tensor& packed) {
+  if (packed.scalar_type() == at::kByte) return Format::kCompressed;
+  if (packed.scalar_type() != at::kChar) return Format::kWords;
+  return packed.size(-1) == group_bytes(4) ? Format::kInt4 : Format::kInt8;
+}
+
+// Checks a packed weight's shape against the features of x.
+void check_shape(const at::Tensor& packed, Format format, int64_t out_features, const at::Tensor& x) {
+  const int64_t in_features = x.size(-1), pair = packed.scalar_type() == at::kBFloat16 ? 2 : 1;
   const int64_t panels = (out_features + kColumns - 1) / kColumns;
   const std::array<int64_t, 4> sizes{panels, padded_len(x) / pair, kColumns, pair};
-  const at::IntArrayRef expected(sizes);
+  const int64_t groups = (in_features + kGroupLen - 1) / kGroupLen;
+  const std::array<int64_t, 3> grouped{panels, groups, group_bytes(format == Format::kInt4 ? 4 : 8)};
+  const at::IntArrayRef expected =
+      is_quantised(format) ? at::IntArrayRef(grouped) : at::IntArrayRef(sizes);
   const int64_t least_bytes = kHeaderBytes + padded_len(x) / kBf16Padding * kCompressedTileBytes;
   const bool fits_compressed =
       packed.dim() == 2 && packed.size(0) == panels && packed.size(1) >= least_bytes;
-  const bool fits = is_compressed ? fits_compressed : packed.sizes() == expected;
+  const bool fits = format == Format::kCompressed ? fits_compressed : packed.sizes() == expected;
   TORCH_CHECK(fits && packed.is_contiguous(), "packed_linear: a weight of ", out_features, " x ",
-              in_features, " packs to ", expected, is_compressed ? ", compressed to rows of bytes" : "",
-              ", got ", packed.sizes());
+              in_features, " packs to ", expected,
+              format == Format::kCompressed ? ", compressed to rows of bytes" : "", ", got ",
+              packed.sizes());
+}
+
+// One weight of an operator, checked against x.
+Weight weight_of(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                 int64_t out_features) {
+  TORCH_CHECK(x.dim() >= 1, "packed_linear: x needs at least one dimension");
+  const Format format = format_of(packed);
+  const at::ScalarType dtype = format == Format::kCompressed ? at::kBFloat16
+                               : is_quantised(format)        ? x.scalar_type()
+                                                             : packed.scalar_type();
+  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat,
+              "packed_linear takes bfloat16 or float32 weights, or compressed or quantised ones, got ",
+              dtype);
+  TORCH_CHECK(x.scalar_type() == dtype, "packed_linear: x is ", x.scalar_type(),
+              " but the packed weight is ", dtype);
+  check_shape(packed, format, out_features, x);
   if (bias) {
     TORCH_CHECK(bias->scalar_type() == dtype && bias->sizes() == at::IntArrayRef({out_features}) &&
                     bias->is_contiguous(),
@@ -612,8 +720,8 @@ Weight weight_of(const at::Tensor& x, const at::Tensor& packed, const std::optio
                 bias->scalar_type(), " ", bias->sizes());
   }
   const auto* bytes = static_cast<const char*>(packed.const_data_ptr());
-  const int64_t panel_bytes = panels ? int64_t(packed.nbytes()) / panels : 0;
-  return {bytes, panel_bytes, is_compressed, bias ? bias->const_data_ptr() : nullptr, out_features};
+  const int64_t panels = packed.size(0), panel_bytes = panels ? int64_t(packed.nbytes()) / panels : 0;
+  return {bytes, panel_bytes, format, bias ? bias->const_data_ptr() : nullptr, out_features};
 }
 
 // An uninitialised tensor for the outputs of the weights.
@@ -625,27 +733,54 @@ at::Tensor outputs_of(const at::Tensor& x, const std::vector<Weight>& weights, b
   return empty(shape, x.options());
 }
 
+// x in the form that the body for these weights reads, and the length of a row in its steps: words of k, or
+// groups.
+struct Rows {
+  const Word* words;
+  int64_t steps;
+};
+
+Rows rows_for(const std::vector<Weight>& weights, const at::Tensor& x, int64_t rows) {
+  const bool is_bf16 = x.scalar_type() == at::kBFloat16;
+  const Format format = weights[0].format;
+  if (is_quantised(format)) {
+    const int zero = format == Format::kInt8 ? 128 : 8;
+    const int64_t groups = (x.size(-1) + kGroupLen - 1) / kGroupLen;
+    return {is_bf16 ? quantised<BFloat16>(x, rows, zero) : quantised<Float32>(x, rows, zero), groups};
+  }
+  const int64_t padded_features = padded_len(x), steps = padded_features / (is_bf16 ? 2 : 1);
+  if (is_bf16 && amx_granted())
+    return {tiled(x, rows, padded_features, std::min<int64_t>(rows, kTileRows)), steps};
+  if (is_bf16 && BFloat16::kParts == 2) return {widened(x, rows, padded_features), steps};
+  if (padded_features != x.size(-1)) return {tiled(x, rows, padded_features, 1), steps};
+  return {static_cast<const Word*>(x.const_data_ptr()), steps};
+}
+
+// Bytes of a panel that a thread reads for these rows, or the bytes that it could read meanwhile.
+int64_t piece_bytes(const Product& product) {
+  const Weight& weight = product.weights[0];
+  const int64_t panel_bytes =
+      is_quantised(weight.format) ? weight.panel_bytes : product.panel_words() * 4;
+  return panel_bytes * ((product.rows + kRowsOfRead - 1) / kRowsOfRead);
+}
+
 void multiply_(const at::Tensor& out, const at::Tensor& x, std::vector<Weight> weights, bool is_gated) {
   if (out.numel() == 0) return;
-  const bool is_bf16 = x.scalar_type() == at::kBFloat16;
-  const int64_t padded_features = padded_len(x), row_len = out.size(-1), rows = out.numel() / row_len;
+  const int64_t row_len = out.size(-1), rows = out.numel() / row_len;
+  for (const Weight& weight : weights)
+    TORCH_CHECK(is_quantised(weight.format)
+                    ? weight.format == weights[0].format
+                    : !is_quantised(weights[0].format),
+                "a product with quantised weights takes one format");
   const at::Tensor rows_of_x = x.contiguous();
-  const Word* words = static_cast<const Word*>(rows_of_x.const_data_ptr());
-  if (is_bf16 && amx_granted()) {
-    words = tiled(rows_of_x, rows, padded_features, std::min<int64_t>(rows, kTileRows));
-  } else if (is_bf16 && BFloat16::kParts == 2) {
-    words = widened(rows_of_x, rows, padded_features);
-  } else if (padded_features != x.size(-1)) {
-    words = tiled(rows_of_x, rows, padded_features, 1);
-  }
+  const auto [words, steps] = rows_for(weights, rows_of_x, rows);
   static std::atomic<int64_t> number{0};
-  const int64_t steps = padded_features / (is_bf16 ? 2 : 1);
   Product product{words, out.data_ptr(), rows, steps, row_len, std::move(weights), is_gated, ++number};
   const int64_t panels = product.end = product.num_panels();
-  const int64_t panel_bytes = product.panel_words() * 4 * ((rows + kRowsOfRead - 1) / kRowsOfRead);
   const int64_t groups = (panels + kGroup - 1) / kGroup;
-  const int64_t group_bytes = std::max<int64_t>(1, panel_bytes * kGroup);
+  const int64_t group_bytes = std::max<int64_t>(1, piece_bytes(product) * kGroup);
   const int64_t least = std::max<int64_t>(1, kPieceBytes / group_bytes);
+  const bool is_bf16 = x.scalar_type() == at::kBFloat16;
   parallel_for(groups, least, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kGroup, last = std::min(end * kGroup, panels);
     is_bf16 ? compute<BFloat16>(product, first, last) : compute<Float32>(product, first, last);

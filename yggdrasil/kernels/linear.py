@@ -8,10 +8,10 @@ is 32 bits: one fp32 weight, or two bf16 weights of consecutive k.
     step 1  [ c0 | c1 | ... | c15 ]   ...
 
 The layout is the same on every processor, so packed weights can be stored. Those in bf16 can be compressed
-(compression.py). `linear.cpp` holds the operators: `ygg::packed_linear`, which `reference` specifies;
-`ygg::read_linear`, the same for the rows that metadata marks as read; and two that read one `x` once for
-several weights, `ygg::packed_linears` (outputs side by side) and `ygg::gated_linear` (`gated_reference`).
-compiler/fusion.py puts these two into graphs.
+(compression.py), and weights of any dtype quantised (quantisation.py). `linear.cpp` holds the operators:
+`ygg::packed_linear`, which `reference` specifies; `ygg::read_linear`, the same for the rows that metadata
+marks as read; and two that read one `x` once for several weights, `ygg::packed_linears` (outputs side by
+side) and `ygg::gated_linear` (`gated_reference`). compiler/fusion.py puts these two into graphs.
 
 Shapes: O = output features, I = input features.
 """
@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from yggdrasil.kernels.compression import compress_weight, decompress_weight
+from yggdrasil.kernels.quantisation import BITS, product_reference, quantise_weight
 
 __all__ = [
+    "COLUMNS",
     "PackedLinear",
     "gated_reference",
     "pack_weight",
@@ -97,14 +99,18 @@ def reference(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int)
 
     Args:
         x: (..., in_features), bfloat16 or float32.
-        packed: From `pack_weight`, in the dtype of `x`, or for bfloat16 from `compress_weight`.
+        packed: From `pack_weight`, in the dtype of `x`, or for bfloat16 from `compress_weight`, or from
+            `quantise_weight`.
         bias: (out_features) in the dtype of `x`, or None.
         out_features: Columns of the weight before padding.
 
     Returns:
         (..., out_features) in the dtype of `x`. The order of summation is torch's, so the operator agrees
-        to rounding, not to the bit.
+        to rounding, not to the bit; to the bit if the weight is quantised.
     """
+    if packed.dtype == torch.int8:
+        sums = product_reference(x, packed, out_features)
+        return (sums if bias is None else sums + bias.float()).to(x.dtype)
     weight_OI = unpack_weight(_decompressed(packed, x.shape[-1]), out_features, x.shape[-1])
     out = functional.linear(x.float(), weight_OI.float(), None if bias is None else bias.float())
     return out.to(x.dtype)
@@ -117,6 +123,10 @@ def _decompressed(packed: Tensor, in_features: int) -> Tensor:
     return decompress_weight(packed, steps)
 
 
+def _widened(packed: Tensor, in_features: int) -> Tensor:
+    return packed if packed.dtype == torch.int8 else _decompressed(packed, in_features).float()
+
+
 def gated_reference(
     x: Tensor, gate: Tensor, gate_bias: Tensor | None, up: Tensor, up_bias: Tensor | None, out_features: int
 ) -> Tensor:
@@ -125,7 +135,7 @@ def gated_reference(
     Arguments are those of `reference`.
     """
     weights = (
-        (_decompressed(packed, x.shape[-1]).float(), None if bias is None else bias.float())
+        (_widened(packed, x.shape[-1]), None if bias is None else bias.float())
         for packed, bias in ((gate, gate_bias), (up, up_bias))
     )
     gates, ups = (reference(x.float(), packed, bias, out_features) for packed, bias in weights)
@@ -156,7 +166,7 @@ class PackedLinear(nn.Module):
     The bits of a row do not depend on the other rows.
 
     Args:
-        packed: The weight, from `pack_weight` or `compress_weight`.
+        packed: The weight, from `pack_weight`, `compress_weight` or `quantise_weight`.
         bias: (out_features), or None.
 
     Cost: one operator, which reads `packed` once from memory for any number of rows; no gradient.
@@ -184,12 +194,19 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, compress: bool = False) -> Self:
-        """Pack `linear`, and with `compress` compress it if that saves a tenth or more."""
-        packed = pack_weight(linear.weight.detach())
-        compressed = compress_weight(packed) if compress else None
-        if compressed is not None and compressed.nbytes <= MOST_COMPRESSED * packed.nbytes:
-            packed = compressed
+    def from_linear(cls, linear: nn.Linear, *, weights: str = "bf16", compress: bool = False) -> Self:
+        """Pack `linear`.
+
+        Args:
+            weights: "bf16" keeps them, "int8" and "int4" round them.
+            compress: Compress weights that are kept if that saves a tenth or more.
+        """
+        if weights in BITS:
+            packed = quantise_weight(linear.weight.detach(), BITS[weights])
+        else:
+            packed = pack_weight(linear.weight.detach())
+            compressed = compress_weight(packed) if compress else packed
+            packed = compressed if compressed.nbytes <= MOST_COMPRESSED * packed.nbytes else packed
         bias = None if linear.bias is None else linear.bias.detach().clone()
         return cls(linear.in_features, linear.out_features, packed, bias)
 

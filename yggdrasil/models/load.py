@@ -131,19 +131,24 @@ def _is_bias(model: nn.Module, tensor: str) -> bool:
 
 
 def pack_linears_(
-    model: nn.Module, *, compress: bool = False, tick: Callable[[], None] = lambda: None
+    model: nn.Module,
+    *,
+    weights: str = "bf16",
+    compress: bool = False,
+    tick: Callable[[], None] = lambda: None,
 ) -> None:
     """Replace every `nn.Linear` by a PackedLinear, in place; for the CPU.
 
     The order of summation then depends only on the layer.
 
     Args:
+        weights: "bf16" keeps them, "int8" and "int4" round them (kernels/quantisation.py).
         compress: Keep bf16 weights in three quarters of their bytes (kernels/compression.py).
         tick: Called after every layer.
     """
 
     def pack(name: str, linear: nn.Linear) -> nn.Module:
-        packed = PackedLinear.from_linear(linear, compress=compress)
+        packed = PackedLinear.from_linear(linear, weights=weights, compress=compress)
         tick()
         return packed
 

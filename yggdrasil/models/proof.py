@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from yggdrasil.errors import UnsupportedModel, first_line
+from yggdrasil.kernels.linear import COLUMNS, PackedLinear, reference
 from yggdrasil.kv import KVCache, KVShape
 from yggdrasil.layout import PAGE_LEN, POSITION
 from yggdrasil.models.attention import IMPLEMENTATION, AttentionCall, recorded_calls
@@ -33,11 +34,21 @@ from yggdrasil.models.forward import TargetForward
 from yggdrasil.models.packing import empty_meta, pack_chain_, pack_nodes_
 from yggdrasil.tree import TokenTree
 
-__all__ = ["TOLERANCE", "Passage", "check_forward", "deviation", "expected_passages", "sibling_tree"]
+__all__ = [
+    "TOLERANCE",
+    "Passage",
+    "check_forward",
+    "check_rounded",
+    "deviation",
+    "expected_passages",
+    "own_attention",
+    "sibling_tree",
+]
 
 PREFIX_LEN = 16
 PATH_LEN = 8
 PASSAGE_LEN = PREFIX_LEN + PATH_LEN
+ROUNDED_ROWS = 7
 CAPACITY = (PASSAGE_LEN + PATH_LEN + PAGE_LEN - 1) // PAGE_LEN * PAGE_LEN
 
 TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.2}
@@ -76,7 +87,7 @@ def expected_passages(name: str, model: Any, vocab: int, num_positions: int) -> 
     Cost: two forwards of 24 tokens; the logits are kept.
     """
     tokens = tuple((7919 * place + 11) % vocab for place in range(PASSAGE_LEN))
-    with _own_attention(model):
+    with own_attention(model):
         return [
             Passage(tokens, start, _own_logits(name, model, tokens, start)[:, :vocab])
             for start in sorted({0, num_positions - PASSAGE_LEN})
@@ -84,7 +95,8 @@ def expected_passages(name: str, model: Any, vocab: int, num_positions: int) -> 
 
 
 @contextmanager
-def _own_attention(model: Any) -> Iterator[None]:
+def own_attention(model: Any) -> Iterator[None]:
+    """Within it, a model attends as transformers does, without a cache."""
     model.set_attn_implementation("eager")
     try:
         yield
@@ -138,6 +150,36 @@ def check_forward(
             )
             feature = f"{_architecture(model)}, which this runtime computes wrongly ({difference}),"
             raise UnsupportedModel(name, feature)
+
+
+@torch.no_grad()
+def check_rounded(name: str, model: Any) -> None:
+    """Check that layers with rounded weights compute the bits of `kernels.linear.reference`.
+
+    `check_forward` has proved the model with its weights as they were.
+
+    Args:
+        name: Name of the model, for the error.
+        model: Its linear layers are packed.
+
+    Raises:
+        RuntimeError: a bit differs, which is a defect of the operators.
+
+    Cost: a product of a few rows with every weight; torch's slow form computes the first and the last
+        panel of each.
+    """
+    noise = torch.Generator().manual_seed(0)
+    for layer_name, layer in model.named_modules():
+        if not isinstance(layer, PackedLinear):
+            continue
+        x = torch.randn(ROUNDED_ROWS, layer.in_features, generator=noise).to(model.dtype)
+        ours = layer(x)
+        for panel in {0, len(layer.packed) - 1}:
+            columns = slice(panel * COLUMNS, min((panel + 1) * COLUMNS, layer.out_features))
+            bias = None if layer.bias is None else layer.bias[columns]
+            part = layer.packed[panel : panel + 1]
+            if not torch.equal(ours[:, columns], reference(x, part, bias, ours[:, columns].shape[1])):
+                raise RuntimeError(f"{name}: {layer_name} with rounded weights differs from its reference")
 
 
 def deviation(ours_LV: Tensor, expected_LV: Tensor) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,25 +16,29 @@ from yggdrasil.compiler.weights import FILE_NAME, save_weights
 from yggdrasil.compiler.workers import GraphJob, compile_graphs
 from yggdrasil.config import CompileConfig
 from yggdrasil.models.load import load_model, pack_linears_
-from yggdrasil.models.proof import check_forward, expected_passages
+from yggdrasil.models.proof import check_forward, check_rounded, expected_passages
 from yggdrasil.models.sharding import shard_
 from yggdrasil.models.support import kv_shape
 from yggdrasil.offline.progress import Progress
+from yggdrasil.offline.quality import MOST_SECONDS, losses, quality, token_texts
 from yggdrasil.store import artifacts, storage
 from yggdrasil.store.digests import Ledger
 from yggdrasil.tokenizer import load_tokenizer
 
-__all__ = ["build_files"]
+__all__ = ["build_files", "read_quality"]
 
 # A processor does not wait for weights in its caches: a draft of 1.8 MB was a tenth slower when compressed.
 CACHED_BYTES = 8 << 20
 WORKER_BYTES = 3 * 2**29  # a CUDA context, its libraries, two pages of KV
 
 
-def build_files(bundle: Bundle, num_workers: int | None, progress: Progress) -> dict[str, str]:
+def build_files(
+    bundle: Bundle, texts: Sequence[str], num_workers: int | None, progress: Progress
+) -> dict[str, str]:
     """Write all files of a bundle that are missing or damaged.
 
     Args:
+        texts: On which rounded weights are compared with the weights as they were.
         num_workers: Most processes that compile graphs; None for one per core.
 
     Returns:
@@ -41,7 +46,7 @@ def build_files(bundle: Bundle, num_workers: int | None, progress: Progress) -> 
     """
     ledger = Ledger(bundle.folder)
     whole = ledger.whole(bundle.files)
-    _write_weights(bundle, ledger, whole, progress)
+    _write_weights(bundle, texts, ledger, whole, progress)
     tokenizer = load_tokenizer(bundle.models[0]).backend_tokenizer
     artifacts.save_bytes(bundle.tokenizer_path, tokenizer.to_str(pretty=True).encode())
     ledger.record(str(bundle.tokenizer_path.relative_to(bundle.folder)))
@@ -49,44 +54,103 @@ def build_files(bundle: Bundle, num_workers: int | None, progress: Progress) -> 
     return ledger.digests(bundle.files)
 
 
-def _write_weights(bundle: Bundle, ledger: Ledger, whole: set[str], progress: Progress) -> None:
+class Part(NamedTuple):
+    """A model, or one rank's shard of it, whose weights are stored.
+
+    Args:
+        model: Folder or hub id.
+        folder: Where its weights go.
+        weights: Format of its linear layers.
+        quality_path: Where what rounding changes goes; None without rounding, and for a draft.
+    """
+
+    model: str
+    folder: Path
+    weights: str
+    quality_path: Path | None = None
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def is_rounded(self) -> bool:
+        return self.weights != "bf16"
+
+
+def _write_weights(
+    bundle: Bundle, texts: Sequence[str], ledger: Ledger, whole: set[str], progress: Progress
+) -> None:
     target, draft = bundle.models
-    ranks = bundle.config.ranks
+    config = bundle.config
+    quality_path = None if config.weights == "bf16" else bundle.quality_path
     # the draft first: if it is refused, no large file has been written
-    parts = [(draft, bundle.folder / "draft", 0, 1)]
-    parts += [(target, bundle.target_weights(rank), rank, ranks) for rank in range(ranks)]
-    for model, folder, rank, num_shards in parts:
-        name = str((folder / FILE_NAME).relative_to(bundle.folder))
-        if name not in whole:
-            _pack(bundle, model, folder, rank, num_shards, progress)
-            ledger.record(name)
+    parts = [Part(draft, bundle.folder / "draft", config.draft_weights)]
+    parts += [
+        Part(target, bundle.target_weights(rank), config.weights, quality_path, rank, config.ranks)
+        for rank in range(config.ranks)
+    ]
+    for part in parts:
+        paths = [path for path in (part.folder / FILE_NAME, part.quality_path) if path is not None]
+        names = [str(path.relative_to(bundle.folder)) for path in paths]
+        if not whole.issuperset(names):
+            _pack(bundle, part, texts, progress)
+            for name in names:
+                ledger.record(name)
 
 
-def _pack(bundle: Bundle, model: str, folder: Path, rank: int, ranks: int, progress: Progress) -> None:
+def _pack(bundle: Bundle, part: Part, texts: Sequence[str], progress: Progress) -> None:
     """Check a model's forward, then write its packed weights, or one rank's shard of them."""
     config = bundle.config
+    name = part.folder.name
     num_positions = bundle.max_context + config.path_depth
-    with progress.phase(f"load {folder.name}", 2):
-        loaded = load_model(model, dtype=bundle.dtype)
+    with progress.phase(f"load {name}", 2):
+        loaded = load_model(part.model, dtype=bundle.dtype)
         progress.advance()
-        passages = expected_passages(model, loaded, bundle.vocab, num_positions) if rank == 0 else []
-        kv = kv_shape(loaded.config, 0)
-        if ranks > 1:  # a shard alone computes nothing, so the whole model is checked
-            check_forward(model, loaded, kv, passages, num_positions)
-            shard_(loaded, rank, ranks)
-    if config.device == "cpu":
-        num_linears = sum(type(module) is torch.nn.Linear for module in loaded.modules())
-        with progress.phase(f"pack {folder.name}", num_linears):
+        passages = (
+            expected_passages(part.model, loaded, bundle.vocab, num_positions) if part.rank == 0 else []
+        )
+        proof = (part.model, loaded, kv_shape(loaded.config, 0), passages, num_positions)
+        if part.ranks > 1 or part.is_rounded:  # afterwards the layers compute something else
+            check_forward(*proof)
+        if part.ranks > 1:
+            shard_(loaded, part.rank, part.ranks)
+    if part.is_rounded:
+        _round(bundle, part, loaded, texts, progress)
+        with progress.phase(f"prove {name}", 1):
+            check_rounded(part.model, loaded)
+    elif config.device == "cpu":
+        with progress.phase(f"pack {name}", _num_linears(loaded)):
             pack_linears_(loaded, compress=_compresses(config, loaded), tick=progress.advance)
-    if ranks == 1:
-        with progress.phase(f"prove {folder.name}", 1):
-            check_forward(model, loaded, kv, passages, num_positions)
-    with (
-        progress.phase(f"store {folder.name}", 1),
-        storage.temporary_folder(folder, FILE_NAME) as temporary,
-    ):
+    if part.ranks == 1 and not part.is_rounded:
+        with progress.phase(f"prove {name}", 1):
+            check_forward(*proof)
+    with progress.phase(f"store {name}", 1), storage.temporary_folder(part.folder, FILE_NAME) as temporary:
         save_weights(loaded, temporary)
-        storage.put(temporary / FILE_NAME, folder / FILE_NAME)
+        storage.put(temporary / FILE_NAME, part.folder / FILE_NAME)
+
+
+def _round(bundle: Bundle, part: Part, loaded: Any, texts: Sequence[str], progress: Progress) -> None:
+    """Round the weights of a loaded model, and measure what that changes if the part asks for it."""
+    name = part.folder.name
+    read = [] if part.quality_path is None else token_texts(part.model, texts, loaded.config.vocab_size)
+    with progress.phase(f"read text with {name} as it is", 1):
+        before = losses(loaded, read, MOST_SECONDS)
+    with progress.phase(f"round {name}", _num_linears(loaded)):
+        pack_linears_(loaded, weights=part.weights, tick=progress.advance)
+    if part.quality_path is not None:
+        with progress.phase(f"read text with rounded {name}", 1):
+            after = losses(loaded, read[: len(before)])
+        artifacts.save_json(part.quality_path, quality(before, after, read))
+
+
+def _num_linears(model: torch.nn.Module) -> int:
+    return sum(type(module) is torch.nn.Linear for module in model.modules())
+
+
+def read_quality(bundle: Bundle) -> dict[str, float]:
+    """`Bundle.quality` of written files."""
+    if bundle.config.weights == "bf16":
+        return {}
+    return artifacts.load_json(bundle.quality_path, bundle.command)
 
 
 def _compresses(config: CompileConfig, model: torch.nn.Module) -> bool:

@@ -19,7 +19,7 @@ from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels import build_kernels, load_kernels
 from yggdrasil.loading import load_bundle, load_models
-from yggdrasil.offline.build import build_files
+from yggdrasil.offline.build import build_files, read_quality
 from yggdrasil.offline.exactness import NUM_PLAIN, inexact_widths
 from yggdrasil.offline.inputs import describe_pair, model_files, resolved
 from yggdrasil.offline.progress import Progress
@@ -93,7 +93,7 @@ def _compiled_meanwhile(bundle: Bundle) -> Bundle | None:
         load_measurements(done, done.dataset)
     except ArtifactError:
         return None  # it was interrupted, or compiled something else
-    return done if replace(done, inexact_widths=(), digests={}) == bundle else None
+    return done if replace(done, inexact_widths=(), digests={}, quality={}) == bundle else None
 
 
 def _compile(bundle: Bundle, texts: Sequence[str], num_workers: int | None, progress: Progress) -> Bundle:
@@ -101,7 +101,8 @@ def _compile(bundle: Bundle, texts: Sequence[str], num_workers: int | None, prog
     with progress.phase("compile operators", 1):
         build_kernels()
         load_kernels(bundle.command)
-    bundle = replace(bundle, digests=build_files(bundle, num_workers, progress))
+    digests = build_files(bundle, texts, num_workers, progress)
+    bundle = replace(bundle, digests=digests, quality=read_quality(bundle))
     for rank in range(bundle.config.ranks):
         bundle.check_files(rank)
     target, draft = load_models(bundle)

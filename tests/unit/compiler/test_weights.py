@@ -73,7 +73,7 @@ def test_weights_are_as_readable_as_their_folder(tmp_path: Path, monkeypatch: py
     bundle, _ = packing(monkeypatch)
     for mode, expected in ((0o755, 0o644), (0o700, 0o600), (0o777, 0o644)):
         tmp_path.chmod(mode)
-        build._pack(bundle, bundle.models[0], tmp_path, 0, 1, tiny_pair.SilentProgress())
+        build._pack(bundle, build.Part("one", tmp_path, "bf16"), [], tiny_pair.SilentProgress())
         assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == expected
 
 
@@ -81,8 +81,8 @@ def test_a_forward_is_checked_before_its_weights_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, proved = packing(monkeypatch)
-    for which in (0, 1):
-        build._pack(bundle, bundle.models[which], tmp_path, 0, 1, tiny_pair.SilentProgress())
+    for name in bundle.models:
+        build._pack(bundle, build.Part(name, tmp_path, "bf16"), [], tiny_pair.SilentProgress())
     assert proved == [("one", ["one"]), ("another", ["another"])]
 
     def refuse(*given: Any) -> None:
@@ -90,7 +90,7 @@ def test_a_forward_is_checked_before_its_weights_are_written(
 
     monkeypatch.setattr(build, "check_forward", refuse)
     with pytest.raises(UnsupportedModel):
-        build._pack(bundle, bundle.models[0], tmp_path / "refused", 0, 1, tiny_pair.SilentProgress())
+        build._pack(bundle, build.Part("one", tmp_path / "refused", "bf16"), [], tiny_pair.SilentProgress())
     assert not (tmp_path / "refused").exists()
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 

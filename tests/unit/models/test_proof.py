@@ -10,7 +10,9 @@ import transformers as t
 from torch import nn
 
 from yggdrasil.errors import UnsupportedModel
+from yggdrasil.kernels.linear import reference
 from yggdrasil.kv import KVCache
+from yggdrasil.models import proof
 from yggdrasil.models.attention import IMPLEMENTATION, register_attention
 from yggdrasil.models.forward import TargetForward
 from yggdrasil.models.load import pack_linears_
@@ -221,3 +223,16 @@ def test_a_deviation_is_that_of_the_worst_token_in_standard_deviations() -> None
     assert not deviation(expected_LV.where(expected_LV > 0, torch.nan), expected_LV) <= max(
         TOLERANCE.values()
     )
+
+
+@pytest.mark.parametrize("weights", ("int8", "int4"))
+def test_rounded_layers_that_differ_from_their_reference_are_a_defect(
+    weights: str, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = nn.Sequential(nn.Linear(70, 50), nn.Linear(50, 3, bias=False))
+    model.dtype = torch.float32
+    pack_linears_(model, weights=weights)
+    proof.check_rounded("mine", model)
+    monkeypatch.setattr(proof, "reference", lambda *arguments: reference(*arguments) + 1)
+    with pytest.raises(RuntimeError, match="mine: 0 with rounded weights differs from its reference"):
+        proof.check_rounded("mine", model)

@@ -1,0 +1,213 @@
+"""What do weights of 8 and 4 bits cost in perplexity, and what do they gain in speed and memory?
+
+The pair at real size in three formats, on the same prompts. Perplexity: that of the calibration text, as
+`ygg compile` measures it, over that of the weights as they are. Forwards: every graph up to 32 tokens of
+every format in turn. Decoding: plain decoding and the default policy in every format, all arms in turn at
+temperatures 0 and 0.8; within a format their texts must be equal. Memory: the part of the target's weight
+file that is resident after all that.
+
+Refuted if int8 changes perplexity by more than 0.1 % or int4 by more than 3 %; if a forward of one token
+takes more than 1.15 times its bytes over the measured rate; if int8 takes more than 1.3 times that for
+eight tokens or 1.8 times for sixteen; if the memory of int4 is above 0.35 of bf16's; or if a text differs
+from plain decoding's with the same weights."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.claim_roofline import at_most, forward_sampler, in_turns, weight_bytes
+from bench.lib.arms import arm_summary, our_arm, plain_arm
+from bench.lib.claim import Claim, Log, Option, int_from, prompts_option, tokens_option
+from bench.lib.harness import Arm, MemoryStream, Rounds, interleave, ratio, spread
+from bench.lib.subject import subject
+from bench.lib.workloads import STORIES, beginnings
+from yggdrasil.compiler.weights import FILE_NAME
+from yggdrasil.config import WEIGHTS
+from yggdrasil.pair import LoadedPair
+
+TEMPERATURES = (0.0, 0.8)
+CONTEXT = 64
+MOST_SIZE = 32
+MOST_PERPLEXITY = {"int8": 1.001, "int4": 1.03}
+MOST_OVER_MEMORY = 1.15
+GROWTH = {8: 1.3, 16: 1.8}  # of int8's forward over that of one token, at most
+MOST_MEMORY = 0.35  # of int4's resident weights, of bf16's
+PLAIN = "plain"
+TREE = "tree"
+
+
+def arms_of(pair: LoadedPair, weights: str, num_tokens: int, temperature: float) -> list[Arm]:
+    """Plain decoding and the default policy of one format; other formats write other texts."""
+    plain = plain_arm(pair, num_tokens, temperature=temperature)
+    tree = our_arm(TREE, pair, num_tokens, temperature, None)
+    return [replace(arm, name=f"{weights} {arm.name}", exact=False) for arm in (plain, tree)]
+
+
+def measure_decoding(
+    pairs: Mapping[str, LoadedPair], temperature: float, options: argparse.Namespace, log: Log
+) -> dict[str, Any]:
+    """Both arms of every format in turn."""
+    log(f"temperature {temperature:g}")
+    arms = [arm for name, pair in pairs.items() for arm in arms_of(pair, name, options.tokens, temperature)]
+    prompts = beginnings(STORIES.test_texts, next(iter(pairs.values())), options.prompts)
+    rounds = interleave(arms, prompts, reference=arms[0].name, tick=log)
+    return {name: _format_json(rounds, name) for name in pairs}
+
+
+def _format_json(rounds: Rounds, weights: str) -> dict[str, Any]:
+    own = Rounds({name: rounds.by_arm[f"{weights} {name}"] for name in (PLAIN, TREE)}, [])
+    agreement = own.agreement(TREE, PLAIN)
+    return {
+        "arms": {name: arm_summary(own, name) for name in own.by_arm},
+        "tree_over_plain": ratio(own.later_tpots(PLAIN), own.later_tpots(TREE)),
+        "differing_texts": agreement["prompts"] - agreement["equal_prompts"],
+    }
+
+
+def measure_forwards(
+    pairs: Mapping[str, LoadedPair], rounds: int, log: Log
+) -> tuple[float, dict[str, dict[str, Any]]]:
+    """The rate of memory, and milliseconds of the target's graphs by format and tokens.
+
+    One token runs as the smallest graph.
+    """
+    targets: dict[str, Any] = {name: pair.engine.target for name, pair in pairs.items()}
+    samplers: dict[Any, Any] = {
+        (name, size): forward_sampler(target, size, CONTEXT)
+        for name, target in targets.items()
+        for size in target.menu.sizes
+        if size <= MOST_SIZE
+    }
+    samples = in_turns({"memory": MemoryStream().gb_per_s, **samplers}, rounds, log)
+    gb_per_s = spread(samples.pop("memory"))["median"]
+    found: dict[str, dict[str, Any]] = {
+        name: {"weight_bytes": weight_bytes(target), "ms": {}} for name, target in targets.items()
+    }
+    for (name, size), times in samples.items():
+        found[name]["ms"][str(size)] = spread(times)
+    for each in found.values():
+        each["memory_ms"] = round(each["weight_bytes"] / gb_per_s / 1e6, 4)
+    return gb_per_s, found
+
+
+def resident_bytes(mapped: Path, maps: str) -> int:
+    """The resident part of a mapped file.
+
+    Args:
+        maps: `/proc/self/smaps`.
+    """
+    total = 0
+    is_file = False
+    for line in maps.splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            is_file = words[-1] == str(mapped)
+        elif is_file and words[0] == "Rss:":
+            total += int(words[1]) << 10
+    return total
+
+
+def goals_of(formats: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the claim promises of the measured formats."""
+    goals = []
+    for name, found in formats.items():
+        ms = {int(size): each["median"] for size, each in found["forward"]["ms"].items()}
+        narrow = ms[min(ms)]
+        differing = sum(each["differing_texts"] for each in found["temperatures"].values())
+        goals.append(at_most(f"{name}: differing texts", differing, 0))
+        if name == "bf16":
+            continue
+        change = max(found["quality"]["ratio"], 2 - found["quality"]["ratio"])
+        goals.append(at_most(f"{name}: change of perplexity", change, MOST_PERPLEXITY[name]))
+        over = narrow / found["forward"]["memory_ms"]
+        goals.append(at_most(f"{name}: T(1) over bytes / rate", over, MOST_OVER_MEMORY))
+        if name == "int8":
+            grown = {size: ms[size] / narrow for size in GROWTH}
+            goals += [at_most(f"int8: T({size})/T(1)", grown[size], most) for size, most in GROWTH.items()]
+        if name == "int4" and "bf16" in formats:
+            share = found["resident_bytes"] / formats["bf16"]["resident_bytes"]
+            goals.append(at_most("int4: memory over bf16's", share, MOST_MEMORY))
+    return goals
+
+
+def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
+    """Perplexity, forwards, decoding, memory."""
+    under_test = subject(options)
+    log(under_test.target.statement)
+    pairs = {
+        name: replace(under_test, config=replace(under_test.config, weights=name)).pair()
+        for name in options.weights
+    }
+    gb_per_s, forwards = measure_forwards(pairs, options.rounds, log)
+    decoding = {f"{each:g}": measure_decoding(pairs, each, options, log) for each in TEMPERATURES}
+    maps = Path("/proc/self/smaps").read_text()
+    formats: dict[str, Any] = {
+        name: {
+            "quality": pair.bundle.quality,
+            "forward": forwards[name],
+            "temperatures": {temperature: each[name] for temperature, each in decoding.items()},
+            "resident_bytes": resident_bytes(pair.bundle.target_weights(0) / FILE_NAME, maps),
+        }
+        for name, pair in pairs.items()
+    }
+    return {
+        "target": under_test.target.to_json(),
+        "gb_per_s": gb_per_s,
+        "formats": formats,
+        "goals": goals_of(formats),
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Format by format."""
+    sizes = sorted({int(size) for each in result["formats"].values() for size in each["forward"]["ms"]})
+    lines = [f"memory {result['gb_per_s']:.1f} GB/s", f"{'':<6}{'perplexity':>11}{'MB':>7}" + _head(sizes)]
+    for name, found in result["formats"].items():
+        quality = found["quality"].get("ratio")
+        change = "-" if quality is None else f"{100 * (quality - 1):+.2f} %"
+        ms = "".join(_cell(found["forward"]["ms"], size) for size in sizes)
+        lines.append(f"{name:<6}{change:>11}{found['resident_bytes'] / 1e6:>7.0f}{ms}")
+    for name, found in result["formats"].items():
+        for temperature, each in found["temperatures"].items():
+            rates = {arm: each["arms"][arm]["tok_per_s"] for arm in (PLAIN, TREE)}
+            over = each["tree_over_plain"]
+            lines.append(
+                f"{name:<6}temperature {temperature}: plain {rates[PLAIN]:.1f} tokens/s, tree "
+                f"{rates[TREE]:.1f}, {over['median']:.2f} {over['ci95']}, "
+                f"{each['differing_texts']} texts differ"
+            )
+    lines += [
+        f"{'reached' if goal['reached'] else 'MISSED '} {goal['goal']}: {goal['measured']:.3f}, wanted "
+        f"{goal['wanted']}"
+        for goal in result["goals"]
+    ]
+    return "\n".join(lines)
+
+
+def _head(sizes: Sequence[int]) -> str:
+    return "".join(f"{f'T({size})':>9}" for size in sizes)
+
+
+def _cell(ms: Mapping[str, Mapping[str, float]], size: int) -> str:
+    return f"{ms[str(size)]['median']:>9.2f}" if str(size) in ms else f"{'-':>9}"
+
+
+CLAIM = Claim(
+    name="quantised",
+    doc=__doc__,
+    options=(
+        prompts_option(10, least=1),
+        tokens_option(64, least=1),
+        Option("--rounds", "turns of all graphs", default=21, quick=2, type=int_from(1)),
+        Option("--weights", "formats", default=WEIGHTS, nargs="+", choices=WEIGHTS),
+    ),
+    measure=measure,
+    table=table,
+)
+
+if __name__ == "__main__":
+    CLAIM.main()

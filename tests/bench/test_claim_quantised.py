@@ -1,0 +1,93 @@
+"""The claim about rounded weights: its goals, its table, and what it reads of this process's memory."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import claim_quantised
+from bench.claim_quantised import CLAIM, goals_of, measure_decoding, measure_forwards, resident_bytes, table
+from yggdrasil.bundle import Bundle
+from yggdrasil.pair import LoadedPair
+
+MAPS = """\
+7f00-7f10 r--p 00000000 08:01 11 /store/pair/target/weights.safetensors
+Size:                 40 kB
+Rss:                  12 kB
+VmFlags: rd mr mw me
+7f10-7f20 r--p 00010000 08:01 12 /store/pair/draft/weights.safetensors
+Rss:                 100 kB
+7f20-7f30 r--p 00010000 08:01 11 /store/pair/target/weights.safetensors
+Rss:                   4 kB
+7f30-7f40 rw-p 00000000 00:00 0
+Rss:                   8 kB
+"""
+
+
+def found(ratio: float | None, narrow_ms: float, resident: int, differing: int = 0) -> dict[str, Any]:
+    """A format's figures; four tokens' memory ceiling is 10 ms."""
+    arm = {"tok_per_s": 5.0}
+    decoding = {
+        "arms": {"plain": arm, "tree": arm},
+        "tree_over_plain": {"median": 2.0, "ci95": [1.9, 2.1]},
+        "differing_texts": differing,
+    }
+    ms = {"2": narrow_ms, "8": 1.25 * narrow_ms, "16": 1.9 * narrow_ms}
+    return {
+        "quality": {} if ratio is None else {"ratio": ratio},
+        "forward": {"memory_ms": 10.0, "ms": {size: {"median": each} for size, each in ms.items()}},
+        "temperatures": {"0": decoding},
+        "resident_bytes": resident,
+    }
+
+
+def missed(formats: Mapping[str, Any]) -> list[str]:
+    return [goal["goal"] for goal in goals_of(formats) if not goal["reached"]]
+
+
+def test_the_resident_part_of_a_file_is_that_of_all_its_mappings() -> None:
+    assert resident_bytes(Path("/store/pair/target/weights.safetensors"), MAPS) == 16 << 10
+    assert resident_bytes(Path("/store/pair/none"), MAPS) == 0
+
+
+def test_goals_are_missed_one_by_one() -> None:
+    bf16 = found(None, 20.0, 100)
+    assert missed({"bf16": bf16, "int8": found(1.0009, 11.0, 52)}) == ["int8: T(16)/T(1)"]
+    assert missed({"bf16": bf16, "int4": found(1.029, 11.0, 35)}) == []
+    wrong = found(1.031, 12.0, 36, differing=1)
+    assert missed({"bf16": bf16, "int4": wrong}) == [
+        "int4: differing texts",
+        "int4: change of perplexity",
+        "int4: T(1) over bytes / rate",
+        "int4: memory over bf16's",
+    ]
+
+
+def test_a_better_perplexity_counts_as_a_change_too() -> None:
+    assert "int8: change of perplexity" in missed({"int8": found(0.998, 11.0, 52)})
+
+
+def test_the_table_shows_every_format_and_every_goal() -> None:
+    formats = {"bf16": found(None, 20.0, 100), "int4": found(1.012, 11.0, 30)}
+    text = table({"gb_per_s": 30.0, "formats": formats, "goals": goals_of(formats)})
+    assert "+1.20 %" in text
+    assert "T(16)" in text
+    assert text.count("reached") == len(goals_of(formats))
+
+
+def test_a_rehearsal_measures_the_tiny_pair(
+    tiny: LoadedPair, tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = CLAIM.parse(["--quick"])
+    assert options == argparse.Namespace(**vars(options) | {"rounds": 2, "prompts": 2, "tokens": 16})
+    monkeypatch.setattr(claim_quantised, "MemoryStream", lambda: argparse.Namespace(gb_per_s=lambda: 10.0))
+    rate, forwards = measure_forwards({"bf16": tiny}, options.rounds, lambda line: None)
+    assert rate == 10.0
+    assert list(forwards["bf16"]["ms"]) == [str(size) for size in tiny.engine.target.menu.sizes]
+    decoding = measure_decoding({"bf16": tiny}, 0.8, options, lambda line: None)
+    assert decoding["bf16"]["differing_texts"] == 0
+    assert set(decoding["bf16"]["arms"]) == {"plain", "tree"}

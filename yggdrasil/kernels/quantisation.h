@@ -1,0 +1,176 @@
+// Products with weights of 8 or 4 bits. quantisation.py has the layout and the specification.
+//
+// A vector instruction multiplies unsigned weights by signed numbers of x and adds four products a column.
+// The weights' zero (128 or 8) times the sum of x is subtracted first, so no sum over weights is stored.
+// All this is exact in int32. Two panels are multiplied at a time: with one, loading numbers of x takes
+// longer than the products. The sums of six rows fit the registers. More rows read the panels again, from
+// L1 or L2.
+//
+// x is rounded once per operator, in blocks of rows:
+//
+//   block, group   [ word 0 of every row | word 1 .. | ... | correction of every row | scale of every row ]
+//
+// A processor without VNNI multiplies pairs of 16 bits: `pmaddubsw` would saturate. There a word of x is
+// stored as two, the first and third number of four, and the second and fourth one.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+
+#include "vectors.h"
+
+namespace ygg {
+
+constexpr int64_t kGroupLen = 32;  // weights along k that share a scale
+constexpr int64_t kScaleBytes = 2 * kColumns;
+constexpr int kGroupLines = kGroupLen / 4;
+constexpr float kLargestRounded = 127, kNoSize = 1e-30f;
+
+constexpr int64_t group_bytes(int bits) { return kScaleBytes + kColumns * kGroupLen * bits / 8; }
+
+#if defined(__AVX512VNNI__) || !(defined(__AVX2__) || defined(__AVX512BW__))
+constexpr int kWordParts = 1;
+#else
+constexpr int kWordParts = 2;
+#endif
+// Words of a row's group: its numbers, correction and scale.
+constexpr int kGroupWords = kGroupLines * kWordParts + 2;
+
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+
+// Adds the products of four unsigned weights a column and four numbers of x.
+inline IntVec multiply_add_words(IntVec sum, WordVec weights, const Word* x, int64_t stride) {
+#if defined(__AVX512VNNI__)
+  return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(int32_t(*x)));
+#elif defined(__AVX512BW__)
+  const __m512i even = _mm512_and_si512((__m512i)weights, _mm512_set1_epi16(255));
+  const __m512i odd = _mm512_srli_epi16((__m512i)weights, 8);
+  const __m512i first = _mm512_madd_epi16(even, _mm512_set1_epi32(int32_t(x[0])));
+  const __m512i second = _mm512_madd_epi16(odd, _mm512_set1_epi32(int32_t(x[stride])));
+  return sum + (IntVec)first + (IntVec)second;
+#elif defined(__AVX2__)
+  const __m256i even = _mm256_and_si256((__m256i)weights, _mm256_set1_epi16(255));
+  const __m256i odd = _mm256_srli_epi16((__m256i)weights, 8);
+  const __m256i first = _mm256_madd_epi16(even, _mm256_set1_epi32(int32_t(x[0])));
+  const __m256i second = _mm256_madd_epi16(odd, _mm256_set1_epi32(int32_t(x[stride])));
+  return sum + (IntVec)first + (IntVec)second;
+#else
+  for (int j = 0; j < 4; ++j)
+    sum += (IntVec)(weights >> (8 * j) & 255) * int32_t(int8_t(*x >> (8 * j)));
+  return sum;
+#endif
+}
+
+inline Vec to_float(IntVec value) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps((__m512i)value);
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps((__m256i)value);
+#else
+  return __builtin_convertvector(value, Vec);
+#endif
+}
+
+// Rounds up to kGroupLen numbers of a row and writes them with `stride` words from one to the next.
+template <class Dtype>
+void quantise_group(const typename Dtype::Element* from, int64_t count, int zero, Word* to,
+                    int64_t stride) {
+  float numbers[kGroupLen] = {};
+  for (int64_t i = 0; i < count; ++i) numbers[i] = Dtype::widen(from[i]);
+  uint32_t bits = 0;  // as integers, sizes have the same order, and NaN is the largest
+  for (float number : numbers) bits = std::max(bits, std::bit_cast<uint32_t>(number) & 0x7fffffff);
+  const float largest = std::bit_cast<float>(bits);
+  const float inverse = largest > kNoSize ? kLargestRounded / largest : 0.0f;
+  int32_t sum = 0;
+  int8_t rounded[kGroupLen];
+  constexpr float kShift = 3 << 22;  // the lowest bits of a sum with it are the nearest whole number
+  for (int i = 0; i < kGroupLen; ++i) {
+    const int32_t value =
+        std::bit_cast<int32_t>(numbers[i] * inverse + kShift) - std::bit_cast<int32_t>(kShift);
+    rounded[i] = int8_t(value);
+    sum += rounded[i];
+  }
+  for (int word = 0; word < kGroupLines; ++word, to += kWordParts * stride) {
+    const int8_t* four = rounded + 4 * word;
+    if constexpr (kWordParts == 1) {
+      std::memcpy(to, four, sizeof *to);
+    } else {
+      for (int part = 0; part < 2; ++part)
+        to[part * stride] = uint16_t(four[part]) | uint32_t(uint16_t(four[2 + part])) << 16;
+    }
+  }
+  to[0] = uint32_t(-zero * sum);
+  to[stride] = std::bit_cast<uint32_t>(largest / kLargestRounded);
+}
+
+// The weights of line `line` of a group, without sign.
+template <int kBits>
+inline WordVec line_of(const uint8_t* lines, int line, int vec) {
+  if constexpr (kBits == 8) return (WordVec)load(lines + 64 * line + vec * 4 * kLanes);
+  const WordVec two = (WordVec)load(lines + 64 * (line / 2) + vec * 4 * kLanes);
+  return (line % 2 ? two >> 4 : two) & 0x0f0f0f0f;
+}
+
+// kRows rows, a block, of kPanels panels: writes kRows x 16 sums for each, `stride` floats apart.
+template <int kBits, int kRows, int kPanels>
+void multiply_groups(float* out, int64_t stride, const uint8_t* const* panels, const Word* x,
+                     int64_t num_groups) {
+  constexpr int64_t kBytes = group_bytes(kBits), kAhead = 2048;
+  const uint8_t* group[kPanels];
+  for (int p = 0; p < kPanels; ++p) group[p] = panels[p];
+  Vec sums[kPanels][kRows][kVecs] = {};
+  for (int64_t g = 0; g < num_groups; ++g, x += kGroupWords * kRows) {
+    const Word *corrections = x + (kGroupWords - 2) * kRows, *scales = corrections + kRows;
+    IntVec exact[kPanels][kRows][kVecs];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const IntVec correction = (IntVec)(WordVec{} + corrections[r]);
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; ++p)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) exact[p][r][v] = correction;
+    }
+#pragma GCC unroll 8
+    for (int line = 0; line < kGroupLines; ++line) {
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; ++p) {
+        if (line * 64 < kBytes) __builtin_prefetch(group[p] + kAhead + line * 64, 0, 2);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) {
+          const WordVec weights = line_of<kBits>(group[p] + kScaleBytes, line, v);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r)
+            exact[p][r][v] =
+                multiply_add_words(exact[p][r][v], weights, x + line * kWordParts * kRows + r, kRows);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int p = 0; p < kPanels; ++p) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) {
+        const Vec scale = BFloat16::widen_all(reinterpret_cast<const uint16_t*>(group[p]) + v * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r)
+          sums[p][r][v] = sums[p][r][v] + to_float(exact[p][r][v]) * (scale * broadcast(scales[r]));
+      }
+      group[p] += kBytes;
+    }
+  }
+  // unrolled, because GCC keeps an array in memory that is read at variable places
+#pragma GCC unroll 4
+  for (int p = 0; p < kPanels; ++p) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) {
+        const Vec sum = sums[p][r][v];
+        std::memcpy(out + p * stride + r * kColumns + v * kLanes, &sum, sizeof sum);
+      }
+    }
+  }
+}
+
+}  // namespace ygg
