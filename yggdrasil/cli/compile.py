@@ -122,7 +122,6 @@ def run(options: argparse.Namespace) -> None:
     from yggdrasil.offline.traces import CALIBRATION_TEXT
     from yggdrasil.report.progress import RichProgress
 
-    target, draft, name = _models_and_name(options)
     target, draft, name = _models_and_name(options, config.rounded)
     apply_threads(options)
     start = time.perf_counter()
