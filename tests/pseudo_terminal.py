@@ -46,11 +46,15 @@ class Terminal:
     def type_until(self, key: str, text: str) -> None:
         """Press a key, again after a while, until a text comes: a line editor can miss a signal."""
         until = time.monotonic() + PATIENCE_S
-        while not self._has(text):
-            assert time.monotonic() < until, f"{text!r} is not in {self._plain[self._seen :]!r}"
+        while time.monotonic() < until:
             self.type(key)
-            if select.select([self._end], [], [], 2.0)[0]:
-                self._read()
+            again = time.monotonic() + 2
+            while time.monotonic() < again:  # the key's own echo is no reason to press it again
+                if self._has(text):
+                    return
+                if select.select([self._end], [], [], 0.1)[0]:
+                    self._read()
+        raise AssertionError(f"{text!r} is not in {self._plain[self._seen :]!r}")
 
     @property
     def _plain(self) -> str:

@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
     stop_tokens: Sequence[int]
     ignore_eos: bool
     plain: bool
+    inspect: bool
     shape: Shape
     temperature: float
     top_k: int

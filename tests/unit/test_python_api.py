@@ -107,6 +107,9 @@ def test_options_are_those_of_a_request(pair: Pair) -> None:
     plain = pair.generate(PROMPT, max_new_tokens=16, plain=True)
     assert plain.aal == 1
     assert plain.text == pair.generate(PROMPT, max_new_tokens=16).text
+    inspected = pair.stream(PROMPT, max_new_tokens=16, inspect=True).complete()
+    assert all(result.inspection is not None for result in inspected.results if result.shape.depth)
+    assert inspected.text == plain.text
     chain = pair.stream(PROMPT, max_new_tokens=16, shape=Shape(width=1, depth=2)).complete()
     assert {result.shape.width for result in chain.results} == {1}
     assert pair.generate(PROMPT, max_new_tokens=40, stop=["named"]).text.count("named") == 0

@@ -67,7 +67,12 @@ def run(options: argparse.Namespace) -> None:
         print(f"ygg chat: {NO_TEMPLATE}", file=sys.stderr)
     with frozen_heap():
         for line in _typed() if is_live else _piped():
-            chat.take(line)
+            try:
+                chat.take(line)
+            except KeyboardInterrupt:  # before an answer began, or just after its end
+                if not is_live:
+                    raise
+                print()
 
 
 def _typed() -> Iterator[str]:
