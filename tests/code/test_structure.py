@@ -216,3 +216,9 @@ def test_every_file_of_the_package_is_in_a_wheel() -> None:
     packed = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
     assert sorted(set(others) - packed) == []
     assert PACKAGE / "serve" / "page" / "app.js" in packed
+
+
+def test_test_modules_have_names_of_their_own() -> None:
+    """Pytest imports them by their names alone, and refuses a second one."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
