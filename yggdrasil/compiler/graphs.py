@@ -88,7 +88,15 @@ def compile_graph(
             # The wrapper calls our operators directly, not through the dispatcher.
             "aot_inductor.custom_ops_to_c_shims": c_shims(),
         }
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
+        # A folder of its own: Inductor names sources by their content and writes them piece by piece, so
+        # another process that builds the same graph could package half a file.
+        with (
+            tempfile.TemporaryDirectory(dir=path.parent) as sources,
+            torch._inductor.config.patch({"aot_inductor.output_path": sources}),
+        ):
+            torch._inductor.aoti_compile_and_package(
+                exported, package_path=str(path), inductor_configs=options
+            )
 
 
 def _separate_buffers_(module: nn.Module) -> None:
