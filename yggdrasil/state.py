@@ -28,18 +28,6 @@ __all__ = [
     "truncate",
 ]
 
-__all__ = [
-    "PLAIN",
-    "DecodeState",
-    "Head",
-    "Inspection",
-    "Row",
-    "Shape",
-    "StepResult",
-    "StopRule",
-    "truncate",
-]
-
 
 class StopRule(Protocol):
     """Ends drafting before its full depth, according to the draft's own probabilities."""

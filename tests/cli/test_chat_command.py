@@ -12,7 +12,7 @@ import pytest
 from pseudo_terminal import terminal
 
 from yggdrasil import engine as engine_module
-from yggdrasil.api import Pair, load_pair
+from yggdrasil.api import Pair
 from yggdrasil.bundle import Bundle
 from yggdrasil.cli import chat as chat_command
 from yggdrasil.cli import main
@@ -35,11 +35,6 @@ Engine.step = lambda *arguments: (time.sleep(0.5), step(*arguments))[1]
 
 pytestmark = pytest.mark.usefixtures("tiny_bundle")
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_bundle: Bundle) -> Pair:
-    return load_pair(tiny_bundle.name)
 
 
 @pytest.fixture

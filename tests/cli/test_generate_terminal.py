@@ -11,8 +11,7 @@ import pytest
 from pseudo_terminal import terminal
 from rich.console import Console, RenderableType
 
-from yggdrasil.api import Pair, load_pair
-from yggdrasil.bundle import Bundle
+from yggdrasil.api import Pair
 from yggdrasil.cli import main
 from yggdrasil.report import live
 from yggdrasil.report import run as run_module
@@ -25,11 +24,6 @@ DIM = "\x1b[2m"
 
 pytestmark = pytest.mark.usefixtures("tiny_bundle")
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_bundle: Bundle) -> Pair:
-    return load_pair(tiny_bundle.name)
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import pytest
 from pseudo_terminal import terminal
 from rich.console import Console
 
-from yggdrasil.api import Pair, load_pair
-from yggdrasil.bundle import Bundle
+from yggdrasil.api import Pair
 from yggdrasil.cli import main
 from yggdrasil.config import GenerateConfig
 from yggdrasil.report.race import Race, record_race
@@ -25,11 +24,6 @@ FIGURES = (
 
 pytestmark = pytest.mark.usefixtures("tiny_bundle")
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_bundle: Bundle) -> Pair:
-    return load_pair(tiny_bundle.name)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from yggdrasil.kernels import load_kernels
 from yggdrasil.kernels.compression import compress_weight, decompress_weight
 from yggdrasil.kernels.linear import PackedLinear, gated_reference, pack_weight, reference
 from yggdrasil.kernels.threads import get_num_threads, set_num_threads
@@ -44,14 +43,7 @@ def spread(out_features: int, in_features: int) -> Tensor:
 KINDS = (normal, any_bits, zeros, spread)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def kernels() -> None:
-    load_kernels()
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from yggdrasil.kernels import load_kernels
 from yggdrasil.kernels.linear import (
     PackedLinear,
     gated_reference,
@@ -25,14 +24,7 @@ SHAPES = ((1, 1), (5, 3), (16, 32), (17, 33), (48, 31), (100, 70), (256, 128), (
 WIDTHS = (1, 2, 3, 7, 8, 9, 12, 16, 17, 24, 25, 31, 32, 33, 49, 64, 128, 200)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def kernels() -> None:
-    load_kernels()
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from yggdrasil.kernels import load_kernels
 from yggdrasil.kernels.linear import PackedLinear, gated_reference, pack_weight, reference
 from yggdrasil.kernels.quantisation import BITS, GROUP, quantise_rows, quantise_weight, unpack_quantised
 from yggdrasil.kernels.threads import get_num_threads, set_num_threads
@@ -18,14 +17,7 @@ SHAPES = ((1, 1), (17, 33), (48, 31), (100, 70), (33, 1000), (600, 352))  # (out
 WIDTHS = tuple(range(1, 65))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def kernels() -> None:
-    load_kernels()
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def product(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int) -> Tensor:
