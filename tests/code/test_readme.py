@@ -102,7 +102,7 @@ def home(
     """An artifact root and working folder in which the tiny pair has the README's names."""
     folder = tmp_path_factory.mktemp("readme")
     shutil.copytree(ygg_home / "compile_cache" / "kernels", folder / "compile_cache" / "kernels")
-    for name in ("mine", BUNDLED):
+    for name in ("mine", "target-int4", BUNDLED):
         for store in ("compile_cache", "profiles", "predictors"):
             shutil.copytree(ygg_home / store / "tiny", folder / store / name)
         stored = folder / "compile_cache" / name / tiny_bundle.folder.name / "bundle.json"
