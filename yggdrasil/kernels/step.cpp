@@ -266,7 +266,7 @@ void Step::head_(std::vector<Growing>& rows) {
   auto head = heads.begin();
   for (Growing& each : rows) {
     if (each.row.depth == 0) continue;
-    ran_(each, *head++);
+    record_forward_(each, *head++);
     each.row.draft_len = each.row.root_pos();
     each.num_run = each.num_nodes;
   }
@@ -274,7 +274,7 @@ void Step::head_(std::vector<Growing>& rows) {
 
 // Takes the candidates after a row's nodes from `num_known` on, which have run: those that processors and
 // noise prefer.
-void Step::ran_(Growing& row, const Candidates& candidates) {
+void Step::record_forward_(Growing& row, const Candidates& candidates) {
   row.next = candidates;
   if (!row.is_ranked_again()) return;
   const int32_t* depth = row.tree.depth.const_data_ptr<int32_t>();
@@ -340,7 +340,7 @@ void Step::run_nodes_(const std::vector<Growing*>& batch, int64_t num_tokens) {
   int64_t first = 0;
   for (Growing* row : batch) {
     const int64_t width = row->num_nodes - row->num_known;
-    ran_(*row, {log_probs.narrow(0, first, width), tokens.narrow(0, first, width)});
+    record_forward_(*row, {log_probs.narrow(0, first, width), tokens.narrow(0, first, width)});
     row->num_run = row->num_nodes;
     first += width;
   }

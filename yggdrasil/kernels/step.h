@@ -171,7 +171,7 @@ class Step : public torch::CustomClassHolder {
   void grow_(std::vector<Growing>& rows);
   void attach_(Growing& row, const at::Tensor& meta);
   int64_t next_width(const Growing& row) const;
-  void ran_(Growing& row, const Candidates& candidates);
+  void record_forward_(Growing& row, const Candidates& candidates);
   bool stops(Growing& row) const;
   void run_nodes_(const std::vector<Growing*>& batch, int64_t num_tokens);
   void prune_(const Menu& menu, Reply& reply);

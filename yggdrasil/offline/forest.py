@@ -152,7 +152,7 @@ class _Growing:
             read=self._read,
         )
 
-    def ran_(self, tokens_WM: Tensor, log_probs_WM: Tensor) -> None:
+    def record_forward_(self, tokens_WM: Tensor, log_probs_WM: Tensor) -> None:
         """The last W nodes have run. No sync for greedy text."""
         if self.seed.sampling.temperature == 0:
             self.candidates = tokens_WM, log_probs_WM
@@ -251,7 +251,7 @@ def _forward_(model: TokenGraphs, batch: Sequence[_Growing]) -> None:
     # on CUDA the next replay overwrites the outputs
     parts = [torch.split(output[:num_tokens].clone(), widths) for output in model.forward(meta_NM)]
     for growing, *candidates in zip(batch, *parts, strict=True):
-        growing.ran_(*candidates)
+        growing.record_forward_(*candidates)
 
 
 def _finished(model: TokenGraphs, growing: _Growing) -> tuple[Seed, TokenTree]:

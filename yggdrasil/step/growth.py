@@ -355,18 +355,18 @@ class _Growing:
         """The nodes whose candidates are not known yet."""
         return Span(self.row, self.tree, self._frontier.len, len(self.tree))
 
-    def ran_(self, tokens_WM: Tensor, log_probs_WM: Tensor) -> None:
+    def record_forward_(self, tokens_WM: Tensor, log_probs_WM: Tensor) -> None:
         """The next W nodes have run. Aliasing: the candidates are copied."""
         frontier = self._frontier
         nodes = slice(frontier.len, frontier.len + len(tokens_WM))
         if is_ranked_again(self.row.state.sampling):
             tokens_WM, log_probs_WM = self._ranked_again(nodes, tokens_WM, log_probs_WM)
         if self.graft.tokens and nodes.start <= len(self.graft.tokens):
-            self._ran_grafted_(nodes, tokens_WM, log_probs_WM)
+            self._record_grafted_(nodes, tokens_WM, log_probs_WM)
         else:
             frontier.add(tokens_WM, log_probs_WM, self.tree.log_prob_N[nodes])
 
-    def _ran_grafted_(self, nodes: slice, tokens_WM: Tensor, log_probs_WM: Tensor) -> None:
+    def _record_grafted_(self, nodes: slice, tokens_WM: Tensor, log_probs_WM: Tensor) -> None:
         """Nodes of the graft, or the root before it, have run: the draft's opinion of the chain counts."""
         paths = self._frontier.add_grafted(
             tokens_WM, log_probs_WM, self._next_N[nodes], self._log_next_N[nodes], self._path_1
@@ -457,7 +457,7 @@ def _run_newest_(model: TokenGraphs, live: Sequence[_Growing]) -> None:
     """Run the nodes whose candidates are not known yet."""
     tree_of = {id(each.tree): each for each in live}
     for span, tokens_WM, log_probs_WM in run_nodes(model, [each.newest for each in live]):
-        tree_of[id(span.tree)].ran_(tokens_WM, log_probs_WM)
+        tree_of[id(span.tree)].record_forward_(tokens_WM, log_probs_WM)
 
 
 def _run_roots_(model: TokenGraphs, live: Sequence[_Growing]) -> None:
@@ -474,7 +474,7 @@ def _run_roots_(model: TokenGraphs, live: Sequence[_Growing]) -> None:
             # of a chunk that was split, the first parts may end before the root
             if chunk.read_len:
                 nodes = slice(end - chunk.read_len, end)
-                without_head[chunk.row].ran_(tokens_NC[nodes], log_probs_NC[nodes])
+                without_head[chunk.row].record_forward_(tokens_NC[nodes], log_probs_NC[nodes])
     for row in rows:
         row.draft_len = row.state.root_pos
 
@@ -487,5 +487,5 @@ def _use_head_(growing: _Growing) -> bool:
     row.state.head = None
     if head is None or not head.root_pos == row.state.root_pos == row.draft_len:
         return False
-    growing.ran_(head.tokens_1M, head.log_probs_1M)
+    growing.record_forward_(head.tokens_1M, head.log_probs_1M)
     return True
