@@ -282,6 +282,8 @@ def compile_command(name: str, models: tuple[str, str], config: CompileConfig, c
         words += ["--device", config.device]
     if not config.exact:
         words.append("--no-exact")
+    if config.compress is not None:
+        words.append("--compress" if config.compress else "--no-compress")
     if config.weights != defaults.weights:
         words += ["--weights", config.weights]
     if config.draft_weights != defaults.draft_weights:

@@ -107,17 +107,7 @@ def add_parser(verbs: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Compile a pair and print what was measured."""
-    config = CompileConfig(
-        device=options.device,
-        dtype=options.dtype,
-        max_context=options.max_context,
-        exact=options.exact,
-        compress=options.compress,
-        weights=options.weights,
-        draft_weights=options.draft_weights,
-        calibration_budget_s=options.calibration_budget,
-        ranks=num_ranks(),
-    )
+    config = _config(options)
     from yggdrasil.offline.pipeline import compile_pair
     from yggdrasil.offline.traces import CALIBRATION_TEXT
     from yggdrasil.report.progress import RichProgress
@@ -137,6 +127,20 @@ def run(options: argparse.Namespace) -> None:
     for note in bundle.notes:
         print(f"ygg compile: note: {note}", file=sys.stderr)
     _report(bundle, time.perf_counter() - start)
+
+
+def _config(options: argparse.Namespace) -> CompileConfig:
+    return CompileConfig(
+        device=options.device,
+        dtype=options.dtype,
+        max_context=options.max_context,
+        exact=options.exact,
+        compress=options.compress,
+        weights=options.weights,
+        draft_weights=options.draft_weights,
+        calibration_budget_s=options.calibration_budget,
+        ranks=num_ranks(),
+    )
 
 
 def _models_and_name(options: argparse.Namespace, rounded: str) -> tuple[str, str, str]:
