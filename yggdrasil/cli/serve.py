@@ -220,6 +220,7 @@ def _num_bytes(text: str) -> int:
 def _check_installed() -> None:
     try:
         import fastapi  # noqa: F401
+        import jinja2  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
