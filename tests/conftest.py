@@ -11,6 +11,7 @@ import pytest
 import tiny_pair
 import torch
 
+from yggdrasil.api import Pair, load_pair
 from yggdrasil.bundle import Bundle
 from yggdrasil.config import CompileConfig
 from yggdrasil.pair import LoadedPair
@@ -113,6 +114,12 @@ def tiny(tiny_bundle: Bundle) -> LoadedPair:
     """The compiled Llama pair, loaded once."""
     from yggdrasil.pair import load_pair
 
+    return load_pair(tiny_bundle.name)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_bundle: Bundle) -> Pair:
+    """The same pair as a user has it in Python."""
     return load_pair(tiny_bundle.name)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from yggdrasil.kernels.threads import get_num_threads, set_num_threads
     from yggdrasil.report.run import Result, Run
     from yggdrasil.state import Shape
-    from yggdrasil.tokenizer import TextStream
+    from yggdrasil.text.tokenizer import TextStream
     from yggdrasil.tree import TokenTree
 
 __all__ = [
@@ -61,7 +61,7 @@ _HOMES = {
     "Run": "report.run",
     "SamplingConfig": "config",
     "Shape": "state",
-    "TextStream": "tokenizer",
+    "TextStream": "text.tokenizer",
     "TokenTree": "tree",
     "YggError": "errors",
     "get_num_threads": "kernels.threads",

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, ProcessorConfig
 from yggdrasil.errors import ConfigError, YggError
-from yggdrasil.grammar import Grammars, GrammarState
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.policy.uncalibrated import plain_policy
@@ -25,7 +24,8 @@ from yggdrasil.step.growth import prefill
 from yggdrasil.step.native import NativeStep
 from yggdrasil.step.plan import SEQUENTIAL, Plan
 from yggdrasil.step.rows import StepOverRows
-from yggdrasil.tokenizer import TextStream, Tokenizer
+from yggdrasil.text.grammar import Grammars, GrammarState
+from yggdrasil.text.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import Trace
 
 __all__ = ["Engine", "check_processors", "check_request", "check_tokens", "checked_prompt", "grammar_of"]

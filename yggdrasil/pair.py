@@ -31,7 +31,7 @@ from yggdrasil.schedule.choice import FORMAT, PlanChoice
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.step.plan import SEQUENTIAL
 from yggdrasil.store import artifacts
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.text.tokenizer import Tokenizer
 
 __all__ = ["LoadedPair", "Measurements", "TrainedDepth", "load_decisions", "load_measurements", "load_pair"]
 

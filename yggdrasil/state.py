@@ -10,10 +10,10 @@ from torch import Tensor
 
 from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import ConfigError
-from yggdrasil.grammar import GrammarState
 from yggdrasil.picture import Svg
-from yggdrasil.repeats import Repeats
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.text.grammar import GrammarState
+from yggdrasil.text.repeats import Repeats
+from yggdrasil.text.tokenizer import Tokenizer
 from yggdrasil.tree import TokenTree
 
 __all__ = [

@@ -19,8 +19,8 @@ import yggdrasil
 PACKAGE = Path(yggdrasil.__file__).parent
 ROOT = PACKAGE.parent
 GROUPS = (  # a module imports from its own group and from those before it
-    ("errors", "store", "config", "layout", "staging", "tokenizer", "trial", "grammar"),
-    ("picture", "tree", "kv", "repeats", "state", "trace"),
+    ("errors", "store", "config", "layout", "staging", "text"),
+    ("picture", "tree", "kv", "state", "trace"),
     ("kernels",),
     ("models",),
     ("step",),

@@ -173,7 +173,7 @@ def test_a_grammar_decides_where_bans_leave_no_token(tiny: LoadedPair) -> None:
 def test_a_grammar_that_gets_too_complex_is_an_error_and_no_text(
     tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("yggdrasil.grammar.LIMITS", {"step_max_items": 8, "verbose_errors": False})
+    monkeypatch.setattr("yggdrasil.text.grammar.LIMITS", {"step_max_items": 8, "verbose_errors": False})
     source = 'start: "$" a\na: | a a | /[a-z ]/ a /[a-z ]/ | /[ -~]/'
     sampling = SamplingConfig(processors=ProcessorConfig(grammar=GrammarConfig.of("grammar", source)))
     for pair in (tiny, by_stages(tiny)):

@@ -41,7 +41,7 @@ from yggdrasil.step.platt import PlattScale
 from yggdrasil.step.rows import StepOverRows
 from yggdrasil.step.sampling import gumbel_noise
 from yggdrasil.store import artifacts
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.text.tokenizer import Tokenizer
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
 

@@ -19,7 +19,7 @@ from yggdrasil.models import hub
 from yggdrasil.models.load import load_config
 from yggdrasil.offline.inputs import max_context
 from yggdrasil.offline.pipeline import compile_pair
-from yggdrasil.tokenizer import load_tokenizer
+from yggdrasil.text.tokenizer import load_tokenizer
 
 SIZES = {
     "vocab_size": 384,

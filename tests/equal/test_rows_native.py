@@ -17,7 +17,6 @@ from torch import Tensor
 
 from yggdrasil.config import GenerateConfig, GrammarConfig, ProcessorConfig, SamplingConfig, ServeConfig
 from yggdrasil.engine import grammar_of
-from yggdrasil.grammar import GrammarState
 from yggdrasil.models.packing import Chunk
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.stopping import LowConfidence, SmallGain
@@ -31,6 +30,7 @@ from yggdrasil.step.growth import RowDraft
 from yggdrasil.step.native import NativeStep
 from yggdrasil.step.plan import Plan
 from yggdrasil.step.rows import StepOverRows
+from yggdrasil.text.grammar import GrammarState
 from yggdrasil.trace import Trace
 
 ROWS = 5

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from yggdrasil.config import GenerateConfig, ServeConfig
-from yggdrasil.grammar import GrammarState
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.fixed import FixedGamma
@@ -20,6 +19,7 @@ from yggdrasil.serve.load import load_batcher
 from yggdrasil.serve.pages import PagePool
 from yggdrasil.serve.request import Event, Request
 from yggdrasil.step.choice import VerifyMenu, verify_most
+from yggdrasil.text.grammar import GrammarState
 
 # 8 rows of 4 drafts are more than the largest graph verifies
 CONFIG = ServeConfig(policy="off", gamma_max=4, max_batch=8)

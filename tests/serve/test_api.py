@@ -31,7 +31,7 @@ from yggdrasil.serve.replies import CompletionReply
 from yggdrasil.serve.request import Event, Request, RequestReport, StepTree, TokenLogProb
 from yggdrasil.serve.serving import Serving
 from yggdrasil.serve.wire import ApiError
-from yggdrasil.tokenizer import TextStream, Tokenizer
+from yggdrasil.text.tokenizer import TextStream, Tokenizer
 
 STORY = " there was a café ☕ by the sea, and the fox drank 🦊 tea with the crow. The end."
 REPORT = RequestReport(

@@ -228,7 +228,7 @@ def test_a_row_with_a_grammar_has_the_text_that_it_has_alone(bench: Bench) -> No
 
 
 def test_a_grammar_that_fails_ends_its_own_row_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("yggdrasil.grammar.LIMITS", {"step_max_items": 8, "verbose_errors": False})
+    monkeypatch.setattr("yggdrasil.text.grammar.LIMITS", {"step_max_items": 8, "verbose_errors": False})
     source = 'start: "$" a\na: | a a | /[a-z ]/ a /[a-z ]/ | /[ -~]/'
     batcher = bench.batcher(Schedule([2]))
     clients = [client(bench, 30 + index, 20, start=index) for index in range(2)]

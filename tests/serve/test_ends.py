@@ -21,7 +21,7 @@ from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.pages import PagePool
 from yggdrasil.serve.ticket import Ticket
 from yggdrasil.state import Shape, StepResult, truncate
-from yggdrasil.tokenizer import TextStream, Tokenizer
+from yggdrasil.text.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
 

@@ -9,7 +9,6 @@ import pytest
 from batches import is_sentence
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
-from yggdrasil.grammar import Grammars
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.messages import Tool
@@ -18,6 +17,7 @@ from yggdrasil.serve.structured import forced_call
 from yggdrasil.serve.tools import FORMATS, parsed
 from yggdrasil.serve.wire import ApiError
 from yggdrasil.state import Shape
+from yggdrasil.text.grammar import Grammars
 
 WEATHER = {
     "type": "object",

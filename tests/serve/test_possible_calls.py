@@ -10,7 +10,6 @@ import pytest
 from batches import is_sentence
 
 from yggdrasil.config import GenerateConfig, SamplingConfig
-from yggdrasil.grammar import Grammars
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.messages import Tool
@@ -19,6 +18,7 @@ from yggdrasil.serve.structured import possible_calls
 from yggdrasil.serve.tools import FORMATS, CallPiece, Format, ToolParser, parsed
 from yggdrasil.serve.wire import ApiError
 from yggdrasil.state import Shape
+from yggdrasil.text.grammar import Grammars
 
 ADD = {
     "type": "object",

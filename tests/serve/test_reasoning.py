@@ -16,7 +16,7 @@ from yggdrasil.config import ServeConfig
 from yggdrasil.errors import ConfigError
 from yggdrasil.serve.chat import ChatTemplate
 from yggdrasil.serve.reasoning import ReasoningParser, separated
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.text.tokenizer import Tokenizer
 
 HI = [{"role": "user", "content": "Hi"}]
 THOUGHT = "<think>\nThe fox is red.\n</think>\n\nA red fox."

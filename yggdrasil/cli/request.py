@@ -239,7 +239,7 @@ def _check_uncompiled(
     from yggdrasil.engine import check_request
     from yggdrasil.offline.inputs import planned_context
     from yggdrasil.offline.traces import BUNDLED_TEXT
-    from yggdrasil.tokenizer import load_tokenizer
+    from yggdrasil.text.tokenizer import load_tokenizer
 
     if options.predictor not in (None, BUNDLED_TEXT):
         allowed = f"{BUNDLED_TEXT} if the pair is not compiled yet"

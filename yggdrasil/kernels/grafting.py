@@ -1,4 +1,4 @@
-"""What may follow a text because it repeats, in C++; repeats.py has the specification."""
+"""What may follow a text because it repeats, in C++; text/repeats.py has the specification."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from yggdrasil.kernels.build import kernel_library
-from yggdrasil.repeats import Graft, Repeats
+from yggdrasil.text.repeats import Graft, Repeats
 
 __all__ = ["graft"]
 

@@ -1,4 +1,4 @@
-// What repeats in a text. repeats.py is the specification; the structs have its fields in its order.
+// What repeats in a text. text/repeats.py is the specification; the structs have its fields in its order.
 #pragma once
 
 #include <cstdint>

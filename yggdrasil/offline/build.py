@@ -23,7 +23,7 @@ from yggdrasil.offline.progress import Progress
 from yggdrasil.offline.quality import MOST_SECONDS, losses, quality, token_texts
 from yggdrasil.store import artifacts, storage
 from yggdrasil.store.digests import Ledger
-from yggdrasil.tokenizer import load_tokenizer
+from yggdrasil.text.tokenizer import load_tokenizer
 
 __all__ = ["build_files", "read_quality"]
 

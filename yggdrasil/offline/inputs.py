@@ -22,7 +22,7 @@ from yggdrasil.models.support import context_limits, kv_shape
 from yggdrasil.offline.traces import BUNDLED_TEXT, CALIBRATION_TEXT
 from yggdrasil.store import artifacts
 from yggdrasil.store.digests import KnownFile, read_files
-from yggdrasil.tokenizer import load_tokenizer
+from yggdrasil.text.tokenizer import load_tokenizer
 
 __all__ = [
     "common_ids",

@@ -26,7 +26,7 @@ from yggdrasil.policy.acceptance import TreeRecord, fit_platt
 from yggdrasil.policy.depth import Array
 from yggdrasil.step.coupling import read_of
 from yggdrasil.step.platt import UNSCALED, PlattScale
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.text.tokenizer import Tokenizer
 from yggdrasil.tree import TokenTree
 
 __all__ = [

@@ -57,7 +57,7 @@ from yggdrasil.schedule.choice import FORMAT, TEMPERATURES, choose_plans
 from yggdrasil.schedule.workload import Workload
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.store import artifacts
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.text.tokenizer import Tokenizer
 
 __all__ = [
     "CALIBRATION_TEMPERATURES",

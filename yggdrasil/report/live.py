@@ -17,7 +17,7 @@ from rich.tree import Tree
 
 from yggdrasil.report.run import Run
 from yggdrasil.state import StepResult
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.text.tokenizer import Tokenizer
 from yggdrasil.tree import TokenTree
 
 __all__ = ["column_width", "draw_live", "last_lines", "side_by_side", "step_frames"]

@@ -16,7 +16,7 @@ from yggdrasil.kernels.compilations import compilations, no_compilation
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.objective import speedup
 from yggdrasil.state import PLAIN, StepResult
-from yggdrasil.tokenizer import TextStream
+from yggdrasil.text.tokenizer import TextStream
 
 __all__ = ["Piece", "Result", "Run"]
 

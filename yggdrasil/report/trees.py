@@ -12,7 +12,7 @@ from yggdrasil.errors import ConfigError
 from yggdrasil.pair import LoadedPair
 from yggdrasil.picture import Picture
 from yggdrasil.state import StepResult
-from yggdrasil.tokenizer import TextStream, Tokenizer
+from yggdrasil.text.tokenizer import TextStream, Tokenizer
 
 __all__ = ["step_line", "trees_page", "write_page"]
 

@@ -22,7 +22,6 @@ from functools import partial
 
 from yggdrasil.engine import ANY_TOKEN, check_processors, check_request, check_tokens, grammar_of
 from yggdrasil.errors import CapacityError
-from yggdrasil.grammar import Grammars
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
@@ -40,7 +39,8 @@ from yggdrasil.step.choice import VERIFY_ALL, Choice
 from yggdrasil.step.growth import run_chunks
 from yggdrasil.step.native import NativeStep
 from yggdrasil.step.rows import StepOverRows
-from yggdrasil.tokenizer import TextStream, Tokenizer
+from yggdrasil.text.grammar import Grammars
+from yggdrasil.text.tokenizer import TextStream, Tokenizer
 from yggdrasil.trace import DeviceTrace, Trace
 
 __all__ = ["Batcher"]

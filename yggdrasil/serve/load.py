@@ -30,7 +30,7 @@ from yggdrasil.serve.elastic import ElasticMemory, scarce_below
 from yggdrasil.serve.pages import PagePool, pages_for
 from yggdrasil.serve.request import Observer
 from yggdrasil.serve.service import Service
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.text.tokenizer import Tokenizer
 
 __all__ = ["LoadedService", "load_batcher", "load_service", "policy_parts"]
 

@@ -26,7 +26,7 @@ from yggdrasil.serve.request import Event, Request
 from yggdrasil.serve.structured import ResponseFormat, forced_call, possible_calls, structured
 from yggdrasil.serve.tools import Format
 from yggdrasil.serve.wire import ApiError, Strict
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from yggdrasil.serve.prompts import PromptEncoder

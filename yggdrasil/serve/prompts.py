@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from yggdrasil.serve.chat import ChatTemplate
 from yggdrasil.serve.wire import ApiError, check_text
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.text.tokenizer import Tokenizer
 
 __all__ = ["PromptEncoder"]
 

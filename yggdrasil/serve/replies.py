@@ -32,7 +32,7 @@ from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.reasoning import OPENING, Part, ReasoningParser, separated
 from yggdrasil.serve.request import Event, RequestReport, StepTree, TokenLogProb
 from yggdrasil.serve.tools import CallPiece, Format, ToolParser, parsed
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.text.tokenizer import Tokenizer
 
 __all__ = ["ChatReply", "CompletionReply", "Reply", "merge"]
 

@@ -18,7 +18,7 @@ from yggdrasil.serve.prompts import PromptEncoder
 from yggdrasil.serve.request import Request
 from yggdrasil.serve.tools import FORMATS, Format
 from yggdrasil.serve.wire import ApiError
-from yggdrasil.tokenizer import Tokenizer
+from yggdrasil.text.tokenizer import Tokenizer
 
 __all__ = ["BatchService", "Serving", "serving_of"]
 

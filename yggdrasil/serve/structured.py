@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 
 from yggdrasil.config import GRAMMARS, GrammarConfig
 from yggdrasil.errors import ConfigError
-from yggdrasil.grammar import WHITESPACE
 from yggdrasil.serve.messages import Tool
 from yggdrasil.serve.tools import Format
 from yggdrasil.serve.wire import ApiError, Strict
+from yggdrasil.text.grammar import WHITESPACE
 
 __all__ = ["ResponseFormat", "forced_call", "possible_calls", "structured"]
 

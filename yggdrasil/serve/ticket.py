@@ -12,7 +12,7 @@ from torch import Tensor
 from yggdrasil.kernels.threads import one_torch_thread
 from yggdrasil.serve.request import CohortName, FinishReason, Request, RequestReport, TokenLogProb
 from yggdrasil.state import DecodeState, Row, truncate
-from yggdrasil.tokenizer import TextStream
+from yggdrasil.text.tokenizer import TextStream
 
 __all__ = ["Ticket", "token_log_probs"]
 

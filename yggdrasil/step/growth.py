@@ -17,13 +17,13 @@ from torch import Tensor
 from yggdrasil.kernels.grafting import graft
 from yggdrasil.models.packing import Chunk, pack_chain_, pack_chains_, pack_nodes_, pad_
 from yggdrasil.models.protocol import TokenGraphs, TokenModel
-from yggdrasil.repeats import NO_GRAFT, Graft
 from yggdrasil.staging import upload
 from yggdrasil.state import DecodeState, Row, Shape
 from yggdrasil.step.choice import Choice
 from yggdrasil.step.coupling import coupled, is_ranked_again, noise_of, read_of
 from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.step.processors import prefixes_of, process_candidates
+from yggdrasil.text.repeats import NO_GRAFT, Graft
 from yggdrasil.tree import TokenTree
 
 __all__ = [

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from yggdrasil.config import ProcessorConfig
-from yggdrasil.grammar import GrammarState
 from yggdrasil.kernels.threads import one_torch_thread
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
@@ -42,6 +41,7 @@ from yggdrasil.step.choice import Calibration, Choice
 from yggdrasil.step.growth import grown
 from yggdrasil.step.prune import Pruned
 from yggdrasil.step.sampling import BROKEN
+from yggdrasil.text.grammar import GrammarState
 from yggdrasil.trace import Trace
 from yggdrasil.tree import TokenTree
 

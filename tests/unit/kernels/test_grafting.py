@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yggdrasil.kernels.grafting import graft
-from yggdrasil.repeats import Repeats
+from yggdrasil.text.repeats import Repeats
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -20,7 +20,7 @@ from yggdrasil.models.checkpoint import check_weights
 from yggdrasil.models.load import load_config, load_model
 from yggdrasil.offline.inputs import describe_pair
 from yggdrasil.offline.traces import CALIBRATION_TEXT
-from yggdrasil.tokenizer import load_tokenizer
+from yggdrasil.text.tokenizer import load_tokenizer
 
 SIZES = {
     "vocab_size": 96,

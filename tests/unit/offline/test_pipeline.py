@@ -25,7 +25,7 @@ from yggdrasil.offline import build, inputs
 from yggdrasil.offline.inputs import common_ids, describe_pair, max_context, source_files
 from yggdrasil.offline.traces import CALIBRATION_TEXT, beginnings
 from yggdrasil.store import artifacts
-from yggdrasil.tokenizer import Tokenizer, load_tokenizer
+from yggdrasil.text.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yggdrasil.repeats import LEAST_PATH, LONGEST, Graft, Match, Repeats, longest_match
+from yggdrasil.text.repeats import LEAST_PATH, LONGEST, Graft, Match, Repeats, longest_match
 
 TEXTS = st.lists(st.integers(0, 2), max_size=60)
 

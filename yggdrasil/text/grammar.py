@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from yggdrasil.config import GrammarConfig
 from yggdrasil.errors import ConfigError, YggError
-from yggdrasil.tokenizer import Tokenizer
-from yggdrasil.trial import Trial, Verdict
+from yggdrasil.text.tokenizer import Tokenizer
+from yggdrasil.text.trial import Trial, Verdict
 
 __all__ = ["WHITESPACE", "GrammarState", "Grammars"]
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from yggdrasil import grammar as grammar_module
 from yggdrasil.config import MOST_GRAMMAR_CHARS, GrammarConfig
 from yggdrasil.errors import ConfigError, YggError
-from yggdrasil.grammar import Grammars
 from yggdrasil.pair import LoadedPair
+from yggdrasil.text import grammar as grammar_module
+from yggdrasil.text.grammar import Grammars
 
 DEEP = '{"items": ' * 700 + "true" + "}" * 700
 WORDS = GrammarConfig.of("regex", "( fox| dog){1,3}")
@@ -64,7 +64,7 @@ def test_a_grammar_that_does_not_compile_is_refused_with_the_reason(
 def test_a_grammar_too_complex_for_its_first_token_is_refused(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("yggdrasil.grammar.LIMITS", {"step_max_items": 8, "verbose_errors": False})
+    monkeypatch.setattr("yggdrasil.text.grammar.LIMITS", {"step_max_items": 8, "verbose_errors": False})
     source = "start: a\na: | a a | /[a-z ]/ a /[a-z ]/ | /[ -~]/"
     with pytest.raises(ConfigError, match=r"simpler \(the grammar is too complex"):
         grammars.state(GrammarConfig.of("grammar", source))

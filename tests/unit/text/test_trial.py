@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from yggdrasil.grammar import LIMITS
 from yggdrasil.pair import LoadedPair
-from yggdrasil.trial import Trial
+from yggdrasil.text.grammar import LIMITS
+from yggdrasil.text.trial import Trial
 
 MANY_PATTERNS = {"type": "string", "allOf": [{"pattern": f"a.{{{gap}}}b"} for gap in range(1, 60)]}
 

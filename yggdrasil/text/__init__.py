@@ -1,0 +1,1 @@
+"""Text: its tokens, the grammar that it follows, and what repeats in it."""
