@@ -95,20 +95,20 @@ def measure_forwards(
 
 
 def resident_bytes(mapped: Path, maps: str) -> int:
-    """The resident part of a mapped file.
+    """The resident part of a mapped file; what is mapped several times counts once.
 
     Args:
         maps: `/proc/self/smaps`.
     """
-    total = 0
-    is_file = False
+    largest: dict[str, int] = {}  # by offset in the file
+    offset = ""
     for line in maps.splitlines():
         words = line.split()
         if not words[0].endswith(":"):
-            is_file = words[-1] == str(mapped)
-        elif is_file and words[0] == "Rss:":
-            total += int(words[1]) << 10
-    return total
+            offset = words[2] if words[-1] == str(mapped) else ""
+        elif offset and words[0] == "Rss:":
+            largest[offset] = max(largest.get(offset, 0), int(words[1]) << 10)
+    return sum(largest.values())
 
 
 def goals_of(formats: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
