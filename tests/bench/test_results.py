@@ -33,6 +33,14 @@ def test_the_page_is_generated_from_the_results() -> None:
     assert results.main(["--check"]) == 0
 
 
+@pytest.mark.parametrize(("name", "result"), results.load_results().items())
+def test_an_interval_contains_its_value(name: str, result: dict[str, Any]) -> None:
+    headline = CLAIMS[result["claim"]].read(result)
+    if headline.interval is not None:
+        low, high = headline.interval
+        assert low <= headline.value <= high
+
+
 def test_a_changed_result_is_noticed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

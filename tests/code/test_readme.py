@@ -102,7 +102,7 @@ def home(
     """An artifact root and working folder in which the tiny pair has the README's names."""
     folder = tmp_path_factory.mktemp("readme")
     shutil.copytree(ygg_home / "compile_cache" / "kernels", folder / "compile_cache" / "kernels")
-    for name in ("mine", "target-int4", BUNDLED):
+    for name in ("mine", BUNDLED):
         for store in ("compile_cache", "profiles", "predictors"):
             shutil.copytree(ygg_home / store / "tiny", folder / store / name)
         stored = folder / "compile_cache" / name / tiny_bundle.folder.name / "bundle.json"
@@ -219,13 +219,11 @@ ARMS = {  # arms of a result by the table's name of an engine; the fastest count
 
 def test_figures_of_the_table_are_those_of_the_linked_results() -> None:
     text = README.read_text()
-    links = dict(re.findall(r"^\[(\w+)\]: (bench/results/\w+\.json)$", text, flags=re.MULTILINE))
     lines = re.findall(r"^\| (.*) \|$", text, flags=re.MULTILINE)
     rows = [line.replace("*", "").split(" | ") for line in lines]
     (header,) = [row for row in rows if row[0] == "engine"]
-    results = [
-        json.loads((ROOT / links[re.findall(r"\[(\w+)\]$", cell)[0]]).read_text()) for cell in header[1:]
-    ]
+    links = [re.findall(r"\((bench/results/\w+\.json)\)$", cell) for cell in header[1:]]
+    results = [json.loads((ROOT / link).read_text()) for [link] in links]
     table = {row[0]: row[1:] for row in rows if row[0] in ARMS}
     assert table == {engine: [fastest(result, arm) for result in results] for engine, arm in ARMS.items()}
 
