@@ -189,8 +189,9 @@ class Engine:
 
     def _reserve(self, row: Row, shape: Shape) -> None:
         """Raises CapacityError unless both caches can hold the text and the tree."""
+        num_nodes = shape.most_nodes(self.draft.max_depth - 1)
         for model in (self.target, self.draft)[: 2 if shape.depth else 1]:
-            model.cache.reserve(row.state.root_pos - model.cache.len + shape.num_nodes)
+            model.cache.reserve(row.state.root_pos - model.cache.len + num_nodes)
 
     def _stepper(self, row: Row, choice: Choice) -> NativeStep | StepOverRows:
         """C++ where it knows the stop rule and no stage runs ahead of time."""
@@ -213,8 +214,8 @@ class Engine:
             prompt: At least one token.
             policy: Chooses the shape of every step. Not used with `config.plain`: the draft never runs.
             keep: Compute the prompt only from where it differs from the last text, whose KV is still there.
-                KV has the same bits however it was computed, so the text is the same; the first token comes
-                sooner, which a measurement may not want.
+                With graphs of equal bits KV has the same bits however it was computed, so the text is the
+                same; the first token comes sooner, which a measurement may not want.
             config: Limits, sampling and stop texts.
 
         Yields:

@@ -113,7 +113,7 @@ class LoadedPair:
             shape: Use always this shape, without a guard; Eq. 3 chooses its K if it has none.
             depth: Rule that chooses D; None takes the best one on held-out text.
             guard: Stop speculating while it is measured to be slower.
-            graft: Most nodes of a tree that repeat an earlier part of the text.
+            graft: Most nodes of a tree that repeat an earlier part of the text; a `shape` has its own.
 
         Raises:
             ConfigError: the shape is wider or deeper than the pair was compiled for.

@@ -107,6 +107,14 @@ class Shape:
             return 1 + sum(map(len, self.levels))
         return 1 + self.width * self.depth + self.graft
 
+    def most_nodes(self, longest_path: int) -> int:
+        """The most nodes of a tree whose paths have at most this many edges.
+
+        A graft that leaves a path no room for all growth steps takes their place.
+        """
+        spare = max(0, longest_path - self.depth)
+        return self.num_nodes - max(0, self.graft - spare)
+
     def __str__(self) -> str:
         if self.depth == 0:
             return "plain"
@@ -139,7 +147,7 @@ class DecodeState:
     """One request. The last token is the root of the next tree: emitted, but in no model's KV yet.
 
     Attributes:
-        tokens: Prompt and emitted tokens.
+        tokens: Prompt and emitted tokens. They only grow; another text needs another request.
         grammar: Which tokens may come next, if the request has a grammar.
         hidden_of: Returns `hidden_E` until the target's next forward overwrites it; None before the first.
         head: The head draft if it ran ahead of time; its root's KV is then provisional in the draft's

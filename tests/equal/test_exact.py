@@ -116,6 +116,16 @@ def test_a_tree_with_grafts_writes_what_plain_decoding_writes(
         assert text == plain, str(shape)
 
 
+def test_a_graft_does_not_end_a_text_before_its_context(tiny: LoadedPair, engine: Engine) -> None:
+    """A path ends somewhere, so a graft takes the place of growth steps: it needs no more KV."""
+    pair = replace(tiny, engine=engine)
+    prompt = [10, 11, 12, 13, 14, 15, 16] * 60
+    prompt = prompt[: engine.max_context - 20]
+    plain = decode(pair, prompt, None, plain=True, num_tokens=20, ignore_eos=True)
+    for shape in (Shape(4, 4, graft=15), Shape(4, 2, graft=1000)):
+        assert decode(pair, prompt, shape, num_tokens=20, ignore_eos=True) == plain, str(shape)
+
+
 def test_a_graft_is_drafted_where_the_text_repeats(tiny: LoadedPair, engine: Engine) -> None:
     """A root, three grafted nodes, one of growth; the draft has run all but the last."""
     prompt = [10, 11, 12, 13, 14, 15, 16] * 4

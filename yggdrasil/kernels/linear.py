@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from yggdrasil.kernels.compression import compress_weight, decompress_weight
-from yggdrasil.kernels.quantisation import BITS, product_reference, quantise_weight
+from yggdrasil.kernels.quantisation import BITS, COLUMNS, product_reference, quantise_weight
 
 __all__ = [
     "COLUMNS",
@@ -38,7 +38,6 @@ __all__ = [
     "unpack_weight",
 ]
 
-COLUMNS = 16  # output columns of a panel
 BF16_PADDING = 32  # k of a bf16 weight is padded to a multiple of this: 16 pairs are one AMX tile
 # a weight that keeps a larger share of its bytes, with exponents of all sizes, is not compressed
 MOST_COMPRESSED = 0.9

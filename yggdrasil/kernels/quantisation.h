@@ -38,8 +38,6 @@ constexpr int kWordParts = 2;
 // Words of a row's group: its numbers, correction and scale.
 constexpr int kGroupWords = kGroupLines * kWordParts + 2;
 
-typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
-
 // Adds the products of four unsigned weights a column and four numbers of x.
 inline IntVec multiply_add_words(IntVec sum, WordVec weights, const Word* x, int64_t stride) {
 #if defined(__AVX512VNNI__)

@@ -27,11 +27,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["BITS", "GROUP", "product_reference", "quantise_rows", "quantise_weight", "unpack_quantised"]
+__all__ = [
+    "BITS",
+    "COLUMNS",
+    "GROUP",
+    "product_reference",
+    "quantise_rows",
+    "quantise_weight",
+    "unpack_quantised",
+]
 
 BITS: Final = {"int8": 8, "int4": 4}
 GROUP = 32  # weights along k that share a scale
-COLUMNS = 16
+COLUMNS = 16  # output columns of a panel
 WORD = 4  # weights of a word
 SCALE_BYTES = 2 * COLUMNS
 LARGEST_ROUNDED = 127.0  # of a row's numbers; -128 does not occur

@@ -9,6 +9,7 @@ namespace ygg {
 
 namespace {
 
+constexpr int64_t kMostObserved = 64;
 constexpr double kHalfLength = 1.5, kPriorTokens = 3.0, kMemory = 32.0, kLeastPath = 0.3;
 
 struct Match {
@@ -33,7 +34,7 @@ Match longest_match(const int64_t* tokens, int64_t end) {
 }
 
 void observe_(const int64_t* tokens, int64_t len, Evidence& evidence) {
-  for (int64_t position = evidence.num_read; position < len; ++position) {
+  for (int64_t position = std::max(evidence.num_read, len - kMostObserved); position < len; ++position) {
     const Match match = longest_match(tokens, position);
     if (match.length == 0) continue;
     double& hits = evidence.hits[band_of(match.length)];

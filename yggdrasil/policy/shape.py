@@ -130,8 +130,9 @@ class FixedShape(ShapePolicy):
 
 @lru_cache(maxsize=MENUS_KEPT)
 def grafted(shape: Shape, graft: int) -> Shape:
-    """The shape with this graft, unless it is plain or has one."""
-    return replace(shape, graft=graft) if graft and shape.depth and not shape.graft else shape
+    """The shape with this graft, unless it is plain, static or has one."""
+    takes_graft = shape.depth > 0 and shape.levels is None and shape.graft == 0
+    return replace(shape, graft=graft) if graft and takes_graft else shape
 
 
 def context_key(rows: Sequence[Row]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from yggdrasil.policy.acceptance import Acceptance
@@ -111,8 +111,9 @@ class Trees:
             policies = [self._policy(row.state.sampling.temperature) for row in load.rows]
             if self._speculates(load, policies):
                 whole = [policy.shape_of(load.rows) for policy in policies]
+                longest_path = min(policy.acceptance.max_depth for policy in policies)
                 shapes = tuple(
-                    _limited(grafted(shape, self._parts.graft), limit, load.nodes_max)
+                    _limited(grafted(shape, self._parts.graft), limit, load.nodes_max, longest_path)
                     for shape, limit in zip(whole, load.row_limits, strict=True)
                 )
                 gamma = max(shape.depth for shape in whole)
@@ -282,9 +283,12 @@ class Trees:
         }
 
 
-def _limited(shape: Shape, depth_limit: int, nodes_max: int) -> Shape:
-    """The shape, as far as the request and the pages allow it."""
-    if shape.depth <= depth_limit and shape.num_nodes - 1 <= nodes_max:
+def _limited(shape: Shape, depth_limit: int, nodes_max: int, longest_path: int) -> Shape:
+    """The shape, as far as the request and the pages allow it; nodes of a graft go before growth steps."""
+    if shape.depth <= depth_limit and shape.most_nodes(longest_path) - 1 <= nodes_max:
         return shape
     depth = min(shape.depth, depth_limit, nodes_max // shape.width)
-    return Shape(shape.width, depth, stop=shape.stop) if depth > 0 else PLAIN
+    if depth <= 0:
+        return PLAIN
+    graft = min(shape.graft, depth_limit, nodes_max - shape.width * depth)
+    return replace(shape, depth=depth, graft=graft)

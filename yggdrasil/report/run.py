@@ -89,7 +89,8 @@ class Run:
         start: `time.perf_counter()` when the user started the command.
         policy: Chooses shapes; by default the pair's best policy, or plain decoding if requested.
         guard: Whether that policy has a guard.
-        keep: Compute the prompt only from where it differs from the last text of the engine.
+        keep: Compute the prompt only from where it differs from the last text of the engine, if the pair's
+            graphs have equal bits.
 
     Attributes:
         kept_tokens: Tokens of the prompt that were not computed again.
@@ -119,7 +120,7 @@ class Run:
         self.pieces: list[Piece] = []
         self.finish_reason = "length"
         self.kept_tokens = 0
-        self._keep = keep
+        self._keep = keep and not pair.bundle.inexact_widths
         self._stream = TextStream(pair.tokenizer, config.stop, prompt)
         self._steps = self._decode()
         now = time.perf_counter()

@@ -226,7 +226,8 @@ class Batcher:
         with self.trace.stage("policy"):
             choice = self.policy.choose(load) if decoding else NOTHING
         for row, shape in zip(load.rows, choice.shapes, strict=True):
-            self.pool.extend_(row.row, len(row.state.tokens) + shape.num_nodes - 1)
+            num_nodes = shape.most_nodes(self.draft.max_depth - 1)
+            self.pool.extend_(row.row, len(row.state.tokens) + num_nodes - 1)
         num_tokens = self.stepper.draft(load.rows, choice)
         reaching, prompts = self._prompts(num_tokens)
         self._stepping += [*reaching, *self._prompt_tickets(prompts)]

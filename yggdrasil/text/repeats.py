@@ -23,6 +23,7 @@ NUM_BANDS = LONGEST.bit_length()  # 1, 2-3, 4-7, 8-15 and 16 tokens
 HALF_LENGTH = 1.5  # a match of this many tokens is right half of the time, before the text shows more
 PRIOR_TOKENS = 3.0  # that assumption counts as this many predicted tokens
 MEMORY = 32.0  # after this many predictions of a band the weight of old ones fades
+MOST_OBSERVED = 64  # after long plain decoding: what was emitted before these has faded anyway
 LEAST_PATH = 0.3  # nodes that are less likely than this are not grafted
 
 
@@ -92,7 +93,8 @@ class Repeats:
     def graft(self, most: int) -> Graft:
         """The likeliest chain after the text, at most this many tokens.
 
-        Cost: a pass over the text for this chain, and one for every token emitted since the last call.
+        Cost: a pass over the text for this chain, and one for each of the last MOST_OBSERVED tokens that
+            were emitted since the last call.
         """
         self._observe_()
         match = longest_match(self.tokens, len(self.tokens))
@@ -113,7 +115,7 @@ class Repeats:
     def _observe_(self) -> None:
         """Count what matches predicted of the tokens emitted since the last call."""
         evidence = self.evidence
-        for position in range(evidence.num_read, len(self.tokens)):
+        for position in range(max(evidence.num_read, len(self.tokens) - MOST_OBSERVED), len(self.tokens)):
             match = longest_match(self.tokens, position)
             if match.length == 0:
                 continue

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @given(
-    st.lists(st.one_of(st.integers(0, 2), st.integers(0, 4000)), max_size=80),
-    st.integers(0, 80),
-    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20)), max_size=12),
+    st.lists(st.one_of(st.integers(0, 2), st.integers(0, 4000)), max_size=200),
+    st.integers(0, 200),
+    st.lists(st.tuples(st.integers(0, 100), st.integers(1, 20)), max_size=12),
 )
 def test_both_forms_find_the_same_chain_and_count_the_same_evidence(
     tokens: list[int], prompt_len: int, steps: list[tuple[int, int]]

@@ -10,7 +10,7 @@ from yggdrasil.offline.latencies import curve_json
 from yggdrasil.policy.acceptance import Acceptance, AcceptanceTable, TreeRecord, fit_acceptance
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.objective import speedup
-from yggdrasil.policy.shape import Arms, BestShape, FixedShape, StoppingShape, best_shape
+from yggdrasil.policy.shape import Arms, BestShape, FixedShape, StoppingShape, best_shape, grafted
 from yggdrasil.policy.stopping import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape
 from yggdrasil.step.growth import RowDraft
@@ -177,6 +177,12 @@ def test_a_policy_grafts_on_trees_and_not_on_plain_steps() -> None:
     grown = BestShape(shape=PLAIN, acceptance=useful, **menu).choose([row(10)])
     assert [(shape.width, shape.depth, shape.graft) for shape in grown.shapes] == [(4, 2, 5)]
     assert BestShape(shape=PLAIN, acceptance=USELESS, **menu).choose([row(10)]).shapes == (PLAIN,)
+
+
+def test_a_static_tree_gets_no_graft() -> None:
+    static = Shape(2, 1, levels=(((0, 0), (0, 1)),))
+    assert grafted(static, 5) == static
+    assert grafted(Shape(2, 1), 5) == Shape(2, 1, graft=5)
 
 
 def test_the_marginal_cost_of_a_token_never_falls() -> None:

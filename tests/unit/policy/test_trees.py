@@ -77,8 +77,10 @@ def test_rows_graft_as_far_as_pages_and_requests_allow() -> None:
         return [(shape.depth, shape.graft) for shape in choice.shapes]
 
     assert grafts(load_of(2)) == [(DEPTH, 5)] * 2
-    assert grafts(load_of(2, limits=(99, 3))) == [(DEPTH, 5), (3, 0)]
-    assert grafts(load_of(1, nodes_max=20)) == [(DEPTH, 0)]
+    assert grafts(load_of(2, limits=(99, 3))) == [(DEPTH, 5), (3, 3)]
+    # all of a path that ends at DEPTH: the graft takes the place of growth steps
+    assert grafts(load_of(1, nodes_max=4 * DEPTH)) == [(DEPTH, 5)]
+    assert grafts(load_of(1, nodes_max=4 * DEPTH - 2)) == [(DEPTH - 1, 2)]
 
 
 def test_a_single_row_gets_the_shape_of_the_policy_of_one_request() -> None:
