@@ -248,6 +248,64 @@ def test_the_key_is_asked_for_kept_for_the_tab_and_sent(browser: Any) -> None:
         expect(page.locator("#key-dialog")).to_be_hidden()
 
 
+def test_the_key_is_asked_for_again_after_every_escape(browser: Any) -> None:
+    """A browser lets a page refuse the first one only."""
+    with server(api_key=KEY) as running, opened(browser, running) as page:
+        expect(page.locator("#key-dialog")).to_be_visible()
+        for _ in range(4):
+            page.keyboard.press("Escape")
+            expect(page.locator("#key-dialog")).to_be_visible()
+        page.fill("#key", KEY)
+        page.press("#key", "Enter")
+        connected(page)
+        expect(page.locator("#key-dialog")).to_be_hidden()
+
+
+def test_a_key_may_have_any_letters(browser: Any) -> None:
+    key = "Schlüssel ключ 鍵 🔑"
+    with server(api_key=key) as running, opened(browser, running) as page:
+        for wrong in ("другой", key):
+            page.fill("#key", wrong)
+            page.press("#key", "Enter")
+            if wrong != key:
+                expect(page.locator("#key-error")).to_contain_text("did not take this key")
+        connected(page)
+        page.reload()
+        connected(page)
+        ask(page, "Once")
+        expect(page.locator("#log .assistant")).to_have_text(STORY)
+
+
+@pytest.mark.parametrize("writes", (True, False))
+def test_a_new_conversation_during_an_answer_begins_with_nothing(browser: Any, writes: bool) -> None:
+    """Whether the answer has begun or not: neither it nor its question comes back."""
+    with server() as running, opened(browser, running) as page:
+        connected(page)
+        if writes:
+            running.service.pauses_after = 6
+        else:
+            running.service.is_stuck = True
+        ask(page, "Once")
+        if writes:
+            expect(page.locator("#log .piece").first).to_be_visible()
+        eventually(lambda: len(running.service.live) == 1)
+        page.click("#new")
+        expect(page.locator("#stop")).to_be_hidden()
+        expect(page.locator("#log .message")).to_have_count(0)
+        expect(page.locator("#prompt")).to_have_value("")
+        running.service.is_stuck = False
+        running.service.pauses_after = None
+        ask(page, "Twice")
+        expect(page.locator("#log .assistant")).to_have_text(STORY)
+        expect(page.locator("#stop")).to_be_hidden()
+        ask(page, " more")
+        expect(page.locator("#log .assistant").nth(1)).to_have_text(STORY)
+        first, *others = (
+            running.service.tokenizer.decode(list(request.prompt)) for request in running.service.submitted
+        )
+        assert (first, others) == ("Once", ["Twice", f"Twice{STORY} more"])
+
+
 def test_a_refusal_is_shown_and_the_text_is_not_lost(browser: Any) -> None:
     with server() as running, opened(browser, running) as page:
         connected(page)

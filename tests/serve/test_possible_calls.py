@@ -148,6 +148,16 @@ def test_strict_functions_and_a_format_are_two_grammars() -> None:
         chat(response_format={"type": "json_object"}).grammar(FORMATS["hermes"])
 
 
+@pytest.mark.parametrize("name", ("llama3", "mistral"))
+@pytest.mark.parametrize("wanted", (True, False))
+def test_reasoning_that_cannot_be_separated_is_refused(name: str, wanted: bool) -> None:
+    with pytest.raises(ApiError, match="reasoning") as refused:
+        chat(include_reasoning=wanted).grammar(FORMATS[name])
+    assert (refused.value.status, refused.value.param) == (400, "include_reasoning")
+    chat(include_reasoning=wanted).grammar(FORMATS["hermes"])
+    assert chat(include_reasoning=wanted, tools=TOOLS[1:]).grammar(FORMATS[name]) is None
+
+
 def test_a_text_that_is_free_may_begin_with_reasoning() -> None:
     assert chat(tools=[]).has_free_text(FORMATS["json"])
     assert chat().has_free_text(FORMATS["hermes"])

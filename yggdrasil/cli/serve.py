@@ -124,7 +124,8 @@ def add_parser(verbs: Any) -> None:
         "--reasoning-parser",
         metavar="NAME",
         help="separate the model's reasoning from every chat's answer, as reasoning_content: "
-        f"{', '.join(REASONING_PARSERS)} (default: only for requests with include_reasoning)",
+        f"{', '.join(REASONING_PARSERS)} (default: only for requests with include_reasoning); "
+        "does not apply where a strict function may be called in the format llama3 or mistral",
     )
     names = "also answer to this host name; may be repeated; with a key, every name is accepted"
     parser.add_argument("--allow-host", action="append", metavar="NAME", help=names)

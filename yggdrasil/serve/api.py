@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from time import monotonic
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -36,7 +37,7 @@ from starlette.types import ASGIApp
 
 import yggdrasil
 from yggdrasil.config import GrammarConfig
-from yggdrasil.errors import YggError
+from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.serve import admin, describe, status, texts
 from yggdrasil.serve.access import REQUEST_ID, Access, AccessLog, access_of
 from yggdrasil.serve.body import checked, read_body
@@ -53,6 +54,7 @@ from yggdrasil.serve.wire import ApiError
 __all__ = ["Rows", "create_app"]
 
 HEALTH_CHECK_S = 2.0
+MOST_PARTS_S = 2.0  # after which no other part of a grammar is tried, to name the wrong one
 
 Result = TypeVar("Result")
 
@@ -90,9 +92,14 @@ def create_app(serving: Serving) -> ASGIApp:
 
 
 class Rows:
-    """The rows of one HTTP request: their submission, their events and their cancellation."""
+    """The rows of one HTTP request: their submission, their events and their cancellation.
+
+    Attributes:
+        has_left: The client has disconnected.
+    """
 
     def __init__(self, service: BatchService, access: Access) -> None:
+        self.has_left = False
         self._service = service
         self._access = access
         self._loop = asyncio.get_running_loop()
@@ -134,6 +141,7 @@ class Rows:
             try:
                 async with asyncio.timeout(HEALTH_CHECK_S):
                     if (await http.receive())["type"] == "http.disconnect":
+                        self.has_left = True
                         return self._received.put_nowait(None)
             except TimeoutError:
                 if not self._service.is_healthy:
@@ -230,6 +238,8 @@ async def _begin(http: HttpRequest, body: WireRequest, rows: Rows) -> list[list[
     access_of(http).prompt_tokens = sum(map(len, prompts))
     if grammar is not None and not serving.service.knows(grammar):
         async with serving.compiling:
+            if rows.has_left:
+                raise ApiError(499, "the client has disconnected")  # and does not read this
             await run_in_threadpool(_prepare, serving.service, grammar, body)
     rows.submit(requests)
     return prompts
@@ -255,16 +265,25 @@ def _prepare(service: BatchService, grammar: GrammarConfig, body: WireRequest) -
     """Compile the grammar of a request; an error names the field, or the part that has it alone, too."""
     try:
         service.prepare(grammar)
-    except YggError as error:
-        fault = (body.grammar_field, error)
-        for field, part in body.grammar_parts:
-            try:
-                service.prepare(part)
-            except YggError as of_part:
-                fault = (field, of_part)
-                break
-        message = f"{fault[0]}: {fault[1]}"
+    except ConfigError as error:
+        field, fault = _faulty_part(service, body) or (body.grammar_field, error)
+        message = f"{field}: {fault}"
         raise ApiError(400, message, param=body.grammar_field, code="invalid_grammar") from None
+    except YggError as error:  # not the client's fault
+        raise ApiError(500, f"{body.grammar_field}: {error}", param=body.grammar_field) from None
+
+
+def _faulty_part(service: BatchService, body: WireRequest) -> tuple[str, ConfigError] | None:
+    """The first part of a grammar that does not compile alone, if it is found in time, and its error."""
+    deadline = monotonic() + MOST_PARTS_S
+    for field, part in body.grammar_parts:
+        if monotonic() > deadline:
+            break
+        try:
+            service.check(part)
+        except ConfigError as error:
+            return field, error
+    return None
 
 
 async def _respond(reply: Reply, body: WireRequest, rows: Rows) -> Response:

@@ -55,6 +55,7 @@ class WireRequest(Strict):
     """The fields that completions and chat completions share; defaults are OpenAI's."""
 
     prompt_field: ClassVar[str]
+    format_field: ClassVar[str] = "response_format"
     default_tokens: ClassVar[int | None] = None
 
     model: str = ""
@@ -106,7 +107,7 @@ class WireRequest(Strict):
     @property
     def grammar_field(self) -> str:
         """The field that the grammar comes from."""
-        return "structured_outputs" if self.structured_outputs else "response_format"
+        return "structured_outputs" if self.structured_outputs else self.format_field
 
     @property
     def grammar_parts(self) -> list[tuple[str, GrammarConfig]]:
@@ -337,6 +338,7 @@ class ChatRequest(WireRequest):
     """POST /v1/chat/completions."""
 
     prompt_field: ClassVar[str] = "messages"
+    schema_field: ClassVar[str] = "function.parameters"
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -396,14 +398,12 @@ class ChatRequest(WireRequest):
 
     @property
     def grammar_parts(self) -> list[tuple[str, GrammarConfig]]:
-        """The schemas of the functions, if the grammar is one of calls."""
-        if self.grammar_field != "tools":
-            return []
-        functions = [(place, tool.function) for place, tool in enumerate(self.tools)]
+        """The schemas that bind calls: those of forced functions, or of strict ones that are offered."""
+        bound = self.forced or [tool for tool in self.offered if tool.function.strict]
         return [
-            (f"tools[{place}].function.parameters", GrammarConfig.of("json", function.parameters))
-            for place, function in functions
-            if function.parameters
+            (f"tools[{place}].{self.schema_field}", GrammarConfig.of("json", tool.function.parameters))
+            for place, tool in enumerate(self.tools)
+            if tool in bound and tool.function.parameters
         ]
 
     def grammar(self, form: Format) -> GrammarConfig | None:
@@ -415,7 +415,14 @@ class ChatRequest(WireRequest):
             field = "tool_choice" if self.forced else "tools"
             message = f"{field} and {super().grammar_field} are two grammars; send one of them"
             raise ApiError(400, message, param=field)
-        return forced_call(self.forced, form) if self.forced else possible_calls(self.offered, form)
+        if self.forced:
+            return forced_call(self.forced, form)
+        calls = possible_calls(self.offered, form)
+        if self.include_reasoning is not None and form.is_bare:
+            reason = "this model's calls begin an answer, so none is bound after reasoning"
+            message = f"include_reasoning and strict functions: {reason}; send one of them"
+            raise ApiError(400, message, param="include_reasoning")
+        return calls
 
     def has_free_text(self, form: Format) -> bool:
         """Whether the answer may be any text before a call, so it may begin with reasoning.

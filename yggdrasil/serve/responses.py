@@ -135,6 +135,8 @@ class _Chat(ChatRequest):
     """A request of this route as one of chat completions; its errors name this route's fields."""
 
     prompt_field: ClassVar[str] = "input"
+    format_field: ClassVar[str] = "text.format"
+    schema_field: ClassVar[str] = "parameters"
 
     @property
     def limit(self) -> tuple[str, int | None]:

@@ -87,6 +87,10 @@ class Service(Observer):
         """Compile a grammar, so that `submit` finds it; raises the errors of `Grammars.state`."""
         self._batcher.grammars.state(grammar)
 
+    def check(self, grammar: GrammarConfig) -> None:
+        """Raise the error of `prepare` if a grammar does not compile; keeps none."""
+        self._batcher.grammars.check(grammar)
+
     def submit(self, request: Request) -> Ticket:
         """Queue a request.
 

@@ -34,6 +34,10 @@ class BatchService(Protocol):
         """Compile a grammar, which may take seconds."""
         ...
 
+    def check(self, grammar: GrammarConfig) -> None:
+        """Raise the error of `prepare` if a grammar does not compile."""
+        ...
+
     def submit(self, request: Request) -> Any:
         """Queue a request; returns its ticket."""
         ...

@@ -26,6 +26,7 @@ __all__ = ["WHITESPACE", "GrammarState", "Grammars"]
 Words = NDArray[np.int32]
 
 KEPT_GRAMMARS = 32  # compiled; while texts are decoded, one may grow by 40 MB, the states of its lexer
+KEPT_VERDICTS = 128  # of trials, also of grammars that do not compile
 KEPT_BYTES = 256 << 20  # that compiling them took
 # A state takes up to 2 kB. 50 000 units of fuel are 4 ms, 10 000 items half a millisecond.
 LIMITS: dict[str, Any] = {
@@ -59,6 +60,7 @@ class Grammars:
         self._compiling = threading.Lock()
         self._vocabulary: Any = None
         self._trial: Trial | None = None
+        self._verdicts: OrderedDict[GrammarConfig, Verdict] = OrderedDict()  # held: _compiling
         self._compiled: OrderedDict[GrammarConfig, _Compiled] = OrderedDict()
 
     def knows(self, config: GrammarConfig) -> bool:
@@ -72,65 +74,106 @@ class Grammars:
         Raises:
             ConfigError: the grammar does not compile, or not within the limits of a trial, or has too many
                 first tokens to tell them apart, or the model has no end-of-text token.
-            YggError: llguidance is not installed.
+            YggError: llguidance is not installed or cannot read the tokenizer, or there can be no trial.
 
         Cost: milliseconds if the grammar is not among those that are kept, and at most twice the time of a
             trial; the first one takes as long as reading a tokenizer. Other threads run meanwhile.
         """
-        with self._lock:
-            compiled = self._compiled.get(config)
+        compiled = self._found(config)
         if compiled is None:
             with self._compiling:  # one at a time; those that are known wait for none
-                compiled = self._compile(config)
+                compiled = self._found(config)  # another thread may have compiled it meanwhile
+                if compiled is None:
+                    compiled = self._compile(config)
+                    self._keep_(config, compiled)
         with self._lock:
-            compiled = self._compiled.setdefault(config, compiled)
-            self._compiled.move_to_end(config)
-            self._trim_()
             state = GrammarState(compiled.matcher.deep_copy(), self._vocab, self._ends)
         if state.stuck:
             raise ConfigError(config.kind, config.source, f"simpler ({state.stuck})")
         return state
 
-    def _trim_(self) -> None:
-        """Forget the grammars that were used the longest time ago; the last one stays."""
-        while len(self._compiled) > 1 and (
-            len(self._compiled) > KEPT_GRAMMARS
-            or sum(compiled.num_bytes for compiled in self._compiled.values()) > KEPT_BYTES
-        ):
-            self._compiled.popitem(last=False)
+    def check(self, config: GrammarConfig) -> None:
+        """Only try a grammar; raises the errors of its trial as `state` does."""
+        with self._compiling:
+            self._tried(config)
+
+    def _found(self, config: GrammarConfig) -> _Compiled | None:
+        """A grammar that is kept; it is now the one that was used last."""
+        with self._lock:
+            compiled = self._compiled.get(config)
+            if compiled is not None:
+                self._compiled.move_to_end(config)
+            return compiled
+
+    def _keep_(self, config: GrammarConfig, compiled: _Compiled) -> None:
+        """Keep a grammar, and forget those that were used the longest time ago; the last one stays."""
+        with self._lock:
+            self._compiled[config] = compiled
+            while len(self._compiled) > 1 and (
+                len(self._compiled) > KEPT_GRAMMARS
+                or sum(kept.num_bytes for kept in self._compiled.values()) > KEPT_BYTES
+            ):
+                self._compiled.popitem(last=False)
 
     def _compile(self, config: GrammarConfig) -> _Compiled:
-        try:
-            import llguidance
-        except ImportError:
-            raise YggError(f"grammars need llguidance: {INSTALL}") from None
+        rules, num_bytes = self._tried(config)
+        import llguidance
+
+        limits = llguidance.LLParserLimits(**LIMITS)
+        matcher = llguidance.LLMatcher(self._vocabulary, rules, log_level=0, limits=limits)
+        return _Compiled(matcher, max(num_bytes, len(rules)))
+
+    def _tried(self, config: GrammarConfig) -> tuple[str, int]:
+        """A grammar as llguidance reads it, and the bytes that compiling it takes.
+
+        Raises:
+            ConfigError, YggError: those of `state`.
+        """
+        self._read_tokenizer_()
         if not self._ends:
             raise ConfigError(config.kind, config.source, "left out: the model has no end-of-text token")
+        rules = ""
         try:
             rules = _rules(config)
-            verdict = self._tried().run(rules)
+            verdict = self._verdict(config, rules)
         except ValueError as error:  # not UTF-8, or nested too deeply
             verdict = Verdict(str(error))
         if verdict.fault:
             place = f"at {verdict.place}: " if verdict.place else ""
             allowed = f"a {_name(config.kind)} that compiles ({place}{_line(verdict.fault)})"
             raise ConfigError(config.kind, config.source, allowed)
-        if self._vocabulary is None:
-            self._vocabulary = llguidance.LLTokenizer(
-                self._tokenizer.source, n_vocab=self._vocab, eos_token=self._ends
-            )
-        limits = llguidance.LLParserLimits(**LIMITS)
-        matcher = llguidance.LLMatcher(self._vocabulary, rules, log_level=0, limits=limits)
-        return _Compiled(matcher, max(verdict.num_bytes, len(rules)))
+        return rules, verdict.num_bytes
 
-    def _tried(self) -> Trial:
-        """The trial that every grammar passes first."""
-        if self._trial is None:
-            tokenizer = self._tokenizer.source
-            self._trial = Trial(
-                {"tokenizer": tokenizer, "vocab": self._vocab, "ends": self._ends, "limits": LIMITS}
-            )
-        return self._trial
+    def _verdict(self, config: GrammarConfig, rules: str) -> Verdict:
+        """That of a trial; a grammar is not tried again while its verdict is kept."""
+        verdict = self._verdicts.pop(config, None)
+        if verdict is None:
+            assert self._trial is not None
+            try:
+                verdict = self._trial.run(rules)
+            except ChildProcessError as error:
+                raise YggError(f"grammars cannot be tried: {error}") from None
+        self._verdicts[config] = verdict
+        if len(self._verdicts) > KEPT_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+    def _read_tokenizer_(self) -> None:
+        """Read the tokenizer once, here and for the trials: a fault is none of any grammar."""
+        try:
+            import llguidance
+        except ImportError:
+            raise YggError(f"grammars need llguidance: {INSTALL}") from None
+        if self._trial is not None or not self._ends:
+            return
+        source = self._tokenizer.source
+        try:
+            self._vocabulary = llguidance.LLTokenizer(source, n_vocab=self._vocab, eos_token=self._ends)
+        except ValueError as error:
+            raise YggError(f"grammars cannot use this tokenizer: {_line(str(error))}") from None
+        self._trial = Trial(
+            {"tokenizer": source, "vocab": self._vocab, "ends": self._ends, "limits": LIMITS}
+        )
 
 
 class _Compiled(NamedTuple):

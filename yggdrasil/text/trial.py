@@ -61,21 +61,32 @@ class Trial:
     def __init__(self, setup: Mapping[str, Any], *, most_s: int = MOST_S) -> None:
         self._setup = json.dumps({**setup, "most_s": most_s})
         self._process: subprocess.Popen[str] | None = None
+        self._end: Callable[[], object] = lambda: None
 
     def run(self, rules: str) -> Verdict:
-        """Try a grammar in llguidance's form; starts the process if there is none."""
+        """Try a grammar in llguidance's form; starts the process if there is none.
+
+        Raises:
+            ChildProcessError: the process ended, and so did a second one.
+        """
+        for _ in range(2):
+            answer = self._answer(rules)
+            if answer.endswith("\n"):
+                return Verdict(*json.loads(answer))
+            self._end()
+        raise ChildProcessError("the process that tries grammars has ended twice")
+
+    def _answer(self, rules: str) -> str:
+        """A line; less if the process ends."""
         try:
             process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.write(json.dumps(rules) + "\n")
             process.stdin.flush()
-            answer = process.stdout.readline()
+            return process.stdout.readline()
         except BrokenPipeError:
-            answer = ""
-        if not answer:
-            return Verdict("the process that tries grammars has ended")
-        return Verdict(*json.loads(answer))
+            return ""
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is not None and self._process.poll() is None:
@@ -89,14 +100,14 @@ class Trial:
             encoding="utf-8",
             start_new_session=True,  # a Ctrl-C is for the parent, which may finish its requests
         )
-        weakref.finalize(self, _end, process)
+        self._end = weakref.finalize(self, _end, process)
         assert process.stdin is not None
         process.stdin.write(self._setup + "\n")
         return process
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the process, also within a trial."""
+    """End the process, also within a trial, and wait for its end."""
     process.kill()
     process.communicate()
 

@@ -152,6 +152,101 @@ def test_a_grammar_that_is_known_does_not_wait_for_one_that_is_compiled(
         assert other.result().allowed_V(()).any()
 
 
+def test_two_threads_with_one_new_grammar_compile_it_once(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_wait = threading.Barrier(2, timeout=10)
+    compiled = []
+    compile_one = grammars._compile
+    lock = grammars._compiling
+
+    class Lock:
+        def __enter__(self) -> None:
+            both_wait.wait()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def counted(config: GrammarConfig) -> Any:
+        compiled.append(config)
+        return compile_one(config)
+
+    monkeypatch.setattr(grammars, "_compiling", Lock())
+    monkeypatch.setattr(grammars, "_compile", counted)
+    config = GrammarConfig.of("regex", "once and for all")
+    with ThreadPoolExecutor(2) as pool:
+        for state in pool.map(grammars.state, (config, config)):
+            assert state.allowed_V(()).any()
+    assert compiled == [config]
+
+
+def test_a_grammar_is_tried_once_even_if_it_is_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars.state(WORDS)
+    assert grammars._trial is not None
+    run = grammars._trial.run
+    tried = []
+
+    def counted(rules: str) -> Any:
+        tried.append(rules)
+        return run(rules)
+
+    monkeypatch.setattr(grammars._trial, "run", counted)
+    wrong = GrammarConfig.of("regex", "wrong(")
+    right = GrammarConfig.of("regex", "right")
+    for act in (grammars.state, grammars.state, grammars.check):
+        with pytest.raises(ConfigError, match="unclosed group"):
+            act(wrong)
+    for act in (grammars.check, grammars.state):
+        act(right)
+    assert len(tried) == 2
+    monkeypatch.setattr(grammar_module, "KEPT_VERDICTS", 1)
+    monkeypatch.setattr(grammars, "_verdicts", OrderedDict())
+    for config in (wrong, wrong):
+        with pytest.raises(ConfigError):
+            grammars.check(config)
+    grammars.check(GrammarConfig.of("regex", "another"))
+    with pytest.raises(ConfigError):
+        grammars.check(wrong)
+    assert len(tried) == 5
+    assert len(grammars._verdicts) == 1
+
+
+def test_a_grammar_that_is_only_checked_is_not_kept(grammars: Grammars) -> None:
+    config = GrammarConfig.of("regex", "checked")
+    grammars.check(config)
+    assert not grammars.knows(config)
+
+
+def test_a_trial_that_ends_early_is_no_fault_of_the_grammar_and_not_remembered(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars.state(WORDS)
+
+    def ended(rules: str) -> Any:
+        raise ChildProcessError("ended twice")
+
+    config = GrammarConfig.of("regex", "unlucky")
+    monkeypatch.setattr(grammars._trial, "run", ended)
+    with pytest.raises(YggError, match="cannot be tried: ended twice") as failed:
+        grammars.state(config)
+    assert not isinstance(failed.value, ConfigError)
+    monkeypatch.undo()
+    assert grammars.state(config).allowed_V(()).any()
+
+
+def test_a_tokenizer_that_the_library_cannot_read_is_no_fault_of_the_grammar(tiny: LoadedPair) -> None:
+    class Unreadable:
+        source = '{"version": "1.0", "model": {"type": "Unknown"}}'
+
+    grammars = Grammars(Unreadable(), tiny.bundle.vocab, tiny.bundle.eos_tokens)  # type: ignore[arg-type]
+    with pytest.raises(YggError, match="cannot use this tokenizer") as failed:
+        grammars.state(WORDS)
+    assert not isinstance(failed.value, ConfigError)
+
+
 def test_without_the_library_the_error_has_the_command(
     tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,9 +47,29 @@ def test_a_process_that_was_ended_is_started_again(trial: Trial) -> None:
     process = trial._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
     assert trial.run(rules({})).fault == ""
     assert trial._process is not process
+
+
+def test_a_process_that_ends_within_a_trial_is_no_fault_of_the_grammar(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = trial._running
+    processes = []
+
+    def killed() -> Any:
+        process = running()
+        processes.append(process)
+        os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    monkeypatch.setattr(trial, "_running", killed)
+    with pytest.raises(ChildProcessError, match="ended twice"):
+        trial.run(rules({}))
+    assert len(processes) == 2
+    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
+    monkeypatch.undo()
+    assert trial.run(rules({})).fault == ""
 
 
 def test_the_process_ends_with_its_trial(tiny: LoadedPair) -> None:

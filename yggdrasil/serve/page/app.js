@@ -21,7 +21,9 @@ const state = {
 
 function headers(more = {}) {
   const key = sessionStorage.getItem(KEY);
-  return key ? { ...more, Authorization: `Bearer ${key}` } : more;
+  if (!key) return more;
+  const bytes = new TextEncoder().encode(key); // a header takes no character above 255
+  return { ...more, Authorization: `Bearer ${String.fromCharCode(...bytes)}` };
 }
 
 async function fetched(path, options = {}) {
@@ -51,6 +53,10 @@ function askKey(wasRefused) {
   at("key").value = "";
   const dialog = at("key-dialog");
   if (!dialog.open) dialog.showModal();
+  dialog.onclose = () => {
+    // a second Esc closes it, whatever its "cancel" event is answered
+    if (!dialog.open && !sessionStorage.getItem(KEY)) dialog.showModal();
+  };
   return new Promise((resolve) => {
     at("key-form").onsubmit = () => {
       sessionStorage.setItem(KEY, at("key").value.trim());
@@ -114,7 +120,8 @@ async function send(event) {
   if (state.running || !state.model || text.trim() === "") return;
   showError("");
   at("prompt").value = "";
-  state.messages.push({ role: "user", content: text });
+  const { messages } = state; // a new conversation has others
+  messages.push({ role: "user", content: text });
   const asked = addMessage("user", text);
   const answer = addMessage("assistant", "");
   const reply = { role: "assistant", content: "" };
@@ -125,26 +132,28 @@ async function send(event) {
   } catch (failure) {
     if (failure.name !== "AbortError") showError(failure.message);
     if (reply.content === "") {
-      state.messages.pop();
+      messages.pop();
       asked.remove();
       answer.remove();
-      at("prompt").value = text;
+      if (messages === state.messages) at("prompt").value = text;
     }
   }
-  if (reply.content !== "") state.messages.push(reply);
+  if (reply.content !== "") messages.push(reply);
   end();
 }
 
 async function stream(path, body, answer, reply) {
+  const { signal } = state.running;
   const response = await fetched(path, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
-    signal: state.running.signal,
+    signal,
   });
   const started = performance.now();
   let tokens = 0;
   for await (const event of eventsOf(response)) {
+    signal.throwIfAborted(); // an event may have been read before the end
     for (const choice of event.choices) {
       const text = choice.delta?.content ?? choice.delta?.reasoning_content ?? choice.text ?? "";
       reply.content += text;
@@ -229,7 +238,8 @@ function addStep(tree, piece) {
     state.steps.shift();
     state.shown -= 1;
   }
-  if (piece && !piece.onclick) piece.onclick = () => choose(state.steps.findIndex((step) => step.piece === piece));
+  if (piece && !piece.onclick)
+    piece.onclick = () => choose(state.steps.findIndex((step) => step.piece === piece));
   at("steps").disabled = false;
   at("steps").max = state.steps.length - 1;
   if (state.follows) state.frame ??= requestAnimationFrame(showNewest);
@@ -254,9 +264,11 @@ function show(index) {
   at("steps").value = index;
   if (!state.running) step.piece?.scrollIntoView({ block: "nearest" });
   const { tree } = step;
-  const nodes = `${tree.drafted} nodes drafted, ${tree.nodes.length} verified, ${tree.path.length - 1} accepted`;
+  const verified = `${tree.nodes.length} verified, ${tree.path.length - 1} accepted`;
+  const nodes = `${tree.drafted} nodes drafted, ${verified}`;
   const what = tree.drafted > 1 ? `${tree.shape}, ${nodes}` : "plain, no draft";
-  at("step-line").textContent = `Step ${index + 1} of ${state.steps.length}: ${what}, ${tree.ms.toFixed(1)} ms`;
+  const place = `Step ${index + 1} of ${state.steps.length}`;
+  at("step-line").textContent = `${place}: ${what}, ${tree.ms.toFixed(1)} ms`;
   at("tree").replaceChildren(drawn(tree));
 }
 
@@ -268,7 +280,8 @@ function element(name, attributes, ...children) {
 }
 
 // A token as a person reads it: its blanks are seen.
-const quoted = (text) => `'${text.replaceAll("\\", "\\\\").replaceAll("\n", "\\n").replaceAll("'", "\\'")}'`;
+const quoted = (text) =>
+  `'${text.replaceAll("\\", "\\\\").replaceAll("\n", "\\n").replaceAll("'", "\\'")}'`;
 
 function nodesOf(tree) {
   const path = new Set(tree.path);
@@ -343,11 +356,12 @@ function edge(parent, node) {
 }
 
 function box(node) {
+  const y = node.centre - NODE_HEIGHT / 2;
   return element(
     "g",
     { class: node.kind },
     element("title", {}, node.note),
-    element("rect", { x: node.left, y: node.centre - NODE_HEIGHT / 2, width: node.width, height: NODE_HEIGHT, rx: 5 }),
+    element("rect", { x: node.left, y, width: node.width, height: NODE_HEIGHT, rx: 5 }),
     element("text", { x: node.left + PADDING, y: node.centre + 4 }, node.label.replaceAll(" ", "\u00a0")),
   );
 }
@@ -360,7 +374,8 @@ function parsed(text) {
   for (const line of text.split("\n")) {
     const match = /^([a-zA-Z_:]+)(?:\{(.*)\})? (\S+)$/.exec(line);
     if (!match) continue;
-    const labels = Object.fromEntries([...(match[2] ?? "").matchAll(/(\w+)="([^"]*)"/g)].map((pair) => [pair[1], pair[2]]));
+    const pairs = [...(match[2] ?? "").matchAll(/(\w+)="([^"]*)"/g)];
+    const labels = Object.fromEntries(pairs.map((pair) => [pair[1], pair[2]]));
     (found[match[1]] ??= []).push({ labels, value: Number(match[3]) });
   }
   return found;
@@ -376,11 +391,12 @@ async function readMetrics() {
 }
 
 function showMetrics(metrics) {
-  const total = (name) => (metrics[name] ?? []).reduce((sum, sample) => sum + sample.value, 0);
-  const by = (name, label) => new Map((metrics[name] ?? []).map((sample) => [sample.labels[label], sample.value]));
+  const samples = (name) => metrics[name] ?? [];
+  const total = (name) => samples(name).reduce((sum, sample) => sum + sample.value, 0);
+  const by = (name, label) => new Map(samples(name).map((sample) => [sample.labels[label], sample.value]));
+  const requests = `${total("ygg_running_requests")} running, ${total("ygg_waiting_requests")} waiting`;
   const emitted = total("ygg_emitted_tokens_total");
-  at("requests").textContent =
-    `${total("ygg_running_requests")} running, ${total("ygg_waiting_requests")} waiting, ${emitted} tokens since the start`;
+  at("requests").textContent = `${requests}, ${emitted} tokens since the start`;
   const pages = by("ygg_kv_pages", "state");
   const used = pages.get("used") ?? 0;
   const all = used + (pages.get("free") ?? 0);
@@ -388,12 +404,13 @@ function showMetrics(metrics) {
   at("pages").value = used;
   at("pages-text").textContent = all ? `${used} of ${all} in use` : "–";
   showDepths(by("ygg_accepted_at_depth_total", "depth"), by("ygg_rejected_at_depth_total", "depth"));
-  showLoads(metrics.ygg_goodput_tokens_per_second ?? []);
+  showLoads(samples("ygg_goodput_tokens_per_second"));
 }
 
 // The share of paths that go on at each depth, of those that reached it and had a draft there.
 function showDepths(accepted, rejected) {
-  const depths = [...new Set([...accepted.keys(), ...rejected.keys()])].map(Number).sort((one, other) => one - other);
+  const names = new Set([...accepted.keys(), ...rejected.keys()]);
+  const depths = [...names].map(Number).sort((one, other) => one - other);
   const rows = depths.map((depth) => {
     const kept = accepted.get(String(depth)) ?? 0;
     const share = kept / (kept + (rejected.get(String(depth)) ?? 0));
