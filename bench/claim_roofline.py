@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.lib.claim import Claim, Log, prompts_option, tokens_option
-from bench.lib.harness import MemoryStream, spread
+from bench.lib.harness import SETTLE_SECONDS, MemoryStream, spread
 from bench.lib.pair import bench_target
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
@@ -191,7 +191,9 @@ def matrix_sampler(rows: int, depth: int, columns: int, dtype: torch.dtype) -> S
     def sample() -> float:
         start = time.perf_counter()
         torch.mm(left, right)
-        return 2 * rows * depth * columns / (time.perf_counter() - start) / 1e12
+        seconds = time.perf_counter() - start
+        time.sleep(SETTLE_SECONDS)
+        return 2 * rows * depth * columns / seconds / 1e12
 
     return sample
 
