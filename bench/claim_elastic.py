@@ -217,7 +217,7 @@ def measure_operations(stand: Stand, log: Log) -> dict[str, Any]:
 
 
 def _take(pool: Any, pages: int, longest: int, row: int) -> int:
-    """Give rows from `row` on so many pages; returns the first row after them."""
+    """Give rows from `row` on `pages` pages; returns the first row after them."""
     while pages:
         count = min(pages, longest)
         pool.extend_(row, count * PAGE_LEN)
@@ -321,9 +321,7 @@ CLAIM = Claim(
         Option("--seconds", "arrivals at every rate", default=12.0, quick=3.0),
         Option("--rounds", "turns of all arms", default=2, quick=1),
         Option("--pages", "KV pages of the budget, without the draft's memory", default=BASE_PAGES),
-        Option(
-            "--draft-parameters", "inflate the draft to so many", default=MIN_DRAFT_PARAMETERS, metavar="N"
-        ),
+        Option("--draft-parameters", "inflate the draft to N", default=MIN_DRAFT_PARAMETERS, metavar="N"),
     ),
     measure=measure,
     table=table,

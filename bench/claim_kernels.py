@@ -56,7 +56,7 @@ MOST_COMMIT_US = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """What of a model the kernels see.
+    """The sizes of a model that the kernels see.
 
     Args:
         name: In tables and JSON.
@@ -214,7 +214,7 @@ def assert_exact(subject: Subject, context: int) -> None:
     for index in range(3):
         alone[index] = wide[index][:, :, :1].clone()
     assert torch.equal(launch(*wide)[:, :1], launch(*alone)), (
-        "the root's attention depends on the tree behind it"
+        "the root's attention depends on the tree after it"
     )
     storage = subject.storage_PL2GSF[:8].clone()
     plain = storage.clone()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.lib.claim import Claim, Log, prompts_option, tokens_option
-from bench.lib.harness import MemoryStream, spread
+from bench.lib.harness import SETTLE_SECONDS, MemoryStream, spread
 from bench.lib.pair import bench_target
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
@@ -144,7 +144,7 @@ class Machine:
 
 
 def kv_bytes(kv: KVShape, context: int, bytes_each: int) -> int:
-    """Keys and values of so many tokens in every layer."""
+    """Keys and values of `context` tokens in every layer."""
     return 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim * bytes_each * context
 
 
@@ -159,7 +159,7 @@ def weight_bytes(model: CompiledModel) -> int:
 
 
 def contexts_of(pair: LoadedPair, quick: bool) -> list[int]:
-    """Those of `CONTEXTS` that the pair holds, and the longest behind which every graph has room; the
+    """Those of `CONTEXTS` that the pair holds, and the longest after which every graph has room; the
     shortest alone in a rehearsal.
     """
     room = min(
@@ -191,7 +191,9 @@ def matrix_sampler(rows: int, depth: int, columns: int, dtype: torch.dtype) -> S
     def sample() -> float:
         start = time.perf_counter()
         torch.mm(left, right)
-        return 2 * rows * depth * columns / (time.perf_counter() - start) / 1e12
+        seconds = time.perf_counter() - start
+        time.sleep(SETTLE_SECONDS)
+        return 2 * rows * depth * columns / seconds / 1e12
 
     return sample
 
@@ -207,7 +209,7 @@ def matrix_dtype(dtype: torch.dtype) -> torch.dtype:
 def in_turns(
     samplers: Mapping[Any, Sampler], rounds: int, tick: Callable[[str], None]
 ) -> dict[Any, list[float]]:
-    """So many samples of each, one after another, after a round that is not counted."""
+    """`rounds` samples of each, one after another, after a round that is not counted."""
     samples: dict[Any, list[float]] = {name: [] for name in samplers}
     for index in range(rounds + 1):
         for name, sample in samplers.items():

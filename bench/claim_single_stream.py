@@ -169,7 +169,7 @@ def goals(
 
 
 def host_share(pair: LoadedPair, prompt: Sequence[int]) -> dict[str, float]:
-    """What of a step lies outside the graphs when each of them is waited for: no less than where they run
+    """The part of a step outside the graphs when each of them is waited for: no less than where they run
     after the host.
     """
     timeline = record_timeline(pair, prompt)

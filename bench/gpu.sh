@@ -1,26 +1,32 @@
 #!/usr/bin/env bash
-# Everything that a GPU can say about this runtime, in one command:
+# Everything of this runtime that needs a GPU, measured by one command:
 #
 #   bash bench/gpu.sh [OUT] [PART]
 #
-# OUT gets a JSON document, a figure (where matplotlib is there) and a log of every part; bench/results/gpu when not given. Without PART all parts run, one
-# after another; each has nine minutes, a failed one does not stop the others, and the exit status says whether any failed. Nothing needs a network.
+# OUT gets a JSON document, a figure (where matplotlib is there) and a log of every part; bench/results/gpu
+# when not given. Without PART all parts run, one after another. Each has nine minutes. A failed one does
+# not stop the others; the exit status shows whether any failed. Nothing needs a network.
 #
 #   tests              pytest -m gpu
 #   kernels            the Triton kernels against what the memory allows
-#   prepare            inflates the bundled pair to the sizes of Llama-2-7B and of a draft of 68 M (bf16; added weights change nothing) and compiles it
-#   single             plain, plain without CUDA graphs, transformers plain and assisted, the best chain, the tree; memory rate; the host's share of a step
+#   prepare            inflates the bundled pair to the sizes of Llama-2-7B and of a draft of 68 M (bf16;
+#                      added weights change nothing) and compiles it
+#   single             plain, plain without CUDA graphs, transformers plain and assisted, the best chain,
+#                      the tree; memory rate; the host's share of a step
 #   breakdown          the optimisations one after another
 #   serving            the batch under rising load and on a trace
 #   elastic            draft weights and KV in one memory
 #   prepare-inexact    compiles the pair with cuBLAS's linear layers
 #   exact              what exact linear layers cost
-#   prepare-twin       compiles the small pair, on which structures are counted, and calibrates both on another kind of text
+#   prepare-twin       compiles the small pair, on which structures are counted, and calibrates both on
+#                      another kind of text
 #   structures         trees of other systems by Eq. 3 under this device's profile
 #
-# What is prepared is kept under YGG_HOME, and goes on where it stopped when its time was up: run such a part again until it ends well.
+# What is prepared is kept under YGG_HOME, and goes on where it stopped when its time was up: run such a
+# part again until it ends well.
 #
-# YGG_GPU_FLAGS takes the place of the flags that choose device and sizes. A rehearsal that writes no result, on the small pair and a processor:
+# YGG_GPU_FLAGS takes the place of the flags that choose device and sizes. A rehearsal that writes no
+# result, on the small pair and a processor:
 #   YGG_GPU_FLAGS="--device cpu --target-parameters 0 --quick" bash bench/gpu.sh /tmp/rehearsal single
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -33,15 +39,19 @@ read -r -a FLAGS <<<"${YGG_GPU_FLAGS---device cuda --llama-7b}"
 QUICK=()
 case " ${FLAGS[*]} " in *" --quick "*) QUICK=(--quick) ;; esac
 mkdir -p "$OUT"
-export YGG_HOME="${YGG_HOME:-$PWD/compile_cache/gpu}" YGG_BENCH_RESULTS="$OUT" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export YGG_HOME="${YGG_HOME:-$PWD/compile_cache/gpu}" YGG_BENCH_RESULTS="$OUT"
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 run() { timeout 540 python3 -m "$@"; }
-claim() { run "bench.$1" --json "${@:2}" >/dev/null; } # the document is in OUT; what is said on the way comes on standard error
+claim() { run "bench.$1" --json "${@:2}" >/dev/null; } # the document is in OUT, progress on standard error
 
 part() {
   case $1 in
-  tests) grep -rlZ --include='test_*.py' 'mark\.gpu' tests | xargs -0 timeout 540 python3 -m pytest -m gpu -p no:cacheprovider ;;
+  tests)
+    grep -rlZ --include='test_*.py' 'mark\.gpu' tests |
+      xargs -0 timeout 540 python3 -m pytest -m gpu -p no:cacheprovider
+    ;;
   kernels) claim claim_kernels "${QUICK[@]}" ;; # of one device, whatever the models
   prepare) run bench.prepare pair "${FLAGS[@]}" ;;
   single) claim claim_single_stream --prompts 10 --tokens 96 --peer-prompts 3 "${FLAGS[@]}" ;;
@@ -68,7 +78,8 @@ for name in "${PARTS[@]}"; do
     echo "== $name: done in $((SECONDS - start)) s"
   else
     failed=1
-    echo "== $name: FAILED with status $status after $((SECONDS - start)) s (124: its time was up); its log is $OUT/$name.log"
+    took="$((SECONDS - start)) s (124: its time was up)"
+    echo "== $name: FAILED with status $status after $took; its log is $OUT/$name.log"
   fi
 done
 exit "$failed"

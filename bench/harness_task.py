@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -134,6 +135,10 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=40)
     parser.add_argument("--pair", default=BUNDLED, help="name of a compiled pair")
     options = parser.parse_args()
+    if shutil.which(options.program) is None:
+        parser.error(
+            f"{options.program} is no program; pip install 'lm-eval[api]' transformers gives lm-eval"
+        )
     with tempfile.TemporaryDirectory() as folder, server(options.pair) as url:
         write_tasks(Path(folder), options.documents)
         found = {}

@@ -5,7 +5,7 @@ python -m bench.results            # write it
 python -m bench.results --check    # exit 1 where it does not agree with the results
 ```
 
-A cell says "stale" where the code has changed since its measurement. The page names the code that it
+A cell is marked "stale" where the code has changed since its measurement. The page names the code that it
 compares with, today's when it is written, so a page and the results alone decide whether they agree.
 """
 

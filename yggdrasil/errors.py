@@ -13,7 +13,7 @@ YggError
 ├── CapacityError      the context or a pool is full: needed and free
 ├── QueueFull          a server has too many waiting requests: how many, and when to try again
 ├── ServiceEnded       a server that no longer decodes: what to do
-└── RankLost           another process of this run is gone: what the connection to it said
+└── RankLost           another process of this run is gone: the last error of its connection
 ```
 
 The command line prints the message on one line and exits with 2.

@@ -43,7 +43,6 @@ class TrainedDepth:
     """A depth predictor and its held-out results.
 
     Args:
-        predictor: The network.
         rules: The depth rule with the fewest milliseconds per token on held-out text, by temperature.
         report: Held-out figures, cost and reference width, as `ygg compile` stored them.
     """
@@ -75,7 +74,6 @@ class LoadedPair:
     """Everything a generation needs.
 
     Args:
-        bundle: What was compiled.
         tokenizer: Text to tokens and back.
         dataset: Name of the calibration text that acceptance and depth come from.
         plan: Execution plans of the engine, and the results of the search.

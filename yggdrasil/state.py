@@ -134,7 +134,6 @@ class Head:
     Args:
         root_pos: Position of that root.
         tokens_1M: (1, M) the best next tokens.
-        log_probs_1M: (1, M) their log-probabilities.
     """
 
     root_pos: int

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ Draw = Callable[["Figure", Mapping[str, Any]], None]
 QUICK_PROMPTS = 2
 QUICK_TOKENS = 16
 SETTINGS = ("prompts", "tokens", "device")
+FOLDERS = re.compile(r"[^\s=]*/")  # of a path, also after `--option=`
 
 
 class Option:
@@ -83,8 +85,8 @@ class Claim:
     Args:
         name: Of the result's files.
         doc: The script's docstring: its first paragraph is the question.
-        measure: Options to figures. They join the result's claim, question, settings and environment; a key
-            that is both is the figures'.
+        measure: Options to figures. They join the result's claim, question, arguments, settings and
+            environment; a key that is both is the figures'.
         table: The result for a person.
         draw: The result as a figure; None for a claim without.
         size: Of the figure, in inches.
@@ -112,10 +114,11 @@ class Claim:
 
         Returns the result. An error that the user can fix is one line on standard error and exit code 2.
         """
-        options = self.parse(arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        options = self.parse(given)
         log: Log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
         try:
-            result = self._result(options, log)
+            result = self._result(given, options, log)
         except YggError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
@@ -155,7 +158,7 @@ class Claim:
             add_options(parser, devices=self.devices)
         return parser
 
-    def _result(self, options: argparse.Namespace, log: Log) -> dict[str, Any]:
+    def _result(self, arguments: Sequence[str], options: argparse.Namespace, log: Log) -> dict[str, Any]:
         import transformers
 
         transformers.utils.logging.set_verbosity_error()
@@ -164,6 +167,7 @@ class Claim:
         return {
             "claim": self.name,
             "question": " ".join(str(self.doc).split("\n\n", 1)[0].split()),
+            "arguments": [FOLDERS.sub("", argument) for argument in arguments],
             "settings": {**settings, "rehearsal": options.quick},
             "environment": environment(),
             **self.measure(options, log),

@@ -46,7 +46,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """What of llama.cpp is used.
+    """The parts of llama.cpp that are used.
 
     Args:
         server: `llama-server`.

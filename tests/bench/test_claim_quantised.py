@@ -11,6 +11,7 @@ import pytest
 
 from bench import claim_quantised
 from bench.claim_quantised import CLAIM, goals_of, measure_decoding, measure_forwards, resident_bytes, table
+from bench.lib.harness import Arm, Generation, TextMismatchError
 from yggdrasil.bundle import Bundle
 from yggdrasil.pair import LoadedPair
 
@@ -30,14 +31,10 @@ Rss:                   8 kB
 """
 
 
-def found(ratio: float | None, narrow_ms: float, resident: int, differing: int = 0) -> dict[str, Any]:
+def found(ratio: float | None, narrow_ms: float, resident: int) -> dict[str, Any]:
     """A format's figures; four tokens' memory ceiling is 10 ms."""
     arm = {"tok_per_s": 5.0}
-    decoding = {
-        "arms": {"plain": arm, "tree": arm},
-        "tree_over_plain": {"median": 2.0, "ci95": [1.9, 2.1]},
-        "differing_texts": differing,
-    }
+    decoding = {"arms": {"plain": arm, "tree": arm}, "tree_over_plain": {"median": 2.0, "ci95": [1.9, 2.1]}}
     ms = {"2": narrow_ms, "8": 1.25 * narrow_ms, "16": 1.9 * narrow_ms}
     return {
         "quality": {} if ratio is None else {"ratio": ratio},
@@ -60,9 +57,8 @@ def test_goals_are_missed_one_by_one() -> None:
     bf16 = found(None, 20.0, 100)
     assert missed({"bf16": bf16, "int8": found(1.0009, 11.0, 52)}) == ["int8: T(16)/T(1)"]
     assert missed({"bf16": bf16, "int4": found(1.029, 11.0, 35)}) == []
-    wrong = found(1.031, 12.0, 36, differing=1)
+    wrong = found(1.031, 12.0, 36)
     assert missed({"bf16": bf16, "int4": wrong}) == [
-        "int4: differing texts",
         "int4: change of perplexity",
         "int4: T(1) over bytes / rate",
         "int4: memory over bf16's",
@@ -91,5 +87,27 @@ def test_a_rehearsal_measures_the_tiny_pair(
     assert rate == 10.0
     assert list(forwards["bf16"]["ms"]) == [str(size) for size in tiny.engine.target.menu.sizes]
     decoding = measure_decoding({"bf16": tiny}, 0.8, options, lambda line: None)
-    assert decoding["bf16"]["differing_texts"] == 0
     assert set(decoding["bf16"]["arms"]) == {"plain", "tree"}
+
+
+def test_a_tree_with_other_tokens_than_plain_decoding_of_its_format_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def arms_of(pair: Any, weights: str, num_tokens: int, temperature: float) -> list[Arm]:
+        return [arm(f"{weights} plain", pair), arm(f"{weights} tree", pair + (weights == "int4"))]
+
+    def arm(name: str, token: int) -> Arm:
+        done = Generation(token_ids=[token], total_ms=1.0, first_ms=1.0, first_tokens=1, target_passes=1)
+        return Arm(name=name, generate=lambda prompt: done, exact=False)
+
+    monkeypatch.setattr(claim_quantised, "arms_of", arms_of)
+    monkeypatch.setattr(claim_quantised, "beginnings", lambda texts, pair, count: [[1]])
+    pairs: Any = {"int8": 3, "int4": 7}
+    with pytest.raises(TextMismatchError, match="int4 tree differs from int4 plain on prompt 0 at token 0"):
+        measure_decoding(pairs, 0.0, CLAIM.parse([]), lambda line: None)
+
+
+def test_a_run_leaves_no_format_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        CLAIM.parse(["--weights", "int8"])
+    assert "unrecognized arguments: --weights" in capsys.readouterr().err

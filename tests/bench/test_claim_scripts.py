@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,13 +69,30 @@ def test_a_rehearsal_replaces_no_result(
     assert len(written) == 1
     assert not (results if quick else home / "bench_results").exists()
     assert json.loads(capsys.readouterr().out) == json.loads(written[0].read_text()) == result
-    assert list(result) == ["claim", "question", "settings", "environment", "quick", *found]
+    assert list(result) == ["claim", "question", "arguments", "settings", "environment", "quick", *found]
     assert (result["claim"], result["quick"], result["settings"]["rehearsal"]) == (claim.name, quick, quick)
 
 
 def claim_of(measure: Any, **fields: Any) -> Claim:
     """A claim that measures nothing of this machine."""
     return Claim(name="made_up", doc="Is it?\n\nYes.", measure=measure, table=str, devices=(), **fields)
+
+
+def test_a_result_names_its_arguments_and_no_folder_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YGG_BENCH_RESULTS", str(tmp_path))
+    options = (
+        Option("--rounds", "turns", quick=1, default=3),
+        Option("--earlier", "a checkout", metavar="PATH"),
+        Option("--home", "a folder", metavar="PATH"),
+    )
+    claim = claim_of(lambda options, log: {}, options=options)
+    given = ["--rounds", "5", "--earlier", str(tmp_path / "before"), f"--home={tmp_path / 'kept'}"]
+    shown = ["--rounds", "5", "--earlier", "before", "--home=kept"]
+    assert claim.main(given)["arguments"] == shown
+    monkeypatch.setattr(sys, "argv", ["bench.claim_made_up", *given])
+    assert claim.main()["arguments"] == shown
 
 
 def test_an_error_that_a_user_can_fix_is_one_line_and_exit_code_2(

@@ -8,7 +8,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from bench.lib.harness import Arm, Generation, MemoryStream, TextMismatchError, interleave, ratio, spread
+from bench.lib import harness
+from bench.lib.harness import (
+    SETTLE_SECONDS,
+    Arm,
+    Generation,
+    MemoryStream,
+    TextMismatchError,
+    interleave,
+    ratio,
+    spread,
+)
 
 
 def scripted(
@@ -76,3 +86,10 @@ def test_ratios_are_taken_prompt_by_prompt() -> None:
 
 def test_the_memory_stream_reads_every_word() -> None:
     assert MemoryStream(2**20).gb_per_s(rounds=1) > 0  # asserts the sum itself
+
+
+def test_the_memory_stream_returns_after_its_threads_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(harness.time, "sleep", slept.append)
+    MemoryStream(2**20).gb_per_s(rounds=2)
+    assert slept == [SETTLE_SECONDS]

@@ -35,6 +35,17 @@ def test_a_task_is_a_file_with_its_documents(tmp_path: Path) -> None:
         assert [json.loads(line) for line in lines] == documents(3)
 
 
+def test_a_program_that_is_not_there_is_refused_before_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness_task, "server", lambda pair: pytest.fail("a server was started"))
+    monkeypatch.setattr(sys, "argv", ["harness_task", "no-such-program"])
+    with pytest.raises(SystemExit) as ended:
+        harness_task.main()
+    assert ended.value.code == 2
+    assert "no-such-program is no program" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(HARNESS is None, reason="lm-eval is not installed")
 def test_the_harness_scores_alike_with_and_without_speculation(
     tiny: LoadedPair,

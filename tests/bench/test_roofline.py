@@ -9,6 +9,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from bench import claim_roofline
 from bench.claim_roofline import (
     Machine,
     Pass,
@@ -25,6 +26,7 @@ from bench.claim_roofline import (
     verify_goals,
     weight_bytes,
 )
+from bench.lib.harness import SETTLE_SECONDS
 from yggdrasil.kv import KVShape
 from yggdrasil.report.timeline import Interval, StepRecord, Timeline
 
@@ -131,8 +133,22 @@ def test_samplers_take_turns_and_the_first_round_does_not_count() -> None:
     assert "".join(order) == "ababab"
 
 
-def test_a_product_has_a_positive_throughput() -> None:
-    assert matrix_sampler(64, 32, 16, torch.bfloat16)() > 0
+def test_the_throughput_of_a_product_leaves_out_the_wait_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    slept: list[float] = []
+
+    def perf_counter() -> float:
+        now[0] += 0.5
+        return now[0]
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    clock = SimpleNamespace(perf_counter=perf_counter, sleep=sleep)
+    monkeypatch.setattr(claim_roofline, "time", clock)
+    assert matrix_sampler(64, 32, 16, torch.bfloat16)() == pytest.approx(2 * 64 * 32 * 16 / 0.5 / 1e12)
+    assert slept == [SETTLE_SECONDS]
 
 
 def test_the_table_and_the_figure_show_every_pass_and_goal() -> None:

@@ -1,4 +1,4 @@
-"""Options of `ygg generate` that say what the text must be."""
+"""Options of `ygg generate` that restrict the text."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def refused_configs() -> dict[str, tuple[Any, str]]:
     "latent attention", "chunks", "hybrid", "alibi", "own attention", "gptq", "awq", "multimodal",
     "heads of 24",
 ))  # fmt: skip
-def test_refused_models(tmp_path: Path, name: str) -> None:
+def test_a_model_that_is_not_supported_is_refused_by_its_feature(tmp_path: Path, name: str) -> None:
     config, feature = refused_configs()[name]
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=f"{tmp_path}: .*{feature}.* is not supported"):

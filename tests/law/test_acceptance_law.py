@@ -273,7 +273,7 @@ def test_a_child_of_probability_zero_is_never_accepted() -> None:
         assert 0 not in accepted.tokens
 
 
-def test_accept_by_hand() -> None:
+def test_the_accepted_path_equals_one_followed_by_hand() -> None:
     tree, texts = tree_of({1: {2: {}}, 2: {}}, 0)
     assert texts == [(), (1,), (2,), (1, 2)]
     logits_KV = torch.nn.functional.one_hot(torch.tensor([1, 2, 0, 0]), VOCAB).float()

@@ -40,7 +40,7 @@ def test_commit_of_a_chain_moves_nothing() -> None:
     assert torch.equal(cache.storage_PL2GSF, before)
 
 
-def test_commit_of_a_path_keeps_its_bytes_by_hand() -> None:
+def test_commit_of_a_path_keeps_its_bytes() -> None:
     cache = filled(5)
     before = filled(5).storage_PL2GSF
     cache.commit_([0, 2, 5])

@@ -58,7 +58,7 @@ def closure(parents: list[int], node: int) -> set[int]:
     return seen
 
 
-def test_growth_by_hand_sets_parents_depths_positions_leaves_and_paths() -> None:
+def test_growth_sets_parents_depths_positions_leaves_and_paths() -> None:
     tree = hand_tree()
     assert len(tree) == 6
     assert tree.token_N.tolist() == [9, 11, 12, 21, 22, 31]
@@ -83,7 +83,7 @@ def test_a_chain_attached_at_once_equals_one_grown_node_by_node(tokens: list[int
         assert torch.equal(getattr(at_once, name), getattr(grown, name)), name
 
 
-def test_ancestor_mask_by_hand() -> None:
+def test_the_ancestor_mask_equals_one_written_by_hand() -> None:
     expected = [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
@@ -145,7 +145,7 @@ def test_paths_lead_from_the_root_to_every_leaf(tree: TokenTree) -> None:
     assert tree.paths() == [sorted(closure(parents, leaf)) for leaf in tree.leaves.tolist()]
 
 
-def test_prune_by_hand_keeps_the_most_likely_connected_nodes() -> None:
+def test_prune_keeps_the_most_likely_connected_nodes() -> None:
     tree, kept = hand_tree().prune(4)
     tree.check()
     assert kept.tolist() == [0, 1, 3, 5]

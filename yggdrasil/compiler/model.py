@@ -36,9 +36,7 @@ class CompiledModel(Generic[Storage]):
         folder: Folder of the `tokens_*.pt2` packages.
         weights: Tensors by name, on the device. Aliasing: the graphs read these tensors.
         cache: The KV that the graphs write, of any number of rows and pages.
-        max_depth: Longest tree path.
         num_candidates: C of a draft; 0 for a target.
-        vocab: V of the pair.
         command: The command that builds the packages again, for errors.
         captured: On CUDA, replay CUDA graphs; if False, every call launches its kernels one by one.
 

@@ -50,7 +50,6 @@ class GraphJob:
         weights: Folder of the model's packed weights.
         num_candidates: C of a draft; 0 for a target.
         dtype: "bfloat16" or "float32".
-        max_depth: Longest tree path.
         exact: On CUDA, linear layers have one order of summation; on a CPU they always have.
         ranks: Number of shards of the model; the graph is the same for all of them.
     """

@@ -34,7 +34,6 @@ class Chunk(NamedTuple):
 
     Args:
         row: Row of the page table.
-        tokens: Vocabulary ids.
         start_pos: Position of the first token.
         num_read: Number of tokens, from the end, whose outputs are read; None for all.
         read: How they are read: READ_BEST or READ_WIDE.

@@ -63,7 +63,6 @@ class Passage(NamedTuple):
     """Tokens and the logits that transformers computes for them.
 
     Args:
-        tokens: Vocabulary ids.
         start_pos: Position of the first token.
     """
 

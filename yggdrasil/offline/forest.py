@@ -101,7 +101,6 @@ class Seed:
         row: Row of the page table that holds the draft's KV of the text up to the root.
         root: The last token of the text.
         tokens_1C: The candidates after the root; for sampled text coupled.
-        log_probs_1C: Their log-probabilities.
         platt: Scale of the draft's probabilities.
         sampling: Of the text.
     """

@@ -107,7 +107,6 @@ def host_milliseconds(
     """Milliseconds outside the graphs: per growth step, per speculative step, per plain step.
 
     Args:
-        prompt: Any prompt.
         policy: A speculative shape; it takes turns with plain decoding.
         num_tokens: Tokens of each run; fewer for a slow model.
         tick: Called after every run, `HOST_RUNS` times.
@@ -200,7 +199,6 @@ def switching_costs(
             depend on values.
         target: Target over the same rows.
         max_lag: Longest lag that the pages hold.
-        num_rows: Largest batch size.
         tick: Called after every lag and batch size.
 
     Cost: for every lag, the batch sizes up to `SWITCH_CHUNKS` full graphs of the draft; larger ones are

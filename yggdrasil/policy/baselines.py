@@ -241,9 +241,6 @@ def static_accepted(shape: Shape, by_rank: Sequence[float]) -> float:
 def structure_ms(shape: Shape, latency: LatencyModel, *, verified: int, context_len: int) -> float:
     """The denominator of Eq. 3 for any structure: milliseconds of one step by the profile.
 
-    Args:
-        context_len: Committed tokens.
-
     Source: Yggdrasil Eq. (3). A level wider than the draft's widest graph runs in parts of that size.
     """
     if shape.levels is None:

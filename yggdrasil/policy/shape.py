@@ -112,7 +112,6 @@ class FixedShape(ShapePolicy):
         """The nodes that each graph holds in addition to roots and lagging tokens, and the step's cost.
 
         Args:
-            width: W of every row.
             lag: Tokens of the texts that run in the same target forward.
         """
         latency = self.latency
@@ -146,12 +145,10 @@ class Arms:
 
     Args:
         shapes: (W, D) of every arm; pruning chooses K.
-        width_M: (M,) W.
         depth_M: (M,) D; 0 for plain decoding.
         verify_M: (M,) the K that the arm's cost assumes.
         gain_M: (M,) accepted tokens of a row, AAL - 1, on the calibration text; 0 for plain decoding.
         cost_M: (M,) milliseconds of a step over all rows; infinite if no graph holds its nodes.
-        num_rows: B.
     """
 
     shapes: tuple[Shape, ...]

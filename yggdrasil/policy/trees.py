@@ -86,7 +86,6 @@ class Trees:
 
     Args:
         parts: What is known of the pair.
-        switching_cost: c_prefill.
 
     Source: Yggdrasil Eq. (3) and section 4.2 over the batches of Nightjar section 4; trees in batches are
     the open problem of Yggdrasil section 9.

@@ -50,7 +50,6 @@ def coupled(
 
     Args:
         tokens_NM: Candidates, likeliest first.
-        log_probs_NM: Their log-probabilities.
         noise_NM: float32 noise of each candidate at its own position, that of its parent plus one; 0 at
             temperature 0.
         sampling: Its filters see only these candidates; at temperature 0 there are none.

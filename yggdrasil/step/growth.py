@@ -48,7 +48,6 @@ class RowDraft:
     """What one row drafted.
 
     Args:
-        tree: Its nodes.
         num_run: The first `num_run` nodes have KV in the draft's cache.
         shape: The grown shape; a stop rule may have made it less deep.
     """
@@ -429,7 +428,6 @@ def draft_rows(
             it is provisional.
         rows: Rows with pages for their trees. A row of a shape without depth runs no model.
         choice: A shape and a calibration for every row.
-        vocab: V of the target.
         spare: Room of a tree as a multiple of its nodes.
 
     Raises:

@@ -124,10 +124,8 @@ def process_candidates(
 
     Args:
         tokens_WM: Candidates, likeliest first.
-        log_probs_WM: Their log-probabilities.
         top_logit: The target's largest logit after the last verified token. Log-probabilities plus this are
             about as large as the target's logits, which the repetition penalty scales.
-        vocab: V of the target.
 
     Returns:
         (W, M) tokens and scores, best first; a banned one has at least LEAST, so it stays a candidate.

@@ -21,7 +21,6 @@ class Pruned:
     """A row's subtree to verify.
 
     Args:
-        tree: Its nodes, renumbered.
         drafted_node: The id that each node had in the drafted tree.
         depths: Depth of each node, on the host.
         expected_emitted: Emitted tokens that the calibration expects, the bonus included.

@@ -26,7 +26,6 @@ class KnownFile:
 
     Args:
         size: Bytes.
-        digest: Digest of its bytes.
     """
 
     path: str

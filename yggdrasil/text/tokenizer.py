@@ -23,7 +23,6 @@ class Tokenizer:
     It neither truncates nor pads.
 
     Args:
-        path: The file.
         command: Command that rebuilds the file, for the error.
 
     Raises:

@@ -110,7 +110,7 @@ def test_agrees_with_the_reference_on_transposed_inputs(dtype: torch.dtype) -> N
     assert_agrees(attention, meta_of("tree", 9))
 
 
-def test_by_hand_a_token_that_sees_one_key_returns_its_value() -> None:
+def test_a_token_that_sees_one_key_returns_its_value() -> None:
     attention = Attention(2, torch.float32, heads=2, kv_heads=1, dim=16)
     meta_NM = empty_meta(2, MAX_DEPTH)
     pack_chain_(meta_NM, [5], 0)
@@ -280,7 +280,7 @@ def test_a_head_dimension_that_is_not_a_multiple_of_16_is_refused() -> None:
         Attention(2, torch.float16).run(empty_meta(2, MAX_DEPTH))
 
 
-def test_packing_by_hand() -> None:
+def test_packed_metadata_equals_a_table_written_by_hand() -> None:
     meta_NM = empty_meta(4, 2)
     tree = TokenTree.root(7, 3, max_depth=2)
     tree.grow(torch.tensor([0]), torch.tensor([8]), torch.tensor([-1.0]))

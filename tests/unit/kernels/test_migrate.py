@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from yggdrasil.kernels.migrate import move_pages_
 
 
-def test_one_page_moves_by_hand() -> None:
+def test_moved_pages_equal_a_storage_written_by_hand() -> None:
     storage = torch.arange(24).view(6, 2, 2)
     move_pages_(storage, [5, 3], [1, 2])
     assert storage[:, 0, 0].tolist() == [0, 20, 12, 12, 16, 20]

@@ -53,7 +53,7 @@ def lengths(log_probs: list[list[float]], rank: list[int], children: list[float]
     return [int(each) for each in found]
 
 
-def test_a_chain_by_hand() -> None:
+def test_a_forced_chain_ends_at_a_token_that_is_not_its_first_candidate() -> None:
     log_probs = [[-0.1, -3.0]] * 3
     assert lengths(log_probs, [0, 0, 0], [-9.0, -9.0], 1) == [3]
     assert lengths(log_probs, [0, 1, 0], [-9.0, -9.0], 1) == [1]

@@ -119,7 +119,7 @@ def test_roots_stand_all_along_the_texts_where_each_has_few() -> None:
     assert seen == set(range(0, WHOLE.num_tokens, 2))
 
 
-def test_tree_tokens_by_hand() -> None:
+def test_tokens_of_calibration_trees_equal_a_count_by_hand() -> None:
     size = CalibrationSize(
         num_texts=1, num_passages=1, num_tokens=10, max_depth=3, widths=(1, 2, 4), reference_width=2
     )
@@ -163,7 +163,7 @@ def test_a_pass_is_timed_once_its_weights_are_in_memory() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_seconds_of_a_calibration_by_hand() -> None:
+def test_seconds_of_a_calibration_equal_a_sum_by_hand() -> None:
     target = Timed()
     draft = Timed()
     clocks = [PassClock(model, num_rows=2, now=lambda model=model: model.now) for model in (target, draft)]

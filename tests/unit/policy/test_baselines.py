@@ -46,7 +46,7 @@ def test_a_shape_shows_its_stop_rule() -> None:
     assert str(opt_tree(32, 8, 10, 0.1)) == "W=8 D=10 K=32 until gain<0.1"
 
 
-def test_k_ary_by_hand() -> None:
+def test_a_k_ary_tree_equals_one_drawn_by_hand() -> None:
     shape = k_ary(2, 2)
     assert shape.levels == (((0, 0), (0, 1)), ((1, 0), (1, 1), (2, 0), (2, 1)))
     assert (shape.width, shape.depth, shape.verify, shape.num_nodes) == (4, 2, 7, 7)
@@ -62,7 +62,7 @@ def test_k_ary_is_cut_in_its_last_level(num_nodes: int, sizes: list[int]) -> Non
     assert shape.num_nodes == shape.verify == num_nodes
 
 
-def test_sequoia_by_hand() -> None:
+def test_a_sequoia_tree_equals_one_computed_by_hand() -> None:
     # after the root's two best children, 0.6 and 0.3, the best child of the best, 0.36, comes first
     assert sequoia((0.6, 0.3), 2, 4).levels == (((0, 0),),)
     assert sequoia((0.6, 0.3), 3, 4).levels == (((0, 0),), ((1, 0),))
@@ -187,7 +187,7 @@ def test_sequoia_latency_skips_sizes_that_no_depth_fills() -> None:
         sequoia_latency((0.5,), 2, latency(FREE_DRAFT, FLAT), (64,), 0)
 
 
-def test_structure_milliseconds_by_hand() -> None:
+def test_milliseconds_of_a_structure_equal_a_sum_by_hand() -> None:
     profile = LatencyModel(
         Curve((0,), (2, 4, 128), ((1.0, 2.0, 99.0),)), Curve((0,), (2, 8), ((10.0, 12.0),)), 0.5, 1.0, 0.5
     )

@@ -88,7 +88,7 @@ def test_every_text_is_predicted_by_a_predictor_not_fitted_on_it(found: HeldOut)
     np.testing.assert_array_equal(without.survivals(hidden_NE, 0.0), again.survivals(hidden_NE, 0.0))
 
 
-def test_calibration_error_by_hand() -> None:
+def test_the_calibration_error_equals_a_value_computed_by_hand() -> None:
     scores = np.array([0.05, 0.05, 0.95, 0.95])
     assert calibration_error(np.array([False, False, True, True]), scores) == pytest.approx(0.05)
     assert calibration_error(np.array([True, True, False, False]), scores) == pytest.approx(0.95)
@@ -102,7 +102,7 @@ def test_predictor_separates_easy_from_hard_and_beats_the_constant(found: HeldOu
         assert row["ece"] < 0.15
 
 
-def test_scores_by_hand() -> None:
+def test_scores_equal_values_computed_by_hand() -> None:
     survival_ND = np.array([[0.9, 0.5], [0.5, 0.2], [0.1, 0.1], [0.7, 0.3]])
     first, second = scores_by_depth(np.array([2, 1, 0, 1]), survival_ND, np.full((4, 2), 0.5))
     assert first["brier"] == pytest.approx((0.1**2 + 0.5**2 + 0.1**2 + 0.3**2) / 4)
@@ -113,7 +113,7 @@ def test_scores_by_hand() -> None:
 
 
 def test_temperatures_share_an_encoder_and_never_their_base_rates() -> None:
-    """Where inputs say nothing, every temperature predicts its own share."""
+    """Where inputs carry no information, every temperature predicts its own share."""
     both = [traces(temperature=0.0, share=0.9), traces(temperature=1.0, share=0.2, seed=1)]
     deaf = [
         replace(each, forced=replace(each.forced, hidden_NE=np.zeros_like(each.hidden_NE))) for each in both

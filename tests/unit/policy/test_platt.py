@@ -14,7 +14,7 @@ from yggdrasil.step.platt import UNSCALED, PlattScale
 SURE = PlattScale(slope=2.0, offset=1.0)
 
 
-def test_scaling_by_hand() -> None:
+def test_a_scaled_probability_equals_a_value_computed_by_hand() -> None:
     # odds of 3 squared and times e
     assert math.exp(SURE.log(math.log(0.75))) == pytest.approx(9 * math.e / (9 * math.e + 1))
 

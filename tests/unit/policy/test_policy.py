@@ -71,7 +71,7 @@ def test_curve_and_latency_survive_json() -> None:
     assert LatencyModel.from_json(model) == LatencyModel(CURVE, CURVE, 0.5, 1.0, 0.25, 2)
 
 
-def test_step_milliseconds_by_hand() -> None:
+def test_milliseconds_of_a_step_equal_a_sum_by_hand() -> None:
     assert LATENCY.plain_ms(7) == 10.5
     # head draft 1, two growth forwards of 2, three growth steps on the host 1.5, verification of 8 nodes
     # 12, host 1
@@ -136,7 +136,7 @@ def test_best_shape_policy_computes_each_context_once() -> None:
     assert shape_of(policy, 200) == PLAIN
 
 
-def test_the_pooled_table_by_hand() -> None:
+def test_the_pooled_table_equals_one_computed_by_hand() -> None:
     """Four chains of two tokens; by log-probability the first two are accepted and the third is not."""
     chains = [
         TreeRecord(1, (0.0, -0.1, -0.2), (True, True, True)),
@@ -219,7 +219,7 @@ def test_the_cost_of_every_arm_is_that_of_its_step() -> None:
     assert len(arms.shapes) == 1 + 2 * 3 * 2
 
 
-def test_verify_width_by_hand() -> None:
+def test_the_verified_width_equals_one_computed_by_hand() -> None:
     policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
     shape = Shape(4, 2)
     # four nodes are nearly as good as eight, which cost 2 ms more
@@ -345,14 +345,14 @@ RECORDS = [  # W = 2, D = 2: node 3 hangs under 1
 ]
 
 
-def test_fit_makes_the_aal_table_by_hand() -> None:
+def test_the_fitted_aal_table_equals_one_computed_by_hand() -> None:
     fitted = fit_acceptance(RECORDS)
     assert fitted.aal == {2: ((1.0, 1.5, 1.5), (1.0, 1.5, 2.0, 2.0, 2.0))}
     assert fitted.max_depth == 2
     assert [fitted.expected_emitted(2, 2, verify) for verify in (1, 2, 3, 64)] == [1.0, 1.5, 2.0, 2.0]
 
 
-def test_fit_calibrates_to_the_measured_shares_by_hand() -> None:
+def test_fitted_values_equal_measured_shares_computed_by_hand() -> None:
     values = fit_acceptance(RECORDS).values([-9.0, -3.0, -2.0, -1.75, -1.5, -1.0, 0.0])
     assert values == pytest.approx([0.0, 0.0, 0.0, 0.25, 0.5, 0.5, 0.5])
 

@@ -27,7 +27,7 @@ def test_low_confidence_reads_the_last_token_and_not_the_path() -> None:
     assert rule.enough(chain(0.4))
 
 
-def test_small_gain_by_hand() -> None:
+def test_growth_stops_at_a_gain_computed_by_hand() -> None:
     tree = TokenTree.root(0, 5)
     tree.grow(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([0.5, 0.4]).log())
     tree.grow(torch.tensor([1, 1]), torch.tensor([3, 4]), torch.tensor([0.3, 0.2]).log())

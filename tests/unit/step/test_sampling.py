@@ -67,7 +67,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
         ({"top_p": 0.9, "min_p": 0.5}, [1, 3]),
     ],
 )
-def test_filters_keep_by_hand(options: dict[str, float], tokens: list[int]) -> None:
+def test_filters_keep_the_tokens_computed_by_hand(options: dict[str, float], tokens: list[int]) -> None:
     assert kept(SamplingConfig(temperature=1.0, **options)) == tokens
 
 

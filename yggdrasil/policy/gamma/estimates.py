@@ -32,7 +32,6 @@ class PositionAcceptance:
 
     Args:
         prior: Its `emitted` is the calibration.
-        gamma_max: Largest position.
 
     Attributes:
         rates: Acceptance; rates[k - 1] for position k.

@@ -68,7 +68,6 @@ class LinUCB(ChainPolicy):
     """The arm with the largest x . theta + alpha sqrt(x' A^-1 x).
 
     Args:
-        gamma_max: Largest arm.
         max_batch: B_max, which scales the context.
 
     Source: Li et al. 2010, disjoint arms, as in the ablation of Nightjar section 6.3.1. Departures: rewards
@@ -96,7 +95,6 @@ class LinThompson(ChainPolicy):
     """The arm whose goodput, drawn from its posterior at this context, is largest.
 
     Args:
-        gamma_max: Largest arm.
         max_batch: B_max, which scales the context.
 
     Source: Agrawal and Goyal 2013, as in the ablation of Nightjar section 6.3.1. Departures: one parameter

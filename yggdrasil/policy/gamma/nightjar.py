@@ -130,8 +130,6 @@ class Nightjar(ChainPolicy):
     steps.
 
     Args:
-        prior: The predicted step.
-        switching_cost: c_prefill.
         gamma_max: Largest arm, also for a load that allows more.
         max_batch: Loads of up to this many rows are predicted at construction, a sixth of a millisecond
             each, so that `select` need not; other loads are predicted when they occur.

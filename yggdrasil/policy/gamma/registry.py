@@ -46,9 +46,6 @@ class PolicyParts:
 
     Args:
         gamma_max: Largest speculative length at any batch size, at least 1.
-        max_batch: B_max.
-        prior: The predicted step.
-        switching_cost: c_prefill.
         trees: What the policy of trees knows of the pair; None builds no such policy.
         seed: Seed of the policies that draw random numbers.
     """
