@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 from yggdrasil import pair as compiled
 from yggdrasil.bundle import BUNDLED
 from yggdrasil.config import GenerateConfig, GrammarConfig, ServeConfig
+from yggdrasil.engine import check_tokens, checked_prompt
 from yggdrasil.errors import ConfigError, UsageError, YggError
 from yggdrasil.offline.on_demand import compiled_name
 from yggdrasil.report.run import Result, Run
@@ -30,6 +33,7 @@ Messages = Sequence[Mapping[str, Any]]
 GRAMMARS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 LIVE = ("shape",)  # options of a run, not of a request
 NUMBERS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,)}
+MESSAGES = 'a list of messages: {"role": "user", "content": "Hello!"}'
 NAMES = {"float": "a number", "int": "a whole number", "bool": "True or False"}
 
 
@@ -66,6 +70,7 @@ class Options(TypedDict, total=False):
     grammar: str
 
 
+@dataclass(frozen=True, repr=False)
 class Pair(compiled.LoadedPair):
     """A compiled pair that writes text: the target's own, greedy or sampled with the same seed.
 
@@ -82,6 +87,10 @@ class Pair(compiled.LoadedPair):
         ...     results = pair.generate(["One day", "The sun"], stop=".")
         ...     print(pair.chat([{"role": "user", "content": "Hello!"}]))
     """
+
+    _one_batch: threading.Lock = field(
+        default_factory=threading.Lock, init=False, repr=False, compare=False
+    )
 
     @overload
     def generate(self, prompt: str | list[int], **options: Unpack[Options]) -> Result: ...
@@ -110,14 +119,20 @@ class Pair(compiled.LoadedPair):
 
         An engine decodes one text at a time, so read each to its end first. What a prompt has in common
         with the beginning of the last text is not computed again: a further turn costs its new tokens.
+
+        Raises:
+            ConfigError: at the call, as `generate`; for a prompt that does not fit, when it is read.
         """
         config = self.config(**options)
-        if _is_messages(prompt):
+        shape = options.get("shape")
+        if config.plain and shape is not None:
+            raise ConfigError("shape", str(shape), "left out together with plain")
+        if _has_messages(prompt):
             tokens = self.chat_tokens(prompt)  # type: ignore[arg-type]
             config = replace(config, stop=(*config.stop, *self.template.stops))
         else:
             tokens = self.tokens(prompt)  # type: ignore[arg-type]
-        shape = PLAIN if config.plain else options.get("shape")
+        shape = PLAIN if config.plain else shape
         policy = self.policy(temperature=config.sampling.temperature, shape=shape)
         return Run(self, tokens, config, policy=policy, keep=True)
 
@@ -130,9 +145,8 @@ class Pair(compiled.LoadedPair):
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if not _is_messages(messages):
-            allowed = 'a text, or a list of messages: {"role": "user", "content": "Hello!"}'
-            raise ConfigError("messages", messages, allowed)
+        if not _has_messages(messages):
+            raise ConfigError("messages", messages, f"a text, or {MESSAGES}")
         return self.stream(messages, **options).complete().result
 
     def config(self, **options: Any) -> GenerateConfig:
@@ -149,7 +163,9 @@ class Pair(compiled.LoadedPair):
     def tokens(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a prompt, with those that the tokenizer puts around a text."""
         if not isinstance(prompt, str):
-            return list(prompt)
+            tokens = checked_prompt(prompt)
+            check_tokens(tokens, self.engine.vocab)
+            return tokens
         return self._encoded(prompt, special_tokens=True)
 
     def chat_tokens(self, messages: Messages) -> list[int]:
@@ -173,7 +189,7 @@ class Pair(compiled.LoadedPair):
         """Decode prompts together, in the rows of a server."""
         from yggdrasil.serve.request import Request
 
-        if "shape" in options:
+        if options.get("shape") is not None:
             raise ConfigError("shape", str(options["shape"]), "left out for a list; a batch chooses shapes")
         config = self.config(**options)
         events: list[list[Event]] = [[] for _ in prompts]
@@ -181,12 +197,13 @@ class Pair(compiled.LoadedPair):
             Request(prompt=prompt, config=config, on_event=kept.append)
             for prompt, kept in zip(prompts, events, strict=True)
         ]
-        with self._whole_batcher() as batcher:
-            tickets = [batcher.ticket(request) for request in requests]
-            for ticket in tickets:
-                batcher.submit(ticket)
-            while batcher.step() is not None:
-                pass
+        with self._one_batch:
+            tickets = [self._batcher.ticket(request) for request in requests]
+            with self._whole_batcher() as batcher:
+                for ticket in tickets:
+                    batcher.submit(ticket)
+                while batcher.step() is not None:
+                    pass
         return [_result(kept) for kept in events]
 
     @contextmanager
@@ -231,8 +248,12 @@ def load_pair(
 
     Raises:
         UsageError: one model is missing, or both a name and models are given.
+        ConfigError: a name that is no text.
         ArtifactError: the pair is unknown, corrupt or stale; names the command that fixes it.
     """
+    for what, value in (("name", name), ("dataset", dataset)):
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(what, value, "a text")
     if name is not None and (target or draft):
         raise UsageError("a name cannot be combined with target and draft", f"load_pair({name!r})")
     if (target is None) != (draft is None):
@@ -250,18 +271,41 @@ def _is_prompt(prompt: object) -> bool:
     return isinstance(prompt, list | tuple) and bool(prompt) and all(type(each) is int for each in prompt)
 
 
-def _is_messages(prompt: object) -> bool:
-    """Whether it is a list of messages with a role and a text."""
+def _has_messages(prompt: object) -> bool:
+    """Whether it is a list of messages. Raises ConfigError for one that lacks a role or a text."""
+    if not isinstance(prompt, list | tuple) or not any(isinstance(each, Mapping) for each in prompt):
+        return False
+    wrong = next((each for each in prompt if not _is_message(each)), None)
+    if wrong is not None:
+        raise ConfigError("messages", wrong, MESSAGES)
+    return True
+
+
+def _is_message(message: object) -> bool:
     return (
-        isinstance(prompt, list | tuple)
-        and bool(prompt)
-        and all(
-            isinstance(each, Mapping)
-            and isinstance(each.get("role"), str)
-            and isinstance(each.get("content"), str)
-            for each in prompt
-        )
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        and _is_calls(message.get("tool_calls"))
     )
+
+
+def _is_calls(calls: object) -> bool:
+    """Whether they are calls of functions that JSON can spell, or none."""
+    if calls is None:
+        return True
+    return isinstance(calls, list | tuple) and all(
+        isinstance(call, Mapping) and _is_json(call.get("function")) for call in calls
+    )
+
+
+def _is_json(value: object) -> bool:
+    """Whether it is an object that JSON can spell."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return isinstance(value, Mapping)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -320,8 +364,12 @@ def _with_grammar(options: Mapping[str, Any]) -> dict[str, Any]:
     if len(named) > 1:
         raise ConfigError(named[0], options[named[0]], f"left out together with {named[1]}")
     rest = {name: value for name, value in options.items() if name not in GRAMMARS}
-    grammar = GrammarConfig.of(GRAMMARS[named[0]], options[named[0]]) if named else None
-    return {**rest, "grammar": grammar}
+    if not named:
+        return {**rest, "grammar": None}
+    try:
+        return {**rest, "grammar": GrammarConfig.of(GRAMMARS[named[0]], options[named[0]])}
+    except ConfigError as error:
+        raise error.renamed(named[0]) from None
 
 
 def _result(events: Sequence[Event]) -> Result:

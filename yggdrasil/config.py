@@ -87,7 +87,11 @@ class GrammarConfig:
             _require(isinstance(value, dict | bool), kind, value, "a JSON schema, which is an object")
         is_text = isinstance(value, str)
         _require(is_text or kind in ("choice", "json"), kind, value, "a text")
-        return cls(kind=kind, source=value if is_text else json.dumps(value, ensure_ascii=False))
+        try:
+            source = value if is_text else json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:  # a set, a circle, nested too deeply
+            raise ConfigError(kind, value, f"what JSON can spell ({error})") from None
+        return cls(kind=kind, source=source)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ A step (`Engine.step`) emits one or more tokens:
 from __future__ import annotations
 
 import operator
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -113,6 +114,7 @@ class Engine:
         in_one_call = stepper is None and NativeStep.runs(target, draft)
         self._native = NativeStep(target, draft, self.trace) if in_one_call else None
         self.kept_len = 0
+        self._one_thread = threading.Lock()
         # the request whose text is in the KV of both models, and how many of its tokens each has
         self._generating: DecodeState | None = None
         self._held = (0, 0)
@@ -242,7 +244,16 @@ class Engine:
             )
         grammar = grammar_of(self._grammars, config)
         policy = plain_policy() if config.plain else policy
-        return self._generate(tokens, policy, config, limit, grammar, keep)
+        return self._alone(self._generate(tokens, policy, config, limit, grammar, keep))
+
+    def _alone(self, steps: Iterator[StepResult]) -> Iterator[StepResult]:
+        """The same steps; no other thread is in a prefill or a step of this engine meanwhile."""
+        while True:
+            with self._one_thread:
+                result = next(steps, None)
+            if result is None:
+                return
+            yield result
 
     def _generate(
         self,

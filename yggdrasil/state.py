@@ -65,8 +65,9 @@ class Shape:
             all of them.
 
     Raises:
-        ConfigError: levels that are not a tree: a parent outside the level before, a place used twice, or
-            a width or depth that differs from the levels'; a graft on levels or a plain shape.
+        ConfigError: a width below 1 or a depth below 0; levels that are not a tree: a parent outside the
+            level before, a place used twice, or a width or depth that differs from the levels'; a graft on
+            levels or a plain shape.
     """
 
     width: int
@@ -77,6 +78,9 @@ class Shape:
     graft: int = 0
 
     def __post_init__(self) -> None:
+        for name, count, least in (("width", self.width, 1), ("depth", self.depth, 0)):
+            if not isinstance(count, int) or count < least:
+                raise ConfigError(name, count, f"a whole number, at least {least}")
         if self.levels is not None:
             self._check_levels(self.levels)
         grows = self.levels is None and self.depth > 0

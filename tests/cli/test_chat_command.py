@@ -242,6 +242,15 @@ def test_the_request_of_an_answer_is_cut_to_the_context(pair: Pair) -> None:
     assert chat.last.num_tokens == pair.engine.max_context - len(chat.last.prompt)
 
 
+def test_the_advice_after_an_answer_that_was_cut_fits_its_cause(pair: Pair, capsys: Capture) -> None:
+    for limit, advice in ((8, "-n allows more"), (250, "the context is full, /reset begins a new")):
+        chat = Chat(pair, GenerateConfig(max_new_tokens=limit, ignore_eos=True), is_live=True)
+        chat.take(FIRST)
+        assert chat.last is not None
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert f"(stopped after {chat.last.num_tokens} tokens; {advice}" in last
+
+
 def test_a_run_that_was_closed_is_not_half_open(pair: Pair) -> None:
     run = pair.stream(FIRST, max_new_tokens=12)
     next(iter(run))

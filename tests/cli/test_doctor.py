@@ -63,6 +63,19 @@ def test_a_store_that_others_can_write_is_in_the_way(
     assert f"chmod go-w {tmp_path}" in finding.fix
 
 
+def test_a_file_in_the_place_of_the_store_is_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("YGG_HOME", str(tmp_path / "file"))
+    finding = found("store")
+    assert finding.state == "fail"
+    assert "it is a file" in finding.fix
+    found("packages")
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.endswith("to fix: 1\n")
+
+
 def test_a_pair_that_cannot_be_used_is_in_the_way(
     ygg_home: Path, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ def test_off_a_terminal_there_are_the_last_lines_alone(capsys: Capture) -> None:
 
 def test_a_terminal_shows_both_texts_as_they_came(pair: Pair) -> None:
     text = pair.generate(PROMPT, max_new_tokens=16, ignore_eos=True).text
-    with terminal(*WORDS, "--slow", "2") as shown:
+    with terminal(*WORDS, "--slow", "100") as shown:
         assert shown.wait_for_end() == 0
     assert re.search(FIGURES, shown.text)
     last = shown.text.rsplit("plain, ", 1)[1]

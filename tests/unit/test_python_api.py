@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from yggdrasil import api
 from yggdrasil.api import Pair, load_pair
 from yggdrasil.bundle import Bundle
 from yggdrasil.config import CompileConfig
-from yggdrasil.errors import ArtifactError, UsageError, YggError
+from yggdrasil.errors import ArtifactError, ConfigError, UsageError, YggError
 from yggdrasil.offline import pipeline
 from yggdrasil.serve.chat import ChatTemplate
 from yggdrasil.state import Shape
@@ -103,6 +106,46 @@ def test_a_stream_can_be_awaited_while_other_tasks_run(pair: Pair) -> None:
     assert ticks > len(pieces)
 
 
+def test_of_two_streams_at_once_one_is_whole_and_the_other_is_refused(pair: Pair) -> None:
+    options: Any = {"max_new_tokens": 100, "ignore_eos": True, "plain": True}
+    expected = pair.generate(PROMPT, **options).text
+
+    async def read() -> str:
+        return "".join([piece async for piece in pair.stream(PROMPT, **options)])
+
+    async def both() -> list[str | BaseException]:
+        return await asyncio.gather(read(), read(), return_exceptions=True)
+
+    whole, refused = sorted(asyncio.run(both()), key=lambda result: isinstance(result, YggError))
+    assert whole == expected
+    assert str(refused).startswith("another generation has begun on this engine")
+
+
+def test_no_two_threads_are_in_one_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = pair.engine.step
+    meeting = threading.Barrier(2)
+    met: list[int] = []
+
+    def meet(*arguments: Any) -> Any:
+        with suppress(threading.BrokenBarrierError):
+            met.append(meeting.wait(0.3))  # seconds for the other thread to come, which it must not
+        return step(*arguments)
+
+    monkeypatch.setattr(pair.engine, "step", meet)
+    with ThreadPoolExecutor(2) as threads:
+        runs = [pair.stream(PROMPT), pair.stream(PROMPT)]
+        first, second = threads.map(lambda run: next(iter(run)), runs)
+    assert first == second
+    assert met == []
+
+
+def test_batches_of_two_threads_have_the_texts_of_one(pair: Pair) -> None:
+    expected = [result.text for result in pair.generate(PROMPTS, max_new_tokens=20)]
+    with ThreadPoolExecutor(2) as threads:
+        batches = threads.map(lambda _: pair.generate(PROMPTS, max_new_tokens=20), range(4))
+        assert [[result.text for result in batch] for batch in batches] == [expected] * 4
+
+
 def test_options_are_those_of_a_request(pair: Pair) -> None:
     plain = pair.generate(PROMPT, max_new_tokens=16, plain=True)
     assert plain.aal == 1
@@ -166,11 +209,34 @@ def test_a_template_of_the_model_decides_itself_where_its_answer_ends(tiny_bundl
         (lambda pair: pair.generate(5), "a text, a list of token ids, or a list of these"),
         (lambda pair: pair.generate([PROMPT, 5]), "a text, a list of token ids, or a list of these"),
         (lambda pair: pair.generate([10**6]), "made of token ids from 0 to"),
+        (lambda pair: pair.generate([-1]), "prompt: -1 is not allowed; it must be made of token ids"),
+        (lambda pair: pair.generate([PROMPT, [-1]]), "prompt: -1 is not allowed"),
+        (lambda pair: pair.stream([-1]), "prompt: -1 is not allowed"),
+        (lambda pair: pair.stream(None), "prompt: None is not allowed"),
+        (lambda pair: pair.stream(5), "prompt: 5 is not allowed"),
+        (lambda pair: pair.stream(b"a"), "prompt: b'a' is not allowed"),
+        (lambda pair: pair.stream([]).complete(), "prompt: '' is not allowed"),
+        (lambda pair: pair.stream(["a", "b"]), "prompt: 'a' is not allowed; it must be a list of tokens"),
+        (lambda pair: pair.stream([{"role": "user"}]), "messages: {'role': 'user'} is not allowed"),
+        (lambda pair: pair.stream([*MESSAGES, 5]), "messages: 5 is not allowed; it must be a list of mess"),
+        (lambda pair: pair.stream([{**MESSAGES[0], "tool_calls": 5}]), "it must be a list of messages"),
+        (lambda pair: pair.stream([{**MESSAGES[0], "tool_calls": [{}]}]), "a list of messages"),
+        (
+            lambda pair: pair.stream([{**MESSAGES[0], "tool_calls": [{"function": {"a": {1}}}]}]),
+            "it must be a list of messages",
+        ),
+        (lambda pair: pair.generate(PROMPT, json_schema={"a": {1}}), "json_schema: {'a': {1}} is not"),
+        (lambda pair: pair.generate(PROMPT, json_schema="{"), "json_schema: '{' is not allowed"),
+        (
+            lambda pair: pair.stream(PROMPT, shape=Shape(1, 2), plain=True),
+            "shape: 'W=1 D=2 K=auto' is not allowed; it must be left out together with plain",
+        ),
         (lambda pair: pair.generate([PROMPT, "x" * 4000]), "shorter than the context"),
         (lambda pair: pair.generate([PROMPT], shape=Shape(1, 2)), "shape: 'W=1 D=2 K=auto'"),
         (lambda pair: pair.generate(PROMPT, shape=Shape(1, 99)), "depth: 99"),
         (lambda pair: pair.chat([{"role": "user"}]), "a list of messages"),
         (lambda pair: pair.chat([]), "a list of messages"),
+        (lambda pair: pair.chat(5), "messages: 5 is not allowed; it must be a text, or a list of messages"),
     ],
 )
 def test_bad_input_is_one_clear_line(pair: Pair, call: Callable[[Any], Any], complaint: str) -> None:
@@ -178,6 +244,25 @@ def test_bad_input_is_one_clear_line(pair: Pair, call: Callable[[Any], Any], com
         call(pair)
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_refused_prompt_leaves_the_rows_of_batches_as_they_are(pair: Pair) -> None:
+    batcher = pair._batcher
+    with pytest.raises(ConfigError, match="shorter than the context"):
+        pair.generate([PROMPT, "x" * 4000])
+    assert pair._batcher is batcher
+
+
+def test_a_shape_that_is_none_is_left_out(pair: Pair) -> None:
+    alone = pair.generate(PROMPT, max_new_tokens=8, shape=None, plain=True)
+    [batched] = pair.generate([PROMPT], max_new_tokens=8, shape=None)
+    assert batched.text == alone.text
+
+
+def test_a_message_may_have_calls_of_functions(pair: Pair) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look"}}]}
+    tokens = pair.stream([*MESSAGES, call, {**MESSAGES[0], "tool_calls": None}]).prompt
+    assert '{"name": "look"}' in pair.tokenizer.decode(tokens)
 
 
 def test_batches_go_on_after_one_that_was_interrupted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +304,11 @@ def test_a_pair_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
         load_pair(target=str(tmp_path))
     with pytest.raises(UsageError, match="cannot be combined"):
         load_pair("tiny", target="a", draft="b")
+    bad: Any = 5
+    with pytest.raises(ConfigError, match="name: 5 is not allowed; it must be a text"):
+        load_pair(bad)
+    with pytest.raises(ConfigError, match="dataset: 5 is not allowed; it must be a text"):
+        load_pair("tiny", dataset=bad)
     with pytest.raises(ArtifactError, match="no compiled pair named 'unknown'"):
         load_pair("unknown")
     with pytest.raises(YggError, match="there is no such folder"):

@@ -175,7 +175,9 @@ class Chat:
             print(text, end="", flush=True)
         print(flush=True)
         if self._is_live and run.finish_reason == "length":
-            print_dim(f"(stopped after {run.num_tokens} tokens; -n allows more)", sys.stdout)
+            is_full = len(run.prompt) + run.num_tokens == self.pair.engine.max_context
+            why = "the context is full, /reset begins a new conversation" if is_full else "-n allows more"
+            print_dim(f"(stopped after {run.num_tokens} tokens; {why})", sys.stdout)
 
     def _command(self, line: str) -> None:
         name, _, rest = line[1:].strip().partition(" ")

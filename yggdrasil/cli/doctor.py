@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from yggdrasil.errors import YggError
+from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.store import artifacts
 from yggdrasil.store.trust import check_trusted
 
@@ -85,9 +85,14 @@ def findings() -> Iterator[Finding]:
     yield _processor()
     yield _threads()
     yield _memory()
-    yield _disk()
-    yield _store()
-    yield from _pairs()
+    try:
+        artifacts.root()
+    except ConfigError as error:
+        yield Finding("fail", "store", "there is none", str(error))
+    else:
+        yield _disk()
+        yield _store()
+        yield from _pairs()
     yield _packages()
 
 

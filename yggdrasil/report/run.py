@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -142,9 +144,15 @@ class Run:
     async def __aiter__(self) -> AsyncIterator[str]:
         pieces = iter(self)
         loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1) as thread:  # one thread, because a step's operators expect their own
-            while (piece := await loop.run_in_executor(thread, next, pieces, "")) != "":
+        thread = ThreadPoolExecutor(1)  # one thread, because a step's operators expect their own
+        try:
+            while True:
+                step = loop.run_in_executor(thread, next, pieces, "")
+                if (piece := await _whole(step)) == "":
+                    return
                 yield piece
+        finally:
+            thread.shutdown(wait=False)  # the loop goes on
 
     def complete(self) -> Run:
         """Run to the end without streaming."""
@@ -181,15 +189,15 @@ class Run:
         engine = self.pair.engine
         self._before = dict(engine.trace.total_ms), engine.draft.graph_ms, engine.target.graph_ms
         start = time.perf_counter()
-        with no_compilation():
-            for result in engine.generate(self.prompt, self.policy, self.config, keep=self._keep):
-                self.kept_tokens = engine.kept_len
-                self._enter(result, (time.perf_counter() - start) * 1e3)
-                text = self._stream.push(result.tokens)
-                self.pieces.append(Piece(self.total_ms, text, result.accepted))
-                left = time.perf_counter()
-                yield text, result
-                start += time.perf_counter() - left  # a reader's time is not the run's
+        steps = engine.generate(self.prompt, self.policy, self.config, keep=self._keep)
+        while (result := _next_step(steps)) is not None:
+            self.kept_tokens = engine.kept_len
+            self._enter(result, (time.perf_counter() - start) * 1e3)
+            text = self._stream.push(result.tokens)
+            self.pieces.append(Piece(self.total_ms, text, result.accepted))
+            left = time.perf_counter()
+            yield text, result
+            start += time.perf_counter() - left  # a reader's time is not the run's
         self.finish_reason = "stop" if self._stream.stopped or self._ended() else "length"
         rest = self._stream.finish()
         self.pieces.append(Piece(self.total_ms, rest, 0))
@@ -322,6 +330,49 @@ class Run:
             f"ms per step: {stages}\n"
             f"shapes: {report['speculation']}{guard}"
         )
+
+
+class DecodingBlock:
+    """A block without compilations that several threads can be in: the last to leave lifts the rule.
+
+    `no_compilation` restores what it found, which is wrong for blocks that do not end in order.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._rule: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                self._rule = no_compilation()
+                self._rule.__enter__()
+            self._num_inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                self._rule.__exit__(None, None, None)
+
+
+_decoding = DecodingBlock()
+
+
+def _next_step(steps: Iterator[StepResult]) -> StepResult | None:
+    """The next step; None at the end. A program may compile another pair between two steps."""
+    with _decoding:
+        return next(steps, None)
+
+
+async def _whole(step: asyncio.Future[str]) -> str:
+    """The text of a step. If its reader is cancelled, it first ends, as no thread can be stopped within."""
+    try:
+        return await asyncio.shield(step)
+    except asyncio.CancelledError:
+        await asyncio.wait((step,))
+        raise
 
 
 def _shortened(text: str) -> str:

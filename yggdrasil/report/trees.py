@@ -67,6 +67,7 @@ def trees_page(
             f'<section><h2>{escape(heading)}</h2><p class="text">{new}</p><div>{tree}</div></section>'
         )
         before += text
+    before += stream.finish()
     tokens = sum(len(result.tokens) for result in results)
     kind = (
         "greedy"

@@ -102,7 +102,7 @@ def _plain_line(message: Mapping[str, Any]) -> str:
     """A message in the default template; two participants of one role differ by name."""
     name = f" ({message['name']})" if "name" in message else ""
     content = message["content"] or ""
-    calls = "".join(_tojson(call["function"]) for call in message.get("tool_calls", ()))
+    calls = "".join(_tojson(call["function"]) for call in message.get("tool_calls") or ())
     return f"{message['role']}{name}: {content}{calls}"
 
 

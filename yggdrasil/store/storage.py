@@ -39,15 +39,23 @@ YOUNG_S = 60.0  # a new temporary has no lock for a moment
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 PRINTED = re.compile(r"\[Errno (\d+)\] [^:\n]+: '([^'\n]+)'")  # an OSError in a traceback
+CHOOSE_ANOTHER = "set YGG_HOME to a folder that you can write: `YGG_HOME=FOLDER ygg compile ...`"
 UNPACKING_FAILED = "write callback failed"  # torch's zip library on a full disk
 BLOCKED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EIO)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents, by umask, never writable by other users."""
+    """Make a folder and its parents, by umask, never writable by other users.
+
+    Raises:
+        StoreError: the file system makes no folders.
+    """
     for folder in reversed([path, *path.parents]):
         if not folder.is_dir():
-            folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+            try:
+                folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+            except FileNotFoundError:  # below /proc, or the folder above was just removed
+                raise StoreError(folder, "no folder can be made there", CHOOSE_ANOTHER) from None
 
 
 def _settle_mode_(path: Path, folder_mode: int) -> None:
@@ -221,5 +229,5 @@ def _remedy(code: int, root: Path) -> str:
             "and run the command again"
         )
     if code in CLOSED:
-        return "set YGG_HOME to a folder that you can write: `YGG_HOME=FOLDER ygg compile ...`"
+        return CHOOSE_ANOTHER
     return "move away what is there, or set YGG_HOME to another folder: `YGG_HOME=FOLDER ygg compile ...`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ def test_the_page_has_the_tree_of_every_step_and_needs_nothing_else(tiny: Loaded
     assert "&lt;b&gt;" in page
     assert re.search(r"<script|<b>|\ssrc=|\shref=", page) is None
     assert set(re.findall(r"https?://[^\"]*", page)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_the_page_ends_with_a_character_that_is_not_whole(tiny: LoadedPair) -> None:
+    prompt = tiny.tokenizer.encode("Once")
+    config = GenerateConfig(max_new_tokens=1, ignore_eos=True)
+    [result] = tiny.engine.generate(prompt, tiny.policy(), config)
+    begun = tiny.tokenizer.encode(" ab\u2603", special_tokens=False)[:-1]
+    page = trees_page(tiny, prompt, SamplingConfig(), [replace(result, tokens=begun)])
+    assert tiny.tokenizer.decode(begun).endswith("\ufffd")
+    assert f'<span class="prompt">Once</span>{tiny.tokenizer.decode(begun)}</p>' in page
 
 
 def test_a_page_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:

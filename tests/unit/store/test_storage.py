@@ -163,6 +163,13 @@ def test_a_store_that_cannot_be_written_is_one_line_with_a_remedy(
         raise make(tmp_path / "store")  # type: ignore[operator]
 
 
+def test_a_folder_that_the_file_system_does_not_make_is_one_line() -> None:
+    with pytest.raises(
+        StoreError, match="/proc/store: cannot be written .no folder can be made there.; set"
+    ):
+        make_folder(Path("/proc/store/pair"))
+
+
 @pytest.mark.parametrize(
     "error",
     (

@@ -1,0 +1,31 @@
+"""Shapes of a step that can be, and those that cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from yggdrasil.errors import ConfigError
+from yggdrasil.state import Shape
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "complaint"),
+    [
+        (-1, 2, "width: -1 is not allowed; it must be a whole number, at least 1"),
+        (0, 4, "width: 0 is not allowed"),
+        (1.5, 2, "width: 1.5 is not allowed"),
+        (4, -1, "depth: -1 is not allowed; it must be a whole number, at least 0"),
+        (4, None, "depth: None is not allowed"),
+    ],
+)
+def test_a_shape_without_nodes_or_of_negative_depth_is_refused(
+    width: Any, depth: Any, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Shape(width, depth)
+
+
+def test_the_least_shape_is_the_root_alone() -> None:
+    assert Shape(1, 0).num_nodes == 1
