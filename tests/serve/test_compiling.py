@@ -13,7 +13,7 @@ import pytest
 from test_api import Running, eventually, server
 
 from yggdrasil.config import GrammarConfig
-from yggdrasil.errors import ConfigError, YggError
+from yggdrasil.errors import ConfigError, UsageError, YggError
 from yggdrasil.serve import api
 from yggdrasil.serve.chat import ChatTemplate
 from yggdrasil.serve.messages import Tool
@@ -192,15 +192,20 @@ def test_functions_are_tried_for_a_limited_time(monkeypatch: pytest.MonkeyPatch)
         assert 1 <= len(checked) <= api.MOST_PARTS_S + 1
 
 
-def test_a_grammar_that_the_server_cannot_compile_is_not_the_client_s_mistake(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [(YggError("grammars cannot be tried"), 500), (UsageError("grammars cannot be tried", "pip"), 400)],
+    ids=("failed", "not installed"),
+)
+def test_a_failed_trial_is_a_500_and_a_server_without_grammars_refuses_them(
+    fault: YggError, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def prepare(grammar: GrammarConfig) -> None:
-        raise YggError("grammars cannot be tried")
+        raise fault
 
     with server() as running:
         monkeypatch.setattr(running.service, "prepare", prepare)
         refused = running.post(prompt="Once", structured_outputs={"regex": "a"})
         error = refused.json()["error"]
-        assert (refused.status_code, error["code"]) == (500, None)
+        assert (refused.status_code, error["code"]) == (status, None)
         assert "cannot be tried" in error["message"]

@@ -37,7 +37,7 @@ from starlette.types import ASGIApp
 
 import yggdrasil
 from yggdrasil.config import GrammarConfig
-from yggdrasil.errors import ConfigError, YggError
+from yggdrasil.errors import ConfigError, UsageError, YggError
 from yggdrasil.serve import admin, describe, status, texts
 from yggdrasil.serve.access import REQUEST_ID, Access, AccessLog, access_of
 from yggdrasil.serve.body import checked, read_body
@@ -269,8 +269,9 @@ def _prepare(service: BatchService, grammar: GrammarConfig, body: WireRequest) -
         field, fault = _faulty_part(service, body) or (body.grammar_field, error)
         message = f"{field}: {fault}"
         raise ApiError(400, message, param=body.grammar_field, code="invalid_grammar") from None
-    except YggError as error:  # not the client's fault
-        raise ApiError(500, f"{body.grammar_field}: {error}", param=body.grammar_field) from None
+    except YggError as error:  # this server has no grammars, or it failed
+        status = 400 if isinstance(error, UsageError) else 500
+        raise ApiError(status, f"{body.grammar_field}: {error}", param=body.grammar_field) from None
 
 
 def _faulty_part(service: BatchService, body: WireRequest) -> tuple[str, ConfigError] | None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from yggdrasil.config import GrammarConfig
-from yggdrasil.errors import ConfigError, YggError
+from yggdrasil.errors import ConfigError, UsageError, YggError
 from yggdrasil.text.tokenizer import Tokenizer
 from yggdrasil.text.trial import Trial, Verdict
 
@@ -163,7 +163,7 @@ class Grammars:
         try:
             import llguidance
         except ImportError:
-            raise YggError(f"grammars need llguidance: {INSTALL}") from None
+            raise UsageError("grammars need llguidance", INSTALL) from None
         if self._trial is not None or not self._ends:
             return
         source = self._tokenizer.source
