@@ -365,7 +365,7 @@ class DeviceModel:
     def meta(self, num_tokens: int) -> Tensor:
         return Pretended(self._model.meta(num_tokens))
 
-    def native(self, meta_NM: Tensor) -> None:
+    def graph_object(self, meta_NM: Tensor) -> None:
         """C++ runs no graph of a device."""
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:

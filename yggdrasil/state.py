@@ -40,7 +40,7 @@ class StopRule(Protocol):
         ...
 
     @property
-    def native(self) -> tuple[Tensor, float] | None:
+    def numbers(self) -> tuple[Tensor, float] | None:
         """The same rule for the loop in kernels/step.cpp; None for a rule that exists only in Python.
 
         Either the costs of nodes by rank, float64, and the minimum gain of a step; or an empty tensor and

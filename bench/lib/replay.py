@@ -37,7 +37,7 @@ class ReplayedTarget:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def native(self, meta_NM: Tensor) -> None:
+    def graph_object(self, meta_NM: Tensor) -> None:
         """None: the C++ step would read the target's own logits."""
         return
 

@@ -210,7 +210,7 @@ class _Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def native(self, meta_NM: Tensor) -> None:
+    def graph_object(self, meta_NM: Tensor) -> None:
         """None: the C++ step would run the forwards without this clock."""
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ Step = Callable[[DecodeState, ShapePolicy], StepResult]
 class TwoDeep:
     """A stop rule that exists only in Python."""
 
-    native = None
+    numbers = None
 
     def enough(self, tree: TokenTree) -> bool:
         return int(tree.depth_N.max()) >= 2

@@ -77,7 +77,7 @@ class Sequence(ShapePolicy):
 class TwoDeep:
     """Stops growth at depth two."""
 
-    native = None
+    numbers = None
 
     def enough(self, tree: TokenTree) -> bool:
         return int(tree.depth_N.max()) >= 2

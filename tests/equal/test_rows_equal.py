@@ -63,7 +63,7 @@ LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
 class TwoDeep:
     """A stop rule that exists only in Python."""
 
-    native = None
+    numbers = None
 
     def enough(self, tree: TokenTree) -> bool:
         return int(tree.depth_N.max()) >= 2

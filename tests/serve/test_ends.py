@@ -51,7 +51,7 @@ class Scripted:
             The client, its ticket, and for every step the numbers of emitted and returned tokens.
         """
         no_model: Any = SimpleNamespace(
-            device="", sizes=(1,), vocab=512, meta=torch.zeros, native=lambda meta_NM: None
+            device="", sizes=(1,), vocab=512, meta=torch.zeros, graph_object=lambda meta_NM: None
         )
         pool = PagePool(16, num_rows=1, max_indices=256)
         batcher = Batcher(

@@ -111,7 +111,7 @@ class LeadingModel(CompiledModel[KVCache]):
                     raise RankLost(rank(), num_ranks(), failure()) from error
                 raise
 
-    def native(self, meta_NM: Tensor) -> None:
+    def graph_object(self, meta_NM: Tensor) -> None:
         """None: a forward needs messages, which the C++ step does not send."""
 
 

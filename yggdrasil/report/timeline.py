@@ -305,8 +305,8 @@ class RecordedModel:
         self._notes.append(Forwards(self._kind, len(meta_NM), (start * 1e3, end * 1e3)))
         return outputs
 
-    def native(self, meta_NM: Tensor) -> Any | None:
-        return self._model.native(meta_NM)
+    def graph_object(self, meta_NM: Tensor) -> Any | None:
+        return self._model.graph_object(meta_NM)
 
     def record_forward_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
         self.graph_ms += sum(times_ms[1::2]) - sum(times_ms[::2])
