@@ -7,7 +7,7 @@ head; commit of an accepted path. The layers' KV together exceeds the device's c
 reads memory as it does in a decoding step. A copy and a migration are charged for what they read and for
 what they write; attention for the keys and values of the context alone.
 
-Before anything is timed, the kernels must agree: migrated and committed bytes with the plain operators, and
+Before anything is timed, the kernels must agree: migrated and committed bytes with torch's operators, and
 a token's attention with itself, to the bit, alone and in the widest tree.
 
 Refuted if a goal of the table is missed: migration below 0.85 of the copy's rate, attention below the share
@@ -217,18 +217,18 @@ def assert_exact(subject: Subject, context: int) -> None:
         "the root's attention depends on the tree after it"
     )
     storage = subject.storage_PL2GSF[:8].clone()
-    plain = storage.clone()
+    expected = storage.clone()
     (source_M, target_M) = moves(len(storage))
     move_pages_(storage, source_M, target_M)
-    move_pages_reference_(plain, source_M, target_M)
-    assert torch.equal(storage, plain), "migration moved other bytes than the plain operators"
+    move_pages_reference_(expected, source_M, target_M)
+    assert torch.equal(storage, expected), "migration moved other bytes than torch's operators"
     sources = torch.tensor(COMMITTED, device="cuda") + 30
     commit_(storage, sources.to(torch.int32), 30)
     targets = torch.arange(30, 30 + len(sources), device="cuda")
-    plain[targets // PAGE_LEN, :, :, :, targets % PAGE_LEN] = plain[
+    expected[targets // PAGE_LEN, :, :, :, targets % PAGE_LEN] = expected[
         sources // PAGE_LEN, :, :, :, sources % PAGE_LEN
     ]
-    assert torch.equal(storage, plain), "commit moved other bytes than the plain operators"
+    assert torch.equal(storage, expected), "commit moved other bytes than torch's operators"
 
 
 def gb_per_s(num_bytes: int, samples_ms: Sequence[float]) -> dict[str, float]:

@@ -117,7 +117,7 @@ def save_sentence_piece_tokenizer(folder: Path, *, is_llama: bool) -> Path:
 
 
 def save_calibration(path: Path) -> Path:
-    """Held-out stories as plain text, blank lines between them."""
+    """Held-out stories as one text, blank lines between them."""
     path.write_text("\n\n".join(stories(8, seed=99)))
     return path
 

@@ -849,7 +849,7 @@ def test_health_info_and_metrics_show_the_state_of_the_service(shared: Running) 
     assert info["internal_states"][0]["speculative_num_steps"] == info["speculative_num_steps"] == 3
     assert info["avg_spec_accept_length"] == 1.5
     assert info["policy_state"] == {"block": 3}
-    assert info["chat_template"] == "plain"
+    assert info["chat_template"] == "default"
     assert "# TYPE ygg_emitted_tokens_total counter" in shared.get("/metrics").text
 
 
