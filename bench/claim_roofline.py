@@ -276,9 +276,9 @@ def host_json(timeline: Timeline) -> dict[str, Any]:
         "step_ms": round(timeline.total_ms, 4),
         "host_ms": round(timeline.host_ms, 4),
         "growth_step_ms": None if timeline.growth_step_ms is None else round(timeline.growth_step_ms, 4),
-        "pieces": [
+        "intervals": [
             {"name": name, "is_graph": is_graph, "ms": round(ms, 4)}
-            for name, is_graph, ms in timeline.pieces_ms()
+            for name, is_graph, ms in timeline.intervals_ms()
         ],
     }
 
@@ -375,7 +375,7 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Ceilings, graphs next to them, the host's pieces, goals."""
+    """Ceilings, graphs next to them, the host's intervals, goals."""
     lines = [
         f"memory {result['memory_gb_per_s']['median']:.1f} GB/s, torch.mm {result['tflop_per_s']:.3f} "
         f"TFLOP/s (best of {list(result['mm_tflop_per_s'])})"
@@ -398,8 +398,8 @@ def table(result: Mapping[str, Any]) -> str:
         f"{host['steps']} steps:"
     )
     lines += [
-        f"  {'[' + piece['name'] + ']' if piece['is_graph'] else piece['name']:<18}{piece['ms']:>9.3f}"
-        for piece in host["pieces"]
+        f"  {'[' + each['name'] + ']' if each['is_graph'] else each['name']:<18}{each['ms']:>9.3f}"
+        for each in host["intervals"]
     ]
     lines += [
         f"{'reached' if goal['reached'] else 'MISSED '} {goal['goal']}: {goal['measured']:.3f}, wanted "

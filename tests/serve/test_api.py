@@ -455,7 +455,7 @@ def test_echo_puts_the_prompt_before_every_choice(shared: Running) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed[:-1]) == "a fox" + STORY
 
 
-def test_a_stream_has_the_same_text_in_pieces_and_ends_with_done(shared: Running) -> None:
+def test_a_stream_has_the_same_text_in_chunks_and_ends_with_done(shared: Running) -> None:
     response = shared.post(
         prompt=["a", "b"], stream=True, max_tokens=100, stream_options={"include_usage": True}
     )

@@ -88,7 +88,7 @@ def compile_graph(
             # The wrapper calls our operators directly, not through the dispatcher.
             "aot_inductor.custom_ops_to_c_shims": c_shims(),
         }
-        # A folder of its own: Inductor names sources by their content and writes them piece by piece, so
+        # A folder of its own: Inductor names sources by their content and writes them little by little, so
         # another process that builds the same graph could package half a file.
         with (
             tempfile.TemporaryDirectory(dir=path.parent) as sources,

@@ -47,7 +47,7 @@ __all__ = [
     "StepRecord",
     "Timeline",
     "gaps",
-    "host_pieces",
+    "host_intervals",
     "plot_timeline",
     "record_timeline",
     "timeline_table",
@@ -102,28 +102,28 @@ class StepRecord:
     def ms(self) -> float:
         return self.end_ms - self.start_ms
 
-    def pieces(self) -> list[Interval]:
+    def intervals(self) -> list[Interval]:
         """The whole step without gaps, in order: graphs and the host's time between them."""
-        return sorted([*self.graphs, *host_pieces(self)], key=_when)
+        return sorted([*self.graphs, *host_intervals(self)], key=_when)
 
 
-def host_pieces(step: StepRecord) -> list[Interval]:
-    """The time outside the graphs, as named pieces that begin and end with the stages."""
-    pieces = []
+def host_intervals(step: StepRecord) -> list[Interval]:
+    """The time outside the graphs, as named intervals that begin and end with the stages."""
+    intervals = []
     for stage in step.stages:
         inside = [graph for graph in step.graphs if stage.start_ms <= graph.start_ms < stage.end_ms]
-        pieces += [
+        intervals += [
             Interval(_gap_name(stage.name, index), *gap)
             for index, gap in enumerate(_outside(inside, stage.start_ms, stage.end_ms))
         ]
     *between, after = _outside(step.stages, step.start_ms, step.end_ms)
     return sorted(
-        [*pieces, *(Interval(BETWEEN, *gap) for gap in between), Interval("observe", *after)], key=_when
+        [*intervals, *(Interval(BETWEEN, *gap) for gap in between), Interval("observe", *after)], key=_when
     )
 
 
-def _when(piece: Interval) -> tuple[float, float]:
-    return piece.start_ms, piece.end_ms
+def _when(interval: Interval) -> tuple[float, float]:
+    return interval.start_ms, interval.end_ms
 
 
 def _outside(inside: Sequence[Interval], start_ms: float, end_ms: float) -> list[tuple[float, float]]:
@@ -148,10 +148,10 @@ def _gap_name(stage: str, index: int) -> str:
 
 
 def gaps(step: StepRecord) -> list[list[Interval]]:
-    """The host's pieces, grouped by the graphs between them."""
+    """The host's intervals, grouped by the graphs between them."""
     return [
-        list(pieces)
-        for is_graph, pieces in groupby(step.pieces(), key=lambda piece: piece.is_graph)
+        list(intervals)
+        for is_graph, intervals in groupby(step.intervals(), key=lambda interval: interval.is_graph)
         if not is_graph
     ]
 
@@ -166,7 +166,7 @@ class Timeline:
     def of(cls, steps: Sequence[StepRecord]) -> Timeline:
         """The most frequent kind of step; plain steps only if there is no other."""
         speculative = [step for step in steps if len(step.graphs) > 1] or steps
-        kinds = [tuple(piece.name for piece in step.pieces()) for step in speculative]
+        kinds = [tuple(interval.name for interval in step.intervals()) for step in speculative]
         [(most, _)] = Counter(kinds).most_common(1)
         return cls(tuple(step for step, kind in zip(speculative, kinds, strict=True) if kind == most))
 
@@ -175,18 +175,18 @@ class Timeline:
         """The step of median duration."""
         return sorted(self.steps, key=lambda step: step.ms)[len(self.steps) // 2]
 
-    def pieces_ms(self) -> list[tuple[str, bool, float]]:
-        """Name, whether it is a graph, and median ms of every piece; last, the sum between stages."""
+    def intervals_ms(self) -> list[tuple[str, bool, float]]:
+        """Name, whether it is a graph, and median ms of every interval; last, the sum between stages."""
         named = [
             column
-            for column in zip(*(step.pieces() for step in self.steps), strict=True)
+            for column in zip(*(step.intervals() for step in self.steps), strict=True)
             if column[0].name != BETWEEN
         ]
         rows = [
-            (column[0].name, column[0].is_graph, median(piece.ms for piece in column)) for column in named
+            (column[0].name, column[0].is_graph, median(each.ms for each in column)) for column in named
         ]
         between = [
-            sum(piece.ms for piece in host_pieces(step) if piece.name == BETWEEN) for step in self.steps
+            sum(each.ms for each in host_intervals(step) if each.name == BETWEEN) for step in self.steps
         ]
         return [*rows, (BETWEEN, False, median(between))]
 
@@ -198,7 +198,7 @@ class Timeline:
     @property
     def host_ms(self) -> float:
         """Median milliseconds of a step outside the graphs."""
-        return median(sum(piece.ms for piece in host_pieces(step)) for step in self.steps)
+        return median(sum(interval.ms for interval in host_intervals(step)) for step in self.steps)
 
     def graphs_ms(self, kind: str) -> float:
         """Median milliseconds of a step inside the graphs of one kind, "draft" or "verify"."""
@@ -212,7 +212,7 @@ class Timeline:
         growths = [
             growing.ms + graph.ms
             for step in self.steps
-            for growing, graph in pairwise(step.pieces())
+            for growing, graph in pairwise(step.intervals())
             if growing.name.startswith("grow") and graph.is_graph
         ]
         return median(growths) if growths else None
@@ -367,7 +367,7 @@ def _run(
 
 
 def timeline_table(timeline: Timeline) -> str:
-    """Every piece of the step in order, then the sums of graphs, host and growth step."""
+    """Every interval of the step in order, then the sums of graphs, host and growth step."""
     shape = timeline.representative.shape
     lines = [
         f"{shape}: medians of {len(timeline.steps)} steps, stages one after another",
@@ -377,7 +377,7 @@ def timeline_table(timeline: Timeline) -> str:
     host_ms = timeline.host_ms
     lines += [
         f"{ms:10.3f}  {ms / total_ms:6.1%}  {'[' + name + ']' if is_graph else name}"
-        for name, is_graph, ms in timeline.pieces_ms()
+        for name, is_graph, ms in timeline.intervals_ms()
     ]
     draft_ms = timeline.graphs_ms("draft")
     verify_ms = timeline.graphs_ms("verify")
@@ -445,5 +445,5 @@ def plot_timeline(step: StepRecord, path: Path, *, title: str = "") -> Path:
 
 def _gap_label(gap: Sequence[Interval]) -> str:
     """One line per name, with its milliseconds."""
-    names = dict.fromkeys(piece.name for piece in gap)
-    return "\n".join(f"{name} {sum(piece.ms for piece in gap if piece.name == name):.3f}" for name in names)
+    names = dict.fromkeys(each.name for each in gap)
+    return "\n".join(f"{name} {sum(each.ms for each in gap if each.name == name):.3f}" for name in names)

@@ -1,4 +1,4 @@
-"""Pictures that a person can read: no curve hides another, axes have decimal numbers, each names its data."""
+"""Pictures that a person can read: no curve hides another, axes have decimal numbers and a source."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from yggdrasil.report.timeline import (
     StepRecord,
     Timeline,
     gaps,
-    host_pieces,
+    host_intervals,
     plot_timeline,
     timeline_table,
 )
@@ -69,15 +69,15 @@ PLAIN = StepRecord(
 
 
 def names(step: StepRecord) -> list[str]:
-    return [piece.name for piece in step.pieces() if piece.name != BETWEEN]
+    return [interval.name for interval in step.intervals() if interval.name != BETWEEN]
 
 
 @pytest.mark.parametrize("step", (speculative(), PLAIN), ids=str)
 def test_every_moment_of_a_step_has_one_name(step: StepRecord) -> None:
-    pieces = step.pieces()
-    assert (pieces[0].start_ms, pieces[-1].end_ms) == (step.start_ms, step.end_ms)
-    assert all(before.end_ms == after.start_ms for before, after in pairwise(pieces))
-    assert sum(piece.ms for piece in pieces) == step.ms
+    intervals = step.intervals()
+    assert (intervals[0].start_ms, intervals[-1].end_ms) == (step.start_ms, step.end_ms)
+    assert all(before.end_ms == after.start_ms for before, after in pairwise(intervals))
+    assert sum(interval.ms for interval in intervals) == step.ms
 
 
 def test_gaps_are_named_by_their_stage_and_by_the_graphs_around_them() -> None:
@@ -105,15 +105,15 @@ def test_gaps_are_named_by_their_stage_and_by_the_graphs_around_them() -> None:
     ]
 
 
-def test_pieces_last_from_one_event_to_the_next() -> None:
-    ms = {piece.name: piece.ms for piece in host_pieces(speculative())}
+def test_intervals_last_from_one_event_to_the_next() -> None:
+    ms = {interval.name: interval.ms for interval in host_intervals(speculative())}
     expected = {"head": 1, "grow 1": 1, "grow 2": 3, "pack": 1, "outputs": 1, "observe": 1}
     assert {name: ms[name] for name in expected} == expected
-    assert sum(piece.ms for piece in host_pieces(speculative()) if piece.name == BETWEEN) == 4
+    assert sum(interval.ms for interval in host_intervals(speculative()) if interval.name == BETWEEN) == 4
 
 
 def test_a_gap_is_everything_between_two_graphs() -> None:
-    found = [[piece.name for piece in gap if piece.ms] for gap in gaps(speculative())]
+    found = [[interval.name for interval in gap if interval.ms] for gap in gaps(speculative())]
     after = ["outputs", "accept", "commit", "observe"]
     assert found == [
         [BETWEEN, "choose shape", BETWEEN, "head"],
@@ -143,7 +143,7 @@ def test_figures_are_medians_over_the_steps() -> None:
         timeline.graphs_ms("draft"),
         timeline.graphs_ms("verify"),
     ) == (22, 16, 2, 4)
-    rows = timeline.pieces_ms()
+    rows = timeline.intervals_ms()
     assert rows[0] == ("choose shape", False, 1)
     assert ("verify 8", True, 4) in rows
     assert rows[-1] == (BETWEEN, False, 4)

@@ -34,13 +34,13 @@ def test_a_match_is_the_last_place_of_the_longest_equal_end(tokens: list[int]) -
 
 
 @given(TEXTS, st.integers(0, 60), st.integers(1, 15), st.lists(st.integers(1, 6)))
-def test_a_text_read_in_pieces_gives_the_graft_of_one_read_at_once(
-    tokens: list[int], prompt_len: int, most: int, pieces: list[int]
+def test_a_text_read_in_chunks_gives_the_graft_of_one_read_at_once(
+    tokens: list[int], prompt_len: int, most: int, chunks: list[int]
 ) -> None:
     repeats = Repeats(prompt_len)
     end = 0
-    for piece in pieces:
-        end = min(end + piece, len(tokens))
+    for chunk in chunks:
+        end = min(end + chunk, len(tokens))
         repeats.follow_(tokens[:end])
         repeats.graft(most)
     repeats.follow_(tokens)
