@@ -11,7 +11,7 @@ Before anything is timed, the kernels must agree: migrated and committed bytes w
 a token's attention with itself, to the bit, alone and in the widest tree.
 
 Refuted if a goal of the table is missed: migration below 0.85 of the copy's rate, attention below the share
-of it that `LEAST_ATTENTION_SHARE` states, or a commit above 10 us.
+of it that `MIN_ATTENTION_SHARE` states, or a commit above 10 us.
 
 Without a CUDA device it exits with 2. `--tune` times the attention kernel's candidates too, for a person
 who edits `CONFIGS` in yggdrasil/kernels/attention_triton.py."""
@@ -49,8 +49,8 @@ LEVEL = 8  # nodes of a level of the trees
 COPY_BYTES = 2**30
 MOVED_SHARE = 0.3  # of the pool's pages
 COMMITTED = (1, 3, 4, 9, 12)  # offsets of an accepted path after the root
-LEAST_MIGRATION_SHARE = 0.85
-LEAST_ATTENTION_SHARE = {2048: 0.5, 8192: 0.7}  # by context, at every width
+MIN_MIGRATION_SHARE = 0.85
+MIN_ATTENTION_SHARE = {2048: 0.5, 8192: 0.7}  # by context, at every width
 MOST_COMMIT_US = 10.0
 
 
@@ -256,8 +256,8 @@ def goals(
     migration_share: float, attention: Sequence[Mapping[str, Any]], commit_us: float
 ) -> list[dict[str, Any]]:
     """What the kernels shall attain; attention at its worst width."""
-    found = [at_least("migration over copy", migration_share, LEAST_MIGRATION_SHARE)]
-    for context, limit in LEAST_ATTENTION_SHARE.items():
+    found = [at_least("migration over copy", migration_share, MIN_MIGRATION_SHARE)]
+    for context, limit in MIN_ATTENTION_SHARE.items():
         for name in dict.fromkeys(each["heads"] for each in attention):
             shares = [
                 each["share"] for each in attention if (each["heads"], each["context"]) == (name, context)

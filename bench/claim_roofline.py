@@ -48,7 +48,7 @@ PROBE_ROUNDS = 6
 MATRICES = ((2048, 2048, 2048), (4096, 4096, 4096), (1024, 4096, 4096), (8192, 1024, 4096))
 GROWTH_OF_VERIFY = {8: 1.10, 16: 1.3, 32: 2.1}  # T(W) over T(2), at most
 MOST_OVER_MEMORY = 1.15  # T(1) over its memory ceiling
-LEAST_PREFILL_SHARE = 0.6  # of the matrix throughput
+MIN_PREFILL_SHARE = 0.6  # of the matrix throughput
 MOST_GROWTH_STEP_MS = 0.2
 MOST_HOST_MS = 0.4
 
@@ -242,7 +242,7 @@ def verify_goals(passes: Sequence[Pass], contexts: Sequence[int]) -> list[dict[s
 
 def step_goals(prefill: Mapping[str, Any], host: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Goals of the prompt's graph and of the host; plain decoding has no growth step."""
-    goals = [at_least("prefill over torch.mm", prefill["share"], LEAST_PREFILL_SHARE)]
+    goals = [at_least("prefill over torch.mm", prefill["share"], MIN_PREFILL_SHARE)]
     if host["growth_step_ms"] is not None:
         goals.append(at_most("ms of a growth step", host["growth_step_ms"], MOST_GROWTH_STEP_MS))
     return [*goals, at_most("ms of the host per step", host["host_ms"], MOST_HOST_MS)]

@@ -127,7 +127,7 @@ class Rounds:
         return [generation.later_tpot_ms for generation in self.by_arm[arm]]
 
     def fastest(self, names: Sequence[str]) -> str:
-        """The arm with the least median time per token."""
+        """The arm with the smallest median time per token."""
         return min(names, key=lambda name: float(np.median(self.tpots(name))))
 
     def agreement(self, arm: str, reference: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def poisson(
         rate: Requests a second.
         seconds: How long they come.
         seed: The same one gives the same arrivals and lengths.
-        output_tokens: Least and most of a request.
+        output_tokens: Minimum and maximum of a request.
     """
     random = np.random.default_rng(seed)
     times = np.cumsum(random.exponential(1 / rate, size=int(2 * rate * seconds) + 20))

@@ -395,7 +395,7 @@ def test_ratios_take_the_fastest_arm_of_a_peer(measured: tuple[Rounds, list[Peer
         name: (over["median"], over["fastest"]) for name, over in found["plain_over_peer_plain"].items()
     } == {"one": (1.5, "one other"), "llama.cpp": (0.95, "two plain")}
     assert found["speculative_over_peer"]["one"]["fastest"] == "one k=3"
-    assert found["speculative_over_plain"]["least"] == 4
+    assert found["speculative_over_plain"]["min"] == 4
 
 
 def test_goals_compare_what_was_measured(measured: tuple[Rounds, list[Peer]]) -> None:

@@ -230,7 +230,7 @@ const LINE_HEIGHT = 30;
 const GAP = 26;
 const MARGIN = 8;
 const PADDING = 8;
-const LEAST_SCALE = 0.7; // a tree that is wider than its place shrinks down to this, then scrolls
+const MIN_SCALE = 0.7; // a tree that is wider than its place shrinks down to this, then scrolls
 
 function addStep(tree, chunk) {
   state.steps.push({ tree, chunk });
@@ -345,7 +345,7 @@ function drawn(tree) {
     ...edges.map((node) => edge(nodes[node.parent], node)),
     ...nodes.map(box),
   );
-  image.style.minWidth = `${LEAST_SCALE * width}px`;
+  image.style.minWidth = `${MIN_SCALE * width}px`;
   return image;
 }
 
