@@ -1,5 +1,5 @@
-"""Which policy of speculative lengths has the lowest regret while it learns, and does that of Nightjar grow as
-its Theorem 1 states?
+"""Which policy of speculative lengths has the lowest regret while it learns, and does that of Nightjar
+grow as its Theorem 1 states?
 
 Synthetic bandits, no model: a step of B rows takes gamma draft forwards and a verification that is flat up
 to KNEE tokens (memory bound) and linear beyond (compute bound), with log-normal noise; every draft token is

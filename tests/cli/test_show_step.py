@@ -22,8 +22,8 @@ def speculating(tiny: LoadedPair) -> LoadedPair:
     """The tiny pair by the profile of a machine where drafting is all but free, so that its policy
     speculates.
     """
-    cheap, dear = (Curve((0,), (1,), ((ms,),)) for ms in (0.001, 1.0))
-    return replace(tiny, latency=LatencyModel(cheap, dear, 0.0, 0.0, 0.0))
+    fast, slow = (Curve((0,), (1,), ((ms,),)) for ms in (0.001, 1.0))
+    return replace(tiny, latency=LatencyModel(fast, slow, 0.0, 0.0, 0.0))
 
 
 def test_every_gap_of_a_recorded_step_has_a_name(speculating: LoadedPair, tmp_path: Path) -> None:

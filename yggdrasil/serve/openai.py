@@ -143,7 +143,7 @@ class WireRequest(Strict):
         return None
 
     def returned(self, event: Event) -> Event:
-        """What of an event the client gets."""
+        """The part of an event that the client gets."""
         return event
 
     @property

@@ -1,4 +1,4 @@
-"""What the routes share: the service behind them, and what they know of the model."""
+"""What the routes share: the service, and what they know of the model."""
 
 from __future__ import annotations
 
