@@ -8,6 +8,8 @@ over the path to that node, in fp32.
 
 Refuted by one architecture that is accepted and differs, or that fails otherwise than by a refusal: the
 exit code is 1.
+
+Shapes: L = tokens of a text.
 """
 
 from __future__ import annotations

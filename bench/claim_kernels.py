@@ -14,7 +14,10 @@ Refuted if a goal of the table is missed: migration below 0.85 of the copy's rat
 of it that `MIN_ATTENTION_SHARE` states, or a commit above 10 us.
 
 Without a CUDA device it exits with 2. `--tune` times the attention kernel's candidates too, for a person
-who edits `CONFIGS` in yggdrasil/kernels/attention_triton.py."""
+who edits `CONFIGS` in yggdrasil/kernels/attention_triton.py.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
+"""
 
 from __future__ import annotations
 

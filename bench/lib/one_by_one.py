@@ -1,5 +1,7 @@
 """Calibration traces collected one text and one tree at a time: the specification of
 yggdrasil/offline/traces.py, which does it in batches.
+
+Shapes: L = tokens of a text, M = tokens after a prompt.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Other runtimes as peers of ours, and the first of them: transformers, plain, compiled and assisted, on
 the same checkpoints.
+
+Shapes: L = tokens of a prompt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The same token has the same bits in every graph of the menu, in a chain or in a tree."""
+"""The same token has the same bits in every graph of the menu, in a chain or in a tree.
+
+Shapes: P = pages of a row.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The native step against its specification: equal results and equal bits in both caches."""
+"""The native step against its specification: equal results and equal bits in both caches.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
+"""
 
 from __future__ import annotations
 

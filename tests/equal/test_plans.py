@@ -1,4 +1,7 @@
-"""With every plan a step has the same tokens, trees and committed KV as one stage after another."""
+"""With every plan a step has the same tokens, trees and committed KV as one stage after another.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
+"""
 
 from __future__ import annotations
 

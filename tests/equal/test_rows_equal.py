@@ -1,5 +1,7 @@
 """The step over rows together against the same step of each row alone, over a cache of its own: equal
 results, equal bits in both caches.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
 """
 
 from __future__ import annotations

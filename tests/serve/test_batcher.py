@@ -1,4 +1,7 @@
-"""Many requests at once: every request gets the text that it would get alone."""
+"""Many requests at once: every request gets the text that it would get alone.
+
+Shapes: P = pages of a row.
+"""
 
 from __future__ import annotations
 
