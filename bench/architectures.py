@@ -104,7 +104,6 @@ class Row:
     Args:
         model_type: As config.json names it.
         architecture: Class of the causal LM.
-        outcome: One of the four.
         detail: The refusal, or why it was not built, or what differs.
         deviation: Largest of a token's logits, in spreads; None where nothing was compared.
     """

@@ -64,9 +64,7 @@ class Heads:
     Args:
         name: In tables and JSON.
         heads: Query heads.
-        kv_heads: KV heads.
         dim: Features of a head.
-        layers: Decoder layers.
     """
 
     name: str
@@ -87,7 +85,6 @@ class Subject:
     """One model's KV on the device: a row of the longest context, pages in random order.
 
     Args:
-        model: Its heads.
         context: Longest context.
     """
 

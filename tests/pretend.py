@@ -51,9 +51,7 @@ class Sync(NamedTuple):
 
     Args:
         stage: Stage of the step, empty outside a step.
-        what: The operator.
         path: The innermost file of the package in the call stack.
-        line: Line in that file.
     """
 
     stage: str

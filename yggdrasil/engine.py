@@ -124,7 +124,6 @@ class Engine:
 
         Args:
             state: The request; the emitted tokens are added to its tokens.
-            policy: Chooses the shape.
 
         Raises:
             YggError: the target's logits are not finite; the text so far is intact.

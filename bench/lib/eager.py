@@ -26,7 +26,6 @@ class EagerModel:
     padded.
 
     Args:
-        bundle: Of the compiled pair.
         is_target: Which of its two models.
     """
 

@@ -23,9 +23,6 @@ __all__ = ["ReplayedTarget", "replayed_pair"]
 class ReplayedTarget:
     """A compiled target whose text is given.
 
-    Args:
-        target: What runs.
-
     Attributes:
         text: Prompt and answer, in tokens.
     """

@@ -56,7 +56,6 @@ class Arrival:
 
     Args:
         at_s: Seconds after the start.
-        prompt: Tokens.
         num_tokens: Most tokens to emit.
     """
 
@@ -178,7 +177,6 @@ class ProfileClock(Clock):
 
     Args:
         batcher: Its models get times from the profile; they compute what they always do.
-        latency: The profile.
     """
 
     def __init__(self, batcher: Batcher, latency: LatencyModel) -> None:
@@ -321,7 +319,6 @@ class Player:
 
     Args:
         batcher: Idle.
-        policy: Of this run.
         arrivals: At least one, in the order of their times.
         sampling: Greedy or not; seeds are the places of the arrivals.
 

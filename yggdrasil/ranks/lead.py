@@ -87,9 +87,6 @@ class LeadingCache(KVCache):
 class LeadingModel(CompiledModel[KVCache]):
     """Rank 0's shard of the target; a forward runs on every rank.
 
-    Args:
-        leader: Sends the messages.
-
     Raises:
         RankLost: from `forward`, if another rank has ended or does not answer in time.
 

@@ -328,7 +328,6 @@ def record_timeline(
         pair: Its caches are overwritten.
         prompt: At least one token; decoded up to `MOST_RUNS` times if one text has too few steps of a kind.
         num_steps: Steps of one kind to find; fewer are returned if there are no more.
-        sampling: How tokens are taken.
 
     Raises:
         ConfigError: the context has no room for a step after the warm-up.
