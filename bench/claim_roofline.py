@@ -7,7 +7,7 @@ faster), and every graph of both menus at three contexts, the last as long as th
 reads the weights, as many bytes as they take in memory (compressed ones three quarters), and the KV of the
 context: its memory ceiling is those bytes at the measured rate, its compute ceiling two operations a weight
 and token at the measured throughput. One token runs as the graph of two, so T(1) is T(2). The host's share
-comes from the steps of the default policy on one held-out prompt (`yggdrasil/report/timeline.py`). The
+comes from the steps of the default policy on one held-out prompt (`yggdrasil/report/recording.py`). The
 draft's weights fit the processor's caches, where they may be read faster than memory.
 
 Refuted if a goal of the table is missed: verification that grows faster with its width, or is farther from
@@ -33,7 +33,8 @@ from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.kv import KVShape
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.pair import LoadedPair
-from yggdrasil.report.timeline import Timeline, record_timeline
+from yggdrasil.report.recording import record_timeline
+from yggdrasil.report.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

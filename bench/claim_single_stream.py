@@ -45,7 +45,7 @@ from yggdrasil.errors import UsageError
 from yggdrasil.offline.latencies import curve_json
 from yggdrasil.offline.traces import CALIBRATION_TEXT
 from yggdrasil.pair import LoadedPair
-from yggdrasil.report.timeline import record_timeline
+from yggdrasil.report.recording import record_timeline
 from yggdrasil.state import PLAIN, Shape
 
 ASSISTANT_TOKENS = (3, 5, 8)

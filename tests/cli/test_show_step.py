@@ -11,7 +11,8 @@ from yggdrasil.cli import main
 from yggdrasil.errors import ConfigError
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.latency import Curve, LatencyModel
-from yggdrasil.report.timeline import BETWEEN, plot_timeline, record_timeline
+from yggdrasil.report.recording import record_timeline
+from yggdrasil.report.timeline import BETWEEN, plot_timeline
 
 PNG = b"\x89PNG\r\n"
 PROMPT = "Once upon a time"

@@ -217,7 +217,7 @@ def avoided(text: str) -> list[str]:
     """Words to avoid in a text, or in its names; "at least" and "least squares" are the field's own."""
     prose = re.sub(r"\n\s*(?://|#)?\s*|_", " ", text)
     words = "|".join(words_to_avoid())
-    return re.findall(rf"\b(?<!at )(?:{words})s?\b(?! squares)", prose, re.IGNORECASE)
+    return re.findall(rf"\b(?<!at )(?:{words})(?:s|d|ed)?\b(?! squares)", prose, re.IGNORECASE)
 
 
 def test_words_to_avoid_are_found_in_texts_and_names() -> None:

@@ -257,18 +257,18 @@ class Asked:
 
     def __init__(self, inner: ShapePolicy) -> None:
         self.inner = inner
-        self.num_asked = 0
-        self.num_told = 0
+        self.num_chosen = 0
+        self.num_observed = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def choose(self, rows: Sequence[Row]) -> Choice:
-        self.num_asked += 1
+        self.num_chosen += 1
         return self.inner.choose(rows)
 
     def observe(self, result: StepResult) -> None:
-        self.num_told += 1
+        self.num_observed += 1
         self.inner.observe(result)
 
 
@@ -303,11 +303,11 @@ def test_a_step_lets_the_policy_choose_once(
     if name == "the end of the context":
         with pytest.raises(YggError, match="context is full"):
             step(state, policy)
-        assert policy.num_asked == 1
+        assert policy.num_chosen == 1
         return
     for num_steps in (1, 2, 3):
         step(state, policy)
-        assert (policy.num_asked, policy.num_told) == (num_steps, num_steps)
+        assert (policy.num_chosen, policy.num_observed) == (num_steps, num_steps)
     assert trace.count["policy"] == 3
 
 

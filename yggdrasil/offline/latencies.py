@@ -20,7 +20,7 @@ from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.latency import Curve
 from yggdrasil.policy.shape import ContextShape, FixedShape
 from yggdrasil.policy.uncalibrated import plain_policy
-from yggdrasil.report.timeline import RecordedModel
+from yggdrasil.report.recording import RecordedModel
 from yggdrasil.state import DecodeState, Row, Shape
 from yggdrasil.step.growth import catch_up_rows_, prefill
 from yggdrasil.step.verify import undrafted, verify_rows

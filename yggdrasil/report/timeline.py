@@ -12,53 +12,35 @@ host    choose shape,     grow 1      grow 2      grow 3,                 output
     pack            metadata of the verified tree
     outputs         from the target's last kernel to the rows that are used
     observe         the policy's update after the step, and the token limit
-    between stages  everything else, including the clocks of this recording
+    between stages  everything else, including the recording's clocks
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from yggdrasil.config import GenerateConfig, SamplingConfig
-from yggdrasil.engine import Engine
-from yggdrasil.errors import ConfigError
-from yggdrasil.models.protocol import TokenModel
-from yggdrasil.pair import LoadedPair
 from yggdrasil.report.drawing import load_matplotlib, save_figure
-from yggdrasil.trace import Trace
 
 __all__ = [
     "BETWEEN",
-    "Forwards",
     "Interval",
-    "RecordedModel",
-    "Recorder",
     "StepRecord",
     "Timeline",
     "gaps",
     "host_intervals",
     "plot_timeline",
-    "record_timeline",
     "timeline_table",
 ]
 
 BETWEEN = "between stages"
-GREEDY = SamplingConfig()
-NUM_STEPS = 24
-MOST_RUNS = 6
 LABEL_SHARE = 0.011  # of the step, for one line of text on its side; a shorter bar has no label
-WARM_UP = 2  # steps of every run that are dropped: the first contains the prompt's forwards
 
 
 class Interval(NamedTuple):
@@ -79,6 +61,11 @@ class Interval(NamedTuple):
     @property
     def ms(self) -> float:
         return self.end_ms - self.start_ms
+
+    @property
+    def when(self) -> tuple[float, float]:
+        """Start and end, in the order of which intervals are sorted."""
+        return self.start_ms, self.end_ms
 
 
 @dataclass(frozen=True)
@@ -104,7 +91,7 @@ class StepRecord:
 
     def intervals(self) -> list[Interval]:
         """The whole step without gaps, in order: graphs and the host's time between them."""
-        return sorted([*self.graphs, *host_intervals(self)], key=_when)
+        return sorted([*self.graphs, *host_intervals(self)], key=lambda each: each.when)
 
 
 def host_intervals(step: StepRecord) -> list[Interval]:
@@ -118,12 +105,8 @@ def host_intervals(step: StepRecord) -> list[Interval]:
         ]
     *between, after = _outside(step.stages, step.start_ms, step.end_ms)
     return sorted(
-        [*intervals, *(Interval(BETWEEN, *gap) for gap in between), Interval("observe", *after)], key=_when
+        [*intervals, *(Interval(BETWEEN, *gap) for gap in between), Interval("observe", *after)], key=lambda each: each.when,
     )
-
-
-def _when(interval: Interval) -> tuple[float, float]:
-    return interval.start_ms, interval.end_ms
 
 
 def _outside(inside: Sequence[Interval], start_ms: float, end_ms: float) -> list[tuple[float, float]]:
@@ -216,153 +199,6 @@ class Timeline:
             if growing.name.startswith("grow") and graph.is_graph
         ]
         return median(growths) if growths else None
-
-
-class Forwards(NamedTuple):
-    """Forwards of one graph, stored as they ran; the work of naming them is left for later.
-
-    Args:
-        kind: Kind of the graph, "draft" or "verify".
-        num_tokens: Tokens of each forward.
-        times_ms: Start and end of each forward.
-        sizes: Sizes of the menu, if `num_tokens` may have been padded to one of them.
-    """
-
-    kind: str
-    num_tokens: int
-    times_ms: Sequence[float]
-    sizes: Sequence[int] = ()
-
-    def intervals(self) -> list[Interval]:
-        """One interval per forward, named by kind and tokens of the graph."""
-        size = next((size for size in self.sizes if size >= self.num_tokens), self.num_tokens)
-        return [
-            Interval(f"{self.kind} {size}", *times, True)
-            for times in zip(self.times_ms[::2], self.times_ms[1::2], strict=True)
-        ]
-
-
-class Recorder(Trace):
-    """A trace that keeps the times of stages and graphs until `take`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages: list[tuple[Sequence[str], Sequence[float]]] = []
-        self.graphs: list[Forwards] = []
-
-    def note(self, names: Sequence[str], marks_ms: Sequence[float]) -> None:
-        """Keep the times of stages in a row."""
-        self.stages.append((names, marks_ms))
-
-    def take(self, shape: str, start_ms: float, end_ms: float) -> StepRecord:
-        """The step since the last call."""
-        stages = (
-            Interval(name, *marks)
-            for names, marks_ms in self.stages
-            for name, marks in zip(names, pairwise(marks_ms), strict=True)
-        )
-        graphs = (interval for forwards in self.graphs for interval in forwards.intervals())
-        step = StepRecord(shape, start_ms, end_ms, tuple(stages), tuple(sorted(graphs, key=_when)))
-        self.stages.clear()
-        self.graphs.clear()
-        return step
-
-
-class RecordedModel:
-    """A model that records when its graphs run; see models/protocol.py.
-
-    Args:
-        kind: Kind of its graphs, for their names.
-        notes: List that receives the forwards.
-
-    Cost: a microsecond per forward; on CUDA also a sync, since a forward only launches its kernels.
-    """
-
-    def __init__(self, model: TokenModel, kind: str, notes: list[Forwards]) -> None:
-        self.cache = model.cache
-        self.device = model.device
-        self.max_depth = model.max_depth
-        self.sizes = model.sizes
-        self.prefill_chunk = model.prefill_chunk
-        self.widest = model.widest
-        self.num_candidates = model.num_candidates
-        self.vocab = model.vocab
-        self.graph_ms = 0.0
-        self._model = model
-        self._kind = kind
-        self._notes = notes
-
-    def meta(self, num_tokens: int) -> Tensor:
-        return self._model.meta(num_tokens)
-
-    def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
-        start = time.perf_counter()
-        outputs = self._model.forward(meta_NM)
-        if self.device == "cuda":
-            torch.cuda.synchronize()  # sync: a graph has run when its result has arrived
-        end = time.perf_counter()
-        self.graph_ms += (end - start) * 1e3
-        self._notes.append(Forwards(self._kind, len(meta_NM), (start * 1e3, end * 1e3)))
-        return outputs
-
-    def graph_object(self, meta_NM: Tensor) -> Any | None:
-        return self._model.graph_object(meta_NM)
-
-    def record_forward_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
-        self.graph_ms += sum(times_ms[1::2]) - sum(times_ms[::2])
-        self._notes.append(Forwards(self._kind, num_tokens, times_ms, self.sizes))
-
-
-def record_timeline(
-    pair: LoadedPair,
-    prompt: Sequence[int],
-    *,
-    num_steps: int = NUM_STEPS,
-    sampling: SamplingConfig = GREEDY,
-) -> Timeline:
-    """Decode a prompt with the default policy, without a plan, until `num_steps` steps were alike.
-
-    There is no guard: on a busy machine it stops speculation, and a plain step has no draft to show.
-
-    Args:
-        pair: Its caches are overwritten.
-        prompt: At least one token; decoded up to `MOST_RUNS` times if one text has too few steps of a kind.
-        num_steps: Steps of one kind to find; fewer are returned if there are no more.
-
-    Raises:
-        ConfigError: the context has no room for a step after the warm-up.
-    """
-    steps: list[StepRecord] = []
-    for _ in range(MOST_RUNS):
-        steps += _run(pair, prompt, WARM_UP + num_steps, sampling)[WARM_UP:]
-        if not steps:
-            raise ConfigError(
-                "prompt",
-                f"{len(prompt)} tokens",
-                f"at most {pair.bundle.max_context // 2}, to have steps after it",
-            )
-        found = Timeline.of(steps)
-        if len(found.steps) >= num_steps:
-            break
-    return found
-
-
-def _run(
-    pair: LoadedPair, prompt: Sequence[int], num_steps: int, sampling: SamplingConfig
-) -> list[StepRecord]:
-    recorder = Recorder()
-    steps = []
-    target = RecordedModel(pair.engine.target, "verify", recorder.graphs)
-    draft = RecordedModel(pair.engine.draft, "draft", recorder.graphs)
-    engine = Engine(target, draft, max_context=pair.bundle.max_context, trace=recorder)
-    start = time.perf_counter()
-    policy = pair.policy(temperature=sampling.temperature, guard=False)
-    config = GenerateConfig(ignore_eos=True, sampling=sampling)
-    for result in islice(engine.generate(prompt, policy, config), num_steps):
-        end = time.perf_counter()
-        steps.append(recorder.take(str(result.shape), start * 1e3, end * 1e3))
-        start = time.perf_counter()
-    return steps
 
 
 def timeline_table(timeline: Timeline) -> str:
