@@ -155,9 +155,9 @@ Winner best_of(const Scores& row, int64_t begin, int64_t end, ygg::PhiloxKeys ke
     row.read(block, count, scores);
     std::fill(scores + count, scores + kBlockTokens, kFiltered);
     // of the winner at the start of the block; the rest covers rounding of score, sum and exponential
-    const float bound = winner.score - (1e-3f + 1e-6f * std::abs(winner.score));
+    const float lowest = winner.score - (1e-3f + 1e-6f * std::abs(winner.score));
     for (int64_t i = 0; i < kBlockTokens; i += Vec::size())
-      (Vec::loadu(scores + i) - Vec(bound)).exp_u20().store(bounds + i);
+      (Vec::loadu(scores + i) - Vec(lowest)).exp_u20().store(bounds + i);
     for (int64_t i = 0; i < count; i += ygg::kBatchTokens) {
       if (!any_possible(bounds + i)) continue;
       const ygg::Draws draws = ygg::draws_of(block + i, keys);
