@@ -110,7 +110,7 @@ def test_rows_with_grafts_get_the_tokens_that_they_get_alone(bench: Bench, seed:
     for ticket in tickets:
         batcher.submit(ticket)
         batcher.step()
-        batcher.check()
+        batcher.scheduler.check()
     batcher.cancel(tickets[1])
     run(batcher)
     for each in clients:
@@ -178,7 +178,7 @@ def test_any_schedule_gives_the_same_texts_and_loses_no_page(
             batcher.cancel(tickets[index])
         if batcher.step() is None and step > 25:
             break
-        batcher.check()
+        batcher.scheduler.check()
     for index, each in enumerate(clients):
         reference = bench.reference(each)
         if each.finish == "cancelled":
