@@ -238,7 +238,9 @@ async def break_(client: httpx.AsyncClient, index: int, tally: Tally) -> None:
         answer = repr(error)
     tally.outcomes["broken, refused" if good else "broken, NOT refused"] += 1
     if not good:
-        tally.wrong.append({"broken": path, "body": body[:80].decode(errors="replace"), "answer": answer[:200]})
+        tally.wrong.append(
+            {"broken": path, "body": body[:80].decode(errors="replace"), "answer": answer[:200]}
+        )
 
 
 async def watch(client: httpx.AsyncClient, server: Server, tally: Tally, start: float) -> None:

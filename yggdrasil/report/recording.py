@@ -70,7 +70,9 @@ class Recorder(Trace):
             for name, marks in zip(names, pairwise(marks_ms), strict=True)
         )
         graphs = (interval for forwards in self.graphs for interval in forwards.intervals())
-        step = StepRecord(shape, start_ms, end_ms, tuple(stages), tuple(sorted(graphs, key=lambda each: each.when)))
+        step = StepRecord(
+            shape, start_ms, end_ms, tuple(stages), tuple(sorted(graphs, key=lambda each: each.when))
+        )
         self.stages.clear()
         self.graphs.clear()
         return step

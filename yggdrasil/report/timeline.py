@@ -105,7 +105,8 @@ def host_intervals(step: StepRecord) -> list[Interval]:
         ]
     *between, after = _outside(step.stages, step.start_ms, step.end_ms)
     return sorted(
-        [*intervals, *(Interval(BETWEEN, *gap) for gap in between), Interval("observe", *after)], key=lambda each: each.when,
+        [*intervals, *(Interval(BETWEEN, *gap) for gap in between), Interval("observe", *after)],
+        key=lambda each: each.when,
     )
 
 

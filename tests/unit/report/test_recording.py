@@ -37,7 +37,9 @@ def test_a_recorded_model_gives_what_the_model_gives_and_notes_the_graph(
     notes: list[Forwards] = []
     model = RecordedModel(SimpleNamespace(**fields, forward=lambda meta_NM: outputs), "draft", notes)
     clock = iter((1.0, 1.25))
-    monkeypatch.setattr("yggdrasil.report.recording.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(
+        "yggdrasil.report.recording.time", SimpleNamespace(perf_counter=lambda: next(clock))
+    )
     assert model.forward(torch.zeros(4, 9)) is outputs
     assert [forwards.intervals() for forwards in notes] == [[Interval("draft 4", 1000.0, 1250.0, True)]]
     assert model.graph_ms == 250.0
