@@ -8,6 +8,8 @@ waiting  --admit-->  running: prefilling --root reached--> decoding  --end, canc
 
 A row is preempted when no page is left for the next token of an older row: the youngest is computed again
 later.
+
+Shapes: P = pages of a row.
 """
 
 from __future__ import annotations
