@@ -269,7 +269,7 @@ def test_a_thread_that_dies_while_it_drains_ends_the_wait(
     batcher = bench.batcher(Schedule([0]))
     service = new_service(batcher)
     # the thread dies in its check after all requests are done
-    asking = Waiting([5, 6], 8, on_first=lambda: setattr(batcher, "check", lambda: 1 / 0))
+    asking = Waiting([5, 6], 8, on_first=lambda: setattr(batcher.scheduler, "check", lambda: 1 / 0))
     service.start()
     service.submit(asking.request())
     wait = service._idle.wait
