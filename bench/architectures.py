@@ -2,12 +2,14 @@
 
 Each architecture is built small, with random weights, from a shrunk copy of its own default configuration.
 What `ygg compile` accepts, from the
-configuration and by its proof, is then judged independently: a text in pieces and a branching tree, node by
+configuration and by its proof, is then judged independently: a text in chunks and a branching tree, node by
 node, against transformers' eager forward
 over the path to that node, in fp32.
 
 Refuted by one architecture that is accepted and differs, or that fails otherwise than by a refusal: the
 exit code is 1.
+
+Shapes: L = tokens of a text.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ QUICK = (
     "bloom",
 )
 POSITIONS = 128
-PIECES = (16, 1, 5, 9)  # tokens of the text that run together
+CHUNKS = (16, 1, 5, 9)  # tokens of the text that run together
 PARENTS = (0, 0, 1, 1, 2, 3, 3, 6, 7)  # of the nodes after the root
 MAX_DEPTH = 8
 MOST_WEIGHTS = 20_000_000
@@ -102,7 +104,6 @@ class Row:
     Args:
         model_type: As config.json names it.
         architecture: Class of the causal LM.
-        outcome: One of the four.
         detail: The refusal, or why it was not built, or what differs.
         deviation: Largest of a token's logits, in spreads; None where nothing was compared.
     """
@@ -201,7 +202,7 @@ def _largest_deviation(model: Any, num_positions: int) -> float:
     kv = kv_shape(model.config, 64)
     vocab = model.config.vocab_size
     passages = expected_passages(model.config.model_type, model, vocab, num_positions)
-    text = [(37 * place + 5) % vocab for place in range(sum(PIECES))]
+    text = [(37 * place + 5) % vocab for place in range(sum(CHUNKS))]
     tree = _tree(vocab)
     expected = [_own_rows(model, text)] + [
         _own_rows(model, text + _path_tokens(tree, node))[-1:] for node in range(len(tree))
@@ -210,7 +211,7 @@ def _largest_deviation(model: Any, num_positions: int) -> float:
     cache = KVCache(kv, dtype=torch.float32, device="cpu")
     forward = TargetForward(model, cache, vocab)
     ours = []
-    for size in PIECES:
+    for size in CHUNKS:
         meta_NM = empty_meta(size, MAX_DEPTH)
         pack_chain_(meta_NM, text[cache.len : cache.len + size], cache.len)
         ours.append(forward(meta_NM)[0])

@@ -1,5 +1,5 @@
-"""Which policy of speculative lengths loses least while it learns, and does the regret of Nightjar grow as
-its Theorem 1 states?
+"""Which policy of speculative lengths has the lowest regret while it learns, and does that of Nightjar
+grow as its Theorem 1 states?
 
 Synthetic bandits, no model: a step of B rows takes gamma draft forwards and a verification that is flat up
 to KNEE tokens (memory bound) and linear beyond (compute bound), with log-normal noise; every draft token is
@@ -298,7 +298,7 @@ def measure_setting(setting: str, num_steps: int, num_seeds: int, log: Log) -> d
     return {
         "policies": policies,
         "curve_steps": (grid + 1).tolist(),
-        "least_regret": min(losses, key=lambda name: losses[name]),
+        "lowest_regret": min(losses, key=lambda name: losses[name]),
     }
 
 
@@ -314,8 +314,8 @@ def _summary(runs: Sequence[Run], grid: npt.NDArray[np.int64]) -> dict[str, Any]
 def _spread(values: Sequence[float]) -> dict[str, float]:
     return {
         "median": round(float(np.median(values)), 4),
-        "least": round(min(values), 4),
-        "most": round(max(values), 4),
+        "min": round(min(values), 4),
+        "max": round(max(values), 4),
     }
 
 
@@ -355,8 +355,8 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     held = {
         "variant_exponent_at_most_0.6": found["nightjar"] <= BOUND,
         "printed_exponent_near_0.75": PREDICTED[0] <= found["nightjar-printed"] <= PREDICTED[1],
-        "variant_has_least_regret": {
-            setting: settings[setting]["least_regret"] == "nightjar" for setting in SETTINGS
+        "variant_has_lowest_regret": {
+            setting: settings[setting]["lowest_regret"] == "nightjar" for setting in SETTINGS
         },
         "selection_below_20_us": all(cost["median"] < MOST_SELECT_US for cost in costs.values()),
     }
@@ -373,7 +373,7 @@ def table(result: Mapping[str, Any]) -> str:
     lines = []
     for setting, found in result["settings"].items():
         lines.append(
-            f"{setting:<20} {'regret %':>9} {'(least-most)':>15} {'exponent':>9} {'(least-most)':>14} "
+            f"{setting:<20} {'regret %':>9} {'(min-max)':>15} {'exponent':>9} {'(min-max)':>14} "
             f"{'speed':>8}"
         )
         for name, row in sorted(
@@ -382,8 +382,8 @@ def table(result: Mapping[str, Any]) -> str:
             share = row["regret_share"]
             x = row["exponent"]
             speed = row["speed_over_best_arm"]["median"]
-            shares = f"({100 * share['least']:.2f}-{100 * share['most']:.2f})"
-            xs = f"({x['least']:.2f}-{x['most']:.2f})"
+            shares = f"({100 * share['min']:.2f}-{100 * share['max']:.2f})"
+            xs = f"({x['min']:.2f}-{x['max']:.2f})"
             lines.append(
                 f"  {name:<18} {100 * share['median']:>9.2f} {shares:>15} {x['median']:>9.2f} {xs:>14} "
                 f"{speed:>8.3f}"

@@ -41,7 +41,7 @@ from yggdrasil.state import Shape
 ONE_BY_ONE = "one by one"
 BATCHED = "in batches"
 WRITING_DEPTH = 6  # of the trees with which texts are written one by one
-LEAST_RATIO = 0.99
+MIN_RATIO = 0.99
 
 Prompts = Sequence[Sequence[int]]
 
@@ -123,7 +123,7 @@ def measure_pair(pair: LoadedPair, options: argparse.Namespace, log: Log) -> dic
             "arms": {name: arm_summary(rounds, name) for name in rounds.by_arm},
             "batched_over_one_by_one": ratio,
         }
-        found["temperatures"][f"{temperature:g}"] = {**summary, "held": ratio["median"] >= LEAST_RATIO}
+        found["temperatures"][f"{temperature:g}"] = {**summary, "held": ratio["median"] >= MIN_RATIO}
     return found
 
 

@@ -35,10 +35,10 @@ ALL = "all threads"
 ONE = "one thread"
 EARLIER = "earlier"
 LOADS = (0, 1, 2, 4)
-LEAST_OF_IDLE = 0.35
-LEAST_OF_ONE = 0.8
-LEAST_OF_EARLIER = 0.99
-LOADED = 2  # processes next to which LEAST_OF_IDLE is wanted
+MIN_OF_IDLE = 0.35
+MIN_OF_ONE = 0.8
+MIN_OF_EARLIER = 0.99
+LOADED = 2  # processes next to which MIN_OF_IDLE is wanted
 EARLIER_LOADED_PROMPTS = 2  # next to a busy process it may take a hundred times as long
 PROMPT_CHARACTERS = 80
 REPEATS = {BUNDLED: 4, PAIR_NAME: 1}  # a tenth of a second is one or two turns of the scheduler
@@ -166,14 +166,14 @@ def held(found: Mapping[str, Any]) -> dict[str, bool | None]:
     """Every part of the claim, None where it was not measured."""
     earlier = found["of_earlier"]
     return {
-        f"next to {LOADED}: at least {LEAST_OF_IDLE} of idle": found["of_idle"][str(LOADED)]["median"]
-        >= LEAST_OF_IDLE,
-        f"at least {LEAST_OF_ONE} of one thread": all(
-            each["median"] >= LEAST_OF_ONE for each in found["of_one_thread"].values()
+        f"next to {LOADED}: at least {MIN_OF_IDLE} of idle": found["of_idle"][str(LOADED)]["median"]
+        >= MIN_OF_IDLE,
+        f"at least {MIN_OF_ONE} of one thread": all(
+            each["median"] >= MIN_OF_ONE for each in found["of_one_thread"].values()
         ),
-        f"idle: at least {LEAST_OF_EARLIER} of the earlier checkout": None
+        f"idle: at least {MIN_OF_EARLIER} of the earlier checkout": None
         if earlier is None
-        else earlier["median"] >= LEAST_OF_EARLIER,
+        else earlier["median"] >= MIN_OF_EARLIER,
     }
 
 

@@ -14,6 +14,8 @@ that the models were not trained on, so that speculation stops paying in large b
 
 Refuted if at the largest rate throughput with elastic memory is below 1.05 times that without, if at the
 smallest it is more than 1 % below, or if the texts differ.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ CLAIM = Claim(
         Option(
             "--prompts", "of all kinds of text together", default=200, quick=QUICK_PROMPTS, type=int_from(1)
         ),
-        tokens_option(256, quick=QUICK_TOKENS, least=1),
+        tokens_option(256, quick=QUICK_TOKENS, minimum=1),
     ),
     measure=measure,
     table=table,

@@ -7,14 +7,17 @@ head; commit of an accepted path. The layers' KV together exceeds the device's c
 reads memory as it does in a decoding step. A copy and a migration are charged for what they read and for
 what they write; attention for the keys and values of the context alone.
 
-Before anything is timed, the kernels must agree: migrated and committed bytes with the plain operators, and
+Before anything is timed, the kernels must agree: migrated and committed bytes with torch's operators, and
 a token's attention with itself, to the bit, alone and in the widest tree.
 
 Refuted if a goal of the table is missed: migration below 0.85 of the copy's rate, attention below the share
-of it that `LEAST_ATTENTION_SHARE` states, or a commit above 10 us.
+of it that `MIN_ATTENTION_SHARE` states, or a commit above 10 us.
 
 Without a CUDA device it exits with 2. `--tune` times the attention kernel's candidates too, for a person
-who edits `CONFIGS` in yggdrasil/kernels/attention_triton.py."""
+who edits `CONFIGS` in yggdrasil/kernels/attention_triton.py.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,8 @@ LEVEL = 8  # nodes of a level of the trees
 COPY_BYTES = 2**30
 MOVED_SHARE = 0.3  # of the pool's pages
 COMMITTED = (1, 3, 4, 9, 12)  # offsets of an accepted path after the root
-LEAST_MIGRATION_SHARE = 0.85
-LEAST_ATTENTION_SHARE = {2048: 0.5, 8192: 0.7}  # by context, at every width
+MIN_MIGRATION_SHARE = 0.85
+MIN_ATTENTION_SHARE = {2048: 0.5, 8192: 0.7}  # by context, at every width
 MOST_COMMIT_US = 10.0
 
 
@@ -61,9 +64,7 @@ class Heads:
     Args:
         name: In tables and JSON.
         heads: Query heads.
-        kv_heads: KV heads.
         dim: Features of a head.
-        layers: Decoder layers.
     """
 
     name: str
@@ -84,7 +85,6 @@ class Subject:
     """One model's KV on the device: a row of the longest context, pages in random order.
 
     Args:
-        model: Its heads.
         context: Longest context.
     """
 
@@ -217,18 +217,18 @@ def assert_exact(subject: Subject, context: int) -> None:
         "the root's attention depends on the tree after it"
     )
     storage = subject.storage_PL2GSF[:8].clone()
-    plain = storage.clone()
+    expected = storage.clone()
     (source_M, target_M) = moves(len(storage))
     move_pages_(storage, source_M, target_M)
-    move_pages_reference_(plain, source_M, target_M)
-    assert torch.equal(storage, plain), "migration moved other bytes than the plain operators"
+    move_pages_reference_(expected, source_M, target_M)
+    assert torch.equal(storage, expected), "migration moved other bytes than torch's operators"
     sources = torch.tensor(COMMITTED, device="cuda") + 30
     commit_(storage, sources.to(torch.int32), 30)
     targets = torch.arange(30, 30 + len(sources), device="cuda")
-    plain[targets // PAGE_LEN, :, :, :, targets % PAGE_LEN] = plain[
+    expected[targets // PAGE_LEN, :, :, :, targets % PAGE_LEN] = expected[
         sources // PAGE_LEN, :, :, :, sources % PAGE_LEN
     ]
-    assert torch.equal(storage, plain), "commit moved other bytes than the plain operators"
+    assert torch.equal(storage, expected), "commit moved other bytes than torch's operators"
 
 
 def gb_per_s(num_bytes: int, samples_ms: Sequence[float]) -> dict[str, float]:
@@ -256,8 +256,8 @@ def goals(
     migration_share: float, attention: Sequence[Mapping[str, Any]], commit_us: float
 ) -> list[dict[str, Any]]:
     """What the kernels shall attain; attention at its worst width."""
-    found = [at_least("migration over copy", migration_share, LEAST_MIGRATION_SHARE)]
-    for context, limit in LEAST_ATTENTION_SHARE.items():
+    found = [at_least("migration over copy", migration_share, MIN_MIGRATION_SHARE)]
+    for context, limit in MIN_ATTENTION_SHARE.items():
         for name in dict.fromkeys(each["heads"] for each in attention):
             shares = [
                 each["share"] for each in attention if (each["heads"], each["context"]) == (name, context)

@@ -3,6 +3,8 @@
 Resident memory of a process that has imported everything, then loaded a pair and decoded 64 tokens through
 every graph, less what it had after the imports; against the bytes of the two models' files and caches.
 Refuted at 1.3 times the weights plus the caches or more.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
 """
 
 from __future__ import annotations

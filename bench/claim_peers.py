@@ -127,7 +127,7 @@ def ratios(rounds: Rounds, peers: Sequence[Peer]) -> dict[str, Any]:
     return {
         "speculative_over_plain": {
             **ratio(plain, tree),
-            "least": round(min(one / other for one, other in zip(plain, tree, strict=True)), 4),
+            "min": round(min(one / other for one, other in zip(plain, tree, strict=True)), 4),
         },
         "chain_over_plain": ratio(plain, rounds.tpots(CHAIN_ARM)),
         "speculative_over_best_peer_speculative": over_fastest(
@@ -154,7 +154,7 @@ def goals(found: Mapping[str, Any], temperature: float = 0.0) -> dict[str, Any]:
             1.0,
             min(over["median"] for over in found["speculative_over_peer"].values()),
         ),
-        "speculative_over_plain_on_every_prompt": (1.0, found["speculative_over_plain"]["least"]),
+        "speculative_over_plain_on_every_prompt": (1.0, found["speculative_over_plain"]["min"]),
         "plain_over_llama_cpp_plain": (0.95, plain_over.get(LLAMA_CPP)),
     }
     return {
@@ -295,8 +295,8 @@ CLAIM = Claim(
     name="peers",
     doc=__doc__,
     options=(
-        prompts_option(20, least=1),
-        tokens_option(128, least=2),
+        prompts_option(20, minimum=1),
+        tokens_option(128, minimum=2),
         Option(
             "--draft",
             f"{', '.join(DRAFTS)}, or the folder of one",

@@ -30,12 +30,12 @@ from yggdrasil.offline.traces import Traces, further_passages
 from yggdrasil.offline.tuning import collect
 from yggdrasil.pair import LoadedPair
 from yggdrasil.report.progress import RichProgress
-from yggdrasil.report.tables import LEAST_EVENTS
+from yggdrasil.report.tables import MIN_EVENTS
 
 DRAFTS = {"bundled and scaled": "bundled", "early draft": "early"}
 TEST_PASSAGES = 3  # of every test text
 PROGRESS = RichProgress()
-LEAST_AUC = 0.70
+MIN_AUC = 0.70
 AUC_DEPTHS = range(2, 9)
 
 
@@ -101,8 +101,8 @@ def measure_text(pair: LoadedPair, workload: Workload, options: argparse.Namespa
 
 
 def goals_of(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of one pair, text and temperature: the least skill and the least AUC at depths that count."""
-    counted = [row for row in found["depths"] if row["rarer"] >= LEAST_EVENTS]
+    """Of one pair, text and temperature: the smallest skill and AUC at depths that count."""
+    counted = [row for row in found["depths"] if row["rarer"] >= MIN_EVENTS]
     skills = [row["skill"] for row in counted]
     aucs = [row["auc"] for row in counted if row["depth"] in AUC_DEPTHS]
     return {
@@ -112,9 +112,9 @@ def goals_of(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             "reached": min(skills, default=1) > 0,
         },
         "auc": {
-            "wanted": LEAST_AUC,
+            "wanted": MIN_AUC,
             "measured": min(aucs, default=None),
-            "reached": min(aucs, default=1) >= LEAST_AUC,
+            "reached": min(aucs, default=1) >= MIN_AUC,
         },
     }
 
@@ -133,7 +133,7 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
                 log(f"{name}, {text}, temperature {temperature}: {of_place}")
                 for goal, each in of_place.items():
                     goals[f"{goal}: {name}, {text}, temperature {temperature}"] = each
-    return {"least_events": LEAST_EVENTS, "pairs": pairs, "goals": goals}
+    return {"min_events": MIN_EVENTS, "pairs": pairs, "goals": goals}
 
 
 def places(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -156,7 +156,7 @@ def table(result: Mapping[str, Any]) -> str:
             if row["depth"] in shown:
                 auc = "-" if row["auc"] is None else f"{row['auc']:.2f}"
                 cell = f"{row['skill']:+.2f} {auc}"
-                cells += f"{cell if row['rarer'] >= result['least_events'] else f'({cell})':>13}"
+                cells += f"{cell if row['rarer'] >= result['min_events'] else f'({cell})':>13}"
         labels = found["forced_labels"]
         lines.append(f"{name:<40}{cells}   forced labels {labels['equal']:.0%} equal")
     missed = [name for name, goal in result["goals"].items() if not goal["reached"]]
@@ -168,13 +168,13 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
     """Skill and AUC by depth, at the depths that count."""
     left, right = figure.subplots(1, 2)
     for name, found in places(result):
-        rows = [row for row in found["depths"] if row["rarer"] >= result["least_events"]]
+        rows = [row for row in found["depths"] if row["rarer"] >= result["min_events"]]
         depths = [row["depth"] for row in rows]
         style = "o-" if name.endswith("T = 0") else "x:"
         left.plot(depths, [row["skill"] for row in rows], style, markersize=3, label=name)
         right.plot(depths, [row["auc"] for row in rows], style, markersize=3)
     left.axhline(0, color="black", linewidth=0.8)
-    right.axhline(LEAST_AUC, color="black", linewidth=0.8)
+    right.axhline(MIN_AUC, color="black", linewidth=0.8)
     left.set(xlabel="depth d", ylabel="Brier skill over the constant")
     right.set(xlabel="depth d", ylabel="AUC")
     left.legend(fontsize=5)

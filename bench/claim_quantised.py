@@ -201,8 +201,8 @@ CLAIM = Claim(
     name="quantised",
     doc=__doc__,
     options=(
-        prompts_option(10, least=1),
-        tokens_option(64, least=1),
+        prompts_option(10, minimum=1),
+        tokens_option(64, minimum=1),
         Option("--rounds", "turns of all graphs", default=21, quick=2, type=int_from(1)),
     ),
     measure=measure,

@@ -7,7 +7,7 @@ faster), and every graph of both menus at three contexts, the last as long as th
 reads the weights, as many bytes as they take in memory (compressed ones three quarters), and the KV of the
 context: its memory ceiling is those bytes at the measured rate, its compute ceiling two operations a weight
 and token at the measured throughput. One token runs as the graph of two, so T(1) is T(2). The host's share
-comes from the steps of the default policy on one held-out prompt (`yggdrasil/report/timeline.py`). The
+comes from the steps of the default policy on one held-out prompt (`yggdrasil/report/recording.py`). The
 draft's weights fit the processor's caches, where they may be read faster than memory.
 
 Refuted if a goal of the table is missed: verification that grows faster with its width, or is farther from
@@ -33,7 +33,8 @@ from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.kv import KVShape
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.pair import LoadedPair
-from yggdrasil.report.timeline import Timeline, record_timeline
+from yggdrasil.report.recording import record_timeline
+from yggdrasil.report.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,7 +49,7 @@ PROBE_ROUNDS = 6
 MATRICES = ((2048, 2048, 2048), (4096, 4096, 4096), (1024, 4096, 4096), (8192, 1024, 4096))
 GROWTH_OF_VERIFY = {8: 1.10, 16: 1.3, 32: 2.1}  # T(W) over T(2), at most
 MOST_OVER_MEMORY = 1.15  # T(1) over its memory ceiling
-LEAST_PREFILL_SHARE = 0.6  # of the matrix throughput
+MIN_PREFILL_SHARE = 0.6  # of the matrix throughput
 MOST_GROWTH_STEP_MS = 0.2
 MOST_HOST_MS = 0.4
 
@@ -242,7 +243,7 @@ def verify_goals(passes: Sequence[Pass], contexts: Sequence[int]) -> list[dict[s
 
 def step_goals(prefill: Mapping[str, Any], host: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Goals of the prompt's graph and of the host; plain decoding has no growth step."""
-    goals = [at_least("prefill over torch.mm", prefill["share"], LEAST_PREFILL_SHARE)]
+    goals = [at_least("prefill over torch.mm", prefill["share"], MIN_PREFILL_SHARE)]
     if host["growth_step_ms"] is not None:
         goals.append(at_most("ms of a growth step", host["growth_step_ms"], MOST_GROWTH_STEP_MS))
     return [*goals, at_most("ms of the host per step", host["host_ms"], MOST_HOST_MS)]
@@ -276,9 +277,9 @@ def host_json(timeline: Timeline) -> dict[str, Any]:
         "step_ms": round(timeline.total_ms, 4),
         "host_ms": round(timeline.host_ms, 4),
         "growth_step_ms": None if timeline.growth_step_ms is None else round(timeline.growth_step_ms, 4),
-        "pieces": [
+        "intervals": [
             {"name": name, "is_graph": is_graph, "ms": round(ms, 4)}
-            for name, is_graph, ms in timeline.pieces_ms()
+            for name, is_graph, ms in timeline.intervals_ms()
         ],
     }
 
@@ -375,7 +376,7 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Ceilings, graphs next to them, the host's pieces, goals."""
+    """Ceilings, graphs next to them, the host's intervals, goals."""
     lines = [
         f"memory {result['memory_gb_per_s']['median']:.1f} GB/s, torch.mm {result['tflop_per_s']:.3f} "
         f"TFLOP/s (best of {list(result['mm_tflop_per_s'])})"
@@ -398,8 +399,8 @@ def table(result: Mapping[str, Any]) -> str:
         f"{host['steps']} steps:"
     )
     lines += [
-        f"  {'[' + piece['name'] + ']' if piece['is_graph'] else piece['name']:<18}{piece['ms']:>9.3f}"
-        for piece in host["pieces"]
+        f"  {'[' + each['name'] + ']' if each['is_graph'] else each['name']:<18}{each['ms']:>9.3f}"
+        for each in host["intervals"]
     ]
     lines += [
         f"{'reached' if goal['reached'] else 'MISSED '} {goal['goal']}: {goal['measured']:.3f}, wanted "

@@ -3,7 +3,7 @@ better than every other policy?
 
 Every arm has a batcher of its own over the scaled pair in this process. All serve the same open-loop
 arrivals, greedily, end of text ignored so that every policy writes the same. They take turns: the arm whose
-clock is furthest behind takes the next step, and its clock runs only during its own steps, so that each has
+clock is the earliest takes the next step, and its clock runs only during its own steps, so that each has
 the machine to itself and a slow second is everybody's. (One after another they cannot be compared here: the
 machine changes its pace by two within minutes.)
 

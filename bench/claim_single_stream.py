@@ -45,7 +45,7 @@ from yggdrasil.errors import UsageError
 from yggdrasil.offline.latencies import curve_json
 from yggdrasil.offline.traces import CALIBRATION_TEXT
 from yggdrasil.pair import LoadedPair
-from yggdrasil.report.timeline import record_timeline
+from yggdrasil.report.recording import record_timeline
 from yggdrasil.state import PLAIN, Shape
 
 ASSISTANT_TOKENS = (3, 5, 8)
@@ -333,14 +333,14 @@ CLAIM = Claim(
     name="single_stream",
     doc=__doc__,
     options=(
-        prompts_option(20, least=1),
+        prompts_option(20, minimum=1),
         Option(
             "--peer-prompts",
             "run the transformers arms on the first N prompts only (default: all)",
             type=int_from(0),
             metavar="N",
         ),
-        tokens_option(128, least=2),
+        tokens_option(128, minimum=2),
         Option("--temperature", "sample if above 0, our arms only, into a result of its own", default=0.0),
         Option("--target", "folder of the target (default: the bundled one)", type=Path),
         Option("--draft", "folder of the draft (default: the bundled one)", type=Path),

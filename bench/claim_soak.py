@@ -230,15 +230,17 @@ async def break_(client: httpx.AsyncClient, index: int, tally: Tally) -> None:
     try:
         response = await client.post(path, content=body, headers={"Content-Type": "application/json"})
         good = 400 <= response.status_code < 500 and "message" in response.json()["error"]
-        said = response.text
+        answer = response.text
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         hung_up = isinstance(error, httpx.NetworkError | httpx.ProtocolError)
         # in the middle of too large a body, before the client had read the answer
         good = hung_up and len(body) > 1 << 20
-        said = repr(error)
+        answer = repr(error)
     tally.outcomes["broken, refused" if good else "broken, NOT refused"] += 1
     if not good:
-        tally.wrong.append({"broken": path, "body": body[:80].decode(errors="replace"), "said": said[:200]})
+        tally.wrong.append(
+            {"broken": path, "body": body[:80].decode(errors="replace"), "answer": answer[:200]}
+        )
 
 
 async def watch(client: httpx.AsyncClient, server: Server, tally: Tally, start: float) -> None:

@@ -176,7 +176,7 @@ def _held(found: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
         "loses_nothing_with_the_right_one": all(
             each[RIGHT][COST_MODEL] <= 1 / MIN_SHARE_RIGHT for each in found.values()
         ),
-        "a_cost_model_stays_behind": any(each[COST_MODEL] < MIN_SHARE for each in wrong),
+        "a_cost_model_is_slower": any(each[COST_MODEL] < MIN_SHARE for each in wrong),
     }
 
 

@@ -59,7 +59,7 @@ part() {
   serving) claim claim_serving --rounds 1 --seconds 6 --trace-seconds 12 "${FLAGS[@]}" ;;
   elastic) claim claim_elastic "${FLAGS[@]}" ;;
   prepare-inexact) run bench.prepare inexact "${FLAGS[@]}" ;;
-  exact) claim claim_exact_price --prompts 8 "${FLAGS[@]}" ;;
+  exact) claim claim_exact_cost --prompts 8 "${FLAGS[@]}" ;;
   prepare-twin) run bench.prepare twin "${FLAGS[@]}" ;;
   structures) claim claim_structures --prompts 6 "${FLAGS[@]}" ;;
   *)

@@ -42,8 +42,6 @@ def save_pair(folder: Path, *, vocab: int = VOCAB, **sizes: int) -> None:
     """Write `target` and `draft` into a folder, in bf16.
 
     Args:
-        folder: Gets both.
-        vocab: Tokens.
         sizes: Fields of `Qwen3Config` that differ from the real ones.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM

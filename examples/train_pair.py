@@ -14,7 +14,7 @@ Both learning rates follow the clock, so they reach zero when the minutes are sp
 folders are rewritten at every evaluation: ``--minutes-target 0`` keeps OUT/target and trains only the
 draft.
 
-Shapes: B rows, L tokens, V vocabulary.
+Shapes: L = tokens of a row.
 """
 
 import argparse

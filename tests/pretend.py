@@ -51,9 +51,7 @@ class Sync(NamedTuple):
 
     Args:
         stage: Stage of the step, empty outside a step.
-        what: The operator.
         path: The innermost file of the package in the call stack.
-        line: Line in that file.
     """
 
     stage: str
@@ -365,7 +363,7 @@ class DeviceModel:
     def meta(self, num_tokens: int) -> Tensor:
         return Pretended(self._model.meta(num_tokens))
 
-    def native(self, meta_NM: Tensor) -> None:
+    def graph_object(self, meta_NM: Tensor) -> None:
         """C++ runs no graph of a device."""
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:

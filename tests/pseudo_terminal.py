@@ -41,7 +41,7 @@ class Terminal:
     def wait_for(self, text: str) -> None:
         """Read until a text comes, after the one that was waited for before."""
         while not self._has(text):
-            assert self._read(), f"{text!r} is not in {self._plain[self._seen :]!r}"
+            assert self._read(), f"{text!r} is not in {self._readable[self._seen :]!r}"
 
     def type_until(self, key: str, text: str) -> None:
         """Press a key, again after a while, until a text comes: a line editor can miss a signal."""
@@ -54,15 +54,15 @@ class Terminal:
                     return
                 if select.select([self._end], [], [], 0.1)[0]:
                     self._read()
-        raise AssertionError(f"{text!r} is not in {self._plain[self._seen :]!r}")
+        raise AssertionError(f"{text!r} is not in {self._readable[self._seen :]!r}")
 
     @property
-    def _plain(self) -> str:
+    def _readable(self) -> str:
         return CONTROL.sub("", self.screen)
 
     def _has(self, text: str) -> bool:
         """Whether a text has come that was not seen yet; it then was."""
-        found = self._plain.find(text, self._seen)
+        found = self._readable.find(text, self._seen)
         if found >= 0:
             self._seen = found + len(text)
         return found >= 0
@@ -76,7 +76,7 @@ class Terminal:
     @property
     def text(self) -> str:
         """What was written, without control characters and carriage returns."""
-        return self._plain.replace("\r\n", "\n")
+        return self._readable.replace("\r\n", "\n")
 
     def _read(self) -> bool:
         """Read what comes next; whether something came before the end of the process."""

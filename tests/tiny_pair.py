@@ -1,5 +1,7 @@
 """Pairs of models small enough to build and compile inside a test run: a tokenizer, a grammar to learn,
 three architectures.
+
+Shapes: L = tokens of a text.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ def save_sentence_piece_tokenizer(folder: Path, *, is_llama: bool) -> Path:
 
 
 def save_calibration(path: Path) -> Path:
-    """Held-out stories as plain text, blank lines between them."""
+    """Held-out stories as one text, blank lines between them."""
     path.write_text("\n\n".join(stories(8, seed=99)))
     return path
 
@@ -164,8 +166,8 @@ def _teach(model: Any, tokenizer: Any, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     for _ in range(steps):
         starts = [rng.randrange(len(stream) - 97) for _ in range(8)]
-        batch_BT = torch.stack([stream[start : start + 96] for start in starts])
-        loss = model(input_ids=batch_BT, labels=batch_BT).loss
+        batch_BL = torch.stack([stream[start : start + 96] for start in starts])
+        loss = model(input_ids=batch_BL, labels=batch_BL).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -73,7 +73,7 @@ class Engine:
         ...         self.is_draft = is_draft
         ...     def meta(self, num_tokens):
         ...         return empty_meta(8, self.max_depth)
-        ...     def native(self, meta_NM):
+        ...     def graph_object(self, meta_NM):
         ...         return None
         ...     def forward(self, meta_NM):
         ...         next_N1 = (meta_NM[:, TOKEN:TOKEN + 1].long() + 1) % 10
@@ -124,7 +124,6 @@ class Engine:
 
         Args:
             state: The request; the emitted tokens are added to its tokens.
-            policy: Chooses the shape.
 
         Raises:
             YggError: the target's logits are not finite; the text so far is intact.

@@ -40,7 +40,7 @@ class StopRule(Protocol):
         ...
 
     @property
-    def native(self) -> tuple[Tensor, float] | None:
+    def numbers(self) -> tuple[Tensor, float] | None:
         """The same rule for the loop in kernels/step.cpp; None for a rule that exists only in Python.
 
         Either the costs of nodes by rank, float64, and the minimum gain of a step; or an empty tensor and
@@ -78,9 +78,9 @@ class Shape:
     graft: int = 0
 
     def __post_init__(self) -> None:
-        for name, count, least in (("width", self.width, 1), ("depth", self.depth, 0)):
-            if not isinstance(count, int) or count < least:
-                raise ConfigError(name, count, f"a whole number, at least {least}")
+        for name, count, minimum in (("width", self.width, 1), ("depth", self.depth, 0)):
+            if not isinstance(count, int) or count < minimum:
+                raise ConfigError(name, count, f"a whole number, at least {minimum}")
         if self.levels is not None:
             self._check_levels(self.levels)
         grows = self.levels is None and self.depth > 0

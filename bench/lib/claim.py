@@ -56,26 +56,26 @@ class Option:
         return self.flag.removeprefix("--").replace("-", "_")
 
 
-def int_from(least: int) -> Callable[[str], int]:
+def int_from(minimum: int) -> Callable[[str], int]:
     """The type of an option that takes an integer of at least this."""
 
     def integer(text: str) -> int:
         value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is not allowed; it must be at least {least}")
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is not allowed; it must be at least {minimum}")
         return value
 
     return integer
 
 
-def prompts_option(default: int, *, quick: int = QUICK_PROMPTS, least: int = 0) -> Option:
+def prompts_option(default: int, *, quick: int = QUICK_PROMPTS, minimum: int = 0) -> Option:
     """`--prompts`: held-out prompts per arm and workload."""
-    return Option("--prompts", "held-out prompts", default=default, quick=quick, type=int_from(least))
+    return Option("--prompts", "held-out prompts", default=default, quick=quick, type=int_from(minimum))
 
 
-def tokens_option(default: int, *, quick: int = QUICK_TOKENS, least: int = 0) -> Option:
+def tokens_option(default: int, *, quick: int = QUICK_TOKENS, minimum: int = 0) -> Option:
     """`--tokens`: new tokens per prompt."""
-    return Option("--tokens", "new tokens per prompt", default=default, quick=quick, type=int_from(least))
+    return Option("--tokens", "new tokens per prompt", default=default, quick=quick, type=int_from(minimum))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,6 @@ class Counter:
     Args:
         twin: The pair that decodes.
         latency: The profile with the times of its steps.
-        prompts: Token lists.
         num_tokens: New tokens per prompt.
         temperature: Of the sampling; every prompt has its own seed.
     """
@@ -151,7 +150,6 @@ def candidates(structure: str, pair: LoadedPair, *, verify: int | None = None) -
 
     Args:
         structure: "sequence", "DISCO", "K-ary" or "OPT-Tree".
-        pair: Its menu bounds them.
         verify: Most nodes to verify; None for no limit.
     """
     config = pair.bundle.config

@@ -26,7 +26,6 @@ class EagerModel:
     padded.
 
     Args:
-        bundle: Of the compiled pair.
         is_target: Which of its two models.
     """
 
@@ -63,7 +62,7 @@ class EagerModel:
         self.graph_ms += (time.perf_counter() - start) * 1e3
         return outputs
 
-    def native(self, meta_NM: Tensor) -> None:
+    def graph_object(self, meta_NM: Tensor) -> None:
         """There is no compiled graph."""
 
 

@@ -65,7 +65,6 @@ class Generation:
         first_ms: Wall clock until the first new tokens were there.
         first_tokens: How many came then.
         target_passes: Target forwards; whether prefill is among them depends on the arm.
-        detail: Anything else to keep.
     """
 
     token_ids: Sequence[int]
@@ -97,7 +96,6 @@ class Arm:
 
     Args:
         name: In tables and JSON.
-        generate: Decodes a prompt.
         exact: Whether its tokens must equal the reference arm's; if not, agreement is counted.
         num_prompts: Number of rounds, the first ones, that it takes part in; None for all.
     """
@@ -127,7 +125,7 @@ class Rounds:
         return [generation.later_tpot_ms for generation in self.by_arm[arm]]
 
     def fastest(self, names: Sequence[str]) -> str:
-        """The arm with the least median time per token."""
+        """The arm with the smallest median time per token."""
         return min(names, key=lambda name: float(np.median(self.tpots(name))))
 
     def agreement(self, arm: str, reference: str) -> dict[str, Any]:
@@ -183,7 +181,6 @@ def interleave(
 
     Args:
         arms: Names are unique.
-        prompts: Token lists.
         reference: Name of the arm whose tokens the exact arms must emit.
         stream: Measured once a round, so that the ceiling drifts with the machine as the arms do.
         tick: Called after every round.

@@ -131,11 +131,11 @@ def _end_to_end(result: Result) -> Headline:
 
 def _structures(result: Result) -> Headline:
     ours = ("equal growth", "equal growth, by AAL")
-    least = min(
+    lowest = min(
         speedups["equal growth"] / max(value for name, value in speedups.items() if name not in ours)
         for speedups in result["best_speedup_eq3"].values()
     )
-    return Headline(least, "1", least >= 1)
+    return Headline(lowest, "1", lowest >= 1)
 
 
 def _breakdown(result: Result) -> Headline:
@@ -167,11 +167,11 @@ def _graft(result: Result) -> Headline:
 
 
 def _constrained(result: Result) -> Headline:
-    """The least gain of speculation at any temperature."""
+    """The smallest gain of speculation at any temperature."""
     found = list(result["temperatures"].values())
     goals = [held for each in found for held in each["goals"].values()]
-    least = min((each["speculative_over_plain"] for each in found), key=lambda ratio: ratio["median"])
-    return _ratio(least, "1.5", all(goals), (goals.count(False), len(goals)))
+    lowest = min((each["speculative_over_plain"] for each in found), key=lambda ratio: ratio["median"])
+    return _ratio(lowest, "1.5", all(goals), (goals.count(False), len(goals)))
 
 
 def _quantised(result: Result) -> Headline:
@@ -186,7 +186,7 @@ def _quantised(result: Result) -> Headline:
 
 
 def _depth(result: Result) -> Headline:
-    least = min(
+    lowest = min(
         (
             text["chosen_over"]["fixed"]
             for text in result["texts"].values()
@@ -194,11 +194,11 @@ def _depth(result: Result) -> Headline:
         ),
         key=lambda ratio: ratio["median"],
     )
-    return _ratio(least, "1", not result["refuted_by"])
+    return _ratio(lowest, "1", not result["refuted_by"])
 
 
 def _predictor(result: Result) -> Headline:
-    """The least skill over a constant at any depth with enough events."""
+    """The smallest skill over a constant at any depth with enough events."""
     held, missed = _goals(result)
     skills = [goal["measured"] for name, goal in result["goals"].items() if name.startswith("skill")]
     return Headline(min(skills), "> 0", held, missed=missed)
@@ -218,13 +218,13 @@ def _serving(result: Result) -> Headline:
         held &= rate["throughput_over_best_fixed"]["median"] >= 0.98
         if name == max(rates, key=float):
             held &= rate["throughput_over_off"]["median"] >= 0.99
-    least = min(loads, key=lambda load: load["throughput_over_best_fixed"]["median"])
-    found = least["throughput_over_best_fixed"]
+    lowest = min(loads, key=lambda load: load["throughput_over_best_fixed"]["median"])
+    found = lowest["throughput_over_best_fixed"]
     return Headline(found["median"], "1.05", held, (min(found["rounds"]), max(found["rounds"])))
 
 
 def _batched_trees(result: Result) -> Headline:
-    """The least lead of trees over chains of the same policy at any batch."""
+    """The smallest lead of trees over chains of the same policy at any batch."""
     found = [each for sizes in result["temperatures"].values() for each in sizes.values()]
     chains = [each["trees_over"]["the same policy, W = 1"] for each in found]
     plain = [each["trees_over"]["plain"] for each in found]
@@ -232,8 +232,8 @@ def _batched_trees(result: Result) -> Headline:
     goals = [ratio["ci95"][1] >= 0.99 for ratio in (*chains, *plain)]
     goals += [each["trees_over"]["ygg generate"]["median"] >= 0.97 for each in alone]
     goals += [each["plain_over_alone_plain"]["median"] >= 0.97 for each in alone]
-    least = min(chains, key=lambda each: each["median"])
-    return _ratio(least, "0.99", all(goals), (goals.count(False), len(goals)))
+    lowest = min(chains, key=lambda each: each["median"])
+    return _ratio(lowest, "0.99", all(goals), (goals.count(False), len(goals)))
 
 
 def _bandits(result: Result) -> Headline:
@@ -275,7 +275,7 @@ def _guard(result: Result) -> Headline:
 
 
 def _wrong_profiles(result: Result) -> Headline:
-    """The least share of the right profile's throughput that the learning policy reaches."""
+    """The smallest share of the right profile's throughput that the learning policy reaches."""
     shares = [
         policies["learns"]
         for found in result["sizes"].values()
@@ -291,17 +291,17 @@ def _contended(result: Result) -> Headline:
         held for pair in result["pairs"].values() for held in pair["held"].values() if held is not None
     ]
     missed = goals.count(False)
-    least = min(
+    lowest = min(
         (pair["of_idle"]["2"] for pair in result["pairs"].values()), key=lambda ratio: ratio["median"]
     )
-    return _ratio(least, "0.35", missed == 0, (missed, len(goals)))
+    return _ratio(lowest, "0.35", missed == 0, (missed, len(goals)))
 
 
 def _calibration(result: Result) -> Headline:
     found = [each for pair in result["pairs"].values() for each in pair["temperatures"].values()]
     missed = sum(not each["held"] for each in found)
-    least = min((each["batched_over_one_by_one"] for each in found), key=lambda ratio: ratio["median"])
-    return _ratio(least, "0.99", missed == 0, (missed, len(found)))
+    lowest = min((each["batched_over_one_by_one"] for each in found), key=lambda ratio: ratio["median"])
+    return _ratio(lowest, "0.99", missed == 0, (missed, len(found)))
 
 
 def _architectures(result: Result) -> Headline:

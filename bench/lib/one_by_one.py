@@ -1,5 +1,7 @@
 """Calibration traces collected one text and one tree at a time: the specification of
 yggdrasil/offline/traces.py, which does it in batches.
+
+Shapes: L = tokens of a text, M = tokens after a prompt.
 """
 
 from __future__ import annotations
@@ -41,11 +43,8 @@ def collect_one_by_one(
     """What `write_texts` and `drafted_traces` give for one temperature.
 
     Args:
-        engine: The pair.
         prompts: Token lists of at least two tokens.
         further: More prompts from the same texts, without trees.
-        temperature: Of the target.
-        size: How much.
         writing: Shape with which the text is written: it changes how long that takes and nothing else.
     """
     all_prompts = [*prompts, *(passage.tokens for passage in further)]

@@ -50,7 +50,6 @@ class BenchTarget:
     """A target folder and what a reader of a figure must know about it.
 
     Args:
-        folder: Hugging Face folder.
         parameters: Of the model that runs.
         source_parameters: Of the checkpoint whose function it computes; the same when nothing was inflated.
         weight_bytes: What one forward reads: everything but an untied embedding table, of which it reads a
@@ -96,7 +95,6 @@ def bench_target(source: Path, min_parameters: int) -> BenchTarget:
     root, written unless it is there.
 
     Args:
-        source: Hugging Face folder.
         min_parameters: The width grows fourfold and then layers are added until the model has this many; 0
             keeps the source.
     """
@@ -121,7 +119,6 @@ def inflated_model(source: Path, sizes: Mapping[str, int], *, device: str) -> Be
     """The source inflated to given sizes, kept under `bench_models/` in the artifact root.
 
     Args:
-        source: Hugging Face folder.
         sizes: Such as `LLAMA_2_7B`; see scale_pair.py.
         device: Where random weights are drawn.
     """
@@ -170,8 +167,6 @@ def compiled_pair(
     """The pair under this name, compiled unless it is there with these models and this menu.
 
     Args:
-        target: Folder.
-        draft: Folder.
         name: In the artifact root.
         remeasure: Profile and calibrate again; finished graphs are kept.
         config: Menu and device; the context is the models'.

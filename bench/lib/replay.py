@@ -23,9 +23,6 @@ __all__ = ["ReplayedTarget", "replayed_pair"]
 class ReplayedTarget:
     """A compiled target whose text is given.
 
-    Args:
-        target: What runs.
-
     Attributes:
         text: Prompt and answer, in tokens.
     """
@@ -37,7 +34,7 @@ class ReplayedTarget:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def native(self, meta_NM: Tensor) -> None:
+    def graph_object(self, meta_NM: Tensor) -> None:
         """None: the C++ step would read the target's own logits."""
         return
 

@@ -56,7 +56,6 @@ class Arrival:
 
     Args:
         at_s: Seconds after the start.
-        prompt: Tokens.
         num_tokens: Most tokens to emit.
     """
 
@@ -80,7 +79,7 @@ def poisson(
         rate: Requests a second.
         seconds: How long they come.
         seed: The same one gives the same arrivals and lengths.
-        output_tokens: Least and most of a request.
+        output_tokens: Minimum and maximum of a request.
     """
     random = np.random.default_rng(seed)
     times = np.cumsum(random.exponential(1 / rate, size=int(2 * rate * seconds) + 20))
@@ -178,7 +177,6 @@ class ProfileClock(Clock):
 
     Args:
         batcher: Its models get times from the profile; they compute what they always do.
-        latency: The profile.
     """
 
     def __init__(self, batcher: Batcher, latency: LatencyModel) -> None:
@@ -210,7 +208,7 @@ class _Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def native(self, meta_NM: Tensor) -> None:
+    def graph_object(self, meta_NM: Tensor) -> None:
         """None: the C++ step would run the forwards without this clock."""
 
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
@@ -321,7 +319,6 @@ class Player:
 
     Args:
         batcher: Idle.
-        policy: Of this run.
         arrivals: At least one, in the order of their times.
         sampling: Greedy or not; seeds are the places of the arrivals.
 

@@ -43,9 +43,7 @@ class Subject:
     """A target of real size with one draft.
 
     Args:
-        target: What runs.
         source: The checkpoint whose function it computes; the target itself where nothing was inflated.
-        draft: Folder.
         draft_name: In `DRAFTS`.
         remeasure: Profile and calibrate again, once.
         config: Menu and device.

@@ -112,8 +112,6 @@ def llama_cpp_peer(
 
     Args:
         folder: With llama.cpp's binaries.
-        target: Hugging Face folder.
-        draft: Hugging Face folder.
         num_tokens: New tokens per prompt.
         assistant_tokens: Draft lengths; every one has a server of its own, for a request cannot choose it.
             They map one file: the weights are there once.

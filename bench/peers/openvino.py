@@ -50,8 +50,6 @@ def openvino_peer(
     with the block.
 
     Args:
-        target: Hugging Face folder.
-        draft: Hugging Face folder.
         num_tokens: New tokens per prompt.
         assistant_tokens: Draft lengths.
         num_threads: As in `torch.set_num_threads`.
@@ -134,7 +132,6 @@ def converted(python: Path, source: Path, log: Log) -> Path:
 
     Args:
         python: Of an environment with optimum-intel.
-        source: Hugging Face folder.
         log: Called when there is something to convert.
 
     Raises:

@@ -1,5 +1,7 @@
 """Other runtimes as peers of ours, and the first of them: transformers, plain, compiled and assisted, on
 the same checkpoints.
+
+Shapes: L = tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -83,7 +85,6 @@ class JsonLines:
 
     Args:
         command: Program and arguments. It speaks first: a line about itself, kept as `greeting`.
-        name: In errors.
 
     Raises:
         PeerError: the child ended or answered `{"error": ...}`.
@@ -223,13 +224,9 @@ def transformers_arms(
     texts are compared, not asserted.
 
     Args:
-        target: Folder.
-        draft: Folder.
         num_tokens: New tokens per prompt.
         assistant_tokens: The constant draft lengths.
-        dtype: Of both models.
         num_prompts: Rounds in which these arms take part; None in all.
-        device: Where both models run.
         temperature: Samples above 0, from all tokens, with a seed of the prompt's.
     """
     model = _load(target, dtype, device)

@@ -146,7 +146,7 @@ def test_a_claim_is_started_by_the_name_of_its_script(capsys: pytest.CaptureFixt
         assert f"usage: bench.{name} " in capsys.readouterr().out
 
 
-def test_the_result_of_exactness_says_which_prompts_were_decoded() -> None:
+def test_the_result_of_exactness_names_which_prompts_were_decoded() -> None:
     pair: Any = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda text: list(range(1000))))
     prompts = claim_exact.prompts_of(pair, 7)
     settings = claim_exact.settings_of(argparse.Namespace(tokens=16, quick=True), prompts)

@@ -297,7 +297,7 @@ def test_older_servers_are_spoken_to_in_their_words(tmp_path: Path) -> None:
     assert old.draft_options(tmp_path / "draft", 5)[2:4] == ["--draft-max", "5"]
 
 
-def test_a_folder_without_llama_cpp_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_folder_without_llama_cpp_is_an_error_that_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="no llama-server"):
         LlamaCpp.find(tmp_path)
     executable(tmp_path / "llama-server", "")
@@ -305,7 +305,7 @@ def test_a_folder_without_llama_cpp_says_what_is_missing(tmp_path: Path) -> None
         LlamaCpp.find(tmp_path)
 
 
-def test_a_server_that_does_not_start_says_why(
+def test_a_server_that_does_not_start_reports_why(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("YGG_HOME", str(tmp_path / "home"))
@@ -395,7 +395,7 @@ def test_ratios_take_the_fastest_arm_of_a_peer(measured: tuple[Rounds, list[Peer
         name: (over["median"], over["fastest"]) for name, over in found["plain_over_peer_plain"].items()
     } == {"one": (1.5, "one other"), "llama.cpp": (0.95, "two plain")}
     assert found["speculative_over_peer"]["one"]["fastest"] == "one k=3"
-    assert found["speculative_over_plain"]["least"] == 4
+    assert found["speculative_over_plain"]["min"] == 4
 
 
 def test_goals_compare_what_was_measured(measured: tuple[Rounds, list[Peer]]) -> None:

@@ -142,6 +142,6 @@ def test_comments_of_cpp_do_not_make_a_result_stale(tmp_path: Path) -> None:
 
 def test_every_claim_script_has_a_headline() -> None:
     scripts = {path.stem.removeprefix("claim_") for path in results.FOLDER.glob("claim_*.py")}
-    assert scripts - set(CLAIMS) == {"kernels", "exact_price"}, (
+    assert scripts - set(CLAIMS) == {"kernels", "exact_cost"}, (
         "those two need a GPU; gpu.sh has its own folder"
     )

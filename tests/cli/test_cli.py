@@ -483,7 +483,7 @@ def test_an_unknown_pair_names_the_known_ones(arguments: tuple[str, ...], capfd:
     assert "ygg compile TARGET DRAFT --name nobody" in line
 
 
-def test_show_of_the_bundled_pair_says_how_to_compile_it(
+def test_show_of_the_bundled_pair_shows_how_to_compile_it(
     capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("YGG_HOME", str(tmp_path))

@@ -130,7 +130,7 @@ def test_damaged_operators_are_built_again_and_whole_ones_kept(
 
     def compile_(folder: Path) -> None:
         built.append(folder)
-        (folder / kernels_build.LIBRARY_FILE).write_bytes(b"native code")
+        (folder / kernels_build.LIBRARY_FILE).write_bytes(b"compiled code")
 
     monkeypatch.setenv("YGG_HOME", str(tmp_path))
     monkeypatch.setattr(kernels_build, "_compile", compile_)

@@ -61,7 +61,7 @@ def test_live_draws_trees_and_leaves_the_text(pair: Pair) -> None:
     assert "└" not in after
 
 
-def test_live_off_a_terminal_is_the_plain_text(capsys: Capture, quiet: None, pair: Pair) -> None:
+def test_live_off_a_terminal_is_the_text_alone(capsys: Capture, quiet: None, pair: Pair) -> None:
     assert main([*WORDS, "--live"]) == 0
     assert capsys.readouterr() == (f"{pair.generate(PROMPT, max_new_tokens=12).text}\n", "")
 

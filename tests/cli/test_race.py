@@ -12,7 +12,7 @@ from yggdrasil.api import Pair
 from yggdrasil.cli import main
 from yggdrasil.config import GenerateConfig
 from yggdrasil.report.race import Race, record_race
-from yggdrasil.report.run import Piece
+from yggdrasil.report.run import Chunk
 
 PROMPT = "Once upon a time"
 WORDS = ("race", PROMPT, "--pair", "tiny", "-n", "16", "--ignore-eos")
@@ -72,8 +72,8 @@ def test_texts_that_differ_are_not_the_same(race: Race) -> None:
 
 def test_a_frame_has_what_came_until_then(race: Race) -> None:
     screen = Console(force_terminal=True, color_system="standard", width=80, height=20)
-    race.plain.pieces = [Piece(10.0, " one", 0), Piece(20.0, " two", 0), Piece(30.0, " three", 0)]
-    race.speculative.pieces = [Piece(12.0, " one two", 1), Piece(15.0, " three", 0)]
+    race.plain.chunks = [Chunk(10.0, " one", 0), Chunk(20.0, " two", 0), Chunk(30.0, " three", 0)]
+    race.speculative.chunks = [Chunk(12.0, " one two", 1), Chunk(15.0, " three", 0)]
     race.plain.total_ms = 30.0
     race.speculative.total_ms = 15.0
     with screen.capture() as captured:

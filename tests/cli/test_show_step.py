@@ -11,7 +11,8 @@ from yggdrasil.cli import main
 from yggdrasil.errors import ConfigError
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.latency import Curve, LatencyModel
-from yggdrasil.report.timeline import BETWEEN, plot_timeline, record_timeline
+from yggdrasil.report.recording import record_timeline
+from yggdrasil.report.timeline import BETWEEN, plot_timeline
 
 PNG = b"\x89PNG\r\n"
 PROMPT = "Once upon a time"
@@ -22,15 +23,15 @@ def speculating(tiny: LoadedPair) -> LoadedPair:
     """The tiny pair by the profile of a machine where drafting is all but free, so that its policy
     speculates.
     """
-    cheap, dear = (Curve((0,), (1,), ((ms,),)) for ms in (0.001, 1.0))
-    return replace(tiny, latency=LatencyModel(cheap, dear, 0.0, 0.0, 0.0))
+    fast, slow = (Curve((0,), (1,), ((ms,),)) for ms in (0.001, 1.0))
+    return replace(tiny, latency=LatencyModel(fast, slow, 0.0, 0.0, 0.0))
 
 
 def test_every_gap_of_a_recorded_step_has_a_name(speculating: LoadedPair, tmp_path: Path) -> None:
     timeline = record_timeline(speculating, speculating.tokenizer.encode(PROMPT), num_steps=4)
     assert len(timeline.steps) >= 4
     step = timeline.representative
-    found = [piece.name for piece in step.pieces() if piece.name != BETWEEN]
+    found = [interval.name for interval in step.intervals() if interval.name != BETWEEN]
     assert found[:4] == ["choose shape", "head", "draft 4", "grow 1"]
     assert found[-7:] == ["prune", "pack", step.graphs[-1].name, "outputs", "accept", "commit", "observe"]
     assert step.graphs[-1].name in ("verify 2", "verify 4", "verify 8", "verify 16")
@@ -51,7 +52,7 @@ def test_a_prompt_that_leaves_no_step_after_the_warm_up_is_refused(tiny: LoadedP
 
 
 @pytest.mark.usefixtures("tiny_bundle")
-def test_show_step_prints_the_pieces_and_writes_a_png(
+def test_show_step_prints_the_intervals_and_writes_a_png(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["show", "step", PROMPT, "--pair", "tiny", "--out", str(tmp_path)]) == 0

@@ -68,6 +68,6 @@ def test_json_reports_whether_a_guard_watched(option: str | None, guard: bool, c
 
 @pytest.mark.usefixtures("tiny_bundle")
 def test_statistics_say_that_there_was_no_guard(capsys: Capture) -> None:
-    for options, said in (([], False), (["--no-guard"], True)):
+    for options, is_unguarded in (([], False), (["--no-guard"], True)):
         assert main(["generate", PROMPT, "--pair", "tiny", "-n", "8", "--stats", *options]) == 0
-        assert (", without a guard" in capsys.readouterr().err) == said
+        assert (", without a guard" in capsys.readouterr().err) == is_unguarded

@@ -141,11 +141,14 @@ def test_shapes_are_read_from_names_and_docstrings() -> None:
     assert listed_shapes("Keys.\n\nShapes: G = KV heads, S = slots of\na page, 16.\n\nT = 3") == {"G", "S"}
 
 
+def unlisted_shapes(tree: ast.Module) -> list[str]:
+    """The letters that are neither global nor in the docstring of their module."""
+    return sorted(shape_letters(tree) - GLOBAL_SHAPES - listed_shapes(ast.get_docstring(tree) or ""))
+
+
 @pytest.mark.parametrize("module", ["yggdrasil", *MODULES])
 def test_every_shape_letter_is_global_or_listed_in_its_module(module: str) -> None:
-    tree = source(module)
-    unlisted = shape_letters(tree) - GLOBAL_SHAPES - listed_shapes(ast.get_docstring(tree) or "")
-    assert sorted(unlisted) == []
+    assert unlisted_shapes(source(module)) == []
 
 
 def tracked_files() -> list[Path]:
@@ -161,6 +164,14 @@ def tracked_files() -> list[Path]:
             for path in (ROOT / folder).rglob("*.*")
         ]
     return [ROOT / name for name in listed if (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("folder", ("bench", "examples", "tests"))
+def test_every_shape_letter_outside_the_package_is_global_or_listed_in_its_module(folder: str) -> None:
+    sources = [path for path in tracked_files() if path.suffix == ".py" and ROOT / folder in path.parents]
+    assert sources
+    found = {str(path.relative_to(ROOT)): unlisted_shapes(ast.parse(path.read_text())) for path in sources}
+    assert {name: letters for name, letters in found.items() if letters} == {}
 
 
 @pytest.mark.parametrize("suffix", (".cpp", ".h", ".py", ".md", ".sh", ".js", ".html", ".css"))
@@ -193,6 +204,38 @@ def test_every_assignment_has_a_line_of_its_own() -> None:
         and len(node.targets[0].elts) == len(node.value.elts)
     ]
     assert doubled == []
+
+
+def words_to_avoid() -> list[str]:
+    """The right column of CONTRIBUTING's table of words, without names in code."""
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("| write | not |\n|---|---|\n")[1].split("\n\n")[0]
+    cells = [row.split("|")[2] for row in table.splitlines()]
+    return [word.strip() for cell in cells for word in cell.split(",") if "`" not in cell]
+
+
+def avoided(text: str) -> list[str]:
+    """Words to avoid in a text, or in its names; "at least" and "least squares" are the field's own."""
+    prose = re.sub(r"\n\s*(?://|#)?\s*|_", " ", text)
+    words = "|".join(words_to_avoid())
+    return re.findall(rf"\b(?<!at )(?:{words})(?:s|d|ed)?\b(?! squares)", prose, re.IGNORECASE)
+
+
+def test_words_to_avoid_are_found_in_texts_and_names() -> None:
+    text = "# The least cost, at\n# least 1, by least squares, beside\nPRICES and LEAST_OF_IDLE"
+    assert avoided(text) == ["least", "beside", "PRICES", "LEAST"]
+
+
+@pytest.mark.parametrize("suffix", (".cpp", ".h", ".py", ".md", ".sh", ".js", ".html", ".css"))
+def test_texts_and_names_have_no_words_to_avoid(suffix: str) -> None:
+    """The table itself has them, and this file; the bundled pair's model card came with the pair."""
+    exempt = {ROOT / "CONTRIBUTING.md", Path(__file__)}
+    found = {
+        str(path.relative_to(ROOT)): words
+        for path in tracked_files()
+        if path.suffix == suffix and "pairs" not in path.parts and path not in exempt
+        if (words := avoided(path.read_text()))
+    }
+    assert found == {}
 
 
 def test_tracked_files_have_no_path_of_a_developer_s_machine() -> None:

@@ -51,7 +51,7 @@ def test_plain_decoding_counts_as_itself(counter: Counter) -> None:
 
 
 @pytest.mark.parametrize("shape", (sequence(4), k_ary(2, 2), equal_growth(4, 2, 8)), ids=str)
-def test_a_count_is_priced_by_the_profile(tiny: LoadedPair, counter: Counter, shape: Shape) -> None:
+def test_a_count_takes_the_time_of_the_profile(tiny: LoadedPair, counter: Counter, shape: Shape) -> None:
     count = counter.count(shape)
     assert count.aal > 1
     # linear between them; a noisy machine's profile need not rise
@@ -65,7 +65,7 @@ def test_a_count_is_priced_by_the_profile(tiny: LoadedPair, counter: Counter, sh
     assert min(times) * count.passes <= count.ms <= max(times) * count.passes
 
 
-def test_a_chain_that_stops_early_is_priced_for_what_it_drafted(counter: Counter) -> None:
+def test_a_chain_that_stops_early_takes_the_time_of_what_it_drafted(counter: Counter) -> None:
     timid = counter.count(dynamic_sequence(4, 1.0))
     bold = counter.count(dynamic_sequence(4, 1e-9))
     assert timid.ms / timid.passes < bold.ms / bold.passes

@@ -1,4 +1,7 @@
-"""The same token has the same bits in every graph of the menu, in a chain or in a tree."""
+"""The same token has the same bits in every graph of the menu, in a chain or in a tree.
+
+Shapes: P = pages of a row.
+"""
 
 from __future__ import annotations
 
@@ -126,9 +129,9 @@ def test_rows_do_not_depend_on_how_the_prefix_was_prefilled(pair: LoadedPair) ->
     for size in model.menu.sizes[1:]:
         model.cache.rollback_(0)
         for start in range(0, len(PREFIX), size):
-            piece = PREFIX[start : start + size]
-            chain(model, piece, size)
-            model.cache.commit_(range(len(piece)))
+            chunk = PREFIX[start : start + size]
+            chain(model, chunk, size)
+            model.cache.commit_(range(len(chunk)))
         assert torch.equal(chain(model, TEXT, 4)[: len(TEXT)], expected), f"prefilled through {size}"
 
 

@@ -1,4 +1,7 @@
-"""Speculative decoding writes what plain decoding writes, and plain decoding what transformers writes."""
+"""Speculative decoding writes what plain decoding writes, and plain decoding what transformers writes.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
+"""
 
 from __future__ import annotations
 

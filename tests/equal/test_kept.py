@@ -1,4 +1,7 @@
-"""A text that begins like the last one keeps its KV: the same bits, the same text, fewer prompt tokens."""
+"""A text that begins like the last one keeps its KV: the same bits, the same text, fewer prompt tokens.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
+"""
 
 from __future__ import annotations
 

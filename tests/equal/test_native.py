@@ -1,4 +1,7 @@
-"""The native step against its specification: equal results and equal bits in both caches."""
+"""The native step against its specification: equal results and equal bits in both caches.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ Step = Callable[[DecodeState, ShapePolicy], StepResult]
 class TwoDeep:
     """A stop rule that exists only in Python."""
 
-    native = None
+    numbers = None
 
     def enough(self, tree: TokenTree) -> bool:
         return int(tree.depth_N.max()) >= 2
@@ -254,18 +257,18 @@ class Asked:
 
     def __init__(self, inner: ShapePolicy) -> None:
         self.inner = inner
-        self.num_asked = 0
-        self.num_told = 0
+        self.num_chosen = 0
+        self.num_observed = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def choose(self, rows: Sequence[Row]) -> Choice:
-        self.num_asked += 1
+        self.num_chosen += 1
         return self.inner.choose(rows)
 
     def observe(self, result: StepResult) -> None:
-        self.num_told += 1
+        self.num_observed += 1
         self.inner.observe(result)
 
 
@@ -300,11 +303,11 @@ def test_a_step_lets_the_policy_choose_once(
     if name == "the end of the context":
         with pytest.raises(YggError, match="context is full"):
             step(state, policy)
-        assert policy.num_asked == 1
+        assert policy.num_chosen == 1
         return
     for num_steps in (1, 2, 3):
         step(state, policy)
-        assert (policy.num_asked, policy.num_told) == (num_steps, num_steps)
+        assert (policy.num_chosen, policy.num_observed) == (num_steps, num_steps)
     assert trace.count["policy"] == 3
 
 

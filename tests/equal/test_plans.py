@@ -1,4 +1,7 @@
-"""With every plan a step has the same tokens, trees and committed KV as one stage after another."""
+"""With every plan a step has the same tokens, trees and committed KV as one stage after another.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ class Sequence(ShapePolicy):
 class TwoDeep:
     """Stops growth at depth two."""
 
-    native = None
+    numbers = None
 
     def enough(self, tree: TokenTree) -> bool:
         return int(tree.depth_N.max()) >= 2

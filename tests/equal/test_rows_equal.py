@@ -1,5 +1,7 @@
 """The step over rows together against the same step of each row alone, over a cache of its own: equal
 results, equal bits in both caches.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))
 class TwoDeep:
     """A stop rule that exists only in Python."""
 
-    native = None
+    numbers = None
 
     def enough(self, tree: TokenTree) -> bool:
         return int(tree.depth_N.max()) >= 2
@@ -141,8 +143,8 @@ def record(state: DecodeState, result: StepResult, target_len: int, draft_len: i
     """Everything in a step's result except its time, and what it did to the request."""
     arrays = [array_N[: len(result.tree)].tolist() for array_N in result.tree.arrays]
     hidden = None if state.hidden_E is None else state.hidden_E.tolist()
-    plain = replace(result, ms=0.0, tree_of=None)  # type: ignore[arg-type]
-    return plain, arrays, hidden, target_len, draft_len, state.root_pos
+    settled = replace(result, ms=0.0, tree_of=None)  # type: ignore[arg-type]
+    return settled, arrays, hidden, target_len, draft_len, state.root_pos
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""The step over rows in C++ against its specification: equal results and equal KV over random histories."""
+"""The step over rows in C++ against its specification: equal results and equal KV over random histories.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
+"""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def exact_pairs(target: Target, sampling: SamplingConfig) -> dict[tuple[int, int
 
 Sampler = Callable[[TokenTree, Tensor, SamplingConfig], tuple[int, ...]]
 NUM_SEEDS = 4000
-LEAST_PVALUE = 1e-6  # probability that a correct sampler fails
+MIN_PVALUE = 1e-6  # probability that a correct sampler fails
 LAWS = [
     ("random", {"temperature": 0.8}),
     ("zero", {"temperature": 1.5, "min_p": 0.05}),
@@ -249,7 +249,7 @@ def test_tree_sampling_preserves_the_target_s_distribution(kind: str, options: d
     target = scripted(kind, 3)
     assert (
         pvalue(count_pairs(target, options, sound), exact_pairs(target, SamplingConfig(**options)))
-        > LEAST_PVALUE
+        > MIN_PVALUE
     )
 
 
@@ -260,7 +260,7 @@ def test_the_statistic_notices_a_sampler_that_trusts_the_draft_one_time_in_three
     target = scripted(kind, 3)
     assert (
         pvalue(count_pairs(target, options, trusting), exact_pairs(target, SamplingConfig(**options)))
-        < LEAST_PVALUE
+        < MIN_PVALUE
     )
 
 

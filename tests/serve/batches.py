@@ -134,10 +134,10 @@ def run(batcher: Batcher, *, check: bool = True) -> int:
     steps = 0
     while batcher.step() is not None:
         if check:
-            batcher.check()
+            batcher.scheduler.check()
         steps += 1
         assert steps < 2000, "no progress"
-    batcher.check()
+    batcher.scheduler.check()
     return steps
 
 

@@ -455,7 +455,7 @@ def test_echo_puts_the_prompt_before_every_choice(shared: Running) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed[:-1]) == "a fox" + STORY
 
 
-def test_a_stream_has_the_same_text_in_pieces_and_ends_with_done(shared: Running) -> None:
+def test_a_stream_has_the_same_text_in_chunks_and_ends_with_done(shared: Running) -> None:
     response = shared.post(
         prompt=["a", "b"], stream=True, max_tokens=100, stream_options={"include_usage": True}
     )
@@ -849,7 +849,7 @@ def test_health_info_and_metrics_show_the_state_of_the_service(shared: Running) 
     assert info["internal_states"][0]["speculative_num_steps"] == info["speculative_num_steps"] == 3
     assert info["avg_spec_accept_length"] == 1.5
     assert info["policy_state"] == {"block": 3}
-    assert info["chat_template"] == "plain"
+    assert info["chat_template"] == "default"
     assert "# TYPE ygg_emitted_tokens_total counter" in shared.get("/metrics").text
 
 

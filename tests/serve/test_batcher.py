@@ -1,4 +1,7 @@
-"""Many requests at once: every request gets the text that it would get alone."""
+"""Many requests at once: every request gets the text that it would get alone.
+
+Shapes: P = pages of a row.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,7 @@ def test_rows_with_grafts_get_the_tokens_that_they_get_alone(bench: Bench, seed:
     for ticket in tickets:
         batcher.submit(ticket)
         batcher.step()
-        batcher.check()
+        batcher.scheduler.check()
     batcher.cancel(tickets[1])
     run(batcher)
     for each in clients:
@@ -175,7 +178,7 @@ def test_any_schedule_gives_the_same_texts_and_loses_no_page(
             batcher.cancel(tickets[index])
         if batcher.step() is None and step > 25:
             break
-        batcher.check()
+        batcher.scheduler.check()
     for index, each in enumerate(clients):
         reference = bench.reference(each)
         if each.finish == "cancelled":

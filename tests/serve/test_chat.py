@@ -90,7 +90,7 @@ def test_the_default_template_writes_calls_and_results_and_shows_no_tools() -> N
 
 
 def test_a_template_for_tools_is_used_if_there_are_tools(tmp_path: Path) -> None:
-    named = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
+    named = {"default": "simple", "tool_use": "{{ tools | length }} tools"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     (tmp_path / "files" / "additional_chat_templates").mkdir(parents=True)
     (tmp_path / "files" / "chat_template.jinja").write_text(named["default"])
@@ -98,7 +98,7 @@ def test_a_template_for_tools_is_used_if_there_are_tools(tmp_path: Path) -> None
     path.write_text(named["tool_use"])
     for folder in (tmp_path, tmp_path / "files"):
         template = load_chat_template(str(folder))
-        assert template.render(MESSAGES) == "plain"
+        assert template.render(MESSAGES) == "simple"
         assert template.render(MESSAGES, TOOLS) == "1 tools"
 
 
@@ -141,11 +141,11 @@ def test_a_special_token_without_a_text_is_none(tmp_path: Path) -> None:
 
 def test_several_templates_need_a_default_one(tmp_path: Path) -> None:
     for named in (
-        {"default": "plain", "tool_use": "tools"},
-        [{"name": "rag", "template": "rag"}, {"name": "default", "template": "plain"}],
+        {"default": "simple", "tool_use": "tools"},
+        [{"name": "rag", "template": "rag"}, {"name": "default", "template": "simple"}],
     ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-        assert load_chat_template(str(tmp_path)).render([]) == "plain"
+        assert load_chat_template(str(tmp_path)).render([]) == "simple"
     for other in ({"tool_use": "tools"}, {"default": 5}, ["a"], [{"name": "default"}], 5):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": other}))
         with pytest.raises(ConfigError, match="chat_template: .* one is named default"):

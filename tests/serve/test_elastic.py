@@ -228,7 +228,7 @@ def test_speculation_stops_while_the_draft_is_away_and_then_continues(bench: Ela
     submit(batcher, *clients)
     seen = set()
     while (report := batcher.step()) is not None:
-        batcher.check()
+        batcher.scheduler.check()
         state = elastic.memory.state
         seen.add((state, any(report.drafted)))
         assert report.is_draft_in == (state is MemoryState.RESIDENT)
@@ -342,9 +342,9 @@ def test_any_expansions_and_contractions_leave_texts_unchanged(
             if cancelled_after is not None and arrival + cancelled_after == now:
                 batcher.cancel(tickets[index])
         force(elastic, forced[now % len(forced)])  # type: ignore[arg-type]
-        batcher.check()
+        batcher.scheduler.check()
         is_idle = batcher.step() is None
-        batcher.check()
+        batcher.scheduler.check()
         num_lent = elastic.draft_pages if elastic.memory.state is MemoryState.LENT else 0
         assert elastic.pool.num_pages == NUM_PAGES + num_lent
         assert elastic.memory.state is not MemoryState.RESIDENT or digest(elastic.memory) == complete

@@ -51,7 +51,7 @@ class Scripted:
             The client, its ticket, and for every step the numbers of emitted and returned tokens.
         """
         no_model: Any = SimpleNamespace(
-            device="", sizes=(1,), vocab=512, meta=torch.zeros, native=lambda meta_NM: None
+            device="", sizes=(1,), vocab=512, meta=torch.zeros, graph_object=lambda meta_NM: None
         )
         pool = PagePool(16, num_rows=1, max_indices=256)
         batcher = Batcher(
@@ -68,7 +68,7 @@ class Scripted:
         counts = []
         ticket = batcher.ticket(client.request())
         batcher.submit(ticket)
-        batcher._admit_()
+        batcher.scheduler.admit_()
         for tokens in steps:
             if ticket.is_finished:
                 break
@@ -83,7 +83,7 @@ class Scripted:
             ticket.state.tokens.extend(tokens)
             ticket.running.target_len = ticket.state.root_pos
             counts.append((size, batcher._publish_results_([ticket], [result])))
-        batcher.check()
+        batcher.scheduler.check()
         return client, ticket, counts
 
     def alone(self, steps: Sequence[list[int]]) -> Run:

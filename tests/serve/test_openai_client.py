@@ -264,9 +264,9 @@ def test_without_a_choice_of_tools_the_text_is_left_alone_and_one_call_can_be_as
     calling: tuple[openai.OpenAI, Running, str],
 ) -> None:
     client, running, form = calling
-    plain = client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, tool_choice="none")
-    assert plain.choices[0].message.content == CALLS[form]
-    assert plain.choices[0].finish_reason == "stop"
+    unforced = client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, tool_choice="none")
+    assert unforced.choices[0].message.content == CALLS[form]
+    assert unforced.choices[0].finish_reason == "stop"
     prompt = running.service.tokenizer.decode(running.service.submitted[-1].prompt)
     assert prompt == "<user>Hi"
     one = client.chat.completions.create(

@@ -155,7 +155,7 @@ def ask(page: Any, text: str) -> None:
     page.press("#prompt", "Enter")
 
 
-def test_a_text_goes_on_piece_by_piece_and_with_what_is_added(browser: Any) -> None:
+def test_a_text_goes_on_chunk_by_chunk_and_with_what_is_added(browser: Any) -> None:
     with server() as running, opened(browser, running) as page:
         connected(page)
         expect(page.locator("#hint")).to_contain_text("no chat template")
@@ -187,7 +187,7 @@ def test_the_page_draws_a_step_as_the_package_draws_it(browser: Any) -> None:
         connected(page)
         ask(page, "Once")
         expect(page.locator("#stop")).to_be_hidden()
-        page.locator("#log .piece").first.click()
+        page.locator("#log .chunk").first.click()
         expect(page.locator("#step-line")).to_contain_text("Step 1 of")
         drawn = groups(
             page.locator("#tree svg").evaluate("image => new XMLSerializer().serializeToString(image)")
@@ -223,11 +223,11 @@ def test_keys_walk_through_the_steps_and_mark_their_text(browser: Any) -> None:
         running.service.story = " there was a fox by the sea."  # no token is part of a character
         ask(page, "Once")
         expect(page.locator("#stop")).to_be_hidden()
-        count = page.locator("#log .piece").count()
+        count = page.locator("#log .chunk").count()
         expect(page.locator("#step-line")).to_contain_text(f"Step {count} of {count}")
         page.keyboard.press("Alt+ArrowLeft")
         expect(page.locator("#step-line")).to_contain_text(f"Step {count - 1} of {count}")
-        expect(page.locator("#log .piece").nth(count - 2)).to_have_class("piece shown")
+        expect(page.locator("#log .chunk").nth(count - 2)).to_have_class("chunk shown")
         page.locator("#steps").press("Home")
         expect(page.locator("#step-line")).to_contain_text(f"Step 1 of {count}")
 
@@ -287,7 +287,7 @@ def test_a_new_conversation_during_an_answer_begins_with_nothing(browser: Any, w
             running.service.is_stuck = True
         ask(page, "Once")
         if writes:
-            expect(page.locator("#log .piece").first).to_be_visible()
+            expect(page.locator("#log .chunk").first).to_be_visible()
         eventually(lambda: len(running.service.live) == 1)
         page.click("#new")
         expect(page.locator("#stop")).to_be_hidden()

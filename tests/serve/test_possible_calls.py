@@ -15,7 +15,7 @@ from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.messages import Tool
 from yggdrasil.serve.openai import ChatRequest
 from yggdrasil.serve.structured import possible_calls
-from yggdrasil.serve.tools import FORMATS, CallPiece, Format, ToolParser, parsed
+from yggdrasil.serve.tools import FORMATS, CallDelta, Format, ToolParser, parsed
 from yggdrasil.serve.wire import ApiError
 from yggdrasil.state import Shape
 from yggdrasil.text.grammar import Grammars
@@ -111,8 +111,8 @@ def test_calls_within_a_text_fit_the_schema_and_are_those_of_plain_decoding(
     assert all(fits_add(arguments) for function, arguments in complete if function == "add")
     assert last[0] in ("add", "free")
     parser = ToolParser(form, ["add", "free"])
-    pieces = [piece for char in texts[0] for piece in parser.push(char)] + parser.finish()
-    names = [piece.name for piece in pieces if isinstance(piece, CallPiece) and piece.name]
+    deltas = [delta for char in texts[0] for delta in parser.push(char)] + parser.finish()
+    names = [delta.name for delta in deltas if isinstance(delta, CallDelta) and delta.name]
     assert names == [function for function, _ in whole.calls]
 
 

@@ -40,7 +40,7 @@ def test_parts_are_those_of_the_reference(text: str, is_open: bool) -> None:
 
 
 @given(TEXTS, st.booleans(), st.lists(st.integers(0, 60)))
-def test_pieces_are_the_whole_wherever_a_text_is_cut(text: str, is_open: bool, cuts: list[int]) -> None:
+def test_chunks_are_the_whole_wherever_a_text_is_cut(text: str, is_open: bool, cuts: list[int]) -> None:
     parser = ReasoningParser(is_open=is_open)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     parts = [part for start, end in pairwise(places) for part in parser.push(text[start:end])]

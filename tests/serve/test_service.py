@@ -191,10 +191,10 @@ def test_a_request_that_was_not_in_the_failed_forward_continues(bench: Bench) ->
         with pytest.raises(ZeroDivisionError):
             batcher.step()
         batcher.fail()
-    batcher.check()
+    batcher.scheduler.check()
     assert (long.finish, later.finish) == ("error", None)  # the chunk of the first one filled the graph
     while batcher.step() is not None:
-        batcher.check()
+        batcher.scheduler.check()
     assert later.tokens == bench.reference(later)
 
 
@@ -204,13 +204,13 @@ def test_a_step_that_fails_before_its_forwards_ends_every_request(bench: Bench) 
     for each in clients:
         batcher.submit(batcher.ticket(each.request()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batcher, "_reserve_", lambda: 1 / 0)
+        patch.setattr(batcher.scheduler, "reserve_", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             batcher.step()
         batcher.fail()
     assert [each.finish for each in clients] == ["error", "error"]
     assert batcher.step() is None
-    batcher.check()
+    batcher.scheduler.check()
 
 
 def test_a_token_beyond_the_embedding_is_refused(bench: Bench) -> None:
@@ -269,7 +269,7 @@ def test_a_thread_that_dies_while_it_drains_ends_the_wait(
     batcher = bench.batcher(Schedule([0]))
     service = new_service(batcher)
     # the thread dies in its check after all requests are done
-    asking = Waiting([5, 6], 8, on_first=lambda: setattr(batcher, "check", lambda: 1 / 0))
+    asking = Waiting([5, 6], 8, on_first=lambda: setattr(batcher.scheduler, "check", lambda: 1 / 0))
     service.start()
     service.submit(asking.request())
     wait = service._idle.wait

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yggdrasil.config import TOOL_PARSERS
-from yggdrasil.serve.tools import FORMATS, CallPiece, Parsed, ToolParser, format_of, parsed
+from yggdrasil.serve.tools import FORMATS, CallDelta, Parsed, ToolParser, format_of, parsed
 
 NAMES = ("sum", "get_weather")
 SUM = '{"name": "sum", "arguments": {"a": 1, "b": [2, "}"]}}'
@@ -114,9 +114,9 @@ def test_only_as_many_calls_as_allowed_are_returned() -> None:
 
 def test_a_name_comes_before_the_arguments_which_come_as_they_are_written() -> None:
     parser = ToolParser(FORMATS["json"], NAMES)
-    pieces = [piece for char in SUM for piece in parser.push(char)] + parser.finish()
-    assert pieces[0] == CallPiece(0, "sum")
-    assert pieces[1:] == [CallPiece(0, "", char) for char in ARGUMENTS]
+    deltas = [delta for char in SUM for delta in parser.push(char)] + parser.finish()
+    assert deltas[0] == CallDelta(0, "sum")
+    assert deltas[1:] == [CallDelta(0, "", char) for char in ARGUMENTS]
 
 
 FRAGMENTS = st.sampled_from(
@@ -138,7 +138,7 @@ TEXTS = st.lists(FRAGMENTS, max_size=8).map("".join)
 @given(
     TEXTS, st.sampled_from(sorted(FORMATS)), st.lists(st.integers(0, 400)), st.sampled_from([None, 0, 1])
 )
-def test_the_pieces_of_a_stream_are_those_of_the_whole(
+def test_the_deltas_of_a_stream_are_those_of_the_whole(
     text: str, form: str, cuts: list[int], most_calls: int | None
 ) -> None:
     whole = parsed(text, FORMATS[form], NAMES, most_calls=most_calls)

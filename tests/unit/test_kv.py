@@ -1,4 +1,7 @@
-"""The KV cache as a transaction: committed tokens are kept, others are dropped."""
+"""The KV cache as a transaction: committed tokens are kept, others are dropped.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
+"""
 
 from __future__ import annotations
 

@@ -72,10 +72,10 @@ def test_a_prompt_may_be_token_ids(pair: Pair) -> None:
 
 def test_a_stream_is_the_text_in_whole_characters(pair: Pair) -> None:
     run = pair.stream("One day Zo", max_new_tokens=40, temperature=1.5, seed=2, ignore_eos=True)
-    pieces = list(run)
-    assert "".join(pieces) == run.text == run.result.text
-    assert len(pieces) > 1
-    assert "\ufffd" not in "".join(pieces[:-1])
+    chunks = list(run)
+    assert "".join(chunks) == run.text == run.result.text
+    assert len(chunks) > 1
+    assert "\ufffd" not in "".join(chunks[:-1])
 
 
 def test_a_stream_that_was_left_goes_on_where_it_was(pair: Pair) -> None:
@@ -97,13 +97,13 @@ def test_a_stream_can_be_awaited_while_other_tasks_run(pair: Pair) -> None:
                 await asyncio.sleep(0)
 
         other = asyncio.create_task(tick())
-        pieces = [piece async for piece in pair.stream(PROMPT, max_new_tokens=20)]
+        chunks = [chunk async for chunk in pair.stream(PROMPT, max_new_tokens=20)]
         other.cancel()
-        return pieces, ticks
+        return chunks, ticks
 
-    pieces, ticks = asyncio.run(read())
-    assert "".join(pieces) == pair.generate(PROMPT, max_new_tokens=20).text
-    assert ticks > len(pieces)
+    chunks, ticks = asyncio.run(read())
+    assert "".join(chunks) == pair.generate(PROMPT, max_new_tokens=20).text
+    assert ticks > len(chunks)
 
 
 def test_of_two_streams_at_once_one_is_whole_and_the_other_is_refused(pair: Pair) -> None:
@@ -111,7 +111,7 @@ def test_of_two_streams_at_once_one_is_whole_and_the_other_is_refused(pair: Pair
     expected = pair.generate(PROMPT, **options).text
 
     async def read() -> str:
-        return "".join([piece async for piece in pair.stream(PROMPT, **options)])
+        return "".join([chunk async for chunk in pair.stream(PROMPT, **options)])
 
     async def both() -> list[str | BaseException]:
         return await asyncio.gather(read(), read(), return_exceptions=True)

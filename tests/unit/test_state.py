@@ -27,5 +27,5 @@ def test_a_shape_without_nodes_or_of_negative_depth_is_refused(
         Shape(width, depth)
 
 
-def test_the_least_shape_is_the_root_alone() -> None:
+def test_the_smallest_shape_is_the_root_alone() -> None:
     assert Shape(1, 0).num_nodes == 1

@@ -169,8 +169,8 @@ class Chat:
 
     def _print(self, run: Run) -> None:
         has_begun = False
-        for piece in run:
-            text = piece if has_begun else piece.lstrip()
+        for chunk in run:
+            text = chunk if has_begun else chunk.lstrip()
             has_begun = has_begun or bool(text)
             print(text, end="", flush=True)
         print(flush=True)

@@ -138,7 +138,7 @@ def _add_processors(parser: argparse.ArgumentParser) -> None:
 
 
 def add_grammars(parser: argparse.ArgumentParser) -> None:
-    """Options that say what the text must be; at most one of them."""
+    """Options for what the text must be; at most one of them."""
     grammars = parser.add_mutually_exclusive_group()
     grammars.add_argument(
         "--json-schema", metavar="FILE", help="write JSON that is an instance of the schema in a file"

@@ -384,7 +384,7 @@ def _facts(serving: Serving) -> tuple[str, str]:
     from yggdrasil.layout import PAGE_LEN
 
     info = serving.service.info()
-    template = "the model's own" if serving.template.is_own else "none, so roles are written as plain lines"
+    template = "the model's own" if serving.template.is_own else "none, so roles are written as text"
     tools = f"tools as {serving.tool_parser}" if serving.template.takes_tools else "no tools"
     threads = get_num_threads()
     limits = (

@@ -159,7 +159,8 @@ def _show_predictor(pair: Any, options: argparse.Namespace) -> None:
 
 
 def _show_step(pair: Any, options: argparse.Namespace) -> None:
-    from yggdrasil.report.timeline import plot_timeline, record_timeline, timeline_table
+    from yggdrasil.report.recording import record_timeline
+    from yggdrasil.report.timeline import plot_timeline, timeline_table
 
     timeline = record_timeline(pair, pair.tokenizer.encode(options.prompt), sampling=_sampling(options))
     print(timeline_table(timeline))

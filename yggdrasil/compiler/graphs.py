@@ -88,7 +88,7 @@ def compile_graph(
             # The wrapper calls our operators directly, not through the dispatcher.
             "aot_inductor.custom_ops_to_c_shims": c_shims(),
         }
-        # A folder of its own: Inductor names sources by their content and writes them piece by piece, so
+        # A folder of its own: Inductor names sources by their content and writes them little by little, so
         # another process that builds the same graph could package half a file.
         with (
             tempfile.TemporaryDirectory(dir=path.parent) as sources,
@@ -120,7 +120,7 @@ class LoadedGraph:
         command: The command that builds the package again, for the error.
 
     Attributes:
-        native: The graph object of kernels/graph.cpp, for C++ steps that run it.
+        graph_object: Of kernels/graph.cpp, for C++ steps that run it.
 
     Raises:
         ArtifactError: the package does not load, or needs a constant that is not in `constants`.
@@ -131,7 +131,7 @@ class LoadedGraph:
         device_index = next(iter(constants.values())).device.index
         try:
             with storage.store_errors(Path(tempfile.gettempdir())), storage.scratch_for_graphs():
-                self.native: Any = torch.classes.ygg.Graph(
+                self.graph_object: Any = torch.classes.ygg.Graph(
                     str(path), -1 if device_index is None else device_index, constants
                 )
         except RuntimeError as error:
@@ -139,7 +139,7 @@ class LoadedGraph:
 
     def __call__(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         """Run the graph; every call returns new tensors."""
-        first, second = self.native.run(meta_NM)
+        first, second = self.graph_object.run(meta_NM)
         return first, second
 
 

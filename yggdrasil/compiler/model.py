@@ -105,10 +105,10 @@ class CompiledModel(Generic[Storage]):
         self.graph_ms += (time.perf_counter() - start) * 1e3
         return outputs
 
-    def native(self, meta_NM: Tensor) -> Any | None:
+    def graph_object(self, meta_NM: Tensor) -> Any | None:
         graph = self._graphs[len(meta_NM)]
         # the C++ steps are those of a CPU
-        return graph.native if self.device == "cpu" and isinstance(graph, LoadedGraph) else None
+        return graph.graph_object if self.device == "cpu" and isinstance(graph, LoadedGraph) else None
 
     def record_forward_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
         self.graph_ms += sum(times_ms[1::2]) - sum(times_ms[::2])

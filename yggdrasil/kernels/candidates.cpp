@@ -44,12 +44,12 @@ float log_sum_exp(const float* row, int64_t vocab) {
   return highest + std::log(sum);
 }
 
-// The first token from `v` on whose logit is above `least`, or `vocab`.
-int64_t next_above(const float* row, int64_t v, int64_t vocab, float least) {
+// The first token from `v` on whose logit is above `bound`, or `vocab`.
+int64_t next_above(const float* row, int64_t v, int64_t vocab, float bound) {
   constexpr int kNone = (1 << Vec::size()) - 1;
-  while (v + Vec::size() <= vocab && (Vec::loadu(row + v) > Vec(least)).zero_mask() == kNone)
+  while (v + Vec::size() <= vocab && (Vec::loadu(row + v) > Vec(bound)).zero_mask() == kNone)
     v += Vec::size();
-  while (v < vocab && !(row[v] > least)) ++v;
+  while (v < vocab && !(row[v] > bound)) ++v;
   return v;
 }
 
@@ -77,7 +77,7 @@ void best(const float* row, int64_t vocab, int64_t count, float* values, int64_t
 }
 
 // One thread reads fewer logits than this before another one has started.
-constexpr int64_t kPiecePlaces = 16 << 10;
+constexpr int64_t kTaskPlaces = 16 << 10;
 
 // A row in fp32, in memory of the calling thread until its next call.
 template <class Dtype>
@@ -133,28 +133,28 @@ float reached(const float* row, int64_t vocab, int64_t count) {
     std::memcpy(highest.data() + num, &ordered, sizeof ordered);
   }
   if (int64_t(highest.size()) < count) return -std::numeric_limits<float>::infinity();
-  int64_t least = *std::min_element(highest.begin(), highest.end());
-  int64_t most = int64_t(*std::max_element(highest.begin(), highest.end())) + 1;
+  int64_t low = *std::min_element(highest.begin(), highest.end());
+  int64_t high = int64_t(*std::max_element(highest.begin(), highest.end())) + 1;
   int64_t num_reach = int64_t(highest.size());
-  while (most - least > 1 && num_reach > count + count / 8) {
-    const int32_t middle = int32_t((least + most) >> 1);
+  while (high - low > 1 && num_reach > count + count / 8) {
+    const int32_t middle = int32_t((low + high) >> 1);
     const int64_t num =
         std::count_if(highest.begin(), highest.end(), [&](int32_t value) { return value >= middle; });
     if (num < count) {
-      most = middle;
+      high = middle;
     } else {
-      least = middle;
+      low = middle;
       num_reach = num;
     }
   }
-  return std::bit_cast<float>(in_order(int32_t(least)));
+  return std::bit_cast<float>(in_order(int32_t(low)));
 }
 
-// The tokens whose logits are at least `least`.
-void find_(const float* row, int64_t vocab, float least, Found& found) {
+// The tokens whose logits are at least `bound`.
+void find_(const float* row, int64_t vocab, float bound, Found& found) {
   constexpr uint32_t kAll = (1u << Vec::size()) - 1;
   const auto reach = [&](int64_t v) {
-    return ~uint32_t((Vec::loadu(row + v) >= Vec(least)).zero_mask()) & kAll;
+    return ~uint32_t((Vec::loadu(row + v) >= Vec(bound)).zero_mask()) & kAll;
   };
   thread_local std::vector<int64_t> vecs;  // that have such a token
   vecs.resize(vocab / Vec::size() + 1);
@@ -168,7 +168,7 @@ void find_(const float* row, int64_t vocab, float least, Found& found) {
     for (uint32_t lanes = reach(vecs[i]); lanes; lanes &= lanes - 1)
       found.add(row, vecs[i] + std::countr_zero(lanes));
   for (; v < vocab; ++v)
-    if (row[v] >= least) found.add(row, v);
+    if (row[v] >= bound) found.add(row, v);
 }
 
 // The place of every token in the order of the logits: the number of those before it.
@@ -218,7 +218,7 @@ ygg::Candidates candidates_of_rows(const at::Tensor& logits, const at::Tensor& m
   int64_t* ids = tokens.mutable_data_ptr<int64_t>();
   std::fill_n(values, rows * count, -std::numeric_limits<float>::infinity());
   std::fill_n(ids, rows * count, 0);
-  ygg::parallel_for(rows, std::max<int64_t>(1, kPiecePlaces / 4 / vocab), [&](int64_t begin, int64_t end) {
+  ygg::parallel_for(rows, std::max<int64_t>(1, kTaskPlaces / 4 / vocab), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const int32_t read = fields[r * meta_width + ygg::kRead];
       if (!read) continue;
@@ -284,7 +284,7 @@ ygg::Largest largest_of_rows(const at::Tensor& scores) {
   const auto* from = static_cast<const typename Dtype::Element*>(scores.const_data_ptr());
   float* value = values.mutable_data_ptr<float>();
   int64_t* token = tokens.mutable_data_ptr<int64_t>();
-  ygg::parallel_for(rows, std::max<int64_t>(1, kPiecePlaces / places), [&](int64_t begin, int64_t end) {
+  ygg::parallel_for(rows, std::max<int64_t>(1, kTaskPlaces / places), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
       std::tie(value[r], token[r]) = largest_of<Dtype>(from + r * scores.stride(0), places);
   });

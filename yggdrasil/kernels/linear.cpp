@@ -74,7 +74,7 @@ constexpr int kBf16Padding = 32;  // k of a bf16 weight is padded to a multiple 
 constexpr int64_t kGroup = 4;     // panels that stay on one thread: the most that a body computes together
 
 // One thread reads less than two of these from L2 faster than two threads.
-constexpr int64_t kPieceBytes = 64 << 10;
+constexpr int64_t kTaskBytes = 64 << 10;
 
 // The products of this many rows take at least as long as reading their weights from L2.
 constexpr int64_t kRowsOfRead = kLanes < 16 ? 1 : 32;
@@ -616,7 +616,7 @@ const Word* tiled(const at::Tensor& x, int64_t rows, int64_t padded_features, in
   Word* tiles = workspace((rows + tile_rows - 1) / tile_rows * tile_rows * lines * kColumns);
   const char* from = static_cast<const char*>(x.const_data_ptr());
   char* to = reinterpret_cast<char*>(tiles);
-  parallel_for(rows, std::max<int64_t>(1, kPieceBytes / (lines * kLine + 1)),
+  parallel_for(rows, std::max<int64_t>(1, kTaskBytes / (lines * kLine + 1)),
                [&](int64_t begin, int64_t end) {
                  for (int64_t r = begin; r < end; ++r) {
                    const char* row = from + r * row_bytes;
@@ -639,7 +639,7 @@ const Word* widened(const at::Tensor& x, int64_t rows, int64_t padded_features) 
   Word* wide = workspace(rows * padded_features);
   const uint16_t* from = static_cast<const uint16_t*>(x.const_data_ptr());
   float* to = reinterpret_cast<float*>(wide);
-  parallel_for(rows, std::max<int64_t>(1, kPieceBytes / (padded_features * 4 + 1)),
+  parallel_for(rows, std::max<int64_t>(1, kTaskBytes / (padded_features * 4 + 1)),
                [&](int64_t begin, int64_t end) {
                  for (int64_t r = begin; r < end; ++r) {
                    for (int64_t i = 0; i < features; ++i)
@@ -666,7 +666,7 @@ const Word* quantised(const at::Tensor& x, int64_t rows, int zero) {
     for (int64_t done = 0; done < features; done += kGroupLen, to += group_words)
       quantise_group<Dtype>(numbers + done, std::min(kGroupLen, features - done), zero, to, block_rows);
   };
-  parallel_for(blocks * block_rows, std::max<int64_t>(1, kPieceBytes / 4 / (features + 1)),
+  parallel_for(blocks * block_rows, std::max<int64_t>(1, kTaskBytes / 4 / (features + 1)),
                [&](int64_t begin, int64_t end) {
                  for (int64_t place = begin; place < end; ++place) quantise_row(place);
                });
@@ -689,9 +689,9 @@ void check_shape(const at::Tensor& packed, Format format, int64_t out_features, 
   const std::array<int64_t, 3> grouped{panels, groups, group_bytes(format == Format::kInt4 ? 4 : 8)};
   const at::IntArrayRef expected =
       is_quantised(format) ? at::IntArrayRef(grouped) : at::IntArrayRef(sizes);
-  const int64_t least_bytes = kHeaderBytes + padded_len(x) / kBf16Padding * kCompressedTileBytes;
+  const int64_t min_bytes = kHeaderBytes + padded_len(x) / kBf16Padding * kCompressedTileBytes;
   const bool fits_compressed =
-      packed.dim() == 2 && packed.size(0) == panels && packed.size(1) >= least_bytes;
+      packed.dim() == 2 && packed.size(0) == panels && packed.size(1) >= min_bytes;
   const bool fits = format == Format::kCompressed ? fits_compressed : packed.sizes() == expected;
   TORCH_CHECK(fits && packed.is_contiguous(), "packed_linear: a weight of ", out_features, " x ",
               in_features, " packs to ", expected,
@@ -757,7 +757,7 @@ Rows rows_for(const std::vector<Weight>& weights, const at::Tensor& x, int64_t r
 }
 
 // Bytes of a panel that a thread reads for these rows, or the bytes that it could read meanwhile.
-int64_t piece_bytes(const Product& product) {
+int64_t read_bytes(const Product& product) {
   const Weight& weight = product.weights[0];
   const int64_t panel_bytes =
       is_quantised(weight.format) ? weight.panel_bytes : product.panel_words() * 4;
@@ -778,10 +778,10 @@ void multiply_(const at::Tensor& out, const at::Tensor& x, std::vector<Weight> w
   Product product{words, out.data_ptr(), rows, steps, row_len, std::move(weights), is_gated, ++number};
   const int64_t panels = product.end = product.num_panels();
   const int64_t groups = (panels + kGroup - 1) / kGroup;
-  const int64_t group_bytes = std::max<int64_t>(1, piece_bytes(product) * kGroup);
-  const int64_t least = std::max<int64_t>(1, kPieceBytes / group_bytes);
+  const int64_t group_bytes = std::max<int64_t>(1, read_bytes(product) * kGroup);
+  const int64_t min_groups = std::max<int64_t>(1, kTaskBytes / group_bytes);
   const bool is_bf16 = x.scalar_type() == at::kBFloat16;
-  parallel_for(groups, least, [&](int64_t begin, int64_t end) {
+  parallel_for(groups, min_groups, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kGroup, last = std::min(end * kGroup, panels);
     is_bf16 ? compute<BFloat16>(product, first, last) : compute<Float32>(product, first, last);
   });

@@ -118,7 +118,7 @@ struct NodeRange {
   int64_t first, last, root_pos, row, read;
 };
 
-// Pieces of requests, one element per piece in each list; `tokens` holds the tokens of all pieces in order.
+// Chunks of requests, one element per chunk in each list; `tokens` holds the tokens of all chunks in order.
 struct Chains {
   at::IntArrayRef tokens, lens, start_positions, rows, num_read, reads;
 };

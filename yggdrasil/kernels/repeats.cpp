@@ -10,7 +10,7 @@ namespace ygg {
 namespace {
 
 constexpr int64_t kMostObserved = 64;
-constexpr double kHalfLength = 1.5, kPriorTokens = 3.0, kMemory = 32.0, kLeastPath = 0.3;
+constexpr double kHalfLength = 1.5, kPriorTokens = 3.0, kMemory = 32.0, kMinPath = 0.3;
 
 struct Match {
   int64_t next_pos, length;
@@ -59,7 +59,7 @@ Graft graft(const int64_t* tokens, int64_t len, Evidence& evidence, int64_t most
     const int64_t band = band_of(length);
     const double edge = std::log((evidence.hits[band] + prior) / (evidence.seen[band] + kPriorTokens));
     path += edge;
-    if (path < std::log(kLeastPath)) break;
+    if (path < std::log(kMinPath)) break;
     const int64_t at = match.next_pos + place;
     // where the match overlaps the end of the text, the chain goes on with itself
     found.tokens.push_back(at < len ? tokens[at] : found.tokens[size_t(at - len)]);

@@ -41,13 +41,13 @@ using Vec = at::vec::Vectorized<float>;
 
 constexpr double kLowestTemperature = 1e-30;  // below it a quotient of float32 logits may overflow
 constexpr float kFiltered = -std::numeric_limits<float>::infinity();
-constexpr double kLeast = -1e4;  // for candidates that a filter drops
+constexpr double kMinScore = -1e4;  // for candidates that a filter drops
 constexpr double kDropped = -std::numeric_limits<double>::infinity();
 constexpr int64_t kFewKeys = 4096;      // up to here a sort by comparison is faster
 constexpr int64_t kBlockTokens = 256;   // tokens whose bounds are computed together
-constexpr float kLeastRest = 0x1p-53f;  // 1 - u is never smaller
+constexpr float kMinRest = 0x1p-53f;  // 1 - u is never smaller
 static_assert(kBlockTokens % ygg::kBatchTokens == 0);
-constexpr int64_t kPieceTokens = 16 << 10;  // one thread draws fewer before another one has started
+constexpr int64_t kTaskTokens = 16 << 10;  // one thread draws fewer before another one has started
 
 struct Winner {
   float score;
@@ -142,7 +142,7 @@ bool any_within(const ygg::Draws& draws, const float* bounds) {
 bool any_possible(const float* bounds) {
   ygg::IntVec found{};
   for (int i = 0; i < ygg::kBatchTokens; i += ygg::kLanes)
-    found |= (ygg::IntVec)(ygg::load(bounds + i) >= kLeastRest);
+    found |= (ygg::IntVec)(ygg::load(bounds + i) >= kMinRest);
   return any(found);
 }
 
@@ -155,9 +155,9 @@ Winner best_of(const Scores& row, int64_t begin, int64_t end, ygg::PhiloxKeys ke
     row.read(block, count, scores);
     std::fill(scores + count, scores + kBlockTokens, kFiltered);
     // of the winner at the start of the block; the rest covers rounding of score, sum and exponential
-    const float least = winner.score - (1e-3f + 1e-6f * std::abs(winner.score));
+    const float lowest = winner.score - (1e-3f + 1e-6f * std::abs(winner.score));
     for (int64_t i = 0; i < kBlockTokens; i += Vec::size())
-      (Vec::loadu(scores + i) - Vec(least)).exp_u20().store(bounds + i);
+      (Vec::loadu(scores + i) - Vec(lowest)).exp_u20().store(bounds + i);
     for (int64_t i = 0; i < count; i += ygg::kBatchTokens) {
       if (!any_possible(bounds + i)) continue;
       const ygg::Draws draws = ygg::draws_of(block + i, keys);
@@ -177,12 +177,12 @@ Winner best_of(const Scores& row, int64_t begin, int64_t end, ygg::PhiloxKeys ke
 int64_t sampled_of(const Scores& scores, int64_t vocab, int64_t likeliest, ygg::PhiloxKeys keys) {
   const float noise = ygg::gumbel(ygg::philox(uint64_t(likeliest) / 4 + 1, keys)[likeliest % 4]);
   const Winner first{scores.of(likeliest) + noise, likeliest};
-  const int64_t num_pieces = (vocab + kPieceTokens - 1) / kPieceTokens;
-  std::vector<Winner> winners(num_pieces, first);
-  ygg::parallel_for(num_pieces, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t piece = begin; piece < end; ++piece)
-      winners[piece] =
-          best_of(scores, piece * kPieceTokens, std::min(vocab, (piece + 1) * kPieceTokens), keys, first);
+  const int64_t num_tasks = (vocab + kTaskTokens - 1) / kTaskTokens;
+  std::vector<Winner> winners(num_tasks, first);
+  ygg::parallel_for(num_tasks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task)
+      winners[task] =
+          best_of(scores, task * kTaskTokens, std::min(vocab, (task + 1) * kTaskTokens), keys, first);
   });
   Winner winner = first;
   for (const Winner& other : winners)
@@ -281,7 +281,7 @@ at::Tensor ygg::gumbel_noise(int64_t seed, int64_t position, int64_t vocab) {
   at::Tensor noise = empty({vocab}, at::TensorOptions().dtype(at::kFloat));
   float* to = noise.mutable_data_ptr<float>();
   const PhiloxKeys keys{uint64_t(seed), uint64_t(position)};
-  parallel_for((vocab + kBatchTokens - 1) / kBatchTokens, kPieceTokens / 4 / kBatchTokens,
+  parallel_for((vocab + kBatchTokens - 1) / kBatchTokens, kTaskTokens / 4 / kBatchTokens,
                [&](int64_t begin, int64_t end) {
                  for (int64_t first = begin * kBatchTokens; first < std::min(vocab, end * kBatchTokens);
                       first += kBatchTokens) {
@@ -366,7 +366,7 @@ ygg::Candidates ygg::coupled(const Candidates& drafted, at::IntArrayRef position
     const double normaliser = highest + std::log(sum);
     for (int64_t i = 0; i < count; ++i) {
       const double log_share = scores[order[i]] - normaliser;
-      best.log_probs.mutable_data_ptr<float>()[row * count + i] = float(std::max(log_share, kLeast));
+      best.log_probs.mutable_data_ptr<float>()[row * count + i] = float(std::max(log_share, kMinScore));
       best.tokens.mutable_data_ptr<int64_t>()[row * count + i] = tokens[order[i]];
     }
   }
@@ -379,10 +379,10 @@ namespace {
 int64_t token_of(const at::Tensor& row, int64_t likeliest, const ygg::Sampling& sampling,
                  int64_t position) {
   if (sampling.temperature == 0) return likeliest;
-  const bool is_plain = sampling.temperature >= kLowestTemperature && sampling.top_k == 0 &&
-                        sampling.top_p == 1.0 && sampling.min_p == 0.0;
+  const bool is_unfiltered = sampling.temperature >= kLowestTemperature && sampling.top_k == 0 &&
+                             sampling.top_p == 1.0 && sampling.min_p == 0.0;
   const bool is_readable = row.scalar_type() == at::kBFloat16 || row.scalar_type() == at::kFloat;
-  const Scores scores = is_plain && is_readable && row.stride(1) == 1
+  const Scores scores = is_unfiltered && is_readable && row.stride(1) == 1
                             ? Scores(row, sampling.temperature)
                             : Scores(filtered(row.to(at::kFloat), sampling), 1.0);
   return sampled_of(scores, row.size(1), likeliest, {uint64_t(sampling.seed), uint64_t(position)});

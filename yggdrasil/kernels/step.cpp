@@ -133,8 +133,8 @@ int64_t Step::add_calibration(PlattScale platt, at::Tensor knots) {
   return int64_t(calibrations_.size()) - 1;
 }
 
-int64_t Step::add_stop(at::Tensor node_costs, double least) {
-  stops_.push_back({std::move(node_costs), least});
+int64_t Step::add_stop(at::Tensor node_costs, double minimum) {
+  stops_.push_back({std::move(node_costs), minimum});
   return int64_t(stops_.size()) - 1;
 }
 
@@ -298,10 +298,10 @@ bool Step::stops(Growing& row) const {
   const Stop& stop = stops_[row.row.stop];
   const float* log_prob = row.tree.log_prob.const_data_ptr<float>();
   if (stop.node_costs.numel() == 0)
-    return log_prob[row.num_nodes - 1] - log_prob[row.num_nodes - 2] < stop.least;
+    return log_prob[row.num_nodes - 1] - log_prob[row.num_nodes - 2] < stop.minimum;
   const double before =
       std::exchange(row.value, value_of(row.tree.log_prob, row.num_nodes, stop.node_costs));
-  return row.value - before < stop.least;
+  return row.value - before < stop.minimum;
 }
 
 // One growth step of a row; `meta` receives its new nodes.

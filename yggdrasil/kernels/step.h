@@ -3,7 +3,7 @@
 // Between two forwards Python runs code that is no longer in the caches, which the target's weights have
 // filled. It takes ten times as long as usual, longer than a forward of the draft.
 //
-// The structs of the border are plain data; step/native.py has the same fields in the same order.
+// The structs of the border are shared with Python; step/border.py has the same fields in the same order.
 #pragma once
 
 #include <cstdint>
@@ -113,7 +113,7 @@ class Step : public torch::CustomClassHolder {
 
   // Records that rows refer to by their number, from 0 on.
   int64_t add_calibration(PlattScale platt, at::Tensor knots);
-  int64_t add_stop(at::Tensor node_costs, double least);
+  int64_t add_stop(at::Tensor node_costs, double minimum);
   int64_t add_levels(std::vector<std::vector<int64_t>> parents, std::vector<std::vector<int64_t>> ranks);
   int64_t add_processors(Processors processors);
   void forget_();
@@ -133,12 +133,12 @@ class Step : public torch::CustomClassHolder {
   };
   struct Stop {
     at::Tensor node_costs;
-    double least;
+    double minimum;
   };
   struct Levels {
     std::vector<std::vector<int64_t>> parents, ranks;
   };
-  // A piece of a row's text that runs as a chain.
+  // A chunk of a row's text that runs as a chain.
   struct Chunk {
     std::vector<int64_t> tokens;
     int64_t start, place, num_read, read;

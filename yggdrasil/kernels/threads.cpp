@@ -1,10 +1,10 @@
 // Bodies of threads.h.
 //
-//   caller    open a call, ring the partners, take all pieces, close, wait until no partner is inside
-//   partner   wait for a ring, enter, take pieces while the call is open, leave
+//   caller    open a call, ring the partners, take all tasks, close, wait until no partner is inside
+//   partner   wait for a ring, enter, take tasks while the call is open, leave
 //
 // A wait spins for microseconds and then sleeps, which frees the core. A partner that comes too late finds
-// the call closed. The caller waits only for a partner that lost its core within a piece, because it needs
+// the call closed. The caller waits only for a partner that lost its core within a task, because it needs
 // the result.
 //
 // Not OpenMP: its threads spin at every barrier for milliseconds, and so hold the core that their partner
@@ -25,7 +25,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kMostThreads = 256;
-constexpr int64_t kPiecesOfThread = 8;
+constexpr int64_t kTasksOfThread = 8;
 constexpr auto kSpin = std::chrono::microseconds(200);  // more than between two operators or two forwards
 constexpr int kLooks = 32;                              // between two readings of the clock
 
@@ -62,21 +62,21 @@ class alignas(64) Bell {
   std::atomic<uint32_t> number_{0};
 };
 
-// The remaining pieces [next, end) of a thread's share. Its owner takes the first one, so that it reads the
+// The remaining tasks [next, end) of a thread's share. Its owner takes the first one, so that it reads the
 // same weights in every call while no thread is late; others take the last one.
 class alignas(64) Share {
  public:
   void set(uint32_t next, uint32_t end) { range_.store(pack(next, end), std::memory_order_relaxed); }
 
-  // Returns whether there was a piece to take.
-  bool take(bool is_own, int64_t& piece) {
+  // Returns whether there was a task to take.
+  bool take(bool is_own, int64_t& task) {
     uint64_t range = range_.load(std::memory_order_relaxed);
     for (;;) {
       const uint32_t next = uint32_t(range);
       const uint32_t end = uint32_t(range >> 32);
       if (next >= end) return false;
       const uint64_t left = is_own ? pack(next + 1, end) : pack(next, end - 1);
-      piece = is_own ? next : end - 1;
+      task = is_own ? next : end - 1;
       if (range_.compare_exchange_weak(range, left, std::memory_order_relaxed)) return true;
     }
   }
@@ -99,11 +99,11 @@ class Benefit {
     return true;
   }
 
-  // After a call of `pieces`, of which the caller took `own` in `worked` and then `waited` for the others.
-  void observe(int64_t own, int64_t pieces, Clock::duration worked, Clock::duration waited) {
-    const Clock::duration piece =
+  // After a call of `tasks`, of which the caller took `own` in `worked` and then `waited` for the others.
+  void observe(int64_t own, int64_t tasks, Clock::duration worked, Clock::duration waited) {
+    const Clock::duration task_time =
         own ? std::min(worked, Clock::duration(kMostWorked)) / own : Clock::duration(0);
-    const Clock::duration saved = piece * (pieces - own);
+    const Clock::duration saved = task_time * (tasks - own);
     balance_ = std::min(balance_ + saved - waited, Clock::duration(kMost));
     if (balance_ == kMost) pause_ = kFirstPause;
     if (balance_ >= Clock::duration(0)) return;
@@ -135,31 +135,31 @@ class Pool {
   }
   void leave() { is_taken_.clear(); }
 
-  void run(int64_t count, int64_t pieces, int64_t threads, const ygg::Body& body) {
+  void run(int64_t count, int64_t tasks, int64_t threads, const ygg::Body& body) {
     body_ = &body;
     count_ = count;
-    pieces_ = pieces;
+    tasks_ = tasks;
     threads_ = threads;
-    for (int64_t t = 0; t < threads; ++t) shares_[t].set(t * pieces / threads, (t + 1) * pieces / threads);
+    for (int64_t t = 0; t < threads; ++t) shares_[t].set(t * tasks / threads, (t + 1) * tasks / threads);
     is_open_.store(true);
     const auto start = Clock::now();
     for (int64_t t = 1; t < threads; ++t) bell_of(t).ring();
-    const int64_t own = take_pieces(0);
+    const int64_t own = take_tasks(0);
     const auto done = Clock::now();
     is_open_.store(false);
     for (uint32_t seen = left_.read(); inside_.load(); seen = left_.wait(seen)) {
     }
-    benefit_.observe(own, pieces, done - start, Clock::now() - done);
+    benefit_.observe(own, tasks, done - start, Clock::now() - done);
   }
 
  private:
   // Returns how many it took.
-  int64_t take_pieces(int64_t thread) {
-    int64_t piece, taken = 0;
+  int64_t take_tasks(int64_t thread) {
+    int64_t task, taken = 0;
     for (int64_t step = 0; step < threads_; ++step) {
       Share& share = shares_[(thread + step) % threads_];
-      for (; share.take(step == 0, piece); ++taken)
-        (*body_)(piece* count_ / pieces_, (piece + 1) * count_ / pieces_);
+      for (; share.take(step == 0, task); ++taken)
+        (*body_)(task * count_ / tasks_, (task + 1) * count_ / tasks_);
     }
     return taken;
   }
@@ -177,7 +177,7 @@ class Pool {
     for (uint32_t seen = 0;;) {
       seen = bell->wait(seen);
       inside_.fetch_add(1);  // before `is_open_` is read: the caller closes first and then reads this
-      if (is_open_.load() && thread < threads_) take_pieces(thread);
+      if (is_open_.load() && thread < threads_) take_tasks(thread);
       if (inside_.fetch_sub(1) == 1 && !is_open_.load()) left_.ring();
     }
   }
@@ -185,10 +185,10 @@ class Pool {
   std::atomic_flag is_taken_;
   Benefit benefit_;
   const ygg::Body* body_ = nullptr;
-  int64_t count_ = 0, pieces_ = 0, threads_ = 0;
+  int64_t count_ = 0, tasks_ = 0, threads_ = 0;
   Share shares_[kMostThreads];
   std::atomic<bool> is_open_{false};
-  std::atomic<int64_t> inside_{0};  // partners that may be in a piece
+  std::atomic<int64_t> inside_{0};  // partners that may be in a task
   Bell left_;                       // rung when the last of them leaves
   std::vector<Bell*> bells_;
 };
@@ -207,11 +207,11 @@ thread_local bool stays_alone = false;
 
 }  // namespace
 
-void ygg::parallel_for(int64_t count, int64_t least, const Body& body) {
+void ygg::parallel_for(int64_t count, int64_t min_places, const Body& body) {
   if (count <= 0) return;
-  const int64_t threads = std::min(stays_alone ? 1 : most_threads().load(), count / least);
+  const int64_t threads = std::min(stays_alone ? 1 : most_threads().load(), count / min_places);
   if (threads < 2 || !pool->enter()) return body(0, count);
-  pool->run(count, threads * std::min(count / least / threads, kPiecesOfThread), threads, body);
+  pool->run(count, threads * std::min(count / min_places / threads, kTasksOfThread), threads, body);
   pool->leave();
 }
 

@@ -23,12 +23,12 @@ class Body {
   void (*call_)(const void*, int64_t, int64_t);
 };
 
-// Runs `body` over [0, count) in pieces of at least `least` places. Every thread has a share of
-// neighbouring pieces, the same in every call of that size, and takes pieces from the other shares when its
-// own is done. So the calling thread finishes alone what late partners do not take. A piece runs once, on
+// Runs `body` over [0, count) in tasks of at least `min_places` places. Every thread has a share of
+// neighbouring tasks, the same in every call of that size, and takes tasks from the other shares when its
+// own is done. So the calling thread finishes alone what late partners do not take. A task runs once, on
 // any thread; no result may depend on which. Three kinds of calls run on the calling thread alone: a call
-// of one piece, a call within a piece, and a call during that of another thread.
-void parallel_for(int64_t count, int64_t least, const Body& body);
+// of one task, a call within a task, and a call during that of another thread.
+void parallel_for(int64_t count, int64_t min_places, const Body& body);
 
 }  // namespace ygg
 

@@ -246,8 +246,8 @@ void ygg::pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor
   pad_(meta, count);
 }
 
-// Metadata of consecutive tokens of requests, one piece after another. Each token sees its request up to
-// itself; of each piece the last `num_read` are read.
+// Metadata of consecutive tokens of requests, one chunk after another. Each token sees its request up to
+// itself; of each chunk the last `num_read` are read.
 void ygg::pack_chains_(at::Tensor meta, const Chains& chains) {
   const auto& [tokens, lens, start_positions, rows, num_read, reads] = chains;
   const int64_t count = int64_t(tokens.size()), meta_width = meta.size(1);
@@ -255,15 +255,15 @@ void ygg::pack_chains_(at::Tensor meta, const Chains& chains) {
   TORCH_CHECK(
       lens.size() == start_positions.size() && lens.size() == rows.size() &&
           lens.size() == num_read.size() && lens.size() == reads.size(),
-      "pack_chains_: every piece has a length, a start, a row, and how many tokens are read and how");
+      "pack_chains_: every chunk has a length, a start, a row, and how many tokens are read and how");
   int32_t* fields = meta.mutable_data_ptr<int32_t>();
   int64_t token = 0;
-  for (size_t piece = 0; piece < lens.size(); ++piece) {
-    TORCH_CHECK(token + lens[piece] <= count, "pack_chains_: the lengths add up to more than the tokens");
-    for (int64_t n = 0; n < lens[piece]; ++n, ++token, fields += meta_width) {
-      const int32_t position = int32_t(start_positions[piece] + n);
-      const int32_t read = n >= lens[piece] - num_read[piece] ? int32_t(reads[piece]) : 0;
-      const int32_t columns[kPath] = {int32_t(tokens[token]), position, int32_t(rows[piece]), position,
+  for (size_t chunk = 0; chunk < lens.size(); ++chunk) {
+    TORCH_CHECK(token + lens[chunk] <= count, "pack_chains_: the lengths add up to more than the tokens");
+    for (int64_t n = 0; n < lens[chunk]; ++n, ++token, fields += meta_width) {
+      const int32_t position = int32_t(start_positions[chunk] + n);
+      const int32_t read = n >= lens[chunk] - num_read[chunk] ? int32_t(reads[chunk]) : 0;
+      const int32_t columns[kPath] = {int32_t(tokens[token]), position, int32_t(rows[chunk]), position,
                                       position + 1,           read};
       std::copy_n(columns, int64_t(kPath), fields);
       std::fill(fields + kPath, fields + meta_width, -1);

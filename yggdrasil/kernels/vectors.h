@@ -1,4 +1,4 @@
-// Vectors of the native width over words, and the two dtypes of the kernels.
+// Vectors of words, as wide as the processor's, and the two dtypes of the kernels.
 //
 // A word is 32 bits: one fp32 number, or two bf16 numbers that are multiplied by two others and added in
 // one step. A kernel reads one operand as single words and the other as lines of 16 words, so one loop

@@ -63,7 +63,7 @@ class TokenGraphs(Protocol):
         """
         ...
 
-    def native(self, meta_NM: Tensor) -> Any | None:
+    def graph_object(self, meta_NM: Tensor) -> Any | None:
         """The graph of a buffer as an object of kernels/graph.cpp, for C++ steps; None if there is none."""
         ...
 

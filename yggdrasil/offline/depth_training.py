@@ -276,7 +276,7 @@ def _judged(
 
 
 def _slopes(base_ND: Floats, deviation_ND: Floats, reached_ND: Flags) -> Floats:
-    """(D,) by which deviations are multiplied for the least log loss: Platt scaling over a fixed base."""
+    """(D,) factors of deviations for the smallest log loss: Platt scaling over a fixed base."""
     sign_ND = np.where(reached_ND, -1.0, 1.0)
     loss_SD = np.stack(
         [np.logaddexp(0, sign_ND * (base_ND + slope * deviation_ND)).mean(axis=0) for slope in SLOPES]

@@ -20,7 +20,7 @@ from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.latency import Curve
 from yggdrasil.policy.shape import ContextShape, FixedShape
 from yggdrasil.policy.uncalibrated import plain_policy
-from yggdrasil.report.timeline import RecordedModel
+from yggdrasil.report.recording import RecordedModel
 from yggdrasil.state import DecodeState, Row, Shape
 from yggdrasil.step.growth import catch_up_rows_, prefill
 from yggdrasil.step.verify import undrafted, verify_rows
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 ROUNDS = 9
-LEAST_ROUNDS = 2
+MIN_ROUNDS = 2
 CURVE_SECONDS = 10.0  # no round of a curve starts later
 HOST_RUNS = 4
 RUN_SECONDS = 2.0  # no step of a measured text starts later
@@ -61,14 +61,14 @@ def latency_curve(
         model: Its cache is left empty.
         tick: Called after every forward, at most `ROUNDS` times for each graph and context.
 
-    Cost: `ROUNDS` rounds; fewer for a slow model, at least `LEAST_ROUNDS`.
+    Cost: `ROUNDS` rounds; fewer for a slow model, at least `MIN_ROUNDS`.
     """
     begin = time.perf_counter()
     samples: dict[tuple[int, int], list[float]] = {
         place: [] for place in product(contexts, model.menu.sizes)
     }
     for done in range(ROUNDS):
-        if done >= LEAST_ROUNDS and time.perf_counter() - begin > CURVE_SECONDS:
+        if done >= MIN_ROUNDS and time.perf_counter() - begin > CURVE_SECONDS:
             break
         for (context, size), found in samples.items():
             meta_NM = model.meta(size)

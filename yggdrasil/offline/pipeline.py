@@ -50,7 +50,7 @@ def compile_pair(
         target: Folder or hub id of the target.
         draft: Folder or hub id of the draft.
         config: Menu, dtype, device, limits.
-        calibration: Text to calibrate on: a `.jsonl` file with a "text" in every line, or plain text.
+        calibration: Text to calibrate on: a `.jsonl` file with a "text" in every line, or a text file.
         num_workers: Most processes that compile graphs; None for one per core.
         progress: Gets every phase.
 

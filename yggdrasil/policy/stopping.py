@@ -40,7 +40,7 @@ class LowConfidence:
         return log_probs[-1] - log_probs[0] < math.log(self.threshold)
 
     @property
-    def native(self) -> tuple[Tensor, float]:
+    def numbers(self) -> tuple[Tensor, float]:
         return torch.empty(0, dtype=torch.float64), math.log(self.threshold)
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class SmallGain:
         return torch.tensor(self.costs, dtype=torch.float64)
 
     @property
-    def native(self) -> tuple[Tensor, float]:
+    def numbers(self) -> tuple[Tensor, float]:
         return self._costs, self.min_gain
 
     def __str__(self) -> str:

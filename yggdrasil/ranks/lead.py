@@ -87,9 +87,6 @@ class LeadingCache(KVCache):
 class LeadingModel(CompiledModel[KVCache]):
     """Rank 0's shard of the target; a forward runs on every rank.
 
-    Args:
-        leader: Sends the messages.
-
     Raises:
         RankLost: from `forward`, if another rank has ended or does not answer in time.
 
@@ -111,7 +108,7 @@ class LeadingModel(CompiledModel[KVCache]):
                     raise RankLost(rank(), num_ranks(), failure()) from error
                 raise
 
-    def native(self, meta_NM: Tensor) -> None:
+    def graph_object(self, meta_NM: Tensor) -> None:
         """None: a forward needs messages, which the C++ step does not send."""
 
 

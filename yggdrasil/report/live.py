@@ -36,14 +36,14 @@ def draw_live(run: Run, console: Console, prompt: str) -> None:
     """Run to the end and draw every step; the drawing is gone after it."""
     tokenizer = run.pair.tokenizer
     with Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
-        for piece, result in run.steps():
+        for chunk, result in run.steps():
             if result is None:
                 continue
-            before = run.text[: len(run.text) - len(piece)]
+            before = run.text[: len(run.text) - len(chunk)]
             frames = list(step_frames(result, tokenizer))
             for frame in frames:
                 is_last = frame is frames[-1]
-                text = Text.assemble((prompt, PROMPT), before, (piece if is_last else "", ACCEPTED))
+                text = Text.assemble((prompt, PROMPT), before, (chunk if is_last else "", ACCEPTED))
                 left = last_lines(text, console)
                 live.update(side_by_side(console, left, frame), refresh=True)
                 time.sleep(DECISION_S if is_last else GROWTH_S)

@@ -46,7 +46,7 @@ def _bands(axes: Any, curves: Mapping[str, tuple[Sequence[float], Sequence[float
 
 
 def _readable_ms(axes: Any, lowest: float, highest: float) -> None:
-    """A logarithmic axis with 1, 2 and 5 in plain numbers, with a space for the labels of points."""
+    """A logarithmic axis with 1, 2 and 5 in decimal numbers, with a space for the labels of points."""
     decades = range(math.floor(math.log10(lowest)), math.ceil(math.log10(highest)) + 1)
     ticks = [step * 10.0**decade for decade in decades for step in (1, 2, 5)]
     axes.set_yscale("log")

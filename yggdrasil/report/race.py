@@ -106,9 +106,9 @@ def _text_at(run: Run, prompt: str, now_ms: float) -> Text:
     """The text of a run after some milliseconds; what a step brought with accepted tokens is coloured."""
     text = Text.assemble((prompt, PROMPT))
     coloured = 0
-    for piece in run.pieces:
-        if piece.ms > now_ms:
+    for chunk in run.chunks:
+        if chunk.ms > now_ms:
             break
-        text.append(piece.text, RUNS[coloured % 2] if piece.accepted else "default")
-        coloured += piece.accepted > 0
+        text.append(chunk.text, RUNS[coloured % 2] if chunk.accepted else "default")
+        coloured += chunk.accepted > 0
     return text

@@ -20,7 +20,7 @@ from yggdrasil.policy.objective import speedup
 from yggdrasil.state import PLAIN, StepResult
 from yggdrasil.text.tokenizer import TextStream
 
-__all__ = ["Piece", "Result", "Run"]
+__all__ = ["Chunk", "Result", "Run"]
 
 SHOWN_CHARS = 60
 ENOUGH_STEPS = 8  # for a median that one or two slow steps do not change
@@ -68,7 +68,7 @@ class Result:
         return f"Result({_shortened(self.text)}, {self.figures}, finish_reason={self.finish_reason!r})"
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """The text of a step.
 
     Args:
@@ -97,7 +97,7 @@ class Run:
     Attributes:
         kept_tokens: Tokens of the prompt that were not computed again.
         results: The steps so far.
-        pieces: Their texts, and at the end the text that was held back.
+        chunks: Their texts, and at the end the text that was held back.
         text: The text so far; text that a stop text could still take back is not part of it.
     """
 
@@ -119,7 +119,7 @@ class Run:
             temperature=config.sampling.temperature, shape=PLAIN if config.plain else None, guard=guard
         )
         self.results: list[StepResult] = []
-        self.pieces: list[Piece] = []
+        self.chunks: list[Chunk] = []
         self.finish_reason = "length"
         self.kept_tokens = 0
         self._keep = keep and not pair.bundle.inexact_widths
@@ -142,15 +142,15 @@ class Run:
         return (text for text, _ in self._steps if text)
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        pieces = iter(self)
+        chunks = iter(self)
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1)  # one thread, because a step's operators expect their own
         try:
             while True:
-                step = loop.run_in_executor(thread, next, pieces, "")
-                if (piece := await _whole(step)) == "":
+                step = loop.run_in_executor(thread, next, chunks, "")
+                if (chunk := await _whole(step)) == "":
                     return
-                yield piece
+                yield chunk
         finally:
             thread.shutdown(wait=False)  # the loop goes on
 
@@ -194,13 +194,13 @@ class Run:
             self.kept_tokens = engine.kept_len
             self._enter(result, (time.perf_counter() - start) * 1e3)
             text = self._stream.push(result.tokens)
-            self.pieces.append(Piece(self.total_ms, text, result.accepted))
+            self.chunks.append(Chunk(self.total_ms, text, result.accepted))
             left = time.perf_counter()
             yield text, result
             start += time.perf_counter() - left  # a reader's time is not the run's
         self.finish_reason = "stop" if self._stream.stopped or self._ended() else "length"
         rest = self._stream.finish()
-        self.pieces.append(Piece(self.total_ms, rest, 0))
+        self.chunks.append(Chunk(self.total_ms, rest, 0))
         yield rest, None
 
     def _enter(self, result: StepResult, now_ms: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from yggdrasil.pair import LoadedPair
 
-__all__ = ["EXPLAINED", "LEAST_EVENTS", "depth_table", "plan_table"]
+__all__ = ["EXPLAINED", "MIN_EVENTS", "depth_table", "plan_table"]
 
 EXPLAINED = {
     "draft": "the draft grows the tree",
@@ -23,7 +23,7 @@ EXPLAINED = {
 """What the stages of a plan do, in the order of `STAGES`."""
 
 DEPTHS_SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
-LEAST_EVENTS = 50  # fewer positions of the rarer outcome show little about a depth
+MIN_EVENTS = 50  # fewer positions of the rarer outcome show little about a depth
 
 
 def depth_table(pair: LoadedPair) -> str:
@@ -67,11 +67,11 @@ def _depth_line(row: Mapping[str, Any]) -> str:
 
 
 def _beaten_line(rows: Sequence[Mapping[str, Any]]) -> str:
-    counted = [row for row in rows if row["rarer"] >= LEAST_EVENTS]
+    counted = [row for row in rows if row["rarer"] >= MIN_EVENTS]
     beaten = sum(row["brier"] < row["brier_constant"] for row in counted)
     return (
         f"    a lower Brier score than the constant at {beaten} of {len(counted)} depths "
-        f"with at least {LEAST_EVENTS} positions of either outcome"
+        f"with at least {MIN_EVENTS} positions of either outcome"
     )
 
 

@@ -12,53 +12,35 @@ host    choose shape,     grow 1      grow 2      grow 3,                 output
     pack            metadata of the verified tree
     outputs         from the target's last kernel to the rows that are used
     observe         the policy's update after the step, and the token limit
-    between stages  everything else, including the clocks of this recording
+    between stages  everything else, including the recording's clocks
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from yggdrasil.config import GenerateConfig, SamplingConfig
-from yggdrasil.engine import Engine
-from yggdrasil.errors import ConfigError
-from yggdrasil.models.protocol import TokenModel
-from yggdrasil.pair import LoadedPair
 from yggdrasil.report.drawing import load_matplotlib, save_figure
-from yggdrasil.trace import Trace
 
 __all__ = [
     "BETWEEN",
-    "Forwards",
     "Interval",
-    "RecordedModel",
-    "Recorder",
     "StepRecord",
     "Timeline",
     "gaps",
-    "host_pieces",
+    "host_intervals",
     "plot_timeline",
-    "record_timeline",
     "timeline_table",
 ]
 
 BETWEEN = "between stages"
-GREEDY = SamplingConfig()
-NUM_STEPS = 24
-MOST_RUNS = 6
 LABEL_SHARE = 0.011  # of the step, for one line of text on its side; a shorter bar has no label
-WARM_UP = 2  # steps of every run that are dropped: the first contains the prompt's forwards
 
 
 class Interval(NamedTuple):
@@ -79,6 +61,11 @@ class Interval(NamedTuple):
     @property
     def ms(self) -> float:
         return self.end_ms - self.start_ms
+
+    @property
+    def when(self) -> tuple[float, float]:
+        """Start and end, in the order of which intervals are sorted."""
+        return self.start_ms, self.end_ms
 
 
 @dataclass(frozen=True)
@@ -102,28 +89,25 @@ class StepRecord:
     def ms(self) -> float:
         return self.end_ms - self.start_ms
 
-    def pieces(self) -> list[Interval]:
+    def intervals(self) -> list[Interval]:
         """The whole step without gaps, in order: graphs and the host's time between them."""
-        return sorted([*self.graphs, *host_pieces(self)], key=_when)
+        return sorted([*self.graphs, *host_intervals(self)], key=lambda each: each.when)
 
 
-def host_pieces(step: StepRecord) -> list[Interval]:
-    """The time outside the graphs, as named pieces that begin and end with the stages."""
-    pieces = []
+def host_intervals(step: StepRecord) -> list[Interval]:
+    """The time outside the graphs, as named intervals that begin and end with the stages."""
+    intervals = []
     for stage in step.stages:
         inside = [graph for graph in step.graphs if stage.start_ms <= graph.start_ms < stage.end_ms]
-        pieces += [
+        intervals += [
             Interval(_gap_name(stage.name, index), *gap)
             for index, gap in enumerate(_outside(inside, stage.start_ms, stage.end_ms))
         ]
     *between, after = _outside(step.stages, step.start_ms, step.end_ms)
     return sorted(
-        [*pieces, *(Interval(BETWEEN, *gap) for gap in between), Interval("observe", *after)], key=_when
+        [*intervals, *(Interval(BETWEEN, *gap) for gap in between), Interval("observe", *after)],
+        key=lambda each: each.when,
     )
-
-
-def _when(piece: Interval) -> tuple[float, float]:
-    return piece.start_ms, piece.end_ms
 
 
 def _outside(inside: Sequence[Interval], start_ms: float, end_ms: float) -> list[tuple[float, float]]:
@@ -148,10 +132,10 @@ def _gap_name(stage: str, index: int) -> str:
 
 
 def gaps(step: StepRecord) -> list[list[Interval]]:
-    """The host's pieces, grouped by the graphs between them."""
+    """The host's intervals, grouped by the graphs between them."""
     return [
-        list(pieces)
-        for is_graph, pieces in groupby(step.pieces(), key=lambda piece: piece.is_graph)
+        list(intervals)
+        for is_graph, intervals in groupby(step.intervals(), key=lambda interval: interval.is_graph)
         if not is_graph
     ]
 
@@ -166,7 +150,7 @@ class Timeline:
     def of(cls, steps: Sequence[StepRecord]) -> Timeline:
         """The most frequent kind of step; plain steps only if there is no other."""
         speculative = [step for step in steps if len(step.graphs) > 1] or steps
-        kinds = [tuple(piece.name for piece in step.pieces()) for step in speculative]
+        kinds = [tuple(interval.name for interval in step.intervals()) for step in speculative]
         [(most, _)] = Counter(kinds).most_common(1)
         return cls(tuple(step for step, kind in zip(speculative, kinds, strict=True) if kind == most))
 
@@ -175,18 +159,18 @@ class Timeline:
         """The step of median duration."""
         return sorted(self.steps, key=lambda step: step.ms)[len(self.steps) // 2]
 
-    def pieces_ms(self) -> list[tuple[str, bool, float]]:
-        """Name, whether it is a graph, and median ms of every piece; last, the sum between stages."""
+    def intervals_ms(self) -> list[tuple[str, bool, float]]:
+        """Name, whether it is a graph, and median ms of every interval; last, the sum between stages."""
         named = [
             column
-            for column in zip(*(step.pieces() for step in self.steps), strict=True)
+            for column in zip(*(step.intervals() for step in self.steps), strict=True)
             if column[0].name != BETWEEN
         ]
         rows = [
-            (column[0].name, column[0].is_graph, median(piece.ms for piece in column)) for column in named
+            (column[0].name, column[0].is_graph, median(each.ms for each in column)) for column in named
         ]
         between = [
-            sum(piece.ms for piece in host_pieces(step) if piece.name == BETWEEN) for step in self.steps
+            sum(each.ms for each in host_intervals(step) if each.name == BETWEEN) for step in self.steps
         ]
         return [*rows, (BETWEEN, False, median(between))]
 
@@ -198,7 +182,7 @@ class Timeline:
     @property
     def host_ms(self) -> float:
         """Median milliseconds of a step outside the graphs."""
-        return median(sum(piece.ms for piece in host_pieces(step)) for step in self.steps)
+        return median(sum(interval.ms for interval in host_intervals(step)) for step in self.steps)
 
     def graphs_ms(self, kind: str) -> float:
         """Median milliseconds of a step inside the graphs of one kind, "draft" or "verify"."""
@@ -212,162 +196,14 @@ class Timeline:
         growths = [
             growing.ms + graph.ms
             for step in self.steps
-            for growing, graph in pairwise(step.pieces())
+            for growing, graph in pairwise(step.intervals())
             if growing.name.startswith("grow") and graph.is_graph
         ]
         return median(growths) if growths else None
 
 
-class Forwards(NamedTuple):
-    """Forwards of one graph, stored as they ran; the work of naming them is left for later.
-
-    Args:
-        kind: Kind of the graph, "draft" or "verify".
-        num_tokens: Tokens of each forward.
-        times_ms: Start and end of each forward.
-        sizes: Sizes of the menu, if `num_tokens` may have been padded to one of them.
-    """
-
-    kind: str
-    num_tokens: int
-    times_ms: Sequence[float]
-    sizes: Sequence[int] = ()
-
-    def intervals(self) -> list[Interval]:
-        """One interval per forward, named by kind and tokens of the graph."""
-        size = next((size for size in self.sizes if size >= self.num_tokens), self.num_tokens)
-        return [
-            Interval(f"{self.kind} {size}", *times, True)
-            for times in zip(self.times_ms[::2], self.times_ms[1::2], strict=True)
-        ]
-
-
-class Recorder(Trace):
-    """A trace that keeps the times of stages and graphs until `take`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages: list[tuple[Sequence[str], Sequence[float]]] = []
-        self.graphs: list[Forwards] = []
-
-    def note(self, names: Sequence[str], marks_ms: Sequence[float]) -> None:
-        """Keep the times of stages in a row."""
-        self.stages.append((names, marks_ms))
-
-    def take(self, shape: str, start_ms: float, end_ms: float) -> StepRecord:
-        """The step since the last call."""
-        stages = (
-            Interval(name, *marks)
-            for names, marks_ms in self.stages
-            for name, marks in zip(names, pairwise(marks_ms), strict=True)
-        )
-        graphs = (interval for forwards in self.graphs for interval in forwards.intervals())
-        step = StepRecord(shape, start_ms, end_ms, tuple(stages), tuple(sorted(graphs, key=_when)))
-        self.stages.clear()
-        self.graphs.clear()
-        return step
-
-
-class RecordedModel:
-    """A model that records when its graphs run; see models/protocol.py.
-
-    Args:
-        kind: Kind of its graphs, for their names.
-        notes: List that receives the forwards.
-
-    Cost: a microsecond per forward; on CUDA also a sync, since a forward only launches its kernels.
-    """
-
-    def __init__(self, model: TokenModel, kind: str, notes: list[Forwards]) -> None:
-        self.cache = model.cache
-        self.device = model.device
-        self.max_depth = model.max_depth
-        self.sizes = model.sizes
-        self.prefill_chunk = model.prefill_chunk
-        self.widest = model.widest
-        self.num_candidates = model.num_candidates
-        self.vocab = model.vocab
-        self.graph_ms = 0.0
-        self._model = model
-        self._kind = kind
-        self._notes = notes
-
-    def meta(self, num_tokens: int) -> Tensor:
-        return self._model.meta(num_tokens)
-
-    def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
-        start = time.perf_counter()
-        outputs = self._model.forward(meta_NM)
-        if self.device == "cuda":
-            torch.cuda.synchronize()  # sync: a graph has run when its result has arrived
-        end = time.perf_counter()
-        self.graph_ms += (end - start) * 1e3
-        self._notes.append(Forwards(self._kind, len(meta_NM), (start * 1e3, end * 1e3)))
-        return outputs
-
-    def native(self, meta_NM: Tensor) -> Any | None:
-        return self._model.native(meta_NM)
-
-    def record_forward_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
-        self.graph_ms += sum(times_ms[1::2]) - sum(times_ms[::2])
-        self._notes.append(Forwards(self._kind, num_tokens, times_ms, self.sizes))
-
-
-def record_timeline(
-    pair: LoadedPair,
-    prompt: Sequence[int],
-    *,
-    num_steps: int = NUM_STEPS,
-    sampling: SamplingConfig = GREEDY,
-) -> Timeline:
-    """Decode a prompt with the default policy, without a plan, until `num_steps` steps were alike.
-
-    There is no guard: on a busy machine it stops speculation, and a plain step has no draft to show.
-
-    Args:
-        pair: Its caches are overwritten.
-        prompt: At least one token; decoded up to `MOST_RUNS` times if one text has too few steps of a kind.
-        num_steps: Steps of one kind to find; fewer are returned if there are no more.
-        sampling: How tokens are taken.
-
-    Raises:
-        ConfigError: the context has no room for a step after the warm-up.
-    """
-    steps: list[StepRecord] = []
-    for _ in range(MOST_RUNS):
-        steps += _run(pair, prompt, WARM_UP + num_steps, sampling)[WARM_UP:]
-        if not steps:
-            raise ConfigError(
-                "prompt",
-                f"{len(prompt)} tokens",
-                f"at most {pair.bundle.max_context // 2}, to have steps after it",
-            )
-        found = Timeline.of(steps)
-        if len(found.steps) >= num_steps:
-            break
-    return found
-
-
-def _run(
-    pair: LoadedPair, prompt: Sequence[int], num_steps: int, sampling: SamplingConfig
-) -> list[StepRecord]:
-    recorder = Recorder()
-    steps = []
-    target = RecordedModel(pair.engine.target, "verify", recorder.graphs)
-    draft = RecordedModel(pair.engine.draft, "draft", recorder.graphs)
-    engine = Engine(target, draft, max_context=pair.bundle.max_context, trace=recorder)
-    start = time.perf_counter()
-    policy = pair.policy(temperature=sampling.temperature, guard=False)
-    config = GenerateConfig(ignore_eos=True, sampling=sampling)
-    for result in islice(engine.generate(prompt, policy, config), num_steps):
-        end = time.perf_counter()
-        steps.append(recorder.take(str(result.shape), start * 1e3, end * 1e3))
-        start = time.perf_counter()
-    return steps
-
-
 def timeline_table(timeline: Timeline) -> str:
-    """Every piece of the step in order, then the sums of graphs, host and growth step."""
+    """Every interval of the step in order, then the sums of graphs, host and growth step."""
     shape = timeline.representative.shape
     lines = [
         f"{shape}: medians of {len(timeline.steps)} steps, stages one after another",
@@ -377,7 +213,7 @@ def timeline_table(timeline: Timeline) -> str:
     host_ms = timeline.host_ms
     lines += [
         f"{ms:10.3f}  {ms / total_ms:6.1%}  {'[' + name + ']' if is_graph else name}"
-        for name, is_graph, ms in timeline.pieces_ms()
+        for name, is_graph, ms in timeline.intervals_ms()
     ]
     draft_ms = timeline.graphs_ms("draft")
     verify_ms = timeline.graphs_ms("verify")
@@ -445,5 +281,5 @@ def plot_timeline(step: StepRecord, path: Path, *, title: str = "") -> Path:
 
 def _gap_label(gap: Sequence[Interval]) -> str:
     """One line per name, with its milliseconds."""
-    names = dict.fromkeys(piece.name for piece in gap)
-    return "\n".join(f"{name} {sum(piece.ms for piece in gap if piece.name == name):.3f}" for name in names)
+    names = dict.fromkeys(each.name for each in gap)
+    return "\n".join(f"{name} {sum(each.ms for each in gap if each.name == name):.3f}" for name in names)

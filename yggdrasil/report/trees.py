@@ -50,7 +50,6 @@ def trees_page(
 
     Args:
         prompt: Tokens before the first step.
-        sampling: How tokens were taken.
         results: All steps, with their inspections if pruned nodes are to be drawn.
     """
     tokenizer = pair.tokenizer

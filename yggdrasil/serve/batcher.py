@@ -1,13 +1,6 @@
 """Continuous batching: requests join and leave between steps; a step runs the engine's verbs over rows.
 
-```
-waiting  --admit-->  running: prefilling --root reached--> decoding  --end, cancel--> finished
-   ^                     |
-   +------ preempt ------+
-```
-
-A row is preempted when no page is left for the next token of an older row: the youngest is computed again
-later.
+Who waits and who runs is in scheduler.py; what a step computes for them, and what they get, is here.
 
 Shapes: P = pages of a row.
 """
@@ -15,7 +8,6 @@ Shapes: P = pages of a row.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,6 +25,7 @@ from yggdrasil.serve.cohorts import Cohorts
 from yggdrasil.serve.elastic import ElasticMemory
 from yggdrasil.serve.pages import PagePool, pages_for
 from yggdrasil.serve.request import DEFECT, Event, FinishReason, Observer, Request, StepReport, StepTree
+from yggdrasil.serve.scheduler import Scheduler
 from yggdrasil.serve.ticket import Ticket, token_log_probs
 from yggdrasil.state import DecodeState, Row, StepResult
 from yggdrasil.step.choice import VERIFY_ALL, Choice
@@ -69,6 +62,7 @@ class Batcher:
         trace: Milliseconds per stage since construction.
         gamma: Depth that was selected for the last step that decoded.
         grammars: Compiles the grammars of requests.
+        scheduler: The requests that wait or run, with their rows and pages.
         cohorts: Kinds of requests, those that may not speculate among them.
         speculates: Whether any row may draft; may change between two steps.
         stepper: Runs the step over rows: in C++ where that knows the models.
@@ -111,21 +105,16 @@ class Batcher:
             NativeStep if NativeStep.runs(target, draft) else StepOverRows
         )
         self.stepper = form(target, draft, self.trace)
-        self._waiting: deque[Ticket] = deque()
-        self._running: list[Ticket] = []  # in the order of admission
+        self.scheduler = Scheduler(pool)
         self._stepping: list[Ticket] = []  # those with tokens in the forwards of this step
-        self._free_rows = list(reversed(range(len(pool.table_BP))))
-        self._base_pages = pool.num_pages  # without lent pages, which cannot be promised to a request
-        # The last ticket not admitted, and the free pages then: it is tried again when they change.
-        self._not_admitted: tuple[Ticket, int] | None = None
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.scheduler.waiting)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.scheduler.running)
 
     @property
     def served_context(self) -> int:
@@ -133,7 +122,7 @@ class Batcher:
 
         Lent pages do not count.
         """
-        return min(self.max_context, self._base_pages * PAGE_LEN)
+        return min(self.max_context, self.scheduler.base_pages * PAGE_LEN)
 
     def ticket(self, request: Request) -> Ticket:
         """Check a request and create its ticket; it is not queued yet.
@@ -148,9 +137,9 @@ class Batcher:
         if request.config.max_new_tokens is None:
             limit = max(1, min(limit, self.served_context - len(request.prompt)))
         needed = pages_for(len(request.prompt) + limit)
-        if needed > self._base_pages:
+        if needed > self.scheduler.base_pages:
             fix = "request fewer tokens or serve with a larger --kv-memory"
-            raise CapacityError("KV pages", needed, self._base_pages, fix)
+            raise CapacityError("KV pages", needed, self.scheduler.base_pages, fix)
         check_processors(request.config.sampling.processors, self.vocab)
         ends = request.config.ends(self.eos_tokens)
         grammar = grammar_of(self.grammars, request.config)
@@ -163,7 +152,7 @@ class Batcher:
     def submit(self, ticket: Ticket) -> None:
         """Queue a request for the next free row."""
         ticket.cohort = self.cohorts.name_of(ticket.request)
-        self._waiting.append(ticket)
+        self.scheduler.waiting.append(ticket)
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request, running or waiting, and free its pages; does nothing if it has already ended."""
@@ -172,7 +161,7 @@ class Batcher:
 
     def cancel_all(self) -> None:
         """End every request, for shutdown."""
-        for ticket in [*self._running, *self._waiting]:
+        for ticket in [*self.scheduler.running, *self.scheduler.waiting]:
             self._finish_(ticket, "cancelled")
 
     def fail(self) -> None:
@@ -180,23 +169,10 @@ class Batcher:
 
         If the step did not reach its forwards, every request ends, because the next step would fail too.
         """
-        for ticket in self._stepping or [*self._running, *self._waiting]:
+        for ticket in self._stepping or [*self.scheduler.running, *self.scheduler.waiting]:
             if not ticket.is_finished:
                 self._finish_(ticket, "error", DEFECT)
         self._stepping = []
-
-    def check(self) -> None:
-        """Assert that pages, rows and requests are consistent."""
-        self.pool.check()
-        rows = sorted([*(ticket.running.row for ticket in self._running), *self._free_rows])
-        assert rows == list(range(len(self.pool.table_BP))), "a row is listed twice or not at all"
-        for ticket in self._running:
-            row = ticket.running
-            kv_len = max(row.target_len, row.draft_len)
-            assert kv_len <= row.state.root_pos, "KV beyond the root"
-            assert self.pool.num_missing(row.row, kv_len) == 0, "KV without a page"
-        if not self._running:
-            assert self.pool.num_free == self.pool.num_pages, "pages that were not released"
 
     def step(self) -> StepReport | None:
         """Advance the batch: decoding rows emit one or more tokens; prompts advance in the same forward.
@@ -209,18 +185,18 @@ class Batcher:
         """
         if self.elastic is not None:
             if self.gamma == 0:
-                self._trim_()
-            self.elastic.advance_(gamma=self.gamma, num_waiting=len(self._waiting))
+                self.scheduler.trim_()
+            self.elastic.advance_(gamma=self.gamma, num_waiting=len(self.scheduler.waiting))
         self._stepping = []
-        self._admit_()
-        if not self._running:
+        self.scheduler.admit_()
+        if not self.scheduler.running:
             if self.elastic is not None:
                 self.elastic.settle_()
             return None
         self._score_prompts_()
         start = time.perf_counter()
         before = dict(self.trace.total_ms)
-        decoding = self._reserve_()
+        decoding = self.scheduler.reserve_()
         self._stepping = list(decoding)
         load = self._load(decoding)
         with self.trace.stage("policy"):
@@ -243,83 +219,17 @@ class Batcher:
         self.observer.on_step(report)
         return report
 
-    def _admit_(self) -> None:
-        """Give rows and pages to waiting requests in order of arrival.
-
-        Every running row keeps one free page to grow into.
-        """
-        while self._waiting and self._free_rows:
-            ticket = self._waiting[0]
-            row = self._free_rows[-1]
-            if self._not_admitted == (ticket, self.pool.num_free):
-                return
-            # the logits of shared tokens are gone, so a prompt that is scored shares nothing
-            sharing = self.pool.share_(row, ticket.state.tokens) if ticket.is_scored else (0, 0)
-            target_len, draft_len = sharing
-            num_missing = self.pool.num_missing(row, len(ticket.state.tokens))
-            if not self._has_free_(num_missing + len(self._running)):
-                self.pool.release_(row)
-                self._not_admitted = ticket, self.pool.num_free
-                return
-            self.pool.extend_(row, len(ticket.state.tokens))
-            ticket.row = Row(row, ticket.state, target_len, draft_len)
-            ticket.shared_tokens = max(ticket.shared_tokens, target_len)
-            ticket.admitted = ticket.admitted or time.perf_counter()
-            self._waiting.popleft()
-            self._free_rows.pop()
-            self._running.append(ticket)
-
-    def _reserve_(self) -> list[Ticket]:
-        """Give every row a page for its root; returns the rows that decode.
-
-        If pages run out, the youngest rows are preempted.
-        """
-        for ticket in list(self._running):
-            while ticket.row is not None and not self._has_free_(
-                self.pool.num_missing(ticket.row.row, len(ticket.state.tokens))
-            ):
-                self._preempt_(self._running[-1])
-            if ticket.row is not None:
-                self.pool.extend_(ticket.row.row, len(ticket.state.tokens))
-        return [ticket for ticket in self._running if ticket.running.is_prefilled]
-
-    def _has_free_(self, num_pages: int) -> bool:
-        """Whether this many pages are free; takes back those that the last trees needed if they are not."""
-        if num_pages > self.pool.num_free:
-            self._trim_()
-        return num_pages <= self.pool.num_free
-
-    def _trim_(self) -> None:
-        """Take back the pages that hold no text."""
-        for ticket in self._running:
-            self.pool.trim_(ticket.running.row, len(ticket.state.tokens))
-
-    def _preempt_(self, ticket: Ticket) -> None:
-        """Move a row to the head of the queue without its KV, which is computed again from its text."""
-        self._release_row_(ticket)
-        if not ticket.is_scored:
-            ticket.prompt_log_probs = []
-        ticket.preemptions += 1
-        self._waiting.appendleft(ticket)
-
-    def _release_row_(self, ticket: Ticket) -> None:
-        row = ticket.running.row
-        self._running.remove(ticket)
-        self.pool.release_(row)
-        self._free_rows.append(row)
-        ticket.row = None
-
     def _load(self, decoding: Sequence[Ticket]) -> Load:
         """The load of this step: free pages, the draft's absence and the largest graph limit the drafts."""
         batch_size = max(1, len(decoding))
-        waiting_tokens = min(self.target.prefill_chunk, self._num_prompt_tokens)
+        waiting_tokens = min(self.target.prefill_chunk, self.scheduler.num_prompt_tokens)
         rows = [ticket.running for ticket in decoding]
         limits = tuple(
             ticket.most_drafts if self.cohorts.speculates(ticket.cohort) else 0 for ticket in decoding
         )
         may_draft = self.speculates and any(limits) and (self.elastic is None or self.elastic.is_draft_in)
         nodes_max = MOST_NODES if may_draft else 0
-        while nodes_max and not self._has_free_(self._num_missing(rows, nodes_max)):
+        while nodes_max and not self.scheduler.has_room_(rows, nodes_max):
             nodes_max -= PAGE_LEN if nodes_max > PAGE_LEN else 1
         max_lag = max((row.lag for row, limit in zip(rows, limits, strict=True) if limit), default=0)
         return Load(
@@ -335,19 +245,15 @@ class Batcher:
             nodes_max=nodes_max,
         )
 
-    def _num_missing(self, rows: Sequence[Row], num_nodes: int) -> int:
-        """Pages that the rows lack to hold this many drafted nodes each."""
-        return sum(self.pool.num_missing(row.row, len(row.state.tokens) + num_nodes) for row in rows)
-
     def _score_prompts_(self) -> None:
         """Run a part of a prompt whose log-probabilities were requested, in a forward of its own.
 
         Other rows wait for one part only. If every row waits for log-probabilities, one is completed.
         """
-        while ticket := next((ticket for ticket in self._running if not ticket.is_scored), None):
+        while ticket := next((ticket for ticket in self.scheduler.running if not ticket.is_scored), None):
             self._stepping = [ticket]
             self._score_part_(ticket)
-            if any(ticket.is_scored for ticket in self._running):
+            if any(ticket.is_scored for ticket in self.scheduler.running):
                 return
 
     def _score_part_(self, ticket: Ticket) -> None:
@@ -369,8 +275,8 @@ class Batcher:
         Returns:
             The requests whose root is reached, and chunks of the others.
         """
-        prefilling = self._prefilling
-        budget = prompt_budget(self.target.sizes, num_tokens, self._num_prompt_tokens)
+        prefilling = self.scheduler.prefilling
+        budget = prompt_budget(self.target.sizes, num_tokens, self.scheduler.num_prompt_tokens)
         reaching = []
         chunks = []
         for ticket in prefilling:
@@ -386,18 +292,8 @@ class Batcher:
         return reaching, chunks
 
     def _prompt_tickets(self, prompts: Sequence[Chunk]) -> list[Ticket]:
-        by_row = {ticket.running.row: ticket for ticket in self._running}
+        by_row = {ticket.running.row: ticket for ticket in self.scheduler.running}
         return [by_row[chunk.row] for chunk in prompts]
-
-    @property
-    def _num_prompt_tokens(self) -> int:
-        """Prompt tokens of running rows, roots included, that the target has not processed."""
-        return sum(ticket.num_unseen for ticket in self._prefilling)
-
-    @property
-    def _prefilling(self) -> list[Ticket]:
-        """Running requests whose prompt advances together with the rows that decode."""
-        return [ticket for ticket in self._running if ticket.is_scored and not ticket.running.is_prefilled]
 
     def _publish_results_(self, emitting: Sequence[Ticket], results: Sequence[StepResult]) -> int:
         """Send events to clients, publish the KV and release finished rows.
@@ -444,10 +340,7 @@ class Batcher:
         self, ticket: Ticket, reason: FinishReason, error: str = "", event: Event | None = None
     ) -> None:
         """End a request: free its row and pages, and send the last event."""
-        if ticket.row is not None:
-            self._release_row_(ticket)
-        elif ticket in self._waiting:
-            self._waiting.remove(ticket)
+        self.scheduler.remove_(ticket)
         ticket.is_finished = True
         report = ticket.report(reason)
         event = replace(event or Event("", ()), finish=reason, error=error, report=report)
@@ -511,8 +404,8 @@ class Batcher:
             draft_ms=draft_ms + catch_up_ms,
             verify_ms=verify_ms,
             total_ms=total_ms,
-            running=len(self._running),
-            waiting=len(self._waiting),
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
             free_pages=self.pool.num_free,
             num_pages=self.pool.num_pages,
             is_draft_in=self.elastic is None or self.elastic.is_draft_in,

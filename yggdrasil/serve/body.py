@@ -97,7 +97,7 @@ def checked(build: Callable[[], Wire]) -> Wire:
 
 
 def check_counts(body: bytes) -> None:
-    """Raise ApiError if a text of JSON has so many values that parsing it delays other clients."""
+    """Raise ApiError if a text of JSON has too many values: parsing them would delay other clients."""
     if all(body.count(separator) <= most for separator, most in MAX_VALUES.items()):
         return
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quotation mark is one of a pair

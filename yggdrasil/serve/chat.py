@@ -85,7 +85,7 @@ class ChatTemplate:
             raise ConfigError("tools", names, "left out: the model's chat template shows no tools")
         template = self._tool_template if tools else self._template
         if template is None:
-            return "\n".join([*map(_plain_line, messages), "assistant:"])
+            return "\n".join([*map(_default_line, messages), "assistant:"])
         # templates compare these with none, and an undefined name is not none
         optional = {"tools": list(tools) or None, "documents": None}
         try:
@@ -98,7 +98,7 @@ class ChatTemplate:
             raise ConfigError("messages", roles, allowed) from None
 
 
-def _plain_line(message: Mapping[str, Any]) -> str:
+def _default_line(message: Mapping[str, Any]) -> str:
     """A message in the default template; two participants of one role differ by name."""
     name = f" ({message['name']})" if "name" in message else ""
     content = message["content"] or ""

@@ -14,7 +14,7 @@ __all__ = ["Message", "Tool", "ToolChoice"]
 
 
 class TextPart(Strict):
-    """A piece of a content."""
+    """A part of a content."""
 
     type: Literal["text"]
     text: str

@@ -38,7 +38,6 @@ class AuthMiddleware:
         app: The application that gets admitted requests.
         api_key: Required of clients; empty requires none. With a key any host name is allowed.
         hosts: Names of this server.
-        metrics: Counts refusals.
         open_paths: Paths that need no key.
 
     Attributes:

@@ -115,11 +115,7 @@ class WireRequest(Strict):
         return []
 
     def grammar(self, form: Format) -> GrammarConfig | None:
-        """What the output must be; None for any text.
-
-        Args:
-            form: Format of tool calls.
-        """
+        """What the output must be; None for any text."""
         formed = None if self.response_format is None else self.response_format.grammar
         chosen = structured(self.structured_outputs)
         if formed is not None and chosen is not None:
@@ -143,7 +139,7 @@ class WireRequest(Strict):
         return None
 
     def returned(self, event: Event) -> Event:
-        """What of an event the client gets."""
+        """The part of an event that the client gets."""
         return event
 
     @property

@@ -1,7 +1,7 @@
 """Reasoning and answer of a model that thinks aloud: `<think>I add.</think>It is 4.`
 
 Reasoning is at the beginning of a text, or a template has already opened it at the end of the prompt. A
-marker anywhere else is text. Blanks around markers belong to neither part. A text is read piece by piece as
+marker anywhere else is text. Blanks around markers belong to neither part. A text is read chunk by chunk as
 it is decoded, and the parts do not depend on where it was cut.
 """
 
@@ -41,7 +41,7 @@ class ReasoningParser:
         is_open: The prompt ends with the opening marker.
 
     >>> parser = ReasoningParser()
-    >>> [part.text for piece in ("<thi", "nk>I a", "dd.</", "think> It is") for part in parser.push(piece)]
+    >>> [part.text for chunk in ("<thi", "nk>I a", "dd.</", "think> It is") for part in parser.push(chunk)]
     ['I a', 'dd.', 'It is']
     """
 

@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.reasoning import OPENING, Part, ReasoningParser, separated
 from yggdrasil.serve.request import Event, RequestReport, StepTree, TokenLogProb
-from yggdrasil.serve.tools import CallPiece, Format, ToolParser, parsed
+from yggdrasil.serve.tools import CallDelta, Format, ToolParser, parsed
 from yggdrasil.text.tokenizer import Tokenizer
 
 __all__ = ["ChatReply", "CompletionReply", "Reply", "merge"]
@@ -301,7 +301,7 @@ class ChatReply(Reply):
         }
 
     def _deltas(self, index: int, event: Event) -> list[dict[str, Any]]:
-        """The pieces of an event: the first one has the log-probabilities, the last one the reason."""
+        """The deltas of an event: the first one has the log-probabilities, the last one the reason."""
         parts = self._parts(index, event)
         text = "".join(part.text for part in parts if not part.is_reasoning)
         deltas: list[dict[str, Any]] = [
@@ -314,8 +314,8 @@ class ChatReply(Reply):
             finish: str | None = event.finish
         else:
             parser = self._parser(index)
-            pieces = parser.push(text) + (parser.finish() if event.finish else [])
-            deltas += [self._piece(piece) for piece in pieces]
+            read = parser.push(text) + (parser.finish() if event.finish else [])
+            deltas += [self._delta(each) for each in read]
             finish = _finish(event, is_call=parser.num_calls > 0)
         if not deltas and (event.log_probs or finish or event.tree):
             deltas = [{}]
@@ -348,12 +348,12 @@ class ChatReply(Reply):
             self._parsers[index] = ToolParser(self._form, self._names, most_calls=self._most_calls)
         return self._parsers[index]
 
-    def _piece(self, piece: str | CallPiece) -> dict[str, Any]:
-        if isinstance(piece, str):
-            return {"content": piece}
-        function = {"arguments": piece.arguments}
-        entry = self._call(piece.name, piece.arguments) if piece.name else {"function": function}
-        return {"tool_calls": [{"index": piece.index, **entry}]}
+    def _delta(self, delta: str | CallDelta) -> dict[str, Any]:
+        if isinstance(delta, str):
+            return {"content": delta}
+        function = {"arguments": delta.arguments}
+        entry = self._call(delta.name, delta.arguments) if delta.name else {"function": function}
+        return {"tool_calls": [{"index": delta.index, **entry}]}
 
     def _call(self, name: str, arguments: str) -> dict[str, Any]:
         assert self._form is not None

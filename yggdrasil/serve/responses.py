@@ -56,7 +56,7 @@ NO_SCORES: dict[str, list[Any]] = {"logprobs": []}  # clients require the field
 
 
 class InputPart(Strict):
-    """A piece of a content; what an answer has next to its text comes back and means nothing here."""
+    """A part of a content; what an answer has next to its text comes back and means nothing here."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str

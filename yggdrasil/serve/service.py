@@ -243,7 +243,7 @@ class Service(Observer):
 
     def _wait_for_call(self) -> None:
         """With nothing to do, check the batcher's state, then wait for a call."""
-        self._batcher.check()
+        self._batcher.scheduler.check()
         self._num_queued = 0
         self._idle.set()
         if not self._stopping:

@@ -1,4 +1,4 @@
-"""What the routes share: the service behind them, and what they know of the model."""
+"""What the routes share: the service, and what they know of the model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ class Serving:
     """What the routes share.
 
     Args:
-        service: Decodes the requests.
         metrics: Also the service's observer.
         model: Name of the model for clients.
         max_context: Largest number of tokens of prompt and output together.

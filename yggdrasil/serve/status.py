@@ -55,7 +55,7 @@ async def server_info(http: HttpRequest) -> Response:
     if not serving.service.is_healthy:
         raise ApiError(503, "the decoding thread is not running")
     info = await run_in_threadpool(serving.service.info)
-    card = {"model": serving.model, "chat_template": "model" if serving.template.is_own else "plain"}
+    card = {"model": serving.model, "chat_template": "model" if serving.template.is_own else "default"}
     if serving.template.takes_tools:
         card["tool_parser"] = serving.tool_parser
     return JSONResponse({**card, **info, "internal_states": [info]})

@@ -7,8 +7,8 @@ mistral   [TOOL_CALLS] [{"name": "sum", "arguments": {"a": 1}}, {...}]          
 json      {"name": "sum", "arguments": {"a": 1}}     or a list of them              others
 ```
 
-A text is read piece by piece as it is decoded, and the pieces of the result do not depend on where the
-text was cut: `parsed` is the fold of `ToolParser`'s pieces. A call begins when its name is complete and is
+A text is read chunk by chunk as it is decoded, and the deltas of the result do not depend on where the
+text was cut: `parsed` is the fold of `ToolParser`'s deltas. A call begins when its name is complete and is
 that of an offered function; an object of any other kind is text. Nothing is ever taken back: a call whose
 text ends early keeps the arguments that it has.
 """
@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FORMATS", "CallPiece", "Format", "Parsed", "ToolParser", "format_of", "parsed"]
+__all__ = ["FORMATS", "CallDelta", "Format", "Parsed", "ToolParser", "format_of", "parsed"]
 
 BLANKS = " \t\r\n"
 CLOSING_BRACKETS = {"{": "}", "[": "]"}
@@ -68,12 +68,12 @@ def format_of(template: str) -> str:
 
 
 @dataclass(frozen=True)
-class CallPiece:
+class CallDelta:
     """A part of a call; the first one has its name.
 
     Args:
         index: Place of the call in the text.
-        name: The function; empty in all pieces but the first.
+        name: The function; empty in all deltas but the first.
         arguments: The next characters of the arguments, as JSON.
     """
 
@@ -89,15 +89,15 @@ class Parsed:
     content: str = ""
     calls: list[list[str]] = field(default_factory=list)
 
-    def add(self, pieces: Iterable[str | CallPiece]) -> None:
+    def add(self, deltas: Iterable[str | CallDelta]) -> None:
         """Append what a parser has returned."""
-        for piece in pieces:
-            if isinstance(piece, str):
-                self.content += piece
-            elif piece.name:
-                self.calls.append([piece.name, piece.arguments])
+        for delta in deltas:
+            if isinstance(delta, str):
+                self.content += delta
+            elif delta.name:
+                self.calls.append([delta.name, delta.arguments])
             else:
-                self.calls[piece.index][1] += piece.arguments
+                self.calls[delta.index][1] += delta.arguments
 
 
 def parsed(text: str, form: Format, names: Collection[str], *, most_calls: int | None = None) -> Parsed:
@@ -124,9 +124,9 @@ class ToolParser:
 
     >>> parser = ToolParser(FORMATS["hermes"], ["sum"])
     >>> parser.push('I add. <tool_call>{"name": "sum", "arg')
-    ['I add.', CallPiece(index=0, name='sum', arguments='')]
+    ['I add.', CallDelta(index=0, name='sum', arguments='')]
     >>> parser.push('uments": {"a": 1}}</tool_call>')
-    [CallPiece(index=0, name='', arguments='{"a": 1}')]
+    [CallDelta(index=0, name='', arguments='{"a": 1}')]
     """
 
     def __init__(self, form: Format, names: Collection[str], *, most_calls: int | None = None) -> None:
@@ -139,41 +139,41 @@ class ToolParser:
         self._is_inside = form.is_bare  # where a call may begin
         self._has_called = False  # since the marker
         self._call: _Call | None = None
-        self._pieces: list[str | CallPiece] = []
+        self._deltas: list[str | CallDelta] = []
 
-    def push(self, text: str) -> list[str | CallPiece]:
+    def push(self, text: str) -> list[str | CallDelta]:
         """Read more text; returns what is now certain."""
         for char in text:
             self._read(char)
         return self._taken()
 
-    def finish(self) -> list[str | CallPiece]:
+    def finish(self) -> list[str | CallDelta]:
         """The rest, at the end of the text."""
         is_frame = self._is_inside and self._has_called
         is_blank = self.num_calls > 0 and not self._held.strip(BLANKS)
         if not is_frame and not is_blank:
-            self._pieces.append(self._held)
+            self._deltas.append(self._held)
         self._held = ""
         return self._taken()
 
-    def _taken(self) -> list[str | CallPiece]:
-        """The pieces since the last time, neighbours of one kind joined."""
-        joined: list[str | CallPiece] = []
-        for piece in self._pieces:
-            if not piece:
+    def _taken(self) -> list[str | CallDelta]:
+        """The deltas since the last time, neighbours of one kind joined."""
+        joined: list[str | CallDelta] = []
+        for delta in self._deltas:
+            if not delta:
                 continue
             last = joined[-1] if joined else None
-            if isinstance(piece, str) and isinstance(last, str):
-                joined[-1] = last + piece
+            if isinstance(delta, str) and isinstance(last, str):
+                joined[-1] = last + delta
             elif (
-                isinstance(piece, CallPiece)
-                and isinstance(last, CallPiece)
-                and not (piece.name or last.name)
+                isinstance(delta, CallDelta)
+                and isinstance(last, CallDelta)
+                and not (delta.name or last.name)
             ):
-                joined[-1] = CallPiece(last.index, "", last.arguments + piece.arguments)
+                joined[-1] = CallDelta(last.index, "", last.arguments + delta.arguments)
             else:
-                joined.append(piece)
-        self._pieces = []
+                joined.append(delta)
+        self._deltas = []
         return joined
 
     def _read(self, char: str) -> None:
@@ -189,7 +189,7 @@ class ToolParser:
         """Release what cannot be the blanks and the marker before a call."""
         rest = self._held.lstrip(BLANKS)
         while rest and not self._form.opening.startswith(rest):
-            self._pieces.append(self._held[: len(self._held) - len(rest) + 1])
+            self._deltas.append(self._held[: len(self._held) - len(rest) + 1])
             self._held = rest[1:]
             rest = self._held.lstrip(BLANKS)
         if rest and rest == self._form.opening:
@@ -247,9 +247,9 @@ class ToolParser:
             return
         index = self.num_calls - 1
         if is_first:
-            self._pieces.append(CallPiece(index, call.name))
+            self._deltas.append(CallDelta(index, call.name))
         if arguments:
-            self._pieces.append(CallPiece(index, "", arguments))
+            self._deltas.append(CallDelta(index, "", arguments))
 
     def _give_up(self) -> None:
         """What is held is no call, so it is content; only its end may be the beginning of a marker."""
@@ -259,7 +259,7 @@ class ToolParser:
         opening = self._form.opening
         begun = (size for size in range(len(opening) - 1, 0, -1) if self._held.endswith(opening[:size]))
         kept = next(begun, 0)
-        self._pieces.append(self._held[: len(self._held) - kept])
+        self._deltas.append(self._held[: len(self._held) - kept])
         self._held = self._held[len(self._held) - kept :]
 
 

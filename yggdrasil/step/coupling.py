@@ -22,9 +22,9 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.layout import READ_BEST, READ_WIDE
 from yggdrasil.step.sampling import gumbel_noise
 
-__all__ = ["LEAST", "coupled", "is_ranked_again", "noise_of", "read_of"]
+__all__ = ["MIN_SCORE", "coupled", "is_ranked_again", "noise_of", "read_of"]
 
-LEAST = -1e4  # a candidate that a filter drops stays ahead of those that are in the tree already, at -inf
+MIN_SCORE = -1e4  # a candidate that a filter drops stays ahead of those that the tree has, at -inf
 LOWEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 
 
@@ -68,7 +68,7 @@ def coupled(
         perturbed = perturbed.masked_fill(_dropped(log_probs, sampling), -math.inf)
     best = perturbed.sort(dim=-1, descending=True, stable=True)
     log_share = perturbed.log_softmax(dim=-1).gather(1, best.indices[:, :count])
-    return tokens_NM.gather(1, best.indices[:, :count]), log_share.clamp(min=LEAST).float()
+    return tokens_NM.gather(1, best.indices[:, :count]), log_share.clamp(min=MIN_SCORE).float()
 
 
 def _dropped(log_probs_NM: Tensor, sampling: SamplingConfig) -> Tensor:

@@ -47,7 +47,7 @@ from yggdrasil.tree import TokenTree
 
 __all__ = ["NativeStep"]
 
-# the value of `StopRule.native` for a rule that never stops growth
+# the value of `StopRule.numbers` for a rule that never stops growth
 NEVER = torch.empty(0, dtype=torch.float64), -math.inf
 KEPT_RECORDS = 256  # calibrations, stop rules, levels and processors that the C++ step keeps
 MOST_DRAFTED = 512  # nodes of a drafted tree
@@ -109,7 +109,7 @@ class NativeStep:
     @staticmethod
     def supports(choice: Choice) -> bool:
         """Whether C++ knows all stop rules of a choice."""
-        return all(shape.stop is None or shape.stop.native is not None for shape in choice.shapes)
+        return all(shape.stop is None or shape.stop.numbers is not None for shape in choice.shapes)
 
     def run(self, rows: Sequence[Row], choice: Choice, began: float) -> list[StepResult]:
         """`draft` and `verify` in one call, for a step without prompts.
@@ -366,7 +366,7 @@ class _Records:
         if shape.stop is None or shape.levels is not None:
             return -1
         rule = shape.stop
-        return self._number(rule, lambda: self._step.add_stop(*(rule.native or NEVER)))
+        return self._number(rule, lambda: self._step.add_stop(*(rule.numbers or NEVER)))
 
     def levels(self, shape: Shape) -> int:
         if shape.levels is None:
@@ -422,4 +422,4 @@ def _unpacked(words: array[int], length: int) -> TokenTree:
 def _graphs(model: TokenGraphs) -> tuple[list[Any], list[Tensor]]:
     """All graphs of a model by ascending size, and the metadata of each."""
     metas = [model.meta(size) for size in model.sizes]
-    return [model.native(meta_NM) for meta_NM in metas], metas
+    return [model.graph_object(meta_NM) for meta_NM in metas], metas

@@ -82,16 +82,16 @@ def process_logits(logits_KV: Tensor, sampling: SamplingConfig) -> Tensor:
     logits_KV = _divide_by_temperature(logits_KV, sampling.temperature)
     vocab = logits_KV.shape[-1]
     if 0 < sampling.top_k < vocab:
-        least = logits_KV.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logits_KV = logits_KV.masked_fill(logits_KV < least, -torch.inf)
+        lowest = logits_KV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits_KV = logits_KV.masked_fill(logits_KV < lowest, -torch.inf)
     if sampling.top_p < 1:
         ordered, order = logits_KV.sort(dim=-1, descending=True, stable=True)
         is_beyond_KV = beyond_top_p(ordered, sampling.top_p)
         logits_KV = logits_KV.scatter(-1, order, ordered.masked_fill(is_beyond_KV, -torch.inf))
     if sampling.min_p > 0:
         share_KV = shares(logits_KV)
-        least_K1 = sampling.min_p * share_KV.amax(dim=-1, keepdim=True)
-        logits_KV = logits_KV.masked_fill(share_KV < least_K1, -torch.inf)
+        lowest_K1 = sampling.min_p * share_KV.amax(dim=-1, keepdim=True)
+        logits_KV = logits_KV.masked_fill(share_KV < lowest_K1, -torch.inf)
     return logits_KV
 
 

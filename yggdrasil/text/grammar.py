@@ -47,7 +47,6 @@ class Grammars:
     Every method may be called from any thread.
 
     Args:
-        tokenizer: Spells the tokens.
         vocab: V: columns of the target's logits.
         ends: End-of-text tokens of the model.
     """

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["LEAST_PATH", "LONGEST", "NO_GRAFT", "Evidence", "Graft", "Match", "Repeats", "longest_match"]
+__all__ = ["LONGEST", "MIN_PATH", "NO_GRAFT", "Evidence", "Graft", "Match", "Repeats", "longest_match"]
 
 LONGEST = 16  # tokens of a match that count
 NUM_BANDS = LONGEST.bit_length()  # 1, 2-3, 4-7, 8-15 and 16 tokens
@@ -24,7 +24,7 @@ HALF_LENGTH = 1.5  # a match of this many tokens is right half of the time, befo
 PRIOR_TOKENS = 3.0  # that assumption counts as this many predicted tokens
 MEMORY = 32.0  # after this many predictions of a band the weight of old ones fades
 MOST_OBSERVED = 64  # after long plain decoding: what was emitted before these has faded anyway
-LEAST_PATH = 0.3  # nodes that are less likely than this are not grafted
+MIN_PATH = 0.3  # nodes that are less likely than this are not grafted
 
 
 class Evidence(ctypes.Structure):
@@ -104,7 +104,7 @@ class Repeats:
         for place in range(most if match.length else 0):
             edge = self._log_prob(min(match.length + place, LONGEST))
             path += edge
-            if path < math.log(LEAST_PATH):
+            if path < math.log(MIN_PATH):
                 break
             at = match.next_pos + place
             # where the match overlaps the end of the text, the chain goes on with itself

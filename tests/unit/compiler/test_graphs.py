@@ -23,7 +23,7 @@ class Doubled(nn.Module):
 def test_two_builds_of_the_same_graph_share_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two commands may build one graph at the same time, and Inductor writes its sources piece by piece."""
+    """Two commands may build one graph at the same time, while Inductor writes its sources."""
     written: list[set[str]] = []
     package_aoti = package.package_aoti
 

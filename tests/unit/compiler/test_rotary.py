@@ -1,4 +1,7 @@
-"""The pass realizes the sines that several layers read, and only those; Inductor computes them once."""
+"""The pass realizes the sines that several layers read, and only those; Inductor computes them once.
+
+Shapes: H = heads, F = features of a head.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`ygg::attend` agrees with its reference, and a token's bits depend only on its own history."""
+"""`ygg::attend` agrees with its reference, and a token's bits depend only on its own history.
+
+Shapes: H = query heads, G = KV heads, T = tokens of the history, F = features of a head, P = pages,
+L = layers, S = slots of a page.
+"""
 
 from __future__ import annotations
 

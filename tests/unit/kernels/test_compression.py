@@ -1,4 +1,7 @@
-"""Compression loses no bit, and layers with compressed weights return the bits of the packed ones."""
+"""Compression loses no bit, and layers with compressed weights return the bits of the packed ones.
+
+Shapes: O = output features, I = input features.
+"""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ def test_both_forms_find_the_same_chain_and_count_the_same_evidence(
     tokens: list[int], prompt_len: int, steps: list[tuple[int, int]]
 ) -> None:
     reference = Repeats(prompt_len)
-    native = Repeats(prompt_len)
+    compiled = Repeats(prompt_len)
     end = 0
     for gained, most in steps:
         end = min(end + gained, len(tokens))
-        for each in (reference, native):
+        for each in (reference, compiled):
             each.follow_(tokens[:end])
-        assert graft(native, most) == reference.graft(most)
-        assert bytes(native.evidence) == bytes(reference.evidence)
+        assert graft(compiled, most) == reference.graft(most)
+        assert bytes(compiled.evidence) == bytes(reference.evidence)

@@ -1,4 +1,7 @@
-"""The packed linear operator agrees with its reference, and a row's bits do not depend on other rows."""
+"""The packed linear operator agrees with its reference, and a row's bits do not depend on other rows.
+
+Shapes: O = output features, I = input features.
+"""
 
 from __future__ import annotations
 

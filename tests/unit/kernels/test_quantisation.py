@@ -1,4 +1,7 @@
-"""Quantised weights are near the weights, and operators on them have the bits of the reference."""
+"""Quantised weights are near the weights, and operators on them have the bits of the reference.
+
+Shapes: O = output features, I = input features, R = rows, G = groups, K = weights of a group.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from yggdrasil.kernels.threads import one_torch_thread, stay_alone
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-# 4 MB: shared out in several pieces a thread
+# 4 MB: shared out in several tasks a thread
 OUT_FEATURES = 2048
 IN_FEATURES = 1024
 

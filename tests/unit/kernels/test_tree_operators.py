@@ -41,16 +41,16 @@ def random_tree(num_nodes: int, seed: int) -> TokenTree:
 def test_packing_nodes_agrees_with_the_reference(first: int, last: int) -> None:
     tree = random_tree(12, 0)
     meta_NM = empty_meta(14, MAX_DEPTH).fill_(99)
-    plain_NM = empty_meta(14, MAX_DEPTH).fill_(98)
+    expected_NM = empty_meta(14, MAX_DEPTH).fill_(98)
     pack_nodes_(meta_NM, tree, first, last, 40, row=3)
-    pack_nodes_reference_(plain_NM, tree, first, last, 40, row=3)
-    assert torch.equal(meta_NM, plain_NM)
+    pack_nodes_reference_(expected_NM, tree, first, last, 40, row=3)
+    assert torch.equal(meta_NM, expected_NM)
 
 
 @pytest.mark.parametrize("lens", ((), (0,), (1,), (8,), (3, 0, 4), (1, 1, 1, 1)))
 def test_packing_chains_agrees_with_the_reference(lens: tuple[int, ...]) -> None:
     meta_NM = empty_meta(8, MAX_DEPTH).fill_(99)
-    plain_NM = empty_meta(8, MAX_DEPTH).fill_(98)
+    expected_NM = empty_meta(8, MAX_DEPTH).fill_(98)
     chunks = [
         Chunk(
             2 * place,
@@ -61,8 +61,8 @@ def test_packing_chains_agrees_with_the_reference(lens: tuple[int, ...]) -> None
         for place, count in enumerate(lens)
     ]
     pack_chains_(meta_NM, chunks)
-    pack_chains_reference_(plain_NM, chunks)
-    assert torch.equal(meta_NM, plain_NM)
+    pack_chains_reference_(expected_NM, chunks)
+    assert torch.equal(meta_NM, expected_NM)
 
 
 def test_more_tokens_than_the_graph_takes_are_refused() -> None:

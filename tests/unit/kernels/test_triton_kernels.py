@@ -25,7 +25,7 @@ from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.packing import empty_meta
 
 HOPPER = GPUTarget("cuda", 90, 32)
-LEAST_SHARED_BYTES = 99 * 1024  # shared memory of a program on every device since Ampere
+MIN_SHARED_BYTES = 99 * 1024  # shared memory of a program on every device since Ampere
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 
 
@@ -199,7 +199,7 @@ def test_the_attention_kernels_compile_without_a_device() -> None:
     launches = attention_launches(16, 80)
     assert [kernel.__name__ for kernel, _, _ in launches] == ["store_kernel", "body_kernel", "tail_kernel"]
     for launch in launches:
-        assert compiled(*launch).metadata.shared <= LEAST_SHARED_BYTES
+        assert compiled(*launch).metadata.shared <= MIN_SHARED_BYTES
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -227,7 +227,7 @@ def test_migration_and_commit_compile_without_a_device(monkeypatch: pytest.Monke
     migrate_triton.launch_(storage, numbers, numbers)
     commit_triton.launch_(storage, numbers, 3)
     for launch in launches:
-        assert compiled(*launch).metadata.shared <= LEAST_SHARED_BYTES
+        assert compiled(*launch).metadata.shared <= MIN_SHARED_BYTES
 
 
 @pytest.mark.gpu

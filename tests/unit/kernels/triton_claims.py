@@ -3,6 +3,8 @@
 The device is "cpu" under Triton's interpreter, or "cuda" for compiled kernels. Triton decides at import
 whether it interprets, so test_triton_kernels.py runs this file in its own process with TRITON_INTERPRET=1.
 It prints one JSON document: for every claim null, or the traceback that refutes it.
+
+Shapes: H = query heads, G = KV heads, T = tokens of the history, F = features of a head, P = pages.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The interpreter multiplies with NumPy, and so with the host's BLAS. Some kernels of BLAS (OpenBLAS on
 processors with AVX2 but without AVX-512) sum a row in an order that depends on its place in the tile;
 tensor cores do not.
+
+Shapes: R = rows of a tile. Here K = a block of k, C = columns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The check of our forward: right models pass in both dtypes, and every kind of wrong one is refused."""
+"""The check of our forward: right models pass in both dtypes, and every kind of wrong one is refused.
+
+Shapes: L = tokens of a passage.
+"""
 
 from __future__ import annotations
 

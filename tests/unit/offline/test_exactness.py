@@ -1,4 +1,7 @@
-"""The check that `ygg compile` runs finds a graph that rounds differently, and only that."""
+"""The check that `ygg compile` runs finds a graph that rounds differently, and only that.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
+"""
 
 from __future__ import annotations
 

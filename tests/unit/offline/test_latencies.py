@@ -13,7 +13,7 @@ from yggdrasil.models.packing import empty_meta
 from yggdrasil.offline import latencies
 from yggdrasil.offline.latencies import (
     CURVE_SECONDS,
-    LEAST_ROUNDS,
+    MIN_ROUNDS,
     ROUNDS,
     decision_milliseconds,
     latency_curve,
@@ -96,7 +96,7 @@ def test_the_cost_of_a_decision_is_only_that_of_its_prediction(monkeypatch: pyte
 def test_a_slow_model_gets_fewer_rounds_and_still_a_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Clocked({2: [0.1 * CURVE_SECONDS, 0.12 * CURVE_SECONDS], 4: [0.2 * CURVE_SECONDS]})
     found = timed(monkeypatch, model)
-    assert model.num_forwards == LEAST_ROUNDS * 2 * 2
+    assert model.num_forwards == MIN_ROUNDS * 2 * 2
     for row in found.ms:
         assert row == pytest.approx((100 * CURVE_SECONDS, 200 * CURVE_SECONDS), rel=0.2)
 

@@ -1,4 +1,7 @@
-"""What rounding changes is measured on the same tokens before and after it."""
+"""What rounding changes is measured on the same tokens before and after it.
+
+Shapes: L = tokens of a text.
+"""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_a_tight_budget_leaves_fewer_passages_and_trees(
         assert len(few.forced.text_N) == len(few.forced.length_N) == 5 * len(many.forced.length_N) // 11
 
 
-def test_sizes_fall_from_the_whole_to_the_least_useful_one() -> None:
+def test_sizes_fall_from_the_whole_to_the_smallest_useful_one() -> None:
     sizes = list(WHOLE.smaller())
     assert sizes[0] == WHOLE
     assert sizes[-1].num_texts == FEWEST_TEXTS
@@ -114,8 +114,8 @@ def test_sizes_fall_from_the_whole_to_the_least_useful_one() -> None:
 
 
 def test_roots_stand_all_along_the_texts_where_each_has_few() -> None:
-    *_, least = WHOLE.smaller()
-    seen = {end for text in range(least.num_texts) for end in least.root_ends(text, 0)}
+    *_, smallest = WHOLE.smaller()
+    seen = {end for text in range(smallest.num_texts) for end in smallest.root_ends(text, 0)}
     assert seen == set(range(0, WHOLE.num_tokens, 2))
 
 

@@ -1,4 +1,7 @@
-"""The depth predictor: labels, splits, fitting, held-out figures and decisions, on synthetic traces."""
+"""The depth predictor: labels, splits, fitting, held-out figures and decisions, on synthetic traces.
+
+Shapes: H = outputs of the encoder.
+"""
 
 from __future__ import annotations
 

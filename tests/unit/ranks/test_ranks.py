@@ -1,4 +1,7 @@
-"""Several ranks: messages over the link, shards, and refusals."""
+"""Several ranks: messages over the link, shards, and refusals.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
+"""
 
 from __future__ import annotations
 

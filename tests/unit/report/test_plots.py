@@ -1,4 +1,4 @@
-"""Pictures that a person can read: no curve hides another, axes have plain numbers, each names its data."""
+"""Pictures that a person can read: no curve hides another, axes have decimal numbers and a source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_equal_curves_are_all_seen_because_each_is_thinner_than_the_one_under_it
 
 
 @pytest.mark.parametrize(("lowest", "highest"), [(0.03, 0.9), (0.34, 99.8), (5.0, 5.5)])
-def test_an_axis_of_milliseconds_has_plain_numbers(lowest: float, highest: float) -> None:
+def test_an_axis_of_milliseconds_has_decimal_numbers(lowest: float, highest: float) -> None:
     axes = Figure().subplots()
     _readable_ms(axes, lowest, highest)
     labels = [label.get_text() for label in axes.get_yticklabels()]

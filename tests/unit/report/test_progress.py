@@ -49,7 +49,7 @@ def test_a_phase_that_does_not_advance_still_prints_lines(capfd: pytest.CaptureF
     assert any(re.fullmatch(r"store target +\d+\.\d s so far, 0 of 1", line) for line in lines)
 
 
-def test_a_phase_that_is_broken_off_says_nothing_more(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_phase_that_is_broken_off_shows_nothing_more(capfd: pytest.CaptureFixture[str]) -> None:
     progress = RichProgress(log_every_s=0.05, begun_s=0.01)
     with pytest.raises(KeyboardInterrupt), progress.phase("draft trees", 5):
         raise KeyboardInterrupt

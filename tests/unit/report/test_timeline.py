@@ -6,22 +6,17 @@ import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from yggdrasil.errors import UsageError
 from yggdrasil.report.timeline import (
     BETWEEN,
-    Forwards,
     Interval,
-    RecordedModel,
-    Recorder,
     StepRecord,
     Timeline,
     gaps,
-    host_pieces,
+    host_intervals,
     plot_timeline,
     timeline_table,
 )
@@ -69,15 +64,15 @@ PLAIN = StepRecord(
 
 
 def names(step: StepRecord) -> list[str]:
-    return [piece.name for piece in step.pieces() if piece.name != BETWEEN]
+    return [interval.name for interval in step.intervals() if interval.name != BETWEEN]
 
 
 @pytest.mark.parametrize("step", (speculative(), PLAIN), ids=str)
 def test_every_moment_of_a_step_has_one_name(step: StepRecord) -> None:
-    pieces = step.pieces()
-    assert (pieces[0].start_ms, pieces[-1].end_ms) == (step.start_ms, step.end_ms)
-    assert all(before.end_ms == after.start_ms for before, after in pairwise(pieces))
-    assert sum(piece.ms for piece in pieces) == step.ms
+    intervals = step.intervals()
+    assert (intervals[0].start_ms, intervals[-1].end_ms) == (step.start_ms, step.end_ms)
+    assert all(before.end_ms == after.start_ms for before, after in pairwise(intervals))
+    assert sum(interval.ms for interval in intervals) == step.ms
 
 
 def test_gaps_are_named_by_their_stage_and_by_the_graphs_around_them() -> None:
@@ -105,15 +100,15 @@ def test_gaps_are_named_by_their_stage_and_by_the_graphs_around_them() -> None:
     ]
 
 
-def test_pieces_last_from_one_event_to_the_next() -> None:
-    ms = {piece.name: piece.ms for piece in host_pieces(speculative())}
+def test_intervals_last_from_one_event_to_the_next() -> None:
+    ms = {interval.name: interval.ms for interval in host_intervals(speculative())}
     expected = {"head": 1, "grow 1": 1, "grow 2": 3, "pack": 1, "outputs": 1, "observe": 1}
     assert {name: ms[name] for name in expected} == expected
-    assert sum(piece.ms for piece in host_pieces(speculative()) if piece.name == BETWEEN) == 4
+    assert sum(interval.ms for interval in host_intervals(speculative()) if interval.name == BETWEEN) == 4
 
 
 def test_a_gap_is_everything_between_two_graphs() -> None:
-    found = [[piece.name for piece in gap if piece.ms] for gap in gaps(speculative())]
+    found = [[interval.name for interval in gap if interval.ms] for gap in gaps(speculative())]
     after = ["outputs", "accept", "commit", "observe"]
     assert found == [
         [BETWEEN, "choose shape", BETWEEN, "head"],
@@ -143,7 +138,7 @@ def test_figures_are_medians_over_the_steps() -> None:
         timeline.graphs_ms("draft"),
         timeline.graphs_ms("verify"),
     ) == (22, 16, 2, 4)
-    rows = timeline.pieces_ms()
+    rows = timeline.intervals_ms()
     assert rows[0] == ("choose shape", False, 1)
     assert ("verify 8", True, 4) in rows
     assert rows[-1] == (BETWEEN, False, 4)
@@ -160,65 +155,12 @@ def test_a_growth_step_is_a_selection_and_the_forward_after_it() -> None:
     assert Timeline((PLAIN,)).growth_step_ms is None
 
 
-def test_the_table_says_the_sums() -> None:
+def test_the_table_has_the_sums() -> None:
     table = timeline_table(Timeline((speculative(),)))
     assert "graphs 4.000 ms: draft 2.000, verify 2.000" in table
     assert "host 16.000 ms, 80.0% of the step's 20.000 ms" in table
     assert "growth step 2.000 ms" in table
     assert "growth step" not in timeline_table(Timeline((PLAIN,)))
-
-
-def test_a_recorder_forgets_the_step_it_gave_away() -> None:
-    recorder = Recorder()
-    with pytest.raises(KeyError), recorder.stage("verify"):
-        raise KeyError
-    first = recorder.take("plain", 0, 1)
-    assert [stage.name for stage in first.stages] == ["verify"]
-    assert recorder.take("plain", 1, 2).stages == ()
-
-
-def test_a_recorded_model_gives_what_the_model_gives_and_notes_the_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    outputs = torch.zeros(4, 8), torch.ones(4, 8)
-    fields = {
-        "cache": None,
-        "device": "cpu",
-        "max_depth": 3,
-        "sizes": (2, 8, 16),
-        "prefill_chunk": 16,
-        "widest": 8,
-        "num_candidates": 2,
-        "vocab": 10,
-    }
-    notes: list[Forwards] = []
-    model = RecordedModel(SimpleNamespace(**fields, forward=lambda meta_NM: outputs), "draft", notes)
-    clock = iter((1.0, 1.25))
-    monkeypatch.setattr("yggdrasil.report.timeline.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    assert model.forward(torch.zeros(4, 9)) is outputs
-    assert [forwards.intervals() for forwards in notes] == [[Interval("draft 4", 1000.0, 1250.0, True)]]
-    assert model.graph_ms == 250.0
-
-
-def test_forwards_that_ran_in_one_call_are_noted_by_the_graph_that_ran_them() -> None:
-    fields = {
-        "cache": None,
-        "device": "cpu",
-        "max_depth": 3,
-        "sizes": (2, 8, 16),
-        "prefill_chunk": 16,
-        "widest": 8,
-        "num_candidates": 2,
-        "vocab": 10,
-    }
-    recorder = Recorder()
-    model = RecordedModel(SimpleNamespace(**fields), "draft", recorder.graphs)  # type: ignore[arg-type]
-    model.record_forward_(3, [5.0, 6.0, 8.0, 11.0])
-    recorder.note(("policy", "draft"), (1.0, 4.0, 12.0))
-    step = recorder.take("W=2", 0.0, 13.0)
-    assert step.graphs == (Interval("draft 8", 5.0, 6.0, True), Interval("draft 8", 8.0, 11.0, True))
-    assert step.stages == (Interval("policy", 1.0, 4.0), Interval("draft", 4.0, 12.0))
-    assert model.graph_ms == 4.0
 
 
 def test_without_matplotlib_a_plot_names_the_extra_to_install(

@@ -11,7 +11,7 @@ from torch import Tensor
 from yggdrasil.config import SamplingConfig
 from yggdrasil.layout import READ_BEST, READ_WIDE
 from yggdrasil.offline.forest import coupled_on_host
-from yggdrasil.step.coupling import LEAST, coupled, noise_of, read_of
+from yggdrasil.step.coupling import MIN_SCORE, coupled, noise_of, read_of
 from yggdrasil.step.sampling import choose_tokens
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -91,7 +91,7 @@ def test_a_candidate_that_a_filter_drops_comes_last_and_stays_finite() -> None:
     noise_NM = noise_of(sampling, [1], VOCAB, "cpu").gather(1, tokens_NM)
     tokens, log_probs = coupled(tokens_NM, log_probs_NM, noise_NM, sampling, 4)
     assert set(tokens[0, :2].tolist()) == set(tokens_NM[0, :2].tolist())
-    assert log_probs[0, 2:].tolist() == [LEAST, LEAST]
+    assert log_probs[0, 2:].tolist() == [MIN_SCORE, MIN_SCORE]
 
 
 def test_greedy_text_is_not_coupled() -> None:

@@ -227,7 +227,7 @@ def test_only_lags_of_more_than_a_token_are_caught_up_ahead_of_the_draft() -> No
 class Deep:
     """Stops a tree at a depth."""
 
-    native = None
+    numbers = None
 
     def __init__(self, depth: int) -> None:
         self._depth = depth

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yggdrasil.text.repeats import LEAST_PATH, LONGEST, Graft, Match, Repeats, longest_match
+from yggdrasil.text.repeats import LONGEST, MIN_PATH, Graft, Match, Repeats, longest_match
 
 TEXTS = st.lists(st.integers(0, 2), max_size=60)
 
@@ -34,13 +34,13 @@ def test_a_match_is_the_last_place_of_the_longest_equal_end(tokens: list[int]) -
 
 
 @given(TEXTS, st.integers(0, 60), st.integers(1, 15), st.lists(st.integers(1, 6)))
-def test_a_text_read_in_pieces_gives_the_graft_of_one_read_at_once(
-    tokens: list[int], prompt_len: int, most: int, pieces: list[int]
+def test_a_text_read_in_chunks_gives_the_graft_of_one_read_at_once(
+    tokens: list[int], prompt_len: int, most: int, chunks: list[int]
 ) -> None:
     repeats = Repeats(prompt_len)
     end = 0
-    for piece in pieces:
-        end = min(end + piece, len(tokens))
+    for chunk in chunks:
+        end = min(end + chunk, len(tokens))
         repeats.follow_(tokens[:end])
         repeats.graft(most)
     repeats.follow_(tokens)
@@ -72,7 +72,7 @@ def test_no_node_is_less_likely_than_the_limit() -> None:
     text = [*range(20), 99, 3, 4]
     graft = followed(text, prompt_len=len(text)).graft(15)
     assert 0 < len(graft.tokens) < 15
-    assert math.exp(sum(graft.log_probs)) >= LEAST_PATH
+    assert math.exp(sum(graft.log_probs)) >= MIN_PATH
 
 
 def test_a_longer_match_and_a_text_that_kept_its_word_are_likelier() -> None:

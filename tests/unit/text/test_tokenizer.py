@@ -65,10 +65,10 @@ def test_any_tokens_in_any_steps_give_the_full_decoding(tokenizer: Tokenizer, da
         for size in sizes
     ]
     stream = TextStream(tokenizer)
-    pieces = [stream.push(step) for step in steps]
-    pieces.append(stream.finish())
+    chunks = [stream.push(step) for step in steps]
+    chunks.append(stream.finish())
     whole = tokenizer.decode([token for step in steps for token in step])
-    assert "".join(pieces) == stream.text == whole
+    assert "".join(chunks) == stream.text == whole
 
 
 def test_a_long_text_equals_its_full_decoding(tokenizer: Tokenizer) -> None:

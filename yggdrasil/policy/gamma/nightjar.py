@@ -137,7 +137,7 @@ class Nightjar(ChainPolicy):
     Source: the arms, the reward and the indicator of Nightjar Eq. (3). Departures: the exploration budget,
     whose sum grows as the sqrt(T) that Theorem 1 requires, replaces blocks and bins, which explore T^(3/4)
     rounds as printed; the model above replaces the running mean of realised goodput, so that something is
-    known of arms and batch sizes that never ran; drafts are left out to fit a graph, the least likely as in
+    known of arms and batch sizes that never ran; drafts are left out to fit a graph, the unlikeliest as in
     TETRIS, by Yggdrasil's Eq. 3; steps with prompts, which the paper does not have, are predicted and
     learnt from; c_prefill is divided by the tokens of STAY_STEPS steps of the whole batch instead of gamma,
     the drafts of one row; because estimates fade, a stationary workload loses a small constant share of its
@@ -190,14 +190,14 @@ class Nightjar(ChainPolicy):
         costs = [
             (seconds + (spread if gamma else 0.0)) / tokens for gamma, (tokens, seconds) in enumerate(steps)
         ]
-        least = min(costs)
-        best = costs.index(least)
+        lowest = min(costs)
+        best = costs.index(lowest)
         if num_arms == 1 or self.exploration_s <= 0:
             return best
         # after a step without the draft it has to catch up
         stop = self._stop_cost(load.batch_size) if best and load.previous_gamma else 0.0
         last_steps = self._last_steps(load.batch_size)
-        candidate, loss = self._longest_waiting(last_steps, steps, best, least, stop, restart)
+        candidate, loss = self._longest_waiting(last_steps, steps, best, lowest, stop, restart)
         if loss > self.exploration_s:
             return best
         self.exploration_s -= loss
@@ -272,8 +272,8 @@ class Nightjar(ChainPolicy):
             ways.append((whole, batch_size * gain, rest * gain, added, width, budget.seconds))
             accepted = gain * self._prior.accepted_when_truncated(gamma, drafts_per_row) if gamma else 0.0
             goodputs.append((batch_size * (1.0 + accepted) + prompt_value) / budget.seconds)
-        least = WELL_PREDICTED * max(goodputs)
-        return [way for way, goodput in zip(ways, goodputs, strict=True) if goodput >= least]
+        enough = WELL_PREDICTED * max(goodputs)
+        return [way for way, goodput in zip(ways, goodputs, strict=True) if goodput >= enough]
 
     def _selection_gain(self, batch_size: int, gamma: int, drafts_per_row: float) -> float:
         """The prior's gain is that of a large batch; a small one gains less, a single row nothing."""
@@ -286,7 +286,7 @@ class Nightjar(ChainPolicy):
         last_steps: Sequence[int],
         steps: Sequence[_Step],
         best: int,
-        least: float,
+        lowest: float,
         stop: float,
         restart: float,
     ) -> tuple[int, float]:
@@ -299,7 +299,7 @@ class Nightjar(ChainPolicy):
         # without `enumerate` and `max`: most of the time of `select` is spent here and in `_steps`
         for tokens, seconds in steps:
             if gamma != best:
-                loss = seconds - tokens * least
+                loss = seconds - tokens * lowest
                 min_loss = MIN_LOSS * seconds
                 loss = (loss if loss > min_loss else min_loss) + switch
                 waited = (self.steps + 1 - last_steps[gamma]) / loss

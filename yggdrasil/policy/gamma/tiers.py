@@ -46,7 +46,6 @@ class AdaptiveTiers(ChainPolicy):
     """The tier one step beyond the average accepted length, with hysteresis both ways.
 
     Args:
-        config: Tiers and bounds.
         initial_steps: The first tier is the one nearest to this length.
 
     Source: SGLang, "Adaptive Speculative Decoding". Departures: the average starts at the first batch's

@@ -11,7 +11,7 @@ const state = {
   model: "",
   isChat: false,
   messages: [], // {role, content}
-  steps: [], // {tree, piece}
+  steps: [], // {tree, chunk}
   shown: -1,
   follows: true, // whether the newest step is shown
   running: null, // the AbortController of the answer that runs
@@ -157,10 +157,10 @@ async function stream(path, body, answer, reply) {
     for (const choice of event.choices) {
       const text = choice.delta?.content ?? choice.delta?.reasoning_content ?? choice.text ?? "";
       reply.content += text;
-      const piece = addPiece(answer, text);
+      const chunk = addChunk(answer, text);
       if (choice.tree) {
         tokens += choice.tree.path.length;
-        addStep(choice.tree, piece);
+        addStep(choice.tree, chunk);
         at("rate").textContent = ((tokens / (performance.now() - started)) * 1e3).toFixed(0);
       }
     }
@@ -168,15 +168,15 @@ async function stream(path, body, answer, reply) {
   }
 }
 
-function addPiece(answer, text) {
+function addChunk(answer, text) {
   if (text === "") return answer.lastElementChild;
   const isAtEnd = at("log").scrollTop + at("log").clientHeight > at("log").scrollHeight - 40;
-  const piece = document.createElement("span");
-  piece.className = "piece";
-  piece.textContent = text;
-  answer.append(piece);
+  const chunk = document.createElement("span");
+  chunk.className = "chunk";
+  chunk.textContent = text;
+  answer.append(chunk);
   if (isAtEnd) at("log").scrollTop = at("log").scrollHeight;
-  return piece;
+  return chunk;
 }
 
 function begin() {
@@ -230,16 +230,16 @@ const LINE_HEIGHT = 30;
 const GAP = 26;
 const MARGIN = 8;
 const PADDING = 8;
-const LEAST_SCALE = 0.7; // a tree that is wider than its place shrinks down to this, then scrolls
+const MIN_SCALE = 0.7; // a tree that is wider than its place shrinks down to this, then scrolls
 
-function addStep(tree, piece) {
-  state.steps.push({ tree, piece });
+function addStep(tree, chunk) {
+  state.steps.push({ tree, chunk });
   if (state.steps.length > MOST_STEPS) {
     state.steps.shift();
     state.shown -= 1;
   }
-  if (piece && !piece.onclick)
-    piece.onclick = () => choose(state.steps.findIndex((step) => step.piece === piece));
+  if (chunk && !chunk.onclick)
+    chunk.onclick = () => choose(state.steps.findIndex((step) => step.chunk === chunk));
   at("steps").disabled = false;
   at("steps").max = state.steps.length - 1;
   if (state.follows) state.frame ??= requestAnimationFrame(showNewest);
@@ -258,11 +258,11 @@ function choose(index) {
 function show(index) {
   const step = state.steps[index];
   if (!step) return;
-  state.steps[state.shown]?.piece?.classList.remove("shown");
-  step.piece?.classList.add("shown");
+  state.steps[state.shown]?.chunk?.classList.remove("shown");
+  step.chunk?.classList.add("shown");
   state.shown = index;
   at("steps").value = index;
-  if (!state.running) step.piece?.scrollIntoView({ block: "nearest" });
+  if (!state.running) step.chunk?.scrollIntoView({ block: "nearest" });
   const { tree } = step;
   const verified = `${tree.nodes.length} verified, ${tree.path.length - 1} accepted`;
   const nodes = `${tree.drafted} nodes drafted, ${verified}`;
@@ -345,7 +345,7 @@ function drawn(tree) {
     ...edges.map((node) => edge(nodes[node.parent], node)),
     ...nodes.map(box),
   );
-  image.style.minWidth = `${LEAST_SCALE * width}px`;
+  image.style.minWidth = `${MIN_SCALE * width}px`;
   return image;
 }
 

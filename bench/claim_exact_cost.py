@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     rounds = interleave(
         arms, beginnings(STORIES.test_texts, exact, options.prompts), reference=PLAIN_ARM, tick=log
     )
-    price = {
+    cost = {
         name: ratio(rounds.later_tpots(name), rounds.later_tpots(other))
         for name, other in ((PLAIN_ARM, CUBLAS_PLAIN), (TREE, CUBLAS_TREE))
     }
@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
             "cuBLAS": rounds.agreement(CUBLAS_TREE, CUBLAS_PLAIN),
         },
         "arms": {arm.name: arm_summary(rounds, arm.name) for arm in arms},
-        "price": price,
+        "cost": cost,
         "goals": {
             "exact": {
                 "wanted": 0,
@@ -76,21 +76,21 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
             },
             **{
                 name: {"wanted": MOST, "measured": found["median"], "reached": found["median"] <= MOST}
-                for name, found in price.items()
+                for name, found in cost.items()
             },
         },
     }
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Arms, prices, goals."""
+    """Arms, costs, goals."""
     lines = [
         f"{name:<16} {arm['tpot_after_first_ms']['median']:>9.3f} ms/token, AAL {arm['aal']:.2f}"
         for name, arm in result["arms"].items()
     ]
     lines += [
-        f"price of exactness, {name}: {found['median']:.3f} {found['ci95']}"
-        for name, found in result["price"].items()
+        f"cost of exactness, {name}: {found['median']:.3f} {found['ci95']}"
+        for name, found in result["cost"].items()
     ]
     lines += [
         f"graphs that round differently, {name}: {widths or 'none'}"
@@ -119,7 +119,7 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 
 
 CLAIM = Claim(
-    name="exact_price",
+    name="exact_cost",
     doc=__doc__,
     options=(prompts_option(12), tokens_option(64)),
     measure=measure,
