@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from batches import is_sentence
 
-from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.config import GenerateConfig, GrammarConfig, SamplingConfig
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.messages import Tool
@@ -143,9 +143,47 @@ def test_a_format_without_a_marker_is_refused_with_the_reason() -> None:
     assert refused.value.param == "tools"
 
 
-def test_strict_functions_and_a_format_are_two_grammars() -> None:
+ANSWER = {
+    "type": "object",
+    "properties": {"sum": {"$ref": "#/$defs/n"}},
+    "$defs": {"n": {"type": "integer"}},
+}
+ANSWER |= {"required": ["sum"], "additionalProperties": False}
+AS_ANSWER = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
+
+
+@pytest.mark.parametrize("tools", (TOOLS, TOOLS[1:]), ids=("strict", "free"))
+@pytest.mark.parametrize("name", MARKED)
+def test_an_answer_with_a_schema_may_be_a_call_instead(
+    grammars: Grammars, tiny: LoadedPair, name: str, tools: list[dict[str, Any]]
+) -> None:
+    form = FORMATS[name]
+    grammar = chat(tools=tools, response_format=AS_ANSWER).grammar(form)
+    assert grammar is not None
+    state = grammars.state(grammar)
+    free = written(form, ("free", {"any": [1]}))
+    marked = free if free.startswith(form.opening) else form.opening + free
+    for text, is_right in (
+        ('{"sum": 3}', True),
+        (marked, True),
+        (f"{marked}\n{marked}", bool(form.closing)),
+        ('{"sum": "x"}', False),
+        ("", False),
+        (f"I call. {marked}", False),
+        (marked + '{"sum": 3}', False),
+    ):
+        assert is_sentence(state, tiny, text) == is_right, text
+    assert not chat(tools=tools, response_format=AS_ANSWER).has_free_text(form)
+
+
+def test_without_a_marker_the_schema_of_an_answer_is_all_there_is() -> None:
+    request = chat(tools=TOOLS[1:], response_format=AS_ANSWER)
+    assert request.grammar(FORMATS["json"]) == GrammarConfig.of("json", ANSWER)
+
+
+def test_strict_functions_and_a_regular_expression_are_two_grammars() -> None:
     with pytest.raises(ApiError, match="two grammars"):
-        chat(response_format={"type": "json_object"}).grammar(FORMATS["hermes"])
+        chat(structured_outputs={"regex": "a+"}).grammar(FORMATS["hermes"])
 
 
 @pytest.mark.parametrize("name", ("llama3", "mistral"))

@@ -394,27 +394,34 @@ class ChatRequest(WireRequest):
 
     @property
     def grammar_parts(self) -> list[tuple[str, GrammarConfig]]:
-        """The schemas that bind calls: those of forced functions, or of strict ones that are offered."""
+        """The schemas that bind calls, of forced functions or of strict ones, and that of an answer."""
         bound = self.forced or [tool for tool in self.offered if tool.function.strict]
+        formed = None if self.response_format is None else self.response_format.grammar
         return [
             (f"tools[{place}].{self.schema_field}", GrammarConfig.of("json", tool.function.parameters))
             for place, tool in enumerate(self.tools)
             if tool in bound and tool.function.parameters
-        ]
+        ] + ([(self.format_field, formed)] if formed is not None else [])
 
     def grammar(self, form: Format) -> GrammarConfig | None:
-        """As in the base class, or that of calls: one that must be made, or those of strict functions."""
+        """As in the base class, or that of calls: one that must be made, or those that may be made.
+
+        An answer in JSON may be a call instead, if calls have a marker.
+        """
         chosen = super().grammar(form)
-        if self.grammar_field != "tools":
-            return chosen
-        if chosen is not None:
-            field = "tool_choice" if self.forced else "tools"
-            message = f"{field} and {super().grammar_field} are two grammars; send one of them"
-            raise ApiError(400, message, param=field)
         if self.forced:
-            return forced_call(self.forced, form)
-        calls = possible_calls(self.offered, form)
-        if self.include_reasoning is not None and form.is_bare:
+            if chosen is None:
+                return forced_call(self.forced, form)
+            message = f"tool_choice and {super().grammar_field} are two grammars; send one of them"
+            raise ApiError(400, message, param="tool_choice")
+        is_answer = chosen is not None and chosen.kind == "json" and bool(form.opening)
+        if not self._is_strict and not (self.offered and is_answer):
+            return chosen
+        if chosen is not None and not is_answer:
+            message = f"tools and {super().grammar_field} are two grammars; send one of them"
+            raise ApiError(400, message, param="tools")
+        calls = possible_calls(self.offered, form, chosen)
+        if chosen is None and self.include_reasoning is not None and form.is_bare:
             reason = "this model's calls begin an answer, so none is bound after reasoning"
             message = f"include_reasoning and strict functions: {reason}; send one of them"
             raise ApiError(400, message, param="include_reasoning")
@@ -427,7 +434,7 @@ class ChatRequest(WireRequest):
         """
         if self.grammar(form) is None:
             return True
-        return not self.forced and self._is_strict and not form.is_bare
+        return super().grammar(form) is None and not self.forced and not form.is_bare
 
     @property
     def num_top(self) -> int | None:

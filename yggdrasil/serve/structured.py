@@ -78,11 +78,17 @@ def forced_call(tools: Sequence[Tool], form: Format) -> GrammarConfig:
     return _grammar("tools", "grammar", f"start: {before}call {after}\ncall: {_json(call)}")
 
 
-def possible_calls(tools: Sequence[Tool], form: Format) -> GrammarConfig:
+def possible_calls(
+    tools: Sequence[Tool], form: Format, answer: GrammarConfig | None = None
+) -> GrammarConfig:
     """The grammar of an answer that may call tools, whose calls `ToolParser` reads.
 
     Text is free until a call begins: at a marker, or where the format needs none, at the first sign of the
     answer. From there on it is a call; arguments of strict functions are an instance of their schema.
+
+    Args:
+        answer: The JSON schema of a text without calls; None for any text. With one, calls begin at a
+            marker and are the whole text.
 
     Raises:
         ApiError: calls of this format have no marker.
@@ -93,8 +99,31 @@ def possible_calls(tools: Sequence[Tool], form: Format) -> GrammarConfig:
         raise ApiError(400, message, param="tools", code="unsupported_parameter")
     given = (tool.function.parameters if tool.function.strict else {} for tool in tools)
     call = _call([parameters or ANY_OBJECT for parameters in given], tools, form)
-    lines = _bare_calls(call, form) if form.is_bare else _marked_calls(call, form)
+    if answer is not None:
+        lines = _calls_or_answer(call, form, json.loads(answer.source))
+    else:
+        lines = _bare_calls(call, form) if form.is_bare else _marked_calls(call, form)
     return _grammar("tools", "grammar", "\n".join([*lines, "GAP: /[ \\t\\r\\n]{1,4}/"]))
+
+
+def _calls_or_answer(call: dict[str, Any], form: Format, schema: dict[str, Any] | bool) -> list[str]:
+    """Calls after their markers, or an instance of a schema, and nothing else."""
+    marker = "" if form.opening_id is None else f"<[{form.opening_id}]> | "
+    end = f" GAP? {json.dumps(form.closing)}" if form.closing else ""
+    return [
+        f"start: (begin calls{end} GAP?)+ | answer" if end else "start: begin calls GAP? | answer",
+        f"begin: ({marker}{json.dumps(form.opening)}) GAP?",
+        *_calls(call, form),
+        f"answer: {_json(schema if isinstance(schema, dict) else {'anyOf': [schema]})}",
+    ]
+
+
+def _calls(call: dict[str, Any], form: Format) -> list[str]:
+    """What follows a marker."""
+    if "[" in form.between:
+        return ["calls: call", f"call: {_json({'type': 'array', 'items': call, 'minItems': 1})}"]
+    more = f" ({json.dumps(form.between)} GAP? call)*" if form.between else ""
+    return [f"calls: call{more}", f"call: {_json(call)}"]
 
 
 def _marked_calls(call: dict[str, Any], form: Format) -> list[str]:
@@ -112,17 +141,13 @@ def _bare_calls(call: dict[str, Any], form: Format) -> list[str]:
     """A text that is no call from its first sign on, or calls after at most one marker, which end it."""
     signs = re.escape("{" + form.between)
     marker = "" if form.opening_id is None else f"<[{form.opening_id}]> | "
-    is_list = "[" in form.between
-    calls = {"type": "array", "items": call, "minItems": 1} if is_list else call
-    more = "" if is_list else f" ({json.dumps(form.between)} GAP? call)*"
     return [
         "start: BLANKS? (TEXT | begin? calls GAP?)?",  # a blank that could be of two terminals is of one
         "BLANKS: /[ \\t\\r\\n]+/",
         f"TEXT: /[^{signs} \\t\\r\\n](.|\\n)*/",
         f"begin: ({marker}head) GAP?",
         f"head[lazy]: TEXT? {json.dumps(form.opening)}",
-        f"calls: call{more}",
-        f"call: {_json(calls)}",
+        *_calls(call, form),
     ]
 
 
