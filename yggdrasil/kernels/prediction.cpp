@@ -1,5 +1,5 @@
-// Bodies of prediction.h. A call follows a pass over the target's weights, so everything that it reads comes
-// from memory. Most of that is the first layer, which is read once, in order.
+// Bodies of prediction.h. A call follows a pass over the target's weights, so all that it reads comes from
+// memory. Most of that is the first layer, which is read once, in order.
 #include "prediction.h"
 
 #include <c10/util/Half.h>
@@ -34,8 +34,7 @@ auto rectified(const Numbers& numbers) {
   return [&](int64_t i) { return std::max(numbers[size_t(i)], 0.0f); };
 }
 
-// The first layer's bias and what the root adds; a token beyond the vocabulary
-// adds nothing.
+// The first layer's bias and what the root adds; a token beyond the vocabulary adds nothing.
 Numbers of_root(const Predictor& of, int64_t root) {
   Numbers sums(of.first_bias, of.first_bias + of.hidden);
   if (root < 0 || root >= of.vocab) return sums;
@@ -47,10 +46,10 @@ Numbers of_root(const Predictor& of, int64_t root) {
 void grow_(const Predictor& of, const Numbers& encoded, float* growth) {
   const Numbers bias(of.heads_bias, of.heads_bias + of.depths);
   const Numbers log_odds = layer(bias, rectified(encoded), of.hidden, of.heads);
-  float least = std::numeric_limits<float>::infinity(), sum = 0.0f;
+  float lowest = std::numeric_limits<float>::infinity(), sum = 0.0f;
   for (int64_t d = 0; d < of.depths; ++d) {
-    least = std::min(least, std::tanh(log_odds[size_t(d)]));
-    sum += least;
+    lowest = std::min(lowest, std::tanh(log_odds[size_t(d)]));
+    sum += lowest;
     growth[d] = sum * of.share[d] + of.rest[d];
   }
 }

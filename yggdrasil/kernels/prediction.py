@@ -20,7 +20,7 @@ from torch import Tensor
 from yggdrasil.kernels.build import kernel_library
 from yggdrasil.state import HostHidden
 
-__all__ = ["ArmsStruct", "NativePredictor"]
+__all__ = ["ArmsStruct", "DepthCall"]
 
 MATRICES = ["first", "first_bias", "second", "second_bias", "heads", "heads_bias", "share", "rest"]
 
@@ -33,7 +33,7 @@ class _PredictorStruct(ctypes.Structure):
 
 
 class ArmsStruct(ctypes.Structure):
-    """Arms for `NativePredictor.best_arm`; keeps its arrays alive.
+    """Arms for `DepthCall.best_arm`; keeps its arrays alive.
 
     Args:
         depth_M: (M,) D of every arm; 0 for plain decoding.
@@ -63,7 +63,7 @@ class ArmsStruct(ctypes.Structure):
         super().__init__(*(array.ctypes.data for array in self.arrays), len(depth_M), rate)
 
 
-class NativePredictor:
+class DepthCall:
     """A depth predictor at one temperature, for one position at a time.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
-from yggdrasil.kernels.prediction import NativePredictor
+from yggdrasil.kernels.prediction import DepthCall
 
 __all__ = ["PREDICTOR_FORMAT", "DepthPredictor", "Heads"]
 
@@ -106,7 +106,7 @@ class DepthPredictor:
     def _nearest(self, temperature: float) -> Heads:
         return self.heads[min(self.heads, key=lambda known: abs(known - temperature))]
 
-    def native(self, temperature: float) -> NativePredictor:
+    def call(self, temperature: float) -> DepthCall:
         """The predictor of one temperature in C++; `growth` is its specification.
 
         Cost: copies the weights once.
@@ -116,7 +116,7 @@ class DepthPredictor:
         # a sigmoid is 0.5 + 0.5 * tanh(x / 2): halves, mean and trust are applied once, not in every call
         share_D: Array = (0.5 * heads.trust / heads.mean_D.cumsum()).astype(np.float32)
         rest_D: Array = (1 - heads.trust + np.arange(1, len(share_D) + 1) * share_D).astype(np.float32)
-        return NativePredictor(
+        return DepthCall(
             {
                 "first": first,
                 "first_bias": first_bias,

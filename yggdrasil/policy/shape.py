@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from yggdrasil.kernels.prediction import ArmsStruct, NativePredictor
+from yggdrasil.kernels.prediction import ArmsStruct, DepthCall
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.latency import LatencyModel
@@ -212,7 +212,7 @@ class Arms:
         return self.best()
 
     @cached_property
-    def native(self) -> ArmsStruct:
+    def struct(self) -> ArmsStruct:
         """The arms of one row at the run's rate, for C++."""
         return ArmsStruct(self.depth_M, self.gain_M, self.cost_M, self.rate)
 
@@ -294,10 +294,10 @@ class ContextShape(BestShape):
 
     predictor: DepthPredictor
     temperature: float
-    _native: NativePredictor = field(init=False, repr=False)
+    _call: DepthCall = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._native = self.predictor.native(self.temperature)
+        self._call = self.predictor.call(self.temperature)
 
     def shape_of(self, rows: Sequence[Row]) -> Shape:
         state = rows[0].state
@@ -305,7 +305,7 @@ class ContextShape(BestShape):
         if len(rows) > 1 or state.hidden_of is None:
             return super().shape_of(rows)
         arms = self.arms(context_key(rows))
-        return arms.shapes[self._native.best_arm(arms.native, state.hidden_of, state.tokens[-1])]
+        return arms.shapes[self._call.best_arm(arms.struct, state.hidden_of, state.tokens[-1])]
 
 
 @dataclass(kw_only=True)

@@ -306,15 +306,15 @@ def test_the_call_for_one_position_equals_its_specification(rooted: HeldOut, dty
     trace = rooted.trace
     predictor = fit_predictor([trace], DEPTH, EMBEDDING, trust={0.0: 0.9})
     arms = policy(predictor).arms(0)
-    native = predictor.native(0.0)
+    call = predictor.call(0.0)
     chosen = set()
     for hidden_E, root in zip(torch.from_numpy(trace.hidden_NE[:40]).to(dtype), trace.root_N, strict=False):
         growth_D = predictor.growth(hidden_E[None].float().numpy(), root[None], 0.0)[0]
         best = arms.best(growth_D, arms.rate)
         on_host = HostHidden(hidden_E.data_ptr(), hidden_E.element_size(), hidden_E.detach)
         for hidden_of in (on_host, hidden_E.detach):
-            assert native.best_arm(arms.native, hidden_of, int(root)) == best
-            np.testing.assert_allclose(native.growth_D, growth_D, rtol=1e-4)
+            assert call.best_arm(arms.struct, hidden_of, int(root)) == best
+            np.testing.assert_allclose(call.growth_D, growth_D, rtol=1e-4)
         chosen.add(best)
     assert len(chosen) > 1, "an arm that never changes proves little"
 
