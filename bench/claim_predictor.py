@@ -27,7 +27,7 @@ from bench.lib.workloads import WORKLOADS, Workload, beginnings
 from yggdrasil.offline.depth_evaluation import scores_by_depth
 from yggdrasil.offline.depth_training import accepted_lengths, fit_predictor, held_out
 from yggdrasil.offline.traces import Traces, further_passages
-from yggdrasil.offline.tuning import collect
+from yggdrasil.offline.tuning import collect, draft_embedding
 from yggdrasil.pair import LoadedPair
 from yggdrasil.report.progress import RichProgress
 from yggdrasil.report.tables import MIN_EVENTS
@@ -82,14 +82,15 @@ def measure_text(pair: LoadedPair, workload: Workload, options: argparse.Namespa
     depth = pair.bundle.config.max_depth
     training = training_traces(pair, workload.calibration_texts[: options.texts])
     tests = judging_traces(pair, workload.test_texts[: options.prompts])
-    judged = held_out(training, depth)
+    embedding_VE = draft_embedding(pair.bundle)
+    judged = held_out(training, depth, embedding_VE)
     slopes = {each.trace.temperature: each.slope_D for each in judged}
-    predictor = fit_predictor(training, depth, slopes=slopes)
+    predictor = fit_predictor(training, depth, embedding_VE, slopes=slopes)
     found = {}
     for seen, unseen in zip(training, tests, strict=True):
         lengths = accepted_lengths(unseen.deep)
         share_D = (accepted_lengths(seen.deep)[:, None] >= np.arange(1, depth + 1)).mean(axis=0)
-        predicted_ND = predictor.survivals(unseen.hidden_NE, unseen.temperature)
+        predicted_ND = predictor.survivals(unseen.hidden_NE, unseen.root_N, unseen.temperature)
         found[f"{unseen.temperature:g}"] = {
             "training_passages": len(seen.forced.length_N) // pair.bundle.config.calibration_tokens,
             "passages": len(set(unseen.text_N.tolist())),

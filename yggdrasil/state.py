@@ -20,6 +20,7 @@ __all__ = [
     "PLAIN",
     "DecodeState",
     "Head",
+    "HostHidden",
     "Inspection",
     "Row",
     "Shape",
@@ -143,6 +144,24 @@ class Head:
     root_pos: int
     tokens_1M: Tensor
     log_probs_1M: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HostHidden:
+    """A hidden state in the host's memory, for callers that need no tensor of it.
+
+    Args:
+        address: Of its first number.
+        item_bytes: Bytes of a number: 2 for bf16, 4 for fp32.
+        as_tensor: Returns it, (E,).
+    """
+
+    address: int
+    item_bytes: int
+    as_tensor: Callable[[], Tensor]
+
+    def __call__(self) -> Tensor:
+        return self.as_tensor()
 
 
 @dataclass

@@ -61,6 +61,7 @@ def collect_one_by_one(
     hidden: list[Array] = []
     deep: list[TreeRecord] = []
     others: list[TreeRecord] = []
+    root_N: list[int] = []
     text_N: list[int] = []
     for index, (text, sampling) in enumerate(zip(texts[: len(prompts)], samplings, strict=False)):
         ends = size.root_ends(index, text.prompt_len)
@@ -78,9 +79,17 @@ def collect_one_by_one(
                     for width in size.widths
                     if width != size.reference_width
                 ]
+        root_N += [text.tokens[end - 1] for end in ends]
         text_N += [index] * len(ends)
     return Traces(
-        temperature, np.concatenate(hidden), np.array(text_N), tuple(deep), tuple(others), forced, platt
+        temperature,
+        np.concatenate(hidden),
+        np.array(root_N),
+        np.array(text_N),
+        tuple(deep),
+        tuple(others),
+        forced,
+        platt,
     )
 
 

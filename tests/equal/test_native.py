@@ -24,7 +24,7 @@ from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.shape import FixedShape, ShapePolicy
 from yggdrasil.policy.stopping import LowConfidence, SmallGain
 from yggdrasil.schedule.search import plans
-from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
+from yggdrasil.state import PLAIN, DecodeState, HostHidden, Row, Shape, StepResult
 from yggdrasil.step.choice import Choice
 from yggdrasil.step.growth import prefill
 from yggdrasil.step.plan import SEQUENTIAL
@@ -150,6 +150,16 @@ def both(
             caches.append([stored(model, model.cache.len) for model in (engine.target, engine.draft)])
         assert histories[1] == histories[0]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*caches, strict=True))
+
+
+def test_a_step_gives_the_address_of_its_hidden_state(tiny: LoadedPair, engine: Engine) -> None:
+    state = fresh(engine, tiny.tokenizer.encode(PROMPTS[0]))
+    for shape in (Shape(4, 4), PLAIN, Shape(1, 3)):
+        engine.step(state, tiny.policy(shape=shape))
+        hidden_of = state.hidden_of
+        assert isinstance(hidden_of, HostHidden)
+        hidden_E = hidden_of()
+        assert (hidden_E.data_ptr(), hidden_E.element_size()) == (hidden_of.address, hidden_of.item_bytes)
 
 
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))

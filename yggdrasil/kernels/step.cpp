@@ -578,6 +578,11 @@ void Step::verify(at::ArrayRef<Row> joining, at::ArrayRef<Prompt> prompts, Reply
     result.draft_len = row.row.draft_len;
     result.expected = row.pruned.expected;
     result.top_logit = row.row.top_logit;
+    if (!row.accepted.path.empty()) {
+      const at::Tensor hidden = hidden_.select(0, row.root_at + row.accepted.path.back());
+      result.hidden = hidden.const_data_ptr();
+      result.hidden_bytes = int64_t(hidden.element_size());
+    }
     write_(result, row.accepted, row.pruned.tree, reply, num_ids, num_words);
     if (row.row.inspect) write_drafted_(row.tree, row.num_nodes, row.pruned.keep, reply, num_words);
   }

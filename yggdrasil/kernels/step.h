@@ -60,8 +60,11 @@ struct Menu {
 // verified tree at `words_at` of the words, as `TokenTree.unpacked` reads it; after it, for a row to
 // inspect, the drafted tree and the id there of every verified node; the acceptance of its drafted nodes
 // but the root at `values_at` of the values. `path_len` is 0 where a logit is not finite; `top_logit` is
-// the largest of the path's last node, for a row with processors.
+// the largest of the path's last node, for a row with processors. `hidden` is the target's hidden state
+// there, until its next forward, and has numbers of `hidden_bytes`.
 struct RowResult {
+  const void* hidden;
+  int64_t hidden_bytes;
   int64_t drafted, depth, verified, root_at, target_len, draft_len, path_len;
   int64_t ids_at, words_at, values_at;
   double expected, top_logit;

@@ -32,6 +32,8 @@ BATCH = 256
 LEARNING_RATE = 2e-3
 WEIGHT_DECAY = 2.0
 INPUT_NOISE = 1.0  # in standard deviations of each input
+MOST_DEVIATIONS = 8.0  # of a root's embedding, in standard deviations
+ROWS_AT_ONCE = 8192  # tokens whose embeddings are multiplied together
 
 FOLDS = 4
 SLOPES = np.linspace(0.0, 1.5, 31)
@@ -86,6 +88,7 @@ def reached(length_N: Indices, max_depth: int) -> Flags:
 def fit_predictor(
     traces: Sequence[Traces],
     max_depth: int,
+    embedding_VE: Tensor,
     *,
     slopes: Mapping[float, Floats] | None = None,
     trust: Mapping[float, float] | None = None,
@@ -99,6 +102,7 @@ def fit_predictor(
     Args:
         traces: Traces of the same texts, one per temperature.
         max_depth: D, the number of heads.
+        embedding_VE: The draft's input embedding, (V, its E): what the predictor knows of a root.
         slopes: `HeldOut.slope_D` by temperature; 1 by default.
         trust: `HeldOut.trust` by temperature; 1 by default.
         without: Texts to leave out.
@@ -107,24 +111,27 @@ def fit_predictor(
     """
     kept = [~np.isin(trace.forced.text_N, list(without)) for trace in traces]
     hidden = [trace.forced.hidden_NE[keep] for trace, keep in zip(traces, kept, strict=True)]
+    roots = [trace.forced.root_N[keep] for trace, keep in zip(traces, kept, strict=True)]
     labels = [
         reached(trace.forced.length_N[keep], max_depth) for trace, keep in zip(traces, kept, strict=True)
     ]
     bases = [_log_odds(reached_MD) for reached_MD in labels]
-    predictor = _trained([trace.temperature for trace in traces], hidden, labels, bases)
+    temperatures = [trace.temperature for trace in traces]
+    predictor = _trained(temperatures, hidden, roots, embedding_VE, labels, bases)
     slopes = slopes or {}
     trust = trust or {}
     heads = {
         trace.temperature: _finished(
             predictor,
             hidden_ME,
+            root_M,
             trace.temperature,
             slopes.get(trace.temperature, np.ones(max_depth)),
             trust.get(trace.temperature, 1.0),
         )
-        for trace, hidden_ME in zip(traces, hidden, strict=True)
+        for trace, hidden_ME, root_M in zip(traces, hidden, roots, strict=True)
     }
-    return DepthPredictor(predictor.encoder, heads)
+    return replace(predictor, heads=heads)
 
 
 def _log_odds(reached_MD: Flags) -> Array:
@@ -135,29 +142,56 @@ def _log_odds(reached_MD: Flags) -> Array:
 
 
 def _finished(
-    predictor: DepthPredictor, hidden_ME: Array, temperature: float, slope_D: Floats, trust: float
+    predictor: DepthPredictor,
+    hidden_ME: Array,
+    root_M: Indices,
+    temperature: float,
+    slope_D: Floats,
+    trust: float,
 ) -> Heads:
     """The heads of a temperature with scaled deviations, and their means on the training text."""
     heads = predictor.heads[temperature]
     slope = slope_D.astype(np.float32)
     scaled = replace(heads, weight_HD=heads.weight_HD * slope, bias_D=heads.bias_D * slope, trust=trust)
-    survival_MD = DepthPredictor(predictor.encoder, {temperature: scaled}).survivals(hidden_ME, temperature)
+    survival_MD = replace(predictor, heads={temperature: scaled}).survivals(hidden_ME, root_M, temperature)
     return replace(scaled, mean_D=survival_MD.mean(axis=0))
 
 
+@dataclass(frozen=True)
+class _Scaling:
+    """Mean and inverse standard deviation of every input; 0 for one that never changes."""
+
+    mean_E: Tensor
+    scale_E: Tensor
+
+    @classmethod
+    def of(cls, inputs_ME: Tensor) -> _Scaling:
+        std_E = inputs_ME.std(dim=0, correction=0)
+        scale_E = torch.where(std_E == 0, 0.0, 1 / std_E.clamp(min=1e-6))
+        return cls(inputs_ME.mean(dim=0), scale_E)
+
+    def __call__(self, inputs_ME: Tensor) -> Tensor:
+        return (inputs_ME - self.mean_E) * self.scale_E
+
+
 def _trained(
-    temperatures: Sequence[float], hidden: Sequence[Array], labels: Sequence[Flags], bases: Sequence[Array]
+    temperatures: Sequence[float],
+    hidden: Sequence[Array],
+    roots: Sequence[Indices],
+    embedding_VE: Tensor,
+    labels: Sequence[Flags],
+    bases: Sequence[Array],
 ) -> DepthPredictor:
     """Encoder and heads after `STEPS` steps of AdamW over the positions of all temperatures."""
-    inputs_ME = np.concatenate(hidden)
-    mean_E = inputs_ME.mean(axis=0)
-    scale_E = 1 / np.maximum(inputs_ME.std(axis=0), 1e-6)
-    scale_E[inputs_ME.std(axis=0) == 0] = 0.0  # an input that never changes teaches nothing
+    hidden_ME = torch.from_numpy(np.concatenate(hidden))
+    embedded_ME = embedding_VE[torch.from_numpy(np.concatenate(roots))].float()
+    of_hidden = _Scaling.of(hidden_ME)
+    of_embedded = _Scaling.of(embedded_ME)
     of_M = torch.cat([torch.full((len(each),), place) for place, each in enumerate(hidden)])
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         encoder, heads = _fit(
-            torch.from_numpy((inputs_ME - mean_E) * scale_E),
+            torch.cat((of_hidden(hidden_ME), _clipped(of_embedded(embedded_ME))), dim=1),
             torch.from_numpy(np.concatenate(labels)).float(),
             torch.from_numpy(np.stack(bases)),
             of_M,
@@ -167,15 +201,29 @@ def _trained(
         for name, layer in zip(ENCODER, (encoder[0], encoder[2]), strict=True)
         for part, array in (("weight", _array(layer.weight.T)), ("bias", _array(layer.bias)))
     }
-    first = weights["encoder_1.weight"] * scale_E[:, None]
+    # the scaling of hidden states becomes a part of the first layer, the roots a table of what they add
+    num_hidden = hidden_ME.shape[1]
+    by_input = torch.from_numpy(weights["encoder_1.weight"])
+    first = _array(by_input[:num_hidden] * of_hidden.scale_E[:, None])
+    mean_E = _array(of_hidden.mean_E)
     weights |= {"encoder_1.weight": first, "encoder_1.bias": weights["encoder_1.bias"] - mean_E @ first}
+    parts = [
+        _clipped(of_embedded(part.float())) @ by_input[num_hidden:]
+        for part in torch.split(embedding_VE, ROWS_AT_ONCE)
+    ]
     return DepthPredictor(
         weights,
+        torch.cat(parts).half().numpy(),
         {
             temperature: Heads(_array(head.weight.T), _array(head.bias), base_D, np.ones_like(base_D))
             for temperature, head, base_D in zip(temperatures, heads, bases, strict=True)
         },
     )
+
+
+def _clipped(embedded_ME: Tensor) -> Tensor:
+    """Tokens that are no root of the training text may be far from all that are."""
+    return embedded_ME.clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS)
 
 
 @one_torch_thread()
@@ -214,7 +262,7 @@ def _array(tensor: Tensor) -> Array:
 
 
 def held_out(
-    traces: Sequence[Traces], max_depth: int, tick: Callable[[], None] = lambda: None
+    traces: Sequence[Traces], max_depth: int, embedding_VE: Tensor, tick: Callable[[], None] = lambda: None
 ) -> list[HeldOut]:
     """Cross-validate: predict every drafted position with a predictor that was trained without its text.
 
@@ -224,6 +272,7 @@ def held_out(
     Args:
         traces: Traces of the same texts, one per temperature.
         max_depth: D, the number of heads.
+        embedding_VE: See `fit_predictor`.
         tick: Called after every fold, at most `FOLDS` times.
     """
     texts = sorted(set(traces[0].text_N.tolist()))
@@ -233,7 +282,9 @@ def held_out(
     predictors = []
     for fold in range(num_folds):
         inside = [text for text in texts if fold_of[text] == fold]
-        predictors.append(fit_predictor(traces, max_depth, without=inside if num_folds > 1 else ()))
+        predictors.append(
+            fit_predictor(traces, max_depth, embedding_VE, without=inside if num_folds > 1 else ())
+        )
         tick()
     return [
         _judged(trace, fold_N, predictors, fold_of, max_depth)
@@ -256,7 +307,9 @@ def _judged(
     for fold, predictor in enumerate(predictors):
         inside = fold_N == fold
         base_ND[inside] = predictor.heads[temperature].base_D
-        deviation_ND[inside] = predictor.deviations(trace.hidden_NE[inside], temperature)
+        deviation_ND[inside] = predictor.deviations(
+            trace.hidden_NE[inside], trace.root_N[inside], temperature
+        )
     survival_ND = np.zeros_like(base_ND, dtype=np.float32)
     growth_ND = np.zeros_like(survival_ND)
     constant_ND = np.zeros_like(base_ND)
@@ -265,10 +318,12 @@ def _judged(
         inside = fold_N == fold
         others = other_folds(fold_N, fold)
         slope_D = _slopes(base_ND[others], deviation_ND[others], reached_ND[others])
-        own_ME = trace.forced.hidden_NE[other_folds(of_forced, fold)]
-        heads = _finished(predictor, own_ME, temperature, slope_D, 1.0)
-        scaled = DepthPredictor(predictor.encoder, {temperature: heads})
-        survival_ND[inside] = scaled.survivals(trace.hidden_NE[inside], temperature)
+        own = other_folds(of_forced, fold)
+        heads = _finished(
+            predictor, trace.forced.hidden_NE[own], trace.forced.root_N[own], temperature, slope_D, 1.0
+        )
+        scaled = replace(predictor, heads={temperature: heads})
+        survival_ND[inside] = scaled.survivals(trace.hidden_NE[inside], trace.root_N[inside], temperature)
         growth_ND[inside] = survival_ND[inside].cumsum(axis=1) / heads.mean_D.cumsum()
         constant_ND[inside] = reached_ND[others].mean(axis=0)
     slope_D = _slopes(base_ND, deviation_ND, reached_ND)

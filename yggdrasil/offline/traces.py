@@ -137,11 +137,13 @@ class Forced:
 
     Args:
         hidden_NE: (N, E) the target's last hidden states.
+        root_N: (N,) the token after each, from which the tree would grow.
         text_N: (N,) text of each position.
         length_N: (N,) draft tokens that the target accepts, see `forced_lengths`.
     """
 
     hidden_NE: Array
+    root_N: Indices
     text_N: Indices
     length_N: Indices
 
@@ -153,6 +155,7 @@ class Traces:
     Args:
         temperature: Sampling temperature of the target.
         hidden_NE: (N, E) the target's last hidden states.
+        root_N: (N,) the token after each, the root of its tree.
         text_N: (N,) text of each position; training and test sets split by text.
         deep: N trees of the reference width and of the largest depth.
         others: Trees of the other widths at some of the positions.
@@ -162,6 +165,7 @@ class Traces:
 
     temperature: float
     hidden_NE: Array
+    root_N: Indices
     text_N: Indices
     deep: tuple[TreeRecord, ...]
     others: tuple[TreeRecord, ...]
@@ -250,13 +254,18 @@ def drafted_traces(
         if width != size.reference_width
     )
     hidden_NE = np.concatenate([_hidden(text, of_row) for text, of_row in zip(parts[0], ends, strict=True)])
+    root_N = np.concatenate([_roots(text, of_row) for text, of_row in zip(parts[0], ends, strict=True)])
     text_N = np.array([sources[row] for row, _ in places])
-    return Traces(temperature, hidden_NE, text_N, deep, other_trees, forced, platt)
+    return Traces(temperature, hidden_NE, root_N, text_N, deep, other_trees, forced, platt)
 
 
 def _hidden(text: Written, ends: Sequence[int]) -> Array:
     hidden_NE: Array = text.hidden_before(ends).float().numpy(force=True)
     return hidden_NE
+
+
+def _roots(text: Written, ends: Sequence[int]) -> Indices:
+    return np.array([text.tokens[end - 1] for end in ends], dtype=np.int64)
 
 
 def forced_positions(
@@ -282,7 +291,9 @@ def forced_positions(
     )
     ends = [range(text.prompt_len, text.prompt_len + size.num_tokens) for text in texts]
     hidden_NE = np.concatenate([_hidden(text, of_text) for text, of_text in zip(texts, ends, strict=True)])
-    return Forced(hidden_NE, np.repeat(np.array(sources[: len(texts)]), size.num_tokens), lengths)
+    root_N = np.concatenate([_roots(text, of_text) for text, of_text in zip(texts, ends, strict=True)])
+    text_N = np.repeat(np.array(sources[: len(texts)]), size.num_tokens)
+    return Forced(hidden_NE, root_N, text_N, lengths)
 
 
 def _windows(edges_MC: npt.NDArray[Any], size: CalibrationSize) -> npt.NDArray[Any]:

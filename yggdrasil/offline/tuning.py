@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from yggdrasil.bundle import Bundle
 from yggdrasil.compiler.model import CompiledModel
@@ -19,6 +20,7 @@ from yggdrasil.kernels.threads import get_num_threads
 from yggdrasil.kv import KVCache, KVShape, KVStorage
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.loading import load_draft, load_draft_weights, load_target, paged_storage
+from yggdrasil.models.load import load_config
 from yggdrasil.offline.budget import (
     CalibrationSize,
     PassClock,
@@ -63,6 +65,7 @@ __all__ = [
     "CALIBRATION_TEMPERATURES",
     "calibrate",
     "collect",
+    "draft_embedding",
     "save_learnt",
     "train_depth",
     "tune",
@@ -348,10 +351,12 @@ def train_depth(
     config = bundle.config
     may_stop = config.device == "cpu"  # on CUDA the host would wait for the draft after every step
     with progress.phase("train depth predictor", FOLDS + 2 + len(traces)):
-        judged = held_out(traces, config.max_depth, progress.advance)
+        embedding_VE = draft_embedding(bundle)
+        judged = held_out(traces, config.max_depth, embedding_VE, progress.advance)
         predictor = fit_predictor(
             traces,
             config.max_depth,
+            embedding_VE,
             slopes={each.trace.temperature: each.slope_D for each in judged},
             trust={each.trace.temperature: each.trust for each in judged},
         )
@@ -379,6 +384,19 @@ def train_depth(
         "decision_ms": cost_ms,
         "held_out": held_out_by_temperature,
     }
+
+
+def draft_embedding(bundle: Bundle) -> Tensor:
+    """The draft's input embedding, (V, E), on the host: that of the bundle's weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            load_config(bundle.models[1]), trust_remote_code=False
+        )
+    table = model.get_input_embeddings().weight
+    name = next(name for name, parameter in model.named_parameters() if parameter is table)
+    return load_draft_weights(bundle, "cpu")[f"model.{name}"][: bundle.vocab]
 
 
 def save_learnt(

@@ -1,23 +1,26 @@
-"""How many draft tokens the target will accept next, predicted from its last hidden state.
+"""How many draft tokens the target will accept next, predicted from its last hidden state and the root.
 
 Shapes: here H = outputs of the encoder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
-from torch import Tensor
+
+from yggdrasil.kernels.prediction import DepthCall
 
 __all__ = ["PREDICTOR_FORMAT", "DepthPredictor", "Heads"]
 
 Array = npt.NDArray[np.float32]
-PREDICTOR_FORMAT = 2
+Indices = npt.NDArray[np.int64]
+PREDICTOR_FORMAT = 3
 ENCODER = ("encoder_1", "encoder_2")
+OF_ROOT = "of_root_VH"
 PREFIX = "heads."
 
 
@@ -46,17 +49,21 @@ class DepthPredictor:
 
     A head adds a deviation to the log-odds of its temperature's base rate. So temperatures share what the
     encoder sees, and never their base rates. Input scaling and the calibration of the heads are folded into
-    the weights.
+    the weights. The root is emitted, but no hidden state of the target contains it yet; what it adds to the
+    first layer is a row of a table.
 
     Args:
         encoder: "encoder_1" and "encoder_2", each ".weight", (inputs, outputs), and ".bias".
+        of_root_VH: (V, H) float16: the first layer's product with every token's embedding.
         heads: By temperature of the calibration text.
 
-    Source: Yggdrasil section 4.2, "Draft Depth Prediction". Departures: heads for each temperature over
-    built-in base rates; their deviations are calibrated, and their sum is shrunk to its mean by `trust`.
+    Source: Yggdrasil section 4.2, "Draft Depth Prediction". Departures: the root is an input; heads for
+    each temperature over built-in base rates; their deviations are calibrated, and their sum is shrunk to
+    its mean by `trust`.
     """
 
     encoder: Mapping[str, Array]
+    of_root_VH: npt.NDArray[np.float16]
     heads: Mapping[float, Heads]
 
     def to_bytes(self) -> bytes:
@@ -66,7 +73,7 @@ class DepthPredictor:
             for temperature, heads in self.heads.items()
             for name, part in vars(heads).items()
         }
-        return safetensors.numpy.save({**self.encoder, **parts})
+        return safetensors.numpy.save({**self.encoder, OF_ROOT: self.of_root_VH, **parts})
 
     @classmethod
     def from_bytes(cls, content: bytes) -> DepthPredictor:
@@ -90,7 +97,7 @@ class DepthPredictor:
             )
             for temperature, found in sorted(parts.items())
         }
-        return cls({name: tensors[name] for name in names}, heads)
+        return cls({name: tensors[name] for name in names}, tensors[OF_ROOT], heads)
 
     @property
     def max_depth(self) -> int:
@@ -99,44 +106,54 @@ class DepthPredictor:
     def _nearest(self, temperature: float) -> Heads:
         return self.heads[min(self.heads, key=lambda known: abs(known - temperature))]
 
-    def at(self, temperature: float) -> Callable[[Tensor], Array]:
-        """The predictor for one temperature, as a function of the target's last hidden state, (E,).
+    def call(self, temperature: float) -> DepthCall:
+        """The predictor of one temperature in C++; `growth` is its specification.
 
-        The function returns (D,): the expected accepted length within depth d = 1..D, as a multiple of its
-        mean on the calibration text. The hidden state is that of the last accepted token.
-
-        Cost of a call: three small matrix products and a dozen small operators on the host; on CUDA one
-        sync for the hidden state.
+        Cost: copies the weights once.
         """
         heads = self._nearest(temperature)
-        first, bias_1, second, bias_2 = self._encoder()
+        first, first_bias, second, second_bias = self._encoder()
         # a sigmoid is 0.5 + 0.5 * tanh(x / 2): halves, mean and trust are applied once, not in every call
-        half = np.float32(0.5)
-        weight_HD = half * heads.weight_HD
-        bias_D = half * (heads.base_D + heads.bias_D)
-        share_D = (0.5 * heads.trust / heads.mean_D.cumsum()).astype(np.float32)
-        rest_D = (1 - heads.trust + np.arange(1, len(share_D) + 1) * share_D).astype(np.float32)
-        zero = np.float32(0)
+        share_D: Array = (0.5 * heads.trust / heads.mean_D.cumsum()).astype(np.float32)
+        rest_D: Array = (1 - heads.trust + np.arange(1, len(share_D) + 1) * share_D).astype(np.float32)
+        return DepthCall(
+            {
+                "first": first,
+                "first_bias": first_bias,
+                "second": second,
+                "second_bias": second_bias,
+                "heads": 0.5 * heads.weight_HD,
+                "heads_bias": 0.5 * (heads.base_D + heads.bias_D),
+                "share": share_D,
+                "rest": rest_D,
+            },
+            self.of_root_VH,
+        )
 
-        def growth(hidden_E: Tensor) -> Array:
-            state = hidden_E.float().cpu().numpy()  # sync: the host chooses the shape
-            encoded = np.maximum(np.maximum(state @ first + bias_1, zero) @ second + bias_2, zero)
-            tanh_D = np.minimum.accumulate(np.tanh(encoded @ weight_HD + bias_D))
-            grown: Array = tanh_D.cumsum() * share_D + rest_D
-            return grown
+    def growth(self, hidden_NE: Array, root_N: Indices, temperature: float) -> Array:
+        """(N, D) expected accepted length within d = 1..D, as a multiple of its mean on calibration text.
 
-        return growth
+        Args:
+            hidden_NE: The target's last hidden states: of the last accepted token.
+            root_N: The tokens after it.
+        """
+        heads = self._nearest(temperature)
+        multiple_ND = self.survivals(hidden_NE, root_N, temperature).cumsum(axis=1) / heads.mean_D.cumsum()
+        grown: Array = 1 + heads.trust * (multiple_ND - 1)
+        return grown
 
-    def survivals(self, hidden_NE: Array, temperature: float) -> Array:
+    def survivals(self, hidden_NE: Array, root_N: Indices, temperature: float) -> Array:
         """P(accepted length >= d) for d = 1..D, (N, D), never rising with d."""
-        return _survival(self._nearest(temperature).base_D + self.deviations(hidden_NE, temperature))
+        base_D = self._nearest(temperature).base_D
+        return _survival(base_D + self.deviations(hidden_NE, root_N, temperature))
 
-    def deviations(self, hidden_NE: Array, temperature: float) -> Array:
+    def deviations(self, hidden_NE: Array, root_N: Indices, temperature: float) -> Array:
         """(N, D) what the heads add to the log-odds of the base rates."""
         heads = self._nearest(temperature)
         first, bias_1, second, bias_2 = self._encoder()
-        encoded = np.maximum(np.maximum(hidden_NE @ first + bias_1, 0) @ second + bias_2, 0)
-        deviations: Array = encoded @ heads.weight_HD + heads.bias_D
+        summed_NH = hidden_NE @ first + bias_1 + self.of_root_VH[root_N]
+        encoded_NH = np.maximum(np.maximum(summed_NH, 0) @ second + bias_2, 0)
+        deviations: Array = encoded_NH @ heads.weight_HD + heads.bias_D
         return deviations
 
     def _encoder(self) -> list[Array]:

@@ -5,15 +5,15 @@ Shapes: M = arms of the menu.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
+from yggdrasil.kernels.prediction import ArmsStruct, DepthCall
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.depth import DepthPredictor
 from yggdrasil.policy.latency import LatencyModel
@@ -212,6 +212,11 @@ class Arms:
         return self.best()
 
     @cached_property
+    def struct(self) -> ArmsStruct:
+        """The arms of one row at the run's rate, for C++."""
+        return ArmsStruct(self.depth_M, self.gain_M, self.cost_M, self.rate)
+
+    @cached_property
     def rate(self) -> float:
         """Emitted tokens per millisecond of the best arm, by the calibration and the profile."""
         emitted = self.num_rows * (1.0 + self.gain_M[self.calibrated_best])
@@ -289,17 +294,18 @@ class ContextShape(BestShape):
 
     predictor: DepthPredictor
     temperature: float
-    _growth: Callable[[Tensor], npt.NDArray[np.floating]] = field(init=False, repr=False)
+    _call: DepthCall = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._growth = self.predictor.at(self.temperature)
+        self._call = self.predictor.call(self.temperature)
 
     def shape_of(self, rows: Sequence[Row]) -> Shape:
-        hidden_E = rows[0].state.hidden_E if len(rows) == 1 else None
-        if hidden_E is None:  # the first step, if the end of the prompt runs with its tree
+        state = rows[0].state
+        # the first step has no hidden state if the end of the prompt runs with its tree
+        if len(rows) > 1 or state.hidden_of is None:
             return super().shape_of(rows)
         arms = self.arms(context_key(rows))
-        return arms.shapes[arms.best(self._growth(hidden_E), arms.rate)]
+        return arms.shapes[self._call.best_arm(arms.struct, state.hidden_of, state.tokens[-1])]
 
 
 @dataclass(kw_only=True)

@@ -43,7 +43,7 @@ def depth_table(pair: LoadedPair) -> str:
         )
         lines += [_depth_line(row) for row in found["depths"] if row["depth"] in DEPTHS_SHOWN]
         lines.append(_beaten_line(found["depths"]))
-        lines.append(_decision_line(found["decisions"]))
+        lines += [_decision_line(found["decisions"]), _used_line(found["decisions"])]
     return "\n".join(lines)
 
 
@@ -77,11 +77,6 @@ def _beaten_line(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _decision_line(found: Mapping[str, Any]) -> str:
     ms = found["ms_per_token"]
-    rules = {
-        "fixed": "the best fixed depth is used",
-        "predicted": "the predicted depth is used",
-        "stopping": "growth that stops is used",
-    }
     fixed = " or ".join(map(str, sorted(set(found["fixed_depths"]))))
     stopping = (
         f"growth that stops (mean {found['mean_stopped_depth']:.1f}) {ms['stopping']:.3f}, "
@@ -92,6 +87,18 @@ def _decision_line(found: Mapping[str, Any]) -> str:
         f"    ms per token: best fixed depth ({fixed}) {ms['fixed']:.3f}, "
         f"predicted depth (mean {found['mean_predicted_depth']:.1f}) {ms['predicted']:.3f}, "
         f"{stopping}oracle {ms['oracle']:.3f}; "
-        f"regret {found['regret_ms_fixed']:.3f} -> {found['regret_ms_predicted']:.3f}; "
-        f"{rules[found['best']]}"
+        f"regret {found['regret_ms_fixed']:.3f} -> {found['regret_ms_predicted']:.3f}"
     )
+
+
+def _used_line(found: Mapping[str, Any]) -> str:
+    """Which rule `ygg compile` has chosen, and which of the others where growth cannot stop."""
+    ms = found["ms_per_token"]
+    match found["best"]:
+        case "predicted":
+            return "    the predicted depth is used"
+        case "fixed":
+            return "    the best fixed depth is used: the predictor is off"
+    ahead = "predicted" if ms["predicted"] < ms["fixed"] else "best fixed"
+    used = "    growth that stops is used: the predictor is off"
+    return f"{used}; where growth cannot stop, the {ahead} depth would be"

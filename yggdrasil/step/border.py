@@ -55,6 +55,8 @@ class MenuStruct(ctypes.Structure):
 
 class ResultStruct(ctypes.Structure):
     _fields_ = [
+        *_pointers("hidden"),
+        *_ints("hidden_bytes"),
         *_ints("drafted depth verified root_at target_len draft_len path_len ids_at words_at values_at"),
         *_floats("expected top_logit"),
     ]

@@ -25,7 +25,7 @@ from yggdrasil.config import ProcessorConfig
 from yggdrasil.kernels.threads import one_torch_thread
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
-from yggdrasil.state import PLAIN, DecodeState, Inspection, Row, Shape, StepResult
+from yggdrasil.state import PLAIN, DecodeState, HostHidden, Inspection, Row, Shape, StepResult
 from yggdrasil.step.accept import choose_rows
 from yggdrasil.step.border import (
     MASK,
@@ -258,7 +258,8 @@ class NativeStep:
         failure = _failure(state, tokens)
         if not failure:
             state.tokens.extend(tokens)
-            state.hidden_of = partial(self._hidden, result.root_at + path[-1])
+            as_tensor = partial(self._hidden, result.root_at + path[-1])
+            state.hidden_of = HostHidden(int(result.hidden), int(result.hidden_bytes), as_tensor)
             state.head = None
             if state.sampling.processors is not None:
                 state.top_logit = result.top_logit

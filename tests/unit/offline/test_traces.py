@@ -61,8 +61,9 @@ def test_batches_collect_what_one_text_and_one_tree_at_a_time_collect(
         assert traces.deep == expected.deep
         assert traces.others == expected.others
         assert traces.text_N.tolist() == expected.text_N.tolist()
+        assert traces.root_N.tolist() == expected.root_N.tolist()
         assert traces.hidden_NE.tolist() == expected.hidden_NE.tolist()
-        for part in ("hidden_NE", "text_N", "length_N"):
+        for part in ("hidden_NE", "root_N", "text_N", "length_N"):
             assert getattr(traces.forced, part).tolist() == getattr(expected.forced, part).tolist()
         assert len(traces.forced.length_N) == 11 * size.num_tokens
         assert any(any(record.accepted[1:]) for record in traces.deep), (

@@ -24,9 +24,12 @@ from yggdrasil.policy.acceptance import Acceptance, TreeRecord
 from yggdrasil.policy.depth import DepthPredictor, Heads
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import Arms, ContextShape
-from yggdrasil.state import PLAIN, DecodeState, Row, Shape
+from yggdrasil.state import PLAIN, DecodeState, HostHidden, Row, Shape
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 DEPTH = 4
+EMBEDDING = torch.eye(3)
 LATENCY = LatencyModel(
     draft=Curve((0,), (2,), ((1.0,),)),
     verify=Curve((0,), (2, 8), ((10.0, 10.0),)),
@@ -64,12 +67,25 @@ def traced(
 ) -> Traces:
     """Positions whose drafted and forced labels are the same."""
     records = tuple(chain(length) for length in length_N.tolist())
-    return Traces(temperature, hidden_NE, text_N, records, (), Forced(hidden_NE, text_N, length_N))
+    root_N = np.zeros_like(length_N)
+    forced = Forced(hidden_NE, root_N, text_N, length_N)
+    return Traces(temperature, hidden_NE, root_N, text_N, records, (), forced)
 
 
 @pytest.fixture(scope="module")
 def found() -> HeldOut:
-    return held_out([traces()], DEPTH)[0]
+    return held_out([traces()], DEPTH, EMBEDDING)[0]
+
+
+@pytest.fixture(scope="module")
+def rooted() -> HeldOut:
+    """Nothing but the root tells easy positions from hard ones."""
+    trace = traces()
+    root_N = np.where(trace.hidden_NE[:, 0] > 0, 2, 1)
+    hidden_NE = trace.hidden_NE[:, 1:]
+    forced = replace(trace.forced, hidden_NE=hidden_NE, root_N=root_N)
+    changed = replace(trace, hidden_NE=hidden_NE, root_N=root_N, forced=forced)
+    return held_out([changed], DEPTH, EMBEDDING)[0]
 
 
 def test_accepted_length_counts_draft_tokens_only() -> None:
@@ -82,13 +98,16 @@ def test_every_text_is_predicted_by_a_predictor_not_fitted_on_it(found: HeldOut)
     assert set.union(*folds_of_text) == {0, 1, 2, 3}
     test = found.fold_N == 2
     left_out = set(found.trace.text_N[test].tolist())
-    again = fit_predictor([found.trace], DEPTH, without=left_out)
+    again = fit_predictor([found.trace], DEPTH, EMBEDDING, without=left_out)
     changed = found.trace.forced.hidden_NE.copy()
     changed[test] = 1e3
     forced = replace(found.trace.forced, hidden_NE=changed)
-    without = fit_predictor([replace(found.trace, forced=forced)], DEPTH, without=left_out)
+    without = fit_predictor([replace(found.trace, forced=forced)], DEPTH, EMBEDDING, without=left_out)
     hidden_NE = found.trace.hidden_NE[test]
-    np.testing.assert_array_equal(without.survivals(hidden_NE, 0.0), again.survivals(hidden_NE, 0.0))
+    root_N = found.trace.root_N[test]
+    np.testing.assert_array_equal(
+        without.survivals(hidden_NE, root_N, 0.0), again.survivals(hidden_NE, root_N, 0.0)
+    )
 
 
 def test_the_calibration_error_equals_a_value_computed_by_hand() -> None:
@@ -103,6 +122,19 @@ def test_predictor_separates_easy_from_hard_and_beats_the_constant(found: HeldOu
         assert row["brier"] < 0.7 * row["brier_constant"]
         assert row["auc"] > 0.8
         assert row["ece"] < 0.15
+
+
+def test_the_root_predicts_where_hidden_states_do_not(rooted: HeldOut) -> None:
+    for row in evaluate(rooted, LATENCY, (2, 8))["depths"]:
+        assert row["brier"] < 0.7 * row["brier_constant"]
+        assert row["auc"] > 0.8
+
+
+def test_a_token_far_from_all_roots_of_the_text_adds_no_more_than_they_may(rooted: HeldOut) -> None:
+    """Roots are tokens 1 and 2; token 3 lies a thousand deviations away, where fp16 has no numbers."""
+    embedding_VE = torch.cat((EMBEDDING, torch.tensor([[0.0, 1e9, -1e9]])))
+    predictor = fit_predictor([rooted.trace], DEPTH, embedding_VE)
+    assert np.isfinite(predictor.of_root_VH).all()
 
 
 def test_scores_equal_values_computed_by_hand() -> None:
@@ -121,10 +153,10 @@ def test_temperatures_share_an_encoder_and_never_their_base_rates() -> None:
     deaf = [
         replace(each, forced=replace(each.forced, hidden_NE=np.zeros_like(each.hidden_NE))) for each in both
     ]
-    predictor = fit_predictor(deaf, DEPTH)
+    predictor = fit_predictor(deaf, DEPTH, EMBEDDING)
     for each in deaf:
         share = (accepted_lengths(each.deep) >= 1).mean()
-        survival_ND = predictor.survivals(each.hidden_NE, each.temperature)
+        survival_ND = predictor.survivals(each.hidden_NE, each.root_N, each.temperature)
         np.testing.assert_allclose(survival_ND, share, atol=0.02)
     assert len({id(predictor.encoder) for _ in deaf}) == 1
 
@@ -132,11 +164,11 @@ def test_temperatures_share_an_encoder_and_never_their_base_rates() -> None:
 def test_deviations_without_a_slope_leave_the_base_rates() -> None:
     both = [traces(temperature=0.0, share=0.9), traces(temperature=1.0, share=0.2, seed=1)]
     none = {0.0: np.zeros(DEPTH), 1.0: np.zeros(DEPTH)}
-    predictor = fit_predictor(both, DEPTH, slopes=none)
+    predictor = fit_predictor(both, DEPTH, EMBEDDING, slopes=none)
     for each in both:
         reached = (accepted_lengths(each.deep)[:, None] >= np.arange(1, DEPTH + 1)).sum(axis=0)
         share_D = (reached + 0.5) / (len(each.deep) + 1)
-        survival_ND = predictor.survivals(each.hidden_NE, each.temperature)
+        survival_ND = predictor.survivals(each.hidden_NE, each.root_N, each.temperature)
         np.testing.assert_allclose(survival_ND, np.tile(share_D, (len(survival_ND), 1)), rtol=1e-5)
 
 
@@ -144,11 +176,11 @@ def test_deviations_that_are_noise_get_a_small_slope(found: HeldOut) -> None:
     trace = found.trace
     shuffled = np.random.default_rng(1).permutation(len(trace.deep))
     noise = traced(trace.hidden_NE[shuffled], accepted_lengths(trace.deep), trace.text_N)
-    assert held_out([noise], DEPTH)[0].slope_D.max() < 0.5 < found.slope_D.min()
+    assert held_out([noise], DEPTH, EMBEDDING)[0].slope_D.max() < 0.5 < found.slope_D.min()
 
 
 def test_a_menu_of_depth_one_gets_one_head() -> None:
-    (found,) = held_out([traces(num_texts=6)], 1)
+    (found,) = held_out([traces(num_texts=6)], 1, EMBEDDING)
     assert found.survival_ND.shape == (120, 1)
     assert [row["depth"] for row in evaluate(found, LATENCY, (2, 8))["depths"]] == [1]
 
@@ -174,7 +206,7 @@ def test_a_predictor_fitted_on_noise_is_not_useful() -> None:
     trace = traces()
     shuffled = np.random.default_rng(1).permutation(len(trace.deep))
     noise = traced(trace.hidden_NE[shuffled], accepted_lengths(trace.deep), trace.text_N)
-    decisions = decision_quality(held_out([noise], DEPTH)[0], LATENCY, (2, 8))
+    decisions = decision_quality(held_out([noise], DEPTH, EMBEDDING)[0], LATENCY, (2, 8))
     assert decisions["ms_per_token"]["predicted"] >= decisions["ms_per_token"]["fixed"]
     assert decisions["best"] == "fixed"
 
@@ -210,18 +242,18 @@ def constant(value: float, trust: float = 1.0) -> DepthPredictor:
         mean_D=np.full(DEPTH, 0.5, dtype=np.float32),
         trust=trust,
     )
-    return DepthPredictor(weights | biases, {0.0: heads})
+    return DepthPredictor(weights | biases, np.zeros((3, 2), dtype=np.float16), {0.0: heads})
 
 
 def test_a_predictor_survives_its_file() -> None:
     both = [traces(num_texts=6), traces(num_texts=6, temperature=1.0, share=0.2)]
-    predictor = fit_predictor(both, DEPTH, trust={1.0: 0.25})
+    predictor = fit_predictor(both, DEPTH, EMBEDDING, trust={1.0: 0.25})
     again = DepthPredictor.from_bytes(predictor.to_bytes())
     assert list(again.heads) == [0.0, 1.0]
     for each in both:
         np.testing.assert_array_equal(
-            again.survivals(each.hidden_NE, each.temperature),
-            predictor.survivals(each.hidden_NE, each.temperature),
+            again.survivals(each.hidden_NE, each.root_N, each.temperature),
+            predictor.survivals(each.hidden_NE, each.root_N, each.temperature),
         )
     assert [heads.trust for heads in again.heads.values()] == [1.0, 0.25]
     np.testing.assert_array_equal(again.heads[1.0].mean_D, predictor.heads[1.0].mean_D)
@@ -269,12 +301,31 @@ def test_a_predictor_with_zero_trust_changes_no_shape() -> None:
     )
 
 
-def test_growth_of_one_position_equals_growth_of_many(found: HeldOut) -> None:
-    predictor = fit_predictor([found.trace], DEPTH, trust={0.0: 0.5})
-    hidden_E = torch.from_numpy(found.trace.hidden_NE[7])
-    survival_ND = predictor.survivals(found.trace.hidden_NE[7:8], 0.0)
-    expected = 1 + 0.5 * (survival_ND[0].cumsum() / predictor.heads[0.0].mean_D.cumsum() - 1)
-    np.testing.assert_allclose(predictor.at(0.0)(hidden_E), expected, rtol=1e-4)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_the_call_for_one_position_equals_its_specification(rooted: HeldOut, dtype: torch.dtype) -> None:
+    trace = rooted.trace
+    predictor = fit_predictor([trace], DEPTH, EMBEDDING, trust={0.0: 0.9})
+    arms = policy(predictor).arms(0)
+    call = predictor.call(0.0)
+    chosen = set()
+    for hidden_E, root in zip(torch.from_numpy(trace.hidden_NE[:40]).to(dtype), trace.root_N, strict=False):
+        growth_D = predictor.growth(hidden_E[None].float().numpy(), root[None], 0.0)[0]
+        best = arms.best(growth_D, arms.rate)
+        on_host = HostHidden(hidden_E.data_ptr(), hidden_E.element_size(), hidden_E.detach)
+        for hidden_of in (on_host, hidden_E.detach):
+            assert call.best_arm(arms.struct, hidden_of, int(root)) == best
+            np.testing.assert_allclose(call.growth_D, growth_D, rtol=1e-4)
+        chosen.add(best)
+    assert len(chosen) > 1, "an arm that never changes proves little"
+
+
+def test_growth_is_the_length_over_its_mean_as_far_as_it_is_trusted() -> None:
+    """A prediction of 0.75 at every depth where the mean was 0.5: 1.5 times the length."""
+    for trust, expected in ((1.0, 1.5), (0.5, 1.25), (0.0, 1.0)):
+        growth_ND = constant(0.75, trust).growth(
+            np.zeros((3, 2), dtype=np.float32), np.zeros(3, dtype=np.int64), 0.0
+        )
+        np.testing.assert_allclose(growth_ND, np.full((3, DEPTH), expected), rtol=1e-5)
 
 
 def test_trust_is_the_correct_share_of_a_predicted_deviation(found: HeldOut) -> None:
