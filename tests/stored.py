@@ -1,4 +1,7 @@
-"""The tiny target in the formats of quantised checkpoints, packed number by number as they define it."""
+"""The tiny target in the formats of quantised checkpoints, packed number by number as they define it.
+
+Shapes: O = output features, I = input features, G = groups, R = rows.
+"""
 
 from __future__ import annotations
 

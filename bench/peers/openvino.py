@@ -147,7 +147,7 @@ def converted(python: Path, source: Path, log: Log, weights: str = "bf16") -> Pa
         weights: A key of `ROUNDING`.
 
     Raises:
-        PeerError: the exporter failed, or its weights are smaller than so many numbers of the format, or
+        PeerError: the exporter failed, or its weights are smaller than that many numbers of the format, or
             as large as unrounded ones.
     """
     key = artifacts.digest(artifacts.digest_file(source / "model.safetensors"), PACKAGES, ROUNDING[weights])

@@ -1,4 +1,7 @@
-"""Quantised checkpoints have the weights that their formats define; what is not read is refused by name."""
+"""Quantised checkpoints have the weights that their formats define; what is not read is refused by name.
+
+Shapes: O = output features, I = input features.
+"""
 
 from __future__ import annotations
 
