@@ -1,8 +1,8 @@
 """Is our speculative decoding the fastest among the runtimes that decode on a CPU, and is our plain
 decoding as fast as theirs?
 
-Arms, interleaved prompt by prompt, greedy or (`--temperature`) sampled from all tokens, bf16 weights, the
-same checkpoints, prompts, threads and number of new tokens:
+Arms, interleaved prompt by prompt, greedy or (`--temperature`) sampled from all tokens, the same
+checkpoints, prompts, threads and number of new tokens, bf16 weights or those of `--weights`:
 
 - transformers: `generate`, eager; with a static cache, for which it compiles the forward of one token (as
   it does by itself, and with Inductor's freezing on top, which packs the weights); assisted, with its
@@ -14,6 +14,10 @@ same checkpoints, prompts, threads and number of new tokens:
 - ours: plain, the best chain as tuned on validation text, and the tree of the default policy, which is
   "speculative" in the ratios.
 
+With `--weights` every engine rounds the target's weights in its own way, one format after another: ours,
+OpenVINO's int8 and int4 (groups of 128), llama.cpp's Q8_0, and Q4_0 and Q4_K_M. Transformers has none. All
+drafts stay in bf16.
+
 Peers draft 3, 5, 8, 12 or 16 tokens; the best length on the very test prompts counts, which flatters them.
 So does timing: our clock and transformers' run around the whole call, OpenVINO's in its own process,
 llama.cpp's is what its server reports without HTTP. No runtime remembers a prompt it has seen.
@@ -21,7 +25,8 @@ llama.cpp's is what its server reports without HTTP. No runtime remembers a prom
 Refuted if an arm of ours writes another text than our plain decoding (then no speed is reported), or if a
 goal is missed: speculative 1.6 times the best speculative arm of any peer and 3.0 times our plain; faster
 than the fastest arm of every peer, and on no prompt slower than our plain; our plain 0.95 times
-llama.cpp's.
+llama.cpp's. With rounded weights our plain 1.1 times llama.cpp's, 350 tokens/s of the tree in int4, and
+nothing over our own plain.
 
 Peers sum in another order than we do, so their texts are compared and not asserted: a speculative arm's
 with the same runtime's plain text, and all with ours. Sampled texts of peers differ from each other and
@@ -34,11 +39,13 @@ import argparse
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.claim_roofline import weight_bytes
 from bench.claim_single_stream import (
     CHAIN_ARM,
     TREE_ARM,
@@ -55,10 +62,14 @@ from bench.lib.workloads import WORKLOADS, beginnings
 from bench.peers.llama_cpp import llama_cpp_peer
 from bench.peers.openvino import openvino_peer
 from bench.peers.processes import Peer, transformers_peer
+from yggdrasil.config import WEIGHTS
+from yggdrasil.errors import UsageError
 from yggdrasil.store import artifacts
 
 ASSISTANT_TOKENS = (3, 5, 8, 12, 16)
 LLAMA_CPP = "llama.cpp"
+FILE_TYPES = {"bf16": ("BF16",), "int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M")}
+INT4_TOK_PER_S = 350  # of the tree
 
 
 def subject_of(options: argparse.Namespace) -> Subject:
@@ -76,8 +87,12 @@ def subject_of(options: argparse.Namespace) -> Subject:
     )
 
 
-def peers_of(options: argparse.Namespace, under_test: Subject, stack: ExitStack, log: Log) -> list[Peer]:
-    """Every peer that was asked for, ready to decode until the stack is closed."""
+def peers_of(
+    options: argparse.Namespace, under_test: Subject, weights: str, stack: ExitStack, log: Log
+) -> list[Peer]:
+    """Every peer that was asked for and has weights of the format, ready to decode until the stack is
+    closed.
+    """
     models = under_test.target.folder, with_tokenizer(under_test.draft, under_test.target.folder)
     lengths: dict[str, Any] = {
         "num_tokens": options.tokens,
@@ -85,11 +100,15 @@ def peers_of(options: argparse.Namespace, under_test: Subject, stack: ExitStack,
         "temperature": options.temperature,
     }
     child: dict[str, Any] = {**lengths, "num_threads": torch.get_num_threads(), "log": log}
-    peers = [transformers_peer(*models, **lengths)]
+    peers = [transformers_peer(*models, **lengths)] if weights == "bf16" else []
     if not options.no_openvino:
-        peers.append(stack.enter_context(openvino_peer(*models, **child)))
+        peers.append(stack.enter_context(openvino_peer(*models, weights=weights, **child)))
     if options.llama_cpp is not None:
-        peers.append(stack.enter_context(llama_cpp_peer(options.llama_cpp, *models, **child)))
+        for file_type in FILE_TYPES[weights]:
+            peer = llama_cpp_peer(options.llama_cpp, *models, file_type=file_type, **child)
+            peers.append(stack.enter_context(peer))
+    if not peers:
+        raise UsageError(f"no peer has {weights} weights", "python -m bench.claim_peers --llama-cpp PATH")
     return peers
 
 
@@ -138,16 +157,23 @@ def ratios(rounds: Rounds, peers: Sequence[Peer]) -> dict[str, Any]:
     }
 
 
-def goals(found: Mapping[str, Any], temperature: float = 0.0) -> dict[str, Any]:
+def goals(
+    found: Mapping[str, Any], temperature: float = 0.0, weights: str = "bf16", tree_tok_per_s: float = 0.0
+) -> dict[str, Any]:
     """What the claim wants, what was measured, and whether it holds; llama.cpp only where it ran."""
-    plain_over = {name: over["median"] for name, over in found["plain_over_peer_plain"].items()}
+    over_llama_cpp = [
+        over["median"]
+        for name, over in found["plain_over_peer_plain"].items()
+        if name.startswith(LLAMA_CPP)
+    ]
+    is_rounded = weights != "bf16"
     wanted = {
         "speculative_over_best_peer_speculative": (
             1.6,
             found["speculative_over_best_peer_speculative"]["median"],
         ),
         "speculative_over_plain": (
-            None if temperature > 0 else 3.0,
+            None if temperature > 0 or is_rounded else 3.0,
             found["speculative_over_plain"]["median"],
         ),
         "speculative_over_every_peer": (
@@ -155,7 +181,8 @@ def goals(found: Mapping[str, Any], temperature: float = 0.0) -> dict[str, Any]:
             min(over["median"] for over in found["speculative_over_peer"].values()),
         ),
         "speculative_over_plain_on_every_prompt": (1.0, found["speculative_over_plain"]["min"]),
-        "plain_over_llama_cpp_plain": (0.95, plain_over.get(LLAMA_CPP)),
+        "plain_over_llama_cpp_plain": (1.1 if is_rounded else 0.95, min(over_llama_cpp, default=None)),
+        "tree_tok_per_s": (INT4_TOK_PER_S if weights == "int4" else None, tree_tok_per_s),
     }
     return {
         name: {"wanted": limit, "measured": value, "reached": value >= limit}
@@ -190,11 +217,34 @@ def share_of_roofline(rounds: Rounds, name: str, weight_bytes: int) -> dict[str,
 def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Build what is missing, measure, and return the result document."""
     under_test = subject_of(options)
+    log(under_test.target.statement)
+    shared = {
+        "target": under_test.target.to_json(),
+        "settings": {
+            "tokens": options.tokens,
+            "prompts": options.prompts,
+            "text": options.text,
+            "draft": under_test.draft_name,
+            "temperature": options.temperature,
+            "rehearsal": options.quick,
+        },
+    }
+    blocks = {}
+    for weights in options.weights:
+        log(f"weights: {weights}")
+        rounding = replace(under_test, config=replace(under_test.config, weights=weights))
+        blocks[weights] = measure_format(options, rounding, log)
+    if list(blocks) == ["bf16"]:
+        return {**shared, **blocks["bf16"]}
+    return {**shared, "formats": blocks}
+
+
+def measure_format(options: argparse.Namespace, under_test: Subject, log: Log) -> dict[str, Any]:
+    """All arms with the target's weights in one format."""
     workload = WORKLOADS[options.text]
-    target = under_test.target
-    log(target.statement)
+    weights = under_test.config.weights
     with ExitStack() as stack:
-        peers = peers_of(options, under_test, stack, log)
+        peers = peers_of(options, under_test, weights, stack, log)
         pair = under_test.pair(workload)
         stream = MemoryStream()
         tuning_prompts = beginnings(workload.validation_texts, pair, num_tuning_prompts(options))
@@ -207,16 +257,10 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
         prompts = beginnings(workload.test_texts, pair, options.prompts)
         rounds = interleave(arms, prompts, reference=PLAIN_ARM, stream=stream, tick=log)
     found = ratios(rounds, peers)
+    target: Any = pair.engine.target
+    num_bytes = under_test.target.weight_bytes if weights == "bf16" else weight_bytes(target)
+    summary = arms_summary(rounds, peers, num_bytes)
     return {
-        "target": target.to_json(),
-        "settings": {
-            "tokens": options.tokens,
-            "prompts": options.prompts,
-            "text": options.text,
-            "draft": under_test.draft_name,
-            "temperature": options.temperature,
-            "rehearsal": options.quick,
-        },
         "models": {
             "pair": pair.bundle.name,
             "dtype": pair.bundle.config.dtype,
@@ -226,18 +270,26 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
         "chain_depth": depth,
         "chain_tuning_tpot_ms": tuning,
         "stream_gb_per_s": spread(rounds.stream_gb_per_s),
-        "arms": arms_summary(rounds, peers, target.weight_bytes),
+        "weight_bytes_per_pass": num_bytes,
+        "arms": summary,
         "ratios": found,
-        "goals": goals(found, options.temperature),
+        "goals": goals(found, options.temperature, weights, summary[TREE_ARM]["tok_per_s"]),
     }
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The result for a person."""
+    """The result for a person, a block for every format of weights."""
+    blocks = result.get("formats", {"bf16": result})
+    lines = [result["target"]["statement"]]
+    for weights, block in blocks.items():
+        lines += [f"weights: {weights}", *_block(block)]
+    return "\n".join(lines)
+
+
+def _block(result: Mapping[str, Any]) -> list[str]:
     lines = [
-        result["target"]["statement"],
         f"{'arm':<30} {'ms/token':>9} {'p10':>7} {'p90':>7} {'decoding':>9} {'tok/s':>7} {'AAL':>5} "
-        f"{'own plain':>10} {'our plain':>10} {'roofline':>9}",
+        f"{'own plain':>10} {'our plain':>10} {'roofline':>9}"
     ]
     for name, arm in result["arms"].items():
         tpot = arm["tpot_ms"]
@@ -252,7 +304,7 @@ def table(result: Mapping[str, Any]) -> str:
         )
         lines.append(f"{name:<30} {figures} {arm['aal']:>5.2f} {texts[0]:>10} {texts[1]:>10} {share:>9}")
     lines.append(
-        f"roofline: {result['target']['weight_bytes_per_pass'] / 1e6:.0f} MB of weights at "
+        f"roofline: {result['weight_bytes_per_pass'] / 1e6:.0f} MB of weights at "
         f"{result['stream_gb_per_s']['median']:.1f} GB/s"
     )
     for name, found in result["ratios"].items():
@@ -264,7 +316,7 @@ def table(result: Mapping[str, Any]) -> str:
         f"{'reached' if goal['reached'] else 'MISSED '} {name}: {goal['measured']:.2f} of {goal['wanted']}"
         for name, goal in result["goals"].items()
     ]
-    return "\n".join(lines)
+    return lines
 
 
 def _ratio_line(name: str, found: Mapping[str, Any]) -> str:
@@ -285,10 +337,11 @@ def draft_argument(text: str) -> str:
 
 
 def variant(options: argparse.Namespace) -> list[str]:
-    """Another draft, another kind of text or a temperature has files of its own."""
+    """Another draft, another kind of text, a temperature or other weights have files of their own."""
     setting = [Path(options.draft).resolve().name, options.text]
     sampled = [f"temperature_{options.temperature:g}"] if options.temperature else []
-    return [*([] if setting == ["bundled", "stories"] else setting), *sampled]
+    weights = [] if options.weights == ["bf16"] else options.weights
+    return [*([] if setting == ["bundled", "stories"] else setting), *sampled, *weights]
 
 
 CLAIM = Claim(
@@ -306,6 +359,13 @@ CLAIM = Claim(
         ),
         Option("--temperature", "sample if above 0, into a result of its own", default=0.0),
         Option("--text", "kind of prompts", default="stories", choices=WORKLOADS),
+        Option(
+            "--weights",
+            "formats of the target's weights, one after another",
+            default=["bf16"],
+            nargs="+",
+            choices=WEIGHTS,
+        ),
         Option(
             "--llama-cpp",
             "folder with llama-server; the source with convert_hf_to_gguf.py around it",

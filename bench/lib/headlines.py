@@ -73,8 +73,13 @@ def _single_stream(result: Result) -> Headline:
 
 
 def _peers(result: Result) -> Headline:
+    """The closest of the formats of weights."""
     name = "speculative_over_best_peer_speculative"
-    return _ratio(result["ratios"][name], f"{result['goals'][name]['wanted']}", *_goals(result))
+    blocks = list(result.get("formats", {"bf16": result}).values())
+    closest = min(blocks, key=lambda block: block["ratios"][name]["median"])
+    counts = [_goals(block)[1] for block in blocks]
+    missed = (sum(each[0] for each in counts), sum(each[1] for each in counts))
+    return _ratio(closest["ratios"][name], f"{closest['goals'][name]['wanted']}", missed[0] == 0, missed)
 
 
 def _roofline(result: Result) -> Headline:

@@ -1,5 +1,5 @@
-"""llama.cpp as a peer: bf16 GGUF files made by its own converter, one `llama-server` per draft length,
-asked with token ids.
+"""llama.cpp as a peer: GGUF files made by its own tools, one `llama-server` per draft length, asked with
+token ids.
 """
 
 from __future__ import annotations
@@ -89,6 +89,25 @@ class LlamaCpp:
         done = subprocess.run([self.server, option], capture_output=True, text=True, check=False)
         return done.stdout + done.stderr
 
+    def rounded(self, source: Path, file_type: str, log: Log) -> Path:
+        """A GGUF file of another type next to a bf16 one, made once by `llama-quantize`.
+
+        Raises:
+            PeerError: there is no such program next to the server, or it failed.
+        """
+        out = source.with_name(f"model-{file_type}.gguf")
+        program = self.server.with_name("llama-quantize")
+        if not program.is_file():
+            raise PeerError(f"--llama-cpp {program.parent}: no llama-quantize there")
+        if not out.exists():
+            log(f"llama.cpp: rounding {source.parent.name} to {file_type}")
+            written = out.with_suffix(".part")
+            run_logged(
+                [program, source, written, file_type], out.with_suffix(".log"), what="llama-quantize"
+            )
+            written.rename(out)
+        return out
+
     def draft_options(self, draft: Path, count: int) -> list[str | Path]:
         """Speculative decoding with `count` drafted tokens, in the words of this version."""
         if "--spec-draft-n-max" in self.output_of("--help"):
@@ -107,8 +126,9 @@ def llama_cpp_peer(
     num_threads: int,
     log: Log,
     temperature: float = 0.0,
+    file_type: str = "BF16",
 ) -> Iterator[Peer]:
-    """llama.cpp in bf16, converted on first use, served by child processes that end with the block.
+    """llama.cpp, converted on first use, served by child processes that end with the block.
 
     Args:
         folder: With llama.cpp's binaries.
@@ -118,15 +138,20 @@ def llama_cpp_peer(
         num_threads: As in `torch.set_num_threads`.
         log: Called before what takes long.
         temperature: Samples above 0, from all tokens, with a seed of the prompt's.
+        file_type: Of the target, in llama.cpp's words; the draft stays in bf16.
 
     Raises:
         PeerError: something is missing or failed.
     """
     found = LlamaCpp.find(folder)
     target_file, draft_file = (converted(found, source, log) for source in (target, draft))
+    title = "llama.cpp"
+    if file_type != "BF16":
+        target_file = found.rounded(target_file, file_type, log)
+        title = f"{title} {file_type}"
     counts: dict[str, int | None] = {
-        "llama.cpp plain": None,
-        **{f"llama.cpp draft, k={count}": count for count in assistant_tokens},
+        f"{title} plain": None,
+        **{f"{title} draft, k={count}": count for count in assistant_tokens},
     }
     log("llama.cpp: loading")
     with ExitStack() as stack:
@@ -138,7 +163,7 @@ def llama_cpp_peer(
             )
             arms.append(_arm(name, url, num_tokens, temperature))
         record = {"version": found.output_of("--version").splitlines(), "options": _options(num_threads)}
-        yield Peer(name="llama.cpp", plain=arms[:1], speculative=arms[1:], record=record)
+        yield Peer(name=title, plain=arms[:1], speculative=arms[1:], record=record)
 
 
 def _options(num_threads: int) -> list[str]:

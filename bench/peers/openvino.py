@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from bench.lib.harness import Arm, Generation
@@ -27,11 +26,22 @@ PACKAGES = (
     "openvino-genai>=2026.4,<2027",
     "openvino-tokenizers>=2026.4,<2027",
     "optimum-intel>=2.2,<3",
+    "nncf>=3.4,<4",
     "torch>=2.11,<2.14",
 )
 # required by name only; a build that does not match torch's keeps transformers from loading
 UNWANTED = "torchvision"
 CHILD = Path(__file__).parent / "openvino_child.py"
+ROUNDING = {
+    "bf16": (),
+    "int8": ("--weight-format", "int8"),
+    "int4": ("--weight-format", "int4", "--group-size", "128", "--ratio", "1.0"),
+}
+"""Options of the exporter. Without a format it keeps the checkpoint's bf16; above a milliard parameters it
+would choose 8 bits, which the size gives away."""
+
+BITS = {"bf16": 16, "int8": 8, "int4": 4}
+MARK = {"bf16": -0.0, "int8": 1e-4, "int4": 1e-4}  # a rounded -0.0 would be a zero like others
 Log = Callable[[str], None]
 
 
@@ -45,9 +55,10 @@ def openvino_peer(
     num_threads: int,
     log: Log,
     temperature: float = 0.0,
+    weights: str = "bf16",
 ) -> Iterator[Peer]:
-    """OpenVINO GenAI in bf16, installed and converted on first use, loaded in a child process that ends
-    with the block.
+    """OpenVINO GenAI, installed and converted on first use, loaded in a child process that ends with the
+    block.
 
     Args:
         num_tokens: New tokens per prompt.
@@ -55,12 +66,13 @@ def openvino_peer(
         num_threads: As in `torch.set_num_threads`.
         log: Called before what takes long.
         temperature: Samples above 0, from all tokens, with a seed of the prompt's.
+        weights: A key of `ROUNDING`, for the target; the draft stays in bf16.
 
     Raises:
         PeerError: pip, the exporter or the pipeline failed.
     """
     python = environment_python(log)
-    models = [converted(python, folder, log) for folder in (target, draft)]
+    models = [converted(python, target, log, weights), converted(python, draft, log)]
     log("OpenVINO: loading")
     with JsonLines([python, "-I", CHILD, *models, str(num_threads)], name="OpenVINO") as child:
         plain, speculative = openvino_arms(child, num_tokens, assistant_tokens, temperature)
@@ -68,7 +80,7 @@ def openvino_peer(
             name="OpenVINO GenAI",
             plain=plain,
             speculative=speculative,
-            record={**child.greeting, "packages": PACKAGES},
+            record={**child.greeting, "packages": PACKAGES, "export": ROUNDING[weights]},
         )
 
 
@@ -126,26 +138,25 @@ def environment_python(log: Log) -> Path:
     return python
 
 
-def converted(python: Path, source: Path, log: Log) -> Path:
-    """The model in OpenVINO's format with weights as the checkpoint has them, neither compressed nor
-    shared; made once under the artifact root.
+def converted(python: Path, source: Path, log: Log, weights: str = "bf16") -> Path:
+    """The model in OpenVINO's format, no two weights of it shared; made once under the artifact root.
 
     Args:
         python: Of an environment with optimum-intel.
         log: Called when there is something to convert.
+        weights: A key of `ROUNDING`.
 
     Raises:
-        PeerError: the exporter failed, or its weights are smaller than the checkpoint's.
+        PeerError: the exporter failed, or its weights are smaller than that many numbers of the format, or
+            as large as unrounded ones.
     """
-    key = artifacts.digest(artifacts.digest_file(source / "model.safetensors"), PACKAGES)
+    key = artifacts.digest(artifacts.digest_file(source / "model.safetensors"), PACKAGES, ROUNDING[weights])
     out = artifacts.root() / "bench_peers" / f"openvino-{key}"
     if out.exists():
         return out
-    log(f"OpenVINO: converting {source.name}")
+    log(f"OpenVINO: converting {source.name} to {weights}")
     with tempfile.TemporaryDirectory() as copy, artifacts.atomic_directory(out) as folder:
-        num_bytes = distinct_zeros(source, Path(copy))
-        # without --weight-format the exporter keeps the checkpoint's bf16; above a milliard parameters it
-        # would choose 8 bits, which the size gives away
+        num_bytes = distinct_zeros(source, Path(copy), MARK[weights])
         export = [
             "-m",
             "optimum.commands.optimum_cli",
@@ -155,25 +166,28 @@ def converted(python: Path, source: Path, log: Log) -> Path:
             "text-generation-with-past",
             "--model",
             copy,
+            *ROUNDING[weights],
         ]
         run_logged(
             [python, *export, folder], out.with_suffix(".log"), what=f"optimum-cli export of {source}"
         )
-        if (size := (folder / "openvino_model.bin").stat().st_size) < num_bytes:
+        size = (folder / "openvino_model.bin").stat().st_size
+        if size < num_bytes * BITS[weights] // BITS["bf16"] or (weights != "bf16" and size >= num_bytes):
             raise PeerError(
-                f"the exporter wrote {size} bytes of weights for the {num_bytes} of {source}: "
-                "compressed or shared, not what the others read"
+                f"the exporter wrote {size} bytes of {weights} weights for the {num_bytes} of {source}: "
+                "not rounded, or shared, not what the others read"
             )
     return out
 
 
-def distinct_zeros(source: Path, out: Path) -> int:
-    """Copy a checkpoint so that no two of its all-zero matrices are equal bit for bit, and none of what it
-    computes changes.
+def distinct_zeros(source: Path, out: Path, mark: float = -0.0) -> int:
+    """Copy a checkpoint so that no two of its all-zero matrices are equal bit for bit.
 
     The writer of OpenVINO's format stores equal constants once, so the zero matrices of an inflated
-    checkpoint (`scale_pair.py`) would be read from the cache and not from memory. The n-th of them gets a
-    negative zero at place n.
+    checkpoint (`scale_pair.py`) would be read from the cache and not from memory.
+
+    Args:
+        mark: The n-th of them gets this number at place n. A negative zero changes no product.
 
     Returns:
         Bytes of all tensors.
@@ -182,6 +196,6 @@ def distinct_zeros(source: Path, out: Path) -> int:
     tensors = load_file(source / "model.safetensors")
     zeros = [tensor for tensor in tensors.values() if not tensor.any()]
     for place, tensor in enumerate(zeros):
-        tensor.view(-1)[place] = -torch.zeros((), dtype=tensor.dtype)
+        tensor.view(-1)[place] = mark
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return sum(math.prod(tensor.shape) * tensor.itemsize for tensor in tensors.values())

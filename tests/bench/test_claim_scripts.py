@@ -127,6 +127,7 @@ def test_a_rehearsal_has_its_own_values_of_options(capsys: pytest.CaptureFixture
         (claim_memory.CLAIM, [], ["tinystories"]),
         (claim_peers.CLAIM, [], []),
         (claim_peers.CLAIM, ["--draft", "small", "--text", "code"], ["small", "code"]),
+        (claim_peers.CLAIM, ["--weights", "int8", "int4"], ["int8", "int4"]),
         (claim_serving.CLAIM, [], []),
         (claim_serving.CLAIM, ["--part", "trace", "--clock", "profile"], ["trace", "profile"]),
         (claim_single_stream.CLAIM, [], []),

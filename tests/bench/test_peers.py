@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from bench.claim_peers import CHAIN_ARM, CLAIM, TREE_ARM, arms_summary, goals, num_tuning_prompts, ratios
 from bench.lib.arms import PLAIN_ARM
 from bench.lib.harness import Arm, Generation, Rounds, interleave
+from bench.lib.headlines import CLAIMS
 from bench.peers import openvino, openvino_child
 from bench.peers.llama_cpp import LlamaCpp, llama_cpp_peer, without_end, write_generation
 from bench.peers.processes import JsonLines, Peer, PeerError, run_logged
@@ -165,7 +166,7 @@ def test_weights_that_shrank_in_conversion_are_refused(
     monkeypatch.setenv("YGG_HOME", str(tmp_path / "home"))
     save_file({"a": torch.ones(16)}, tmp_path / "model.safetensors")
     logged: list[str] = []
-    with pytest.raises(PeerError, match="63 bytes of weights for the 64"):
+    with pytest.raises(PeerError, match="63 bytes of bf16 weights for the 64"):
         openvino.converted(
             executable(tmp_path / "bin" / "shrinks", EXPORTER.format(63)), tmp_path, logged.append
         )
@@ -173,6 +174,23 @@ def test_weights_that_shrank_in_conversion_are_refused(
     folders = {openvino.converted(whole, tmp_path, logged.append) for _ in range(2)}
     assert len(folders) == 1
     assert len(logged) == 2, "converted once, after the refusal"
+
+
+@pytest.mark.parametrize(("num_bytes", "is_refused"), [(15, True), (16, False), (63, False), (64, True)])
+def test_rounded_weights_are_as_large_as_their_numbers_and_smaller_than_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, is_refused: bool
+) -> None:
+    """64 bytes of bf16 are 16 of int4."""
+    monkeypatch.setenv("YGG_HOME", str(tmp_path / "home"))
+    save_file({"a": torch.ones(32, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    script = f"assert sys.argv[-2] == '1.0', sys.argv\n{EXPORTER.format(num_bytes)}"
+    python = executable(tmp_path / "bin" / "rounds", f"import sys\n{script}")
+    arguments = (python, tmp_path, lambda line: None, "int4")
+    if is_refused:
+        with pytest.raises(PeerError, match=f"{num_bytes} bytes of int4 weights for the 64"):
+            openvino.converted(*arguments)
+    else:
+        assert (openvino.converted(*arguments) / "openvino_model.bin").stat().st_size == num_bytes
 
 
 def test_an_environment_is_made_once_and_a_failing_pip_is_one_line(
@@ -292,6 +310,22 @@ def test_llama_cpp_is_converted_served_and_asked(
     assert peer.record["version"] == ["version: 1"]
 
 
+def test_llama_cpp_rounds_a_file_once_and_names_a_missing_program(tmp_path: Path) -> None:
+    server = executable(tmp_path / "bin" / "llama-server", "")
+    (tmp_path / "model.gguf").write_text("bf16")
+    logged: list[str] = []
+    found = LlamaCpp(server, tmp_path)
+    with pytest.raises(PeerError, match="no llama-quantize there"):
+        found.rounded(tmp_path / "model.gguf", "Q4_0", logged.append)
+    executable(
+        tmp_path / "bin" / "llama-quantize",
+        "import pathlib, sys\npathlib.Path(sys.argv[2]).write_text(sys.argv[3])\n",
+    )
+    files = {found.rounded(tmp_path / "model.gguf", "Q4_0", logged.append) for _ in range(2)}
+    assert [path.read_text() for path in files] == ["Q4_0"]
+    assert len(logged) == 1
+
+
 def test_older_servers_are_spoken_to_in_their_words(tmp_path: Path) -> None:
     old = LlamaCpp(executable(tmp_path / "llama-server", "print('--draft-max N')"), tmp_path)
     assert old.draft_options(tmp_path / "draft", 5)[2:4] == ["--draft-max", "5"]
@@ -404,6 +438,27 @@ def test_goals_compare_what_was_measured(measured: tuple[Rounds, list[Peer]]) ->
     assert len(reached) == 5
     assert all(reached.values())
     assert "plain_over_llama_cpp_plain" not in goals(ratios(rounds, peers[:1]))
+
+
+def test_rounded_weights_have_goals_of_their_own(measured: tuple[Rounds, list[Peer]]) -> None:
+    found = ratios(*measured)
+    int4 = goals(found, weights="int4", tree_tok_per_s=349.0)
+    assert (int4["tree_tok_per_s"]["wanted"], int4["tree_tok_per_s"]["reached"]) == (350, False)
+    assert int4["plain_over_llama_cpp_plain"]["wanted"] == 1.1
+    assert "speculative_over_plain" not in int4
+    assert "tree_tok_per_s" not in goals(found, weights="int8")
+
+
+def test_the_headline_is_the_closest_of_the_formats(measured: tuple[Rounds, list[Peer]]) -> None:
+    rounds, peers = measured
+    found = ratios(rounds, peers)
+    block = {"ratios": found, "goals": goals(found)}
+    name = "speculative_over_best_peer_speculative"
+    close = {**found, name: {**found[name], "median": 1.2}}
+    formats = {"int8": block, "int4": {"ratios": close, "goals": goals(close)}}
+    headline = CLAIMS["peers"].read({"formats": formats})
+    assert (headline.value, headline.held, headline.missed) == (1.2, False, (1, 10))
+    assert CLAIMS["peers"].read(block).value == 3.2
 
 
 def test_a_draft_is_a_known_one_or_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

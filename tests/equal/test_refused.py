@@ -35,8 +35,7 @@ def refused_configs() -> dict[str, tuple[Any, str]]:
     """A configuration and what the error contains about it."""
     import transformers as t
 
-    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    hqq = {"quant_method": "hqq"}
     return {
         "soft caps": (t.Gemma2Config(**SIZES, head_dim=16), "soft-capped attention scores"),
         "encoder-decoder": (
@@ -63,8 +62,7 @@ def refused_configs() -> dict[str, tuple[Any, str]]:
             t.BioGptConfig(vocab_size=384, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
             "attention cannot be replaced,",
         ),
-        "gptq": (t.LlamaConfig(**SIZES, quantization_config=gptq), r"quantized weights \(gptq\)"),
-        "awq": (t.LlamaConfig(**SIZES, quantization_config=awq), r"quantized weights \(awq\)"),
+        "quantised": (t.LlamaConfig(**SIZES, quantization_config=hqq), r"quantized weights \(hqq\)"),
         "multimodal": (t.Gemma3Config(), "multimodal"),
         "heads of 24": (t.LlamaConfig(**{**SIZES, "hidden_size": 96}), "head dimension of 24"),
     }
@@ -72,7 +70,7 @@ def refused_configs() -> dict[str, tuple[Any, str]]:
 
 @pytest.mark.parametrize("name", (
     "soft caps", "encoder-decoder", "mixture of experts", "qwen3 mixture of experts", "state space",
-    "latent attention", "chunks", "hybrid", "alibi", "own attention", "gptq", "awq", "multimodal",
+    "latent attention", "chunks", "hybrid", "alibi", "own attention", "quantised", "multimodal",
     "heads of 24",
 ))  # fmt: skip
 def test_a_model_that_is_not_supported_is_refused_by_its_feature(tmp_path: Path, name: str) -> None:

@@ -41,10 +41,8 @@ def add_parser(verbs: Any) -> None:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", nargs="?", help="folder or hub id of the target model")
-    parser.add_argument(
-        "draft", nargs="?", help="folder or hub id of a small model with the same tokenizer"
-    )
+    parser.add_argument("target", nargs="?", help="folder, GGUF file or hub id of the target model")
+    parser.add_argument("draft", nargs="?", help="the same of a small model with the same tokenizer")
     parser.add_argument(
         "--name",
         help="name of the pair (default: the target's folder name, and the formats of rounded weights)",
@@ -91,7 +89,8 @@ def add_parser(verbs: Any) -> None:
         choices=WEIGHTS,
         default=defaults.weights,
         help="on a cpu, the target's weights: bf16 keeps them (in --dtype); int8 and int4 round them, so "
-        "fewer bytes are read and the text changes a little; `ygg show pair` has the perplexity "
+        "fewer bytes are read and the text changes a little; `ygg show pair` has the perplexity. A "
+        "checkpoint that is quantised is read in --dtype; if it has 4 bits, int4 keeps its numbers "
         "(default: %(default)s)",
     )
     parser.add_argument(

@@ -43,11 +43,16 @@ COLUMNS = 16  # output columns of a panel
 WORD = 4  # weights of a word
 SCALE_BYTES = 2 * COLUMNS
 LARGEST_ROUNDED = 127.0  # of a row's numbers; -128 does not occur
+MOST_STEPS = 8  # 16 levels are the multiples from -8 to 7 of a step
+OFF_STEP = 1 / 120  # of a multiple, relative; the rounding to bf16 of two numbers is 1 / 128
+FEW = 4  # weights of a group that are looked at first
 NO_SIZE = 1e-30  # rows of smaller numbers count as zeros: their reciprocals are not finite
 
 
 def quantise_weight(weight_OI: Tensor, bits: int) -> Tensor:
     """Round a linear layer's weight to the nearest multiples of its groups' scales, and pack it.
+
+    A group that has 16 levels already, as those of a checkpoint of 4 bits have, keeps its whole numbers.
 
     Args:
         weight_OI: (out_features, in_features), finite, of any floating type.
@@ -62,7 +67,8 @@ def quantise_weight(weight_OI: Tensor, bits: int) -> Tensor:
     padding = (0, -in_features % GROUP, 0, -out_features % COLUMNS)
     weight_OGK = _grouped(functional.pad(weight_OI.float(), padding))
     zero = 1 << (bits - 1)
-    scale_OG = (weight_OGK.abs().amax(dim=-1) / (zero - 1)).bfloat16()
+    step_OG = _steps(weight_OGK)
+    scale_OG = torch.where(step_OG > 0, step_OG, weight_OGK.abs().amax(dim=-1) / (zero - 1)).bfloat16()
     divisor_OG = torch.where(scale_OG == 0, 1.0, scale_OG.float())
     value_OGK = (weight_OGK / divisor_OG[..., None]).round().clamp(-zero, zero - 1)
     words = (value_OGK.shape[1], GROUP // WORD, WORD)
@@ -72,6 +78,38 @@ def quantise_weight(weight_OI: Tensor, bits: int) -> Tensor:
         line_PGSCJ = line_PGSCJ[:, :, ::2] | line_PGSCJ[:, :, 1::2] << 4
     scale_PGC = scale_OG.view(-1, COLUMNS, scale_OG.shape[1]).transpose(1, 2).contiguous()
     return torch.cat([scale_PGC.view(torch.int8), line_PGSCJ.flatten(2).view(torch.int8)], dim=2)
+
+
+def _steps(weight_OGK: Tensor) -> Tensor:
+    """The number (O, G) of which all weights of a group are multiples from -8 to 7; 0 if there is none.
+
+    Weights and their largest may be rounded to bf16, so multiples are whole up to `OFF_STEP`; the number is
+    that of least squares.
+    """
+    largest_OG = weight_OGK.abs().amax(dim=-1)
+    step_OG = torch.zeros_like(largest_OG)
+    for most in range(MOST_STEPS, 0, -1):
+        inverse_OG = most / largest_OG
+        # nearly all other groups have a number among their first ones that is no multiple
+        _, maybe_OG = _multiples(weight_OGK[..., :FEW], inverse_OG)
+        maybe_OG &= largest_OG > NO_SIZE
+        weight_RK = weight_OGK[maybe_OG]
+        whole_RK, fits_R = _multiples(weight_RK, inverse_OG[maybe_OG])
+        fitted_R = (whole_RK * weight_RK).sum(dim=-1) / whole_RK.square().sum(dim=-1)
+        step_OG[maybe_OG] = torch.where(fits_R, fitted_R, step_OG[maybe_OG])
+    return step_OG
+
+
+def _multiples(weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest whole multiples (..., K) of steps (...), and whether all weights of a group are such.
+
+    Args:
+        inverse: (...), of the steps.
+    """
+    multiple = weight * inverse[..., None]
+    whole = multiple.round()
+    is_near = multiple.sub_(whole).abs_() <= OFF_STEP * whole.abs()
+    return whole, is_near.all(dim=-1) & (whole.amax(dim=-1) < MOST_STEPS)
 
 
 def _grouped(numbers_RI: Tensor) -> Tensor:

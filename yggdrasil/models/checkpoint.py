@@ -17,7 +17,7 @@ import torch
 from yggdrasil.errors import BrokenCheckpoint, ConfigError, first_line
 from yggdrasil.models.hub import read_json
 
-__all__ = ["check_pointers", "check_weights"]
+__all__ = ["check_pointers", "check_weights", "expected_shapes", "weight_files"]
 
 POINTER = b"version https://git-lfs"
 INDEX = ".index.json"
@@ -41,15 +41,20 @@ def check_weights(folder: Path, config: Any) -> None:
             shape.
         ConfigError: transformers cannot build a model from the configuration.
     """
-    expected = _expected_shapes(folder, config)
-    for path in _weight_files(folder):
+    expected = expected_shapes(folder, config)
+    for path in weight_files(folder):
         for name, shape in _stored_shapes(path):
             if name in expected and shape != expected[name]:
                 sizes = [" x ".join(map(str, each)) or "a number" for each in (shape, expected[name])]
                 raise BrokenCheckpoint(path, f"{name} is {sizes[0]}, where config.json makes it {sizes[1]}")
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder that transformers would load weights from.
+
+    Raises:
+        BrokenCheckpoint: there are none, or one is missing.
+    """
     for name in WEIGHTS:
         if (folder / name).is_file():
             return [folder / name]
@@ -104,7 +109,12 @@ def _header(path: Path) -> dict[str, Any]:
     return entries
 
 
-def _expected_shapes(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
+def expected_shapes(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's tensors by its configuration.
+
+    Raises:
+        ConfigError: transformers cannot build a model from it.
+    """
     from transformers import AutoModelForCausalLM
 
     try:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from yggdrasil.errors import BrokenCheckpoint, ConfigError, first_line
+from yggdrasil.store.sources import is_gguf
 
 __all__ = ["check_name", "hub_reason", "read_json"]
 
@@ -21,19 +22,19 @@ CONNECT_SECONDS = 3.0
 
 
 def check_name(name: str) -> None:
-    """Check that `name` is a folder or a valid hub id; go offline if the hub does not answer.
+    """Check that `name` is a folder, a GGUF file or a valid hub id; go offline if the hub does not answer.
 
     Offline, only files that were downloaded before are found. Online, retries would take half a minute per
     file.
 
     Raises:
-        ConfigError: `name` is neither a folder nor a valid hub id.
+        ConfigError: `name` is none of them.
     """
-    if Path(name).is_dir():
+    if Path(name).is_dir() or is_gguf(name):
         return
     if Path(name).exists() or not HUB_ID.fullmatch(name):
-        reason = "it is a file" if Path(name).exists() else "there is no such folder"
-        allowed = "a folder with a config.json, or the id of a model on the hub"
+        reason = "it is another file" if Path(name).exists() else "there is no such folder"
+        allowed = "a folder with a config.json, a GGUF file, or the id of a model on the hub"
         raise ConfigError("model", name, allowed, reason)
     if not _hub_answers():
         _stay_offline()
@@ -100,6 +101,8 @@ def read_json(name: str, file: str) -> dict[str, Any] | None:
 
 
 def _find(name: str, file: str) -> Path | None:
+    if is_gguf(name):
+        return None
     if Path(name).is_dir():
         path = Path(name) / file
         return path if path.is_file() else None

@@ -1,4 +1,6 @@
-"""Load a causal LM from a folder or a hub id, refuse unsupported ones, replace its linear layers."""
+"""Load a causal LM from a folder, a hub id or a GGUF file, refuse unsupported ones, replace its linear
+layers.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,13 @@ from torch import Tensor, nn
 from yggdrasil.errors import BrokenCheckpoint, ConfigError, ModelMismatch, UnsupportedModel, first_line
 from yggdrasil.kernels.linear import PackedLinear
 from yggdrasil.models.attention import IMPLEMENTATION, register_attention
-from yggdrasil.models.checkpoint import check_pointers
+from yggdrasil.models.checkpoint import check_pointers, expected_shapes, weight_files
+from yggdrasil.models.gguf import check_gguf, check_whole, gguf_format
 from yggdrasil.models.hub import check_name, hub_reason
+from yggdrasil.models.quantised import Scheme, plain_weights, scheme_of
 from yggdrasil.models.sharding import shard_
 from yggdrasil.models.support import check_supported
+from yggdrasil.store.sources import is_gguf, loader_arguments
 
 __all__ = [
     "check_vocabularies",
@@ -28,24 +33,32 @@ __all__ = [
     "outline_model",
     "pack_linears_",
     "shared_vocab",
+    "stored_format",
 ]
 
 
 def load_config(name: str) -> Any:
-    """The transformers configuration of a folder or hub id, after the checks of support.py.
+    """The transformers configuration of a model, after the checks of support.py.
+
+    Quantised weights are read as ordinary ones, so the configuration is that of an ordinary model.
+
+    Args:
+        name: Folder, hub id or GGUF file.
 
     Raises:
-        ConfigError: there is no such folder, and no such model on the hub.
+        ConfigError: there is no such folder or file, and no such model on the hub.
         BrokenCheckpoint: files of the folder are pointers of Git LFS.
-        UnsupportedModel: this runtime would decode the architecture wrongly.
+        UnsupportedModel: this runtime would read or decode it wrongly.
     """
     from transformers import AutoConfig
 
     check_name(name)
     if Path(name).is_dir():
         check_pointers(Path(name))
+    if is_gguf(name):
+        check_gguf(name)
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(**loader_arguments(name), trust_remote_code=False)
     # code of the architecture checks the configuration and may raise any error
     except Exception as error:
         if "trust_remote_code" in str(error):
@@ -54,18 +67,34 @@ def load_config(name: str) -> Any:
         allowed = "a folder with a config.json that transformers reads, or the id of a model on the hub"
         raise ConfigError("model", name, allowed, reason) from None
     check_supported(name, config)
+    if is_gguf(name):
+        # the class's default, which the file does not have; the tokenizer knows the file's own
+        config.eos_token_id = None
+    elif hasattr(config, "quantization_config"):
+        del config.quantization_config
     return config
+
+
+def stored_format(name: str) -> str:
+    """The format of a model's weights if they are quantised, such as "GPTQ int4, groups of 128"; or empty.
+
+    Args:
+        name: Folder, hub id or GGUF file.
+    """
+    return gguf_format(name) if is_gguf(name) else str(scheme_of(name) or "")
 
 
 def load_model(name: str, *, dtype: torch.dtype) -> Any:
     """The unmodified transformers model, in evaluation mode, with tree attention.
+
+    Args:
+        name: Folder, hub id or GGUF file.
 
     Raises:
         ConfigError: transformers cannot load it as a causal LM.
         BrokenCheckpoint: tensors are missing, have another shape, or have no place in the model.
         UnsupportedModel: this runtime would decode the architecture wrongly.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     # our own progress display shows the loading
@@ -75,22 +104,51 @@ def load_model(name: str, *, dtype: torch.dtype) -> Any:
     try:
         # transformers only warns about missing tensors; _check_whole makes an error of them
         with _only_errors():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name,
-                config=config,
-                dtype=dtype,
-                attn_implementation=IMPLEMENTATION,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
+            model, found = _loaded(name, config, dtype)
     except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise ConfigError("model", name, "a causal LM that transformers loads", first_line(error)) from None
-    model, found = loaded
     _check_whole(name, model, found)
+    if is_gguf(name):
+        check_whole(name, model)
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(name, "a model without an output embedding")
     return model.eval().requires_grad_(False)
+
+
+def _loaded(name: str, config: Any, dtype: torch.dtype) -> tuple[Any, Mapping[str, Any]]:
+    """The model and what transformers reports about its tensors."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    options: dict[str, Any] = {
+        "config": config,
+        "dtype": dtype,
+        "attn_implementation": IMPLEMENTATION,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }
+    scheme = scheme_of(name)
+    if scheme is None:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **loader_arguments(name), trust_remote_code=False, **options
+        )
+    else:
+        tensors = _plain_weights(name, scheme, config, dtype)
+        architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        loaded = architecture.from_pretrained(None, state_dict=tensors, **options)
+    model, found = loaded
+    return model, found
+
+
+def _plain_weights(name: str, scheme: Scheme, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    files = weight_files(folder)
+    if any(path.suffix != ".safetensors" for path in files):
+        raise UnsupportedModel(name, f"a checkpoint of {scheme} in a pickle")
+    return plain_weights(name, scheme, files, expected_shapes(folder, config).keys(), dtype)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from yggdrasil.errors import UnsupportedModel
 from yggdrasil.kv import KVShape
+from yggdrasil.models.quantised import check_scheme
 
 __all__ = ["ContextLimit", "check_supported", "context_limits", "kv_shape"]
 
@@ -50,10 +51,9 @@ class ContextLimit(NamedTuple):
 
 
 def check_supported(name: str, config: Any) -> None:
-    """Raises UnsupportedModel for features that tree attention does not support; nothing is loaded."""
+    """Raises UnsupportedModel for what this runtime does not read or decode; nothing is loaded."""
     if getattr(config, "quantization_config", None) is not None:
-        method = _quantization(config.quantization_config)
-        raise UnsupportedModel(name, f"a checkpoint with quantized weights ({method})")
+        check_scheme(name, config.quantization_config)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(name, "an encoder-decoder")
     if getattr(config, "is_heterogeneous", False):
@@ -77,12 +77,6 @@ def check_supported(name: str, config: Any) -> None:
     if head_dim % HEAD_DIM_STEP:
         feature = f"a head dimension of {head_dim}, which is no multiple of {HEAD_DIM_STEP},"
         raise UnsupportedModel(name, feature)
-
-
-def _quantization(settings: Any) -> str:
-    is_dict = isinstance(settings, dict)
-    method = settings.get("quant_method") if is_dict else getattr(settings, "quant_method", None)
-    return str(getattr(method, "value", method) or "method not named")
 
 
 def _check_class(name: str, config: Any) -> None:

@@ -16,12 +16,13 @@ from yggdrasil.errors import ArtifactError, BrokenCheckpoint, ConfigError, Model
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.checkpoint import check_weights
 from yggdrasil.models.defaults import end_tokens, request_defaults, unapplied_defaults
-from yggdrasil.models.load import check_vocabularies, load_config, shared_vocab
+from yggdrasil.models.load import check_vocabularies, load_config, shared_vocab, stored_format
 from yggdrasil.models.sharding import check_divisible
 from yggdrasil.models.support import context_limits, kv_shape
 from yggdrasil.offline.traces import BUNDLED_TEXT, CALIBRATION_TEXT
 from yggdrasil.store import artifacts
 from yggdrasil.store.digests import KnownFile, read_files
+from yggdrasil.store.sources import is_gguf
 from yggdrasil.text.tokenizer import load_tokenizer
 
 __all__ = [
@@ -61,8 +62,14 @@ def describe_pair(
     draft_config = load_config(draft)
     check_divisible(target_config, config.ranks)
     tokenizer = load_tokenizer(target)
-    check_vocabularies(target_config, draft_config, common_ids(tokenizer, draft))
-    notes = [_absent_tokens(target, tokenizer, target_config.vocab_size), unapplied_defaults(target)]
+    ids = common_ids(tokenizer, draft, target_config.vocab_size)
+    check_vocabularies(target_config, draft_config, ids)
+    notes = [
+        _stored_note("the target", target, config.dtype),
+        _stored_note("the draft", draft, config.dtype),
+        _absent_tokens(target, tokenizer, target_config.vocab_size),
+        unapplied_defaults(target),
+    ]
     eos_tokens = end_tokens(target, target_config, tokenizer)
     context_len = max_context(config, {target: target_config, draft: draft_config})
     config = replace(config, max_context=context_len)
@@ -97,19 +104,25 @@ def describe_pair(
     )
 
 
+def _stored_note(which: str, model: str, dtype: str) -> str:
+    """A note on the quantised weights of a checkpoint; empty if it has none."""
+    found = stored_format(model)
+    return f"{which}'s checkpoint has quantised weights ({found}), read as {dtype}" if found else ""
+
+
 def resolved(model: str) -> str:
-    """Absolute path of a local folder; a hub id stays as it is.
+    """Absolute path of a local folder or GGUF file; a hub id stays as it is.
 
     Raises:
         ConfigError: no path can be that long.
     """
     try:
-        is_folder = Path(model).is_dir()
+        is_here = Path(model).is_dir() or is_gguf(model)
     except OSError as error:
         raise ConfigError(
             "model", model, f"a folder, or the id of a model on the hub ({error.strerror})"
         ) from None
-    return str(Path(model).resolve()) if is_folder else model
+    return str(Path(model).resolve()) if is_here else model
 
 
 def _check_device(config: CompileConfig) -> None:
@@ -118,11 +131,14 @@ def _check_device(config: CompileConfig) -> None:
         raise ConfigError("device", "cuda", allowed, "ygg compile TARGET DRAFT --device cpu")
 
 
-def common_ids(tokenizer: Any, draft: str) -> int | None:
+def common_ids(tokenizer: Any, draft: str, vocab: int) -> int | None:
     """Number of token ids that both tokenizers share: the largest id plus one.
 
     Args:
-        draft: Folder or hub id; a folder without a tokenizer was trained on the target's and gives None.
+        draft: Folder, hub id or GGUF file; a folder without a tokenizer was trained on the target's and
+            gives None.
+        vocab: V of the target. Ids above it stand for nothing that it reads or writes: transformers adds
+            one to the tokenizers of some GGUF files.
 
     Raises:
         ModelMismatch: names the first token that differs.
@@ -130,7 +146,7 @@ def common_ids(tokenizer: Any, draft: str) -> int | None:
     if Path(draft).is_dir() and not any(Path(draft).glob("tokenizer*")):
         return None
     ours, theirs = (
-        {token: repr(text) for text, token in each.get_vocab().items()}
+        {token: repr(text) for text, token in each.get_vocab().items() if token < vocab}
         for each in (tokenizer, load_tokenizer(draft))
     )
     for token in sorted(ours.keys() | theirs.keys()):
@@ -240,6 +256,8 @@ def _known_sources(name: str) -> list[KnownFile]:
 
 def model_files(model: str) -> list[Path]:
     """Configuration and weight files of a local model; none for a hub id."""
+    if is_gguf(model):
+        return [Path(model)]
     folder = Path(model)
     entries = folder.iterdir() if folder.is_dir() else []
     return sorted(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from yggdrasil.errors import ArtifactError, ConfigError, UnsupportedModel, first_line
+from yggdrasil.store.sources import loader_arguments
 
 __all__ = ["TextStream", "Tokenizer", "load_tokenizer"]
 
@@ -242,7 +243,7 @@ def _byte_of_letter() -> dict[str, int]:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The transformers fast tokenizer of a model folder or hub id; it neither truncates nor pads.
+    """The transformers fast tokenizer of a folder, hub id or GGUF file; it neither truncates nor pads.
 
     Raises:
         ConfigError: it is missing, cannot be read, or has no `tokenizer.json` form.
@@ -251,7 +252,7 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(**loader_arguments(name), trust_remote_code=False)
     except Exception as error:  # the library raises a bare Exception for a file that it cannot read
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(name, "a tokenizer that brings code of its own to run") from None

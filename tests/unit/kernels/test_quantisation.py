@@ -44,6 +44,31 @@ def test_a_quantised_weight_is_off_by_half_a_step_at_most(
     assert ((near_OI[:out_features, :in_features] - weight_OI).abs() <= half_step_OI + cut_OI).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS.values())
+@pytest.mark.parametrize("levels", ((-8, 7), (-7, 7), (-3, 2), (0, 1)))
+def test_weights_of_16_levels_keep_their_numbers(
+    levels: tuple[int, int], bits: int, dtype: torch.dtype
+) -> None:
+    """As those of a checkpoint of 4 bits, with an fp16 scale for 128 of them."""
+    number_OI = torch.randint(levels[0], levels[1] + 1, (50, 384))
+    scale_OI = (torch.rand(50, 3) + 0.01).half().float().repeat_interleave(128, dim=1)
+    weight_OI = (number_OI * scale_OI).to(dtype)
+    value_OGK, step_OG = unpack_quantised(quantise_weight(weight_OI, bits))
+    near_OI = (value_OGK * step_OG[..., None]).flatten(1)[:50]
+    torch.testing.assert_close(near_OI, number_OI * scale_OI, rtol=2**-7, atol=0)
+    # a group without its largest levels may have a multiple of the step
+    multiple_OI = number_OI / value_OGK.flatten(1)[:50].where(number_OI != 0, 1)
+    assert torch.equal(multiple_OI, multiple_OI.round())
+
+
+def test_a_group_of_other_numbers_is_rounded_to_its_largest() -> None:
+    weight_OI = torch.randn(64, 512)
+    _, scale_OG = unpack_quantised(quantise_weight(weight_OI, 4))
+    largest_OG = weight_OI.unflatten(1, (-1, GROUP)).abs().amax(dim=-1)
+    assert torch.equal(scale_OG, (largest_OG / 7).bfloat16().float())
+
+
 @pytest.mark.parametrize(("name", "bytes_each"), [("int8", 1.0625), ("int4", 0.5625)])
 def test_a_scale_of_two_bytes_is_stored_for_every_32_weights(name: str, bytes_each: float) -> None:
     packed = quantise_weight(torch.randn(64, 256), BITS[name])

@@ -42,6 +42,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, llama_folders: tuple[st
     monkeypatch.setattr(
         inputs, "load_tokenizer", lambda name: load_tokenizer(llama_folders[1] if name in commits else name)
     )
+    monkeypatch.setattr(inputs, "stored_format", lambda name: "")
     monkeypatch.setattr(
         "transformers.utils.hub.cached_file",
         lambda name, file: str(tmp_path / "snapshots" / commits[name] / file),
@@ -157,13 +158,15 @@ def test_different_tokenizers_are_refused_with_the_first_token_that_differs(
     tmp_path: Path, llama_folders: tuple[str, str]
 ) -> None:
     tokenizer = load_tokenizer(llama_folders[0])
-    assert common_ids(tokenizer, llama_folders[1]) == tiny_pair.VOCAB
+    assert common_ids(tokenizer, llama_folders[1], tiny_pair.VOCAB) == tiny_pair.VOCAB
     tokenizer.add_tokens(["<|new|>"])
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(
         ModelMismatch, match=r"tokenizer: token 384 differs: the target has none, the draft has '<\|new\|>'"
     ):
-        common_ids(load_tokenizer(llama_folders[0]), str(tmp_path))
+        common_ids(load_tokenizer(llama_folders[0]), str(tmp_path), tiny_pair.VOCAB + 1)
+    # an id without an embedding in the target stands for nothing
+    assert common_ids(load_tokenizer(llama_folders[0]), str(tmp_path), tiny_pair.VOCAB) == tiny_pair.VOCAB
 
 
 def test_a_calibration_text_without_two_tokens_is_refused_by_its_path(

@@ -1,0 +1,284 @@
+"""Quantised checkpoints have the weights that their formats define; what is not read is refused by name.
+
+Shapes: O = output features, I = input features.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stored
+import torch
+from conftest import TINY
+from safetensors.torch import load_file, save_file
+
+from yggdrasil.config import CompileConfig
+from yggdrasil.errors import BrokenCheckpoint, ConfigError, UnsupportedModel
+from yggdrasil.models import gguf
+from yggdrasil.models.defaults import end_tokens
+from yggdrasil.models.load import load_config, load_model, pack_linears_, stored_format
+from yggdrasil.models.proof import check_forward, expected_passages
+from yggdrasil.models.support import kv_shape
+from yggdrasil.offline.inputs import describe_pair
+from yggdrasil.offline.traces import CALIBRATION_TEXT
+from yggdrasil.text.tokenizer import load_tokenizer
+
+HAS_GGUF = all(importlib.util.find_spec(package) for package in ("gguf", "accelerate"))
+needs_gguf = pytest.mark.skipif(not HAS_GGUF, reason="the extra `gguf` is not installed")
+
+
+@pytest.fixture
+def source(llama_folders: tuple[str, str]) -> Path:
+    return Path(llama_folders[0])
+
+
+def change(folder: Path, edit: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", stored.FORMATS)
+def test_a_weight_is_the_number_times_its_scale_rounded_once(
+    source: Path, tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    weights = stored.save_stored(source, tmp_path / "model", name)
+    model = load_model(str(tmp_path / "model"), dtype=dtype)
+    loaded = model.state_dict()
+    assert len(weights) == 2 * 7
+    for key, weight_OI in weights.items():
+        assert torch.equal(loaded[key], weight_OI.to(dtype)), key
+    for key, tensor in load_file(source / "model.safetensors").items():
+        assert key in weights or torch.equal(loaded[key], tensor.to(dtype)), key
+    assert stored_format(str(tmp_path / "model")) == name
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_forward_of_a_quantised_checkpoint_is_proved(source: Path, tmp_path: Path) -> None:
+    stored.save_stored(source, tmp_path / "model", "GPTQ int4, groups of 32")
+    name = str(tmp_path / "model")
+    model = load_model(name, dtype=torch.bfloat16)
+    passages = expected_passages(name, model, model.config.vocab_size, 256)
+    pack_linears_(model)
+    check_forward(name, model, kv_shape(model.config, 0), passages, 256)
+
+
+def test_the_formats_of_a_pair_are_among_its_notes(
+    llama_folders: tuple[str, str], source: Path, tmp_path: Path
+) -> None:
+    name = "GPTQ int4, groups of 32"
+    stored.save_stored(source, tmp_path / "model", name)
+    bundle = describe_pair(str(tmp_path / "model"), llama_folders[1], "pair", TINY, CALIBRATION_TEXT)
+    assert f"the target's checkpoint has quantised weights ({name}), read as float32" in bundle.notes
+    assert not any("the draft's checkpoint" in note for note in bundle.notes)
+
+
+def test_zero_points_of_the_second_gptq_format_are_stored_as_they_are(source: Path, tmp_path: Path) -> None:
+    weights = stored.save_stored(source, tmp_path / "model", "GPTQ int4, groups of 32")
+    stored.set_config(
+        tmp_path / "model", quantization_config={**stored.GPTQ, "checkpoint_format": "gptq_v2"}
+    )
+    with pytest.raises(UnsupportedModel, match=r"GPTQ checkpoint with zero points \(in model.layers.0"):
+        load_model(str(tmp_path / "model"), dtype=torch.float32)
+    change(
+        tmp_path / "model",
+        lambda tensors: [
+            tensor.add_(0x11111111) for key, tensor in tensors.items() if key.endswith("qzeros")
+        ],
+    )
+    loaded = load_model(str(tmp_path / "model"), dtype=torch.float32).state_dict()
+    assert all(torch.equal(loaded[key], weight) for key, weight in weights.items())
+
+
+def test_a_bias_of_zeros_without_a_place_is_left_out_and_another_is_refused(
+    source: Path, tmp_path: Path
+) -> None:
+    stored.save_stored(source, tmp_path / "model", "GPTQ int4, groups of 32")
+    bias = "model.layers.1.mlp.up_proj.bias"
+    change(tmp_path / "model", lambda tensors: tensors.update({bias: torch.zeros(128)}))
+    load_model(str(tmp_path / "model"), dtype=torch.float32)
+    change(tmp_path / "model", lambda tensors: tensors[bias].fill_(1.0))
+    with pytest.raises(BrokenCheckpoint, match=bias):
+        load_model(str(tmp_path / "model"), dtype=torch.float32)
+
+
+def compressed(**changes: Any) -> dict[str, Any]:
+    return {**stored.compressed_settings(), **changes}
+
+
+REFUSED = {
+    r"with quantized weights \(bitsandbytes\)": {"quant_method": "bitsandbytes"},
+    r"with quantized weights \(method not named\)": {"bits": 4},
+    "a GPTQ checkpoint with 3 bits": {**stored.GPTQ, "bits": 3},
+    "a GPTQ checkpoint with the format 'marlin'": {**stored.GPTQ, "checkpoint_format": "marlin"},
+    r"a GPTQ checkpoint with zero points \(sym = False\)": {**stored.GPTQ, "sym": False},
+    r"a GPTQ checkpoint with rules for single layers \(dynamic\)": {
+        **stored.GPTQ,
+        "dynamic": {"-:lm_head": {}},
+    },
+    "a GPTQ checkpoint with groups of 0": {**stored.GPTQ, "group_size": 0},
+    "a GPTQ checkpoint with groups of 'all'": {**stored.GPTQ, "group_size": "all"},
+    r"an? AWQ checkpoint with zero points \(zero_point = True\)": {**stored.AWQ, "zero_point": True},
+    "an? AWQ checkpoint with the format 'gemv'": {**stored.AWQ, "version": "GEMV"},
+    "a compressed-tensors checkpoint with the format 'int-quantized'": compressed(format="int-quantized"),
+    "a compressed-tensors checkpoint with 2 groups of layers": compressed(
+        config_groups={"one": {}, "two": {}}
+    ),
+    "a compressed-tensors checkpoint with quantized keys and values": compressed(
+        kv_cache_scheme={"num_bits": 8}
+    ),
+    "a compressed-tensors checkpoint with sparse weights": compressed(
+        sparsity_config={"format": "sparse-24-bitmask"}
+    ),
+    "a compressed-tensors checkpoint with quantized activations": compressed(
+        config_groups={"one": {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 8}}}
+    ),
+    "a compressed-tensors checkpoint with 3 bits": stored.compressed_settings(3),
+    "a compressed-tensors checkpoint with weights of type 'float'": stored.compressed_settings(
+        type="float"
+    ),
+    r"a compressed-tensors checkpoint with zero points \(symmetric = False\)": stored.compressed_settings(
+        symmetric=False
+    ),
+    "a compressed-tensors checkpoint with the strategy 'tensor'": stored.compressed_settings(
+        strategy="tensor"
+    ),
+    r"a compressed-tensors checkpoint with groups out of order \(actorder\)": stored.compressed_settings(
+        actorder="group"
+    ),
+}
+
+
+@pytest.mark.parametrize("feature", REFUSED)
+def test_a_scheme_that_is_not_read_is_refused_by_the_configuration(
+    source: Path, tmp_path: Path, feature: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    stored.set_config(folder, quantization_config=REFUSED[feature])
+    with pytest.raises(UnsupportedModel, match=f"{folder}: .*{feature} is not supported") as caught:
+        load_config(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+LAYER = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("part", "change_part", "problem"),
+    [
+        ("g_idx", lambda part: part.flip(0), rf"groups out of order \(in {LAYER}\)"),
+        ("qzeros", lambda part: part + 1, rf"zero points \(in {LAYER}\)"),
+        ("qweight", lambda part: part.short(), "words of torch.int16"),
+    ],
+)
+def test_tensors_that_the_configuration_does_not_promise_are_refused(
+    source: Path, tmp_path: Path, part: str, change_part: Any, problem: str
+) -> None:
+    stored.save_stored(source, tmp_path / "model", "GPTQ int4, groups of 32")
+    key = f"{LAYER}.{part}"
+    change(
+        tmp_path / "model", lambda tensors: tensors.update({key: change_part(tensors[key]).contiguous()})
+    )
+    with pytest.raises(UnsupportedModel, match=f"a GPTQ checkpoint with {problem}"):
+        load_model(str(tmp_path / "model"), dtype=torch.float32)
+
+
+def test_a_stored_layer_without_scales_is_named(source: Path, tmp_path: Path) -> None:
+    stored.save_stored(source, tmp_path / "model", "AWQ int4, groups of 32")
+    change(tmp_path / "model", lambda tensors: tensors.pop(f"{LAYER}.scales"))
+    with pytest.raises(BrokenCheckpoint, match=f"{LAYER} has no scales"):
+        load_model(str(tmp_path / "model"), dtype=torch.float32)
+
+
+def test_a_pickle_of_quantised_weights_is_refused(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    stored.save_stored(source, folder, "GPTQ int4, groups of 32")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match="GPTQ int4, groups of 32 in a pickle"):
+        load_model(str(folder), dtype=torch.float32)
+
+
+@needs_gguf
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("kind", ("Q8_0", "Q4_0", "F16"))
+def test_a_gguf_file_has_the_weights_of_its_blocks(
+    source: Path, tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    path = tmp_path / "model.gguf"
+    weights = stored.save_gguf(source, path, kind)
+    loaded = load_model(str(path), dtype=dtype).state_dict()
+    assert loaded.keys() == weights.keys()
+    for key, weight in weights.items():
+        assert torch.equal(loaded[key], weight.to(dtype)), key
+    assert stored_format(str(path)) == ("" if kind == "F16" else f"GGUF {kind}")
+
+
+@needs_gguf
+def test_a_gguf_file_has_tokenizer_end_and_sizes_of_its_own(source: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.gguf")
+    stored.save_gguf(source, Path(path), "Q8_0")
+    tokenizer = load_tokenizer(path)
+    text = "Once upon a time there was a red fox named Zoë."
+    assert tokenizer(text)["input_ids"] == load_tokenizer(str(source))(text)["input_ids"]
+    assert end_tokens(path, load_config(path), tokenizer) == (0,)
+    bundle = describe_pair(path, path, "pair", CompileConfig(), CALIBRATION_TEXT)
+    assert bundle.kv_target == bundle.kv_draft
+    assert [Path(known.path).name for known in bundle.sources] == ["model.gguf"] * 2
+
+
+@needs_gguf
+def test_other_blocks_of_gguf_are_refused_by_name(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    stored.save_gguf(source, path, "Q5_0")
+    with pytest.raises(UnsupportedModel, match=f"{path}: a GGUF file with tensors of type Q5_0 is not"):
+        load_config(str(path))
+
+
+@needs_gguf
+def test_rotary_settings_that_the_reader_would_drop_are_refused(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    stored.save_gguf(source, path, "Q8_0", llama__rope__scaling__type="yarn")
+    with pytest.raises(UnsupportedModel, match=r"a GGUF file with llama.rope.scaling.type = 'yarn' is not"):
+        load_config(str(path))
+
+
+@needs_gguf
+def test_a_tensor_of_gguf_without_a_place_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    monkeypatch.setitem(stored.NAMES, "rope_freqs", "rope_freqs")
+    folder = tmp_path / "source"
+    stored.shutil.copytree(source, folder)
+    change(folder, lambda tensors: tensors.update({"rope_freqs.weight": torch.ones(8)}))
+    stored.save_gguf(folder, path, "Q8_0")
+    with pytest.raises(UnsupportedModel, match="a GGUF file with 22 tensors for a model of 21"):
+        load_model(str(path), dtype=torch.float32)
+
+
+@needs_gguf
+@pytest.mark.parametrize("kept", (3, 100, -40))
+def test_a_gguf_file_that_ends_early_is_named(source: Path, tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "model.gguf"
+    stored.save_gguf(source, path, "Q8_0")
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(BrokenCheckpoint, match=f"{path}: no whole GGUF file"):
+        load_config(str(path))
+
+
+def test_a_missing_package_is_named_with_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(gguf, "find_spec", lambda package: None if package == "gguf" else object())
+    with pytest.raises(
+        ConfigError, match=r"reading GGUF needs gguf; pip install 'yggdrasil-decoding\[gguf\]'"
+    ):
+        load_config(str(tmp_path / "model.gguf"))
