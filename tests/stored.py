@@ -137,6 +137,49 @@ def save_stored(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
     return weights
 
 
+def save_with_zeros(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
+    """The model in GPTQ's or AWQ's format with random numbers, scales, zeros and, in GPTQ, order of groups.
+
+    Args:
+        name: "gptq", "gptq_v2" or "awq".
+
+    Returns:
+        The weights of the layers, exact in fp32.
+    """
+    shutil.copytree(source, folder)
+    is_awq = name == "awq"
+    settings = {**AWQ, "zero_point": True} if is_awq else {**GPTQ, "sym": False, "desc_act": True}
+    set_config(folder, quantization_config={**settings, "checkpoint_format": name})
+    draw = torch.Generator().manual_seed(1)
+    tensors = {}
+    weights = {}
+    for key, tensor in load_file(source / "model.safetensors").items():
+        layer = key.removesuffix(".weight")
+        if "_proj" not in layer:
+            tensors[key] = tensor
+            continue
+        out_features, in_features = tensor.shape
+        groups = in_features // GROUP
+        number_OI = torch.randint(16, (out_features, in_features), generator=draw)
+        zero_GO = torch.randint(1, 16, (groups, out_features), generator=draw)
+        scale_GO = torch.rand(groups, out_features, generator=draw).half()
+        group_I = torch.arange(in_features) // GROUP
+        if not is_awq:
+            group_I = group_I[torch.randperm(in_features, generator=draw)]
+        weights[key] = (number_OI - zero_GO.T[:, group_I]) * scale_GO.T.float()[:, group_I]
+        parts = {"scales": scale_GO}
+        if is_awq:
+            parts["qweight"] = words(number_OI.T, 4, AWQ_COLUMNS)
+            parts["qzeros"] = words(zero_GO, 4, AWQ_COLUMNS)
+        else:
+            parts["qweight"] = words(number_OI, 4).T.contiguous()
+            parts["qzeros"] = words(zero_GO - int(name == "gptq"), 4)
+            parts["g_idx"] = group_I.int()
+        tensors |= {f"{layer}.{part}": stored for part, stored in parts.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
 def set_config(folder: Path, **changes: Any) -> None:
     """Change the configuration of a model."""
     path = folder / "config.json"

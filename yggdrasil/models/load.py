@@ -20,7 +20,7 @@ from yggdrasil.models.attention import IMPLEMENTATION, register_attention
 from yggdrasil.models.checkpoint import check_pointers, expected_shapes, weight_files
 from yggdrasil.models.gguf import check_gguf, check_whole, gguf_format
 from yggdrasil.models.hub import check_name, hub_reason
-from yggdrasil.models.quantised import Scheme, plain_weights, scheme_of
+from yggdrasil.models.quantised import Scheme, ordinary_weights, scheme_of
 from yggdrasil.models.sharding import shard_
 from yggdrasil.models.support import check_supported
 from yggdrasil.store.sources import is_gguf, loader_arguments
@@ -132,14 +132,14 @@ def _loaded(name: str, config: Any, dtype: torch.dtype) -> tuple[Any, Mapping[st
             **loader_arguments(name), trust_remote_code=False, **options
         )
     else:
-        tensors = _plain_weights(name, scheme, config, dtype)
+        tensors = _ordinary_weights(name, scheme, config, dtype)
         architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         loaded = architecture.from_pretrained(None, state_dict=tensors, **options)
     model, found = loaded
     return model, found
 
 
-def _plain_weights(name: str, scheme: Scheme, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+def _ordinary_weights(name: str, scheme: Scheme, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -148,7 +148,7 @@ def _plain_weights(name: str, scheme: Scheme, config: Any, dtype: torch.dtype) -
     files = weight_files(folder)
     if any(path.suffix != ".safetensors" for path in files):
         raise UnsupportedModel(name, f"a checkpoint of {scheme} in a pickle")
-    return plain_weights(name, scheme, files, expected_shapes(folder, config).keys(), dtype)
+    return ordinary_weights(name, scheme, files, expected_shapes(folder, config).keys(), dtype)
 
 
 @contextmanager

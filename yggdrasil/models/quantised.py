@@ -1,14 +1,15 @@
 """Checkpoints of safetensors whose linear layers are whole numbers with scales.
 
-A weight is number * scale: the exact product, rounded once to the model's dtype. Numbers are packed into
-words of 32 bits, the first one lowest, and stored without sign; their zero is subtracted.
+A weight is (number - zero) * scale: the exact product, rounded once to the dtype of the model. Numbers are
+stored without sign in words of 32 bits, the first one lowest.
 
-    gptq                 qweight (I/8, O)        a word is 8 numbers of a column    scales (G, O)
-    awq                  qweight (I, O/8)        8 columns, in the order AWQ_ORDER  scales (G, O)
+    gptq                 qweight (I/8, O)        a word is 8 numbers of a column    scales, zeros (G, O)
+    awq                  qweight (I, O/8)        8 columns, in the order AWQ_ORDER  scales, zeros (G, O)
     compressed-tensors   weight_packed (O, I/8)  8 numbers of a column; 4 of 8 bits weight_scale (O, G)
 
-A group is `group_len` consecutive numbers along k. What else these formats can say is refused by name: by
-the configuration if that shows it, else when the tensors are read.
+A group is `group_len` consecutive numbers along k, in GPTQ any that `g_idx` lists. Without zero points, the
+zero is in the middle of the range. What else these formats can hold is refused by name: by the
+configuration if that shows it, else when the tensors are read.
 
 Shapes: O = output features, I = input features, G = groups, R = rows, J = words of a row.
 """
@@ -26,7 +27,7 @@ from torch import Tensor
 from yggdrasil.errors import BrokenCheckpoint, UnsupportedModel
 from yggdrasil.models.hub import read_json
 
-__all__ = ["Scheme", "check_scheme", "plain_weights", "scheme_of"]
+__all__ = ["Scheme", "check_scheme", "ordinary_weights", "scheme_of"]
 
 TITLES: Final = {"gptq": "GPTQ", "awq": "AWQ", "compressed-tensors": "compressed-tensors"}
 PARTS: Final = {
@@ -104,7 +105,6 @@ def _gptq(settings: Mapping[str, Any]) -> tuple[dict[str, bool], Scheme]:
     problems = {
         f"{bits} bits": bits != 4,
         f"the format {stored_as!r}": stored_as not in STORED_LESS,
-        "zero points (sym = False)": not settings.get("sym", True),
         "rules for single layers (dynamic)": bool(settings.get("dynamic")),
     }
     return problems, Scheme("gptq", 4, settings.get("group_size", 128), STORED_LESS.get(stored_as, 0))
@@ -113,11 +113,7 @@ def _gptq(settings: Mapping[str, Any]) -> tuple[dict[str, bool], Scheme]:
 def _awq(settings: Mapping[str, Any]) -> tuple[dict[str, bool], Scheme]:
     bits = settings.get("bits")
     stored_as = str(settings.get("version") or "gemm").lower()
-    problems = {
-        f"{bits} bits": bits != 4,
-        f"the format {stored_as!r}": stored_as != "gemm",
-        "zero points (zero_point = True)": bool(settings.get("zero_point", True)),
-    }
+    problems = {f"{bits} bits": bits != 4, f"the format {stored_as!r}": stored_as != "gemm"}
     return problems, Scheme("awq", 4, settings.get("group_size", 128))
 
 
@@ -144,7 +140,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> tuple[dict[str, bool], S
     return problems, Scheme("compressed-tensors", bits if bits == 8 else 4, group_len)
 
 
-def plain_weights(
+def ordinary_weights(
     name: str, scheme: Scheme, files: Iterable[Path], places: Collection[str], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, with an ordinary weight for every stored layer.
@@ -157,7 +153,7 @@ def plain_weights(
         dtype: Of the weights.
 
     Raises:
-        UnsupportedModel: zeros or the order of groups are not those of the scheme.
+        UnsupportedModel: words of another size, or zero points that cannot be known.
         BrokenCheckpoint: a layer lacks a tensor.
     """
     from safetensors import safe_open
@@ -188,34 +184,34 @@ def _check_parts(name: str, scheme: Scheme, layer: str, parts: Mapping[str, Tens
     title = TITLES[scheme.method]
     if words.dtype != torch.int32:
         raise UnsupportedModel(name, f"a {title} checkpoint with words of {words.dtype}")
-    if "qzeros" in parts:
-        zeros = _unpacked(parts["qzeros"], scheme.bits)
-        if (zeros != scheme.zero - scheme.stored_less).any():
-            raise UnsupportedModel(name, f"a {title} checkpoint with zero points (in {layer})")
-    if "g_idx" in parts:
-        place_I = torch.arange(len(parts["g_idx"]))
-        group_I = place_I // scheme.group_len if scheme.group_len > 0 else 0 * place_I
-        if not torch.equal(parts["g_idx"].long(), group_I):
-            raise UnsupportedModel(name, f"a {title} checkpoint with groups out of order (in {layer})")
+    # a zero of 0 was stored as -1, which changed the zeros next to it
+    top = (1 << scheme.bits) - 1
+    if scheme.stored_less and "qzeros" in parts and (_unpacked(parts["qzeros"], scheme.bits) == top).any():
+        feature = f"a {title} checkpoint with zero points of 0 in the format 'gptq' (in {layer})"
+        raise UnsupportedModel(name, feature)
+    if "g_idx" in parts and not 0 <= parts["g_idx"].min() <= parts["g_idx"].max() < len(parts["scales"]):
+        raise BrokenCheckpoint(name, f"{layer}.g_idx names groups without a scale")
 
 
 def _weight(scheme: Scheme, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The ordinary weight of a stored layer, (O, I)."""
+    zero_OG = torch.tensor([[scheme.zero]])
     if scheme.method == "compressed-tensors":
         in_features = int(parts["weight_shape"][1])
         stored_OI = _unpacked(parts["weight_packed"], scheme.bits)[:, :in_features]
         scale_OG = parts["weight_scale"]
-    elif scheme.method == "awq":
-        stored_OI = _unpacked(parts["qweight"], scheme.bits, AWQ_ORDER).T
-        scale_OG = parts["scales"].T
     else:
-        stored_OI = _unpacked(parts["qweight"].T, scheme.bits)
+        order = AWQ_ORDER if scheme.method == "awq" else ()
+        words = parts["qweight"]
+        stored_OI = _unpacked(words, scheme.bits, order).T if order else _unpacked(words.T, scheme.bits)
         scale_OG = parts["scales"].T
-    number_OI = (stored_OI - scheme.zero).float()
-    group_len = scheme.group_len if scheme.group_len > 0 else number_OI.shape[1]
-    scale_OI = scale_OG.float().repeat_interleave(group_len, dim=1)[:, : number_OI.shape[1]]
+        if "qzeros" in parts:
+            zero_OG = _unpacked(parts["qzeros"], scheme.bits, order).T + scheme.stored_less
+    group_len = scheme.group_len if scheme.group_len > 0 else stored_OI.shape[1]
+    group_I = parts.get("g_idx", torch.arange(stored_OI.shape[1]) // group_len).long()
+    number_OI = stored_OI - zero_OG.expand_as(scale_OG)[:, group_I]
     # exact in fp32: at most 8 bits times 11 bits
-    return (number_OI * scale_OI).to(dtype)
+    return (number_OI.float() * scale_OG.float()[:, group_I]).to(dtype)
 
 
 def _unpacked(word_RJ: Tensor, bits: int, order: Iterable[int] = ()) -> Tensor:

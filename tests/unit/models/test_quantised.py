@@ -77,20 +77,13 @@ def test_the_formats_of_a_pair_are_among_its_notes(
     assert not any("the draft's checkpoint" in note for note in bundle.notes)
 
 
-def test_zero_points_of_the_second_gptq_format_are_stored_as_they_are(source: Path, tmp_path: Path) -> None:
-    weights = stored.save_stored(source, tmp_path / "model", "GPTQ int4, groups of 32")
-    stored.set_config(
-        tmp_path / "model", quantization_config={**stored.GPTQ, "checkpoint_format": "gptq_v2"}
-    )
-    with pytest.raises(UnsupportedModel, match=r"GPTQ checkpoint with zero points \(in model.layers.0"):
-        load_model(str(tmp_path / "model"), dtype=torch.float32)
-    change(
-        tmp_path / "model",
-        lambda tensors: [
-            tensor.add_(0x11111111) for key, tensor in tensors.items() if key.endswith("qzeros")
-        ],
-    )
+@pytest.mark.parametrize("name", ("gptq", "gptq_v2", "awq"))
+def test_zero_points_are_subtracted_and_groups_may_be_out_of_order(
+    source: Path, tmp_path: Path, name: str
+) -> None:
+    weights = stored.save_with_zeros(source, tmp_path / "model", name)
     loaded = load_model(str(tmp_path / "model"), dtype=torch.float32).state_dict()
+    assert len(weights) == 2 * 7
     assert all(torch.equal(loaded[key], weight) for key, weight in weights.items())
 
 
@@ -115,14 +108,12 @@ REFUSED = {
     r"with quantized weights \(method not named\)": {"bits": 4},
     "a GPTQ checkpoint with 3 bits": {**stored.GPTQ, "bits": 3},
     "a GPTQ checkpoint with the format 'marlin'": {**stored.GPTQ, "checkpoint_format": "marlin"},
-    r"a GPTQ checkpoint with zero points \(sym = False\)": {**stored.GPTQ, "sym": False},
     r"a GPTQ checkpoint with rules for single layers \(dynamic\)": {
         **stored.GPTQ,
         "dynamic": {"-:lm_head": {}},
     },
     "a GPTQ checkpoint with groups of 0": {**stored.GPTQ, "group_size": 0},
     "a GPTQ checkpoint with groups of 'all'": {**stored.GPTQ, "group_size": "all"},
-    r"an? AWQ checkpoint with zero points \(zero_point = True\)": {**stored.AWQ, "zero_point": True},
     "an? AWQ checkpoint with the format 'gemv'": {**stored.AWQ, "version": "GEMV"},
     "a compressed-tensors checkpoint with the format 'int-quantized'": compressed(format="int-quantized"),
     "a compressed-tensors checkpoint with 2 groups of layers": compressed(
@@ -172,8 +163,7 @@ LAYER = "model.layers.0.mlp.down_proj"
 @pytest.mark.parametrize(
     ("part", "change_part", "problem"),
     [
-        ("g_idx", lambda part: part.flip(0), rf"groups out of order \(in {LAYER}\)"),
-        ("qzeros", lambda part: part + 1, rf"zero points \(in {LAYER}\)"),
+        ("qzeros", lambda part: part | -1, rf"zero points of 0 in the format 'gptq' \(in {LAYER}\)"),
         ("qweight", lambda part: part.short(), "words of torch.int16"),
     ],
 )
@@ -186,6 +176,13 @@ def test_tensors_that_the_configuration_does_not_promise_are_refused(
         tmp_path / "model", lambda tensors: tensors.update({key: change_part(tensors[key]).contiguous()})
     )
     with pytest.raises(UnsupportedModel, match=f"a GPTQ checkpoint with {problem}"):
+        load_model(str(tmp_path / "model"), dtype=torch.float32)
+
+
+def test_a_group_without_a_scale_is_named(source: Path, tmp_path: Path) -> None:
+    stored.save_stored(source, tmp_path / "model", "GPTQ int4, groups of 32")
+    change(tmp_path / "model", lambda tensors: tensors[f"{LAYER}.g_idx"].add_(1))
+    with pytest.raises(BrokenCheckpoint, match=f"{LAYER}.g_idx names groups without a scale"):
         load_model(str(tmp_path / "model"), dtype=torch.float32)
 
 
