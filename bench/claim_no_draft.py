@@ -1,7 +1,7 @@
 """How much faster is a target in bf16 with no draft model, by a draft that is made from itself?
 
 The target at real size and the bundled one, each compiled alone. At temperatures 0 and 0.8 on stories, all
-arms in turn, with the default policy and its guard:
+arms in turn, with the default policy unguarded:
 
 - plain decoding;
 - the chosen draft: rounded, and with the layers that change the text least left out;
@@ -64,12 +64,12 @@ def measure_target(
     found = {}
     for temperature in TEMPERATURES:
         given: dict[str, Any] = {"num_tokens": options.tokens, "temperature": temperature}
-        policy = chosen.policy(temperature=temperature)
-        repeats = chosen.policy(temperature=temperature, draft=False)
+        policy, of_whole = (each.policy(temperature=temperature, guard=False) for each in (chosen, whole))
+        repeats = chosen.policy(temperature=temperature, guard=False, draft=False)
         arms = [
             plain_arm(chosen, options.tokens, temperature=temperature),
             policy_arm(CHOSEN, chosen, policy, **given),
-            policy_arm(ALL_LAYERS, whole, whole.policy(temperature=temperature), **given),
+            policy_arm(ALL_LAYERS, whole, of_whole, **given),
             policy_arm(REPEATS, chosen, repeats, **given),
         ]
         log(f"temperature {temperature:g}")

@@ -276,11 +276,8 @@ def test_a_wrong_command_line_shows_usage_and_the_nearest_word(
     ("arguments", "complaint"),
     [
         (("--draft", "b"), "--target is missing: ygg generate --target TARGET --draft b"),
-        (("--target", "a"), "model: 'a' is not allowed; it must be a folder with a config.json"),
-        (
-            ("--target", "a", "--draft", "none"),
-            "model: 'a' is not allowed; it must be a folder with a conf",
-        ),
+        (("--target", "a"), "tokenizer: 'a' is not allowed"),
+        (("--target", "a", "--draft", "none"), "tokenizer: 'a' is not allowed"),
     ],
 )
 def test_a_draft_without_a_target_is_refused_and_a_target_alone_is_read(
