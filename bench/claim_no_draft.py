@@ -4,7 +4,7 @@ The target at real size and the bundled one, each compiled alone. At temperature
 arms in turn, with the default policy unguarded:
 
 - plain decoding;
-- the chosen draft: rounded, and with the layers that change the text least left out;
+- the chosen draft: rounded, and without the layers that change the hidden states little;
 - a draft with all layers, which is only rounded;
 - what repeats in the text, without a draft.
 
@@ -133,7 +133,7 @@ def table(result: Mapping[str, Any]) -> str:
 CLAIM = Claim(
     name="no_draft",
     doc=__doc__,
-    options=(prompts_option(10, least=1), tokens_option(96, least=1)),
+    options=(prompts_option(10, minimum=1), tokens_option(96, minimum=1)),
     measure=measure,
     table=table,
 )

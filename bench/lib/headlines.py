@@ -188,8 +188,8 @@ def _quantised(result: Result) -> Headline:
 def _no_draft(result: Result) -> Headline:
     """The smallest gain of any target at temperature 0."""
     gains = [each["temperatures"]["0"]["over_plain"]["chosen draft"] for each in result["targets"].values()]
-    least = min(gains, key=lambda ratio: ratio["median"])
-    return _ratio(least, result["goals"][0]["wanted"], *_goals(result))
+    smallest = min(gains, key=lambda ratio: ratio["median"])
+    return _ratio(smallest, result["goals"][0]["wanted"], *_goals(result))
 
 
 def _depth(result: Result) -> Headline:
