@@ -91,8 +91,8 @@ def tiny_bundle(ygg_home: Path, llama_folders: tuple[str, str], kernels: None) -
     return compiled(ygg_home, "tiny", llama_folders, TINY)
 
 
-def compiled(home: Path, name: str, folders: tuple[str, str], config: CompileConfig) -> Bundle:
-    """Compile a pair, unless it is in a kept artifact root."""
+def compiled(home: Path, name: str, folders: tuple[str, ...], config: CompileConfig) -> Bundle:
+    """Compile a pair, or a target alone, unless it is in a kept artifact root."""
     from yggdrasil.bundle import is_compiled
     from yggdrasil.errors import ArtifactError
     from yggdrasil.offline.pipeline import compile_pair

@@ -49,6 +49,7 @@ class Options(TypedDict, total=False):
     stop_tokens: Sequence[int]
     ignore_eos: bool
     plain: bool
+    draft: bool
     inspect: bool
     shape: Shape
     temperature: float
@@ -127,13 +128,15 @@ class Pair(compiled.LoadedPair):
         shape = options.get("shape")
         if config.plain and shape is not None:
             raise ConfigError("shape", str(shape), "left out together with plain")
+        if not config.draft and shape is not None:
+            raise ConfigError("shape", str(shape), "left out together with draft=False")
         if _has_messages(prompt):
             tokens = self.chat_tokens(prompt)  # type: ignore[arg-type]
             config = replace(config, stop=(*config.stop, *self.template.stops))
         else:
             tokens = self.tokens(prompt)  # type: ignore[arg-type]
         shape = PLAIN if config.plain else shape
-        policy = self.policy(temperature=config.sampling.temperature, shape=shape)
+        policy = self.policy(temperature=config.sampling.temperature, shape=shape, draft=config.draft)
         return Run(self, tokens, config, policy=policy, keep=True)
 
     def chat(self, messages: str | Messages, **options: Unpack[Options]) -> Result:
@@ -192,6 +195,8 @@ class Pair(compiled.LoadedPair):
         if options.get("shape") is not None:
             raise ConfigError("shape", str(options["shape"]), "left out for a list; a batch chooses shapes")
         config = self.config(**options)
+        if not config.draft:
+            raise ConfigError("draft", False, "left out for a list; a batch has the pair's draft")
         events: list[list[Event]] = [[] for _ in prompts]
         requests = [
             Request(prompt=prompt, config=config, on_event=kept.append)
@@ -237,7 +242,7 @@ def load_pair(
     """Load a pair by name, or by its models; without arguments the bundled one.
 
     The bundled pair, and a pair given by its models, are compiled first if they are not yet; that takes
-    minutes, once, and shows its progress on standard error.
+    minutes, once, and shows its progress on standard error. A target alone gets a draft made from it.
 
     Args:
         name: Name of a pair that `ygg compile` made.
@@ -247,7 +252,7 @@ def load_pair(
             compiled.
 
     Raises:
-        UsageError: one model is missing, or both a name and models are given.
+        UsageError: the target is missing, or both a name and models are given.
         ConfigError: a name that is no text.
         ArtifactError: the pair is unknown, corrupt or stale; names the command that fixes it.
     """
@@ -256,10 +261,10 @@ def load_pair(
             raise ConfigError(what, value, "a text")
     if name is not None and (target or draft):
         raise UsageError("a name cannot be combined with target and draft", f"load_pair({name!r})")
-    if (target is None) != (draft is None):
-        missing = "draft" if draft is None else "target"
-        raise UsageError(f"the {missing} is missing", "load_pair(target=..., draft=...)")
-    models = None if target is None or draft is None else (str(target), str(draft))
+    if target is None and draft is not None:
+        raise UsageError("the target is missing", "load_pair(target=..., draft=...)")
+    given = tuple(str(model) for model in (target, draft) if model is not None)
+    models = given or None
     found = compiled.load_pair(compiled_name(name or BUNDLED, models), dataset=dataset)
     return Pair(**{each.name: getattr(found, each.name) for each in fields(found) if each.init})
 

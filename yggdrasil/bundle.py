@@ -33,10 +33,11 @@ import torch
 from yggdrasil.compiler.buckets import draft_menu, target_menu
 from yggdrasil.compiler.model import graph_path
 from yggdrasil.compiler.weights import FILE_NAME
-from yggdrasil.config import CompileConfig, from_dict
+from yggdrasil.config import AUTO, CompileConfig, from_dict
 from yggdrasil.errors import ArtifactError, ConfigError
 from yggdrasil.kv import KVShape
 from yggdrasil.layout import PAGE_LEN
+from yggdrasil.policy.own_draft import DraftCandidate, OwnDraft
 from yggdrasil.store import artifacts
 from yggdrasil.store.digests import KnownFile, Ledger
 from yggdrasil.store.trust import check_trusted
@@ -58,7 +59,7 @@ __all__ = [
     "torchrun_command",
 ]
 
-FORMAT = 9
+FORMAT = 10
 BUNDLED = "tinystories"
 NOT_IN_GRAPHS = ("commit_triton.py", "migrate.py", "migrate_triton.py")  # kernels that no graph calls
 # what parsing JSON of an unexpected form raises
@@ -126,7 +127,8 @@ class Bundle:
         kv_draft: Shape of the draft's KV cache.
         vocab: V: both models have the token ids below it.
         sources: Files of local models.
-        models: Target and draft: absolute folders or hub ids.
+        models: Target and draft: absolute folders or hub ids. The target alone if the draft is made from
+            it.
         machine: `machine_fields` at compilation.
         digests: Digest of every file of the build, by its path in the folder.
         notes: What a user should know about these models, a sentence each.
@@ -136,6 +138,7 @@ class Bundle:
             decoding; text may then differ where two tokens are almost equally likely.
         quality: Of rounded weights: the target's "perplexity" on the first "tokens" of the calibration
             text, and its "ratio" to that of the weights as they were; else empty.
+        own_draft: How the draft was made from the target; None if it was not.
     """
 
     name: str
@@ -148,13 +151,25 @@ class Bundle:
     eos_tokens: tuple[int, ...]
     vocab: int
     sources: tuple[KnownFile, ...]
-    models: tuple[str, str]
+    models: tuple[str, ...]
     machine: dict[str, Any]
     digests: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     inexact_widths: tuple[int, ...] = ()
     quality: Mapping[str, float] = field(default_factory=dict)
+    own_draft: OwnDraft | None = None
+
+    @property
+    def named_models(self) -> tuple[str, str]:
+        """Target and draft, for a person."""
+        return self.models[0], self.models[1] if len(self.models) > 1 else "made from it"
+
+    @property
+    def draft_layers(self) -> tuple[int, ...] | None:
+        """Numbers of the target's layers that a draft made from it keeps; None for all of any draft."""
+        own = self.own_draft
+        return None if own is None or len(own.chosen.layers) == own.num_layers else own.chosen.layers
 
     @property
     def weights(self) -> str:
@@ -271,7 +286,7 @@ class Bundle:
         return self.folder / ("target" if ranks == 1 else f"target-{rank}-of-{ranks}")
 
 
-def compile_command(name: str, models: tuple[str, str], config: CompileConfig, calibration: str) -> str:
+def compile_command(name: str, models: tuple[str, ...], config: CompileConfig, calibration: str) -> str:
     """Command that compiles a pair, with the options that differ from the defaults."""
     words = ["ygg"] if config.ranks == 1 else torchrun_command(config.ranks)
     words += ["compile"] if name == BUNDLED else ["compile", *models, "--name", name]
@@ -286,8 +301,10 @@ def compile_command(name: str, models: tuple[str, str], config: CompileConfig, c
         words.append("--compress" if config.compress else "--no-compress")
     if config.weights != defaults.weights:
         words += ["--weights", config.weights]
-    if config.draft_weights != defaults.draft_weights:
+    if config.draft_weights != (AUTO if len(models) == 1 else defaults.draft_weights):
         words += ["--draft-weights", config.draft_weights]
+    if config.draft_layers is not None:
+        words += ["--draft-layers", str(config.draft_layers)]
     if calibration:
         words += ["--calibration", calibration]
     if config.calibration_budget_s != defaults.calibration_budget_s:
@@ -366,11 +383,19 @@ def _from_json(folder: Path, payload: dict[str, Any]) -> Bundle:
         eos_tokens=tuple(payload["eos_tokens"]),
         vocab=int(payload["vocab"]),
         sources=tuple(KnownFile(**source) for source in payload["sources"]),
-        models=(payload["models"][0], payload["models"][1]),
+        models=tuple(payload["models"]),
         machine=dict(payload["machine"]),
         digests=dict(payload["digests"]),
         notes=tuple(payload["notes"]),
         defaults=dict(payload["defaults"]),
         inexact_widths=tuple(payload["inexact_widths"]),
         quality=dict(payload["quality"]),
+        own_draft=_own_draft(payload["own_draft"]),
     )
+
+
+def _own_draft(payload: dict[str, Any] | None) -> OwnDraft | None:
+    if payload is None:
+        return None
+    candidates = [{**each, "layers": tuple(each["layers"])} for each in payload["candidates"]]
+    return OwnDraft(tuple(DraftCandidate(**each) for each in candidates), payload["num_layers"])

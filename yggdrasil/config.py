@@ -15,6 +15,7 @@ from yggdrasil.layout import PAGE_LEN
 from yggdrasil.store import artifacts
 
 __all__ = [
+    "AUTO",
     "DEFAULT_NEW_TOKENS",
     "MOST_COUNT",
     "REASONING_PARSERS",
@@ -39,6 +40,7 @@ MOST_GRAMMAR_CHARS = 1 << 16
 MOST_PENALTY = 100.0  # OpenAI's limit of a bias; much larger numbers are infinite in float32
 MOST_COUNT = 2**31 - 1  # of tokens; the step counts in 64 bits
 WEIGHTS = ("bf16", "int8", "int4")
+AUTO = "auto"  # the format of a draft's weights if it is made from the target and `ygg compile` chooses it
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "json")
 REASONING_PARSERS = ("think",)
 DEFAULT_NEW_TOKENS = 256  # of a request without a limit, if the context has room
@@ -225,6 +227,7 @@ class GenerateConfig:
         stop_tokens: Tokens that end the output, in addition to the model's own; they are part of it.
         ignore_eos: Continue after the end-of-text token, for measurements.
         plain: Decode without speculation.
+        draft: Run the draft model. Without it the target verifies only what repeats in the text.
         inspect: Give every result the drafted tree and the target's token at each node. The text is the
             same; a step takes a fraction of a millisecond longer, and without this nothing.
         sampling: How tokens are taken.
@@ -235,6 +238,7 @@ class GenerateConfig:
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     plain: bool = False
+    draft: bool = True
     inspect: bool = False
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
@@ -319,7 +323,10 @@ class CompileConfig:
             with AMX for models larger than its caches: it expands them while it waits for memory.
         weights: Format of the target's linear layers: "bf16" keeps them in `dtype`, "int8" and "int4" round
             them (kernels/quantisation.py).
-        draft_weights: The same for the draft.
+        draft_weights: The same for the draft. "auto" is for a draft that is made from the target, and is
+            replaced by the best measured format.
+        draft_layers: Layers of a draft that is made from the target; None is replaced by the best number.
+            Where a draft is given it stays None.
     """
 
     dtype: str = "bfloat16"
@@ -338,6 +345,7 @@ class CompileConfig:
     compress: bool | None = None
     weights: str = "bf16"
     draft_weights: str = "bf16"
+    draft_layers: int | None = None
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "bfloat16 or float32")
@@ -349,11 +357,13 @@ class CompileConfig:
             "True on a cpu, where every graph is exact at no cost",
         )
         _require(self.ranks >= 1, "ranks", self.ranks, "at least 1")
-        for name in ("weights", "draft_weights"):
+        for name, known in (("weights", WEIGHTS), ("draft_weights", (*WEIGHTS, AUTO))):
             weights = getattr(self, name)
-            _require(weights in WEIGHTS, name, weights, f"one of {', '.join(WEIGHTS)}")
-            can_round = self.device == "cpu" and self.ranks == 1
-            _require(weights == "bf16" or can_round, name, weights, "bf16, except on a cpu in one process")
+            _require(weights in known, name, weights, f"one of {', '.join(known)}")
+            is_allowed = self.can_round or weights in ("bf16", AUTO)
+            _require(is_allowed, name, weights, "bf16, except on a cpu in one process")
+        layers = self.draft_layers
+        _require(layers is None or layers >= 1, "draft_layers", layers, "at least 1")
         _require(
             not self.compress or self.can_compress,
             "compress",
@@ -405,19 +415,24 @@ class CompileConfig:
         return {name: value for name, value in asdict(self).items() if not name.startswith("calibration_")}
 
     @property
+    def can_round(self) -> bool:
+        """Whether weights can be rounded."""
+        return self.device == "cpu" and self.ranks == 1
+
+    @property
     def can_compress(self) -> bool:
         """Whether weights of one of the models can be compressed.
 
         Shards would get different sizes, but share one graph.
         """
         keeps_weights = "bf16" in (self.weights, self.draft_weights)
-        return self.dtype == "bfloat16" and self.device == "cpu" and self.ranks == 1 and keeps_weights
+        return self.dtype == "bfloat16" and self.can_round and keeps_weights
 
     @property
     def rounded(self) -> str:
         """The formats of rounded weights, as a suffix of a pair's name; empty if all are kept."""
         target = "" if self.weights == "bf16" else f"-{self.weights}"
-        return target if self.draft_weights == "bf16" else f"{target}-draft-{self.draft_weights}"
+        return target if self.draft_weights in ("bf16", AUTO) else f"{target}-draft-{self.draft_weights}"
 
     @property
     def max_nodes(self) -> int:

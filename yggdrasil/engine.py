@@ -276,7 +276,7 @@ class Engine:
             num_merged = self._num_merged_with_verify(state.root_pos - self.kept_len)
             hidden_E = prefill(self.target, state.tokens[: state.root_pos - num_merged])
             state.hidden_of = None if hidden_E is None or num_merged else hidden_E.detach
-            if not config.plain:
+            if policy.drafts:
                 prefill(self.draft, state.tokens[:-1])
         self._note_lengths()
         while (before := state.num_emitted) < limit:

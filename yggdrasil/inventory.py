@@ -46,7 +46,7 @@ def stored_pairs() -> Iterator[StoredPair]:
                     name, "not compiled to the end", f"ygg compile TARGET DRAFT --name {name}"
                 )
             bundle = read_bundle(name)
-            models = bundle.models
+            models = bundle.named_models
             weights = (bundle.config.weights, bundle.config.draft_weights)
             check_current(bundle)
         except ArtifactError as error:

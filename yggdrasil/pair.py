@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -19,6 +19,7 @@ from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import (
     MOST_GRAFTED,
+    REPEATS,
     Arms,
     BestShape,
     ContextShape,
@@ -90,7 +91,7 @@ class LoadedPair:
     _arms: dict[float, dict[int, Arms]] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
-        target, draft = (Path(model).name for model in self.bundle.models)
+        target, draft = (Path(model).name for model in self.bundle.named_models)
         config = self.bundle.config
         size = f"{config.dtype} on {config.device}, context {self.bundle.max_context}"
         return f"{type(self).__name__}({self.bundle.name!r}: target {target}, draft {draft}, {size})"
@@ -103,6 +104,7 @@ class LoadedPair:
         depth: DepthRule | None = None,
         guard: bool = True,
         graft: int = MOST_GRAFTED,
+        draft: bool = True,
     ) -> ShapePolicy:
         """The policy that chooses the shape of every step.
 
@@ -112,6 +114,7 @@ class LoadedPair:
             depth: Rule that chooses D; None takes the best one on held-out text.
             guard: Stop speculating while it is measured to be slower.
             graft: Most nodes of a tree that repeat an earlier part of the text; a `shape` has its own.
+            draft: Run the draft model; without it a tree has only these nodes.
 
         Raises:
             ConfigError: the shape is wider or deeper than the pair was compiled for.
@@ -131,7 +134,10 @@ class LoadedPair:
             "arms_by_context": self._arms.setdefault(self.acceptance.nearest_temperature(temperature), {}),
         }
         inner: ShapePolicy
-        match depth or self.depth.rule(temperature):
+        match depth or self.depth.rule(temperature) if draft else None:
+            case None:
+                repeats = replace(REPEATS, graft=graft)
+                inner = FixedShape(repeats, acceptance, self.latency, config.verify_widths)
             case "fixed":
                 inner = BestShape(**menu)
             case "predicted":

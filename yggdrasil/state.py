@@ -56,19 +56,19 @@ class Shape:
 
     Args:
         width: W, nodes attached per growth step.
-        depth: D, growth steps; 0 is plain decoding.
+        depth: D, growth steps; with 0 no draft runs.
         verify: K, maximum nodes verified, root included; None lets pruning choose from the menu.
         levels: A static tree instead of equal growth: levels[d] holds the (parent node, rank among the
             parent's children) of every node at depth d + 1, in the order of their ids. W is then the widest
             level and D the number of levels.
         stop: Ends the growth early.
         graft: Most nodes that repeat an earlier part of the text: a chain under the root. Growth starts at
-            all of them.
+            all of them. Without growth steps they are the tree; without both it is plain decoding.
 
     Raises:
         ConfigError: a width below 1 or a depth below 0; levels that are not a tree: a parent outside the
             level before, a place used twice, or a width or depth that differs from the levels'; a graft on
-            levels or a plain shape.
+            levels.
     """
 
     width: int
@@ -84,9 +84,8 @@ class Shape:
                 raise ConfigError(name, count, f"a whole number, at least {minimum}")
         if self.levels is not None:
             self._check_levels(self.levels)
-        grows = self.levels is None and self.depth > 0
-        if self.graft < 0 or (self.graft and not grows):
-            raise ConfigError("graft", self.graft, "0 for a static or plain shape, else 0 or more")
+        if self.graft < 0 or (self.graft and self.levels is not None):
+            raise ConfigError("graft", self.graft, "0 for a static shape, else 0 or more")
 
     def _check_levels(self, levels: tuple[tuple[tuple[int, int], ...], ...]) -> None:
         parents = range(1)
@@ -122,7 +121,7 @@ class Shape:
 
     def __str__(self) -> str:
         if self.depth == 0:
-            return "plain"
+            return f"repeats of {self.graft}" if self.graft else "plain"
         size = f"W={self.width}" if self.levels is None else f"static N={self.num_nodes}"
         verify = "auto" if self.verify is None else self.verify
         stop = f" {self.stop}" if self.stop else ""
@@ -311,6 +310,11 @@ class StepResult:
     def accepted(self) -> int:
         """Accepted draft tokens, also those after the end of the text."""
         return len(self.path) - 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no draft ran and the target verified the root alone."""
+        return self.shape.depth == 0 and self.verified == 1
 
 
 def truncate(tokens: list[int], *, room: int, eos_tokens: Collection[int]) -> list[int]:

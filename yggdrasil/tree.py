@@ -230,10 +230,13 @@ class TokenTree:
         self._path[new] = path_WA
         self._len += width
 
-    def grow_chain(self, tokens: Sequence[int]) -> None:
-        """Attach a chain under a root without children, with log-probabilities of 0.
+    def grow_chain(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Attach a chain under a root without children.
 
-        Cost: two copies to the device and a few small operators, no sync.
+        Args:
+            log_probs: Log-probability of every token after the one before it.
+
+        Cost: three copies to the device and a few small operators, no sync.
         """
         self._require_room(len(tokens))
         assert self._len == 1, "a chain goes under a bare root"
@@ -243,7 +246,7 @@ class TokenTree:
         self._token[new] = upload(tokens, self._token.device, dtype=torch.int32)
         self._parent[new] = depth[:-1]
         self._depth[new] = depth[1:]
-        self._log_prob[new] = 0.0
+        self._log_prob[new] = upload(log_probs, self._log_prob.device, dtype=torch.float64).cumsum(0)
         path = depth.expand(self._len, -1)
         self._path[: self._len, : self._len] = path.masked_fill(path > depth[:, None], -1)
 

@@ -190,6 +190,13 @@ def _quantised(result: Result) -> Headline:
     return Headline(round(gain, 3), "", all(held), missed=(held.count(False), len(held)))
 
 
+def _no_draft(result: Result) -> Headline:
+    """The smallest gain of any target at temperature 0."""
+    gains = [each["temperatures"]["0"]["over_plain"]["chosen draft"] for each in result["targets"].values()]
+    smallest = min(gains, key=lambda ratio: ratio["median"])
+    return _ratio(smallest, result["goals"][0]["wanted"], *_goals(result))
+
+
 def _depth(result: Result) -> Headline:
     lowest = min(
         (
@@ -338,6 +345,7 @@ CLAIMS = {
     "constrained": Claimed("speculation over plain decoding, JSON schema", _constrained),
     "graft": Claimed("grafts over the draft alone, text that repeats", _graft),
     "quantised": Claimed("tree in int4 over the tree in bf16", _quantised),
+    "no_draft": Claimed("draft made from the target over plain decoding", _no_draft),
     "depth": Claimed("chosen depth rule over a fixed depth", _depth),
     "predictor": Claimed("Brier skill of the depth predictor", _predictor),
     "serving": Claimed("throughput over the best fixed length", _serving, serves=True),

@@ -162,20 +162,29 @@ def _weight_bytes(folder: Path) -> int:
 
 
 def compiled_pair(
-    target: Path, draft: Path, *, name: str, remeasure: bool = False, config: CompileConfig = DEFAULTS
+    target: Path,
+    draft: Path | None,
+    *,
+    name: str,
+    remeasure: bool = False,
+    config: CompileConfig = DEFAULTS,
 ) -> LoadedPair:
     """The pair under this name, compiled unless it is there with these models and this menu.
 
     Args:
+        draft: None makes it from the target.
         name: In the artifact root.
         remeasure: Profile and calibrate again; finished graphs are kept.
         config: Menu and device; the context is the models'.
     """
-    models = (str(target.resolve()), str(draft.resolve()))
+    models = tuple(str(model.resolve()) for model in (target, draft) if model is not None)
+    asked: dict[str, Any] = {"max_context": None}
+    if draft is None:  # what the compiler has chosen
+        asked |= {"draft_weights": config.draft_weights, "draft_layers": config.draft_layers}
     if not remeasure:
         try:
             pair = load_pair(name)
-            if pair.bundle.models == models and replace(pair.bundle.config, max_context=None) == config:
+            if pair.bundle.models == models and replace(pair.bundle.config, **asked) == config:
                 return pair
         except ArtifactError:
             pass  # unknown or stale: compile

@@ -276,10 +276,11 @@ def test_a_wrong_command_line_shows_usage_and_the_nearest_word(
     ("arguments", "complaint"),
     [
         (("--draft", "b"), "--target is missing: ygg generate --target TARGET --draft b"),
-        (("--target", "a"), "--draft is missing: ygg generate --target a --draft DRAFT"),
+        (("--target", "a"), "tokenizer: 'a' is not allowed"),
+        (("--target", "a", "--draft", "none"), "tokenizer: 'a' is not allowed"),
     ],
 )
-def test_half_a_pair_names_the_other_half(
+def test_a_draft_without_a_target_is_refused_and_a_target_alone_is_read(
     arguments: tuple[str, ...], complaint: str, capfd: Capture
 ) -> None:
     assert complaint in refused(capfd, "generate", PROMPT, *arguments)
@@ -308,7 +309,8 @@ def test_what_cannot_work_is_refused_before_anything_is_compiled(
     monkeypatch.setattr(
         "yggdrasil.offline.on_demand.bundled_models", lambda: tuple(map(Path, llama_folders))
     )
-    for models in ((), ("--target", llama_folders[0], "--draft", llama_folders[1])):
+    target = ("--target", llama_folders[0])
+    for models in ((), target, (*target, "--draft", llama_folders[1])):
         assert re.search(complaint, refused(capfd, "generate", PROMPT, *models, *arguments))
     assert list(tmp_path.iterdir()) == []
 
@@ -528,7 +530,6 @@ def test_compile_refuses_a_wrong_folder_a_missing_tokenizer_and_another_vocabula
     line = refused(capfd, "compile", target, str(other), "--name", "mismatch")
     assert "384" in line
     assert "500" in line
-    assert f"the draft is missing: ygg compile {target} DRAFT" in refused(capfd, "compile", target)
     assert "--name: 'a/b'" in refused(capfd, "compile", target, draft, "--name", "a/b")
     assert "--calibration: " in refused(
         capfd, "compile", target, draft, "--name", "x", "--calibration", str(tmp_path / "no.txt")
@@ -573,6 +574,10 @@ def test_the_default_name_of_a_pair_is_its_target_folder(
     for target in (".", "../mine/", str(tmp_path / "mine"), "org/mine"):
         with pytest.raises(Found, match="^mine$"):
             main(["compile", target, llama_folders[1]])
+        with pytest.raises(Found, match="^mine$"):
+            main(["compile", target])
+        with pytest.raises(Found, match="^mine-draft-int8$"):
+            main(["compile", target, "--draft-weights", "int8"])
         with pytest.raises(Found, match="^mine-int8-draft-int4$"):
             main(["compile", target, llama_folders[1], "--weights", "int8", "--draft-weights", "int4"])
     with pytest.raises(Found, match="^tinystories-int4$"):
@@ -580,6 +585,26 @@ def test_the_default_name_of_a_pair_is_its_target_folder(
     (tmp_path / ".my models").mkdir()
     with pytest.raises(Found, match="^my-models-[0-9a-f]{12}$"):
         main(["generate", "x", "--target", "../.my models", "--draft", llama_folders[1]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--draft-layers", "0"), "--draft-layers: 0 is not allowed; it must be at least 1"),
+        (("--draft-layers", "3"), "--draft-layers: 3 .* at most 2, the layers of the target"),
+        (("--weights", "int4", "--draft-weights", "int8"), "--draft-weights: 'int8' .*the target's, int4"),
+        (("--weights", "int4", "--draft-layers", "2"), "--draft-layers: 2 .* from 1 to 1"),
+    ],
+)
+def test_a_draft_that_cannot_be_made_from_the_target_is_refused_in_one_line(
+    arguments: tuple[str, ...], complaint: str, llama_folders: tuple[str, str], capfd: Capture
+) -> None:
+    assert re.search(complaint, refused(capfd, "compile", llama_folders[0], "--name", "x", *arguments))
+
+
+def test_layers_of_a_given_draft_are_not_dropped(llama_folders: tuple[str, str], capfd: Capture) -> None:
+    line = refused(capfd, "compile", *llama_folders, "--name", "x", "--draft-layers", "1")
+    assert "--draft-layers: 1 is not allowed; it must be left out where a draft is given" in line
 
 
 def test_a_name_without_models_is_refused(capfd: Capture) -> None:

@@ -10,7 +10,7 @@ import pytest
 from yggdrasil.bundle import compile_command
 from yggdrasil.cli.compile import _config
 from yggdrasil.cli.main import _parser
-from yggdrasil.config import CompileConfig
+from yggdrasil.config import AUTO, CompileConfig
 
 CHOSEN = (
     {"dtype": "float32"},
@@ -28,6 +28,22 @@ WITHOUT_OPTION = {  # of the tests, or of torchrun
 }
 
 
+ALONE = (
+    {"draft_weights": AUTO},
+    {"draft_weights": "bf16", "draft_layers": 3},
+    {"weights": "int8", "draft_weights": "int4", "draft_layers": 6},
+)
+
+
+@pytest.mark.parametrize("chosen", ALONE, ids=str)
+def test_the_command_of_a_target_alone_asks_for_the_same_draft(chosen: dict[str, object]) -> None:
+    config = replace(CompileConfig(max_context=256), **chosen)  # type: ignore[arg-type]
+    _, *words = shlex.split(compile_command("mine", ("target",), config, ""))
+    options = _parser().parse_args(words)
+    assert _config(options) == config
+    assert (options.target, options.draft, options.name) == ("target", None, "mine")
+
+
 @pytest.mark.parametrize("chosen", CHOSEN, ids=str)
 def test_the_command_of_a_pair_compiles_the_same_pair(chosen: dict[str, object]) -> None:
     config = replace(CompileConfig(max_context=256), **chosen)  # type: ignore[arg-type]
@@ -39,5 +55,5 @@ def test_the_command_of_a_pair_compiles_the_same_pair(chosen: dict[str, object])
 
 
 def test_every_option_of_a_compilation_is_tried() -> None:
-    tried = {name for chosen in CHOSEN for name in chosen} | {"max_context"}
+    tried = {name for chosen in (*CHOSEN, *ALONE) for name in chosen} | {"max_context"}
     assert {each.name for each in fields(CompileConfig)} - WITHOUT_OPTION == tried

@@ -44,6 +44,7 @@ def refused(capture: Capture, *arguments: str) -> str:
         (("--max-queue", "0"), "--max-queue: 0"),
         (("--kv-memory", "0MiB"), "--kv-memory: 0"),
         (("--target", "a", "--draft", "b"), "--pair cannot be combined with --target and --draft"),
+        (("--draft", "none"), "--draft: 'none' .*; ygg serve --policy off never drafts"),
         ((), "no compiled pair named 'nobody'"),
         (("--host", "256.0.0.1"), "--host: '256.0.0.1'"),
         (("--host", "\udcff"), "--host: "),

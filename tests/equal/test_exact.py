@@ -30,7 +30,7 @@ from yggdrasil.models.packing import empty_meta, pack_chain_, pack_nodes_
 from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import Curve, LatencyModel
-from yggdrasil.policy.shape import FixedShape
+from yggdrasil.policy.shape import REPEATS, FixedShape
 from yggdrasil.policy.uncalibrated import UNCALIBRATED, plain_policy
 from yggdrasil.report.run import Run
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape
@@ -114,7 +114,7 @@ def test_a_tree_with_grafts_writes_what_plain_decoding_writes(
     pair = replace(tiny, engine=engine)
     prompt = tiny.tokenizer.encode("The red fox ran. The owl saw the fox. The red fox ran. The owl")
     plain = decode(pair, prompt, None, plain=True, sampling=sampling, num_tokens=48, ignore_eos=True)
-    for shape in (Shape(1, 2, graft=2), Shape(4, 4, graft=3), Shape(4, 4, 6, graft=15)):
+    for shape in (Shape(1, 2, graft=2), Shape(4, 4, graft=3), Shape(4, 4, 6, graft=15), REPEATS):
         text = decode(pair, prompt, shape, sampling=sampling, num_tokens=48, ignore_eos=True)
         assert text == plain, str(shape)
 
@@ -125,7 +125,7 @@ def test_a_graft_does_not_end_a_text_before_its_context(tiny: LoadedPair, engine
     prompt = [10, 11, 12, 13, 14, 15, 16] * 60
     prompt = prompt[: engine.max_context - 20]
     plain = decode(pair, prompt, None, plain=True, num_tokens=20, ignore_eos=True)
-    for shape in (Shape(4, 4, graft=15), Shape(4, 2, graft=1000)):
+    for shape in (Shape(4, 4, graft=15), Shape(4, 2, graft=1000), REPEATS):
         assert decode(pair, prompt, shape, num_tokens=20, ignore_eos=True) == plain, str(shape)
 
 

@@ -132,6 +132,7 @@ def test_an_interrupted_step_or_prompt_leaves_no_wrong_kv(
         """Lets a number of steps pass, then Ctrl-C comes before or after a step."""
 
         is_guard = False
+        drafts = True
 
         def __init__(self, num_steps: int, *, after: bool) -> None:
             self.inner = tiny.policy(shape=Shape(4, 3))

@@ -44,6 +44,8 @@ SHAPES = {
     "chain": Shape(1, 4),
     "chain of a set K": Shape(1, 3, 2),
     "plain": PLAIN,
+    "repeats": Shape(1, 0, graft=3),
+    "repeats of a set K": Shape(1, 0, 2, graft=3),
     "growth that stops": Shape(4, 4, stop=SmallGain(4, (0.0, 0.05, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3), 0.4)),
     "chain that stops": Shape(1, 4, 5, stop=LowConfidence(0.5)),
     "static": Shape(3, 3, 8, (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))),

@@ -51,6 +51,8 @@ SHAPES = (
     Shape(2, 4, stop=SmallGain(2, (0.0, 0.0, 0.1, 0.1, 0.1, 0.5), 0.15)),
     Shape(1, 4, stop=LowConfidence(0.5)),
     Shape(3, 3, 8, LEVELS),
+    Shape(1, 0, graft=3),
+    Shape(1, 0, 2, graft=15),
     Shape(1, 4, graft=2),
     Shape(4, 2, graft=15),
     Shape(4, 4, 6, graft=3),

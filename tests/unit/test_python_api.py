@@ -17,7 +17,7 @@ import yggdrasil
 from yggdrasil import api
 from yggdrasil.api import Pair, load_pair
 from yggdrasil.bundle import Bundle
-from yggdrasil.config import CompileConfig
+from yggdrasil.config import AUTO, CompileConfig
 from yggdrasil.errors import ArtifactError, ConfigError, UsageError, YggError
 from yggdrasil.offline import pipeline
 from yggdrasil.serve.chat import ChatTemplate
@@ -231,6 +231,14 @@ def test_a_template_of_the_model_decides_itself_where_its_answer_ends(tiny_bundl
             lambda pair: pair.stream(PROMPT, shape=Shape(1, 2), plain=True),
             "shape: 'W=1 D=2 K=auto' is not allowed; it must be left out together with plain",
         ),
+        (
+            lambda pair: pair.stream(PROMPT, shape=Shape(1, 2), draft=False),
+            "shape: 'W=1 D=2 K=auto' is not allowed; it must be left out together with draft=False",
+        ),
+        (
+            lambda pair: pair.generate([PROMPT], draft=False),
+            "draft: False is not allowed; it must be left out for a list",
+        ),
         (lambda pair: pair.generate([PROMPT, "x" * 4000]), "shorter than the context"),
         (lambda pair: pair.generate([PROMPT], shape=Shape(1, 2)), "shape: 'W=1 D=2 K=auto'"),
         (lambda pair: pair.generate(PROMPT, shape=Shape(1, 99)), "depth: 99"),
@@ -280,13 +288,13 @@ def test_batches_go_on_after_one_that_was_interrupted(pair: Pair, monkeypatch: p
 def test_models_without_a_compiled_pair_are_compiled_with_progress(
     llama_folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[tuple[str, str, CompileConfig]] = []
+    asked: list[tuple[tuple[str, ...], CompileConfig]] = []
 
     class Stopped(Exception):
         pass
 
-    def compile_pair(target: str, draft: str, **options: Any) -> None:
-        asked.append((target, draft, options["config"]))
+    def compile_pair(*models: str, **options: Any) -> None:
+        asked.append((models, options["config"]))
         with options["progress"].phase("check the pair", 1):
             pass
         raise Stopped
@@ -295,13 +303,15 @@ def test_models_without_a_compiled_pair_are_compiled_with_progress(
     target, draft = llama_folders
     with pytest.raises(Stopped):
         load_pair(target=target, draft=draft)
-    assert asked == [(target, draft, CompileConfig())]
+    with pytest.raises(Stopped):
+        load_pair(target=target)
+    assert asked == [(llama_folders, CompileConfig()), ((target,), CompileConfig(draft_weights=AUTO))]
     assert "check the pair" in capfd.readouterr().err
 
 
 def test_a_pair_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="the draft is missing"):
-        load_pair(target=str(tmp_path))
+    with pytest.raises(UsageError, match="the target is missing"):
+        load_pair(draft=str(tmp_path))
     with pytest.raises(UsageError, match="cannot be combined"):
         load_pair("tiny", target="a", draft="b")
     bad: Any = 5

@@ -71,13 +71,16 @@ def test_growth_sets_parents_depths_positions_leaves_and_paths() -> None:
     assert tree.path_NA[5].tolist() == [0, 1, 3, 5, -1, -1, -1, -1]
 
 
-@given(st.lists(st.integers(0, 9), max_size=6))
-def test_a_chain_attached_at_once_equals_one_grown_node_by_node(tokens: list[int]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=6))
+def test_a_chain_attached_at_once_equals_one_grown_node_by_node(nodes: list[tuple[int, int]]) -> None:
+    tokens = [token for token, _ in nodes]
+    log_probs = [-eighths / 8 for _, eighths in nodes]
     at_once = TokenTree.root(7, 7, max_depth=6)
-    at_once.grow_chain(tokens)
+    at_once.grow_chain(tokens, log_probs)
     grown = TokenTree.root(7, 7, max_depth=6)
     for node, token in enumerate(tokens):
-        grown.grow(torch.tensor([node]), torch.tensor([token]), torch.zeros(1))
+        path = torch.tensor([sum(log_probs[: node + 1])])
+        grown.grow(torch.tensor([node]), torch.tensor([token]), path)
     at_once.check()
     for name in ("token_N", "parent_N", "depth_N", "log_prob_N", "path_NA"):
         assert torch.equal(getattr(at_once, name), getattr(grown, name)), name

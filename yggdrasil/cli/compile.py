@@ -7,25 +7,29 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yggdrasil.cli.threads import add_threads, apply_threads
-from yggdrasil.config import WEIGHTS, CompileConfig
+from yggdrasil.config import AUTO, WEIGHTS, CompileConfig
 from yggdrasil.errors import ConfigError, UsageError
 from yggdrasil.ranks.launch import num_ranks
 
 if TYPE_CHECKING:
     from yggdrasil.bundle import Bundle
 
-__all__ = ["add_parser", "pair_name", "run"]
+__all__ = ["NO_DRAFT", "add_parser", "pair_name", "run"]
 
+NO_DRAFT = "none"
 DESCRIPTION = """\
 Compile a target and a draft for this machine, once. TorchInductor compiles each to one static graph per
 token count of a small menu; then the graphs are timed, and the draft is calibrated on text. After Ctrl-C,
 run the same command again: finished graphs are kept. Until the new pair is done, an earlier one of that
 name still works. Without arguments, the bundled pair is compiled.
+
+Without a draft, one is made from the target: its weights in 4 or 8 bits, some of its layers, or both,
+whichever is the best on calibration text. The text stays the target's. `ygg show pair` has the choice.
 
 For several GPUs: torchrun --nproc-per-node 2 -m yggdrasil compile TARGET DRAFT ...
 The target is split by its tensor-parallel plan in transformers; the pair then runs on as many processes.
@@ -42,7 +46,11 @@ def add_parser(verbs: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", nargs="?", help="folder, GGUF file or hub id of the target model")
-    parser.add_argument("draft", nargs="?", help="the same of a small model with the same tokenizer")
+    parser.add_argument(
+        "draft",
+        nargs="?",
+        help="the same of a small model with the same tokenizer (default: made from the target)",
+    )
     parser.add_argument(
         "--name",
         help="name of the pair (default: the target's folder name, and the formats of rounded weights)",
@@ -96,9 +104,14 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--draft-weights",
         choices=WEIGHTS,
-        default=defaults.draft_weights,
         help="the same for the draft, whose weights change the speed but never the text "
-        "(default: %(default)s)",
+        f"(default: {defaults.draft_weights}, or the best for a draft made from the target)",
+    )
+    parser.add_argument(
+        "--draft-layers",
+        type=int,
+        metavar="N",
+        help="layers of a draft made from the target (default: the best number)",
     )
     add_threads(parser, "; also processes that compile graphs, and threads of the measurements")
     parser.set_defaults(run=run)
@@ -129,6 +142,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _config(options: argparse.Namespace) -> CompileConfig:
+    is_alone = options.target is not None and options.draft is None
     return CompileConfig(
         device=options.device,
         dtype=options.dtype,
@@ -136,14 +150,15 @@ def _config(options: argparse.Namespace) -> CompileConfig:
         exact=options.exact,
         compress=options.compress,
         weights=options.weights,
-        draft_weights=options.draft_weights,
+        draft_weights=options.draft_weights or (AUTO if is_alone else CompileConfig().draft_weights),
+        draft_layers=options.draft_layers,
         calibration_budget_s=options.calibration_budget,
         ranks=num_ranks(),
     )
 
 
-def _models_and_name(options: argparse.Namespace, rounded: str) -> tuple[str, str, str]:
-    """Target, draft and name of the pair to compile.
+def _models_and_name(options: argparse.Namespace, rounded: str) -> tuple[str, str | None, str]:
+    """Target, draft if one is given, and name of the pair to compile.
 
     Args:
         rounded: Suffix of a name that is not given: pairs that differ in their weights live side by side.
@@ -156,10 +171,8 @@ def _models_and_name(options: argparse.Namespace, rounded: str) -> tuple[str, st
             raise UsageError(problem, f"ygg compile TARGET DRAFT --name {options.name}")
         target, draft, name = _bundled_pair()
         return target, draft, f"{name}{rounded}"
-    if options.draft is None:
-        raise UsageError("the draft is missing", f"{shlex.join(['ygg', 'compile', options.target])} DRAFT")
     name = options.name or f"{Path(resolved(options.target)).name}{rounded}"
-    _check_name(name, options.target, options.draft)
+    _check_name(name, [model for model in (options.target, options.draft) if model is not None])
     return options.target, options.draft, name
 
 
@@ -170,7 +183,7 @@ def _bundled_pair() -> tuple[str, str, str]:
     return str(target), str(draft), BUNDLED
 
 
-def _check_name(name: str, target: str, draft: str) -> None:
+def _check_name(name: str, models: Sequence[str]) -> None:
     """Raise ConfigError for a name that cannot be a folder in the store, or is reserved."""
     from yggdrasil.bundle import BUNDLED
     from yggdrasil.store.artifacts import OPERATORS
@@ -180,36 +193,36 @@ def _check_name(name: str, target: str, draft: str) -> None:
             "at most 100 letters, digits, dots, dashes and underscores, a letter or digit first; "
             f"{BUNDLED} and {OPERATORS} are taken"
         )
-        command = f"{shlex.join(['ygg', 'compile', target, draft])} --name NAME"
+        command = f"{shlex.join(['ygg', 'compile', *models])} --name NAME"
         raise ConfigError("name", name, allowed, command)
 
 
 def pair_name(
-    options: argparse.Namespace, check: Callable[[str, str], None] = lambda target, draft: None
+    options: argparse.Namespace, check: Callable[[Sequence[str]], None] = lambda models: None
 ) -> str:
     """Name of the pair that `--pair`, or `--target` and `--draft`, choose.
 
-    The bundled pair, and a pair given by its models, are compiled if they are not yet.
+    The bundled pair, and a pair given by its models, are compiled if they are not yet. `--draft none`
+    chooses no pair.
 
     Args:
         options: Options of `ygg generate` or `ygg serve`.
-        check: Called with target and draft before they are compiled, to refuse what cannot work later.
+        check: Called with the models before they are compiled, to refuse what cannot work later.
 
     Raises:
-        UsageError: one model is missing, or both a name and models are given.
+        UsageError: the target is missing, or both a name and models are given.
     """
     verb = f"ygg {options.verb}"
-    if options.pair is not None and (options.target is not None or options.draft is not None):
+    draft = None if options.draft == NO_DRAFT else options.draft
+    if options.pair is not None and (options.target is not None or draft is not None):
         problem = "--pair cannot be combined with --target and --draft"
         raise UsageError(problem, f"{verb} --pair {options.pair}")
-    if options.target is not None and options.draft is None:
-        raise UsageError("--draft is missing", f"{verb} --target {options.target} --draft DRAFT")
-    if options.draft is not None and options.target is None:
-        raise UsageError("--target is missing", f"{verb} --target TARGET --draft {options.draft}")
+    if draft is not None and options.target is None:
+        raise UsageError("--target is missing", f"{verb} --target TARGET --draft {draft}")
     from yggdrasil.bundle import BUNDLED
     from yggdrasil.offline.on_demand import compiled_name
 
-    models = None if options.target is None else (options.target, options.draft)
+    models = [model for model in (options.target, draft) if model is not None] or None
     return compiled_name(options.pair or BUNDLED, models, check=check, num_workers=options.threads)
 
 
@@ -223,6 +236,8 @@ def _report(bundle: Bundle, seconds: float) -> None:
     print(f"compiled {bundle.name} in {seconds:.0f} s")
     print(f"  {bundle.exactness}")
     print(f"  {bundle.weights}")
+    for line in bundle.own_draft.lines if bundle.own_draft else ():
+        print(f"  {line}")
     for temperature, acceptance in loaded.acceptance.by_temperature.items():
         shape, gain = best_shape(
             acceptance,

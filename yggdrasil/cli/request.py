@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yggdrasil.cli.compile import pair_name
+from yggdrasil.cli.compile import NO_DRAFT, pair_name
 from yggdrasil.cli.threads import add_threads, apply_threads, note_threads
 from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, GrammarConfig, SamplingConfig
 from yggdrasil.errors import ConfigError
@@ -33,7 +33,11 @@ def add_pair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", help="instead of --pair: folder or hub id of the target; compiled first if needed"
     )
-    parser.add_argument("--draft", help="with --target: folder or hub id of the draft")
+    parser.add_argument(
+        "--draft",
+        help="with --target: folder or hub id of the draft (default: made from the target); none, with any "
+        "pair: verify what repeats in the text, and run no draft",
+    )
     parser.add_argument(
         "--predictor",
         metavar="DATASET",
@@ -210,6 +214,7 @@ def request_config(options: argparse.Namespace, pair: LoadedPair | None = None) 
         stop=_texts("stop", options.stop),
         ignore_eos=options.ignore_eos,
         plain=options.plain,
+        draft=options.draft != NO_DRAFT,
         sampling=SamplingConfig.of(chosen),
     )
 
@@ -222,9 +227,7 @@ def load_chosen_pair(options: argparse.Namespace, config: GenerateConfig, prompt
         prompt: The beginning of the text, for the same.
     """
     apply_threads(options)
-    name = pair_name(
-        options, lambda target, draft: _check_uncompiled(options, config, prompt, target, draft)
-    )
+    name = pair_name(options, lambda models: _check_uncompiled(options, config, prompt, models))
     from yggdrasil.api import load_pair  # imports torch, a second: after wrong options are refused
 
     pair = load_pair(name, dataset=options.predictor)
@@ -233,7 +236,7 @@ def load_chosen_pair(options: argparse.Namespace, config: GenerateConfig, prompt
 
 
 def _check_uncompiled(
-    options: argparse.Namespace, config: GenerateConfig, prompt: str, target: str, draft: str
+    options: argparse.Namespace, config: GenerateConfig, prompt: str, models: Sequence[str]
 ) -> None:
     """Refuse what cannot work with this pair before it is compiled, which takes minutes."""
     from yggdrasil.engine import check_request
@@ -244,8 +247,8 @@ def _check_uncompiled(
     if options.predictor not in (None, BUNDLED_TEXT):
         allowed = f"{BUNDLED_TEXT} if the pair is not compiled yet"
         raise ConfigError("predictor", options.predictor, allowed)
-    num_tokens = len(load_tokenizer(target).backend_tokenizer.encode(prompt).ids)
-    check_request(num_tokens, config, planned_context(target, draft))
+    num_tokens = len(load_tokenizer(models[0]).backend_tokenizer.encode(prompt).ids)
+    check_request(num_tokens, config, planned_context(models))
 
 
 def note_busy(verb: str, outcome: Run) -> None:

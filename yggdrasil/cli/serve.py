@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from yggdrasil.cli.compile import pair_name
+from yggdrasil.cli.compile import NO_DRAFT, pair_name
 from yggdrasil.cli.heap import frozen_heap
 from yggdrasil.cli.threads import add_threads, apply_threads, note_threads
 from yggdrasil.config import REASONING_PARSERS, TOOL_PARSERS, CompileConfig, ServeConfig
@@ -50,7 +50,9 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--target", help="instead of --pair: folder or hub id of the target; compiled first if needed"
     )
-    parser.add_argument("--draft", help="with --target: folder or hub id of the draft")
+    parser.add_argument(
+        "--draft", help="with --target: folder or hub id of the draft (default: made from the target)"
+    )
     parser.add_argument(
         "--policy",
         default=defaults.policy,
@@ -176,6 +178,8 @@ def run(options: argparse.Namespace) -> None:
             "left out with --no-elastic",
             "ygg serve --no-elastic, or --tau-low without it",
         )
+    if options.draft == NO_DRAFT:
+        raise ConfigError("draft", NO_DRAFT, "a folder or a hub id", "ygg serve --policy off never drafts")
     config = ServeConfig(
         policy=options.policy,
         gamma_max=options.gamma_max,
@@ -197,7 +201,7 @@ def run(options: argparse.Namespace) -> None:
     _check_installed()
     with _listening(config.host, config.port) as listener:  # before loading, which takes seconds
         apply_threads(options)
-        name = pair_name(options, lambda target, draft: _check_uncompiled(config))
+        name = pair_name(options, lambda models: _check_uncompiled(config))
         serving, service = _serving(name, config, options)
         service.start()
         with frozen_heap():

@@ -89,7 +89,8 @@ def _show_pair(pair: Any, options: argparse.Namespace) -> None:
 
     bundle = pair.bundle
     config = pair.bundle.config
-    print(f"pair {bundle.name}: target {bundle.models[0]}, draft {bundle.models[1]}")
+    target, draft = bundle.named_models
+    print(f"pair {bundle.name}: target {target}, draft {draft}")
     megabytes = [model.weight_bytes / 1e6 for model in (pair.engine.target, pair.engine.draft)]
     ranks = "" if config.ranks == 1 else f", the target in {config.ranks} shards like this one"
     weights = f"weights {megabytes[0]:.1f} + {megabytes[1]:.1f} MB{ranks}"
@@ -100,6 +101,8 @@ def _show_pair(pair: Any, options: argparse.Namespace) -> None:
     print(f"  target graphs {target_sizes}, draft graphs {draft_sizes} tokens")
     print(f"  {bundle.exactness}")
     print(f"  {bundle.weights}")
+    for line in bundle.own_draft.lines if bundle.own_draft else ():
+        print(f"  {line}")
     for note in bundle.notes:
         print(f"  note: {note}")
     print(f"  calibrated on {pair.dataset} (--predictor chooses among: {', '.join(bundle.datasets)})")

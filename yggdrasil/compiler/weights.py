@@ -1,9 +1,14 @@
-"""The weight file of a bundle: written once, in the layout of the graphs, and mapped by every process."""
+"""The weight file of a bundle: written once, in the layout of the graphs, and mapped by every process.
+
+A draft that is made from its target has some tensors of it, such as the embedding. They are in the target's
+file alone, so they are in memory once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +16,35 @@ from torch import Tensor, nn
 from yggdrasil.errors import ArtifactError
 from yggdrasil.store.artifacts import unreadable
 
-__all__ = ["FILE_NAME", "load_weights", "save_weights"]
+__all__ = ["FILE_NAME", "Lender", "load_weights", "save_weights"]
 
 FILE_NAME = "weights.safetensors"
+LENT = "#"  # between the folder of another file and a tensor in it
 
 
-def save_weights(model: nn.Module, folder: Path) -> None:
+class Lender(NamedTuple):
+    """The stored weights of the model that another one was made from.
+
+    Args:
+        folder: Its folder, next to that of the other model.
+        name_before: The name of a tensor in it, from the name in the other model.
+    """
+
+    folder: Path
+    name_before: Callable[[str], str]
+
+
+def save_weights(model: nn.Module, folder: Path, lender: Lender | None = None) -> None:
     """Write `weights.safetensors`: every parameter and buffer of a packed model, tied ones once.
 
     Names are those of the constants of exported graphs: `model.` and the tensor's name in `model`.
+
+    Args:
+        lender: Tensors that are equal in its file are named, not written. For the CPU.
     """
     from safetensors.torch import save_file
 
+    lent = {} if lender is None else load_weights(lender.folder, "cpu", "")
     unique: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -30,18 +52,28 @@ def save_weights(model: nn.Module, folder: Path) -> None:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]:
-        first = unique.setdefault(tensor.data_ptr(), f"model.{name}")
-        if first == f"model.{name}":
-            tensors[first] = tensor.detach().contiguous()
+        own = f"model.{name}"
+        first = unique.setdefault(tensor.data_ptr(), own)
+        before = f"model.{lender.name_before(name)}" if lender else ""
+        if first != own:
+            aliases[own] = aliases.get(first, first)
+        elif lender and before in lent and _is_equal(tensor, lent[before]):
+            aliases[own] = f"{lender.folder.name}{LENT}{before}"
         else:
-            aliases[f"model.{name}"] = first
+            tensors[own] = tensor.detach().contiguous()
     # Tensors start right after the library's header. Aligning them to cache lines does not make a packed
     # linear layer faster (bench/LOG.md).
     save_file(tensors, folder / FILE_NAME, metadata=aliases)
 
 
+def _is_equal(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.dtype == other.dtype and torch.equal(tensor, other)
+
+
 def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
     """The tensors of `save_weights` by name; tied ones are one tensor under several names.
+
+    Those of another file come from there.
 
     Args:
         device: "cpu" maps the file without reading it; "cuda" copies it to the current device.
@@ -62,7 +94,12 @@ def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
         raise unreadable(path, error, command) from None
     except SafetensorError as error:
         raise ArtifactError(path, f"corrupt ({error})", command) from None
-    return {**tensors, **{name: tensors[first] for name, first in aliases.items()}}
+    lenders = {first.partition(LENT)[0] for first in aliases.values() if LENT in first}
+    for lender in lenders:
+        lent = load_weights(folder.parent / lender, device, command)
+        tensors |= {f"{lender}{LENT}{name}": tensor for name, tensor in lent.items()}
+    named = {name: tensors[first] for name, first in aliases.items()}
+    return {**{name: tensors[name] for name in names}, **named}
 
 
 def _current(device: str) -> str:

@@ -52,6 +52,7 @@ class GraphJob:
         dtype: "bfloat16" or "float32".
         exact: On CUDA, linear layers have one order of summation; on a CPU they always have.
         ranks: Number of shards of the model; the graph is the same for all of them.
+        layers: Numbers of the layers that were kept; None for all.
     """
 
     model: str
@@ -66,6 +67,7 @@ class GraphJob:
     path: str
     exact: bool = True
     ranks: int = 1
+    layers: tuple[int, ...] | None = None
 
 
 @lru_cache(maxsize=2)
@@ -75,7 +77,7 @@ def _module(job: GraphJob) -> nn.Module:
     weights = load_weights(Path(job.weights), job.device, command="")
     stored = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     dtype = getattr(torch, job.dtype)
-    model = outline_model(job.model, stored, dtype=dtype, ranks=job.ranks)
+    model = outline_model(job.model, stored, dtype=dtype, ranks=job.ranks, layers=job.layers)
     if job.device == "cuda":
         load_cuda_kernels()
         if job.exact:
@@ -201,7 +203,8 @@ def _serve() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         payload = json.loads(line)
-        run_job(GraphJob(**{**payload, "kv": KVShape(**payload["kv"])}))
+        layers = None if payload["layers"] is None else tuple(payload["layers"])
+        run_job(GraphJob(**{**payload, "kv": KVShape(**payload["kv"]), "layers": layers}))
         answers.write("done\n")
 
 

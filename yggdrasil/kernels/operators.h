@@ -145,7 +145,7 @@ void pack_nodes_(at::Tensor meta, const at::Tensor& token, const at::Tensor& dep
                  const NodeRange& nodes);
 void pack_chains_(at::Tensor meta, const Chains& chains);
 Tree root(int64_t token, int64_t capacity, int64_t path_width);
-void grow_chain_(Tree tree, at::IntArrayRef tokens);
+void grow_chain_(Tree tree, at::IntArrayRef tokens, const std::vector<double>& log_probs);
 Tree subtree(const Tree& tree, at::IntArrayRef keep);
 void acceptance_of(const at::Tensor& log_prob, int64_t num_nodes, const at::Tensor& knots, double* values);
 void copy_slots_(at::Tensor storage, at::IntArrayRef source, at::IntArrayRef target);

@@ -244,10 +244,10 @@ void Step::graft_(Growing& each) const {
   const Row& row = each.row;
   each.last_depth = row.depth;
   const int64_t most = std::min(row.graft, path_width_ - 3);
-  if (row.depth == 0 || most <= 0) return;
+  if (most <= 0) return;
   each.graft = graft(row.tokens, row.len, *row.evidence, most);
   if (each.graft.tokens.empty()) return;
-  grow_chain_(each.tree, each.graft.tokens);
+  grow_chain_(each.tree, each.graft.tokens, each.graft.log_probs);
   each.num_nodes += int64_t(each.graft.tokens.size());
   each.last_depth = std::min(row.depth, path_width_ - 1 - each.num_nodes);
 }
@@ -413,7 +413,7 @@ void Step::prune_(const Menu& menu, Reply& reply) {
   for (Growing& row : rows_) {
     row.pruned.expected += 1.0;
     std::sort(row.pruned.keep.begin(), row.pruned.keep.end());
-    row.pruned.tree = row.num_nodes == 1 ? row.tree : subtree(row.tree, row.pruned.keep);
+    row.pruned.tree = row.tree.capacity() == 1 ? row.tree : subtree(row.tree, row.pruned.keep);
   }
 }
 
@@ -424,7 +424,7 @@ void Step::draft(at::ArrayRef<Row> rows, const Menu& menu, Reply& reply) {
   forwards_.clear();
   rows_.clear();
   for (const Row& row : rows) {
-    int64_t capacity = 1 + row.width * row.depth + (row.depth ? row.graft : 0);
+    int64_t capacity = 1 + row.width * row.depth + row.graft;
     if (row.levels >= 0) {
       capacity = 1;
       for (const auto& level : levels_[row.levels].parents) capacity += int64_t(level.size());

@@ -297,16 +297,19 @@ ygg::Tree ygg::root(int64_t token, int64_t capacity, int64_t path_width) {
   return tree;
 }
 
-// Attaches a chain under a root without children, with log-probabilities of 0.
-void ygg::grow_chain_(Tree tree, at::IntArrayRef tokens) {
+// Attaches a chain under a root without children, with the log-probability of every token after the one
+// before it.
+void ygg::grow_chain_(Tree tree, at::IntArrayRef tokens, const std::vector<double>& log_probs) {
   TORCH_CHECK(int64_t(tokens.size()) < std::min(tree.capacity(), tree.path_width()), "grow_chain_: ",
               tokens.size(), " nodes");
   int32_t* path = tree.path.mutable_data_ptr<int32_t>();
+  double log_prob = 0.0;
   for (int32_t node = 1; node <= int32_t(tokens.size()); ++node) {
     tree.token.mutable_data_ptr<int32_t>()[node] = int32_t(tokens[node - 1]);
     tree.parent.mutable_data_ptr<int32_t>()[node] = node - 1;
     tree.depth.mutable_data_ptr<int32_t>()[node] = node;
-    tree.log_prob.mutable_data_ptr<float>()[node] = 0.0f;
+    log_prob += log_probs[size_t(node) - 1];
+    tree.log_prob.mutable_data_ptr<float>()[node] = float(log_prob);
     int32_t* own = path + node * tree.path_width();
     std::copy_n(own - tree.path_width(), tree.path_width(), own);
     own[node] = node;

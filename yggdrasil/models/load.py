@@ -4,7 +4,7 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -20,6 +20,7 @@ from yggdrasil.models.attention import IMPLEMENTATION, register_attention
 from yggdrasil.models.checkpoint import check_pointers, expected_shapes, weight_files
 from yggdrasil.models.gguf import check_gguf, check_whole, gguf_format
 from yggdrasil.models.hub import check_name, hub_reason
+from yggdrasil.models.layers import keep_in_config_
 from yggdrasil.models.quantised import Scheme, ordinary_weights, scheme_of
 from yggdrasil.models.sharding import shard_
 from yggdrasil.models.support import check_supported
@@ -213,7 +214,14 @@ def pack_linears_(
     _replace_linears_(model, pack)
 
 
-def outline_model(name: str, stored: Mapping[str, Tensor], *, dtype: torch.dtype, ranks: int = 1) -> Any:
+def outline_model(
+    name: str,
+    stored: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    ranks: int = 1,
+    layers: Sequence[int] | None = None,
+) -> Any:
     """The model of stored tensors with uninitialised weights, for a compiler, which reads only shapes.
 
     No weight is read, and memory that nothing touches is never allocated, so a process that builds graphs
@@ -223,11 +231,14 @@ def outline_model(name: str, stored: Mapping[str, Tensor], *, dtype: torch.dtype
         name: Folder or hub id.
         stored: Parameters and buffers by name; tied ones are one tensor, a packed layer has a `packed`.
         ranks: Number of shards of the model; `stored` is one of them.
+        layers: Numbers of the layers that were kept; None for all.
     """
     from transformers import AutoModelForCausalLM
 
     register_attention()
     config = load_config(name)
+    if layers is not None:
+        keep_in_config_(config, layers)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=False

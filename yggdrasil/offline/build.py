@@ -12,9 +12,10 @@ import torch
 from yggdrasil.bundle import Bundle
 from yggdrasil.compiler.buckets import draft_menu, target_menu
 from yggdrasil.compiler.model import graph_path
-from yggdrasil.compiler.weights import FILE_NAME, save_weights
+from yggdrasil.compiler.weights import FILE_NAME, Lender, save_weights
 from yggdrasil.compiler.workers import GraphJob, compile_graphs
 from yggdrasil.config import CompileConfig
+from yggdrasil.models.layers import keep_layers_, layer_list, name_before
 from yggdrasil.models.load import load_model, pack_linears_
 from yggdrasil.models.proof import check_forward, check_rounded, expected_passages
 from yggdrasil.models.sharding import shard_
@@ -25,7 +26,7 @@ from yggdrasil.store import artifacts, storage
 from yggdrasil.store.digests import Ledger
 from yggdrasil.text.tokenizer import load_tokenizer
 
-__all__ = ["build_files", "read_quality"]
+__all__ = ["build_files", "compresses", "read_quality"]
 
 # A processor does not wait for weights in its caches: a draft of 1.8 MB was a tenth slower when compressed.
 CACHED_BYTES = 8 << 20
@@ -62,6 +63,8 @@ class Part(NamedTuple):
         folder: Where its weights go.
         weights: Format of its linear layers.
         quality_path: Where what rounding changes goes; None without rounding, and for a draft.
+        layers: Numbers of the layers that are kept; None for all.
+        lender: Folder with the stored weights of the same model, which need not be stored twice.
     """
 
     model: str
@@ -70,6 +73,8 @@ class Part(NamedTuple):
     quality_path: Path | None = None
     rank: int = 0
     ranks: int = 1
+    layers: tuple[int, ...] | None = None
+    lender: Path | None = None
 
     @property
     def is_rounded(self) -> bool:
@@ -79,15 +84,20 @@ class Part(NamedTuple):
 def _write_weights(
     bundle: Bundle, texts: Sequence[str], ledger: Ledger, whole: set[str], progress: Progress
 ) -> None:
-    target, draft = bundle.models
     config = bundle.config
     quality_path = None if config.weights == "bf16" else bundle.quality_path
-    # the draft first: if it is refused, no large file has been written
-    parts = [Part(draft, bundle.folder / "draft", config.draft_weights)]
-    parts += [
-        Part(target, bundle.target_weights(rank), config.weights, quality_path, rank, config.ranks)
+    targets = [
+        Part(
+            bundle.models[0], bundle.target_weights(rank), config.weights, quality_path, rank, config.ranks
+        )
         for rank in range(config.ranks)
     ]
+    draft = Part(bundle.models[-1], bundle.folder / "draft", config.draft_weights)
+    # the draft first: if it is refused, no large file has been written
+    parts = [draft, *targets]
+    if bundle.own_draft is not None:  # it shares tensors with the target where both are mapped files
+        lender = bundle.target_weights(0) if config.can_round else None
+        parts = [*targets, draft._replace(layers=bundle.draft_layers, lender=lender)]
     for part in parts:
         paths = [path for path in (part.folder / FILE_NAME, part.quality_path) if path is not None]
         names = [str(path.relative_to(bundle.folder)) for path in paths]
@@ -104,6 +114,9 @@ def _pack(bundle: Bundle, part: Part, texts: Sequence[str], progress: Progress) 
     num_positions = bundle.max_context + config.path_depth
     with progress.phase(f"load {name}", 2):
         loaded = load_model(part.model, dtype=bundle.dtype)
+        lender = _lender(part, loaded)
+        if part.layers is not None:
+            keep_layers_(loaded, part.layers)
         progress.advance()
         passages = (
             expected_passages(part.model, loaded, bundle.vocab, num_positions) if part.rank == 0 else []
@@ -119,13 +132,22 @@ def _pack(bundle: Bundle, part: Part, texts: Sequence[str], progress: Progress) 
             check_rounded(part.model, loaded)
     elif config.device == "cpu":
         with progress.phase(f"pack {name}", _num_linears(loaded)):
-            pack_linears_(loaded, compress=_compresses(config, loaded), tick=progress.advance)
+            pack_linears_(loaded, compress=compresses(config, loaded), tick=progress.advance)
     if part.ranks == 1 and not part.is_rounded:
         with progress.phase(f"prove {name}", 1):
             check_forward(*proof)
     with progress.phase(f"store {name}", 1), storage.temporary_folder(part.folder, FILE_NAME) as temporary:
-        save_weights(loaded, temporary)
+        save_weights(loaded, temporary, lender)
         storage.put(temporary / FILE_NAME, part.folder / FILE_NAME)
+
+
+def _lender(part: Part, loaded: Any) -> Lender | None:
+    """The stored weights that a part shares, before its model loses layers."""
+    if part.lender is None:
+        return None
+    name = layer_list(loaded)
+    before = str if part.layers is None or name is None else name_before(name, part.layers)
+    return Lender(part.lender, before)
 
 
 def _round(bundle: Bundle, part: Part, loaded: Any, texts: Sequence[str], progress: Progress) -> None:
@@ -153,7 +175,8 @@ def read_quality(bundle: Bundle) -> dict[str, float]:
     return artifacts.load_json(bundle.quality_path, bundle.command)
 
 
-def _compresses(config: CompileConfig, model: torch.nn.Module) -> bool:
+def compresses(config: CompileConfig, model: torch.nn.Module) -> bool:
+    """Whether weights of a loaded model that are kept are compressed."""
     if config.compress is not None:
         return config.compress
     num_bytes = sum(module.weight.nbytes for module in model.modules() if type(module) is torch.nn.Linear)
@@ -191,8 +214,9 @@ def _graph_jobs(bundle: Bundle) -> list[GraphJob]:
         "ranks": config.ranks,
     }
     draft: dict[str, Any] = {
-        "model": bundle.models[1],
+        "model": bundle.models[-1],
         "weights": str(bundle.folder / "draft"),
+        "layers": bundle.draft_layers,
         "num_candidates": config.num_candidates,
         "kv": bundle.kv_draft,
         "ranks": 1,

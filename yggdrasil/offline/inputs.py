@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from yggdrasil.bundle import MALFORMED, Bundle, machine_fields
-from yggdrasil.config import CompileConfig
+from yggdrasil.config import AUTO, WEIGHTS, CompileConfig
 from yggdrasil.errors import ArtifactError, BrokenCheckpoint, ConfigError, ModelMismatch, UnsupportedModel
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.checkpoint import check_weights
@@ -41,7 +41,7 @@ MIN_CONTEXT = 32  # the smallest that `CompileConfig` accepts
 
 def describe_pair(
     target: str,
-    draft: str,
+    draft: str | None,
     name: str,
     config: CompileConfig,
     calibration: Path,
@@ -51,39 +51,48 @@ def describe_pair(
 
     Args:
         target: Absolute folder or hub id of the target.
-        draft: Absolute folder or hub id of the draft.
-        tick: Called once for every file in `model_files` of both models.
+        draft: Absolute folder or hub id of the draft. With None it will be made from the target, and the
+            description is not complete: see `own_draft.with_own_draft`.
+        tick: Called once for every file in `model_files` of each model.
 
     Raises:
         ConfigError, BrokenCheckpoint, ModelMismatch, UnsupportedModel: an input that cannot work.
     """
     _check_device(config)
-    target_config = load_config(target)
-    draft_config = load_config(draft)
+    models = (target,) if draft is None else (target, draft)
+    configs = {model: load_config(model) for model in models}
+    target_config = configs[target]
+    draft_config = configs[models[-1]]
     check_divisible(target_config, config.ranks)
     tokenizer = load_tokenizer(target)
-    ids = common_ids(tokenizer, draft, target_config.vocab_size)
-    check_vocabularies(target_config, draft_config, ids)
+    if draft is None:
+        _check_own_draft(config, target_config.num_hidden_layers)
+    else:
+        _check_given_draft(config)
+        ids = common_ids(tokenizer, draft, target_config.vocab_size)
+        check_vocabularies(target_config, draft_config, ids)
     notes = [
         _stored_note("the target", target, config.dtype),
-        _stored_note("the draft", draft, config.dtype),
+        "" if draft is None else _stored_note("the draft", draft, config.dtype),
         _absent_tokens(target, tokenizer, target_config.vocab_size),
         unapplied_defaults(target),
     ]
     eos_tokens = end_tokens(target, target_config, tokenizer)
-    context_len = max_context(config, {target: target_config, draft: draft_config})
+    context_len = max_context(config, configs)
     config = replace(config, max_context=context_len)
-    for model, model_config in ((target, target_config), (draft, draft_config)):
+    for model, model_config in configs.items():
         if Path(model).is_dir():
             check_weights(Path(model), model_config)
     capacity = -(-(context_len + config.max_nodes) // PAGE_LEN) * PAGE_LEN
     kv_target = kv_shape(target_config, capacity)
     kv_target = replace(kv_target, num_kv_heads=kv_target.num_kv_heads // config.ranks)
     kv_draft = kv_shape(draft_config, capacity)
-    sources = source_files((target, draft), name, tick)
-    origins = [_origin(model, files) for model, files in zip((target, draft), sources, strict=True)]
+    sources = source_files(models, name, tick)
+    origins = [_origin(model, files) for model, files in zip(models, sources, strict=True)]
     machine = machine_fields()
-    fingerprint = artifacts.digest(*origins, asdict(kv_target), asdict(kv_draft), config.lowering, machine)
+    open_choice = {"draft_weights": AUTO, "draft_layers": None} if draft is None else {}
+    lowering = config.lowering | open_choice
+    fingerprint = artifacts.digest(*origins, asdict(kv_target), asdict(kv_draft), lowering, machine)
     vocab = shared_vocab(target_config, draft_config)
     is_bundled_text = calibration == CALIBRATION_TEXT
     return Bundle(
@@ -97,7 +106,7 @@ def describe_pair(
         vocab=vocab,
         eos_tokens=eos_tokens,
         sources=tuple(file for files in sources for file in files),
-        models=(target, draft),
+        models=models,
         machine=machine,
         notes=tuple(note for note in notes if note),
         defaults=request_defaults(target, vocab),
@@ -123,6 +132,33 @@ def resolved(model: str) -> str:
             "model", model, f"a folder, or the id of a model on the hub ({error.strerror})"
         ) from None
     return str(Path(model).resolve()) if is_here else model
+
+
+def _check_own_draft(config: CompileConfig, num_layers: int) -> None:
+    """Raise ConfigError if no draft made from the target can be quicker than it."""
+    layers = config.draft_layers
+    weights = config.draft_weights
+    if layers is not None and layers > num_layers:
+        raise ConfigError("draft_layers", layers, f"at most {num_layers}, the layers of the target")
+    if weights != AUTO and WEIGHTS.index(weights) < WEIGHTS.index(config.weights):
+        raise ConfigError("draft_weights", weights, f"no larger than the target's, {config.weights}")
+    formats = WEIGHTS[WEIGHTS.index(config.weights) :] if config.can_round else ("bf16",)
+    smaller = formats[1:] if weights == AUTO else tuple({weights} - {config.weights})
+    if smaller or (num_layers > 1 and layers != num_layers):
+        return
+    allowed = f"from 1 to {num_layers - 1}, or the weights smaller than the target's"
+    raise ConfigError("draft_layers", layers or num_layers, allowed)
+
+
+def _check_given_draft(config: CompileConfig) -> None:
+    """Raise ConfigError for options of a draft that is made from the target."""
+    if config.draft_layers is not None:
+        allowed = "left out where a draft is given"
+        raise ConfigError(
+            "draft_layers", config.draft_layers, allowed, "ygg compile TARGET --draft-layers N"
+        )
+    if config.draft_weights == AUTO:
+        raise ConfigError("draft_weights", AUTO, f"one of {', '.join(WEIGHTS)} where a draft is given")
 
 
 def _check_device(config: CompileConfig) -> None:
@@ -227,10 +263,9 @@ def _longest_context(num_positions: int, config: CompileConfig) -> int:
     return (num_positions - config.path_depth) // PAGE_LEN * PAGE_LEN
 
 
-def planned_context(target: str, draft: str) -> int:
-    """Longest context of a pair that would be compiled with the defaults."""
-    models = {model: load_config(model) for model in (resolved(target), resolved(draft))}
-    return max_context(CompileConfig(), models)
+def planned_context(models: Sequence[str]) -> int:
+    """Longest context of a pair of these models that would be compiled with the defaults."""
+    return max_context(CompileConfig(), {model: load_config(model) for model in map(resolved, models)})
 
 
 def source_files(models: Sequence[str], name: str, tick: Callable[[], None]) -> list[list[KnownFile]]:
@@ -242,8 +277,8 @@ def source_files(models: Sequence[str], name: str, tick: Callable[[], None]) -> 
     except OSError as error:
         path = Path(error.filename or models[0])
         raise artifacts.unreadable(path, error, "ygg compile TARGET DRAFT") from None
-    num_first = len(paths[0])
-    return [files[:num_first], files[num_first:]]
+    rest = iter(files)
+    return [[next(rest) for _ in folder] for folder in paths]
 
 
 def _known_sources(name: str) -> list[KnownFile]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from yggdrasil.bundle import BUNDLED, bundled_models, is_compiled
-from yggdrasil.config import CompileConfig
+from yggdrasil.config import AUTO, CompileConfig
 from yggdrasil.ranks.launch import num_ranks
 from yggdrasil.store.artifacts import digest
 
@@ -18,9 +18,9 @@ FIRST_RUN = "first run: compiling the bundled pair for this machine (a few minut
 
 def compiled_name(
     name: str,
-    models: tuple[str, str] | None = None,
+    models: Sequence[str] | None = None,
     *,
-    check: Callable[[str, str], None] = lambda target, draft: None,
+    check: Callable[[Sequence[str]], None] = lambda models: None,
     num_workers: int | None = None,
 ) -> str:
     """The name of a pair that is compiled, or of one that must be compiled by hand.
@@ -29,8 +29,8 @@ def compiled_name(
 
     Args:
         name: A pair's name; not used with `models`.
-        models: Folders or hub ids of target and draft.
-        check: Called with both before they are compiled, to refuse what cannot work later.
+        models: Folders or hub ids of target and draft; of the target alone if the draft is made from it.
+        check: Called with them before they are compiled, to refuse what cannot work later.
         num_workers: Most processes that compile graphs; None for one per core.
 
     Cost: a look into the store, or minutes, with progress on standard error.
@@ -38,29 +38,28 @@ def compiled_name(
     if models is None and name != BUNDLED:
         return name
     if models is not None:
-        target, draft = models
-        name = _name_of(target, draft)
+        name = _name_of(models)
     else:
-        target, draft = map(str, bundled_models())
+        models = tuple(map(str, bundled_models()))
     if is_compiled(name):
         return name
-    check(target, draft)
-    _compile(target, draft, name, num_workers)
+    check(models)
+    _compile(models, name, num_workers)
     return name
 
 
-def _compile(target: str, draft: str, name: str, num_workers: int | None) -> None:
+def _compile(models: Sequence[str], name: str, num_workers: int | None) -> None:
     from yggdrasil.offline import pipeline  # with progress bars half a second, which later starts save
     from yggdrasil.report.progress import RichProgress
 
     progress = RichProgress()
     if name == BUNDLED:
         progress.note(FIRST_RUN)
+    is_alone = len(models) == 1
     bundle = pipeline.compile_pair(
-        target,
-        draft,
+        *models,
         name=name,
-        config=CompileConfig(ranks=num_ranks()),
+        config=CompileConfig(ranks=num_ranks(), draft_weights=AUTO if is_alone else "bf16"),
         num_workers=num_workers,
         progress=progress,
     )
@@ -68,9 +67,9 @@ def _compile(target: str, draft: str, name: str, num_workers: int | None) -> Non
         progress.note(f"ygg compile: note: {note}")
 
 
-def _name_of(target: str, draft: str) -> str:
+def _name_of(models: Sequence[str]) -> str:
     """A name that `ygg compile --name` accepts, since error messages suggest that command."""
     from yggdrasil.offline.inputs import resolved
 
-    name = f"{Path(target).resolve().name}-{digest(resolved(target), resolved(draft))}"
+    name = f"{Path(models[0]).resolve().name}-{digest(*map(resolved, models))}"
     return re.sub(r"[^\w.-]", "-", name).lstrip("._-")

@@ -22,6 +22,7 @@ from yggdrasil.loading import load_bundle, load_models
 from yggdrasil.offline.build import build_files, read_quality
 from yggdrasil.offline.exactness import NUM_PLAIN, inexact_widths
 from yggdrasil.offline.inputs import describe_pair, model_files, resolved
+from yggdrasil.offline.own_draft import with_own_draft
 from yggdrasil.offline.progress import Progress
 from yggdrasil.offline.traces import CALIBRATION_TEXT, read_texts
 from yggdrasil.offline.tuning import tune
@@ -36,7 +37,7 @@ HARDWARE = ("cpu_flags", "compute_capability")  # fields of `machine_fields`
 
 def compile_pair(
     target: str,
-    draft: str,
+    draft: str | None = None,
     *,
     name: str,
     config: CompileConfig,
@@ -48,7 +49,7 @@ def compile_pair(
 
     Args:
         target: Folder or hub id of the target.
-        draft: Folder or hub id of the draft.
+        draft: Folder or hub id of the draft; with None it is made from the target.
         config: Menu, dtype, device, limits.
         calibration: Text to calibrate on: a `.jsonl` file with a "text" in every line, or a text file.
         num_workers: Most processes that compile graphs; None for one per core.
@@ -65,8 +66,8 @@ def compile_pair(
         RuntimeError: a graph could not be compiled.
     """
     target = resolved(target)
-    draft = resolved(draft)
-    num_files = len(model_files(target)) + len(model_files(draft))
+    draft = None if draft is None else resolved(draft)
+    num_files = sum(len(model_files(model)) for model in (target, draft) if model is not None)
     with progress.phase("check the pair", max(1, num_files)):
         texts = read_texts(calibration)  # before the files of the models are read, which takes longer
         bundle = describe_pair(target, draft, name, config, calibration, progress.advance)
@@ -74,6 +75,12 @@ def compile_pair(
     wait = progress.phase("wait for another run", 1)
     with storage.store_errors(artifacts.root()), artifacts.one_at_a_time(lock, wait) as waited:
         storage.sweep(_folders(name))
+        _check_compiler_cache(bundle.command)
+        with progress.phase("compile operators", 1):
+            build_kernels()
+            load_kernels(bundle.command)
+        if draft is None:
+            bundle = with_own_draft(bundle, texts, progress)
         if waited and (done := _compiled_meanwhile(bundle)):
             return done
         return _compile(bundle, texts, num_workers, progress)
@@ -97,10 +104,6 @@ def _compiled_meanwhile(bundle: Bundle) -> Bundle | None:
 
 
 def _compile(bundle: Bundle, texts: Sequence[str], num_workers: int | None, progress: Progress) -> Bundle:
-    _check_compiler_cache(bundle.command)
-    with progress.phase("compile operators", 1):
-        build_kernels()
-        load_kernels(bundle.command)
     digests = build_files(bundle, texts, num_workers, progress)
     bundle = replace(bundle, digests=digests, quality=read_quality(bundle))
     for rank in range(bundle.config.ranks):

@@ -392,7 +392,7 @@ def draft_embedding(bundle: Bundle) -> Tensor:
 
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            load_config(bundle.models[1]), trust_remote_code=False
+            load_config(bundle.models[-1]), trust_remote_code=False
         )
     table = model.get_input_embeddings().weight
     name = next(name for name, parameter in model.named_parameters() if parameter is table)

@@ -58,6 +58,10 @@ class Guard(ShapePolicy):
     _steps_since_plain: int = field(default=CHECK_INTERVAL, init=False, repr=False)
     _checks_left: int = field(default=0, init=False, repr=False)
 
+    @property
+    def drafts(self) -> bool:
+        return self.inner.drafts
+
     def choose(self, rows: Sequence[Row]) -> Choice:
         is_plain = not self.speculating or self._checks_left
         return (self.plain if is_plain else self.inner).choose(rows)
@@ -68,7 +72,7 @@ class Guard(ShapePolicy):
         if self._allowance_ms is None:
             self._allowance_ms = START_STEPS * plain_ms
         ms = self._counted_ms(result)
-        if result.shape.depth > 0 or result.caught_up:
+        if not result.is_plain or result.caught_up:
             self._allowance_ms += len(result.tokens) * plain_ms - ms
         self._allowance_ms = min(self._allowance_ms + REFILL_SHARE * ms, MAX_STEPS * plain_ms)
         needed_ms = 0.0 if self.speculating else PROBE_STEPS * plain_ms
@@ -84,7 +88,7 @@ class Guard(ShapePolicy):
             return result.ms
         shape = result.shape
         predicted_ms = self.latency.step_ms(shape.width, shape.depth, result.verified, result.context_len)
-        is_plain = shape.depth == 0
+        is_plain = result.is_plain
         slowness = result.ms / predicted_ms
         counted = min(slowness, self._last_slowness.get(is_plain, 1.0))
         self._last_slowness[is_plain] = slowness

@@ -114,9 +114,12 @@ class LatencyModel:
         return self.verify.at(1, context_len) + self.plain_host_ms
 
     def step_ms(self, width: int, depth: int, verify: int, context_len: int) -> float:
-        """Milliseconds of one iteration: head draft, D - 1 growth forwards, verification, host time."""
+        """Milliseconds of one iteration: head draft, D - 1 growth forwards, verification, host time.
+
+        Without growth steps no draft runs.
+        """
         if depth == 0:
-            return self.plain_ms(context_len)
+            return self.verify.at(verify, context_len) + self.plain_host_ms
         return self.before_verify_ms(width, depth, context_len) + self.verify.at(verify, context_len)
 
     def before_verify_ms(self, width: int, depth: int, context_len: int) -> float:

@@ -23,6 +23,7 @@ from yggdrasil.step.choice import VERIFY_ALL, Choice, VerifyMenu
 
 __all__ = [
     "MOST_GRAFTED",
+    "REPEATS",
     "Arms",
     "BestShape",
     "ContextShape",
@@ -43,6 +44,7 @@ The policies are `BestShape`, `ContextShape` and `StoppingShape`.
 CONTEXT_STEP = 128  # tokens of context after which the shape is chosen again: costs change slowly
 MENUS_KEPT = 256
 MOST_GRAFTED = 15  # with the root they fill a graph of 16 tokens
+REPEATS = Shape(1, 0, graft=MOST_GRAFTED)  # what repeats in the text, without a draft
 
 
 class ShapePolicy:
@@ -55,6 +57,11 @@ class ShapePolicy:
     """
 
     is_guard: ClassVar[bool] = False
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any step may run the draft."""
+        return True
 
     def choose(self, rows: Sequence[Row]) -> Choice:
         """The shapes of the next step and the numbers that it reads; called once per step.
@@ -86,6 +93,10 @@ class FixedShape(ShapePolicy):
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    @property
+    def drafts(self) -> bool:
+        return self.shape.depth > 0
+
     def choose(self, rows: Sequence[Row]) -> Choice:
         shape = self.shape_of(rows)
         shapes = (grafted(shape, self.graft),) * len(rows)
@@ -97,10 +108,10 @@ class FixedShape(ShapePolicy):
 
     def _menu(self, shape: Shape, rows: Sequence[Row]) -> VerifyMenu:
         """`menu` for these rows, cached by context in steps of CONTEXT_STEP."""
-        if shape.verify is not None or shape.depth == 0:
+        if shape.verify is not None or shape.num_nodes == 1:
             return VERIFY_ALL
         lag = sum(row.state.root_pos - row.target_len for row in rows)
-        key = (shape.width, context_key(rows), len(rows), lag)
+        key = (shape.width if shape.depth else 0, context_key(rows), len(rows), lag)
         menu = self._menus.get(key)
         if menu is None:
             if len(self._menus) >= MENUS_KEPT:
@@ -112,11 +123,16 @@ class FixedShape(ShapePolicy):
         """The nodes that each graph holds in addition to roots and lagging tokens, and the step's cost.
 
         Args:
+            width: W; 0 without a draft.
             lag: Tokens of the texts that run in the same target forward.
         """
         latency = self.latency
-        growth_ms = latency.draft.graphs_ms(num_rows * width, context_len)
-        before_ms = latency.draft.graphs_ms(2 * num_rows, context_len) - growth_ms + latency.step_host_ms
+        growth_ms = 0.0
+        before_ms = latency.plain_host_ms
+        if width:
+            draft_ms = latency.draft.graphs_ms(num_rows * width, context_len)
+            growth_ms = draft_ms + latency.growth_host_ms
+            before_ms = latency.draft.graphs_ms(2 * num_rows, context_len) - draft_ms + latency.step_host_ms
         reserved = lag + num_rows
         most = num_rows * (self.verify_widths[-1] - 1)
         larger = (size for size in latency.verify.sizes if size > self.verify_widths[-1])
@@ -124,7 +140,7 @@ class FixedShape(ShapePolicy):
         nodes = sorted({min(size - reserved, most) for size in sizes if size >= reserved})
         verify_ms = latency.verify.at_each([reserved + count for count in nodes], context_len)
         ms = tuple(before_ms + each for each in verify_ms)
-        return VerifyMenu(tuple(nodes), ms, growth_ms + latency.growth_host_ms)
+        return VerifyMenu(tuple(nodes), ms, growth_ms)
 
 
 @lru_cache(maxsize=MENUS_KEPT)
@@ -258,6 +274,10 @@ class BestShape(FixedShape):
 
     widths: tuple[int, ...]
     arms_by_context: dict[tuple[int, int], Arms] = field(default_factory=dict, repr=False)
+
+    @property
+    def drafts(self) -> bool:
+        return True
 
     def shape_of(self, rows: Sequence[Row]) -> Shape:
         arms = self.arms(context_key(rows), len(rows))

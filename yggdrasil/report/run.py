@@ -116,7 +116,10 @@ class Run:
         self.prompt = prompt
         self.config = config
         self.policy = policy or pair.policy(
-            temperature=config.sampling.temperature, shape=PLAIN if config.plain else None, guard=guard
+            temperature=config.sampling.temperature,
+            shape=PLAIN if config.plain else None,
+            guard=guard,
+            draft=config.draft,
         )
         self.results: list[StepResult] = []
         self.chunks: list[Chunk] = []

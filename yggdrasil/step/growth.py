@@ -311,7 +311,7 @@ def _forwards(spans: Sequence[Span], limit: int) -> Iterator[list[Span]]:
 def graft_of(model: TokenGraphs, state: DecodeState, shape: Shape) -> Graft:
     """What a step grafts on a text's root; a path has room for it, a growth step and a head draft."""
     most = min(shape.graft, model.max_depth - 2)
-    if shape.depth == 0 or most <= 0:
+    if most <= 0:
         return NO_GRAFT
     state.repeats.follow_(state.tokens)
     return graft(state.repeats, most)
@@ -337,7 +337,7 @@ class _Growing:
         self._last_depth = shape.depth
         if num_grafted:
             self._last_depth = min(shape.depth, model.max_depth - 1 - num_grafted)
-            self.tree.grow_chain(self.graft.tokens)
+            self.tree.grow_chain(self.graft.tokens, self.graft.log_probs)
             self._next_N = upload([*self.graft.tokens, -1], model.device)
             self._log_next_N = upload([*self.graft.log_probs, -math.inf], model.device, dtype=torch.float64)
             self._path_1 = torch.zeros(1, dtype=torch.float64, device=model.device)
@@ -426,7 +426,8 @@ def draft_rows(
     Args:
         model: The draft. Its KV becomes complete up to the roots of the rows that draft; from the roots on
             it is provisional.
-        rows: Rows with pages for their trees. A row of a shape without depth runs no model.
+        rows: Rows with pages for their trees. A row of a shape without depth runs no model; its tree is
+            what repeats the text.
         choice: A shape and a calibration for every row.
         spare: Room of a tree as a multiple of its nodes.
 

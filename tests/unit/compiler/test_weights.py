@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import tiny_pair
 import torch
+from safetensors import safe_open
 from torch import nn
 
-from yggdrasil.compiler.weights import FILE_NAME, load_weights, save_weights
+from yggdrasil.compiler.weights import FILE_NAME, Lender, load_weights, save_weights
 from yggdrasil.errors import ArtifactError, UnsupportedModel
 from yggdrasil.offline import build
 
@@ -50,6 +51,29 @@ def test_every_tensor_loads_as_it_was_saved(tmp_path: Path) -> None:
         assert loaded[name].dtype == tensor.dtype
         assert torch.equal(loaded[name], tensor), name
     assert loaded["model.tied"].data_ptr() == loaded["model.weight"].data_ptr()
+
+
+def test_tensors_that_another_file_has_are_named_and_not_written(tmp_path: Path) -> None:
+    model = Odd()
+    (tmp_path / "target").mkdir()
+    (tmp_path / "draft").mkdir()
+    save_weights(model, tmp_path / "target")
+    model.whole[0, 0] += 1  # type: ignore[operator, index]
+    model.renamed = nn.Parameter(model.bias.detach().clone())
+    names = {"renamed": "bias", "bias": "none"}
+    lender = Lender(tmp_path / "target", lambda name: names.get(name, name))
+    save_weights(model, tmp_path / "draft", lender)
+    with safe_open(tmp_path / "draft" / FILE_NAME, framework="pt") as file:
+        assert set(file.keys()) == {"model.whole", "model.bias"}
+    loaded = load_weights(tmp_path / "draft", "cpu", "ygg compile")
+    expected = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    assert loaded.keys() == {f"model.{name}" for name in expected}
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[f"model.{name}"], tensor), name
+    assert loaded["model.tied"].data_ptr() == loaded["model.weight"].data_ptr()
+    (tmp_path / "target" / FILE_NAME).unlink()
+    with pytest.raises(ArtifactError, match=r"target/weights\.safetensors: missing; run `ygg compile`"):
+        load_weights(tmp_path / "draft", "cpu", "ygg compile")
 
 
 def packing(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:

@@ -118,8 +118,8 @@ def test_large_models_are_compressed_on_amx_and_others_on_request(
     model = torch.nn.Sequential(
         *(torch.nn.Linear(width, width, dtype=torch.bfloat16, device="meta") for _ in range(2))
     )
-    assert build._compresses(CompileConfig(compress=asked), model) == expected
-    assert not build._compresses(CompileConfig(dtype="float32"), model)
+    assert build.compresses(CompileConfig(compress=asked), model) == expected
+    assert not build.compresses(CompileConfig(dtype="float32"), model)
 
 
 def test_profiles_of_two_gpus_are_two_files(monkeypatch: pytest.MonkeyPatch, described: Bundle) -> None:

@@ -9,7 +9,7 @@ import torch
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.guard import CHECK_INTERVAL, CHECK_STEPS, REFILL_SHARE, START_STEPS, Guard
 from yggdrasil.policy.latency import Curve, LatencyModel
-from yggdrasil.policy.shape import FixedShape
+from yggdrasil.policy.shape import REPEATS, FixedShape
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
 from yggdrasil.tree import TokenTree
 
@@ -109,6 +109,18 @@ def test_catching_up_before_a_probe_is_counted_and_not_interrupted() -> None:
     assert not policy.speculating
     _, _, speculated = run(policy, 400, emitted=1)
     assert not any(speculated)  # 80 ms lost at 0.0075 of the time take a thousand steps
+
+
+def test_verifying_what_repeats_costs_allowance_and_a_bare_root_does_not() -> None:
+    policy = Guard(FixedShape(REPEATS, guard().inner.acceptance, LATENCY, (2, 8)), LATENCY)
+    bare = replace(result(PLAIN, 1, PLAIN_MS), shape=REPEATS)
+    for _ in range(10):
+        policy.observe(bare)
+        assert policy.speculating
+    wrong = replace(bare, verified=8, ms=3 * PLAIN_MS)
+    for _ in range(4):
+        policy.observe(wrong)
+    assert not policy.speculating
 
 
 def test_a_choice_is_that_of_the_inner_policy() -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from yggdrasil.offline.latencies import curve_json
 from yggdrasil.policy.acceptance import Acceptance, AcceptanceTable, TreeRecord, fit_acceptance
+from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.objective import speedup
-from yggdrasil.policy.shape import Arms, BestShape, FixedShape, StoppingShape, best_shape, grafted
+from yggdrasil.policy.shape import REPEATS, Arms, BestShape, FixedShape, StoppingShape, best_shape, grafted
 from yggdrasil.policy.stopping import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape
 from yggdrasil.step.growth import RowDraft
@@ -76,7 +77,8 @@ def test_milliseconds_of_a_step_equal_a_sum_by_hand() -> None:
     # head draft 1, two growth forwards of 2, three growth steps on the host 1.5, verification of 8 nodes
     # 12, host 1
     assert LATENCY.step_ms(4, 3, 8, 7) == 1.0 + 2 * 2.0 + 3 * 0.5 + 12.0 + 1.0
-    assert LATENCY.step_ms(4, 0, 8, 7) == 10.5
+    assert LATENCY.step_ms(4, 0, 1, 7) == LATENCY.plain_ms(7) == 10.5
+    assert LATENCY.step_ms(1, 0, 8, 7) == 12.0 + 0.5  # what repeats, without a draft
 
 
 def test_speedup_of_plain_decoding_is_exactly_one() -> None:
@@ -177,6 +179,25 @@ def test_a_policy_grafts_on_trees_and_not_on_plain_steps() -> None:
     grown = BestShape(shape=PLAIN, acceptance=useful, **menu).choose([row(10)])
     assert [(shape.width, shape.depth, shape.graft) for shape in grown.shapes] == [(4, 2, 5)]
     assert BestShape(shape=PLAIN, acceptance=USELESS, **menu).choose([row(10)]).shapes == (PLAIN,)
+
+
+def test_what_repeats_is_verified_as_far_as_it_gains_without_the_time_of_a_draft() -> None:
+    policy = FixedShape(REPEATS, USELESS, LATENCY, VERIFY_WIDTHS)
+    choice = policy.choose([row(10)])
+    assert choice.shapes == (REPEATS,)
+    assert choice.menu.growth_ms == 0.0
+    for nodes, ms in zip(choice.menu.nodes, choice.menu.ms, strict=True):
+        assert ms == LATENCY.step_ms(1, 0, 1 + nodes, 10)
+
+
+def test_only_policies_that_may_draft_need_the_draft() -> None:
+    menu = {"latency": LATENCY, "verify_widths": VERIFY_WIDTHS}
+    repeats = FixedShape(REPEATS, USELESS, **menu)
+    assert not repeats.drafts
+    assert not FixedShape(PLAIN, USELESS, **menu).drafts
+    assert not Guard(repeats, LATENCY).drafts
+    assert FixedShape(Shape(1, 1), USELESS, **menu).drafts
+    assert BestShape(shape=PLAIN, acceptance=USELESS, widths=WIDTHS, **menu).drafts
 
 
 def test_a_static_tree_gets_no_graft() -> None:
