@@ -47,6 +47,8 @@ def generate(
 ) -> Tensor:
     """What `model.generate` of the target returns: greedy the same tokens, sampled the same distribution.
 
+    In bfloat16 transformers rounds other sums, so tokens may differ where two logits are nearly equal.
+
     Args:
         pair: Decodes; its target takes the place of the model.
         input_ids: (B, P) token ids, padded on the left.
