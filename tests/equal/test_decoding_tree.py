@@ -1,4 +1,7 @@
-"""A tree that decodes by itself writes the engine's text, and its KV slots have the engine's bits."""
+"""A tree that decodes by itself writes the engine's text, and its KV slots have the engine's bits.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head features.
+"""
 
 from __future__ import annotations
 
