@@ -7,6 +7,7 @@ from pathlib import Path
 from yggdrasil.errors import ConfigError
 from yggdrasil.models.hub import hub_reason
 from yggdrasil.offline.progress import Progress
+from yggdrasil.store.sources import is_gguf
 
 __all__ = ["download"]
 
@@ -16,12 +17,12 @@ OTHERS = ("*/*", "consolidated*")  # further formats, and Mistral's own copy of 
 
 
 def download(name: str, progress: Progress) -> None:
-    """Download the files of a model that its cache lacks; nothing for a folder, or without a network.
+    """Download the files of a model that its cache lacks; nothing for files here, or without a network.
 
     Transformers loads the model from the cache afterwards.
 
     Args:
-        name: Folder or hub id, which `load_config` has checked.
+        name: Folder, GGUF file or hub id, which `load_config` has checked.
 
     Raises:
         ConfigError: the hub does not give the files.
@@ -29,7 +30,7 @@ def download(name: str, progress: Progress) -> None:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import enable_progress_bars  # type: ignore[attr-defined]
 
-    if Path(name).is_dir() or constants.is_offline_mode():
+    if Path(name).is_dir() or is_gguf(name) or constants.is_offline_mode():
         return
     progress.note(f"download {name}, or find it in the cache")
     if not constants.HF_HUB_DISABLE_PROGRESS_BARS:  # the user's own wish

@@ -96,10 +96,12 @@ def test_a_user_s_wish_for_no_bars_is_respected(hub: Hub, monkeypatch: pytest.Mo
     assert are_progress_bars_disabled()
 
 
-def test_folders_and_machines_without_a_network_download_nothing(
+def test_files_here_and_machines_without_a_network_download_nothing(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     download(str(tmp_path), SilentProgress())
+    (tmp_path / "model.gguf").touch()
+    download(str(tmp_path / "model.gguf"), SilentProgress())
     monkeypatch.setattr(constants, "is_offline_mode", lambda: True)
     download("org/name", SilentProgress())
     assert hub.downloaded == []
