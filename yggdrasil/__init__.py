@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from yggdrasil.kernels.threads import get_num_threads, set_num_threads
     from yggdrasil.report.run import Result, Run
     from yggdrasil.state import Shape
+    from yggdrasil.step.decoding_tree import DecodingTree
     from yggdrasil.text.tokenizer import TextStream
     from yggdrasil.tree import TokenTree
 
 __all__ = [
     "CompileConfig",
+    "DecodingTree",
     "GenerateConfig",
     "Pair",
     "Result",
@@ -55,6 +57,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CompileConfig": "config",
+    "DecodingTree": "step.decoding_tree",
     "GenerateConfig": "config",
     "Pair": "api",
     "Result": "report.run",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 from yggdrasil import pair as compiled
 from yggdrasil.bundle import BUNDLED
-from yggdrasil.config import GenerateConfig, GrammarConfig, ServeConfig
+from yggdrasil.config import GenerateConfig, GrammarConfig, SamplingConfig, ServeConfig
 from yggdrasil.engine import check_tokens, checked_prompt
 from yggdrasil.errors import ConfigError, UsageError, YggError
 from yggdrasil.offline.on_demand import compiled_name
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from yggdrasil.serve.batcher import Batcher
     from yggdrasil.serve.chat import ChatTemplate
     from yggdrasil.serve.request import Event
+    from yggdrasil.step.decoding_tree import DecodingTree
 
 __all__ = ["Options", "Pair", "load_pair"]
 
@@ -113,7 +114,12 @@ class Pair(compiled.LoadedPair):
         if not isinstance(prompt, list | tuple) or not all(map(_is_prompt, prompt)):
             allowed = "a text, a list of token ids, or a list of these"
             raise ConfigError("prompt", prompt, allowed)
-        return self._batch([self.tokens(each) for each in prompt], dict(options))
+        if options.get("shape") is not None:
+            raise ConfigError("shape", str(options["shape"]), "left out for a list; a batch chooses shapes")
+        config = self.config(**options)
+        if not config.draft:
+            raise ConfigError("draft", False, "left out for a list; a batch has the pair's draft")
+        return self.batch([(self.tokens(each), config) for each in prompt])
 
     def stream(self, prompt: str | Sequence[int] | Messages, **options: Unpack[Options]) -> Run:
         """Continue one prompt, or answer a conversation, while the text is read: by `for` or `async for`.
@@ -152,6 +158,19 @@ class Pair(compiled.LoadedPair):
             raise ConfigError("messages", messages, f"a text, or {MESSAGES}")
         return self.stream(messages, **options).complete().result
 
+    def tree(self, prompt: str | Sequence[int], sampling: SamplingConfig | None = None) -> DecodingTree:
+        """The root of a tree over a prompt, for a loop of one's own: examples/loop.py.
+
+        Args:
+            sampling: How tokens are taken; by default with the model's own settings, as in `generate`.
+
+        Raises:
+            ConfigError: a prompt that does not fit, or a grammar.
+        """
+        sampling = sampling or self.config().sampling
+        calibration = self.acceptance.nearest(sampling.temperature).calibration
+        return self.engine.tree(self.tokens(prompt), sampling, calibration)
+
     def config(self, **options: Any) -> GenerateConfig:
         """The request that options make, with the model's own defaults."""
         _check_options(options)
@@ -188,22 +207,24 @@ class Pair(compiled.LoadedPair):
             raise ConfigError("prompt", text, "text in UTF-8")
         return self.tokenizer.encode(text, special_tokens=special_tokens)
 
-    def _batch(self, prompts: Sequence[Sequence[int]], options: dict[str, Any]) -> list[Result]:
-        """Decode prompts together, in the rows of a server."""
+    def batch(self, requests: Sequence[tuple[Sequence[int], GenerateConfig]]) -> list[Result]:
+        """Decode prompts together, in the rows of a server.
+
+        Args:
+            requests: Token ids, and what to do with them.
+
+        Raises:
+            ConfigError: a prompt that does not fit, or a pair of several ranks.
+        """
         from yggdrasil.serve.request import Request
 
-        if options.get("shape") is not None:
-            raise ConfigError("shape", str(options["shape"]), "left out for a list; a batch chooses shapes")
-        config = self.config(**options)
-        if not config.draft:
-            raise ConfigError("draft", False, "left out for a list; a batch has the pair's draft")
-        events: list[list[Event]] = [[] for _ in prompts]
-        requests = [
+        events: list[list[Event]] = [[] for _ in requests]
+        rows = [
             Request(prompt=prompt, config=config, on_event=kept.append)
-            for prompt, kept in zip(prompts, events, strict=True)
+            for (prompt, config), kept in zip(requests, events, strict=True)
         ]
         with self._one_batch:
-            tickets = [self._batcher.ticket(request) for request in requests]
+            tickets = [self._batcher.ticket(request) for request in rows]
             with self._whole_batcher() as batcher:
                 for ticket in tickets:
                     batcher.submit(ticket)

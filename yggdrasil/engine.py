@@ -12,15 +12,18 @@ import operator
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
-from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, ProcessorConfig
-from yggdrasil.errors import ConfigError, YggError
+from yggdrasil.config import DEFAULT_NEW_TOKENS, GenerateConfig, ProcessorConfig, SamplingConfig
+from yggdrasil.errors import CapacityError, ConfigError, YggError
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.policy.shape import ShapePolicy
-from yggdrasil.policy.uncalibrated import plain_policy
+from yggdrasil.policy.uncalibrated import UNCALIBRATED, plain_policy
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult, truncate
-from yggdrasil.step.choice import VERIFY_ALL, Choice
+from yggdrasil.step.choice import VERIFY_ALL, Calibration, Choice
+from yggdrasil.step.decoding_tree import DecodingTree
 from yggdrasil.step.growth import prefill
 from yggdrasil.step.native import NativeStep
 from yggdrasil.step.plan import SEQUENTIAL, Plan
@@ -230,9 +233,7 @@ class Engine:
             YggError: another generation has begun on this engine and has replaced this text in the KV of
                 both models.
         """
-        tokens = checked_prompt(prompt)
-        check_tokens(tokens, self.vocab)
-        check_processors(config.sampling.processors, self.vocab)
+        tokens = self._checked(prompt, config.sampling)
         limit = check_request(len(tokens), config, self.max_context)
         if config.stop and self.tokenizer is None:
             raise ConfigError(
@@ -244,6 +245,61 @@ class Engine:
         grammar = grammar_of(self._grammars, config)
         policy = plain_policy() if config.plain else policy
         return self._alone(self._generate(tokens, policy, config, limit, grammar, keep))
+
+    def tree(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingConfig,
+        calibration: Calibration = UNCALIBRATED.calibration,
+    ) -> DecodingTree:
+        """The root of a tree over a prompt, for a loop of one's own; the caller ends the text.
+
+        Args:
+            prompt: At least one token.
+            sampling: How tokens are taken; without a grammar.
+            calibration: From the draft's probabilities to acceptance.
+
+        Raises:
+            ConfigError: as `generate`, and for a grammar.
+
+        Cost: the prompt's forwards.
+        """
+        tokens = self._checked(prompt, sampling)
+        config = GenerateConfig(sampling=sampling)
+        check_request(len(tokens), config, self.max_context)
+        if config.grammar is not None:
+            raise ConfigError("grammar", config.grammar.source, "left out for a tree; `generate` takes it")
+        state = DecodeState(tokens, sampling.ending_with(self.eos_tokens, self.target.vocab))
+        with self._one_thread:
+            self._roll_back_(0)
+            self._generating = state
+            prefill(self.target, tokens[:-1])
+            self._note_lengths()
+        return DecodingTree(
+            state,
+            self.target,
+            self.draft,
+            calibration,
+            capacity=self.draft.cache.shape.capacity - self.max_context,
+            alone=partial(self._turn_of, state),
+        )
+
+    @contextmanager
+    def _turn_of(self, state: DecodeState) -> Iterator[None]:
+        """A block in which this text alone uses the KV of both models, and has room for a token."""
+        with self._one_thread:
+            self._require_own_text(state)
+            if len(state.tokens) >= self.max_context:
+                fix = "shorten the prompt or compile with a larger --max-context"
+                raise CapacityError("context is full", 1, 0, fix)
+            yield
+
+    def _checked(self, prompt: Sequence[int], sampling: SamplingConfig) -> list[int]:
+        """The tokens of a prompt, of which and of whose processors every id has an embedding."""
+        tokens = checked_prompt(prompt)
+        check_tokens(tokens, self.vocab)
+        check_processors(sampling.processors, self.vocab)
+        return tokens
 
     def _alone(self, steps: Iterator[StepResult]) -> Iterator[StepResult]:
         """The same steps; no other thread is in a prefill or a step of this engine meanwhile."""

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from yggdrasil.bundle import BUNDLED, MALFORMED, Bundle, compile_command
-from yggdrasil.config import CompileConfig
 from yggdrasil.engine import Engine
-from yggdrasil.errors import ArtifactError, ConfigError
+from yggdrasil.errors import ArtifactError
 from yggdrasil.loading import load_bundle, load_models
 from yggdrasil.policy.acceptance import AcceptanceTable
 from yggdrasil.policy.depth import PREDICTOR_FORMAT, DepthPredictor
@@ -122,7 +121,7 @@ class LoadedPair:
         acceptance = self.acceptance.nearest(temperature)
         config = self.bundle.config
         if shape is not None:
-            _check_shape(shape, config)
+            shape.check_compiled(num_candidates=config.num_candidates, max_depth=config.max_depth)
             return FixedShape(shape, acceptance, self.latency, config.verify_widths)
         menu: dict[str, Any] = {
             "shape": PLAIN,
@@ -145,27 +144,6 @@ class LoadedPair:
             case "stopping":
                 inner = StoppingShape(**menu)
         return Guard(inner, self.latency) if guard else inner
-
-
-def _check_shape(shape: Shape, config: CompileConfig) -> None:
-    """Raise ConfigError if a tree of this shape is wider or deeper than what was compiled."""
-    num_ranks = (
-        shape.width
-        if shape.levels is None
-        else 1 + max((rank for level in shape.levels for _, rank in level), default=0)
-    )
-    if not 1 <= num_ranks <= config.num_candidates:
-        raise ConfigError(
-            "width",
-            num_ranks,
-            f"from 1 to {config.num_candidates}, the children that a node of this pair can have",
-        )
-    if not 0 <= shape.depth <= config.max_depth:
-        raise ConfigError(
-            "depth",
-            shape.depth,
-            f"from 0 to {config.max_depth}, the growth steps that this pair was compiled for",
-        )
 
 
 def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:

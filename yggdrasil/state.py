@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from torch import Tensor
@@ -66,9 +66,9 @@ class Shape:
             all of them. Without growth steps they are the tree; without both it is plain decoding.
 
     Raises:
-        ConfigError: a width below 1 or a depth below 0; levels that are not a tree: a parent outside the
-            level before, a place used twice, or a width or depth that differs from the levels'; a graft on
-            levels.
+        ConfigError: a width or K below 1, or a depth below 0; levels that are not a tree: a parent outside
+            the level before, a place used twice, or a width or depth that differs from the levels'; a graft
+            on levels.
     """
 
     width: int
@@ -79,7 +79,9 @@ class Shape:
     graft: int = 0
 
     def __post_init__(self) -> None:
-        for name, count, minimum in (("width", self.width, 1), ("depth", self.depth, 0)):
+        verify = 1 if self.verify is None else self.verify
+        counts = (("width", self.width, 1), ("depth", self.depth, 0), ("verify", verify, 1))
+        for name, count, minimum in counts:
             if not isinstance(count, int) or count < minimum:
                 raise ConfigError(name, count, f"a whole number, at least {minimum}")
         if self.levels is not None:
@@ -111,6 +113,22 @@ class Shape:
             return 1 + sum(map(len, self.levels))
         return 1 + self.width * self.depth + self.graft
 
+    def check_compiled(self, *, num_candidates: int, max_depth: int) -> None:
+        """Raise ConfigError for a tree wider or deeper than what was compiled.
+
+        Args:
+            num_candidates: C, children that a node can have.
+            max_depth: Most growth steps.
+        """
+        ranks = [rank for level in self.levels or () for _, rank in level]
+        width = self.width if self.levels is None else 1 + max(ranks, default=0)
+        if width > num_candidates:
+            allowed = f"from 1 to {num_candidates}, the children that a node of this pair can have"
+            raise ConfigError("width", width, allowed)
+        if self.depth > max_depth:
+            allowed = f"from 0 to {max_depth}, the growth steps that this pair was compiled for"
+            raise ConfigError("depth", self.depth, allowed)
+
     def most_nodes(self, longest_path: int) -> int:
         """The most nodes of a tree whose paths have at most this many edges.
 
@@ -118,6 +136,12 @@ class Shape:
         """
         spare = max(0, longest_path - self.depth)
         return self.num_nodes - max(0, self.graft - spare)
+
+    def __repr__(self) -> str:
+        """The call that makes it, without what is left at its default."""
+        given = [each for each in fields(self) if getattr(self, each.name) != each.default]
+        values = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in given)
+        return f"Shape({values})"
 
     def __str__(self) -> str:
         if self.depth == 0:

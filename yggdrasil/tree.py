@@ -150,7 +150,7 @@ class TokenTree:
         return self._len
 
     def __repr__(self) -> str:
-        return f"TokenTree({len(self)} nodes, depth {int(self.depth_N.max())})"
+        return f"{type(self).__name__}({len(self)} nodes, depth {int(self.depth_N.max())})"
 
     @property
     def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -198,8 +198,8 @@ class TokenTree:
             log_probs: (W,) path log-probabilities, float, none above its parent's.
 
         Raises:
-            ConfigError: more nodes than the capacity, lengths that differ, or a parent that does not exist;
-                a tensor of parents on a device is not read.
+            ConfigError: more nodes than the capacity, lengths that differ, or a parent that does not exist
+                or ends a path of the largest depth; a tensor of parents on a device is not read.
 
         Cost: seven small operators, no sync; one copy for every list. Values are checked by `check`.
         """
@@ -273,6 +273,8 @@ class TokenTree:
         unknown = parents[(parents < 0) | (parents >= self._len)]
         if len(unknown):
             raise ConfigError("parents", unknown.tolist(), f"ids of existing nodes, 0 to {self._len - 1}")
+        if self.is_cpu and int(self._depth[parents].max()) >= self.max_depth:
+            raise ConfigError("depth", self.max_depth + 1, f"at most {self.max_depth}, the longest path")
 
     def _require_room(self, width: int) -> None:
         if self._len + width > self.capacity:

@@ -11,6 +11,7 @@ import pytest
 from yggdrasil.bundle import Bundle
 from yggdrasil.cli import doctor, main
 from yggdrasil.cli.doctor import Finding
+from yggdrasil.offline import forecast
 from yggdrasil.store import artifacts
 
 Capture = pytest.CaptureFixture[str]
@@ -63,6 +64,19 @@ def test_a_store_that_others_can_write_is_in_the_way(
     assert f"chmod go-w {tmp_path}" in finding.fix
 
 
+def test_a_store_in_which_no_folder_can_be_made_is_in_the_way(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    for root in ("/proc", "/proc/store"):
+        monkeypatch.setenv("YGG_HOME", root)
+        finding = found("store")
+        assert (finding.state, finding.fix) == ("fail", "YGG_HOME=FOLDER ygg ...")
+        assert finding.value.startswith(f"{root} cannot be written (")
+        for verb in ("list", "verify none", "rm none", "show pair"):
+            assert main(verb.split()) in (0, 2)
+            assert len("".join(capsys.readouterr()).splitlines()) == 1, verb
+
+
 def test_a_file_in_the_place_of_the_store_is_in_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -102,7 +116,7 @@ def test_load_memory_and_disk_that_are_short_are_noted(
     assert found("threads").state == "note"
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 8000000 kB\nMemAvailable: 1000000 kB\n")
-    monkeypatch.setattr(doctor, "MEMINFO", meminfo)
+    monkeypatch.setattr(forecast, "MEMINFO", meminfo)
     assert found("memory")[:3] == ("note", "memory", "1.0 GB free")
     meminfo.write_text("nothing")
     assert found("memory").value.startswith("unknown")

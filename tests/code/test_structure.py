@@ -32,7 +32,7 @@ GROUPS = (  # a module imports from its own group and from those before it
     ("report",),
     ("offline",),
     ("serve",),
-    ("api",),
+    ("api", "bridge"),
     ("cli",),
     ("__main__",),
 )

@@ -306,7 +306,7 @@ def test_check_finds_every_planted_error(array: str, node: int, value: float, co
 def test_a_path_longer_than_max_depth_is_refused() -> None:
     tree = TokenTree.root(token=0, capacity=4, max_depth=1)
     tree.grow(torch.tensor([0]), torch.tensor([1]), torch.tensor([-1.0]))
-    with pytest.raises(RuntimeError, match="index 2 is out of bounds"):
+    with pytest.raises(ConfigError, match="depth: 2 is not allowed; it must be at most 1"):
         tree.grow(torch.tensor([1]), torch.tensor([2]), torch.tensor([-2.0]))
     assert len(tree) == 2
 

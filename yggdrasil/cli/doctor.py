@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from yggdrasil.errors import ConfigError, YggError
@@ -35,7 +36,6 @@ EXTRAS = {  # what they are for, and a module of theirs
     "plots": ("pictures of ygg show", "matplotlib"),
     "completion": ("ygg completion", "argcomplete"),
 }
-MEMINFO = Path("/proc/meminfo")
 LITTLE_BYTES = 2 << 30  # the bundled pair needs less, a pair of some hundred million weights more
 
 State = Literal["ok", "note", "fail"]
@@ -137,10 +137,10 @@ def _threads() -> Finding:
 
 
 def _memory() -> Finding:
-    try:
-        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
+    from yggdrasil.offline.forecast import free_memory_bytes
+
+    free = free_memory_bytes()
+    if free is None:
         return Finding("note", "memory", "unknown: this system does not report its free memory")
     fix = "a pair needs about three times its weights to be compiled" if free < LITTLE_BYTES else ""
     return Finding("note" if fix else "ok", "memory", f"{free / 1e9:.1f} GB free", fix)
@@ -162,9 +162,15 @@ def _store() -> Finding:
         check_trusted([_existing(root)], "YGG_HOME=FOLDER ygg compile")
     except YggError as error:
         return Finding("fail", "store", str(root), str(error))
-    if not os.access(_existing(root), os.W_OK | os.X_OK):
-        fix = f"chmod u+rwx {shlex.quote(str(_existing(root)))}, or YGG_HOME=FOLDER ygg ..."
-        return Finding("fail", "store", f"{root} cannot be written", fix)
+    try:
+        with TemporaryDirectory(dir=_existing(root), prefix=".ygg-doctor-"):
+            pass
+    except OSError as error:
+        problem = os.strerror(error.errno or 0).lower()
+        fix = "YGG_HOME=FOLDER ygg ..."
+        if isinstance(error, PermissionError):
+            fix = f"chmod u+rwx {shlex.quote(str(_existing(root)))}, or {fix}"
+        return Finding("fail", "store", f"{root} cannot be written ({problem})", fix)
     return Finding("ok", "store", str(root))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,9 @@ from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels import build_kernels, load_kernels
 from yggdrasil.loading import load_bundle, load_models
 from yggdrasil.offline.build import build_files, read_quality
+from yggdrasil.offline.download import download
 from yggdrasil.offline.exactness import NUM_PLAIN, inexact_widths
+from yggdrasil.offline.forecast import forecast
 from yggdrasil.offline.inputs import describe_pair, model_files, resolved
 from yggdrasil.offline.own_draft import with_own_draft
 from yggdrasil.offline.progress import Progress
@@ -62,7 +65,7 @@ def compile_pair(
     Raises:
         ConfigError, BrokenCheckpoint, ModelMismatch, UnsupportedModel: before anything is written if the
             configuration or a weight file's header shows it, else before the model's weights are written.
-        StoreError: a file cannot be written; the earlier build stays.
+        StoreError: the disk has too little room, or a file cannot be written; the earlier build stays.
         RuntimeError: a graph could not be compiled.
     """
     target = resolved(target)
@@ -71,15 +74,15 @@ def compile_pair(
     with progress.phase("check the pair", max(1, num_files)):
         texts = read_texts(calibration)  # before the files of the models are read, which takes longer
         bundle = describe_pair(target, draft, name, config, calibration, progress.advance)
+    for model in bundle.models:
+        download(model, progress)
     lock = bundle.folder.parent / artifacts.LOCK_NAME
     wait = progress.phase("wait for another run", 1)
     with storage.store_errors(artifacts.root()), artifacts.one_at_a_time(lock, wait) as waited:
         storage.sweep(_folders(name))
         _check_compiler_cache(bundle.command)
-        with progress.phase("compile operators", 1):
-            build_kernels()
-            load_kernels(bundle.command)
         if draft is None:
+            _build_operators(bundle, progress)
             bundle = with_own_draft(bundle, texts, progress)
         if waited and (done := _compiled_meanwhile(bundle)):
             return done
@@ -103,7 +106,20 @@ def _compiled_meanwhile(bundle: Bundle) -> Bundle | None:
     return done if replace(done, inexact_widths=(), digests={}, quality={}) == bundle else None
 
 
+def _build_operators(bundle: Bundle, progress: Progress) -> None:
+    with progress.phase("compile operators", 1):
+        build_kernels()
+        load_kernels(bundle.command)
+
+
 def _compile(bundle: Bundle, texts: Sequence[str], num_workers: int | None, progress: Progress) -> Bundle:
+    began = time.perf_counter()
+    expected = forecast(bundle, num_workers)
+    expected.check_room()
+    for line in expected.lines():
+        progress.note(line)
+    if bundle.own_draft is None:
+        _build_operators(bundle, progress)
     digests = build_files(bundle, texts, num_workers, progress)
     bundle = replace(bundle, digests=digests, quality=read_quality(bundle))
     for rank in range(bundle.config.ranks):
@@ -113,6 +129,7 @@ def _compile(bundle: Bundle, texts: Sequence[str], num_workers: int | None, prog
     with progress.phase("check exactness", NUM_PLAIN + len(sizes)):
         bundle = replace(bundle, inexact_widths=inexact_widths(target, sizes, progress.advance))
     tune(bundle, (target, draft), texts, progress)
+    expected.learn(time.perf_counter() - began)
     _remove_outdated(bundle, progress)
     return bundle
 

@@ -4,6 +4,7 @@
 <root>/compile_cache/<pair>/<fingerprint>/   graphs, packed weights, tokenizer, bundle.json
 <root>/compile_cache/kernels/<fingerprint>/  our operators, one shared library
 <root>/profiles/<pair>/<machine>.json        measured latencies
+<root>/profiles/<machine>.json               how long the last compilation took, see offline/forecast.py
 <root>/predictors/<pair>/<dataset>/          acceptance calibration, depth predictor
 ```
 """

@@ -1,0 +1,143 @@
+"""transformers' `generate` over a compiled pair: its tensors, its arguments, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from yggdrasil.api import Pair
+from yggdrasil.bridge import generate
+from yggdrasil.errors import ConfigError
+
+PROMPTS = ("Once upon a time", "Tom", "One day Lily saw a red fox near the café.")
+END = 0
+
+
+@pytest.fixture(scope="module")
+def model(llama_folders: tuple[str, str]) -> Any:
+    """The target of the pair in transformers, in float32 as the pair is."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(llama_folders[0], dtype=torch.float32).eval()
+
+
+def padded(pair: Pair, pad: int = END) -> dict[str, Tensor]:
+    """The prompts as a transformers tokenizer makes them, padded on the left."""
+    rows = [pair.tokenizer.encode(prompt) for prompt in PROMPTS]
+    longest = max(map(len, rows))
+    ids = [[pad] * (longest - len(row)) + row for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+GREEDY: list[dict[str, Any]] = [
+    {"max_new_tokens": 40},
+    {},
+    {"max_length": 45},
+    {"do_sample": False, "num_beams": 1, "use_cache": True, "max_new_tokens": 24},
+    {"repetition_penalty": 1.3, "max_new_tokens": 40},
+    {"no_repeat_ngram_size": 3, "min_new_tokens": 30, "max_new_tokens": 40},
+    {"eos_token_id": [13, 20, 30], "pad_token_id": 5, "max_new_tokens": 40},
+    {"bad_words_ids": [[300], [301, 302]], "suppress_tokens": [303], "max_new_tokens": 24},
+]
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+@pytest.mark.parametrize("arguments", GREEDY, ids=str)
+def test_greedy_sequences_are_those_of_transformers(
+    pair: Pair, model: Any, arguments: dict[str, Any]
+) -> None:
+    inputs = padded(pair)
+    given = {"pad_token_id": END, **arguments}
+    expected = model.generate(**inputs, **given)
+    assert torch.equal(generate(pair, **inputs, **given), expected)
+    for row, mask in zip(*inputs.values(), strict=True):
+        prompt = {"input_ids": row[mask.bool()][None]}
+        alone = model.generate(**prompt, attention_mask=torch.ones_like(prompt["input_ids"]), **given)
+        assert torch.equal(generate(pair, **prompt, **given), alone)
+
+
+def test_a_generation_config_is_read(pair: Pair, model: Any) -> None:
+    from transformers import GenerationConfig
+
+    inputs = padded(pair)
+    config = GenerationConfig(max_new_tokens=9, repetition_penalty=1.2, pad_token_id=END, eos_token_id=END)
+    before = config.to_dict()
+    expected = model.generate(**inputs, generation_config=config)
+    assert torch.equal(generate(pair, **inputs, generation_config=config), expected)
+    assert config.to_dict() == before
+    longer = generate(pair, **inputs, generation_config=config, max_new_tokens=12)
+    assert longer.shape[1] == expected.shape[1] + 3
+
+
+def test_a_sampled_row_has_the_text_of_its_seed(pair: Pair) -> None:
+    inputs = padded(pair)
+    length = inputs["input_ids"].shape[1]
+    sampled: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 12}
+    sequences = generate(pair, **inputs, **sampled, seed=5, eos_token_id=[])
+    for place, prompt in enumerate(PROMPTS):
+        options: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "seed": 5 + place}
+        alone = pair.generate(prompt, max_new_tokens=12, ignore_eos=True, **options)
+        assert sequences[place, length:].tolist() == list(alone.tokens)
+    wide = generate(pair, **inputs, **sampled, seed=5, eos_token_id=[], top_k=0)
+    alone = pair.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True, temperature=0.8, seed=5)
+    assert wide[0, length:].tolist() == list(alone.tokens)
+
+
+def test_torch_s_generator_seeds_what_has_no_seed(pair: Pair) -> None:
+    inputs = padded(pair)
+    same = {key: value[:1].expand(3, -1) for key, value in inputs.items()}
+    options: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 24}
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(generate(pair, **same, **options))
+    assert torch.equal(texts[0], texts[1])
+    assert texts[0].tolist() != texts[2].tolist()
+    assert len({tuple(row) for row in texts[0].tolist()}) > 1
+
+
+def test_without_sampling_its_settings_have_no_effect(pair: Pair) -> None:
+    inputs = padded(pair)
+    greedy = generate(pair, **inputs, max_new_tokens=12)
+    assert torch.equal(generate(pair, **inputs, max_new_tokens=12, do_sample=False, top_k=3), greedy)
+
+
+IDS = torch.tensor([[5, 6, 7]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"num_beams": 4}, "num_beams: 4 is not allowed; it must be 1: nothing here does the same"),
+        ({"num_return_sequences": 2}, "num_return_sequences: 2"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate: True"),
+        ({"stop_strings": ["a"]}, "stop_strings: "),
+        ({"max_time": 2.0}, "max_time: 2.0"),
+        ({"streamer": print}, "argument: 'streamer' is not allowed; it must be one of max_new_tokens"),
+        ({"assistant_model": IDS}, "argument: 'assistant_model'"),
+        ({"logits_processor": [1]}, "argument: 'logits_processor'"),
+        ({"maxnewtokens": 3}, "argument: 'maxnewtokens'"),
+        ({"max_new_tokens": 10**6}, "max_new_tokens: 1000000 is not allowed; it must be at most"),
+        ({"max_length": 3}, "max_new_tokens: 0 is not allowed"),
+        ({"input_ids": IDS[0]}, "input_ids: "),
+        ({"input_ids": [[1, 2]]}, "input_ids: [[1, 2]] is not allowed; it must be a tensor"),
+        ({"input_ids": IDS.float()}, "a tensor of token ids"),
+        ({"input_ids": IDS + 10**6}, "made of token ids from 0 to"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "0 at padding on the left and 1 after it"),
+        ({"attention_mask": torch.tensor([[1, 1]])}, "attention_mask: [[1, 1]] is not allowed"),
+        ({"pad_token_id": 6}, "attention_mask: None is not allowed; it must be given"),
+        ({"do_sample": True, "top_p": 3.0}, "top_p"),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_take_is_refused_by_name(
+    pair: Pair, arguments: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        generate(pair, **{"input_ids": IDS, **arguments})
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,171 @@
+"""transformers' `generate` over a compiled pair: its arguments, and its tensor of sequences.
+
+Shapes: P = tokens of a padded prompt, R = those and the longest new text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yggdrasil.api import Pair
+from yggdrasil.config import GenerateConfig
+from yggdrasil.errors import ConfigError, first_line
+from yggdrasil.models.defaults import APPLIED, PROCESSORS, SAMPLING
+from yggdrasil.report.run import Result, Run
+
+__all__ = ["generate"]
+
+NEW_TOKENS = 20  # transformers' default
+TOP_K = 50  # the same
+LENGTHS = ("max_new_tokens", "max_length")
+IDS = ("eos_token_id", "pad_token_id", "bad_words_ids", "suppress_tokens")
+TAKEN = (*LENGTHS, "do_sample", "temperature", *SAMPLING, *APPLIED, *IDS)
+NEUTRAL = {
+    **PROCESSORS,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "max_time": None,
+    "token_healing": False,
+    "use_cache": True,
+}
+"""Arguments that have no equivalent here, with the value that has no effect."""
+
+
+def generate(
+    pair: Pair,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    generation_config: Any = None,
+    seed: int | None = None,
+    **arguments: Any,
+) -> Tensor:
+    """What `model.generate` of the target returns: greedy the same tokens, sampled the same distribution.
+
+    In bfloat16 transformers rounds other sums, so tokens may differ where two logits are nearly equal.
+
+    Args:
+        pair: Decodes; its target takes the place of the model.
+        input_ids: (B, P) token ids, padded on the left.
+        attention_mask: (B, P) 0 at padding, 1 elsewhere; None without padding.
+        generation_config: A transformers `GenerationConfig`; by default the target's own.
+        seed: Of the first row, the next one of the second; by default from torch's generator, which
+            `torch.manual_seed` sets.
+        arguments: As in transformers: those in `TAKEN`. Others may only have the value without effect.
+
+    Returns:
+        (B, R) int64: the prompts with their padding, then the new tokens, padded on the right.
+
+    Raises:
+        ConfigError: names an argument that does not exist here, or whose value is not allowed.
+
+    Example: the tensors of a transformers tokenizer go in, and its `batch_decode` reads what comes out.
+        >>> from yggdrasil import load_pair
+        >>> from yggdrasil.bridge import generate
+        >>> def write(tokenizer):
+        ...     inputs = tokenizer(["Once upon a time", "One day"], return_tensors="pt", padding=True)
+        ...     sequences = generate(load_pair(), **inputs, max_new_tokens=64)
+        ...     print(tokenizer.batch_decode(sequences, skip_special_tokens=True))
+    """
+    settings = _settings(pair, generation_config, arguments)
+    ends = _ends(pair, settings.eos_token_id)
+    pad = settings.pad_token_id
+    prompts = _prompts(input_ids, attention_mask, None if pad in ends else pad)
+    options = _options(settings, input_ids.shape[1])
+    drawn = torch.randint(2**62, (len(prompts),)).tolist()
+    seeds = drawn if seed is None else range(seed, seed + len(prompts))
+    requests = [
+        (prompt, GenerateConfig.of({**options, "stop_tokens": ends, "ignore_eos": True, "seed": each}))
+        for prompt, each in zip(prompts, seeds, strict=True)
+    ]
+    return _sequences(input_ids, _decoded(pair, requests), next(iter(ends), 0) if pad is None else pad)
+
+
+def _settings(pair: Pair, given: Any, arguments: Mapping[str, Any]) -> Any:
+    """The target's generation config, or the given one, with the arguments; all of it can be applied."""
+    from transformers import GenerationConfig
+
+    for name, value in arguments.items():
+        if name not in (*TAKEN, *NEUTRAL) and value is not None:
+            raise ConfigError("argument", name, f"one of {', '.join(TAKEN)}")
+    _check_neutral(arguments)
+    try:
+        settings = deepcopy(given) or GenerationConfig.from_pretrained(pair.bundle.models[0])
+    except OSError:  # a target without that file
+        settings = GenerationConfig()  # type: ignore[no-untyped-call]
+    try:
+        settings.update(**arguments)
+    except (TypeError, ValueError) as error:
+        allowed = f"what transformers takes ({first_line(error)})"
+        raise ConfigError("arguments", dict(arguments), allowed) from None
+    _check_neutral(vars(settings))
+    return settings
+
+
+def _check_neutral(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a setting that would change the text and has no equivalent."""
+    for name, neutral in NEUTRAL.items():
+        value = settings.get(name)
+        if value is not None and value != neutral:
+            raise ConfigError(name, value, f"{neutral}: nothing here does the same")
+
+
+def _ends(pair: Pair, tokens: int | Sequence[int] | None) -> tuple[int, ...]:
+    if tokens is None:
+        return tuple(sorted(pair.engine.eos_tokens))
+    return (tokens,) if isinstance(tokens, int) else tuple(tokens)
+
+
+def _prompts(input_ids: Tensor, attention_mask: Tensor | None, padding: int | None) -> list[list[int]]:
+    """The tokens of every row without its padding.
+
+    Args:
+        padding: A token that is only padding, if there is one.
+    """
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.is_floating_point():
+        raise ConfigError("input_ids", input_ids, "a tensor of token ids with a row for every prompt")
+    if attention_mask is None:
+        if padding is not None and padding in input_ids:
+            raise ConfigError("attention_mask", None, "given: the prompts have padding")
+        return input_ids.tolist()
+    is_token = attention_mask.bool()
+    if is_token.shape != input_ids.shape or bool((is_token[:, :-1] & ~is_token[:, 1:]).any()):
+        allowed = "of the shape of input_ids, 0 at padding on the left and 1 after it"
+        raise ConfigError("attention_mask", attention_mask.tolist(), allowed)
+    return [row[mask].tolist() for row, mask in zip(input_ids, is_token, strict=True)]
+
+
+def _options(settings: Any, prompt_len: int) -> dict[str, Any]:
+    """Limits and sampling by their names here."""
+    options = {here: getattr(settings, theirs) for theirs, here in APPLIED.items()}
+    if settings.do_sample:
+        options |= {"temperature": 1.0, "top_k": TOP_K}
+        given = {name: getattr(settings, name) for name in ("temperature", *SAMPLING)}
+        options |= {name: value for name, value in given.items() if value is not None}
+    banned = [*(settings.bad_words_ids or ()), *([token] for token in settings.suppress_tokens or ())]
+    limit = settings.max_new_tokens
+    if limit is None:
+        limit = NEW_TOKENS if settings.max_length is None else settings.max_length - prompt_len
+    options |= {"max_new_tokens": limit, "banned": banned}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _decoded(pair: Pair, requests: Sequence[tuple[list[int], GenerateConfig]]) -> list[Result]:
+    """The texts of all rows; one alone needs no batch."""
+    if len(requests) == 1:
+        [(prompt, config)] = requests
+        return [Run(pair, prompt, config, keep=True).complete().result]
+    return pair.batch(requests)
+
+
+def _sequences(input_ids: Tensor, results: Sequence[Result], pad: int) -> Tensor:
+    """Prompts and new tokens, padded on the right."""
+    longest = max((len(result.tokens) for result in results), default=0)
+    new = [[*result.tokens, *[pad] * (longest - len(result.tokens))] for result in results]
+    new_BR = torch.tensor(new, dtype=torch.int64, device=input_ids.device).view(len(results), longest)
+    return torch.cat((input_ids, new_BR), dim=1)
