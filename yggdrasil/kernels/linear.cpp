@@ -375,17 +375,29 @@ int64_t quantised_rows(int64_t rows) {
   return best;
 }
 
-// Writes the sums of kPanels panels for all rows; the last block moves up, as its rows of x did.
+// Writes the sums of kPanels panels for all rows; the last block moves up, as its rows of x did. A single
+// block waits for memory, which it reads a little ahead. Several blocks find the panels in L2: they divide
+// the panels after these among them, so that memory works all the time.
 template <int kBits, int kRows, int kPanels>
 void multiply_quantised(const Product& product, int64_t panel, float* sums) {
+  constexpr int64_t kNear = 4096;
+  const int64_t blocks = (product.rows + kRows - 1) / kRows;
   const uint8_t* weights[kPanels];
-  for (int p = 0; p < kPanels; ++p)
-    weights[p] = reinterpret_cast<const uint8_t*>(product.panel(panel + p).words);
+  Ahead<kPanels> ahead;
+  ahead.bytes = (group_bytes(kBits) + blocks - 1) / blocks;
+  for (int p = 0; p < kPanels; ++p) {
+    const auto bytes_of = [&](int64_t number) {
+      return reinterpret_cast<const uint8_t*>(product.panel(std::min(number, product.end - 1)).words);
+    };
+    weights[p] = bytes_of(panel + p);
+    ahead.from[p] = blocks == 1 ? weights[p] + kNear : bytes_of(panel + kPanels + p);
+  }
   const Word* x = product.x;
   for (int64_t first = 0; first < product.rows; first += kRows, x += product.steps * kGroupWords * kRows) {
     const int64_t row = std::min(first, product.rows - kRows);
     multiply_groups<kBits, kRows, kPanels>(sums + row * kColumns, product.rows * kColumns, weights, x,
-                                           product.steps);
+                                           product.steps, ahead);
+    for (const uint8_t*& from : ahead.from) from += product.steps * ahead.bytes;
   }
 }
 

@@ -111,11 +111,18 @@ inline WordVec line_of(const uint8_t* lines, int line, int vec) {
   return (line % 2 ? two >> 4 : two) & 0x0f0f0f0f;
 }
 
+// What a block of rows prefetches of each panel while it computes: `bytes` for every group, from `from` on.
+template <int kPanels>
+struct Ahead {
+  const uint8_t* from[kPanels];
+  int64_t bytes;
+};
+
 // kRows rows, a block, of kPanels panels: writes kRows x 16 sums for each, `stride` floats apart.
 template <int kBits, int kRows, int kPanels>
 void multiply_groups(float* out, int64_t stride, const uint8_t* const* panels, const Word* x,
-                     int64_t num_groups) {
-  constexpr int64_t kBytes = group_bytes(kBits), kAhead = 2048;
+                     int64_t num_groups, Ahead<kPanels> ahead) {
+  constexpr int64_t kBytes = group_bytes(kBits);
   const uint8_t* group[kPanels];
   for (int p = 0; p < kPanels; ++p) group[p] = panels[p];
   Vec sums[kPanels][kRows][kVecs] = {};
@@ -134,7 +141,7 @@ void multiply_groups(float* out, int64_t stride, const uint8_t* const* panels, c
     for (int line = 0; line < kGroupLines; ++line) {
 #pragma GCC unroll 4
       for (int p = 0; p < kPanels; ++p) {
-        if (line * 64 < kBytes) __builtin_prefetch(group[p] + kAhead + line * 64, 0, 2);
+        if (line * 64 < ahead.bytes) __builtin_prefetch(ahead.from[p] + line * 64, 0, 2);
 #pragma GCC unroll 4
         for (int v = 0; v < kVecs; ++v) {
           const WordVec weights = line_of<kBits>(group[p] + kScaleBytes, line, v);
@@ -155,6 +162,7 @@ void multiply_groups(float* out, int64_t stride, const uint8_t* const* panels, c
           sums[p][r][v] = sums[p][r][v] + to_float(exact[p][r][v]) * (scale * broadcast(scales[r]));
       }
       group[p] += kBytes;
+      ahead.from[p] += ahead.bytes;
     }
   }
   // unrolled, because GCC keeps an array in memory that is read at variable places

@@ -192,7 +192,8 @@ int64_t sampled_of(const Scores& scores, int64_t vocab, int64_t likeliest, ygg::
 
 // A score and its token as one number: larger scores first, then lower tokens.
 uint64_t sort_key(float score, int64_t token) {
-  const uint32_t bits = std::bit_cast<uint32_t>(score + 0.0f);  // -0 becomes 0, its equal
+  uint32_t bits = std::bit_cast<uint32_t>(score);
+  if (bits == 0x80000000) bits = 0;  // -0 is 0; the compiler may leave out an addition of 0
   const uint32_t rising = bits ^ (bits >> 31 ? 0xFFFFFFFF : 0x80000000);
   return uint64_t(~rising) << 32 | uint32_t(token);
 }
