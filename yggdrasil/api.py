@@ -117,8 +117,6 @@ class Pair(compiled.LoadedPair):
         if options.get("shape") is not None:
             raise ConfigError("shape", str(options["shape"]), "left out for a list; a batch chooses shapes")
         config = self.config(**options)
-        if not config.draft:
-            raise ConfigError("draft", False, "left out for a list; a batch has the pair's draft")
         return self.batch([(self.tokens(each), config) for each in prompt])
 
     def stream(self, prompt: str | Sequence[int] | Messages, **options: Unpack[Options]) -> Run:
@@ -214,10 +212,12 @@ class Pair(compiled.LoadedPair):
             requests: Token ids, and what to do with them.
 
         Raises:
-            ConfigError: a prompt that does not fit, or a pair of several ranks.
+            ConfigError: a prompt that does not fit, a request without draft, or a pair of several ranks.
         """
         from yggdrasil.serve.request import Request
 
+        if not all(config.draft for _, config in requests):
+            raise ConfigError("draft", False, "left out for a list; a batch has the pair's draft")
         events: list[list[Event]] = [[] for _ in requests]
         rows = [
             Request(prompt=prompt, config=config, on_event=kept.append)

@@ -227,7 +227,8 @@ class GenerateConfig:
         stop_tokens: Tokens that end the output, in addition to the model's own; they are part of it.
         ignore_eos: Continue after the end-of-text token, for measurements.
         plain: Decode without speculation.
-        draft: Run the draft model. Without it the target verifies only what repeats in the text.
+        draft: Run the draft model. Without it the target verifies only what repeats in the text. It takes
+            effect where a policy is made for the request, as commands and `Pair.generate` do.
         inspect: Give every result the drafted tree and the target's token at each node. The text is the
             same; a step takes a fraction of a millisecond longer, and without this nothing.
         sampling: How tokens are taken.

@@ -15,6 +15,7 @@ from yggdrasil.bundle import Bundle, check_current, compile_command, read_bundle
 from yggdrasil.compiler.buckets import draft_menu, target_menu
 from yggdrasil.compiler.model import CompiledModel
 from yggdrasil.compiler.weights import load_weights
+from yggdrasil.config import AUTO
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels import load_cuda_kernels, load_kernels
 from yggdrasil.kv import KVCache, KVShape, KVStorage
@@ -58,9 +59,15 @@ def _check_ranks(bundle: Bundle) -> None:
     if ranks > 1:
         how = f"decode with `{shlex.join(torchrun_command(ranks))} generate ...`"
     problem = f"compiled for {processes}, this run has {here}; {how}, or compile it for {here}"
-    config = replace(bundle.config, ranks=here)
+    config = replace(bundle.config, ranks=here, **({} if here == 1 else _divided(bundle)))
     command = compile_command(bundle.name, bundle.models, config, bundle.calibration)
     raise ArtifactError(bundle.folder, problem, command)
+
+
+def _divided(bundle: Bundle) -> dict[str, Any]:
+    """Options without which several processes cannot share a target."""
+    draft_weights = "bf16" if len(bundle.models) > 1 else AUTO
+    return {"weights": "bf16", "draft_weights": draft_weights, "draft_layers": None, "compress": None}
 
 
 def load_models(bundle: Bundle) -> tuple[CompiledModel[KVCache], CompiledModel[KVCache]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from yggdrasil.bundle import BUNDLED, MALFORMED, Bundle, compile_command
 from yggdrasil.engine import Engine
-from yggdrasil.errors import ArtifactError
+from yggdrasil.errors import ArtifactError, ConfigError
 from yggdrasil.loading import load_bundle, load_models
 from yggdrasil.policy.acceptance import AcceptanceTable
 from yggdrasil.policy.depth import PREDICTOR_FORMAT, DepthPredictor
@@ -116,12 +116,15 @@ class LoadedPair:
             draft: Run the draft model; without it a tree has only these nodes.
 
         Raises:
-            ConfigError: the shape is wider or deeper than the pair was compiled for.
+            ConfigError: the shape is wider or deeper than the pair was compiled for, or needs the draft
+                where there is none.
         """
         acceptance = self.acceptance.nearest(temperature)
         config = self.bundle.config
         if shape is not None:
             shape.check_compiled(num_candidates=config.num_candidates, max_depth=config.max_depth)
+            if shape.depth and not draft:
+                raise ConfigError("shape", str(shape), "of depth 0 without a draft")
             return FixedShape(shape, acceptance, self.latency, config.verify_widths)
         menu: dict[str, Any] = {
             "shape": PLAIN,

@@ -1,7 +1,7 @@
 """The weight file of a bundle: written once, in the layout of the graphs, and mapped by every process.
 
 A draft that is made from its target has some tensors of it, such as the embedding. They are in the target's
-file alone, so they are in memory once.
+file alone, so they are in memory once, except in a server whose draft can leave (serve/elastic.py).
 """
 
 from __future__ import annotations

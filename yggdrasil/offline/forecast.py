@@ -19,10 +19,13 @@ from yggdrasil.bundle import Bundle
 from yggdrasil.compiler.buckets import draft_menu, target_menu
 from yggdrasil.compiler.model import graph_path
 from yggdrasil.compiler.weights import FILE_NAME
+from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError, StoreError
 from yggdrasil.kernels import library_path
 from yggdrasil.models.layers import keep_in_config_
 from yggdrasil.models.load import load_config
+from yggdrasil.offline.build import compresses
+from yggdrasil.offline.own_draft import COMPRESSED
 from yggdrasil.store import artifacts
 
 __all__ = ["Forecast", "forecast", "free_memory_bytes", "last_path"]
@@ -79,11 +82,15 @@ class Forecast:
             lines.append(f"{self._time(self.correction)}, judging by the last compilation on this machine")
         elif self.is_known:
             lines.append(f"{self._time(1.0)}, roughly estimated from the sizes of the models")
+        return [*lines, *self.warnings()]
+
+    def warnings(self) -> list[str]:
+        """A line if memory may not suffice."""
         memory = free_memory_bytes()
-        if memory is not None and memory < self.memory_bytes:
-            needed = f"packing may take {_size(self.memory_bytes)} of memory"
-            lines.append(f"note: {needed}, of which {_size(memory)} are free: it may be slow or be ended")
-        return lines
+        if memory is None or memory >= self.memory_bytes:
+            return []
+        needed = f"packing may take {_size(self.memory_bytes)} of memory"
+        return [f"note: {needed}, of which {_size(memory)} are free: it may be slow or be ended"]
 
     def _time(self, correction: float) -> str:
         minutes = max(1, round(correction * self.estimated_s / 60))
@@ -104,11 +111,12 @@ class Forecast:
             artifacts.save_json(last_path(), payload)
 
 
-def forecast(bundle: Bundle, num_workers: int | None = None) -> Forecast:
+def forecast(bundle: Bundle, num_workers: int | None = None, *, has_draft: bool = True) -> Forecast:
     """What building this bundle takes.
 
     Args:
         num_workers: Most processes that compile graphs; None for one per core.
+        has_draft: Whether the draft is known; without it, what the target takes.
 
     Cost: both models without weights, a fraction of a second each.
     """
@@ -127,8 +135,10 @@ def forecast(bundle: Bundle, num_workers: int | None = None) -> Forecast:
     num_missing = 0
     written_bytes = 0.0
     sizes = []
-    for model, kind, weights, menu, weight_format in parts:
-        loaded_bytes, packed_bytes, num_layers = _sizes(model, bundle.dtype, weight_format)
+    for model, kind, weights, menu, weight_format in parts if has_draft else parts[:1]:
+        is_lent = kind == "draft" and bundle.own_draft is not None and config.can_round
+        loaded_bytes, packed_bytes = _sizes(model, config, weight_format, is_lent=is_lent)
+        num_layers = model.num_hidden_layers
         sizes.append(loaded_bytes + packed_bytes)
         missing = sum(not graph_path(bundle.folder / kind, size).exists() for size in menu.sizes)
         num_graphs += len(menu.sizes)
@@ -154,20 +164,35 @@ def forecast(bundle: Bundle, num_workers: int | None = None) -> Forecast:
     )
 
 
-def _sizes(config: Any, dtype: torch.dtype, weights: str) -> tuple[float, float, int]:
-    """Bytes of a model as it is loaded and as it is packed, and its layers."""
+def _sizes(model: Any, config: CompileConfig, weights: str, *, is_lent: bool) -> tuple[float, float]:
+    """Bytes of a model as it is loaded, and as it is stored.
+
+    Args:
+        model: Its configuration.
+        is_lent: Whether the target's file has all of its tensors that are the target's.
+    """
     from transformers import AutoModelForCausalLM
 
+    dtype = config.torch_dtype
     with torch.device("meta"):
         outline: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, trust_remote_code=False
+            model, dtype=dtype, trust_remote_code=False
         )
     loaded_bytes = sum(tensor.nbytes for tensor in outline.parameters())
+    linears = {name: module for name, module in outline.named_modules() if type(module) is nn.Linear}
+    names = {f"{name}.weight" for name in linears}
+    linear_bytes = sum(module.weight.nbytes for module in linears.values())
+    others = sum(tensor.nbytes for name, tensor in outline.state_dict().items() if name not in names)
+    if config.device != "cpu":
+        return loaded_bytes, loaded_bytes
+    share = ROUNDED_SHARE[weights] * (1.0 if weights == "bf16" else 2 / dtype.itemsize)
+    if weights == "bf16" and compresses(config, outline):
+        share = COMPRESSED
     # an output embedding that is tied to the input's is packed as a copy
-    linears = [module.weight.nbytes for module in outline.modules() if type(module) is nn.Linear]
-    everything = sum(tensor.nbytes for tensor in outline.state_dict().values())
-    packed_bytes = everything - sum(linears) * (1.0 - ROUNDED_SHARE[weights])
-    return loaded_bytes, packed_bytes, config.num_hidden_layers
+    stored_bytes = linear_bytes * share
+    if is_lent:
+        return loaded_bytes, 0.0 if weights == config.weights else stored_bytes
+    return loaded_bytes, others + stored_bytes
 
 
 def last_path() -> Path:

@@ -146,8 +146,11 @@ def _check_own_draft(config: CompileConfig, num_layers: int) -> None:
     smaller = formats[1:] if weights == AUTO else tuple({weights} - {config.weights})
     if smaller or (num_layers > 1 and layers != num_layers):
         return
-    allowed = f"from 1 to {num_layers - 1}, or the weights smaller than the target's"
-    raise ConfigError("draft_layers", layers or num_layers, allowed)
+    if num_layers == 1:
+        allowed = "given: neither fewer layers nor smaller weights make a draft of this target"
+        raise ConfigError("draft", None, allowed, "ygg compile TARGET DRAFT")
+    others = ", or --draft-weights smaller than the target's" if formats[1:] else ""
+    raise ConfigError("draft_layers", layers, f"from 1 to {num_layers - 1}{others}")
 
 
 def _check_given_draft(config: CompileConfig) -> None:

@@ -125,7 +125,7 @@ def _compared(bundle: Bundle, texts: Sequence[str], progress: Progress) -> OwnDr
                     found = _likeliest(model, read, bundle.vocab)
                     pairs = zip(found, target.likeliest, strict=True)
                     agrees = [(one == other).numpy() for one, other in pairs]
-                    cost = _linear_bytes(model) / target.num_bytes
+                    cost = _read_bytes(config, model) / target.num_bytes
                     candidates.append(_candidate(weights, layers, agrees, cost, config.max_depth))
     return OwnDraft(tuple(candidates), num_layers)
 
@@ -133,7 +133,7 @@ def _compared(bundle: Bundle, texts: Sequence[str], progress: Progress) -> OwnDr
 def _target(bundle: Bundle, read: Sequence[Tensor]) -> _Target:
     """Read the texts with the target."""
     model = _loaded(bundle, bundle.config.weights)
-    num_bytes = _linear_bytes(model) * (COMPRESSED if compresses(bundle.config, model) else 1.0)
+    num_bytes = _read_bytes(bundle.config, model)
     with _influences(model) as influences:
         likeliest = _likeliest(model, read, bundle.vocab)
     layers = sorted(influences, key=lambda layer: (-influences[layer], layer))
@@ -173,13 +173,13 @@ def _loaded(bundle: Bundle, weights: str) -> Any:
     return model
 
 
-def _linear_bytes(model: nn.Module) -> int:
-    """Bytes of the linear layers, which a forward reads as a whole."""
-    kinds = (nn.Linear, PackedLinear)
-    layers = [module for module in model.modules() if isinstance(module, kinds)]
-    return sum(
-        (layer.packed if isinstance(layer, PackedLinear) else layer.weight).nbytes for layer in layers
+def _read_bytes(config: CompileConfig, model: nn.Module) -> float:
+    """Bytes of the linear layers as they will be stored; a forward reads all of them."""
+    packed_bytes = sum(
+        module.packed.nbytes for module in model.modules() if isinstance(module, PackedLinear)
     )
+    kept_bytes = sum(module.weight.nbytes for module in model.modules() if isinstance(module, nn.Linear))
+    return packed_bytes + kept_bytes * (COMPRESSED if kept_bytes and compresses(config, model) else 1.0)
 
 
 def _likeliest(model: Any, texts: Sequence[Tensor], vocab: int) -> list[Tensor]:

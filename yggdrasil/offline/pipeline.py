@@ -82,6 +82,10 @@ def compile_pair(
         storage.sweep(_folders(name))
         _check_compiler_cache(bundle.command)
         if draft is None:
+            expected = forecast(bundle, num_workers, has_draft=False)
+            expected.check_room()
+            for line in expected.warnings():
+                progress.note(line)
             _build_operators(bundle, progress)
             bundle = with_own_draft(bundle, texts, progress)
         if waited and (done := _compiled_meanwhile(bundle)):
