@@ -19,7 +19,6 @@ from yggdrasil.bundle import Bundle
 from yggdrasil.compiler.buckets import draft_menu, target_menu
 from yggdrasil.compiler.model import graph_path
 from yggdrasil.compiler.weights import FILE_NAME
-from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError, StoreError
 from yggdrasil.kernels import library_path
 from yggdrasil.models.layers import keep_in_config_
@@ -75,10 +74,11 @@ class Forecast:
     def lines(self) -> list[str]:
         """One to three lines for a person."""
         free = free_disk_bytes(self.root)
-        graphs = f"{self.num_graphs} graphs to compile" if self.num_graphs else "no graph to compile"
+        many = "graphs" if self.num_graphs > 1 else "graph"
+        graphs = f"{self.num_graphs or 'no'} {many} to compile"
         room = f"about {_size(self.written_bytes)} to write ({_size(free)} free)"
         lines = [f"{graphs}, {room}, calibration with a budget of {self.budget_s:g} s"]
-        if self.correction is not None:
+        if self.is_known and self.correction is not None:
             lines.append(f"{self._time(self.correction)}, judging by the last compilation on this machine")
         elif self.is_known:
             lines.append(f"{self._time(1.0)}, roughly estimated from the sizes of the models")
@@ -106,7 +106,7 @@ class Forecast:
 
     def learn(self, seconds: float) -> None:
         """Record a finished compilation for the next estimate, if it built all graphs."""
-        if self.is_whole:
+        if self.is_whole and self.is_known:
             payload = {"estimated_s": self.estimated_s, "seconds": seconds}
             artifacts.save_json(last_path(), payload)
 
@@ -137,7 +137,7 @@ def forecast(bundle: Bundle, num_workers: int | None = None, *, has_draft: bool 
     sizes = []
     for model, kind, weights, menu, weight_format in parts if has_draft else parts[:1]:
         is_lent = kind == "draft" and bundle.own_draft is not None and config.can_round
-        loaded_bytes, packed_bytes = _sizes(model, config, weight_format, is_lent=is_lent)
+        loaded_bytes, packed_bytes = _sizes(model, bundle, weight_format, is_lent=is_lent)
         num_layers = model.num_hidden_layers
         sizes.append(loaded_bytes + packed_bytes)
         missing = sum(not graph_path(bundle.folder / kind, size).exists() for size in menu.sizes)
@@ -164,7 +164,7 @@ def forecast(bundle: Bundle, num_workers: int | None = None, *, has_draft: bool 
     )
 
 
-def _sizes(model: Any, config: CompileConfig, weights: str, *, is_lent: bool) -> tuple[float, float]:
+def _sizes(model: Any, bundle: Bundle, weights: str, *, is_lent: bool) -> tuple[float, float]:
     """Bytes of a model as it is loaded, and as it is stored.
 
     Args:
@@ -173,10 +173,10 @@ def _sizes(model: Any, config: CompileConfig, weights: str, *, is_lent: bool) ->
     """
     from transformers import AutoModelForCausalLM
 
-    dtype = config.torch_dtype
+    config = bundle.config
     with torch.device("meta"):
         outline: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            model, dtype=dtype, trust_remote_code=False
+            model, dtype=bundle.dtype, trust_remote_code=False
         )
     loaded_bytes = sum(tensor.nbytes for tensor in outline.parameters())
     linears = {name: module for name, module in outline.named_modules() if type(module) is nn.Linear}
@@ -185,7 +185,7 @@ def _sizes(model: Any, config: CompileConfig, weights: str, *, is_lent: bool) ->
     others = sum(tensor.nbytes for name, tensor in outline.state_dict().items() if name not in names)
     if config.device != "cpu":
         return loaded_bytes, loaded_bytes
-    share = ROUNDED_SHARE[weights] * (1.0 if weights == "bf16" else 2 / dtype.itemsize)
+    share = ROUNDED_SHARE[weights] * (1.0 if weights == "bf16" else 2 / bundle.dtype.itemsize)
     if weights == "bf16" and compresses(config, outline):
         share = COMPRESSED
     # an output embedding that is tied to the input's is packed as a copy
