@@ -28,8 +28,9 @@ from bench.lib.arms import PLAIN_ARM, arm_summary, plain_arm, policy_arm, ratios
 from bench.lib.claim import Claim, Log, prompts_option, tokens_option
 from bench.lib.harness import interleave
 from bench.lib.pair import BenchTarget, bench_target, compiled_pair
-from bench.lib.subject import subject
+from bench.lib.subject import PAIR_NAME, subject
 from bench.lib.workloads import STORIES, beginnings
+from yggdrasil.bundle import BUNDLED
 from yggdrasil.config import AUTO, CompileConfig
 from yggdrasil.models.load import load_config
 from yggdrasil.pair import LoadedPair
@@ -93,8 +94,9 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """The target at real size, then the bundled one."""
     under_test = subject(options)
     bundled = bench_target(under_test.source, 0)
-    targets = {"real size": (under_test.target, "tinystories-scaled")}
-    targets["bundled"] = (bundled, "tinystories")
+    real_size = f"{PAIR_NAME}-7b" if options.llama_7b else PAIR_NAME
+    targets = {"real size": (under_test.target, real_size)}
+    targets["bundled"] = (bundled, BUNDLED)
     found = {
         name: measure_target(target, pair_name, options, under_test.config, log)
         for name, (target, pair_name) in targets.items()

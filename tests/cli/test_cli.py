@@ -30,6 +30,7 @@ from yggdrasil.loading import load_bundle, load_models
 from yggdrasil.offline import inputs, pipeline, tuning
 from yggdrasil.offline.pipeline import compile_pair
 from yggdrasil.pair import load_pair
+from yggdrasil.policy.depth import PREDICTOR_FORMAT
 from yggdrasil.report.run import Run
 from yggdrasil.store import artifacts
 from yggdrasil.store.artifacts import digest_file, save_json
@@ -731,7 +732,7 @@ DAMAGES: dict[str, tuple[Callable[[Bundle], None], str]] = {
         lambda bundle: edit(
             predictor_file(bundle, "predictor.json"), lambda payload: payload.pop("format")
         ),
-        "predictor.json: stale: written in format 1, current is 2",
+        f"predictor.json: stale: written in format 1, current is {PREDICTOR_FORMAT}",
     ),
     "predictor without its weights": (
         lambda bundle: predictor_file(bundle, "predictor.safetensors").unlink(),

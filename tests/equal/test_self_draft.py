@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from conftest import SMALLEST, compiled
 
+from yggdrasil import loading
 from yggdrasil.api import Pair, load_pair
 from yggdrasil.bundle import read_bundle
 from yggdrasil.cli import main
@@ -18,10 +20,15 @@ from yggdrasil.cli.compile import _config
 from yggdrasil.cli.main import _parser
 from yggdrasil.compiler.weights import FILE_NAME
 from yggdrasil.config import AUTO, GenerateConfig, SamplingConfig
+from yggdrasil.engine import Engine
+from yggdrasil.errors import ArtifactError
 from yggdrasil.pair import LoadedPair
-from yggdrasil.policy.shape import REPEATS
+from yggdrasil.policy.shape import REPEATS, ShapePolicy
 from yggdrasil.report.run import Run
-from yggdrasil.state import Shape
+from yggdrasil.state import Row, Shape, StepResult
+from yggdrasil.step.choice import VERIFY_ALL, Calibration, Choice
+from yggdrasil.step.rows import StepOverRows
+from yggdrasil.trace import Trace
 
 PROMPTS = ("Once upon a time", "One day Lily saw a", "The owl")
 REPEATING = "The red fox ran. The owl saw the fox. The red fox ran. The owl"
@@ -109,14 +116,48 @@ def test_what_repeats_is_verified_without_a_forward_of_the_draft(pair: LoadedPai
         assert {result.shape for result in run.results} == {REPEATS}
 
 
-def test_the_draft_can_take_over_after_a_text_without_it(pair: LoadedPair) -> None:
-    """Its KV lacks the text so far; it catches up."""
+class Alternating(ShapePolicy):
+    """What repeats for two steps, whose tokens the draft's KV lacks, then a tree of the draft."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+        self.steps = 0
+
+    def choose(self, rows: Sequence[Row]) -> Choice:
+        self.steps += 1
+        shape = REPEATS if self.steps % 3 else Shape(2, 3)
+        return Choice((shape,), (self.calibration,), VERIFY_ALL)
+
+    def observe(self, result: StepResult) -> None: ...
+
+
+@pytest.mark.parametrize("sampling", (SamplingConfig(), SAMPLED), ids=("greedy", "sampled"))
+@pytest.mark.parametrize("is_native", (True, False), ids=("native", "reference"))
+def test_the_draft_catches_up_after_steps_without_it(
+    pair: LoadedPair, is_native: bool, sampling: SamplingConfig
+) -> None:
+    models = pair.engine.target, pair.engine.draft
+    engine = pair.engine
+    if not is_native:
+        stepper = StepOverRows(*models, Trace())
+        engine = Engine(*models, max_context=pair.bundle.max_context, stepper=stepper)
     prompt = pair.tokenizer.encode(REPEATING)
-    config = GenerateConfig(max_new_tokens=40, ignore_eos=True)
+    config = GenerateConfig(max_new_tokens=48, ignore_eos=True, sampling=sampling)
     plain = Run(pair, prompt, replace(config, plain=True)).complete()
-    first = Run(pair, prompt, replace(config, draft=False)).complete()
-    second = Run(pair, prompt, config, policy=pair.policy(shape=Shape(2, 3)), keep=True).complete()
-    assert first.tokens == second.tokens == plain.tokens
+    policy = Alternating(pair.acceptance.nearest(sampling.temperature).calibration)
+    results = list(engine.generate(prompt, policy, config))
+    assert [token for result in results for token in result.tokens] == plain.tokens
+    assert any(result.accepted for result in results if result.shape == Shape(2, 3))
+
+
+def test_the_command_for_several_ranks_leaves_out_what_they_cannot_share(
+    pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "num_ranks", lambda: 2)
+    with pytest.raises(ArtifactError, match="compiled for 1 process, this run has 2") as refused:
+        loading.load_bundle(pair.bundle.name)
+    assert "--nproc-per-node 2" in str(refused.value)
+    assert "--weights" not in str(refused.value)
 
 
 def test_show_and_list_describe_the_draft(pair: LoadedPair, capsys: pytest.CaptureFixture[str]) -> None:
