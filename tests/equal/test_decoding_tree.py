@@ -205,6 +205,52 @@ def test_an_interrupted_call_loses_at_most_its_step(
     assert tree.row.state.emitted[:NUM_TOKENS] == expected
 
 
+class Interrupting:
+    """An array into which nothing can be copied."""
+
+    def __setitem__(self, place: object, value: object) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("num_copied", range(5))
+@pytest.mark.parametrize("name", ("grow", "prune", "verify"))
+def test_an_interrupt_while_nodes_are_copied_leaves_a_whole_tree(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str, num_copied: int
+) -> None:
+    expected = plain_text(pair, SamplingConfig())
+    tree = pair.tree(PROMPT)
+    decode_step(pair, tree)
+    if name != "grow":
+        tree.grow_with(pair.engine.draft, Shape(4, 3))
+    calls = {
+        "grow": lambda: tree.grow_with(pair.engine.draft, Shape(4, 3)),
+        "prune": lambda: tree.prune_(5),
+        "verify": lambda: tree.verify_with(pair.engine.target),
+    }
+    whole = tree.arrays
+    broken = [*whole[:num_copied], *[Interrupting()] * (5 - num_copied)]
+    root_pos = tree.row.state.root_pos
+
+    def arrays(self: DecodingTree) -> Sequence[Any]:
+        is_read = name == "verify" and self.row.state.root_pos == root_pos  # by the target
+        return whole if is_read else broken
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(DecodingTree, "arrays", property(arrays))
+        calls[name]()
+    tree.check()
+    assert len(tree) == 1
+    while tree.row.state.num_emitted < NUM_TOKENS:
+        tree.verify_with(pair.engine.target)
+        tree.grow_with(pair.engine.draft, Shape(4, 3))
+    assert tree.row.state.emitted[:NUM_TOKENS] == expected
+
+
+def decode_step(pair: Pair, tree: DecodingTree) -> list[int]:
+    tree.grow_with(pair.engine.draft, Shape(4, 3))
+    return tree.verify_with(pair.engine.target)
+
+
 def test_a_text_ends_with_the_context(pair: Pair) -> None:
     limit = pair.bundle.max_context
     tree = pair.tree(pair.tokens(PROMPT) * (limit // len(pair.tokens(PROMPT)) - 1))

@@ -167,9 +167,8 @@ class DecodingTree(TokenTree):
 
     def _begin_(self) -> None:
         """The root alone: the last token of the text."""
+        self._prune_(RowDraft(root_of(self._draft, self.row), 0, PLAIN), VERIFY_ALL)
         self._root_pos = self.row.state.root_pos
-        self._drafted = RowDraft(root_of(self._draft, self.row), 0, PLAIN)
-        self._prune_(self._drafted, VERIFY_ALL)
 
     def _synchronise_(self) -> None:
         """Drop what an interrupted call left: KV after the root, and a tree whose path is in the text."""
@@ -185,15 +184,17 @@ class DecodingTree(TokenTree):
             model.cache.reserve(self.row.state.root_pos - model.cache.len + num_nodes)
 
     def _prune_(self, drafted: RowDraft, menu: VerifyMenu) -> None:
-        """Take over the nodes of a drafted tree that pruning keeps."""
+        """Take over the nodes of a drafted tree that pruning keeps; an interrupt leaves the root or all."""
         choice = Choice((drafted.shape,), (self._calibration,), menu)
         values, depths = values_and_depths([drafted], choice)
         [pruned] = prune_rows([drafted], values, depths, menu)
         self._require_room(len(pruned.tree) - len(self))
+        self.drafted_node = pruned.drafted_node[:1]  # a node without an id counts as attached by hand
+        self._len = 1
         for own, kept in zip(self.arrays, pruned.tree.arrays, strict=True):
             own[: len(pruned.tree)] = kept[: len(pruned.tree)]
-        self._len = len(pruned.tree)
         self._drafted = drafted
+        self._len = len(pruned.tree)
         self.drafted_node = pruned.drafted_node
 
 
