@@ -103,6 +103,12 @@ def test_nodes_attached_by_hand_are_verified(pair: Pair) -> None:
     assert decode(pair, tree, [Shape(4, 4)])[: NUM_TOKENS - 5] == expected[5:]
 
 
+def attached(tree: DecodingTree, token: int) -> DecodingTree:
+    """The tree with another child of the root."""
+    tree.grow([0], [token], [-9.0])
+    return tree
+
+
 def test_between_two_verifications_it_is_a_tree_like_any_other(pair: Pair) -> None:
     tree = pair.tree(PROMPT)
     assert repr(tree) == f"DecodingTree(1 nodes, depth 0, after {tree.row.state.root_pos} tokens)"
@@ -129,6 +135,8 @@ def test_between_two_verifications_it_is_a_tree_like_any_other(pair: Pair) -> No
             lambda tree, pair: [tree.grow_with(pair.engine.draft, Shape(1, 1)) for _ in range(2)],
             "nodes: 2 is not allowed; it must be 1: a tree grows from its root",
         ),
+        (lambda tree, pair: attached(tree, 10**6).verify_with(pair.engine.target), "tokens: [1000000] is"),
+        (lambda tree, pair: attached(tree, -1).verify_with(pair.engine.target), "tokens: [-1] is"),
         (lambda tree, pair: pair.tree([]), "prompt: '' is not allowed"),
         (lambda tree, pair: pair.tree([10**6]), "made of token ids"),
         (

@@ -139,15 +139,17 @@ class DecodingTree(TokenTree):
             tree is its next root.
 
         Raises:
-            ConfigError: another model.
+            ConfigError: another model, or a node attached by hand whose token is not in the vocabulary.
             ShapeNotCompiled: more nodes than any graph takes; `prune_` them.
+            CapacityError: the caches cannot hold both the text and the tree.
             YggError: the target's logits are not finite, or another text has begun on the engine.
 
-        Cost: one forward of the target, and two syncs.
+        Cost: one forward of the target, and two syncs; one more with nodes attached by hand.
         """
         _check_model("target", target, self._target)
         with self._alone():
             self._synchronise_()
+            self._check_tokens()
             self._reserve(len(self))
             by_hand = range(len(self._drafted.tree), len(self._drafted.tree) + len(self))
             nodes = [*self.drafted_node, *by_hand][: len(self)]
@@ -178,6 +180,14 @@ class DecodingTree(TokenTree):
         self.row.draft_len = self._draft.cache.len
         if self._root_pos != self.row.state.root_pos:
             self._begin_()
+
+    def _check_tokens(self) -> None:
+        """Raise ConfigError if a node that was attached by hand has a token that no embedding has."""
+        vocab = self._target.vocab
+        by_hand_N = self.token_N[len(self.drafted_node) :]
+        unknown = [token for token in by_hand_N.tolist() if not 0 <= token < vocab]
+        if unknown:
+            raise ConfigError("tokens", unknown, f"token ids from 0 to {vocab - 1}")
 
     def _reserve(self, num_nodes: int) -> None:
         for model in (self._target, self._draft):
