@@ -53,7 +53,7 @@ def generate(
         pair: Decodes; its target takes the place of the model.
         input_ids: (B, P) token ids, padded on the left.
         attention_mask: (B, P) 0 at padding, 1 elsewhere; None without padding.
-        generation_config: A transformers `GenerationConfig`; by default the target's own.
+        generation_config: A transformers `GenerationConfig`; what it leaves open is as in the target's own.
         seed: Of the first row, the next one of the second; by default from torch's generator, which
             `torch.manual_seed` sets.
         arguments: As in transformers: those in `TAKEN`. Others may only have the value without effect.
@@ -87,7 +87,7 @@ def generate(
 
 
 def _settings(pair: Pair, given: Any, arguments: Mapping[str, Any]) -> Any:
-    """The target's generation config, or the given one, with the arguments; all of it can be applied."""
+    """The arguments, then the given config, then the target's own; all of it can be applied."""
     from transformers import GenerationConfig
 
     for name, value in arguments.items():
@@ -95,10 +95,12 @@ def _settings(pair: Pair, given: Any, arguments: Mapping[str, Any]) -> Any:
             raise ConfigError("argument", name, f"one of {', '.join(TAKEN)}")
     _check_neutral(arguments)
     try:
-        settings = deepcopy(given) or GenerationConfig.from_pretrained(pair.bundle.models[0])
+        own = GenerationConfig.from_pretrained(pair.bundle.models[0])
     except OSError:  # a target without that file
-        settings = GenerationConfig()  # type: ignore[no-untyped-call]
+        own = GenerationConfig()  # type: ignore[no-untyped-call]
+    settings: Any = own if given is None else deepcopy(given)
     try:
+        settings.update(**own.to_dict(), defaults_only=True)
         settings.update(**arguments)
     except (TypeError, ValueError) as error:
         allowed = f"what transformers takes ({first_line(error)})"

@@ -73,6 +73,24 @@ def test_a_generation_config_is_read(pair: Pair, model: Any) -> None:
     assert longer.shape[1] == expected.shape[1] + 3
 
 
+def test_what_a_generation_config_leaves_open_is_as_in_the_targets_own(
+    pair: Pair, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GenerationConfig
+
+    inputs = padded(pair)
+    plain = generate(pair, **inputs, max_new_tokens=24, pad_token_id=END)
+    own = GenerationConfig(repetition_penalty=1.5, eos_token_id=END, pad_token_id=END, max_new_tokens=5)
+    monkeypatch.setattr(model, "generation_config", own)
+    monkeypatch.setattr(GenerationConfig, "from_pretrained", lambda name: own)
+    for given in ({}, {"repetition_penalty": 1.1}, {"no_repeat_ngram_size": 3}):
+        config = GenerationConfig(max_new_tokens=24, **given)
+        expected = model.generate(**inputs, generation_config=config)
+        assert torch.equal(generate(pair, **inputs, generation_config=config), expected)
+        assert not torch.equal(expected, plain)
+    assert own.max_new_tokens == 5
+
+
 def test_a_sampled_row_has_the_text_of_its_seed(pair: Pair) -> None:
     inputs = padded(pair)
     length = inputs["input_ids"].shape[1]
