@@ -48,6 +48,7 @@ def generate(
     """What `model.generate` of the target returns: greedy the same tokens, sampled the same distribution.
 
     In bfloat16 transformers rounds other sums, so tokens may differ where two logits are nearly equal.
+    Padding is no part of a prompt here, so the repetition penalty does not count it; transformers does.
 
     Args:
         pair: Decodes; its target takes the place of the model.
@@ -68,6 +69,8 @@ def generate(
         >>> from yggdrasil import load_pair
         >>> from yggdrasil.bridge import generate
         >>> def write(tokenizer):
+        ...     tokenizer.pad_token = tokenizer.eos_token
+        ...     tokenizer.padding_side = "left"
         ...     inputs = tokenizer(["Once upon a time", "One day"], return_tensors="pt", padding=True)
         ...     sequences = generate(load_pair(), **inputs, max_new_tokens=64)
         ...     print(tokenizer.batch_decode(sequences, skip_special_tokens=True))

@@ -91,6 +91,19 @@ def test_what_a_generation_config_leaves_open_is_as_in_the_targets_own(
     assert own.max_new_tokens == 5
 
 
+def test_the_tensors_of_the_targets_tokenizer_go_in_as_the_example_shows(
+    pair: Pair, llama_folders: tuple[str, str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(llama_folders[0])
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    inputs = tokenizer(["Once upon a time", "One day"], return_tensors="pt", padding=True)
+    sequences = generate(pair, **inputs, max_new_tokens=6)
+    assert tokenizer.batch_decode(sequences, skip_special_tokens=True)[1].startswith("One day")
+
+
 def test_a_sampled_row_has_the_text_of_its_seed(pair: Pair) -> None:
     inputs = padded(pair)
     length = inputs["input_ids"].shape[1]
