@@ -116,6 +116,11 @@ class WireRequest(Strict):
 
     def grammar(self, form: Format) -> GrammarConfig | None:
         """What the output must be; None for any text."""
+        return self.answer
+
+    @property
+    def answer(self) -> GrammarConfig | None:
+        """What an answer without calls must be; None for any text."""
         formed = None if self.response_format is None else self.response_format.grammar
         chosen = structured(self.structured_outputs)
         if formed is not None and chosen is not None:
@@ -396,12 +401,12 @@ class ChatRequest(WireRequest):
     def grammar_parts(self) -> list[tuple[str, GrammarConfig]]:
         """The schemas that bind calls, of forced functions or of strict ones, and that of an answer."""
         bound = self.forced or [tool for tool in self.offered if tool.function.strict]
-        formed = None if self.response_format is None else self.response_format.grammar
+        answer = self.answer
         return [
             (f"tools[{place}].{self.schema_field}", GrammarConfig.of("json", tool.function.parameters))
             for place, tool in enumerate(self.tools)
             if tool in bound and tool.function.parameters
-        ] + ([(self.format_field, formed)] if formed is not None else [])
+        ] + ([(super().grammar_field, answer)] if answer is not None else [])
 
     def grammar(self, form: Format) -> GrammarConfig | None:
         """As in the base class, or that of calls: one that must be made, or those that may be made.
