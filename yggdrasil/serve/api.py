@@ -225,7 +225,7 @@ def _chat_reply(serving: Serving, body: ChatRequest, prompts: Sequence[Sequence[
         serving.model,
         serving.tokenizer,
         prompts,
-        form if body.offered else None,
+        form if body.may_call(form) else None,
         separates_reasoning=wants_reasoning and body.has_free_text(form),
     )
 
