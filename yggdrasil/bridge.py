@@ -48,14 +48,15 @@ def generate(
     """What `model.generate` of the target returns: greedy the same tokens, sampled the same distribution.
 
     In bfloat16 transformers rounds other sums, so tokens may differ where two logits are nearly equal.
+    Padding is no part of a prompt here, so the repetition penalty does not count it; transformers does.
 
     Args:
         pair: Decodes; its target takes the place of the model.
         input_ids: (B, P) token ids, padded on the left.
         attention_mask: (B, P) 0 at padding, 1 elsewhere; None without padding.
-        generation_config: A transformers `GenerationConfig`; by default the target's own.
-        seed: Of the first row, the next one of the second; by default from torch's generator, which
-            `torch.manual_seed` sets.
+        generation_config: A transformers `GenerationConfig`; what it leaves open is as in the target's own.
+        seed: Of the first row, the next one of the second; by default a sampled text draws it from torch's
+            generator, which `torch.manual_seed` sets.
         arguments: As in transformers: those in `TAKEN`. Others may only have the value without effect.
 
     Returns:
@@ -68,43 +69,53 @@ def generate(
         >>> from yggdrasil import load_pair
         >>> from yggdrasil.bridge import generate
         >>> def write(tokenizer):
+        ...     tokenizer.pad_token = tokenizer.eos_token
+        ...     tokenizer.padding_side = "left"
         ...     inputs = tokenizer(["Once upon a time", "One day"], return_tensors="pt", padding=True)
         ...     sequences = generate(load_pair(), **inputs, max_new_tokens=64)
         ...     print(tokenizer.batch_decode(sequences, skip_special_tokens=True))
     """
     settings = _settings(pair, generation_config, arguments)
-    ends = _ends(pair, settings.eos_token_id)
-    pad = settings.pad_token_id
+    ends = _ends(pair, _listed(settings.eos_token_id))
+    pad = _listed(settings.pad_token_id)
     prompts = _prompts(input_ids, attention_mask, None if pad in ends else pad)
-    options = _options(settings, input_ids.shape[1])
-    drawn = torch.randint(2**62, (len(prompts),)).tolist()
-    seeds = drawn if seed is None else range(seed, seed + len(prompts))
-    requests = [
-        (prompt, GenerateConfig.of({**options, "stop_tokens": ends, "ignore_eos": True, "seed": each}))
-        for prompt, each in zip(prompts, seeds, strict=True)
-    ]
-    return _sequences(input_ids, _decoded(pair, requests), next(iter(ends), 0) if pad is None else pad)
+    seeds = _seeds(seed, len(prompts), is_sampled=bool(settings.do_sample))
+    try:
+        options = {**_options(settings, input_ids.shape[1]), "stop_tokens": ends, "ignore_eos": True}
+        configs = [GenerateConfig.of({**options, "seed": each}) for each in seeds]
+    except TypeError as error:
+        raise _of_another_type(arguments, error) from None
+    results = _decoded(pair, list(zip(prompts, configs, strict=True)))
+    return _sequences(input_ids, results, next(iter(ends), 0) if pad is None else pad)
 
 
 def _settings(pair: Pair, given: Any, arguments: Mapping[str, Any]) -> Any:
-    """The target's generation config, or the given one, with the arguments; all of it can be applied."""
+    """The arguments, then the given config, then the target's own; all of it can be applied."""
     from transformers import GenerationConfig
 
     for name, value in arguments.items():
         if name not in (*TAKEN, *NEUTRAL) and value is not None:
             raise ConfigError("argument", name, f"one of {', '.join(TAKEN)}")
     _check_neutral(arguments)
+    if not isinstance(given, GenerationConfig | None):
+        raise ConfigError("generation_config", given, "a GenerationConfig of transformers")
     try:
-        settings = deepcopy(given) or GenerationConfig.from_pretrained(pair.bundle.models[0])
+        own = GenerationConfig.from_pretrained(pair.bundle.models[0])
     except OSError:  # a target without that file
-        settings = GenerationConfig()  # type: ignore[no-untyped-call]
+        own = GenerationConfig()  # type: ignore[no-untyped-call]
+    settings: Any = own if given is None else deepcopy(given)
     try:
+        settings.update(**own.to_dict(), defaults_only=True)
         settings.update(**arguments)
     except (TypeError, ValueError) as error:
-        allowed = f"what transformers takes ({first_line(error)})"
-        raise ConfigError("arguments", dict(arguments), allowed) from None
+        raise _of_another_type(arguments, error) from None
     _check_neutral(vars(settings))
     return settings
+
+
+def _of_another_type(arguments: Mapping[str, Any], error: Exception) -> ConfigError:
+    """The error for arguments of which one has a type that transformers does not take either."""
+    return ConfigError("arguments", dict(arguments), f"what transformers takes ({first_line(error)})")
 
 
 def _check_neutral(settings: Mapping[str, Any]) -> None:
@@ -115,10 +126,26 @@ def _check_neutral(settings: Mapping[str, Any]) -> None:
             raise ConfigError(name, value, f"{neutral}: nothing here does the same")
 
 
-def _ends(pair: Pair, tokens: int | Sequence[int] | None) -> tuple[int, ...]:
+def _listed(value: Any) -> Any:
+    """A tensor as numbers, for transformers takes both; anything else as it is."""
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _ends(pair: Pair, tokens: Any) -> tuple[int, ...]:
     if tokens is None:
         return tuple(sorted(pair.engine.eos_tokens))
+    if not isinstance(tokens, int | list | tuple):
+        raise ConfigError("eos_token_id", tokens, "a token id, or a list of them")
     return (tokens,) if isinstance(tokens, int) else tuple(tokens)
+
+
+def _seeds(seed: int | None, num_rows: int, *, is_sampled: bool) -> Sequence[int]:
+    """The seed of every row; a text that is not sampled has none, and draws nothing."""
+    if seed is not None and type(seed) is not int:
+        raise ConfigError("seed", seed, "a whole number")
+    if seed is not None:
+        return range(seed, seed + num_rows)
+    return torch.randint(2**62, (num_rows,)).tolist() if is_sampled else [0] * num_rows
 
 
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None, padding: int | None) -> list[list[int]]:
@@ -133,6 +160,8 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None, padding: int | No
         if padding is not None and padding in input_ids:
             raise ConfigError("attention_mask", None, "given: the prompts have padding")
         return input_ids.tolist()
+    if not isinstance(attention_mask, Tensor):
+        raise ConfigError("attention_mask", attention_mask, "a tensor of the shape of input_ids")
     is_token = attention_mask.bool()
     if is_token.shape != input_ids.shape or bool((is_token[:, :-1] & ~is_token[:, 1:]).any()):
         allowed = "of the shape of input_ids, 0 at padding on the left and 1 after it"
@@ -147,7 +176,10 @@ def _options(settings: Any, prompt_len: int) -> dict[str, Any]:
         options |= {"temperature": 1.0, "top_k": TOP_K}
         given = {name: getattr(settings, name) for name in ("temperature", *SAMPLING)}
         options |= {name: value for name, value in given.items() if value is not None}
-    banned = [*(settings.bad_words_ids or ()), *([token] for token in settings.suppress_tokens or ())]
+    words = _listed(settings.bad_words_ids) or []
+    if not isinstance(words, list) or not all(isinstance(word, list | tuple) for word in words):
+        raise ConfigError("bad_words_ids", words, "a list of lists of token ids")
+    banned = [*words, *([token] for token in _listed(settings.suppress_tokens) or ())]
     limit = settings.max_new_tokens
     if limit is None:
         limit = NEW_TOKENS if settings.max_length is None else settings.max_length - prompt_len

@@ -103,6 +103,12 @@ def test_nodes_attached_by_hand_are_verified(pair: Pair) -> None:
     assert decode(pair, tree, [Shape(4, 4)])[: NUM_TOKENS - 5] == expected[5:]
 
 
+def attached(tree: DecodingTree, token: int) -> DecodingTree:
+    """The tree with another child of the root."""
+    tree.grow([0], [token], [-9.0])
+    return tree
+
+
 def test_between_two_verifications_it_is_a_tree_like_any_other(pair: Pair) -> None:
     tree = pair.tree(PROMPT)
     assert repr(tree) == f"DecodingTree(1 nodes, depth 0, after {tree.row.state.root_pos} tokens)"
@@ -129,6 +135,8 @@ def test_between_two_verifications_it_is_a_tree_like_any_other(pair: Pair) -> No
             lambda tree, pair: [tree.grow_with(pair.engine.draft, Shape(1, 1)) for _ in range(2)],
             "nodes: 2 is not allowed; it must be 1: a tree grows from its root",
         ),
+        (lambda tree, pair: attached(tree, 10**6).verify_with(pair.engine.target), "tokens: [1000000] is"),
+        (lambda tree, pair: attached(tree, -1).verify_with(pair.engine.target), "tokens: [-1] is"),
         (lambda tree, pair: pair.tree([]), "prompt: '' is not allowed"),
         (lambda tree, pair: pair.tree([10**6]), "made of token ids"),
         (
@@ -203,6 +211,52 @@ def test_an_interrupted_call_loses_at_most_its_step(
             tree.grow_with(pair.engine.draft, Shape(4, 3))
         tree.verify_with(pair.engine.target)
     assert tree.row.state.emitted[:NUM_TOKENS] == expected
+
+
+class Interrupting:
+    """An array into which nothing can be copied."""
+
+    def __setitem__(self, place: object, value: object) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("num_copied", range(5))
+@pytest.mark.parametrize("name", ("grow", "prune", "verify"))
+def test_an_interrupt_while_nodes_are_copied_leaves_a_whole_tree(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str, num_copied: int
+) -> None:
+    expected = plain_text(pair, SamplingConfig())
+    tree = pair.tree(PROMPT)
+    decode_step(pair, tree)
+    if name != "grow":
+        tree.grow_with(pair.engine.draft, Shape(4, 3))
+    calls = {
+        "grow": lambda: tree.grow_with(pair.engine.draft, Shape(4, 3)),
+        "prune": lambda: tree.prune_(5),
+        "verify": lambda: tree.verify_with(pair.engine.target),
+    }
+    whole = tree.arrays
+    broken = [*whole[:num_copied], *[Interrupting()] * (5 - num_copied)]
+    root_pos = tree.row.state.root_pos
+
+    def arrays(self: DecodingTree) -> Sequence[Any]:
+        is_read = name == "verify" and self.row.state.root_pos == root_pos  # by the target
+        return whole if is_read else broken
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(DecodingTree, "arrays", property(arrays))
+        calls[name]()
+    tree.check()
+    assert len(tree) == 1
+    while tree.row.state.num_emitted < NUM_TOKENS:
+        tree.verify_with(pair.engine.target)
+        tree.grow_with(pair.engine.draft, Shape(4, 3))
+    assert tree.row.state.emitted[:NUM_TOKENS] == expected
+
+
+def decode_step(pair: Pair, tree: DecodingTree) -> list[int]:
+    tree.grow_with(pair.engine.draft, Shape(4, 3))
+    return tree.verify_with(pair.engine.target)
 
 
 def test_a_text_ends_with_the_context(pair: Pair) -> None:

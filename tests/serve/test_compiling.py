@@ -171,6 +171,25 @@ def test_a_format_of_a_response_is_named_as_its_client_wrote_it(monkeypatch: pyt
         assert error["param"] == "text.format"
 
 
+@pytest.mark.parametrize("strict", (True, False))
+def test_a_schema_of_an_answer_is_blamed_next_to_tools(
+    monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    with server() as running:
+        Faulty(running, monkeypatch, "objectt")
+        [tool] = functions("object")
+        tools = tools_of([{**tool, "strict": strict}])
+        schema = {"type": "objectt"}
+        for field, value in (
+            ("structured_outputs", {"json": schema}),
+            ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}),
+        ):
+            error = running.chat(tools=tools, **{field: value}).json()["error"]
+            assert error["param"] == field
+            assert error["message"].startswith(f"{field}: json: ")
+            assert "(at /a)" in error["message"]
+
+
 def test_functions_are_tried_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """If only all functions together are too complex, trying each of them finds nothing."""
     clock = [0.0]

@@ -245,6 +245,19 @@ def test_a_streamed_call_begins_with_its_id_and_name_and_goes_on_with_its_argume
         assert isinstance(json.loads("".join(call.function.arguments for call in rest)), dict)
 
 
+def test_an_answer_with_a_schema_is_no_call_where_a_call_needs_no_marker(
+    calling: tuple[openai.OpenAI, Running, str],
+) -> None:
+    client, running, form = calling
+    running.service.story = '{"name": "sum", "age": 3}'
+    form_of_answer: Any = {"type": "json_object"}
+    answer = client.chat.completions.create(
+        model="tiny", messages=HI, tools=TOOLS, response_format=form_of_answer
+    )
+    [choice] = answer.choices
+    assert (choice.message.content, choice.message.tool_calls) == ('{"name": "sum", "age": 3}', None), form
+
+
 def test_an_agent_sends_calls_and_results_back(calling: tuple[openai.OpenAI, Running, str]) -> None:
     client, running, _ = calling
     answer = client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS)

@@ -153,32 +153,49 @@ AS_ANSWER = {"type": "json_schema", "json_schema": {"name": "answer", "schema": 
 
 
 @pytest.mark.parametrize("tools", (TOOLS, TOOLS[1:]), ids=("strict", "free"))
-@pytest.mark.parametrize("name", MARKED)
 def test_an_answer_with_a_schema_may_be_a_call_instead(
-    grammars: Grammars, tiny: LoadedPair, name: str, tools: list[dict[str, Any]]
+    grammars: Grammars, tiny: LoadedPair, tools: list[dict[str, Any]]
 ) -> None:
-    form = FORMATS[name]
+    form = FORMATS["hermes"]
     grammar = chat(tools=tools, response_format=AS_ANSWER).grammar(form)
     assert grammar is not None
     state = grammars.state(grammar)
-    free = written(form, ("free", {"any": [1]}))
-    marked = free if free.startswith(form.opening) else form.opening + free
+    marked = written(form, ("free", {"any": [1]}))
     for text, is_right in (
         ('{"sum": 3}', True),
         (marked, True),
-        (f"{marked}\n{marked}", bool(form.closing)),
+        (f"{marked}\n{marked}", True),
+        (written(form, ("add", {"a": 300})), False),
         ('{"sum": "x"}', False),
         ("", False),
         (f"I call. {marked}", False),
         (marked + '{"sum": 3}', False),
     ):
         assert is_sentence(state, tiny, text) == is_right, text
-    assert not chat(tools=tools, response_format=AS_ANSWER).has_free_text(form)
+    request = chat(tools=tools, response_format=AS_ANSWER)
+    assert not request.has_free_text(form)
+    assert request.may_call(form)
 
 
-def test_without_a_marker_the_schema_of_an_answer_is_all_there_is() -> None:
+BARE = [name for name, form in FORMATS.items() if form.is_bare]
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_where_a_call_needs_no_marker_the_schema_of_an_answer_is_all_there_is(name: str) -> None:
+    """The answer {"name": "free", ...} is no call, whatever its schema is."""
     request = chat(tools=TOOLS[1:], response_format=AS_ANSWER)
-    assert request.grammar(FORMATS["json"]) == GrammarConfig.of("json", ANSWER)
+    assert request.grammar(FORMATS[name]) == GrammarConfig.of("json", ANSWER)
+    assert not request.may_call(FORMATS[name])
+    assert chat(tools=TOOLS[1:]).may_call(FORMATS[name])
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_where_a_call_needs_no_marker_strict_functions_and_a_schema_are_refused(name: str) -> None:
+    with pytest.raises(
+        ApiError, match=r"tools and response_format .* an answer in JSON could be one"
+    ) as refused:
+        chat(response_format=AS_ANSWER).grammar(FORMATS[name])
+    assert (refused.value.status, refused.value.param) == (400, "tools")
 
 
 def test_strict_functions_and_a_regular_expression_are_two_grammars() -> None:

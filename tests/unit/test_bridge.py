@@ -73,6 +73,54 @@ def test_a_generation_config_is_read(pair: Pair, model: Any) -> None:
     assert longer.shape[1] == expected.shape[1] + 3
 
 
+def test_what_a_generation_config_leaves_open_is_as_in_the_targets_own(
+    pair: Pair, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GenerationConfig
+
+    inputs = padded(pair)
+    plain = generate(pair, **inputs, max_new_tokens=24, pad_token_id=END)
+    own = GenerationConfig(repetition_penalty=1.5, eos_token_id=END, pad_token_id=END, max_new_tokens=5)
+    monkeypatch.setattr(model, "generation_config", own)
+    monkeypatch.setattr(GenerationConfig, "from_pretrained", lambda name: own)
+    for given in ({}, {"repetition_penalty": 1.1}, {"no_repeat_ngram_size": 3}):
+        config = GenerationConfig(max_new_tokens=24, **given)
+        expected = model.generate(**inputs, generation_config=config)
+        assert torch.equal(generate(pair, **inputs, generation_config=config), expected)
+        assert not torch.equal(expected, plain)
+    assert own.max_new_tokens == 5
+
+
+def test_token_ids_may_be_tensors(pair: Pair, model: Any) -> None:
+    inputs = padded(pair)
+    given: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": torch.tensor(END)}
+    for ends in (torch.tensor(13), torch.tensor([13, 20, 30])):
+        expected = model.generate(**inputs, **given, eos_token_id=ends)
+        assert torch.equal(generate(pair, **inputs, **given, eos_token_id=ends), expected)
+
+
+def test_the_tensors_of_the_targets_tokenizer_go_in_as_the_example_shows(
+    pair: Pair, llama_folders: tuple[str, str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(llama_folders[0])
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    inputs = tokenizer(["Once upon a time", "One day"], return_tensors="pt", padding=True)
+    sequences = generate(pair, **inputs, max_new_tokens=6)
+    assert tokenizer.batch_decode(sequences, skip_special_tokens=True)[1].startswith("One day")
+
+
+def test_only_a_sampled_text_without_a_seed_draws_from_torch_s_generator(pair: Pair) -> None:
+    before = torch.get_rng_state()
+    generate(pair, IDS, max_new_tokens=2)
+    generate(pair, IDS, max_new_tokens=2, do_sample=True, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    generate(pair, IDS, max_new_tokens=2, do_sample=True)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_sampled_row_has_the_text_of_its_seed(pair: Pair) -> None:
     inputs = padded(pair)
     length = inputs["input_ids"].shape[1]
@@ -131,6 +179,16 @@ IDS = torch.tensor([[5, 6, 7]])
         ({"attention_mask": torch.tensor([[1, 1]])}, "attention_mask: [[1, 1]] is not allowed"),
         ({"pad_token_id": 6}, "attention_mask: None is not allowed; it must be given"),
         ({"do_sample": True, "top_p": 3.0}, "top_p"),
+        ({"seed": 1.5}, "seed: 1.5 is not allowed"),
+        ({"seed": "7"}, "seed: '7' is not allowed"),
+        ({"seed": -1}, "seed: -1 is not allowed"),
+        ({"attention_mask": [[1, 1, 1]]}, "attention_mask: [[1, 1, 1]] is not allowed"),
+        ({"generation_config": {"max_new_tokens": 3}}, "a GenerationConfig of transformers"),
+        ({"bad_words_ids": [300]}, "bad_words_ids: [300] is not allowed"),
+        ({"suppress_tokens": 5}, "arguments: {'suppress_tokens': 5} is not allowed"),
+        ({"eos_token_id": "a"}, "eos_token_id: 'a' is not allowed"),
+        ({"repetition_penalty": "a"}, "arguments: {'repetition_penalty': 'a'} is not allowed"),
+        ({"max_length": "a"}, "arguments: {'max_length': 'a'} is not allowed"),
     ],
     ids=str,
 )

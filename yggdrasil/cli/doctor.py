@@ -6,7 +6,6 @@ import argparse
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -147,8 +146,9 @@ def _memory() -> Finding:
 
 
 def _disk() -> Finding:
-    folder = _existing(artifacts.root())
-    free = shutil.disk_usage(folder).free
+    from yggdrasil.offline.forecast import free_disk_bytes
+
+    free = free_disk_bytes(artifacts.root())
     fix = "a pair needs its weights once more on disk; YGG_HOME=FOLDER chooses another disk"
     is_little = free < LITTLE_BYTES
     value = f"{free / 1e9:.1f} GB free for the store"

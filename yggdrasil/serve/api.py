@@ -225,7 +225,7 @@ def _chat_reply(serving: Serving, body: ChatRequest, prompts: Sequence[Sequence[
         serving.model,
         serving.tokenizer,
         prompts,
-        form if body.offered else None,
+        form if body.may_call(form) else None,
         separates_reasoning=wants_reasoning and body.has_free_text(form),
     )
 
@@ -267,8 +267,8 @@ def _prepare(service: BatchService, grammar: GrammarConfig, body: WireRequest) -
         service.prepare(grammar)
     except ConfigError as error:
         field, fault = _faulty_part(service, body) or (body.grammar_field, error)
-        message = f"{field}: {fault}"
-        raise ApiError(400, message, param=body.grammar_field, code="invalid_grammar") from None
+        param = field.partition("[")[0]
+        raise ApiError(400, f"{field}: {fault}", param=param, code="invalid_grammar") from None
     except YggError as error:  # this server has no grammars, or it failed
         status = 400 if isinstance(error, UsageError) else 500
         raise ApiError(status, f"{body.grammar_field}: {error}", param=body.grammar_field) from None

@@ -116,6 +116,11 @@ class WireRequest(Strict):
 
     def grammar(self, form: Format) -> GrammarConfig | None:
         """What the output must be; None for any text."""
+        return self.answer
+
+    @property
+    def answer(self) -> GrammarConfig | None:
+        """What an answer without calls must be; None for any text."""
         formed = None if self.response_format is None else self.response_format.grammar
         chosen = structured(self.structured_outputs)
         if formed is not None and chosen is not None:
@@ -396,36 +401,42 @@ class ChatRequest(WireRequest):
     def grammar_parts(self) -> list[tuple[str, GrammarConfig]]:
         """The schemas that bind calls, of forced functions or of strict ones, and that of an answer."""
         bound = self.forced or [tool for tool in self.offered if tool.function.strict]
-        formed = None if self.response_format is None else self.response_format.grammar
+        answer = self.answer
         return [
             (f"tools[{place}].{self.schema_field}", GrammarConfig.of("json", tool.function.parameters))
             for place, tool in enumerate(self.tools)
             if tool in bound and tool.function.parameters
-        ] + ([(self.format_field, formed)] if formed is not None else [])
+        ] + ([(super().grammar_field, answer)] if answer is not None else [])
 
     def grammar(self, form: Format) -> GrammarConfig | None:
         """As in the base class, or that of calls: one that must be made, or those that may be made.
 
-        An answer in JSON may be a call instead, if calls have a marker.
+        An answer in JSON may be a call instead, if a call always has a marker.
         """
-        chosen = super().grammar(form)
+        answer = self.answer
         if self.forced:
-            if chosen is None:
+            if answer is None:
                 return forced_call(self.forced, form)
             message = f"tool_choice and {super().grammar_field} are two grammars; send one of them"
             raise ApiError(400, message, param="tool_choice")
-        is_answer = chosen is not None and chosen.kind == "json" and bool(form.opening)
-        if not self._is_strict and not (self.offered and is_answer):
-            return chosen
-        if chosen is not None and not is_answer:
+        is_json = answer is not None and answer.kind == "json"
+        if not self._is_strict and not (self.offered and is_json and not form.is_bare):
+            return answer
+        if answer is not None and (not is_json or form.is_bare):
             message = f"tools and {super().grammar_field} are two grammars; send one of them"
-            raise ApiError(400, message, param="tools")
-        calls = possible_calls(self.offered, form, chosen)
-        if chosen is None and self.include_reasoning is not None and form.is_bare:
+            reason = ": calls of this model need no marker, so an answer in JSON could be one"
+            raise ApiError(400, f"{message}{reason if is_json else ''}", param="tools")
+        calls = possible_calls(self.offered, form, answer)
+        if answer is None and self.include_reasoning is not None and form.is_bare:
             reason = "this model's calls begin an answer, so none is bound after reasoning"
             message = f"include_reasoning and strict functions: {reason}; send one of them"
             raise ApiError(400, message, param="include_reasoning")
         return calls
+
+    def may_call(self, form: Format) -> bool:
+        """Whether the answer may have calls; one in JSON has none where a call needs no marker."""
+        is_json = self.answer is not None and self.answer.kind == "json"
+        return bool(self.offered) and not (is_json and form.is_bare)
 
     def has_free_text(self, form: Format) -> bool:
         """Whether the answer may be any text before a call, so it may begin with reasoning.
@@ -434,7 +445,7 @@ class ChatRequest(WireRequest):
         """
         if self.grammar(form) is None:
             return True
-        return super().grammar(form) is None and not self.forced and not form.is_bare
+        return self.answer is None and not self.forced and not form.is_bare
 
     @property
     def num_top(self) -> int | None:

@@ -87,8 +87,8 @@ def possible_calls(
     answer. From there on it is a call; arguments of strict functions are an instance of their schema.
 
     Args:
-        answer: The JSON schema of a text without calls; None for any text. With one, calls begin at a
-            marker and are the whole text.
+        answer: The JSON schema of a text without calls; None for any text. With one, calls are the whole
+            text, and the format must not be bare.
 
     Raises:
         ApiError: calls of this format have no marker.
@@ -107,23 +107,13 @@ def possible_calls(
 
 
 def _calls_or_answer(call: dict[str, Any], form: Format, schema: dict[str, Any] | bool) -> list[str]:
-    """Calls after their markers, or an instance of a schema, and nothing else."""
-    marker = "" if form.opening_id is None else f"<[{form.opening_id}]> | "
-    end = f" GAP? {json.dumps(form.closing)}" if form.closing else ""
+    """Calls between markers, or an instance of a schema, and nothing else."""
     return [
-        f"start: (begin calls{end} GAP?)+ | answer" if end else "start: begin calls GAP? | answer",
-        f"begin: ({marker}{json.dumps(form.opening)}) GAP?",
-        *_calls(call, form),
+        "start: (marked GAP?)+ | answer",
+        f"marked: {json.dumps(form.opening)} GAP? call GAP? {json.dumps(form.closing)}",
+        f"call: {_json(call)}",
         f"answer: {_json(schema if isinstance(schema, dict) else {'anyOf': [schema]})}",
     ]
-
-
-def _calls(call: dict[str, Any], form: Format) -> list[str]:
-    """What follows a marker."""
-    if "[" in form.between:
-        return ["calls: call", f"call: {_json({'type': 'array', 'items': call, 'minItems': 1})}"]
-    more = f" ({json.dumps(form.between)} GAP? call)*" if form.between else ""
-    return [f"calls: call{more}", f"call: {_json(call)}"]
 
 
 def _marked_calls(call: dict[str, Any], form: Format) -> list[str]:
@@ -149,6 +139,14 @@ def _bare_calls(call: dict[str, Any], form: Format) -> list[str]:
         f"head[lazy]: TEXT? {json.dumps(form.opening)}",
         *_calls(call, form),
     ]
+
+
+def _calls(call: dict[str, Any], form: Format) -> list[str]:
+    """Calls of a bare format."""
+    if "[" in form.between:
+        return ["calls: call", f"call: {_json({'type': 'array', 'items': call, 'minItems': 1})}"]
+    more = f" ({json.dumps(form.between)} GAP? call)*" if form.between else ""
+    return [f"calls: call{more}", f"call: {_json(call)}"]
 
 
 def _call(parameters: Sequence[dict[str, Any]], tools: Sequence[Tool], form: Format) -> dict[str, Any]:

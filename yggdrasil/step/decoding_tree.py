@@ -139,15 +139,17 @@ class DecodingTree(TokenTree):
             tree is its next root.
 
         Raises:
-            ConfigError: another model.
+            ConfigError: another model, or a node attached by hand whose token is not in the vocabulary.
             ShapeNotCompiled: more nodes than any graph takes; `prune_` them.
+            CapacityError: the caches cannot hold both the text and the tree.
             YggError: the target's logits are not finite, or another text has begun on the engine.
 
-        Cost: one forward of the target, and two syncs.
+        Cost: one forward of the target, and two syncs; one more with nodes attached by hand.
         """
         _check_model("target", target, self._target)
         with self._alone():
             self._synchronise_()
+            self._check_tokens()
             self._reserve(len(self))
             by_hand = range(len(self._drafted.tree), len(self._drafted.tree) + len(self))
             nodes = [*self.drafted_node, *by_hand][: len(self)]
@@ -167,9 +169,8 @@ class DecodingTree(TokenTree):
 
     def _begin_(self) -> None:
         """The root alone: the last token of the text."""
+        self._prune_(RowDraft(root_of(self._draft, self.row), 0, PLAIN), VERIFY_ALL)
         self._root_pos = self.row.state.root_pos
-        self._drafted = RowDraft(root_of(self._draft, self.row), 0, PLAIN)
-        self._prune_(self._drafted, VERIFY_ALL)
 
     def _synchronise_(self) -> None:
         """Drop what an interrupted call left: KV after the root, and a tree whose path is in the text."""
@@ -180,20 +181,30 @@ class DecodingTree(TokenTree):
         if self._root_pos != self.row.state.root_pos:
             self._begin_()
 
+    def _check_tokens(self) -> None:
+        """Raise ConfigError if a node that was attached by hand has a token that no embedding has."""
+        vocab = self._target.vocab
+        by_hand_N = self.token_N[len(self.drafted_node) :]
+        unknown = [token for token in by_hand_N.tolist() if not 0 <= token < vocab]
+        if unknown:
+            raise ConfigError("tokens", unknown, f"token ids from 0 to {vocab - 1}")
+
     def _reserve(self, num_nodes: int) -> None:
         for model in (self._target, self._draft):
             model.cache.reserve(self.row.state.root_pos - model.cache.len + num_nodes)
 
     def _prune_(self, drafted: RowDraft, menu: VerifyMenu) -> None:
-        """Take over the nodes of a drafted tree that pruning keeps."""
+        """Take over the nodes of a drafted tree that pruning keeps; an interrupt leaves the root or all."""
         choice = Choice((drafted.shape,), (self._calibration,), menu)
         values, depths = values_and_depths([drafted], choice)
         [pruned] = prune_rows([drafted], values, depths, menu)
         self._require_room(len(pruned.tree) - len(self))
+        self.drafted_node = pruned.drafted_node[:1]  # a node without an id counts as attached by hand
+        self._len = 1
         for own, kept in zip(self.arrays, pruned.tree.arrays, strict=True):
             own[: len(pruned.tree)] = kept[: len(pruned.tree)]
-        self._len = len(pruned.tree)
         self._drafted = drafted
+        self._len = len(pruned.tree)
         self.drafted_node = pruned.drafted_node
 
 
