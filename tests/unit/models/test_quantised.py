@@ -218,6 +218,20 @@ def test_a_gguf_file_has_the_weights_of_its_blocks(
 
 
 @needs_gguf
+def test_a_file_of_the_same_name_in_the_working_directory_is_not_read(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "asked").mkdir()
+    stored.save_gguf(source, tmp_path / "model.gguf", "Q4_0")
+    weights = stored.save_gguf(source, tmp_path / "asked" / "model.gguf", "Q8_0")
+    monkeypatch.chdir(tmp_path)
+    for name in (str(tmp_path / "asked" / "model.gguf"), "asked/model.gguf"):
+        loaded = load_model(name, dtype=torch.float32).state_dict()
+        assert all(torch.equal(loaded[key], weight) for key, weight in weights.items())
+        assert load_tokenizer(name)("Once")["input_ids"]
+
+
+@needs_gguf
 def test_a_gguf_file_has_tokenizer_end_and_sizes_of_its_own(source: Path, tmp_path: Path) -> None:
     path = str(tmp_path / "model.gguf")
     stored.save_gguf(source, Path(path), "Q8_0")
