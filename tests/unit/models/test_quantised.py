@@ -253,11 +253,41 @@ def test_other_blocks_of_gguf_are_refused_by_name(source: Path, tmp_path: Path) 
 
 
 @needs_gguf
-def test_rotary_settings_that_the_reader_would_drop_are_refused(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope.scaling.type", "yarn"),
+        ("rope.scaling.factor", 4.0),
+        ("rope.scale_linear", 4.0),
+        ("attention.sliding_window", 64),
+    ],
+)
+def test_settings_that_the_reader_would_drop_are_refused(
+    source: Path, tmp_path: Path, key: str, value: str | float
+) -> None:
     path = tmp_path / "model.gguf"
-    stored.save_gguf(source, path, "Q8_0", llama__rope__scaling__type="yarn")
-    with pytest.raises(UnsupportedModel, match=r"a GGUF file with llama.rope.scaling.type = 'yarn' is not"):
+    stored.save_gguf(source, path, "Q8_0", **{f"llama.{key}": value})
+    with pytest.raises(UnsupportedModel, match=f"a GGUF file with llama.{key} = {value!r} is not"):
         load_config(str(path))
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope.scaling.type": "none", "rope.scaling.factor": 4.0},
+        {"rope.scaling.factor": 0.0, "rope.scale_linear": 1.0},
+        {"attention.sliding_window": 0},
+        {"attention.sliding_window": 1 << 20},
+    ],
+    ids=str,
+)
+def test_settings_that_change_nothing_are_read(
+    source: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    path = tmp_path / "model.gguf"
+    stored.save_gguf(source, path, "Q8_0", **{f"llama.{key}": value for key, value in settings.items()})
+    load_config(str(path))
 
 
 @needs_gguf
