@@ -114,7 +114,7 @@ REFUSED = {
     },
     "a GPTQ checkpoint with groups of 0": {**stored.GPTQ, "group_size": 0},
     "a GPTQ checkpoint with groups of 'all'": {**stored.GPTQ, "group_size": "all"},
-    "an? AWQ checkpoint with the format 'gemv'": {**stored.AWQ, "version": "GEMV"},
+    "an AWQ checkpoint with the format 'gemv'": {**stored.AWQ, "version": "GEMV"},
     "a compressed-tensors checkpoint with the format 'int-quantized'": compressed(format="int-quantized"),
     "a compressed-tensors checkpoint with 2 groups of layers": compressed(
         config_groups={"one": {}, "two": {}}
@@ -155,6 +155,32 @@ def test_a_scheme_that_is_not_read_is_refused_by_the_configuration(
     with pytest.raises(UnsupportedModel, match=f"{folder}: .*{feature} is not supported") as caught:
         load_config(str(folder))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        compressed(config_groups=["x"]),
+        compressed(config_groups={"g": None}),
+        compressed(sparsity_config=[1]),
+        {**stored.GPTQ, "checkpoint_format": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_a_scheme_of_another_form_is_one_line(
+    source: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    stored.shutil.copy(source / "config.json", tmp_path)
+    stored.set_config(tmp_path, quantization_config=settings)
+    with pytest.raises(BrokenCheckpoint, match=r"quantization_config is none of .*; correct config\.json"):
+        load_config(str(tmp_path))
+
+
+def test_a_method_that_is_no_name_is_refused(source: Path, tmp_path: Path) -> None:
+    stored.shutil.copy(source / "config.json", tmp_path)
+    stored.set_config(tmp_path, quantization_config={"quant_method": ["gptq"]})
+    with pytest.raises((UnsupportedModel, ConfigError), match="gptq"):
+        load_config(str(tmp_path))
 
 
 LAYER = "model.layers.0.mlp.down_proj"
