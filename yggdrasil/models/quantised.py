@@ -163,7 +163,7 @@ def ordinary_weights(
 
     Raises:
         UnsupportedModel: words of another size, or zero points that cannot be known.
-        BrokenCheckpoint: a layer lacks a tensor.
+        BrokenCheckpoint: a layer lacks a tensor, or has another number of groups.
     """
     from safetensors import safe_open
 
@@ -199,6 +199,23 @@ def _check_parts(name: str, scheme: Scheme, layer: str, parts: Mapping[str, Tens
         raise UnsupportedModel(name, feature)
     if "g_idx" in parts and not 0 <= parts["g_idx"].min() <= parts["g_idx"].max() < len(parts["scales"]):
         raise BrokenCheckpoint(name, f"{layer}.g_idx names groups without a scale")
+    if "g_idx" not in parts:
+        _check_groups(name, scheme, layer, parts)
+
+
+def _check_groups(name: str, scheme: Scheme, layer: str, parts: Mapping[str, Tensor]) -> None:
+    """Check that a layer has as many groups of scales as the configuration makes it."""
+    if scheme.method == "compressed-tensors":
+        in_features = int(parts["weight_shape"][1])
+        groups = parts["weight_scale"].shape[1]
+    else:
+        per_word = 1 if scheme.method == "awq" else WORD_BITS // scheme.bits
+        in_features = len(parts["qweight"]) * per_word
+        groups = len(parts["scales"])
+    expected = -(-in_features // scheme.group_len) if scheme.group_len > 0 else 1
+    if groups != expected:
+        problem = f"{layer} has {groups} groups of scales, where config.json makes it {expected}"
+        raise BrokenCheckpoint(name, problem, "correct group_size in config.json")
 
 
 def _weight(scheme: Scheme, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -212,6 +212,22 @@ def test_a_group_without_a_scale_is_named(source: Path, tmp_path: Path) -> None:
         load_model(str(tmp_path / "model"), dtype=torch.float32)
 
 
+@pytest.mark.parametrize("group_len", (16, 64, -1))
+@pytest.mark.parametrize("name", [name for name in stored.FORMATS if "column" not in name])
+def test_groups_of_another_length_than_the_configuration_s_are_refused(
+    source: Path, tmp_path: Path, name: str, group_len: int
+) -> None:
+    folder = tmp_path / "model"
+    stored.save_stored(source, folder, name)
+    settings = dict(stored.FORMATS[name][0], group_size=group_len)
+    if name.startswith("compressed"):
+        settings = stored.compressed_settings(group_size=group_len)
+    stored.set_config(folder, quantization_config=settings)
+    change(folder, lambda tensors: [tensors.pop(key) for key in list(tensors) if "g_idx" in key])
+    with pytest.raises(BrokenCheckpoint, match=r"\d groups of scales, where config.json makes it \d+"):
+        load_model(str(folder), dtype=torch.float32)
+
+
 def test_a_stored_layer_without_scales_is_named(source: Path, tmp_path: Path) -> None:
     stored.save_stored(source, tmp_path / "model", "AWQ int4, groups of 32")
     change(tmp_path / "model", lambda tensors: tensors.pop(f"{LAYER}.scales"))
