@@ -186,7 +186,9 @@ def set_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def save_gguf(source: Path, path: Path, kind: str, **settings: Any) -> dict[str, Tensor]:
+def save_gguf(
+    source: Path, path: Path, kind: str, *, architecture: str = "llama", **settings: Any
+) -> dict[str, Tensor]:
     """The tiny Llama as a GGUF file, its matrices in blocks of a kind; returns its weights in fp32.
 
     Args:
@@ -195,7 +197,7 @@ def save_gguf(source: Path, path: Path, kind: str, **settings: Any) -> dict[str,
     import gguf
 
     config = json.loads((source / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])

@@ -64,8 +64,11 @@ def load_config(name: str) -> Any:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(name, "a model that brings code of its own to run") from None
-        reason = first_line(error) if Path(name).is_dir() else hub_reason(error)
-        allowed = "a folder with a config.json that transformers reads, or the id of a model on the hub"
+        reason = first_line(error) if Path(name).exists() else hub_reason(error)
+        allowed = (
+            "a folder with a config.json that transformers reads, a GGUF file that it reads, or the id of a "
+            "model on the hub"
+        )
         raise ConfigError("model", name, allowed, reason) from None
     check_supported(name, config)
     if is_gguf(name):

@@ -356,6 +356,14 @@ def test_a_gguf_file_that_ends_early_is_named(source: Path, tmp_path: Path, kept
         load_config(str(path))
 
 
+@needs_gguf
+def test_an_architecture_that_the_reader_does_not_know_is_named(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    stored.save_gguf(source, path, "Q8_0", architecture="unheard_of")
+    with pytest.raises(ConfigError, match=r"a GGUF file that it reads.*architecture unheard_of"):
+        load_config(str(path))
+
+
 def test_a_missing_package_is_named_with_its_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
