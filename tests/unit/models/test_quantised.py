@@ -9,15 +9,17 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import stored
 import torch
 from conftest import TINY
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import BrokenCheckpoint, ConfigError, UnsupportedModel
-from yggdrasil.models import gguf
+from yggdrasil.models import gguf, load
 from yggdrasil.models.defaults import end_tokens
 from yggdrasil.models.load import load_config, load_model, pack_linears_, stored_format
 from yggdrasil.models.proof import check_forward, expected_passages
@@ -233,6 +235,27 @@ def test_a_stored_layer_without_scales_is_named(source: Path, tmp_path: Path) ->
     change(tmp_path / "model", lambda tensors: tensors.pop(f"{LAYER}.scales"))
     with pytest.raises(BrokenCheckpoint, match=f"{LAYER} has no scales"):
         load_model(str(tmp_path / "model"), dtype=torch.float32)
+
+
+def test_a_quantised_model_of_the_hub_is_read_without_other_copies_of_its_weights(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    stored.save_stored(source, folder, "AWQ int4, groups of 32")
+    asked: dict[str, list[str]] = {}
+
+    def snapshot_download(name: str, **patterns: list[str]) -> str:
+        asked.update(patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    config = load_config(str(folder))
+    monkeypatch.setattr(load, "load_config", lambda name: config)
+    scheme = load.scheme_of(str(folder))
+    monkeypatch.setattr(load, "scheme_of", lambda name: scheme)
+    load_model("org/name", dtype=torch.float32)
+    files = ["config.json", "model.safetensors", "consolidated.safetensors", "fp16/model.safetensors"]
+    assert [*filter_repo_objects(files, **asked)] == files[:2]
 
 
 def test_a_pickle_of_quantised_weights_is_refused(source: Path, tmp_path: Path) -> None:
