@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from yggdrasil.errors import BrokenCheckpoint, ConfigError, UnsupportedModel, first_line
 
-__all__ = ["check_gguf", "check_whole", "check_window", "gguf_format"]
+__all__ = ["check_gguf", "check_whole", "check_window", "gguf_format", "tokenizer_settings"]
 
 INSTALL = "pip install 'yggdrasil-decoding[gguf]'"
 BLOCKS: Final = ("Q8_0", "Q4_0")
@@ -22,6 +22,14 @@ EMBEDDINGS: Final = ("token_embd.weight", "output.weight")
 EMBEDDING_TYPES: Final = (*TYPES, "Q6_K")
 ROPE_SCALING: Final = (".rope.scaling.type", ".rope.scaling.factor", ".rope.scale_linear")
 UNSCALED: Final = (0, 1)
+CHAT_TEMPLATE: Final = "tokenizer.chat_template"
+TEMPLATES: Final = ("default", "tool_use")
+SPECIAL_TOKENS: Final = {
+    "bos": "bos_token",
+    "eos": "eos_token",
+    "unknown": "unk_token",
+    "padding": "pad_token",
+}
 WINDOW: Final = (".attention.sliding_window",)
 
 
@@ -76,6 +84,26 @@ def gguf_format(path: str) -> str:
     found = {tensor.tensor_type.name for tensor in _reader(path).tensors}
     blocks = [block for block in BLOCKS if block in found]
     return " ".join(["GGUF", *blocks]) if blocks else ""
+
+
+def tokenizer_settings(path: str) -> dict[str, Any]:
+    """Chat templates by name and texts of special tokens, with the names of `tokenizer_config.json`.
+
+    Raises:
+        ConfigError, BrokenCheckpoint: as `check_gguf`.
+    """
+    fields = _reader(path).fields
+    settings: dict[str, Any] = {}
+    for key, field in fields.items():
+        name = key.removeprefix(CHAT_TEMPLATE)
+        if name in ("", *(f".{known}" for known in TEMPLATES)):
+            settings.setdefault("chat_template", {})[name[1:] or TEMPLATES[0]] = field.contents()
+    for key, name in SPECIAL_TOKENS.items():
+        field = fields.get(f"tokenizer.ggml.{key}_token_id")
+        texts = fields.get("tokenizer.ggml.tokens")
+        if field is not None and texts is not None and field.contents() < len(texts.data):
+            settings[name] = texts.contents(field.contents())
+    return settings
 
 
 def _settings(reader: Any, ends: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
