@@ -59,7 +59,7 @@ from bench.lib.claim import Claim, Log, Option, prompts_option, tokens_option
 from bench.lib.harness import MemoryStream, Rounds, interleave, ratio, spread
 from bench.lib.subject import DRAFTS, Subject, subject
 from bench.lib.workloads import WORKLOADS, beginnings
-from bench.peers.llama_cpp import llama_cpp_peer
+from bench.peers.llama_cpp import LlamaCpp, llama_cpp_peer
 from bench.peers.openvino import openvino_peer
 from bench.peers.processes import Peer, transformers_peer
 from yggdrasil.config import WEIGHTS
@@ -107,9 +107,24 @@ def peers_of(
         for file_type in FILE_TYPES[weights]:
             peer = llama_cpp_peer(options.llama_cpp, *models, file_type=file_type, **child)
             peers.append(stack.enter_context(peer))
-    if not peers:
-        raise UsageError(f"no peer has {weights} weights", "python -m bench.claim_peers --llama-cpp PATH")
     return peers
+
+
+def check_peers(options: argparse.Namespace) -> None:
+    """Check that every format of weights has a peer, before the first one is measured.
+
+    Raises:
+        UsageError: names the format.
+        PeerError: llama.cpp, or its program that rounds, is missing.
+    """
+    for weights in options.weights:
+        if weights != "bf16" and options.no_openvino and options.llama_cpp is None:
+            command = "python -m bench.claim_peers --llama-cpp PATH"
+            raise UsageError(f"no peer has {weights} weights", command)
+    if options.llama_cpp is not None:
+        found = LlamaCpp.find(options.llama_cpp)
+        if options.weights != ["bf16"]:
+            found.quantizer()
 
 
 def with_tokenizer(draft: Path, target: Path) -> Path:
@@ -216,6 +231,7 @@ def share_of_roofline(rounds: Rounds, name: str, weight_bytes: int) -> dict[str,
 
 def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Build what is missing, measure, and return the result document."""
+    check_peers(options)
     under_test = subject_of(options)
     log(under_test.target.statement)
     shared = {

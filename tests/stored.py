@@ -186,16 +186,18 @@ def set_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def save_gguf(source: Path, path: Path, kind: str, **settings: Any) -> dict[str, Tensor]:
+def save_gguf(
+    source: Path, path: Path, kind: str, *, architecture: str = "llama", **settings: Any
+) -> dict[str, Tensor]:
     """The tiny Llama as a GGUF file, its matrices in blocks of a kind; returns its weights in fp32.
 
     Args:
-        settings: Further strings of the file by their keys, with `__` for a dot.
+        settings: Further strings and numbers of the file by their keys, with `__` for a dot.
     """
     import gguf
 
     config = json.loads((source / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -206,8 +208,9 @@ def save_gguf(source: Path, path: Path, kind: str, **settings: Any) -> dict[str,
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+    add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
     for key, value in settings.items():
-        writer.add_string(key.replace("__", "."), value)
+        add[type(value)](key.replace("__", "."), value)
     _add_tokenizer(writer, json.loads((source / "tokenizer.json").read_text())["model"])
     weights = {}
     for key, tensor in load_file(source / "model.safetensors").items():

@@ -89,6 +89,18 @@ class LlamaCpp:
         done = subprocess.run([self.server, option], capture_output=True, text=True, check=False)
         return done.stdout + done.stderr
 
+    def quantizer(self) -> Path:
+        """`llama-quantize` next to the server.
+
+        Raises:
+            PeerError: there is none.
+        """
+        program = self.server.with_name("llama-quantize")
+        if not program.is_file():
+            missing = "llama-quantize (cmake --build build --target llama-quantize)"
+            raise PeerError(f"--llama-cpp {program.parent}: no {missing} there")
+        return program
+
     def rounded(self, source: Path, file_type: str, log: Log) -> Path:
         """A GGUF file of another type next to a bf16 one, made once by `llama-quantize`.
 
@@ -96,9 +108,7 @@ class LlamaCpp:
             PeerError: there is no such program next to the server, or it failed.
         """
         out = source.with_name(f"model-{file_type}.gguf")
-        program = self.server.with_name("llama-quantize")
-        if not program.is_file():
-            raise PeerError(f"--llama-cpp {program.parent}: no llama-quantize there")
+        program = self.quantizer()
         if not out.exists():
             log(f"llama.cpp: rounding {source.parent.name} to {file_type}")
             written = out.with_suffix(".part")

@@ -16,13 +16,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.claim_peers import CHAIN_ARM, CLAIM, TREE_ARM, arms_summary, goals, num_tuning_prompts, ratios
+from bench.claim_peers import (
+    CHAIN_ARM,
+    CLAIM,
+    TREE_ARM,
+    arms_summary,
+    check_peers,
+    goals,
+    num_tuning_prompts,
+    ratios,
+)
 from bench.lib.arms import PLAIN_ARM
 from bench.lib.harness import Arm, Generation, Rounds, interleave
 from bench.lib.headlines import CLAIMS
 from bench.peers import openvino, openvino_child
 from bench.peers.llama_cpp import LlamaCpp, llama_cpp_peer, without_end, write_generation
 from bench.peers.processes import JsonLines, Peer, PeerError, run_logged
+from yggdrasil.errors import UsageError
 
 ANSWERS = (
     "import json, sys\nlog = lambda answer: print(json.dumps(answer), "
@@ -315,7 +325,7 @@ def test_llama_cpp_rounds_a_file_once_and_names_a_missing_program(tmp_path: Path
     (tmp_path / "model.gguf").write_text("bf16")
     logged: list[str] = []
     found = LlamaCpp(server, tmp_path)
-    with pytest.raises(PeerError, match="no llama-quantize there"):
+    with pytest.raises(PeerError, match="cmake --build build --target llama-quantize"):
         found.rounded(tmp_path / "model.gguf", "Q4_0", logged.append)
     executable(
         tmp_path / "bin" / "llama-quantize",
@@ -324,6 +334,21 @@ def test_llama_cpp_rounds_a_file_once_and_names_a_missing_program(tmp_path: Path
     files = {found.rounded(tmp_path / "model.gguf", "Q4_0", logged.append) for _ in range(2)}
     assert [path.read_text() for path in files] == ["Q4_0"]
     assert len(logged) == 1
+
+
+def test_a_format_without_a_peer_is_refused_before_any_is_measured(tmp_path: Path) -> None:
+    asked = SimpleNamespace(weights=["bf16", "int4"], no_openvino=True, llama_cpp=None)
+    with pytest.raises(UsageError, match="no peer has int4 weights"):
+        check_peers(asked)  # type: ignore[arg-type]
+    asked.llama_cpp = tmp_path
+    with pytest.raises(PeerError, match="no llama-server"):
+        check_peers(asked)  # type: ignore[arg-type]
+    executable(tmp_path / "llama-server", "")
+    (tmp_path / "convert_hf_to_gguf.py").touch()
+    with pytest.raises(PeerError, match="no llama-quantize .*--target llama-quantize"):
+        check_peers(asked)  # type: ignore[arg-type]
+    executable(tmp_path / "llama-quantize", "")
+    check_peers(asked)  # type: ignore[arg-type]
 
 
 def test_older_servers_are_spoken_to_in_their_words(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from yggdrasil.schedule.search import plans
 from yggdrasil.state import PLAIN, DecodeState, HostHidden, Row, Shape, StepResult
 from yggdrasil.step.choice import Choice
 from yggdrasil.step.growth import prefill
+from yggdrasil.step.native import NativeStep
 from yggdrasil.step.plan import SEQUENTIAL
 from yggdrasil.step.rows import StepOverRows
 from yggdrasil.trace import Trace
@@ -162,6 +163,42 @@ def test_a_step_gives_the_address_of_its_hidden_state(tiny: LoadedPair, engine: 
         assert isinstance(hidden_of, HostHidden)
         hidden_E = hidden_of()
         assert (hidden_E.data_ptr(), hidden_E.element_size()) == (hidden_of.address, hidden_of.item_bytes)
+
+
+@pytest.mark.parametrize("failure", ("interrupt", "not finite"))
+def test_a_step_that_fails_leaves_no_address_of_a_hidden_state(
+    tiny: LoadedPair, engine: Engine, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    """The target has run, so the output of the step before it is freed."""
+    policy = tiny.policy(depth="predicted", guard=False)
+    state = fresh(engine, tiny.tokenizer.encode(PROMPTS[0]))
+    engine.step(state, policy)
+    assert isinstance(state.hidden_of, HostHidden)
+    finish_ = NativeStep._finish_
+
+    def cut(native: NativeStep) -> list[StepResult]:
+        if failure == "interrupt":
+            raise KeyboardInterrupt
+        for result in native._results:
+            result.path_len = 0
+        return finish_(native)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(NativeStep, "_finish_", cut)
+        with pytest.raises((KeyboardInterrupt, YggError)):
+            engine.step(state, policy)
+    assert state.hidden_of is None
+    engine.step(state, policy)
+    assert isinstance(state.hidden_of, HostHidden)
+
+
+def test_no_address_outlives_the_output_of_another_text_s_step(tiny: LoadedPair, engine: Engine) -> None:
+    first, second = (fresh(engine, tiny.tokenizer.encode(prompt)) for prompt in PROMPTS[:2])
+    for state in (first, second):
+        fresh(engine, state.tokens)  # the KV of its own prompt
+        engine.step(state, tiny.policy(shape=PLAIN))
+    assert first.hidden_of is None
+    assert isinstance(second.hidden_of, HostHidden)
 
 
 @pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))

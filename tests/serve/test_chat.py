@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stored
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from yggdrasil.errors import ConfigError
@@ -121,6 +123,28 @@ def test_special_tokens_are_read_from_either_file(tmp_path: Path, name: str, val
     settings = {"bos_token": value, "eos_token": "</s>", "extra_special_tokens": {"image_token": "<image>"}}
     (tmp_path / name).write_text(json.dumps(settings))
     assert load_chat_template(str(tmp_path)).render([]) == "<s>|</s>|<image>"
+
+
+HAS_GGUF = all(importlib.util.find_spec(package) for package in ("gguf", "accelerate"))
+
+
+@pytest.mark.skipif(not HAS_GGUF, reason="the extra `gguf` is not installed")
+def test_a_gguf_file_has_a_template_of_its_own(llama_folders: tuple[str, str], tmp_path: Path) -> None:
+    source = Path(llama_folders[0])
+    keys = {
+        "tokenizer.chat_template": "{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}",
+        "tokenizer.chat_template.tool_use": "{{ tools | length }} tools",
+        "tokenizer.ggml.bos_token_id": 5,
+    }
+    stored.save_gguf(source, tmp_path / "with.gguf", "Q8_0", **keys)
+    template = load_chat_template(str(tmp_path / "with.gguf"))
+    vocab = json.loads((source / "tokenizer.json").read_text())["model"]["vocab"]
+    texts = {token: text for text, token in vocab.items()}
+    assert template.is_own
+    assert template.render(MESSAGES) == f"{texts[5]}|{texts[0]}|False"
+    assert template.render(MESSAGES, TOOLS) == "1 tools"
+    stored.save_gguf(source, tmp_path / "without.gguf", "Q8_0")
+    assert not load_chat_template(str(tmp_path / "without.gguf")).is_own
 
 
 def test_settings_of_the_tokenizer_override_the_older_file(tmp_path: Path) -> None:

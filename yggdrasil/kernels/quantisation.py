@@ -52,7 +52,8 @@ NO_SIZE = 1e-30  # rows of smaller numbers count as zeros: their reciprocals are
 def quantise_weight(weight_OI: Tensor, bits: int) -> Tensor:
     """Round a linear layer's weight to the nearest multiples of its groups' scales, and pack it.
 
-    A group that has 16 levels already, as those of a checkpoint of 4 bits have, keeps its whole numbers.
+    In 4 bits, a group that has 16 levels already, as those of a checkpoint of 4 bits have, keeps its whole
+    numbers. In 8 bits the nearest multiples are closer than `OFF_STEP` may be.
 
     Args:
         weight_OI: (out_features, in_features), finite, of any floating type.
@@ -67,8 +68,11 @@ def quantise_weight(weight_OI: Tensor, bits: int) -> Tensor:
     padding = (0, -in_features % GROUP, 0, -out_features % COLUMNS)
     weight_OGK = _grouped(functional.pad(weight_OI.float(), padding))
     zero = 1 << (bits - 1)
-    step_OG = _steps(weight_OGK)
-    scale_OG = torch.where(step_OG > 0, step_OG, weight_OGK.abs().amax(dim=-1) / (zero - 1)).bfloat16()
+    scale_OG = weight_OGK.abs().amax(dim=-1) / (zero - 1)
+    if bits == BITS["int4"]:
+        step_OG = _steps(weight_OGK)
+        scale_OG = torch.where(step_OG > 0, step_OG, scale_OG)
+    scale_OG = scale_OG.bfloat16()
     divisor_OG = torch.where(scale_OG == 0, 1.0, scale_OG.float())
     value_OGK = (weight_OGK / divisor_OG[..., None]).round().clamp(-zero, zero - 1)
     words = (value_OGK.shape[1], GROUP // WORD, WORD)

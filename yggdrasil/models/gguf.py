@@ -13,13 +13,24 @@ from typing import Any, Final
 
 from yggdrasil.errors import BrokenCheckpoint, ConfigError, UnsupportedModel, first_line
 
-__all__ = ["check_gguf", "check_whole", "gguf_format"]
+__all__ = ["check_gguf", "check_whole", "check_window", "gguf_format", "tokenizer_settings"]
 
 INSTALL = "pip install 'yggdrasil-decoding[gguf]'"
 BLOCKS: Final = ("Q8_0", "Q4_0")
 TYPES: Final = (*BLOCKS, "F32", "F16", "BF16")
 EMBEDDINGS: Final = ("token_embd.weight", "output.weight")
 EMBEDDING_TYPES: Final = (*TYPES, "Q6_K")
+ROPE_SCALING: Final = (".rope.scaling.type", ".rope.scaling.factor", ".rope.scale_linear")
+UNSCALED: Final = (0, 1)
+CHAT_TEMPLATE: Final = "tokenizer.chat_template"
+TEMPLATES: Final = ("default", "tool_use")
+SPECIAL_TOKENS: Final = {
+    "bos": "bos_token",
+    "eos": "eos_token",
+    "unknown": "unk_token",
+    "padding": "pad_token",
+}
+WINDOW: Final = (".attention.sliding_window",)
 
 
 def check_gguf(path: str) -> None:
@@ -34,9 +45,26 @@ def check_gguf(path: str) -> None:
     if odd := sorted(set(_odd_types(reader))):
         raise UnsupportedModel(path, f"a GGUF file with tensors of type {', '.join(odd)}")
     # transformers' reader leaves them out
-    for key in reader.fields:
-        if key.endswith(".rope.scaling.type") and reader.fields[key].contents() != "none":
-            raise UnsupportedModel(path, f"a GGUF file with {key} = {reader.fields[key].contents()!r}")
+    scaling = dict(_settings(reader, ROPE_SCALING))
+    for key, value in scaling.items():
+        # the type "none" turns the factors off
+        if value not in UNSCALED and "none" not in scaling.values():
+            raise UnsupportedModel(path, f"a GGUF file with {key} = {value!r}")
+
+
+def check_window(path: str, config: Any) -> None:
+    """Check that a file's sliding window is the configuration's, or covers the context.
+
+    Transformers' reader leaves it out for some architectures.
+
+    Raises:
+        UnsupportedModel: names the setting.
+    """
+    context_len = getattr(config, "max_position_embeddings", 0)
+    for key, window in _settings(_reader(path), WINDOW):
+        is_read = window == getattr(config, "sliding_window", None)
+        if not is_read and 0 < window < context_len:
+            raise UnsupportedModel(path, f"a GGUF file with {key} = {window}")
 
 
 def check_whole(path: str, model: Any) -> None:
@@ -56,6 +84,33 @@ def gguf_format(path: str) -> str:
     found = {tensor.tensor_type.name for tensor in _reader(path).tensors}
     blocks = [block for block in BLOCKS if block in found]
     return " ".join(["GGUF", *blocks]) if blocks else ""
+
+
+def tokenizer_settings(path: str) -> dict[str, Any]:
+    """Chat templates by name and texts of special tokens, with the names of `tokenizer_config.json`.
+
+    Raises:
+        ConfigError, BrokenCheckpoint: as `check_gguf`.
+    """
+    fields = _reader(path).fields
+    settings: dict[str, Any] = {}
+    for key, field in fields.items():
+        name = key.removeprefix(CHAT_TEMPLATE)
+        if name in ("", *(f".{known}" for known in TEMPLATES)):
+            settings.setdefault("chat_template", {})[name[1:] or TEMPLATES[0]] = field.contents()
+    for key, name in SPECIAL_TOKENS.items():
+        field = fields.get(f"tokenizer.ggml.{key}_token_id")
+        texts = fields.get("tokenizer.ggml.tokens")
+        if field is not None and texts is not None and field.contents() < len(texts.data):
+            settings[name] = texts.contents(field.contents())
+    return settings
+
+
+def _settings(reader: Any, ends: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Keys with one of these ends, and their values."""
+    for key, field in reader.fields.items():
+        if key.endswith(ends):
+            yield key, field.contents()
 
 
 def _odd_types(reader: Any) -> Iterator[str]:

@@ -15,10 +15,11 @@ from urllib.request import getproxies
 from yggdrasil.errors import BrokenCheckpoint, ConfigError, first_line
 from yggdrasil.store.sources import is_gguf
 
-__all__ = ["check_name", "hub_reason", "read_json"]
+__all__ = ["check_name", "hub_reason", "read_json", "snapshot"]
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 CONNECT_SECONDS = 3.0
+OTHERS = ["*/*", "consolidated*"]  # further formats, and Mistral's own copy of the weights
 
 
 def check_name(name: str) -> None:
@@ -76,6 +77,16 @@ def hub_reason(error: Exception) -> str:
         if constants.is_offline_mode()
         else first_line(error)
     )
+
+
+def snapshot(name: str, *patterns: str) -> Path:
+    """The folder of a hub model, with the files of these names; what the cache lacks is downloaded.
+
+    Other formats of the same weights are left out.
+    """
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=OTHERS))
 
 
 def read_json(name: str, file: str) -> dict[str, Any] | None:

@@ -18,8 +18,8 @@ from yggdrasil.errors import BrokenCheckpoint, ConfigError, ModelMismatch, Unsup
 from yggdrasil.kernels.linear import PackedLinear
 from yggdrasil.models.attention import IMPLEMENTATION, register_attention
 from yggdrasil.models.checkpoint import check_pointers, expected_shapes, weight_files
-from yggdrasil.models.gguf import check_gguf, check_whole, gguf_format
-from yggdrasil.models.hub import check_name, hub_reason
+from yggdrasil.models.gguf import check_gguf, check_whole, check_window, gguf_format
+from yggdrasil.models.hub import check_name, hub_reason, snapshot
 from yggdrasil.models.layers import keep_in_config_
 from yggdrasil.models.quantised import Scheme, ordinary_weights, scheme_of
 from yggdrasil.models.sharding import shard_
@@ -64,11 +64,15 @@ def load_config(name: str) -> Any:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(name, "a model that brings code of its own to run") from None
-        reason = first_line(error) if Path(name).is_dir() else hub_reason(error)
-        allowed = "a folder with a config.json that transformers reads, or the id of a model on the hub"
+        reason = first_line(error) if Path(name).exists() else hub_reason(error)
+        allowed = (
+            "a folder with a config.json that transformers reads, a GGUF file that it reads, or the id of "
+            "a model on the hub"
+        )
         raise ConfigError("model", name, allowed, reason) from None
     check_supported(name, config)
     if is_gguf(name):
+        check_window(name, config)
         # the class's default, which the file does not have; the tokenizer knows the file's own
         config.eos_token_id = None
     elif hasattr(config, "quantization_config"):
@@ -143,9 +147,7 @@ def _loaded(name: str, config: Any, dtype: torch.dtype) -> tuple[Any, Mapping[st
 def _ordinary_weights(name: str, scheme: Scheme, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     folder = Path(name)
     if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        folder = snapshot(name, "*.json", "*.safetensors")
     files = weight_files(folder)
     if any(path.suffix != ".safetensors" for path in files):
         raise UnsupportedModel(name, f"a checkpoint of {scheme} in a pickle")

@@ -85,18 +85,27 @@ def check_scheme(name: str, settings: Any) -> Scheme:
 
     Raises:
         UnsupportedModel: names what is not read.
+        BrokenCheckpoint: a setting has another form.
     """
     known = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
     method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if method not in known:
+    if not isinstance(method, str) or method not in known:
         feature = f"a checkpoint with quantized weights ({method or 'method not named'})"
         raise UnsupportedModel(name, feature)
-    problems, scheme = known[method](settings)
+    try:
+        problems, scheme = known[method](settings)
+    except (AttributeError, TypeError):
+        problem = f"quantization_config is none of {TITLES[method]}"
+        raise BrokenCheckpoint(name, problem, "correct config.json") from None
     if not isinstance(scheme.group_len, int) or scheme.group_len < -1 or scheme.group_len == 0:
         problems[f"groups of {scheme.group_len!r}"] = True
     if found := [problem for problem, is_so in problems.items() if is_so]:
-        raise UnsupportedModel(name, f"a {TITLES[method]} checkpoint with {found[0]}")
+        raise UnsupportedModel(name, f"{_a_checkpoint(method)} with {found[0]}")
     return scheme
+
+
+def _a_checkpoint(method: str) -> str:
+    return f"{'an' if method == 'awq' else 'a'} {TITLES[method]} checkpoint"
 
 
 def _gptq(settings: Mapping[str, Any]) -> tuple[dict[str, bool], Scheme]:
@@ -154,7 +163,7 @@ def ordinary_weights(
 
     Raises:
         UnsupportedModel: words of another size, or zero points that cannot be known.
-        BrokenCheckpoint: a layer lacks a tensor.
+        BrokenCheckpoint: a layer lacks a tensor, or has another number of groups.
     """
     from safetensors import safe_open
 
@@ -181,16 +190,32 @@ def _check_parts(name: str, scheme: Scheme, layer: str, parts: Mapping[str, Tens
     if missing := sorted(PARTS[scheme.method] - parts.keys() - {"g_idx", "qzeros"}):
         raise BrokenCheckpoint(name, f"{layer} has no {missing[0]}")
     words = parts["weight_packed" if scheme.method == "compressed-tensors" else "qweight"]
-    title = TITLES[scheme.method]
     if words.dtype != torch.int32:
-        raise UnsupportedModel(name, f"a {title} checkpoint with words of {words.dtype}")
+        raise UnsupportedModel(name, f"{_a_checkpoint(scheme.method)} with words of {words.dtype}")
     # a zero of 0 was stored as -1, which changed the zeros next to it
     top = (1 << scheme.bits) - 1
     if scheme.stored_less and "qzeros" in parts and (_unpacked(parts["qzeros"], scheme.bits) == top).any():
-        feature = f"a {title} checkpoint with zero points of 0 in the format 'gptq' (in {layer})"
+        feature = f"a GPTQ checkpoint with zero points of 0 in the format 'gptq' (in {layer})"
         raise UnsupportedModel(name, feature)
     if "g_idx" in parts and not 0 <= parts["g_idx"].min() <= parts["g_idx"].max() < len(parts["scales"]):
         raise BrokenCheckpoint(name, f"{layer}.g_idx names groups without a scale")
+    if "g_idx" not in parts:
+        _check_groups(name, scheme, layer, parts)
+
+
+def _check_groups(name: str, scheme: Scheme, layer: str, parts: Mapping[str, Tensor]) -> None:
+    """Check that a layer has as many groups of scales as the configuration makes it."""
+    if scheme.method == "compressed-tensors":
+        in_features = int(parts["weight_shape"][1])
+        groups = parts["weight_scale"].shape[1]
+    else:
+        per_word = 1 if scheme.method == "awq" else WORD_BITS // scheme.bits
+        in_features = len(parts["qweight"]) * per_word
+        groups = len(parts["scales"])
+    expected = -(-in_features // scheme.group_len) if scheme.group_len > 0 else 1
+    if groups != expected:
+        problem = f"{layer} has {groups} groups of scales, where config.json makes it {expected}"
+        raise BrokenCheckpoint(name, problem, "correct group_size in config.json")
 
 
 def _weight(scheme: Scheme, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from yggdrasil.errors import ConfigError
-from yggdrasil.models.hub import hub_reason
+from yggdrasil.models.hub import hub_reason, snapshot
 from yggdrasil.offline.progress import Progress
 from yggdrasil.store.sources import is_gguf
 
@@ -13,7 +13,6 @@ __all__ = ["download"]
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 PICKLED = ("*.bin",)  # the weights of a model that has no others
-OTHERS = ("*/*", "consolidated*")  # further formats, and Mistral's own copy of the weights
 
 
 def download(name: str, progress: Progress) -> None:
@@ -27,7 +26,7 @@ def download(name: str, progress: Progress) -> None:
     Raises:
         ConfigError: the hub does not give the files.
     """
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
     from huggingface_hub.utils import enable_progress_bars  # type: ignore[attr-defined]
 
     if Path(name).is_dir() or is_gguf(name) or constants.is_offline_mode():
@@ -36,8 +35,8 @@ def download(name: str, progress: Progress) -> None:
     if not constants.HF_HUB_DISABLE_PROGRESS_BARS:  # the user's own wish
         enable_progress_bars()  # turned off where transformers' own are
     try:
-        folder = snapshot_download(name, allow_patterns=list(FILES), ignore_patterns=list(OTHERS))
-        if not any(Path(folder).glob("*.safetensors")):
-            snapshot_download(name, allow_patterns=list(PICKLED), ignore_patterns=list(OTHERS))
+        folder = snapshot(name, *FILES)
+        if not any(folder.glob("*.safetensors")):
+            snapshot(name, *PICKLED)
     except Exception as error:  # of the network, of the hub, or of the disk
         raise ConfigError("model", name, "one whose files the hub gives", hub_reason(error)) from None

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yggdrasil.errors import ConfigError
+from yggdrasil.models.gguf import tokenizer_settings
+from yggdrasil.store.sources import is_gguf
 
 if TYPE_CHECKING:
     import jinja2
@@ -159,12 +161,14 @@ def _raise_exception(message: str) -> None:
 
 
 def load_chat_template(model: str) -> ChatTemplate:
-    """The template of a folder, or of a hub id whose files are in the local cache; else the default one.
+    """The template of a folder, of a GGUF file, or of a hub id whose files are in the local cache; else the
+    default one.
 
     Raises:
         ConfigError: a file is not JSON, a template is invalid, or there are several without a default.
+        BrokenCheckpoint: the GGUF file is not whole.
     """
-    settings = _settings(model, "tokenizer_config.json")
+    settings = tokenizer_settings(model) if is_gguf(model) else _settings(model, "tokenizer_config.json")
     older = _settings(model, "special_tokens_map.json")
     sources = _sources(model, settings.get("chat_template"))
     special_tokens = {**_special_tokens(older), **_special_tokens(settings)}

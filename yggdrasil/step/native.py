@@ -97,6 +97,7 @@ class NativeStep:
             setattr(self._reply, name, address)
             setattr(self._reply, f"max_{name}", length)
         self._stepping: list[Row] = []
+        self._holders: list[DecodeState] = []  # they have addresses within the target's last output
         self._shapes: list[Shape] = []
         self._started = 0.0
         self._catches_up = False
@@ -120,6 +121,7 @@ class NativeStep:
         self._start_(rows, choice.shapes, began)
         self._send_(rows, choice)
         menu = menu_struct(choice.menu)
+        self._forget_hidden_()
         with self._masks.failing():
             self._calls.run(self._rows, len(rows), menu, self._reply)
         self._note_draft_()
@@ -157,6 +159,7 @@ class NativeStep:
                 for buffer, prompt in zip(tokens, prompts, strict=True)
             )
         )
+        self._forget_hidden_()
         with self._masks.failing():
             self._calls.verify(self._rows, len(joining), chunks, len(prompts), self._reply)
         self._stepping += joining
@@ -218,6 +221,15 @@ class NativeStep:
                 float(row.state.top_logit),
             )
 
+    def _forget_hidden_(self) -> None:
+        """Drop the addresses within the target's last output, which its next forward frees.
+
+        Rows get new ones from the results. A step that is interrupted or fails has none to give.
+        """
+        for state in self._holders:
+            state.hidden_of = None
+        self._holders.clear()
+
     def _make_room_(self, rows: Sequence[Row], shapes: Sequence[Shape]) -> None:
         """Let the reply also hold the drafted trees of the rows to inspect."""
         self._num_extra += sum(
@@ -260,6 +272,7 @@ class NativeStep:
             state.tokens.extend(tokens)
             as_tensor = partial(self._hidden, result.root_at + path[-1])
             state.hidden_of = HostHidden(int(result.hidden), int(result.hidden_bytes), as_tensor)
+            self._holders.append(state)
             state.head = None
             if state.sampling.processors is not None:
                 state.top_logit = result.top_logit

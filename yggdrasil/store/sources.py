@@ -16,6 +16,7 @@ def is_gguf(name: str) -> bool:
 def loader_arguments(name: str) -> dict[str, Any]:
     """The arguments of `from_pretrained` that name a model."""
     if is_gguf(name):
-        path = Path(name)
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        # transformers looks for a relative one in the working directory first
+        path = Path(name).absolute()
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": str(path)}
     return {"pretrained_model_name_or_path": name}

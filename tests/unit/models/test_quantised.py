@@ -9,15 +9,17 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import stored
 import torch
 from conftest import TINY
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import BrokenCheckpoint, ConfigError, UnsupportedModel
-from yggdrasil.models import gguf
+from yggdrasil.models import gguf, load
 from yggdrasil.models.defaults import end_tokens
 from yggdrasil.models.load import load_config, load_model, pack_linears_, stored_format
 from yggdrasil.models.proof import check_forward, expected_passages
@@ -114,7 +116,7 @@ REFUSED = {
     },
     "a GPTQ checkpoint with groups of 0": {**stored.GPTQ, "group_size": 0},
     "a GPTQ checkpoint with groups of 'all'": {**stored.GPTQ, "group_size": "all"},
-    "an? AWQ checkpoint with the format 'gemv'": {**stored.AWQ, "version": "GEMV"},
+    "an AWQ checkpoint with the format 'gemv'": {**stored.AWQ, "version": "GEMV"},
     "a compressed-tensors checkpoint with the format 'int-quantized'": compressed(format="int-quantized"),
     "a compressed-tensors checkpoint with 2 groups of layers": compressed(
         config_groups={"one": {}, "two": {}}
@@ -157,6 +159,32 @@ def test_a_scheme_that_is_not_read_is_refused_by_the_configuration(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        compressed(config_groups=["x"]),
+        compressed(config_groups={"g": None}),
+        compressed(sparsity_config=[1]),
+        {**stored.GPTQ, "checkpoint_format": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_a_scheme_of_another_form_is_one_line(
+    source: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    stored.shutil.copy(source / "config.json", tmp_path)
+    stored.set_config(tmp_path, quantization_config=settings)
+    with pytest.raises(BrokenCheckpoint, match=r"quantization_config is none of .*; correct config\.json"):
+        load_config(str(tmp_path))
+
+
+def test_a_method_that_is_no_name_is_refused(source: Path, tmp_path: Path) -> None:
+    stored.shutil.copy(source / "config.json", tmp_path)
+    stored.set_config(tmp_path, quantization_config={"quant_method": ["gptq"]})
+    with pytest.raises((UnsupportedModel, ConfigError), match="gptq"):
+        load_config(str(tmp_path))
+
+
 LAYER = "model.layers.0.mlp.down_proj"
 
 
@@ -186,11 +214,48 @@ def test_a_group_without_a_scale_is_named(source: Path, tmp_path: Path) -> None:
         load_model(str(tmp_path / "model"), dtype=torch.float32)
 
 
+@pytest.mark.parametrize("group_len", (16, 64, -1))
+@pytest.mark.parametrize("name", [name for name in stored.FORMATS if "column" not in name])
+def test_groups_of_another_length_than_the_configuration_s_are_refused(
+    source: Path, tmp_path: Path, name: str, group_len: int
+) -> None:
+    folder = tmp_path / "model"
+    stored.save_stored(source, folder, name)
+    settings = dict(stored.FORMATS[name][0], group_size=group_len)
+    if name.startswith("compressed"):
+        settings = stored.compressed_settings(group_size=group_len)
+    stored.set_config(folder, quantization_config=settings)
+    change(folder, lambda tensors: [tensors.pop(key) for key in list(tensors) if "g_idx" in key])
+    with pytest.raises(BrokenCheckpoint, match=r"\d groups of scales, where config.json makes it \d+"):
+        load_model(str(folder), dtype=torch.float32)
+
+
 def test_a_stored_layer_without_scales_is_named(source: Path, tmp_path: Path) -> None:
     stored.save_stored(source, tmp_path / "model", "AWQ int4, groups of 32")
     change(tmp_path / "model", lambda tensors: tensors.pop(f"{LAYER}.scales"))
     with pytest.raises(BrokenCheckpoint, match=f"{LAYER} has no scales"):
         load_model(str(tmp_path / "model"), dtype=torch.float32)
+
+
+def test_a_quantised_model_of_the_hub_is_read_without_other_copies_of_its_weights(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    stored.save_stored(source, folder, "AWQ int4, groups of 32")
+    asked: dict[str, list[str]] = {}
+
+    def snapshot_download(name: str, **patterns: list[str]) -> str:
+        asked.update(patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    config = load_config(str(folder))
+    monkeypatch.setattr(load, "load_config", lambda name: config)
+    scheme = load.scheme_of(str(folder))
+    monkeypatch.setattr(load, "scheme_of", lambda name: scheme)
+    load_model("org/name", dtype=torch.float32)
+    files = ["config.json", "model.safetensors", "consolidated.safetensors", "fp16/model.safetensors"]
+    assert [*filter_repo_objects(files, **asked)] == files[:2]
 
 
 def test_a_pickle_of_quantised_weights_is_refused(source: Path, tmp_path: Path) -> None:
@@ -218,6 +283,20 @@ def test_a_gguf_file_has_the_weights_of_its_blocks(
 
 
 @needs_gguf
+def test_a_file_of_the_same_name_in_the_working_directory_is_not_read(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "asked").mkdir()
+    stored.save_gguf(source, tmp_path / "model.gguf", "Q4_0")
+    weights = stored.save_gguf(source, tmp_path / "asked" / "model.gguf", "Q8_0")
+    monkeypatch.chdir(tmp_path)
+    for name in (str(tmp_path / "asked" / "model.gguf"), "asked/model.gguf"):
+        loaded = load_model(name, dtype=torch.float32).state_dict()
+        assert all(torch.equal(loaded[key], weight) for key, weight in weights.items())
+        assert load_tokenizer(name)("Once")["input_ids"]
+
+
+@needs_gguf
 def test_a_gguf_file_has_tokenizer_end_and_sizes_of_its_own(source: Path, tmp_path: Path) -> None:
     path = str(tmp_path / "model.gguf")
     stored.save_gguf(source, Path(path), "Q8_0")
@@ -239,11 +318,41 @@ def test_other_blocks_of_gguf_are_refused_by_name(source: Path, tmp_path: Path) 
 
 
 @needs_gguf
-def test_rotary_settings_that_the_reader_would_drop_are_refused(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope.scaling.type", "yarn"),
+        ("rope.scaling.factor", 4.0),
+        ("rope.scale_linear", 4.0),
+        ("attention.sliding_window", 64),
+    ],
+)
+def test_settings_that_the_reader_would_drop_are_refused(
+    source: Path, tmp_path: Path, key: str, value: str | float
+) -> None:
     path = tmp_path / "model.gguf"
-    stored.save_gguf(source, path, "Q8_0", llama__rope__scaling__type="yarn")
-    with pytest.raises(UnsupportedModel, match=r"a GGUF file with llama.rope.scaling.type = 'yarn' is not"):
+    stored.save_gguf(source, path, "Q8_0", **{f"llama.{key}": value})
+    with pytest.raises(UnsupportedModel, match=f"a GGUF file with llama.{key} = {value!r} is not"):
         load_config(str(path))
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope.scaling.type": "none", "rope.scaling.factor": 4.0},
+        {"rope.scaling.factor": 0.0, "rope.scale_linear": 1.0},
+        {"attention.sliding_window": 0},
+        {"attention.sliding_window": 1 << 20},
+    ],
+    ids=str,
+)
+def test_settings_that_change_nothing_are_read(
+    source: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    path = tmp_path / "model.gguf"
+    stored.save_gguf(source, path, "Q8_0", **{f"llama.{key}": value for key, value in settings.items()})
+    load_config(str(path))
 
 
 @needs_gguf
@@ -267,6 +376,14 @@ def test_a_gguf_file_that_ends_early_is_named(source: Path, tmp_path: Path, kept
     stored.save_gguf(source, path, "Q8_0")
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(BrokenCheckpoint, match=f"{path}: no whole GGUF file"):
+        load_config(str(path))
+
+
+@needs_gguf
+def test_an_architecture_that_the_reader_does_not_know_is_named(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    stored.save_gguf(source, path, "Q8_0", architecture="unheard_of")
+    with pytest.raises(ConfigError, match=r"a GGUF file that it reads.*architecture unheard_of"):
         load_config(str(path))
 
 
