@@ -30,7 +30,7 @@ SLOW = """
 import time
 from yggdrasil.engine import Engine
 step = Engine.step
-Engine.step = lambda *arguments: (time.sleep(1.0), step(*arguments))[1]
+Engine.step = lambda *arguments: (time.sleep(0.5), step(*arguments))[1]
 """
 
 pytestmark = pytest.mark.usefixtures("tiny_bundle")
@@ -220,7 +220,8 @@ def test_a_person_stops_answers_and_ends_the_program(pair: Pair, tmp_path: Path)
         shown.wait_for(">>> ")
         shown.type(f"{FIRST}\r")
         shown.wait_for(answer.split()[0])
-        shown.type_until("\x03", "(stopped)")
+        shown.type("\x03")
+        shown.wait_for("(stopped)")
         shown.wait_for(">>> ")
         shown.type("y")
         shown.wait_for("y")
