@@ -118,8 +118,9 @@ def terminal(*words: str, first: str = "") -> Iterator[Terminal]:
 
 
 PROGRAM = """
-import fcntl, sys, termios
+import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C reaches this process
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
 {first}
 from yggdrasil.cli import main
 sys.exit(main(sys.argv[1:]))

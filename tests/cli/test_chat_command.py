@@ -215,8 +215,7 @@ def test_an_interrupted_answer_stays_as_far_as_it_came(
 
 def test_a_person_stops_answers_and_ends_the_program(pair: Pair, tmp_path: Path) -> None:
     answer = expected_answers(pair, FIRST)[0]
-    long = (*WORDS[:-1], "100", "--ignore-eos")  # so that it does not end before it is stopped
-    with terminal(*long, first=SLOW) as shown:
+    with terminal(*WORDS, "--ignore-eos", first=SLOW) as shown:
         shown.wait_for(">>> ")
         shown.type(f"{FIRST}\r")
         shown.wait_for(answer.split()[0])

@@ -30,6 +30,12 @@ while (message := link.message()).kind != FORWARD:
     link.payload()
 os._exit(0)
 """
+REPORTS_ITS_END = """
+import atexit, sys
+from yggdrasil.cli import main
+atexit.register(print, "the interpreter ends", file=sys.stderr)
+sys.exit(main(sys.argv[1:]))
+"""
 INTERRUPTED = """
 import os, signal, sys, threading
 import two_ranks
@@ -183,8 +189,9 @@ def test_one_process_refuses_a_pair_for_two_ranks(capsys: pytest.CaptureFixture[
 
 @pytest.mark.usefixtures("compiled")
 def test_rank_0_ends_with_one_line_when_another_rank_is_gone() -> None:
-    command = ("-m", "yggdrasil", "generate", "--pair", NAME, "Once upon", "--max-new-tokens", "24")
-    (code, error), _ = run_ranks(command, ("-c", VANISHES))
+    """Also where a thread of the connection would abort the interpreter's end, which thus must not come."""
+    words = ("generate", "--pair", NAME, "Once upon", "--max-new-tokens", "24")
+    (code, error), _ = run_ranks(("-c", REPORTS_ITS_END, *words), ("-c", VANISHES))
     assert code == 2
     assert error.splitlines()[-1].startswith("ygg generate: rank 0 of 2 lost another rank")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import yggdrasil
 from yggdrasil.cli import chat as chat_command
@@ -20,7 +22,7 @@ from yggdrasil.cli import show as show_command
 from yggdrasil.cli import verify as verify_command
 from yggdrasil.cli.output import guarded_output
 from yggdrasil.cli.parser import Parser
-from yggdrasil.errors import ConfigError, YggError
+from yggdrasil.errors import ConfigError, RankLost, YggError
 from yggdrasil.ranks.launch import num_ranks, rank
 
 __all__ = ["main"]
@@ -82,8 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _follow()
         from yggdrasil.ranks.lead import leading  # imports torch
 
-        with leading():
-            return _run(arguments)
+        with leading() as lead:
+            code = _run(arguments)
+            if lead.is_lost:
+                _end(code)
+            return code
     except YggError as error:
         return _refuse(f"ygg: {error}")
 
@@ -93,9 +98,21 @@ def _follow() -> int:
 
     try:
         follow_run()
+    except RankLost as error:
+        _end(_refuse(f"ygg, rank {rank()}: {error}"))
     except YggError as error:
         return _refuse(f"ygg, rank {rank()}: {error}")
     return 0
+
+
+def _end(code: int) -> NoReturn:
+    """End the process without the interpreter's own end.
+
+    A thread of a broken connection can still want the interpreter then, and its end aborts the process.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _refuse(message: str) -> int:

@@ -21,13 +21,17 @@ __all__ = ["Leader", "LeadingCache", "LeadingModel", "leader", "leading"]
 
 
 class Leader:
-    """Rank 0's end of the link; Ctrl-C does not interrupt an exchange."""
+    """Rank 0's end of the link; Ctrl-C does not interrupt an exchange.
+
+    Attributes:
+        is_lost: Whether another rank is gone.
+    """
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self._in_exchange = False
         self._interrupted = False
-        self._lost = False
+        self.is_lost = False
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
@@ -36,7 +40,7 @@ class Leader:
         try:
             yield
         except RankLost:
-            self._lost = True
+            self.is_lost = True
             raise
         finally:
             self._in_exchange = False
@@ -63,7 +67,7 @@ class Leader:
         If a rank was lost, send nothing: a rank that hangs would not receive it. The others notice the end
         of this process.
         """
-        if not self._lost:
+        if not self.is_lost:
             with suppress(RankLost), self.exchange():
                 self.link.message(Message(STOP))
 
@@ -122,7 +126,7 @@ def leader() -> Leader:
 
 
 @contextmanager
-def leading() -> Iterator[None]:
+def leading() -> Iterator[Leader]:
     """A run of rank 0: connect to the others, and always release them at the end.
 
     Raises:
@@ -133,7 +137,7 @@ def leading() -> Iterator[None]:
     _leader = Leader(link)
     before = signal.signal(signal.SIGINT, _leader.on_interrupt)
     try:
-        yield
+        yield _leader
     finally:
         signal.signal(signal.SIGINT, before)
         _leader.stop()
