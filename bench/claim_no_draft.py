@@ -1,7 +1,7 @@
 """How much faster is a target in bf16 with no draft model, by a draft that is made from itself?
 
 The target at real size and the bundled one, each compiled alone. At temperatures 0 and 0.8 on stories, all
-arms in turn, with the default policy unguarded:
+arms in turn, with the default policy, guard included:
 
 - plain decoding;
 - the chosen draft: rounded, and without the layers that change the hidden states little;
@@ -65,8 +65,8 @@ def measure_target(
     found = {}
     for temperature in TEMPERATURES:
         given: dict[str, Any] = {"num_tokens": options.tokens, "temperature": temperature}
-        policy, of_whole = (each.policy(temperature=temperature, guard=False) for each in (chosen, whole))
-        repeats = chosen.policy(temperature=temperature, guard=False, draft=False)
+        policy, of_whole = (each.policy(temperature=temperature) for each in (chosen, whole))
+        repeats = chosen.policy(temperature=temperature, draft=False)
         arms = [
             plain_arm(chosen, options.tokens, temperature=temperature),
             policy_arm(CHOSEN, chosen, policy, **given),
