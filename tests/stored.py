@@ -120,21 +120,14 @@ FORMATS: dict[str, tuple[dict[str, Any], int, Packer]] = {
 def save_stored(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
     """The model with the layers of its blocks in a format; returns their weights, exact in fp32."""
     settings, bits, pack = FORMATS[name]
-    shutil.copytree(source, folder)
-    set_config(folder, quantization_config=settings)
-    tensors = {}
-    weights = {}
-    for key, tensor in load_file(source / "model.safetensors").items():
-        layer = key.removesuffix(".weight")
-        if "_proj" not in layer:
-            tensors[key] = tensor
-            continue
-        group_len = tensor.shape[1] if "column" in name else GROUP
-        number_OI, scale_OG = rounded(tensor, group_len, bits)
-        weights[key] = number_OI.float() * scale_OG.float().repeat_interleave(group_len, dim=1)
-        tensors |= {f"{layer}.{part}": stored for part, stored in pack(number_OI, scale_OG).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return weights
+
+    def stored(weight_OI: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        group_len = weight_OI.shape[1] if "column" in name else GROUP
+        number_OI, scale_OG = rounded(weight_OI, group_len, bits)
+        scale_OI = scale_OG.float().repeat_interleave(group_len, dim=1)
+        return number_OI.float() * scale_OI, pack(number_OI, scale_OG)
+
+    return _save(source, folder, settings, stored)
 
 
 def save_with_zeros(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
@@ -146,19 +139,12 @@ def save_with_zeros(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
     Returns:
         The weights of the layers, exact in fp32.
     """
-    shutil.copytree(source, folder)
     is_awq = name == "awq"
     settings = {**AWQ, "zero_point": True} if is_awq else {**GPTQ, "sym": False, "desc_act": True}
-    set_config(folder, quantization_config={**settings, "checkpoint_format": name})
     draw = torch.Generator().manual_seed(1)
-    tensors = {}
-    weights = {}
-    for key, tensor in load_file(source / "model.safetensors").items():
-        layer = key.removesuffix(".weight")
-        if "_proj" not in layer:
-            tensors[key] = tensor
-            continue
-        out_features, in_features = tensor.shape
+
+    def stored(weight_OI: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        out_features, in_features = weight_OI.shape
         groups = in_features // GROUP
         number_OI = torch.randint(16, (out_features, in_features), generator=draw)
         zero_GO = torch.randint(1, 16, (groups, out_features), generator=draw)
@@ -166,7 +152,6 @@ def save_with_zeros(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
         group_I = torch.arange(in_features) // GROUP
         if not is_awq:
             group_I = group_I[torch.randperm(in_features, generator=draw)]
-        weights[key] = (number_OI - zero_GO.T[:, group_I]) * scale_GO.T.float()[:, group_I]
         parts = {"scales": scale_GO}
         if is_awq:
             parts["qweight"] = words(number_OI.T, 4, AWQ_COLUMNS)
@@ -175,7 +160,36 @@ def save_with_zeros(source: Path, folder: Path, name: str) -> dict[str, Tensor]:
             parts["qweight"] = words(number_OI, 4).T.contiguous()
             parts["qzeros"] = words(zero_GO - int(name == "gptq"), 4)
             parts["g_idx"] = group_I.int()
-        tensors |= {f"{layer}.{part}": stored for part, stored in parts.items()}
+        return (number_OI - zero_GO.T[:, group_I]) * scale_GO.T.float()[:, group_I], parts
+
+    return _save(source, folder, {**settings, "checkpoint_format": name}, stored)
+
+
+def _save(
+    source: Path,
+    folder: Path,
+    settings: dict[str, Any],
+    stored: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]],
+) -> dict[str, Tensor]:
+    """The model with other tensors for the layers of its blocks.
+
+    Args:
+        stored: From a layer's weight to the weight that it will have, and its tensors.
+
+    Returns:
+        The weights of the layers.
+    """
+    shutil.copytree(source, folder)
+    set_config(folder, quantization_config=settings)
+    tensors = {}
+    weights = {}
+    for key, tensor in load_file(source / "model.safetensors").items():
+        layer = key.removesuffix(".weight")
+        if "_proj" not in layer:
+            tensors[key] = tensor
+            continue
+        weights[key], parts = stored(tensor)
+        tensors |= {f"{layer}.{part}": each for part, each in parts.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return weights
 

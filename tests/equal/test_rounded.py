@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SMALLEST, compiled
+from plain_texts import PROMPTS, SAMPLED, assert_equal_to_plain
 
 from yggdrasil.bundle import compile_command, read_bundle
-from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.config import SamplingConfig
 from yggdrasil.kernels.linear import PackedLinear, reference
 from yggdrasil.kv import KVCache
 from yggdrasil.models.forward import TargetForward
@@ -21,11 +22,7 @@ from yggdrasil.models.packing import empty_meta, pack_chain_
 from yggdrasil.models.proof import deviation
 from yggdrasil.offline.build import read_quality
 from yggdrasil.pair import LoadedPair, load_pair
-from yggdrasil.report.run import Run
-from yggdrasil.state import Shape
 
-PROMPTS = ("Once upon a time", "One day Lily saw a", "The owl")
-SAMPLED = SamplingConfig(temperature=0.8, seed=11)
 # target and draft
 FORMATS = (("int8", "int4"), ("int4", "bf16"))
 
@@ -45,17 +42,7 @@ def pair(
 def test_speculation_writes_what_plain_decoding_writes_with_the_same_weights(
     pair: LoadedPair, sampling: SamplingConfig
 ) -> None:
-    accepted = 0
-    for text in PROMPTS:
-        prompt = pair.tokenizer.encode(text)
-        config = GenerateConfig(max_new_tokens=60, ignore_eos=True, sampling=sampling)
-        plain = Run(pair, prompt, replace(config, plain=True)).complete()
-        for shape in (Shape(2, 3, 4), Shape(1, 2), None):
-            policy = pair.policy(temperature=sampling.temperature, shape=shape)
-            run = Run(pair, prompt, config, policy=policy).complete()
-            assert run.tokens == plain.tokens, f"{text}, {shape}"
-            accepted += sum(result.accepted for result in run.results)
-    assert accepted > 0
+    assert_equal_to_plain(pair, sampling)
 
 
 def test_a_token_has_the_same_bits_in_every_graph(pair: LoadedPair) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import SMALLEST, compiled
+from plain_texts import SAMPLED, assert_equal_to_plain
 
 from yggdrasil import loading
 from yggdrasil.api import Pair, load_pair
@@ -30,9 +31,7 @@ from yggdrasil.step.choice import VERIFY_ALL, Calibration, Choice
 from yggdrasil.step.rows import StepOverRows
 from yggdrasil.trace import Trace
 
-PROMPTS = ("Once upon a time", "One day Lily saw a", "The owl")
 REPEATING = "The red fox ran. The owl saw the fox. The red fox ran. The owl"
-SAMPLED = SamplingConfig(temperature=0.8, seed=11)
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"draft_layers": 1, "weights": "int4"})
 
 
@@ -51,17 +50,7 @@ def pair(
 def test_speculation_with_a_draft_made_from_the_target_writes_what_plain_decoding_writes(
     pair: LoadedPair, sampling: SamplingConfig
 ) -> None:
-    accepted = 0
-    for text in PROMPTS:
-        prompt = pair.tokenizer.encode(text)
-        config = GenerateConfig(max_new_tokens=60, ignore_eos=True, sampling=sampling)
-        plain = Run(pair, prompt, replace(config, plain=True)).complete()
-        for shape in (Shape(2, 3, 4), Shape(1, 2), None):
-            policy = pair.policy(temperature=sampling.temperature, shape=shape)
-            run = Run(pair, prompt, config, policy=policy).complete()
-            assert run.tokens == plain.tokens, f"{text}, {shape}"
-            accepted += sum(result.accepted for result in run.results)
-    assert accepted > 0
+    assert_equal_to_plain(pair, sampling)
 
 
 def test_the_bundle_has_the_choice_and_the_cache_of_the_kept_layers(pair: LoadedPair) -> None:

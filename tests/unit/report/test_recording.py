@@ -20,22 +20,24 @@ def test_a_recorder_forgets_the_step_it_gave_away() -> None:
     assert recorder.take("plain", 1, 2).stages == ()
 
 
+FIELDS = {
+    "cache": None,
+    "device": "cpu",
+    "max_depth": 3,
+    "sizes": (2, 8, 16),
+    "prefill_chunk": 16,
+    "widest": 8,
+    "num_candidates": 2,
+    "vocab": 10,
+}
+
+
 def test_a_recorded_model_gives_what_the_model_gives_and_notes_the_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outputs = torch.zeros(4, 8), torch.ones(4, 8)
-    fields = {
-        "cache": None,
-        "device": "cpu",
-        "max_depth": 3,
-        "sizes": (2, 8, 16),
-        "prefill_chunk": 16,
-        "widest": 8,
-        "num_candidates": 2,
-        "vocab": 10,
-    }
     notes: list[Forwards] = []
-    model = RecordedModel(SimpleNamespace(**fields, forward=lambda meta_NM: outputs), "draft", notes)
+    model = RecordedModel(SimpleNamespace(**FIELDS, forward=lambda meta_NM: outputs), "draft", notes)
     clock = iter((1.0, 1.25))
     monkeypatch.setattr(
         "yggdrasil.report.recording.time", SimpleNamespace(perf_counter=lambda: next(clock))
@@ -46,18 +48,8 @@ def test_a_recorded_model_gives_what_the_model_gives_and_notes_the_graph(
 
 
 def test_forwards_that_ran_in_one_call_are_noted_by_the_graph_that_ran_them() -> None:
-    fields = {
-        "cache": None,
-        "device": "cpu",
-        "max_depth": 3,
-        "sizes": (2, 8, 16),
-        "prefill_chunk": 16,
-        "widest": 8,
-        "num_candidates": 2,
-        "vocab": 10,
-    }
     recorder = Recorder()
-    model = RecordedModel(SimpleNamespace(**fields), "draft", recorder.graphs)  # type: ignore[arg-type]
+    model = RecordedModel(SimpleNamespace(**FIELDS), "draft", recorder.graphs)  # type: ignore[arg-type]
     model.record_forward_(3, [5.0, 6.0, 8.0, 11.0])
     recorder.note(("policy", "draft"), (1.0, 4.0, 12.0))
     step = recorder.take("W=2", 0.0, 13.0)
