@@ -59,7 +59,7 @@ __all__ = [
     "torchrun_command",
 ]
 
-FORMAT = 10
+FORMAT = 11
 BUNDLED = "tinystories"
 NOT_IN_GRAPHS = ("commit_triton.py", "migrate.py", "migrate_triton.py")  # kernels that no graph calls
 # what parsing JSON of an unexpected form raises

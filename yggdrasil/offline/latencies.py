@@ -48,7 +48,11 @@ LAGS = (2, 16, 64, 256)
 
 
 def latency_curve(
-    model: CompiledModel[Any], contexts: Sequence[int], tick: Callable[[], None] = lambda: None
+    model: CompiledModel[Any],
+    contexts: Sequence[int],
+    tick: Callable[[], None] = lambda: None,
+    *,
+    num_before: int = 0,
 ) -> Curve:
     """Milliseconds of every graph of the menu at every context length.
 
@@ -59,7 +63,9 @@ def latency_curve(
 
     Args:
         model: Its cache is left empty.
-        tick: Called after every forward, at most `ROUNDS` times for each graph and context.
+        tick: Called after every timed forward, at most `ROUNDS` times for each graph and context.
+        num_before: Forwards of the same graph before each timed one. Growth repeats the draft's graph, so
+            it finds the weights in the processor's caches; the target's were replaced by the draft's.
 
     Cost: `ROUNDS` rounds; fewer for a slow model, at least `MIN_ROUNDS`.
     """
@@ -73,6 +79,8 @@ def latency_curve(
         for (context, size), found in samples.items():
             meta_NM = model.meta(size)
             pack_chain_(meta_NM, [0] * size, max(0, min(context, model.cache.shape.capacity - size)))
+            for _ in range(num_before):
+                model.forward(meta_NM)
             _wait(model.device)
             start = time.perf_counter()
             model.forward(meta_NM)
@@ -100,13 +108,15 @@ def host_milliseconds(
     engine: Engine,
     prompt: Sequence[int],
     policy: FixedShape,
+    verify: Curve,
     *,
     num_tokens: int = 48,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Milliseconds outside the graphs: per growth step, per speculative step, per plain step.
+    """`plain_share`, and milliseconds outside the graphs: per growth step, speculative step, plain step.
 
     Args:
+        verify: Latencies of the target among other graphs, which plain decoding is compared with.
         policy: A speculative shape; it takes turns with plain decoding.
         num_tokens: Tokens of each run; fewer for a slow model.
         tick: Called after every run, `HOST_RUNS` times.
@@ -116,7 +126,8 @@ def host_milliseconds(
         *(RecordedModel(model, "", []) for model in (engine.target, engine.draft)),
         max_context=engine.max_context,
     )
-    samples: dict[str, list[float]] = {"growth_host_ms": [], "step_host_ms": [], "plain_host_ms": []}
+    names = ("growth_host_ms", "step_host_ms", "plain_host_ms", "plain_share")
+    samples: dict[str, list[float]] = {name: [] for name in names}
     for chosen in (policy, plain_policy()) * (HOST_RUNS // 2):
         state = DecodeState(list(prompt))
         for model in (engine.target, engine.draft):
@@ -130,6 +141,7 @@ def host_milliseconds(
             wall, drafting, in_draft, in_target = (b - a for a, b in zip(before, after, strict=True))
             if result.shape.depth == 0:
                 samples["plain_host_ms"].append(wall - in_target)
+                samples["plain_share"].append(min(1.0, in_target / verify.at(1, result.context_len)))
             else:
                 samples["growth_host_ms"].append((drafting - in_draft) / result.shape.depth)
                 samples["step_host_ms"].append(wall - drafting - in_target)

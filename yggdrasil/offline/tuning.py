@@ -258,13 +258,13 @@ def _profile(
     with progress.phase(
         "measure latencies", ROUNDS * len(contexts) * sum(len(model.menu.sizes) for model in models)
     ):
-        draft = latency_curve(models[1], contexts, progress.advance)
+        draft = latency_curve(models[1], contexts, progress.advance, num_before=1)
         verify = latency_curve(models[0], contexts, progress.advance)
     switching = _switching(bundle, progress)
     latency = LatencyModel(draft, verify, 0.0, 0.0, 0.0)
     with progress.phase("measure the host", HOST_RUNS):
         host = host_milliseconds(
-            engine, prompt, _typical(bundle, acceptance, latency), tick=progress.advance
+            engine, prompt, _typical(bundle, acceptance, latency), verify, tick=progress.advance
         )
     curves = {"draft": curve_json(draft), "verify": curve_json(verify), "switching": switching.to_json()}
     return {"machine": bundle.machine, "threads": get_num_threads(), **curves, **host}

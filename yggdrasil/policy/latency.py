@@ -97,6 +97,8 @@ class LatencyModel:
         growth_host_ms: Host time of one growth step outside the draft's graph.
         step_host_ms: Host time of a speculative step outside graphs and growth.
         plain_host_ms: Host time of a plain step outside the graph.
+        plain_share: Time of the target's forward when no draft runs between two of them, over `verify`. A
+            small target then stays in the processor's caches.
         num_threads: Threads of the measured operators; 0 if nothing was measured.
 
     Source: Yggdrasil Fig. 5 and Eq. 3.
@@ -107,11 +109,16 @@ class LatencyModel:
     growth_host_ms: float
     step_host_ms: float
     plain_host_ms: float
+    plain_share: float = 1.0
     num_threads: int = 0
 
     def plain_ms(self, context_len: int) -> float:
-        """Milliseconds of one token without speculation: T_verify(1) and host time."""
-        return self.verify.at(1, context_len) + self.plain_host_ms
+        """Milliseconds of one token without speculation."""
+        return self.undrafted_ms(1, context_len)
+
+    def undrafted_ms(self, num_tokens: int, context_len: int) -> float:
+        """Milliseconds of a step in which no draft runs."""
+        return self.plain_share * self.verify.at(num_tokens, context_len) + self.plain_host_ms
 
     def step_ms(self, width: int, depth: int, verify: int, context_len: int) -> float:
         """Milliseconds of one iteration: head draft, D - 1 growth forwards, verification, host time.
@@ -119,7 +126,7 @@ class LatencyModel:
         Without growth steps no draft runs.
         """
         if depth == 0:
-            return self.verify.at(verify, context_len) + self.plain_host_ms
+            return self.undrafted_ms(verify, context_len)
         return self.before_verify_ms(width, depth, context_len) + self.verify.at(verify, context_len)
 
     def before_verify_ms(self, width: int, depth: int, context_len: int) -> float:
@@ -135,5 +142,6 @@ class LatencyModel:
             growth_host_ms=payload["growth_host_ms"],
             step_host_ms=payload["step_host_ms"],
             plain_host_ms=payload["plain_host_ms"],
+            plain_share=payload["plain_share"],
             num_threads=payload["threads"],
         )

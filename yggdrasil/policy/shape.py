@@ -129,7 +129,9 @@ class FixedShape(ShapePolicy):
         latency = self.latency
         growth_ms = 0.0
         before_ms = latency.plain_host_ms
+        share = latency.plain_share
         if width:
+            share = 1.0
             draft_ms = latency.draft.graphs_ms(num_rows * width, context_len)
             growth_ms = draft_ms + latency.growth_host_ms
             before_ms = latency.draft.graphs_ms(2 * num_rows, context_len) - draft_ms + latency.step_host_ms
@@ -139,7 +141,7 @@ class FixedShape(ShapePolicy):
         sizes = (*self.verify_widths, *larger)
         nodes = sorted({min(size - reserved, most) for size in sizes if size >= reserved})
         verify_ms = latency.verify.at_each([reserved + count for count in nodes], context_len)
-        ms = tuple(before_ms + each for each in verify_ms)
+        ms = tuple(before_ms + share * each for each in verify_ms)
         return VerifyMenu(tuple(nodes), ms, growth_ms)
 
 
@@ -257,7 +259,7 @@ def _costs(
     verify_ms_M = np.where(fits, verify_ms, np.inf)[of_verify_M]
     drafting_M = draft.graphs_ms(2 * num_rows, context_len) + (depth_M - 1) * draft_M
     cost_M = drafting_M + depth_M * latency.growth_host_ms + latency.step_host_ms + verify_ms_M
-    return np.where(depth_M == 0, verify_ms_M + latency.plain_host_ms, cost_M)
+    return np.where(depth_M == 0, latency.plain_share * verify_ms_M + latency.plain_host_ms, cost_M)
 
 
 @dataclass(kw_only=True)

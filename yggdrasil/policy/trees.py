@@ -246,14 +246,14 @@ class Trees:
     def _predicted_ms(self, shapes: Sequence[Shape], num_tokens: int, context_len: int) -> float:
         """The profile's milliseconds of a step that ran these shapes."""
         latency = self._parts.latency
-        verify_ms = latency.verify.at(num_tokens, context_len)
         drafting = [shape for shape in shapes if shape.depth]
         if not drafting:
-            return verify_ms + latency.plain_host_ms
+            return latency.undrafted_ms(num_tokens, context_len)
         depth = max(shape.depth for shape in drafting)
         growth_ms = latency.draft.graphs_ms(sum(shape.width for shape in drafting), context_len)
         head_ms = latency.draft.graphs_ms(2 * len(drafting), context_len)
         growing_ms = (depth - 1) * growth_ms + depth * latency.growth_host_ms
+        verify_ms = latency.verify.at(num_tokens, context_len)
         return head_ms + growing_ms + latency.step_host_ms + verify_ms
 
     def _use_corrections_(self) -> None:

@@ -48,9 +48,9 @@ def curve(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, list[float]]) -> A
     return timed(monkeypatch, Clocked(seconds))
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, model: Any) -> Any:
+def timed(monkeypatch: pytest.MonkeyPatch, model: Any, **options: int) -> Any:
     monkeypatch.setattr(latencies.time, "perf_counter", lambda: model.now)
-    return latency_curve(model, (0, 32))
+    return latency_curve(model, (0, 32), **options)
 
 
 def test_programs_that_slow_half_of_the_rounds_do_not_change_the_curve(
@@ -62,6 +62,16 @@ def test_programs_that_slow_half_of_the_rounds_do_not_change_the_curve(
     assert found.sizes == (2, 4, 8)
     for row in found.ms:
         assert row == pytest.approx((10.0, 10.0, 12.0))
+
+
+def test_a_graph_that_ran_just_before_is_timed_with_its_weights_in_the_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cold_then_warm = {2: [0.020, 0.010], 4: [0.040, 0.030]}
+    cold = curve(monkeypatch, {size: seconds[:1] for size, seconds in cold_then_warm.items()})
+    warm = timed(monkeypatch, Clocked(cold_then_warm), num_before=1)
+    assert [row == pytest.approx((20.0, 40.0)) for row in cold.ms] == [True, True]
+    assert [row == pytest.approx((10.0, 30.0)) for row in warm.ms] == [True, True]
 
 
 def test_a_wider_graph_is_never_called_quicker(monkeypatch: pytest.MonkeyPatch) -> None:

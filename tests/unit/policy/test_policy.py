@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -67,9 +68,10 @@ def test_curve_and_latency_survive_json() -> None:
         "growth_host_ms": 0.5,
         "step_host_ms": 1.0,
         "plain_host_ms": 0.25,
+        "plain_share": 0.75,
         "threads": 2,
     }
-    assert LatencyModel.from_json(model) == LatencyModel(CURVE, CURVE, 0.5, 1.0, 0.25, 2)
+    assert LatencyModel.from_json(model) == LatencyModel(CURVE, CURVE, 0.5, 1.0, 0.25, 0.75, 2)
 
 
 def test_milliseconds_of_a_step_equal_a_sum_by_hand() -> None:
@@ -79,6 +81,20 @@ def test_milliseconds_of_a_step_equal_a_sum_by_hand() -> None:
     assert LATENCY.step_ms(4, 3, 8, 7) == 1.0 + 2 * 2.0 + 3 * 0.5 + 12.0 + 1.0
     assert LATENCY.step_ms(4, 0, 1, 7) == LATENCY.plain_ms(7) == 10.5
     assert LATENCY.step_ms(1, 0, 8, 7) == 12.0 + 0.5  # what repeats, without a draft
+
+
+def test_only_steps_without_a_draft_find_the_target_in_the_caches() -> None:
+    warm = replace(LATENCY, plain_share=0.5)
+    assert warm.plain_ms(7) == warm.step_ms(4, 0, 1, 7) == 0.5 * 10.0 + 0.5
+    assert warm.step_ms(1, 0, 8, 7) == 0.5 * 12.0 + 0.5
+    assert warm.step_ms(4, 3, 8, 7) == LATENCY.step_ms(4, 3, 8, 7)
+    drafting, undrafted = (
+        FixedShape(shape, USELESS, warm, VERIFY_WIDTHS).choose([row(10)]).menu
+        for shape in (Shape(4, 3), REPEATS)
+    )
+    same = FixedShape(Shape(4, 3), USELESS, LATENCY, VERIFY_WIDTHS).choose([row(10)]).menu
+    assert drafting.ms == same.ms
+    assert undrafted.ms == tuple(warm.step_ms(1, 0, 1 + nodes, 10) for nodes in undrafted.nodes)
 
 
 def test_speedup_of_plain_decoding_is_exactly_one() -> None:
