@@ -2,9 +2,9 @@
 //
 // A vector instruction multiplies unsigned weights by signed numbers of x and adds four products a column.
 // The weights' zero (128 or 8) times the sum of x is subtracted first, so no sum over weights is stored.
-// All this is exact in int32. Two panels are multiplied at a time: with one, loading numbers of x takes
-// longer than the products. The sums of six rows fit the registers. More rows read the panels again, from
-// L1 or L2.
+// All this is exact in int32. At least two panels are multiplied at a time: with one, loading numbers of x
+// takes longer than the products. The sums of six rows fit the registers. More rows read the panels again,
+// from L1 or L2. One and two rows wait for memory, which delivers more to four panels at a time.
 //
 // x is rounded once per operator, in blocks of rows:
 //
@@ -15,6 +15,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -111,58 +112,61 @@ inline WordVec line_of(const uint8_t* lines, int line, int vec) {
   return (line % 2 ? two >> 4 : two) & 0x0f0f0f0f;
 }
 
-// What a block of rows prefetches of each panel while it computes: `bytes` for every group, from `from` on.
+// What a block of rows prefetches for each panel while it computes `num_groups` groups: `bytes` for every
+// group, from `from` on.
 template <int kPanels>
 struct Ahead {
+  int64_t num_groups, bytes;
   const uint8_t* from[kPanels];
-  int64_t bytes;
 };
 
 // kRows rows, a block, of kPanels panels: writes kRows x 16 sums for each, `stride` floats apart.
 template <int kBits, int kRows, int kPanels>
 void multiply_groups(float* out, int64_t stride, const uint8_t* const* panels, const Word* x,
-                     int64_t num_groups, Ahead<kPanels> ahead) {
+                     const std::array<Ahead<kPanels>, 2>& ahead) {
   constexpr int64_t kBytes = group_bytes(kBits);
   const uint8_t* group[kPanels];
   for (int p = 0; p < kPanels; ++p) group[p] = panels[p];
   Vec sums[kPanels][kRows][kVecs] = {};
-  for (int64_t g = 0; g < num_groups; ++g, x += kGroupWords * kRows) {
-    const Word *corrections = x + (kGroupWords - 2) * kRows, *scales = corrections + kRows;
-    IntVec exact[kPanels][kRows][kVecs];
+  for (Ahead<kPanels> part : ahead) {
+    for (int64_t g = 0; g < part.num_groups; ++g, x += kGroupWords * kRows) {
+      const Word *corrections = x + (kGroupWords - 2) * kRows, *scales = corrections + kRows;
+      IntVec exact[kPanels][kRows][kVecs];
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const IntVec correction = (IntVec)(WordVec{} + corrections[r]);
+      for (int r = 0; r < kRows; ++r) {
+        const IntVec correction = (IntVec)(WordVec{} + corrections[r]);
 #pragma GCC unroll 4
-      for (int p = 0; p < kPanels; ++p)
+        for (int p = 0; p < kPanels; ++p)
 #pragma GCC unroll 4
-        for (int v = 0; v < kVecs; ++v) exact[p][r][v] = correction;
-    }
+          for (int v = 0; v < kVecs; ++v) exact[p][r][v] = correction;
+      }
 #pragma GCC unroll 8
-    for (int line = 0; line < kGroupLines; ++line) {
+      for (int line = 0; line < kGroupLines; ++line) {
 #pragma GCC unroll 4
-      for (int p = 0; p < kPanels; ++p) {
-        if (line * 64 < ahead.bytes) __builtin_prefetch(ahead.from[p] + line * 64, 0, 2);
+        for (int p = 0; p < kPanels; ++p) {
+          if (line * 64 < part.bytes) __builtin_prefetch(part.from[p] + line * 64, 0, 2);
 #pragma GCC unroll 4
-        for (int v = 0; v < kVecs; ++v) {
-          const WordVec weights = line_of<kBits>(group[p] + kScaleBytes, line, v);
+          for (int v = 0; v < kVecs; ++v) {
+            const WordVec weights = line_of<kBits>(group[p] + kScaleBytes, line, v);
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r)
-            exact[p][r][v] =
-                multiply_add_words(exact[p][r][v], weights, x + line * kWordParts * kRows + r, kRows);
+            for (int r = 0; r < kRows; ++r)
+              exact[p][r][v] =
+                  multiply_add_words(exact[p][r][v], weights, x + line * kWordParts * kRows + r, kRows);
+          }
         }
       }
-    }
 #pragma GCC unroll 4
-    for (int p = 0; p < kPanels; ++p) {
+      for (int p = 0; p < kPanels; ++p) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) {
-        const Vec scale = BFloat16::widen_all(reinterpret_cast<const uint16_t*>(group[p]) + v * kLanes);
+        for (int v = 0; v < kVecs; ++v) {
+          const Vec scale = BFloat16::widen_all(reinterpret_cast<const uint16_t*>(group[p]) + v * kLanes);
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r)
-          sums[p][r][v] = sums[p][r][v] + to_float(exact[p][r][v]) * (scale * broadcast(scales[r]));
+          for (int r = 0; r < kRows; ++r)
+            sums[p][r][v] = sums[p][r][v] + to_float(exact[p][r][v]) * (scale * broadcast(scales[r]));
+        }
+        group[p] += kBytes;
+        part.from[p] += part.bytes;
       }
-      group[p] += kBytes;
-      ahead.from[p] += ahead.bytes;
     }
   }
   // unrolled, because GCC keeps an array in memory that is read at variable places
