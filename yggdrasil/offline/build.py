@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from yggdrasil.models.sharding import shard_
 from yggdrasil.models.support import kv_shape
 from yggdrasil.offline.progress import Progress
 from yggdrasil.offline.quality import MOST_SECONDS, losses, quality, token_texts
+from yggdrasil.offline.reuse import copy_graph, recipes, record_recipes, stored_graphs
 from yggdrasil.store import artifacts, storage
 from yggdrasil.store.digests import Ledger
 from yggdrasil.text.tokenizer import load_tokenizer
@@ -188,6 +189,7 @@ def _write_graphs(
 ) -> None:
     names = {job: str(Path(job.path).relative_to(bundle.folder)) for job in _graph_jobs(bundle)}
     missing = [job for job, name in names.items() if name not in whole]
+    missing = _copy_stored(bundle, missing, names, ledger, progress)
 
     def on_done(job: GraphJob) -> None:
         ledger.record(names[job])
@@ -195,6 +197,29 @@ def _write_graphs(
 
     with progress.phase("compile graphs", len(missing)):
         compile_graphs(missing, num_workers=_num_workers(bundle, num_workers), on_done=on_done)
+
+
+def _copy_stored(
+    bundle: Bundle,
+    missing: Sequence[GraphJob],
+    names: Mapping[GraphJob, str],
+    ledger: Ledger,
+    progress: Progress,
+) -> list[GraphJob]:
+    """Copy what other builds have of the missing graphs; return the rest."""
+    stored = stored_graphs()
+    recipe_of = recipes(names)
+    record_recipes(bundle.folder, {name: recipe_of[job] for job, name in names.items()})
+    copied = [
+        job
+        for job in missing
+        if (graph := stored.get(recipe_of[job])) is not None and copy_graph(graph, Path(job.path))
+    ]
+    ledger.record(*(names[job] for job in copied))
+    if copied:
+        pairs = sorted({stored[recipe_of[job]].folder.parent.name for job in copied})
+        progress.note(f"{len(copied)} graphs are copied: {', '.join(pairs)} has models of this structure")
+    return [job for job in missing if job not in copied]
 
 
 def _graph_jobs(bundle: Bundle) -> list[GraphJob]:

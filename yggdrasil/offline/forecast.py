@@ -104,9 +104,9 @@ class Forecast:
             problem = f"about {_size(self.written_bytes)} are needed, {_size(free)} are free"
             raise StoreError(self.root, problem, "make room there, or set YGG_HOME to a folder that has it")
 
-    def learn(self, seconds: float) -> None:
+    def learn(self, seconds: float, num_compiled: int) -> None:
         """Record a finished compilation for the next estimate, if it built all graphs."""
-        if self.is_whole and self.is_known:
+        if self.is_whole and self.is_known and num_compiled >= self.num_graphs:
             payload = {"estimated_s": self.estimated_s, "seconds": seconds}
             artifacts.save_json(last_path(), payload)
 

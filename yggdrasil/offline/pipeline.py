@@ -19,6 +19,7 @@ from yggdrasil.bundle import MALFORMED, Bundle
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels import build_kernels, load_kernels
+from yggdrasil.kernels.compilations import compilations
 from yggdrasil.loading import load_bundle, load_models
 from yggdrasil.offline.build import build_files, read_quality
 from yggdrasil.offline.download import download
@@ -118,6 +119,7 @@ def _build_operators(bundle: Bundle, progress: Progress) -> None:
 
 def _compile(bundle: Bundle, texts: Sequence[str], num_workers: int | None, progress: Progress) -> Bundle:
     began = time.perf_counter()
+    compiled = compilations()
     expected = forecast(bundle, num_workers)
     expected.check_room()
     for line in expected.lines():
@@ -133,7 +135,7 @@ def _compile(bundle: Bundle, texts: Sequence[str], num_workers: int | None, prog
     with progress.phase("check exactness", NUM_PLAIN + len(sizes)):
         bundle = replace(bundle, inexact_widths=inexact_widths(target, sizes, progress.advance))
     tune(bundle, (target, draft), texts, progress)
-    expected.learn(time.perf_counter() - began)
+    expected.learn(time.perf_counter() - began, compilations() - compiled)
     _remove_outdated(bundle, progress)
     return bundle
 

@@ -107,9 +107,10 @@ def test_a_whole_compilation_corrects_the_next_estimate(
     bundle = bundled(TINY)
     first = forecast(bundle)
     assert first.correction is None
-    replace(first, is_whole=False).learn(7.0)
+    replace(first, is_whole=False).learn(7.0, first.num_graphs)
+    first.learn(7.0, first.num_graphs - 1)
     assert not last_path().exists()
-    first.learn(3 * first.estimated_s)
+    first.learn(3 * first.estimated_s, first.num_graphs)
     assert forecast(bundle).correction == pytest.approx(3.0)
     last_path().write_text("{}")
     assert forecast(bundle).correction is None
