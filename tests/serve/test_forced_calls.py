@@ -100,10 +100,27 @@ def test_a_choice_that_cannot_be_enforced_is_refused(fields: dict[str, Any]) -> 
     assert refused.value.param == "tool_choice"
 
 
-def test_a_forced_call_and_a_format_are_two_grammars() -> None:
-    request = chat(tool_choice="required", response_format={"type": "json_object"})
-    with pytest.raises(ApiError, match="two grammars"):
+FORMATTED = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": WEATHER}}}
+
+
+@pytest.mark.parametrize("choice", ("required", NAMED), ids=("required", "named"))
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_format_of_an_answer_has_nothing_to_do_with_a_forced_call(form: str, choice: Any) -> None:
+    request = chat(tool_choice=choice, **FORMATTED)
+    assert request.grammar(FORMATS[form]) == chat(tool_choice=choice).grammar(FORMATS[form])
+    assert request.may_call(FORMATS[form])
+    assert [part for part, _ in request.grammar_parts][:1] == ["tools[0].function.parameters"]
+    assert "response_format" not in dict(request.grammar_parts)
+
+
+@pytest.mark.parametrize("grammar", ({"regex": "a+"}, {"choice": ["a"]}, {"json": WEATHER}), ids=list)
+def test_a_forced_call_and_a_grammar_of_the_whole_output_exclude_each_other(
+    grammar: dict[str, Any],
+) -> None:
+    request = chat(tool_choice="required", structured_outputs=grammar)
+    with pytest.raises(ApiError, match="tool_choice and structured_outputs are two grammars") as refused:
         request.grammar(FORMATS["json"])
+    assert refused.value.param == "tool_choice"
 
 
 def test_references_of_a_function_begin_at_its_own_schema(tiny: LoadedPair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from test_api import CONTEXT, STORY, Running, eventually, server
 
 from yggdrasil.serve.chat import ChatTemplate
 from yggdrasil.serve.messages import Tool
-from yggdrasil.serve.structured import possible_calls
+from yggdrasil.serve.structured import forced_call, possible_calls
 from yggdrasil.serve.tools import FORMATS
 
 KEY = "a key"
@@ -256,6 +257,51 @@ def test_an_answer_with_a_schema_is_no_call_where_a_call_needs_no_marker(
     )
     [choice] = answer.choices
     assert (choice.message.content, choice.message.tool_calls) == ('{"name": "sum", "age": 3}', None), form
+
+
+@pytest.mark.parametrize("kind", ("regex", "choice", "grammar"))
+@pytest.mark.parametrize("stream", (False, True))
+def test_a_text_under_a_grammar_is_content_even_if_it_looks_like_a_call(
+    calling: tuple[openai.OpenAI, Running, str], kind: str, stream: bool
+) -> None:
+    client, _, form = calling
+    text = CALLS[form]
+    lark = f"start: {json.dumps(text, ensure_ascii=False)}"
+    grammars: dict[str, Any] = {"regex": re.escape(text), "choice": [text], "grammar": lark}
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        tools=TOOLS,
+        stream=stream,
+        extra_body={"structured_outputs": {kind: grammars[kind]}},
+    )
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in answer]
+        assert "".join(delta.content or "" for delta in deltas) == text
+        assert not any(delta.tool_calls for delta in deltas)
+    else:
+        [choice] = answer.choices
+        assert (choice.message.content, choice.message.tool_calls) == (text, None)
+        assert choice.finish_reason == "stop"
+
+
+def test_a_call_is_forced_whatever_the_format_of_an_answer_is(
+    calling: tuple[openai.OpenAI, Running, str],
+) -> None:
+    """As in a loop that asks for a call first, and sends the same fields for the answer after it."""
+    client, running, form = calling
+    form_of_answer: Any = {"type": "json_object"}
+    fields: Any = {"model": "tiny", "messages": HI, "tools": TOOLS, "response_format": form_of_answer}
+    for choice in ("required", {"type": "function", "function": {"name": "sum"}}):
+        answer = client.chat.completions.create(**fields, tool_choice=choice)
+        assert [call.function.name for call in answer.choices[0].message.tool_calls] == [
+            "get_weather",
+            "sum",
+        ]
+        processors = running.service.submitted[-1].config.sampling.processors
+        assert processors is not None
+        offered = [Tool.model_validate(tool) for tool in (TOOLS if choice == "required" else TOOLS[1:])]
+        assert processors.grammar == forced_call(offered, FORMATS[form])
 
 
 def test_an_agent_sends_calls_and_results_back(calling: tuple[openai.OpenAI, Running, str]) -> None:

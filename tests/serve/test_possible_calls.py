@@ -198,9 +198,22 @@ def test_where_a_call_needs_no_marker_strict_functions_and_a_schema_are_refused(
     assert (refused.value.status, refused.value.param) == (400, "tools")
 
 
-def test_strict_functions_and_a_regular_expression_are_two_grammars() -> None:
+OTHERS: dict[str, Any] = {"regex": "a+", "choice": ["a"], "grammar": 'start: "a"'}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_strict_functions_and_another_grammar_are_two_grammars(kind: str) -> None:
     with pytest.raises(ApiError, match="two grammars"):
-        chat(structured_outputs={"regex": "a+"}).grammar(FORMATS["hermes"])
+        chat(structured_outputs={kind: OTHERS[kind]}).grammar(FORMATS["hermes"])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_text_under_another_grammar_is_no_call(kind: str, name: str) -> None:
+    """Next to functions that bind nothing; a text of the grammar may look like a call."""
+    request = chat(tools=TOOLS[1:], structured_outputs={kind: OTHERS[kind]})
+    assert request.grammar(FORMATS[name]) == GrammarConfig.of(kind, OTHERS[kind])
+    assert not request.may_call(FORMATS[name])
 
 
 @pytest.mark.parametrize("name", ("llama3", "mistral"))

@@ -107,7 +107,7 @@ class WireRequest(Strict):
     @property
     def grammar_field(self) -> str:
         """The field that the grammar comes from."""
-        return "structured_outputs" if self.structured_outputs else self.format_field
+        return self.format_field if structured(self.structured_outputs) is None else "structured_outputs"
 
     @property
     def grammar_parts(self) -> list[tuple[str, GrammarConfig]]:
@@ -121,7 +121,7 @@ class WireRequest(Strict):
     @property
     def answer(self) -> GrammarConfig | None:
         """What an answer without calls must be; None for any text."""
-        formed = None if self.response_format is None else self.response_format.grammar
+        formed = None if self.response_format is None else self.response_format.grammar(self.format_field)
         chosen = structured(self.structured_outputs)
         if formed is not None and chosen is not None:
             message = "response_format and structured_outputs are two grammars; send one of them"
@@ -401,7 +401,7 @@ class ChatRequest(WireRequest):
     def grammar_parts(self) -> list[tuple[str, GrammarConfig]]:
         """The schemas that bind calls, of forced functions or of strict ones, and that of an answer."""
         bound = self.forced or [tool for tool in self.offered if tool.function.strict]
-        answer = self.answer
+        answer = None if self.forced else self.answer
         return [
             (f"tools[{place}].{self.schema_field}", GrammarConfig.of("json", tool.function.parameters))
             for place, tool in enumerate(self.tools)
@@ -411,17 +411,18 @@ class ChatRequest(WireRequest):
     def grammar(self, form: Format) -> GrammarConfig | None:
         """As in the base class, or that of calls: one that must be made, or those that may be made.
 
-        An answer in JSON may be a call instead, if a call always has a marker.
+        `response_format` is that of an answer, so a call that must be made has nothing to do with it. An
+        answer in JSON may be a call instead, if a call always has a marker.
         """
         answer = self.answer
         if self.forced:
-            if answer is None:
+            if structured(self.structured_outputs) is None:
                 return forced_call(self.forced, form)
-            message = f"tool_choice and {super().grammar_field} are two grammars; send one of them"
+            message = "tool_choice and structured_outputs are two grammars; send one of them"
             raise ApiError(400, message, param="tool_choice")
-        is_json = answer is not None and answer.kind == "json"
-        if not self._is_strict and not (self.offered and is_json and not form.is_bare):
+        if not self._is_strict and not (answer is not None and self.may_call(form)):
             return answer
+        is_json = answer is not None and answer.kind == "json"
         if answer is not None and (not is_json or form.is_bare):
             message = f"tools and {super().grammar_field} are two grammars; send one of them"
             reason = ": calls of this model need no marker, so an answer in JSON could be one"
@@ -434,9 +435,14 @@ class ChatRequest(WireRequest):
         return calls
 
     def may_call(self, form: Format) -> bool:
-        """Whether the answer may have calls; one in JSON has none where a call needs no marker."""
-        is_json = self.answer is not None and self.answer.kind == "json"
-        return bool(self.offered) and not (is_json and form.is_bare)
+        """Whether the answer may have calls.
+
+        Under a grammar of the answer it has none, except instead of JSON where a call always has a marker.
+        """
+        answer = self.answer
+        if self.forced or answer is None:
+            return bool(self.offered)
+        return bool(self.offered) and answer.kind == "json" and not form.is_bare
 
     def has_free_text(self, form: Format) -> bool:
         """Whether the answer may be any text before a call, so it may begin with reasoning.
@@ -456,4 +462,4 @@ class ChatRequest(WireRequest):
         """Render and encode the conversation; a model's own template writes the special tokens itself."""
         messages = [message.rendered() for message in self.messages]
         text = encoder.template.render(messages, [tool.rendered() for tool in self.offered])
-        return [encoder.encode(text, "messages", special_tokens=not encoder.template.is_own)]
+        return [encoder.encode(text, self.prompt_field, special_tokens=not encoder.template.is_own)]

@@ -31,18 +31,17 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _has_a_schema(self) -> ResponseFormat:
         if unknown := sorted(self.json_schema.keys() - set(FORMAT_FIELDS)):
-            raise ValueError(f"json_schema.{unknown[0]} is not known")
+            raise ValueError(f"a json_schema has no field {unknown[0]!r}")
         if (self.type == "json_schema") != (self.json_schema.get("schema") is not None):
-            raise ValueError("type json_schema, and no other, has json_schema.schema")
+            raise ValueError("type json_schema, and no other, has a schema")
         return self
 
-    @property
-    def grammar(self) -> GrammarConfig | None:
-        """The grammar of the answer; None for any text."""
+    def grammar(self, field: str) -> GrammarConfig | None:
+        """The grammar of the answer; None for any text. Errors name the field."""
         if self.type == "text":
             return None
         schema = ANY_OBJECT if self.type == "json_object" else self.json_schema["schema"]
-        return _grammar("response_format", "json", schema)
+        return _grammar(field, "json", schema)
 
 
 def structured(fields: dict[str, Any]) -> GrammarConfig | None:
