@@ -15,12 +15,15 @@ from test_openai_client import TOOLS as CHAT_TOOLS
 from yggdrasil.config import GrammarConfig
 from yggdrasil.serve.chat import ChatTemplate
 
+CALLED = {"type": "function_call", "call_id": "a", "name": "sum", "arguments": "{}"}
+REFUSING = "{% if messages[0].content == 'refuse' %}{{ raise_exception('never') }}{% endif %}"
 TOOLS = [{"type": "function", "strict": None, **tool["function"]} for tool in CHAT_TOOLS]
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with server(template=ChatTemplate(TEMPLATE), tool_parser="hermes", max_context=512) as running:
+    template = ChatTemplate(REFUSING + TEMPLATE)
+    with server(template=template, tool_parser="hermes", max_context=512) as running:
         yield running
 
 
@@ -193,7 +196,21 @@ def test_reasoning_is_an_item_of_its_own_and_may_come_back(
         ({"temperature": -1.0}, "temperature", "temperature"),
         ({"model": "other"}, "model", "there is no model"),
         ({"frequency": 1}, "frequency", "not a field"),
-        ({"text": {"format": {"type": "yaml"}}}, "response_format", "json_schema"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format", "json_schema"),
+        ({"text": {"format": {"type": "text", "size": 3}}}, "text.format", "text.format.size"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "has a schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}, "a": 1}}}, "text.format", "field 'a'"),
+        ({"text": {"format": {"type": "json_schema", "schema": 4}}}, "text.format", "text.format: json"),
+        ({"input": "a " * 30_000}, "input", "context"),
+        ({"input": [CALLED | {"arguments": "[1]"}]}, "input", "JSON object"),
+        ({"input": [CALLED | {"arguments": '{"a"'}]}, "input", "JSON object"),
+        ({"input": [{"type": "function_call_output", "call_id": "", "output": ""}]}, "input", "at least 1"),
+        ({"input": [{"role": "assistant", "content": "refuse"}]}, "input", "never"),
+        ({"tools": [TOOLS[0] | {"name": ""}]}, "tools", "tools.0.name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "b"}}, "tool_choice", "offer"),
+        ({"seed": -1}, "seed", "greater than"),
+        ({"stop": ["a"] * 5}, "stop", "at most 4"),
+        ({"metadata": {str(place): "" for place in range(17)}}, "metadata", "at most 16"),
     ),
 )
 def test_what_is_not_supported_is_a_400_that_names_it(
@@ -204,6 +221,8 @@ def test_what_is_not_supported_is_a_400_that_names_it(
     assert response.status_code == (404 if param == "model" else 400)
     assert error["param"] == param, error
     assert message in error["message"]
+    foreign = ("messages", "response_format", "max_tokens", "max_completion_tokens", "tool_calls")
+    assert not any(name in error["message"] for name in foreign), error
 
 
 def test_a_schema_of_the_text_reaches_the_batch(running: Running, client: openai.OpenAI) -> None:

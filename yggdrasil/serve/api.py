@@ -46,7 +46,7 @@ from yggdrasil.serve.middleware import OPEN_PATHS, AuthMiddleware, answer_error
 from yggdrasil.serve.openai import ChatRequest, CompletionRequest, WireRequest
 from yggdrasil.serve.replies import ChatReply, CompletionReply, Reply, merge
 from yggdrasil.serve.request import DEFECT, Event, Request
-from yggdrasil.serve.responses import Answer, ResponsesRequest
+from yggdrasil.serve.responses import RENAMED, Answer, ResponsesRequest
 from yggdrasil.serve.serving import BatchService, Serving, serving_of
 from yggdrasil.serve.web import PAGE_PATHS, page_router
 from yggdrasil.serve.wire import ApiError
@@ -206,7 +206,7 @@ async def chat_completions(http: HttpRequest, body: ChatBody, rows: RowsOfReques
 async def responses(http: HttpRequest, body: ResponsesBody, rows: RowsOfRequest) -> Response:
     """Answer a conversation, in the form of OpenAI's newer interface; nothing is stored."""
     serving = serving_of(http)
-    chat = checked(body.chat)
+    chat = checked(body.chat, RENAMED)
     prompts = await _begin(http, chat, rows)
     answer = Answer(body, _chat_reply(serving, chat, prompts), serving.model, serving.defaults)
     if body.stream:

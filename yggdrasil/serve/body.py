@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
@@ -88,12 +88,16 @@ def _check_texts(fields: dict[str, Any]) -> None:
             raise ApiError(400, f"{name}: {half} is half of a surrogate pair", param=name) from None
 
 
-def checked(build: Callable[[], Wire]) -> Wire:
-    """A request that pydantic builds; raises ApiError for its first wrong field."""
+def checked(build: Callable[[], Wire], names: Mapping[str, str] | None = None) -> Wire:
+    """A request that pydantic builds; raises ApiError for its first wrong field.
+
+    Args:
+        names: The client's names of fields that are called otherwise here.
+    """
     try:
         return build()
     except ValidationError as error:
-        raise _invalid(error) from None
+        raise _invalid(error, names or {}) from None
 
 
 def check_counts(body: bytes) -> None:
@@ -115,14 +119,15 @@ def _too_many(most: int, name: str) -> ApiError:
     return ApiError(400, message, code="too_many_values")
 
 
-def _invalid(error: ValidationError) -> ApiError:
+def _invalid(error: ValidationError, names: Mapping[str, str]) -> ApiError:
     """An error for the first wrong field, with all values that pydantic would accept."""
     errors = error.errors(include_url=False, include_input=False)
     first = errors[0]
     path = [str(part) for part in first["loc"]]
+    complaints = [entry["msg"] for entry in errors if list(map(str, entry["loc"][:1])) == path[:1]]
+    path[:1] = [names.get(part, part) for part in path[:1]]
     if first["type"] == UNKNOWN_FIELD:
         path.append(first["ctx"]["field"])
         message = f"{'.'.join(path)} is not a field of this server's requests; leave it out"
         return ApiError(400, message, param=path[0], code="unknown_parameter")
-    complaints = [entry["msg"] for entry in errors if list(map(str, entry["loc"][:1])) == path[:1]]
     return ApiError(400, f"{'.'.join(path)}: {' or '.join(dict.fromkeys(complaints))}", param=path[0])

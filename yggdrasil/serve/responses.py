@@ -26,13 +26,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from yggdrasil.errors import ConfigError
+from yggdrasil.serve.messages import CalledFunction
 from yggdrasil.serve.neutral import neutral_only
 from yggdrasil.serve.openai import ChatRequest
+from yggdrasil.serve.prompts import PromptEncoder
 from yggdrasil.serve.replies import ChatReply
 from yggdrasil.serve.request import Event
 from yggdrasil.serve.wire import ApiError, Strict
 
-__all__ = ["Answer", "ResponsesRequest"]
+__all__ = ["RENAMED", "Answer", "ResponsesRequest"]
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -52,6 +55,8 @@ SAME = (
     "stop",
 )
 """Fields that chat completions have, too, under the same names."""
+RENAMED = {"messages": "input", "response_format": "text.format"}
+"""Fields of chat completions that errors name, and what they are called here."""
 NO_SCORES: dict[str, list[Any]] = {"logprobs": []}  # clients require the field
 
 
@@ -75,13 +80,11 @@ class InputMessage(Strict):
     phase: str = ""
 
 
-class InputCall(Strict):
+class InputCall(CalledFunction):
     """A call that the assistant made."""
 
     type: Literal["function_call"]
     call_id: str
-    name: str
-    arguments: str
     id: str = ""
     status: str = ""
 
@@ -90,7 +93,7 @@ class InputResult(Strict):
     """What a call returned."""
 
     type: Literal["function_call_output"]
-    call_id: str
+    call_id: Annotated[str, Field(min_length=1)]
     output: str | Annotated[list[InputPart], Field(fail_fast=True)]
     id: str = ""
     status: str = ""
@@ -111,7 +114,7 @@ class FunctionTool(Strict):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     description: str = ""
     parameters: dict[str, Any] = Field({})
     strict: bool = False
@@ -134,13 +137,19 @@ class TextOptions(Strict):
 class _Chat(ChatRequest):
     """A request of this route as one of chat completions; its errors name this route's fields."""
 
-    prompt_field: ClassVar[str] = "input"
-    format_field: ClassVar[str] = "text.format"
+    prompt_field: ClassVar[str] = RENAMED["messages"]
+    format_field: ClassVar[str] = RENAMED["response_format"]
     schema_field: ClassVar[str] = "parameters"
 
     @property
     def limit(self) -> tuple[str, int | None]:
         return "max_output_tokens", self.max_completion_tokens
+
+    def prompts(self, encoder: PromptEncoder) -> list[list[int]]:
+        try:
+            return super().prompts(encoder)
+        except ConfigError as error:  # the template refuses the conversation
+            raise error.renamed(RENAMED.get(error.field, error.field)) from None
 
 
 Item = InputMessage | InputCall | InputResult | InputReasoning
