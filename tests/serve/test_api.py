@@ -695,6 +695,32 @@ def test_an_unsupported_or_invalid_field_of_chat_is_a_400_that_names_it(
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0.image_url is not a field of this server's requests; leave it out",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 4}]},
+            "messages.0.content: Input should be a valid string or Input should be a valid list",
+        ),
+        ({"tool_choice": "maybe"}, "tool_choice: Input should be 'none', 'auto' or 'required'"),
+        (
+            {"speculation": True},
+            "speculation: Input should be 'off' or 'auto' or Input should be a valid integer",
+        ),
+        ({"frequency": 1}, "frequency is not a field of this server's requests; leave it out"),
+    ],
+    ids=str,
+)
+def test_the_error_of_a_value_is_that_of_the_form_that_the_client_meant(
+    shared: Running, fields: dict[str, Any], message: str
+) -> None:
+    assert shared.chat(**fields).json()["error"]["message"] == message
+
+
 @pytest.mark.parametrize("kind", (CompletionRequest, ChatRequest))
 @pytest.mark.parametrize("name", NEUTRAL)
 def test_a_field_is_accepted_with_its_neutral_values_only(name: str, kind: type[WireRequest]) -> None:

@@ -16,6 +16,7 @@ from yggdrasil.config import GrammarConfig
 from yggdrasil.serve.chat import ChatTemplate
 
 CALLED = {"type": "function_call", "call_id": "a", "name": "sum", "arguments": "{}"}
+IMAGE = {"type": "input_image", "image_url": "data:"}
 REFUSING = "{% if messages[0].content == 'refuse' %}{{ raise_exception('never') }}{% endif %}"
 TOOLS = [{"type": "function", "strict": None, **tool["function"]} for tool in CHAT_TOOLS]
 
@@ -202,9 +203,11 @@ def test_reasoning_is_an_item_of_its_own_and_may_come_back(
         ({"text": {"format": {"type": "json_schema", "schema": {}, "a": 1}}}, "text.format", "field 'a'"),
         ({"text": {"format": {"type": "json_schema", "schema": 4}}}, "text.format", "text.format: json"),
         ({"input": "a " * 30_000}, "input", "context"),
-        ({"input": [CALLED | {"arguments": "[1]"}]}, "input", "JSON object"),
+        ({"input": [CALLED | {"arguments": "[1]"}]}, "input", "0.function_call: Value error, the arg"),
         ({"input": [CALLED | {"arguments": '{"a"'}]}, "input", "JSON object"),
-        ({"input": [{"type": "function_call_output", "call_id": "", "output": ""}]}, "input", "at least 1"),
+        ({"input": [{"type": "function_call_output", "call_id": "", "output": ""}]}, "input", "call_id: "),
+        ({"input": [{"role": "tool", "content": "4"}]}, "input", "input.0.message.role: Input should be"),
+        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input", "content.0.image_url is not a field"),
         ({"input": [{"role": "assistant", "content": "refuse"}]}, "input", "never"),
         ({"tools": [TOOLS[0] | {"name": ""}]}, "tools", "tools.0.name"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "b"}}, "tool_choice", "offer"),

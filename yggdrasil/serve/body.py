@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
@@ -26,6 +26,7 @@ MAX_BODY_BYTES = 4 << 20
 MAX_VALUES = {b"[": 1 << 13, b"{": 1 << 13, b":": 1 << 15, b",": 1 << 18}
 NAMES = {b"[": "lists", b"{": "objects", b":": "fields", b",": "values"}
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON writes it, also one of a whole pair
+FORM = re.compile(r"\[|^str$|-int$")  # as pydantic calls lists, texts and numbers in a path
 SMALL_BYTES = 1 << 16  # parsed faster than a thread wakes up on a busy machine
 
 Wire = TypeVar("Wire", bound=BaseModel)
@@ -120,14 +121,24 @@ def _too_many(most: int, name: str) -> ApiError:
 
 
 def _invalid(error: ValidationError, names: Mapping[str, str]) -> ApiError:
-    """An error for the first wrong field, with all values that pydantic would accept."""
+    """An error for the first wrong field.
+
+    If a value may have several forms, the error is that of the form that goes furthest without a fault,
+    which the client meant; if several go as far, it has all that pydantic would accept at this place.
+    """
     errors = error.errors(include_url=False, include_input=False)
-    first = errors[0]
-    path = [str(part) for part in first["loc"]]
-    complaints = [entry["msg"] for entry in errors if list(map(str, entry["loc"][:1])) == path[:1]]
-    path[:1] = [names.get(part, part) for part in path[:1]]
+    field = errors[0]["loc"][:1]  # nothing if the request itself has an unknown field
+    first = max((each for each in errors if each["loc"][:1] == field), key=lambda each: len(each["loc"]))
+    place = _place(first["loc"])
+    path = [*(names.get(part, part) for part in place[:1]), *place[1:]]
     if first["type"] == UNKNOWN_FIELD:
         path.append(first["ctx"]["field"])
         message = f"{'.'.join(path)} is not a field of this server's requests; leave it out"
         return ApiError(400, message, param=path[0], code="unknown_parameter")
-    return ApiError(400, f"{'.'.join(path)}: {' or '.join(dict.fromkeys(complaints))}", param=path[0])
+    complaints = dict.fromkeys(each["msg"] for each in errors if _place(each["loc"]) == place)
+    return ApiError(400, f"{'.'.join(path)}: {' or '.join(complaints)}", param=path[0])
+
+
+def _place(loc: Sequence[int | str]) -> list[str]:
+    """Where an error is, without pydantic's names of the forms that a value may have."""
+    return [str(part) for part in loc if not FORM.search(str(part))]

@@ -90,8 +90,8 @@ def _fields(schema: dict[str, Any]) -> str:
 
 def _kind(schema: dict[str, Any]) -> str:
     """The kind of a field's values in words."""
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(map(_kind, schema["anyOf"])))
+    if forms := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(dict.fromkeys(map(_kind, forms)))
     if "enum" in schema or "const" in schema:
         return " or ".join(map(json.dumps, schema.get("enum", [schema.get("const")])))
     if schema["type"] == "array":

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from yggdrasil.errors import ConfigError
 from yggdrasil.serve.messages import CalledFunction
@@ -152,7 +152,23 @@ class _Chat(ChatRequest):
             raise error.renamed(RENAMED.get(error.field, error.field)) from None
 
 
-Item = InputMessage | InputCall | InputResult | InputReasoning
+def _kind(item: Any) -> str:
+    """The type of an item; a message may leave it out."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", "")
+    return str(kind or "message")
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputResult, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")],
+    Discriminator(  # an error is that of the item's own type
+        _kind,
+        custom_error_type="unknown_item",
+        custom_error_message="Input should be a message, function_call, function_call_output or reasoning",
+    ),
+]
 
 
 class ResponsesRequest(Strict):
