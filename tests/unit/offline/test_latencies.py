@@ -16,10 +16,19 @@ from yggdrasil.offline.latencies import (
     MIN_ROUNDS,
     ROUNDS,
     decision_milliseconds,
+    host_milliseconds,
     latency_curve,
 )
+from yggdrasil.policy.acceptance import Acceptance
+from yggdrasil.policy.latency import Curve, LatencyModel
+from yggdrasil.policy.shape import FixedShape
+from yggdrasil.state import DecodeState, Shape
 
 pytestmark = pytest.mark.usefixtures("kernels")
+
+FLAT = Curve((0,), (2, 8), ((3.0, 4.0),))
+LATENCY = LatencyModel(FLAT, FLAT, growth_host_ms=0.0, step_host_ms=0.0, plain_host_ms=0.0)
+USELESS = Acceptance((-1.0, 0.0), (0.0, 1.0), {})
 
 
 class Clocked:
@@ -139,3 +148,37 @@ def test_catching_up_over_many_full_graphs_takes_time_in_proportion(
         "four graphs of 16 tokens, but one batch size of every lag"
     )
     assert len(ticks) == 16
+
+
+class Stepping:
+    """An engine whose target takes twice the profile's time on this machine today, and half of that in
+    steps without a draft.
+    """
+
+    max_context = 64
+
+    def __init__(self, *models: Any, max_context: int) -> None:
+        self.target, self.draft = models
+        self.trace = SimpleNamespace(total_ms={"draft": 0.0})
+
+    def step(self, state: DecodeState, policy: FixedShape) -> Any:
+        state.tokens.append(1)
+        drafts = policy.shape.depth > 0
+        self.target.graph_ms += 2.0 * LATENCY.verify.at(2, 0) * (1.0 if drafts else 0.5)
+        return SimpleNamespace(shape=policy.shape, verified=2, context_len=0)
+
+
+def test_the_share_of_plain_decoding_does_not_depend_on_how_busy_the_machine_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(latencies, "Engine", Stepping)
+    monkeypatch.setattr(latencies, "RecordedModel", lambda model, *_: model)
+    monkeypatch.setattr(latencies, "prefill", lambda *_: None)
+    models = [
+        SimpleNamespace(cache=SimpleNamespace(rollback_=lambda _: None), graph_ms=0.0) for _ in range(2)
+    ]
+    engine: Any = Stepping(*models, max_context=64)
+    found = host_milliseconds(
+        engine, [5], FixedShape(Shape(1, 2), USELESS, LATENCY, (2, 8)), LATENCY.verify
+    )
+    assert found["plain_share"] == pytest.approx(0.5)
