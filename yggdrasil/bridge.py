@@ -5,7 +5,7 @@ Shapes: P = tokens of a padded prompt, R = those and the longest new text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from yggdrasil.api import Pair
-from yggdrasil.config import GenerateConfig
+from yggdrasil.config import MOST_COUNT, GenerateConfig
 from yggdrasil.errors import ConfigError, first_line
 from yggdrasil.models.defaults import APPLIED, PROCESSORS, SAMPLING
 from yggdrasil.report.run import Result, Run
@@ -22,9 +22,7 @@ __all__ = ["generate"]
 
 NEW_TOKENS = 20  # transformers' default
 TOP_K = 50  # the same
-LENGTHS = ("max_new_tokens", "max_length")
-IDS = ("eos_token_id", "pad_token_id", "bad_words_ids", "suppress_tokens")
-TAKEN = (*LENGTHS, "do_sample", "temperature", *SAMPLING, *APPLIED, *IDS)
+ID_TYPES = (torch.int64, torch.int32)  # the same
 NEUTRAL = {
     **PROCESSORS,
     "num_return_sequences": 1,
@@ -34,6 +32,47 @@ NEUTRAL = {
     "use_cache": True,
 }
 """Arguments that have no equivalent here, with the value that has no effect."""
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MOST_COUNT
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_count, value))
+
+
+def _is_ends(value: object) -> bool:
+    return _is_count(value) or _is_ids(value)
+
+
+def _is_words(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_ids, value)) and all(value)
+
+
+COUNT = (_is_count, f"a whole number from 0 to {MOST_COUNT}")
+NUMBER = (_is_number, "a number")
+TAKEN: dict[str, tuple[Callable[[object], bool], str]] = {
+    "max_new_tokens": COUNT,
+    "max_length": COUNT,
+    "min_new_tokens": COUNT,
+    "do_sample": (lambda value: type(value) is bool, "True or False"),
+    "temperature": NUMBER,
+    "top_k": COUNT,
+    "top_p": NUMBER,
+    "min_p": NUMBER,
+    "repetition_penalty": NUMBER,
+    "no_repeat_ngram_size": COUNT,
+    "eos_token_id": (_is_ends, "a token id, or a list of them"),
+    "pad_token_id": (_is_count, "a token id"),
+    "bad_words_ids": (_is_words, "a list of lists of token ids, none of them empty"),
+    "suppress_tokens": (_is_ids, "a list of token ids"),
+}
+"""Arguments that have an effect, and what their values must be; None leaves one out, as in transformers."""
 
 
 def generate(
@@ -75,16 +114,15 @@ def generate(
         ...     sequences = generate(load_pair(), **inputs, max_new_tokens=64)
         ...     print(tokenizer.batch_decode(sequences, skip_special_tokens=True))
     """
+    if not isinstance(pair, Pair):
+        raise ConfigError("pair", pair, "a Pair, which load_pair() returns")
     settings = _settings(pair, generation_config, arguments)
     ends = _ends(pair, _listed(settings.eos_token_id))
     pad = _listed(settings.pad_token_id)
     prompts = _prompts(input_ids, attention_mask, None if pad in ends else pad)
     seeds = _seeds(seed, len(prompts), is_sampled=bool(settings.do_sample))
-    try:
-        options = {**_options(settings, input_ids.shape[1]), "stop_tokens": ends, "ignore_eos": True}
-        configs = [GenerateConfig.of({**options, "seed": each}) for each in seeds]
-    except TypeError as error:
-        raise _of_another_type(arguments, error) from None
+    options = {**_options(settings, input_ids.shape[1]), "stop_tokens": ends, "ignore_eos": True}
+    configs = [GenerateConfig.of({**options, "seed": each}) for each in seeds]
     results = _decoded(pair, list(zip(prompts, configs, strict=True)))
     return _sequences(input_ids, results, next(iter(ends), 0) if pad is None else pad)
 
@@ -96,7 +134,7 @@ def _settings(pair: Pair, given: Any, arguments: Mapping[str, Any]) -> Any:
     for name, value in arguments.items():
         if name not in (*TAKEN, *NEUTRAL) and value is not None:
             raise ConfigError("argument", name, f"one of {', '.join(TAKEN)}")
-    _check_neutral(arguments)
+    _check(arguments)
     if not isinstance(given, GenerationConfig | None):
         raise ConfigError("generation_config", given, "a GenerationConfig of transformers")
     try:
@@ -107,22 +145,23 @@ def _settings(pair: Pair, given: Any, arguments: Mapping[str, Any]) -> Any:
     try:
         settings.update(**own.to_dict(), defaults_only=True)
         settings.update(**arguments)
-    except (TypeError, ValueError) as error:
-        raise _of_another_type(arguments, error) from None
-    _check_neutral(vars(settings))
+    except (TypeError, ValueError) as error:  # such as a limit of 0
+        allowed = f"what transformers takes ({first_line(error)})"
+        raise ConfigError("arguments", dict(arguments), allowed) from None
+    _check(vars(settings))
     return settings
 
 
-def _of_another_type(arguments: Mapping[str, Any], error: Exception) -> ConfigError:
-    """The error for arguments of which one has a type that transformers does not take either."""
-    return ConfigError("arguments", dict(arguments), f"what transformers takes ({first_line(error)})")
-
-
-def _check_neutral(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a setting that would change the text and has no equivalent."""
+def _check(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a value of a wrong type, or a setting without equivalent that has an effect."""
+    for name, (is_allowed, allowed) in TAKEN.items():
+        value = _listed(settings.get(name))
+        if value is not None and not is_allowed(value):
+            raise ConfigError(name, value, allowed)
     for name, neutral in NEUTRAL.items():
         value = settings.get(name)
-        if value is not None and value != neutral:
+        is_neutral = value is None or (isinstance(value, int | float) and value == neutral)
+        if not is_neutral:
             raise ConfigError(name, value, f"{neutral}: nothing here does the same")
 
 
@@ -131,11 +170,9 @@ def _listed(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def _ends(pair: Pair, tokens: Any) -> tuple[int, ...]:
+def _ends(pair: Pair, tokens: int | Sequence[int] | None) -> tuple[int, ...]:
     if tokens is None:
         return tuple(sorted(pair.engine.eos_tokens))
-    if not isinstance(tokens, int | list | tuple):
-        raise ConfigError("eos_token_id", tokens, "a token id, or a list of them")
     return (tokens,) if isinstance(tokens, int) else tuple(tokens)
 
 
@@ -154,7 +191,7 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None, padding: int | No
     Args:
         padding: A token that is only padding, if there is one.
     """
-    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.is_floating_point():
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.dtype not in ID_TYPES:
         raise ConfigError("input_ids", input_ids, "a tensor of token ids with a row for every prompt")
     if attention_mask is None:
         if padding is not None and padding in input_ids:
@@ -177,8 +214,6 @@ def _options(settings: Any, prompt_len: int) -> dict[str, Any]:
         given = {name: getattr(settings, name) for name in ("temperature", *SAMPLING)}
         options |= {name: value for name, value in given.items() if value is not None}
     words = _listed(settings.bad_words_ids) or []
-    if not isinstance(words, list) or not all(isinstance(word, list | tuple) for word in words):
-        raise ConfigError("bad_words_ids", words, "a list of lists of token ids")
     banned = [*words, *([token] for token in _listed(settings.suppress_tokens) or ())]
     limit = settings.max_new_tokens
     if limit is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from yggdrasil.api import Pair
-from yggdrasil.bridge import generate
+from yggdrasil.bridge import TAKEN, generate
 from yggdrasil.errors import ConfigError
 
 PROMPTS = ("Once upon a time", "Tom", "One day Lily saw a red fox near the café.")
@@ -185,10 +185,14 @@ IDS = torch.tensor([[5, 6, 7]])
         ({"attention_mask": [[1, 1, 1]]}, "attention_mask: [[1, 1, 1]] is not allowed"),
         ({"generation_config": {"max_new_tokens": 3}}, "a GenerationConfig of transformers"),
         ({"bad_words_ids": [300]}, "bad_words_ids: [300] is not allowed"),
-        ({"suppress_tokens": 5}, "arguments: {'suppress_tokens': 5} is not allowed"),
+        ({"suppress_tokens": 5}, "suppress_tokens: 5 is not allowed"),
         ({"eos_token_id": "a"}, "eos_token_id: 'a' is not allowed"),
-        ({"repetition_penalty": "a"}, "arguments: {'repetition_penalty': 'a'} is not allowed"),
-        ({"max_length": "a"}, "arguments: {'max_length': 'a'} is not allowed"),
+        ({"repetition_penalty": "a"}, "repetition_penalty: 'a' is not allowed"),
+        ({"max_length": "a"}, "max_length: 'a' is not allowed"),
+        ({"max_new_tokens": 0}, "arguments: {'max_new_tokens': 0} is not allowed"),
+        ({"num_beams": torch.tensor([1, 2])}, "num_beams: tensor([1, 2]) is not allowed"),
+        ({"input_ids": IDS > 5}, "a tensor of token ids"),
+        ({"pair": "tinystories"}, "pair: 'tinystories' is not allowed; it must be a Pair"),
     ],
     ids=str,
 )
@@ -196,6 +200,50 @@ def test_what_it_does_not_take_is_refused_by_name(
     pair: Pair, arguments: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        generate(pair, **{"input_ids": IDS, **arguments})
+        generate(**{"pair": pair, "input_ids": IDS, **arguments})
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+OTHER_TYPES: dict[str, list[Any]] = {
+    "max_new_tokens": [1.5, "3", True, [3]],
+    "max_length": [20.5, "20", True, torch.tensor(20.5)],
+    "min_new_tokens": [1.5, "1", True, -1],
+    "do_sample": ["no", 1, 0.0, [True]],
+    "temperature": ["1", True, [1.0], 1j],
+    "top_k": [1.5, "5", True, -1],
+    "top_p": ["0.5", True, [0.5]],
+    "min_p": ["0.5", True, [0.5]],
+    "repetition_penalty": ["1", True, [1.0]],
+    "no_repeat_ngram_size": [1.5, "2", True, -1],
+    "eos_token_id": [1.5, "a", True, -1, 2**40, [1.5], [[1]], torch.tensor([1.5]), {1}],
+    "pad_token_id": [1.5, "a", True, -1, 2**40, [0], torch.tensor(1.5), torch.tensor([0])],
+    "bad_words_ids": [5, "ab", [300], [[1.5]], [["a"]], [[]], [[True]], {300: 1}],
+    "suppress_tokens": [5, "ab", [1.5], [[1]], [True], torch.tensor([1.5])],
+}
+
+
+def test_every_argument_that_has_an_effect_has_values_of_other_types_here() -> None:
+    assert OTHER_TYPES.keys() == TAKEN.keys()
+
+
+@pytest.mark.parametrize("name", OTHER_TYPES)
+def test_a_value_of_another_type_is_refused_by_the_arguments_name(pair: Pair, name: str) -> None:
+    for value in OTHER_TYPES[name]:
+        given = {"do_sample": True, "max_new_tokens": 2, name: value}
+        with pytest.raises(ConfigError, match=f"^{name}: .* is not allowed"):
+            generate(pair, IDS, **given)
+
+
+def test_a_value_of_another_type_is_refused_in_a_generation_config_and_in_the_targets_own(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=2)
+    config.pad_token_id = 1.5
+    with pytest.raises(ConfigError, match=r"^pad_token_id: 1\.5 is not allowed"):
+        generate(pair, IDS, generation_config=config)
+    monkeypatch.setattr(GenerationConfig, "from_pretrained", lambda name: config)
+    with pytest.raises(ConfigError, match=r"^pad_token_id: 1\.5 is not allowed"):
+        generate(pair, IDS)
