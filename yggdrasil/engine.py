@@ -117,13 +117,13 @@ class Engine:
         in_one_call = stepper is None and NativeStep.runs(target, draft)
         self._native = NativeStep(target, draft, self.trace) if in_one_call else None
         self.kept_len = 0
-        self._one_thread = threading.Lock()
+        self._one_thread = threading.RLock()  # a step within `generate` has it already
         # the request whose text is in the KV of both models, and how many of its tokens each has
         self._generating: DecodeState | None = None
         self._held = (0, 0)
 
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
-        """Emit one or more tokens.
+        """Emit one or more tokens. Steps of several threads run one after the other.
 
         Args:
             state: The request; the emitted tokens are added to its tokens.
@@ -135,25 +135,26 @@ class Engine:
         Cost: 1 + (D - 1) draft forwards and one target forward; each sync is marked in step/.
         Source: Yggdrasil sections 4 and 5.1. The stages are in step/rows.py.
         """
-        began = time.perf_counter()
-        row = self._row(state)
-        choice = policy.choose([row])
-        self.trace.note(("policy",), (began * 1e3, time.perf_counter() * 1e3))
-        catches_up = choice.shapes[0].depth > 0 and self._catch_up_(row)
-        if catches_up:
-            choice = Choice((PLAIN,), choice.calibrations, VERIFY_ALL)
-        self._reserve(row, choice.shapes[0])
-        [result] = self._stepper(row, choice).run([row], choice, began)
-        if result.error:
-            raise YggError(result.error)
-        self.target.cache.kept_(row.target_len)
-        self.draft.cache.kept_(row.draft_len)
-        self._generating = state
-        self._note_lengths()
-        if catches_up or policy.is_guard:
-            result = replace(result, caught_up=catches_up, is_guarded=policy.is_guard)
-        policy.observe(result)
-        return result
+        with self._one_thread:
+            began = time.perf_counter()
+            row = self._row(state)
+            choice = policy.choose([row])
+            self.trace.note(("policy",), (began * 1e3, time.perf_counter() * 1e3))
+            catches_up = choice.shapes[0].depth > 0 and self._catch_up_(row)
+            if catches_up:
+                choice = Choice((PLAIN,), choice.calibrations, VERIFY_ALL)
+            self._reserve(row, choice.shapes[0])
+            [result] = self._stepper(row, choice).run([row], choice, began)
+            if result.error:
+                raise YggError(result.error)
+            self.target.cache.kept_(row.target_len)
+            self.draft.cache.kept_(row.draft_len)
+            self._generating = state
+            self._note_lengths()
+            if catches_up or policy.is_guard:
+                result = replace(result, caught_up=catches_up, is_guarded=policy.is_guard)
+            policy.observe(result)
+            return result
 
     def _row(self, state: DecodeState) -> Row:
         """The only row of both caches, without KV that an interrupted step committed beyond the text."""

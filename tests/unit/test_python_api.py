@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,11 +17,14 @@ import yggdrasil
 from yggdrasil import api
 from yggdrasil.api import Pair, load_pair
 from yggdrasil.bundle import Bundle
-from yggdrasil.config import AUTO, CompileConfig
+from yggdrasil.config import AUTO, CompileConfig, SamplingConfig
 from yggdrasil.errors import ArtifactError, ConfigError, UsageError, YggError
 from yggdrasil.offline import pipeline
+from yggdrasil.policy.shape import FixedShape
+from yggdrasil.policy.uncalibrated import NO_LATENCY, UNCALIBRATED
 from yggdrasil.serve.chat import ChatTemplate
-from yggdrasil.state import Shape
+from yggdrasil.state import Row, Shape
+from yggdrasil.step.choice import Choice
 from yggdrasil.tree import TokenTree
 
 PROMPT = "Once upon a time"
@@ -137,6 +140,28 @@ def test_no_two_threads_are_in_one_step(pair: Pair, monkeypatch: pytest.MonkeyPa
         first, second = threads.map(lambda run: next(iter(run)), runs)
     assert first == second
     assert met == []
+
+
+def test_steps_that_two_threads_call_run_one_after_the_other(pair: Pair) -> None:
+    class Meeting(FixedShape):
+        """Its first choice waits for that of another thread, which must not come."""
+
+        def choose(self, rows: Sequence[Row]) -> Choice:
+            with suppress(threading.BrokenBarrierError):
+                met.append(meeting.wait(0.3))  # seconds
+            return super().choose(rows)
+
+    meeting = threading.Barrier(2)
+    met: list[int] = []
+    engine = pair.engine
+    state = pair.tree(PROMPT, SamplingConfig()).row.state  # its prompt is in the target's KV
+    policy = Meeting(Shape(4, 2, 8), UNCALIBRATED, NO_LATENCY, (8,))
+    with ThreadPoolExecutor(2) as threads:
+        steps = list(threads.map(lambda _: engine.step(state, policy), range(2)))
+    assert met == []
+    tokens = [token for step in steps for token in step.tokens]
+    assert sorted(tokens) == sorted(state.emitted)
+    assert list(pair.generate(PROMPT, ignore_eos=True).tokens)[: len(tokens)] == state.emitted
 
 
 def test_batches_of_two_threads_have_the_texts_of_one(pair: Pair) -> None:
