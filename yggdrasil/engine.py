@@ -122,6 +122,10 @@ class Engine:
         self._generating: DecodeState | None = None
         self._held = (0, 0)
 
+    def __repr__(self) -> str:
+        steps = "stages of Python" if self._native is None else "C++"
+        return f"Engine(context {self.max_context}, token ids below {self.vocab}, steps in {steps})"
+
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
         """Emit one or more tokens. Steps of several threads run one after the other.
 

@@ -306,13 +306,13 @@ class StepResult:
     verified: int
     context_len: int
     predicted_emitted: float
-    tree_of: Callable[[], TokenTree]
+    tree_of: Callable[[], TokenTree] = field(repr=False)
     path: list[int]
     ms: float = 0.0
     caught_up: bool = False
     error: str = ""
-    values: Sequence[float] = ()
-    depths: Sequence[int] = ()
+    values: Sequence[float] = field(default=(), repr=False)
+    depths: Sequence[int] = field(default=(), repr=False)
     is_guarded: bool = False
     inspection: Inspection | None = None
 

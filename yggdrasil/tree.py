@@ -198,13 +198,16 @@ class TokenTree:
             log_probs: (W,) path log-probabilities, float, none above its parent's.
 
         Raises:
-            ConfigError: more nodes than the capacity, lengths that differ, or a parent that does not exist
-                or ends a path of the largest depth; a tensor of parents on a device is not read.
+            ConfigError: more nodes than the capacity, lengths that differ, values of another type, or a
+                parent that does not exist or ends a path of the largest depth; a tensor of parents on a
+                device is not read.
 
         Cost: seven small operators, no sync; one copy for every list. Values are checked by `check`.
         """
-        tokens = self._as_tensor(tokens, torch.int32)
-        log_probs = self._as_tensor(log_probs, torch.float32)
+        is_list = not isinstance(parents, Tensor)
+        parents = self._as_tensor("parents", parents, torch.int64)
+        tokens = self._as_tensor("tokens", tokens, torch.int32)
+        log_probs = self._as_tensor("log_probs", log_probs, torch.float32)
         width = len(parents)
         first = self._len
         self._require_room(width)
@@ -212,9 +215,8 @@ class TokenTree:
             raise ConfigError(
                 "lengths of parents, tokens and log_probs", (width, len(tokens), len(log_probs)), "equal"
             )
-        if self.is_cpu or not isinstance(parents, Tensor):
-            self._require_parents(torch.as_tensor(parents))
-        parents = self._as_tensor(parents, torch.int64)
+        if self.is_cpu or is_list:
+            self._require_parents(parents)
         new = slice(first, first + width)
         self._parent[new] = parents
         self._token[new] = tokens
@@ -260,16 +262,28 @@ class TokenTree:
         yield self._len, *self.arrays
         self._len += width
 
-    def _as_tensor(self, values: Tensor | Sequence[float], dtype: torch.dtype) -> Tensor:
-        if isinstance(values, Tensor):
-            return values
-        return torch.tensor(values, dtype=dtype, device=self._token.device)
+    def _as_tensor(self, name: str, values: Tensor | Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Values as a tensor; of one that is given, the type alone is checked, which is no sync.
+
+        Raises:
+            ConfigError: values that are no numbers, or no integers where `dtype` is of integers.
+        """
+        try:
+            given = values if isinstance(values, Tensor) else torch.tensor(values)
+            device = self._token.device
+            made = given if given is values else torch.tensor(values, dtype=dtype, device=device)
+        except (OverflowError, RuntimeError, TypeError, ValueError):
+            raise ConfigError(name, values, f"numbers of {dtype}") from None
+        if given.ndim != 1:
+            raise ConfigError(name, values, "one number for each node")
+        is_whole = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
+        if len(given) and not (is_whole or dtype.is_floating_point):
+            raise ConfigError(name, str(given.dtype), "integers")
+        return made
 
     def _require_parents(self, parents: Tensor) -> None:
         if len(parents) == 0:
             return
-        if parents.is_floating_point() or parents.dtype == torch.bool:
-            raise ConfigError("parents", str(parents.dtype), "integers")
         unknown = parents[(parents < 0) | (parents >= self._len)]
         if len(unknown):
             raise ConfigError("parents", unknown.tolist(), f"ids of existing nodes, 0 to {self._len - 1}")
@@ -279,6 +293,10 @@ class TokenTree:
     def _require_room(self, width: int) -> None:
         if self._len + width > self.capacity:
             raise ConfigError("nodes", self._len + width, f"at most the tree's capacity of {self.capacity}")
+
+    def _require_each(self, name: str, length: int) -> None:
+        if length != self._len:
+            raise ConfigError(f"length of {name}", length, f"the number of nodes, {self._len}")
 
     def ancestor_mask(self) -> Tensor:
         """(N, N) bool: whether the row's node attends to the column's node: its ancestors and itself."""
@@ -321,9 +339,10 @@ class TokenTree:
         """
         if k < 1:
             raise ConfigError("k", k, "at least 1: the root stays")
-        values = self.log_prob_N.exp() if values is None else self._as_tensor(values, torch.float64)
-        if len(values) != self._len:
-            raise ConfigError("length of values", len(values), f"the number of nodes, {self._len}")
+        if values is None:
+            values = self.log_prob_N.exp()
+        values = self._as_tensor("values", values, torch.float64)
+        self._require_each("values", len(values))
         keep = best_subtree(self.parent_N.tolist(), values.tolist(), k)  # sync: the kept ids decide shapes
         return self.subtree(keep), torch.tensor(keep, dtype=torch.int64)
 
@@ -355,9 +374,13 @@ class TokenTree:
         Returns:
             Node ids, root first. The bonus token is `next_tokens[path[-1]]`.
 
+        Raises:
+            ConfigError: not one token for every node.
+
         Cost: O(N) on the host; on a device three syncs.
         Source: the acceptance law: the tree is deterministic, so matching the target's token is exact.
         """
+        self._require_each("next_tokens", len(next_tokens))
         parents = self.parent_N.tolist()  # sync: the walk runs on the host
         tokens = self.token_N.tolist()  # sync: the walk runs on the host
         wanted = next_tokens.tolist() if isinstance(next_tokens, Tensor) else next_tokens
@@ -415,8 +438,7 @@ class TokenTree:
             ConfigError: not one label for every node, or a marked or kept node that does not exist.
         """
         labels = list(map(str, self.token_N.tolist())) if label is None else list(label)
-        if len(labels) != self._len:
-            raise ConfigError("length of label", len(labels), f"the number of nodes, {self._len}")
+        self._require_each("label", len(labels))
         for name, nodes in (("marked", marked), ("kept", kept or ())):
             unknown = [node for node in nodes if not 0 <= node < self._len]
             if unknown:

@@ -17,7 +17,7 @@ import yggdrasil
 from yggdrasil import api
 from yggdrasil.api import Pair, load_pair
 from yggdrasil.bundle import Bundle
-from yggdrasil.config import AUTO, CompileConfig, SamplingConfig
+from yggdrasil.config import AUTO, CompileConfig, GenerateConfig, SamplingConfig
 from yggdrasil.errors import ArtifactError, ConfigError, UsageError, YggError
 from yggdrasil.offline import pipeline
 from yggdrasil.policy.shape import FixedShape
@@ -25,6 +25,7 @@ from yggdrasil.policy.uncalibrated import NO_LATENCY, UNCALIBRATED
 from yggdrasil.serve.chat import ChatTemplate
 from yggdrasil.state import Row, Shape
 from yggdrasil.step.choice import Choice
+from yggdrasil.text.tokenizer import TextStream
 from yggdrasil.tree import TokenTree
 
 PROMPT = "Once upon a time"
@@ -358,6 +359,24 @@ def test_objects_show_what_they_are(pair: Pair) -> None:
     result = run.complete().result
     assert repr(result).startswith(f"Result({result.text!r}, 8 tokens, ")
     assert repr(TokenTree.root(5, 8)) == "TokenTree(1 nodes, depth 0)"
+    stream = TextStream(pair.tokenizer, after=pair.tokens(PROMPT))
+    stream.push(result.tokens)
+    assert repr(stream).startswith(f"TextStream({stream.text!r}, 8 tokens")
+    engine = f"Engine(context 256, token ids below {pair.engine.vocab}, steps in C++)"
+    assert repr(pair.engine) == engine
+
+
+def test_no_object_that_a_researcher_prints_fills_the_screen(pair: Pair) -> None:
+    config = GenerateConfig(max_new_tokens=4, inspect=True)
+    policies = [
+        pair.policy(guard=guard, temperature=temperature)
+        for guard in (True, False)
+        for temperature in (0.0, 1.0)
+    ]
+    [step, *_] = pair.engine.generate(pair.tokens(PROMPT), pair.policy(shape=Shape(4, 4)), config)
+    for shown in (*policies, pair.acceptance, pair.latency, step, pair.engine, pair.tree(PROMPT)):
+        assert len(repr(shown)) < 2000
+        assert " object at 0x" not in repr(shown)
 
 
 def test_the_package_lists_its_public_names_alone() -> None:

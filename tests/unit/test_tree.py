@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -330,3 +331,42 @@ def test_a_list_with_a_bad_parent_is_refused_and_changes_nothing(parents: list[i
     with pytest.raises(ConfigError, match="parents"):
         tree.grow(parents, [41], [-3.0])
     assert len(tree) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (([0], ["a"], [-0.1]), "tokens: "),
+        (([0], [4.7], [-0.1]), "tokens: .* integers"),
+        (([0], [True], [-0.1]), "tokens: .* integers"),
+        (([0], [2**40], [-0.1]), "tokens: "),
+        (([0], [None], [-0.1]), "tokens: "),
+        (([0], 4, [-0.1]), "tokens: 4 .* one number for each node"),
+        (([0], [[4]], [-0.1]), "tokens: .* one number for each node"),
+        (([0], torch.tensor([4.7]), [-0.1]), "tokens: .* integers"),
+        ((["0"], [4], [-0.1]), "parents: "),
+        (([0.5], [4], [-0.1]), "parents: .* integers"),
+        ((0, [4], [-0.1]), "parents: 0 .* one number for each node"),
+        ((torch.tensor([0.0]), [4], [-0.1]), "parents: .* integers"),
+        (([0], [4], ["a"]), "log_probs: "),
+        (([0], [4], -0.1), "log_probs: -0.1 .* one number for each node"),
+    ],
+    ids=str,
+)
+def test_nodes_of_other_types_are_refused_by_name_and_change_nothing(
+    arguments: tuple[Any, Any, Any], complaint: str
+) -> None:
+    tree = hand_tree()
+    with pytest.raises(ConfigError, match=f"^{complaint}"):
+        tree.grow(*arguments)
+    assert len(tree) == 6
+    tree.grow([], [], [])
+    assert len(tree) == 6
+
+
+def test_a_walk_and_values_need_one_number_for_every_node() -> None:
+    for tokens in ([], [11], [11] * 7, torch.tensor([11])):
+        with pytest.raises(ConfigError, match=r"length of next_tokens: \d .* nodes, 6"):
+            hand_tree().walk(tokens)
+    with pytest.raises(ConfigError, match="values: "):
+        hand_tree().prune(2, values=["a"] * 6)  # type: ignore[list-item]

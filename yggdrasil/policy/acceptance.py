@@ -6,7 +6,7 @@ Shapes: M = knots, or positions of a text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -53,12 +53,12 @@ class Acceptance:
             average, are verified. Empty without chains.
     """
 
-    log_probs: tuple[float, ...]
-    probabilities: tuple[float, ...]
-    aal: Mapping[int, tuple[tuple[float, ...], ...]]
+    log_probs: tuple[float, ...] = field(repr=False)
+    probabilities: tuple[float, ...] = field(repr=False)
+    aal: Mapping[int, tuple[tuple[float, ...], ...]] = field(repr=False)
     by_rank: tuple[float, ...] = ()
     platt: PlattScale = UNSCALED
-    pooled: tuple[tuple[float, ...], ...] = ()
+    pooled: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
 
     def values(self, log_probs: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Calibrated acceptance of nodes: linear between knots, clamped outside."""

@@ -6,7 +6,7 @@ Shapes: here H = outputs of the encoder.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -62,9 +62,9 @@ class DepthPredictor:
     its mean by `trust`.
     """
 
-    encoder: Mapping[str, Array]
-    of_root_VH: npt.NDArray[np.float16]
-    heads: Mapping[float, Heads]
+    encoder: Mapping[str, Array] = field(repr=False)
+    of_root_VH: npt.NDArray[np.float16] = field(repr=False)
+    heads: Mapping[float, Heads] = field(repr=False)
 
     def to_bytes(self) -> bytes:
         """The predictor as a safetensors file."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +25,7 @@ class Curve:
 
     contexts: tuple[int, ...]
     sizes: tuple[int, ...]
-    ms: tuple[tuple[float, ...], ...]
+    ms: tuple[tuple[float, ...], ...] = field(repr=False)
 
     def at(self, num_tokens: int, context_len: int) -> float:
         """Milliseconds of the smallest measured size that holds `num_tokens`.

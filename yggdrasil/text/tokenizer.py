@@ -159,6 +159,9 @@ class TextStream:
         self.num_tokens = 0
         self.stopped = False
 
+    def __repr__(self) -> str:
+        return f"TextStream({self.text!r}, {self.num_tokens} tokens{', stopped' * self.stopped})"
+
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens, up to the one that completes a stop text; returns the text that is now final."""
         if not self._stop:
