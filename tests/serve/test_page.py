@@ -347,6 +347,34 @@ def test_the_switch_and_the_parameters_are_part_of_the_request(browser: Any) -> 
         assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.9, 7)
 
 
+def test_a_parameter_beyond_its_range_is_shown_and_not_sent_however_the_text_is_sent(browser: Any) -> None:
+    with server() as running, opened(browser, running) as page:
+        connected(page)
+        page.click("summary")
+        page.fill("#temperature", "99")
+        for press in (lambda: ask(page, "Once"), lambda: page.click("#send")):
+            page.click("summary")
+            expect(page.locator("#temperature")).to_be_hidden()
+            press()
+            expect(page.locator("#temperature")).to_be_focused()
+        assert running.service.submitted == []
+        page.fill("#temperature", "0.5")
+        ask(page, "Once")
+        expect(page.locator("#log .assistant")).to_have_text(STORY)
+        expect(page.locator("#prompt")).to_have_value("")
+
+
+def test_enter_sends_and_with_shift_begins_a_line(browser: Any) -> None:
+    with server() as running, opened(browser, running) as page:
+        connected(page)
+        page.fill("#prompt", "One")
+        page.press("#prompt", "Shift+Enter")
+        page.keyboard.type("two")
+        page.press("#prompt", "Enter")
+        expect(page.locator("#log .assistant")).to_have_text(STORY)
+        expect(page.locator("#log .user")).to_have_text("One\ntwo")
+
+
 def test_what_a_model_writes_is_text_and_never_markup(browser: Any) -> None:
     with server() as running, opened(browser, running) as page:
         connected(page)

@@ -191,7 +191,7 @@ class Chat:
 
     def _run_of_last(self) -> Run:
         if self.last is None or not self.last.results:
-            raise UsageError("there is no answer yet", "Hello!")
+            raise UsageError("there is no answer yet; write a message first, such as", "Hello!")
         return self.last
 
     def plain(self, _: str = "") -> None:

@@ -479,8 +479,11 @@ function onKey(event) {
 }
 
 at("form").addEventListener("submit", send);
+at("form").addEventListener("invalid", () => (at("parameters").open = true), true); // to be seen
 at("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  at("form").requestSubmit(); // the browser checks the parameters first
 });
 at("stop").addEventListener("click", () => state.running?.abort());
 at("new").addEventListener("click", clear);
