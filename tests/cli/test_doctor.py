@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,10 @@ def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyP
     finding = found("packages")
     assert finding.value == "not installed: serve (ygg serve)"
     assert finding.fix == "pip install 'yggdrasil-decoding[serve]'"
+
+
+def test_every_extra_for_users_is_looked_at() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert doctor.EXTRAS.keys() | {"bench", "test"} == project["optional-dependencies"].keys()
+    for extra, (_, module) in doctor.EXTRAS.items():
+        assert any(module in package for package in project["optional-dependencies"][extra])

@@ -32,6 +32,7 @@ DISTRIBUTION = "yggdrasil-decoding"
 EXTRAS = {  # what they are for, and a module of theirs
     "serve": ("ygg serve", "fastapi"),
     "grammar": ("JSON, regular expressions, grammars", "llguidance"),
+    "gguf": ("models that are GGUF files", "gguf"),
     "plots": ("pictures of ygg show", "matplotlib"),
     "completion": ("ygg completion", "argcomplete"),
 }
