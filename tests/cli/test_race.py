@@ -46,6 +46,32 @@ def test_a_terminal_shows_both_texts_as_they_came(pair: Pair) -> None:
     assert shown.text.count("plain, ") > 2  # frames
 
 
+LIVE = re.compile(r"plain, [1-9]\d* ms +speculation, 0 ms")  # in a replay both clocks go on together
+
+
+@pytest.mark.parametrize("after_s", (0, 60))
+def test_a_recording_that_takes_long_is_shown_as_it_comes(after_s: float) -> None:
+    first = f"from yggdrasil.report import race; race.FRAME_S = 0; race.LIVE_AFTER_S = {after_s}"
+    with terminal(*WORDS, "--slow", "1", first=first) as shown:
+        assert shown.wait_for_end() == 0
+    assert bool(LIVE.search(shown.text)) == (after_s == 0)
+    assert re.search(FIGURES, shown.text)
+
+
+def test_who_watches_a_recording_sees_every_step_of_both_runs(pair: Pair) -> None:
+    config = GenerateConfig(max_new_tokens=16, ignore_eos=True)
+    seen: list[tuple[int, int]] = []
+    race = record_race(
+        pair,
+        pair.tokens(PROMPT),
+        config,
+        lambda race: seen.append((race.plain.num_tokens, race.speculative.num_tokens)),
+    )
+    assert seen[:2] == [(1, 0), (2, 0)]
+    assert seen[-1] == (16, 16)
+    assert len(seen) == len(race.plain.results) + len(race.speculative.results) + 2  # and both ends
+
+
 def test_both_runs_begin_from_nothing_and_write_the_same(race: Race, pair: Pair) -> None:
     assert race.plain.text == race.speculative.text
     assert race.plain.kept_tokens == race.speculative.kept_tokens == 0

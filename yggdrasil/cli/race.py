@@ -17,8 +17,9 @@ __all__ = ["add_parser", "run"]
 
 DESCRIPTION = """\
 Decode one prompt without speculation and with it, one after the other, then replay both side by side in
-slow motion. What a step of speculation brought at once has one colour. The last line compares the two runs
-by their own clocks. A file or a pipe gets the figures alone.
+slow motion. A recording that takes longer than a second is shown as it comes. What a step of speculation
+brought at once has one colour. The last line compares the two runs by their own clocks. A file or a pipe
+gets the figures alone.
 
   ygg race "Once upon a time"                       the bundled pair
   ygg race --slow 50 -n 100 "Once upon a time"      50 times slower than it was
@@ -57,14 +58,18 @@ def run(options: argparse.Namespace) -> None:
     prompt = prompt_of(options.prompt, "race")
     pair = load_chosen_pair(options, config, prompt)
     from yggdrasil.engine import check_request  # after the pair: torch is imported by then
-    from yggdrasil.report.race import record_race, replay
+    from yggdrasil.report.race import drawn_live, record_race, replay
 
     config = request_config(options, pair)
     tokens = pair.tokens(prompt)
     check_request(len(tokens), config, pair.engine.max_context)
-    with frozen_heap():
-        race = record_race(pair, tokens, config)
     if is_terminal(sys.stdout):
-        replay(race, console(sys.stdout), prompt, slow or race.default_slow)
+        screen = console(sys.stdout)
+        with drawn_live(screen, prompt) as watch, frozen_heap():
+            race = record_race(pair, tokens, config, watch)
+        replay(race, screen, prompt, slow or race.default_slow)
+    else:
+        with frozen_heap():
+            race = record_race(pair, tokens, config)
     print(race.summary())
     note_busy("race", race.speculative)

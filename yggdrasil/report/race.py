@@ -1,9 +1,14 @@
-"""Plain and speculative decoding of one prompt: recorded one after another, replayed on one clock."""
+"""Plain and speculative decoding of one prompt: recorded one after another, replayed on one clock.
+
+A recording that takes long is drawn as it comes, between steps, when the runs' clocks stand.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -17,11 +22,12 @@ from yggdrasil.pair import LoadedPair
 from yggdrasil.report.live import PROMPT, last_lines, side_by_side
 from yggdrasil.report.run import Run
 
-__all__ = ["Race", "record_race", "replay"]
+__all__ = ["Race", "drawn_live", "record_race", "replay"]
 
 RUNS = ("green", "cyan")  # two runs of accepted tokens next to each other differ in colour
 REPLAY_S = 8.0  # a replay in slow motion takes about that long
 FRAME_S = 1 / 25
+LIVE_AFTER_S = 1.0  # a shorter recording is not disturbed
 WARM_UP_TOKENS = 8
 
 
@@ -53,11 +59,12 @@ class Race:
         return "\n".join([*lines, f"{self._sameness()}, {self.ratio:.1f} times as fast, measured just now"])
 
     def frame(self, console: Console, prompt: str, now_ms: float) -> Table:
-        """Both texts as they were after some milliseconds."""
+        """Both texts as they were after some milliseconds; infinitely many: what is recorded."""
         columns = []
         for name, run in self._named():
             clock = f"{name}, {min(now_ms, run.total_ms):.0f} ms"
-            header = Text(clock, "bold" if now_ms < run.total_ms else "bold green")
+            is_done = run.total_ms <= now_ms < math.inf
+            header = Text(clock, "bold green" if is_done else "bold")
             columns.append(Group(header, last_lines(_text_at(run, prompt, now_ms), console)))
         return side_by_side(console, *columns)
 
@@ -71,19 +78,43 @@ class Race:
         return "same text" if place is None else f"the texts differ after {place} characters"
 
 
-def record_race(pair: LoadedPair, prompt: Sequence[int], config: GenerateConfig) -> Race:
-    """Run one request without speculation and with it, each from nothing, after a short one for warmth."""
-    runs = []
-    for plain in (True, False):
-        asked = replace(config, plain=plain)
-        Run(pair, prompt, _short(asked)).complete()
-        runs.append(Run(pair, prompt, asked).complete())
-    return Race(*runs)
+def record_race(
+    pair: LoadedPair,
+    prompt: Sequence[int],
+    config: GenerateConfig,
+    watch: Callable[[Race], object] = lambda race: None,
+) -> Race:
+    """Run one request without speculation and with it, each from nothing, after a short one for warmth.
+
+    Args:
+        watch: Called after every step, with what is recorded so far; its time is not the runs'.
+    """
+    race = Race(*(Run(pair, prompt, replace(config, plain=plain)) for plain in (True, False)))
+    for run in (race.plain, race.speculative):
+        Run(pair, prompt, _short(run.config)).complete()
+        for _ in run.steps():
+            watch(race)
+    return race
 
 
 def _short(config: GenerateConfig) -> GenerateConfig:
     limit = config.max_new_tokens
     return replace(config, max_new_tokens=WARM_UP_TOKENS if limit is None else min(limit, WARM_UP_TOKENS))
+
+
+@contextmanager
+def drawn_live(console: Console, prompt: str) -> Iterator[Callable[[Race], None]]:
+    """What draws a race while it is recorded, if that takes long; the drawing is gone after the block."""
+    next_s = time.perf_counter() + LIVE_AFTER_S
+    with Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
+
+        def draw(race: Race) -> None:
+            nonlocal next_s
+            if time.perf_counter() >= next_s:
+                live.update(race.frame(console, prompt, math.inf), refresh=True)
+                next_s = time.perf_counter() + FRAME_S
+
+        yield draw
 
 
 def replay(race: Race, console: Console, prompt: str, slow: float) -> None:
