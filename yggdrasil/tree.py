@@ -204,8 +204,7 @@ class TokenTree:
 
         Cost: seven small operators, no sync; one copy for every list. Values are checked by `check`.
         """
-        is_list = not isinstance(parents, Tensor)
-        parents = self._as_tensor("parents", parents, torch.int64)
+        parent_W = self._as_tensor("parents", parents, torch.int64)
         tokens = self._as_tensor("tokens", tokens, torch.int32)
         log_probs = self._as_tensor("log_probs", log_probs, torch.float32)
         width = len(parents)
@@ -215,15 +214,15 @@ class TokenTree:
             raise ConfigError(
                 "lengths of parents, tokens and log_probs", (width, len(tokens), len(log_probs)), "equal"
             )
-        if self.is_cpu or is_list:
-            self._require_parents(parents)
+        if self.is_cpu or not isinstance(parents, Tensor):
+            self._require_parents(torch.as_tensor(parents))
         new = slice(first, first + width)
-        self._parent[new] = parents
+        self._parent[new] = parent_W
         self._token[new] = tokens
         self._log_prob[new] = log_probs
-        depth_W = self._depth[parents] + 1
+        depth_W = self._depth[parent_W] + 1
         self._depth[new] = depth_W
-        path_WA = self._path[parents]
+        path_WA = self._path[parent_W]
         path_WA.scatter_(
             1,
             depth_W[:, None].long(),
