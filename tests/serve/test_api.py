@@ -981,6 +981,8 @@ def test_a_row_that_a_shutdown_ends_is_a_503(stream: bool) -> None:
         running.service.is_stuck = True
 
         def cancel_all() -> None:
+            while not running.service.live:  # the request may take seconds to arrive
+                time.sleep(0.01)
             for ticket in list(running.service.live):
                 running.service.cancel(ticket)
 
