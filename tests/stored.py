@@ -201,11 +201,18 @@ def set_config(folder: Path, **changes: Any) -> None:
 
 
 def save_gguf(
-    source: Path, path: Path, kind: str, *, architecture: str = "llama", **settings: Any
+    source: Path,
+    path: Path,
+    kind: str,
+    *,
+    architecture: str = "llama",
+    split: str = "gpt-2",
+    **settings: Any,
 ) -> dict[str, Tensor]:
     """The tiny Llama as a GGUF file, its matrices in blocks of a kind; returns its weights in fp32.
 
     Args:
+        split: How the tokenizer splits a text; empty to leave it out.
         settings: Further strings and numbers of the file by their keys, with `__` for a dot.
     """
     import gguf
@@ -222,10 +229,10 @@ def save_gguf(
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+    add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool}
     for key, value in settings.items():
         add[type(value)](key.replace("__", "."), value)
-    _add_tokenizer(writer, json.loads((source / "tokenizer.json").read_text())["model"])
+    _add_tokenizer(writer, json.loads((source / "tokenizer.json").read_text())["model"], split)
     weights = {}
     for key, tensor in load_file(source / "model.safetensors").items():
         blocks = gguf.GGMLQuantizationType[kind if tensor.ndim == 2 else "F32"]
@@ -242,11 +249,12 @@ def save_gguf(
     return weights
 
 
-def _add_tokenizer(writer: Any, model: dict[str, Any]) -> None:
+def _add_tokenizer(writer: Any, model: dict[str, Any], split: str) -> None:
     pieces = sorted(model["vocab"], key=model["vocab"].get)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    if split:
+        writer.add_tokenizer_pre(split)
     writer.add_token_list(pieces)
     writer.add_token_types([3 if token == 0 else 1 for token in range(len(pieces))])
     writer.add_token_merges(merges)

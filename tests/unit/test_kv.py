@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from yggdrasil.errors import CapacityError
 from yggdrasil.kv import KVCache, KVShape, KVStorage
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=4, capacity=32)
 
 

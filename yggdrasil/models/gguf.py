@@ -6,22 +6,37 @@ writes the embeddings of a Q4_0 file in Q6_K.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from yggdrasil.errors import BrokenCheckpoint, ConfigError, UnsupportedModel, first_line
+from yggdrasil.models.gguf_settings import check_settings
 
-__all__ = ["check_gguf", "check_whole", "check_window", "gguf_format", "tokenizer_settings"]
+__all__ = [
+    "check_configuration",
+    "check_gguf",
+    "check_tokenizer",
+    "check_whole",
+    "gguf_format",
+    "tokenizer_settings",
+]
 
 INSTALL = "pip install 'yggdrasil-decoding[gguf]'"
 BLOCKS: Final = ("Q8_0", "Q4_0")
 TYPES: Final = (*BLOCKS, "F32", "F16", "BF16")
 EMBEDDINGS: Final = ("token_embd.weight", "output.weight")
 EMBEDDING_TYPES: Final = (*TYPES, "Q6_K")
-ROPE_SCALING: Final = (".rope.scaling.type", ".rope.scaling.factor", ".rope.scale_linear")
-UNSCALED: Final = (0, 1)
+KINDS: Final = {"general.type": ("model",), "split.count": (0, 1)}
+"""Values of files that hold a whole model."""
+
+GPT2_SPLITS: Final = ("gpt-2", "mpt", "olmo", "phi-2")
+"""Tokenizers that split a text as the one of GPT-2 does."""
+
+STARTED: Final = ("falcon3", "llama-bpe", "llama-v3", "llama3", "pixtral", "tekken")
+"""Tokenizers of kind gpt2 that begin a text with a token unless the file denies it."""
+
 CHAT_TEMPLATE: Final = "tokenizer.chat_template"
 TEMPLATES: Final = ("default", "tool_use")
 SPECIAL_TOKENS: Final = {
@@ -30,7 +45,6 @@ SPECIAL_TOKENS: Final = {
     "unknown": "unk_token",
     "padding": "pad_token",
 }
-WINDOW: Final = (".attention.sliding_window",)
 
 
 def check_gguf(path: str) -> None:
@@ -44,27 +58,68 @@ def check_gguf(path: str) -> None:
     reader = _reader(path)
     if odd := sorted(set(_odd_types(reader))):
         raise UnsupportedModel(path, f"a GGUF file with tensors of type {', '.join(odd)}")
-    # transformers' reader leaves them out
-    scaling = dict(_settings(reader, ROPE_SCALING))
-    for key, value in scaling.items():
-        # the type "none" turns the factors off
-        if value not in UNSCALED and "none" not in scaling.values():
-            raise UnsupportedModel(path, f"a GGUF file with {key} = {value!r}")
+    for key, allowed in KINDS.items():
+        field = reader.fields.get(key)
+        if field is not None and field.contents() not in allowed:
+            raise UnsupportedModel(path, f"a GGUF file with {key} = {field.contents()!r}")
 
 
-def check_window(path: str, config: Any) -> None:
-    """Check that a file's sliding window is the configuration's, or covers the context.
-
-    Transformers' reader leaves it out for some architectures.
+def check_configuration(path: str, config: Any) -> None:
+    """Check that a configuration that transformers' reader made has all settings of the file.
 
     Raises:
         UnsupportedModel: names the setting.
     """
-    context_len = getattr(config, "max_position_embeddings", 0)
-    for key, window in _settings(_reader(path), WINDOW):
-        is_read = window == getattr(config, "sliding_window", None)
-        if not is_read and 0 < window < context_len:
-            raise UnsupportedModel(path, f"a GGUF file with {key} = {window}")
+    fields = _reader(path).fields
+    architecture = fields["general.architecture"].contents()
+    prefix = f"{architecture}."
+    settings = {
+        key.removeprefix(prefix): field.contents()
+        for key, field in fields.items()
+        if key.startswith(prefix)
+    }
+    check_settings(path, architecture, settings, config)
+
+
+def check_tokenizer(path: str, tokenizer: Any) -> None:
+    """Check that a tokenizer that transformers' reader made splits and surrounds texts as the file asks.
+
+    Raises:
+        UnsupportedModel: names the setting.
+    """
+    fields = _reader(path).fields
+
+    def setting(name: str, default: Any = None) -> Any:
+        field = fields.get(f"tokenizer.ggml.{name}")
+        return default if field is None else field.contents()
+
+    kind = setting("model")
+    split = setting("pre")
+    if kind == "gpt2" and split not in (*GPT2_SPLITS, *_known_splits()):
+        raise UnsupportedModel(path, f"a GGUF file with tokenizer.ggml.pre = {split!r}")
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    found = tokenizer("a")["input_ids"]
+    is_prefixed = tokenizer.convert_ids_to_tokens(bare[0]).startswith("\u2581")
+    starts = setting("bos_token_id") is not None and (kind == "llama" or split in STARTED)
+    read = {
+        "add_bos_token": (starts, found[0] != bare[0]),
+        "add_eos_token": (False, found[-1] != bare[-1]),
+        "add_space_prefix": (kind == "llama" or is_prefixed, is_prefixed),
+    }
+    for name, (default, own) in read.items():
+        if own != setting(name, default):
+            absent = "" if f"tokenizer.ggml.{name}" in fields else " (absent)"
+            raise UnsupportedModel(path, f"a GGUF file with tokenizer.ggml.{name} = {not own}{absent}")
+
+
+def _known_splits() -> Collection[str]:
+    """Tokenizers of kind gpt2 that transformers' reader splits texts for; older versions know none."""
+    try:
+        from transformers.integrations.gguf import gguf_tokenizer_mapping
+    except ImportError:
+        return ()
+    known: Mapping[str, str] = gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS
+    return known.keys()
 
 
 def check_whole(path: str, model: Any) -> None:
@@ -104,13 +159,6 @@ def tokenizer_settings(path: str) -> dict[str, Any]:
         if field is not None and texts is not None and field.contents() < len(texts.data):
             settings[name] = texts.contents(field.contents())
     return settings
-
-
-def _settings(reader: Any, ends: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Keys with one of these ends, and their values."""
-    for key, field in reader.fields.items():
-        if key.endswith(ends):
-            yield key, field.contents()
 
 
 def _odd_types(reader: Any) -> Iterator[str]:

@@ -18,7 +18,7 @@ from yggdrasil.errors import BrokenCheckpoint, ConfigError, ModelMismatch, Unsup
 from yggdrasil.kernels.linear import PackedLinear
 from yggdrasil.models.attention import IMPLEMENTATION, register_attention
 from yggdrasil.models.checkpoint import check_pointers, expected_shapes, weight_files
-from yggdrasil.models.gguf import check_gguf, check_whole, check_window, gguf_format
+from yggdrasil.models.gguf import check_configuration, check_gguf, check_whole, gguf_format
 from yggdrasil.models.hub import check_name, hub_reason, snapshot
 from yggdrasil.models.layers import keep_in_config_
 from yggdrasil.models.quantised import Scheme, ordinary_weights, scheme_of
@@ -72,7 +72,7 @@ def load_config(name: str) -> Any:
         raise ConfigError("model", name, allowed, reason) from None
     check_supported(name, config)
     if is_gguf(name):
-        check_window(name, config)
+        check_configuration(name, config)
         # the class's default, which the file does not have; the tokenizer knows the file's own
         config.eos_token_id = None
     elif hasattr(config, "quantization_config"):

@@ -197,25 +197,61 @@ def _check_parts(name: str, scheme: Scheme, layer: str, parts: Mapping[str, Tens
     if scheme.stored_less and "qzeros" in parts and (_unpacked(parts["qzeros"], scheme.bits) == top).any():
         feature = f"a GPTQ checkpoint with zero points of 0 in the format 'gptq' (in {layer})"
         raise UnsupportedModel(name, feature)
-    if "g_idx" in parts and not 0 <= parts["g_idx"].min() <= parts["g_idx"].max() < len(parts["scales"]):
-        raise BrokenCheckpoint(name, f"{layer}.g_idx names groups without a scale")
-    if "g_idx" not in parts:
-        _check_groups(name, scheme, layer, parts)
+    _check_groups(name, scheme, layer, parts)
+    _check_sizes(name, scheme, layer, parts)
+    if "g_idx" in parts:
+        _check_index(name, scheme, f"{layer}.g_idx", parts)
 
 
 def _check_groups(name: str, scheme: Scheme, layer: str, parts: Mapping[str, Tensor]) -> None:
     """Check that a layer has as many groups of scales as the configuration makes it."""
-    if scheme.method == "compressed-tensors":
-        in_features = int(parts["weight_shape"][1])
-        groups = parts["weight_scale"].shape[1]
-    else:
-        per_word = 1 if scheme.method == "awq" else WORD_BITS // scheme.bits
-        in_features = len(parts["qweight"]) * per_word
-        groups = len(parts["scales"])
+    in_features = _in_features(scheme, parts)
+    is_compressed = scheme.method == "compressed-tensors"
+    groups = parts["weight_scale"].shape[1] if is_compressed else len(parts["scales"])
     expected = -(-in_features // scheme.group_len) if scheme.group_len > 0 else 1
     if groups != expected:
         problem = f"{layer} has {groups} groups of scales, where config.json makes it {expected}"
         raise BrokenCheckpoint(name, problem, "correct group_size in config.json")
+
+
+def _check_sizes(name: str, scheme: Scheme, layer: str, parts: Mapping[str, Tensor]) -> None:
+    """Check that scales and zeros are of the size that the words of a layer make them."""
+    if scheme.method == "compressed-tensors":
+        return  # weight_shape has the sizes, and the model's shapes are compared with it
+    per_word = WORD_BITS // scheme.bits
+    groups = len(parts["scales"])
+    words = parts["qweight"].shape[1]
+    sizes = {"scales": [groups, words * (per_word if scheme.method == "awq" else 1)]}
+    sizes["qzeros"] = [groups, -(-sizes["scales"][1] // per_word)]
+    for part, expected in sizes.items():
+        if part in parts and list(parts[part].shape) != expected:
+            problem = f"{layer}.{part} is {list(parts[part].shape)}, where its words make it {expected}"
+            raise BrokenCheckpoint(name, problem)
+
+
+def _check_index(name: str, scheme: Scheme, key: str, parts: Mapping[str, Tensor]) -> None:
+    """Check that every group of an index has a scale, and at most as many numbers as configured."""
+    group_I = parts["g_idx"]
+    in_features = _in_features(scheme, parts)
+    if group_I.is_floating_point():
+        raise BrokenCheckpoint(name, f"{key} is of {group_I.dtype}")
+    if len(group_I) != in_features:
+        problem = f"{key} names groups of {len(group_I)} numbers, where a column has {in_features}"
+        raise BrokenCheckpoint(name, problem)
+    if not 0 <= group_I.min() <= group_I.max() < len(parts["scales"]):
+        raise BrokenCheckpoint(name, f"{key} names groups without a scale")
+    most = int(group_I.bincount().max())
+    allowed = scheme.group_len if scheme.group_len > 0 else in_features
+    if most > allowed:
+        problem = f"{key} makes a group of {most} numbers, where config.json makes it {allowed}"
+        raise BrokenCheckpoint(name, problem, "correct group_size in config.json")
+
+
+def _in_features(scheme: Scheme, parts: Mapping[str, Tensor]) -> int:
+    if scheme.method == "compressed-tensors":
+        return int(parts["weight_shape"][1])
+    per_word = 1 if scheme.method == "awq" else WORD_BITS // scheme.bits
+    return len(parts["qweight"]) * per_word
 
 
 def _weight(scheme: Scheme, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from yggdrasil.errors import ArtifactError, BrokenCheckpoint, ConfigError, Model
 from yggdrasil.layout import PAGE_LEN
 from yggdrasil.models.checkpoint import check_weights
 from yggdrasil.models.defaults import end_tokens, request_defaults, unapplied_defaults
+from yggdrasil.models.gguf import check_tokenizer
 from yggdrasil.models.load import check_vocabularies, load_config, shared_vocab, stored_format
 from yggdrasil.models.sharding import check_divisible
 from yggdrasil.models.support import context_limits, kv_shape
@@ -65,6 +66,8 @@ def describe_pair(
     draft_config = configs[models[-1]]
     check_divisible(target_config, config.ranks)
     tokenizer = load_tokenizer(target)
+    if is_gguf(target):
+        check_tokenizer(target, tokenizer)
     if draft is None:
         _check_own_draft(config, target_config.num_hidden_layers)
     else:

@@ -7,6 +7,7 @@ import hmac
 import logging
 import math
 from collections.abc import Collection
+from contextlib import suppress
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
@@ -24,6 +25,8 @@ __all__ = ["BODY_SECONDS", "OPEN_PATHS", "AuthMiddleware", "answer_error"]
 
 BODY_SECONDS = 30.0  # from the end of the headers to the end of the body
 MAX_HELD_BYTES = 64 * MAX_BODY_BYTES  # bodies of all requests together
+DISCARD_SECONDS = 5.0
+MAX_DISCARDED_BYTES = 16 * MAX_BODY_BYTES
 OPEN_PATHS = ("/health", "/ping")  # for load balancers, which have no key
 CLOSE = {"Connection": "close"}
 TOO_LARGE = f"the body is larger than {MAX_BODY_BYTES >> 20} MiB"
@@ -65,11 +68,12 @@ class AuthMiddleware:
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
         refusal = self._refusal(scope["path"], headers)
-        if refusal is not None:
-            return await _error_response(refusal, self._metrics)(scope, receive, send)
         body = _Body(receive, self)
+        if refusal is not None:
+            body.is_refused = refusal.status == 413
+            return await _error_response(refusal, self._metrics)(scope, receive, body.answering(send))
         try:
-            await self._app(scope, body.receive, send)
+            await self._app(scope, body.receive, body.answering(send))
         finally:
             self.held_bytes -= body.num_bytes
 
@@ -100,6 +104,7 @@ class _Body:
 
     def __init__(self, receive: Receive, auth: AuthMiddleware) -> None:
         self.num_bytes = 0
+        self.is_refused = False
         self._receive = receive
         self._auth = auth
         self._is_complete = False
@@ -121,10 +126,38 @@ class _Body:
         self.num_bytes += num_bytes
         self._auth.held_bytes += num_bytes
         if self.num_bytes > MAX_BODY_BYTES:
+            self.is_refused = True
             raise ApiError(413, TOO_LARGE, headers=CLOSE)
         if self._auth.held_bytes > MAX_HELD_BYTES:
             message = "the server holds too many large requests; try again later"
             raise ApiError(503, message, headers={**CLOSE, "Retry-After": "5"})
+
+    def answering(self, send: Send) -> Send:
+        """A `send` that ends the answer to a refused body only after the rest of that body.
+
+        Many clients read no answer before they have sent a body; a connection that is closed earlier is an
+        error of the network to them.
+        """
+
+        async def answer(message: Message) -> None:
+            is_end = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if self.is_refused and is_end:
+                await send({**message, "more_body": True})
+                await self._discard()
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        return answer
+
+    async def _discard(self) -> None:
+        num_bytes = 0
+        has_more = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while has_more and num_bytes < MAX_DISCARDED_BYTES:
+                    message = await self._receive()
+                    num_bytes += len(message.get("body", b""))
+                    has_more = message.get("more_body", False)
 
 
 async def answer_error(http: HttpRequest, error: Exception, *, metrics: Metrics) -> Response:

@@ -67,14 +67,16 @@ class Trial:
         """Try a grammar in llguidance's form; starts the process if there is none.
 
         Raises:
-            ChildProcessError: the process ended, and so did a second one.
+            ChildProcessError: the process ended, and so did a second one, or the system did not let the
+                trials run to their limits.
         """
         for _ in range(2):
             answer = self._answer(rules)
-            if answer.endswith("\n"):
-                return Verdict(*json.loads(answer))
-            self._end()
-        raise ChildProcessError("the process that tries grammars has ended twice")
+            if not answer.endswith("\n"):
+                self._end()
+            elif (verdict := json.loads(answer)) is not None:
+                return Verdict(*verdict)
+        raise ChildProcessError("the process that tries grammars was ended twice")
 
     def _answer(self, rules: str) -> str:
         """A line; less if the process ends."""
@@ -140,9 +142,9 @@ def _serve(lines: Iterable[str]) -> None:
         os.close(write_end)
         with open(read_end, encoding="utf-8") as answer:
             verdicts = answer.read().splitlines()
-        _, status = os.waitpid(fork, 0)
-        ended = json.dumps(Verdict(_fault(status, setup["most_s"])))
-        print(verdicts[-1] if verdicts else ended, flush=True)
+        _, status, used = os.wait4(fork, 0)
+        ended = _ended(status, used.ru_utime + used.ru_stime, setup["most_s"])
+        print(verdicts[-1] if verdicts else json.dumps(ended), flush=True)
 
 
 def _verdicts(rules: str, compiled: Callable[[str], str]) -> Iterator[Verdict]:
@@ -207,12 +209,20 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _fault(status: int, most_s: int) -> str:
-    """Why a fork was ended."""
-    is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
-    if is_late:
-        return f"it is too complex: it does not compile in {most_s} s"
-    return f"it is too complex: it does not compile in {MOST_BYTES >> 20} MB"
+def _ended(status: int, used_s: float, most_s: int) -> Verdict | None:
+    """The verdict about the grammar of a fork that was ended; None if the fork was not at its limits.
+
+    A system without memory kills processes that have done nothing wrong.
+
+    Args:
+        used_s: Processor time of the fork.
+    """
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    if ended_by == signal.SIGXCPU or used_s >= most_s:
+        return Verdict(f"it is too complex: it does not compile in {most_s} s")
+    if ended_by in (signal.SIGKILL, signal.SIGTERM):
+        return None
+    return Verdict(f"it is too complex: it does not compile in {MOST_BYTES >> 20} MB")
 
 
 if __name__ == "__main__":

@@ -214,10 +214,11 @@ def test_a_group_without_a_scale_is_named(source: Path, tmp_path: Path) -> None:
         load_model(str(tmp_path / "model"), dtype=torch.float32)
 
 
+@pytest.mark.parametrize("keeps_index", (True, False))
 @pytest.mark.parametrize("group_len", (16, 64, -1))
 @pytest.mark.parametrize("name", [name for name in stored.FORMATS if "column" not in name])
 def test_groups_of_another_length_than_the_configuration_s_are_refused(
-    source: Path, tmp_path: Path, name: str, group_len: int
+    source: Path, tmp_path: Path, name: str, group_len: int, keeps_index: bool
 ) -> None:
     folder = tmp_path / "model"
     stored.save_stored(source, folder, name)
@@ -225,9 +226,32 @@ def test_groups_of_another_length_than_the_configuration_s_are_refused(
     if name.startswith("compressed"):
         settings = stored.compressed_settings(group_size=group_len)
     stored.set_config(folder, quantization_config=settings)
-    change(folder, lambda tensors: [tensors.pop(key) for key in list(tensors) if "g_idx" in key])
+    if not keeps_index:
+        change(folder, lambda tensors: [tensors.pop(key) for key in list(tensors) if "g_idx" in key])
     with pytest.raises(BrokenCheckpoint, match=r"\d groups of scales, where config.json makes it \d+"):
         load_model(str(folder), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("part", "change_part", "problem"),
+    [
+        ("g_idx", lambda part: part[:-1], "names groups of 127 numbers, where a column has 128"),
+        ("g_idx", lambda part: part.clone().fill_(0), "makes a group of 128 numbers, where config.json"),
+        ("g_idx", lambda part: part.float(), "is of torch.float32"),
+        ("scales", lambda part: part[:, :-1], r"is \[4, 63\], where its words make it \[4, 64\]"),
+        ("qzeros", lambda part: part[:-1], r"is \[3, 8\], where its words make it \[4, 8\]"),
+    ],
+)
+def test_parts_of_a_layer_that_do_not_fit_together_are_named(
+    source: Path, tmp_path: Path, part: str, change_part: Any, problem: str
+) -> None:
+    stored.save_stored(source, tmp_path / "model", "GPTQ int4, groups of 32")
+    key = f"{LAYER}.{part}"
+    change(
+        tmp_path / "model", lambda tensors: tensors.update({key: change_part(tensors[key]).contiguous()})
+    )
+    with pytest.raises(BrokenCheckpoint, match=rf"{LAYER}\.{part} {problem}"):
+        load_model(str(tmp_path / "model"), dtype=torch.float32)
 
 
 def test_a_stored_layer_without_scales_is_named(source: Path, tmp_path: Path) -> None:
@@ -324,7 +348,25 @@ def test_other_blocks_of_gguf_are_refused_by_name(source: Path, tmp_path: Path) 
         ("rope.scaling.type", "yarn"),
         ("rope.scaling.factor", 4.0),
         ("rope.scale_linear", 4.0),
+        ("rope.scaling.original_context_length", 64),
+        ("rope.scaling.attn_factor", 1.25),
+        ("rope.scaling.yarn_log_multiplier", 0.1),
+        ("rope.freq_base_swa", 500.0),
         ("attention.sliding_window", 64),
+        ("attention.key_length", 8),
+        ("attention.value_length", 8),
+        ("attention.scale", 0.5),
+        ("attention.causal", False),
+        ("attention.clamp_kqv", 8.0),
+        ("attention.max_alibi_bias", 8.0),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("embedding_scale", 12.0),
+        ("logit_scale", 0.125),
+        ("residual_scale", 0.22),
+        ("expert_count", 8),
+        ("use_parallel_residual", True),
+        ("a_setting_of_tomorrow", 3),
     ],
 )
 def test_settings_that_the_reader_would_drop_are_refused(
@@ -344,6 +386,10 @@ def test_settings_that_the_reader_would_drop_are_refused(
         {"rope.scaling.factor": 0.0, "rope.scale_linear": 1.0},
         {"attention.sliding_window": 0},
         {"attention.sliding_window": 1 << 20},
+        {"attention.key_length": 16, "attention.value_length": 16, "attention.scale": 0.25},
+        {"attention.scale": 0.0, "attention.causal": True, "expert_count": 0, "logit_scale": 1.0},
+        {"rope.scaling.original_context_length": 1 << 20, "rope.scaling.finetuned": True},
+        {"use_parallel_residual": False, "final_logit_softcapping": 0.0, "tensor_data_layout": "usual"},
     ],
     ids=str,
 )
@@ -353,6 +399,81 @@ def test_settings_that_change_nothing_are_read(
     path = tmp_path / "model.gguf"
     stored.save_gguf(source, path, "Q8_0", **{f"llama.{key}": value for key, value in settings.items()})
     load_config(str(path))
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    ("architecture", "settings", "found"),
+    [
+        ("nemotron", {}, "rope.dimension_count = 16"),
+        ("qwen3", {}, "rope.dimension_count = 16"),
+        ("starcoder2", {}, "attention.layer_norm_rms_epsilon = 1e-06"),
+        ("gemma3", {"attention.key_length": 16}, r"attention.scale = 0.25 \(absent\)"),
+        ("gpt2", {}, "attention.head_count_kv = 2"),
+    ],
+)
+def test_defaults_of_an_architecture_in_place_of_a_file_s_settings_are_refused(
+    source: Path, tmp_path: Path, architecture: str, settings: dict[str, Any], found: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    named = {f"{architecture}.{key}": value for key, value in settings.items()}
+    stored.save_gguf(source, path, "Q8_0", architecture=architecture, **named)
+    with pytest.raises(UnsupportedModel, match=f"a GGUF file with {architecture}.{found} is not"):
+        load_config(str(path))
+
+
+@needs_gguf
+@pytest.mark.parametrize(("key", "value"), [("general.type", "adapter"), ("split.count", 2)])
+def test_a_gguf_file_without_a_whole_model_is_refused(
+    source: Path, tmp_path: Path, key: str, value: str | int
+) -> None:
+    path = tmp_path / "model.gguf"
+    stored.save_gguf(source, path, "Q8_0", **{key: value})
+    with pytest.raises(UnsupportedModel, match=f"a GGUF file with {key} = {value!r} is not"):
+        load_config(str(path))
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    ("split", "settings", "found"),
+    [
+        ("", {}, "pre = None"),
+        ("default", {}, "pre = 'default'"),
+        ("smollm", {}, "pre = 'smollm'"),
+        ("llama-bpe", {"bos_token_id": 0}, r"add_bos_token = True \(absent\)"),
+    ],
+)
+def test_texts_that_the_reader_would_tokenize_otherwise_are_refused(
+    source: Path, tmp_path: Path, split: str, settings: dict[str, Any], found: str
+) -> None:
+    path = str(tmp_path / "model.gguf")
+    named = {f"tokenizer.ggml.{key}": value for key, value in settings.items()}
+    stored.save_gguf(source, Path(path), "Q8_0", split=split, **named)
+    with pytest.raises(UnsupportedModel, match=rf"a GGUF file with tokenizer\.ggml\.{found} is not"):
+        describe_pair(path, None, "pair", TINY, CALIBRATION_TEXT)
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bos_token_id": 0},
+        {"bos_token_id": 0, "add_bos_token": True, "add_eos_token": True},
+        {"bos_token_id": 0, "add_bos_token": False},
+    ],
+    ids=str,
+)
+def test_a_tokenizer_begins_and_ends_a_text_as_its_file_asks(
+    source: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    path = str(tmp_path / "model.gguf")
+    named = {f"tokenizer.ggml.{key}": value for key, value in settings.items()}
+    stored.save_gguf(source, Path(path), "Q8_0", **named)
+    tokenizer = load_tokenizer(path)
+    gguf.check_tokenizer(path, tokenizer)
+    around = [settings.get(name, False) for name in ("add_bos_token", "add_eos_token")]
+    assert tokenizer("a")["input_ids"].count(0) == sum(around)
 
 
 @needs_gguf
