@@ -453,7 +453,7 @@ class ServeConfig:
     Args:
         policy: Name of the policy that chooses trees or chains; see policy/gamma/registry.py.
         gamma_max: Most draft tokens of a chain; None takes 7, or less for a pair of shallower trees.
-        max_batch: Most rows at once.
+        max_batch: Most rows at once; None takes 32, or less for a pair of smaller graphs.
         kv_memory_bytes: Memory for the KV pages of both models; None takes what a full batch of the longest
             rows needs, at most half of the free memory.
         max_queue: Most requests that wait for a row.
@@ -474,7 +474,7 @@ class ServeConfig:
 
     policy: str = "trees"
     gamma_max: int | None = None
-    max_batch: int = 32
+    max_batch: int | None = None
     kv_memory_bytes: int | None = None
     max_queue: int = 256
     elastic: bool = True
@@ -492,7 +492,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         _require(self.gamma_max is None or self.gamma_max >= 0, "gamma_max", self.gamma_max, "0 or above")
-        _require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
+        _require(self.max_batch is None or self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
         _require(
             self.kv_memory_bytes is None or self.kv_memory_bytes > 0,
             "kv_memory",

@@ -138,7 +138,6 @@ def test_help_shows_the_defaults_of_the_config_and_imports_nothing_heavy() -> No
     defaults = ServeConfig()
     for value in (
         defaults.policy,
-        defaults.max_batch,
         defaults.max_queue,
         defaults.host,
         defaults.port,

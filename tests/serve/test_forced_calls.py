@@ -73,6 +73,46 @@ def test_with_several_tools_one_of_them_is_called(tiny: LoadedPair) -> None:
     assert name in ("weather", "stop")
 
 
+CITY = {"city": {"enum": ["Rome"]}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text", "is_right"),
+    (
+        ({"properties": CITY}, '{"city": "Rome"}', True),
+        ({"properties": CITY}, '{"city": "Rome", "more": 1}', False),
+        ({"properties": {"at": {"type": "object", "properties": CITY}}}, '{"at": {"more": 1}}', False),
+        ({"properties": {"at": {"type": "object"}}}, '{"at": {"more": 1}}', True),
+        ({"properties": CITY, "additionalProperties": True}, '{"more": 1}', True),
+        ({"properties": CITY, "patternProperties": {"^m": {"type": "integer"}}}, '{"more": 1}', True),
+        ({"properties": CITY, "required": ["more"]}, '{"more": 1}', True),
+        (
+            {"allOf": [{"properties": CITY}, {"properties": {"more": {}}}]},
+            '{"city": "Rome", "more": 1}',
+            True,
+        ),
+        ({"properties": CITY, "anyOf": [{"properties": {"more": {}}}]}, '{"more": 1}', True),
+        ({}, '{"more": 1}', True),
+    ),
+    ids=str,
+)
+def test_a_forced_call_has_no_arguments_that_its_function_does_not_name(
+    tiny: LoadedPair, parameters: dict[str, Any], text: str, is_right: bool
+) -> None:
+    function = {"name": "f", "parameters": {"type": "object", **parameters}}
+    tool = Tool.model_validate({"type": "function", "function": function})
+    grammars = Grammars(tiny.tokenizer, tiny.bundle.vocab, tiny.bundle.eos_tokens)
+    state = grammars.state(forced_call([tool], FORMATS["json"]))
+    assert is_sentence(state, tiny, f'{{"name": "f", "arguments": {text}}}') == is_right
+
+
+@pytest.mark.parametrize("required", (3, [{}], [["city"]]), ids=str)
+def test_a_schema_that_names_no_texts_as_required_is_left_to_the_compiler(required: Any) -> None:
+    parameters = {"type": "object", "properties": CITY, "required": required}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    assert json.dumps(parameters)[1:-1] in forced_call([tool], FORMATS["json"]).source
+
+
 def chat(**fields: Any) -> ChatRequest:
     messages = [{"role": "user", "content": "Hi"}]
     return ChatRequest.model_validate({"messages": messages, "tools": TOOLS, **fields})

@@ -16,7 +16,7 @@ from yggdrasil.errors import ArtifactError, ConfigError, QueueFull, ServiceEnded
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.batcher import Batcher
-from yggdrasil.serve.load import load_service
+from yggdrasil.serve.load import load_service, most_rows
 from yggdrasil.serve.request import DEFECT, Event, Observer, Request, StepReport
 from yggdrasil.serve.service import Service
 
@@ -326,5 +326,6 @@ def test_a_pair_that_cannot_be_served_is_an_error(bench: Bench) -> None:
         load_service(name, ServeConfig(kv_memory_bytes=100, max_batch=4), Observer())
     with pytest.raises(ConfigError, match="at most 16, half .*; ygg serve --max-batch 16"):
         load_service(name, ServeConfig(max_batch=17), Observer())
+    assert most_rows(ServeConfig(), bench.pair.bundle.config) == 16
     with pytest.raises(ConfigError, match="gamma_max: 999 .*; ygg serve --gamma-max"):
         load_service(name, ServeConfig(gamma_max=999, max_batch=4), Observer())

@@ -67,9 +67,8 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--max-batch",
         type=int,
-        default=defaults.max_batch,
         metavar="N",
-        help="most requests decoded at once (default: %(default)s)",
+        help="most requests decoded at once (default: 32, or half of the pair's largest graph)",
     )
     parser.add_argument(
         "--kv-memory",

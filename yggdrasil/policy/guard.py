@@ -14,9 +14,11 @@ from yggdrasil.step.choice import Choice
 
 __all__ = ["Guard"]
 
-# The allowance, in multiples of a plain step's milliseconds:
-START_STEPS = 2.25  # at the start of a session
-PROBE_STEPS = 0.25  # at which a stopped session tries speculation again
+# The allowance, in multiples of what a speculative step loses that emits one token:
+START_LOSSES = 4.5  # at the start of a session
+PROBE_LOSSES = 0.5  # at which a stopped session tries speculation again
+# and in multiples of a plain step's milliseconds:
+MIN_LOSS_STEPS = 0.5  # the smallest such loss
 MAX_STEPS = 16.0  # that a session can collect by winning
 REFILL_SHARE = 0.0075  # share of all elapsed time that is added to the allowance
 PLAIN_MEMORY = 0.8  # weight of the past in the running mean of plain steps' slowness
@@ -32,8 +34,8 @@ class Guard(ShapePolicy):
     The allowance is a token bucket of milliseconds. A speculative step subtracts its wall clock and adds
     the time that plain decoding would have taken for its tokens. A small share of all elapsed time is added
     too, so a stopped session tries again; the more it lost, the later. So a session can lose at most
-    START_STEPS plain steps and REFILL_SHARE of its time, for any draft. Before a new attempt the draft
-    catches up with the text, a chunk a step; this time is subtracted, too.
+    START_LOSSES steps that emit one token, and REFILL_SHARE of its time, for any draft. Before a new
+    attempt the draft catches up with the text, a chunk a step; this time is subtracted, too.
 
     If speculative steps take longer than the profile predicts, either the machine is busy or the profile is
     wrong about them. Two plain steps decide which. Until then the excess time is not subtracted.
@@ -52,6 +54,7 @@ class Guard(ShapePolicy):
     plain: ShapePolicy = field(default_factory=plain_policy, repr=False)
     speculating: bool = field(default=True, init=False)
     _allowance_ms: float | None = field(default=None, init=False, repr=False)
+    _loss_ms: float = field(default=0.0, init=False, repr=False)
     # measured over predicted milliseconds: running mean of plain steps, and the last step by `is_plain`
     _plain_slowness: float = field(default=1.0, init=False, repr=False)
     _last_slowness: dict[bool, float] = field(default_factory=dict, init=False, repr=False)
@@ -69,13 +72,16 @@ class Guard(ShapePolicy):
     def observe(self, result: StepResult) -> None:
         """Update the allowance, and decide whether the next step speculates."""
         plain_ms = self.latency.plain_ms(result.context_len) * self._plain_slowness
+        self._loss_ms = max(self._loss_ms, MIN_LOSS_STEPS * plain_ms)
+        if not result.is_plain:
+            self._loss_ms = max(self._predicted_ms(result) - plain_ms, MIN_LOSS_STEPS * plain_ms)
         if self._allowance_ms is None:
-            self._allowance_ms = START_STEPS * plain_ms
+            self._allowance_ms = START_LOSSES * self._loss_ms
         ms = self._counted_ms(result)
         if not result.is_plain or result.caught_up:
             self._allowance_ms += len(result.tokens) * plain_ms - ms
         self._allowance_ms = min(self._allowance_ms + REFILL_SHARE * ms, MAX_STEPS * plain_ms)
-        needed_ms = 0.0 if self.speculating else PROBE_STEPS * plain_ms
+        needed_ms = 0.0 if self.speculating else PROBE_LOSSES * self._loss_ms
         self.speculating = result.caught_up or self._allowance_ms >= needed_ms
         self.inner.observe(result)
 
@@ -86,8 +92,7 @@ class Guard(ShapePolicy):
         """
         if result.caught_up:
             return result.ms
-        shape = result.shape
-        predicted_ms = self.latency.step_ms(shape.width, shape.depth, result.verified, result.context_len)
+        predicted_ms = self._predicted_ms(result)
         is_plain = result.is_plain
         slowness = result.ms / predicted_ms
         counted = min(slowness, self._last_slowness.get(is_plain, 1.0))
@@ -100,6 +105,10 @@ class Guard(ShapePolicy):
             if True not in self._last_slowness:
                 self._average_plain(min(1.0, counted))
         return counted * predicted_ms
+
+    def _predicted_ms(self, result: StepResult) -> float:
+        shape = result.shape
+        return self.latency.step_ms(shape.width, shape.depth, result.verified, result.context_len)
 
     def _limit_unchecked(self, slowness: float) -> float:
         """A speculative step's slowness, limited and checked if plain steps were not measured recently."""

@@ -32,11 +32,12 @@ from yggdrasil.serve.request import Observer
 from yggdrasil.serve.service import Service
 from yggdrasil.text.tokenizer import Tokenizer
 
-__all__ = ["LoadedService", "load_batcher", "load_service", "policy_parts"]
+__all__ = ["LoadedService", "load_batcher", "load_service", "most_rows", "policy_parts"]
 
 TYPICAL_CONTEXT = 256  # context length for which the policies' prior predicts a step
 FREE_MEMORY_SHARE = 0.5
 GAMMA_MAX = 7  # longer chains were never chosen
+MAX_BATCH = 32
 
 
 class LoadedService(NamedTuple):
@@ -80,7 +81,7 @@ def load_batcher(bundle: Bundle, config: ServeConfig) -> Batcher:
     # A row has as many pages as a single request's cache: graphs on CUDA depend on this width.
     pool = PagePool(
         _num_pages(bundle, config),
-        num_rows=config.max_batch,
+        num_rows=most_rows(config, bundle.config),
         max_indices=bundle.kv_target.capacity,
         device=bundle.config.device,
     )
@@ -104,13 +105,18 @@ def check_fits(config: ServeConfig, compiled: CompileConfig) -> None:
     """Raise ConfigError if a pair compiled this way cannot serve this; it need not be compiled yet."""
     check_policy(config.policy, longest_chain(config, compiled))
     most = compiled.prefill_chunk // 2
-    if config.max_batch > most:
+    if config.max_batch is not None and config.max_batch > most:
         allowed = f"at most {most}, half of the pair's largest graph"
         raise ConfigError("max_batch", config.max_batch, allowed, f"ygg serve --max-batch {most}")
     most = compiled.max_depth
     if config.gamma_max is not None and config.gamma_max > most:
         allowed = f"at most {most}, the depth of trees that the pair was compiled for"
         raise ConfigError("gamma_max", config.gamma_max, allowed, f"ygg serve --gamma-max {most}")
+
+
+def most_rows(config: ServeConfig, compiled: CompileConfig) -> int:
+    """Most requests that are decoded at once."""
+    return min(MAX_BATCH, compiled.prefill_chunk // 2) if config.max_batch is None else config.max_batch
 
 
 def longest_chain(config: ServeConfig, compiled: CompileConfig) -> int:
@@ -151,7 +157,7 @@ def policy_parts(bundle: Bundle, config: ServeConfig) -> PolicyParts:
         graft=MOST_GRAFTED,
     )
     gamma_max = max(1, longest_chain(config, bundle.config))
-    return PolicyParts(gamma_max, config.max_batch, prior, measured.switching, trees)
+    return PolicyParts(gamma_max, most_rows(config, bundle.config), prior, measured.switching, trees)
 
 
 def _num_pages(bundle: Bundle, config: ServeConfig) -> int:
@@ -159,7 +165,7 @@ def _num_pages(bundle: Bundle, config: ServeConfig) -> int:
 
     The default for this memory is half of what is free.
     """
-    most = config.max_batch * pages_for(bundle.kv_target.capacity)
+    most = most_rows(config, bundle.config) * pages_for(bundle.kv_target.capacity)
     if config.kv_memory_bytes is None:
         kv_bytes = int(_free_bytes(bundle.config.device) * FREE_MEMORY_SHARE)
         return max(1, min(most, kv_bytes // bundle.page_bytes))

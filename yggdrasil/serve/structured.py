@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -20,6 +20,9 @@ __all__ = ["ResponseFormat", "forced_call", "possible_calls", "structured"]
 
 ANY_OBJECT = {"type": "object"}
 FORMAT_FIELDS = ("name", "description", "schema", "strict")
+COMBINING = frozenset({"allOf", "if", "dependentSchemas", "unevaluatedProperties"})
+ADDING = frozenset({"properties", "anyOf", "oneOf", "not", "$ref", "$dynamicRef"})
+"""Keys of JSON schemas that say more about an object that has properties."""
 
 
 class ResponseFormat(Strict):
@@ -69,11 +72,12 @@ def structured(fields: dict[str, Any]) -> GrammarConfig | None:
 def forced_call(tools: Sequence[Tool], form: Format) -> GrammarConfig:
     """The grammar of an answer that is a call of one of these tools, in a format that `ToolParser` reads.
 
-    The name comes before the arguments, which are an instance of the function's schema.
+    The name comes before the arguments, which are an instance of the function's schema and have no
+    properties that it does not name: a model that may add some can go on without an end.
     """
     around = ("", "") if form.is_bare else (f"{form.opening}\n", f"\n{form.closing}")
     before, after = (f"{json.dumps(text)} " if text else "" for text in around)
-    call = _call([tool.function.parameters or ANY_OBJECT for tool in tools], tools, form)
+    call = _call([_closed(tool.function.parameters) or ANY_OBJECT for tool in tools], tools, form)
     return _grammar("tools", "grammar", f"start: {before}call {after}\ncall: {_json(call)}")
 
 
@@ -166,6 +170,33 @@ def _call(parameters: Sequence[dict[str, Any]], tools: Sequence[Tool], form: For
         for place, (tool, schema) in enumerate(zip(tools, parameters, strict=True))
     ]
     return {"anyOf": calls}
+
+
+def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose instances are those of `parameters` with the named properties alone.
+
+    Objects without properties stay free, and so do those that decide about others themselves. Where a
+    schema combines others nothing changes: of two closed objects no instance would be left.
+    """
+    schemas = list(_objects(parameters))
+    if any(schema.keys() & COMBINING or {"properties"} < schema.keys() & ADDING for schema in schemas):
+        return parameters
+    closed: dict[str, Any] = json.loads(json.dumps(parameters))
+    for schema in _objects(closed):
+        named = schema.get("properties")
+        required = schema.get("required", [])
+        is_known = isinstance(named, dict) and isinstance(required, list)
+        if is_known and named and all(name in list(named) for name in required):
+            schema.setdefault("additionalProperties", "patternProperties" in schema)
+    return closed
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a JSON value."""
+    if isinstance(value, dict):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _objects(each)
 
 
 def _json(schema: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from yggdrasil.policy.acceptance import Acceptance
-from yggdrasil.policy.guard import CHECK_INTERVAL, CHECK_STEPS, REFILL_SHARE, START_STEPS, Guard
+from yggdrasil.policy.guard import CHECK_INTERVAL, CHECK_STEPS, REFILL_SHARE, START_LOSSES, Guard
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import REPEATS, FixedShape
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
@@ -64,8 +64,18 @@ def test_a_winning_session_never_stops_speculating() -> None:
 def test_a_losing_session_stays_within_three_percent_of_plain_decoding() -> None:
     spent, tokens, speculated = run(guard(), 128, emitted=1)
     assert spent <= 1.03 * tokens * PLAIN_MS
-    assert spent <= tokens * PLAIN_MS + START_STEPS * PLAIN_MS + REFILL_SHARE * spent + STEP_MS
+    assert spent <= tokens * PLAIN_MS + START_LOSSES * (STEP_MS - PLAIN_MS) + REFILL_SHARE * spent + STEP_MS
     assert 0 < sum(speculated) < 10
+
+
+def test_a_few_unlucky_steps_at_the_start_do_not_stop_speculation_whatever_a_step_costs() -> None:
+    expensive = Shape(1, 12, 5)  # 11 growth forwards of 1 ms, 1 of the head and 11 of verification: 23 ms
+    policy = guard()
+    for _ in range(4):
+        policy.observe(result(expensive, 1, LATENCY.step_ms(1, 12, 5, 0)))
+        assert policy.speculating
+    policy.observe(result(expensive, 1, LATENCY.step_ms(1, 12, 5, 0)))
+    assert not policy.speculating
 
 
 def test_a_losing_session_tries_again_later() -> None:
@@ -94,7 +104,7 @@ def test_a_profile_slower_than_the_machine_does_not_hide_a_loss() -> None:
     spent, tokens, speculated = run(guard(), 200, emitted=1, plain_ms=5.0, step_ms=7.5)
     assert sum(speculated) < 30
     # lost before the loss was measured
-    assert spent <= 1.03 * tokens * 5.0 + START_STEPS * PLAIN_MS + STEP_MS
+    assert spent <= 1.03 * tokens * 5.0 + START_LOSSES * (STEP_MS - PLAIN_MS) + STEP_MS
 
 
 def test_catching_up_before_a_probe_is_counted_and_not_interrupted() -> None:
@@ -149,4 +159,4 @@ def test_a_profile_that_is_wrong_about_speculative_steps_alone_hides_no_loss() -
     spent, tokens, speculated = run(guard(), 400, emitted=3, step_ms=4 * STEP_MS)
     assert sum(speculated) < 20
     surplus = 2 * 4 * STEP_MS  # of the two steps before plain steps were measured
-    assert spent <= 1.03 * tokens * PLAIN_MS + START_STEPS * PLAIN_MS + surplus
+    assert spent <= 1.03 * tokens * PLAIN_MS + START_LOSSES * (STEP_MS - PLAIN_MS) + surplus
