@@ -246,11 +246,9 @@ class Pair(compiled.LoadedPair):
         """The rows of a server over the graphs of this pair; its weights are mapped, not copied."""
         from yggdrasil.serve.load import load_batcher
 
-        compiled_for = self.bundle.config
-        if compiled_for.ranks > 1:
+        if self.bundle.config.ranks > 1:
             raise ConfigError("prompt", "a list", "one prompt for a pair of several ranks")
-        most = min(ServeConfig().max_batch, compiled_for.prefill_chunk // 2)
-        return load_batcher(self.bundle, ServeConfig(max_batch=most, elastic=False))
+        return load_batcher(self.bundle, ServeConfig(elastic=False))
 
 
 def load_pair(
