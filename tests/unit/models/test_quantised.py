@@ -188,6 +188,13 @@ def test_a_method_that_is_no_name_is_refused(source: Path, tmp_path: Path) -> No
 LAYER = "model.layers.0.mlp.down_proj"
 
 
+def save_with_changed_part(source: Path, folder: Path, part: str, change_part: Any) -> None:
+    """A GPTQ checkpoint with one part of a layer changed."""
+    stored.save_stored(source, folder, "GPTQ int4, groups of 32")
+    key = f"{LAYER}.{part}"
+    change(folder, lambda tensors: tensors.update({key: change_part(tensors[key]).contiguous()}))
+
+
 @pytest.mark.parametrize(
     ("part", "change_part", "problem"),
     [
@@ -198,11 +205,7 @@ LAYER = "model.layers.0.mlp.down_proj"
 def test_tensors_that_the_configuration_does_not_promise_are_refused(
     source: Path, tmp_path: Path, part: str, change_part: Any, problem: str
 ) -> None:
-    stored.save_stored(source, tmp_path / "model", "GPTQ int4, groups of 32")
-    key = f"{LAYER}.{part}"
-    change(
-        tmp_path / "model", lambda tensors: tensors.update({key: change_part(tensors[key]).contiguous()})
-    )
+    save_with_changed_part(source, tmp_path / "model", part, change_part)
     with pytest.raises(UnsupportedModel, match=f"a GPTQ checkpoint with {problem}"):
         load_model(str(tmp_path / "model"), dtype=torch.float32)
 
@@ -245,11 +248,7 @@ def test_groups_of_another_length_than_the_configuration_s_are_refused(
 def test_parts_of_a_layer_that_do_not_fit_together_are_named(
     source: Path, tmp_path: Path, part: str, change_part: Any, problem: str
 ) -> None:
-    stored.save_stored(source, tmp_path / "model", "GPTQ int4, groups of 32")
-    key = f"{LAYER}.{part}"
-    change(
-        tmp_path / "model", lambda tensors: tensors.update({key: change_part(tensors[key]).contiguous()})
-    )
+    save_with_changed_part(source, tmp_path / "model", part, change_part)
     with pytest.raises(BrokenCheckpoint, match=rf"{LAYER}\.{part} {problem}"):
         load_model(str(tmp_path / "model"), dtype=torch.float32)
 
