@@ -181,8 +181,9 @@ class ProfileClock(Clock):
 
     def __init__(self, batcher: Batcher, latency: LatencyModel) -> None:
         self._now = 1.0
+        self.last_model: Any = None
         timed: tuple[Any, Any] = (
-            _Timed(batcher.target, latency.verify, latency.plain_host_ms, self),
+            _Timed(batcher.target, latency.verify, latency.plain_host_ms, self, latency.plain_share),
             _Timed(batcher.draft, latency.draft, latency.growth_host_ms, self),
         )
         batcher.target, batcher.draft = timed
@@ -197,13 +198,16 @@ class ProfileClock(Clock):
 
 
 class _Timed:
-    """A model whose forwards take the profile's time."""
+    """A model whose forwards take the profile's time, or this share of it after one of its own."""
 
-    def __init__(self, model: Any, curve: Curve, host_ms: float, clock: ProfileClock) -> None:
+    def __init__(
+        self, model: Any, curve: Curve, host_ms: float, clock: ProfileClock, own_share: float = 1.0
+    ) -> None:
         self._model = model
         self._curve = curve
         self._host_ms = host_ms
         self._clock = clock
+        self._own_share = own_share
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -214,9 +218,10 @@ class _Timed:
     def forward(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:
         positions = meta_NM[meta_NM[:, INDEX] >= 0, POSITION].float()
         outputs: tuple[Tensor, Tensor] = self._model.forward(meta_NM)
-        self._clock.advance(
-            (self._curve.at(len(meta_NM), round(float(positions.mean()))) + self._host_ms) / 1e3
-        )
+        share = self._own_share if self._clock.last_model is self else 1.0
+        self._clock.last_model = self
+        forward_ms = share * self._curve.at(len(meta_NM), round(float(positions.mean())))
+        self._clock.advance((forward_ms + self._host_ms) / 1e3)
         return outputs
 
 

@@ -19,7 +19,7 @@ from yggdrasil.bundle import Bundle
 from yggdrasil.kernels.compilations import compilations
 from yggdrasil.offline import build
 from yggdrasil.offline.pipeline import compile_pair
-from yggdrasil.offline.reuse import Stored, copy_graph, recipes, stored_graphs
+from yggdrasil.offline.reuse import Stored, copy_graph, recipes, record_recipes, stored_graphs
 from yggdrasil.store import artifacts
 from yggdrasil.store.digests import Ledger
 
@@ -91,6 +91,18 @@ def test_another_structure_has_other_graphs(
     changed = [replace(job, model=str(folder)) for job in jobs if job.model == llama_folders[0]]
     assert changed
     assert not set(recipes(changed).values()) & set(by_job.values())
+
+
+def test_a_graph_that_an_interrupted_build_lacks_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("YGG_HOME", str(tmp_path))
+    whole = tmp_path / "compile_cache" / "b" / "1"
+    for folder in (whole, *(tmp_path / "compile_cache" / name / "2" for name in "ac")):
+        record_recipes(folder, {"target/tokens_2.pt2": "recipe"})
+    (whole / "target").mkdir()
+    (whole / "target" / "tokens_2.pt2").write_bytes(b"graph")
+    assert stored_graphs() == {"recipe": Stored(whole, "target/tokens_2.pt2")}
 
 
 def test_a_damaged_graph_is_not_copied(tmp_path: Path) -> None:

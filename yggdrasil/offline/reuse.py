@@ -7,7 +7,7 @@ the graphs of its base model, and a target with another draft keeps its own.
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -20,7 +20,7 @@ from yggdrasil.compiler.weights import load_weights
 from yggdrasil.compiler.workers import GraphJob
 from yggdrasil.errors import ArtifactError
 from yggdrasil.models.load import load_config
-from yggdrasil.store import artifacts, storage
+from yggdrasil.store import artifacts
 from yggdrasil.store.digests import Ledger
 from yggdrasil.store.trust import check_trusted
 
@@ -91,23 +91,26 @@ def _builds() -> Iterator[Path]:
 def _graphs_of(folder: Path) -> list[tuple[str, Stored]]:
     with suppress(ArtifactError, AttributeError, KeyError):
         by_name = artifacts.load_json(folder / RECIPES_NAME, "")["graphs"]
-        return [(recipe, Stored(folder, name)) for name, recipe in by_name.items()]
+        return [
+            (recipe, Stored(folder, name))
+            for name, recipe in by_name.items()
+            if os.path.isfile(folder / name)
+        ]
     return []
 
 
 def copy_graph(graph: Stored, path: Path) -> bool:
     """Copy a graph to its path in another build; returns whether it could be used.
 
-    A graph that is missing, damaged, or that other users can write is not.
+    A graph that is missing, damaged, unreadable, or that other users can write is not.
     """
     source = graph.folder / graph.name
     try:
         check_trusted([source], "")
         if not Ledger(graph.folder).whole([graph.name]):
             return False
-        with storage.temporary_folder(path.parent, path.name) as folder:
-            shutil.copyfile(source, folder / path.name)
-            storage.put(folder / path.name, path)
-    except (ArtifactError, FileNotFoundError):
+        content = source.read_bytes()
+    except (ArtifactError, OSError):
         return False
+    artifacts.save_bytes(path, content)
     return True

@@ -43,6 +43,8 @@ class GoodputPrior:
         drafting: Seconds of drafting, by batch size and gamma; 0 at gamma 0.
         verifying: Seconds of everything else, by the tokens of the forward: roots, drafts and prompts.
         emitted: Tokens of a row in a step, by gamma; 1 at gamma 0.
+        undrafted: The same of a step at gamma 0, whose target may still be in the caches; None takes
+            `verifying`.
         widths: Sizes of the graphs, ascending; above each of them `verifying` jumps.
         selection_gain: Factor for accepted tokens, by gamma and draft tokens verified per row: the
             likeliest tokens of a large batch are verified, compared with leaving out the last positions of
@@ -60,6 +62,7 @@ class GoodputPrior:
     drafting: Callable[[int, int], float]
     verifying: Callable[[int], float]
     emitted: Callable[[int], float]
+    undrafted: Callable[[int], float] | None = None
     widths: tuple[int, ...] = ()
     selection_gain: Callable[[int, float], float] = lambda gamma, drafts_per_row: 1.0
 
@@ -73,7 +76,8 @@ class GoodputPrior:
     ) -> float:
         """Seconds of a step; `verified` is the number of draft tokens that are verified, None for all."""
         drafts = batch_size * gamma if verified is None else verified
-        return self.drafting(batch_size, gamma) + self.verifying(batch_size + drafts + prompt_tokens)
+        forward = self.verifying if gamma or self.undrafted is None else self.undrafted
+        return self.drafting(batch_size, gamma) + forward(batch_size + drafts + prompt_tokens)
 
     def budgets(
         self,
@@ -141,9 +145,14 @@ def predicted_goodput(latency: LatencyModel, acceptance: Acceptance, context_len
         return (gamma * draft_ms + latency.step_host_ms - latency.plain_host_ms) / 1e3
 
     @cache
+    def forward_ms(num_tokens: int) -> float:
+        return _graphs_ms(latency.verify, num_tokens, latency.verify.sizes[-1], context_len)
+
     def verifying(num_tokens: int) -> float:
-        forward_ms = _graphs_ms(latency.verify, num_tokens, latency.verify.sizes[-1], context_len)
-        return (forward_ms + latency.plain_host_ms) / 1e3
+        return (forward_ms(num_tokens) + latency.plain_host_ms) / 1e3
+
+    def undrafted(num_tokens: int) -> float:
+        return (latency.plain_share * forward_ms(num_tokens) + latency.plain_host_ms) / 1e3
 
     @cache
     def emitted(gamma: int) -> float:
@@ -158,7 +167,7 @@ def predicted_goodput(latency: LatencyModel, acceptance: Acceptance, context_len
             return 1.0
         return max(1.0, acceptance.pooled_accepted(depth, drafts_per_row) / accepted)
 
-    prior = GoodputPrior(drafting, verifying, emitted, latency.verify.sizes, selection_gain)
+    prior = GoodputPrior(drafting, verifying, emitted, undrafted, latency.verify.sizes, selection_gain)
     return prior
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -352,6 +353,12 @@ def test_the_prior_adds_draft_forwards_verification_and_host(prior: GoodputPrior
     assert prior.seconds(5, 3) == pytest.approx(0.0365)  # 20 tokens are a graph of 16 and one of 4
     assert prior.seconds(5, 2, verified=3, prompt_tokens=8) == pytest.approx(0.023)  # 16 tokens
     assert prior.seconds(5, 2, verified=3) == pytest.approx(0.020)  # 8 tokens
+
+
+def test_the_prior_of_plain_steps_finds_the_target_in_the_caches(prior: GoodputPrior) -> None:
+    warm = predicted_goodput(replace(LATENCY, plain_share=0.5), CHAINS, 0)
+    assert warm.seconds(3, 0) == pytest.approx(0.006)
+    assert warm.seconds(3, 1) == prior.seconds(3, 1)
 
 
 @pytest.fixture
