@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from batches import is_sentence
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.uncalibrated import plain_policy
-from yggdrasil.serve.messages import Tool
+from yggdrasil.serve.messages import FunctionDefinition, Tool
 from yggdrasil.serve.openai import ChatRequest
 from yggdrasil.serve.structured import forced_call
 from yggdrasil.serve.tools import FORMATS, parsed
@@ -71,6 +72,17 @@ def test_with_several_tools_one_of_them_is_called(tiny: LoadedPair) -> None:
     text = written(tiny, OFFERED, "json", 1.0, plain=False)
     [(name, _)] = parsed(text, FORMATS["json"], ["weather", "stop"]).calls
     assert name in ("weather", "stop")
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    parameters: dict[str, Any] = {"type": "object"}
+    for _ in range(sys.getrecursionlimit()):
+        parameters = {"type": "object", "properties": {"a": parameters}}
+    function = FunctionDefinition.model_construct(name="f", parameters=parameters)
+    tool = Tool.model_construct(type="function", function=function)
+    with pytest.raises(ApiError, match="nested too deeply") as refused:
+        forced_call([tool], FORMATS["json"])
+    assert refused.value.param == "tools"
 
 
 CITY = {"city": {"enum": ["Rome"]}}

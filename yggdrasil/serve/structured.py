@@ -181,7 +181,7 @@ def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
     schemas = list(_objects(parameters))
     if any(schema.keys() & COMBINING or {"properties"} < schema.keys() & ADDING for schema in schemas):
         return parameters
-    closed: dict[str, Any] = json.loads(json.dumps(parameters))
+    closed: dict[str, Any] = json.loads(_encoded(parameters))
     for schema in _objects(closed):
         named = schema.get("properties")
         required = schema.get("required", [])
@@ -192,16 +192,27 @@ def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a JSON value."""
-    if isinstance(value, dict):
-        yield value
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _objects(each)
+    """All objects in a JSON value, at any depth."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            yield each
+            waiting.extend(each.values())
+        elif isinstance(each, list):
+            waiting.extend(each)
 
 
 def _json(schema: dict[str, Any]) -> str:
     """A schema in a grammar."""
-    return f"%json {json.dumps({**schema, 'x-guidance': WHITESPACE})}"
+    return f"%json {_encoded({**schema, 'x-guidance': WHITESPACE})}"
+
+
+def _encoded(schema: dict[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise ApiError(400, "tools: a schema is nested too deeply", param="tools") from None
 
 
 def _grammar(field: str, kind: str, value: Any) -> GrammarConfig:
