@@ -36,6 +36,15 @@ from yggdrasil.cli import main
 atexit.register(print, "the interpreter ends", file=sys.stderr)
 sys.exit(main(sys.argv[1:]))
 """
+LISTS_ITS_THREADS = """
+import sys
+from pathlib import Path
+from yggdrasil.cli import main
+code = main(sys.argv[1:])
+names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+print([name for name in names if "gloo" in name], file=sys.stderr)
+sys.exit(code)
+"""
 INTERRUPTED = """
 import os, signal, sys, threading
 import two_ranks
@@ -185,6 +194,13 @@ def test_one_process_refuses_a_pair_for_two_ranks(capsys: pytest.CaptureFixture[
     assert error.count("\n") == 1
     command_line = "torchrun --nproc-per-node 2 -m yggdrasil generate ..."
     assert f"compiled for 2 ranks, this run has 1; decode with `{command_line}`" in error
+
+
+@pytest.mark.usefixtures("compiled")
+def test_no_thread_of_the_connection_is_left_at_the_end_of_a_run() -> None:
+    """Such a thread may free a tensor while the interpreter ends, which aborts the process."""
+    command = ("-c", LISTS_ITS_THREADS, "generate", "--pair", NAME, "Once upon", "--max-new-tokens", "4")
+    assert run_ranks(command, command) == [(0, "[]\n"), (0, "[]\n")]
 
 
 @pytest.mark.usefixtures("compiled")

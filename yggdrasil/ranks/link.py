@@ -101,6 +101,10 @@ class GroupLink:
         use_group(self._tensors)
 
     def close(self) -> None:
+        # without a reference the groups end their threads, which could abort the end of the interpreter
+        use_group(None)
+        self._messages = None
+        self._tensors = None
         dist.destroy_process_group()
 
     def _broadcast(self, values: Tensor, group: Any) -> None:
