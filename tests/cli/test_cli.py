@@ -406,7 +406,8 @@ SHOWN = {
 
 @pytest.mark.parametrize("what", SHOWN)
 def test_show_prints_and_writes_pngs_to_out(what: str, capsys: Capture, tmp_path: Path) -> None:
-    assert main(["show", what, "--pair", "tiny", "--out", str(tmp_path)]) == 0
+    options = ["--out", str(tmp_path)] if SHOWN[what][1] else []
+    assert main(["show", what, "--pair", "tiny", *options]) == 0
     out = capsys.readouterr().out
     expected, images = SHOWN[what]
     for words in expected:
@@ -484,6 +485,33 @@ def test_an_unknown_pair_names_the_known_ones(arguments: tuple[str, ...], capfd:
     assert "no compiled pair named 'nobody'" in line
     assert "tiny" in line
     assert "ygg compile TARGET DRAFT --name nobody" in line
+
+
+@pytest.mark.parametrize("what", ("pair", "profile", "plan", "predictor"))
+def test_the_word_after_what_needs_no_prompt_is_the_pair(what: str, capfd: Capture) -> None:
+    assert "no compiled pair named 'nobody'" in refused(capfd, "show", what, "nobody")
+    for names in (("nobody", "else"), ("nobody", "--pair", "else")):
+        assert "--pair" in refused(capfd, "show", what, *names)
+    assert "ygg show " in refused(capfd, "show", what, *names)
+
+
+@pytest.mark.parametrize(
+    ("what", "option"),
+    (
+        ("pair", "--out"),
+        ("tree", "--out"),
+        ("step", "--html"),
+        ("plan", "--temperature"),
+        ("profile", "--seed"),
+    ),
+)
+def test_show_refuses_an_option_that_would_change_nothing(
+    what: str, option: str, capfd: Capture, tmp_path: Path
+) -> None:
+    value = "0" if option in ("--temperature", "--seed") else str(tmp_path)
+    line = refused(capfd, "show", what, "--pair", "tiny", option, value)
+    assert option in line
+    assert "left out except for" in line
 
 
 def test_show_of_the_bundled_pair_shows_how_to_compile_it(

@@ -45,7 +45,7 @@ def test_show_step_records_sampled_steps(capsys: Capture, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["profile", "--html", "x.html"], "ygg show tree --html FILE"),
+        (["profile", "--html", "x.html"], "ygg show tree --html x.html"),
         (["tree", "--temperature", "-1"], "temperature"),
         (["tree", PROMPT, "--pair", "tiny", "--html", "nowhere/x.html"], "a file that can be written"),
     ],

@@ -14,6 +14,14 @@ __all__ = ["add_parser", "run"]
 PROMPT = "Once upon a time"
 NUM_TOKENS = 64  # of the generation that `show tree` begins, or draws as a whole
 
+DECODED = ("step", "tree")
+USERS = {
+    "out": ("profile", "plan", "predictor", "step"),
+    "html": ("tree",),
+    "temperature": DECODED,
+    "seed": DECODED,
+}
+
 DESCRIPTION = """\
 pair       what was compiled, from what, and the shape that decoding will use
 profile    latency and predicted speedup by verified width (plots as PNG)
@@ -38,41 +46,37 @@ def add_parser(verbs: Any) -> None:
         "prompt",
         nargs="*",
         default=[],
-        help=f"for step and tree: the text before the step (default: {PROMPT})",
+        help=f"for step and tree: the text before the step (default: {PROMPT}); for the others: the "
+        "compiled pair, as with --pair",
     )
-    parser.add_argument("--pair", help="the compiled pair (default: the bundled one)")
+    parser.add_argument("--pair", metavar="NAME", help="the compiled pair (default: the bundled one)")
     parser.add_argument(
         "--predictor",
         metavar="DATASET",
         help="calibration text whose depth predictor to use (default: the last one compiled)",
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("."), help="folder for PNG files (default: the working directory)"
-    )
+    parser.add_argument("--out", type=Path, help="folder for PNG files (default: the working directory)")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="for tree: write the trees of all steps to this page"
     )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="for step and tree (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="for step and tree (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, help="for step and tree (default: 0)")
+    parser.add_argument("--seed", type=int, help="for step and tree (default: 0)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Show one thing."""
-    from yggdrasil.bundle import BUNDLED
     from yggdrasil.pair import load_pair
 
+    _refuse_unused(options)
+    options.out = options.out or Path(".")
     if not options.out.is_dir():
         raise ConfigError("out", str(options.out), "an existing folder")
-    if options.html is not None and options.what != "tree":
-        raise ConfigError(
-            "html", str(options.html), "left out except for tree", "ygg show tree --html FILE"
-        )
-    _sampling(options)  # refuses what cannot be sampled before the pair is loaded
-    options.prompt = prompt_of(options.prompt or [PROMPT])
-    pair = load_pair(options.pair or BUNDLED, dataset=options.predictor)
+    name = _pair_name(options)
+    if options.what in DECODED:
+        _sampling(options)  # refuses what cannot be sampled before the pair is loaded
+        options.prompt = prompt_of(options.prompt or [PROMPT])
+    pair = load_pair(name, dataset=options.predictor)
     show = {
         "pair": _show_pair,
         "profile": _show_profile,
@@ -82,6 +86,27 @@ def run(options: argparse.Namespace) -> None:
         "tree": _show_tree,
     }
     show[options.what](pair, options)
+
+
+def _refuse_unused(options: argparse.Namespace) -> None:
+    """Refuse an option that would change nothing."""
+    for name, users in USERS.items():
+        value = getattr(options, name)
+        if value is not None and options.what not in users:
+            allowed = f"left out except for {', '.join(users)}"
+            raise ConfigError(name, str(value), allowed, f"ygg show {users[-1]} --{name} {value}")
+
+
+def _pair_name(options: argparse.Namespace) -> str:
+    """The pair of --pair, or of the word after what needs no prompt."""
+    from yggdrasil.bundle import BUNDLED
+
+    names = [] if options.what in DECODED else options.prompt
+    if options.pair is not None:
+        names = [options.pair, *names]
+    if len(names) > 1:
+        raise ConfigError("pair", " ".join(names), "one name", f"ygg show {options.what} {names[0]}")
+    return names[0] if names else BUNDLED
 
 
 def _show_pair(pair: Any, options: argparse.Namespace) -> None:
@@ -195,4 +220,4 @@ def _show_tree(pair: Any, options: argparse.Namespace) -> None:
 def _sampling(options: argparse.Namespace) -> Any:
     from yggdrasil.config import SamplingConfig
 
-    return SamplingConfig(temperature=options.temperature, seed=options.seed)
+    return SamplingConfig(temperature=options.temperature or 0.0, seed=options.seed or 0)

@@ -75,6 +75,7 @@ constexpr int64_t kGroup = 4;     // panels that stay on one thread: the most th
 
 // One thread reads less than two of these from L2 faster than two threads.
 constexpr int64_t kTaskBytes = 64 << 10;
+constexpr int64_t kRoundedNumbers = 1 << 10;  // of x, by a thread: as long as a partner takes to start
 
 // The products of this many rows take at least as long as reading their weights from L2.
 constexpr int64_t kRowsOfRead = kLanes < 16 ? 1 : 32;
@@ -687,7 +688,7 @@ const Word* quantised(const at::Tensor& x, int64_t rows, int zero) {
     for (int64_t done = 0; done < features; done += kGroupLen, to += group_words)
       quantise_group<Dtype>(numbers + done, std::min(kGroupLen, features - done), zero, to, block_rows);
   };
-  parallel_for(blocks * block_rows, std::max<int64_t>(1, kTaskBytes / 4 / (features + 1)),
+  parallel_for(blocks * block_rows, std::max<int64_t>(1, kRoundedNumbers / (features + 1)),
                [&](int64_t begin, int64_t end) {
                  for (int64_t place = begin; place < end; ++place) quantise_row(place);
                });
