@@ -161,6 +161,23 @@ def test_tokens_that_the_grammar_forces_are_drafted_and_accepted(tiny: LoadedPai
     assert tiny.tokenizer.decode(emitted[:-1]) == forced
 
 
+@pytest.mark.parametrize("shape", (Shape(2, 1, graft=15), Shape(1, 0, graft=15)), ids=str)
+def test_a_forced_run_is_grafted_and_needs_no_growth_steps(tiny: LoadedPair, shape: Shape) -> None:
+    """In both forms of the step: as many tokens as a path has room for are in the tree, and accepted."""
+    forced = "QXZJ 9 {[@#]}"
+    sampling = sampled(GrammarConfig.of("choice", [forced]), 1.0)
+    tokens = tiny.tokenizer.encode(PROMPTS[0])
+    rendered = []
+    for pair in (tiny, by_stages(tiny)):
+        policy = tiny.policy(temperature=1.0, shape=shape)
+        results = list(pair.engine.generate(tokens, policy, GenerateConfig(sampling=sampling)))
+        emitted = [token for result in results for token in result.tokens]
+        assert tiny.tokenizer.decode(emitted[:-1]) == forced
+        assert results[0].accepted == pair.engine.target.max_depth - 2 + shape.depth
+        rendered.append([(result.tokens, result.tree.render()) for result in results])
+    assert rendered[0] == rendered[1]
+
+
 def test_a_grammar_decides_where_bans_leave_no_token(tiny: LoadedPair) -> None:
     grammar = GrammarConfig.of("choice", [" fox"])
     for shape in SHAPES:

@@ -239,13 +239,18 @@ void Step::catch_up_(std::vector<Growing>& rows) {
   run_chunks_(chunks);
 }
 
-// Grafts on a row's root what repeats its text. A path has room for it, a growth step and a head draft.
+// Grafts on a row's root what its grammar forces, or else what repeats its text. A path has room for it, a growth step and a head draft.
 void Step::graft_(Growing& each) const {
   const Row& row = each.row;
   each.last_depth = row.depth;
   const int64_t most = std::min(row.graft, path_width_ - 3);
   if (most <= 0) return;
-  each.graft = graft(row.tokens, row.len, *row.evidence, most);
+  if (const int64_t num_forced = std::min(row.num_forced, most); num_forced > 0) {
+    each.graft.tokens.assign(row.forced, row.forced + num_forced);
+    each.graft.log_probs.assign(num_forced, 0.0);  // certain
+  } else {
+    each.graft = graft(row.tokens, row.len, *row.evidence, most);
+  }
   if (each.graft.tokens.empty()) return;
   grow_chain_(each.tree, each.graft.tokens, each.graft.log_probs);
   each.num_nodes += int64_t(each.graft.tokens.size());

@@ -22,17 +22,19 @@ namespace ygg {
 // ---- the border ----
 
 // One request before a step. `tokens` are its text, the root last. The caches hold the tokens before
-// `target_len` and `draft_len`. At most `graft` nodes repeat the text, by `evidence`. `verify` is 0 without
-// a limit; `stop` and `levels` are -1 where the shape has none. Temperature 0 is greedy. `processors` is -1
-// without any; with them `top_logit` is the target's largest logit before the root. `grammar` is the place
-// that `Reply::mask` gets, -1 without a grammar; a row with one has processors. `inspect` is 1 where the
-// result has the drafted tree, too.
+// `target_len` and `draft_len`. At most `graft` nodes are grafted: the tokens `forced` by the grammar, or,
+// if it forces none, what repeats the text, by `evidence`. `verify` is 0 without a limit; `stop` and
+// `levels` are -1 where the shape has none. Temperature 0 is greedy. `processors` is -1 without any; with
+// them `top_logit` is the target's largest logit before the root. `grammar` is the place that `Reply::mask`
+// gets, -1 without a grammar; a row with one has processors. `inspect` is 1 where the result has the
+// drafted tree, too.
 struct Row {
   const int64_t* tokens;
   Evidence* evidence;
+  const int64_t* forced;
   int64_t len, place, target_len, draft_len;
   int64_t width, depth, verify, calibration, stop, levels, graft;
-  int64_t top_k, seed, processors, prompt_len, grammar, inspect;
+  int64_t num_forced, top_k, seed, processors, prompt_len, grammar, inspect;
   double temperature, top_p, min_p, top_logit;
 
   Sampling sampling() const { return {temperature, top_k, top_p, min_p, seed}; }

@@ -38,9 +38,9 @@ MASK = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c
 
 class RowStruct(ctypes.Structure):
     _fields_ = [
-        *_pointers("tokens evidence"),
+        *_pointers("tokens evidence forced"),
         *_ints("len place target_len draft_len width depth verify calibration stop levels graft"),
-        *_ints("top_k seed processors prompt_len grammar inspect"),
+        *_ints("num_forced top_k seed processors prompt_len grammar inspect"),
         *_floats("temperature top_p min_p top_logit"),
     ]
 

@@ -309,10 +309,17 @@ def _forwards(spans: Sequence[Span], limit: int) -> Iterator[list[Span]]:
 
 
 def graft_of(model: TokenGraphs, state: DecodeState, shape: Shape) -> Graft:
-    """What a step grafts on a text's root; a path has room for it, a growth step and a head draft."""
+    """What a step grafts on a text's root: tokens that its grammar forces, or else those that may repeat.
+
+    A path has room for them, a growth step and a head draft.
+    """
     most = min(shape.graft, model.max_depth - 2)
     if most <= 0:
         return NO_GRAFT
+    if state.grammar is not None:
+        state.grammar.follow_(state.emitted)
+        if forced := state.grammar.forced(most):
+            return Graft(forced, (0.0,) * len(forced))
     state.repeats.follow_(state.tokens)
     return graft(state.repeats, most)
 

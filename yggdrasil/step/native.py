@@ -176,7 +176,7 @@ class NativeStep:
         self._started = began
         self._stepping = list(rows)
         self._shapes = list(shapes)
-        self._masks.grammars.clear()
+        self._masks.clear()
         self._num_extra = 0
         self._catches_up = any(row.lag > 1 and shape.depth for row, shape in zip(rows, shapes, strict=True))
 
@@ -195,9 +195,12 @@ class NativeStep:
             repeats = row.state.repeats
             repeats.follow_(row.state.tokens)
             address, length = repeats.tokens.buffer_info()
+            grammar = self._masks.add(row.state)
+            forced, num_forced = self._masks.forced(grammar, shape.graft)
             self._rows[place] = RowStruct(
                 address,
                 ctypes.addressof(repeats.evidence),
+                forced,
                 length,
                 row.row,
                 row.target_len,
@@ -209,11 +212,12 @@ class NativeStep:
                 records.stop(shape),
                 records.levels(shape),
                 shape.graft,
+                num_forced,
                 min(sampling.top_k, MOST_TOP_K),
                 sampling.seed,
                 records.processors(sampling.processors),
                 row.state.prompt_len,
-                self._masks.add(row.state),
+                grammar,
                 row.state.inspect,
                 sampling.temperature,
                 sampling.top_p,
@@ -326,6 +330,7 @@ class _Masks:
     def __init__(self) -> None:
         self.grammars: list[GrammarState] = []
         self.callback = MASK(self._mask)
+        self._forced: list[array[int]] = []
         self._failure: BaseException | None = None
 
     def add(self, state: DecodeState) -> int:
@@ -335,6 +340,17 @@ class _Masks:
         state.grammar.follow_(state.emitted)
         self.grammars.append(state.grammar)
         return len(self.grammars) - 1
+
+    def forced(self, number: int, most: int) -> tuple[int, int]:
+        """Address and number of the tokens that a grammar forces next, at most this many."""
+        tokens = array("q", self.grammars[number].forced(most) if number >= 0 else ())
+        self._forced.append(tokens)
+        return tokens.buffer_info()
+
+    def clear(self) -> None:
+        """Forget the rows of the last step."""
+        self.grammars.clear()
+        self._forced.clear()
 
     @contextmanager
     def failing(self) -> Iterator[None]:

@@ -287,6 +287,21 @@ class GrammarState:
         bits = np.unpackbits(self.words(path).view(np.uint8), bitorder="little")
         return bits[: self.vocab].astype(np.bool_)
 
+    def forced(self, most: int) -> tuple[int, ...]:
+        """The next tokens of the text, as far as one alone is allowed, at most this many.
+
+        An end-of-text token is the last one.
+
+        Cost: a mask for each, which a step over these tokens needs as well.
+        """
+        path: tuple[int, ...] = ()
+        while len(path) < most and not (path and path[-1] in self._ends):
+            bits = int.from_bytes(self.words(path), "little")
+            if bits.bit_count() != 1:
+                break
+            path = (*path, bits.bit_length() - 1)
+        return path
+
     def failure(self, tokens: Sequence[int]) -> str:
         """Why a token of these, which follow the text, could not be decided; empty if all could."""
         nodes = (self._nodes.get(tuple(tokens[:place])) for place in range(len(tokens)))

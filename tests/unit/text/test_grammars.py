@@ -70,6 +70,23 @@ def test_a_grammar_too_complex_for_its_first_token_is_refused(
         grammars.state(GrammarConfig.of("grammar", source))
 
 
+def test_forced_tokens_are_those_that_alone_are_allowed_up_to_the_end(
+    grammars: Grammars, tiny: LoadedPair
+) -> None:
+    state = grammars.state(GrammarConfig.of("choice", ["a red fox ran", "a red dog ran"]))
+    shared = tiny.tokenizer.encode("a red ", special_tokens=False)
+    assert state.forced(9) == tuple(shared)[: len(state.forced(9))] != ()
+    assert state.forced(1) == (shared[0],)
+    assert state.forced(0) == ()
+    text = tiny.tokenizer.encode("a red fox", special_tokens=False)
+    state.follow_(text)
+    *rest, end = state.forced(99)
+    assert tiny.tokenizer.decode(rest) == " ran"
+    assert end in tiny.bundle.eos_tokens
+    state.follow_([*text, *rest, end])
+    assert len(state.forced(99)) == 1
+
+
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(st.sampled_from([" fox", " dog", " f", "ox", "x"]), max_size=5), max_size=4))
 def test_the_state_of_a_text_does_not_depend_on_the_texts_before(
