@@ -10,6 +10,8 @@ policy unguarded:
 - the draft and grafts, the default;
 - transformers' prompt look-up with 5 and 10 tokens, on text that repeats.
 
+There are four times as many stories, because the half per cent in question is small.
+
 Refuted where grafts are less than 1.3 times as fast as the draft alone or less than 1.2 times as fast as
 the better look-up on text that repeats, or below 0.995 of the draft alone on stories."""
 
@@ -37,6 +39,7 @@ LOOKUP_LENGTHS = (5, 10)
 WANTED_OVER_DRAFT = 1.3
 WANTED_OVER_LOOKUP = 1.2
 WANTED_ON_STORIES = 0.995
+STORIES_OVER_TEXTS = 4
 NAMES = re.compile(r"\b(Tim|Tom|Lily|Mia|Ben|Sue|Sam|Anna|Max|Lucy|Jack|Sara|Timmy|Spot)\b")
 WORD = re.compile(r"[a-z_]{4,}")
 
@@ -113,7 +116,7 @@ def measure_task(
 
 def measure_stories(pair: LoadedPair, options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Our arms on the target's own stories, which repeat little."""
-    prompts = beginnings(STORIES.test_texts, pair, options.prompts)
+    prompts = beginnings(STORIES.test_texts, pair, STORIES_OVER_TEXTS * options.prompts)
     rounds = interleave(our_arms(pair, options.tokens), prompts, reference=PLAIN_ARM, tick=log)
     return {
         "arms": {arm: arm_summary(rounds, arm) for arm in rounds.by_arm},

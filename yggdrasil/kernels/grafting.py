@@ -12,12 +12,12 @@ from yggdrasil.text.repeats import Graft, Repeats
 __all__ = ["graft"]
 
 
-def graft(repeats: Repeats, most: int) -> Graft:
+def graft(repeats: Repeats, most: int, min_edge: float = 0.0) -> Graft:
     """`Repeats.graft`. Cost: microseconds for a thousand tokens."""
     tokens = (most * ctypes.c_int64)()
     log_probs = (most * ctypes.c_double)()
     address, length = repeats.tokens.buffer_info()
-    found = _graft()(address, length, ctypes.byref(repeats.evidence), most, tokens, log_probs)
+    found = _graft()(address, length, ctypes.byref(repeats.evidence), most, min_edge, tokens, log_probs)
     return Graft(tuple(tokens[:found]), tuple(log_probs[:found]))
 
 
@@ -25,6 +25,7 @@ def graft(repeats: Repeats, most: int) -> Graft:
 def _graft() -> Any:
     library: Any = kernel_library()
     call = library.ygg_graft
-    call.argtypes = [*(ctypes.c_void_p, ctypes.c_int64) * 2, ctypes.c_void_p, ctypes.c_void_p]
+    pointer = ctypes.c_void_p
+    call.argtypes = [*(pointer, ctypes.c_int64) * 2, ctypes.c_double, pointer, pointer]
     call.restype = ctypes.c_int64
     return call

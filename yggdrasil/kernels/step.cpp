@@ -249,7 +249,7 @@ void Step::graft_(Growing& each) const {
     each.graft.tokens.assign(row.forced, row.forced + num_forced);
     each.graft.log_probs.assign(num_forced, 0.0);  // certain
   } else {
-    each.graft = graft(row.tokens, row.len, *row.evidence, most);
+    each.graft = graft(row.tokens, row.len, *row.evidence, most, row.depth ? kMinEdge : 0.0);
   }
   if (each.graft.tokens.empty()) return;
   grow_chain_(each.tree, each.graft.tokens, each.graft.log_probs);

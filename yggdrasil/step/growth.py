@@ -23,7 +23,7 @@ from yggdrasil.step.choice import Choice
 from yggdrasil.step.coupling import coupled, is_ranked_again, noise_of, read_of
 from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.step.processors import prefixes_of, process_candidates
-from yggdrasil.text.repeats import NO_GRAFT, Graft
+from yggdrasil.text.repeats import MIN_EDGE, NO_GRAFT, Graft
 from yggdrasil.tree import TokenTree
 
 __all__ = [
@@ -321,7 +321,7 @@ def graft_of(model: TokenGraphs, state: DecodeState, shape: Shape) -> Graft:
         if forced := state.grammar.forced(most):
             return Graft(forced, (0.0,) * len(forced))
     state.repeats.follow_(state.tokens)
-    return graft(state.repeats, most)
+    return graft(state.repeats, most, MIN_EDGE if shape.depth else 0.0)
 
 
 class _Growing:

@@ -16,24 +16,42 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["LONGEST", "MIN_PATH", "NO_GRAFT", "Evidence", "Graft", "Match", "Repeats", "longest_match"]
+__all__ = [
+    "LONGEST",
+    "MIN_EDGE",
+    "MIN_PATH",
+    "NO_GRAFT",
+    "Evidence",
+    "Graft",
+    "Match",
+    "Repeats",
+    "longest_match",
+]
 
 LONGEST = 16  # tokens of a match that count
 NUM_BANDS = LONGEST.bit_length()  # 1, 2-3, 4-7, 8-15 and 16 tokens
 HALF_LENGTH = 1.5  # a match of this many tokens is right half of the time, before the text shows more
-PRIOR_TOKENS = 3.0  # that assumption counts as this many predicted tokens
-MEMORY = 32.0  # after this many predictions of a band the weight of old ones fades
+PRIOR_HITS = 4.0  # that assumption counts as this many right predictions
+PRIOR_TOKENS = 6.0  # what all bands show counts as this many predictions of a band
+MEMORY = 32.0  # after this many predictions the weight of old ones fades
 MOST_OBSERVED = 64  # after long plain decoding: what was emitted before these has faded anyway
-MIN_PATH = 0.3  # nodes that are less likely than this are not grafted
+MIN_PATH = 0.15  # nodes that are less likely than this are not grafted
+MIN_EDGE = 0.6  # next to a draft, nor those less likely after their parent: its own candidates are better
 
 
 class Evidence(ctypes.Structure):
-    """How matches predicted the emitted tokens of a text, by band of match lengths."""
+    """How matches predicted the emitted tokens of a text: by band of match lengths, and all together.
+
+    `missed_tokens` is the sum of the lengths of those that were wrong.
+    """
 
     _fields_ = (
         ("num_read", ctypes.c_int64),
         ("hits", NUM_BANDS * ctypes.c_double),
         ("seen", NUM_BANDS * ctypes.c_double),
+        ("num_seen", ctypes.c_double),
+        ("num_hits", ctypes.c_double),
+        ("missed_tokens", ctypes.c_double),
     )
 
 
@@ -90,8 +108,11 @@ class Repeats:
             known = 0
         self.tokens.extend(tokens[known:])
 
-    def graft(self, most: int) -> Graft:
+    def graft(self, most: int, min_edge: float = 0.0) -> Graft:
         """The likeliest chain after the text, at most this many tokens.
+
+        Args:
+            min_edge: The chain ends before a token that is less likely after those before it.
 
         Cost: a pass over the text for this chain, and one for each of the last MOST_OBSERVED tokens that
             were emitted since the last call.
@@ -104,7 +125,7 @@ class Repeats:
         for place in range(most if match.length else 0):
             edge = self._log_prob(min(match.length + place, LONGEST))
             path += edge
-            if path < math.log(MIN_PATH):
+            if path < math.log(MIN_PATH) or edge < math.log(max(min_edge, MIN_PATH)):
                 break
             at = match.next_pos + place
             # where the match overlaps the end of the text, the chain goes on with itself
@@ -124,16 +145,24 @@ class Repeats:
             is_hit = self.tokens[match.next_pos] == self.tokens[position]
             evidence.hits[band] = fading * (evidence.hits[band] + is_hit)
             evidence.seen[band] = fading * (evidence.seen[band] + 1.0)
+            fading = MEMORY / max(MEMORY, evidence.num_seen + 1.0)
+            evidence.num_hits = fading * (evidence.num_hits + is_hit)
+            evidence.missed_tokens = fading * (evidence.missed_tokens + (0 if is_hit else match.length))
+            evidence.num_seen = fading * (evidence.num_seen + 1.0)
         evidence.num_read = max(evidence.num_read, len(self.tokens))
 
     def _log_prob(self, length: int) -> float:
         """The logarithm of the share of right predictions by matches of this length.
 
-        Source: the posterior mean of a Beta distribution.
+        Source: the posterior mean of a Beta distribution, whose prior is length / (length + half). With
+        these odds the lengths of the wrong predictions sum up to half for each right one, so the text's
+        predictions of all bands give half.
         """
+        evidence = self.evidence
         band = _band(length)
-        prior = PRIOR_TOKENS * length / (length + HALF_LENGTH)
-        return math.log((self.evidence.hits[band] + prior) / (self.evidence.seen[band] + PRIOR_TOKENS))
+        half = (evidence.missed_tokens + PRIOR_HITS * HALF_LENGTH) / (evidence.num_hits + PRIOR_HITS)
+        prior = PRIOR_TOKENS * length / (length + half)
+        return math.log((evidence.hits[band] + prior) / (evidence.seen[band] + PRIOR_TOKENS))
 
 
 def _band(length: int) -> int:

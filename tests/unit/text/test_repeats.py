@@ -75,11 +75,29 @@ def test_no_node_is_less_likely_than_the_limit() -> None:
     assert math.exp(sum(graft.log_probs)) >= MIN_PATH
 
 
+def test_a_chain_ends_before_a_token_that_is_less_likely_than_the_minimum() -> None:
+    text = [*range(20), 99, 3, 4]
+    whole = followed(text, prompt_len=len(text)).graft(15)
+    likelihoods = [math.exp(edge) for edge in whole.log_probs]
+    assert likelihoods == sorted(likelihoods)  # a longer match is more likely to go on
+    for min_edge in (likelihoods[0], 0.999):
+        graft = followed(text, prompt_len=len(text)).graft(15, min_edge)
+        assert graft == (whole if min_edge <= likelihoods[0] else Graft((), ()))
+
+
+def test_what_short_matches_show_counts_for_long_ones() -> None:
+    long = [*range(30, 36), 98]
+    broken = [4, 50, 4, 51, 4, 52, 4, 53]
+    other = [*range(60, 68)]
+    ends = [followed([*long, *shown, *long[:-1]], prompt_len=7) for shown in (broken, other)]
+    likelihoods = [end.graft(1).log_probs[0] for end in ends]
+    assert likelihoods[0] < likelihoods[1]
+
+
 def test_a_longer_match_and_a_text_that_kept_its_word_are_likelier() -> None:
     text = [*range(20), 99, *range(11)]
     short = followed([*range(20), 99, 6, 7], prompt_len=23).graft(1).log_probs[0]
     long = followed(text, prompt_len=len(text)).graft(1).log_probs[0]
     kept = followed(text, prompt_len=21).graft(1).log_probs[0]
-    broken = followed([*range(20), 99, 4, 50, 4, 51, 4, 52, 4], prompt_len=21).graft(1)
-    assert short < long < kept
-    assert broken.tokens == ()
+    broken = followed([*range(20), 99, 4, 50, 4, 51, 4, 52, 4], prompt_len=21).graft(1).log_probs[0]
+    assert broken < short < long < kept
