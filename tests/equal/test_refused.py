@@ -17,9 +17,9 @@ from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ConfigError, ModelMismatch, UnsupportedModel
 from yggdrasil.models import hub
 from yggdrasil.models.load import load_config
+from yggdrasil.models.tokenizer import load_tokenizer
 from yggdrasil.offline.inputs import max_context
 from yggdrasil.offline.pipeline import compile_pair
-from yggdrasil.text.tokenizer import load_tokenizer
 
 SIZES = {
     "vocab_size": 384,

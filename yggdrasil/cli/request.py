@@ -240,9 +240,9 @@ def _check_uncompiled(
 ) -> None:
     """Refuse what cannot work with this pair before it is compiled, which takes minutes."""
     from yggdrasil.engine import check_request
+    from yggdrasil.models.tokenizer import load_tokenizer
     from yggdrasil.offline.inputs import planned_context
     from yggdrasil.offline.traces import BUNDLED_TEXT
-    from yggdrasil.text.tokenizer import load_tokenizer
 
     if options.predictor not in (None, BUNDLED_TEXT):
         allowed = f"{BUNDLED_TEXT} if the pair is not compiled yet"

@@ -52,7 +52,8 @@ void observe_(const int64_t* tokens, int64_t len, Evidence& evidence) {
 }
 
 double log_prob_of(int64_t length, const Evidence& evidence) {
-  const double half = (evidence.missed_tokens + kPriorHits * kHalfLength) / (evidence.num_hits + kPriorHits);
+  const double missed = evidence.missed_tokens + kPriorHits * kHalfLength;
+  const double half = missed / (evidence.num_hits + kPriorHits);
   const double prior = kPriorTokens * double(length) / (double(length) + half);
   const int64_t band = band_of(length);
   return std::log((evidence.hits[band] + prior) / (evidence.seen[band] + kPriorTokens));

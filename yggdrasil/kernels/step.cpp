@@ -239,7 +239,8 @@ void Step::catch_up_(std::vector<Growing>& rows) {
   run_chunks_(chunks);
 }
 
-// Grafts on a row's root what its grammar forces, or else what repeats its text. A path has room for it, a growth step and a head draft.
+// Grafts on a row's root what its grammar forces, or else what repeats its text. A path has room for it, a
+// growth step and a head draft.
 void Step::graft_(Growing& each) const {
   const Row& row = each.row;
   each.last_depth = row.depth;

@@ -20,6 +20,7 @@ __all__ = [
     "check_tokenizer",
     "check_whole",
     "gguf_format",
+    "keep_words_",
     "tokenizer_settings",
 ]
 
@@ -36,6 +37,9 @@ GPT2_SPLITS: Final = ("gpt-2", "mpt", "olmo", "phi-2")
 
 STARTED: Final = ("falcon3", "llama-bpe", "llama-v3", "llama3", "pixtral", "tekken")
 """Tokenizers of kind gpt2 that begin a text with a token unless the file denies it."""
+
+WHOLE_WORDS: Final = (*STARTED, "falcon-h1", "glm4", "lfm2")
+"""Tokenizers of kind gpt2 that take a word of the vocabulary as it is, without merging its parts."""
 
 CHAT_TEMPLATE: Final = "tokenizer.chat_template"
 TEMPLATES: Final = ("default", "tool_use")
@@ -110,6 +114,16 @@ def check_tokenizer(path: str, tokenizer: Any) -> None:
         if own != setting(name, default):
             absent = "" if f"tokenizer.ggml.{name}" in fields else " (absent)"
             raise UnsupportedModel(path, f"a GGUF file with tokenizer.ggml.{name} = {not own}{absent}")
+
+
+def keep_words_(path: str, tokenizer: Any) -> None:
+    """Let a tokenizer that transformers' reader made take whole words, if those of its kind do.
+
+    Source: `ignore_merges` of llama.cpp, which the reader does not set.
+    """
+    field = _reader(path).fields.get("tokenizer.ggml.pre")
+    if field is not None and field.contents() in WHOLE_WORDS:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
 
 
 def _known_splits() -> Collection[str]:

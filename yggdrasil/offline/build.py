@@ -20,12 +20,12 @@ from yggdrasil.models.load import load_model, pack_linears_
 from yggdrasil.models.proof import check_forward, check_rounded, expected_passages
 from yggdrasil.models.sharding import shard_
 from yggdrasil.models.support import kv_shape
+from yggdrasil.models.tokenizer import load_tokenizer
 from yggdrasil.offline.progress import Progress
 from yggdrasil.offline.quality import MOST_SECONDS, losses, quality, token_texts
 from yggdrasil.offline.reuse import copy_graph, recipes, record_recipes, stored_graphs
 from yggdrasil.store import artifacts, storage
 from yggdrasil.store.digests import Ledger
-from yggdrasil.text.tokenizer import load_tokenizer
 
 __all__ = ["build_files", "compresses", "read_quality"]
 

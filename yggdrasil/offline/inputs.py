@@ -20,11 +20,11 @@ from yggdrasil.models.gguf import check_tokenizer
 from yggdrasil.models.load import check_vocabularies, load_config, shared_vocab, stored_format
 from yggdrasil.models.sharding import check_divisible
 from yggdrasil.models.support import context_limits, kv_shape
+from yggdrasil.models.tokenizer import load_tokenizer
 from yggdrasil.offline.traces import BUNDLED_TEXT, CALIBRATION_TEXT
 from yggdrasil.store import artifacts
 from yggdrasil.store.digests import KnownFile, read_files
 from yggdrasil.store.sources import is_gguf
-from yggdrasil.text.tokenizer import load_tokenizer
 
 __all__ = [
     "common_ids",

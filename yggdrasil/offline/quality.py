@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from yggdrasil.models.proof import own_attention
-from yggdrasil.text.tokenizer import load_tokenizer
+from yggdrasil.models.tokenizer import load_tokenizer
 
 __all__ = ["MOST_SECONDS", "losses", "quality", "token_texts"]
 

@@ -8,10 +8,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from yggdrasil.errors import ArtifactError, ConfigError, UnsupportedModel, first_line
-from yggdrasil.store.sources import loader_arguments
+from yggdrasil.errors import ArtifactError
 
-__all__ = ["TextStream", "Tokenizer", "load_tokenizer"]
+__all__ = ["TextStream", "Tokenizer", "keep_whole_"]
 
 LONG_TEXT = 1 << 10  # characters
 CONTEXT = 16  # earlier tokens that are decoded together with new ones
@@ -37,7 +36,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception for every cause
             raise ArtifactError(path, f"missing or corrupt ({error})", command) from None
-        _keep_whole_(self._tokenizer)
+        keep_whole_(self._tokenizer)
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.num_tokens} tokens)"
@@ -229,7 +228,7 @@ class TextStream:
         )
 
 
-def _keep_whole_(tokenizer: Any) -> None:
+def keep_whole_(tokenizer: Any) -> None:
     """Switch off the truncation and the padding that the file may set for training."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -243,24 +242,3 @@ def _byte_of_letter() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {
         chr(256 + place): byte for place, byte in enumerate(others)
     }
-
-
-def load_tokenizer(name: str) -> Any:
-    """The transformers fast tokenizer of a folder, hub id or GGUF file; it neither truncates nor pads.
-
-    Raises:
-        ConfigError: it is missing, cannot be read, or has no `tokenizer.json` form.
-        UnsupportedModel: it needs code that comes with the model.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**loader_arguments(name), trust_remote_code=False)
-    except Exception as error:  # the library raises a bare Exception for a file that it cannot read
-        if "trust_remote_code" in str(error):
-            raise UnsupportedModel(name, "a tokenizer that brings code of its own to run") from None
-        raise ConfigError("tokenizer", name, "a model with a tokenizer", first_line(error)) from None
-    if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError("tokenizer", name, "a fast tokenizer (tokenizer.json)")
-    _keep_whole_(tokenizer.backend_tokenizer)
-    return tokenizer

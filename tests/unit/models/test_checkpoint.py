@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from yggdrasil.errors import BrokenCheckpoint, ConfigError, YggError
 from yggdrasil.models.checkpoint import check_weights
 from yggdrasil.models.load import load_config, load_model
+from yggdrasil.models.tokenizer import load_tokenizer
 from yggdrasil.offline.inputs import describe_pair
 from yggdrasil.offline.traces import CALIBRATION_TEXT
-from yggdrasil.text.tokenizer import load_tokenizer
 
 SIZES = {
     "vocab_size": 96,

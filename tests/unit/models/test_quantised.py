@@ -24,9 +24,9 @@ from yggdrasil.models.defaults import end_tokens
 from yggdrasil.models.load import load_config, load_model, pack_linears_, stored_format
 from yggdrasil.models.proof import check_forward, expected_passages
 from yggdrasil.models.support import kv_shape
+from yggdrasil.models.tokenizer import load_tokenizer
 from yggdrasil.offline.inputs import describe_pair
 from yggdrasil.offline.traces import CALIBRATION_TEXT
-from yggdrasil.text.tokenizer import load_tokenizer
 
 HAS_GGUF = all(importlib.util.find_spec(package) for package in ("gguf", "accelerate"))
 needs_gguf = pytest.mark.skipif(not HAS_GGUF, reason="the extra `gguf` is not installed")
@@ -473,6 +473,26 @@ def test_a_tokenizer_begins_and_ends_a_text_as_its_file_asks(
     gguf.check_tokenizer(path, tokenizer)
     around = [settings.get(name, False) for name in ("add_bos_token", "add_eos_token")]
     assert tokenizer("a")["input_ids"].count(0) == sum(around)
+
+
+@needs_gguf
+@pytest.mark.parametrize(("split", "is_whole"), [("gpt-2", False), ("llama-bpe", True)])
+def test_a_word_of_the_vocabulary_is_not_merged_from_parts_where_its_tokenizer_takes_whole_words(
+    source: Path, tmp_path: Path, split: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf, "_known_splits", lambda: ("llama-bpe",))
+    path = str(tmp_path / "model.gguf")
+    stored.save_gguf(source, Path(path), "Q8_0", split=split)
+    tokenizer = load_tokenizer(path)
+    unmerged = [
+        word
+        for word, token in tokenizer.get_vocab().items()
+        if word.isascii()
+        and word.isalpha()
+        and tokenizer(word, add_special_tokens=False)["input_ids"] != [token]
+    ]
+    assert tokenizer.backend_tokenizer.model.ignore_merges is is_whole
+    assert not (is_whole and unmerged)
 
 
 @needs_gguf

@@ -21,11 +21,12 @@ from yggdrasil.bundle import NOT_IN_GRAPHS, Bundle, graph_sources, is_compiled, 
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import ArtifactError, BrokenCheckpoint, ConfigError, ModelMismatch, UnsupportedModel
 from yggdrasil.models.load import check_vocabularies, shared_vocab
+from yggdrasil.models.tokenizer import load_tokenizer
 from yggdrasil.offline import build, inputs
 from yggdrasil.offline.inputs import common_ids, describe_pair, max_context, source_files
 from yggdrasil.offline.traces import CALIBRATION_TEXT, beginnings
 from yggdrasil.store import artifacts
-from yggdrasil.text.tokenizer import Tokenizer, load_tokenizer
+from yggdrasil.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yggdrasil.errors import ArtifactError, ConfigError
-from yggdrasil.text.tokenizer import TextStream, Tokenizer, load_tokenizer
+from yggdrasil.models.tokenizer import load_tokenizer
+from yggdrasil.text.tokenizer import TextStream, Tokenizer
 
 TEXT = "Zoë drank a café ☕ and saw 日本 🦊🦊; the end."
 
