@@ -287,6 +287,17 @@ def test_a_draft_without_a_target_is_refused_and_a_target_alone_is_read(
     assert complaint in refused(capfd, "generate", PROMPT, *arguments)
 
 
+def test_names_of_models_are_checked_before_anything_is_looked_up_on_the_hub(
+    capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look-up on a hub that does not answer is tried again and again."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("yggdrasil.models.hub._hub_answers", lambda: False)
+    refused(capfd, "generate", PROMPT, "--target", "a")
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -240,6 +240,7 @@ def _check_uncompiled(
 ) -> None:
     """Refuse what cannot work with this pair before it is compiled, which takes minutes."""
     from yggdrasil.engine import check_request
+    from yggdrasil.models.hub import check_name
     from yggdrasil.models.tokenizer import load_tokenizer
     from yggdrasil.offline.inputs import planned_context
     from yggdrasil.offline.traces import BUNDLED_TEXT
@@ -247,6 +248,8 @@ def _check_uncompiled(
     if options.predictor not in (None, BUNDLED_TEXT):
         allowed = f"{BUNDLED_TEXT} if the pair is not compiled yet"
         raise ConfigError("predictor", options.predictor, allowed)
+    for model in models:
+        check_name(model)  # without it, a look-up on a hub that does not answer is tried for a minute
     num_tokens = len(load_tokenizer(models[0]).backend_tokenizer.encode(prompt).ids)
     check_request(num_tokens, config, planned_context(models))
 
