@@ -75,7 +75,7 @@ constexpr int64_t kGroup = 4;     // panels that stay on one thread: the most th
 
 // One thread reads less than two of these from L2 faster than two threads.
 constexpr int64_t kTaskBytes = 64 << 10;
-constexpr int64_t kRoundedNumbers = 1 << 10;  // of x, by a thread: as long as a partner takes to start
+constexpr int64_t kRoundedNumbers = 1 << 10;  // of x that a thread rounds, or more (by measurement)
 
 // The products of this many rows take at least as long as reading their weights from L2.
 constexpr int64_t kRowsOfRead = kLanes < 16 ? 1 : 32;

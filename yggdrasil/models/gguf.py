@@ -35,11 +35,20 @@ KINDS: Final = {"general.type": ("model",), "split.count": (0, 1)}
 GPT2_SPLITS: Final = ("gpt-2", "mpt", "olmo", "phi-2")
 """Tokenizers that split a text as the one of GPT-2 does."""
 
-STARTED: Final = ("falcon3", "llama-bpe", "llama-v3", "llama3", "pixtral", "tekken")
-"""Tokenizers of kind gpt2 that begin a text with a token unless the file denies it."""
-
-WHOLE_WORDS: Final = (*STARTED, "falcon-h1", "glm4", "lfm2")
-"""Tokenizers of kind gpt2 that take a word of the vocabulary as it is, without merging its parts."""
+LIKE_LLAMA_3: Final = (
+    "falcon-h1",
+    "falcon3",
+    "jina-v5-nano",
+    "lfm2",
+    "llama-bpe",
+    "llama-v3",
+    "llama3",
+    "midm-2.0",
+    "pixtral",
+    "tekken",
+)
+"""Tokenizers of kind gpt2 that begin a text with a token unless the file denies it, and take a word of the
+vocabulary as it is, without merging its parts. Source: llama.cpp."""
 
 CHAT_TEMPLATE: Final = "tokenizer.chat_template"
 TEMPLATES: Final = ("default", "tool_use")
@@ -104,7 +113,7 @@ def check_tokenizer(path: str, tokenizer: Any) -> None:
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     found = tokenizer("a")["input_ids"]
     is_prefixed = tokenizer.convert_ids_to_tokens(bare[0]).startswith("\u2581")
-    starts = setting("bos_token_id") is not None and (kind == "llama" or split in STARTED)
+    starts = setting("bos_token_id") is not None and (kind == "llama" or split in LIKE_LLAMA_3)
     read = {
         "add_bos_token": (starts, found[0] != bare[0]),
         "add_eos_token": (False, found[-1] != bare[-1]),
@@ -122,7 +131,7 @@ def keep_words_(path: str, tokenizer: Any) -> None:
     Source: `ignore_merges` of llama.cpp, which the reader does not set.
     """
     field = _reader(path).fields.get("tokenizer.ggml.pre")
-    if field is not None and field.contents() in WHOLE_WORDS:
+    if field is not None and field.contents() in LIKE_LLAMA_3:
         tokenizer.backend_tokenizer.model.ignore_merges = True
 
 

@@ -440,6 +440,7 @@ def test_a_gguf_file_without_a_whole_model_is_refused(
         ("default", {}, "pre = 'default'"),
         ("smollm", {}, "pre = 'smollm'"),
         ("llama-bpe", {"bos_token_id": 0}, r"add_bos_token = True \(absent\)"),
+        ("lfm2", {"bos_token_id": 0}, r"add_bos_token = True \(absent\)"),
     ],
 )
 def test_texts_that_the_reader_would_tokenize_otherwise_are_refused(
@@ -476,11 +477,10 @@ def test_a_tokenizer_begins_and_ends_a_text_as_its_file_asks(
 
 
 @needs_gguf
-@pytest.mark.parametrize(("split", "is_whole"), [("gpt-2", False), ("llama-bpe", True)])
+@pytest.mark.parametrize(("split", "is_whole"), [("gpt-2", False), ("llama-bpe", True), ("lfm2", True)])
 def test_a_word_of_the_vocabulary_is_not_merged_from_parts_where_its_tokenizer_takes_whole_words(
-    source: Path, tmp_path: Path, split: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, split: str, is_whole: bool
 ) -> None:
-    monkeypatch.setattr(gguf, "_known_splits", lambda: ("llama-bpe",))
     path = str(tmp_path / "model.gguf")
     stored.save_gguf(source, Path(path), "Q8_0", split=split)
     tokenizer = load_tokenizer(path)
