@@ -17,8 +17,8 @@ from yggdrasil.report.run import Chunk
 PROMPT = "Once upon a time"
 WORDS = ("race", PROMPT, "--pair", "tiny", "-n", "16", "--ignore-eos")
 FIGURES = (
-    r"plain +16 tokens, \d+ tokens/s, 1\.00 tokens a pass, \d+ ms\n"
-    r"speculation +16 tokens, \d+ tokens/s, \d\.\d\d tokens a pass, \d+ ms\n"
+    r"plain +16 tokens in \d+ ms, \d+ tokens/s, 1\.00 tokens a pass\n"
+    r"speculation +16 tokens in \d+ ms, \d+ tokens/s, \d\.\d\d tokens a pass\n"
     r"same text, \d+\.\d times as fast, measured just now\n"
 )
 
@@ -84,7 +84,10 @@ def test_both_runs_begin_from_nothing_and_write_the_same(race: Race, pair: Pair)
 def test_the_ratio_is_that_of_the_clocks(race: Race) -> None:
     race.plain.total_ms = 300.0
     race.speculative.total_ms = 120.0
-    assert race.summary().endswith("same text, 2.5 times as fast, measured just now")
+    plain, speculation, ratio = race.summary().splitlines()
+    assert "16 tokens in 300 ms, 53 tokens/s, " in plain
+    assert "16 tokens in 120 ms, 133 tokens/s, " in speculation
+    assert ratio == "same text, 2.5 times as fast, measured just now"
     assert race.default_slow == pytest.approx(8000 / 300)
     race.plain.total_ms = 60_000.0
     assert race.default_slow == 1

@@ -55,7 +55,7 @@ class Race:
 
     def summary(self) -> str:
         """Both runs' figures, and how they compare."""
-        lines = [f"{name:<12} {run.result.figures}, {run.total_ms:.0f} ms" for name, run in self._named()]
+        lines = [f"{name:<12} {_figures(run)}" for name, run in self._named()]
         return "\n".join([*lines, f"{self._sameness()}, {self.ratio:.1f} times as fast, measured just now"])
 
     def frame(self, console: Console, prompt: str, now_ms: float) -> Table:
@@ -95,6 +95,14 @@ def record_race(
         for _ in run.steps():
             watch(race)
     return race
+
+
+def _figures(run: Run) -> str:
+    """Those of the whole run: its rate is the one that the ratio compares."""
+    result = run.result
+    rate = len(result.tokens) / result.total_ms * 1e3
+    time_and_rate = f"{result.total_ms:.0f} ms, {rate:.0f} tokens/s"
+    return f"{len(result.tokens)} tokens in {time_and_rate}, {result.aal:.2f} tokens a pass"
 
 
 def _short(config: GenerateConfig) -> GenerateConfig:
