@@ -1,11 +1,13 @@
 // Bodies of threads.h.
 //
 //   caller    open a call, ring the partners, take all tasks, close, wait until no partner is inside
-//   partner   wait for a ring, enter, take tasks while the call is open, leave
+//   partner   wait for a ring, go to another core than the caller's, enter, take tasks while the call is
+//             open, leave
 //
 // A wait spins for microseconds and then sleeps, which frees the core. A partner that comes too late finds
 // the call closed. The caller waits only for a partner that lost its core within a task, because it needs
-// the result.
+// the result. So next to other processes a partner asks for short time slices, and never takes the core of
+// the caller.
 //
 // Not OpenMP: its threads spin at every barrier for milliseconds, and so hold the core that their partner
 // needs when other processes run.
@@ -13,6 +15,11 @@
 
 #include <ATen/Parallel.h>
 #include <pthread.h>
+#if defined(__linux__)
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -36,6 +43,49 @@ void relax() {
   asm volatile("yield");
 #endif
 }
+
+#if defined(__linux__)
+int core_of_this_thread() { return sched_getcpu(); }
+
+// Lets the scheduler run this thread when it wakes, not after another process's slice. The thread gets no
+// more time for it. Linux before 6.12 has one slice for all.
+void ask_for_short_slices() {
+  struct {
+    uint32_t size, policy;
+    uint64_t flags;
+    int32_t nice;
+    uint32_t priority;
+    uint64_t slice_ns, deadline, period;
+  } attributes{};  // the kernel's sched_attr, which not every C library has
+  if (syscall(SYS_sched_getattr, 0, &attributes, sizeof(attributes), 0) || attributes.policy != SCHED_OTHER)
+    return;
+  attributes.slice_ns = 100'000;  // the kernel's lower limit
+  syscall(SYS_sched_setattr, 0, &attributes, 0);
+}
+
+// The cores that this thread may use.
+class Cores {
+ public:
+  // Keeps this thread off `core`. Returns whether it has another one.
+  bool avoid(int core) const {
+    if (!is_known_) return true;
+    cpu_set_t others = all_;
+    CPU_CLR(core, &others);
+    return CPU_COUNT(&others) && !sched_setaffinity(0, sizeof(others), &others);
+  }
+
+ private:
+  cpu_set_t all_{};
+  bool is_known_ = !sched_getaffinity(0, sizeof(all_), &all_);  // false if the machine has over 1024 cores
+};
+#else
+// Cores have no numbers here.
+int core_of_this_thread() { return -1; }
+void ask_for_short_slices() {}
+struct Cores {
+  bool avoid(int) const { return true; }
+};
+#endif
 
 // A number; threads wait until it changes.
 class alignas(64) Bell {
@@ -141,6 +191,7 @@ class Pool {
     tasks_ = tasks;
     threads_ = threads;
     for (int64_t t = 0; t < threads; ++t) shares_[t].set(t * tasks / threads, (t + 1) * tasks / threads);
+    core_.store(core_of_this_thread(), std::memory_order_relaxed);
     is_open_.store(true);
     const auto start = Clock::now();
     for (int64_t t = 1; t < threads; ++t) bell_of(t).ring();
@@ -174,8 +225,11 @@ class Pool {
   }
 
   void serve(Bell* bell, int64_t thread) {
+    ask_for_short_slices();
+    const Cores cores;
     for (uint32_t seen = 0;;) {
       seen = bell->wait(seen);
+      if (const int core = core_.load(); core == core_of_this_thread() && !cores.avoid(core)) continue;
       inside_.fetch_add(1);  // before `is_open_` is read: the caller closes first and then reads this
       if (is_open_.load() && thread < threads_) take_tasks(thread);
       if (inside_.fetch_sub(1) == 1 && !is_open_.load()) left_.ring();
@@ -187,6 +241,7 @@ class Pool {
   const ygg::Body* body_ = nullptr;
   int64_t count_ = 0, tasks_ = 0, threads_ = 0;
   Share shares_[kMostThreads];
+  std::atomic<int> core_{-1};  // the caller's
   std::atomic<bool> is_open_{false};
   std::atomic<int64_t> inside_{0};  // partners that may be in a task
   Bell left_;                       // rung when the last of them leaves

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import os
+import platform
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -82,7 +86,16 @@ def test_partners_sleep_after_an_operator(packed: Tensor) -> None:
     assert time.process_time() - before < 0.03
 
 
-def _in_a_child(packed: Tensor, x: Tensor, expected: Tensor) -> None:
+def passes_in_a_child(test: Callable[..., None], *args: Tensor) -> bool:
+    """Whether `test` passes in a forked process, whose pool has no partners yet."""
+    child = multiprocessing.get_context("fork").Process(target=test, args=args)
+    child.start()
+    child.join(timeout=60)
+    child.kill()
+    return child.exitcode == 0
+
+
+def _same_product(packed: Tensor, x: Tensor, expected: Tensor) -> None:
     assert torch.equal(product(x, packed), expected)
 
 
@@ -90,12 +103,71 @@ def _in_a_child(packed: Tensor, x: Tensor, expected: Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_computes_too(packed: Tensor) -> None:
     x = torch.randn(2, IN_FEATURES).bfloat16()
-    child = multiprocessing.get_context("fork").Process(
-        target=_in_a_child, args=(packed, x, product(x, packed))
-    )
-    child.start()
-    child.join(timeout=60)
-    assert child.exitcode == 0
+    assert passes_in_a_child(_same_product, packed, x, product(x, packed))
+
+
+def _partners(packed: Tensor, x: Tensor) -> list[int]:
+    """The threads that the first operator of this process starts."""
+    before = {*os.listdir("/proc/self/task")}
+    product(x, packed)
+    return [int(thread) for thread in {*os.listdir("/proc/self/task")} - before]
+
+
+def _partners_leave_the_callers_core(packed: Tensor, x: Tensor, expected: Tensor) -> None:
+    cores = os.sched_getaffinity(0)
+    partners = _partners(packed, x)
+    assert partners
+    for core in sorted(cores)[:2]:
+        for thread in (threading.get_native_id(), *partners):
+            os.sched_setaffinity(thread, {core})
+        while any(os.sched_getaffinity(partner) != cores - {core} for partner in partners):
+            assert torch.equal(product(x, packed), expected)
+            time.sleep(0.001)  # the partners' turn
+
+
+def _all_on_one_core(packed: Tensor, x: Tensor, expected: Tensor) -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    assert _partners(packed, x)
+    for _ in range(20):
+        assert torch.equal(product(x, packed), expected)
+        time.sleep(0.001)
+
+
+def _partners_have_short_slices(packed: Tensor, x: Tensor, _: Tensor) -> None:
+    partners = _partners(packed, x)
+    time.sleep(0.1)  # until they have asked
+    assert {slice_ns(partner) for partner in partners} == {100_000}
+    assert slice_ns(threading.get_native_id()) > 100_000
+
+
+def slice_ns(thread: int) -> int:
+    """The time slice of a thread, as the kernel's sched_getattr returns it."""
+    attributes = (ctypes.c_uint64 * 6)()
+    number = {"x86_64": 315, "aarch64": 275}[platform.machine()]
+    assert ctypes.CDLL(None).syscall(number, thread, attributes, ctypes.sizeof(attributes), 0) == 0
+    return attributes[3]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.cpu_count() == 1, reason="threads move on Linux only")
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("test", (_partners_leave_the_callers_core, _all_on_one_core))
+def test_a_partner_never_takes_the_callers_core(test: Callable[..., None], packed: Tensor) -> None:
+    x = torch.randn(2, IN_FEATURES).bfloat16()
+    assert passes_in_a_child(test, packed, x, product(x, packed))
+
+
+def has_slices() -> bool:
+    """Whether this kernel has a time slice for every thread: Linux 6.12."""
+    return sys.platform == "linux" and tuple(map(int, platform.release().split(".")[:2])) >= (6, 12)
+
+
+@pytest.mark.skipif(not has_slices(), reason="one time slice for all before Linux 6.12")
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_partners_ask_for_short_time_slices(packed: Tensor) -> None:
+    x = torch.randn(2, IN_FEATURES).bfloat16()
+    assert passes_in_a_child(_partners_have_short_slices, packed, x, x)
 
 
 @pytest.mark.usefixtures("three_threads")
