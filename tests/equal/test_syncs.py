@@ -20,7 +20,7 @@ import torch
 from conftest import TINY, compiled
 from torch import Tensor
 
-from yggdrasil.config import ProcessorConfig, SamplingConfig
+from yggdrasil.config import GenerateConfig, GrammarConfig, ProcessorConfig, SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.offline.forest import Seed, grow_forest
@@ -37,6 +37,7 @@ from yggdrasil.step.plan import SEQUENTIAL, Plan
 from yggdrasil.step.platt import UNSCALED, PlattScale
 from yggdrasil.step.rows import StepOverRows
 from yggdrasil.step.sampling import gumbel_noise
+from yggdrasil.text.grammar import Grammars, GrammarState
 from yggdrasil.trace import Trace
 
 NUM_STEPS = 6
@@ -141,6 +142,45 @@ def test_a_plan_does_not_wait_more_often(
     assert texts(engine, step, Always(Shape(4, 3, 8)), sampling, prompt) == expected
     assert Counter(sync.stage for sync in syncs) == {"prune": NUM_STEPS, "accept": NUM_STEPS}
     assert [sync for sync in syncs if not sync.is_explained] == []
+
+
+@pytest.mark.parametrize("shape", (Shape(1, 1), Shape(4, 3, 8)), ids=str)
+def test_masks_of_a_grammar_are_computed_while_the_device_verifies(
+    tiny: LoadedPair, syncs: list[pretend.Sync], monkeypatch: pytest.MonkeyPatch, shape: Shape
+) -> None:
+    """Their paths are read before the target's forward is launched, and they wait for nothing."""
+    grammar = GrammarConfig.of("regex", r"( (the|a) (red|old|small) (fox|dog|owl) and){9}")
+    config = GenerateConfig(sampling=SamplingConfig.of({"grammar": grammar}))
+    prompt = tiny.tokenizer.encode("One day Lily saw a red fox")
+    steps = tiny.engine.generate(prompt, Always(PLAIN), config)
+    plain = [token for result in steps for token in result.tokens]
+    engine, step = on_device(tiny)
+    grammars = Grammars(tiny.tokenizer, tiny.engine.target.vocab, tiny.bundle.eos_tokens)
+    state = DecodeState(list(prompt), config.sampling, grammar=grammars.state(grammar))
+    for model in (engine.target, engine.draft):
+        model.cache.rollback_(0)
+        prefill(model, state.tokens[:-1])
+    happened: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            happened.extend(["wait"] * len(syncs))
+            syncs.clear()
+            happened.append(name)
+            return function(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(engine.target, "forward", noted("verify", engine.target.forward))
+    monkeypatch.setattr(GrammarState, "allowed_V", noted("mask", GrammarState.allowed_V))
+    for _ in range(NUM_STEPS):
+        syncs.clear()
+        happened.clear()
+        result = step(state, Always(shape))
+        after = happened[happened.index("verify") + 1 :]
+        assert after == ["mask"] * result.verified
+        assert [sync.stage for sync in syncs] == ["accept"]
+    assert state.emitted == plain[: len(state.emitted)]
 
 
 def test_the_policy_waits_only_for_the_hidden_state(

@@ -11,12 +11,12 @@ from torch import Tensor
 from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import YggError
 from yggdrasil.state import Row
-from yggdrasil.step.processors import prefixes_of, process
+from yggdrasil.step.processors import allowed_after, paths_of, prefixes_of, process
 from yggdrasil.step.prune import Pruned
 from yggdrasil.step.sampling import BROKEN, TargetTokens, choose_tokens
 from yggdrasil.tree import TokenTree, walk
 
-__all__ = ["Accepted", "accept", "choose_rows", "follow", "target_tokens"]
+__all__ = ["Accepted", "accept", "choose_rows", "follow", "grammar_masks", "grammar_paths", "target_tokens"]
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,39 @@ def target_tokens(
     return choose_tokens(logits_KV, range(root_pos + 1, root_pos + 2 + depth), tree.depth_N, sampling)
 
 
+def grammar_paths(rows: Sequence[Row], pruned: Sequence[Pruned]) -> list[list[tuple[int, ...]]]:
+    """What the matcher of every row with a grammar reads: the path to each node of its tree.
+
+    Cost: one sync for each of these rows. Others have no paths.
+    """
+    return [
+        [] if row.state.grammar is None else paths_of(each.tree, slice(len(each.tree)))
+        for row, each in zip(rows, pruned, strict=True)
+    ]
+
+
+def grammar_masks(
+    rows: Sequence[Row], paths: Sequence[Sequence[tuple[int, ...]]], device: str
+) -> list[Tensor | None]:
+    """For every row with a grammar (K, V) whether it allows a token after each node.
+
+    Args:
+        paths: Result of `grammar_paths`.
+
+    Cost: host work that reads no tensor: on CUDA it runs while the device does what was launched before.
+    """
+    return [
+        allowed_after(each, row.state, device) if row.state.grammar is not None else None
+        for row, each in zip(rows, paths, strict=True)
+    ]
+
+
 def choose_rows(
-    rows: Sequence[Row], pruned: Sequence[Pruned], logits_NV: Tensor, roots: Sequence[int]
+    rows: Sequence[Row],
+    pruned: Sequence[Pruned],
+    logits_NV: Tensor,
+    roots: Sequence[int],
+    masks: Sequence[Tensor | None] | None = None,
 ) -> list[TargetTokens]:
     """The target's own token after every node of every row, on the device.
 
@@ -78,17 +109,20 @@ def choose_rows(
         pruned: The tree of each.
         logits_NV: Result of `verify_rows`.
         roots: Result of `verify_rows`.
+        masks: Result of `grammar_masks`; else it is computed now.
 
-    Cost: noise of one more position than a tree is deep, for each row that samples. No sync.
+    Cost: noise of one more position than a tree is deep, for each row that samples. No sync with `masks`.
     """
+    if masks is None:
+        masks = grammar_masks(rows, grammar_paths(rows, pruned), logits_NV.device.type)
     is_greedy = any(row.state.sampling.temperature == 0 for row in rows)
     greedy = choose_tokens(logits_NV, (), logits_NV, SamplingConfig()) if is_greedy else None
     chosen = []
-    for row, each, root in zip(rows, pruned, roots, strict=True):
+    for row, each, root, allowed_KV in zip(rows, pruned, roots, masks, strict=True):
         nodes = slice(root, root + len(each.tree))
         sampling = row.state.sampling
         if sampling.processors is not None:
-            chosen.append(_processed_tokens(row, each, logits_NV[nodes]))
+            chosen.append(_processed_tokens(row, each, logits_NV[nodes], allowed_KV))
         elif greedy is not None and sampling.temperature == 0:
             chosen.append(TargetTokens(greedy.token_K[nodes], greedy.score_K[nodes]))
         else:
@@ -98,12 +132,14 @@ def choose_rows(
     return chosen
 
 
-def _processed_tokens(row: Row, pruned: Pruned, logits_KV: Tensor) -> TargetTokens:
+def _processed_tokens(
+    row: Row, pruned: Pruned, logits_KV: Tensor, allowed_KV: Tensor | None
+) -> TargetTokens:
     """The target's tokens after processors; the scores are its own largest logits, before them."""
     state = row.state
     processors = state.sampling.processors
     assert processors is not None
-    prefixes = prefixes_of(pruned.tree, slice(len(pruned.tree)), state)
+    prefixes = prefixes_of(pruned.tree, slice(len(pruned.tree)), state, allowed_KV)
     processed_KV = process(logits_KV.float(), prefixes, processors)
     depth = max(pruned.depths)
     chosen = target_tokens(pruned.tree, processed_KV, state.root_pos, state.sampling, depth=depth)

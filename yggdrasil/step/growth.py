@@ -22,7 +22,7 @@ from yggdrasil.state import DecodeState, Row, Shape
 from yggdrasil.step.choice import Choice
 from yggdrasil.step.coupling import coupled, is_ranked_again, noise_of, read_of
 from yggdrasil.step.platt import UNSCALED, PlattScale
-from yggdrasil.step.processors import prefixes_of, process_candidates
+from yggdrasil.step.processors import allowed_after, paths_of, prefixes_of, process_candidates
 from yggdrasil.text.repeats import MIN_EDGE, NO_GRAFT, Graft
 from yggdrasil.tree import TokenTree
 
@@ -385,10 +385,13 @@ class _Growing:
         """The best candidates after processors and noise."""
         state = self.row.state
         if state.sampling.processors is not None:
+            allowed_WV = None
+            if state.grammar is not None:
+                allowed_WV = allowed_after(paths_of(self.tree, nodes), state, tokens_WM.device.type)
             tokens_WM, log_probs_WM = process_candidates(
                 tokens_WM,
                 log_probs_WM,
-                prefixes_of(self.tree, nodes, state),
+                prefixes_of(self.tree, nodes, state, allowed_WV),
                 state.sampling.processors,
                 top_logit=state.top_logit,
                 vocab=self._vocab,

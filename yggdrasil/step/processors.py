@@ -8,6 +8,7 @@ Shapes: S = tokens of the longest text, L = tokens of a text, M = candidates of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from yggdrasil.state import DecodeState
 from yggdrasil.step.coupling import MIN_SCORE
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Prefixes", "prefixes_of", "process", "process_candidates"]
+__all__ = ["Prefixes", "allowed_after", "paths_of", "prefixes_of", "process", "process_candidates"]
 
 
 class Prefixes(NamedTuple):
@@ -39,10 +40,15 @@ class Prefixes(NamedTuple):
     allowed_KV: Tensor | None = None
 
 
-def prefixes_of(tree: TokenTree, nodes: slice, state: DecodeState) -> Prefixes:
+def prefixes_of(
+    tree: TokenTree, nodes: slice, state: DecodeState, allowed_KV: Tensor | None = None
+) -> Prefixes:
     """The texts of some nodes of a row's tree, whose root is the row's last token.
 
-    Cost: no sync, except for a grammar, whose matcher reads the paths on the host.
+    Args:
+        allowed_KV: Result of `allowed_after` for these nodes, if the request has a grammar.
+
+    Cost: no sync.
     """
     device = tree.token_N.device
     text_L = upload(state.tokens[:-1], device)
@@ -50,17 +56,31 @@ def prefixes_of(tree: TokenTree, nodes: slice, state: DecodeState) -> Prefixes:
     path_tokens_KA = tree.token_N[path_KA.clamp(min=0)].long().masked_fill(path_KA < 0, -1)
     tokens_KS = torch.cat((text_L.expand(len(path_KA), -1), path_tokens_KA), dim=1)
     len_K = len(text_L) + 1 + tree.depth_N[nodes].long()
-    return Prefixes(tokens_KS, len_K, state.prompt_len, _allowed(path_tokens_KA, state))
+    return Prefixes(tokens_KS, len_K, state.prompt_len, allowed_KV)
 
 
-def _allowed(path_tokens_KA: Tensor, state: DecodeState) -> Tensor | None:
-    """(K, V) whether the grammar allows a token after each path, the root included."""
-    if state.grammar is None:
-        return None
+def paths_of(tree: TokenTree, nodes: slice) -> list[tuple[int, ...]]:
+    """The tokens after the root on the way to each of some nodes, for a matcher, which runs on the host.
+
+    Cost: one sync.
+    """
+    path_KA = tree.path_NA[nodes].long()
+    tokens_KA = tree.token_N[path_KA.clamp(min=0)].long().masked_fill(path_KA < 0, -1)
+    return [tuple(token for token in path[1:] if token >= 0) for path in tokens_KA.tolist()]
+
+
+def allowed_after(paths: Sequence[tuple[int, ...]], state: DecodeState, device: str) -> Tensor:
+    """(K, V) whether the request's grammar allows a token after each path.
+
+    Args:
+        paths: Result of `paths_of`.
+
+    Cost: a mask for each path on the host, and one upload. No sync.
+    """
+    assert state.grammar is not None
     state.grammar.follow_(state.emitted)
-    paths = path_tokens_KA.tolist()  # sync: the matcher runs on the host
-    masks = [state.grammar.allowed_V(tuple(token for token in path[1:] if token >= 0)) for path in paths]
-    return send(torch.from_numpy(np.stack(masks)), path_tokens_KA.device.type)
+    masks = [state.grammar.allowed_V(path) for path in paths]
+    return send(torch.from_numpy(np.stack(masks)), device)
 
 
 def process(logits_KV: Tensor, prefixes: Prefixes, processors: ProcessorConfig) -> Tensor:

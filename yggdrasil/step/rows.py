@@ -27,7 +27,7 @@ from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.staging import upload
 from yggdrasil.state import PLAIN, Head, Inspection, Row, StepResult
-from yggdrasil.step.accept import Accepted, choose_rows, follow
+from yggdrasil.step.accept import Accepted, choose_rows, follow, grammar_masks, grammar_paths
 from yggdrasil.step.ahead import Verified, draft_heads, draw_ahead, run_tails
 from yggdrasil.step.choice import Choice, VerifyMenu
 from yggdrasil.step.growth import RowDraft, catch_up_rows_, draft_rows
@@ -92,6 +92,7 @@ class _Batch:
         self.logits_NV = torch.empty(0, 0)
         self.hidden_NE = torch.empty(0, 0)
         self.roots: list[int] = []
+        self.masks: list[Tensor | None] = []
         self.chosen: list[TargetTokens] = []
         # by place of the row: the draft's candidates after every verified node's next token
         self.next: dict[int, tuple[Tensor, Tensor]] = {}
@@ -309,12 +310,14 @@ class StepOverRows:
         batch.pruned = prune_rows(batch.drafts, batch.values, depths, batch.choice.menu)
 
     def _verify_(self, batch: _Batch) -> None:
+        paths = grammar_paths(batch.rows, batch.pruned)  # before the launch: a sync would wait for it
         batch.logits_NV, batch.hidden_NE, batch.roots = verify_rows(
             self._target, batch.rows, batch.pruned, batch.prompts
         )
+        batch.masks = grammar_masks(batch.rows, paths, self._target.device)
 
     def _choose_(self, batch: _Batch) -> None:
-        batch.chosen = choose_rows(batch.rows, batch.pruned, batch.logits_NV, batch.roots)
+        batch.chosen = choose_rows(batch.rows, batch.pruned, batch.logits_NV, batch.roots, batch.masks)
 
     def _next_head_(self, batch: _Batch) -> None:
         places = [place for place in range(len(batch.rows)) if self._has_room(batch, place)]
