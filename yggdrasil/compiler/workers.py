@@ -38,8 +38,10 @@ from yggdrasil.store import storage
 
 __all__ = ["GraphJob", "compile_graphs", "run_job"]
 
-# Graphs of a draft up to this size run many times per step.
+# Graphs of a draft up to this size run many times per step. Only in a small model the wrapper's own time
+# can be seen.
 GROWTH_TOKENS = 8
+SMALL_WEIGHTS = 100 * 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def run_job(job: GraphJob) -> None:
     with storage.temporary_folder(path.parent, path.name) as folder:
         temporary = folder / path.name
         meta_NM = empty_meta(job.num_tokens, job.max_depth, device=job.device)
-        is_small = job.num_candidates > 0 and job.num_tokens <= GROWTH_TOKENS
+        num_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
+        is_small = job.num_candidates > 0 and job.num_tokens <= GROWTH_TOKENS and num_bytes <= SMALL_WEIGHTS
         compile_graph(module, meta_NM, temporary, exact=job.exact, is_small=is_small)
         storage.put(temporary, path)
 

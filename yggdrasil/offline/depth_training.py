@@ -235,9 +235,8 @@ def _fit(inputs_ME: Tensor, labels_MD: Tensor, base_TD: Tensor, of_M: Tensor) ->
         of_M: Place of each position's temperature.
     """
     max_depth = labels_MD.shape[1]
-    encoder = nn.Sequential(
-        nn.Linear(inputs_ME.shape[1], HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU()
-    )
+    first = nn.Linear(inputs_ME.shape[1], HIDDEN)
+    encoder = nn.Sequential(first, nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU())
     heads = nn.ModuleList(nn.Linear(HIDDEN, max_depth) for _ in base_TD)
     for parameter in heads.parameters():
         nn.init.zeros_(parameter)
@@ -249,7 +248,6 @@ def _fit(inputs_ME: Tensor, labels_MD: Tensor, base_TD: Tensor, of_M: Tensor) ->
         batch = torch.randint(len(inputs_ME), (BATCH,))
         # noise of the inputs as the first layer passes it on, which takes half of the time of drawing it
         # for every input
-        first = encoder[0]
         spread_HH = torch.linalg.cholesky(first.weight @ first.weight.T + ridge_HH)
         noise = INPUT_NOISE * torch.randn(BATCH, HIDDEN) @ spread_HH.T
         encoded = encoder[1:](first(inputs_ME[batch]) + noise)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
 from itertools import product
 from statistics import median
 from typing import Any
@@ -171,7 +172,7 @@ def decision_milliseconds(
 
     timed.shape_of = shape_of  # type: ignore[method-assign]
     config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True)
-    _run(engine, prompt, policy, config)  # builds the arms, once per process
+    _run(engine, prompt, policy, replace(config, max_new_tokens=2))  # builds the arms, once per process
     _run(engine, prompt, timed, config)
     return median(samples)
 
