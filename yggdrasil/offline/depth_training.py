@@ -93,6 +93,7 @@ def fit_predictor(
     slopes: Mapping[float, Floats] | None = None,
     trust: Mapping[float, float] | None = None,
     without: Collection[int] = (),
+    only_tokens: Tensor | None = None,
 ) -> DepthPredictor:
     """Fit encoder and heads.
 
@@ -106,6 +107,7 @@ def fit_predictor(
         slopes: `HeldOut.slope_D` by temperature; 1 by default.
         trust: `HeldOut.trust` by temperature; 1 by default.
         without: Texts to leave out.
+        only_tokens: Roots that the predictor will see; all tokens by default.
 
     Source: Yggdrasil section 4.2, "Draft Depth Prediction".
     """
@@ -117,7 +119,8 @@ def fit_predictor(
     ]
     bases = [_log_odds(reached_MD) for reached_MD in labels]
     temperatures = [trace.temperature for trace in traces]
-    predictor = _trained(temperatures, hidden, roots, embedding_VE, labels, bases)
+    tokens = torch.arange(len(embedding_VE)) if only_tokens is None else only_tokens
+    predictor = _trained(temperatures, hidden, roots, embedding_VE, labels, bases, tokens)
     slopes = slopes or {}
     trust = trust or {}
     heads = {
@@ -181,8 +184,13 @@ def _trained(
     embedding_VE: Tensor,
     labels: Sequence[Flags],
     bases: Sequence[Array],
+    tokens: Tensor,
 ) -> DepthPredictor:
-    """Encoder and heads after `STEPS` steps of AdamW over the positions of all temperatures."""
+    """Encoder and heads after `STEPS` steps of AdamW over the positions of all temperatures.
+
+    Args:
+        tokens: Those that have a row in the table of roots; the other rows are 0.
+    """
     hidden_ME = torch.from_numpy(np.concatenate(hidden))
     embedded_ME = embedding_VE[torch.from_numpy(np.concatenate(roots))].float()
     of_hidden = _Scaling.of(hidden_ME)
@@ -207,13 +215,12 @@ def _trained(
     first = _array(by_input[:num_hidden] * of_hidden.scale_E[:, None])
     mean_E = _array(of_hidden.mean_E)
     weights |= {"encoder_1.weight": first, "encoder_1.bias": weights["encoder_1.bias"] - mean_E @ first}
-    parts = [
-        _clipped(of_embedded(part.float())) @ by_input[num_hidden:]
-        for part in torch.split(embedding_VE, ROWS_AT_ONCE)
-    ]
+    table_VH = torch.zeros(len(embedding_VE), HIDDEN, dtype=torch.float16)
+    for part in torch.split(tokens, ROWS_AT_ONCE):
+        table_VH[part] = (_clipped(of_embedded(embedding_VE[part].float())) @ by_input[num_hidden:]).half()
     return DepthPredictor(
         weights,
-        torch.cat(parts).half().numpy(),
+        table_VH.numpy(),
         {
             temperature: Heads(_array(head.weight.T), _array(head.bias), base_D, np.ones_like(base_D))
             for temperature, head, base_D in zip(temperatures, heads, bases, strict=True)
@@ -282,11 +289,14 @@ def held_out(
     num_folds = min(FOLDS, len(texts))
     fold_of = {text: place % num_folds for place, text in enumerate(texts)}
     folds = [np.array([fold_of[text] for text in trace.text_N.tolist()]) for trace in traces]
+    tokens = torch.from_numpy(
+        np.unique(np.concatenate([roots for each in traces for roots in (each.root_N, each.forced.root_N)]))
+    )
     predictors = []
     for fold in range(num_folds):
-        inside = [text for text in texts if fold_of[text] == fold]
+        inside = [text for text in texts if fold_of[text] == fold] if num_folds > 1 else ()
         predictors.append(
-            fit_predictor(traces, max_depth, embedding_VE, without=inside if num_folds > 1 else ())
+            fit_predictor(traces, max_depth, embedding_VE, without=inside, only_tokens=tokens)
         )
         tick()
     return [

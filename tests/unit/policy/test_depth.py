@@ -137,6 +137,13 @@ def test_a_token_far_from_all_roots_of_the_text_adds_no_more_than_they_may(roote
     assert np.isfinite(predictor.of_root_VH).all()
 
 
+def test_a_predictor_of_some_roots_has_their_rows_alone(rooted: HeldOut) -> None:
+    whole = fit_predictor([rooted.trace], DEPTH, EMBEDDING)
+    some = fit_predictor([rooted.trace], DEPTH, EMBEDDING, only_tokens=torch.tensor([1, 2]))
+    np.testing.assert_array_equal(some.of_root_VH[[1, 2]], whole.of_root_VH[[1, 2]])
+    assert not np.delete(some.of_root_VH, [1, 2], axis=0).any()
+
+
 def test_scores_equal_values_computed_by_hand() -> None:
     survival_ND = np.array([[0.9, 0.5], [0.5, 0.2], [0.1, 0.1], [0.7, 0.3]])
     first, second = scores_by_depth(np.array([2, 1, 0, 1]), survival_ND, np.full((4, 2), 0.5))
