@@ -161,9 +161,11 @@ def test_masks_of_a_grammar_are_computed_while_the_device_verifies(
         model.cache.rollback_(0)
         prefill(model, state.tokens[:-1])
     happened: list[str] = []
+    found: list[pretend.Sync] = []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
+            found.extend(syncs)
             happened.extend(["wait"] * len(syncs))
             syncs.clear()
             happened.append(name)
@@ -180,6 +182,7 @@ def test_masks_of_a_grammar_are_computed_while_the_device_verifies(
         after = happened[happened.index("verify") + 1 :]
         assert after == ["mask"] * result.verified
         assert [sync.stage for sync in syncs] == ["accept"]
+        assert all(sync.is_explained for sync in found)
     assert state.emitted == plain[: len(state.emitted)]
 
 

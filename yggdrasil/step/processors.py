@@ -52,9 +52,8 @@ def prefixes_of(
     """
     device = tree.token_N.device
     text_L = upload(state.tokens[:-1], device)
-    path_KA = tree.path_NA[nodes].long()
-    path_tokens_KA = tree.token_N[path_KA.clamp(min=0)].long().masked_fill(path_KA < 0, -1)
-    tokens_KS = torch.cat((text_L.expand(len(path_KA), -1), path_tokens_KA), dim=1)
+    path_KA = _path_tokens(tree, nodes)
+    tokens_KS = torch.cat((text_L.expand(len(path_KA), -1), path_KA), dim=1)
     len_K = len(text_L) + 1 + tree.depth_N[nodes].long()
     return Prefixes(tokens_KS, len_K, state.prompt_len, allowed_KV)
 
@@ -64,9 +63,14 @@ def paths_of(tree: TokenTree, nodes: slice) -> list[tuple[int, ...]]:
 
     Cost: one sync.
     """
+    paths = _path_tokens(tree, nodes).tolist()  # sync: the matcher runs on the host
+    return [tuple(token for token in path[1:] if token >= 0) for path in paths]
+
+
+def _path_tokens(tree: TokenTree, nodes: slice) -> Tensor:
+    """(K, A) int64 tokens on the way from the root to each of some nodes, both included, then -1."""
     path_KA = tree.path_NA[nodes].long()
-    tokens_KA = tree.token_N[path_KA.clamp(min=0)].long().masked_fill(path_KA < 0, -1)
-    return [tuple(token for token in path[1:] if token >= 0) for path in tokens_KA.tolist()]
+    return tree.token_N[path_KA.clamp(min=0)].long().masked_fill(path_KA < 0, -1)
 
 
 def allowed_after(paths: Sequence[tuple[int, ...]], state: DecodeState, device: str) -> Tensor:
