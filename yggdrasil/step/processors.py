@@ -164,17 +164,18 @@ def process_candidates(
 
 
 def _replaced(tokens_WM: Tensor, log_probs_WM: Tensor, allowed_WV: Tensor) -> tuple[Tensor, Tensor]:
-    """The candidates with tokens that are allowed, as far as there are any."""
-    tokens_WM = tokens_WM.clone()
-    log_probs_WM = log_probs_WM.clone()
-    for tokens_M, log_probs_M, allowed_V in zip(tokens_WM, log_probs_WM, allowed_WV, strict=True):
-        places = (~allowed_V[tokens_M]).nonzero()[:, 0]
-        others_V = allowed_V.clone()
-        others_V[tokens_M] = False
-        others = others_V.nonzero()[: len(places), 0]
-        log_probs_M[places[: len(others)]] = log_probs_M[-1].clone()
-        tokens_M[places[: len(others)]] = others
-    return tokens_WM, log_probs_WM
+    """The candidates with tokens that are allowed, as far as there are any. Cost: no sync."""
+    is_wrong_WM = ~allowed_WV.gather(1, tokens_WM)
+    vocab = allowed_WV.shape[1]
+    is_other_WV = allowed_WV.scatter(1, tokens_WM, False)
+    # the first other tokens: the largest of vocab - token
+    left_WV = is_other_WV * torch.arange(vocab, 0, -1, device=allowed_WV.device)
+    left_WM = left_WV.topk(min(tokens_WM.shape[1], vocab), dim=1).values
+    # the first wrong candidate gets the first of them, the second one the second
+    left_WM = left_WM.gather(1, (is_wrong_WM.cumsum(dim=1) - 1).clamp(min=0))
+    is_replaced_WM = is_wrong_WM & (left_WM > 0)
+    tokens_WM = torch.where(is_replaced_WM, vocab - left_WM, tokens_WM)
+    return tokens_WM, torch.where(is_replaced_WM, log_probs_WM[:, -1:], log_probs_WM)
 
 
 def _counts(tokens_KS: Tensor, vocab: int) -> Tensor:
