@@ -341,7 +341,7 @@ class CompileConfig:
     num_candidates: int = 8
     calibration_texts: int = 64
     calibration_tokens: int = 20
-    calibration_budget_s: float = 60.0
+    calibration_budget_s: float = 90.0
     exact: bool = True
     compress: bool | None = None
     weights: str = "bf16"

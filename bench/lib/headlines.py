@@ -244,6 +244,8 @@ def _batched_trees(result: Result) -> Headline:
     goals = [ratio["ci95"][1] >= 0.99 for ratio in (*chains, *plain)]
     goals += [each["trees_over"]["ygg generate"]["median"] >= 0.97 for each in alone]
     goals += [each["plain_over_alone_plain"]["median"] >= 0.97 for each in alone]
+    widest = [sizes["16"] for sizes in result["temperatures"].values()]
+    goals += [each["arms"]["trees"]["host_share"] < 0.08 for each in widest]
     lowest = min(chains, key=lambda each: each["median"])
     return _ratio(lowest, "0.99", all(goals), (goals.count(False), len(goals)))
 

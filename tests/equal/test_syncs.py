@@ -131,6 +131,23 @@ def test_a_step_waits_once_to_prune_and_once_to_accept(
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("shape", (Shape(1, 0, graft=3), Shape(4, 3, 8, graft=3)), ids=str)
+def test_a_graft_does_not_wait_more_often(
+    tiny: LoadedPair, syncs: list[pretend.Sync], shape: Shape, sampling: SamplingConfig
+) -> None:
+    prompt = 3 * tiny.tokenizer.encode(" a red fox saw")
+    expected = texts(tiny.engine, in_torch(tiny), Always(shape), sampling, prompt)
+    engine, step = on_device(tiny)
+    syncs.clear()
+    assert texts(engine, step, Always(shape), sampling, prompt) == expected
+    found = Counter(sync.stage for sync in syncs)
+    assert found["accept"] == NUM_STEPS
+    assert 1 <= found["prune"] <= NUM_STEPS  # of a tree, so something was grafted or drafted
+    assert {*found} == {"prune", "accept"}
+    assert [sync for sync in syncs if not sync.is_explained] == []
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_a_plan_does_not_wait_more_often(
     tiny: LoadedPair, syncs: list[pretend.Sync], sampling: SamplingConfig
 ) -> None:

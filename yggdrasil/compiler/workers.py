@@ -9,7 +9,6 @@ Shapes: P = pages of a row.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import queue
@@ -205,12 +204,10 @@ def _serve() -> None:
     # compared with our operators. It also keeps bits equal: with more, Inductor would split a reduction
     # over threads in the graphs of some token counts only.
     torch.set_num_threads(1)
-    gc.disable()  # looking at the millions of objects of a graph would take a twentieth of its time
     for line in sys.stdin:
         payload = json.loads(line)
         layers = None if payload["layers"] is None else tuple(payload["layers"])
         run_job(GraphJob(**{**payload, "kv": KVShape(**payload["kv"]), "layers": layers}))
-        gc.collect()
         answers.write("done\n")
 
 

@@ -63,28 +63,18 @@ void ask_for_short_slices() {
   syscall(SYS_sched_setattr, 0, &attributes, 0);
 }
 
-// The cores that this thread may use.
-class Cores {
- public:
-  // Keeps this thread off `core`. Returns whether it has another one.
-  bool avoid(int core) const {
-    if (!is_known_) return true;
-    cpu_set_t others = all_;
-    CPU_CLR(core, &others);
-    return CPU_COUNT(&others) && !sched_setaffinity(0, sizeof(others), &others);
-  }
-
- private:
-  cpu_set_t all_{};
-  bool is_known_ = !sched_getaffinity(0, sizeof(all_), &all_);  // false if the machine has over 1024 cores
-};
+// Keeps this thread off `core`. Returns whether the process, whose main thread has its cores, has another.
+bool leave_core(int core) {
+  cpu_set_t cores;
+  if (sched_getaffinity(getpid(), sizeof(cores), &cores)) return true;  // a machine of over 1024 cores
+  CPU_CLR(core, &cores);
+  return CPU_COUNT(&cores) && !sched_setaffinity(0, sizeof(cores), &cores);
+}
 #else
 // Cores have no numbers here.
 int core_of_this_thread() { return -1; }
 void ask_for_short_slices() {}
-struct Cores {
-  bool avoid(int) const { return true; }
-};
+bool leave_core(int) { return true; }
 #endif
 
 // A number; threads wait until it changes.
@@ -226,10 +216,9 @@ class Pool {
 
   void serve(Bell* bell, int64_t thread) {
     ask_for_short_slices();
-    const Cores cores;
     for (uint32_t seen = 0;;) {
       seen = bell->wait(seen);
-      if (const int core = core_.load(); core == core_of_this_thread() && !cores.avoid(core)) continue;
+      if (const int core = core_.load(); core == core_of_this_thread() && !leave_core(core)) continue;
       inside_.fetch_add(1);  // before `is_open_` is read: the caller closes first and then reads this
       if (is_open_.load() && thread < threads_) take_tasks(thread);
       if (inside_.fetch_sub(1) == 1 && !is_open_.load()) left_.ring();

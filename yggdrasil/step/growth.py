@@ -115,7 +115,7 @@ class Frontier:
         is_next_WC = tokens_WC == next_W[:, None]
         drafted_W = edges_WC.masked_fill(~is_next_WC, -torch.inf).amax(dim=1)
         rest_W = (-log_next_W.exp()).log1p() - (-drafted_W.exp()).log1p()
-        edges_WC = edges_WC + rest_W.where(log_next_W > drafted_W, 0.0)[:, None]
+        edges_WC = edges_WC + rest_W.masked_fill(log_next_W <= drafted_W, 0.0)[:, None]
         paths = torch.cat((path, log_next_W.maximum(drafted_W))).cumsum(0)
         self.log_prob_NC[new] = (edges_WC + paths[:-1, None]).masked_fill(is_next_WC, -torch.inf)
         self.token_NC[new] = tokens_WC

@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import platform
+import re
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 # 4 MB: shared out in several tasks a thread
 OUT_FEATURES = 2048
 IN_FEATURES = 1024
+SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}  # numbers of the system call
 
 
 @pytest.fixture
@@ -117,20 +119,31 @@ def _partners_leave_the_callers_core(packed: Tensor, x: Tensor, expected: Tensor
     cores = os.sched_getaffinity(0)
     partners = _partners(packed, x)
     assert partners
-    for core in sorted(cores)[:2]:
-        for thread in (threading.get_native_id(), *partners):
-            os.sched_setaffinity(thread, {core})
-        while any(os.sched_getaffinity(partner) != cores - {core} for partner in partners):
-            assert torch.equal(product(x, packed), expected)
-            time.sleep(0.001)  # the partners' turn
+
+    def call() -> None:
+        for core in sorted(cores)[:2]:
+            for thread in (threading.get_native_id(), *partners):
+                os.sched_setaffinity(thread, {core})
+            while any(os.sched_getaffinity(partner) != cores - {core} for partner in partners):
+                assert torch.equal(product(x, packed), expected)
+                time.sleep(0.001)  # the partners' turn
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    caller.join()
+    last = sorted(cores)[:2][-1]
+    assert all(os.sched_getaffinity(partner) == cores - {last} for partner in partners)
 
 
-def _all_on_one_core(packed: Tensor, x: Tensor, expected: Tensor) -> None:
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    assert _partners(packed, x)
+def _partners_keep_to_the_process(packed: Tensor, x: Tensor, expected: Tensor) -> None:
+    partners = _partners(packed, x)
+    core = {min(os.sched_getaffinity(0))}
+    for thread in (0, *partners):
+        os.sched_setaffinity(thread, core)  # as taskset does
     for _ in range(20):
         assert torch.equal(product(x, packed), expected)
         time.sleep(0.001)
+    assert all(os.sched_getaffinity(partner) == core for partner in partners)
 
 
 def _partners_have_short_slices(packed: Tensor, x: Tensor, _: Tensor) -> None:
@@ -143,15 +156,20 @@ def _partners_have_short_slices(packed: Tensor, x: Tensor, _: Tensor) -> None:
 def slice_ns(thread: int) -> int:
     """The time slice of a thread, as the kernel's sched_getattr returns it."""
     attributes = (ctypes.c_uint64 * 6)()
-    number = {"x86_64": 315, "aarch64": 275}[platform.machine()]
+    number = SCHED_GETATTR[platform.machine()]
     assert ctypes.CDLL(None).syscall(number, thread, attributes, ctypes.sizeof(attributes), 0) == 0
     return attributes[3]
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.cpu_count() == 1, reason="threads move on Linux only")
+def num_cores() -> int:
+    """Cores that this process may use; 1 where threads cannot be kept off a core."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+
+
+@pytest.mark.skipif(num_cores() == 1, reason="no other core, or none that has a number")
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-@pytest.mark.parametrize("test", (_partners_leave_the_callers_core, _all_on_one_core))
+@pytest.mark.parametrize("test", (_partners_leave_the_callers_core, _partners_keep_to_the_process))
 def test_a_partner_never_takes_the_callers_core(test: Callable[..., None], packed: Tensor) -> None:
     x = torch.randn(2, IN_FEATURES).bfloat16()
     assert passes_in_a_child(test, packed, x, product(x, packed))
@@ -159,7 +177,9 @@ def test_a_partner_never_takes_the_callers_core(test: Callable[..., None], packe
 
 def has_slices() -> bool:
     """Whether this kernel has a time slice for every thread: Linux 6.12."""
-    return sys.platform == "linux" and tuple(map(int, platform.release().split(".")[:2])) >= (6, 12)
+    version = re.match(r"(\d+)\.(\d+)", platform.release())
+    is_known = sys.platform == "linux" and platform.machine() in SCHED_GETATTR
+    return is_known and version is not None and tuple(map(int, version.groups())) >= (6, 12)
 
 
 @pytest.mark.skipif(not has_slices(), reason="one time slice for all before Linux 6.12")

@@ -27,7 +27,7 @@ PLAN = Forecast(
     num_graphs=13,
     written_bytes=0.7e9,
     memory_bytes=2.5e9,
-    budget_s=60.0,
+    budget_s=90.0,
     cores=2,
     estimated_s=161.0,
     correction=None,
@@ -53,12 +53,12 @@ def bundled(config: CompileConfig) -> Bundle:
 @pytest.mark.usefixtures("plenty")
 def test_the_lines_have_counts_bytes_and_minutes() -> None:
     assert PLAN.lines() == [
-        "13 graphs to compile, about 700 MB to write (12.3 GB free), calibration with a budget of 60 s",
+        "13 graphs to compile, about 700 MB to write (12.3 GB free), calibration with a budget of 90 s",
         "about 3 minutes on 2 cores, roughly estimated from the sizes of the models",
     ]
     corrected = replace(PLAN, correction=0.3, cores=1, num_graphs=0)
     assert corrected.lines() == [
-        "no graph to compile, about 700 MB to write (12.3 GB free), calibration with a budget of 60 s",
+        "no graph to compile, about 700 MB to write (12.3 GB free), calibration with a budget of 90 s",
         "about 1 minute on 1 core, judging by the last compilation on this machine",
     ]
     assert len(replace(PLAN, is_known=False).lines()) == 1  # no constants for CUDA
