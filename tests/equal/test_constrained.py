@@ -17,7 +17,9 @@ from yggdrasil.engine import Engine
 from yggdrasil.errors import ConfigError, YggError
 from yggdrasil.pair import LoadedPair
 from yggdrasil.state import Shape
+from yggdrasil.step.processors import paths_of
 from yggdrasil.step.rows import StepOverRows
+from yggdrasil.text.grammar import Grammars
 from yggdrasil.trace import Trace
 
 PERSON = {
@@ -176,6 +178,33 @@ def test_a_forced_run_is_grafted_and_needs_no_growth_steps(tiny: LoadedPair, sha
         assert results[0].accepted == pair.engine.target.max_depth - 2 + shape.depth
         rendered.append([(result.tokens, result.tree.render()) for result in results])
     assert rendered[0] == rendered[1]
+
+
+@pytest.mark.parametrize("temperature", (0.0, 0.8))
+@pytest.mark.parametrize("name", ("schema", "choice"))
+def test_no_token_that_the_grammar_forbids_is_verified(
+    tiny: LoadedPair, name: str, temperature: float
+) -> None:
+    """Four places a growth step are often more than a grammar allows: the others are padding."""
+    grammar = GRAMMARS[name]
+    config = GenerateConfig(max_new_tokens=60, sampling=sampled(grammar, temperature))
+    tokens = tiny.tokenizer.encode(PROMPTS[0])
+    for pair in (tiny, by_stages(tiny)):
+        num_verified = num_padded = 0
+        grammars = Grammars(pair.tokenizer, pair.engine.target.vocab, pair.bundle.eos_tokens)
+        for shape in (Shape(4, 4), Shape(4, 4, 8), Shape(4, 4, graft=8)):
+            matcher = grammars.state(grammar)
+            emitted: list[int] = []
+            policy = pair.policy(temperature=temperature, shape=shape)
+            for result in pair.engine.generate(tokens, policy, config):
+                matcher.follow_(emitted)
+                for path in paths_of(result.tree, slice(1, len(result.tree))):
+                    assert matcher.allowed_V(path[:-1])[path[-1]], (shape, path)
+                num_verified += result.verified
+                num_padded += result.drafted - result.verified
+                emitted += result.tokens
+        assert num_verified
+        assert num_padded
 
 
 def test_a_grammar_decides_where_bans_leave_no_token(tiny: LoadedPair) -> None:

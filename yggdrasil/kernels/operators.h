@@ -66,6 +66,9 @@ Accepted follow(const at::Tensor& logits, const at::Tensor& parent, const at::Te
 
 class ProcessedText;
 
+// Of step/coupling.py: the score of a candidate that may not come next, and what no other path is below.
+constexpr float kForbidden = -1e30f, kLowestPath = -1e20f;
+
 // SamplingConfig of config.py; temperature 0 is greedy.
 struct Sampling {
   double temperature;

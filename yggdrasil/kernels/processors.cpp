@@ -11,7 +11,6 @@ namespace ygg {
 namespace {
 
 constexpr float kBanned = -std::numeric_limits<float>::infinity();
-constexpr float kMinScore = -1e4f;  // of a candidate: a banned one stays ahead of the tree's, at -inf
 
 bool has(const int32_t* bits, int64_t token) { return uint32_t(bits[token / 32]) >> (token % 32) & 1; }
 
@@ -152,7 +151,7 @@ Candidates ProcessedText::process(const Candidates& drafted, at::ArrayRef<std::v
       score = penalised(score, count(tokens[i], paths[row]));
       const bool is_banned = std::find(bans.begin(), bans.end(), tokens[i]) != bans.end() ||
                              (allowed != nullptr && !has(allowed, tokens[i]));
-      scores[i] = is_banned ? kMinScore : std::max(score, kMinScore);
+      scores[i] = is_banned ? kForbidden : std::max(score, kForbidden);
     }
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(),

@@ -352,7 +352,8 @@ ygg::Candidates ygg::coupled(const Candidates& drafted, at::IntArrayRef position
   std::vector<int64_t> order(num);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t* tokens = drafted.tokens.const_data_ptr<int64_t>() + row * num;
-    filtered_(drafted.log_probs.const_data_ptr<float>() + row * num, num, sampling, scores.data());
+    const float* log_probs = drafted.log_probs.const_data_ptr<float>() + row * num;
+    filtered_(log_probs, num, sampling, scores.data());
     if (sampling.temperature > 0) {
       noise_of_(tokens, num, {uint64_t(sampling.seed), uint64_t(positions[row])}, noise.data());
       for (int64_t i = 0; i < num; ++i) scores[i] += sampling.temperature * double(noise[i]);
@@ -367,7 +368,8 @@ ygg::Candidates ygg::coupled(const Candidates& drafted, at::IntArrayRef position
     const double normaliser = highest + std::log(sum);
     for (int64_t i = 0; i < count; ++i) {
       const double log_share = scores[order[i]] - normaliser;
-      best.log_probs.mutable_data_ptr<float>()[row * count + i] = float(std::max(log_share, kMinScore));
+      best.log_probs.mutable_data_ptr<float>()[row * count + i] =
+          log_probs[order[i]] <= ygg::kForbidden ? ygg::kForbidden : float(std::max(log_share, kMinScore));
       best.tokens.mutable_data_ptr<int64_t>()[row * count + i] = tokens[order[i]];
     }
   }

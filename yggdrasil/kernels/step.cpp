@@ -396,9 +396,15 @@ void Step::prune_(const Menu& menu, Reply& reply) {
     double* values = reply.values + num_values;
     const at::Tensor& knots = calibrations_[row.row.calibration].knots;
     acceptance_of(row.tree.log_prob, row.num_nodes, knots, values);
+    const float* log_prob = row.tree.log_prob.const_data_ptr<float>();
     std::vector<Node> own;
-    for (int64_t id = 1; id < row.num_nodes; ++id) own.push_back({i, id, values[id - 1]});
-    if (row.row.verify && row.row.verify < row.num_nodes) {
+    for (int64_t id = 1; id < row.num_nodes; ++id) {
+      if (log_prob[id] > kLowestPath)
+        own.push_back({i, id, values[id - 1]});
+      else
+        values[id - 1] = 0.0;  // padding
+    }
+    if (row.row.verify && row.row.verify <= int64_t(own.size())) {
       by_value_(own);
       own.resize(size_t(row.row.verify - 1));
     }

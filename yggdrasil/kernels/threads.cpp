@@ -63,7 +63,8 @@ void ask_for_short_slices() {
   syscall(SYS_sched_setattr, 0, &attributes, 0);
 }
 
-// Keeps this thread off `core`. Returns whether the process, whose main thread has its cores, has another.
+// Keeps this thread off `core`. Returns false if the process may run on no other core. Its cores are those
+// of its main thread.
 bool leave_core(int core) {
   cpu_set_t cores;
   if (sched_getaffinity(getpid(), sizeof(cores), &cores)) return true;  // a machine of over 1024 cores

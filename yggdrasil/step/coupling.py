@@ -22,9 +22,11 @@ from yggdrasil.config import SamplingConfig
 from yggdrasil.layout import READ_BEST, READ_WIDE
 from yggdrasil.step.sampling import gumbel_noise
 
-__all__ = ["MIN_SCORE", "coupled", "is_ranked_again", "noise_of", "read_of"]
+__all__ = ["FORBIDDEN", "LOWEST_PATH", "MIN_SCORE", "coupled", "is_ranked_again", "noise_of", "read_of"]
 
 MIN_SCORE = -1e4  # a candidate that a filter drops stays ahead of those that the tree has, at -inf
+FORBIDDEN = -1e30  # of a candidate that may not come next; after it come those that the tree has
+LOWEST_PATH = -1e20  # below it is every path with a forbidden token, whatever the scale of its edges
 LOWEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 
 
@@ -50,6 +52,7 @@ def coupled(
 
     Args:
         tokens_NM: Candidates, likeliest first.
+        log_probs_NM: Their log-probabilities; FORBIDDEN for those that may not come next.
         noise_NM: float32 noise of each candidate at its own position, that of its parent plus one; 0 at
             temperature 0.
         sampling: Its filters see only these candidates; at temperature 0 there are none.
@@ -58,7 +61,7 @@ def coupled(
     Returns:
         (N, C) tokens, best first, and the logarithms of their shares: a softmax of the M perturbed
         log-probabilities log q + temperature * noise. At temperature 0 that would be q itself, so one
-        scale of edges (step/platt.py) fits neighbouring temperatures.
+        scale of edges (step/platt.py) fits neighbouring temperatures. FORBIDDEN stays what it is.
 
     Cost: two dozen small operators, no sync.
     """
@@ -67,8 +70,11 @@ def coupled(
     if sampling.temperature > 0:
         perturbed = perturbed.masked_fill(_dropped(log_probs, sampling), -math.inf)
     best = perturbed.sort(dim=-1, descending=True, stable=True)
-    log_share = perturbed.log_softmax(dim=-1).gather(1, best.indices[:, :count])
-    return tokens_NM.gather(1, best.indices[:, :count]), log_share.clamp(min=MIN_SCORE).float()
+    best_NC = best.indices[:, :count]
+    log_share = perturbed.log_softmax(dim=-1).gather(1, best_NC)
+    is_forbidden = log_probs.gather(1, best_NC) <= FORBIDDEN
+    log_share = log_share.clamp(min=MIN_SCORE).masked_fill(is_forbidden, FORBIDDEN)
+    return tokens_NM.gather(1, best_NC), log_share.float()
 
 
 def _dropped(log_probs_NM: Tensor, sampling: SamplingConfig) -> Tensor:

@@ -23,7 +23,7 @@ from yggdrasil.state import PLAIN, DecodeState, Row, Shape
 from yggdrasil.step.accept import choose_rows, follow
 from yggdrasil.step.choice import VERIFY_ALL, Calibration, Choice, VerifyMenu, verify_most
 from yggdrasil.step.growth import RowDraft, catch_up_rows_, draft_rows, root_of
-from yggdrasil.step.prune import Pruned, prune_rows, values_and_depths
+from yggdrasil.step.prune import Pruned, drafted_nodes, prune_rows
 from yggdrasil.step.rows import commit_row_
 from yggdrasil.step.verify import verify_rows
 from yggdrasil.tree import TokenTree
@@ -196,8 +196,7 @@ class DecodingTree(TokenTree):
     def _prune_(self, drafted: RowDraft, menu: VerifyMenu) -> None:
         """Take over the nodes of a drafted tree that pruning keeps; an interrupt leaves the root or all."""
         choice = Choice((drafted.shape,), (self._calibration,), menu)
-        values, depths = values_and_depths([drafted], choice)
-        [pruned] = prune_rows([drafted], values, depths, menu)
+        [pruned] = prune_rows([drafted], drafted_nodes([drafted], choice), menu)
         self._require_room(len(pruned.tree) - len(self))
         self.drafted_node = pruned.drafted_node[:1]  # a node without an id counts as attached by hand
         self._len = 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from yggdrasil.config import ProcessorConfig
 from yggdrasil.staging import send, upload
 from yggdrasil.state import DecodeState
-from yggdrasil.step.coupling import MIN_SCORE
+from yggdrasil.step.coupling import FORBIDDEN
 from yggdrasil.tree import TokenTree
 
 __all__ = ["Prefixes", "allowed_after", "paths_of", "prefixes_of", "process", "process_candidates"]
@@ -152,13 +152,13 @@ def process_candidates(
             about as large as the target's logits, which the repetition penalty scales.
 
     Returns:
-        (W, M) tokens and scores, best first; a banned one has at least MIN_SCORE, so it stays a candidate.
+        (W, M) tokens and scores, best first; FORBIDDEN for those that may not come next.
     """
     if prefixes.allowed_KV is not None:
         tokens_WM, log_probs_WM = _replaced(tokens_WM, log_probs_WM, prefixes.allowed_KV)
     missing_WV = log_probs_WM.new_full((len(tokens_WM), vocab), -torch.inf)
     scores_WV = missing_WV.scatter(1, tokens_WM, log_probs_WM + top_logit)
-    processed_WM = _processed(scores_WV, prefixes, processors).gather(1, tokens_WM).clamp(min=MIN_SCORE)
+    processed_WM = _processed(scores_WV, prefixes, processors).gather(1, tokens_WM).clamp(min=FORBIDDEN)
     best = processed_WM.sort(dim=-1, descending=True, stable=True)
     return tokens_WM.gather(1, best.indices), best.values
 

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from yggdrasil.step.choice import Choice, VerifyMenu
+from yggdrasil.step.coupling import LOWEST_PATH
 from yggdrasil.step.growth import RowDraft
 from yggdrasil.tree import TokenTree
 
-__all__ = ["Pruned", "prune_rows", "values_and_depths"]
+__all__ = ["ROOT_ALONE", "DraftedNodes", "Pruned", "drafted_nodes", "prune_rows"]
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,27 @@ class Pruned:
     expected_emitted: float
 
 
-def values_and_depths(
-    drafts: Sequence[RowDraft], choice: Choice
-) -> tuple[list[tuple[float, ...]], list[list[int]]]:
-    """For every row the calibrated acceptance of its drafted nodes but the root, and all nodes' depths.
+@dataclass(frozen=True)
+class DraftedNodes:
+    """What pruning reads of a row's drafted nodes, on the host.
+
+    Args:
+        values: Calibrated acceptance of each node but the root; 0 for those that may not be verified.
+        depths: Depth of each node.
+        allowed: Ids of the nodes but the root whose path has no forbidden token. The others are padding:
+            they fill the W places of a growth step where a request allows fewer tokens.
+    """
+
+    values: tuple[float, ...]
+    depths: list[int]
+    allowed: list[int]
+
+
+ROOT_ALONE = DraftedNodes((), [0], [])
+
+
+def drafted_nodes(drafts: Sequence[RowDraft], choice: Choice) -> list[DraftedNodes]:
+    """What pruning reads, for every row.
 
     Args:
         drafts: Result of `draft_rows`.
@@ -45,7 +64,7 @@ def values_and_depths(
     """
     lens = [len(draft.tree) for draft in drafts]
     if all(length == 1 for length in lens):
-        return [()] * len(drafts), [[0]] * len(drafts)
+        return [ROOT_ALONE] * len(drafts)
     columns = torch.stack(
         (
             torch.cat([draft.tree.log_prob_N for draft in drafts]),
@@ -54,12 +73,15 @@ def values_and_depths(
     )
     log_probs: list[float]
     log_probs, depths = columns.tolist()  # sync: the number of kept nodes is a shape
-    values = []
-    depths_of_rows = []
+    rows = []
     for calibration, length, end in zip(choice.calibrations, lens, accumulate(lens), strict=True):
-        values.append(tuple(calibration.values(log_probs[end - length + 1 : end]).tolist()))
-        depths_of_rows.append([int(depth) for depth in depths[end - length : end]])
-    return values, depths_of_rows
+        own = np.array(log_probs[end - length + 1 : end])
+        is_allowed = own > LOWEST_PATH
+        values = np.where(is_allowed, calibration.values(own), 0.0)
+        own_depths = [int(depth) for depth in depths[end - length : end]]
+        allowed = (is_allowed.nonzero()[0] + 1).tolist()
+        rows.append(DraftedNodes(tuple(values.tolist()), own_depths, allowed))
+    return rows
 
 
 class _Node(NamedTuple):
@@ -70,12 +92,7 @@ class _Node(NamedTuple):
     node: int
 
 
-def prune_rows(
-    drafts: Sequence[RowDraft],
-    values: Sequence[Sequence[float]],
-    depths: Sequence[Sequence[int]],
-    menu: VerifyMenu,
-) -> list[Pruned]:
+def prune_rows(drafts: Sequence[RowDraft], nodes: Sequence[DraftedNodes], menu: VerifyMenu) -> list[Pruned]:
     """Keep the best nodes of the whole batch; the menu decides how many.
 
     A node's calibrated acceptance never is above its parent's, and the lower of two equal nodes comes
@@ -84,17 +101,16 @@ def prune_rows(
     Args:
         drafts: Result of `draft_rows`. Of a row whose shape sets `verify`, only its best `verify - 1` nodes
             compete.
-        values: First result of `values_and_depths`.
-        depths: Its second result.
+        nodes: Result of `drafted_nodes`.
 
     Cost: one sort on the host, no sync.
     Source: Yggdrasil section 4.2, "Verification Width Pruning"; over a batch as TETRIS does, which Nightjar
     describes in section 6.1.
     """
     competing = [
-        _Node(values[place][node - 1], place, node)
+        _Node(nodes[place].values[node - 1], place, node)
         for place, draft in enumerate(drafts)
-        for node in _best(values[place], draft.shape.verify)
+        for node in _best(nodes[place], draft.shape.verify)
     ]
     # among equals the lower node, so a parent before its child, then the earlier row
     ranked = sorted(competing, key=lambda each: (-each.value, each.node, each.place))
@@ -109,13 +125,12 @@ def prune_rows(
     pruned = []
     for place, draft in enumerate(drafts):
         keep = sorted(keeps[place])
-        kept_depths = [depths[place][node] for node in keep]
+        kept_depths = [nodes[place].depths[node] for node in keep]
         pruned.append(Pruned(draft.tree.subtree(keep), keep, kept_depths, 1.0 + gains[place]))
     return pruned
 
 
-def _best(values: Sequence[float], verify: int | None) -> list[int]:
+def _best(nodes: DraftedNodes, verify: int | None) -> list[int]:
     """Ids, ascending, of a row's nodes that compete with those of other rows; the root does not."""
-    nodes = range(1, 1 + len(values))
-    ranked = sorted(nodes, key=lambda node: -values[node - 1])
+    ranked = sorted(nodes.allowed, key=lambda node: -nodes.values[node - 1])
     return sorted(ranked if verify is None else ranked[: verify - 1])

@@ -32,7 +32,7 @@ from yggdrasil.step.ahead import Verified, draft_heads, draw_ahead, run_tails
 from yggdrasil.step.choice import Choice, VerifyMenu
 from yggdrasil.step.growth import RowDraft, catch_up_rows_, draft_rows
 from yggdrasil.step.plan import SEQUENTIAL, Plan, needs
-from yggdrasil.step.prune import Pruned, prune_rows, values_and_depths
+from yggdrasil.step.prune import ROOT_ALONE, DraftedNodes, Pruned, drafted_nodes, prune_rows
 from yggdrasil.step.sampling import TargetTokens
 from yggdrasil.step.side import Side, side_of
 from yggdrasil.step.verify import undrafted, verify_rows
@@ -86,7 +86,7 @@ class _Batch:
         self.rows = list(rows)
         self.choice = choice
         self.drafts: list[RowDraft] = []
-        self.values: list[tuple[float, ...]] = []
+        self.nodes: list[DraftedNodes] = []
         self.pruned: list[Pruned] = []
         self.prompts: Sequence[Chunk] = ()
         self.logits_NV = torch.empty(0, 0)
@@ -216,7 +216,7 @@ class StepOverRows:
         batch.rows += joining
         batch.pruned += plain
         batch.drafts += [RowDraft(each.tree, 0, PLAIN) for each in plain]
-        batch.values += [()] * len(plain)
+        batch.nodes += [ROOT_ALONE] * len(plain)
 
     def logits(self, place: int, path: Sequence[int]) -> Tensor:
         """(len(path), V) the target's logits after some nodes of a row of the last step.
@@ -306,8 +306,8 @@ class StepOverRows:
         batch.drafts = run_tails(self._draft_model, batch.rows, batch.drafts)
 
     def _prune_(self, batch: _Batch) -> None:
-        batch.values, depths = values_and_depths(batch.drafts, batch.choice)
-        batch.pruned = prune_rows(batch.drafts, batch.values, depths, batch.choice.menu)
+        batch.nodes = drafted_nodes(batch.drafts, batch.choice)
+        batch.pruned = prune_rows(batch.drafts, batch.nodes, batch.choice.menu)
 
     def _verify_(self, batch: _Batch) -> None:
         paths = grammar_paths(batch.rows, batch.pruned)  # before the launch: a sync would wait for it
@@ -385,7 +385,7 @@ def _result(batch: _Batch, place: int, ms: float) -> StepResult:
         path=emitted.path,
         ms=ms,
         error=error,
-        values=batch.values[place],
+        values=batch.nodes[place].values,
         depths=pruned.depths,
         inspection=inspection,
     )

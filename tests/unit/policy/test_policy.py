@@ -16,7 +16,7 @@ from yggdrasil.policy.shape import REPEATS, Arms, BestShape, FixedShape, Stoppin
 from yggdrasil.policy.stopping import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape
 from yggdrasil.step.growth import RowDraft
-from yggdrasil.step.prune import Pruned, prune_rows, values_and_depths
+from yggdrasil.step.prune import Pruned, drafted_nodes, prune_rows
 from yggdrasil.tree import TokenTree
 
 CURVE = Curve((100, 300), (2, 4, 8), ((10.0, 12.0, 20.0), (14.0, 20.0, 28.0)))
@@ -329,8 +329,7 @@ def prune(policy: FixedShape, tree: TokenTree, shape: Shape) -> Pruned:
     policy.shape = shape
     choice = policy.choose([row(8)])
     drafts = [RowDraft(tree, 0, shape)]
-    values, depths = values_and_depths(drafts, choice)
-    [pruned] = prune_rows(drafts, values, depths, choice.menu)
+    [pruned] = prune_rows(drafts, drafted_nodes(drafts, choice), choice.menu)
     return pruned
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from yggdrasil.config import SamplingConfig
 from yggdrasil.layout import READ_BEST, READ_WIDE
 from yggdrasil.offline.forest import coupled_on_host
-from yggdrasil.step.coupling import MIN_SCORE, coupled, noise_of, read_of
+from yggdrasil.step.coupling import FORBIDDEN, LOWEST_PATH, MIN_SCORE, coupled, noise_of, read_of
+from yggdrasil.step.platt import PlattScale
 from yggdrasil.step.sampling import choose_tokens
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -92,6 +93,25 @@ def test_a_candidate_that_a_filter_drops_comes_last_and_stays_finite() -> None:
     tokens, log_probs = coupled(tokens_NM, log_probs_NM, noise_NM, sampling, 4)
     assert set(tokens[0, :2].tolist()) == set(tokens_NM[0, :2].tolist())
     assert log_probs[0, 2:].tolist() == [MIN_SCORE, MIN_SCORE]
+
+
+@pytest.mark.parametrize("temperature", (0.0, 1.0, 5.0))
+def test_a_forbidden_candidate_has_no_share_and_stays_forbidden(temperature: float) -> None:
+    """In both forms, behind filters, and after the scale of edges."""
+    sampling = SamplingConfig(temperature=temperature, top_k=4 if temperature else 0, seed=5)
+    tokens_NM, log_probs_NM = drafted(torch.randn(2, VOCAB), 8)
+    log_probs_NM[:, 5:] = FORBIDDEN
+    log_probs_NM[1] = FORBIDDEN
+    noise_NM = noise_of(sampling, [1, 2], VOCAB, "cpu").gather(1, tokens_NM) * (temperature > 0)
+    tokens, log_probs = coupled(tokens_NM, log_probs_NM, noise_NM, sampling, 8)
+    own = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed]
+    on_host, _ = torch.ops.ygg.coupled(log_probs_NM, tokens_NM, [1, 2], *own, 8)
+    torch.testing.assert_close(log_probs, on_host, rtol=1e-6, atol=1e-6)
+    is_forbidden = torch.isin(tokens, tokens_NM[0, 5:])
+    is_forbidden[1] = True
+    assert torch.equal(log_probs < LOWEST_PATH, is_forbidden)
+    assert bool((PlattScale(0.05, 3.0).logs(log_probs)[is_forbidden] < LOWEST_PATH).all())
+    assert log_probs[0].exp().sum() == pytest.approx(1.0)
 
 
 def test_greedy_text_is_not_coupled() -> None:

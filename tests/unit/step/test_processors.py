@@ -14,6 +14,7 @@ from transformers.generation import logits_process
 from yggdrasil.config import ProcessorConfig, SamplingConfig
 from yggdrasil.errors import ConfigError
 from yggdrasil.state import DecodeState
+from yggdrasil.step.coupling import FORBIDDEN
 from yggdrasil.step.processors import prefixes_of, process, process_candidates
 from yggdrasil.tree import TokenTree
 
@@ -88,7 +89,7 @@ def test_every_node_is_processed_as_transformers_processes_its_path(
         torch.testing.assert_close(processed_KV[node], expected_V, atol=1e-6, rtol=1e-6)
 
 
-def test_a_banned_candidate_comes_last_and_stays_a_candidate() -> None:
+def test_a_banned_candidate_comes_last_and_is_marked() -> None:
     state = DecodeState([3, 4, 5])
     tree = TokenTree.root(5, 1)
     tokens_1M = torch.tensor([[7, 8, 9]])
@@ -102,7 +103,7 @@ def test_a_banned_candidate_comes_last_and_stays_a_candidate() -> None:
         vocab=VOCAB,
     )
     assert tokens.tolist() == [[8, 9, 7]]
-    assert scores.isfinite().all()
+    assert scores.tolist() == [[8.0, 7.0, pytest.approx(FORBIDDEN)]]
 
 
 def test_options_without_effect_make_no_processors() -> None:

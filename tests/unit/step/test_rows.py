@@ -21,7 +21,7 @@ from yggdrasil.step.accept import Accepted, choose_rows, follow
 from yggdrasil.step.choice import Calibration, Choice, VerifyMenu
 from yggdrasil.step.growth import RowDraft, catch_up_rows_, draft_rows
 from yggdrasil.step.platt import UNSCALED, PlattScale
-from yggdrasil.step.prune import Pruned, prune_rows, values_and_depths
+from yggdrasil.step.prune import Pruned, drafted_nodes, prune_rows
 from yggdrasil.step.rows import commit_row_
 from yggdrasil.step.verify import undrafted, verify_rows
 from yggdrasil.tree import TokenTree
@@ -95,7 +95,7 @@ def choice(shapes: Sequence[Shape], menu: VerifyMenu | None = None) -> Choice:
 
 
 def pruned_of(drafts: Sequence[RowDraft], chosen: Choice) -> list[Pruned]:
-    return prune_rows(drafts, *values_and_depths(drafts, chosen), chosen.menu)
+    return prune_rows(drafts, drafted_nodes(drafts, chosen), chosen.menu)
 
 
 def whole(drafted: RowDraft) -> Pruned:
