@@ -97,7 +97,7 @@ def test_a_candidate_that_a_filter_drops_comes_last_and_stays_finite() -> None:
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0, 5.0))
 def test_a_forbidden_candidate_has_no_share_and_stays_forbidden(temperature: float) -> None:
-    """In both forms, behind filters, and after the scale of edges."""
+    """In both forms, with filters, and after the scale of edges."""
     sampling = SamplingConfig(temperature=temperature, top_k=4 if temperature else 0, seed=5)
     tokens_NM, log_probs_NM = drafted(torch.randn(2, VOCAB), 8)
     log_probs_NM[:, 5:] = FORBIDDEN
