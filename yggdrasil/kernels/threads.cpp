@@ -6,8 +6,9 @@
 //
 // A wait spins for microseconds and then sleeps, which frees the core. A partner that comes too late finds
 // the call closed. The caller waits only for a partner that lost its core within a task, because it needs
-// the result. So next to other processes a partner asks for short time slices, and never takes the core of
-// the caller.
+// the result. Then it sleeps, and its own core goes to another process, too. So next to other processes both
+// ask for short time slices: they run again as soon as they wake, at the same time. A partner never takes
+// the core of the caller.
 //
 // Not OpenMP: its threads spin at every barrier for milliseconds, and so hold the core that their partner
 // needs when other processes run.
@@ -25,6 +26,7 @@
 #include <atomic>
 #include <chrono>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -35,6 +37,7 @@ constexpr int64_t kMostThreads = 256;
 constexpr int64_t kTasksOfThread = 8;
 constexpr auto kSpin = std::chrono::microseconds(200);  // more than between two operators or two forwards
 constexpr int kLooks = 32;                              // between two readings of the clock
+constexpr uint64_t kResetOnFork = 1;                    // SCHED_FLAG_RESET_ON_FORK
 
 void relax() {
 #if defined(__x86_64__)
@@ -60,6 +63,8 @@ void ask_for_short_slices() {
   if (syscall(SYS_sched_getattr, 0, &attributes, sizeof(attributes), 0) || attributes.policy != SCHED_OTHER)
     return;
   attributes.slice_ns = 100'000;  // the kernel's lower limit
+  // processes that this thread starts have the usual slice; they would not inherit a negative nice value
+  if (attributes.nice >= 0) attributes.flags |= kResetOnFork;
   syscall(SYS_sched_setattr, 0, &attributes, 0);
 }
 
@@ -128,52 +133,12 @@ class alignas(64) Share {
   std::atomic<uint64_t> range_{0};
 };
 
-// Whether partners help: the time that they save the caller, less the time that it waits for one that lost
-// its core. If other processes use the cores, this falls below zero, and the caller works alone for a
-// while.
-class Benefit {
- public:
-  bool is_positive() {
-    if (balance_ >= Clock::duration(0)) return true;
-    if (Clock::now() < alone_until_) return false;
-    balance_ = kTrial;
-    return true;
-  }
-
-  // After a call of `tasks`, of which the caller took `own` in `worked` and then `waited` for the others.
-  void observe(int64_t own, int64_t tasks, Clock::duration worked, Clock::duration waited) {
-    const Clock::duration task_time =
-        own ? std::min(worked, Clock::duration(kMostWorked)) / own : Clock::duration(0);
-    const Clock::duration saved = task_time * (tasks - own);
-    balance_ = std::min(balance_ + saved - waited, Clock::duration(kMost));
-    if (balance_ == kMost) pause_ = kFirstPause;
-    if (balance_ >= Clock::duration(0)) return;
-    alone_until_ = Clock::now() + pause_;
-    pause_ = std::min(2 * pause_, Clock::duration(kLongestPause));
-  }
-
- private:
-  using Milliseconds = std::chrono::milliseconds;
-  static constexpr Clock::duration kMost = Milliseconds(5);
-  static constexpr Clock::duration kTrial = Milliseconds(1);
-  static constexpr Clock::duration kMostWorked =
-      Milliseconds(1);  // of a call; any more went to another process
-  static constexpr Clock::duration kFirstPause = Milliseconds(20);
-  static constexpr Clock::duration kLongestPause = Milliseconds(320);
-
-  Clock::duration balance_ = kMost, pause_ = kFirstPause;
-  Clock::time_point alone_until_;
-};
+thread_local bool has_asked = false;  // for short slices
 
 class Pool {
  public:
   // Whether the calling thread may `run` now.
-  bool enter() {
-    if (is_taken_.test_and_set()) return false;
-    if (benefit_.is_positive()) return true;
-    leave();
-    return false;
-  }
+  bool enter() { return !is_taken_.test_and_set(); }
   void leave() { is_taken_.clear(); }
 
   void run(int64_t count, int64_t tasks, int64_t threads, const ygg::Body& body) {
@@ -182,28 +147,24 @@ class Pool {
     tasks_ = tasks;
     threads_ = threads;
     for (int64_t t = 0; t < threads; ++t) shares_[t].set(t * tasks / threads, (t + 1) * tasks / threads);
+    if (!std::exchange(has_asked, true)) ask_for_short_slices();
     core_.store(core_of_this_thread(), std::memory_order_relaxed);
     is_open_.store(true);
-    const auto start = Clock::now();
     for (int64_t t = 1; t < threads; ++t) bell_of(t).ring();
-    const int64_t own = take_tasks(0);
-    const auto done = Clock::now();
+    take_tasks(0);
     is_open_.store(false);
     for (uint32_t seen = left_.read(); inside_.load(); seen = left_.wait(seen)) {
     }
-    benefit_.observe(own, tasks, done - start, Clock::now() - done);
   }
 
  private:
-  // Returns how many it took.
-  int64_t take_tasks(int64_t thread) {
-    int64_t task, taken = 0;
+  void take_tasks(int64_t thread) {
+    int64_t task;
     for (int64_t step = 0; step < threads_; ++step) {
       Share& share = shares_[(thread + step) % threads_];
-      for (; share.take(step == 0, task); ++taken)
+      while (share.take(step == 0, task))
         (*body_)(task * count_ / tasks_, (task + 1) * count_ / tasks_);
     }
-    return taken;
   }
 
   // The bell of partner number `thread`, which starts at its first ring and never ends.
@@ -227,7 +188,6 @@ class Pool {
   }
 
   std::atomic_flag is_taken_;
-  Benefit benefit_;
   const ygg::Body* body_ = nullptr;
   int64_t count_ = 0, tasks_ = 0, threads_ = 0;
   Share shares_[kMostThreads];
@@ -247,8 +207,11 @@ std::atomic<int64_t>& most_threads() {
 
 thread_local bool stays_alone = false;
 
-// A child process has the memory of the pool but none of its threads.
-[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+// A child process has the memory of the pool but none of its threads, nor their slices.
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] {
+  pool = new Pool;
+  has_asked = false;
+});
 
 }  // namespace
 

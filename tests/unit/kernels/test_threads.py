@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import platform
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -146,11 +147,13 @@ def _partners_keep_to_the_process(packed: Tensor, x: Tensor, expected: Tensor) -
     assert all(os.sched_getaffinity(partner) == core for partner in partners)
 
 
-def _partners_have_short_slices(packed: Tensor, x: Tensor, _: Tensor) -> None:
+def _threads_have_short_slices(packed: Tensor, x: Tensor, _: Tensor) -> None:
     partners = _partners(packed, x)
     time.sleep(0.1)  # until they have asked
-    assert {slice_ns(partner) for partner in partners} == {100_000}
-    assert slice_ns(threading.get_native_id()) > 100_000
+    assert {slice_ns(thread) for thread in (threading.get_native_id(), *partners)} == {100_000}
+    with subprocess.Popen(["sleep", "10"]) as other:
+        assert slice_ns(other.pid) > 100_000
+        other.kill()
 
 
 def slice_ns(thread: int) -> int:
@@ -185,9 +188,9 @@ def has_slices() -> bool:
 @pytest.mark.skipif(not has_slices(), reason="one time slice for all before Linux 6.12")
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_partners_ask_for_short_time_slices(packed: Tensor) -> None:
+def test_the_threads_of_a_call_ask_for_short_time_slices(packed: Tensor) -> None:
     x = torch.randn(2, IN_FEATURES).bfloat16()
-    assert passes_in_a_child(_partners_have_short_slices, packed, x, x)
+    assert passes_in_a_child(_threads_have_short_slices, packed, x, x)
 
 
 @pytest.mark.usefixtures("three_threads")
