@@ -6,9 +6,9 @@
 //
 // A wait spins for microseconds and then sleeps, which frees the core. A partner that comes too late finds
 // the call closed. The caller waits only for a partner that lost its core within a task, because it needs
-// the result. Then it sleeps, and its own core goes to another process, too. So next to other processes both
-// ask for short time slices: they run again as soon as they wake, at the same time. A partner never takes
-// the core of the caller.
+// the result. Then it sleeps, and its own core goes to another process, too. So next to other processes
+// both ask for short time slices: they run again as soon as they wake, at the same time. A partner never
+// takes the core of the caller.
 //
 // Not OpenMP: its threads spin at every barrier for milliseconds, and so hold the core that their partner
 // needs when other processes run.
