@@ -6,11 +6,13 @@ import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 from torch import Tensor, nn
 
 from yggdrasil.compiler.fusion import fuse_linears_
+from yggdrasil.compiler.regions import compile_regions, read_regions, regions_of
 from yggdrasil.compiler.rotary import evaluate_sines_once_
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels.compilations import count_compilation
@@ -52,7 +54,13 @@ def _reduction_options() -> dict[str, bool]:
 
 
 def compile_graph(
-    module: nn.Module, meta_NM: Tensor, path: Path, *, exact: bool = True, is_small: bool = False
+    module: nn.Module,
+    meta_NM: Tensor,
+    path: Path,
+    *,
+    exact: bool = True,
+    is_small: bool = False,
+    by_region: bool = False,
 ) -> None:
     """Export `module` at the shape of `meta_NM` and write an AOTInductor package without constants.
 
@@ -63,6 +71,8 @@ def compile_graph(
         exact: On CUDA, Inductor's own kernels compute a row in the same way for any number of rows.
         is_small: The kernels are short, so the wrapper is compiled with optimisation. That saves a tenth of
             a draft's forward.
+        by_region: Equal layers are compiled once, see compiler/regions.py. A call of a region takes
+            microseconds, so this is for layers that take much longer.
 
     Raises:
         Any error of torch.export: a model that it cannot capture as one graph has no fallback.
@@ -94,9 +104,13 @@ def compile_graph(
             tempfile.TemporaryDirectory(dir=path.parent) as sources,
             torch._inductor.config.patch({"aot_inductor.output_path": sources}),
         ):
-            torch._inductor.aoti_compile_and_package(
-                exported, package_path=str(path), inductor_configs=options
-            )
+            regions = regions_of(exported) if by_region else None
+            if regions is not None:
+                compile_regions(*regions, path, options)
+            else:
+                torch._inductor.aoti_compile_and_package(
+                    exported, package_path=str(path), inductor_configs=options
+                )
 
 
 def _separate_buffers_(module: nn.Module) -> None:
@@ -131,10 +145,11 @@ class LoadedGraph:
         device_index = next(iter(constants.values())).device.index
         try:
             with storage.store_errors(Path(tempfile.gettempdir())), storage.scratch_for_graphs():
+                regions = read_regions(path)
                 self.graph_object: Any = torch.classes.ygg.Graph(
-                    str(path), -1 if device_index is None else device_index, constants
+                    str(path), -1 if device_index is None else device_index, constants, *map(list, regions)
                 )
-        except RuntimeError as error:
+        except (RuntimeError, BadZipFile) as error:
             raise ArtifactError(path, f"corrupt ({str(error).strip().splitlines()[0]})", command) from None
 
     def __call__(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:

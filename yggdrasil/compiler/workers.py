@@ -35,12 +35,16 @@ from yggdrasil.models.load import order_linears_, outline_model
 from yggdrasil.models.packing import empty_meta
 from yggdrasil.store import storage
 
-__all__ = ["GraphJob", "compile_graphs", "run_job"]
+__all__ = ["DEEP", "GraphJob", "compile_graphs", "run_job"]
 
 # Graphs of a draft up to this size run many times per step. Only in a small model the wrapper's own time
 # can be seen.
 GROWTH_TOKENS = 8
 SMALL_WEIGHTS = 100 * 2**20  # bytes
+# A graph of so many layers is built sooner by region. A call of a region takes 4 us, so its weights must be
+# large, too.
+DEEP = 20
+LARGE_LAYER = 16 * 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,9 @@ def run_job(job: GraphJob) -> None:
         meta_NM = empty_meta(job.num_tokens, job.max_depth, device=job.device)
         num_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
         is_small = job.num_candidates > 0 and job.num_tokens <= GROWTH_TOKENS and num_bytes <= SMALL_WEIGHTS
-        compile_graph(module, meta_NM, temporary, exact=job.exact, is_small=is_small)
+        num_layers = job.kv.num_layers
+        is_deep = job.device == "cpu" and num_layers >= DEEP and num_bytes >= num_layers * LARGE_LAYER
+        compile_graph(module, meta_NM, temporary, exact=job.exact, is_small=is_small, by_region=is_deep)
         storage.put(temporary, path)
 
 

@@ -5,26 +5,47 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
+#include <memory>
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <vector>
 
 namespace ygg {
+
+// The chain of a package that was compiled in regions; compiler/regions.py explains it.
+struct Regions {
+  std::vector<int64_t> kinds;
+  std::vector<std::vector<std::string>> inputs, outputs;
+};
 
 // A compiled graph bound to its caller's weights.
 class Graph : public torch::CustomClassHolder {
  public:
-  // `weights` holds every constant that the package names. Device -1 is the current one. Calls are not
-  // locked: a graph has one caller.
-  Graph(const std::string& path, int64_t device, const c10::Dict<std::string, at::Tensor>& weights);
+  // `weights` holds every constant that the package names. Device -1 is the current one. Without regions
+  // the package is one model. Calls are not locked: a graph has one caller.
+  Graph(const std::string& path, int64_t device, const c10::Dict<std::string, at::Tensor>& weights,
+        const Regions& regions);
 
   // Returns a draft's best tokens and their log-probabilities, or a target's logits and last hidden states.
   std::tuple<at::Tensor, at::Tensor> run(const at::Tensor& meta);
 
  private:
-  // declared first: the loader borrows these tensors
+  using Loader = torch::inductor::AOTIModelPackageLoader;
+  // The model of a region, and the places of its tensors.
+  struct Call {
+    Loader* loader;
+    std::vector<size_t> inputs, outputs;
+  };
+
+  void bind_(const c10::Dict<std::string, at::Tensor>& weights);
+  void chain_(const Regions& regions, const c10::Dict<std::string, at::Tensor>& weights);
+
+  // declared first: the loaders borrow these tensors
   std::unordered_map<std::string, at::Tensor> constants_;
-  torch::inductor::AOTIModelPackageLoader loader_;
+  std::vector<std::unique_ptr<Loader>> loaders_;
+  std::vector<Call> calls_;
+  std::vector<at::Tensor> tensors_;  // the input, then weights and what one region leaves to the next
 };
 
 }  // namespace ygg

@@ -88,6 +88,15 @@ void pack_chains_(Tensor meta, at::IntArrayRef tokens, at::IntArrayRef lens,
   ygg::pack_chains_(meta, {tokens, lens, start_positions, rows, num_read, reads});
 }
 
+using Names = std::vector<std::vector<std::string>>;
+
+c10::intrusive_ptr<ygg::Graph> make_graph(const std::string& path, int64_t device,
+                                          const c10::Dict<std::string, Tensor>& weights,
+                                          std::vector<int64_t> kinds, Names inputs, Names outputs) {
+  return c10::make_intrusive<ygg::Graph>(
+      path, device, weights, ygg::Regions{std::move(kinds), std::move(inputs), std::move(outputs)});
+}
+
 using StepPointer = c10::intrusive_ptr<ygg::Step>;
 
 StepPointer make_step(ygg::Step::Graphs target, Tensors target_metas, Tensor target_storage,
@@ -120,7 +129,7 @@ namespace {
 
 void define_classes(torch::Library& library) {
   library.class_<ygg::Graph>("Graph")
-      .def(torch::init<const std::string&, int64_t, const c10::Dict<std::string, Tensor>&>())
+      .def(torch::init(make_graph))
       .def("run", &ygg::Graph::run);
   library.class_<ygg::Step>("Step")
       .def(torch::init(make_step))
