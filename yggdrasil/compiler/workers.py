@@ -41,8 +41,8 @@ __all__ = ["DEEP", "GraphJob", "compile_graphs", "run_job"]
 # can be seen.
 GROWTH_TOKENS = 8
 SMALL_WEIGHTS = 100 * 2**20  # bytes
-# A graph of so many layers is built sooner by region. A call of a region takes 4 us, so its weights must be
-# large, too.
+# From this number of layers on, a graph is built sooner by region. A call takes 4 us, so the weights of a
+# layer must be large, too.
 DEEP = 20
 LARGE_LAYER = 16 * 2**20  # bytes
 
