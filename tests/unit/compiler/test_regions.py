@@ -1,4 +1,7 @@
-"""Graphs that are compiled by region: equal layers once."""
+"""Graphs that are compiled by region: equal layers once.
+
+Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = features of a head.
+"""
 
 from __future__ import annotations
 
