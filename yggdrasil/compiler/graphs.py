@@ -144,12 +144,12 @@ class LoadedGraph:
     def __init__(self, path: Path, constants: dict[str, Tensor], command: str) -> None:
         device_index = next(iter(constants.values())).device.index
         try:
+            regions = read_regions(path)
             with storage.store_errors(Path(tempfile.gettempdir())), storage.scratch_for_graphs():
-                regions = read_regions(path)
                 self.graph_object: Any = torch.classes.ygg.Graph(
                     str(path), -1 if device_index is None else device_index, constants, *map(list, regions)
                 )
-        except (RuntimeError, BadZipFile) as error:
+        except (RuntimeError, OSError, ValueError, TypeError, BadZipFile) as error:
             raise ArtifactError(path, f"corrupt ({str(error).strip().splitlines()[0]})", command) from None
 
     def __call__(self, meta_NM: Tensor) -> tuple[Tensor, Tensor]:

@@ -109,7 +109,11 @@ def compile_regions(chain: Regions, kinds: Sequence[_Region], path: Path, option
 
 
 def read_regions(path: Path) -> Regions:
-    """The chain of a package."""
+    """The chain of a package.
+
+    Raises:
+        OSError, BadZipFile, ValueError, TypeError: it is missing or damaged.
+    """
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             if name.endswith(f"/extra/{FILE}"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -114,8 +115,13 @@ def test_a_graph_without_equal_layers_is_not_split(tmp_path: Path) -> None:
     assert regions_of(exported(forward_of(model, "target")[0])) is None
 
 
-def test_a_damaged_package_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ("missing", "no archive", "no chain", "a chain of another form"))
+def test_a_damaged_package_is_reported(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "graph.pt2"
-    path.write_bytes(b"no archive")
+    if damage == "no archive":
+        path.write_bytes(b"no archive")
+    elif damage != "missing":
+        with ZipFile(path, "w") as archive:
+            archive.writestr("graph/extra/regions.json", "[" if damage == "no chain" else "[1, 2, 3, 4]")
     with pytest.raises(ArtifactError, match="corrupt"):
         LoadedGraph(path, {"weight": torch.zeros(1)}, "ygg compile")
