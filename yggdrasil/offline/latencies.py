@@ -32,6 +32,7 @@ __all__ = [
     "curve_json",
     "decision_milliseconds",
     "host_milliseconds",
+    "in_step_curves",
     "latency_curve",
     "switch_grid",
     "switching_costs",
@@ -42,6 +43,9 @@ MIN_ROUNDS = 2
 CURVE_SECONDS = 10.0  # no round of a curve starts later
 HOST_RUNS = 4
 RUN_SECONDS = 2.0  # no step of a measured text starts later
+IN_STEP_MS = 20.0  # a target that takes longer fills the caches with its weights in a step, too
+IN_STEP_WIDTH = 4
+IN_STEP_STEPS = 8  # of each size
 SWITCH_ROUNDS = 3
 SWITCH_SECONDS = 0.5  # no round of a lag and batch size starts later
 SWITCH_CHUNKS = 4  # most full draft graphs that are measured; more take time in proportion
@@ -93,6 +97,73 @@ def latency_curve(
     return Curve(tuple(contexts), model.menu.sizes, tuple(rows))
 
 
+def in_step_curves(
+    engine: Engine, prompt: Sequence[int], policy: FixedShape, *, max_depth: int
+) -> tuple[Curve, Curve]:
+    """The curves of draft and target, scaled to what forwards take within steps.
+
+    Steps repeat a few graphs and call them from C++. In `latency_curve` all graphs take turns, and Python
+    calls them. So there a target that fits in the processor's caches may take half as long again, and
+    wide trees, which share that time among more tokens, look too good. Steps of one shape run for every
+    size that a step verifies. A size's factor is the median of measured over expected milliseconds. Larger
+    sizes get the factor of the largest.
+
+    Args:
+        policy: Its latency has both curves; its shape does not matter.
+
+    Returns:
+        The curves; as they were if one forward of the target takes over IN_STEP_MS.
+
+    Cost: IN_STEP_STEPS steps for each size.
+    """
+    draft = policy.latency.draft
+    verify = policy.latency.verify
+    if verify.at(1, 0) > IN_STEP_MS:
+        return draft, verify
+    engine = _recorded(engine)
+    drafting: list[float] = []
+    factors: list[float] = []
+    for size in (each for each in verify.sizes if each <= policy.verify_widths[-1]):
+        depth = min(max_depth, max(1, -(-(size - 1) // IN_STEP_WIDTH)))
+        chosen = replace(policy, shape=Shape(IN_STEP_WIDTH, depth, size))
+        state = _prefilled(engine, prompt)
+        verifying: list[float] = []
+        for _ in range(IN_STEP_STEPS):
+            if len(state.tokens) + depth + 1 > engine.max_context:
+                state = _prefilled(engine, prompt)
+            before = _clock(engine)
+            result = engine.step(state, chosen)
+            _, _, in_draft, in_target = (b - a for a, b in zip(before, _clock(engine), strict=True))
+            context_len = result.context_len
+            expected_ms = draft.at(2, context_len) + (depth - 1) * draft.at(IN_STEP_WIDTH, context_len)
+            drafting.append(in_draft / expected_ms)
+            verifying.append(in_target / verify.at(result.verified, context_len))
+        factors.append(median(verifying))
+    factors += factors[-1:] * (len(verify.sizes) - len(factors))
+    return _scaled(draft, [median(drafting)] * len(draft.sizes)), _scaled(verify, factors)
+
+
+def _scaled(curve: Curve, factors: Sequence[float]) -> Curve:
+    """The curve with a factor for each size, rising."""
+    rows = [_rising([ms * factor for ms, factor in zip(row, factors, strict=True)]) for row in curve.ms]
+    return replace(curve, ms=tuple(rows))
+
+
+def _recorded(engine: Engine) -> Engine:
+    """The engine with models that record their time; on CUDA they wait for the results, too."""
+    models = (RecordedModel(model, "", []) for model in (engine.target, engine.draft))
+    return Engine(*models, max_context=engine.max_context)
+
+
+def _prefilled(engine: Engine, prompt: Sequence[int]) -> DecodeState:
+    """The state of a text before its first step."""
+    state = DecodeState(list(prompt))
+    for model in (engine.target, engine.draft):
+        model.cache.rollback_(0)
+        prefill(model, state.tokens[:-1])
+    return state
+
+
 def _rising(ms: Sequence[float]) -> tuple[float, ...]:
     """The nearest latencies that never decrease."""
     from sklearn.isotonic import IsotonicRegression
@@ -123,18 +194,11 @@ def host_milliseconds(
         num_tokens: Tokens of each run; fewer for a slow model.
         tick: Called after every run, `HOST_RUNS` times.
     """
-    # On CUDA a forward only launches its kernels; RecordedModel waits for the result.
-    engine = Engine(
-        *(RecordedModel(model, "", []) for model in (engine.target, engine.draft)),
-        max_context=engine.max_context,
-    )
+    engine = _recorded(engine)
     samples: dict[str, list[float]] = {"growth_host_ms": [], "step_host_ms": [], "plain_host_ms": []}
     slowness: dict[bool, list[float]] = {True: [], False: []}  # of the target, by whether a draft ran
     for chosen in (policy, plain_policy()) * (HOST_RUNS // 2):
-        state = DecodeState(list(prompt))
-        for model in (engine.target, engine.draft):
-            model.cache.rollback_(0)
-            prefill(model, state.tokens[:-1])
+        state = _prefilled(engine, prompt)
         begin = time.perf_counter()
         while len(state.emitted) < num_tokens and time.perf_counter() - begin < RUN_SECONDS:
             before = _clock(engine)

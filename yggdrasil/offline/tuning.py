@@ -36,6 +36,7 @@ from yggdrasil.offline.latencies import (
     curve_json,
     decision_milliseconds,
     host_milliseconds,
+    in_step_curves,
     latency_curve,
     switch_grid,
     switching_costs,
@@ -260,6 +261,8 @@ def _profile(
     ):
         draft = latency_curve(models[1], contexts, progress.advance, num_before=1)
         verify = latency_curve(models[0], contexts, progress.advance)
+        alone = _typical(bundle, acceptance, LatencyModel(draft, verify, 0.0, 0.0, 0.0))
+        draft, verify = in_step_curves(engine, prompt, alone, max_depth=bundle.config.max_depth)
     switching = _switching(bundle, progress)
     latency = LatencyModel(draft, verify, 0.0, 0.0, 0.0)
     with progress.phase("measure the host", HOST_RUNS):
