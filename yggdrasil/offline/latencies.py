@@ -121,11 +121,12 @@ def in_step_curves(
     if verify.at(1, 0) > IN_STEP_MS:
         return draft, verify
     engine = _recorded(engine)
+    width = min(IN_STEP_WIDTH, engine.draft.num_candidates)
     drafting: list[float] = []
     factors: list[float] = []
     for size in (each for each in verify.sizes if each <= policy.verify_widths[-1]):
-        depth = min(max_depth, max(1, -(-(size - 1) // IN_STEP_WIDTH)))
-        chosen = replace(policy, shape=Shape(IN_STEP_WIDTH, depth, size))
+        depth = min(max_depth, max(1, -(-(size - 1) // width)))
+        chosen = replace(policy, shape=Shape(width, depth, size))
         state = _prefilled(engine, prompt)
         verifying: list[float] = []
         for _ in range(IN_STEP_STEPS):
@@ -135,7 +136,7 @@ def in_step_curves(
             result = engine.step(state, chosen)
             _, _, in_draft, in_target = (b - a for a, b in zip(before, _clock(engine), strict=True))
             context_len = result.context_len
-            expected_ms = draft.at(2, context_len) + (depth - 1) * draft.at(IN_STEP_WIDTH, context_len)
+            expected_ms = draft.at(2, context_len) + (depth - 1) * draft.at(width, context_len)
             drafting.append(in_draft / expected_ms)
             verifying.append(in_target / verify.at(result.verified, context_len))
         factors.append(median(verifying))

@@ -194,9 +194,8 @@ def test_curves_are_those_of_forwards_within_steps_unless_the_target_is_slow(
     monkeypatch.setattr(latencies, "Engine", Quicker)
     monkeypatch.setattr(latencies, "RecordedModel", lambda model, *_: model)
     monkeypatch.setattr(latencies, "prefill", lambda *_: None)
-    models = [
-        SimpleNamespace(cache=SimpleNamespace(rollback_=lambda _: None), graph_ms=0.0) for _ in range(2)
-    ]
+    cache = SimpleNamespace(rollback_=lambda _: None)
+    models = [SimpleNamespace(cache=cache, graph_ms=0.0, num_candidates=8) for _ in range(2)]
     verify = Curve((0, 32), (2, 8, 64), ((plain_ms, 2 * plain_ms, 8 * plain_ms),) * 2)
     latency = LatencyModel(FLAT, verify, 0.0, 0.0, 0.0)
     policy = FixedShape(Shape(1, 2), USELESS, latency, (2, 8))
