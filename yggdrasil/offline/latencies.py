@@ -124,7 +124,8 @@ def in_step_curves(
     width = min(IN_STEP_WIDTH, engine.draft.num_candidates)
     drafting: list[float] = []
     factors: list[float] = []
-    for size in (each for each in verify.sizes if each <= policy.verify_widths[-1]):
+    sizes = [size for size in verify.sizes if size <= policy.verify_widths[-1]] or verify.sizes[:1]
+    for size in sizes:
         depth = min(max_depth, max(1, -(-(size - 1) // width)))
         chosen = replace(policy, shape=Shape(width, depth, size))
         state = _prefilled(engine, prompt)
