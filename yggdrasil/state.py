@@ -266,7 +266,7 @@ class Inspection:
     """What a step looked at and did not emit, for a request that asks for it.
 
     Args:
-        tree: The drafted tree, before pruning.
+        tree: The drafted tree without padding, before pruning.
         kept: The id in it of every verified node, ascending.
         target_tokens: (K,) the target's own token after every verified node. Pruned nodes have none: the
             target did not run them.
@@ -284,7 +284,7 @@ class StepResult:
     Args:
         tokens: Emitted tokens: the accepted draft tokens, then the target's own (the bonus). Fewer if the
             text ends among them.
-        drafted: Nodes of the drafted tree, root included.
+        drafted: Nodes of the drafted tree, root included, padding not (step/prune.py).
         verified: Nodes of the verified tree, root included: its K.
         context_len: Committed tokens before the root.
         predicted_emitted: Emitted tokens that the calibration expected of the verified tree.

@@ -180,31 +180,56 @@ def test_a_forced_run_is_grafted_and_needs_no_growth_steps(tiny: LoadedPair, sha
     assert rendered[0] == rendered[1]
 
 
+def drafted_paths(
+    pair: LoadedPair, sampling: SamplingConfig, shape: Shape
+) -> list[tuple[list[int], list[tuple[int, ...]]]]:
+    """For every step the text before it, and the paths of its drafted nodes; the counts agree with them."""
+    config = GenerateConfig(max_new_tokens=60, sampling=sampling, inspect=True)
+    policy = pair.policy(temperature=sampling.temperature, shape=shape)
+    emitted: list[int] = []
+    steps = []
+    for result in pair.engine.generate(pair.tokenizer.encode(PROMPTS[0]), policy, config):
+        assert result.inspection is not None
+        tree = result.inspection.tree
+        assert result.drafted == len(tree) == 1 + len(result.values)
+        assert tree.token_N[[*result.inspection.kept]].tolist() == result.tree.token_N.tolist()
+        steps.append(([*emitted], paths_of(tree, slice(1, len(tree)))))
+        emitted += result.tokens
+    return steps
+
+
+NARROW_SHAPES = (Shape(4, 4), Shape(4, 4, 8), Shape(4, 4, graft=8))
+
+
 @pytest.mark.parametrize("temperature", (0.0, 0.8))
 @pytest.mark.parametrize("name", ("schema", "choice"))
-def test_no_token_that_the_grammar_forbids_is_verified(
+def test_no_token_that_the_grammar_forbids_is_drafted(
     tiny: LoadedPair, name: str, temperature: float
 ) -> None:
     """Four places a growth step are often more than a grammar allows: the others are padding."""
     grammar = GRAMMARS[name]
-    config = GenerateConfig(max_new_tokens=60, sampling=sampled(grammar, temperature))
-    tokens = tiny.tokenizer.encode(PROMPTS[0])
-    for pair in (tiny, by_stages(tiny)):
-        num_verified = num_padded = 0
-        grammars = Grammars(pair.tokenizer, pair.engine.target.vocab, pair.bundle.eos_tokens)
-        for shape in (Shape(4, 4), Shape(4, 4, 8), Shape(4, 4, graft=8)):
-            matcher = grammars.state(grammar)
-            emitted: list[int] = []
-            policy = pair.policy(temperature=temperature, shape=shape)
-            for result in pair.engine.generate(tokens, policy, config):
-                matcher.follow_(emitted)
-                for path in paths_of(result.tree, slice(1, len(result.tree))):
-                    assert matcher.allowed_V(path[:-1])[path[-1]], (shape, path)
-                num_verified += result.verified
-                num_padded += result.drafted - result.verified
-                emitted += result.tokens
-        assert num_verified
-        assert num_padded
+    grammars = Grammars(tiny.tokenizer, tiny.engine.target.vocab, tiny.bundle.eos_tokens)
+    for shape in NARROW_SHAPES:
+        steps = drafted_paths(tiny, sampled(grammar, temperature), shape)
+        assert drafted_paths(by_stages(tiny), sampled(grammar, temperature), shape) == steps
+        matcher = grammars.state(grammar)
+        for emitted, paths in steps:
+            matcher.follow_(emitted)
+            assert all(matcher.allowed_V(path[:-1])[path[-1]] for path in paths), (shape, emitted)
+        assert 0 < sum(len(paths) for _, paths in steps) < 16 * len(steps)
+
+
+@pytest.mark.parametrize("temperature", (0.0, 0.8))
+def test_no_token_that_is_banned_is_drafted(tiny: LoadedPair, temperature: float) -> None:
+    allowed = {*tiny.tokenizer.encode(" the red fox")}
+    assert len(allowed) < 4
+    banned = tuple((token,) for token in range(tiny.engine.target.vocab) if token not in allowed)
+    sampling = SamplingConfig(temperature=temperature, seed=3, processors=ProcessorConfig(banned=banned))
+    for shape in NARROW_SHAPES:
+        steps = drafted_paths(tiny, sampling, shape)
+        assert drafted_paths(by_stages(tiny), sampling, shape) == steps
+        assert {token for _, paths in steps for path in paths for token in path} <= allowed
+        assert sum(len(paths) for _, paths in steps) > 0
 
 
 def test_a_grammar_decides_where_bans_leave_no_token(tiny: LoadedPair) -> None:

@@ -1,4 +1,4 @@
-"""Compile the layers of a deep model once: an exported graph as a chain of regions.
+"""Compile the equal layers of a deep model once: an exported graph as a sequence of regions.
 
 ```
 nodes     embedding, sines | layer 0 | layer 1 | ... | layer 27 | norm, head
@@ -27,7 +27,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-__all__ = ["NAME_OF_INPUT", "Regions", "compile_regions", "read_regions", "regions_of"]
+__all__ = ["Region", "Regions", "compile_regions", "read_regions", "regions_of"]
 
 NAME_OF_INPUT = "meta"
 FILE = "regions.json"
@@ -35,7 +35,7 @@ Signature = tuple[Any, ...]
 
 
 class Regions(NamedTuple):
-    """The chain, as kernels/graph.cpp runs it; empty for a graph that was compiled as a whole.
+    """The regions in order, as kernels/graph.cpp runs them; none for a graph that was compiled as a whole.
 
     Args:
         kinds: The kind of every region.
@@ -50,25 +50,30 @@ class Regions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Region:
-    """Nodes of the exported graph, and the same as a graph of their own."""
+class Region:
+    """A run of nodes as a graph of its own.
+
+    Args:
+        inputs: The nodes of the exported graph that it reads.
+        outputs: Those of its nodes that others read, or that the exported graph returns.
+    """
 
     graph: Graph
     inputs: list[Node]
     outputs: list[Node]
 
 
-def regions_of(exported: ExportedProgram) -> tuple[Regions, list[_Region]] | None:
+def regions_of(exported: ExportedProgram) -> tuple[Regions, list[Region]] | None:
     """Split a graph before and after every layer.
 
     Returns:
-        The chain, and a region of every kind. None for a graph that cannot be split, or whose layers differ
-        so much that it would save nothing.
+        The regions in order, and one of every kind. None for a graph that cannot be split, or whose layers
+        differ so much that it would save nothing.
     """
     graph = exported.graph_module.graph
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     layers = [_layer_of(node) for node in calls]
-    if any(node.op != "call_function" for node in calls) or not any(layers):
+    if any(node.op != "call_function" for node in calls) or len({*layers} - {None}) < 2:
         return None
     results = list(graph.output_node().args[0])
     regions = [_region(nodes, results) for nodes in _split(calls, layers)]
@@ -84,32 +89,36 @@ def regions_of(exported: ExportedProgram) -> tuple[Regions, list[_Region]] | Non
     def named(nodes: Sequence[Node]) -> list[str]:
         return [names.get(node.name, node.name) for node in nodes]
 
-    chain = Regions(
-        kind_of, [named(region.inputs) for region in regions], [named(region.outputs) for region in regions]
-    )
-    return chain, [regions[kind_of.index(kind)] for kind in range(len(kinds))]
+    inputs = [named(region.inputs) for region in regions]
+    outputs = [named(region.outputs) for region in regions]
+    of_kind = [regions[kind_of.index(kind)] for kind in range(len(kinds))]
+    return Regions(kind_of, inputs, outputs), of_kind
 
 
-def compile_regions(chain: Regions, kinds: Sequence[_Region], path: Path, options: dict[str, Any]) -> None:
-    """Write a package with a model `region_K` for every kind K, and the chain.
+def compile_regions(
+    regions: Regions, of_kind: Sequence[Region], path: Path, options: dict[str, Any]
+) -> None:
+    """Write a package with a model `region_K` for every kind K, and the order of the regions.
 
     Args:
+        regions: First result of `regions_of`.
+        of_kind: Its second result.
         options: For Inductor.
     """
     from torch.export.pt2_archive._package import package_pt2
 
     files: dict[str, Any] = {}
-    for kind, region in enumerate(kinds):
+    for kind, region in enumerate(of_kind):
         inputs = tuple(_like(node.meta["val"]) for node in region.inputs)
         module = GraphModule(torch.nn.Module(), region.graph)
         files[f"region_{kind}"] = torch._inductor.aot_compile(
             module, inputs, options={**options, "aot_inductor.package": True}
         )
-    package_pt2(str(path), aoti_files=files, extra_files={FILE: json.dumps(chain)})
+    package_pt2(str(path), aoti_files=files, extra_files={FILE: json.dumps(regions)})
 
 
 def read_regions(path: Path) -> Regions:
-    """The chain of a package.
+    """The regions of a package.
 
     Raises:
         OSError, BadZipFile, ValueError, TypeError: it is missing or damaged.
@@ -139,7 +148,7 @@ def _split(calls: Sequence[Node], layers: Sequence[int | None]) -> list[Sequence
     return [calls[start:end] for start, end in pairwise(cuts) if start < end]
 
 
-def _region(nodes: Sequence[Node], results: Sequence[Node]) -> _Region:
+def _region(nodes: Sequence[Node], results: Sequence[Node]) -> Region:
     inside = {*nodes}
     read = dict.fromkeys(each for node in nodes for each in node.all_input_nodes)
     inputs = [node for node in read if node not in inside]
@@ -155,10 +164,10 @@ def _region(nodes: Sequence[Node], results: Sequence[Node]) -> _Region:
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    return _Region(graph, inputs, outputs)
+    return Region(graph, inputs, outputs)
 
 
-def _signature(region: _Region) -> Signature:
+def _signature(region: Region) -> Signature:
     """Equal for regions that compute the same of their inputs."""
     place_of = {node: place for place, node in enumerate(region.graph.nodes)}
 

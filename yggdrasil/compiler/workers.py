@@ -35,7 +35,7 @@ from yggdrasil.models.load import order_linears_, outline_model
 from yggdrasil.models.packing import empty_meta
 from yggdrasil.store import storage
 
-__all__ = ["DEEP", "GraphJob", "compile_graphs", "run_job"]
+__all__ = ["GraphJob", "compile_graphs", "is_deep", "run_job"]
 
 # Graphs of a draft up to this size run many times per step. Only in a small model the wrapper's own time
 # can be seen.
@@ -76,6 +76,11 @@ class GraphJob:
     layers: tuple[int, ...] | None = None
 
 
+def is_deep(num_layers: int, num_bytes: float, device: str) -> bool:
+    """Whether the graphs of a model with weights of this size are built by region."""
+    return device == "cpu" and num_layers >= DEEP and num_bytes >= num_layers * LARGE_LAYER
+
+
 @lru_cache(maxsize=2)
 def _module(job: GraphJob) -> nn.Module:
     """The module of a job without shape and path, to export at any shape."""
@@ -109,9 +114,8 @@ def run_job(job: GraphJob) -> None:
         meta_NM = empty_meta(job.num_tokens, job.max_depth, device=job.device)
         num_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
         is_small = job.num_candidates > 0 and job.num_tokens <= GROWTH_TOKENS and num_bytes <= SMALL_WEIGHTS
-        num_layers = job.kv.num_layers
-        is_deep = job.device == "cpu" and num_layers >= DEEP and num_bytes >= num_layers * LARGE_LAYER
-        compile_graph(module, meta_NM, temporary, exact=job.exact, is_small=is_small, by_region=is_deep)
+        by_region = is_deep(job.kv.num_layers, num_bytes, job.device)
+        compile_graph(module, meta_NM, temporary, exact=job.exact, is_small=is_small, by_region=by_region)
         storage.put(temporary, path)
 
 

@@ -10,7 +10,7 @@ namespace {
 
 using Weights = c10::Dict<std::string, at::Tensor>;
 
-const std::string kInput = "meta";  // NAME_OF_INPUT
+const std::string kInput = "meta";  // NAME_OF_INPUT of compiler/regions.py
 
 at::Tensor weight_of(const Weights& weights, const std::string& name) {
   const auto found = weights.find(name);
@@ -30,7 +30,7 @@ Graph::Graph(const std::string& path, int64_t device, const Weights& weights, co
   } else {
     const int64_t last = *std::max_element(regions.kinds.begin(), regions.kinds.end());
     for (int64_t kind = 0; kind <= last; ++kind) load("region_" + std::to_string(kind));
-    chain_(regions, weights);
+    bind_(regions, weights);
   }
 }
 
@@ -42,8 +42,8 @@ void Graph::bind_(const Weights& weights) {
   loader.load_constants(constants_, false, true, true);
 }
 
-// Gives every name of the chain a place.
-void Graph::chain_(const Regions& regions, const Weights& weights) {
+// Gives every weight, and every tensor that one region leaves to others, a place.
+void Graph::bind_(const Regions& regions, const Weights& weights) {
   std::unordered_map<std::string, size_t> places{{kInput, 0}};
   tensors_.resize(1);
   for (size_t region = 0; region < regions.kinds.size(); ++region) {

@@ -13,7 +13,7 @@
 
 namespace ygg {
 
-// The chain of a package that was compiled in regions; compiler/regions.py explains it.
+// The regions of a package that was compiled by region; compiler/regions.py explains them.
 struct Regions {
   std::vector<int64_t> kinds;
   std::vector<std::vector<std::string>> inputs, outputs;
@@ -39,7 +39,7 @@ class Graph : public torch::CustomClassHolder {
   };
 
   void bind_(const c10::Dict<std::string, at::Tensor>& weights);
-  void chain_(const Regions& regions, const c10::Dict<std::string, at::Tensor>& weights);
+  void bind_(const Regions& regions, const c10::Dict<std::string, at::Tensor>& weights);
 
   // declared first: the loaders borrow these tensors
   std::unordered_map<std::string, at::Tensor> constants_;

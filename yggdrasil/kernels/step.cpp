@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <numeric>
 #include <string_view>
 #include <utility>
 
@@ -390,7 +389,7 @@ void Step::prune_(const Menu& menu, Reply& reply) {
   std::vector<Node> nodes;
   int64_t depth = 0, num_values = 0;
   for (size_t i = 0; i < rows_.size(); ++i) {
-    const Growing& row = rows_[i];
+    Growing& row = rows_[i];
     depth = std::max(depth, row.depth);
     TORCH_CHECK(num_values + row.num_nodes - 1 <= reply.max_values, "no place for the values of all nodes");
     double* values = reply.values + num_values;
@@ -399,10 +398,10 @@ void Step::prune_(const Menu& menu, Reply& reply) {
     const float* log_prob = row.tree.log_prob.const_data_ptr<float>();
     std::vector<Node> own;
     for (int64_t id = 1; id < row.num_nodes; ++id) {
-      if (log_prob[id] > kLowestPath)
-        own.push_back({i, id, values[id - 1]});
-      else
-        values[id - 1] = 0.0;  // padding
+      if (!(log_prob[id] > kLowestPath)) continue;  // padding
+      own.push_back({i, id, values[id - 1]});
+      values[own.size() - 1] = own.back().value;
+      row.drafted.push_back(id);
     }
     if (row.row.verify && row.row.verify <= int64_t(own.size())) {
       by_value_(own);
@@ -410,7 +409,7 @@ void Step::prune_(const Menu& menu, Reply& reply) {
     }
     nodes.insert(nodes.end(), own.begin(), own.end());
     reply.results[i].values_at = num_values;
-    num_values += row.num_nodes - 1;
+    num_values += int64_t(row.drafted.size()) - 1;
   }
   by_value_(nodes);
   std::vector<double> sums{0.0};
@@ -553,15 +552,14 @@ void write_(RowResult& result, const Accepted& accepted, const Tree& tree, Reply
 }
 
 // Writes the drafted tree after the verified one, and the id there of every verified node.
-void write_drafted_(const Tree& tree, int64_t num_nodes, const std::vector<int64_t>& keep, Reply& reply,
-                    int64_t& num_words) {
-  std::vector<int64_t> all(static_cast<size_t>(num_nodes));
-  std::iota(all.begin(), all.end(), 0);
-  const Tree drafted = tree.capacity() == num_nodes ? tree : subtree(tree, all);
-  const int64_t needed = 4 * num_nodes + drafted.path.numel() + int64_t(keep.size());
+void write_drafted_(const Tree& tree, const std::vector<int64_t>& ids, const std::vector<int64_t>& keep,
+                    Reply& reply, int64_t& num_words) {
+  const Tree drafted = subtree(tree, ids);
+  const int64_t needed = 4 * drafted.capacity() + drafted.path.numel() + int64_t(keep.size());
   TORCH_CHECK(num_words + needed <= reply.max_words, "no place for the drafted trees of all rows");
   num_words += pack_tree(drafted, reply.words + num_words);
-  num_words = std::copy(keep.begin(), keep.end(), reply.words + num_words) - reply.words;
+  for (const int64_t node : keep)
+    reply.words[num_words++] = int32_t(std::lower_bound(ids.begin(), ids.end(), node) - ids.begin());
 }
 
 }  // namespace
@@ -582,7 +580,7 @@ void Step::verify(at::ArrayRef<Row> joining, at::ArrayRef<Prompt> prompts, Reply
     Growing& row = rows_[i];
     if (!row.accepted.path.empty()) commit_(row);
     RowResult& result = reply.results[i];
-    result.drafted = row.num_nodes;
+    result.drafted = int64_t(row.drafted.size());
     result.depth = row.depth;
     result.verified = row.pruned.tree.capacity();
     result.root_at = row.root_at;
@@ -596,7 +594,7 @@ void Step::verify(at::ArrayRef<Row> joining, at::ArrayRef<Prompt> prompts, Reply
       result.hidden_bytes = int64_t(hidden.element_size());
     }
     write_(result, row.accepted, row.pruned.tree, reply, num_ids, num_words);
-    if (row.row.inspect) write_drafted_(row.tree, row.num_nodes, row.pruned.keep, reply, num_words);
+    if (row.row.inspect) write_drafted_(row.tree, row.drafted, row.pruned.keep, reply, num_words);
   }
   TORCH_CHECK(int64_t(forwards_.size()) <= reply.max_forwards, "no place for ", forwards_.size(),
               " forwards");

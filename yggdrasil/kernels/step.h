@@ -156,6 +156,7 @@ class Step : public torch::CustomClassHolder {
     Candidates next;
     Graft graft;
     int64_t num_nodes = 1, num_known = 0, num_run = 0, depth = 0, last_depth = 0;
+    std::vector<int64_t> drafted{0};  // ids of the nodes that are not padding
     double value = 0.0;
     bool is_grown = false;
     Pruned pruned;

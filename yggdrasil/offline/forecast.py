@@ -19,7 +19,7 @@ from yggdrasil.bundle import Bundle
 from yggdrasil.compiler.buckets import draft_menu, target_menu
 from yggdrasil.compiler.model import graph_path
 from yggdrasil.compiler.weights import FILE_NAME
-from yggdrasil.compiler.workers import DEEP
+from yggdrasil.compiler.workers import is_deep
 from yggdrasil.errors import ArtifactError, StoreError
 from yggdrasil.kernels import library_path
 from yggdrasil.models.layers import keep_in_config_
@@ -141,12 +141,13 @@ def forecast(bundle: Bundle, num_workers: int | None = None, *, has_draft: bool 
         is_lent = kind == "draft" and bundle.own_draft is not None and config.can_round
         loaded_bytes, packed_bytes = _sizes(model, bundle, weight_format, is_lent=is_lent)
         num_layers = model.num_hidden_layers
-        built_layers = num_layers if num_layers < DEEP else BUILT_OF_DEEP
+        if is_deep(num_layers, packed_bytes, config.device):
+            num_layers = BUILT_OF_DEEP
         sizes.append(loaded_bytes + packed_bytes)
         missing = sum(not graph_path(bundle.folder / kind, size).exists() for size in menu.sizes)
         num_graphs += len(menu.sizes)
         num_missing += missing
-        estimated_s += missing * (SECONDS["graph"] + built_layers * SECONDS["layer"]) / cores
+        estimated_s += missing * (SECONDS["graph"] + num_layers * SECONDS["layer"]) / cores
         estimated_s += SECONDS["weights"] * packed_bytes / 1e9
         is_stored = (weights / FILE_NAME).exists()
         written_bytes += missing * GRAPH_BYTES + (0.0 if is_stored else packed_bytes)

@@ -38,19 +38,21 @@ class Pruned:
 class DraftedNodes:
     """What pruning reads of a row's drafted nodes, on the host.
 
+    Nodes whose path has a forbidden token are padding: they fill the W places of a growth step where a
+    request allows fewer tokens. They count as not drafted.
+
     Args:
-        values: Calibrated acceptance of each node but the root; 0 for those that may not be verified.
-        depths: Depth of each node.
-        allowed: Ids of the nodes but the root whose path has no forbidden token. The others are padding:
-            they fill the W places of a growth step where a request allows fewer tokens.
+        ids: The drafted nodes in the grown tree, ascending, root first.
+        values: Calibrated acceptance of each of them but the root.
+        depths: Depth of every node of the grown tree, padding included.
     """
 
+    ids: list[int]
     values: tuple[float, ...]
     depths: list[int]
-    allowed: list[int]
 
 
-ROOT_ALONE = DraftedNodes((), [0], [])
+ROOT_ALONE = DraftedNodes([0], (), [0])
 
 
 def drafted_nodes(drafts: Sequence[RowDraft], choice: Choice) -> list[DraftedNodes]:
@@ -75,12 +77,11 @@ def drafted_nodes(drafts: Sequence[RowDraft], choice: Choice) -> list[DraftedNod
     log_probs, depths = columns.tolist()  # sync: the number of kept nodes is a shape
     rows = []
     for calibration, length, end in zip(choice.calibrations, lens, accumulate(lens), strict=True):
-        own = np.array(log_probs[end - length + 1 : end])
-        is_allowed = own > LOWEST_PATH
-        values = np.where(is_allowed, calibration.values(own), 0.0)
+        own = np.array(log_probs[end - length : end])
+        ids = (own > LOWEST_PATH).nonzero()[0]
+        values = calibration.values(own[ids[1:]])
         own_depths = [int(depth) for depth in depths[end - length : end]]
-        allowed = (is_allowed.nonzero()[0] + 1).tolist()
-        rows.append(DraftedNodes(tuple(values.tolist()), own_depths, allowed))
+        rows.append(DraftedNodes(ids.tolist(), tuple(values.tolist()), own_depths))
     return rows
 
 
@@ -108,9 +109,9 @@ def prune_rows(drafts: Sequence[RowDraft], nodes: Sequence[DraftedNodes], menu: 
     describes in section 6.1.
     """
     competing = [
-        _Node(nodes[place].values[node - 1], place, node)
+        _Node(value, place, node)
         for place, draft in enumerate(drafts)
-        for node in _best(nodes[place], draft.shape.verify)
+        for node, value in _best(nodes[place], draft.shape.verify)
     ]
     # among equals the lower node, so a parent before its child, then the earlier row
     ranked = sorted(competing, key=lambda each: (-each.value, each.node, each.place))
@@ -130,7 +131,8 @@ def prune_rows(drafts: Sequence[RowDraft], nodes: Sequence[DraftedNodes], menu: 
     return pruned
 
 
-def _best(nodes: DraftedNodes, verify: int | None) -> list[int]:
-    """Ids, ascending, of a row's nodes that compete with those of other rows; the root does not."""
-    ranked = sorted(nodes.allowed, key=lambda node: -nodes.values[node - 1])
-    return sorted(ranked if verify is None else ranked[: verify - 1])
+def _best(nodes: DraftedNodes, verify: int | None) -> list[tuple[int, float]]:
+    """A row's nodes that compete with those of other rows, with their values; the root does not."""
+    competing = zip(nodes.ids[1:], nodes.values, strict=True)
+    ranked = sorted(competing, key=lambda each: -each[1])
+    return ranked if verify is None else ranked[: verify - 1]

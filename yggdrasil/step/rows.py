@@ -366,6 +366,7 @@ def _decided(row: Row, accepted: Accepted | YggError) -> Accepted | YggError:
 
 def _result(batch: _Batch, place: int, ms: float) -> StepResult:
     drafted = batch.drafts[place]
+    nodes = batch.nodes[place]
     pruned = batch.pruned[place]
     accepted = batch.accepted[place]
     error = str(accepted) if isinstance(accepted, YggError) else ""
@@ -373,11 +374,12 @@ def _result(batch: _Batch, place: int, ms: float) -> StepResult:
     inspection = None
     if batch.rows[place].state.inspect and not error:
         tokens = batch.chosen[place].token_K.tolist()  # sync: a request for inspection
-        inspection = Inspection(drafted.tree, pruned.drafted_node, tokens)
+        kept = [nodes.ids.index(node) for node in pruned.drafted_node]
+        inspection = Inspection(drafted.tree.subtree(nodes.ids), kept, tokens)
     return StepResult(
         tokens=emitted.tokens,
         shape=drafted.shape,
-        drafted=len(drafted.tree),
+        drafted=len(nodes.ids),
         verified=len(pruned.tree),
         context_len=batch.root_positions[place],
         predicted_emitted=pruned.expected_emitted,
@@ -385,7 +387,7 @@ def _result(batch: _Batch, place: int, ms: float) -> StepResult:
         path=emitted.path,
         ms=ms,
         error=error,
-        values=batch.nodes[place].values,
+        values=nodes.values,
         depths=pruned.depths,
         inspection=inspection,
     )

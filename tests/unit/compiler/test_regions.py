@@ -63,49 +63,70 @@ def exported(forward: TargetForward | DraftForward) -> torch.export.ExportedProg
     return torch.export.export(forward, (empty_meta(NUM_TOKENS, 5),), strict=False)
 
 
-def run(path: Path, model: Any, kind: str, weights: dict[str, Tensor]) -> list[Tensor]:
-    """Outputs of two forwards of four tokens, and the cache after them."""
-    _, cache = forward_of(copy.deepcopy(model), kind)
+def built(
+    folder: Path, model: Any, kind: str, *, num_tokens: int = NUM_TOKENS, by_region: bool = True
+) -> Path:
+    """The package of a graph."""
+    path = folder / f"{kind}_{num_tokens}_{by_region}.pt2"
+    if not path.exists():
+        forward, _ = forward_of(copy.deepcopy(model), kind)
+        compile_graph(forward, empty_meta(num_tokens, 5), path, by_region=by_region)
+        assert read_regions(path).kinds == ([0, *[1] * NUM_LAYERS, 2] if by_region else ())
+    return path
+
+
+def run(path: Path, model: Any, kind: str) -> list[Tensor]:
+    """Both outputs for the last of two chunks of four tokens, and the cache after them."""
+    forward, cache = forward_of(copy.deepcopy(model), kind)
     cache.storage_PL2GSF.zero_()
+    tensors = [*forward.named_parameters(remove_duplicate=False), *forward.named_buffers()]
+    weights = {name: tensor for name, tensor in tensors if name.startswith("model.")}
     graph = LoadedGraph(path, {**weights, **cache_constants(cache)}, "")
-    outputs = []
+    outputs: list[Tensor] = []
     for start in (0, NUM_TOKENS):
-        meta_NM = empty_meta(NUM_TOKENS, 5)
+        meta_NM = empty_meta(int(path.stem.split("_")[1]), 5)
         pack_chain_(meta_NM, [5, 1, 3, 7], start, num_read=NUM_TOKENS)
-        outputs += [output.clone() for output in graph(meta_NM)]
+        outputs = [output[:NUM_TOKENS].clone() for output in graph(meta_NM)]
     return [*outputs, cache.storage_PL2GSF]
 
 
-@pytest.mark.parametrize("kind", ("target", "draft"))
 @torch.no_grad()
-def test_a_chain_of_regions_computes_what_the_whole_graph_computes(tmp_path: Path, kind: str) -> None:
-    """Up to a rounding of bfloat16 between layers; and it writes the same cache."""
+def test_regions_compute_what_the_whole_graph_computes(tmp_path: Path) -> None:
+    """Up to a rounding of bfloat16 between layers; and they write the same cache."""
     model = model_of(tmp_path / "model")
-    forward, _ = forward_of(model, kind)
-    tensors = [*forward.named_parameters(remove_duplicate=False), *forward.named_buffers()]
-    weights = {name: tensor for name, tensor in tensors if name.startswith("model.")}
-    found = []
-    for by_region in (True, False):
-        path = tmp_path / f"{by_region}.pt2"
-        compile_graph(copy.deepcopy(forward), empty_meta(NUM_TOKENS, 5), path, by_region=by_region)
-        assert read_regions(path).kinds == ([0, *[1] * NUM_LAYERS, 2] if by_region else ())
-        found.append(run(path, model, kind, weights))
-    for ours, whole in zip(*found, strict=True):
-        if ours.is_floating_point():
-            torch.testing.assert_close(ours.float(), whole.float(), atol=0.03, rtol=0.03)
-    assert found[0][-1].float().abs().sum() > 0
+    ours = run(built(tmp_path, model, "target"), model, "target")
+    whole = run(built(tmp_path, model, "target", by_region=False), model, "target")
+    for own, other in zip(ours, whole, strict=True):
+        torch.testing.assert_close(own.float(), other.float(), atol=0.03, rtol=0.03)
+        assert own.float().abs().sum() > 0
+
+
+@torch.no_grad()
+def test_bits_of_a_token_do_not_depend_on_the_size_of_its_graph(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    narrow = run(built(tmp_path, model, "target"), model, "target")
+    wide = run(built(tmp_path, model, "target", num_tokens=2 * NUM_TOKENS), model, "target")
+    assert all(torch.equal(one, other) for one, other in zip(narrow, wide, strict=True))
+
+
+@torch.no_grad()
+def test_a_draft_by_region_returns_the_likeliest_tokens(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    logits_NV, _, _ = run(built(tmp_path, model, "target"), model, "target")
+    tokens_NC, log_probs_NC, _ = run(built(tmp_path, model, "draft"), model, "draft")
+    best = logits_NV.float().log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(tokens_NC[:, :4], best.indices[:, :4])
+    torch.testing.assert_close(log_probs_NC[:, :4], best.values[:, :4], atol=1e-4, rtol=1e-4)
 
 
 def test_layers_that_differ_are_kinds_of_their_own(tmp_path: Path) -> None:
     model = model_of(tmp_path / "model")
-    del model.model.layers[4].mlp.gate_proj.packed  # its gate is another function
     model.model.layers[4].mlp.act_fn = torch.nn.GELU()
-    model.model.layers[4].mlp.gate_proj = model.model.layers[3].mlp.gate_proj
     split = regions_of(exported(forward_of(model, "target")[0]))
     assert split is not None
-    chain, kinds = split
-    assert chain.kinds == [0, 1, 1, 1, 1, 2, 1, 3]
-    assert len(kinds) == 4
+    regions, of_kind = split
+    assert regions.kinds == [0, 1, 1, 1, 1, 2, 1, 3]
+    assert len(of_kind) == 4
 
 
 def test_a_graph_without_equal_layers_is_not_split(tmp_path: Path) -> None:
@@ -115,13 +136,13 @@ def test_a_graph_without_equal_layers_is_not_split(tmp_path: Path) -> None:
     assert regions_of(exported(forward_of(model, "target")[0])) is None
 
 
-@pytest.mark.parametrize("damage", ("missing", "no archive", "no chain", "a chain of another form"))
+@pytest.mark.parametrize("damage", ("missing", "no archive", "no list", "a list of another form"))
 def test_a_damaged_package_is_reported(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "graph.pt2"
     if damage == "no archive":
         path.write_bytes(b"no archive")
     elif damage != "missing":
         with ZipFile(path, "w") as archive:
-            archive.writestr("graph/extra/regions.json", "[" if damage == "no chain" else "[1, 2, 3, 4]")
+            archive.writestr("graph/extra/regions.json", "[" if damage == "no list" else "[1, 2, 3, 4]")
     with pytest.raises(ArtifactError, match="corrupt"):
         LoadedGraph(path, {"weight": torch.zeros(1)}, "ygg compile")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from yggdrasil.compiler.workers import GraphJob, compile_graphs
+from yggdrasil.compiler.workers import DEEP, LARGE_LAYER, GraphJob, compile_graphs, is_deep
 from yggdrasil.kv import KVShape
 
 
@@ -31,3 +31,11 @@ def test_a_failure_ends_all_workers_and_names_its_graph(tmp_path: Path, kernels:
         compile_graphs(jobs, num_workers=2, on_done=done.append)
     assert done == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_many_large_layers_are_built_by_region() -> None:
+    large = DEEP * LARGE_LAYER
+    assert is_deep(DEEP, large, "cpu")
+    assert not is_deep(DEEP - 1, large, "cpu")
+    assert not is_deep(DEEP, large - 1, "cpu")
+    assert not is_deep(DEEP, large, "cuda")

@@ -15,6 +15,7 @@ from yggdrasil.policy.objective import speedup
 from yggdrasil.policy.shape import REPEATS, Arms, BestShape, FixedShape, StoppingShape, best_shape, grafted
 from yggdrasil.policy.stopping import SmallGain
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape
+from yggdrasil.step.coupling import FORBIDDEN
 from yggdrasil.step.growth import RowDraft
 from yggdrasil.step.prune import Pruned, drafted_nodes, prune_rows
 from yggdrasil.tree import TokenTree
@@ -366,6 +367,26 @@ def test_prune_agrees_with_the_reference_for_every_k() -> None:
         assert pruned.drafted_node == tree.prune(k, values=values)[1].tolist()
         assert pruned.depths == pruned.tree.depth_N.tolist()
         pruned.tree.check()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_prune_leaves_out_nodes_with_a_forbidden_token_on_their_path() -> None:
+    import torch
+
+    tree = TokenTree.root(0, 9)
+    tree.grow(
+        torch.tensor([0, 0, 0, 0]), torch.arange(1, 5), torch.tensor([-0.0, -1.0, FORBIDDEN, FORBIDDEN])
+    )
+    tree.grow(
+        torch.tensor([1, 3, 1, 2]),
+        torch.arange(5, 9),
+        torch.tensor([-0.5, 2 * FORBIDDEN, -2.0, -torch.inf]),
+    )
+    policy = FixedShape(PLAIN, USELESS, LATENCY, VERIFY_WIDTHS)
+    for verify, expected in ((9, [0, 1, 2, 5, 7]), (3, [0, 1, 5])):
+        pruned = prune(policy, tree, Shape(4, 2, verify))
+        assert pruned.drafted_node == expected
+        assert pruned.depths == pruned.tree.depth_N.tolist()
 
 
 def test_prune_does_not_change_a_root_without_children() -> None:
