@@ -3,7 +3,8 @@
 Next to 0, 1, 2 and 4 processes that never rest, the bundled pair and the one at real size decode held-out
 prompts, greedily and by the default policy, each arm in a process of its own and one after the other: with
 all threads, with one, and, with `--earlier`, the package of another checkout, which has compiled both pairs
-in its own artifact root.
+in its own artifact root. Every arm is started several times: where the weights of a process lie in memory
+makes it some per cent faster or slower than the next one.
 
 Refuted where, with all threads, generation next to two processes is below 0.35 of its speed next to none;
 where it is below 0.8 of the speed of one thread next to as many; where, next to none, it is below 0.99 of
@@ -42,6 +43,7 @@ LOADED = 2  # processes next to which MIN_OF_IDLE is wanted
 EARLIER_LOADED_PROMPTS = 2  # next to a busy process it may take a hundred times as long
 PROMPT_CHARACTERS = 80
 REPEATS = {BUNDLED: 4, PAIR_NAME: 1}  # a tenth of a second is one or two turns of the scheduler
+STARTS = 6  # of every arm, each for a share of the prompts: a process keeps the pages that it got
 PAUSE_S = 0.05  # between two arms, in which the threads of the last one go to sleep
 BUSY = """
 import os, sys, threading
@@ -137,21 +139,26 @@ def measure_pair(
 ) -> dict[str, Any]:
     """One pair at every load, and which parts of the claim held."""
     prompts = [*prompts] * REPEATS[name]
-    with ExitStack() as stack:
-        settings: dict[str, dict[str, str]] = {ALL: {}, ONE: {"OMP_NUM_THREADS": "1"}}
-        if options.earlier:
-            settings[EARLIER] = {"PYTHONPATH": str(options.earlier), "YGG_HOME": str(options.earlier_home)}
-        arms = {arm: Decoder(name, options.tokens, setting) for arm, setting in settings.items()}
-        for arm in arms.values():
-            stack.callback(arm.close)
-            arm.decode(prompts[0])
-        rates = {}
-        for load in LOADS:
-            rates[load] = measure_load(arms, prompts, load)
-            log(
-                f"{name}, next to {load}: "
-                + ", ".join(f"{arm} {spread(each)['median']:.0f}" for arm, each in rates[load].items())
-            )
+    settings: dict[str, dict[str, str]] = {ALL: {}, ONE: {"OMP_NUM_THREADS": "1"}}
+    if options.earlier:
+        settings[EARLIER] = {"PYTHONPATH": str(options.earlier), "YGG_HOME": str(options.earlier_home)}
+    rates: dict[int, dict[str, list[float]]] = {load: {arm: [] for arm in settings} for load in LOADS}
+    starts = 1 if options.quick else STARTS
+    for start in range(starts):
+        with ExitStack() as stack:
+            arms = {arm: Decoder(name, options.tokens, setting) for arm, setting in settings.items()}
+            for arm in arms.values():
+                stack.callback(arm.close)
+                arm.decode(prompts[0])
+            for load in LOADS:
+                if start and load:
+                    arms.pop(EARLIER, None)
+                for arm, found in measure_load(arms, prompts[start::starts], load).items():
+                    rates[load][arm] += found
+                log(
+                    f"{name}, start {start + 1} of {starts}, next to {load}: "
+                    + ", ".join(f"{arm} {spread(each)['median']:.0f}" for arm, each in rates[load].items())
+                )
     return {
         "tok_per_s": {
             str(load): {arm: spread(each) for arm, each in by_arm.items()} for load, by_arm in rates.items()
@@ -191,6 +198,7 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     settings = {
         "prompts": options.prompts,
         "repeats": REPEATS,
+        "starts": STARTS,
         "tokens": options.tokens,
         "rehearsal": options.quick,
     }

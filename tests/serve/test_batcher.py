@@ -83,7 +83,7 @@ def test_a_policy_that_selects_drafts_may_draft_deeper_than_the_menu_verifies(be
     def deepest(policy: BatchPolicy) -> tuple[int, int]:
         batcher = bench.batcher(policy)
         steps = []
-        submit(batcher, *(client(bench, 5 + index, 30) for index in range(8)))
+        submit(batcher, *(client(bench, 5 + index, 60) for index in range(8)))
         while (report := batcher.step()) is not None:
             steps += [(report.gamma, sum(report.drafted))] if report.batch_size == 8 else []
         return max(steps)

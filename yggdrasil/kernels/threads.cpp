@@ -6,9 +6,9 @@
 //
 // A wait spins for microseconds and then sleeps, which frees the core. A partner that comes too late finds
 // the call closed. The caller waits only for a partner that lost its core within a task, because it needs
-// the result. Then it sleeps, and its own core goes to another process, too. So next to other processes
-// both ask for short time slices: they run again as soon as they wake, at the same time. A partner never
-// takes the core of the caller.
+// the result. The process that took the core keeps it for milliseconds. So the caller moves the partner to
+// its own core and sleeps. The partner leaves that core in the next call; it never takes it by itself. Both
+// ask for short time slices: next to other processes they run again as soon as they wake, at the same time.
 //
 // Not OpenMP: its threads spin at every barrier for milliseconds, and so hold the core that their partner
 // needs when other processes run.
@@ -36,6 +36,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kMostThreads = 256;
 constexpr int64_t kTasksOfThread = 8;
 constexpr auto kSpin = std::chrono::microseconds(200);  // more than between two operators or two forwards
+constexpr auto kLate = std::chrono::microseconds(50);   // more than the end of one task after another
 constexpr int kLooks = 32;                              // between two readings of the clock
 constexpr uint64_t kResetOnFork = 1;                    // SCHED_FLAG_RESET_ON_FORK
 
@@ -76,11 +77,29 @@ bool leave_core(int core) {
   CPU_CLR(core, &cores);
   return CPU_COUNT(&cores) && !sched_setaffinity(0, sizeof(cores), &cores);
 }
+
+// Moves a thread that waits for a core to this one.
+void move_here(pthread_t thread) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(sched_getcpu(), &cores);
+  pthread_setaffinity_np(thread, sizeof(cores), &cores);
+}
+
+// Nanoseconds that a thread has run.
+int64_t run_time_of(pthread_t thread) {
+  clockid_t clock;
+  timespec time{};
+  if (!pthread_getcpuclockid(thread, &clock)) clock_gettime(clock, &time);
+  return time.tv_sec * 1'000'000'000 + time.tv_nsec;
+}
 #else
 // Cores have no numbers here.
 int core_of_this_thread() { return -1; }
 void ask_for_short_slices() {}
 bool leave_core(int) { return true; }
+void move_here(pthread_t) {}
+int64_t run_time_of(pthread_t) { return Clock::now().time_since_epoch().count(); }  // it seems to run
 #endif
 
 // A number; threads wait until it changes.
@@ -95,14 +114,21 @@ class alignas(64) Bell {
 
   // Waits until the number is not `seen`, and returns it.
   uint32_t wait(uint32_t seen) const {
-    const auto end = Clock::now() + kSpin;
-    do {
-      for (int look = 0; look < kLooks; ++look, relax())
-        if (const uint32_t number = read(); number != seen) return number;
-    } while (Clock::now() < end);
-    number_.wait(seen);
+    if (!spin(seen, kSpin)) number_.wait(seen);
     return read();
   }
+
+  // Returns whether the number changed within `duration`.
+  bool spin(uint32_t seen, Clock::duration duration) const {
+    const auto end = Clock::now() + duration;
+    do {
+      for (int look = 0; look < kLooks; ++look, relax())
+        if (read() != seen) return true;
+    } while (Clock::now() < end);
+    return false;
+  }
+
+  void sleep(uint32_t seen) const { number_.wait(seen); }
 
  private:
   std::atomic<uint32_t> number_{0};
@@ -135,6 +161,14 @@ class alignas(64) Share {
 
 thread_local bool has_asked = false;  // for short slices
 
+struct Partner {
+  Bell bell;  // rung by the caller
+  pthread_t thread;
+  int64_t run_time = 0;                // when the caller last looked
+  std::atomic<bool> is_inside{false};  // may be in a task
+  std::atomic<bool> is_moved{false};   // to one core, by the caller
+};
+
 class Pool {
  public:
   // Whether the calling thread may `run` now.
@@ -150,11 +184,10 @@ class Pool {
     if (!std::exchange(has_asked, true)) ask_for_short_slices();
     core_.store(core_of_this_thread(), std::memory_order_relaxed);
     is_open_.store(true);
-    for (int64_t t = 1; t < threads; ++t) bell_of(t).ring();
+    for (int64_t t = 1; t < threads; ++t) partner(t).bell.ring();
     take_tasks(0);
     is_open_.store(false);
-    for (uint32_t seen = left_.read(); inside_.load(); seen = left_.wait(seen)) {
-    }
+    wait_for_partners();
   }
 
  private:
@@ -167,23 +200,58 @@ class Pool {
     }
   }
 
-  // The bell of partner number `thread`, which starts at its first ring and never ends.
-  Bell& bell_of(int64_t thread) {
-    while (int64_t(bells_.size()) < thread) {
-      Bell* bell = bells_.emplace_back(new Bell);
-      std::thread(&Pool::serve, this, bell, int64_t(bells_.size())).detach();
+  // Waits until no partner is in a task.
+  void wait_for_partners() {
+    for (uint32_t seen = left_.read(); is_partner_inside(); seen = left_.read()) {
+      if (left_.spin(seen, kLate)) continue;
+      for (Partner* partner : partners_) partner->run_time = run_time_of(partner->thread);
+      if (left_.spin(seen, kLate)) continue;
+      if (move_stopped_partners())
+        left_.sleep(seen);
+      else
+        left_.wait(seen);
     }
-    return *bells_[thread - 1];
   }
 
-  void serve(Bell* bell, int64_t thread) {
+  bool is_partner_inside() const {
+    return std::any_of(partners_.begin(), partners_.end(),
+                       [](const Partner* partner) { return partner->is_inside.load(); });
+  }
+
+  // Moves partners that lost their core in a task to this thread's core. Returns whether there were any.
+  bool move_stopped_partners() {
+    bool has_moved = false;
+    for (Partner* partner : partners_) {
+      if (!partner->is_inside.load() || run_time_of(partner->thread) != partner->run_time) continue;
+      move_here(partner->thread);
+      partner->is_moved.store(true);
+      has_moved = true;
+    }
+    return has_moved;
+  }
+
+  // Partner number `thread`, which starts at its first use and never ends.
+  Partner& partner(int64_t thread) {
+    while (int64_t(partners_.size()) < thread) {
+      Partner* partner = partners_.emplace_back(new Partner);
+      std::thread thread(&Pool::serve, this, partner, int64_t(partners_.size()));
+      partner->thread = thread.native_handle();
+      thread.detach();
+    }
+    return *partners_[thread - 1];
+  }
+
+  void serve(Partner* self, int64_t thread) {
     ask_for_short_slices();
     for (uint32_t seen = 0;;) {
-      seen = bell->wait(seen);
-      if (const int core = core_.load(); core == core_of_this_thread() && !leave_core(core)) continue;
-      inside_.fetch_add(1);  // before `is_open_` is read: the caller closes first and then reads this
+      seen = self->bell.wait(seen);
+      const int core = core_.load();
+      if ((self->is_moved.load() || core == core_of_this_thread()) && !leave_core(core)) continue;
+      self->is_moved.store(false, std::memory_order_relaxed);
+      self->is_inside.store(true);  // before `is_open_` is read: the caller closes, then reads this
       if (is_open_.load() && thread < threads_) take_tasks(thread);
-      if (inside_.fetch_sub(1) == 1 && !is_open_.load()) left_.ring();
+      self->is_inside.store(false);
+      if (!is_open_.load()) left_.ring();
     }
   }
 
@@ -193,9 +261,8 @@ class Pool {
   Share shares_[kMostThreads];
   std::atomic<int> core_{-1};  // the caller's
   std::atomic<bool> is_open_{false};
-  std::atomic<int64_t> inside_{0};  // partners that may be in a task
-  Bell left_;                       // rung when the last of them leaves
-  std::vector<Bell*> bells_;
+  Bell left_;                  // rung when a partner leaves a closed call
+  std::vector<Partner*> partners_;
 };
 
 Pool* pool = new Pool;  // never deleted: partners sleep in it until the process ends

@@ -71,13 +71,14 @@ class Guard(ShapePolicy):
 
     def observe(self, result: StepResult) -> None:
         """Update the allowance, and decide whether the next step speculates."""
+        predicted_ms = self._predicted_ms(result)
         plain_ms = self.latency.plain_ms(result.context_len) * self._plain_slowness
         self._loss_ms = max(self._loss_ms, MIN_LOSS_STEPS * plain_ms)
         if not result.is_plain:
-            self._loss_ms = max(self._predicted_ms(result) - plain_ms, MIN_LOSS_STEPS * plain_ms)
+            self._loss_ms = max(predicted_ms - plain_ms, MIN_LOSS_STEPS * plain_ms)
         if self._allowance_ms is None:
             self._allowance_ms = START_LOSSES * self._loss_ms
-        ms = self._counted_ms(result)
+        ms = self._counted_ms(result, predicted_ms)
         if not result.is_plain or result.caught_up:
             self._allowance_ms += len(result.tokens) * plain_ms - ms
         self._allowance_ms = min(self._allowance_ms + REFILL_SHARE * ms, MAX_STEPS * plain_ms)
@@ -85,14 +86,13 @@ class Guard(ShapePolicy):
         self.speculating = result.caught_up or self._allowance_ms >= needed_ms
         self.inner.observe(result)
 
-    def _counted_ms(self, result: StepResult) -> float:
+    def _counted_ms(self, result: StepResult, predicted_ms: float) -> float:
         """The step's milliseconds; slowness counts only if two consecutive steps of a kind have it.
 
         A single slow step is an interruption by the machine, not the draft's fault.
         """
         if result.caught_up:
             return result.ms
-        predicted_ms = self._predicted_ms(result)
         is_plain = result.is_plain
         slowness = result.ms / predicted_ms
         counted = min(slowness, self._last_slowness.get(is_plain, 1.0))

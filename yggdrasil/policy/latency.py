@@ -32,24 +32,18 @@ class Curve:
 
         Linear between contexts, clamped at both ends.
         """
-        [ms] = self.at_each((num_tokens,), context_len)
-        return ms
-
-    def at_each(self, nums_tokens: Sequence[int], context_len: int) -> list[float]:
-        """`at` for several token counts."""
-        columns = [
-            min(bisect_left(self.sizes, num_tokens), len(self.sizes) - 1) for num_tokens in nums_tokens
-        ]
+        column = min(bisect_left(self.sizes, num_tokens), len(self.sizes) - 1)
         place = bisect_left(self.contexts, context_len)
         if place == 0 or place == len(self.contexts):
-            row = self.ms[min(place, len(self.contexts) - 1)]
-            return [row[column] for column in columns]
+            return self.ms[min(place, len(self.contexts) - 1)][column]
         low = self.contexts[place - 1]
         high = self.contexts[place]
         share = (context_len - low) / (high - low)
-        before = self.ms[place - 1]
-        after = self.ms[place]
-        return [before[column] * (1 - share) + after[column] * share for column in columns]
+        return self.ms[place - 1][column] * (1 - share) + self.ms[place][column] * share
+
+    def at_each(self, nums_tokens: Sequence[int], context_len: int) -> list[float]:
+        """`at` for several token counts."""
+        return [self.at(num_tokens, context_len) for num_tokens in nums_tokens]
 
     def graphs_ms(self, num_tokens: int, context_len: int) -> float:
         """Milliseconds of as many full graphs as `num_tokens` needs, and of one graph for the rest."""

@@ -147,6 +147,26 @@ def _partners_keep_to_the_process(packed: Tensor, x: Tensor, expected: Tensor) -
     assert all(os.sched_getaffinity(partner) == core for partner in partners)
 
 
+def _a_stopped_partner_gets_the_callers_core(packed: Tensor, x: Tensor, expected: Tensor) -> None:
+    set_num_threads(2)
+    [partner] = _partners(packed, x)
+    mine, other = sorted(os.sched_getaffinity(0))[:2]
+
+    def call() -> None:
+        os.sched_setaffinity(threading.get_native_id(), {mine})
+        while os.sched_getaffinity(partner) != {mine}:  # so the test ends once the partner was moved
+            os.sched_setaffinity(partner, {other})
+            for _ in range(100):
+                assert torch.equal(product(x, packed), expected)
+
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        os.sched_setaffinity(busy.pid, {other})
+        caller = threading.Thread(target=call)
+        caller.start()
+        caller.join()
+        busy.kill()
+
+
 def _threads_have_short_slices(packed: Tensor, x: Tensor, _: Tensor) -> None:
     partners = _partners(packed, x)
     time.sleep(0.1)  # until they have asked
@@ -176,6 +196,13 @@ def num_cores() -> int:
 def test_a_partner_never_takes_the_callers_core(test: Callable[..., None], packed: Tensor) -> None:
     x = torch.randn(2, IN_FEATURES).bfloat16()
     assert passes_in_a_child(test, packed, x, product(x, packed))
+
+
+@pytest.mark.skipif(num_cores() == 1, reason="no other core, or none that has a number")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_partner_that_lost_its_core_in_a_task_gets_the_callers(packed: Tensor) -> None:
+    x = torch.randn(8, IN_FEATURES).bfloat16()
+    assert passes_in_a_child(_a_stopped_partner_gets_the_callers_core, packed, x, product(x, packed))
 
 
 def has_slices() -> bool:
