@@ -43,7 +43,6 @@ LOADED = 2  # processes next to which MIN_OF_IDLE is wanted
 EARLIER_LOADED_PROMPTS = 2  # next to a busy process it may take a hundred times as long
 PROMPT_CHARACTERS = 80
 REPEATS = {BUNDLED: 4, PAIR_NAME: 1}  # a tenth of a second is one or two turns of the scheduler
-STARTS = 6  # of every arm, each for a share of the prompts: a process keeps the pages that it got
 PAUSE_S = 0.05  # between two arms, in which the threads of the last one go to sleep
 BUSY = """
 import os, sys, threading
@@ -143,8 +142,7 @@ def measure_pair(
     if options.earlier:
         settings[EARLIER] = {"PYTHONPATH": str(options.earlier), "YGG_HOME": str(options.earlier_home)}
     rates: dict[int, dict[str, list[float]]] = {load: {arm: [] for arm in settings} for load in LOADS}
-    starts = 1 if options.quick else STARTS
-    for start in range(starts):
+    for start in range(options.starts):
         with ExitStack() as stack:
             arms = {arm: Decoder(name, options.tokens, setting) for arm, setting in settings.items()}
             for arm in arms.values():
@@ -153,10 +151,10 @@ def measure_pair(
             for load in LOADS:
                 if start and load:
                     arms.pop(EARLIER, None)
-                for arm, found in measure_load(arms, prompts[start::starts], load).items():
+                for arm, found in measure_load(arms, prompts[start :: options.starts], load).items():
                     rates[load][arm] += found
                 log(
-                    f"{name}, start {start + 1} of {starts}, next to {load}: "
+                    f"{name}, start {start + 1} of {options.starts}, next to {load}: "
                     + ", ".join(f"{arm} {spread(each)['median']:.0f}" for arm, each in rates[load].items())
                 )
     return {
@@ -198,7 +196,7 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     settings = {
         "prompts": options.prompts,
         "repeats": REPEATS,
-        "starts": STARTS,
+        "starts": options.starts,
         "tokens": options.tokens,
         "rehearsal": options.quick,
     }
@@ -240,6 +238,7 @@ CLAIM = Claim(
     options=(
         prompts_option(12),
         tokens_option(96, quick=32),
+        Option("--starts", "processes of every arm, each for a share of the prompts", default=6, quick=1),
         Option("--earlier", "a checkout of the package to compare with", type=Path, metavar="CHECKOUT"),
         Option("--earlier-home", "its artifact root", type=Path, metavar="YGG_HOME"),
     ),

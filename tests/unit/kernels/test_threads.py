@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 # 4 MB: shared out in several tasks a thread
 OUT_FEATURES = 2048
 IN_FEATURES = 1024
+LIMIT_S = 60  # after which a test has failed
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}  # numbers of the system call
 
 
@@ -93,7 +94,7 @@ def passes_in_a_child(test: Callable[..., None], *args: Tensor) -> bool:
     """Whether `test` passes in a forked process, whose pool has no partners yet."""
     child = multiprocessing.get_context("fork").Process(target=test, args=args)
     child.start()
-    child.join(timeout=60)
+    child.join(timeout=LIMIT_S)
     child.kill()
     return child.exitcode == 0
 
@@ -159,7 +160,8 @@ def _a_stopped_partner_gets_the_callers_core(packed: Tensor, x: Tensor, expected
             for _ in range(100):
                 assert torch.equal(product(x, packed), expected)
 
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+    program = f"import time\nend = time.time() + {LIMIT_S}\nwhile time.time() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", program]) as busy:
         os.sched_setaffinity(busy.pid, {other})
         caller = threading.Thread(target=call)
         caller.start()
