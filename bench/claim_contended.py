@@ -110,8 +110,10 @@ def busy_processes(count: int) -> Iterator[None]:
             process.communicate()
 
 
-def measure_load(arms: Mapping[str, Decoder], prompts: Sequence[str], load: int) -> dict[str, list[float]]:
-    """Tokens per second by arm and prompt; every prompt starts with the next arm.
+def measure_load(
+    arms: Mapping[str, Decoder], prompts: Sequence[str], load: int, turn: int
+) -> dict[str, list[float]]:
+    """Tokens per second by arm and prompt; the first prompt starts with arm `turn`, each with the next.
 
     Raises:
         TextMismatchError: two arms wrote different tokens.
@@ -120,7 +122,7 @@ def measure_load(arms: Mapping[str, Decoder], prompts: Sequence[str], load: int)
     with busy_processes(load):
         for index, prompt in enumerate(prompts):
             names = [name for name in arms if name != EARLIER or not load or index < EARLIER_LOADED_PROMPTS]
-            start = index % len(names)
+            start = (turn + index) % len(names)
             answers = {}
             for name in [*names[start:], *names[:start]]:
                 time.sleep(PAUSE_S)
@@ -151,7 +153,7 @@ def measure_pair(
             for load in LOADS:
                 if start and load:
                     arms.pop(EARLIER, None)
-                for arm, found in measure_load(arms, prompts[start :: options.starts], load).items():
+                for arm, found in measure_load(arms, prompts[start :: options.starts], load, start).items():
                     rates[load][arm] += found
                 log(
                     f"{name}, start {start + 1} of {options.starts}, next to {load}: "

@@ -36,7 +36,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kMostThreads = 256;
 constexpr int64_t kTasksOfThread = 8;
 constexpr auto kSpin = std::chrono::microseconds(200);  // more than between two operators or two forwards
-constexpr auto kLate = std::chrono::microseconds(50);   // more than the end of one task after another
+constexpr auto kLate = std::chrono::microseconds(50);   // a partner that does not run for this lost its core
 constexpr int kLooks = 32;                              // between two readings of the clock
 constexpr uint64_t kResetOnFork = 1;                    // SCHED_FLAG_RESET_ON_FORK
 
@@ -114,7 +114,7 @@ class alignas(64) Bell {
 
   // Waits until the number is not `seen`, and returns it.
   uint32_t wait(uint32_t seen) const {
-    if (!spin(seen, kSpin)) number_.wait(seen);
+    if (!spin(seen, kSpin)) sleep(seen);
     return read();
   }
 
@@ -163,10 +163,10 @@ thread_local bool has_asked = false;  // for short slices
 
 struct Partner {
   Bell bell;  // rung by the caller
-  pthread_t thread;
+  pthread_t thread{};
   int64_t run_time = 0;                // when the caller last looked
   std::atomic<bool> is_inside{false};  // may be in a task
-  std::atomic<bool> is_moved{false};   // to one core, by the caller
+  std::atomic<bool> is_moved{false};   // the caller moved it to one core
 };
 
 class Pool {
@@ -184,7 +184,7 @@ class Pool {
     if (!std::exchange(has_asked, true)) ask_for_short_slices();
     core_.store(core_of_this_thread(), std::memory_order_relaxed);
     is_open_.store(true);
-    for (int64_t t = 1; t < threads; ++t) partner(t).bell.ring();
+    for (int64_t t = 1; t < threads; ++t) partner_of(t).bell.ring();
     take_tasks(0);
     is_open_.store(false);
     wait_for_partners();
@@ -231,7 +231,7 @@ class Pool {
   }
 
   // Partner number `thread`, which starts at its first use and never ends.
-  Partner& partner(int64_t thread) {
+  Partner& partner_of(int64_t thread) {
     while (int64_t(partners_.size()) < thread) {
       Partner* partner = partners_.emplace_back(new Partner);
       std::thread thread(&Pool::serve, this, partner, int64_t(partners_.size()));
@@ -261,7 +261,7 @@ class Pool {
   Share shares_[kMostThreads];
   std::atomic<int> core_{-1};  // the caller's
   std::atomic<bool> is_open_{false};
-  Bell left_;                  // rung when a partner leaves a closed call
+  Bell left_;  // rung when a partner leaves a closed call
   std::vector<Partner*> partners_;
 };
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -130,9 +131,8 @@ def _partners_leave_the_callers_core(packed: Tensor, x: Tensor, expected: Tensor
                 assert torch.equal(product(x, packed), expected)
                 time.sleep(0.001)  # the partners' turn
 
-    caller = threading.Thread(target=call)
-    caller.start()
-    caller.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result()
     last = sorted(cores)[:2][-1]
     assert all(os.sched_getaffinity(partner) == cores - {last} for partner in partners)
 
@@ -163,10 +163,11 @@ def _a_stopped_partner_gets_the_callers_core(packed: Tensor, x: Tensor, expected
     program = f"import time\nend = time.time() + {LIMIT_S}\nwhile time.time() < end: pass"
     with subprocess.Popen([sys.executable, "-c", program]) as busy:
         os.sched_setaffinity(busy.pid, {other})
-        caller = threading.Thread(target=call)
-        caller.start()
-        caller.join()
-        busy.kill()
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(call).result()
+        finally:
+            busy.kill()
 
 
 def _threads_have_short_slices(packed: Tensor, x: Tensor, _: Tensor) -> None:
