@@ -36,7 +36,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kMostThreads = 256;
 constexpr int64_t kTasksOfThread = 8;
 constexpr auto kSpin = std::chrono::microseconds(200);  // more than between two operators or two forwards
-constexpr auto kLate = std::chrono::microseconds(50);   // a partner that does not run for this lost its core
+constexpr auto kLate = std::chrono::microseconds(50);   // without running: a partner lost its core
 constexpr int kLooks = 32;                              // between two readings of the clock
 constexpr uint64_t kResetOnFork = 1;                    // SCHED_FLAG_RESET_ON_FORK
 
