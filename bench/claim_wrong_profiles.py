@@ -67,21 +67,12 @@ class CostModel(Trees):
 POLICIES = {LEARNS: Trees, COST_MODEL: CostModel}
 
 
-def scaled_curve(curve: Curve, factors: Mapping[int, float]) -> Curve:
-    """A curve whose graphs take a multiple of their time, by size."""
-    scale = [factors.get(size, 1.0) for size in curve.sizes]
-    return replace(
-        curve,
-        ms=tuple(tuple(ms * factor for ms, factor in zip(row, scale, strict=True)) for row in curve.ms),
-    )
-
-
 def busy(latency: LatencyModel) -> LatencyModel:
     """Every graph slower by a factor of its own."""
     random = np.random.default_rng(0)
 
     def disturbed(curve: Curve) -> Curve:
-        return scaled_curve(curve, {size: float(random.uniform(*BUSY)) for size in curve.sizes})
+        return curve.slower({size: float(random.uniform(*BUSY)) for size in curve.sizes})
 
     return replace(latency, draft=disturbed(latency.draft), verify=disturbed(latency.verify))
 
@@ -89,7 +80,7 @@ def busy(latency: LatencyModel) -> LatencyModel:
 def two_graphs(latency: LatencyModel) -> LatencyModel:
     """The smallest graph of the target twice as slow, its widest half as slow."""
     verify = latency.verify
-    return replace(latency, verify=scaled_curve(verify, {verify.sizes[0]: 2.0, verify.widest: 0.5}))
+    return replace(latency, verify=verify.slower({verify.sizes[0]: 2.0, verify.widest: 0.5}))
 
 
 def tree_parts(parts: PolicyParts, under_test: Subject) -> dict[str, TreeParts]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -66,6 +66,20 @@ class Curve:
                 hull.pop()
             hull.append(point)
         return [0.0, *(_slope(low, high) for low, high in pairwise(hull) for _ in range(high[0] - low[0]))]
+
+    def slower(self, factors: Mapping[int, float]) -> Curve:
+        """The curve of graphs that take a multiple of their milliseconds, by size."""
+        by_size = [factors.get(size, 1.0) for size in self.sizes]
+        return replace(
+            self,
+            ms=tuple(
+                tuple(ms * factor for ms, factor in zip(row, by_size, strict=True)) for row in self.ms
+            ),
+        )
+
+    def graph(self, num_tokens: int) -> int:
+        """The size of the smallest graph that holds `num_tokens`, of the largest one if none does."""
+        return self.sizes[min(bisect_left(self.sizes, num_tokens), len(self.sizes) - 1)]
 
     @property
     def widest(self) -> int:

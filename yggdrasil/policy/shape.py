@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -225,6 +225,11 @@ class Arms:
         return int(score_M.argmax())
 
     @cached_property
+    def best_tree(self) -> int:
+        """Index of the arm that Eq. 3 prefers on the calibration text if plain decoding is left out."""
+        return 1 + int(((1.0 + self.gain_M[1:]) / self.cost_M[1:]).argmax())
+
+    @cached_property
     def calibrated_best(self) -> int:
         """Index of the arm that Eq. 3 prefers on the calibration text."""
         return self.best()
@@ -269,6 +274,7 @@ class BestShape(FixedShape):
     Args:
         arms_by_context: A cache that takes a millisecond per entry to fill. Policies with the same
             acceptance and latency may share it.
+        scale: Accepted tokens over those that the calibration expects.
 
     Source: Yggdrasil Eq. (3) over the whole menu. All contexts of a length get the same shape; the depth
     predictor refines it.
@@ -276,10 +282,17 @@ class BestShape(FixedShape):
 
     widths: tuple[int, ...]
     arms_by_context: dict[tuple[int, int], Arms] = field(default_factory=dict, repr=False)
+    scale: float = field(default=1.0, kw_only=True)
 
     @property
     def drafts(self) -> bool:
         return True
+
+    def corrected(self, latency: LatencyModel, scale: float) -> Self:
+        """The policy at another latency, whose trees accept `scale` times what this one expects."""
+        arms = self.arms(0).at(latency, 0)
+        scaled = replace(arms, gain_M=scale * arms.gain_M)
+        return replace(self, latency=latency, scale=scale * self.scale, arms_by_context={(0, 1): scaled})
 
     def shape_of(self, rows: Sequence[Row]) -> Shape:
         arms = self.arms(context_key(rows), len(rows))
@@ -363,7 +376,8 @@ class StoppingShape(BestShape):
         step_ms = (draft_ms + self.latency.growth_host_ms) / num_rows
         most = min(num_rows * self.verify_widths[-1], self.latency.verify.sizes[-1])
         node_ms = self.latency.verify.marginal_ms(most, context_len)[::num_rows]
-        stop = SmallGain(shape.width, tuple(arms.rate * ms for ms in node_ms), arms.rate * step_ms)
+        rate = arms.rate / self.scale  # in expected tokens, which are the nodes' probabilities
+        stop = SmallGain(shape.width, tuple(rate * ms for ms in node_ms), rate * step_ms)
         return Shape(shape.width, self.acceptance.max_depth, stop=stop)
 
 

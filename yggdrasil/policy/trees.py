@@ -14,12 +14,12 @@ from typing import Any
 
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.gamma.budget import PROMPT_TOKENS, prompt_budget
-from yggdrasil.policy.gamma.estimates import GraphSeconds
 from yggdrasil.policy.gamma.nightjar import MIN_LOSS, PROMPT_VALUE, STAY_STEPS
 from yggdrasil.policy.gamma.prior import SwitchingCost
 from yggdrasil.policy.gamma.protocol import Load, Outcome
 from yggdrasil.policy.latency import LatencyModel
-from yggdrasil.policy.shape import BestShape, StoppingShape, context_key, grafted
+from yggdrasil.policy.measured import MeasuredLatency, StepMs
+from yggdrasil.policy.shape import Arms, BestShape, StoppingShape, context_key, grafted
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.step.choice import VERIFY_ALL, Choice, VerifyMenu
 
@@ -30,10 +30,10 @@ TOKENS_MEMORY = 300.0  # after this many expected tokens the weight of old ones 
 EXPLORATION = 0.02  # as in nightjar.py, where more arms have to be tried
 # Also of a long session: a stopped one tries speculation again, the later the more it would lose.
 MIN_EXPLORATION = 0.0025
-ARM_WEIGHT = 0.125  # of a new step in an arm's slowness
-LONG_AGO = 64  # steps after which what is known of an arm's slowness counts no more than a new step
-MOST_JUMP = 2.0  # times the known slowness: a single step counts for no more, it may have been interrupted
-SAME = 0.02  # corrections within this share of the ones in use change no menu
+STEP_WEIGHT = 0.0625  # of a new step in the goodput of trees
+LONG_AGO = 64  # steps after which what is known of that goodput counts no more than a new step
+MOST_JUMP = 2.0  # a single step lowers the known goodput by no more, it may have been interrupted
+SAME = 0.02  # an acceptance within this share of the one in use changes nothing
 MENUS_KEPT = 512
 
 
@@ -55,11 +55,11 @@ class TreeParts:
     graft: int = 0
 
 
-class ArmSlowness:
-    """Measured over predicted milliseconds of the steps of one arm.
+class TreeGoodput:
+    """Realised over predicted goodput of steps with trees.
 
-    If the machine changes its pace, the arm that runs notices first and looks worse or better than the
-    other. Then one step of the other arm brings both to the new pace.
+    It holds what the prediction does not know: growth that stops early, and whatever the graphs' times and
+    the acceptance do not explain. If trees did not run for long, a new step counts as much as all before.
     """
 
     def __init__(self) -> None:
@@ -71,9 +71,9 @@ class ArmSlowness:
         """Add the ratio of one step, given the number of the step."""
         self._steps += 1
         is_old = step - self._last > LONG_AGO
-        weight = max(1 / self._steps, 0.5 if is_old else ARM_WEIGHT)
+        weight = max(1 / self._steps, 0.5 if is_old else STEP_WEIGHT)
         self._last = step
-        self.estimate += weight * (min(ratio, MOST_JUMP * self.estimate) - self.estimate)
+        self.estimate += weight * (max(ratio, self.estimate / MOST_JUMP) - self.estimate)
 
 
 class Trees:
@@ -96,20 +96,29 @@ class Trees:
         self.exploration_s = 0.0
         self.steps = 0
         self.plain_steps = 0
-        self.graphs = GraphSeconds(parts.latency.verify.sizes)
-        self.slowness = {True: ArmSlowness(), False: ArmSlowness()}  # with trees, without
+        self.measured = MeasuredLatency(parts.latency)
+        self.goodput = TreeGoodput()
+        self._predicted_rate = math.inf  # of the trees chosen last, in tokens per millisecond
         self._parts = parts
         self._expected = self._accepted = PRIOR_TOKENS
-        self._by_acceptance: dict[int, BestShape] = {}
-        self._slowness = dict(self.graphs.corrections)  # in use, see SAME
+        self._calibrated: dict[int, BestShape] = {}
+        self._corrected: dict[int, BestShape] = {}
+        self._latency = parts.latency
         self._scale = 1.0
         self._menus: dict[tuple[Any, ...], VerifyMenu] = {}
 
     def choose(self, load: Load) -> Choice:
         if load.nodes_max:
             policies = [self._policy(row.state.sampling.temperature) for row in load.rows]
-            if self._speculates(load, policies):
-                whole = [policy.shape_of(load.rows) for policy in policies]
+            arms = [policy.arms(context_key(load.rows), load.batch_size) for policy in policies]
+            is_hopeless = not any(each.calibrated_best for each in arms)
+            best = [each.best_tree if is_hopeless else each.calibrated_best for each in arms]
+            if self._speculates(load, arms, best):
+                whole = (
+                    [each.shapes[index] for each, index in zip(arms, best, strict=True)]
+                    if is_hopeless
+                    else [policy.shape_of(load.rows) for policy in policies]
+                )
                 longest_path = min(policy.acceptance.max_depth for policy in policies)
                 shapes = tuple(
                     _limited(grafted(shape, self._parts.graft), limit, load.nodes_max, longest_path)
@@ -122,27 +131,33 @@ class Trees:
     def _policy(self, temperature: float) -> BestShape:
         """The policy of shapes at a temperature."""
         acceptance = self._parts.acceptance(temperature)
-        known = self._by_acceptance.get(id(acceptance))
+        known = self._corrected.get(id(acceptance))
         if known is None:
-            parts = self._parts
-            form = StoppingShape if parts.stops else BestShape
-            known = self._by_acceptance[id(acceptance)] = form(
-                shape=PLAIN,
-                acceptance=acceptance,
-                latency=parts.latency,
-                verify_widths=parts.verify_widths,
-                widths=parts.widths,
-            )
+            calibrated = self._calibrated.get(id(acceptance))
+            if calibrated is None:
+                calibrated = self._calibrated[id(acceptance)] = self._uncorrected(acceptance)
+            known = self._corrected[id(acceptance)] = calibrated.corrected(self._latency, self._scale)
         return known
 
-    def _speculates(self, load: Load, policies: Sequence[BestShape]) -> bool:
-        """Whether trees emit more per second than plain decoding by prediction; to explore, the reverse."""
-        context = context_key(load.rows)
+    def _uncorrected(self, acceptance: Acceptance) -> BestShape:
+        parts = self._parts
+        form = StoppingShape if parts.stops else BestShape
+        return form(
+            shape=PLAIN,
+            acceptance=acceptance,
+            latency=parts.latency,
+            verify_widths=parts.verify_widths,
+            widths=parts.widths,
+        )
+
+    def _speculates(self, load: Load, arms: Sequence[Arms], best: Sequence[int]) -> bool:
+        """Whether trees emit more per second than plain decoding by prediction; to explore, the reverse.
+
+        Args:
+            arms: Of every row.
+            best: Index of each row's arm.
+        """
         num_rows = load.batch_size
-        arms = [policy.arms(context, num_rows) for policy in policies]
-        best = [each.calibrated_best for each in arms]
-        if not any(best):
-            return False
         gain = sum(
             float(each.gain_M[index])
             for each, index, limit in zip(arms, best, load.row_limits, strict=True)
@@ -152,9 +167,10 @@ class Trees:
         restart_ms = 0.0
         if load.previous_gamma == 0 and load.max_lag > 1:
             restart_ms = 1e3 * self.switching_cost(load.max_lag, num_rows)
-        tree_ms = tree_ms * self.slowness[True].estimate + restart_ms / STAY_STEPS
+        self._predicted_rate = (num_rows + gain) / tree_ms
+        tree_ms = tree_ms / self.goodput.estimate + restart_ms / STAY_STEPS
         plain_ms = self.plain_ms(load)
-        tree_rate = (num_rows + self._scale * gain) / tree_ms
+        tree_rate = (num_rows + gain) / tree_ms
         plain_rate = num_rows / plain_ms
         is_better = tree_rate > plain_rate
         # the time that a step of the other arm would lose
@@ -170,12 +186,7 @@ class Trees:
     def plain_ms(self, load: Load) -> float:
         policy = self._policy(load.rows[0].state.sampling.temperature)
         arms = policy.arms(context_key(load.rows), load.batch_size)
-        return float(arms.cost_M[0]) * self.slowness[False].estimate
-
-    def _size(self, num_tokens: int) -> int:
-        """The graph of the target that runs this many tokens."""
-        sizes = self._parts.latency.verify.sizes
-        return next((size for size in sizes if size >= num_tokens), sizes[-1])
+        return float(arms.cost_M[0])
 
     def _menu(self, load: Load, shapes: Sequence[Shape]) -> VerifyMenu:
         """The numbers of nodes that fill a graph, with the step's time and the prompts that run along."""
@@ -199,7 +210,7 @@ class Trees:
         drafts_max: int | None,
         context_len: int,
     ) -> VerifyMenu:
-        latency = self._parts.latency
+        latency = self._latency
         sizes = latency.verify.sizes
         reserved = num_rows + min(waiting, PROMPT_TOKENS)
         most = sizes[-1] - num_rows if drafts_max is None else drafts_max
@@ -212,10 +223,9 @@ class Trees:
         )
         totals = [num_rows + count + more for count, more in zip(nodes, prompts, strict=True)]
         verify_ms = latency.verify.at_each(totals, context_len)
-        slower = [self._slowness[self._size(total)] for total in totals]
         return VerifyMenu(
             tuple(nodes),
-            tuple(factor * (before_ms + ms) for factor, ms in zip(slower, verify_ms, strict=True)),
+            tuple(before_ms + ms for ms in verify_ms),
             growth_ms=growth_ms + latency.growth_host_ms,
             # above 1 it would make some nodes more than certain
             scale=min(1.0, self._scale),
@@ -230,43 +240,33 @@ class Trees:
             share = max(EXPLORATION / math.sqrt(self.steps), MIN_EXPLORATION)
             self.exploration_s += share * outcome.seconds
         num_tokens = sum(result.verified for result in results) + outcome.prompt_tokens
-        predicted_ms = self._predicted_ms(shapes, num_tokens, context_key(outcome.load.rows))
-        taken_ms = 1e3 * (outcome.seconds - outcome.catch_up_seconds)
-        self.graphs.observe_(self._size(num_tokens), taken_ms / predicted_ms)
+        host_s = outcome.seconds - outcome.catch_up_seconds - outcome.draft_seconds - outcome.verify_seconds
+        ms = StepMs(1e3 * outcome.draft_seconds, 1e3 * outcome.verify_seconds, 1e3 * host_s)
+        self.measured.observe_(shapes, num_tokens, context_key(outcome.load.rows), ms)
         drafting = [result for result in results if result.shape.depth and not result.error]
-        self.slowness[bool(drafting)].observe_(taken_ms / predicted_ms, self.steps)
         self.plain_steps += not drafting
-        self._expected += sum(result.predicted_emitted - 1 for result in drafting)
+        expected = sum(result.predicted_emitted - 1 for result in drafting)
+        if drafting and not outcome.prompt_tokens:
+            taken_ms = ms.draft + ms.verify + ms.host
+            realised = (len(results) + self._scale * expected) / taken_ms
+            self.goodput.observe_(realised / self._predicted_rate, self.steps)
+        self._expected += expected
         self._accepted += sum(len(result.tokens) - 1 for result in drafting)
         if self._expected > TOKENS_MEMORY:
             self._accepted *= TOKENS_MEMORY / self._expected
             self._expected = TOKENS_MEMORY
         self._use_corrections_()
 
-    def _predicted_ms(self, shapes: Sequence[Shape], num_tokens: int, context_len: int) -> float:
-        """The profile's milliseconds of a step that ran these shapes."""
-        latency = self._parts.latency
-        drafting = [shape for shape in shapes if shape.depth]
-        if not drafting:
-            return latency.undrafted_ms(num_tokens, context_len)
-        depth = max(shape.depth for shape in drafting)
-        growth_ms = latency.draft.graphs_ms(sum(shape.width for shape in drafting), context_len)
-        head_ms = latency.draft.graphs_ms(2 * len(drafting), context_len)
-        growing_ms = (depth - 1) * growth_ms + depth * latency.growth_host_ms
-        verify_ms = latency.verify.at(num_tokens, context_len)
-        return head_ms + growing_ms + latency.step_host_ms + verify_ms
-
     def _use_corrections_(self) -> None:
         """Use what was learnt, where it differs from what is in use."""
         scale = self._accepted / self._expected
-        found = self.graphs.corrections
-        changed = abs(scale - self._scale) > SAME * self._scale or any(
-            abs(found[size] - used) > SAME * used for size, used in self._slowness.items()
-        )
-        if changed:
-            self._scale = scale
-            self._slowness = dict(found)
-            self._menus.clear()
+        is_same = abs(scale - self._scale) <= SAME * self._scale
+        if is_same and self._latency is self.measured.in_use:
+            return
+        self._scale = scale
+        self._latency = self.measured.in_use
+        self._corrected.clear()
+        self._menus.clear()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -274,11 +274,8 @@ class Trees:
             "steps": self.steps,
             "plain_steps": self.plain_steps,
             "accepted_per_expected_token": round(self._scale, 3),
-            "slowness": {
-                "trees": round(self.slowness[True].estimate, 3),
-                "plain": round(self.slowness[False].estimate, 3),
-            },
-            "slowness_by_graph": {str(size): round(ratio, 3) for size, ratio in self._slowness.items()},
+            "realised_over_predicted_goodput": round(self.goodput.estimate, 3),
+            **self.measured.state,
         }
 
 

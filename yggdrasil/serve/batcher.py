@@ -356,11 +356,13 @@ class Batcher:
                 report.gamma,
                 report.drafted[: len(results)],
                 report.emitted[: len(results)],
-                report.total_ms / 1e3,
-                report.catch_up_ms / 1e3,
-                report.prompt_tokens + report.batch_size - len(results),
-                [result.values for result in results],
-                results,
+                seconds=report.total_ms / 1e3,
+                catch_up_seconds=report.catch_up_ms / 1e3,
+                draft_seconds=(report.draft_ms - report.catch_up_ms) / 1e3,
+                verify_seconds=report.verify_ms / 1e3,
+                prompt_tokens=report.prompt_tokens + report.batch_size - len(results),
+                values=[result.values for result in results],
+                results=results,
             )
         )
 

@@ -67,7 +67,20 @@ def observed(policy: Trees, load: Load, choice: Choice, ms: float, tokens: int) 
     ]
     drafted = [result.verified - 1 for result in results]
     emitted = [tokens] * len(results)
-    policy.observe(Outcome(load, choice.gamma, drafted, emitted, ms / 1e3, results=results))
+    host_ms = LATENCY.step_host_ms if choice.gamma else LATENCY.plain_host_ms
+    draft_ms = 0.3 * (ms - host_ms) if choice.gamma else 0.0
+    policy.observe(
+        Outcome(
+            load,
+            choice.gamma,
+            drafted,
+            emitted,
+            seconds=ms / 1e3,
+            draft_seconds=draft_ms / 1e3,
+            verify_seconds=(ms - host_ms - draft_ms) / 1e3,
+            results=results,
+        )
+    )
 
 
 def test_rows_graft_as_far_as_pages_and_requests_allow() -> None:
@@ -149,7 +162,7 @@ def test_steps_that_take_longer_than_predicted_end_speculation_and_better_ones_s
         is_tree = choice.gamma > 0
         observed(policy, load, choice, 14.0 if is_tree else 10.1, 3 if is_tree else 1)
         speculated.append(is_tree)
-    assert all(speculated[-20:])
+    assert sum(speculated[-20:]) >= 19  # one may be an exploring step
 
 
 def test_plain_decoding_is_tried_where_speculation_is_better() -> None:

@@ -69,6 +69,8 @@ class Outcome:
         seconds: Wall clock of the step.
         catch_up_seconds: The part of it that brought the draft's KV up to the text: after steps without
             the draft, and in rows whose prompt is new.
+        draft_seconds: The part of it that grew the trees.
+        verify_seconds: The part of it in the target's forward.
         prompt_tokens: Prompt tokens that ran in the same step, roots included. If there are any, the time
             does not belong to the arm alone.
         values: For every row the calibrated acceptance of each token that it drafted, verified or not;
@@ -82,6 +84,8 @@ class Outcome:
     emitted: Sequence[int]
     seconds: float
     catch_up_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
     prompt_tokens: int = 0
     values: Sequence[Sequence[float]] = ()
     results: Sequence[StepResult] = ()

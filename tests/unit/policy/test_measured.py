@@ -1,0 +1,103 @@
+"""Corrections of a profile by steps, with machines made by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from yggdrasil.policy.latency import Curve, LatencyModel
+from yggdrasil.policy.measured import FORGOTTEN, GraphFactors, MeasuredLatency, StepMs
+from yggdrasil.state import PLAIN, Shape
+
+SIZES = (2, 8, 32)
+PROFILE = LatencyModel(
+    draft=Curve((0, 512), SIZES, ((1.0, 1.5, 4.0), (1.2, 1.8, 5.0))),
+    verify=Curve((0, 512), SIZES, ((10.0, 11.0, 30.0), (11.0, 12.0, 40.0))),
+    growth_host_ms=0.0,
+    step_host_ms=0.4,
+    plain_host_ms=0.2,
+    plain_share=0.9,
+)
+
+
+def observed(factors: GraphFactors, size: int, ratio: float, times: int = 1) -> None:
+    for _ in range(times):
+        factors.observe_(size, ratio)
+
+
+def test_an_untried_graph_is_expected_to_be_as_good_as_the_best_and_as_the_profile() -> None:
+    slow = GraphFactors()
+    observed(slow, 8, 2.0)
+    assert slow.at(SIZES) == {2: 1.0, 8: 2.0, 32: 1.0}
+    quick = GraphFactors()
+    observed(quick, 8, 0.5)
+    assert quick.at(SIZES) == dict.fromkeys(SIZES, 0.5)
+
+
+def test_the_first_forward_of_a_graph_shows_its_factor() -> None:
+    factors = GraphFactors()
+    observed(factors, 8, 1.0, 50)
+    observed(factors, 2, 0.4)
+    assert factors.at((2, 8)) == pytest.approx({2: 0.4, 8: 1.0})
+
+
+def test_a_slow_minute_is_not_the_graph_s() -> None:
+    factors = GraphFactors()
+    for _ in range(50):
+        observed(factors, 2, 1.0)
+        observed(factors, 8, 1.0)
+    observed(factors, 8, 3.0, 40)
+    found = factors.at((2, 8))
+    assert found[8] == pytest.approx(3.0, rel=0.05)
+    assert found[2] == pytest.approx(found[8], rel=0.35)
+
+
+def test_an_interrupted_forward_counts_for_little() -> None:
+    factors = GraphFactors()
+    observed(factors, 8, 1.0, 100)
+    observed(factors, 8, 50.0)
+    assert factors.at((8,))[8] < 1.2
+
+
+def test_a_graph_that_did_not_run_for_long_is_tried_again() -> None:
+    factors = GraphFactors()
+    observed(factors, 2, 4.0)
+    observed(factors, 8, 1.0, FORGOTTEN)
+    assert factors.at((2,))[2] == pytest.approx(1.0)
+
+
+def test_steps_correct_every_part_of_the_profile() -> None:
+    truth = LatencyModel(
+        draft=PROFILE.draft.slower({2: 0.5, 8: 1.6, 32: 1.0}),
+        verify=PROFILE.verify.slower({2: 0.6, 8: 2.0, 32: 0.7}),
+        growth_host_ms=0.0,
+        step_host_ms=0.9,
+        plain_host_ms=0.5,
+        plain_share=0.9,
+    )
+    measured = MeasuredLatency(PROFILE)
+    dice = random.Random(0)
+    for _ in range(400):
+        # one graph of the draft in a step: its head has the size of its growth
+        shape, num_tokens = dice.choice([(PLAIN, 1), (Shape(2, 3), 8), (Shape(2, 4), 32)])
+        context_len = dice.choice([0, 128, 512])
+        noise = dice.uniform(0.97, 1.03)
+        draft_ms = truth.draft.at(2, context_len) * shape.depth
+        share = 1.0 if shape.depth else truth.plain_share
+        verify_ms = share * truth.verify.at(num_tokens, context_len)
+        host_ms = truth.step_host_ms if shape.depth else truth.plain_host_ms
+        parts = StepMs(noise * draft_ms, noise * verify_ms, host_ms)
+        measured.observe_([shape], num_tokens, context_len, parts)
+    in_use = measured.in_use
+    assert in_use.draft.at(2, 0) == pytest.approx(truth.draft.at(2, 0), rel=0.05)
+    assert in_use.verify.ms[0] == pytest.approx(truth.verify.ms[0], rel=0.05)
+    assert in_use.plain_ms(512) == pytest.approx(truth.plain_ms(512), rel=0.05)
+    assert in_use.step_host_ms == pytest.approx(truth.step_host_ms, rel=0.1)
+
+
+def test_corrections_that_hardly_change_leave_the_profile_in_use() -> None:
+    measured = MeasuredLatency(PROFILE)
+    for _ in range(50):
+        measured.observe_([PLAIN], 1, 0, StepMs(0.0, 0.9 * 10.1, 0.2))
+    assert measured.in_use is PROFILE

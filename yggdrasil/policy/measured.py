@@ -1,0 +1,179 @@
+"""The profile of a pair, corrected by the milliseconds that steps take in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from yggdrasil.policy.latency import LatencyModel
+from yggdrasil.state import Shape
+
+__all__ = ["GraphFactors", "MeasuredLatency", "StepMs"]
+
+PACE_WEIGHT = 0.125  # of a new forward in the machine's pace
+FORWARDS_MEMORY = 64  # the weight of a graph's old forwards fades after this many
+LONG_AGO = 64  # forwards after which what is known of a graph counts no more than a new one
+FORGOTTEN = 512  # forwards after which nothing is known of a graph: it is tried again
+MOST_JUMP = 2.0  # times the expected ratio: a forward counts for no more, it may have been interrupted
+SAME = 0.03  # factors within this share of the ones in use change nothing
+
+
+@dataclass(frozen=True)
+class StepMs:
+    """What the parts of a step took, in milliseconds.
+
+    Args:
+        draft: Growth of the trees, without catching up.
+        verify: The target's forward.
+        host: The rest.
+    """
+
+    draft: float
+    verify: float
+    host: float
+
+
+class GraphFactors:
+    """Measured over predicted milliseconds of one model's graphs.
+
+    The ratio of a forward is the pace of the machine times the factor of its graph. The pace follows the
+    last forwards, whichever graphs ran, so a graph is not blamed for a slow minute. A graph that did not
+    run gets the smallest ratio of those that did, at most 1: what a wrong profile makes too slow, or what
+    may be better than the slow graphs that run, gets tried.
+    """
+
+    def __init__(self) -> None:
+        self._pace = 1.0
+        self._factors: dict[int, float] = {}
+        self._forwards: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+        self._num_forwards = 0
+
+    def observe_(self, size: int, ratio: float) -> None:
+        """Add a forward of the graph of this size."""
+        self._num_forwards += 1
+        since = self._num_forwards - self._last.get(size, -FORGOTTEN)
+        self._last[size] = self._num_forwards
+        expected = self._factors.get(size) if since < FORGOTTEN else None
+        if expected is None:
+            self._forwards[size] = 0
+            expected = min(self._factors.values(), default=1.0)
+        ratio = min(ratio, MOST_JUMP * expected * self._pace)
+        self._forwards[size] += 1
+        if self._forwards[size] > 1:
+            self._pace += PACE_WEIGHT * (ratio / expected - self._pace)
+        rarest = 0.5 if since > LONG_AGO else 1 / FORWARDS_MEMORY
+        weight = max(1 / self._forwards[size], rarest)
+        self._factors[size] = expected + weight * (ratio / self._pace - expected)
+
+    def at(self, sizes: Sequence[int]) -> dict[int, float]:
+        """Measured over predicted milliseconds, for graphs of these sizes."""
+        known = {
+            size: factor
+            for size, factor in self._factors.items()
+            if self._num_forwards - self._last[size] < FORGOTTEN
+        }
+        smallest = self._pace * min(known.values(), default=1.0)
+        untried = {size: smallest if size in self._factors else min(1.0, smallest) for size in sizes}
+        return {size: self._pace * known[size] if size in known else untried[size] for size in sizes}
+
+
+class MeasuredLatency:
+    """Milliseconds of graphs and host: the profile's at first, later those of this process.
+
+    Args:
+        profile: What was measured when the pair was compiled.
+
+    Attributes:
+        in_use: The profile with the corrections so far. A new object only where they changed by more than
+            SAME.
+    """
+
+    def __init__(self, profile: LatencyModel) -> None:
+        self.in_use = profile
+        self._profile = profile
+        self._draft = GraphFactors()
+        self._verify = GraphFactors()
+        self._host_ms = {True: profile.step_host_ms, False: profile.plain_host_ms}  # with trees, without
+        self._host_in_use = tuple(self._host_ms.values())
+        self._factors_in_use = (1.0,) * (len(profile.draft.sizes) + len(profile.verify.sizes))
+        self._steps = {True: 0, False: 0}
+
+    def observe_(self, shapes: Sequence[Shape], num_tokens: int, context_len: int, ms: StepMs) -> None:
+        """Learn from a step.
+
+        Args:
+            shapes: What each row drafted.
+            num_tokens: Tokens of the target's forward.
+            context_len: Tokens of context of the longest row.
+        """
+        profile = self._profile
+        drafting = [shape for shape in shapes if shape.depth]
+        if drafting:
+            size, draft_ms = _growth(profile, drafting, context_len)
+            self._draft.observe_(size, ms.draft / draft_ms)
+        share = 1.0 if drafting else profile.plain_share
+        verify_ms = share * profile.verify.at(num_tokens, context_len)
+        self._verify.observe_(profile.verify.graph(num_tokens), ms.verify / verify_ms)
+        self._observe_host_(bool(drafting), ms.host)
+        self._use_()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Measured over predicted milliseconds by graph, and the host's milliseconds: JSON values."""
+        profile = self._profile
+        factors = {
+            "draft": self._draft.at(profile.draft.sizes),
+            "target": self._verify.at(profile.verify.sizes),
+        }
+        return {
+            "slowness": {
+                model: {str(size): round(factor, 3) for size, factor in by_size.items()}
+                for model, by_size in factors.items()
+            },
+            "host_ms": {"trees": round(self._host_ms[True], 3), "plain": round(self._host_ms[False], 3)},
+        }
+
+    def _observe_host_(self, drafts: bool, ms: float) -> None:
+        self._steps[drafts] += 1
+        weight = max(1 / (1 + self._steps[drafts]), 1 / FORWARDS_MEMORY)
+        expected = self._host_ms[drafts]
+        # a single step may have been interrupted
+        self._host_ms[drafts] += weight * (min(ms, MOST_JUMP * expected + 0.1) - expected)
+
+    def _use_(self) -> None:
+        profile = self._profile
+        draft = self._draft.at(profile.draft.sizes)
+        verify = self._verify.at(profile.verify.sizes)
+        host_ms = tuple(self._host_ms.values())
+        factors = (*draft.values(), *verify.values())
+        unchanged = all(map(_is_same, factors, self._factors_in_use))
+        little_ms = SAME * self.in_use.plain_ms(0)
+        if unchanged and all(
+            abs(a - b) <= little_ms for a, b in zip(host_ms, self._host_in_use, strict=True)
+        ):
+            return
+        self._factors_in_use = factors
+        self._host_in_use = host_ms
+        self.in_use = replace(
+            profile,
+            draft=profile.draft.slower(draft),
+            verify=profile.verify.slower(verify),
+            step_host_ms=host_ms[0],
+            plain_host_ms=host_ms[1],
+        )
+
+
+def _growth(latency: LatencyModel, drafting: Sequence[Shape], context_len: int) -> tuple[int, float]:
+    """The draft's graph that runs most often in a step of these shapes, and the step's draft time in ms."""
+    width = sum(shape.width for shape in drafting)
+    depth = max(shape.depth for shape in drafting)
+    head = 2 * len(drafting)
+    ms = latency.draft.graphs_ms(head, context_len) + depth * latency.growth_host_ms
+    ms += (depth - 1) * latency.draft.graphs_ms(width, context_len)
+    return latency.draft.graph(width if depth > 1 else head), ms
+
+
+def _is_same(factor: float, in_use: float) -> bool:
+    return abs(factor - in_use) <= SAME * in_use
