@@ -137,9 +137,9 @@ class Stand:
         return self.texts[text][start : start + PROMPT_TOKENS]
 
 
-def tok_per_s(run: Replay, size: int) -> float:
-    """Tokens per second after LEARNING_STEPS, as long as every row has a request."""
-    full = [(at_s, sum(report.emitted)) for at_s, report in run.steps if report.running == size]
+def tok_per_s(run: Replay) -> float:
+    """Tokens per second after LEARNING_STEPS, as long as requests wait, so every row has one."""
+    full = [(at_s, sum(report.emitted)) for at_s, report in run.steps if report.waiting]
     (start_s, _), *counted = full[LEARNING_STEPS - 1 :]
     return sum(tokens for _, tokens in counted) / (counted[-1][0] - start_s)
 
@@ -150,8 +150,8 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     for size in SIZES:
         runs = stand.run(size, options.steps)
-        right = tok_per_s(runs[f"{RIGHT}, {LEARNS}"], size)
-        share = {name: round(tok_per_s(run, size) / right, 4) for name, run in runs.items()}
+        right = tok_per_s(runs[f"{RIGHT}, {LEARNS}"])
+        share = {name: round(tok_per_s(run) / right, 4) for name, run in runs.items()}
         found[str(size)] = {
             profile: {name: share[f"{profile}, {name}"] for name in POLICIES} for profile in PROFILES
         }
