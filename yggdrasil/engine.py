@@ -155,8 +155,8 @@ class Engine:
             self.draft.cache.kept_(row.draft_len)
             self._generating = state
             self._note_lengths()
-            if catches_up or policy.is_guard:
-                result = replace(result, caught_up=catches_up, is_guarded=policy.is_guard)
+            if catches_up:
+                result = replace(result, caught_up=True)
             policy.observe(result)
             return result
 

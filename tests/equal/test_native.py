@@ -424,9 +424,3 @@ def test_an_inspection_changes_neither_text_nor_caches_and_is_not_made_unasked(
         length = engine.target.cache.len
         ends.append((state.tokens, stored(engine.target, length).tolist()))
     assert ends[0] == ends[1]
-
-
-def test_results_say_whether_a_guard_watches(tiny: LoadedPair, engine: Engine) -> None:
-    tokens = tiny.tokenizer.encode(PROMPTS[0])
-    for guard in (True, False):
-        assert engine.step(fresh(engine, tokens), tiny.policy(guard=guard)).is_guarded == guard

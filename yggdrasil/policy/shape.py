@@ -42,7 +42,7 @@ The policies are `BestShape`, `ContextShape` and `StoppingShape`.
 """
 
 CONTEXT_STEP = 128  # tokens of context after which the shape is chosen again: costs change slowly
-MENUS_KEPT = 256
+CHOICES_KEPT = 256
 MOST_GRAFTED = 15  # with the root they fill a graph of 16 tokens
 REPEATS = Shape(1, 0, graft=MOST_GRAFTED)  # what repeats in the text, without a draft
 
@@ -89,7 +89,7 @@ class FixedShape(ShapePolicy):
     latency: LatencyModel
     verify_widths: tuple[int, ...]
     graft: int = field(default=0, kw_only=True)
-    _menus: dict[tuple[int, int, int, int], VerifyMenu] = field(
+    _choices: dict[tuple[int, ...], tuple[Shape, Choice]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -99,25 +99,26 @@ class FixedShape(ShapePolicy):
 
     def choose(self, rows: Sequence[Row]) -> Choice:
         shape = self.shape_of(rows)
-        shapes = (grafted(shape, self.graft),) * len(rows)
-        return Choice(shapes, (self.acceptance.calibration,) * len(rows), self._menu(shape, rows))
+        lag = sum(row.state.root_pos - row.target_len for row in rows)
+        key = (id(shape), context_key(rows), len(rows), lag)
+        known = self._choices.get(key)
+        if known is None:
+            if len(self._choices) >= CHOICES_KEPT:
+                self._choices.clear()
+            # with the shape, so that no other one gets its id
+            known = self._choices[key] = shape, self._choice(shape, *key[1:])
+        return known[1]
 
     def shape_of(self, rows: Sequence[Row]) -> Shape:
         """The shape of every row in the next step."""
         return self.shape
 
-    def _menu(self, shape: Shape, rows: Sequence[Row]) -> VerifyMenu:
-        """`menu` for these rows, cached by context in steps of CONTEXT_STEP."""
-        if shape.verify is not None or shape.num_nodes == 1:
-            return VERIFY_ALL
-        lag = sum(row.state.root_pos - row.target_len for row in rows)
-        key = (shape.width if shape.depth else 0, context_key(rows), len(rows), lag)
-        menu = self._menus.get(key)
-        if menu is None:
-            if len(self._menus) >= MENUS_KEPT:
-                self._menus.clear()
-            menu = self._menus[key] = self.menu(*key)
-        return menu
+    def _choice(self, shape: Shape, context_len: int, num_rows: int, lag: int) -> Choice:
+        menu = VERIFY_ALL
+        if shape.verify is None and shape.num_nodes > 1:
+            menu = self.menu(shape.width if shape.depth else 0, context_len, num_rows, lag)
+        shapes = (grafted(shape, self.graft),) * num_rows
+        return Choice(shapes, (self.acceptance.calibration,) * num_rows, menu)
 
     def menu(self, width: int, context_len: int, num_rows: int, lag: int) -> VerifyMenu:
         """The nodes that each graph holds in addition to roots and lagging tokens, and the step's cost.
@@ -145,7 +146,7 @@ class FixedShape(ShapePolicy):
         return VerifyMenu(tuple(nodes), ms, growth_ms)
 
 
-@lru_cache(maxsize=MENUS_KEPT)
+@lru_cache(maxsize=CHOICES_KEPT)
 def grafted(shape: Shape, graft: int) -> Shape:
     """The shape with this graft, unless it is plain, static or has one."""
     takes_graft = shape.depth > 0 and shape.levels is None and shape.graft == 0

@@ -132,7 +132,6 @@ class Run:
         self.startup_ms = (now - (now if start is None else start)) * 1e3
         self.ttft_ms = 0.0
         self.total_ms = 0.0
-        self._predicted: list[float] = []
 
     def steps(self) -> Iterator[tuple[str, StepResult | None]]:
         """The text of every step, with the step; at the end the text held back, with None.
@@ -211,18 +210,6 @@ class Run:
             self.ttft_ms = now_ms
         self.total_ms = now_ms
         self.results.append(result)
-        shape = result.shape
-        context_len = result.context_len
-        self._predicted.append(
-            speedup(
-                result.predicted_emitted,
-                width=shape.width,
-                depth=shape.depth,
-                verify=result.verified,
-                context_len=context_len,
-                latency=self.pair.latency,
-            )
-        )
 
     def _ended(self) -> bool:
         ends = self.config.ends(self.pair.engine.eos_tokens)
@@ -264,6 +251,23 @@ class Run:
         ]
         return median(ratios) if len(ratios) >= ENOUGH_STEPS else None
 
+    @property
+    def _predicted_speedup(self) -> float:
+        """Mean of Eq. 3 over the steps; 0 without any."""
+        latency = self.pair.latency
+        predicted = [
+            speedup(
+                result.predicted_emitted,
+                width=result.shape.width,
+                depth=result.shape.depth,
+                verify=result.verified,
+                context_len=result.context_len,
+                latency=latency,
+            )
+            for result in self.results
+        ]
+        return mean(predicted) if predicted else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """All figures of the run, with units in the keys."""
         engine = self.pair.engine
@@ -286,7 +290,7 @@ class Run:
             "ttft_ms": self.ttft_ms,
             "tpot_ms": self.tpot_ms,
             "tok_per_s": self.tok_per_s,
-            "predicted_speedup": mean(self._predicted) if self._predicted else 0.0,
+            "predicted_speedup": self._predicted_speedup,
             "slowdown": self.slowdown,
             "compilations": compilations(),
             "stages_ms": {
@@ -297,7 +301,7 @@ class Run:
                 "target": engine.target.graph_ms - in_target,
             },
             "speculation": "off" if self.config.plain else dict(shapes.most_common()),
-            "guard": any(result.is_guarded for result in self.results),
+            "guard": self.policy.is_guard,
             "rollback_tokens": rejected,
             "rejected_kv_bytes": rejected
             * kv.num_layers

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -154,7 +155,10 @@ def num_candidates(model: TokenGraphs, shape: Shape) -> int:
 def grown(shape: Shape, depth: int) -> Shape:
     """The shape with the depth at which a stop rule or a long graft ended growth."""
     is_whole = shape.stop is None and depth == shape.depth
-    return shape if is_whole else Shape(shape.width, depth, shape.verify)
+    return shape if is_whole else _shape(shape.width, depth, shape.verify)
+
+
+_shape = lru_cache(maxsize=256)(Shape)
 
 
 def prefill(model: TokenModel, tokens: list[int]) -> Tensor | None:

@@ -13,7 +13,7 @@ import ctypes
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -195,8 +195,11 @@ class NativeStep:
             repeats = row.state.repeats
             repeats.follow_(row.state.tokens)
             address, length = repeats.tokens.buffer_info()
-            grammar = self._masks.add(row.state)
-            forced, num_forced = self._masks.forced(grammar, shape.graft)
+            grammar = -1
+            forced = num_forced = 0
+            if row.state.grammar is not None:
+                grammar = self._masks.add(row.state.grammar, row.state.emitted)
+                forced, num_forced = self._masks.forced(grammar, shape.graft)
             self._rows[place] = RowStruct(
                 address,
                 ctypes.addressof(repeats.evidence),
@@ -333,17 +336,15 @@ class _Masks:
         self._forced: list[array[int]] = []
         self._failure: BaseException | None = None
 
-    def add(self, state: DecodeState) -> int:
-        """The number of a request's grammar, which moves to the end of the text; -1 without one."""
-        if state.grammar is None:
-            return -1
-        state.grammar.follow_(state.emitted)
-        self.grammars.append(state.grammar)
+    def add(self, grammar: GrammarState, emitted: Sequence[int]) -> int:
+        """The number of a request's grammar, which moves to the end of the text."""
+        grammar.follow_(emitted)
+        self.grammars.append(grammar)
         return len(self.grammars) - 1
 
     def forced(self, number: int, most: int) -> tuple[int, int]:
         """Address and number of the tokens that a grammar forces next, at most this many."""
-        tokens = array("q", self.grammars[number].forced(most) if number >= 0 else ())
+        tokens = array("q", self.grammars[number].forced(most))
         self._forced.append(tokens)
         return tokens.buffer_info()
 
@@ -387,33 +388,41 @@ class _Records:
             self._numbers.clear()
 
     def calibration(self, calibration: Calibration) -> int:
+        known = self._numbers.get(id(calibration))
+        if known is not None:
+            return known[0]
         platt = calibration.platt
-        return self._number(
-            calibration, lambda: self._step.add_calibration(platt.slope, platt.offset, calibration.knots)
+        return self._keep_(
+            calibration, self._step.add_calibration(platt.slope, platt.offset, calibration.knots)
         )
 
     def stop(self, shape: Shape) -> int:
         if shape.stop is None or shape.levels is not None:
             return -1
-        rule = shape.stop
-        return self._number(rule, lambda: self._step.add_stop(*(rule.numbers or NEVER)))
+        known = self._numbers.get(id(shape.stop))
+        if known is not None:
+            return known[0]
+        return self._keep_(shape.stop, self._step.add_stop(*(shape.stop.numbers or NEVER)))
 
     def levels(self, shape: Shape) -> int:
         if shape.levels is None:
             return -1
-        levels = shape.levels
-        return self._number(levels, lambda: self._step.add_levels(*_by_level(levels)))
+        known = self._numbers.get(id(shape.levels))
+        if known is not None:
+            return known[0]
+        return self._keep_(shape.levels, self._step.add_levels(*_by_level(shape.levels)))
 
     def processors(self, processors: ProcessorConfig | None) -> int:
         if processors is None:
             return -1
-        return self._number(processors, lambda: self._step.add_processors(*_numbers_of(processors)))
+        known = self._numbers.get(id(processors))
+        if known is not None:
+            return known[0]
+        return self._keep_(processors, self._step.add_processors(*_numbers_of(processors)))
 
-    def _number(self, record: object, add: Callable[[], int]) -> int:
-        known = self._numbers.get(id(record))
-        if known is None:
-            known = self._numbers[id(record)] = (add(), record)
-        return known[0]
+    def _keep_(self, record: object, number: int) -> int:
+        self._numbers[id(record)] = number, record
+        return number
 
 
 def _failure(state: DecodeState, tokens: Sequence[int]) -> str:
