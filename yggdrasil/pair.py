@@ -19,7 +19,6 @@ from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import (
     MOST_GRAFTED,
     REPEATS,
-    Arms,
     BestShape,
     ContextShape,
     DepthRule,
@@ -34,6 +33,8 @@ from yggdrasil.store import artifacts
 from yggdrasil.text.tokenizer import Tokenizer
 
 __all__ = ["LoadedPair", "Measurements", "TrainedDepth", "load_decisions", "load_measurements", "load_pair"]
+
+POLICIES_KEPT = 64  # a server may be asked for many temperatures
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ class LoadedPair:
     depth: TrainedDepth
     latency: LatencyModel
     plan: PlanChoice
-    _arms: dict[float, dict[int, Arms]] = field(default_factory=dict, init=False, repr=False)
+    _policies: dict[tuple[Any, ...], ShapePolicy] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
         target, draft = (Path(model).name for model in self.bundle.named_models)
@@ -119,13 +120,26 @@ class LoadedPair:
             ConfigError: the shape is wider or deeper than the pair was compiled for, or needs the draft
                 where there is none.
         """
-        acceptance = self.acceptance.nearest(temperature)
-        config = self.bundle.config
         if shape is not None:
+            config = self.bundle.config
             shape.check_compiled(num_candidates=config.num_candidates, max_depth=config.max_depth)
             if shape.depth and not draft:
                 raise ConfigError("shape", str(shape), "of depth 0 without a draft")
+            acceptance = self.acceptance.nearest(temperature)
             return FixedShape(shape, acceptance, self.latency, config.verify_widths)
+        rule = depth or self.depth.rule(temperature) if draft else None
+        key = (temperature, rule, graft)
+        inner = self._policies.get(key)
+        if inner is None:
+            if len(self._policies) >= POLICIES_KEPT:
+                self._policies.clear()
+            inner = self._policies[key] = self._policy(*key)
+        return Guard(inner, self.latency) if guard else inner
+
+    def _policy(self, temperature: float, rule: DepthRule | None, graft: int) -> ShapePolicy:
+        """The policy of a depth rule; None is no draft. Requests share it, because it learns nothing."""
+        config = self.bundle.config
+        acceptance = self.acceptance.nearest(temperature)
         menu: dict[str, Any] = {
             "shape": PLAIN,
             "acceptance": acceptance,
@@ -133,20 +147,17 @@ class LoadedPair:
             "verify_widths": config.verify_widths,
             "widths": config.widths,
             "graft": graft,
-            "arms_by_context": self._arms.setdefault(self.acceptance.nearest_temperature(temperature), {}),
         }
-        inner: ShapePolicy
-        match depth or self.depth.rule(temperature) if draft else None:
+        match rule:
             case None:
                 repeats = replace(REPEATS, graft=graft)
-                inner = FixedShape(repeats, acceptance, self.latency, config.verify_widths)
+                return FixedShape(repeats, acceptance, self.latency, config.verify_widths)
             case "fixed":
-                inner = BestShape(**menu)
+                return BestShape(**menu)
             case "predicted":
-                inner = ContextShape(**menu, predictor=self.depth.predictor, temperature=temperature)
+                return ContextShape(**menu, predictor=self.depth.predictor, temperature=temperature)
             case "stopping":
-                inner = StoppingShape(**menu)
-        return Guard(inner, self.latency) if guard else inner
+                return StoppingShape(**menu)
 
 
 def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:

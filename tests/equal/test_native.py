@@ -21,6 +21,7 @@ from yggdrasil.errors import YggError
 from yggdrasil.loading import load_models
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.pair import LoadedPair
+from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.shape import FixedShape, ShapePolicy
 from yggdrasil.policy.stopping import LowConfidence, SmallGain
 from yggdrasil.schedule.search import plans
@@ -231,6 +232,17 @@ def test_shapes_may_change_from_step_to_step(
 
 def test_the_default_policy_runs_natively(tiny: LoadedPair, engine: Engine, by_stages: Engine) -> None:
     both(tiny, engine, by_stages, tiny.policy(guard=False), GREEDY)
+
+
+def test_requests_share_what_a_policy_has_computed_but_no_guard(tiny: LoadedPair) -> None:
+    first = tiny.policy()
+    second = tiny.policy()
+    assert isinstance(first, Guard)
+    assert isinstance(second, Guard)
+    assert first is not second
+    assert first.inner is second.inner
+    assert tiny.policy(temperature=1.0, guard=False) is not first.inner
+    assert tiny.policy(graft=0, guard=False) is not first.inner
 
 
 def test_the_end_of_a_prompt_runs_with_the_first_tree(

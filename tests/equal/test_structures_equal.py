@@ -90,7 +90,7 @@ def test_every_depth_rule_writes_the_plain_text(tiny: LoadedPair, depth: DepthRu
     chosen = tiny.policy(depth=depth, guard=False)
     assert isinstance(chosen, BestShape)
     # if only verification takes time, speculation is best for any pair
-    eager = replace(chosen, latency=FREE, arms_by_context={})
+    eager = replace(chosen, latency=FREE)
     written = steps(tiny, PROMPTS[0], eager, SamplingConfig())
     assert text(written) == text(steps(tiny, PROMPTS[0], plain_policy(), SamplingConfig()))
     assert max(result.shape.depth for result in written) > 1

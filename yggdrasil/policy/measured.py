@@ -112,10 +112,12 @@ class MeasuredLatency:
         drafting = [shape for shape in shapes if shape.depth]
         if drafting:
             size, draft_ms = _growth(profile, drafting, context_len)
-            self._draft.observe_(size, ms.draft / draft_ms)
+            if ms.draft:
+                self._draft.observe_(size, ms.draft / draft_ms)
         share = 1.0 if drafting else profile.plain_share
         verify_ms = share * profile.verify.at(num_tokens, context_len)
-        self._verify.observe_(profile.verify.graph(num_tokens), ms.verify / verify_ms)
+        if ms.verify:  # on a device a forward may end after the step, which then does not know its time
+            self._verify.observe_(profile.verify.graph(num_tokens), ms.verify / verify_ms)
         self._observe_host_(bool(drafting), ms.host)
         self._use_()
 

@@ -273,8 +273,6 @@ class BestShape(FixedShape):
     """The (W, D) that maximises Eq. 3 at the current context length; chains and plain decoding included.
 
     Args:
-        arms_by_context: A cache that takes a millisecond per entry to fill. Policies with the same
-            acceptance and latency may share it.
         scale: Accepted tokens over those that the calibration expects.
 
     Source: Yggdrasil Eq. (3) over the whole menu. All contexts of a length get the same shape; the depth
@@ -282,7 +280,7 @@ class BestShape(FixedShape):
     """
 
     widths: tuple[int, ...]
-    arms_by_context: dict[tuple[int, int], Arms] = field(default_factory=dict, repr=False)
+    _arms: dict[tuple[int, int], Arms] = field(default_factory=dict, init=False, repr=False, compare=False)
     scale: float = field(default=1.0, kw_only=True)
 
     @property
@@ -292,8 +290,9 @@ class BestShape(FixedShape):
     def corrected(self, latency: LatencyModel, scale: float) -> Self:
         """The policy at another latency, whose trees accept `scale` times what this one expects."""
         arms = self.arms(0).at(latency, 0)
-        scaled = replace(arms, gain_M=scale * arms.gain_M)
-        return replace(self, latency=latency, scale=scale * self.scale, arms_by_context={(0, 1): scaled})
+        policy = replace(self, latency=latency, scale=scale * self.scale)
+        policy._arms[0, 1] = replace(arms, gain_M=scale * arms.gain_M)
+        return policy
 
     def shape_of(self, rows: Sequence[Row]) -> Shape:
         arms = self.arms(context_key(rows), len(rows))
@@ -302,7 +301,7 @@ class BestShape(FixedShape):
     def arms(self, context_len: int, num_rows: int = 1) -> Arms:
         """The menu at this context length, a multiple of CONTEXT_STEP, for this many rows."""
         key = (context_len, num_rows)
-        known = self.arms_by_context
+        known = self._arms
         if key not in known:
             first = next(iter(known.values()), None)
             if first is None:

@@ -101,3 +101,11 @@ def test_corrections_that_hardly_change_leave_the_profile_in_use() -> None:
     for _ in range(50):
         measured.observe_([PLAIN], 1, 0, StepMs(0.0, 0.9 * 10.1, 0.2))
     assert measured.in_use is PROFILE
+
+
+def test_a_part_whose_time_is_not_known_yet_teaches_nothing() -> None:
+    measured = MeasuredLatency(PROFILE)
+    for _ in range(5):
+        measured.observe_([Shape(2, 3)], 8, 0, StepMs(0.0, 0.0, 0.4))
+    assert measured.in_use.verify == PROFILE.verify
+    assert measured.in_use.draft == PROFILE.draft
