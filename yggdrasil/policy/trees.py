@@ -34,6 +34,7 @@ STEP_WEIGHT = 0.0625  # of a new step in the goodput of trees
 LONG_AGO = 64  # steps after which what is known of that goodput counts no more than a new step
 MOST_JUMP = 2.0  # a single step lowers the known goodput by no more, it may have been interrupted
 SAME = 0.02  # an acceptance within this share of the one in use changes nothing
+REVIEW_STEPS = 16  # between two uses of new corrections: arms and menus then have to be computed again
 MENUS_KEPT = 512
 
 
@@ -105,6 +106,7 @@ class Trees:
         self._corrected: dict[int, BestShape] = {}
         self._latency = parts.latency
         self._scale = 1.0
+        self._next_review = 0  # the number of a step
         self._menus: dict[tuple[Any, ...], VerifyMenu] = {}
 
     def choose(self, load: Load) -> Choice:
@@ -258,13 +260,16 @@ class Trees:
         self._use_corrections_()
 
     def _use_corrections_(self) -> None:
-        """Use what was learnt, where it differs from what is in use."""
+        """Use what was learnt, where it differs from what is in use: often at first, then now and then."""
+        if self.steps < self._next_review:
+            return
+        self._next_review = self.steps + min(1 + self.steps // 8, REVIEW_STEPS)
         scale = self._accepted / self._expected
-        is_same = abs(scale - self._scale) <= SAME * self._scale
-        if is_same and self._latency is self.measured.in_use:
+        latency = self.measured.use_()
+        if latency is self._latency and abs(scale - self._scale) <= SAME * self._scale:
             return
         self._scale = scale
-        self._latency = self.measured.in_use
+        self._latency = latency
         self._corrected.clear()
         self._menus.clear()
 

@@ -89,7 +89,7 @@ def test_steps_correct_every_part_of_the_profile() -> None:
         host_ms = truth.step_host_ms if shape.depth else truth.plain_host_ms
         parts = StepMs(noise * draft_ms, noise * verify_ms, host_ms)
         measured.observe_([shape], num_tokens, context_len, parts)
-    in_use = measured.in_use
+    in_use = measured.use_()
     assert in_use.draft.at(2, 0) == pytest.approx(truth.draft.at(2, 0), rel=0.05)
     assert in_use.verify.ms[0] == pytest.approx(truth.verify.ms[0], rel=0.05)
     assert in_use.plain_ms(512) == pytest.approx(truth.plain_ms(512), rel=0.05)
@@ -100,12 +100,12 @@ def test_corrections_that_hardly_change_leave_the_profile_in_use() -> None:
     measured = MeasuredLatency(PROFILE)
     for _ in range(50):
         measured.observe_([PLAIN], 1, 0, StepMs(0.0, 0.9 * 10.1, 0.2))
-    assert measured.in_use is PROFILE
+    assert measured.use_() is PROFILE
 
 
 def test_a_part_whose_time_is_not_known_yet_teaches_nothing() -> None:
     measured = MeasuredLatency(PROFILE)
     for _ in range(5):
         measured.observe_([Shape(2, 3)], 8, 0, StepMs(0.0, 0.0, 0.4))
-    assert measured.in_use.verify == PROFILE.verify
-    assert measured.in_use.draft == PROFILE.draft
+    assert measured.use_().verify == PROFILE.verify
+    assert measured.use_().draft == PROFILE.draft
