@@ -201,6 +201,14 @@ def test_a_plain_request_is_decoded_plainly_with_any_policy(
     assert {result.shape for result in results} == {PLAIN}
 
 
+def test_a_plain_run_has_no_guard_whatever_its_policy(tiny: LoadedPair) -> None:
+    prompt = tiny.tokenizer.encode(PROMPTS[2])
+    for plain in (False, True):
+        config = GenerateConfig(max_new_tokens=4, plain=plain)
+        run = Run(tiny, prompt, config, policy=tiny.policy()).complete()
+        assert run.to_json()["guard"] is not plain
+
+
 @pytest.mark.parametrize("plain", (True, False))
 def test_a_replaced_generation_raises_an_error_and_the_new_one_continues(
     tiny: LoadedPair, plain: bool
