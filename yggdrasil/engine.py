@@ -155,8 +155,8 @@ class Engine:
             self.draft.cache.kept_(row.draft_len)
             self._generating = state
             self._note_lengths()
-            if catches_up:
-                result = replace(result, caught_up=True)
+            # nobody else has the result yet; `replace` would take a hundredth of a small pair's step
+            result.__dict__.update(caught_up=catches_up, is_guarded=policy.is_guard)
             policy.observe(result)
             return result
 

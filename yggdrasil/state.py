@@ -296,6 +296,7 @@ class StepResult:
         error: What is wrong with the target's logits; then no token is emitted.
         values: Calibrated acceptance of every drafted node but the root.
         depths: Depth in the tree of every verified node, root included.
+        is_guarded: Whether a guard watches the session and may end its speculation.
         inspection: The drafted tree and the target's tokens, if `GenerateConfig.inspect` asks for them.
     """
 
@@ -312,6 +313,7 @@ class StepResult:
     error: str = ""
     values: Sequence[float] = field(default=(), repr=False)
     depths: Sequence[int] = field(default=(), repr=False)
+    is_guarded: bool = False
     inspection: Inspection | None = None
 
     @property

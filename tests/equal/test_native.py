@@ -234,6 +234,12 @@ def test_the_default_policy_runs_natively(tiny: LoadedPair, engine: Engine, by_s
     both(tiny, engine, by_stages, tiny.policy(guard=False), GREEDY)
 
 
+def test_results_say_whether_a_guard_watches(tiny: LoadedPair, engine: Engine) -> None:
+    tokens = tiny.tokenizer.encode(PROMPTS[0])
+    for guard in (True, False):
+        assert engine.step(fresh(engine, tokens), tiny.policy(guard=guard)).is_guarded == guard
+
+
 def test_requests_share_what_a_policy_has_computed_but_no_guard(tiny: LoadedPair) -> None:
     first = tiny.policy()
     second = tiny.policy()

@@ -301,7 +301,7 @@ class Run:
                 "target": engine.target.graph_ms - in_target,
             },
             "speculation": "off" if self.config.plain else dict(shapes.most_common()),
-            "guard": self.policy.is_guard and not self.config.plain,
+            "guard": any(result.is_guarded for result in self.results),
             "rollback_tokens": rejected,
             "rejected_kv_bytes": rejected
             * kv.num_layers
