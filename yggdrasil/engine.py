@@ -206,9 +206,7 @@ class Engine:
         """C++ where it knows the stop rule and no stage runs ahead of time."""
         temperature = row.state.sampling.temperature
         by_stages = self._sampled if temperature > 0 else self._greedy
-        plan = by_stages.plan
-        runs_ahead = plan.ahead and plan.helps(temperature)
-        if self._native is None or runs_ahead or not NativeStep.supports(choice):
+        if self._native is None or by_stages.plan.helps(temperature) or not NativeStep.supports(choice):
             return by_stages
         return self._native
 

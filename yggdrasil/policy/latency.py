@@ -55,7 +55,8 @@ class Curve:
     def marginal_ms(self, most: int, context_len: int) -> list[float]:
         """Milliseconds that each further token adds, up to `most` tokens; the first adds 0.
 
-        The values are slopes of the largest convex curve that is nowhere above this curve at its sizes.
+        The values are slopes of the largest convex curve that is nowhere above this curve at its sizes, 0
+        where a wider graph was measured as quicker.
         Graph sizes come in steps, so a rule that adds tokens one by one would stop before a step that gains
         as a whole.
         """
@@ -65,7 +66,8 @@ class Curve:
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
                 hull.pop()
             hull.append(point)
-        return [0.0, *(_slope(low, high) for low, high in pairwise(hull) for _ in range(high[0] - low[0]))]
+        slopes = [(max(0.0, _slope(low, high)), high[0] - low[0]) for low, high in pairwise(hull)]
+        return [0.0, *(slope for slope, num_tokens in slopes for _ in range(num_tokens))]
 
     def slower(self, factors: Mapping[int, float]) -> Curve:
         """The curve of graphs that take a multiple of their milliseconds, by size."""

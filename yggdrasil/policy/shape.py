@@ -281,7 +281,7 @@ class BestShape(FixedShape):
 
     widths: tuple[int, ...]
     _arms: dict[tuple[int, int], Arms] = field(default_factory=dict, init=False, repr=False, compare=False)
-    scale: float = field(default=1.0, kw_only=True)
+    scale: float = 1.0
 
     @property
     def drafts(self) -> bool:

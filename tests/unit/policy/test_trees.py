@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.gamma.protocol import Load, Outcome
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import StoppingShape
+from yggdrasil.policy.stopping import SmallGain
 from yggdrasil.policy.trees import TreeParts, Trees
 from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
 from yggdrasil.step.choice import Choice
@@ -195,3 +198,38 @@ def test_shapes_of_a_batch_follow_each_row_s_temperature() -> None:
     first, second = Trees(parts, lambda lag, batch_size: 0.0).choose(load).shapes
     assert (first.depth > 0, second) == (True, PLAIN)
     assert isinstance(first, Shape)
+
+
+def test_trees_that_the_profile_makes_too_slow_are_tried_and_used() -> None:
+    """Plain decoding is the best arm of a profile whose draft is twenty times too slow."""
+    slow = replace(LATENCY, draft=LATENCY.draft.slower(dict.fromkeys(LATENCY.draft.sizes, 20.0)))
+    policy = policy_of(latency=slow)
+    load = load_of(1)
+    speculated = []
+    for _ in range(1500):
+        choice = policy.choose(load)
+        observed(policy, load, choice, 14.0 if choice.gamma else 10.1, 3 if choice.gamma else 1)
+        speculated.append(choice.gamma > 0)
+    assert not any(speculated[:5])
+    assert sum(speculated[-100:]) >= 95
+
+
+def test_stop_rules_follow_corrected_times_and_acceptance() -> None:
+    menu = {"latency": LATENCY, "verify_widths": (4, 8, 16), "widths": (1, 4)}
+    policy = StoppingShape(shape=PLAIN, acceptance=GOOD, **menu)
+    rows = load_of(1).rows
+
+    def min_gain(latency: LatencyModel, scale: float) -> float:
+        stop = policy.corrected(latency, scale).shape_of(rows).stop
+        assert isinstance(stop, SmallGain)
+        return stop.min_gain
+
+    slow_draft = replace(LATENCY, draft=LATENCY.draft.slower(dict.fromkeys(LATENCY.draft.sizes, 2.0)))
+    assert min_gain(slow_draft, 1.0) > min_gain(LATENCY, 1.0)
+    assert min_gain(LATENCY, 0.7) > min_gain(LATENCY, 1.0)
+
+
+def test_a_wider_graph_that_was_measured_as_quicker_gives_nodes_no_negative_cost() -> None:
+    quick = LATENCY.verify.slower({2: 2.0})
+    assert min(quick.marginal_ms(16, 0)) == 0.0
+    assert quick.marginal_ms(64, 0)[-1] > 0.0
