@@ -317,7 +317,8 @@ class CompileConfig:
             ones of the file.
         calibration_tokens: Tokens decoded after the prompt from each text.
         calibration_budget_s: Most seconds for writing these texts and drafting along them, estimated from a
-            few timed passes. If all would take longer, there are fewer trees, then fewer texts.
+            few timed passes. If all would take longer, there are fewer trees, then fewer texts, then
+            shallower trees.
         exact: Linear layers add in the same order in every graph, so that speculation writes what plain
             decoding writes, bit for bit. On a CPU they always do.
         compress: Store bf16 weights without loss in three quarters of their bytes. None does so on a CPU

@@ -18,6 +18,7 @@ from yggdrasil.step.sampling import choose_tokens
 
 __all__ = [
     "EVERY",
+    "FEWEST_LEVELS",
     "FEWEST_ROOTS",
     "FEWEST_TEXTS",
     "STEP",
@@ -32,6 +33,7 @@ STEP = 2  # a tree at every second position: neighbouring positions give nearly 
 EVERY = 4  # every fourth root has trees of all widths, the others one of the reference width
 FEWEST_TEXTS = 16  # fewer texts give too little information
 FEWEST_ROOTS = 2  # roots per text
+FEWEST_LEVELS = 4  # growth steps of a tree: a draft for which even these are too slow gains nothing by more
 PASSAGES_SHARE = 0.1
 TIMED_PASSES = 2
 
@@ -45,7 +47,8 @@ class CalibrationSize:
         num_passages: Texts that the target writes: these, and further ones for the depth predictor.
         num_tokens: Positions of each text that can be roots.
         stride: Distance of two roots, in positions.
-        max_depth: Depth of every tree; a text is longer by this, to judge its last tree.
+        max_depth: Depth of every tree; a text is longer by this, to judge its last tree. The policy grows
+            no tree deeper than this.
         reference_width: Width of the tree at every root; one root of `EVERY` has all widths.
     """
 
@@ -80,15 +83,18 @@ class CalibrationSize:
         )
 
     def smaller(self) -> Iterator[CalibrationSize]:
-        """This size, then sizes with fewer passages, with fewer trees per text, with fewer texts."""
+        """This size, then fewer passages, fewer trees per text, fewer texts, and last shallower trees."""
         for num_passages in range(self.num_passages, self.num_texts, -FEWEST_TEXTS):
             yield replace(self, num_passages=num_passages)
-        alone = replace(self, num_passages=self.num_texts)
-        strides = range(self.stride, max(self.stride, self.num_tokens // FEWEST_ROOTS) + 1)
-        for stride in strides:
-            yield replace(alone, stride=stride)
+        smallest = replace(self, num_passages=self.num_texts)
+        for stride in range(self.stride, max(self.stride, self.num_tokens // FEWEST_ROOTS) + 1):
+            smallest = replace(smallest, stride=stride)
+            yield smallest
         for num_texts in range(self.num_texts - 1, FEWEST_TEXTS - 1, -1):
-            yield replace(alone, num_texts=num_texts, num_passages=num_texts, stride=strides[-1])
+            smallest = replace(smallest, num_texts=num_texts, num_passages=num_texts)
+            yield smallest
+        for max_depth in range(self.max_depth - 1, FEWEST_LEVELS - 1, -1):
+            yield replace(smallest, max_depth=max_depth)
 
 
 class PassClock:

@@ -352,13 +352,14 @@ def train_depth(
 ) -> tuple[bytes, dict[str, Any]]:
     """Fit the depth predictor and evaluate it on held-out texts; returns its weights and the report."""
     config = bundle.config
+    max_depth = min(each.max_depth for each in acceptance.by_temperature.values())
     may_stop = config.device == "cpu"  # on CUDA the host would wait for the draft after every step
     with progress.phase("train depth predictor", FOLDS + 2 + len(traces)):
         embedding_VE = draft_embedding(bundle)
-        judged = held_out(traces, config.max_depth, embedding_VE, progress.advance)
+        judged = held_out(traces, max_depth, embedding_VE, progress.advance)
         predictor = fit_predictor(
             traces,
-            config.max_depth,
+            max_depth,
             embedding_VE,
             slopes={each.trace.temperature: each.slope_D for each in judged},
             trust={each.trace.temperature: each.trust for each in judged},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 import tiny_pair
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor
 
 from bench.lib.one_by_one import collect_one_by_one
+from yggdrasil.config import GenerateConfig
 from yggdrasil.layout import INDEX
 from yggdrasil.models.packing import empty_meta
+from yggdrasil.offline import budget
 from yggdrasil.offline.budget import (
+    FEWEST_LEVELS,
     FEWEST_ROOTS,
     FEWEST_TEXTS,
     CalibrationSize,
@@ -22,8 +26,10 @@ from yggdrasil.offline.budget import (
     seconds_of,
 )
 from yggdrasil.offline.traces import PASSAGES, PROMPT_LEN, Passage, beginnings, further_passages
-from yggdrasil.offline.tuning import CALIBRATION_TEMPERATURES, collect
+from yggdrasil.offline.tuning import CALIBRATION_TEMPERATURES, calibrate, collect, train_depth
 from yggdrasil.pair import LoadedPair
+from yggdrasil.policy.depth import DepthPredictor
+from yggdrasil.policy.shape import DepthRule
 from yggdrasil.state import Shape
 
 WHOLE = CalibrationSize(
@@ -101,13 +107,35 @@ def test_a_tight_budget_leaves_fewer_passages_and_trees(
         assert len(few.forced.text_N) == len(few.forced.length_N) == 5 * len(many.forced.length_N) // 11
 
 
+def test_the_policy_grows_no_tree_deeper_than_those_of_a_tight_budget(
+    tiny: LoadedPair, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "FEWEST_LEVELS", 2)
+    bundle = replace(tiny.bundle, config=replace(tiny.bundle.config, calibration_budget_s=1e-9))
+    progress = tiny_pair.SilentProgress()
+    traces = collect(bundle, (tiny.engine.target, tiny.engine.draft), prompts, [], progress)
+    acceptance = calibrate(traces, progress)
+    assert acceptance.nearest(0.0).max_depth == 2 < bundle.config.max_depth
+    trained, _ = train_depth(bundle, tiny.engine, prompts[0], traces, acceptance, tiny.latency, progress)
+    depth = replace(tiny.depth, predictor=DepthPredictor.from_bytes(trained))
+    assert depth.predictor.max_depth == 2
+    shallow = replace(tiny, acceptance=acceptance, depth=depth)
+    config = GenerateConfig(max_new_tokens=24)
+    for rule in get_args(DepthRule):
+        policy = shallow.policy(depth=rule, guard=False)
+        depths = [step.shape.depth for step in tiny.engine.generate(prompts[0], policy, config)]
+        assert 1 <= max(depths) <= 2
+
+
 def test_sizes_fall_from_the_whole_to_the_smallest_useful_one() -> None:
     sizes = list(WHOLE.smaller())
     assert sizes[0] == WHOLE
     assert sizes[-1].num_texts == FEWEST_TEXTS
     assert sizes[-1].num_roots == FEWEST_TEXTS * FEWEST_ROOTS
+    assert sizes[-1].max_depth == FEWEST_LEVELS
     for more, fewer in pairwise(sizes):
-        assert (fewer.num_roots, fewer.num_passages) != (more.num_roots, more.num_passages)
+        assert fewer != more
+        assert fewer.max_depth <= more.max_depth
         assert fewer.num_roots <= more.num_roots
         assert fewer.num_passages <= more.num_passages
         assert fewer.num_passages >= fewer.num_texts
