@@ -44,7 +44,8 @@
 //
 // Processors without products of bf16 (AVX2, AVX-512 before bf16) widen rows once and weights in registers:
 // two products per word, even k before odd, the order of an fp32 sum. Sixteen registers of eight lanes
-// hold six rows of one panel; one or two rows take four or two panels, to have enough sums in flight.
+// hold six rows of one panel; one or two rows take four or two panels, to have enough sums in flight. Five
+// or six rows are copied step after step, as those of a wide block. Several blocks share the prefetching.
 // Slower: splitting a broadcast word inside the loop; two panels next to three rows.
 #include <ATen/core/Tensor.h>
 
@@ -207,7 +208,7 @@ void store_gated(const Product& product, const float* gates, const float* ups, i
 // Most rows of a block. A wide block streams a single panel, loads each line once for all rows, and reads x
 // step after step. Three panels with eight rows would be read again for every further block.
 constexpr int kBlockRows = kLanes < 16 ? kMaxRows : 24;
-constexpr bool is_wide(int rows) { return rows > 8; }
+constexpr bool is_wide(int rows) { return rows > (kLanes < 16 ? 4 : 8); }
 
 // Panels whose sums fit the registers with this number of rows.
 constexpr int held_panels(int rows) {
@@ -220,14 +221,18 @@ constexpr int held_panels(int rows) {
 // arrived at four fifths of the rate. Wide blocks wait for lines that are prefetched too late.
 constexpr int64_t lines_ahead(int panels) { return panels > 3 ? 16 : panels > 1 ? 64 : 96; }
 
+// Two or three blocks of few rows take about as long as the next panels need from memory. Then the first
+// two share the prefetching of these, a line every second step, and memory works all the time.
+constexpr int kSharing = kLanes < 16 ? 2 : 1;
+
 // kRows rows of kPanels panels, accumulated in registers and written with rows `stride` floats apart. Near
-// their end it prefetches the `next` panels.
-template <class Dtype, int kRows, int kPanels>
+// their end it prefetches the beginning of the `next` panels, or all the time one of their kShares parts.
+template <class Dtype, int kRows, int kPanels, int kShares>
 void multiply_panels(float* out, int64_t stride, const Word* x, int64_t steps, const Word* const* weight,
                      const Word* const* next) {
   constexpr int64_t kAhead = lines_ahead(kPanels);
   Vec sums[kRows][kPanels][kVecs] = {};
-  const int64_t ahead = std::min(steps, kAhead), turn = steps - ahead;
+  const int64_t ahead = kShares > 1 ? steps : std::min(steps, kAhead), turn = steps - ahead;
   int64_t s = 0;
   for (const bool is_end : {false, true}) {
     const Word* fetched[kPanels];
@@ -238,7 +243,7 @@ void multiply_panels(float* out, int64_t stride, const Word* x, int64_t steps, c
       for (int i = 0; i < Dtype::kParts; ++i) {
 #pragma GCC unroll 8
         for (int p = 0; p < kPanels; ++p) {
-          if (i == 0) __builtin_prefetch(fetched[p] + s * kColumns, 0, 2);
+          if (i == 0) __builtin_prefetch(fetched[p] + s * (kColumns / kShares), 0, 2);
           Vec line[kVecs];
           for (int v = 0; v < kVecs; ++v)
             line[v] = Dtype::part(load(weight[p] + s * kColumns + v * kLanes), i);
@@ -256,19 +261,23 @@ void multiply_panels(float* out, int64_t stride, const Word* x, int64_t steps, c
   for (int r = 0; r < kRows; ++r) std::memcpy(out + r * stride, sums[r], sizeof sums[r]);
 }
 
-// kRows rows of kPanels panels from `panel` on; the panels from `next` on are computed after them.
-template <class Dtype, int kRows, int kPanels>
-void compute_block(const Product& product, const Word* x, int64_t row, int64_t panel, int64_t next) {
+// Block number `block` of kRows rows, times kPanels panels from `panel` on. The panels from `next` on are
+// computed after these.
+template <class Dtype, int kRows, int kPanels, int kShares>
+void compute_block(const Product& product, const Word* x, int64_t block, int64_t panel, int64_t next) {
   constexpr int kHeld = std::min(kPanels, held_panels(kRows));
   constexpr int64_t stride = kPanels * kColumns;
+  const int64_t row = std::min(block * kRows, product.rows - kRows);
+  const int64_t part = std::min<int64_t>(block, kShares - 1) * product.steps * kColumns / kShares;
   alignas(64) float sums[kRows * stride];
   for (int p = 0; p < kPanels; p += kHeld) {
     const Word *weight[kHeld], *after[kHeld];
     for (int h = 0; h < kHeld; ++h) {
       weight[h] = product.panel(panel + p + h).words;
-      after[h] = product.panel(std::min(next + p + h, product.end - 1)).words;
+      after[h] = product.panel(std::min(next + p + h, product.end - 1)).words + part;
     }
-    multiply_panels<Dtype, kRows, kHeld>(sums + p * kColumns, stride, x, product.steps, weight, after);
+    multiply_panels<Dtype, kRows, kHeld, kShares>(sums + p * kColumns, stride, x, product.steps, weight,
+                                                  after);
   }
   if (product.is_gated) {
     for (int p = 0; p + 1 < kPanels; p += 2) {
@@ -286,12 +295,13 @@ void compute_block(const Product& product, const Word* x, int64_t row, int64_t p
 // the others from L2.
 template <class Dtype, int kRows, int kPanels>
 void compute_panels(const Product& product, const Word* x, int64_t panel, int64_t end) {
-  const int64_t row_words = product.steps * Dtype::kParts;
+  const int64_t row_words = product.steps * Dtype::kParts, blocks = (product.rows + kRows - 1) / kRows;
   for (; panel + kPanels <= end; panel += kPanels) {
-    for (int64_t first = 0; first < product.rows; first += kRows) {
-      const int64_t row = std::min(first, product.rows - kRows);
-      compute_block<Dtype, kRows, kPanels>(product, x + (is_wide(kRows) ? first : row) * row_words, row,
-                                           panel, panel + kPanels);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t first = block * kRows, row = std::min(first, product.rows - kRows);
+      const auto compute = blocks == 2 || blocks == 3 ? compute_block<Dtype, kRows, kPanels, kSharing>
+                                                      : compute_block<Dtype, kRows, kPanels, 1>;
+      compute(product, x + (is_wide(kRows) ? first : row) * row_words, block, panel, panel + kPanels);
     }
   }
   if constexpr (kPanels > 1) compute_panels<Dtype, kRows, kPanels / 2>(product, x, panel, end);
