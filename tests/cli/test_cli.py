@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,15 +24,16 @@ from conftest import TINY
 
 import yggdrasil
 from yggdrasil.bundle import Bundle
-from yggdrasil.cli import main
+from yggdrasil.cli import main, show
 from yggdrasil.cli import request as request_options
 from yggdrasil.kernels.compilations import compilations
 from yggdrasil.loading import load_bundle, load_models
 from yggdrasil.offline import inputs, pipeline, tuning
 from yggdrasil.offline.pipeline import compile_pair
-from yggdrasil.pair import load_pair
+from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.policy.depth import PREDICTOR_FORMAT
 from yggdrasil.report.run import Run
+from yggdrasil.schedule.choice import PlanChoice, PlanSearch
 from yggdrasil.store import artifacts
 from yggdrasil.store.artifacts import digest_file, save_json
 
@@ -538,6 +540,17 @@ def test_show_needs_an_existing_folder(capfd: Capture, tmp_path: Path) -> None:
     assert "--out" in refused(
         capfd, "show", "profile", "--pair", "tiny", "--out", str(tmp_path / "nowhere")
     )
+
+
+def test_a_search_that_measured_nothing_has_no_chart_and_shows_why(
+    tiny: LoadedPair, capsys: Capture, tmp_path: Path
+) -> None:
+    unmeasured = replace(tiny, plan=PlanChoice(PlanSearch(0.0, 9.0), PlanSearch(1.0, 9.0)))
+    show._show_plan(unmeasured, Namespace(out=tmp_path))
+    out = capsys.readouterr().out
+    assert "time or context did not suffice" in out
+    assert "no chart" in out
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("what", ("profile", "plan", "predictor", "step"))

@@ -177,6 +177,8 @@ def _show_plan(pair: Any, options: argparse.Namespace) -> None:
     if charts:
         title = f"one iteration, simulated from measured stages: {measured_on(pair)}"
         print(plot_plans(charts, options.out / f"{pair.bundle.name}-plan.png", title=title))
+    else:
+        print("no chart, because the search measured no stage; see above why")
 
 
 def _show_predictor(pair: Any, options: argparse.Namespace) -> None:

@@ -411,8 +411,9 @@ void multiply_quantised(const Product& product, int64_t panel, float* sums) {
     same.from[p] = weights[p] + near * kBytes;
     next.from[p] = bytes_of(panel + kPanels + p);
   }
+  const int64_t block_words = product.steps * group_words(kBits) * kRows;
   const Word* x = product.x;
-  for (int64_t first = 0; first < product.rows; first += kRows, x += product.steps * kGroupWords * kRows) {
+  for (int64_t first = 0; first < product.rows; first += kRows, x += block_words) {
     const int64_t row = std::min(first, product.rows - kRows);
     multiply_groups<kBits, kRows, kPanels>(sums + row * kColumns, product.rows * kColumns, weights, x,
                                            {same, next});
@@ -682,21 +683,21 @@ const Word* widened(const at::Tensor& x, int64_t rows, int64_t padded_features) 
   return wide;
 }
 
-// Rounds x to blocks of rows; `zero` is that of the weights.
+// Rounds x to blocks of rows, for weights of `bits`.
 template <class Dtype>
-const Word* quantised(const at::Tensor& x, int64_t rows, int zero) {
+const Word* quantised(const at::Tensor& x, int64_t rows, int bits) {
   using Element = typename Dtype::Element;
   const int64_t features = x.size(-1), groups = (features + kGroupLen - 1) / kGroupLen;
   const int64_t block_rows = quantised_rows(rows), blocks = (rows + block_rows - 1) / block_rows;
-  const int64_t group_words = kGroupWords * block_rows;
-  Word* blocked = workspace(blocks * groups * group_words);
+  const int64_t words = group_words(bits) * block_rows;  // of a group
+  Word* blocked = workspace(blocks * groups * words);
   const auto* from = static_cast<const Element*>(x.const_data_ptr());
   const auto quantise_row = [&](int64_t place) {
     const int64_t first = place / block_rows * block_rows, row = std::min(first, rows - block_rows);
     const Element* numbers = from + (row + place - first) * features;
-    Word* to = blocked + first * groups * kGroupWords + place - first;
-    for (int64_t done = 0; done < features; done += kGroupLen, to += group_words)
-      quantise_group<Dtype>(numbers + done, std::min(kGroupLen, features - done), zero, to, block_rows);
+    Word* to = blocked + first * groups * group_words(bits) + place - first;
+    for (int64_t done = 0; done < features; done += kGroupLen, to += words)
+      quantise_group<Dtype>(numbers + done, std::min(kGroupLen, features - done), bits, to, block_rows);
   };
   parallel_for(blocks * block_rows, std::max<int64_t>(1, kRoundedNumbers / (features + 1)),
                [&](int64_t begin, int64_t end) {
@@ -776,9 +777,9 @@ Rows rows_for(const std::vector<Weight>& weights, const at::Tensor& x, int64_t r
   const bool is_bf16 = x.scalar_type() == at::kBFloat16;
   const Format format = weights[0].format;
   if (is_quantised(format)) {
-    const int zero = format == Format::kInt8 ? 128 : 8;
+    const int bits = format == Format::kInt8 ? 8 : 4;
     const int64_t groups = (x.size(-1) + kGroupLen - 1) / kGroupLen;
-    return {is_bf16 ? quantised<BFloat16>(x, rows, zero) : quantised<Float32>(x, rows, zero), groups};
+    return {is_bf16 ? quantised<BFloat16>(x, rows, bits) : quantised<Float32>(x, rows, bits), groups};
   }
   const int64_t padded_features = padded_len(x), steps = padded_features / (is_bf16 ? 2 : 1);
   if (is_bf16 && amx_granted())

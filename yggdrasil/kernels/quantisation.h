@@ -10,8 +10,10 @@
 //
 //   block, group   [ word 0 of every row | word 1 .. | ... | correction of every row | scale of every row ]
 //
-// A processor without VNNI multiplies pairs of 16 bits: `pmaddubsw` would saturate. There a word of x is
-// stored as two, the first and third number of four, and the second and fourth one.
+// A processor without VNNI has `pmaddubsw`, which adds two products in 16 bits. With weights of 4 bits the
+// sums of a whole group fit: 16 products of at most 15 * 127. With 8 bits two products do not, so pairs of
+// 16 bits are multiplied, and a word of x is stored as two: the first and third number of four, and the
+// second and fourth one.
 #pragma once
 
 #include <algorithm>
@@ -32,24 +34,35 @@ constexpr float kLargestRounded = 127, kNoSize = 1e-30f;
 constexpr int64_t group_bytes(int bits) { return kScaleBytes + kColumns * kGroupLen * bits / 8; }
 
 #if defined(__AVX512VNNI__) || !(defined(__AVX2__) || defined(__AVX512BW__))
-constexpr int kWordParts = 1;
+constexpr bool kSumsInWords = true;  // of 32 bits
 #else
-constexpr int kWordParts = 2;
+constexpr bool kSumsInWords = false;
 #endif
+constexpr bool sums_in_halves(int bits) { return !kSumsInWords && bits == 4; }
+constexpr int word_parts(int bits) { return kSumsInWords || bits == 4 ? 1 : 2; }
 // Words of a row's group: its numbers, correction and scale.
-constexpr int kGroupWords = kGroupLines * kWordParts + 2;
+constexpr int group_words(int bits) { return kGroupLines * word_parts(bits) + 2; }
 
 // Adds the products of four unsigned weights a column and four numbers of x.
-inline IntVec multiply_add_words(IntVec sum, WordVec weights, const Word* x, int64_t stride) {
+template <int kBits>
+IntVec multiply_add_words(IntVec sum, WordVec weights, const Word* x, int64_t stride) {
 #if defined(__AVX512VNNI__)
   return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(int32_t(*x)));
 #elif defined(__AVX512BW__)
+  if constexpr (sums_in_halves(kBits)) {
+    const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(int32_t(*x)));
+    return (IntVec)_mm512_add_epi16((__m512i)sum, pairs);
+  }
   const __m512i even = _mm512_and_si512((__m512i)weights, _mm512_set1_epi16(255));
   const __m512i odd = _mm512_srli_epi16((__m512i)weights, 8);
   const __m512i first = _mm512_madd_epi16(even, _mm512_set1_epi32(int32_t(x[0])));
   const __m512i second = _mm512_madd_epi16(odd, _mm512_set1_epi32(int32_t(x[stride])));
   return sum + (IntVec)first + (IntVec)second;
 #elif defined(__AVX2__)
+  if constexpr (sums_in_halves(kBits)) {
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(int32_t(*x)));
+    return (IntVec)_mm256_add_epi16((__m256i)sum, pairs);
+  }
   const __m256i even = _mm256_and_si256((__m256i)weights, _mm256_set1_epi16(255));
   const __m256i odd = _mm256_srli_epi16((__m256i)weights, 8);
   const __m256i first = _mm256_madd_epi16(even, _mm256_set1_epi32(int32_t(x[0])));
@@ -59,6 +72,17 @@ inline IntVec multiply_add_words(IntVec sum, WordVec weights, const Word* x, int
   for (int j = 0; j < 4; ++j)
     sum += (IntVec)(weights >> (8 * j) & 255) * int32_t(int8_t(*x >> (8 * j)));
   return sum;
+#endif
+}
+
+// The sums of a column, from those of its even and odd pairs of products in 16 bits.
+inline IntVec add_halves(IntVec sums) {
+#if defined(__AVX512BW__)
+  return (IntVec)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  return (IntVec)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+#else
+  return sums;
 #endif
 }
 
@@ -72,15 +96,16 @@ inline Vec to_float(IntVec value) {
 #endif
 }
 
-// Rounds up to kGroupLen numbers of a row and writes them with `stride` words from one to the next.
+// Rounds up to kGroupLen numbers of a row for weights of `bits`, and writes them with `stride` words from
+// one to the next.
 template <class Dtype>
-void quantise_group(const typename Dtype::Element* from, int64_t count, int zero, Word* to,
+void quantise_group(const typename Dtype::Element* from, int64_t count, int bits, Word* to,
                     int64_t stride) {
   float numbers[kGroupLen] = {};
   for (int64_t i = 0; i < count; ++i) numbers[i] = Dtype::widen(from[i]);
-  uint32_t bits = 0;  // as integers, sizes have the same order, and NaN is the largest
-  for (float number : numbers) bits = std::max(bits, std::bit_cast<uint32_t>(number) & 0x7fffffff);
-  const float largest = std::bit_cast<float>(bits);
+  uint32_t size = 0;  // as integers, sizes have the same order, and NaN is the largest
+  for (float number : numbers) size = std::max(size, std::bit_cast<uint32_t>(number) & 0x7fffffff);
+  const float largest = std::bit_cast<float>(size);
   const float inverse = largest > kNoSize ? kLargestRounded / largest : 0.0f;
   int32_t sum = 0;
   int8_t rounded[kGroupLen];
@@ -91,16 +116,17 @@ void quantise_group(const typename Dtype::Element* from, int64_t count, int zero
     rounded[i] = int8_t(value);
     sum += rounded[i];
   }
-  for (int word = 0; word < kGroupLines; ++word, to += kWordParts * stride) {
+  const int parts = word_parts(bits);
+  for (int word = 0; word < kGroupLines; ++word, to += parts * stride) {
     const int8_t* four = rounded + 4 * word;
-    if constexpr (kWordParts == 1) {
+    if (parts == 1) {
       std::memcpy(to, four, sizeof *to);
     } else {
       for (int part = 0; part < 2; ++part)
         to[part * stride] = uint16_t(four[part]) | uint32_t(uint16_t(four[2 + part])) << 16;
     }
   }
-  to[0] = uint32_t(-zero * sum);
+  to[0] = uint32_t(-(1 << (bits - 1)) * sum);
   to[stride] = std::bit_cast<uint32_t>(largest / kLargestRounded);
 }
 
@@ -129,16 +155,16 @@ void multiply_groups(float* out, int64_t stride, const uint8_t* const* panels, c
   for (int p = 0; p < kPanels; ++p) group[p] = panels[p];
   Vec sums[kPanels][kRows][kVecs] = {};
   for (Ahead<kPanels> part : ahead) {
-    for (int64_t g = 0; g < part.num_groups; ++g, x += kGroupWords * kRows) {
-      const Word *corrections = x + (kGroupWords - 2) * kRows, *scales = corrections + kRows;
+    for (int64_t g = 0; g < part.num_groups; ++g, x += group_words(kBits) * kRows) {
+      const Word *corrections = x + (group_words(kBits) - 2) * kRows, *scales = corrections + kRows;
       IntVec exact[kPanels][kRows][kVecs];
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const IntVec correction = (IntVec)(WordVec{} + corrections[r]);
+        const IntVec first = sums_in_halves(kBits) ? IntVec{} : (IntVec)(WordVec{} + corrections[r]);
 #pragma GCC unroll 4
         for (int p = 0; p < kPanels; ++p)
 #pragma GCC unroll 4
-          for (int v = 0; v < kVecs; ++v) exact[p][r][v] = correction;
+          for (int v = 0; v < kVecs; ++v) exact[p][r][v] = first;
       }
 #pragma GCC unroll 8
       for (int line = 0; line < kGroupLines; ++line) {
@@ -151,7 +177,8 @@ void multiply_groups(float* out, int64_t stride, const uint8_t* const* panels, c
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r)
               exact[p][r][v] =
-                  multiply_add_words(exact[p][r][v], weights, x + line * kWordParts * kRows + r, kRows);
+                  multiply_add_words<kBits>(exact[p][r][v], weights,
+                                            x + line * word_parts(kBits) * kRows + r, kRows);
           }
         }
       }
@@ -161,8 +188,11 @@ void multiply_groups(float* out, int64_t stride, const uint8_t* const* panels, c
         for (int v = 0; v < kVecs; ++v) {
           const Vec scale = BFloat16::widen_all(reinterpret_cast<const uint16_t*>(group[p]) + v * kLanes);
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r)
-            sums[p][r][v] = sums[p][r][v] + to_float(exact[p][r][v]) * (scale * broadcast(scales[r]));
+          for (int r = 0; r < kRows; ++r) {
+            IntVec sum = exact[p][r][v];
+            if (sums_in_halves(kBits)) sum = add_halves(sum) + (IntVec)(WordVec{} + corrections[r]);
+            sums[p][r][v] = sums[p][r][v] + to_float(sum) * (scale * broadcast(scales[r]));
+          }
         }
         group[p] += kBytes;
         part.from[p] += part.bytes;

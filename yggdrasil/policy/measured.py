@@ -14,7 +14,8 @@ __all__ = ["GraphFactors", "MeasuredLatency", "StepMs"]
 PACE_WEIGHT = 0.125  # of a new forward in the machine's pace
 FORWARDS_MEMORY = 64  # the weight of a graph's old forwards fades after this many
 LONG_AGO = 64  # forwards after which what is known of a graph counts no more than a new one
-FORGOTTEN = 512  # forwards after which nothing is known of a graph: it is tried again
+FORGOTTEN = 512  # forwards after which a graph may have become better
+BETTER = 0.7  # by this share for each time: a graph that seems much too slow is tried again seldom
 MOST_JUMP = 2.0  # times the expected ratio: a forward counts for no more, it may have been interrupted
 SAME = 0.05  # factors within this share of the ones in use change nothing
 
@@ -38,9 +39,10 @@ class GraphFactors:
     """Measured over predicted milliseconds of one model's graphs.
 
     The ratio of a forward is the pace of the machine times the factor of its graph. The pace follows the
-    last forwards, whichever graphs ran, so a graph is not blamed for a slow minute. A graph that did not
-    run gets the smallest ratio of those that did, at most 1: what a wrong profile makes too slow, or what
-    may be better than the slow graphs that run, gets tried.
+    last forwards, whichever graphs ran, so a graph is not blamed for a slow minute. A graph that never
+    ran gets the smallest ratio of those that did, at most 1: what a wrong profile makes too slow, or what
+    may be better than the slow graphs that run, gets tried. The ratio of a graph that did not run for long
+    falls to that of the best, little by little.
     """
 
     def __init__(self) -> None:
@@ -55,13 +57,13 @@ class GraphFactors:
         self._num_forwards += 1
         since = self._num_forwards - self._last.get(size, -FORGOTTEN)
         self._last[size] = self._num_forwards
-        expected = self._factors.get(size) if since < FORGOTTEN else None
+        expected = self._factors.get(size)
         if expected is None:
             self._forwards[size] = 0
             expected = min(self._factors.values(), default=1.0)
         ratio = min(ratio, MOST_JUMP * expected * self._pace)
         self._forwards[size] += 1
-        if self._forwards[size] > 1:
+        if since < FORGOTTEN:
             self._pace += PACE_WEIGHT * (ratio / expected - self._pace)
         rarest = 0.5 if since > LONG_AGO else 1 / FORWARDS_MEMORY
         weight = max(1 / self._forwards[size], rarest)
@@ -69,14 +71,14 @@ class GraphFactors:
 
     def at(self, sizes: Sequence[int]) -> dict[int, float]:
         """Measured over predicted milliseconds, for graphs of these sizes."""
-        known = {
-            size: factor
+        since = {size: self._num_forwards - last for size, last in self._last.items()}
+        best = min((self._factors[size] for size in since if since[size] < FORGOTTEN), default=1.0)
+        factors = {
+            size: max(min(best, factor), factor * BETTER ** (since[size] // FORGOTTEN))
             for size, factor in self._factors.items()
-            if self._num_forwards - self._last[size] < FORGOTTEN
         }
-        smallest = self._pace * min(known.values(), default=1.0)
-        untried = {size: smallest if size in self._factors else min(1.0, smallest) for size in sizes}
-        return {size: self._pace * known[size] if size in known else untried[size] for size in sizes}
+        untried = min(1.0, self._pace * best)
+        return {size: self._pace * factors[size] if size in factors else untried for size in sizes}
 
 
 class MeasuredLatency:

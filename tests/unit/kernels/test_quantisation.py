@@ -144,6 +144,22 @@ def test_rows_do_not_depend_on_threads(bits: int) -> None:
         set_num_threads(num_threads)
 
 
+@pytest.mark.parametrize("signs", ((1, 1), (1, -1), (-1, 1), (-1, -1)))
+@pytest.mark.parametrize("bits", BITS.values())
+def test_sums_of_the_largest_numbers_do_not_overflow(bits: int, signs: tuple[int, int]) -> None:
+    of_weight, of_x = signs
+    largest = (1 << (bits - 1)) - 1
+    weight_OI = torch.full((20, 96), float(largest * of_weight))
+    weight_OI[:, ::GROUP] = of_weight  # otherwise a group of four bits has a single level
+    packed = quantise_weight(weight_OI, bits)
+    value_OGK, _ = unpack_quantised(packed)
+    assert (value_OGK.abs() == largest).sum() == 20 * 93
+    x = torch.full((9, 96), float(of_x))
+    out = product(x, packed, None, 20)
+    assert torch.equal(out, reference(x, packed, None, 20))
+    torch.testing.assert_close(out, x @ weight_OI.T, rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize("value", (0.0, 1e-38, 1e30))
 def test_numbers_of_any_size_have_the_bits_of_the_reference(value: float) -> None:
     packed = quantise_weight(torch.randn(40, 64), 8)

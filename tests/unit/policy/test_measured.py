@@ -60,9 +60,13 @@ def test_an_interrupted_forward_counts_for_little() -> None:
     assert factors.at((8,))[8] < 1.2
 
 
-def test_a_graph_that_did_not_run_for_long_is_tried_again() -> None:
+def test_a_graph_that_did_not_run_for_long_is_tried_again_the_later_the_slower_it_was() -> None:
     factors = GraphFactors()
-    observed(factors, 2, 4.0)
+    observed(factors, 2, 2.0)
+    observed(factors, 8, 1.0, FORGOTTEN - 1)
+    assert factors.at((2,))[2] == pytest.approx(2.0)
+    observed(factors, 8, 1.0)
+    assert 1.0 < factors.at((2,))[2] < 2.0
     observed(factors, 8, 1.0, FORGOTTEN)
     assert factors.at((2,))[2] == pytest.approx(1.0)
 
