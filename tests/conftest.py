@@ -106,7 +106,7 @@ def compiled(home: Path, name: str, folders: tuple[str, ...], config: CompileCon
             pass  # of another torch, or of models since rebuilt
     calibration = tiny_pair.save_calibration(home / "stories.txt")
     with pytest.MonkeyPatch.context() as patch:
-        # a search for plans that measures none, next to other load, has no chart to show
+        # next to other load, the usual time may not suffice to measure any plan
         patch.setitem(choice.BUDGET_S, "cpu", 60.0)
         return compile_pair(
             *folders, name=name, config=config, calibration=calibration, progress=tiny_pair.SilentProgress()

@@ -66,7 +66,7 @@ def add_parser(verbs: Any) -> None:
         type=float,
         default=defaults.calibration_budget_s,
         metavar="SECONDS",
-        help="most seconds for calibration; slow models get fewer and shallower trees (%(default)g)",
+        help="most seconds for calibration; slow pairs get fewer, shallower trees (default: %(default)g)",
     )
     parser.add_argument("--device", default=defaults.device, help="cpu or cuda (default: %(default)s)")
     parser.add_argument(

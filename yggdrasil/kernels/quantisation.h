@@ -38,7 +38,9 @@ constexpr bool kSumsInWords = true;  // of 32 bits
 #else
 constexpr bool kSumsInWords = false;
 #endif
+// Whether the products of a group are added in halves of words, of 16 bits.
 constexpr bool sums_in_halves(int bits) { return !kSumsInWords && bits == 4; }
+// Words of a row that hold four of its numbers.
 constexpr int word_parts(int bits) { return kSumsInWords || bits == 4 ? 1 : 2; }
 // Words of a row's group: its numbers, correction and scale.
 constexpr int group_words(int bits) { return kGroupLines * word_parts(bits) + 2; }

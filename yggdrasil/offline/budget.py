@@ -33,7 +33,7 @@ STEP = 2  # a tree at every second position: neighbouring positions give nearly 
 EVERY = 4  # every fourth root has trees of all widths, the others one of the reference width
 FEWEST_TEXTS = 16  # fewer texts give too little information
 FEWEST_ROOTS = 2  # roots per text
-FEWEST_LEVELS = 4  # growth steps of a tree: a draft for which even these are too slow gains nothing by more
+FEWEST_LEVELS = 4  # growth steps of the shallowest trees
 PASSAGES_SHARE = 0.1
 TIMED_PASSES = 2
 
@@ -184,8 +184,10 @@ def seconds_of(
 def largest_within(
     whole: CalibrationSize, seconds: Callable[[CalibrationSize], float], budget_s: float
 ) -> CalibrationSize:
-    """The largest calibration within the budget; the smallest useful one if none is.
+    """The largest calibration within the budget; if none is, the fewest texts and trees of the whole depth.
 
+    Shallower trees limit the policy for ever, so they are taken only where they keep the budget. Where the
+    target writes slowly they would not.
     Passages for the depth predictor take at most PASSAGES_SHARE of the budget: where growth stops by itself
     nothing uses them, and a large target writes slowly.
     """
@@ -193,5 +195,5 @@ def largest_within(
     limit_s = min(budget_s, texts_s + PASSAGES_SHARE * budget_s)
     for size in whole.smaller():
         if seconds(size) <= limit_s:
-            break
-    return size
+            return size
+    return replace(size, max_depth=whole.max_depth)

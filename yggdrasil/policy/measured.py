@@ -14,8 +14,10 @@ __all__ = ["GraphFactors", "MeasuredLatency", "StepMs"]
 PACE_WEIGHT = 0.125  # of a new forward in the machine's pace
 FORWARDS_MEMORY = 64  # the weight of a graph's old forwards fades after this many
 LONG_AGO = 64  # forwards after which what is known of a graph counts no more than a new one
-FORGOTTEN = 512  # forwards after which a graph may have become better
-BETTER = 0.7  # by this share for each time: a graph that seems much too slow is tried again seldom
+# After this many forwards without a graph, and again after each further as many, its known factor falls to
+# a share of itself. So a graph that was much too slow is tried again later than one that was nearly good.
+FORGOTTEN = 512
+BETTER = 0.7
 MOST_JUMP = 2.0  # times the expected ratio: a forward counts for no more, it may have been interrupted
 SAME = 0.05  # factors within this share of the ones in use change nothing
 

@@ -15,7 +15,7 @@ from bench.lib.one_by_one import collect_one_by_one
 from yggdrasil.config import GenerateConfig
 from yggdrasil.layout import INDEX
 from yggdrasil.models.packing import empty_meta
-from yggdrasil.offline import budget
+from yggdrasil.offline import budget, tuning
 from yggdrasil.offline.budget import (
     FEWEST_LEVELS,
     FEWEST_ROOTS,
@@ -107,11 +107,12 @@ def test_a_tight_budget_leaves_fewer_passages_and_trees(
         assert len(few.forced.text_N) == len(few.forced.length_N) == 5 * len(many.forced.length_N) // 11
 
 
-def test_the_policy_grows_no_tree_deeper_than_those_of_a_tight_budget(
+def test_the_policy_grows_no_tree_deeper_than_calibrated_ones(
     tiny: LoadedPair, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "FEWEST_LEVELS", 2)
-    bundle = replace(tiny.bundle, config=replace(tiny.bundle.config, calibration_budget_s=1e-9))
+    monkeypatch.setattr(tuning, "largest_within", lambda whole, *_: [*whole.smaller()][-1])
+    bundle = tiny.bundle
     progress = tiny_pair.SilentProgress()
     traces = collect(bundle, (tiny.engine.target, tiny.engine.draft), prompts, [], progress)
     acceptance = calibrate(traces, progress)
@@ -221,6 +222,17 @@ def test_the_budget_is_kept_where_it_can_be() -> None:
     assert largest_within(WHOLE, lambda size: size.num_passages, WHOLE.num_texts) == alone
     assert largest_within(WHOLE, seconds, 1e9) == WHOLE
     assert largest_within(WHOLE, seconds, 1e-9).num_texts == FEWEST_TEXTS
+
+
+def test_trees_get_shallower_only_where_that_keeps_the_budget() -> None:
+    def seconds(size: CalibrationSize) -> float:
+        return 50.0 + size.num_tree_tokens / 100
+
+    *_, smallest = WHOLE.smaller()
+    shallow = largest_within(WHOLE, seconds, 60.0)
+    assert smallest.max_depth < shallow.max_depth < WHOLE.max_depth
+    assert seconds(shallow) <= 60.0
+    assert largest_within(WHOLE, seconds, 55.0) == replace(smallest, max_depth=WHOLE.max_depth)
 
 
 def test_passages_take_a_tenth_of_the_budget_however_large_it_is() -> None:
