@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny_pair
 import torch
+from damages import STORES
 
 from yggdrasil.api import Pair, load_pair
 from yggdrasil.bundle import Bundle
 from yggdrasil.config import CompileConfig
+from yggdrasil.kernels import library_path
 from yggdrasil.pair import LoadedPair
+from yggdrasil.store.artifacts import one_at_a_time
 
 TINY = CompileConfig(
     dtype="float32",
@@ -40,18 +45,34 @@ SMALLEST = CompileConfig(
 COMPRESSED = replace(SMALLEST, compress=True)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def ygg_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The artifact root of this session: a new folder, or `YGG_TEST_HOME`, kept between runs."""
+@pytest.fixture(scope="session")
+def shared_home(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path | None:
+    """What the workers of `pytest -n` copy: an artifact root with the operators and the pair `tiny`.
+
+    The first worker fills it. None without workers.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return None
     kept = os.environ.get("YGG_TEST_HOME")
-    before = os.environ.get("YGG_HOME")
+    home = (Path(kept) if kept else tmp_path_factory.getbasetemp().parent) / "shared"
+    with pytest.MonkeyPatch.context() as patch, one_at_a_time(home.with_suffix(".lock"), nullcontext()):
+        patch.setenv("YGG_HOME", str(home))
+        compiled(home, "tiny", llama_pair(home), TINY)
+    return home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ygg_home(tmp_path_factory: pytest.TempPathFactory, shared_home: Path | None) -> Iterator[Path]:
+    """The artifact root of this session or worker: a new folder, or `YGG_TEST_HOME`, kept between runs."""
+    kept = os.environ.get("YGG_TEST_HOME")
     home = Path(kept) if kept else tmp_path_factory.mktemp("home")
-    os.environ["YGG_HOME"] = str(home)
-    yield home
-    if before is None:
-        del os.environ["YGG_HOME"]
-    else:
-        os.environ["YGG_HOME"] = before
+    if shared_home is not None:
+        home = home / os.environ["PYTEST_XDIST_WORKER"]
+        for store in STORES:
+            shutil.copytree(shared_home / store, home / store, dirs_exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("YGG_HOME", str(home))
+        yield home
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,9 +98,19 @@ def kernels(ygg_home: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def llama_folders(ygg_home: Path) -> tuple[str, str]:
+def llama_folders(ygg_home: Path, shared_home: Path | None) -> tuple[str, str]:
     """Folders of the Llama target and its draft, trained on a few stories."""
-    folder = ygg_home / "models" / "llama"
+    return llama_pair(shared_home or ygg_home)
+
+
+@pytest.fixture(scope="session")
+def calibration(ygg_home: Path, shared_home: Path | None) -> Path:
+    """The texts on which the pair `tiny` is calibrated."""
+    return tiny_pair.save_calibration((shared_home or ygg_home) / "stories.txt")
+
+
+def llama_pair(home: Path) -> tuple[str, str]:
+    folder = home / "models" / "llama"
     if not (folder / "draft" / "model.safetensors").exists():
         return tiny_pair.save_llama_pair(folder)
     return str(folder / "target"), str(folder / "draft")
@@ -119,6 +150,17 @@ def tiny(tiny_bundle: Bundle) -> LoadedPair:
     from yggdrasil.pair import load_pair
 
     return load_pair(tiny_bundle.name)
+
+
+@pytest.fixture
+def copied(ygg_home: Path, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An artifact root of this test's own, to be broken: a copy of the compiled pair and the operators."""
+    for store in STORES:
+        shutil.copytree(ygg_home / store / "tiny", tmp_path / store / "tiny")
+    operators = library_path().parent
+    shutil.copytree(operators, tmp_path / operators.relative_to(ygg_home))
+    monkeypatch.setenv("YGG_HOME", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture(scope="module")

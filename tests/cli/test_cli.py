@@ -664,15 +664,6 @@ def test_a_name_without_models_is_refused(capfd: Capture) -> None:
     assert "ygg compile TARGET DRAFT --name mine" in refused(capfd, "compile", "--name", "mine")
 
 
-@pytest.fixture
-def copied(ygg_home: Path, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An artifact root of this test's own, to be broken: a copy of the compiled pair."""
-    for store in ("compile_cache", "profiles", "predictors"):
-        shutil.copytree(ygg_home / store / "tiny", tmp_path / store / "tiny")
-    monkeypatch.setenv("YGG_HOME", str(tmp_path))
-    return tmp_path
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -984,9 +975,8 @@ def held(home: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_second_compilation_waits_for_the_first_and_takes_its_result(
-    copied: Path, ygg_home: Path, llama_folders: tuple[str, str]
+    copied: Path, calibration: Path, llama_folders: tuple[str, str]
 ) -> None:
-    calibration = tiny_pair.save_calibration(ygg_home / "stories.txt")  # what the fixture compiled with
     with held(copied) as other:
         assert other.stdin is not None
         progress = Phases(meanwhile=other.stdin.close)
@@ -998,9 +988,8 @@ def test_a_second_compilation_waits_for_the_first_and_takes_its_result(
 
 
 def test_a_second_compilation_goes_on_where_the_first_broke_off(
-    copied: Path, ygg_home: Path, llama_folders: tuple[str, str]
+    copied: Path, calibration: Path, llama_folders: tuple[str, str]
 ) -> None:
-    calibration = tiny_pair.save_calibration(ygg_home / "stories.txt")
     (load_bundle("tiny").folder / "bundle.json").unlink()
     with held(copied) as other:
         assert other.stdin is not None
@@ -1013,9 +1002,8 @@ def test_a_second_compilation_goes_on_where_the_first_broke_off(
 
 
 def test_a_single_compilation_does_not_wait(
-    copied: Path, ygg_home: Path, llama_folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    copied: Path, calibration: Path, llama_folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calibration = tiny_pair.save_calibration(ygg_home / "stories.txt")
     progress = Phases()
     monkeypatch.setattr(pipeline, "_compile", lambda bundle, texts, num_workers, progress: bundle)
     compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
@@ -1044,9 +1032,8 @@ def test_another_calibration_text_gives_another_predictor_of_the_same_graphs(
 
 
 def test_every_phase_advances_and_never_past_its_total(
-    copied: Path, ygg_home: Path, llama_folders: tuple[str, str]
+    copied: Path, calibration: Path, llama_folders: tuple[str, str]
 ) -> None:
-    calibration = tiny_pair.save_calibration(ygg_home / "stories.txt")
     progress = tiny_pair.CountedProgress()
     compile_pair(*llama_folders, name="tiny", config=TINY, calibration=calibration, progress=progress)
     counted = {name for name, total in progress.totals.items() if total > 1}

@@ -14,7 +14,6 @@ import pytest
 import tiny_pair
 from conftest import TINY
 
-from yggdrasil.bundle import Bundle
 from yggdrasil.cli import main
 from yggdrasil.kernels import build as kernels_build
 from yggdrasil.kernels import library_path
@@ -26,17 +25,6 @@ from yggdrasil.store import artifacts
 Capture = pytest.CaptureFixture[str]
 
 NOT_LOADED = ("verified.json", "graphs.json")  # files that loading a pair does without
-
-
-@pytest.fixture
-def copied(ygg_home: Path, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A store of this test's own: the compiled pair, and the operators."""
-    for store in damages.STORES:
-        shutil.copytree(ygg_home / store / "tiny", tmp_path / store / "tiny")
-    operators = library_path().parent
-    shutil.copytree(operators, tmp_path / operators.relative_to(ygg_home))
-    monkeypatch.setenv("YGG_HOME", str(tmp_path))
-    return tmp_path
 
 
 def flip(path: Path, *, keep_time: bool = False) -> None:

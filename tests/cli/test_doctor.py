@@ -91,14 +91,9 @@ def test_a_file_in_the_place_of_the_store_is_in_the_way(
     assert capsys.readouterr().out.endswith("to fix: 1\n")
 
 
-def test_a_pair_that_cannot_be_used_is_in_the_way(
-    ygg_home: Path, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for store in ("compile_cache", "profiles", "predictors"):
-        shutil.copytree(ygg_home / store / "tiny", tmp_path / store / "tiny")
-    monkeypatch.setenv("YGG_HOME", str(tmp_path))
+def test_a_pair_that_cannot_be_used_is_in_the_way(copied: Path) -> None:
     assert found("pair").state == "ok"
-    (tmp_path / "compile_cache" / "tiny" / "current.json").unlink()
+    (copied / "compile_cache" / "tiny" / "current.json").unlink()
     finding = found("pair")
     assert finding.state == "fail"
     assert finding.value == "tiny: not compiled to the end; run `ygg compile TARGET DRAFT --name tiny`"

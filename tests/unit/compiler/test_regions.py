@@ -51,6 +51,17 @@ def model_of(folder: Path, **fields: Any) -> Any:
     return model
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the packages, which are built once."""
+    return tmp_path_factory.mktemp("regions")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, kernels: None) -> Any:
+    return model_of(folder / "model")
+
+
 def forward_of(model: Any, kind: str) -> tuple[TargetForward | DraftForward, KVCache]:
     """The forward of a target or a draft, and its cache."""
     cache = KVCache(kv_shape(model.config, 32), dtype=torch.bfloat16, device="cpu")
@@ -91,29 +102,26 @@ def run(path: Path, model: Any, kind: str) -> list[Tensor]:
 
 
 @torch.no_grad()
-def test_regions_compute_what_the_whole_graph_computes(tmp_path: Path) -> None:
+def test_regions_compute_what_the_whole_graph_computes(folder: Path, model: Any) -> None:
     """Up to a rounding of bfloat16 between layers; and they write the same cache."""
-    model = model_of(tmp_path / "model")
-    ours = run(built(tmp_path, model, "target"), model, "target")
-    whole = run(built(tmp_path, model, "target", by_region=False), model, "target")
+    ours = run(built(folder, model, "target"), model, "target")
+    whole = run(built(folder, model, "target", by_region=False), model, "target")
     for own, other in zip(ours, whole, strict=True):
         torch.testing.assert_close(own.float(), other.float(), atol=0.03, rtol=0.03)
         assert own.float().abs().sum() > 0
 
 
 @torch.no_grad()
-def test_bits_of_a_token_do_not_depend_on_the_size_of_its_graph(tmp_path: Path) -> None:
-    model = model_of(tmp_path / "model")
-    narrow = run(built(tmp_path, model, "target"), model, "target")
-    wide = run(built(tmp_path, model, "target", num_tokens=2 * NUM_TOKENS), model, "target")
+def test_bits_of_a_token_do_not_depend_on_the_size_of_its_graph(folder: Path, model: Any) -> None:
+    narrow = run(built(folder, model, "target"), model, "target")
+    wide = run(built(folder, model, "target", num_tokens=2 * NUM_TOKENS), model, "target")
     assert all(torch.equal(one, other) for one, other in zip(narrow, wide, strict=True))
 
 
 @torch.no_grad()
-def test_a_draft_by_region_returns_the_likeliest_tokens(tmp_path: Path) -> None:
-    model = model_of(tmp_path / "model")
-    logits_NV, _, _ = run(built(tmp_path, model, "target"), model, "target")
-    tokens_NC, log_probs_NC, _ = run(built(tmp_path, model, "draft"), model, "draft")
+def test_a_draft_by_region_returns_the_likeliest_tokens(folder: Path, model: Any) -> None:
+    logits_NV, _, _ = run(built(folder, model, "target"), model, "target")
+    tokens_NC, log_probs_NC, _ = run(built(folder, model, "draft"), model, "draft")
     best = logits_NV.float().log_softmax(-1).sort(dim=-1, descending=True, stable=True)
     assert torch.equal(tokens_NC[:, :4], best.indices[:, :4])
     torch.testing.assert_close(log_probs_NC[:, :4], best.values[:, :4], atol=1e-4, rtol=1e-4)
