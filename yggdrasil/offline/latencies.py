@@ -40,7 +40,7 @@ __all__ = [
 
 ROUNDS = 9
 MIN_ROUNDS = 2
-CURVE_SECONDS = 10.0  # no round of a curve starts later
+CURVE_SECONDS = 10.0  # no round of a curve is expected to start later
 HOST_RUNS = 4
 RUN_SECONDS = 2.0  # no step of a measured text starts later
 IN_STEP_MS = 20.0  # a target that takes longer fills the caches with its weights in a step, too
@@ -55,7 +55,7 @@ LAGS = (2, 16, 64, 256)
 def latency_curve(
     model: CompiledModel[Any],
     contexts: Sequence[int],
-    tick: Callable[[], None] = lambda: None,
+    tick: Callable[[int], None] = lambda count: None,
     *,
     num_before: int = 0,
 ) -> Curve:
@@ -68,19 +68,20 @@ def latency_curve(
 
     Args:
         model: Its cache is left empty.
-        tick: Called after every timed forward, at most `ROUNDS` times for each graph and context.
+        tick: Called with the number of forwards that were timed, or will not be: `ROUNDS` in all for each
+            graph and context.
         num_before: Forwards of the same graph before each timed one. Growth repeats the draft's graph, so
             it finds the weights in the processor's caches; the target's were replaced by the draft's.
 
-    Cost: `ROUNDS` rounds; fewer for a slow model, at least `MIN_ROUNDS`.
+    Cost: `ROUNDS` rounds; for a slow model fewer, but `MIN_ROUNDS` or more.
     """
     begin = time.perf_counter()
     samples: dict[tuple[int, int], list[float]] = {
         place: [] for place in product(contexts, model.menu.sizes)
     }
-    for done in range(ROUNDS):
-        if done >= MIN_ROUNDS and time.perf_counter() - begin > CURVE_SECONDS:
-            break
+    rounds = ROUNDS
+    done = 0
+    while done < rounds:
         for (context, size), found in samples.items():
             meta_NM = model.meta(size)
             pack_chain_(meta_NM, [0] * size, max(0, min(context, model.cache.shape.capacity - size)))
@@ -91,7 +92,12 @@ def latency_curve(
             model.forward(meta_NM)
             _wait(model.device)
             found.append((time.perf_counter() - start) * 1e3)
-            tick()
+            tick(1)
+        done += 1
+        in_time = 1 + int(CURVE_SECONDS * done / (time.perf_counter() - begin))
+        skipped = max(0, rounds - max(MIN_ROUNDS, in_time))
+        rounds -= skipped
+        tick(skipped * len(samples))
     quartiles = {place: sorted(found)[len(found) // 4] for place, found in samples.items()}
     rows = [_rising([quartiles[context, size] for size in model.menu.sizes]) for context in contexts]
     return Curve(tuple(contexts), model.menu.sizes, tuple(rows))

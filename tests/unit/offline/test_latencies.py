@@ -59,7 +59,7 @@ def curve(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, list[float]]) -> A
     return timed(monkeypatch, Clocked(seconds))
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, model: Any, **options: int) -> Any:
+def timed(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> Any:
     monkeypatch.setattr(latencies.time, "perf_counter", lambda: model.now)
     return latency_curve(model, (0, 32), **options)
 
@@ -116,8 +116,11 @@ def test_the_cost_of_a_decision_is_only_that_of_its_prediction(monkeypatch: pyte
 
 def test_a_slow_model_gets_fewer_rounds_and_still_a_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Clocked({2: [0.1 * CURVE_SECONDS, 0.12 * CURVE_SECONDS], 4: [0.2 * CURVE_SECONDS]})
-    found = timed(monkeypatch, model)
+    progress: list[int] = []
+    found = timed(monkeypatch, model, tick=progress.append)
     assert model.num_forwards == MIN_ROUNDS * 2 * 2
+    # the rounds left out count as soon as the first one has shown how long it takes
+    assert progress == [1, 1, 1, 1, (ROUNDS - MIN_ROUNDS) * 2 * 2, 1, 1, 1, 1, 0]
     for row in found.ms:
         assert row == pytest.approx((100 * CURVE_SECONDS, 200 * CURVE_SECONDS), rel=0.2)
 
