@@ -110,6 +110,7 @@ def calibration(ygg_home: Path, shared_home: Path | None) -> Path:
 
 
 def llama_pair(home: Path) -> tuple[str, str]:
+    """The folders under an artifact root, which are written unless they exist."""
     folder = home / "models" / "llama"
     if not (folder / "draft" / "model.safetensors").exists():
         return tiny_pair.save_llama_pair(folder)

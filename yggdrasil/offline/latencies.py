@@ -40,7 +40,7 @@ __all__ = [
 
 ROUNDS = 9
 MIN_ROUNDS = 2
-CURVE_SECONDS = 10.0  # no round of a curve is expected to start later
+CURVE_SECONDS = 10.0  # no round of a curve starts later
 HOST_RUNS = 4
 RUN_SECONDS = 2.0  # no step of a measured text starts later
 IN_STEP_MS = 20.0  # a target that takes longer fills the caches with its weights in a step, too
@@ -68,12 +68,12 @@ def latency_curve(
 
     Args:
         model: Its cache is left empty.
-        tick: Called with the number of forwards that were timed, or will not be: `ROUNDS` in all for each
-            graph and context.
+        tick: Called with 1 after every timed forward, and with the number of forwards that are left out as
+            soon as that is known: `ROUNDS` in all for each graph and context.
         num_before: Forwards of the same graph before each timed one. Growth repeats the draft's graph, so
             it finds the weights in the processor's caches; the target's were replaced by the draft's.
 
-    Cost: `ROUNDS` rounds; for a slow model fewer, but `MIN_ROUNDS` or more.
+    Cost: `ROUNDS` rounds; fewer for a slow model, at least `MIN_ROUNDS`.
     """
     begin = time.perf_counter()
     samples: dict[tuple[int, int], list[float]] = {
@@ -94,10 +94,10 @@ def latency_curve(
             found.append((time.perf_counter() - start) * 1e3)
             tick(1)
         done += 1
-        in_time = 1 + int(CURVE_SECONDS * done / (time.perf_counter() - begin))
-        skipped = max(0, rounds - max(MIN_ROUNDS, in_time))
-        rounds -= skipped
-        tick(skipped * len(samples))
+        if time.perf_counter() - begin > CURVE_SECONDS:
+            last = max(done, MIN_ROUNDS)
+            tick((rounds - last) * len(samples))
+            rounds = last
     quartiles = {place: sorted(found)[len(found) // 4] for place, found in samples.items()}
     rows = [_rising([quartiles[context, size] for size in model.menu.sizes]) for context in contexts]
     return Curve(tuple(contexts), model.menu.sizes, tuple(rows))
