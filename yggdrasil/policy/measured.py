@@ -42,9 +42,10 @@ class GraphFactors:
 
     The ratio of a forward is the pace of the machine times the factor of its graph. The pace follows the
     last forwards, whichever graphs ran, so a graph is not blamed for a slow minute. A graph that never
-    ran gets the smallest ratio of those that did, at most 1: what a wrong profile makes too slow, or what
-    may be better than the slow graphs that run, gets tried. The ratio of a graph that did not run for long
-    falls to that of the best, little by little.
+    ran gets the smallest ratio of those that did; a graph smaller than one of them at most 1. So what a
+    wrong profile makes too slow gets tried, and what may be better than the slow graphs that run, too. But
+    a machine that is slower than its profile does not try larger graphs one by one, which takes long. The
+    ratio of a graph that did not run for long falls to that of the best, little by little.
     """
 
     def __init__(self) -> None:
@@ -79,8 +80,11 @@ class GraphFactors:
             size: max(min(best, factor), factor * BETTER ** (since[size] // FORGOTTEN))
             for size, factor in self._factors.items()
         }
-        untried = min(1.0, self._pace * best)
-        return {size: self._pace * factors[size] if size in factors else untried for size in sizes}
+        known = {size: self._pace * factor for size, factor in factors.items()}
+        largest = max(known, default=0)
+        larger = self._pace * best
+        smaller = min(1.0, larger)
+        return {size: known.get(size, larger if size > largest else smaller) for size in sizes}
 
 
 class MeasuredLatency:
