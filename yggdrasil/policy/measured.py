@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from yggdrasil.policy.latency import LatencyModel
+from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.state import Shape
 
 __all__ = ["GraphFactors", "MeasuredLatency", "StepMs"]
@@ -41,14 +41,20 @@ class GraphFactors:
     """Measured over predicted milliseconds of one model's graphs.
 
     The ratio of a forward is the pace of the machine times the factor of its graph. The pace follows the
-    last forwards, whichever graphs ran, so a graph is not blamed for a slow minute. A graph that never
-    ran gets the smallest ratio of those that did; a graph smaller than one of them at most 1. So what a
-    wrong profile makes too slow gets tried, and what may be better than the slow graphs that run, too. But
-    a machine that is slower than its profile does not try larger graphs one by one, which takes long. The
-    ratio of a graph that did not run for long falls to that of the best, little by little.
+    last forwards, whichever graphs ran, so a graph is not blamed for a slow minute. The ratio of a graph
+    that did not run for long falls to that of the best, little by little.
+
+    A graph that never ran takes what the next smaller one takes that did, and the difference of the two in
+    the profile times the smallest ratio, at most 1. So what a wrong profile makes too slow gets tried, and
+    what may be better than the slow graphs that run, too. But where the whole machine is slower than its
+    profile, a much larger graph does not seem faster than a small one, as it would at the profile's time.
+
+    Args:
+        profile: Predicted milliseconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, profile: Curve) -> None:
+        self._ms = dict(zip(profile.sizes, profile.ms[0], strict=True))
         self._pace = 1.0
         self._factors: dict[int, float] = {}
         self._forwards: dict[int, int] = {}
@@ -72,19 +78,28 @@ class GraphFactors:
         weight = max(1 / self._forwards[size], rarest)
         self._factors[size] = expected + weight * (ratio / self._pace - expected)
 
-    def at(self, sizes: Sequence[int]) -> dict[int, float]:
-        """Measured over predicted milliseconds, for graphs of these sizes."""
+    def at(self, size: int) -> float:
+        """Measured over predicted milliseconds of a graph that just ran."""
+        return self._pace * self._factors[size]
+
+    def at_each(self) -> dict[int, float]:
+        """Measured over predicted milliseconds by graph, smallest first."""
         since = {size: self._num_forwards - last for size, last in self._last.items()}
         best = min((self._factors[size] for size in since if since[size] < FORGOTTEN), default=1.0)
-        factors = {
-            size: max(min(best, factor), factor * BETTER ** (since[size] // FORGOTTEN))
-            for size, factor in self._factors.items()
-        }
-        known = {size: self._pace * factor for size, factor in factors.items()}
-        largest = max(known, default=0)
-        larger = self._pace * best
-        smaller = min(1.0, larger)
-        return {size: known.get(size, larger if size > largest else smaller) for size in sizes}
+        untried = min(1.0, self._pace * best)
+        found: dict[int, float] = {}
+        known_ms = 0.0
+        at_ms = 0.0
+        for size, ms in self._ms.items():
+            if size in self._factors:
+                factor = self._factors[size]
+                factor = max(min(best, factor), factor * BETTER ** (since[size] // FORGOTTEN))
+                known_ms = self._pace * factor * ms
+                at_ms = ms
+                found[size] = self._pace * factor
+            else:
+                found[size] = (known_ms + untried * max(0.0, ms - at_ms)) / ms
+        return found
 
 
 class MeasuredLatency:
@@ -100,41 +115,49 @@ class MeasuredLatency:
     def __init__(self, profile: LatencyModel) -> None:
         self.in_use = profile
         self._profile = profile
-        self._draft = GraphFactors()
-        self._verify = GraphFactors()
+        self._draft = GraphFactors(profile.draft)
+        self._verify = GraphFactors(profile.verify)
         self._host_ms = {True: profile.step_host_ms, False: profile.plain_host_ms}  # with trees, without
-        self._host_in_use = tuple(self._host_ms.values())
-        self._factors_in_use = (1.0,) * (len(profile.draft.sizes) + len(profile.verify.sizes))
+        self._host_in_use = self._host_ms.copy()
+        self._draft_in_use = self._draft.at_each()
+        self._verify_in_use = self._verify.at_each()
         self._steps = {True: 0, False: 0}
 
-    def observe_(self, shapes: Sequence[Shape], num_tokens: int, context_len: int, ms: StepMs) -> None:
+    def observe_(self, shapes: Sequence[Shape], num_tokens: int, context_len: int, ms: StepMs) -> float:
         """Learn from a step.
 
         Args:
             shapes: What each row drafted.
             num_tokens: Tokens of the target's forward.
             context_len: Tokens of context of the longest row.
+
+        Returns:
+            The step's milliseconds by what is known now over those by `in_use`.
         """
         profile = self._profile
         drafting = [shape for shape in shapes if shape.depth]
-        if drafting:
+        drafts = bool(drafting)
+        self._observe_host_(drafts, ms.host)
+        used_ms = self._host_in_use[drafts]
+        known_ms = self._host_ms[drafts]
+        if drafting and ms.draft:
             size, draft_ms = _growth(profile, drafting, context_len)
-            if ms.draft:
-                self._draft.observe_(size, ms.draft / draft_ms)
-        share = 1.0 if drafting else profile.plain_share
-        verify_ms = share * profile.verify.at(num_tokens, context_len)
+            self._draft.observe_(size, ms.draft / draft_ms)
+            used_ms += self._draft_in_use[size] * draft_ms
+            known_ms += self._draft.at(size) * draft_ms
         if ms.verify:  # on a device a forward may end after the step, which then does not know its time
-            self._verify.observe_(profile.verify.graph(num_tokens), ms.verify / verify_ms)
-        self._observe_host_(bool(drafting), ms.host)
+            size = profile.verify.graph(num_tokens)
+            share = 1.0 if drafts else profile.plain_share
+            verify_ms = share * profile.verify.at(num_tokens, context_len)
+            self._verify.observe_(size, ms.verify / verify_ms)
+            used_ms += self._verify_in_use[size] * verify_ms
+            known_ms += self._verify.at(size) * verify_ms
+        return known_ms / used_ms if used_ms else 1.0
 
     @property
     def state(self) -> dict[str, Any]:
         """Measured over predicted milliseconds by graph, and the host's milliseconds: JSON values."""
-        profile = self._profile
-        factors = {
-            "draft": self._draft.at(profile.draft.sizes),
-            "target": self._verify.at(profile.verify.sizes),
-        }
+        factors = {"draft": self._draft.at_each(), "target": self._verify.at_each()}
         return {
             "slowness": {
                 model: {str(size): round(factor, 3) for size, factor in by_size.items()}
@@ -156,25 +179,24 @@ class MeasuredLatency:
         Returns:
             `in_use`, a new object only if a factor changed by more than SAME. Cost: some 50 microseconds.
         """
-        profile = self._profile
-        draft = self._draft.at(profile.draft.sizes)
-        verify = self._verify.at(profile.verify.sizes)
-        host_ms = tuple(self._host_ms.values())
+        draft = self._draft.at_each()
+        verify = self._verify.at_each()
         factors = (*draft.values(), *verify.values())
-        unchanged = all(map(_is_same, factors, self._factors_in_use))
+        factors_in_use = (*self._draft_in_use.values(), *self._verify_in_use.values())
         little_ms = SAME * self.in_use.plain_ms(0)
-        if unchanged and all(
-            abs(a - b) <= little_ms for a, b in zip(host_ms, self._host_in_use, strict=True)
+        if all(map(_is_same, factors, factors_in_use)) and all(
+            abs(ms - self._host_in_use[drafts]) <= little_ms for drafts, ms in self._host_ms.items()
         ):
             return self.in_use
-        self._factors_in_use = factors
-        self._host_in_use = host_ms
+        self._draft_in_use = draft
+        self._verify_in_use = verify
+        self._host_in_use = self._host_ms.copy()
         self.in_use = replace(
-            profile,
-            draft=profile.draft.slower(draft),
-            verify=profile.verify.slower(verify),
-            step_host_ms=host_ms[0],
-            plain_host_ms=host_ms[1],
+            self._profile,
+            draft=self._profile.draft.slower(draft),
+            verify=self._profile.verify.slower(verify),
+            step_host_ms=self._host_ms[True],
+            plain_host_ms=self._host_ms[False],
         )
         return self.in_use
 

@@ -60,7 +60,9 @@ class TreeGoodput:
     """Realised over predicted goodput of steps with trees.
 
     It holds what the prediction does not know: growth that stops early, and whatever the graphs' times and
-    the acceptance do not explain. If trees did not run for long, a new step counts as much as all before.
+    the acceptance do not explain. The prediction has the corrections of times that are not in use yet, or
+    the first slow step of a graph would count twice. If trees did not run for long, a new step counts as
+    much as all before.
     """
 
     def __init__(self) -> None:
@@ -244,14 +246,14 @@ class Trees:
         num_tokens = sum(result.verified for result in results) + outcome.prompt_tokens
         host_s = outcome.seconds - outcome.catch_up_seconds - outcome.draft_seconds - outcome.verify_seconds
         ms = StepMs(1e3 * outcome.draft_seconds, 1e3 * outcome.verify_seconds, 1e3 * host_s)
-        self.measured.observe_(shapes, num_tokens, context_key(outcome.load.rows), ms)
+        slower = self.measured.observe_(shapes, num_tokens, context_key(outcome.load.rows), ms)
         drafting = [result for result in results if result.shape.depth and not result.error]
         self.plain_steps += not drafting
         expected = sum(result.predicted_emitted - 1 for result in drafting)
         if drafting and not outcome.prompt_tokens:
             taken_ms = ms.draft + ms.verify + ms.host
             realised = (len(results) + self._scale * expected) / taken_ms
-            self.goodput.observe_(realised / self._predicted_rate, self.steps)
+            self.goodput.observe_(slower * realised / self._predicted_rate, self.steps)
         self._expected += expected
         self._accepted += sum(len(result.tokens) - 1 for result in drafting)
         if self._expected > TOKENS_MEMORY:

@@ -26,52 +26,59 @@ def observed(factors: GraphFactors, size: int, ratio: float, times: int = 1) -> 
         factors.observe_(size, ratio)
 
 
-def test_an_untried_graph_is_expected_to_be_as_good_as_the_best_a_smaller_one_as_the_profile() -> None:
-    slow = GraphFactors()
-    assert slow.at(SIZES) == dict.fromkeys(SIZES, 1.0)
+def test_an_untried_graph_takes_the_difference_of_the_profile_more_than_the_next_smaller_one() -> None:
+    slow = GraphFactors(PROFILE.verify)  # 10, 11 and 30 ms
+    assert slow.at_each() == dict.fromkeys(SIZES, 1.0)
     observed(slow, 8, 2.0)
-    assert slow.at(SIZES) == pytest.approx({2: 1.0, 8: 2.0, 32: 2.0})
+    assert slow.at_each() == pytest.approx({2: 1.0, 8: 2.0, 32: (22 + 19) / 30})
     observed(slow, 2, 1.5)
-    assert slow.at(SIZES) == pytest.approx({2: 1.5, 8: 2.0, 32: 1.5}, rel=0.02)
-    quick = GraphFactors()
+    assert slow.at_each() == pytest.approx({2: 1.5, 8: 2.0, 32: (22 + 19) / 30}, rel=0.02)
+    quick = GraphFactors(PROFILE.verify)
     observed(quick, 8, 0.5)
-    assert quick.at(SIZES) == dict.fromkeys(SIZES, 0.5)
+    assert quick.at_each() == dict.fromkeys(SIZES, 0.5)
+
+
+def test_a_larger_graph_is_never_expected_to_be_quicker_than_one_that_ran() -> None:
+    sizes = (2, 8, 32)
+    factors = GraphFactors(Curve((0,), sizes, ((1.0, 4.0, 3.0),)))
+    observed(factors, 8, 2.0)
+    assert factors.at_each()[32] == pytest.approx(8 / 3)
 
 
 def test_the_first_forward_of_a_graph_shows_its_factor() -> None:
-    factors = GraphFactors()
+    factors = GraphFactors(PROFILE.verify)
     observed(factors, 8, 1.0, 50)
     observed(factors, 2, 0.4)
-    assert factors.at((2, 8)) == pytest.approx({2: 0.4, 8: 1.0})
+    assert factors.at_each() == pytest.approx({2: 0.4, 8: 1.0, 32: (11 + 0.4 * 19) / 30})
 
 
 def test_a_slow_minute_is_not_the_graph_s() -> None:
-    factors = GraphFactors()
+    factors = GraphFactors(PROFILE.verify)
     for _ in range(50):
         observed(factors, 2, 1.0)
         observed(factors, 8, 1.0)
     observed(factors, 8, 3.0, 40)
-    found = factors.at((2, 8))
+    found = factors.at_each()
     assert found[8] == pytest.approx(3.0, rel=0.05)
     assert found[2] == pytest.approx(found[8], rel=0.35)
 
 
 def test_an_interrupted_forward_counts_for_little() -> None:
-    factors = GraphFactors()
+    factors = GraphFactors(PROFILE.verify)
     observed(factors, 8, 1.0, 100)
     observed(factors, 8, 50.0)
-    assert factors.at((8,))[8] < 1.2
+    assert factors.at_each()[8] < 1.2
 
 
 def test_a_graph_that_did_not_run_for_long_is_tried_again_the_later_the_slower_it_was() -> None:
-    factors = GraphFactors()
+    factors = GraphFactors(PROFILE.verify)
     observed(factors, 2, 2.0)
     observed(factors, 8, 1.0, FORGOTTEN - 1)
-    assert factors.at((2,))[2] == pytest.approx(2.0)
+    assert factors.at_each()[2] == pytest.approx(2.0)
     observed(factors, 8, 1.0)
-    assert 1.0 < factors.at((2,))[2] < 2.0
+    assert 1.0 < factors.at_each()[2] < 2.0
     observed(factors, 8, 1.0, FORGOTTEN)
-    assert factors.at((2,))[2] == pytest.approx(1.0)
+    assert factors.at_each()[2] == pytest.approx(1.0)
 
 
 def test_steps_correct_every_part_of_the_profile() -> None:
@@ -116,3 +123,11 @@ def test_a_part_whose_time_is_not_known_yet_teaches_nothing() -> None:
         measured.observe_([Shape(2, 3)], 8, 0, StepMs(0.0, 0.0, 0.4))
     assert measured.use_().verify == PROFILE.verify
     assert measured.use_().draft == PROFILE.draft
+
+
+def test_a_step_returns_how_much_slower_it_is_than_the_times_in_use() -> None:
+    measured = MeasuredLatency(PROFILE)
+    slow = StepMs(2 * 3 * 1.0, 2 * 11.0, 0.4)
+    assert measured.observe_([Shape(2, 3)], 8, 0, slow) == pytest.approx(28.4 / 14.4)
+    measured.use_()
+    assert measured.observe_([Shape(2, 3)], 8, 0, slow) == pytest.approx(1.0)

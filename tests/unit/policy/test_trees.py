@@ -214,6 +214,16 @@ def test_trees_that_the_profile_makes_too_slow_are_tried_and_used() -> None:
     assert sum(speculated[-100:]) >= 95
 
 
+def test_what_slow_graphs_explain_does_not_lower_the_goodput() -> None:
+    def goodput_after(ms: float) -> float:
+        policy = policy_of()
+        load = load_of(4)
+        observed(policy, load, policy.choose(load), ms, tokens=3)
+        return policy.goodput.estimate
+
+    assert goodput_after(24.0) == pytest.approx(goodput_after(14.0), rel=0.05)
+
+
 def test_stop_rules_follow_corrected_times_and_acceptance() -> None:
     menu = {"latency": LATENCY, "verify_widths": (4, 8, 16), "widths": (1, 4)}
     policy = StoppingShape(shape=PLAIN, acceptance=GOOD, **menu)
