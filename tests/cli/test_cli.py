@@ -259,6 +259,7 @@ def test_version_is_the_package_s(capsys: Capture) -> None:
         ("compile a b c", "ygg compile", "'c' is one too many"),
         ("show", "ygg show", "an argument is missing: what$"),
         ("show plans", "ygg show", "'plans' is none of pair, profile, plan, .*; did you mean plan?"),
+        ("serve tiny", "ygg serve", "'tiny' is one too many; did you mean --pair tiny?"),
         ("serve --prot 1", "ygg serve", "there is no option --prot; did you mean --port?"),
         ("generat x", "ygg", "'generat' is none of .*; did you mean generate?"),
     ],

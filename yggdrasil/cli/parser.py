@@ -41,7 +41,8 @@ class Parser(argparse.ArgumentParser):
                 f"there is no option {options[0]}{_nearest(options[0], list(self._option_string_actions))}"
             )
         if left and not isinstance(getattr(found, "prompt", None), list):
-            self.error(f"{' '.join(map(repr, left))} is one too many")
+            hint = f"; did you mean --pair {left[0]}?" if "--pair" in self._option_string_actions else ""
+            self.error(f"{' '.join(map(repr, left))} is one too many{hint}")
         if left:
             found.prompt = [*found.prompt, *left]  # argparse takes only the words before an option
         return found, []
