@@ -44,10 +44,11 @@ class GraphFactors:
     last forwards, whichever graphs ran, so a graph is not blamed for a slow minute. The ratio of a graph
     that did not run for long falls to that of the best, little by little.
 
-    A graph that never ran takes what the next smaller one takes that did, and the difference of the two in
-    the profile times the smallest ratio, at most 1. So what a wrong profile makes too slow gets tried, and
-    what may be better than the slow graphs that run, too. But where the whole machine is slower than its
-    profile, a much larger graph does not seem faster than a small one, as it would at the profile's time.
+    A graph that never ran is expected to take as long as the next smaller one that ran, and the difference
+    of the two in the profile times the smallest ratio, at most 1. So what a wrong profile makes too slow
+    gets tried, and what may be better than the slow graphs that run, too. But where the whole machine is
+    slower than its profile, a much larger graph does not seem faster than a small one, as it would at the
+    profile's time.
 
     Args:
         profile: Predicted milliseconds.
