@@ -13,7 +13,6 @@ from yggdrasil.errors import ArtifactError, ConfigError
 from yggdrasil.loading import load_bundle, load_models
 from yggdrasil.policy.acceptance import AcceptanceTable
 from yggdrasil.policy.depth import PREDICTOR_FORMAT, DepthPredictor
-from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import (
@@ -26,6 +25,7 @@ from yggdrasil.policy.shape import (
     ShapePolicy,
     StoppingShape,
 )
+from yggdrasil.policy.switching import SwitchTable
 from yggdrasil.schedule.choice import FORMAT, PlanChoice
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.step.plan import SEQUENTIAL

@@ -17,9 +17,9 @@ from yggdrasil.config import GenerateConfig
 from yggdrasil.engine import Engine
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.models.protocol import TokenGraphs
-from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.latency import Curve
 from yggdrasil.policy.shape import ContextShape, FixedShape
+from yggdrasil.policy.switching import SwitchTable
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.report.recording import RecordedModel
 from yggdrasil.state import DecodeState, Row, Shape

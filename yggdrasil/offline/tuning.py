@@ -53,9 +53,9 @@ from yggdrasil.offline.traces import (
 from yggdrasil.offline.written import write_texts
 from yggdrasil.policy.acceptance import AcceptanceTable, fit_acceptance
 from yggdrasil.policy.depth import PREDICTOR_FORMAT
-from yggdrasil.policy.gamma.switching import SwitchTable
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.shape import ContextShape, FixedShape, best_shape
+from yggdrasil.policy.switching import SwitchTable
 from yggdrasil.schedule.choice import FORMAT, TEMPERATURES, choose_plans
 from yggdrasil.schedule.workload import Workload
 from yggdrasil.state import PLAIN, Shape

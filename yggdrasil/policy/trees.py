@@ -182,7 +182,8 @@ class Trees:
             plain_ms * (1 - plain_rate / tree_rate) if is_better else tree_ms * (1 - tree_rate / plain_rate)
         )
         loss_ms = max(loss_ms, MIN_LOSS * plain_ms) + (0.0 if is_better else restart_ms)
-        if 1e-3 * loss_ms > self.exploration_s:
+        # next to a prompt, a step's goodput teaches nothing
+        if load.waiting_tokens or 1e-3 * loss_ms > self.exploration_s:
             return is_better
         self.exploration_s -= 1e-3 * loss_ms
         return not is_better

@@ -7,7 +7,7 @@ import pytest
 from yggdrasil.bundle import Bundle
 from yggdrasil.loading import load_bundle
 from yggdrasil.pair import load_measurements
-from yggdrasil.policy.gamma.switching import SwitchTable
+from yggdrasil.policy.switching import SwitchTable
 
 TABLE = SwitchTable(lags=(2, 10, 100), batch_sizes=(1, 4), seconds=((0.1, 0.4), (0.2, 0.8), (1.0, 4.0)))
 

@@ -180,6 +180,23 @@ def test_plain_decoding_is_tried_where_speculation_is_better() -> None:
     assert policy.state["plain_steps"] == plain
 
 
+@pytest.mark.parametrize("tree_ms", [5.0, 60.0])  # trees are the better arm, and the worse one
+def test_no_arm_is_tried_next_to_a_prompt(tree_ms: float) -> None:
+    """Such a step corrects no goodput, so the time that it loses would be spent for nothing."""
+    load = load_of(1)
+    policy = policy_of()
+    drafted: dict[int, set[bool]] = {0: set(), 1: set()}
+    for step in range(600):
+        waiting = step % 2
+        choice = policy.choose(replace(load, waiting_tokens=waiting))
+        if step > 100:
+            drafted[waiting].add(choice.gamma > 0)
+        ms, tokens = (tree_ms, 5) if choice.gamma else (10.2, 1)
+        observed(policy, load, choice, ms=ms, tokens=tokens)
+    assert drafted[0] == {False, True}
+    assert len(drafted[1]) == 1
+
+
 def test_accepted_tokens_correct_the_calibration() -> None:
     policy = policy_of()
     load = load_of(1)
