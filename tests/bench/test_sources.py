@@ -7,7 +7,8 @@ import sys
 
 from bench.lib import sources
 
-GENERATE = "import sys, yggdrasil.cli.generate, yggdrasil.engine, yggdrasil.pair; print(*sorted(sys.modules))"
+MODULES = "yggdrasil.cli.generate, yggdrasil.engine, yggdrasil.pair"
+GENERATE = f"import sys, {MODULES}; print(*sorted(sys.modules))"
 
 
 def test_generation_imports_no_policy_of_the_server() -> None:

@@ -31,7 +31,7 @@ EXPLORATION = 0.02  # as in nightjar.py, where more arms have to be tried
 # Also of a long session: a stopped one tries speculation again, the later the more it would lose.
 MIN_EXPLORATION = 0.0025
 STEP_WEIGHT = 0.0625  # of a new step in the goodput of trees
-LONG_AGO = 64  # steps after which what is known of that goodput counts no more than a new step
+LONG_AGO = 64  # steps without trees after which what is known of it counts no more than a new step
 MOST_JUMP = 2.0  # a single step lowers the known goodput by no more, it may have been interrupted
 SAME = 0.02  # an acceptance within this share of the one in use changes nothing
 REVIEW_STEPS = 16  # between two uses of new corrections: arms and menus then have to be computed again
@@ -57,25 +57,31 @@ class TreeParts:
 
 
 class TreeGoodput:
-    """Realised over predicted goodput of steps with trees.
+    """Realised over predicted goodput of steps with trees, at one number of rows.
 
-    It holds what the prediction does not know: growth that stops early, and whatever the graphs' times and
-    the acceptance do not explain. The prediction has the corrections of times that are not in use yet, or
-    the first slow step of a graph would count twice. If trees did not run for long, a new step counts as
-    much as all before.
+    It holds what the prediction does not know: growth that stops early, rows that leave nodes to others,
+    and whatever the graphs' times and the acceptance do not explain. The prediction has the corrections of
+    times that are not in use yet, or the first slow step of a graph would count twice. If trees did not run
+    for long, a new step counts as much as all before.
+
+    Args:
+        estimate: What to expect before the first step.
     """
 
-    def __init__(self) -> None:
-        self.estimate = 1.0
-        self._steps = 0
-        self._last = 0
+    def __init__(self, estimate: float = 1.0) -> None:
+        self.estimate = estimate
+        self._observed = 0
+        self._since = 0  # steps without trees
 
-    def observe_(self, ratio: float, step: int) -> None:
-        """Add the ratio of one step, given the number of the step."""
-        self._steps += 1
-        is_old = step - self._last > LONG_AGO
-        weight = max(1 / self._steps, 0.5 if is_old else STEP_WEIGHT)
-        self._last = step
+    def count_(self) -> None:
+        """Count a step whose ratio is not known."""
+        self._since += 1
+
+    def observe_(self, ratio: float) -> None:
+        """Add the ratio of one step."""
+        self._observed += 1
+        weight = max(1 / self._observed, 0.5 if self._since > LONG_AGO else STEP_WEIGHT)
+        self._since = 0
         self.estimate += weight * (max(ratio, self.estimate / MOST_JUMP) - self.estimate)
 
 
@@ -100,7 +106,7 @@ class Trees:
         self.steps = 0
         self.plain_steps = 0
         self.measured = MeasuredLatency(parts.latency)
-        self.goodput = TreeGoodput()
+        self.goodput: dict[int, TreeGoodput] = {}  # by number of rows, see _rows_key
         self._predicted_rate = math.inf  # of the trees chosen last, in tokens per millisecond
         self._parts = parts
         self._expected = self._accepted = PRIOR_TOKENS
@@ -172,7 +178,7 @@ class Trees:
         if load.previous_gamma == 0 and load.max_lag > 1:
             restart_ms = 1e3 * self.switching_cost(load.max_lag, num_rows)
         self._predicted_rate = (num_rows + gain) / tree_ms
-        tree_ms = tree_ms / self.goodput.estimate + restart_ms / STAY_STEPS
+        tree_ms = tree_ms / self._goodput(num_rows).estimate + restart_ms / STAY_STEPS
         plain_ms = self.plain_ms(load)
         tree_rate = (num_rows + gain) / tree_ms
         plain_rate = num_rows / plain_ms
@@ -187,6 +193,14 @@ class Trees:
             return is_better
         self.exploration_s -= 1e-3 * loss_ms
         return not is_better
+
+    def _goodput(self, num_rows: int) -> TreeGoodput:
+        """That of this number of rows; a new one expects what is known of the next smaller number."""
+        key = _rows_key(num_rows)
+        if key not in self.goodput:
+            smaller = [known for known in self.goodput if known < key]
+            self.goodput[key] = TreeGoodput(self.goodput[max(smaller)].estimate if smaller else 1.0)
+        return self.goodput[key]
 
     def plain_ms(self, load: Load) -> float:
         policy = self._policy(load.rows[0].state.sampling.temperature)
@@ -251,10 +265,13 @@ class Trees:
         drafting = [result for result in results if result.shape.depth and not result.error]
         self.plain_steps += not drafting
         expected = sum(result.predicted_emitted - 1 for result in drafting)
+        goodput = self._goodput(len(results))
         if drafting and not outcome.prompt_tokens:
             taken_ms = ms.draft + ms.verify + ms.host
             realised = (len(results) + self._scale * expected) / taken_ms
-            self.goodput.observe_(slower * realised / self._predicted_rate, self.steps)
+            goodput.observe_(slower * realised / self._predicted_rate)
+        else:
+            goodput.count_()
         self._expected += expected
         self._accepted += sum(len(result.tokens) - 1 for result in drafting)
         if self._expected > TOKENS_MEMORY:
@@ -282,9 +299,16 @@ class Trees:
             "steps": self.steps,
             "plain_steps": self.plain_steps,
             "accepted_per_expected_token": round(self._scale, 3),
-            "realised_over_predicted_goodput": round(self.goodput.estimate, 3),
+            "realised_over_predicted_goodput": {
+                str(rows): round(goodput.estimate, 3) for rows, goodput in sorted(self.goodput.items())
+            },
             **self.measured.state,
         }
+
+
+def _rows_key(num_rows: int) -> int:
+    """The number of rows, rounded up to a power of two: estimates of loads are kept apart."""
+    return 1 << (num_rows - 1).bit_length()
 
 
 def _limited(shape: Shape, depth_limit: int, nodes_max: int, longest_path: int) -> Shape:

@@ -236,9 +236,25 @@ def test_what_slow_graphs_explain_does_not_lower_the_goodput() -> None:
         policy = policy_of()
         load = load_of(4)
         observed(policy, load, policy.choose(load), ms, tokens=3)
-        return policy.goodput.estimate
+        return policy.goodput[4].estimate
 
     assert goodput_after(24.0) == pytest.approx(goodput_after(14.0), rel=0.05)
+
+
+def test_the_goodput_of_few_rows_is_not_that_of_many() -> None:
+    policy = policy_of()
+    for _ in range(20):
+        for num_rows, ms in ((1, 14.0), (8, 40.0)):
+            load = load_of(num_rows)
+            observed(policy, load, policy.choose(load), ms, tokens=3)
+    few = policy.goodput[1].estimate
+    many = policy.goodput[8].estimate
+    assert many < 0.8 * few
+    # a number of rows that did not run yet is expected to be like the next smaller one that did
+    for num_rows in (2, 7, 16):
+        policy.choose(load_of(num_rows))
+    expected = {"1": few, "2": few, "8": many, "16": many}
+    assert policy.state["realised_over_predicted_goodput"] == pytest.approx(expected, abs=1e-3)
 
 
 def test_stop_rules_follow_corrected_times_and_acceptance() -> None:
