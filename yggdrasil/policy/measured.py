@@ -123,9 +123,12 @@ class MeasuredLatency:
         self._draft_in_use = self._draft.at_each()
         self._verify_in_use = self._verify.at_each()
         self._steps = {True: 0, False: 0}
+        self._ran: set[tuple[str, int]] = set()  # graphs, by model and size
 
-    def observe_(self, shapes: Sequence[Shape], num_tokens: int, context_len: int, ms: StepMs) -> float:
-        """Learn from a step.
+    def observe_(
+        self, shapes: Sequence[Shape], num_tokens: int, context_len: int, ms: StepMs
+    ) -> float | None:
+        """Learn from a step, unless one of its graphs had never run: a first forward loads code and memory.
 
         Args:
             shapes: What each row drafted.
@@ -133,11 +136,13 @@ class MeasuredLatency:
             context_len: Tokens of context of the longest row.
 
         Returns:
-            The step's milliseconds by what is known now over those by `in_use`.
+            The step's milliseconds by what is known now over those by `in_use`; None if nothing was learnt.
         """
         profile = self._profile
         drafting = [shape for shape in shapes if shape.depth]
         drafts = bool(drafting)
+        if self._runs_first_(drafting, num_tokens, context_len):
+            return None
         self._observe_host_(drafts, ms.host)
         used_ms = self._host_in_use[drafts]
         known_ms = self._host_ms[drafts]
@@ -166,6 +171,15 @@ class MeasuredLatency:
             },
             "host_ms": {"trees": round(self._host_ms[True], 3), "plain": round(self._host_ms[False], 3)},
         }
+
+    def _runs_first_(self, drafting: Sequence[Shape], num_tokens: int, context_len: int) -> bool:
+        """Whether a graph of the step ran for the first time."""
+        graphs = {("target", self._profile.verify.graph(num_tokens))}
+        if drafting:
+            graphs.add(("draft", _growth(self._profile, drafting, context_len)[0]))
+        is_first = not graphs <= self._ran
+        self._ran |= graphs
+        return is_first
 
     def _observe_host_(self, drafts: bool, ms: float) -> None:
         self._steps[drafts] += 1

@@ -62,7 +62,8 @@ class TreeGoodput:
     It holds what the prediction does not know: growth that stops early, rows that leave nodes to others,
     and whatever the graphs' times and the acceptance do not explain. The prediction has the corrections of
     times that are not in use yet, or the first slow step of a graph would count twice. If trees did not run
-    for long, a new step counts as much as all before.
+    for long, a new step counts as much as all before. The first step replaces what was expected; if it was
+    slower it counts half, for it may have been interrupted.
 
     Args:
         estimate: What to expect before the first step.
@@ -80,7 +81,8 @@ class TreeGoodput:
     def observe_(self, ratio: float) -> None:
         """Add the ratio of one step."""
         self._observed += 1
-        weight = max(1 / self._observed, 0.5 if self._since > LONG_AGO else STEP_WEIGHT)
+        num_known = self._observed + (ratio < self.estimate)
+        weight = max(1 / num_known, 0.5 if self._since > LONG_AGO else STEP_WEIGHT)
         self._since = 0
         self.estimate += weight * (max(ratio, self.estimate / MOST_JUMP) - self.estimate)
 
@@ -266,7 +268,7 @@ class Trees:
         self.plain_steps += not drafting
         expected = sum(result.predicted_emitted - 1 for result in drafting)
         goodput = self._goodput(len(results))
-        if drafting and not outcome.prompt_tokens:
+        if drafting and slower is not None and not outcome.prompt_tokens:
             taken_ms = ms.draft + ms.verify + ms.host
             realised = (len(results) + self._scale * expected) / taken_ms
             goodput.observe_(slower * realised / self._predicted_rate)

@@ -128,6 +128,19 @@ def test_a_part_whose_time_is_not_known_yet_teaches_nothing() -> None:
 def test_a_step_returns_how_much_slower_it_is_than_the_times_in_use() -> None:
     measured = MeasuredLatency(PROFILE)
     slow = StepMs(2 * 3 * 1.0, 2 * 11.0, 0.4)
+    measured.observe_([Shape(2, 3)], 8, 0, slow)  # the first forwards teach nothing
     assert measured.observe_([Shape(2, 3)], 8, 0, slow) == pytest.approx(28.4 / 14.4)
     measured.use_()
     assert measured.observe_([Shape(2, 3)], 8, 0, slow) == pytest.approx(1.0)
+
+
+def test_a_step_in_which_a_graph_runs_for_the_first_time_teaches_nothing() -> None:
+    measured = MeasuredLatency(PROFILE)
+    before = measured.state
+    cold = StepMs(90.0, 900.0, 180.0)
+    assert measured.observe_([PLAIN], 1, 0, cold) is None
+    assert measured.observe_([Shape(2, 3)], 1, 0, cold) is None  # the draft's graph is new
+    assert measured.observe_([Shape(2, 3)], 64, 0, cold) is None  # the target's larger graph is new
+    assert measured.state == before
+    assert measured.observe_([Shape(2, 3)], 64, 0, cold) is not None
+    assert measured.state != before

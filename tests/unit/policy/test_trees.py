@@ -180,6 +180,18 @@ def test_plain_decoding_is_tried_where_speculation_is_better() -> None:
     assert policy.state["plain_steps"] == plain
 
 
+@pytest.mark.parametrize("slow_step", [0, 1])  # 0 loads the graphs, 1 was interrupted
+def test_a_slow_step_at_the_start_does_not_end_speculation(slow_step: int) -> None:
+    policy = policy_of()
+    load = load_of(1)
+    speculated = []
+    for step in range(12):
+        choice = policy.choose(load)
+        speculated.append(choice.gamma > 0)
+        observed(policy, load, choice, 150.0 if step == slow_step else 14.0, tokens=3)
+    assert sum(speculated) >= 11
+
+
 @pytest.mark.parametrize("tree_ms", [5.0, 60.0])  # trees are the better arm, and the worse one
 def test_no_arm_is_tried_next_to_a_prompt(tree_ms: float) -> None:
     """Such a step corrects no goodput, so the time that it loses would be spent for nothing."""
@@ -249,7 +261,7 @@ def test_the_goodput_of_few_rows_is_not_that_of_many() -> None:
             observed(policy, load, policy.choose(load), ms, tokens=3)
     few = policy.goodput[1].estimate
     many = policy.goodput[8].estimate
-    assert many < 0.8 * few
+    assert many < 0.9 * few
     # a number of rows that did not run yet is expected to be like the next smaller one that did
     for num_rows in (2, 7, 16):
         policy.choose(load_of(num_rows))
