@@ -141,23 +141,26 @@ class MeasuredLatency:
         profile = self._profile
         drafting = [shape for shape in shapes if shape.depth]
         drafts = bool(drafting)
-        if self._runs_first_(drafting, num_tokens, context_len):
+        verify_size = profile.verify.graph(num_tokens)
+        graphs = {("target", verify_size)}
+        if drafting:
+            draft_size, draft_ms = _growth(profile, drafting, context_len)
+            graphs.add(("draft", draft_size))
+        if self._run_first_(graphs):
             return None
         self._observe_host_(drafts, ms.host)
         used_ms = self._host_in_use[drafts]
         known_ms = self._host_ms[drafts]
         if drafting and ms.draft:
-            size, draft_ms = _growth(profile, drafting, context_len)
-            self._draft.observe_(size, ms.draft / draft_ms)
-            used_ms += self._draft_in_use[size] * draft_ms
-            known_ms += self._draft.at(size) * draft_ms
+            self._draft.observe_(draft_size, ms.draft / draft_ms)
+            used_ms += self._draft_in_use[draft_size] * draft_ms
+            known_ms += self._draft.at(draft_size) * draft_ms
         if ms.verify:  # on a device a forward may end after the step, which then does not know its time
-            size = profile.verify.graph(num_tokens)
             share = 1.0 if drafts else profile.plain_share
             verify_ms = share * profile.verify.at(num_tokens, context_len)
-            self._verify.observe_(size, ms.verify / verify_ms)
-            used_ms += self._verify_in_use[size] * verify_ms
-            known_ms += self._verify.at(size) * verify_ms
+            self._verify.observe_(verify_size, ms.verify / verify_ms)
+            used_ms += self._verify_in_use[verify_size] * verify_ms
+            known_ms += self._verify.at(verify_size) * verify_ms
         return known_ms / used_ms if used_ms else 1.0
 
     @property
@@ -172,11 +175,8 @@ class MeasuredLatency:
             "host_ms": {"trees": round(self._host_ms[True], 3), "plain": round(self._host_ms[False], 3)},
         }
 
-    def _runs_first_(self, drafting: Sequence[Shape], num_tokens: int, context_len: int) -> bool:
-        """Whether a graph of the step ran for the first time."""
-        graphs = {("target", self._profile.verify.graph(num_tokens))}
-        if drafting:
-            graphs.add(("draft", _growth(self._profile, drafting, context_len)[0]))
+    def _run_first_(self, graphs: set[tuple[str, int]]) -> bool:
+        """Whether one of these graphs, by model and size, ran for the first time."""
         is_first = not graphs <= self._ran
         self._ran |= graphs
         return is_first

@@ -59,11 +59,11 @@ class TreeParts:
 class TreeGoodput:
     """Realised over predicted goodput of steps with trees, at one number of rows.
 
-    It holds what the prediction does not know: growth that stops early, rows that leave nodes to others,
-    and whatever the graphs' times and the acceptance do not explain. The prediction has the corrections of
-    times that are not in use yet, or the first slow step of a graph would count twice. If trees did not run
-    for long, a new step counts as much as all before. The first step replaces what was expected; if it was
-    slower it counts half, for it may have been interrupted.
+    It holds what the prediction does not know: growth that stops early, what rows gain that compete for
+    verified nodes, and whatever the graphs' times and the acceptance do not explain. The prediction has the
+    corrections of times that are not in use yet, or the first slow step of a graph would count twice. If
+    trees did not run for long, a new step counts as much as all before. The first step replaces what was
+    expected; if it was slower it counts half, for it may have been interrupted.
 
     Args:
         estimate: What to expect before the first step.
