@@ -7,10 +7,12 @@ Shapes: P = pages of a row.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from yggdrasil.engine import ANY_TOKEN, check_processors, check_request, check_tokens, grammar_of
 from yggdrasil.errors import CapacityError
@@ -24,7 +26,16 @@ from yggdrasil.policy.uncalibrated import UNCALIBRATED
 from yggdrasil.serve.cohorts import Cohorts
 from yggdrasil.serve.elastic import ElasticMemory
 from yggdrasil.serve.pages import PagePool, pages_for
-from yggdrasil.serve.request import DEFECT, Event, FinishReason, Observer, Request, StepReport, StepTree
+from yggdrasil.serve.request import (
+    DEFECT,
+    CohortStep,
+    Event,
+    FinishReason,
+    Observer,
+    Request,
+    StepReport,
+    StepTree,
+)
 from yggdrasil.serve.scheduler import Scheduler
 from yggdrasil.serve.ticket import Ticket, token_log_probs
 from yggdrasil.state import DecodeState, Row, StepResult
@@ -40,6 +51,20 @@ __all__ = ["Batcher"]
 
 NOTHING = Choice((), (), VERIFY_ALL)
 MOST_NODES = 128  # drafted nodes of a row, the root not counted
+
+
+class _Ran(NamedTuple):
+    """What the forwards of a step did.
+
+    Args:
+        results: Of the rows that decode, then of `reaching`.
+        reaching: Requests whose prompt ended.
+        prompt_tokens: Tokens of prompts, roots not counted.
+    """
+
+    results: list[StepResult]
+    reaching: Sequence[Ticket] = ()
+    prompt_tokens: int = 0
 
 
 class Batcher:
@@ -195,7 +220,7 @@ class Batcher:
             return None
         self._score_prompts_()
         start = time.perf_counter()
-        before = dict(self.trace.total_ms)
+        before = self._stages_ms()
         decoding = self.scheduler.reserve_()
         self._stepping = list(decoding)
         load = self._load(decoding)
@@ -204,20 +229,28 @@ class Batcher:
         for row, shape in zip(load.rows, choice.shapes, strict=True):
             num_nodes = shape.most_nodes(self.draft.max_depth - 1)
             self.pool.extend_(row.row, len(row.state.tokens) + num_nodes - 1)
+        ran = self._run_(load, choice, start)
+        num_returned = self._publish_results_([*decoding, *ran.reaching], ran.results)
+        total_ms = (time.perf_counter() - start) * 1e3
+        cohorts = self._observe_cohorts_(load, decoding, ran, total_ms) if decoding else []
+        report = self._report(load, choice.gamma, ran, num_returned, total_ms, before, cohorts)
+        if decoding:
+            self._observe_(load, report, ran.results[: len(decoding)])
+        self.observer.on_step(report)
+        return report
+
+    def _run_(self, load: Load, choice: Choice, began: float) -> _Ran:
+        """Run the step over the rows that decode, in one call unless prompts run along."""
+        if not self.scheduler.prefilling:
+            return _Ran(self.stepper.run(load.rows, choice, began))
         num_tokens = self.stepper.draft(load.rows, choice)
         reaching, prompts = self._prompts(num_tokens)
         self._stepping += [*reaching, *self._prompt_tickets(prompts)]
         prompt_tokens = sum(ticket.num_unseen - 1 for ticket in reaching)
         prompt_tokens += sum(len(chunk.tokens) for chunk in prompts)
         results = self.stepper.verify([ticket.running for ticket in reaching], prompts)
-        num_returned = self._publish_results_([*decoding, *reaching], results)
         self._commit_prompts_(prompts)
-        report = self._report(load, choice.gamma, results, num_returned, prompt_tokens, start, before)
-        if decoding:
-            report = self._with_cohorts(load, report, decoding, results)
-            self._observe_(load, report, results[: len(decoding)])
-        self.observer.on_step(report)
-        return report
+        return _Ran(results, reaching, prompt_tokens)
 
     def _load(self, decoding: Sequence[Ticket]) -> Load:
         """The load of this step: free pages, the draft's absence and the largest graph limit the drafts."""
@@ -316,8 +349,9 @@ class Batcher:
 
     def _send_(self, ticket: Ticket, event: Event) -> None:
         """Send an event with the tokens of a step, the last one if they end the text."""
-        event = replace(event, prompt_log_probs=() if ticket.first else ticket.prompt_log_probs)
-        ticket.first = ticket.first or time.perf_counter()
+        if not ticket.first:
+            ticket.first = time.perf_counter()
+            event = replace(event, prompt_log_probs=ticket.prompt_log_probs)
         ticket.target_passes += 1
         ticket.emitted_tokens += len(event.tokens)
         is_stop = ticket.stream.stopped or event.tokens[-1] in ticket.ends
@@ -366,40 +400,40 @@ class Batcher:
             )
         )
 
-    def _with_cohorts(
-        self, load: Load, report: StepReport, decoding: Sequence[Ticket], results: Sequence[StepResult]
-    ) -> StepReport:
-        """The report with what the step did for each cohort; its time counts if no prompt ran along."""
-        is_timed = report.prompt_tokens == 0 and len(results) == len(decoding)
-        steps = self.cohorts.observe_(
+    def _observe_cohorts_(
+        self, load: Load, decoding: Sequence[Ticket], ran: _Ran, total_ms: float
+    ) -> list[CohortStep]:
+        """What the step did for each cohort; its time counts if no prompt ran along."""
+        is_timed = not ran.prompt_tokens and not ran.reaching
+        return self.cohorts.observe_(
             [ticket.cohort for ticket in decoding],
-            results[: len(decoding)],
-            ms=report.total_ms,
+            ran.results[: len(decoding)],
+            ms=total_ms,
             plain_ms=self.policy.plain_ms(load) if is_timed else 0.0,
         )
-        return replace(report, cohorts=steps)
+
+    def _stages_ms(self) -> list[float]:
+        """Milliseconds since construction of drafting, catching up and verification."""
+        return [self.trace.total_ms[name] for name in ("draft", "catch up", "verify")]
 
     def _report(
         self,
         load: Load,
         gamma: int,
-        results: Sequence[StepResult],
+        ran: _Ran,
         num_returned: int,
-        prompt_tokens: int,
-        start: float,
-        before: dict[str, float],
+        total_ms: float,
+        before: Sequence[float],
+        cohorts: Sequence[CohortStep],
     ) -> StepReport:
         """The report of a step that has just ended."""
-        total_ms = (time.perf_counter() - start) * 1e3
-        draft_ms, catch_up_ms, verify_ms = (
-            self.trace.total_ms[name] - before.get(name, 0.0) for name in ("draft", "catch up", "verify")
-        )
+        draft_ms, catch_up_ms, verify_ms = map(operator.sub, self._stages_ms(), before)
         return StepReport(
             gamma=gamma,
-            prompt_tokens=prompt_tokens,
-            drafted=tuple(result.verified - 1 for result in results),
+            prompt_tokens=ran.prompt_tokens,
+            drafted=tuple(result.verified - 1 for result in ran.results),
             # tokens after the end of a text count: the policy must not see them as rejected
-            emitted=tuple(len(result.tokens) for result in results),
+            emitted=tuple(len(result.tokens) for result in ran.results),
             returned_tokens=num_returned,
             max_lag=load.max_lag,
             catch_up_ms=catch_up_ms,
@@ -411,5 +445,6 @@ class Batcher:
             free_pages=self.pool.num_free,
             num_pages=self.pool.num_pages,
             is_draft_in=self.elastic is None or self.elastic.is_draft_in,
-            depths=[result.depths[1:] for result in results],
+            depths=[result.depths[1:] for result in ran.results],
+            cohorts=cohorts,
         )
