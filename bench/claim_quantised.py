@@ -1,8 +1,8 @@
 """What do weights of 8 and 4 bits cost in perplexity, and what do they gain in speed and memory?
 
-The pair at real size in three formats, on the same prompts. Perplexity: that of the calibration text, as
-`ygg compile` measures it, over that of the weights as they are. Forwards: every graph up to 32 tokens of
-every format in turn. Decoding: plain decoding and the default policy in every format, all arms in turn at
+The pair at real size in three formats, on the same prompts. Perplexity: that of the test texts in the
+compiled graphs, over that of the weights as they are. Forwards: every graph up to 32 tokens of every format
+in turn. Decoding: plain decoding and the default policy in every format, all arms in turn at
 temperatures 0 and 0.8; within a format a text that differs from plain decoding's ends the run. Memory: the
 part of the target's weight file that is resident after all that.
 
@@ -13,20 +13,27 @@ eight tokens or 1.8 times for sixteen; or if the memory of int4 is above 0.35 of
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch.nn import functional
+
 from bench.claim_roofline import at_most, forward_sampler, in_turns, weight_bytes
 from bench.lib.arms import arm_summary, our_arm, plain_arm
 from bench.lib.claim import Claim, Log, Option, int_from, prompts_option, tokens_option
-from bench.lib.harness import Arm, MemoryStream, Rounds, interleave, ratio, spread
+from bench.lib.harness import RESAMPLES, Arm, MemoryStream, Rounds, interleave, ratio, spread
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
 from yggdrasil.compiler.weights import FILE_NAME
 from yggdrasil.config import WEIGHTS
+from yggdrasil.models.packing import Chunk
 from yggdrasil.pair import LoadedPair
+from yggdrasil.step.growth import run_chunks
 
 TEMPERATURES = (0.0, 0.8)
 CONTEXT = 64
@@ -37,6 +44,58 @@ GROWTH = {8: 1.3, 16: 1.8}  # of int8's forward over that of one token, at most
 MOST_MEMORY = 0.35  # of int4's resident weights, of bf16's
 PLAIN = "plain"
 TREE = "tree"
+
+
+def text_losses(pair: LoadedPair, texts: Sequence[str]) -> list[tuple[float, int]]:
+    """The sum of the target's losses on each text, in nats, and the number of its predicted tokens.
+
+    The logits are those of the compiled graphs, over a cache that holds one text at a time.
+    """
+    target: Any = pair.engine.target
+    found = []
+    for text in texts:
+        tokens = pair.tokenizer.encode(text)[: pair.engine.max_context]
+        target.cache.rollback_(0)
+        forwards = run_chunks(target, [Chunk(0, tokens[:-1], 0)], target.prefill_chunk)
+        logits_NV = torch.cat([each_NV.float() for _, (each_NV, _) in forwards])
+        predicted = torch.tensor(tokens[1:])
+        # the last graph may be larger than its chunk
+        loss = functional.cross_entropy(logits_NV[: len(predicted)], predicted, reduction="sum")
+        found.append((float(loss), len(predicted)))
+    return found
+
+
+def perplexity_of(
+    losses: Sequence[tuple[float, int]], before: Sequence[tuple[float, int]]
+) -> dict[str, Any]:
+    """Perplexity, and its ratio to that of other weights on the same texts with a bootstrap 95 % interval.
+
+    Args:
+        losses: The sum of losses of each text, and its number of tokens.
+        before: The same of the weights as they are.
+    """
+    pairs = zip(losses, before, strict=True)
+    sums = np.array([[loss - loss_before, loss, count] for (loss, count), (loss_before, _) in pairs])
+    changed, lost, num_tokens = sums.sum(axis=0)
+    draws = sums[np.random.default_rng(0).integers(len(sums), size=(RESAMPLES, len(sums)))].sum(axis=1)
+    low, high = np.percentile(np.exp(draws[:, 0] / draws[:, 2]), (2.5, 97.5))
+    return {
+        "perplexity": round(math.exp(lost / num_tokens), 4),
+        "ratio": round(math.exp(changed / num_tokens), 5),
+        "ci95": [round(float(low), 5), round(float(high), 5)],
+        "texts": len(losses),
+        "tokens": int(num_tokens),
+    }
+
+
+def measure_perplexity(pairs: Mapping[str, LoadedPair], num_texts: int, log: Log) -> dict[str, Any]:
+    """Of every format on the first test texts, over that of bf16."""
+    texts = STORIES.test_texts[:num_texts]
+    losses = {}
+    for name, pair in pairs.items():
+        losses[name] = text_losses(pair, texts)
+        log(f"perplexity in {name} on {len(texts)} texts")
+    return {name: perplexity_of(each, losses["bf16"]) for name, each in losses.items()}
 
 
 def arms_of(pair: LoadedPair, weights: str, num_tokens: int, temperature: float) -> list[Arm]:
@@ -144,12 +203,13 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
         name: replace(under_test, config=replace(under_test.config, weights=name)).pair()
         for name in WEIGHTS
     }
+    quality = measure_perplexity(pairs, options.texts, log)
     gb_per_s, forwards = measure_forwards(pairs, options.rounds, log)
     decoding = {f"{each:g}": measure_decoding(pairs, each, options, log) for each in TEMPERATURES}
     maps = Path("/proc/self/smaps").read_text()
     formats: dict[str, Any] = {
         name: {
-            "quality": pair.bundle.quality,
+            "quality": quality[name],
             "forward": forwards[name],
             "temperatures": {temperature: each[name] for temperature, each in decoding.items()},
             "resident_bytes": resident_bytes(pair.bundle.target_weights(0) / FILE_NAME, maps),
@@ -169,8 +229,7 @@ def table(result: Mapping[str, Any]) -> str:
     sizes = sorted({int(size) for each in result["formats"].values() for size in each["forward"]["ms"]})
     lines = [f"memory {result['gb_per_s']:.1f} GB/s", f"{'':<6}{'perplexity':>11}{'MB':>7}" + _head(sizes)]
     for name, found in result["formats"].items():
-        quality = found["quality"].get("ratio")
-        change = "-" if quality is None else f"{100 * (quality - 1):+.2f} %"
+        change = f"{100 * (found['quality']['ratio'] - 1):+.2f} %"
         ms = "".join(_cell(found["forward"]["ms"], size) for size in sizes)
         lines.append(f"{name:<6}{change:>11}{found['resident_bytes'] / 1e6:>7.0f}{ms}")
     for name, found in result["formats"].items():
@@ -203,6 +262,7 @@ CLAIM = Claim(
     options=(
         prompts_option(10, minimum=1),
         tokens_option(64, minimum=1),
+        Option("--texts", "for perplexity", default=60, quick=2, type=int_from(1)),
         Option("--rounds", "turns of all graphs", default=21, quick=2, type=int_from(1)),
     ),
     measure=measure,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,19 @@ from typing import Any
 import pytest
 
 from bench import claim_quantised
-from bench.claim_quantised import CLAIM, goals_of, measure_decoding, measure_forwards, resident_bytes, table
+from bench.claim_quantised import (
+    CLAIM,
+    goals_of,
+    measure_decoding,
+    measure_forwards,
+    perplexity_of,
+    resident_bytes,
+    table,
+    text_losses,
+)
 from bench.lib.harness import Arm, Generation, TextMismatchError
 from yggdrasil.bundle import Bundle
+from yggdrasil.models.packing import pack_chain_
 from yggdrasil.pair import LoadedPair
 
 MAPS = """\
@@ -31,13 +42,13 @@ Rss:                   8 kB
 """
 
 
-def found(ratio: float | None, narrow_ms: float, resident: int) -> dict[str, Any]:
+def found(ratio: float, narrow_ms: float, resident: int) -> dict[str, Any]:
     """A format's figures; four tokens' memory ceiling is 10 ms."""
     arm = {"tok_per_s": 5.0}
     decoding = {"arms": {"plain": arm, "tree": arm}, "tree_over_plain": {"median": 2.0, "ci95": [1.9, 2.1]}}
     ms = {"2": narrow_ms, "8": 1.25 * narrow_ms, "16": 1.9 * narrow_ms}
     return {
-        "quality": {} if ratio is None else {"ratio": ratio},
+        "quality": {"ratio": ratio},
         "forward": {"memory_ms": 10.0, "ms": {size: {"median": each} for size, each in ms.items()}},
         "temperatures": {"0": decoding},
         "resident_bytes": resident,
@@ -53,8 +64,36 @@ def test_the_resident_part_of_a_file_counts_once_however_often_it_is_mapped() ->
     assert resident_bytes(Path("/store/pair/none"), MAPS) == 0
 
 
+def test_the_losses_of_a_text_are_those_of_its_log_probabilities(tiny: LoadedPair) -> None:
+    text = "Once upon a time there was a cat. " * 12
+    tokens = tiny.tokenizer.encode(text)
+    target = tiny.engine.target
+    assert len(tokens) > target.prefill_chunk
+    [(loss, count), (first_loss, _)] = text_losses(tiny, [text, text[:17]])
+    one_by_one = 0.0
+    target.cache.rollback_(0)
+    for place, token in enumerate(tokens[1:]):
+        meta_NM = target.meta(1)
+        pack_chain_(meta_NM, [tokens[place]], place)
+        logits_NV, _ = target.forward(meta_NM)
+        target.cache.commit_(range(1))
+        one_by_one -= float(logits_NV[0].float().log_softmax(-1)[token])
+    assert count == len(tokens) - 1
+    assert loss == pytest.approx(one_by_one, rel=1e-5)
+    assert 0 < first_loss < loss
+
+
+def test_a_ratio_of_perplexities_is_over_all_tokens() -> None:
+    before = [(2 * math.log(2), 2), (6 * math.log(2), 6)]
+    found = perplexity_of([(2 * math.log(4), 2), (6 * math.log(2), 6)], before)
+    assert found["perplexity"] == pytest.approx(2**1.25, abs=1e-4)
+    assert found["ratio"] == pytest.approx(2**0.25, abs=1e-5)
+    assert found["ci95"] == [1.0, 2.0]
+    assert perplexity_of(before, before)["ratio"] == 1.0
+
+
 def test_goals_are_missed_one_by_one() -> None:
-    bf16 = found(None, 20.0, 100)
+    bf16 = found(1.0, 20.0, 100)
     assert missed({"bf16": bf16, "int8": found(1.0009, 11.0, 52)}) == ["int8: T(16)/T(1)"]
     assert missed({"bf16": bf16, "int4": found(1.029, 11.0, 35)}) == []
     wrong = found(1.031, 12.0, 36)
@@ -70,7 +109,7 @@ def test_a_better_perplexity_counts_as_a_change_too() -> None:
 
 
 def test_the_table_shows_every_format_and_every_goal() -> None:
-    formats = {"bf16": found(None, 20.0, 100), "int4": found(1.012, 11.0, 30)}
+    formats = {"bf16": found(1.0, 20.0, 100), "int4": found(1.012, 11.0, 30)}
     text = table({"gb_per_s": 30.0, "formats": formats, "goals": goals_of(formats)})
     assert "+1.20 %" in text
     assert "T(16)" in text
