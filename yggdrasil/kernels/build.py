@@ -28,6 +28,7 @@ __all__ = [
 
 LIBRARY_NAME = "ygg_kernels"
 LIBRARY_FILE = f"{LIBRARY_NAME}.so"
+INCLUDE_MOST = ("operators", "runtime")  # of the sources
 
 
 def _sources() -> list[Path]:
@@ -81,8 +82,8 @@ def _compile(folder: Path) -> None:
 
 
 def _longest_first(sources: list[Path]) -> list[Path]:
-    """In the order of their compile times: the one that includes most of torch, then by length."""
-    return sorted(sources, key=lambda path: (path.stem != "operators", -path.stat().st_size))
+    """In the order of their compile times: those that include most, then by length."""
+    return sorted(sources, key=lambda path: (path.stem not in INCLUDE_MOST, -path.stat().st_size))
 
 
 def build_kernels() -> None:
@@ -91,7 +92,7 @@ def build_kernels() -> None:
     Raises:
         RuntimeError: the C++ compiler failed; its output is in the message.
 
-    Cost: reads the library, or compiles it in about 20 s.
+    Cost: reads the library, or compiles it in 20 s to more than a minute.
     """
     folder = library_path().parent
     if not _is_loaded() and LIBRARY_FILE not in Ledger(folder).whole([LIBRARY_FILE]):
@@ -115,7 +116,7 @@ def load_kernels(command: str = "ygg compile") -> None:
         ArtifactError: the library is damaged, or others can write it.
         RuntimeError: the C++ compiler failed; its output is in the message.
 
-    Cost: about 20 s if it compiles.
+    Cost: that of `build_kernels` if it compiles.
     """
     if not _is_loaded():
         path = library_path()

@@ -1,4 +1,6 @@
-"""The C entry points of operators.cpp, declared from the operators' schemas as AOTInductor wants them."""
+"""What graphs take from our library: the C entry points of operators.cpp, declared from the schemas as
+AOTInductor wants them, and the templates of runtime.cpp.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,29 @@ C_TYPES = {
 }
 """The C parameters of an argument by the type in its schema; the second one is the length of a list."""
 
+RUNTIME = """\
+"C++" {
+#ifdef __GLIBCXX__
+extern template class std::basic_regex<char>;
+extern template class std::__detail::_Compiler<std::regex_traits<char>>;
+extern template class std::__detail::_NFA<std::regex_traits<char>>;
+extern template class std::__detail::_Scanner<char>;
+extern template bool std::regex_match(const std::string&, std::smatch&, const std::regex&,
+                                      std::regex_constants::match_flag_type);
+#endif
+}"""
+"""The templates of runtime.cpp. Inductor writes `extern` before this block, in one of C entry points."""
+
 
 def c_shims() -> dict[Any, list[str]]:
-    """Operator to declaration, for Inductor's `custom_ops_to_c_shims`; the library must be loaded."""
+    """Operator to declarations, for Inductor's `custom_ops_to_c_shims`; the library must be loaded.
+
+    Inductor has no option for other declarations, so those of the templates are the first operator's.
+    """
     overloads = [getattr(torch.ops.ygg, name).default for name in WITH_ENTRY_POINT]
-    return {overload: [_declaration(overload._schema)] for overload in overloads}
+    declarations = {overload: [_declaration(overload._schema)] for overload in overloads}
+    declarations[overloads[0]].append(RUNTIME)
+    return declarations
 
 
 def _declaration(schema: Any) -> str:

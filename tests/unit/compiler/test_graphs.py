@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from torch import Tensor, nn
 from torch._inductor import package
 
+from yggdrasil.bundle import Bundle
 from yggdrasil.compiler.graphs import compile_graph
 from yggdrasil.models.packing import empty_meta
+from yggdrasil.store import artifacts
 
 
 class Doubled(nn.Module):
@@ -39,3 +43,16 @@ def test_two_builds_of_the_same_graph_share_no_file(
     assert first and second
     assert not first & second
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["graph.pt2"]
+
+
+def test_a_graph_takes_the_templates_of_the_runtime_from_our_library(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    graph = min(artifacts.compile_cache().joinpath(tiny_bundle.name).rglob("*.pt2"))
+    with ZipFile(graph) as archive:
+        [library] = [name for name in archive.namelist() if name.endswith(".so")]
+        path = archive.extract(library, tmp_path)
+    command = ["nm", "--dynamic", "--demangle", "--undefined-only", path]
+    missing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "basic_regex<char" in missing
+    assert "regex_match<" in missing

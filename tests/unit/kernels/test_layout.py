@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from yggdrasil import kernels, layout
-from yggdrasil.kernels.shims import c_shims
+from yggdrasil.kernels.shims import RUNTIME, c_shims
 
 FOLDER = Path(kernels.__file__).parent
 
@@ -27,6 +27,16 @@ def test_the_header_has_the_constants_of_the_layout() -> None:
 def test_entry_points_are_defined_as_they_are_declared() -> None:
     source = re.sub(r"\s+", "", (FOLDER / "operators.cpp").read_text())
     declarations = [declaration for each in c_shims().values() for declaration in each]
+    declarations.remove(RUNTIME)
     assert len(declarations) == source.count("AOTITorchErroraoti_torch_cpu_")
     for declaration in declarations:
         assert re.sub(r"\s+", "", declaration) + "{" in source
+
+
+def test_the_templates_of_the_runtime_are_compiled_as_they_are_declared() -> None:
+    statements = re.compile(r"^(?:extern )?(template [^;]*;)$", re.MULTILINE)
+    compiled = statements.findall((FOLDER / "runtime.cpp").read_text())
+    assert len(compiled) == 5
+    assert [re.sub(r"\s+", " ", each) for each in statements.findall(RUNTIME)] == [
+        re.sub(r"\s+", " ", each) for each in compiled
+    ]
