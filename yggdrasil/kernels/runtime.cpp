@@ -1,8 +1,8 @@
 // Templates of AOTInductor's runtime, for all graphs.
 //
-// The runtime reads the name of a device with a regular expression. Its templates take the compiler two fifths
-// of the time of a graph's wrapper, so they are compiled here, once, and shims.py declares them to graphs. In
-// another C++ library than GNU's they have other names; there every graph compiles its own.
+// The runtime reads the name of a device with a regular expression. Its templates take the compiler two
+// fifths of the time of a graph's wrapper, so they are compiled here, once, and shims.py declares them to
+// graphs. In another C++ library than GNU's they have other names; there every graph compiles its own.
 #include <regex>
 #include <string>
 
