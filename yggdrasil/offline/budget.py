@@ -36,7 +36,6 @@ FEWEST_ROOTS = 2  # roots per text
 FEWEST_LEVELS = 4  # growth steps of the shallowest trees
 PASSAGES_SHARE = 0.1
 TIMED_PASSES = 2
-SLOW_S = 0.5  # a pass that takes longer is timed once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +127,7 @@ class PassClock:
         size = len(self._model.meta(num_tokens))
         if size not in self._seconds:
             self._once(size)  # reads the weights from the disk
-            seconds = self._once(size)
-            num_more = TIMED_PASSES - 1 if seconds < SLOW_S else 0
-            self._seconds[size] = min([seconds, *(self._once(size) for _ in range(num_more))])
+            self._seconds[size] = min(self._once(size) for _ in range(TIMED_PASSES))
         return self._seconds[size]
 
     def _once(self, size: int) -> float:

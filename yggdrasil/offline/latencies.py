@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import product
@@ -42,7 +41,6 @@ __all__ = [
 ROUNDS = 9
 MIN_ROUNDS = 2
 CURVE_SECONDS = 10.0  # no round of a curve starts later
-SLOW_MS = 500.0  # a forward that takes longer is timed once
 HOST_RUNS = 4
 RUN_SECONDS = 2.0  # no step of a measured text starts later
 IN_STEP_MS = 20.0  # a target that takes longer fills the caches with its weights in a step, too
@@ -64,19 +62,18 @@ def latency_curve(
     """Milliseconds of every graph of the menu at every context length.
 
     Graphs and contexts take turns, so drift affects all alike. Other programs only make a graph slower, so
-    the lower quartile of the rounds is used. An interruption changes a slow forward little: that is timed
-    once. Isotonic regression removes the remaining noise: otherwise a wider graph could look faster than a
-    narrower one, and decisions would jump between them. The values in the KV cache are arbitrary: latency
-    does not depend on them.
+    the lower quartile of the rounds is used. Isotonic regression removes the remaining noise: otherwise a
+    wider graph could look faster than a narrower one, and decisions would jump between them. The values in
+    the KV cache are arbitrary: latency does not depend on them.
 
     Args:
         model: Its cache is left empty.
-        tick: Called with 1 after every timed forward and instead of one that is not repeated. Rounds that
-            are left out count as soon as that is known: `ROUNDS` in all for each graph and context.
+        tick: Called with 1 after every timed forward, and with the number of forwards that are left out as
+            soon as that is known: `ROUNDS` in all for each graph and context.
         num_before: Forwards of the same graph before each timed one. Growth repeats the draft's graph, so
             it finds the weights in the processor's caches; the target's were replaced by the draft's.
 
-    Cost: `ROUNDS` rounds; fewer for a slow model, at least `MIN_ROUNDS`, of which slow graphs run in one.
+    Cost: `ROUNDS` rounds; fewer for a slow model, at least `MIN_ROUNDS`.
     """
     begin = time.perf_counter()
     samples: dict[tuple[int, int], list[float]] = {
@@ -86,9 +83,6 @@ def latency_curve(
     done = 0
     while done < rounds:
         for (context, size), found in samples.items():
-            if done and _is_known(size, {each: samples[context, each][0] for each in model.menu.sizes}):
-                tick(1)
-                continue
             meta_NM = model.meta(size)
             pack_chain_(meta_NM, [0] * size, max(0, min(context, model.cache.shape.capacity - size)))
             for _ in range(num_before):
@@ -107,15 +101,6 @@ def latency_curve(
     quartiles = {place: sorted(found)[len(found) // 4] for place, found in samples.items()}
     rows = [_rising([quartiles[context, size] for size in model.menu.sizes]) for context in contexts]
     return Curve(tuple(contexts), model.menu.sizes, tuple(rows))
-
-
-def _is_known(size: int, first_ms: Mapping[int, float]) -> bool:
-    """Whether one forward of a graph was enough: a slow one, unless the next larger graph was faster.
-
-    Then it was disturbed, or it read the weights from the disk.
-    """
-    larger = [ms for other, ms in first_ms.items() if other > size]
-    return first_ms[size] > SLOW_MS and first_ms[size] <= min(larger, default=math.inf)
 
 
 def in_step_curves(
