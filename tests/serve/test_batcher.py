@@ -6,7 +6,9 @@ Shapes: P = pages of a row.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +63,37 @@ def test_rows_get_the_tokens_that_they_get_alone(bench: Bench, gamma: int) -> No
     for each in clients:
         assert each.tokens == bench.reference(each)
         assert each.finish == "length"
+
+
+@pytest.mark.parametrize("gamma", (0, 3))
+def test_a_step_is_one_call_unless_a_prompt_runs_along(
+    bench: Bench, gamma: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher = bench.batcher(Schedule([gamma]))
+    calls: list[str] = []
+
+    def recorded(name: str) -> Callable[..., Any]:
+        call = getattr(batcher.stepper, name)
+
+        def wrapped(*arguments: Any) -> Any:
+            calls.append(name)
+            return call(*arguments)
+
+        return wrapped
+
+    for name in ("run", "draft", "verify"):
+        monkeypatch.setattr(batcher.stepper, name, recorded(name))
+    first = client(bench, 40, 12)
+    submit(batcher, first)
+    report = batcher.step()
+    assert report is not None
+    assert report.prompt_tokens > 0
+    assert calls[:2] == ["draft", "verify"]
+    run(batcher)
+    num_prompt_calls = calls.index("run")
+    assert set(calls[num_prompt_calls:]) == {"run"}
+    assert set(calls[:num_prompt_calls]) == {"draft", "verify"}
+    assert first.tokens == bench.reference(first)
 
 
 def test_drafts_are_both_accepted_and_rejected_in_these_tests(bench: Bench) -> None:
