@@ -72,7 +72,7 @@ namespace {
 using namespace ygg;
 
 constexpr int kBf16Padding = 32;  // k of a bf16 weight is padded to a multiple of this
-constexpr int64_t kGroup = 4;     // panels that stay on one thread: the most that a body computes together
+constexpr int64_t kGroup = 4;     // the most panels that a body computes together
 
 // One thread reads less than two of these from L2 faster than two threads.
 constexpr int64_t kTaskBytes = 64 << 10;
@@ -336,6 +336,13 @@ int64_t rows_of_block(int64_t rows) {
   return divided(best);
 }
 
+// Panels that stay on one thread: a multiple of those that a body computes together. A thread that has
+// groups of four to itself would compute the fourth alone where a body takes three.
+int64_t vector_group(const Product& product) {
+  const int64_t held = held_panels(int(rows_of_block(product.rows)));
+  return product.is_gated ? kGroup : kGroup / held * held;
+}
+
 // All rows of the panels [begin, end).
 template <class Dtype, int kRows = kBlockRows>
 void compute_vectors(const Product& product, int64_t begin, int64_t end) {
@@ -352,11 +359,11 @@ void compute_vectors(const Product& product, int64_t begin, int64_t end) {
 // The same for compressed weights: a few panels at a time are expanded for all rows.
 template <class Dtype>
 void compute_expanded(Product product, int64_t begin, int64_t end) {
-  const int64_t words = product.panel_words();
+  const int64_t words = product.panel_words(), group = vector_group(product);
   thread_local std::vector<Word> panels;
-  panels.resize(kGroup * words);
-  for (int64_t first = begin; first < end; first += kGroup) {
-    const int64_t last = std::min(first + kGroup, end);
+  panels.resize(group * words);
+  for (int64_t first = begin; first < end; first += group) {
+    const int64_t last = std::min(first + group, end);
     product.expanded = nullptr;
     for (int64_t number = first; number < last; ++number) {
       PanelTiles tiles = product.tiles_of(number, 1);
@@ -810,12 +817,14 @@ void multiply_(const at::Tensor& out, const at::Tensor& x, std::vector<Weight> w
   static std::atomic<int64_t> number{0};
   Product product{words, out.data_ptr(), rows, steps, row_len, std::move(weights), is_gated, ++number};
   const int64_t panels = product.end = product.num_panels();
-  const int64_t groups = (panels + kGroup - 1) / kGroup;
-  const int64_t group_bytes = std::max<int64_t>(1, read_bytes(product) * kGroup);
-  const int64_t min_groups = std::max<int64_t>(1, kTaskBytes / group_bytes);
   const bool is_bf16 = x.scalar_type() == at::kBFloat16;
+  const bool is_vectors = !is_quantised(product.weights[0].format) && !(is_bf16 && amx_granted());
+  const int64_t group = is_vectors ? vector_group(product) : kGroup;
+  const int64_t groups = (panels + group - 1) / group;
+  const int64_t group_bytes = std::max<int64_t>(1, read_bytes(product) * group);
+  const int64_t min_groups = std::max<int64_t>(1, kTaskBytes / group_bytes);
   parallel_for(groups, min_groups, [&](int64_t begin, int64_t end) {
-    const int64_t first = begin * kGroup, last = std::min(end * kGroup, panels);
+    const int64_t first = begin * group, last = std::min(end * group, panels);
     is_bf16 ? compute<BFloat16>(product, first, last) : compute<Float32>(product, first, last);
   });
 }
