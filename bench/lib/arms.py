@@ -15,9 +15,10 @@ from yggdrasil.config import GenerateConfig, GrammarConfig, SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.kv import KVCache
 from yggdrasil.pair import LoadedPair
+from yggdrasil.policy.baselines import structure_ms
 from yggdrasil.policy.shape import FixedShape, ShapePolicy
 from yggdrasil.report.run import Run
-from yggdrasil.state import PLAIN, Shape
+from yggdrasil.state import PLAIN, Shape, StepResult
 
 __all__ = [
     "PLAIN_ARM",
@@ -76,10 +77,20 @@ def policy_arm(
             first_tokens=len(run.results[0].tokens),
             target_passes=len(run.results),  # prefill emits nothing and is not counted
             detail={key: report[key] for key in ("predicted_speedup", "stages_ms", "graphs_ms")}
-            | {"shapes": Counter(str(each.shape) for each in run.results)},
+            | {
+                "shapes": Counter(str(each.shape) for each in run.results),
+                "profile_ms": sum(_profile_ms(pair, each) for each in run.results),
+            },
         )
 
     return Arm(name=name, generate=generate, exact=not pair.bundle.inexact_widths, num_prompts=num_prompts)
+
+
+def _profile_ms(pair: LoadedPair, result: StepResult) -> float:
+    """Milliseconds of a step by the pair's profile."""
+    return structure_ms(
+        result.shape, pair.latency, verified=result.verified, context_len=result.context_len
+    )
 
 
 def our_arm(name: str, pair: LoadedPair, num_tokens: int, temperature: float, shape: Shape | None) -> Arm:
