@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from bench.claim_roofline import at_most, forward_sampler, in_turns, weight_bytes
+from bench.claim_roofline import GROWTH_OF_VERIFY, at_most, forward_sampler, in_turns, weight_bytes
 from bench.lib.arms import arm_summary, our_arm, plain_arm
 from bench.lib.claim import Claim, Log, Option, int_from, prompts_option, tokens_option
 from bench.lib.harness import RESAMPLES, Arm, MemoryStream, Rounds, interleave, ratio, spread
@@ -40,7 +40,7 @@ CONTEXT = 64
 MOST_SIZE = 32
 MOST_PERPLEXITY = {"int8": 1.001, "int4": 1.03}
 MOST_OVER_MEMORY = 1.15
-GROWTH = {8: 1.3, 16: 1.8}  # of int8's forward over that of one token, at most
+GROWTH = GROWTH_OF_VERIFY["int8"]  # of the forward over that of one token, at most
 MOST_MEMORY = 0.35  # of int4's resident weights, of bf16's
 PLAIN = "plain"
 TREE = "tree"

@@ -12,24 +12,26 @@ draft's weights fit the processor's caches, where they may be read faster than m
 
 Refuted if a goal of the table is missed: verification that grows faster with its width, or is farther from
 the memory's ceiling, than the goals; a prefill chunk below 0.6 of the matrix throughput; a growth step
-above 0.2 ms; a host above 0.4 ms per step. `--prompts` and `--tokens` are of no consequence."""
+above 0.2 ms; a host above 0.4 ms per step. With `--weights` int8 may grow more, and int4 as it does.
+`--prompts` and `--tokens` are of no consequence."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.lib.claim import Claim, Log, prompts_option, tokens_option
+from bench.lib.claim import Claim, Log, Option, prompts_option, tokens_option
 from bench.lib.harness import SETTLE_SECONDS, MemoryStream, spread
 from bench.lib.pair import bench_target
 from bench.lib.subject import subject
 from bench.lib.workloads import STORIES, beginnings
 from yggdrasil.compiler.model import CompiledModel
+from yggdrasil.config import WEIGHTS
 from yggdrasil.kv import KVShape
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.pair import LoadedPair
@@ -47,7 +49,12 @@ PROBE = (512, 512, 512)
 PROBE_ROUNDS = 6
 # rows, depth, columns
 MATRICES = ((2048, 2048, 2048), (4096, 4096, 4096), (1024, 4096, 4096), (8192, 1024, 4096))
-GROWTH_OF_VERIFY = {8: 1.10, 16: 1.3, 32: 2.1}  # T(W) over T(2), at most
+# T(W) over T(2), at most, by the format of the target's weights
+GROWTH_OF_VERIFY: Mapping[str, Mapping[int, float]] = {
+    "bf16": {8: 1.10, 16: 1.3, 32: 2.1},
+    "int8": {8: 1.3, 16: 1.8},
+    "int4": {},
+}
 MOST_OVER_MEMORY = 1.15  # T(1) over its memory ceiling
 MIN_PREFILL_SHARE = 0.6  # of the matrix throughput
 MOST_GROWTH_STEP_MS = 0.2
@@ -221,7 +228,9 @@ def in_turns(
     return samples
 
 
-def verify_goals(passes: Sequence[Pass], contexts: Sequence[int]) -> list[dict[str, Any]]:
+def verify_goals(
+    passes: Sequence[Pass], contexts: Sequence[int], weights: str = "bf16"
+) -> list[dict[str, Any]]:
     """What the target's graphs shall attain at these contexts: ratios over the narrowest graph, and that
     graph over its memory ceiling.
     """
@@ -231,7 +240,7 @@ def verify_goals(passes: Sequence[Pass], contexts: Sequence[int]) -> list[dict[s
         narrow = next(each for each in passes if (each.size, each.context) == (2, context))
         goals += [
             at_most(f"T({size})/T(2) at context {context}", ms[size] / ms[2], limit)
-            for size, limit in GROWTH_OF_VERIFY.items()
+            for size, limit in GROWTH_OF_VERIFY[weights].items()
         ]
         goals.append(
             at_most(
@@ -347,6 +356,7 @@ def measure_passes(
 def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Ceilings, graphs, host, goals."""
     under_test = subject(options)
+    under_test = replace(under_test, config=replace(under_test.config, weights=options.weights))
     pair = under_test.pair()
     log(under_test.target.statement)
     itemsize = getattr(torch, pair.bundle.config.dtype).itemsize
@@ -362,7 +372,7 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
         found["tflop_per_s"],
     )
     goals = [
-        *verify_goals(passes["verify"], found["contexts"][1:] or found["contexts"]),
+        *verify_goals(passes["verify"], found["contexts"][1:] or found["contexts"], options.weights),
         *step_goals(prefill, host),
     ]
     return {
@@ -459,9 +469,14 @@ def draw(figure: Figure, result: Mapping[str, Any]) -> None:
 CLAIM = Claim(
     name="roofline",
     doc=__doc__,
-    options=(prompts_option(1), tokens_option(0)),
+    options=(
+        prompts_option(1),
+        tokens_option(0),
+        Option("--weights", "format of the target's weights", default="bf16", choices=WEIGHTS),
+    ),
     measure=measure,
     table=table,
+    variant=lambda options: [] if options.weights == "bf16" else [options.weights],
     draw=draw,
     size=(11, 4.5),
 )

@@ -109,6 +109,13 @@ def test_verification_is_compared_with_the_narrowest_graph_at_the_same_context()
     assert not reached["T(1) over bytes / rate at context 992"]
 
 
+def test_weights_of_8_bits_may_grow_more_and_those_of_4_have_no_limit() -> None:
+    passes = [measured(2, 10.0), measured(8, 12.9), measured(16, 18.1)]
+    reached = by_goal(verify_goals(passes, [512], "int8"))
+    assert [reached[f"T({size})/T(2) at context 512"] for size in (8, 16)] == [True, False]
+    assert list(by_goal(verify_goals(passes, [512], "int4"))) == ["T(1) over bytes / rate at context 512"]
+
+
 def test_goals_of_the_step_are_left_out_where_nothing_was_drafted() -> None:
     good = {"growth_step_ms": 0.2, "host_ms": 0.4}
     bad = {"growth_step_ms": 0.21, "host_ms": 0.41}
