@@ -12,7 +12,8 @@ draft's weights fit the processor's caches, where they may be read faster than m
 
 Refuted if a goal of the table is missed: verification that grows faster with its width, or is farther from
 the memory's ceiling, than the goals; a prefill chunk below 0.6 of the matrix throughput; a growth step
-above 0.2 ms; a host above 0.4 ms per step. With `--weights` int8 may grow more, and int4 as it does.
+above 0.2 ms; a host above 0.4 ms per step. With `--weights int8` verification may grow faster; with int4
+its growth has no goal.
 `--prompts` and `--tokens` are of no consequence."""
 
 from __future__ import annotations
