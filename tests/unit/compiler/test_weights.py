@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_pair
 import torch
@@ -15,6 +21,26 @@ from torch import nn
 from yggdrasil.compiler.weights import FILE_NAME, Lender, load_weights, save_weights
 from yggdrasil.errors import ArtifactError, UnsupportedModel
 from yggdrasil.offline import build
+
+
+def flags_of_mapping(address: int) -> list[str]:
+    """What Linux was asked for the mapping that holds `address`: "hg" is huge pages."""
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_here = int(found[1], 16) <= address < int(found[2], 16)
+        elif is_here and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("no mapping holds the address")
+
+
+def pages_in_memory(path: Path) -> int:
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    flags = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+    address = ctypes.c_void_p(np.frombuffer(mapped, dtype=np.uint8).ctypes.data)
+    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(mapped)), flags) == 0
+    return sum(flags)
 
 
 class Odd(nn.Module):
@@ -51,6 +77,30 @@ def test_every_tensor_loads_as_it_was_saved(tmp_path: Path) -> None:
         assert loaded[name].dtype == tensor.dtype
         assert torch.equal(loaded[name], tensor), name
     assert loaded["model.tied"].data_ptr() == loaded["model.weight"].data_ptr()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_a_written_file_leaves_memory(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(bytes(2**20))
+    with other.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if pages_in_memory(other):
+        pytest.skip("this file system keeps files in memory")
+    save_weights(Odd(), tmp_path)
+    assert pages_in_memory(tmp_path / FILE_NAME) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_loaded_weights_ask_for_huge_pages(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("big", torch.arange(2**20))
+    save_weights(model, tmp_path)
+    big = load_weights(tmp_path, "cpu", "")["model.big"]
+    assert torch.equal(big, model.big)
+    for address in (big.data_ptr(), big.data_ptr() + big.nbytes - 1):
+        assert "hg" in flags_of_mapping(address)
 
 
 def test_tensors_that_another_file_has_are_named_and_not_written(tmp_path: Path) -> None:
