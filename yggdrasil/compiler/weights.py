@@ -5,7 +5,8 @@ file alone, so they are in memory once, except in a server whose draft can leave
 
 Forwards read weights up to 8 % faster from huge pages. A file system with large folios (XFS, ext4 since
 Linux 6.16) gives them to a mapped file, if the mapping asks before the file is in memory. Pages that are in
-memory stay small, so a file that was just written is dropped from there.
+memory stay small, so a file that was just written is dropped from there. The library reads the file in a
+thread of its own meanwhile, so a part of it may have small pages.
 """
 
 from __future__ import annotations
