@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,12 @@ from damages import STORES
 from yggdrasil.api import Pair, load_pair
 from yggdrasil.bundle import Bundle
 from yggdrasil.config import CompileConfig
+from yggdrasil.engine import Engine
 from yggdrasil.kernels import library_path
+from yggdrasil.offline.latencies import in_step_curves
 from yggdrasil.pair import LoadedPair
+from yggdrasil.policy.latency import Curve
+from yggdrasil.policy.shape import FixedShape
 from yggdrasil.store.artifacts import one_at_a_time
 
 TINY = CompileConfig(
@@ -127,6 +131,7 @@ def compiled(home: Path, name: str, folders: tuple[str, ...], config: CompileCon
     """Compile a pair, or a target alone, unless it is in a kept artifact root."""
     from yggdrasil.bundle import is_compiled
     from yggdrasil.errors import ArtifactError
+    from yggdrasil.offline import tuning
     from yggdrasil.offline.pipeline import compile_pair
     from yggdrasil.pair import load_pair
     from yggdrasil.schedule import choice
@@ -140,9 +145,25 @@ def compiled(home: Path, name: str, folders: tuple[str, ...], config: CompileCon
     with pytest.MonkeyPatch.context() as patch:
         # next to other load, the usual time may not suffice to measure any plan
         patch.setitem(choice.BUDGET_S, "cpu", 60.0)
+        patch.setattr(tuning, "in_step_curves", slow_target_curves)
         return compile_pair(
             *folders, name=name, config=config, calibration=calibration, progress=tiny_pair.SilentProgress()
         )
+
+
+def slow_target_curves(
+    engine: Engine, prompt: Sequence[int], policy: FixedShape, *, max_depth: int
+) -> tuple[Curve, Curve]:
+    """Curves of a target that takes far longer than its draft, so that policies draft trees.
+
+    Both tiny models take as long as the host. By measured curves, a busy machine would choose plain steps.
+    """
+    curves = in_step_curves(engine, prompt, policy, max_depth=max_depth)
+    draft, verify = (
+        replace(curve, ms=tuple(tuple(ms + size / 1000 for size in curve.sizes) for _ in curve.contexts))
+        for curve, ms in zip(curves, (0.05, 2.0), strict=True)
+    )
+    return draft, verify
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from yggdrasil.errors import ShapeNotCompiled
 
 __all__ = ["Menu", "draft_menu", "target_menu"]
 
-# One token runs as two: torch.export specializes dimensions of size 1, and a padded row takes no time.
+# One token runs as two, because a padded row takes no time where memory is the limit.
 SMALLEST = 2
 # A draft is so small that fewer tokens take as long.
 SMALLEST_DRAFT = 4
@@ -33,9 +33,13 @@ class Menu:
 
 
 def target_menu(config: CompileConfig) -> Menu:
-    """One token for plain decoding, every verified width, and the prefill chunk."""
+    """One token for plain decoding, every verified width, and the prefill chunk.
+
+    Rounded weights have a graph of one row: with a quarter of the bytes, arithmetic takes time.
+    """
     widths = {max(width, SMALLEST) for width in config.verify_widths}
-    return Menu(tuple(sorted({SMALLEST, config.prefill_chunk} | widths)))
+    plain = {SMALLEST} if config.weights == "bf16" else {1, SMALLEST}
+    return Menu(tuple(sorted(plain | {config.prefill_chunk} | widths)))
 
 
 def draft_menu(config: CompileConfig) -> Menu:

@@ -4,17 +4,16 @@ A draft that is made from its target has some tensors of it, such as the embeddi
 file alone, so they are in memory once, except in a server whose draft can leave (serve/elastic.py).
 
 Forwards read weights up to 8 % faster from huge pages. A file system with large folios (XFS, ext4 since
-Linux 6.16) gives them to a mapped file, if the mapping asks before the file is in memory. Pages that are in
-memory stay small, so a file that was just written is dropped from there. The library reads the file in a
-thread of its own meanwhile, so a part of it may have small pages.
+Linux 6.16) gives them to a mapped file, if the mapping asks before the file is in memory, and reads it from
+one end to the other. Pages that are in memory stay small, so a file that was just written is dropped from
+there. The library does not ask, so we read the file first: its mapping then gets the same pages.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +92,8 @@ def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
     Those of another file come from there.
 
     Args:
-        device: "cpu" maps the file without reading it; "cuda" copies it to the current device.
+        device: "cpu" maps the file, which is then in memory once for all processes; "cuda" copies it to the
+            current device.
         command: The command that writes the file again, for the error.
 
     Raises:
@@ -103,12 +103,12 @@ def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
 
     path = folder / FILE_NAME
     try:
+        if device == "cpu":
+            _read_into_huge_pages(path)
         with safe_open(path, framework="pt", device=_current(device)) as file:
             names = file.keys()
             tensors: dict[str, Any] = {name: file.get_tensor(name) for name in names}
             aliases = file.metadata() or {}
-        if device == "cpu":
-            _ask_for_huge_pages([tensor for tensor in tensors.values() if tensor.nbytes])
     except OSError as error:
         raise unreadable(path, error, command) from None
     except SafetensorError as error:
@@ -121,15 +121,13 @@ def load_weights(folder: Path, device: str, command: str) -> dict[str, Tensor]:
     return {**{name: tensors[name] for name in names}, **named}
 
 
-def _ask_for_huge_pages(mapped: Collection[Tensor]) -> None:
+def _read_into_huge_pages(path: Path) -> None:
     # advice: a file system without large folios ignores it
-    if not hasattr(mmap, "MADV_HUGEPAGE") or not mapped:
+    if not hasattr(mmap, "MADV_HUGEPAGE") or not path.stat().st_size:
         return
-    page = mmap.PAGESIZE
-    first = min(tensor.data_ptr() for tensor in mapped) // page * page
-    end = max(tensor.data_ptr() + tensor.nbytes for tensor in mapped)
-    libc = ctypes.CDLL(None)
-    libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+        mapped[:: mmap.PAGESIZE]  # touches every page
 
 
 def _current(device: str) -> str:
